@@ -290,6 +290,13 @@ def test_a_new_memory_recalls_nothing_and_adds_nothing():
     assert not memory(hidden, state, None)[0].any()
 
 
+def test_a_query_starts_as_the_key_of_the_same_tokens():
+    memory = LongTermMemory(HIDDEN, SETTINGS)
+    assert torch.equal(memory.q_proj.weight, memory.k_proj.weight)
+    assert torch.equal(memory.q_conv.weight, memory.k_conv.weight)
+    assert memory.k_conv.weight.any()
+
+
 def test_reading_alone_leaves_the_state_as_it_was():
     memory, hidden = _memory(sub_chunk=8, chunk_size=16), _hidden(1, 8)
     start = memory(_hidden(1, 8, seed=1), None, None)[1]

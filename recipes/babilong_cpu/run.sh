@@ -13,6 +13,14 @@ overrides=("${@:2}")
 task=${TASK:-qa1}
 read -ra seeds <<< "${SEEDS:-1 2 3 4 5}"
 read -ra kinds <<< "${KINDS:-memory plain}"
+case $task in
+    qa1) layers=2 memories='{layers:[1]}' lengths='[239,495,1007,2031]' long='[4079,8175]' ;;
+    qa2) layers=4 memories='{layers:[1,2,3],heads:2}' lengths='[111,239,495,1007]' long='[2031,4079]' ;;
+    *) echo "TASK must be qa1 or qa2; got $task" >&2 && exit 2 ;;
+esac
+for kind in "${kinds[@]}"; do
+    [[ " memory tokens plain " == *" $kind "* ]] || { echo "KINDS must be of memory, tokens, plain; got $kind" >&2 && exit 2; }
+done
 source "$here/../small_run.sh"
 open_run babilong_cpu "${1:-babilong_cpu_run}"
 
@@ -23,11 +31,6 @@ samples() {
 }
 
 say "1/4  Prose to hide facts in, a tokenizer, a Qwen3 with random weights for each seed."
-case $task in
-    qa1) layers=2 memories='{layers:[1]}' lengths='[239,495,1007,2031]' long='[4079,8175]' ;;
-    qa2) layers=4 memories='{layers:[1,2,3],heads:2}' lengths='[111,239,495,1007]' long='[2031,4079]' ;;
-    *) echo "TASK must be qa1 or qa2; got $task" >&2 && exit 2 ;;
-esac
 python "$here/make_inputs.py" --output "$run/$task/inputs" --seeds "${seeds[@]}" --layers "$layers"
 
 say "2/4  Samples: facts alone, then in longer and longer texts; for the report, up to 32 times the longest."
@@ -52,7 +55,6 @@ train() {
         memory) memory="model.memory=$memories" ;;
         tokens) memory="model.memory.kind=recurrent_tokens" ;;
         plain) memory="model.memory.layers=[]" ;;
-        *) echo "KINDS must be of memory, tokens, plain; got $1" >&2 && return 2 ;;
     esac
     mkdir -p "$output"
     VERL_FILE_LOGGER_PATH="$output/metrics.jsonl" NPROC_PER_NODE=1 "$here/../../launch/node.sh" \
@@ -62,8 +64,8 @@ train() {
 }
 
 fail() {
-    tail -n 3 "$run/$task"/*/output.log >&2
-    kill $(jobs -p) 2>/dev/null
+    tail -n 3 "$run/$task"/*/output.log >&2 || true
+    kill $(jobs -p) 2>/dev/null || true
     exit 1
 }
 

@@ -201,15 +201,15 @@ class LongTermMemory(nn.Module):
     def reset_parameters(self) -> None:
         """Start with values of unit size, an empty memory (M = 0) and the same rates for every token.
 
-        A query starts as the key of the same tokens, so that equal words recall each other: with unequal projections,
-        half of the training went by before a first answer. W_o starts at 0 unless `output_std` is given.
+        A query starts as the key of the same tokens, so that equal words recall each other from the first step on. W_o
+        starts at 0 unless `output_std` is given.
         """
         width, size = self.q_proj.in_features, self.options.head_dim
         init.ones_(self.norm.weight)
         init.normal_(self.k_proj.weight, std=width**-0.5)
         init.normal_(self.v_proj.weight, std=(width * size) ** -0.5)
-        reach = self.options.conv_tokens**-0.5
-        init.uniform_(self.k_conv.weight, -reach, reach)
+        bound = self.options.conv_tokens**-0.5
+        init.uniform_(self.k_conv.weight, -bound, bound)
         init.copy_(self.q_proj.weight, self.k_proj.weight)
         init.copy_(self.q_conv.weight, self.k_conv.weight)
         init.zeros_(self.rates.weight)
