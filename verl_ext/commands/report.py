@@ -164,8 +164,8 @@ def reported_options(options: Options) -> dict[str, Any]:
     return redacted({key: value for key, value in given.items() if key not in NOT_REPORTED})
 
 
+def tables(what: str, counts: Mapping[str, Counts], targets: bool) -> list[list[Row]]:
     """Return rows of counted documents, special tokens in texts and bad records, by category or source."""
-    """Return rows of what was written, of special tokens in texts, and of bad records, by category or source."""
     special = [
         {
             what: name,
