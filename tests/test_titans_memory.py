@@ -74,7 +74,7 @@ def _token_gradients(k, v, *weights) -> tuple[torch.Tensor, ...]:
 
 def _gradients(k, v, state, limit=math.inf) -> tuple[torch.Tensor, ...]:
     """The closed form's gradients as ``[s, 1, H, ...]``, as the weights W1 and W2 lie."""
-    gradient = surprise(k, k, v, state, limit)[1]
+    gradient = surprise(k, v, state, limit)
     left = gradient.left * gradient.shrink[:, :, None, :, None]
     first, *second = (left.unsqueeze(-1) * gradient.right.unsqueeze(-2)).permute(2, 3, 0, 1, 4, 5)
     return first, *(transposed.mT for transposed in second)
@@ -139,7 +139,7 @@ def test_a_sub_chunk_at_once_is_the_recurrence_token_by_token(seed, written, sca
     raw = scale * torch.randn(3, 1, 2, length, dtype=torch.float64, generator=generator)
     rates = WriteRates(raw[0].sigmoid(), F.logsigmoid(raw[1]), F.logsigmoid(-raw[2]))
     by = write_coefficients(rates, torch.tensor(written))
-    at_once = write(state, surprise(k, k, v, state)[1], by)
+    at_once = write(state, surprise(k, v, state), by)
     _assert_same(at_once, _by_token(state, k, v, *raw.sigmoid(), written))
 
 
@@ -148,7 +148,7 @@ def test_fp32_coefficients_keep_their_digits_beside_a_token_that_forgets_all():
     rates = WriteRates(torch.ones(4), F.logsigmoid(raw), torch.zeros(4))
     by = write_coefficients(rates, torch.tensor(True))
     exact = write_coefficients(WriteRates(*(rate.double() for rate in rates)), torch.tensor(True))
-    torch.testing.assert_close(by.m, exact.m.float(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(by.rates, exact.rates.float(), rtol=1e-6, atol=0)
     assert by.e == 0
 
 
@@ -156,7 +156,7 @@ def _limit(k, state, theta, eta, alpha) -> torch.Tensor:
     """``[1, H, 1]``: what holds the tokens' common change of their errors to 1."""
     w1, w2, *_ = _parts(state)
     z = k if w2 is None else 2 * F.silu(k @ w1)
-    c = write_coefficients(WriteRates(theta, eta.log(), (1 - alpha).log()), torch.tensor(True)).c
+    c = write_coefficients(WriteRates(theta, eta.log(), (1 - alpha).log()), torch.tensor(True)).rates[..., 0]
     scaled = z * c.sqrt().unsqueeze(-1)
     tokens = range(c.shape[-1])
     sums = [sum(2 * (scaled[:, :, t] * scaled[:, :, j]).sum(-1).abs() for j in tokens) for t in tokens]

@@ -38,6 +38,10 @@ INITIAL_WRITE = 0.4
 INITIAL_ETA = 0.1
 FORGETTING_CHUNKS = 1024
 
+# Smaller weights become 0: beside others near 1 they are not seen, and they make subnormal numbers, of which a CPU's
+# matrix products take ten times as long. The momentum forgets a sub-chunk's first tokens by factors below 1e-38.
+NEGLIGIBLE = 1e-30
+
 
 class WriteRates(NamedTuple):
     """Rates by token ``[..., s]``; logarithms, because products of many factors near 0 or 1 lose digits."""
@@ -48,13 +52,12 @@ class WriteRates(NamedTuple):
 
 
 class WriteCoefficients(NamedTuple):
-    """Weights of one sub-chunk's sums: a, b, e ``[...]`` and c, m ``[..., s]`` of :func:`write_coefficients`."""
+    """Weights of one sub-chunk's sums: a, b, e ``[...]`` of :func:`write_coefficients`, and its c and m together."""
 
     a: torch.Tensor
     b: torch.Tensor
     e: torch.Tensor
-    c: torch.Tensor
-    m: torch.Tensor
+    rates: torch.Tensor  # [..., s, 2]: c and m
 
 
 def write_coefficients(rates: WriteRates, written: torch.Tensor) -> WriteCoefficients:
@@ -74,7 +77,7 @@ def write_coefficients(rates: WriteRates, written: torch.Tensor) -> WriteCoeffic
         Q[j]    = Π_{i=j+1..s} (1 - α_i)                 B   = η_1 R_1
 
     R_t = Q[t] + η_{t+1} R_{t+1} is summed over 2, 4, 8, … tokens at once. Nothing is divided, no sums are subtracted,
-    so that a token with η = 0 costs no digits.
+    so that a token with η = 0 costs no digits. What is below `NEGLIGIBLE` of E, c and m becomes 0.
 
     ``written``, broadcastable to the rates, is False for a token (padding) that leaves S and W as they are: θ = 0,
     η = 1, α = 0, and no "+ S" of its own.
@@ -87,12 +90,12 @@ def write_coefficients(rates: WriteRates, written: torch.Tensor) -> WriteCoeffic
     while reach < size:
         total = torch.addcmul(total, factor, F.pad(total[..., reach:], (0, reach)))
         factor, reach = factor * F.pad(factor[..., reach:], (0, reach)), 2 * reach
+    c, m = theta * total, theta * _sum_from_behind(log_eta[..., 1:]).exp()
     return WriteCoefficients(
         a=log_keep.sum(-1).exp(),
         b=eta[..., 0] * total[..., 0],
-        e=log_eta.sum(-1).exp(),
-        c=theta * total,
-        m=theta * _sum_from_behind(log_eta[..., 1:]).exp(),
+        e=F.threshold(log_eta.sum(-1).exp(), NEGLIGIBLE, 0.0),
+        rates=F.threshold(torch.stack([c, m], -1), NEGLIGIBLE, 0.0),
     )
 
 
@@ -102,11 +105,9 @@ def _sum_from_behind(x: torch.Tensor) -> torch.Tensor:
 
 
 def recall(x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-    """Compute M(x) ``[B, H, s, dk]`` for queries of that shape."""
-    w = state[..., : x.shape[-1], :]
-    if w.shape[2] == 1:
-        return x @ w[:, :, 0]
-    return 2 * F.silu(x @ w[:, :, 0]) @ w[:, :, 1].mT
+    """Compute M(x) ``[B, H, s, dk]`` for queries of that shape, from a state or its weights alone."""
+    first, *second = state[..., : x.shape[-1], :].unbind(2)
+    return 2 * F.silu(x @ first) @ second[0].mT if second else x @ first
 
 
 class Surprise(NamedTuple):
@@ -117,34 +118,25 @@ class Surprise(NamedTuple):
     shrink: torch.Tensor  # [B, H, s], the factor that brings its norm over all weights down to the largest allowed one
 
 
-def surprise(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, state: torch.Tensor, max_surprise: float = math.inf
-) -> tuple[torch.Tensor, Surprise]:
-    """Return M(q), and the gradient of ‖M(k_t) - v_t‖² for every token, its norm clamped to ``max_surprise``.
+def surprise(k: torch.Tensor, v: torch.Tensor, state: torch.Tensor, max_surprise: float = math.inf) -> Surprise:
+    """Return the gradient of ‖M(k_t) - v_t‖² for every token, its norm clamped to ``max_surprise``.
 
-    ``q``, ``k``, ``v``: ``[B, H, s, dk]``. The norm of an outer product is the product of the norms. Without the clamp,
-    one outlier would make the weights, and so the next gradients, grow without bound.
+    ``k``, ``v``: ``[B, H, s, dk]``; of the state, its weights are enough. The norm of an outer product is the product
+    of the norms. Without the clamp, one outlier would make the weights, and so the next gradients, grow without bound.
     """
-    w = state[..., : k.shape[-1], :]
-    first = q.shape[2]  # queries and keys go through the network together
-    a = torch.cat([q, k], 2) @ w[:, :, 0]
-    if w.shape[2] == 1:
-        out = a
-    else:
+    first, *second = state[..., : k.shape[-1], :].unbind(2)
+    a = k @ first
+    if second:
         sigmoid = torch.sigmoid(a)
         z = 2 * a * sigmoid
-        out = z @ w[:, :, 1].mT
-    dp = 2 * (out[:, :, first:] - v)
-    if w.shape[2] == 1:
-        left, right = k.unsqueeze(2), dp.unsqueeze(2)
-    else:
-        z, sigmoid = z[:, :, first:], sigmoid[:, :, first:]
-        da = (dp @ w[:, :, 1]) * torch.addcmul(z, sigmoid, 2 - z)  # g'(a) = z + σ(a) (2 - z)
+        dp = 2 * (z @ second[0].mT - v)
+        da = (dp @ second[0]) * torch.addcmul(z, sigmoid, 2 - z)  # g'(a) = z + σ(a) (2 - z)
         left, right = torch.stack([k, dp], 2), torch.stack([da, z], 2)
-    squared_norm = (left.square().sum(-1) * right.square().sum(-1)).sum(2)
-    # From the square, whose derivative at 0 is a number.
-    shrink = (squared_norm / max_surprise**2).clamp(min=1).rsqrt()
-    return out[:, :, :first], Surprise(left, right, shrink)
+    else:
+        left, right = k.unsqueeze(2), 2 * (a - v).unsqueeze(2)
+    norms = torch.linalg.vector_norm(left, dim=-1) * torch.linalg.vector_norm(right, dim=-1)
+    norm = torch.linalg.vector_norm(norms, dim=2)  # its derivative at 0 is 0
+    return Surprise(left, right, (norm / max_surprise).clamp(min=1).reciprocal())
 
 
 @torch.no_grad()
@@ -158,16 +150,16 @@ def write_limit(c: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
     its own gradient, the memory of a small recall task was not learned.
     """
     root = c.sqrt().unsqueeze(-1)
-    change = 2 * root * ((z @ z.mT).abs() @ root)
+    change = 2 * root * ((z @ z.mT).abs_() @ root)
     return change.amax(-2).clamp(min=1).reciprocal()
 
 
 def write(state: torch.Tensor, gradient: Surprise, by: WriteCoefficients) -> torch.Tensor:
-    """Return the state after a sub-chunk, for coefficients ``[B, H]`` and ``[B, H, s]``."""
+    """Return the state after a sub-chunk, for coefficients ``[B, H]`` and ``[B, H, s, 2]``."""
     w, s = state.chunk(2, -2)
     a, b, e = (x[..., None, None, None] for x in (by.a, by.b, by.e))
     kept = torch.cat([torch.addcmul(a * w, b, s), e * s], -2)
-    rates = torch.stack([by.c, by.m], -1) * gradient.shrink.unsqueeze(-1)  # [B, H, s, 2]
+    rates = by.rates * gradient.shrink.unsqueeze(-1)
     left = rates[:, :, None, :, :, None] * gradient.left.unsqueeze(-2)  # [B, H, L, s, 2, dk]
     left, right = left.flatten(-2).flatten(0, 2), gradient.right.flatten(0, 2)
     return torch.baddbmm(kept.flatten(0, 2), left.mT, right, alpha=-1).view_as(state)
@@ -240,52 +232,49 @@ class LongTermMemory(nn.Module):
         written is bool ``[B, T]``, False for tokens (padding) that must not be written, or None to write all. before,
         ``[B, r, d]``, are the hidden states of the r tokens before these, 0 before the text begins; None: all 0.
         """
+        batch, length, width = hidden.shape
+        size = min(self.options.sub_chunk, length)
+        fill = -length % size if write else 0  # what fills the last sub-chunk is not written
+        if before is None:
+            before = hidden.new_zeros(batch, self.options.conv_tokens - 1, width)
+        if written is None:
+            written = torch.ones(batch, length, dtype=torch.bool, device=hidden.device)
         dtype = self.q_proj.weight.dtype
         with torch.autocast(hidden.device.type, enabled=False):
-            state = self.initial_state(len(hidden)) if state is None else state
-            if before is None:
-                before = hidden.new_zeros(len(hidden), self.options.conv_tokens - 1, hidden.shape[-1])
-            x, before = self.norm(hidden.to(dtype)), self.norm(before.to(dtype))
-            q = self._directions(self.q_proj, self.q_conv, x, before)
+            state = self.initial_state(batch) if state is None else state
+            seen = self.norm(torch.cat([before, hidden, hidden.new_zeros(batch, fill, width)], 1).to(dtype))
+            q = self._directions(self.q_proj, self.q_conv, seen)
             if write:
-                recalled, state = self._stream(q, x, before, state, written)
+                recalled, state = self._stream(q, seen, state, F.pad(written.bool(), (0, fill)), size)
             else:
                 recalled = recall(q, state)
-            return self.out_proj(_merge_heads(recalled).to(dtype)), state
+            return self.out_proj(_merge_heads(recalled[:, :, :length]).to(dtype)), state
 
     def _stream(
-        self, q: torch.Tensor, x: torch.Tensor, before: torch.Tensor, state: torch.Tensor, written: torch.Tensor | None
+        self, q: torch.Tensor, seen: torch.Tensor, state: torch.Tensor, written: torch.Tensor, size: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Read, measure the surprise and write, sub-chunk by sub-chunk; return ``[B, H, T, dk]`` and the state."""
-        batch, length = x.shape[:2]
-        size = min(self.options.sub_chunk, length)
-        fill = -length % size  # what fills the last sub-chunk is not written
-        if written is None:
-            written = torch.ones(batch, length, dtype=torch.bool, device=x.device)
-        x = F.pad(x, (0, 0, 0, fill))
-        by = self._coefficients(x, F.pad(written.bool(), (0, fill)), size)
-        k = self._directions(self.k_proj, self.k_conv, x, before)
-        q, k, v = (  # [B, H, n, s, dk]
-            each.unflatten(2, (-1, size)) for each in (F.pad(q, (0, 0, 0, fill)), k, self._heads(self.v_proj(x)))
-        )
+        x = seen[:, self.options.conv_tokens - 1 :]
+        by = self._coefficients(x, written, size)
+        k = self._directions(self.k_proj, self.k_conv, seen)
+        q, k, v = (each.unflatten(2, (-1, size)) for each in (q, k, self._heads(self.v_proj(x))))  # [B, H, n, s, dk]
         if self.initial_w2 is None:
-            limit = write_limit(by.c, k)
-            by = by._replace(c=by.c * limit, m=by.m * limit)
+            by = by._replace(rates=by.rates * write_limit(by.rates[..., 0], k).unsqueeze(-1))
         recalled = []
         # One unbind a tensor: the gradient of a slice would fill a tensor of the whole chunk with zeros.
         for q_part, k_part, v_part, *coefficients in zip(*(each.unbind(2) for each in (q, k, v, *by)), strict=True):
-            out, gradient = surprise(q_part, k_part, v_part, state, self.options.max_surprise)
-            now = WriteCoefficients(*coefficients)
+            weights, now = state[..., : k.shape[-1], :], WriteCoefficients(*coefficients)
+            recalled.append(recall(q_part, weights))
+            gradient = surprise(k_part, v_part, weights, self.options.max_surprise)
             if self.initial_w2 is not None:
-                limit = write_limit(now.c, gradient.right[:, :, 1])
-                now = now._replace(c=now.c * limit, m=now.m * limit)
+                limit = write_limit(now.rates[..., 0], gradient.right[:, :, 1])
+                now = now._replace(rates=now.rates * limit.unsqueeze(-1))
             state = write(state, gradient, now)
-            recalled.append(out)
         # A copy: FSDP2 warns of a module that returns a view.
-        return torch.cat(recalled, 2)[:, :, :length], state.clone()
+        return torch.cat(recalled, 2), state.clone()
 
     def _coefficients(self, x: torch.Tensor, written: torch.Tensor, size: int) -> WriteCoefficients:
-        """Return ``[B, H, n]`` and ``[B, H, n, s]`` for ``x[B, T, d]`` and ``written[B, T]``, T whole sub-chunks."""
+        """Return the coefficients ``[B, H, n, …]`` for ``x[B, T, d]`` and ``written[B, T]``, T whole sub-chunks."""
         raw = _upcast(self.rates(x)).unflatten(-1, (3, -1)).permute(2, 0, 3, 1)  # [3, B, H, T]
         theta, eta, alpha = raw.unflatten(-1, (-1, size))
         rates = WriteRates(torch.sigmoid(theta), F.logsigmoid(eta), F.logsigmoid(-alpha))
@@ -298,12 +287,14 @@ class LongTermMemory(nn.Module):
         # Copies, not views: FSDP2 frees the parameters' storage when this module's forward ends.
         return torch.cat([w, torch.zeros_like(w)], -2).repeat(batch, 1, 1, 1, 1)
 
-    def _directions(
-        self, projection: nn.Module, convolution: nn.Conv1d, x: torch.Tensor, before: torch.Tensor
-    ) -> torch.Tensor:
-        """Return unit vectors ``[B, H, T, dk]`` of normed ``x[B, T, d]``: each sees its token and the r before it."""
-        projected = projection(torch.cat([before, x], 1)).mT
-        return F.normalize(self._heads(convolution(projected).mT), dim=-1)
+    def _directions(self, projection: nn.Module, convolution: nn.Conv1d, seen: torch.Tensor) -> torch.Tensor:
+        """Return unit vectors ``[B, H, T, dk]`` of normed ``seen[B, r + T, d]``: each sees r before it too."""
+        # As a picture one pixel high: a convolution in 2D takes channels side by side in memory as they lie.
+        projected = projection(seen).mT.unsqueeze(2)
+        convolved = F.conv2d(projected, convolution.weight.unsqueeze(2), groups=convolution.groups)
+        x = self._heads(convolved.squeeze(2).mT)
+        # F.normalize makes the norms as large as x, and its gradient takes six passes over that.
+        return x * torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=1e-12).reciprocal()
 
     def _heads(self, projected: torch.Tensor) -> torch.Tensor:
         return _upcast(projected).unflatten(-1, (self.options.heads, -1)).transpose(1, 2)
@@ -319,7 +310,8 @@ def _merge_heads(recalled: torch.Tensor) -> torch.Tensor:
     An empty memory gives 0, a value recalled whole (norm 1) about 0.7 a channel, and an overshoot at most 1.
     """
     size = recalled.shape[-1]
-    scaled = recalled * (recalled.square().mean(-1, keepdim=True) + 1 / size).rsqrt()
+    norm = torch.linalg.vector_norm(recalled, dim=-1, keepdim=True)
+    scaled = recalled * ((norm.square() + 1) / size).rsqrt()
     return scaled.transpose(1, 2).flatten(2)
 
 
