@@ -121,6 +121,7 @@ TABLE = [
     ({"model__tiled_mlp__enabled": True}, 1, None, "engine does not apply it; model.tile_tokens is what works"),
     ({"model__tile_tokens": 0}, 1, None, "model.tile_tokens must be at least 1; got 0"),
     ({"model__tile_tokens": 1.5}, 1, None, "model.tile_tokens must be a whole number; got 1.5"),
+    ({"model__freeze": [1]}, 1, None, "model.freeze must be a list of texts; got [1]"),
     ({"model__activation_offload": 3}, 1, None, "model.activation_offload must be true or false; got 3"),
     ({"engine__offload_policy": True}, 1, None, "engine.offload_policy must be false on CPU, where host memory holds"),
     (
@@ -143,6 +144,7 @@ TABLE = [
     ),
     ({"optim__optimizer": "AdamZ"}, 1, None, "optim.optimizer must be one of ASGD, Adadelta, "),
     ({"optim__optimizer": "AdamZ"}, 1, None, "; got AdamZ (nearest: Adam"),
+    ({"optim__optimizer": []}, 1, None, "optim.optimizer must be one of ASGD, Adadelta, "),
     ({"optim__optimizer_impl": "no.such"}, 1, None, "optim.optimizer_impl must be a module that is installed; got no."),
     ({"optim__optimizer_impl": None}, 1, None, "optim.optimizer_impl must be a module that is installed; got null"),
     ({"optim__optimizer_impl": "abc"}, 1, None, "optim.optimizer_impl must be a module of optimizers; got abc"),

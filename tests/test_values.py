@@ -51,6 +51,7 @@ class Outer(Options):
         ({"kind": "packd"}, "outer.kind must be one of plain, packed; got packd (nearest: packed)"),
         ({"on": "yes"}, "outer.on must be true or false; got yes"),
         ({"names": "a"}, "outer.names must be a list; got a"),
+        ({"names": ["a", 1]}, "outer.names must be a list of texts; got ['a', 1]"),
         ({"inner": {"path": ""}}, "outer.inner.path is required: a folder; got ''"),
     ],
 )

@@ -166,6 +166,9 @@ class Option:
             return choice_problem(key, value, self.choices)
         if not isinstance(value, classes) or (kind in (int, float) and isinstance(value, bool)):
             return f"{key} must be {words}; got {show(value)}"
+        of = (*typing.get_args(self.type), Any)[0] if kind is list else Any
+        if of in _KINDS and any(Option(key, of, False, ()).problem(key, each) for each in value):
+            return f"{key} must be a list of {_KINDS[of][0].removeprefix('a ')}s; got {show(value)}"
         if kind not in (int, float):
             return None
         bounds = (

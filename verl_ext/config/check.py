@@ -231,7 +231,7 @@ def optimizer_problem(config: RunConfig) -> str | None:
     kinds = {name for name, kind in names.items() if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)}
     if not kinds:
         return f"{key} must be a module of optimizers; got {optim.optimizer_impl}"
-    if optim.optimizer not in names:
+    if show(optim.optimizer) not in names:  # a list has no hash
         return choice_problem("optim.optimizer", optim.optimizer, sorted(kinds - {"Optimizer"}))
     try:
         build_optimizer([Parameter(torch.zeros(2, 2)), Parameter(torch.zeros(2))], optim)

@@ -68,8 +68,8 @@ class TokenizerOptions(Options):
         for name in NAMED_TOKENS:
             if getattr(self, name) == "":
                 yield f"tokenizer.{name} must be a text or null; got ''"
-        if not all(isinstance(token, str) and token for token in self.special_tokens):
-            yield f"tokenizer.special_tokens must be texts; got {self.special_tokens}"
+        if not all(self.special_tokens):
+            yield f"tokenizer.special_tokens must be no empty texts; got {self.special_tokens}"
             return
         least = BYTES + len(self.all_special_tokens)
         if self.vocab_size < least:
