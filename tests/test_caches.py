@@ -384,7 +384,7 @@ def test_a_damaged_folder_of_tokens_is_made_anew(family, path, built, damage):
     assert len(built) == 2
 
 
-def test_a_file_that_changes_meanwhile_is_refused(family, path, monkeypatch):
+def test_a_file_that_changes_meanwhile_is_refused_and_leaves_no_folder_of_tokens(family, path, tmp_path, monkeypatch):
     original = family.encoder.encode
 
     def changes(*arguments):
@@ -394,6 +394,7 @@ def test_a_file_that_changes_meanwhile_is_refused(family, path, monkeypatch):
     monkeypatch.setattr(family.encoder, "encode", changes)
     with pytest.raises(ValueError, match=r"^data\.train_dir must not change while it is tokenized"):
         family.opened(path)
+    assert not any(entry.is_dir() for entry in (tmp_path / "cache").iterdir())
 
 
 def test_a_full_disk_is_one_line_with_the_key_and_leaves_no_folder_of_tokens(tmp_path, family, files_end_at):

@@ -108,13 +108,15 @@ def write_documents(
 def cached_tokens(root: Path, name_now: Callable[[], str], make: Callable[[Path], None], key: str) -> Path:
     """Return the folder below `root` that `make` fills, now unless it is there, by the fingerprint of its files.
 
-    Raises ValueError if the files, which `key` names, change meanwhile.
+    Raises ValueError, and keeps no folder, if the files, which `key` names, change meanwhile.
     """
-    name = name_now()
-    folder = cached_folder(root, name, make)
-    if name_now() != name:
-        raise ValueError(f"{key} must not change while it is tokenized; one of its files did")
-    return folder
+
+    def of_same_files(folder: Path) -> None:
+        make(folder)
+        if name_now() != name:
+            raise ValueError(f"{key} must not change while it is tokenized; one of its files did")
+
+    return cached_folder(root, name := name_now(), of_same_files)
 
 
 def tokenized(
@@ -130,9 +132,7 @@ def tokenized(
     What was cut or left out is logged once in a process. Processes may call it at the same time. names: category
     number -> name.
 
-    Raises:
-        ValueError: files that cannot be used, or that change meanwhile (`encoder.key` is named), a cache that cannot be
-            written.
+    Raises ValueError for files that cannot be used or change meanwhile, and for a cache that cannot be written.
     """
     folder = cached_tokens(
         root,
