@@ -173,6 +173,21 @@ def _plain_convolution(x: torch.Tensor, projection: torch.nn.Module, convolution
     return sum(w * F.pad(projection(x), (0, 0, lag, 0))[:, : x.shape[1]] for lag, w in enumerate(weights))
 
 
+def _plain_rates(memory: LongTermMemory, x: torch.Tensor) -> torch.Tensor:
+    """θ, η and α ``[3, 1, H, T]`` of ``x[1, T, d]``, token by token from it and the tokens before it."""
+    weights = memory.rates.weight.flip(-1).unbind(-1)  # of the token itself first
+    raw = torch.stack(
+        [
+            memory.rates.bias + sum(w @ x[0, t - lag] for lag, w in enumerate(weights) if lag <= t)
+            for t in range(x.shape[1])
+        ]
+    )
+    theta, eta, alpha = raw.sigmoid().view(1, -1, 3, memory.options.heads).permute(2, 0, 3, 1)
+    least = memory.least_write
+    theta = (theta - least).clamp(min=0) / (1 - least)
+    return torch.stack([theta, eta, theta * alpha])
+
+
 def _naive_forward(memory: LongTermMemory, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """One row ``[1, T, d]`` with plain loops over sub-chunks and tokens."""
     x = F.rms_norm(hidden, (HIDDEN,), memory.norm.weight, 1e-6)
@@ -180,7 +195,7 @@ def _naive_forward(memory: LongTermMemory, hidden: torch.Tensor) -> tuple[torch.
     q, k = (_plain_convolution(x, *layers) for layers in _seen_by(memory))
     q, k, v = (each.view(1, -1, heads, 3).transpose(1, 2) for each in (q, k, memory.v_proj(x)))
     q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
-    theta, eta, alpha = memory.rates(x).sigmoid().view(-1, 3, heads).permute(1, 2, 0).unsqueeze(1)
+    theta, eta, alpha = _plain_rates(memory, x)
     starts = [memory.initial_w1[None], None if memory.initial_w2 is None else memory.initial_w2[None]]
     state = _state(*starts, *(start if start is None else torch.zeros_like(start) for start in starts))
     recalled = []
@@ -259,13 +274,21 @@ def _with_rates(memory: LongTermMemory, theta: float, eta: float, alpha: float) 
     return memory
 
 
-def test_forgetting_all_and_writing_nothing_clears_the_memory():
+def test_a_token_that_writes_nothing_forgets_nothing():
     memory = _memory()
     filled = memory(_hidden(1, 8), None, None)[1]
-    output, state = _with_rates(memory, theta=-1e4, eta=-1e4, alpha=1e4)(_hidden(1, 8), filled, None)
-    assert not state.any()
-    assert output[:, :4].any()
-    assert not output[:, 4:].any()
+    state = _with_rates(memory, theta=-1e4, eta=-1e4, alpha=1e4)(_hidden(1, 8), filled, None)[1]
+    (weights, momentum), before = state.chunk(2, -2), filled.chunk(2, -2)[0]
+    assert torch.equal(weights, before)
+    assert not momentum.any()
+
+
+def test_a_sigmoid_of_less_than_the_least_write_writes_nothing():
+    memory = LongTermMemory(HIDDEN, SETTINGS).double()
+    least = torch.tensor(memory.least_write).logit()
+    for logit, writes in ((least - 0.01, False), (least + 0.01, True)):
+        state = _with_rates(memory, theta=logit, eta=-1e4, alpha=0.0)(_hidden(1, 8), None, None)[1]
+        assert state.any() == writes
 
 
 def test_what_is_written_once_is_recalled_by_its_key():

@@ -35,11 +35,11 @@ python "$here/make_inputs.py" --output "$run/$task/inputs" --seeds "${seeds[@]}"
 
 say "2/4  Samples: facts alone, then in longer and longer texts; for the report, up to 32 times the longest."
 if [[ $task == qa1 ]]; then
-    samples 1 qa1 "[0k]" 11200 1
-    samples 2 qa1 "[111]" 4800 2
-    samples 3 qa1 "[239]" 8000 3
+    samples 1 qa1 "[0k]" 8000 1
+    samples 2 qa1 "[111]" 1600 2
+    samples 3 qa1 "[239]" 11200 3
 else
-    samples 1 qa1 "[0k]" 9600 1
+    samples 1 qa1 "[0k]" 8000 1
     samples 2 qa2 "[0k]" 25600 2 story.max_facts=14
     samples 3 qa2 "[111]" 12800 3
 fi

@@ -13,6 +13,7 @@ find: the weights W1 and W2ᵀ in the first dk rows, their momenta S in the othe
 Departures from the paper, each tried in recipes/babilong_cpu (its README has the figures): the memory's output is a
 summand of the layer's, so that a pretrained model starts as what it was, in place of a gate y ⊗ M(y), of tokens before
 the segment (MAC) or of a layer before attention (MAL). q and k have the short convolution, without a SiLU; v has none.
+The rates see as many tokens as q and k. A small θ is 0, and α = θ σ(…): a token that writes nothing forgets nothing.
 
 Legend: B samples, T tokens, d hidden size of the model, H heads, L weight matrices (the depth), dk key and value size
 of a head, e columns of W1 (dk at depth 1, else the network's hidden size), n sub-chunks, s tokens of a sub-chunk, r
@@ -30,13 +31,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from verl_ext.models.qwen_titans.configuration import MemoryOptions
 
-# Rates before training, measured in recipes/babilong_cpu. θ = INITIAL_WRITE / tokens of a sub-chunk: training raises it
-# for the tokens that answers need. From 1.6, the limit of `write_limit`, it had to be brought down for all others, and
-# what was left of it wore facts away in texts many times as long as the trained ones. A token is forgotten over
-# FORGETTING_CHUNKS chunks: a write replaces what its key recalled, so that forgetting is seldom needed.
+# Rates before training, measured in recipes/babilong_cpu. θ starts at INITIAL_WRITE / tokens of a sub-chunk: training
+# raises it for the tokens that answers need. For all others it has to be 0, and so has α: over a long text, whatever is
+# written or forgotten besides wears facts away. A sigmoid comes near to 0 only ever more slowly, so that one below
+# LEAST_WRITE times the start writes nothing, and a token forgets a share of what it writes.
 INITIAL_WRITE = 0.4
+LEAST_WRITE = 2.0
 INITIAL_ETA = 0.1
-FORGETTING_CHUNKS = 1024
+INITIAL_FORGETTING = 1 / 32
 
 # Smaller weights become 0: beside others near 1 they are not seen, and they make subnormal numbers, of which a CPU's
 # matrix products take ten times as long. The momentum forgets a sub-chunk's first tokens by factors below 1e-38.
@@ -175,6 +177,8 @@ class LongTermMemory(nn.Module):
         super().__init__()
         heads, size = options.heads, options.head_dim
         self.options = options
+        self.initial_write = min(0.1, INITIAL_WRITE / options.sub_chunk)
+        self.least_write = LEAST_WRITE * self.initial_write
         self.norm = nn.RMSNorm(hidden_size, eps=eps)
         self.q_proj = nn.Linear(hidden_size, heads * size, bias=False)
         self.k_proj = nn.Linear(hidden_size, heads * size, bias=False)
@@ -182,7 +186,7 @@ class LongTermMemory(nn.Module):
         channels = heads * size
         self.q_conv = nn.Conv1d(channels, channels, options.conv_tokens, groups=channels, bias=False)
         self.k_conv = nn.Conv1d(channels, channels, options.conv_tokens, groups=channels, bias=False)
-        self.rates = nn.Linear(hidden_size, 3 * heads)
+        self.rates = nn.Conv1d(hidden_size, 3 * heads, options.conv_tokens)
         inner = options.expansion * size if options.depth == 2 else size
         self.initial_w1 = nn.Parameter(torch.empty(heads, size, inner))
         self.initial_w2 = nn.Parameter(torch.empty(heads, inner, size)) if options.depth == 2 else None
@@ -205,9 +209,8 @@ class LongTermMemory(nn.Module):
         init.copy_(self.q_proj.weight, self.k_proj.weight)
         init.copy_(self.q_conv.weight, self.k_conv.weight)
         init.zeros_(self.rates.weight)
-        alpha = 1 / (FORGETTING_CHUNKS * self.options.chunk_size)
-        theta = min(0.5, INITIAL_WRITE / self.options.sub_chunk)
-        biases = torch.tensor([math.log(rate / (1 - rate)) for rate in (theta, INITIAL_ETA, alpha)])
+        theta = self.least_write + (1 - self.least_write) * self.initial_write
+        biases = torch.tensor([math.log(rate / (1 - rate)) for rate in (theta, INITIAL_ETA, INITIAL_FORGETTING)])
         init.copy_(self.rates.bias, biases.repeat_interleave(self.options.heads))
         if self.initial_w2 is None:
             init.zeros_(self.initial_w1)
@@ -255,7 +258,7 @@ class LongTermMemory(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Read, measure the surprise and write, sub-chunk by sub-chunk; return ``[B, H, T, dk]`` and the state."""
         x = seen[:, self.options.conv_tokens - 1 :]
-        by = self._coefficients(x, written, size)
+        by = self._coefficients(seen, written, size)
         k = self._directions(self.k_proj, self.k_conv, seen)
         q, k, v = (each.unflatten(2, (-1, size)) for each in (q, k, self._heads(self.v_proj(x))))  # [B, H, n, s, dk]
         if self.initial_w2 is None:
@@ -273,12 +276,14 @@ class LongTermMemory(nn.Module):
         # A copy: FSDP2 warns of a module that returns a view.
         return torch.cat(recalled, 2), state.clone()
 
-    def _coefficients(self, x: torch.Tensor, written: torch.Tensor, size: int) -> WriteCoefficients:
-        """Return the coefficients ``[B, H, n, …]`` for ``x[B, T, d]`` and ``written[B, T]``, T whole sub-chunks."""
-        raw = _upcast(self.rates(x)).unflatten(-1, (3, -1)).permute(2, 0, 3, 1)  # [3, B, H, T]
+    def _coefficients(self, seen: torch.Tensor, written: torch.Tensor, size: int) -> WriteCoefficients:
+        """Return the coefficients ``[B, H, n, …]`` for ``seen[B, r + T, d]``, ``written[B, T]``, T whole sub-chunks."""
+        raw = _upcast(_convolved(self.rates, seen)).unflatten(-1, (3, -1)).permute(2, 0, 3, 1)  # [3, B, H, T]
         theta, eta, alpha = raw.unflatten(-1, (-1, size))
-        rates = WriteRates(torch.sigmoid(theta), F.logsigmoid(eta), F.logsigmoid(-alpha))
-        return write_coefficients(rates, written.view(len(x), 1, -1, size))
+        theta = (torch.sigmoid(theta) - self.least_write).relu() / (1 - self.least_write)
+        forgotten = (theta * torch.sigmoid(alpha)).clamp(max=1 - 1e-6)  # a logarithm of 0 has no derivative
+        rates = WriteRates(theta, F.logsigmoid(eta), torch.log1p(-forgotten))
+        return write_coefficients(rates, written.view(len(seen), 1, -1, size))
 
     def initial_state(self, batch: int) -> torch.Tensor:
         """Make the state of ``batch`` new samples."""
@@ -289,15 +294,19 @@ class LongTermMemory(nn.Module):
 
     def _directions(self, projection: nn.Module, convolution: nn.Conv1d, seen: torch.Tensor) -> torch.Tensor:
         """Return unit vectors ``[B, H, T, dk]`` of normed ``seen[B, r + T, d]``: each sees r before it too."""
-        # As a picture one pixel high: a convolution in 2D takes channels side by side in memory as they lie.
-        projected = projection(seen).mT.unsqueeze(2)
-        convolved = F.conv2d(projected, convolution.weight.unsqueeze(2), groups=convolution.groups)
-        x = self._heads(convolved.squeeze(2).mT)
+        x = self._heads(_convolved(convolution, projection(seen)))
         # F.normalize makes the norms as large as x, and its gradient takes six passes over that.
         return x * torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=1e-12).reciprocal()
 
     def _heads(self, projected: torch.Tensor) -> torch.Tensor:
         return _upcast(projected).unflatten(-1, (self.options.heads, -1)).transpose(1, 2)
+
+
+def _convolved(convolution: nn.Conv1d, x: torch.Tensor) -> torch.Tensor:
+    """Return ``[B, T, channels out]`` for ``x[B, r + T, channels in]``."""
+    # As a picture one pixel high: a convolution in 2D takes channels side by side in memory as they lie.
+    weight = convolution.weight.unsqueeze(2)
+    return F.conv2d(x.mT.unsqueeze(2), weight, convolution.bias, groups=convolution.groups).squeeze(2).mT
 
 
 def _upcast(x: torch.Tensor) -> torch.Tensor:
