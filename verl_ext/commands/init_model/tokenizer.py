@@ -69,7 +69,7 @@ class TokenizerOptions(Options):
             if getattr(self, name) == "":
                 yield f"tokenizer.{name} must be a text or null; got ''"
         if not all(self.special_tokens):
-            yield f"tokenizer.special_tokens must be no empty texts; got {self.special_tokens}"
+            yield f"tokenizer.special_tokens must hold no empty text; got {self.special_tokens}"
             return
         least = BYTES + len(self.all_special_tokens)
         if self.vocab_size < least:

@@ -32,7 +32,7 @@ class MemoryOptions(Options):
     depth: int = option(1, "layers of a head's memory: 1, a matrix (quick to learn), or 2, a network", least=1, most=2)
     expansion: int = option(2, "hidden size of a head's network over head_dim, at depth 2", least=1)
     sub_chunk: int = option(64, "tokens that read, and are measured against, the same weights", least=1)
-    conv_tokens: int = option(8, "tokens that a key and a query see: their own and those before", least=1)
+    conv_tokens: int = option(8, "tokens that a key, a query and the rates see: their own and those before", least=1)
     max_surprise: float = option(4.0, "largest norm of a token's gradient; larger ones are scaled down to it", above=0)
     output_std: float = option(
         0.0, "standard deviation of W_o at the start; 0 equals the base, 0.1 suits a base of random weights", least=0

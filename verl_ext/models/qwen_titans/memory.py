@@ -12,8 +12,8 @@ find: the weights W1 and W2ᵀ in the first dk rows, their momenta S in the othe
 
 Departures from the paper, each tried in recipes/babilong_cpu (its README has the figures): the memory's output is a
 summand of the layer's, so that a pretrained model starts as what it was, in place of a gate y ⊗ M(y), of tokens before
-the segment (MAC) or of a layer before attention (MAL). q and k have the short convolution, without a SiLU; v has none.
-The rates see as many tokens as q and k. A small θ is 0, and α = θ σ(…): a token that writes nothing forgets nothing.
+the segment (MAC) or of a layer before attention (MAL). q, k and the rates have the short convolution, without a SiLU, v
+has none. A small θ is 0, and α = θ σ(…): a token that writes nothing forgets nothing.
 
 Legend: B samples, T tokens, d hidden size of the model, H heads, L weight matrices (the depth), dk key and value size
 of a head, e columns of W1 (dk at depth 1, else the network's hidden size), n sub-chunks, s tokens of a sub-chunk, r
@@ -175,22 +175,21 @@ class LongTermMemory(nn.Module):
 
     def __init__(self, hidden_size: int, options: MemoryOptions, eps: float = 1e-6) -> None:
         super().__init__()
-        heads, size = options.heads, options.head_dim
+        heads, size, channels = options.heads, options.head_dim, options.heads * options.head_dim
         self.options = options
         self.initial_write = min(0.1, INITIAL_WRITE / options.sub_chunk)
         self.least_write = LEAST_WRITE * self.initial_write
         self.norm = nn.RMSNorm(hidden_size, eps=eps)
-        self.q_proj = nn.Linear(hidden_size, heads * size, bias=False)
-        self.k_proj = nn.Linear(hidden_size, heads * size, bias=False)
-        self.v_proj = nn.Linear(hidden_size, heads * size, bias=False)
-        channels = heads * size
+        self.q_proj = nn.Linear(hidden_size, channels, bias=False)
+        self.k_proj = nn.Linear(hidden_size, channels, bias=False)
+        self.v_proj = nn.Linear(hidden_size, channels, bias=False)
         self.q_conv = nn.Conv1d(channels, channels, options.conv_tokens, groups=channels, bias=False)
         self.k_conv = nn.Conv1d(channels, channels, options.conv_tokens, groups=channels, bias=False)
         self.rates = nn.Conv1d(hidden_size, 3 * heads, options.conv_tokens)
         inner = options.expansion * size if options.depth == 2 else size
         self.initial_w1 = nn.Parameter(torch.empty(heads, size, inner))
         self.initial_w2 = nn.Parameter(torch.empty(heads, inner, size)) if options.depth == 2 else None
-        self.out_proj = nn.Linear(heads * size, hidden_size, bias=False)
+        self.out_proj = nn.Linear(channels, hidden_size, bias=False)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -211,7 +210,7 @@ class LongTermMemory(nn.Module):
         init.zeros_(self.rates.weight)
         theta = self.least_write + (1 - self.least_write) * self.initial_write
         biases = torch.tensor([math.log(rate / (1 - rate)) for rate in (theta, INITIAL_ETA, INITIAL_FORGETTING)])
-        init.copy_(self.rates.bias, biases.repeat_interleave(self.options.heads))
+        init.copy_(self.rates.bias, biases.repeat_interleave(self.options.heads))  # type: ignore[arg-type]
         if self.initial_w2 is None:
             init.zeros_(self.initial_w1)
         else:
@@ -295,7 +294,7 @@ class LongTermMemory(nn.Module):
     def _directions(self, projection: nn.Module, convolution: nn.Conv1d, seen: torch.Tensor) -> torch.Tensor:
         """Return unit vectors ``[B, H, T, dk]`` of normed ``seen[B, r + T, d]``: each sees r before it too."""
         x = self._heads(_convolved(convolution, projection(seen)))
-        # F.normalize makes the norms as large as x, and its gradient takes six passes over that.
+        # F.normalize makes the norms as large as x, which its gradient reads six times.
         return x * torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=1e-12).reciprocal()
 
     def _heads(self, projected: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ mask, C = 4          pass 1           pass 2             a token more
 ```
 
 Legend: B samples, T tokens, C tokens of a chunk, w tokens of a pass, s tokens of a sub-chunk, r tokens before its own
-that its key and query see, d hidden size.
+that its key, query and rates see, d hidden size.
 """
 
 from collections.abc import Callable, Iterator
