@@ -39,7 +39,7 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def memory(model, tmp_path_factory):
     """(the model with a memory that takes part, that memory's file)"""
-    titans = perturb(fresh_model(model)).eval()
+    titans = perturb(fresh_model(model), scale=1.0).eval()
     path = tmp_path_factory.mktemp("memory") / "memory.pt"
     save_memory_checkpoint(path, titans.memory_state_dict(), 0)
     return titans, path
