@@ -152,6 +152,14 @@ def test_fp32_coefficients_keep_their_digits_beside_a_token_that_forgets_all():
     assert by.e == 0
 
 
+def test_a_momentum_that_forgets_soon_has_no_subnormal_coefficients():
+    log_eta = torch.full((64,), 0.1).log()
+    by = write_coefficients(WriteRates(torch.ones(64), log_eta, torch.zeros(64)), torch.tensor(True))
+    assert by.rates[-1].all()
+    assert not by.rates[0, 1]
+    assert not any(((part > 0) & (part < 1e-37)).any() for part in by)
+
+
 def _limit(k, state, theta, eta, alpha) -> torch.Tensor:
     """``[1, H, 1]``: what holds the tokens' common change of their errors to 1."""
     w1, w2, *_ = _parts(state)
