@@ -392,7 +392,7 @@ def test_a_file_that_changes_meanwhile_is_refused_and_leaves_no_folder_of_tokens
         family.write(Path(path), 9)
 
     monkeypatch.setattr(family.encoder, "encode", changes)
-    with pytest.raises(ValueError, match=r"^data\.train_dir must not change while it is tokenized"):
+    with pytest.raises(ValueError, match=r"^the files of data\.train_dir must not change while they are tokenized"):
         family.opened(path)
     assert not any(entry.is_dir() for entry in (tmp_path / "cache").iterdir())
 

@@ -22,11 +22,11 @@ from typing import Any, ClassVar
 
 from verl_ext.commands.command_line import command, known_options, read_options
 from verl_ext.commands.tokenize import TokenizeOptions, summary, write_dataset
-from verl_ext.files import cached_folder, default_root, fingerprint, is_complete
+from verl_ext.files import default_root, fingerprint, is_complete
 from verl_ext.launcher import run_torchrun
 from verl_ext.text.chat import ChatEncoder
 from verl_ext.text.sources import find_source_files
-from verl_ext.text.tokenized import FORMAT, file_facts
+from verl_ext.text.tokenized import FORMAT, cached_tokens, file_facts
 from verl_ext.text.tokenizer import leave_out_torch
 from verl_ext.values import DataError, Options, UsageError, option
 
@@ -129,12 +129,10 @@ class Texts:
 
         def write(folder: Path) -> None:
             report = write_dataset(folder, find_source_files(self._options.patterns), self._options)
-            if self._fingerprint() != self.folder.name:
-                raise DataError("sources must not change while they are tokenized; one of their files did")
             print(f"{summary(report)}\n", flush=True)
 
         with self._errors_name_the_key():
-            cached_folder(self.folder.parent, self.folder.name, write)
+            self.folder = cached_tokens(self.folder.parent, self._fingerprint, write, "sources")
 
     def _fingerprint(self) -> str:
         options, files = self._options, find_source_files(self._options.patterns)

@@ -114,7 +114,7 @@ def cached_tokens(root: Path, name_now: Callable[[], str], make: Callable[[Path]
     def of_same_files(folder: Path) -> None:
         make(folder)
         if name_now() != name:
-            raise ValueError(f"{key} must not change while it is tokenized; one of its files did")
+            raise ValueError(f"the files of {key} must not change while they are tokenized; one did")
 
     return cached_folder(root, name := name_now(), of_same_files)
 

@@ -54,11 +54,9 @@ class WriteRates(NamedTuple):
 
 
 class WriteCoefficients(NamedTuple):
-    """Weights of one sub-chunk's sums: a, b, e ``[...]`` of :func:`write_coefficients`, and its c and m together."""
+    """The weights of one sub-chunk's sums, of :func:`write_coefficients`."""
 
-    a: torch.Tensor
-    b: torch.Tensor
-    e: torch.Tensor
+    kept: torch.Tensor  # [..., 2, 2]: A and B, by which W_0 and S_0 enter W_s, then 0 and E, by which they enter S_s
     rates: torch.Tensor  # [..., s, 2]: c and m
 
 
@@ -79,7 +77,7 @@ def write_coefficients(rates: WriteRates, written: torch.Tensor) -> WriteCoeffic
         Q[j]    = Π_{i=j+1..s} (1 - α_i)                 B   = η_1 R_1
 
     R_t = Q[t] + η_{t+1} R_{t+1} is summed over 2, 4, 8, … tokens at once. Nothing is divided, no sums are subtracted,
-    so that a token with η = 0 costs no digits. What is below `NEGLIGIBLE` of E, c and m becomes 0.
+    so that a token with η = 0 costs no digits. What is below `NEGLIGIBLE` becomes 0.
 
     ``written``, broadcastable to the rates, is False for a token (padding) that leaves S and W as they are: θ = 0,
     η = 1, α = 0, and no "+ S" of its own.
@@ -93,12 +91,9 @@ def write_coefficients(rates: WriteRates, written: torch.Tensor) -> WriteCoeffic
         total = torch.addcmul(total, factor, F.pad(total[..., reach:], (0, reach)))
         factor, reach = factor * F.pad(factor[..., reach:], (0, reach)), 2 * reach
     c, m = theta * total, theta * _sum_from_behind(log_eta[..., 1:]).exp()
-    return WriteCoefficients(
-        a=log_keep.sum(-1).exp(),
-        b=eta[..., 0] * total[..., 0],
-        e=F.threshold(log_eta.sum(-1).exp(), NEGLIGIBLE, 0.0),
-        rates=F.threshold(torch.stack([c, m], -1), NEGLIGIBLE, 0.0),
-    )
+    a, b, e = log_keep.sum(-1).exp(), eta[..., 0] * total[..., 0], log_eta.sum(-1).exp()
+    kept = torch.stack([a, b, torch.zeros_like(e), e], -1).unflatten(-1, (2, 2))
+    return WriteCoefficients(*(F.threshold(x, NEGLIGIBLE, 0.0) for x in (kept, torch.stack([c, m], -1))))
 
 
 def _sum_from_behind(x: torch.Tensor) -> torch.Tensor:
@@ -157,14 +152,13 @@ def write_limit(c: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
 
 
 def write(state: torch.Tensor, gradient: Surprise, by: WriteCoefficients) -> torch.Tensor:
-    """Return the state after a sub-chunk, for coefficients ``[B, H]`` and ``[B, H, s, 2]``."""
-    w, s = state.chunk(2, -2)
-    a, b, e = (x[..., None, None, None] for x in (by.a, by.b, by.e))
-    kept = torch.cat([torch.addcmul(a * w, b, s), e * s], -2)
+    """Return the state after a sub-chunk, for coefficients ``[B, H, 2, 2]`` and ``[B, H, s, 2]``."""
+    new = (by.kept.unsqueeze(2) @ state.unflatten(-2, (2, -1)).flatten(-2)).view_as(state)
     rates = by.rates * gradient.shrink.unsqueeze(-1)
     left = rates[:, :, None, :, :, None] * gradient.left.unsqueeze(-2)  # [B, H, L, s, 2, dk]
     left, right = left.flatten(-2).flatten(0, 2), gradient.right.flatten(0, 2)
-    return torch.baddbmm(kept.flatten(0, 2), left.mT, right, alpha=-1).view_as(state)
+    new.flatten(0, 2).baddbmm_(left.mT, right, alpha=-1)
+    return new
 
 
 class LongTermMemory(nn.Module):
