@@ -77,7 +77,7 @@ def write_coefficients(rates: WriteRates, written: torch.Tensor) -> WriteCoeffic
         Q[j]    = Π_{i=j+1..s} (1 - α_i)                 B   = η_1 R_1
 
     R_t = Q[t] + η_{t+1} R_{t+1} is summed over 2, 4, 8, … tokens at once. Nothing is divided, no sums are subtracted,
-    so that a token with η = 0 costs no digits. What is below `NEGLIGIBLE` becomes 0.
+    so that a token with η = 0 costs no digits. Weights below `NEGLIGIBLE` become 0.
 
     ``written``, broadcastable to the rates, is False for a token (padding) that leaves S and W as they are: θ = 0,
     η = 1, α = 0, and no "+ S" of its own.
