@@ -124,7 +124,7 @@ def target_texts(
     at_once = tokenizer.apply_chat_template(chat.messages, tools=chat.tools, return_dict=True, **template_kwargs)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     assert encoded["input_ids"] == at_once["input_ids"]
-    mask, _ = mask_from_offsets(text, TokenCharacters(encoded["offset_mapping"]), spans)
+    mask, _ = mask_from_offsets(text, TokenCharacters.from_spans(encoded["offset_mapping"]), spans)
     without_offsets = mask_from_prefixes(
         encoded["input_ids"], text, spans, lambda part: tokenizer(part, add_special_tokens=False)["input_ids"]
     )
@@ -346,6 +346,6 @@ def target_texts_or_straddled(template: str, record: dict[str, Any]) -> list[str
     rendered = locate(ChatTemplate(tokenizer, None, {}), parse_record(record).content)
     text, spans = rendered.text, rendered.spans
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    mask, _ = mask_from_offsets(text, TokenCharacters(encoded["offset_mapping"]), spans)
+    mask, _ = mask_from_offsets(text, TokenCharacters.from_spans(encoded["offset_mapping"]), spans)
     targets = [token for token, target in zip(encoded["input_ids"], mask, strict=True) if target]
     return [turn + "<|im_end|>" for turn in tokenizer.decode(targets).split("<|im_end|>")[:-1]]

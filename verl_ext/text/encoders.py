@@ -45,12 +45,17 @@ class Windows(NamedTuple):
 
 
 class TokenCharacters(Sequence[Span]):
-    """The characters (begin, end) of each token of a text, ascending; spans: int64[T, 2]."""
+    """The characters of each token of a text, from its begin to its end, both int64[T] and ascending."""
 
-    def __init__(self, spans: Any) -> None:
-        begins, self._ends = np.asarray(spans, np.int64).reshape(-1, 2).T
+    def __init__(self, begins: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
+        self._begins, self._ends = begins, ends
+
+    @classmethod
+    def from_spans(cls, spans: Any) -> "TokenCharacters":
+        """Read spans int64[T, 2] as tokenizers give them."""
+        begins, ends = np.asarray(spans, np.int64).reshape(-1, 2).T
         # Tokenizers that trim a token's leading space from its characters leave a gap, which is the token's.
-        self._begins = np.append(begins[:1], np.minimum(begins[1:], self._ends[:-1]))
+        return cls(np.append(begins[:1], np.minimum(begins[1:], ends[:-1])), ends)
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -87,13 +92,12 @@ class _Encoding(TokenCharacters):
         return bisect_left(self._tokens, character, key=lambda token: self[token][0])
 
 
-def _of_bytes(text: bytes, ends: NDArray[np.int64]) -> TokenCharacters:
-    """Return the characters of tokens of at least one byte each; `ends` int64[T]: the bytes up to each token's end."""
-    begins = np.append(0, ends)[:-1]
+def _of_bytes(text: bytes, begins: NDArray[np.int64], ends: NDArray[np.int64]) -> TokenCharacters:
+    """Return the characters of tokens that take bytes begins[T] to ends[T] of a text, at least one each."""
     if not text.isascii():
         character = np.cumsum((np.frombuffer(text, np.uint8) & 0xC0) != 0x80) - 1  # that each byte is of
         begins, ends = character[begins], character[ends - 1] + 1
-    return TokenCharacters(np.stack([begins, ends], axis=1))
+    return TokenCharacters(begins, ends)
 
 
 def mask_from_offsets(text: str, offsets: TokenCharacters, spans: Sequence[Span]) -> tuple[np.ndarray, int]:
@@ -218,9 +222,9 @@ class TextEncoder:
                 yield Encoded(ids, _Encoding(encoding))
                 continue
             data = text.encode()
-            ends = np.cumsum(sizes[ids])
+            ends = np.cumsum(taken := sizes[ids])
             if self._is_normal(text) and (ends[-1] if len(ends) else 0) == len(data):
-                yield Encoded(ids, _of_bytes(data, ends))
+                yield Encoded(ids, _of_bytes(data, ends - taken, ends))
                 continue
             if data.isascii():  # a normalizer, or a special token that swallows spaces, will change other texts too
                 self._bytes_of_tokens = None
@@ -264,7 +268,7 @@ class TextEncoder:
                 ids = self.special.real_ids[ids]
         except BadRecord as error:
             return error
-        return Encoded(ids, TokenCharacters(spans) if self.tokenizer.is_fast else None, chat.special_tokens)
+        return Encoded(ids, TokenCharacters.from_spans(spans) if self.tokenizer.is_fast else None, chat.special_tokens)
 
     def _count(self, text: str) -> int:
         """Return how many names of special tokens a text holds. Raises `BadRecord` if none is allowed."""

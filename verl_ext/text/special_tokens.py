@@ -124,7 +124,7 @@ class SpecialTokens:
         if on_found == "keep":
             return ChatText(chats.located(chat))
         strings = strings_of(chat)
-        if not self._match_normalized and not any(self._pattern.search(text) for text in strings):
+        if not self._match_normalized and not self._pattern.search("\0".join(strings)):
             return ChatText(chats.located(chat))  # almost always, so that this check is the only cost
         first = next((found[0][0] for text in strings if (found := self.found(text))), None)
         if any(_STAND_INS.search(text) for text in strings):
@@ -199,7 +199,7 @@ def strings_of(chat: Chat) -> list[str]:
     rest: list[Any] = [*chat.messages, *(chat.tools or [])]
     for value in rest:  # the list grows meanwhile
         if isinstance(value, dict):
-            found += (key for key in value if isinstance(key, str))
+            found += map(str, value)
             for item in value.values():
                 (found if isinstance(item, str) else rest).append(item)
         elif isinstance(value, list):
