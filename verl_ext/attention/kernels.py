@@ -1,12 +1,12 @@
 """Kernels for attention inside the documents of a pack.
 
-| backend      | where                         | what                                              |
+| backend      | needs                         | kernel                                            |
 |--------------|-------------------------------|---------------------------------------------------|
 | `flash_attn` | CUDA, package flash-attn 2    | `flash_attn_varlen_func`                          |
 | `fa3`        | Hopper, `flash_attn_interface`| `varlen` with FlashAttention-3 inside             |
 | `fa4`        | Blackwell, `flash_attn.cute`  | `varlen` with FlashAttention-4 inside             |
 | `varlen`     | CUDA, no dropout              | `torch.nn.attention.varlen.varlen_attn`, built in |
-| `sdpa`       | anywhere                      | `scaled_dot_product_attention`, per document      |
+| `sdpa`       | nothing                       | `scaled_dot_product_attention`, per document      |
 
 All but the last need an Ampere GPU or a newer one, half precision and a head size that :func:`flash_limit` admits.
 Each takes and returns ``[T, heads, E]``. A document may have more keys than queries; its queries are its last tokens.

@@ -1,6 +1,6 @@
 """The outcome of a question: the text of an answer, or the reason why there is none.
 
-An error never becomes text. Only a finished answer has `Answer.text`; `Answer.raw` holds what the model wrote with any
+An error never becomes text. Only a finished answer has `Answer.text`; `Answer.raw` holds the model's output with any
 outcome.
 """
 
@@ -49,7 +49,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Answer:
-    """The outcome of a question, and what the model wrote.
+    """The outcome of a question, and the model's output.
 
     raw: the answer without the model's reasoning. reason: why the outcome is not `done`. model, fingerprint: as the
     server reports them. parsed: the result of the `parse` of :meth:`Client.ask`.

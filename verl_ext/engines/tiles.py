@@ -285,7 +285,7 @@ _ARGUMENTS = {
 
 
 def tile(model: nn.Module, tokens: int) -> None:
-    """Make the model's token-wise work run over tiles of so many tokens. Raises ValueError if it has none."""
+    """Make the model's token-wise work run over tiles of `tokens` tokens. Raises ValueError if it has no such work."""
     layers, modules = tileable(model)
     if not layers + modules:
         raise ValueError(untileable(type(model).__name__, tokens))

@@ -199,7 +199,7 @@ def _install_positions(layer: Any, pack: RunningPack) -> None:
 
 
 def _install_padded_positions(layer: Any, pack: RunningPack) -> None:
-    """Count positions from the padding index plus one, as RoBERTa's relatives do if they get no positions."""
+    """Count positions from the padding index plus one, as RoBERTa-like models do if they get no positions."""
     alone = layer.forward
 
     @functools.wraps(alone)
@@ -317,7 +317,7 @@ MIXERS: dict[str, Mixer] = {
 
 
 def positions_of_padding(cls: type, hf_config: Any) -> int:
-    """Return the number of positions that RoBERTa's relatives reserve for padding tokens; 0 for others."""
+    """Return the number of positions that RoBERTa-like models reserve for padding tokens; 0 for others."""
     padded = {name for name, mixer in MIXERS.items() if mixer.install is _install_padded_positions}
     return 0 if padded.isdisjoint(vars(sys.modules[cls.__module__])) else hf_config.pad_token_id + 1
 

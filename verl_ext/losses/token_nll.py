@@ -230,7 +230,7 @@ def _peak(logits: torch.Tensor, measures: bool) -> tuple[torch.Tensor, Any]:
 
 
 def _exp_(logits: torch.Tensor, measures: bool) -> Any:
-    """Replace fp32[R, V] by its exponentials; with `measures` return Σ z·e^z of each row, z what stood there."""
+    """Replace fp32[R, V] by its exponentials; with `measures` return Σ z·e^z of each row for its values z."""
     if not measures:
         logits.exp_()
         return None

@@ -1,6 +1,6 @@
 """A GPU that computes nothing and holds no data, and the memory that tensors would take on it.
 
-Its tensors are fake (torch's ``FakeTensorMode``): they have a shape, a type, a device and a storage of so many bytes.
+Its tensors are fake (torch's ``FakeTensorMode``): they have a shape, a type, a device and a storage with a size.
 The real model, engine and FSDP2 run on it operation by operation, autograd and autocast included, on any machine and
 for any number of ranks (torch's ``fake`` process group). Tensors of the host stay real, so that code may read lengths
 and masks there. A copy from the GPU to the host is fake too, and counted as host memory.
