@@ -96,7 +96,7 @@ class StepEngine(FSDPEngineWithLMHead):
     def _build_module(self) -> torch.nn.Module:
         """Build verl's module with the activation options of the model node and the checkpoint's padding token."""
         # Upstream: verl 0.9.1 gives the config the tokenizer's pad_token_id before it builds the module. Embeddings
-        # give that token no gradient, though documents may end with it, and RoBERTa-like models begin positions at it.
+        # give that token no gradient, though documents may end with it, and RoBERTa-like models count places from it.
         # To go when verl sets it for generation alone.
         model, config = self.model_config, self.model_config.hf_config
         padding, overrides = getattr(config, "pad_token_id", None), model.override_config
