@@ -1,11 +1,11 @@
-"""Generation by transformers' own `generate`, of a model that trains on packs and may be sharded by FSDP2.
+"""Generation with transformers' own `generate`, by a model that trains on packs and may be sharded by FSDP2.
 
-What training has changed is set back for the time of generation: attention is transformers' own, which keeps a cache,
-and the model's generation config, with its penalties and temperatures, is out of effect. Layers that carry a state over
-time compute rows as they are, since no document layout is given (verl_ext.layers.pack).
+During generation, the changes that training made are undone: attention is transformers' own, which keeps a cache, and
+the model's own generation config, with its penalties and temperatures, has no effect. Layers that carry a state over
+time take each row as one document, because no document layout is given (verl_ext.layers.pack).
 
-Of sharded weights a rank holds one layer at a time, gathered in every forward. All ranks therefore run equally many
-forwards: until the last rank's batch is done (`synced_gpus`). Each rank has prompts of its own, also inside a group of
+If weights are sharded, every forward gathers them layer by layer. So all ranks must run equally many forwards: each
+continues until the last rank's batch is done (`synced_gpus`). Each rank has prompts of its own, even in a group of
 ranks that share packs.
 """
 
@@ -24,14 +24,14 @@ from verl_ext.attention.kernels import PACKED_ATTENTION
 
 @dataclass(frozen=True)
 class Sampling:
-    """How an answer is chosen, token by token, and when it ends.
+    """The rules by which the tokens of an answer are chosen and the answer ends.
 
     Attributes:
         max_new_tokens: the most tokens of an answer.
-        stops: tokens of which each ends it.
+        stops: the tokens that end an answer.
         temperature: 0 takes the likeliest token.
-        top_p: tokens are drawn among the likeliest of this probability.
-        seed: of the draws.
+        top_p: tokens are drawn from the likeliest ones with this total probability.
+        seed: the seed of the draws.
     """
 
     max_new_tokens: int
@@ -47,15 +47,15 @@ class Sampling:
 
 
 def generate(module: Any, prompts: Sequence[Sequence[int]], sampling: Sampling, device: Any) -> list[list[int]]:
-    """Return the tokens that a model in eval mode continues each prompt with, stops left out.
+    """Return the continuation of each prompt by a model in eval mode, without the stop token.
 
-    Collective over all ranks of the process group, if there is one. Random states are left as they were.
+    This is a collective over all ranks of the process group, if there is one. Random states stay as they were.
 
     Args:
-        module: a causal language model; FSDP2's and PEFT's wrappers are run through.
+        module: a causal language model; its wrappers by FSDP2 and PEFT run as well.
         prompts: at least one, each of at least one token.
-        sampling: how tokens are chosen.
-        device: of the model's inputs.
+        sampling: the rules by which tokens are chosen.
+        device: the device of the model's inputs.
     """
     width = max(map(len, prompts))
     pad = sampling.stops[0] if sampling.stops else 0
@@ -79,7 +79,7 @@ def generate(module: Any, prompts: Sequence[Sequence[int]], sampling: Sampling, 
 
 @contextmanager
 def _model_as_loaded(module: Any, generation_config: GenerationConfig) -> Iterator[Any]:
-    """Give transformers' model inside a module as it is without packs, with a generation config of its own."""
+    """Yield the transformers model inside a module with transformers' attention and a given generation config."""
     model = module.get_base_model() if hasattr(module, "get_base_model") else module
     configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
     packed = [c for c in configs.values() if getattr(c, "_attn_implementation", None) == PACKED_ATTENTION]
@@ -102,13 +102,13 @@ def _model_as_loaded(module: Any, generation_config: GenerationConfig) -> Iterat
 
 
 def _attention(model: Any, config: Any) -> str:
-    """Return transformers' attention that computes all of a model's: sdpa has no soft cap, and not every model it."""
+    """Return "sdpa", or "eager" if the model does not support sdpa or has a soft cap, which sdpa lacks."""
     softcap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
     return "sdpa" if getattr(model, "_supports_sdpa", False) and not softcap else "eager"
 
 
 def _through(module: Any, model: Any) -> Any:
-    """Return a forward of `model` that runs the module around it, with its hooks: FSDP2's root is PEFT's wrapper."""
+    """Return a forward of `model` that runs the module around it with its hooks, as FSDP2's root is PEFT's wrapper."""
     own = model.forward
 
     @functools.wraps(own)
@@ -124,9 +124,9 @@ def _through(module: Any, model: Any) -> Any:
 
 @torch.no_grad()
 def generation_problem(model: Any) -> str | None:
-    """Return why a small model of an architecture cannot answer prompts in batches; None if it can.
+    """Return the reason why a small model of an architecture cannot answer prompts in batches; None if it can.
 
-    Prompts of two lengths are answered together, and alone: a model whose rows read their padding differs.
+    The model answers prompts of two lengths together and alone; its answers differ if rows read their padding.
     """
     draw = torch.Generator().manual_seed(0)
     prompts = [torch.randint(3, 190, (length,), generator=draw).tolist() for length in (17, 9)]
@@ -134,6 +134,6 @@ def generation_problem(model: Any) -> str | None:
     try:
         together = generate(model, prompts, sampling, "cpu")
         alone = [generate(model, [prompt], sampling, "cpu")[0] for prompt in prompts]
-    except Exception as error:  # a model's code raises whatever it meets
+    except Exception as error:  # a model's code can raise any exception
         return f"transformers' generate fails ({type(error).__name__}: {error})"
     return None if together == alone else "padded prompts are answered otherwise than alone"

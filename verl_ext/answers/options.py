@@ -1,4 +1,4 @@
-"""The options of the answers that a run is evaluated by: the `eval` node."""
+"""The options of the evaluation by answers: the `eval` node."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from verl_ext.values import Options, option, show
 
 @dataclass(frozen=True)
 class AnswerOptions(Options):
-    """The prompts that a model in training answers, how it answers, and how answers are scored."""
+    """The options for the prompts that a model in training answers, for its answers, and for their scores."""
 
     prefix: ClassVar[str] = "eval"
 

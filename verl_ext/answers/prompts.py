@@ -1,9 +1,9 @@
-"""Prompts and the answers that are expected: of records, or of tokenized documents.
+"""Prompts and the answers that are expected, from records or from tokenized documents.
 
 record       user, assistant, user, assistant    the chat up to its last assistant turn, rendered with the
-------- prompt -----  -expected-    template's generation prompt, as a server renders it
+             ------- prompt -----  -expected-    template's generation prompt, as a server renders it
 document     c c c t t c c c t t                 the tokens before the last run of targets
-----prompt----- ---
+             ----prompt----- ---
 """
 
 import json
@@ -29,20 +29,20 @@ from verl_ext.text.tokenizer import check_template, read_template
 from verl_ext.values import DataError, UsageError
 
 _KEY = "eval.prompts"
-_PROMPT_TOKENS = 400  # of a prompt's end that are shown
+_PROMPT_TOKENS = 400  # tokens of a prompt's end that are shown
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """The tokens up to an answer, and the answer that is expected.
+    """The tokens before an answer, and the answer that is expected.
 
     Attributes:
-        ids: its tokens, with the template's generation prompt.
+        ids: the tokens of the prompt, with the template's generation prompt.
         expected: the text of the answer in the data.
-        category: for its metric.
-        record: for a scorer of the user's own: the record as the file has it; of a document its texts.
-        place: file and line, for messages.
-        messages, tools: for a server; none of a tokenized document, of which it gets the tokens.
+        category: the category whose metric includes the score.
+        record: the input of a user's own scorer: the record of the file, or the texts of a tokenized document.
+        place: the place in the data, for messages.
+        messages, tools: the request to a server; None for a tokenized document, whose tokens the server gets.
     """
 
     ids: Sequence[int]
@@ -91,7 +91,7 @@ class Prompts:
 
     @property
     def longest(self) -> int:
-        """The tokens of the longest prompt."""
+        """The number of tokens of the longest prompt."""
         return max(len(prompt.ids) for prompt in self.items)
 
 
@@ -161,7 +161,7 @@ def _of_record(
 
 
 def _documents(folders: list[str], tokenizer: Any) -> Iterator[tuple[Prompt, int | None]]:
-    """Yield the prompt of each document of tokenized folders, and the special token that its answer ends with."""
+    """Yield the prompt of each tokenized document, and the special token that ends its answer or None."""
     data = TokenizedData(folders, _KEY)
     table = CategoryTable.read(folders)
     names = dict(zip(table.ids, table.names, strict=True))

@@ -2,12 +2,12 @@
 
 | score | an answer is right (1) if |
 |---|---|
-| `exact` | its text is the expected one, but for white space around it |
-| `number` | its number is that of the expected answer |
-| `contains` | it holds the expected answer, in upper or lower case |
+| `exact` | its text equals the expected text, apart from white space around it |
+| `number` | its number equals the number of the expected answer |
+| `contains` | it contains the expected answer, in upper or lower case |
 
-The number of a text is that after its last `####`, as GSM8K writes results, or else its last one; 1,234.50 is 1234.5.
-What a model thinks, up to the last `</think>`, is no part of an answer.
+The number of a text is the first one after its last `####`, as in GSM8K, or else its last one; 1,234.50 is 1234.5.
+A model's reasoning, up to the last `</think>`, is not part of its answer.
 """
 
 import math
@@ -26,11 +26,11 @@ _THOUGHT_END = "</think>"
 
 
 class ScoreFailed(ValueError):
-    """A function of the user's own that gives no score, in one line."""
+    """The one-line error of a user's own scorer that gives no score."""
 
 
 def number_of(text: str) -> Decimal | None:
-    """Return the number that a text gives as its result; None without one."""
+    """Return the number that a text gives as its result; None if there is none."""
     _, mark, result = text.rpartition("####")
     found = _NUMBER.findall(result)
     if not found:
@@ -55,7 +55,7 @@ BUILT_IN: dict[str, Callable[[str, str], bool]] = {"exact": _exact, "number": _s
 
 
 def scorer(name: str) -> Scorer:
-    """Return the scorer that `eval.score` names. Raises ValueError if there is none."""
+    """Return the scorer that `eval.score` names. Raises ValueError if there is no such scorer."""
     if rule := BUILT_IN.get(name):
         return lambda record, expected, answer: float(rule(_without_thought(expected), _without_thought(answer)))
     if ":" not in name:
@@ -67,7 +67,7 @@ def scorer(name: str) -> Scorer:
     def own(record: Mapping[str, Any], expected: str, answer: str) -> float:
         try:
             score = float(function(record, answer))
-        except Exception as error:  # the user's code raises whatever it meets
+        except Exception as error:  # the user's code can raise any exception
             got = f"{type(error).__name__}: {first_line(error)}"
             raise ScoreFailed(f"eval.score={name} must give a number; got {got}") from error
         if not math.isfinite(score):

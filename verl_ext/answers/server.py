@@ -12,22 +12,22 @@ from verl_ext.endpoint.store import NoStore
 from verl_ext.values import DataError, UsageError, choice_problem
 
 _SECONDS = 600.0  # for an answer
-_RETRIES = 2  # few: the ranks of a run wait
+_RETRIES = 2  # few, because the ranks of a run wait
 
 
 class ServerFailed(ValueError):
-    """A server that cannot be reached, or whose answer cannot be used, in one line."""
+    """The one-line error of a server that cannot be reached or whose answer cannot be used."""
 
 
 @dataclass(frozen=True)
 class _Endpoint(EndpointOptions):
-    """The server as `eval` names it."""
+    """The server that the `eval` node names."""
 
     prefix: ClassVar[str] = "eval"
 
 
 class Server:
-    """A server of `eval.base_url`, and the model that answers there. Its answers are asked for again each time."""
+    """The server of `eval.base_url` and the model that answers there. No store keeps its answers."""
 
     def __init__(self, options: AnswerOptions) -> None:
         """Find the model. Raises ServerFailed."""
@@ -59,7 +59,7 @@ class Server:
             return client.models
 
     def answers(self, prompts: list[Prompt]) -> list[str]:
-        """Return the text of the answer to each prompt, all asked at once. Raises ServerFailed."""
+        """Return the text of the answer to each prompt; the requests are concurrent. Raises ServerFailed."""
         try:
             answers = asyncio.run(self._asked(prompts))
         except (UsageError, DataError) as error:
@@ -67,7 +67,7 @@ class Server:
         for answer in answers:
             if answer.outcome in (FAILED, TOO_LONG):
                 raise ServerFailed(f"eval.base_url={self._endpoint.base_url} gave no answer; got {answer.reason}")
-        return [answer.raw for answer in answers]  # one that is cut or refused is scored as it is
+        return [answer.raw for answer in answers]  # cut and refused answers are scored as they are
 
     async def _asked(self, prompts: list[Prompt]) -> list[Answer]:
         async with Client(self._endpoint, NoStore()) as client:

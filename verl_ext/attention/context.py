@@ -30,10 +30,10 @@ from verl_ext.attention.scores import LseKernel, share
 
 @dataclass(frozen=True)
 class ContextGroups:
-    """The ranks that share a pack, as an engine has them.
+    """The ranks that share a pack, and their process groups in an engine.
 
     Attributes:
-        shards: which tokens each holds.
+        shards: the tokens that each rank holds.
         inside: ranks of this rank's group, between which heads travel.
         across: this rank and those at its place in other groups, between which keys and values travel.
     """
@@ -59,14 +59,14 @@ class ContextLayout(DocumentLayout):
         return ContextLayout.from_layout(layout, self.groups)
 
     def exchange(self, window: int | None) -> KeyExchange:
-        """Return the exchange of layers with this window, worked out on the host for the first of them."""
+        """Return the exchange of layers with this window, computed on the host for the first such layer."""
         if window not in self.exchanges:
             device = self.cu_seqlens.device
             self.exchanges[window] = KeyExchange.from_offsets(self.offsets, self.groups.shards, window, device)
         return self.exchanges[window]
 
     def overlapped(self, kernel: LseKernel, options: Any) -> LseKernel | None:
-        """Return a kernel that sees own keys while those of others travel; None in layers where few or none do."""
+        """Return a kernel that sees own keys while those of others travel; None for layers that fetch few or none."""
         exchange = self.exchange(options.window)
         if options.window is not None or exchange.needs_no_exchange:
             return None
@@ -92,7 +92,7 @@ class ContextLayout(DocumentLayout):
 
 @dataclass(frozen=True)
 class _Overlapped:
-    """An :class:`LseKernel` of all keys from one that sees own keys while those of other groups travel."""
+    """An :class:`LseKernel` over all keys, made of one that sees own keys while those of other groups travel."""
 
     kernel: LseKernel
     exchange: KeyExchange
@@ -119,7 +119,7 @@ class _Overlapped:
         return output, lse, foreign
 
     def backward(self, *given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the gradients of this rank's rows, with what the queries of other groups add to them."""
+        """Return the gradients of this rank's rows, including those from the queries of other groups."""
         grad, query, key, value, output, lse, foreign, _, options = given
         exchange, widths = self.exchange, [key.size(-1), value.size(-1)]
         of_foreign, of_queries = torch.zeros_like(foreign), []
@@ -191,6 +191,6 @@ def _with_returned(own: torch.Tensor, returned: torch.Tensor, exchange: KeyExcha
 def _start(
     rows: torch.Tensor, send: list[int], receive: list[int], across: dist.ProcessGroup
 ) -> tuple[torch.Tensor, dist.Work]:
-    """Send rows to each rank of the group; return the rows that come, and the work to wait for before they are read."""
+    """Send rows to each rank of the group; return the rows that arrive and the work to wait for before reading them."""
     received = rows.new_empty(sum(receive), *rows.shape[1:])
     return received, dist.all_to_all_single(received, rows, receive, send, group=across, async_op=True)

@@ -7,7 +7,7 @@ far back as a window reaches:
 chunks        │   0   │   1   │   2   │   3   │
 documents     │ A         │ B             │ C │
 group 0       │ q k   │   ····│·······│ q k   │      B's keys come from group 1, for the queries of chunk 3
-group 1       │·······│ q k   │ q k   │              A's from group 0, for those of chunk 1
+group 1       │·······│ q k   │ q k   │              A's keys come from group 0, for the queries of chunk 1
 ```
 
 The documents alone decide which rank needs which keys, so no rank has to ask.
@@ -41,7 +41,7 @@ class KeyExchange:
         known: the number of keys that this rank has in the end, in the pack's order.
         own: the places of this rank's own rows among the known keys, by chunk.
         received: the places of the rows of other groups among the known keys, in the order of their arrival.
-        calls: one or two kernel calls, which share out all queries of this rank.
+        calls: one or two kernel calls, which divide all queries of this rank.
         held: the chunks of this rank; needed: the parts of others that it needs, in the pack's order.
         arriving: the same parts in the order of their arrival.
         needs_no_exchange: whether no group needs a key of another.
@@ -72,7 +72,7 @@ class KeyExchange:
     def from_offsets(
         cls, offsets: Sequence[int], shards: SequenceShards, window: int | None, device: Any
     ) -> "KeyExchange":
-        """Work out the exchange for documents [offsets[d], offsets[d + 1]) that end at T, and layers of a window."""
+        """Compute the exchange for documents [offsets[d], offsets[d + 1]) that end at T, and layers with a window."""
         length = offsets[-1] // len(shards.chunks)
         runs = [Run(chunk * length, (chunk + 1) * length) for chunk in shards.chunks]
         held = [runs[2 * group : 2 * group + 2] for group in range(shards.context)]
@@ -182,7 +182,7 @@ class KeyParts:
 
     @classmethod
     def from_exchange(cls, exchange: KeyExchange, offsets: Sequence[int], device: Any) -> "KeyParts":
-        """Part the keys that an exchange for documents [offsets[d], offsets[d + 1]) brings together."""
+        """Split the keys of an exchange for documents [offsets[d], offsets[d + 1]) into own and foreign ones."""
         lengths: dict[int, int] = {}
         for document, start, end in chain(*(pieces(offsets, *run) for run in exchange.held)):
             lengths[document] = lengths.get(document, 0) + end - start

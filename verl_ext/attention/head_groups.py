@@ -1,7 +1,7 @@
 """Kernels over groups of query heads, for the memory of their backward.
 
 Flash attention's backward sums dq in fp32, and holds dk and dv for every query head of a call. With 32 query heads and
-8 key heads this is 4.5 times the size of the queries; a group at a time takes its share of that.
+8 key heads this is 4.5 times the size of the queries; one group of heads at a time takes only its share of that.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import torch
 from verl_ext.attention.layout import DocumentLayout
 from verl_ext.attention.scores import LseKernel
 
-GROUP_BYTES = 2**30  # of query heads in fp32 that a kernel is given at a time
+GROUP_BYTES = 2**30  # most bytes, in fp32, of the query heads of one kernel call
 
 
 def by_groups_of_heads(
@@ -41,7 +41,7 @@ def by_groups_of_heads(
 
 
 def backward_by_groups_of_heads(kernel: LseKernel, group_bytes: int = GROUP_BYTES) -> LseKernel:
-    """Run the backward alone over groups of query heads: a forward holds nothing in fp32."""
+    """Run only the backward over groups of query heads, because a forward holds nothing in fp32."""
 
     def backward(*given: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         grad, query, key, value, output, lse, *others = given

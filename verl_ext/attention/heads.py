@@ -1,4 +1,4 @@
-"""Attention heads among sequence-parallel ranks (Ulysses): their number made divisible, and the exchange of them.
+"""Attention heads among sequence-parallel ranks (Ulysses): padding to a divisible number, and the exchange of heads.
 
 ```
                     ranks hold T/n tokens of all H heads
@@ -71,7 +71,7 @@ class HeadPadding:
 
     @property
     def zero_heads(self) -> int:
-        """Query heads that are added."""
+        """The number of query heads that the padding adds."""
         return self.heads - self.groups * self.group
 
     def query(self, x: torch.Tensor) -> torch.Tensor:
@@ -114,7 +114,7 @@ def join_heads(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 class _AllToAll(torch.autograd.Function):
-    """The exchange of heads for tokens, or back, whose gradients take the opposite way."""
+    """The exchange of heads for tokens, or back; gradients go the opposite way."""
 
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, split: bool, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -127,7 +127,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _exchange(group: dist.ProcessGroup, split: bool, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Send each rank its part of dimension 2 (split) or 1, and join what comes along the other dimension."""
+    """Send each rank its part of dimension 2 (split) or 1, and join the parts that arrive along the other dimension."""
     divided, joined = (2, 1) if split else (1, 2)
     ranks = dist.get_world_size(group)
     parts = [x.unflatten(divided, (ranks, -1)).movedim(divided, 0) for x in tensors]  # [n, B, T/n, heads/n, E]

@@ -1,15 +1,15 @@
 """Kernels for attention inside the documents of a pack.
 
-| backend      | where                         | what                                              |
+| backend      | needs                         | kernel                                            |
 |--------------|-------------------------------|---------------------------------------------------|
 | `flash_attn` | CUDA, package flash-attn 2    | `flash_attn_varlen_func`                          |
 | `fa3`        | Hopper, `flash_attn_interface`| `varlen` with FlashAttention-3 inside             |
 | `fa4`        | Blackwell, `flash_attn.cute`  | `varlen` with FlashAttention-4 inside             |
 | `varlen`     | CUDA, no dropout              | `torch.nn.attention.varlen.varlen_attn`, built in |
-| `sdpa`       | anywhere                      | `scaled_dot_product_attention`, per document      |
+| `sdpa`       | nothing                       | `scaled_dot_product_attention`, per document      |
 
 All but the last need an Ampere GPU or a newer one, half precision and a head size that :func:`flash_limit` admits.
-Each takes and gives ``[T, heads, E]``. A document may have more keys than queries, which then are its last tokens.
+Each takes and returns ``[T, heads, E]``. A document may have more keys than queries; its queries are its last tokens.
 
 Legend: T tokens of a micro-batch with padding, H query heads, K key/value heads (H a multiple of K: grouped-query
 attention), E head size.
@@ -42,8 +42,8 @@ class KernelOptions(NamedTuple):
 
     scale: float | None = None  # factor on the logits; None: 1/√E
     window: int | None = None  # tokens that a token sees, itself included, as in transformers; None: all
-    dropout: float = 0.0  # of attention weights
-    softcap: float | None = None  # bound of the logits; None: none
+    dropout: float = 0.0  # dropout of attention weights
+    softcap: float | None = None  # bound of the logits; None: no bound
     sinks: torch.Tensor | None = None  # [H], a logit of each query head that takes a part of the softmax
 
     def of_heads(self, first: int, size: int) -> "KernelOptions":
@@ -82,10 +82,10 @@ def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options
 def _windowed(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: KernelOptions
 ) -> Iterator[torch.Tensor]:
-    """Yield the output of each block of queries, called with the keys that its window reaches: no mask of all by all.
+    """Yield the output of each block of queries over the keys that its window reaches, without a mask of all by all.
 
-    Inside sdpa, the memory-efficient kernel is the one that takes a mask and holds no scores. It has no grouped heads,
-    and takes a mask without a copy, shared by all blocks, if keys are a multiple of 16.
+    Inside sdpa, only the memory-efficient kernel accepts a mask and holds no scores. It has no grouped heads, and
+    accepts a mask without a copy, shared by all blocks, if keys are a multiple of 16.
     """
     assert options.window is not None
     key, value = (x.repeat_interleave(query.size(1) // x.size(1), dim=1) for x in (key, value))
@@ -115,7 +115,7 @@ def _window_mask(queries: int, keys: int, window: int, like: torch.Tensor) -> to
 def varlen(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: DocumentLayout, options: KernelOptions
 ) -> torch.Tensor:
-    """Run torch's flash attention with cumulative lengths, or the kernel that it was given; half precision on CUDA."""
+    """Run torch's flash attention with cumulative lengths, or the kernel given to torch; half precision on CUDA."""
     from torch.nn.attention.varlen import varlen_attn
 
     assert not options.dropout, "choose_backend refuses it"
@@ -150,7 +150,7 @@ def flash_attn(
         softmax_scale=options.scale,
         causal=True,
         window_size=options.flash_window,
-        **({} if options.softcap is None else {"softcap": options.softcap}),  # flash-attn 2.6 and later know it
+        **({} if options.softcap is None else {"softcap": options.softcap}),  # flash-attn 2.6 and later accept it
         deterministic=os.environ.get("FLASH_ATTENTION_DETERMINISTIC") == "1",  # set by engine.full_determinism
     )
     return output[..., : value.size(-1)]
@@ -161,14 +161,14 @@ class Kernel(NamedTuple):
 
     Attributes:
         whole: returns ``[T, H, E]`` for (query, key, value, layout, options).
-        lse: the same with its log-sum-exp, for keys that come in parts; None: it gives none, or takes none back.
+        lse: the same with its log-sum-exp, for keys that arrive in parts; None: it returns none, or accepts none.
     """
 
     whole: Callable[..., torch.Tensor]
     lse: LseKernel | None = None
 
     def __call__(self, *given: Any) -> torch.Tensor:
-        """Attend to keys that are all there."""
+        """Attend if all keys are present."""
         return self.whole(*given)
 
 
@@ -184,7 +184,7 @@ KERNEL_NAMES = {"varlen": "varlen (FA2)", "fa3": "varlen (FA3)", "fa4": "varlen 
 
 
 class _TorchKernels(NamedTuple):
-    """A kernel that torch's varlen attention can be given: its name there, module, GPUs and widest head."""
+    """A kernel that torch's varlen attention can use: its name in torch, module, GPUs and widest head."""
 
     name: str
     module: str
@@ -218,7 +218,7 @@ def in_autocast_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def flash_limit(
     dtype: torch.dtype = torch.bfloat16, head_size: int = 128, capability: tuple[int, int] | None = None
 ) -> str | None:
-    """Return the requirement of flash kernels that is not met here, or None if they run.
+    """Return the requirement of flash kernels that is not met; None if they run.
 
     capability: the GPU's, as ``torch.cuda.get_device_capability`` gives it; None is taken to be enough.
     """
@@ -295,7 +295,7 @@ def fallback_notices(
 def _of_packages(restriction: float | None, capability: tuple[int, int] | None, head_size: int) -> list[str]:
     """Return the backends of packages that suit a GPU and a model, the fastest first.
 
-    restriction: dropout or a soft cap, which torch's own flash attention has not.
+    restriction: dropout or a soft cap, which torch's own flash attention does not have.
     """
     capability = capability or gpu_capability()
     suited = [
@@ -308,7 +308,7 @@ def _of_packages(restriction: float | None, capability: tuple[int, int] | None, 
 
 @lru_cache
 def unusable(backend: str) -> str | None:
-    """Return the first line of the error with which a backend's package cannot be used; None if it can.
+    """Return the first line of the error that makes a backend's package unusable; None if there is no error.
 
     This imports the package, and gives its kernels to torch's varlen attention if they are made for that.
     """

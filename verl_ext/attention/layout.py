@@ -1,7 +1,7 @@
 """The boundaries of a pack's documents, and the places of its tokens on the ranks that share it.
 
 The ranks are `parallel.context_parallel_size` groups of `engine.ulysses_sequence_parallel_size` neighbours. Causal
-attention costs a token more the later it stands in its document: a group holds an early and a late chunk of the pack.
+attention costs more for later tokens of a document, so each group holds an early and a late chunk of the pack.
 
 ```
 pack      │ 0 │ 1 │ 2 │ 3 │ 4 │ 5 │ 6 │ 7 │           8 chunks for 4 groups
@@ -9,7 +9,7 @@ group     │ 0   7 │ 1   6 │ 2   5 │ 3   4 │           order of the ran
 rank      │ 0 │ 1 │ 2 │ 3 │ 4 │ 5 │ 6 │ 7 │           here 2 ranks a group
 ```
 
-A single group holds the pack in its own order, one slice a rank.
+A single group holds the pack in its own order, one slice per rank.
 """
 
 import math
@@ -27,7 +27,7 @@ from verl_ext.values import Options, option
 
 @dataclass(frozen=True)
 class ParallelOptions(Options):
-    """How ranks share a pack, beside verl's `engine.ulysses_sequence_parallel_size`."""
+    """The options of ranks that share a pack, beside verl's `engine.ulysses_sequence_parallel_size`."""
 
     prefix: ClassVar[str] = "parallel"
 
@@ -40,7 +40,7 @@ class ParallelOptions(Options):
 
 @dataclass(frozen=True)
 class DocumentLayout:
-    """Document boundaries of one flattened micro-batch, computed once on the host and handed to every layer.
+    """The document boundaries of a flattened micro-batch, computed once on the host and passed to every layer.
 
     verl's own patched attention gathers and searches ``position_ids`` in every layer, with a collective and a device
     synchronisation each.
@@ -49,7 +49,7 @@ class DocumentLayout:
     offsets: tuple[int, ...]  # D + 1 host integers from 0 to T; document d is [offsets[d], offsets[d + 1])
     cu_seqlens: torch.Tensor  # int32[D + 1], the same on the device of the attention
     max_length: int  # tokens of the longest document
-    longer_keys: "DocumentLayout | None" = None  # of keys, where documents have more of them than queries
+    longer_keys: "DocumentLayout | None" = None  # of the keys, if documents have more keys than queries
     chunked: dict[int, "DocumentLayout"] = field(default_factory=dict, repr=False, compare=False)  # by size of a chunk
 
     @classmethod
@@ -116,7 +116,7 @@ class DocumentLayout:
 
 
 def document_layout(position_ids: torch.Tensor, device: torch.device | str = "cpu") -> DocumentLayout:
-    """Read the boundaries from ``position_ids[T]`` on the host, which restart at 0 with every document.
+    """Read the boundaries from ``position_ids[T]`` on the host, which restart at 0 in every document.
 
     ```
     position_ids   0 1 2 | 0 1 2 3 | 0        offsets 0 3 7 8    max_length 4
@@ -164,12 +164,12 @@ class SequenceShards:
 
     @property
     def group(self) -> int:
-        """The group that this rank is in."""
+        """The group of this rank."""
         return self.rank // self.ulysses
 
     @property
     def multiple(self) -> int:
-        """The number that T must be a multiple of."""
+        """The number of which T must be a multiple."""
         return math.lcm(self.ranks, len(self.chunks))
 
     @property

@@ -1,8 +1,8 @@
-"""The Hugging Face attention implementation ``verl_ext_packed``: documents kept apart, Ulysses inside.
+"""The Hugging Face attention implementation ``verl_ext_packed``, which keeps documents apart and contains Ulysses.
 
-Registered through transformers' ``AttentionInterface``, so that no model is patched. The engine passes a
-:class:`DocumentLayout` to the model's forward. It reaches attention as a keyword argument or, in models that hand none
-on, by the `running_pack` of its module (verl_ext.layers.pack).
+It is registered through transformers' ``AttentionInterface``, so no model is patched. The engine passes a
+:class:`DocumentLayout` to the model's forward. The layout reaches attention as a keyword argument or, in models that
+pass none on, through the `running_pack` of the attention module (verl_ext.layers.pack).
 
 The ranks of Ulysses exchange heads before and after the kernel (heads.py). With a :class:`ContextLayout` they do so
 inside a group of ranks, and keys and values travel between groups before the kernel or while it runs (context.py).
@@ -51,7 +51,7 @@ def require_layout() -> None:
 
 @dataclass(frozen=True)
 class AttentionNeeds:
-    """The parts of a layer's attention that depend on places in documents; an attribute of its module.
+    """The parts of a layer's attention that depend on positions in documents; an attribute of its module.
 
     Attributes:
         chunk: tokens of a chunk, counted from a document's first token, inside which tokens see each other.
@@ -82,7 +82,7 @@ def packed_attention(
     each row is a document.
     """
     pack, needs = getattr(module, "running_pack", None), getattr(module, "attention_needs", AttentionNeeds())
-    if document_layout is None and pack is not None:  # a model may hand no keyword arguments to its layers
+    if document_layout is None and pack is not None:  # a model may pass no keyword arguments to its layers
         document_layout = pack.layout
     _refuse_unsupported(module, kwargs, masked=document_layout is not None and attention_mask is not None)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [B, T/n, heads, E]

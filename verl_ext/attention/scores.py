@@ -39,7 +39,7 @@ def blocks(
         before = len(k) - (queries[1] - queries[0])
         for start in range(*queries, _QUERY_BLOCK):
             q = query[start : min(start + _QUERY_BLOCK, queries[1])]
-            place = before + start - queries[0]  # of the block's first query among the keys
+            place = before + start - queries[0]  # the place of the block's first query among the keys
             first = 0 if options.window is None else max(place - options.window + 1, 0)
             seen = slice(first, place + len(q))
             outputs.append(checkpoint(_block, q, k[seen], v[seen], place - first, options, use_reentrant=False))
@@ -107,7 +107,7 @@ class LseAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[Any, ...]:
-        """Hand the kernel's backward the output and the log-sum-exp with the sink in them."""
+        """Pass the output and the log-sum-exp, both with the sink in them, to the kernel's backward."""
         query, key, value, sinks, output, lse, *kept = ctx.saved_tensors
         (grad,) = grad_outputs
         given = (grad.contiguous(), query, key, value, output, lse, *kept)
@@ -129,7 +129,7 @@ def flash_arguments(
 ) -> tuple[torch.Tensor, tuple[Any, ...]]:
     """Return values padded to the width of the queries, and the lengths of queries and keys, for a flash kernel.
 
-    Latent attention has narrower values. The causal rule of flash kernels takes queries for a document's last tokens.
+    Latent attention has narrower values. The causal rule of flash kernels treats queries as a document's last tokens.
     """
     keys = layout.keys
     return _widened(value, query), (layout.cu_seqlens, keys.cu_seqlens, layout.max_length, keys.max_length)

@@ -1,1 +1,1 @@
-"""Questions to an OpenAI-compatible endpoint, each paid for once; `synthesis` and `judging` use it."""
+"""A client of OpenAI-compatible endpoints; its store keeps answers, so that each question is paid for once."""

@@ -1,7 +1,7 @@
-"""What became of a question: an answer's text, or the reason for which there is none.
+"""The outcome of a question: the text of an answer, or the reason why there is none.
 
-An error never becomes text. `Answer.text` can be read of a finished answer only; what a model wrote in any other case
-is `Answer.raw`.
+An error never becomes text. Only a finished answer has `Answer.text`; `Answer.raw` holds the model's output with any
+outcome.
 """
 
 import base64
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# The outcomes of a question, and those that are kept in the store: the server has answered, and may have to be paid.
+# The outcomes of a question. The store keeps answers with the outcomes in KEPT, because the server may charge for them.
 DONE, REFUSED, CUT, UNPARSABLE, TOO_LONG, FAILED = OUTCOMES = (
     "done",
     "refused",  # by the model or by moderation
@@ -22,18 +22,18 @@ DONE, REFUSED, CUT, UNPARSABLE, TOO_LONG, FAILED = OUTCOMES = (
     "failed",  # no usable reply after all retries
 )
 KEPT = (DONE, REFUSED, CUT, UNPARSABLE)
-# The reasons for which servers end a finished answer: OpenAI and vLLM, TGI, and those in front of Anthropic's API.
+# The finish reasons of a finished answer: from OpenAI and vLLM, from TGI, and from servers in front of Anthropic's API.
 _FINISHED = ("stop", "eos_token", "end_turn", "stop_sequence")
 _OPEN, _CLOSE = "<think>", "</think>"
 
 
 class Unparsable(ValueError):
-    """An answer that is not in the form that was asked for; the message says why."""
+    """An answer that does not have the requested form; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """The tokens of requests as the server counts them; those cached are prompt tokens too."""
+    """The tokens of requests as the server counts them; cached tokens are prompt tokens too."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -49,10 +49,10 @@ class Usage:
 
 @dataclass(frozen=True)
 class Answer:
-    """The outcome of a question, and what the model wrote.
+    """The outcome of a question, and the model's output.
 
     raw: the answer without the model's reasoning. reason: why the outcome is not `done`. model, fingerprint: as the
-    server reports them. parsed: what the `parse` of :meth:`Client.ask` returned.
+    server reports them. parsed: the result of the `parse` of :meth:`Client.ask`.
     """
 
     outcome: str
@@ -67,25 +67,25 @@ class Answer:
 
     @property
     def is_done(self) -> bool:
-        """Tell whether there is a text to use."""
+        """Tell whether the answer is finished, so that it has a text."""
         return self.outcome == DONE
 
     @property
     def text(self) -> str:
-        """The text of a finished answer; there is none for any other outcome."""
+        """The text of a finished answer; answers with other outcomes have none."""
         assert self.is_done, f"only a finished answer has a text; this one is {self.outcome}"
         return self.raw
 
 
 def answer_from_completion(body: Any) -> Answer:
-    """Return the answer that a chat completion holds. Raises ValueError for a body that is none.
+    """Return the answer in a chat completion. Raises ValueError if the body is not a chat completion.
 
-    Reasoning is taken from `reasoning_content` (DeepSeek, vLLM, SGLang) or `reasoning` (OpenRouter, vLLM from 0.12),
-    or from a `<think>` block at the start of the content, which some chat templates open in the prompt.
+    The reasoning comes from `reasoning_content` (DeepSeek, vLLM, SGLang) or `reasoning` (OpenRouter, vLLM from 0.12),
+    or from a `<think>` block at the start of the content, whose opening tag some chat templates put into the prompt.
     """
     try:
         choice = body["choices"][0]
-        message = choice["message"] if "message" in choice else {"content": choice["text"]}  # of /completions
+        message = choice["message"] if "message" in choice else {"content": choice["text"]}  # from /completions
         finish = choice.get("finish_reason")
         content = message.get("content") or ""
         refusal = message.get("refusal")
@@ -115,7 +115,7 @@ def answer_from_completion(body: Any) -> Answer:
 
 
 def answer_from_embedding(body: Any) -> Answer:
-    """Return the answer that holds an embedding, as base64 of little-endian float32. Raises ValueError for none."""
+    """Return an answer with an embedding as base64 of little-endian float32. Raises ValueError if there is none."""
     try:
         found = np.asarray(body["data"][0]["embedding"], "<f4")
         usage = _usage(body.get("usage") or {})
@@ -128,7 +128,7 @@ def answer_from_embedding(body: Any) -> Answer:
 
 
 def embedding_of(text: str) -> NDArray[np.float32]:
-    """Return the embedding, float32[dimensions], that :func:`answer_from_embedding` made a text of."""
+    """Return the embedding, float32[dimensions], in a text of :func:`answer_from_embedding`."""
     return np.frombuffer(base64.b64decode(text), "<f4")
 
 

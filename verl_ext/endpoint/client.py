@@ -1,13 +1,13 @@
-"""One model behind an OpenAI-compatible endpoint, asked by a few requests at a time.
+"""A client of one model behind an OpenAI-compatible endpoint, which sends a few requests at a time.
 
     async with Client(EndpointOptions(base_url="http://localhost:8000/v1", model="Qwen3-8B"), store) as client:
         answer = await client.ask("books/12", "questions", messages, sampling, parse=five_questions)
         if answer.is_done:
             questions = answer.parsed
 
-An answer that the store has is not asked for again. It is found by the record, the stage, the messages, the model and
-the sampling; the server's address is not part of that. Put what many questions share, such as a document, at the start
-of the first message in the same bytes: servers reuse the prefix.
+The client does not ask again for an answer that the store has. The key of an answer is made of the record, the stage,
+the messages, the model and the sampling, but not of the server's address. Put a text that many questions share, such as
+a document, byte for byte at the start of the first message, because servers reuse the cached prefix.
 """
 
 import asyncio
@@ -39,10 +39,10 @@ from verl_ext.files import fingerprint
 from verl_ext.redaction import redacted_text
 from verl_ext.values import DataError, Options, UsageError, first_line, nearest_name, one_line, option
 
-BODIES_TRIED = 3  # replies with status 200 that are no chat completion, as of a proxy
-POLL_SECONDS = 0.2  # until another process has asked the same question
-CHARACTERS_PER_SECOND, TOKENS_PER_SECOND = 2_000, 10  # of a slow server: what a time-out allows for prompt and answer
-# What servers say of a prompt that exceeds the context, of one that moderation stops, and of a field they do not take.
+BODIES_TRIED = 3  # most replies with status 200 that cannot be read, for example from a proxy
+POLL_SECONDS = 0.2  # between checks whether another process has got the answer to the same question
+CHARACTERS_PER_SECOND, TOKENS_PER_SECOND = 2_000, 10  # speeds of a slow server, for the time-out of prompt and answer
+# Error messages about a prompt that exceeds the context, about moderation, and about a field that is not supported.
 _TOO_LONG = re.compile(
     r"context.{0,12}(length|window|size|limit)|max\w*.{0,30}(tokens|length)|too (long|many tokens)|exceed.{0,40}token",
     re.IGNORECASE | re.DOTALL,
@@ -58,7 +58,7 @@ Messages = Sequence[Mapping[str, str]]
 
 @dataclass(frozen=True)
 class EndpointOptions(Options):
-    """The server and the model that are asked. The defaults name none: a command asks for `endpoint_problems`."""
+    """The server and the model that are asked. The defaults name none, so commands call `endpoint_problems`."""
 
     prefix: ClassVar[str] = "endpoint"
 
@@ -89,7 +89,7 @@ class EndpointOptions(Options):
     )
 
     def endpoint_problems(self) -> Iterable[str]:
-        """Yield a line for an address or a model that is missing or cannot be one, and for a key that is given."""
+        """Yield a line for a missing or malformed address or model, and for a key given in place of a variable."""
         if not self.base_url or not re.match(r"https?://[^/]", self.base_url):
             yield f"{self.prefix}.base_url must be a URL, http://HOST:PORT/v1; got {self.base_url or 'nothing'}"
         if not self.model:
@@ -100,7 +100,7 @@ class EndpointOptions(Options):
 
 @dataclass(frozen=True)
 class SamplingOptions(Options):
-    """How a model draws its answers; a value of null is not sent."""
+    """The options with which a model draws its answers; a value of null is not sent."""
 
     prefix: ClassVar[str] = "sampling"
 
@@ -111,10 +111,10 @@ class SamplingOptions(Options):
 
 
 class Client:
-    """One model of an endpoint, to be used as an async context by one event loop.
+    """A client of one model of an endpoint, used as an async context by one event loop.
 
-    outcomes: {stage: how many questions had which outcome}. usage: the tokens of this process's requests. requests,
-    retries, from_store: how many questions were sent, sent again, and answered by the store.
+    outcomes: {stage: number of questions by outcome}. usage: the tokens of this process's requests. requests, retries,
+    from_store: the numbers of questions that were sent, sent again, and answered from the store.
     """
 
     def __init__(self, options: EndpointOptions, store: Store | NoStore) -> None:
@@ -122,16 +122,16 @@ class Client:
         self.outcomes: dict[str, Counter[str]] = {}
         self.usage = Usage()
         self.requests = self.retries = self.from_store = 0
-        self.without_usage = 0  # answers of which the server counted no tokens
-        self._failures = 0  # one after the other
-        self.models: list[str] | None = None  # that the server lists; None: it has no list
+        self.without_usage = 0  # answers for which the server reported no token counts
+        self._failures = 0  # consecutive failed requests
+        self.models: list[str] | None = None  # the models that the server lists; None if it has no list
         self._slots = asyncio.Semaphore(options.concurrency)
 
     async def __aenter__(self) -> "Client":
-        """Open the connection. Raises `DataError` for a server that does not answer, `UsageError` for a wrong key."""
+        """Open the connection. Raises `DataError` if the server does not answer, `UsageError` for a wrong key."""
         options = self.options
         try:
-            from openai import AsyncOpenAI  # here: importing it takes a second
+            from openai import AsyncOpenAI  # imported here because it takes a second
         except ImportError as error:
             needed = "needs a package: pip install 'verl-ext[synth]'"
             raise UsageError(f"{options.prefix} {needed}: {first_line(error)}") from error
@@ -155,16 +155,16 @@ class Client:
     ) -> Answer:
         """Return the model's answer to `messages`, from the store if it has it.
 
-        Raises `UsageError` for a key or model that the server does not take, `DataError` if request after request
-        fails, and for a store that cannot be written. Whatever else happens is the answer's outcome.
+        Raises `UsageError` for a key or model that the server does not accept, and `DataError` if many requests in a
+        row fail or the store cannot be written. The answer's outcome reports every other failure.
 
         Args:
-            record: the name of what is asked about, the same in every run.
+            record: the name of the item that the question is about, the same in every run.
             stage: the name of the step: "plan", "write/3".
             messages: `{"role": …, "content": …}`.
             sampling: how the answer is drawn.
-            parse: makes `Answer.parsed` of the text; `Unparsable` makes the outcome `unparsable`.
-            tries: how often an unparsable answer is asked for in all, each time with another seed.
+            parse: turns the text into `Answer.parsed`; if it raises `Unparsable`, the outcome is `unparsable`.
+            tries: the most requests until an answer can be parsed, each with another seed.
             tools: the functions that the model may call.
         """
         request: dict[str, Any] = {"model": self.options.model, "messages": [dict(message) for message in messages]}
@@ -187,7 +187,7 @@ class Client:
         return answer
 
     async def complete(self, record: str, stage: str, tokens: Sequence[int], sampling: SamplingOptions) -> Answer:
-        """Return how the model continues tokens, from the store if it has it. Raises as :meth:`ask` does."""
+        """Return the model's continuation of tokens, from the store if it has it. Raises as :meth:`ask` does."""
         prompt: dict[str, Any] = {"model": self.options.model, "prompt": list(tokens)}
         create = self._api.completions.with_raw_response.create
         answer = await self._drawn(record, stage, 0, create, prompt, 4 * len(tokens), sampling)
@@ -204,7 +204,7 @@ class Client:
         characters: int,
         sampling: SamplingOptions,
     ) -> Answer:
-        """Return the answer to what is asked, of so many characters, with the fields of its sampling."""
+        """Return the answer to the request `asked` of `characters` characters, with the fields of `sampling` added."""
         seed = None
         if sampling.seed is not None:
             drawn = blake2b(f"{sampling.seed}\0{record}\0{stage}\0{attempt}".encode(), digest_size=4).digest()
@@ -238,7 +238,7 @@ class Client:
         return embedded(answer)
 
     async def _once(self, key: str, record: str, stage: str, send: Callable[[], Awaitable[Answer]]) -> Answer:
-        """Return the answer of the store to a question, or that of `send` unless another process asks it now."""
+        """Return the stored answer to a question, or that of `send`; wait while another process asks the question."""
         while True:
             async with self._slots:
                 if stored := self.store.find(key):
@@ -261,9 +261,9 @@ class Client:
     async def _request(
         self, create: Callable[..., Any], request: Mapping[str, Any], seconds: float, read: Callable[[Any], Answer]
     ) -> Answer:
-        """Return what `read` makes of the server's reply to a request that it may have to be sent several times.
+        """Return `read` of the server's reply to a request; send the request again if the reply cannot be read.
 
-        seconds: what its prompt and answer add to the time-out.
+        seconds: the time that the prompt and the answer add to the time-out.
         """
         from openai import APIConnectionError, APIStatusError
 
@@ -285,7 +285,7 @@ class Client:
         return Answer(FAILED, reason=reason)
 
     def _answer_from_status(self, status: int, message: str) -> Answer:
-        """Return what an HTTP status that is no success means for a question; raise if it means it for all."""
+        """Return the answer to a question for an HTTP error status; raise if the error affects all questions."""
         options, line = self.options, f"status {status}: {message}"
         if status in (400, 403, 422, 451) and _MODERATED.search(message):
             return Answer(REFUSED, reason=line)
@@ -300,7 +300,7 @@ class Client:
         return Answer(FAILED, reason=line)
 
     def _count(self, answer: Answer) -> None:
-        """Count a reply, and end the run if one after the other has failed."""
+        """Count a reply. Raises `DataError` after `max_failures` failed requests in a row."""
         self.usage += answer.usage
         if answer.outcome in (DONE, UNPARSABLE) and answer.usage == Usage():
             self.without_usage += 1
@@ -313,7 +313,7 @@ class Client:
             )
 
     async def _check_server(self) -> None:
-        """Ask for the list of models, which costs nothing; not every server has all of its models there, or a list."""
+        """Ask for the list of models, which costs nothing; some servers have no list, or one that is incomplete."""
         from openai import APIConnectionError, APIStatusError
 
         options = self.options
@@ -340,13 +340,13 @@ class Client:
         return f"{self.options.prefix}.key_variable must name the variable with the server's key; {given}: {line}"
 
     def _message(self, error: Any) -> str:
-        """Return what the server says in an error."""
+        """Return the server's message in an error."""
         body = error.body if isinstance(error.body, Mapping) else {}
         said = " ".join(str(body[name]) for name in ("code", "message", "detail") if body.get(name))
         return self._shown(said or first_line(error))
 
     def _shown(self, text: str) -> str:
-        """Return a server's text as a line for an error, without the key, which some servers repeat."""
+        """Return a server's text as one line for an error, without the key, which some servers repeat."""
         key = os.environ.get(self.options.key_variable)
         text = text.replace(key, "***") if key else text
         return redacted_text(one_line(text[:500]))
@@ -358,7 +358,7 @@ def embedded(answer: Answer) -> Answer:
 
 
 def _cause(error: BaseException) -> str:
-    """Return the reason of a connection's error: "[Errno 111] Connect call failed"."""
+    """Return the root cause of a connection error, such as "[Errno 111] Connect call failed"."""
     while (cause := error.__cause__ or error.__context__) is not None and "timed out" not in str(error):
         error = cause
     return first_line(error)

@@ -1,4 +1,4 @@
-"""The cost of requests by the user's prices, and a progress bar over questions."""
+"""The cost of requests at the user's prices, and a progress bar over questions."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ _KINDS = ("input", "cached", "output")
 
 @dataclass(frozen=True)
 class Price:
-    """The prices of a million prompt tokens, of those the server had cached, and of a million written tokens."""
+    """The prices of a million prompt tokens, of a million cached ones, and of a million tokens that are generated."""
 
     input: float
     cached: float
@@ -30,9 +30,9 @@ class Price:
 
 
 def read_price(options: EndpointOptions) -> Price | None:
-    """Return the price of the model in the file of prices, None without a file; cached tokens cost `input` by default.
+    """Return the model's price from the prices file; None without a file. Cached tokens cost `input` by default.
 
-    Raises `UsageError` for a file that cannot be read, or lacks the model, or has another entry or no number.
+    Raises `UsageError` if the file cannot be read, lacks the model, or has an unknown entry or a malformed number.
     """
     if options.prices is None:
         return None
@@ -58,9 +58,9 @@ def read_price(options: EndpointOptions) -> Price | None:
 
 
 class QuestionProgress:
-    """A line over items: requests/s, tokens, the cost if prices are known, the time left.
+    """A progress bar over items: requests/s, tokens, the cost if prices are known, the time left.
 
-    asked: the clients that are asked about the items, each with its price; none if a model of this process answers.
+    asked: the clients that answer questions about the items, with their prices; none if a local model answers.
     """
 
     def __init__(self, asked: Sequence[tuple[Client, Price | None]], total: int, description: str) -> None:
@@ -76,7 +76,7 @@ class QuestionProgress:
 
     def item_done(self) -> None:
         """Count one item."""
-        line = ""  # short: a log has 80 columns
+        line = ""  # short, because a log has 80 columns
         if self._asked:
             requests = sum(client.requests for client, _ in self._asked) - self._before
             tokens = sum(client.usage.prompt_tokens + client.usage.completion_tokens for client, _ in self._asked)
@@ -89,7 +89,7 @@ class QuestionProgress:
 
 
 def spent(client: Client, price: Price | None) -> str:
-    """Return a client's requests and their tokens in a line, and what they cost."""
+    """Return a line about a client's requests, their tokens and their cost."""
     prompt, cached, written = client.usage.as_tuple()
     line = f"{client.requests:,} requests, {client.retries:,} sent again, {client.from_store:,} from the store; "
     line += f"{prompt:,} prompt tokens ({cached:,} cached), {written:,} written"

@@ -1,10 +1,10 @@
-"""Finished answers in a SQLite file, so that none is paid for twice: not by a second run, nor by two at a time.
+"""Finished answers in a SQLite file, so that neither a later run nor a concurrent one pays for them again.
 
     answers   key → outcome, text, reasoning, usage; a row is committed to the disk before the answer is used
     claims    key → the process that asks for it now
 
-A process that is killed leaves its claims behind. Each process holds a lock of the kernel on a file of its own beside
-the store; a claim of a process whose lock is free is void.
+A process that is killed leaves its claims behind. Therefore each process holds a kernel lock on a file of its own
+beside the store; a claim is void if the lock of its process is free.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from verl_ext.files import writable_problem
 from verl_ext.values import DataError, UsageError, first_line
 
 VERSION = 1
-_APPLICATION = 0x7665726C  # marks a SQLite file as a store of ours
+_APPLICATION = 0x7665726C  # marks a SQLite file as our store
 _BUSY_SECONDS = 60
 _TABLES = (
     "CREATE TABLE answers (key TEXT PRIMARY KEY, record TEXT, stage TEXT, answer TEXT, written TEXT) WITHOUT ROWID",
@@ -33,7 +33,7 @@ _TABLES = (
 
 
 class NoStore:
-    """A store that keeps nothing: every question is asked."""
+    """A store that keeps nothing, so that every question is asked."""
 
     path = "no store"
 
@@ -41,11 +41,11 @@ class NoStore:
         return 0
 
     def find(self, key: str) -> Answer | None:
-        """Return nothing."""
+        """Return None."""
         return None
 
     def claim(self, key: str) -> bool:
-        """Return that this process is to ask."""
+        """Return True, so that this process asks."""
         return True
 
     def release(self, key: str) -> None:
@@ -56,14 +56,14 @@ class NoStore:
 
 
 class Store:
-    """The answers in one file, made if it is missing; processes of one machine can share it.
+    """The answers in one file, which is created if it is missing; processes of one machine can share it.
 
-    Use one for a process, as a context, from one thread. Raises `UsageError` for a file that is no store of this
-    version, `DataError` for a file that cannot be read or written.
+    Use one store per process, as a context, from one thread. Raises `UsageError` if the file is not a store of this
+    version, and `DataError` if it cannot be read or written.
     """
 
     def __init__(self, path: str | os.PathLike[str], key: str = "store") -> None:
-        """`key`: the option that errors name."""
+        """Open or create the file. `key`: the name of the option in error messages."""
         self.path, self._key = Path(path), key
         if problem := writable_problem(key, str(self.path.parent)):
             raise UsageError(problem)
@@ -92,7 +92,7 @@ class Store:
             return self._database.execute("SELECT COUNT(*) FROM answers").fetchone()[0]
 
     def find(self, key: str) -> Answer | None:
-        """Return the answer to a question, None if there is none yet."""
+        """Return the answer to a question; None if there is none yet."""
         with self._errors():
             row = self._database.execute("SELECT answer FROM answers WHERE key = ?", (key,)).fetchone()
         if row is None:
@@ -101,7 +101,7 @@ class Store:
         return Answer(**{**fields, "usage": Usage(**fields["usage"])})
 
     def claim(self, key: str) -> bool:
-        """Return whether this process is to ask now: there is no answer, and nobody who is alive asks for it."""
+        """Claim a question for this process; return False if it has an answer or a live process has claimed it."""
         with self._transaction():
             if self._database.execute("SELECT 1 FROM answers WHERE key = ?", (key,)).fetchone():
                 return False
@@ -135,7 +135,7 @@ class Store:
         self._lock.close()
 
     def _check_version(self) -> None:
-        """Make the tables of an empty file; refuse a file of another kind or version."""
+        """Create the tables in an empty file; refuse a file of another kind or version."""
         application, version, tables = (
             self._database.execute(query).fetchone()[0]
             for query in ("PRAGMA application_id", "PRAGMA user_version", "SELECT COUNT(*) FROM sqlite_master")

@@ -1,1 +1,1 @@
-"""verl engines of this project. Importing this imports none of them: verl takes seconds."""
+"""The verl engines of this project. This package imports none of them, because importing verl takes seconds."""

@@ -67,7 +67,7 @@ def check_host_memory(num_layers: int, hidden_size: int, dtype: torch.dtype, tok
     """
     of_layer = hidden_size * dtype.itemsize * tokens
     if torch.cuda.is_available():
-        of_layer = 1 << (of_layer - 1).bit_length()  # PyTorch's allocator rounds page-locked memory like this
+        of_layer = 1 << (of_layer - 1).bit_length()  # PyTorch rounds page-locked memory up to a power of two
     needed, available = num_layers * of_layer * ranks, available_memory()
     if needed > available:
         raise ValueError(
@@ -78,7 +78,7 @@ def check_host_memory(num_layers: int, hidden_size: int, dtype: torch.dtype, tok
 
 
 def available_memory() -> int:
-    """Return the bytes that this node's processes may still take, of the machine and of their control groups."""
+    """Return the bytes that this node's processes may still allocate in the machine and in their control groups."""
     available = psutil.virtual_memory().available
     with suppress(OSError, ValueError, KeyError):  # there are no control groups, or they are of version 1
         groups = Path("/proc/self/cgroup").read_text().splitlines()
@@ -129,7 +129,7 @@ class HostCheckpoints:
         host = torch.empty(hidden.shape, dtype=hidden.dtype, device="cpu", pin_memory=hidden.device.type != "cpu")
         kept = _Kept(hidden, host)
         copied = self._copy(host, hidden.detach())
-        # torch restores the random numbers of the arguments' devices when it recomputes: an empty tensor names ours.
+        # torch restores the random states of the arguments' devices when it recomputes; an empty tensor names ours.
         output = checkpoint(partial(self._run, layer, kept), hidden.new_empty(0), *others, use_reentrant=False)
         self._wait(copied)  # from here on, computation may reuse the hidden state's memory
         kept.on_device = None

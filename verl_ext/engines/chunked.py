@@ -6,7 +6,7 @@ attention_mask  1 1 1 1 | 1 1 1 0 |              chunks that are padding on ever
 wanted          0 0 0 0 | 0 1 0 0 |              positions that predict a target: the head sees these alone
 ```
 
-Every rank runs equally many chunks, and so collectives. Registered under vendor ``verl_ext_chunked``.
+Every rank runs equally many chunks, and so equally many collectives. The engine has the vendor ``verl_ext_chunked``.
 
 Legend: B rows of a micro-batch, L tokens of a row, T ≤ L of them that are read, N wanted positions, V vocabulary.
 """
@@ -32,7 +32,7 @@ from verl_ext.models.qwen_titans import load_memory_checkpoint
     model_type="language_model", backend=["fsdp2"], device=["cpu", "cuda"], vendor="verl_ext_chunked"
 )
 class ChunkedEngine(StepEngine):
-    """Runs micro-batches of rows through a ``QwenTitansForCausalLM``; its model node is `model=qwen_titans`'s."""
+    """The engine that runs micro-batches of rows through a ``QwenTitansForCausalLM`` (`model=qwen_titans`)."""
 
     tells_greedy: ClassVar[bool] = True
 
@@ -129,7 +129,7 @@ class ChunkedEngine(StepEngine):
 
 
 def _most_of_all_ranks(passes: int) -> int:
-    """Return the largest number of all ranks."""
+    """Return the largest number of passes of any rank."""
     most = torch.tensor(passes, device=get_device_id())
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return int(most)

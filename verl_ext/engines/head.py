@@ -68,10 +68,10 @@ class HeadInputs:
     """The inputs of a :class:`FusedHead` beside the hidden states.
 
     Attributes:
-        labels: int64[≤ R], of the targets `rows.rows`.
-        coefficients: fp32[≤ R], of the same.
+        labels: int64[≤ R], the labels of the targets `rows.rows`.
+        coefficients: fp32[≤ R], the coefficients of the same targets.
         rows: the targets of this rank.
-        group: the sequence-parallel ranks, None for one alone.
+        group: the sequence-parallel ranks; None for a single rank.
         block_bytes, measures: the arguments of :func:`head_terms`.
     """
 
@@ -98,7 +98,7 @@ class FusedHead:
 
     @contextmanager
     def computing_loss(self, inputs: "HeadInputs | None") -> Iterator[None]:
-        """Compute loss terms in the forward inside, whose ``logits_to_keep`` is ``inputs.rows.held``; None: logits."""
+        """Let the forward inside compute loss terms, with ``logits_to_keep=inputs.rows.held``; None: logits."""
         self._inputs = inputs
         if isinstance(self._head, FSDPModule) and isinstance(self._head, nn.Linear):  # an adapter needs its weights
             self._head.set_unshard_in_backward(inputs is None)
@@ -108,7 +108,7 @@ class FusedHead:
             self._inputs = None
 
     def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return fp32``[1, R, 2 or 4]``, what head_terms gives, in place of logits; logits if no loss is computed."""
+        """Return the results of head_terms, fp32``[1, R, 2 or 4]``, or logits if no loss is computed."""
         given = self._inputs
         if given is None:
             return self._logits(hidden)
@@ -144,7 +144,7 @@ def _active_adapters(head: Any) -> Sequence[str]:
 
 
 class _Exchange(torch.autograd.Function):
-    """An all-to-all of rows between the ranks of a group, who all know the sizes."""
+    """An all-to-all of rows between the ranks of a group, all of which know the sizes."""
 
     @staticmethod
     def forward(
@@ -209,12 +209,12 @@ def _gives_logits_unchanged(cls: type, hf_config: Any) -> bool:
             model = cls(copy.deepcopy(hf_config))
         embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
         head.forward = lambda _: given
-        # The layers stand beside the head, which may be that of a model inside this one.
+        # The layers are siblings of the head, which may belong to a model inside this one.
         beside = next(part for part in model.modules() if head in part.children())
         for name, part in list(beside.named_children()):
             if embeddings in part.modules():
                 setattr(beside, name, Layers())
         logits = model(inputs_embeds=hidden, use_cache=False).logits
-    except Exception:  # whatever a class raises that reads more than hidden states
+    except Exception:  # a class that reads more than hidden states can raise any exception
         return False
     return logits is given and bool((given == 1).all())

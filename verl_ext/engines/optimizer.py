@@ -27,9 +27,9 @@ def implementation(
     Args:
         optim: the node `optim`.
         device: cuda or cpu.
-        offloads: `engine.offload_policy`, whose steps run on the host, a tenth as long when they are fused.
-        half: whether the run is in fp16, whose gradient scaler would hand a fused step tensors that are no DTensors.
-        version: torch's.
+        offloads: `engine.offload_policy`, whose steps run on the host and take a tenth of the time if they are fused.
+        half: whether the run is in fp16, whose gradient scaler would give a fused step tensors that are not DTensors.
+        version: the version of torch.
 
     Returns None for an optimizer without this choice.
     """
@@ -44,7 +44,7 @@ def implementation(
 
 
 def with_implementation(config: Any, device: str, offloads: bool, half: bool) -> Any:
-    """Add the :func:`implementation` to the options of verl's optimizer config; the user's own win."""
+    """Add the :func:`implementation` to the options of verl's optimizer config; the user's own options win."""
     chosen = implementation(vars(config), device, offloads, half)
     if chosen is None:
         return config

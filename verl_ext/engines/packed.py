@@ -1,6 +1,6 @@
-"""The engine of packs: document boundaries handed down to every attention layer, fp32 token losses.
+"""The engine of packs: document boundaries for every attention layer, and fp32 token losses.
 
-Registered beside verl's own under vendor ``verl_ext``.
+It is registered beside verl's own engines under vendor ``verl_ext``.
 
 Legend: T tokens of a micro-batch with padding, n the sequence-parallel size, V vocabulary.
 """
@@ -65,9 +65,9 @@ class PackedEngine(StepEngine):
 
     def _build_module(self) -> torch.nn.Module:
         """Build verl's module, with rotary frequencies in fp32 and by document, frozen outside the text model."""
-        # Upstream: apply_monkey_patch of verl 0.9.1 refuses numbers of heads that this engine pads, and replaces the
-        # forward of vision models by one that runs a dummy image in every step, by whose zero gradients weight decay
-        # changes the tower, and that ignores logits_to_keep. To go when verl leaves the patches to the engine.
+        # Upstream: apply_monkey_patch of verl 0.9.1 refuses numbers of heads that this engine pads. It replaces the
+        # forward of vision models with one that ignores logits_to_keep and runs a dummy image in every step; through
+        # its zero gradients, weight decay changes the tower. To go when verl leaves the patches to the engine.
         verls: Any = transformer_impl
         patch, verls.apply_monkey_patch = verls.apply_monkey_patch, _patch_fused_kernels
         try:
@@ -115,8 +115,8 @@ class PackedEngine(StepEngine):
     def accumulate(self, micro_batches: Sequence[TensorDict], loss_function: Callable) -> None:
         """Accumulate as the parent does; with a router loss, count the step's choices of experts first.
 
-        A router loss belongs to the whole step. With several micro-batches, a forward of each counts its choices before
-        them all; a single one is counted in its own forward.
+        A router loss belongs to the whole step. With several micro-batches, extra forwards count the choices of all of
+        them first; the choices of a single micro-batch are counted in its own forward.
         """
         if self.router_loss is not None:
             self.router_loss.begin_step()
@@ -189,14 +189,14 @@ class PackedEngine(StepEngine):
         return args
 
     def run_module(self, model_inputs: dict, output_args: dict) -> Any:
-        """Run the model; if the head is fused, the loss terms of targets stand in the place of logits."""
+        """Run the model; if the head is fused, the loss terms of targets take the place of logits."""
         if self._fused_head is None:
             return super().run_module(model_inputs, output_args)
         with self._fused_head.computing_loss(output_args.get("head_inputs")):
             return super().run_module(model_inputs, output_args)
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict, dict]:
-        """Return verl's inputs ``[1, T/n]`` of a micro-batch on the device, by shapes alone: the host does not wait."""
+        """Return verl's inputs ``[1, T/n]`` of a micro-batch on the device, from shapes, so the host never waits."""
         if _needs_verl(micro_batch):
             if self._groups:
                 raise ValueError(
@@ -243,9 +243,9 @@ class PackedEngine(StepEngine):
     ) -> dict[str, torch.Tensor]:
         """Return ``log_probs`` of the next token for every position, jagged as ``input_ids``, of all SP ranks.
 
-        If the batch asks for target tokens alone, the others are 0. A fused head also gives ``loss_terms``, the
-        coefficient times the loss of each token, through which its gradients go. If the batch asks for measures, there
-        are also its MEASURES.
+        If the batch asks for target tokens alone, the others are 0. A fused head also returns ``loss_terms``, the
+        coefficient times the loss of each token, through which the gradients flow. If the batch asks for measures, the
+        outputs include MEASURES.
         """
         if _needs_verl(micro_batch):
             return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
@@ -277,7 +277,7 @@ class PackedEngine(StepEngine):
 
 
 def _patch_fused_kernels(model: Any, use_fused_kernels: bool = False, **given: Any) -> None:
-    """Patch a model as verl does, but only where its fused kernels are asked for."""
+    """Patch a model as verl does, but only if its fused kernels are requested."""
     if use_fused_kernels:
         apply_monkey_patch(model, use_fused_kernels=True, **{**given, "ulysses_sp_size": 1})
 

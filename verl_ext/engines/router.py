@@ -54,9 +54,9 @@ def _router_of(model_class: type | None) -> OutputRecorder | None:
 
 
 class RouterLoss:
-    """Records the router logits of a module's forwards, and turns them into a rank's share of a step's loss.
+    """A recorder of the router logits of a module's forwards, which computes a rank's share of a step's loss.
 
-    Raises ValueError where transformers declares no routers for this model.
+    Raises ValueError if transformers declares no routers for this model.
     """
 
     def __init__(self, module: nn.Module, hf_config: Any) -> None:
@@ -86,7 +86,7 @@ class RouterLoss:
 
     @contextmanager
     def recording(self) -> Iterator[list[torch.Tensor]]:
-        """Record every router's ``[T, E]`` logits of the forward inside in the list that this yields."""
+        """Yield a list that records every router's ``[T, E]`` logits of the forward inside."""
         logits: list[torch.Tensor] = []
         self._logits = logits
         try:

@@ -20,7 +20,7 @@ from verl.workers.config.optimizer import OptimizerConfig
 from verl_ext.values import Options, option, show
 
 OF_VERL = ("constant", "cosine")
-STABLE_SHARE = 0.9  # of the steps after the warm-up, if `optim.lr_wsd_decay_steps` is null; verl ≤ 0.6's
+STABLE_SHARE = 0.9  # of the steps after the warm-up, if `optim.lr_wsd_decay_steps` is null; as in verl ≤ 0.6
 _ONE_DECAY = 0.5  # verl's default of `optim.num_cycles`: half a wave
 # The share of the decay that is left after a part of it, from (0, 1) to (1, 0); Megatron's names and formulas.
 DECAYS: dict[str, Callable[[float], float]] = {
@@ -34,7 +34,7 @@ SCHEDULES = (*OF_VERL, "linear", "cosine_with_restarts", "wsd")
 
 @dataclass  # not frozen: a base of verl's own dataclass of the optim node
 class ScheduleOptions(Options):
-    """The keys of the optim node that say how the learning rate goes; its other keys are verl's."""
+    """The keys of the optim node about the schedule of the learning rate; its other keys are verl's."""
 
     prefix: ClassVar[str] = "optim"
 
@@ -62,7 +62,7 @@ class StepOptimizerConfig(FSDPOptimizerConfig, ScheduleOptions):
 
 
 def schedule_problems(optim: Any, total_steps: int | None = None) -> Iterator[str]:
-    """Give a line for options that this schedule does not read, or that no run of `total_steps` can have."""
+    """Yield a line for options that this schedule does not read, or that no run of `total_steps` can have."""
     kind, cycles, steps = optim.lr_scheduler_type, optim.num_cycles, optim.lr_wsd_decay_steps
     if kind == "cosine_with_restarts" and (cycles < 1 or cycles != int(cycles)):
         yield f"optim.num_cycles must be a whole number from 1 with optim.lr_scheduler_type={kind}; got {show(cycles)}"
@@ -77,11 +77,11 @@ def schedule_problems(optim: Any, total_steps: int | None = None) -> Iterator[st
 
 
 def rate_factor(optim: Any, total_steps: int) -> Callable[[int], float]:
-    """Return the factor of `optim.lr` by the number of steps done, of a schedule that is not verl's.
+    """Return the factor of `optim.lr` by the number of steps done, for a schedule that is not verl's.
 
     Args:
         optim: the values of the optim node, as attributes.
-        total_steps: of the run.
+        total_steps: the steps of the run.
     """
     floor, warmup = optim.min_lr_ratio or 0.0, _warmup(optim, total_steps)
     length = max(total_steps - warmup, 0)
@@ -109,13 +109,13 @@ def rate_factor(optim: Any, total_steps: int) -> Callable[[int], float]:
 
 
 def keeps_rates(optim: Any, total_steps: int, saved: Mapping[str, Any], saved_total: Any, steps_done: int) -> bool:
-    """Return whether a run's steps so far had the rates of these options, though its own were others.
+    """Return whether a run's steps so far had the rates of these options, although its own options were different.
 
     Args:
         optim: the values of the optim node, as attributes.
-        total_steps: of the run as it is now.
+        total_steps: the steps of the run as it is now.
         saved: the options of the run's checkpoint, by dotted key.
-        saved_total: its total steps.
+        saved_total: the total steps in the checkpoint.
         steps_done: the step of the checkpoint.
     """
     before = SimpleNamespace(**{name: saved.get(f"optim.{name}", value) for name, value in vars(optim).items()})

@@ -1,4 +1,4 @@
-"""The parts of a model that FSDP shards by themselves, and those of them that stay in fp32."""
+"""The parts of a model that FSDP shards separately, and those of them that stay in fp32."""
 
 from collections import Counter
 from typing import Any
@@ -14,8 +14,8 @@ def keep_decays_precise(module: nn.Module, fsdp_kwargs: dict[str, Any]) -> None:
     """Shard the layers with a recurrence so that their rates of decay reach it in fp32.
 
     A_log and dt_bias are summed and exponentiated over all tokens of a document: in bf16 a rate is off by up to 0.4 %.
-    A layer's own parameters, and its convolution's, which it reads and does not call, are a group in fp32 that stays
-    whole between forward and backward; its projections and norm are another as all others are.
+    A layer's own parameters, and those of its convolution, which it reads and does not call, are a group in fp32 that
+    stays whole between forward and backward; its projections and norm are another group with the usual arguments.
 
     Args:
         module: the model before it is sharded.
@@ -33,9 +33,9 @@ def keep_decays_precise(module: nn.Module, fsdp_kwargs: dict[str, Any]) -> None:
 
 def sharded_apart(module: Any) -> list[str]:
     """Return the classes of layers that FSDP2 can shard by themselves."""
-    # Upstream: verl 0.9.1 shards every class of _no_split_modules, and embeddings that are not tied, outer ones before
-    # those inside them, and embeddings tied to the head apart from it (RoBERTa's). FSDP2 refuses both. Without such
-    # classes (Electra) it stops. To go when verl shards from the inside out and leaves shared weights to the parent.
+    # Upstream: verl 0.9.1 shards classes of _no_split_modules and untied embeddings, outer modules before inner ones,
+    # and shards tied embeddings apart from the head (RoBERTa's). FSDP2 refuses both. Without such classes (Electra),
+    # verl stops. To go when verl shards from the inside out and leaves shared weights to the parent.
     names = set(getattr(module, "_no_split_modules", None) or _layers(module))
     uses = Counter(weight for _, weight in module.named_parameters(remove_duplicate=False))
     tied = getattr(module.config, "tie_word_embeddings", False)

@@ -47,7 +47,7 @@ _STEADY_STEPS = 400  # the scale doubles after so many; verl's own number
 class StepEngineConfig(FSDPEngineConfig):
     """verl's configuration, whose ``ulysses_sequence_parallel_size`` counts all ranks that share a pack.
 
-    verl's meshes take it so. context_parallel_size is the number of groups that these ranks form,
+    verl's meshes read it in this sense. context_parallel_size is the number of groups that these ranks form,
     `parallel.context_parallel_size`.
     """
 
@@ -62,7 +62,7 @@ class StepEngine(FSDPEngineWithLMHead):
     scaler: Any  # a ShardedGradScaler in fp16, else None
     router_loss: RouterLoss | None = None
     train_flops: CostModel | None = None  # of a step by its documents' lengths, if they are known
-    host_copies: Any = None  # those of verl_ext.checkpoint.state that threads write a checkpoint from
+    host_copies: Any = None  # the copies of verl_ext.checkpoint.state from which threads write a checkpoint
 
     def __init__(self, model_config: HFModelConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(model_config, *args, **kwargs)
@@ -96,7 +96,7 @@ class StepEngine(FSDPEngineWithLMHead):
     def _build_module(self) -> torch.nn.Module:
         """Build verl's module with the activation options of the model node and the checkpoint's padding token."""
         # Upstream: verl 0.9.1 gives the config the tokenizer's pad_token_id before it builds the module. Embeddings
-        # give that token no gradient, though documents may end with it, and RoBERTa's kin count positions from it.
+        # give that token no gradient, though documents may end with it, and RoBERTa-like models count places from it.
         # To go when verl sets it for generation alone.
         model, config = self.model_config, self.model_config.hf_config
         padding, overrides = getattr(config, "pad_token_id", None), model.override_config
@@ -147,7 +147,7 @@ class StepEngine(FSDPEngineWithLMHead):
         return LambdaLR(optimizer, rate_factor(config, config.total_training_steps))
 
     def accumulate(self, micro_batches: Sequence[TensorDict], loss_function: Callable) -> None:
-        """Forward and backward over one rank's micro-batches of a step; gradients add up.
+        """Run forward and backward passes over one rank's micro-batches of a step; gradients add up.
 
         Ranks must hold equally many micro-batches: FSDP's collectives are one per layer and micro-batch.
         """
@@ -193,7 +193,7 @@ class StepEngine(FSDPEngineWithLMHead):
         return super().optimizer_step()
 
     def generate_answers(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[int]]:
-        """Continue prompts in eval mode; collective. Ranks may hold other prompts, and other numbers of them."""
+        """Continue prompts in eval mode, as a collective. Ranks may have different prompts and numbers of prompts."""
         device: Any = get_device_id()
         with self._autocast():
             return generate(self.module, prompts, sampling, device)
@@ -215,7 +215,7 @@ class StepEngine(FSDPEngineWithLMHead):
         """Return the full tensor on rank 0's host memory, nothing elsewhere; every rank takes part in the gather."""
         full = tensor
         if isinstance(tensor, DTensor):
-            # verl offloads weights without waiting for their copies: read on the host they could be half there.
+            # verl offloads weights without waiting for their copies, so the host could read them half copied.
             on_device: Any = tensor.to(get_device_id())
             full = on_device.full_tensor()
         return full.detach().to("cpu", copy=True) if dist.get_rank() == 0 else full.new_empty(0)
@@ -233,8 +233,8 @@ class StepEngine(FSDPEngineWithLMHead):
 def on_device(micro_batch: TensorDict, device: Any) -> TensorDict:
     """Copy a micro-batch of jagged tensors to the device without waiting for it.
 
-    ``TensorDict.to`` waits for the offsets of each tensor. Here the values travel as the flat tensors that the loader
-    page-locked, and the offsets, which all share, once.
+    ``TensorDict.to`` waits for the offsets of each tensor. Here the flat values, which the loader page-locked, are
+    copied, and the offsets, which all tensors share, only once.
     """
     moved = micro_batch.copy()
     offsets: dict[int, torch.Tensor] = {}

@@ -146,7 +146,7 @@ def _attention_is(function: Callable, name: str) -> Iterator[None]:
 
 
 class _Tiled:
-    """A function of tiles, with the parameters of a module, made one of whole sequences.
+    """A function of whole sequences, made from a function of tiles that uses the parameters of a module.
 
     function: maps a slice of tokens and tensors ``[B, tile, …]`` to tensors ``[B, tile, …]``.
     """
@@ -244,7 +244,7 @@ class _Keep(torch.autograd.Function):
 
 
 class _Run(torch.autograd.Function):
-    """The half of tiled work that computes outputs, and hands their gradients to :class:`_Keep`, which is next."""
+    """The half of tiled work that computes outputs, and passes their gradients to :class:`_Keep`, which runs next."""
 
     @staticmethod
     def forward(ctx: Any, work: _Tiled, kept: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -285,7 +285,7 @@ _ARGUMENTS = {
 
 
 def tile(model: nn.Module, tokens: int) -> None:
-    """Make the model's token-wise work run over tiles of so many tokens. Raises ValueError if it has none."""
+    """Make the model's token-wise work run over tiles of `tokens` tokens. Raises ValueError if it has no such work."""
     layers, modules = tileable(model)
     if not layers + modules:
         raise ValueError(untileable(type(model).__name__, tokens))
@@ -299,7 +299,7 @@ def tileable(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     """Return the decoder layers that can run over tiles, and the MLPs and norms outside of these layers that can.
 
     They read each token by itself, layers apart from their attention, and are made of linear layers, norms, activations
-    and dropout. Mixtures of experts, whose parameters and routers are their own, are none of them.
+    and dropout. Mixtures of experts are not among them, because they have parameters and routers of their own.
     """
     layers = [layer for layer in model.modules() if _is_tileable_layer(layer)]
     inside = {part for layer in layers for part in layer.modules()}

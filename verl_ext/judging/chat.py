@@ -1,7 +1,7 @@
 """LongBench-Chat: questions about documents of 10k to 100k tokens, rated 1 to 10 beside three rated answers.
 
-Source: LongAlign (arXiv 2401.18058) and its repository's LongBench_Chat/. The judge sees the question, the reference
-and the three shots, never the document. The paper shuffles the shots and rates twice; the code does neither.
+Source: LongAlign (arXiv 2401.18058) and LongBench_Chat/ in its repository. The judge sees the question, the reference
+and the three shots, never the document. The paper shuffles the shots and rates twice; the published code does neither.
 """
 
 import random
@@ -35,7 +35,7 @@ class ChatOptions(Options):
 
 
 class LongBenchChat(Task):
-    """Questions about long documents, whose answers a judge rates beside three rated ones."""
+    """Questions about long documents; a judge rates the answers beside three rated answers."""
 
     options: ChatOptions
     sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=1.0, max_tokens=1024)
@@ -44,7 +44,7 @@ class LongBenchChat(Task):
     headlines: ClassVar[tuple[str, ...]] = ("rating",)
 
     def cases(self) -> Iterator[Case]:
-        """Yield the cases, with their shots. Raises DataError if these are not three for each case."""
+        """Yield the cases with their shots. Raises DataError if a case does not have three shots."""
         fields = {"idx": int, "prompt": str, "query": str, "answer": str}
         shots = read_rows(str(self.options.shots), "chat.shots", {})
         for row in read_rows(self.path, "cases", fields):
@@ -57,7 +57,7 @@ class LongBenchChat(Task):
             yield Case(str(name), self._cut(row["prompt"]), facts)
 
     def _cut(self, prompt: str) -> str:
-        """Leave out the middle of a prompt that has too many tokens, as the published code does."""
+        """Return a prompt without its middle if it has too many tokens, as the published code does."""
         most = self.options.max_prompt_tokens
         if most is None:
             return prompt
@@ -66,7 +66,7 @@ class LongBenchChat(Task):
         return prompt if len(ends) <= most else prompt[: ends[half - 1]] + prompt[ends[-half - 1] :]
 
     def questions(self, case: Case, answer: str) -> list[Messages]:
-        """Return `ratings` requests. An order of shots follows from the case and the request's number."""
+        """Return `ratings` requests. The case and the request's number give the order of shuffled shots."""
         requests = []
         for number in range(self.options.ratings):
             shots = list(case.facts["shots"])
@@ -91,5 +91,5 @@ class LongBenchChat(Task):
         return float(numbers[0])
 
     def scores(self, case: Case, answer: str, verdicts: Sequence[Any]) -> Scores:
-        """Return the mean of the ratings, None if one is missing."""
+        """Return the mean of the ratings; None if one is missing."""
         return {"rating": None if None in verdicts or not verdicts else sum(verdicts) / len(verdicts)}

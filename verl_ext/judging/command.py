@@ -43,10 +43,10 @@ class JudgeEndpoint(EndpointOptions):
 
 @dataclass(frozen=True)
 class JudgeOptions(OutputOptions):
-    """Answers to a benchmark's cases, scored: results.json, page.html, and for each model its answers and scores.
+    """The scores of answers to a benchmark: results.json, page.html, and each model's answers with their scores.
 
-    A model under test is behind `endpoint`, in a folder (`models`) or answered elsewhere (`predictions`). Finished
-    answers and verdicts stay in `store`: a run that stops goes on, and nothing is paid for twice.
+    A model under test is behind `endpoint`, in a folder (`models`), or has answered before (`predictions`). `store`
+    keeps finished answers and verdicts, so the same command continues a run that stopped and pays for none twice.
     """
 
     marker: ClassVar[str] = RESULTS
@@ -78,7 +78,7 @@ class JudgeOptions(OutputOptions):
     model: ModelOptions = option(ModelOptions, "the tokenizer of needle.lengths and chat.max_prompt_tokens")
 
     def problems(self) -> Iterator[str]:
-        """Yield a line for every mistake that can be seen without asking anyone."""
+        """Yield a line for every mistake that can be found without a request to a server."""
         yield from self.output_problems("the cases", self.cases)
         if not (self.models or self.predictions or self.endpoint.base_url):
             yield "models, predictions or endpoint.base_url must name a model to judge; got none of them"
@@ -101,9 +101,9 @@ class JudgeOptions(OutputOptions):
 
 
 def judge(options: JudgeOptions) -> str:
-    """Ask, judge and write; return the table of all cases. Raises UsageError and DataError, of one line each."""
+    """Ask, judge and write; return the table of all cases. Raises UsageError and DataError with one-line messages."""
     kind = TASKS[options.task]
-    for endpoint in (options.endpoint, options.judge):  # a mistake in the prices ends the run before anyone is asked
+    for endpoint in (options.endpoint, options.judge):  # a mistake in the prices ends the run before any request
         if endpoint.base_url:
             read_price(endpoint)
     counts_tokens = options.model.tokenizer and options.task in ("needle", "longbench_chat")
@@ -138,7 +138,7 @@ def judge(options: JudgeOptions) -> str:
 async def _judged(
     options: JudgeOptions, task: Task, cases: Sequence[Case], store: Store
 ) -> tuple[Mapping[str, Sequence[Judged]], list[str]]:
-    """Return what became of every case, by model, and a line for each server on what was spent there."""
+    """Return the judged cases of each model, and a line about the requests and the cost of each server."""
     given: dict[str, Any] = {"temperature": options.temperature, "max_tokens": options.max_tokens}
     sampling = replace(task.sampling, seed=options.seed, **{k: v for k, v in given.items() if v is not None})
     models: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Means over cases with bootstrap intervals, for all cases and by group, and the tables of them."""
+"""Means over cases with bootstrap intervals, for all cases and by group."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class Figure:
     Attributes:
         low: the interval's lower end; None for fewer than two cases.
         high: its upper end.
-        cases: the number of cases that it is the mean of.
+        cases: the number of cases in the mean.
     """
 
     mean: float
@@ -27,7 +27,7 @@ class Figure:
 
 
 def figure(values: Sequence[float], seed: int = 0) -> Figure:
-    """Return the mean and its 95 % interval, by the percentiles of `RESAMPLES` bootstrap samples of the cases.
+    """Return the mean and its 95 % interval from the percentiles of `RESAMPLES` bootstrap samples of the cases.
 
     Source: Efron and Tibshirani, An Introduction to the Bootstrap (1993), chapter 13.
     """
@@ -42,7 +42,7 @@ def figure(values: Sequence[float], seed: int = 0) -> Figure:
 def figures(rows: Iterable[tuple[Mapping[str, str], Scores]], seed: int = 0) -> dict[str, dict[str, Figure]]:
     """Return {group: {score: its figure}}; the group of all cases is "all", others are "kind name".
 
-    rows: the groups of each case by kind, and its scores. A score of None is in no mean.
+    rows: the groups of each case by kind, and its scores. No mean includes a score of None.
     """
     values: dict[str, dict[str, list[float]]] = {"all": {}}
     for groups, scores in rows:

@@ -1,4 +1,4 @@
-"""The page of a judgement: figures with their intervals, models side by side, and every case with the judge's texts."""
+"""The page of a judgement: figures with intervals, models side by side, and every case with the judge's texts."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
@@ -15,14 +15,14 @@ from verl_ext.show.audit_tables import plain_table
 from verl_ext.show.page import FIT, Chart, write_page
 from verl_ext.values import one_line
 
-PROMPT_ENDS = 600  # characters of a prompt's start and end that a case shows
+PROMPT_ENDS = 600  # characters that a case shows of each end of its prompt
 
 Found = Mapping[str, Mapping[str, Mapping[str, Figure]]]
 JudgedModels = Mapping[str, Sequence[Judged]]
 
 
 def write_judged(path: Path, title: str, task: Task, judged: JudgedModels, found: Found) -> None:
-    """Write the page; without vl-convert it says so in place of the figures."""
+    """Write the page; without vl-convert, a note replaces the figures."""
     has_figures = find_spec("vl_convert") is not None
     parts: list[RenderableType] = [Text(table(judged, found)), *_group_tables(task, found), _case_table(judged)]
     if not has_figures:
@@ -53,7 +53,7 @@ def charts_of(task: Task, judged: JudgedModels, found: Found) -> Iterator[Chart]
 
 
 def _kinds(task: Task, judged: JudgedModels) -> list[str]:
-    """Return the kinds of groups, in the order in which the cases have them."""
+    """Return the kinds of groups in the order of the cases."""
     return list(dict.fromkeys(kind for rows in judged.values() for row in rows for kind in task.groups(row.case)))
 
 
@@ -62,7 +62,7 @@ def _point(group: str, model: str, figure: Figure) -> dict[str, Any]:
 
 
 def _intervals(title: str, values: Sequence[Mapping[str, Any]], across: str) -> Chart:
-    """Return means as points with their intervals; by group, the models stand beside each other."""
+    """Return a chart of means with their intervals; in a chart by group, the models stand side by side."""
     y = {"type": "quantitative", "axis": {"title": None}}
     offset: dict[str, Any] = {} if across == "model" else {"xOffset": {"field": "model"}}
     tooltip = [{"field": name} for name in ("model", "group", "mean", "low", "high", "cases")]
@@ -86,7 +86,7 @@ def _intervals(title: str, values: Sequence[Mapping[str, Any]], across: str) -> 
 
 
 def _against(fact: str, score: str, judged: JudgedModels) -> Chart:
-    """Return each case as a point, its score over what was asked for, with the line on which both are equal."""
+    """Return a chart of the cases' scores over the requested values, with a line on which both are equal."""
     values = [
         {"asked": row.case.facts[fact], "is": row.scores[score], "model": model, "case": row.case.name}
         for model, rows in judged.items()
@@ -94,7 +94,7 @@ def _against(fact: str, score: str, judged: JudgedModels) -> Chart:
         if row.scores.get(score)
     ]
     title = f"{score} written over {score} asked for"
-    scale = {"type": "log", "nice": False}  # a text of no words has no place on it; it is in the table
+    scale = {"type": "log", "nice": False}  # has no place for a text without words, which only the table shows
     x = {"field": "asked", "type": "quantitative", "scale": scale, "axis": {"title": "asked for", "format": "~s"}}
     y = {"type": "quantitative", "scale": scale, "axis": {"title": "written", "format": "~s"}}
     color = {"field": "model", "type": "nominal", "sort": None, "legend": {"orient": "bottom", "title": None}}
@@ -115,7 +115,7 @@ def _against(fact: str, score: str, judged: JudgedModels) -> Chart:
 
 
 def _heat_map(task: Task, across: str, down: str, score: str, model: str, rows: Sequence[Judged]) -> Chart:
-    """Return a model's mean scores in cells of two kinds of groups; a cell without a score stays empty."""
+    """Return a heat map of a model's mean scores over two kinds of groups; a cell without a score stays empty."""
     values = [
         {"across": groups.get(across, ""), "down": groups[down], "score": row.scores[score]}
         for row in rows
@@ -136,7 +136,7 @@ def _heat_map(task: Task, across: str, down: str, score: str, model: str, rows: 
 
 
 def _group_tables(task: Task, found: Found) -> Iterator[RenderableType]:
-    """Yield a table for each headline: a row a group, a column a model."""
+    """Yield a table for each headline, with a row per group and a column per model."""
     groups = list(dict.fromkeys(group for of in found.values() for group in of))
     for score in task.headlines:
         if len(groups) > 1 and any(score in of["all"] for of in found.values()):
@@ -148,7 +148,7 @@ def _group_tables(task: Task, found: Found) -> Iterator[RenderableType]:
 
 
 def _case_table(judged: JudgedModels) -> RenderableType:
-    """Return a table of the cases: of each model the outcome and the scores."""
+    """Return a table of the cases with the outcome and the scores of each model."""
     rows = plain_table("case", *map(one_line, judged), left=1 + len(judged))
     for of_models in zip(*judged.values(), strict=True):
         rows.add_row(Text(one_line(of_models[0].case.name)), *(Text(_outcome(row)) for row in of_models))
@@ -161,7 +161,7 @@ def _outcome(row: Judged) -> str:
 
 
 def _case_texts(judged: JudgedModels) -> dict[str, str]:
-    """Return what a click on a case opens: its prompt's ends, the answers, and the judge's texts as they came."""
+    """Return the folded text of each case: the ends of its prompt, the answers, and the judge's raw texts."""
     texts = {}
     for of_models in zip(*judged.values(), strict=True):
         case = of_models[0].case

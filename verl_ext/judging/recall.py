@@ -1,4 +1,4 @@
-"""Facts in long texts, found or not: a needle at any depth of any length, and BABILong's questions."""
+"""Retrieval of facts from long texts: a needle at any depth of a text of any length, and BABILong's questions."""
 
 import json
 import re
@@ -42,7 +42,7 @@ class NeedleOptions(Options):
 
     @property
     def published(self) -> "NeedleOptions":
-        """The options with the sentence of the published test, unless another is given."""
+        """These options, with the sentence of the published test if they give none."""
         if self.text:
             return self
         text = "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day."
@@ -51,7 +51,7 @@ class NeedleOptions(Options):
 
 
 class Needle(Task):
-    """One sentence in a text of others, asked for afterwards; a rule scores the answer."""
+    """A sentence hidden in a long text, and a question about it; a rule scores the answer."""
 
     options: NeedleOptions
     sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=0.0, max_tokens=128)
@@ -79,19 +79,19 @@ class Needle(Task):
             yield Case(f"{length}-{depth}", prompt, {"length": length, "depth": depth})
 
     def scores(self, case: Case, answer: str, verdicts: Sequence[Any]) -> Scores:
-        """Return the share of the expected words that the answer holds, case aside."""
+        """Return the share of the expected words that the answer contains, ignoring case."""
         said = answer.lower()
         expected = self.options.published.expected
         return {"found": sum(word.lower() in said for word in expected) / len(expected)}
 
     def groups(self, case: Case) -> dict[str, str]:
-        """Return length and depth, and both: a cell of the heat map."""
+        """Return the length, the depth, and both together as a cell of the heat map."""
         length, depth = case.facts["length"], case.facts["depth"]
         return {"length": str(length), "depth": f"{depth}%", "cell": f"{length} at {depth}%"}
 
 
 def _split_at_sentence(text: str, depth: int) -> tuple[str, str]:
-    """Split a text at the end of the last sentence before `depth` percent of its characters; 100 is its end."""
+    """Split a text at the last end of a sentence before `depth` percent of its characters, or at its end for 100."""
     if depth == 100:
         return text.rstrip(), ""
     ends = [end.end() for end in _SENTENCE_ENDS.finditer(text, 0, round(len(text) * depth / 100))]
@@ -111,8 +111,8 @@ class BABILong(Task):
     )
 
     def cases(self) -> Iterator[Case]:
-        """Yield the questions of the files, task by task and length by length. Raises DataError for others' files."""
-        from verl_ext.data.babilong import FIELDS, find_files  # imports torch: not for --help
+        """Yield the questions of the files by task and length. Raises DataError if a file is not BABILong's."""
+        from verl_ext.data.babilong import FIELDS, find_files  # imports torch, which --help does not need
 
         try:
             files, names = find_files([self.path], "cases")
@@ -132,11 +132,11 @@ class BABILong(Task):
                 yield Case(f"{category}-{number}", prompt, facts)
 
     def scores(self, case: Case, answer: str, verdicts: Sequence[Any]) -> Scores:
-        """Return 1 or 0 by the published rule, and by the one for whole words."""
+        """Return 1 or 0 by the published rule and by the rule for whole words."""
         asked = [answer, *(case.facts[name] for name in ("target", "question", "category"))]
         return {"right": float(is_right_answer(*asked)), "right_words": float(is_right_answer(*asked, words=True))}
 
     def groups(self, case: Case) -> dict[str, str]:
-        """Return the task and the length, and both: a cell of the benchmark's table."""
+        """Return the task, the length, and both together as a cell of the benchmark's table."""
         task, _, size = case.facts["category"].partition("_")
         return {"task": task, "cell": f"{task} {size}"} | ({"length": size} if size else {})

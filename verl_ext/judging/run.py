@@ -16,12 +16,12 @@ from verl_ext.judging.task import Case, Scores, Task
 from verl_ext.progress import Row, aligned
 
 ANSWERS, PREDICTIONS = "answers.jsonl", "pred.jsonl"
-TRIES = 5  # requests to the judge for a verdict that can be read, as LongWriter and LongAlign make
+TRIES = 5  # most requests for a verdict until one can be read, as in LongWriter and LongAlign
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A case with its answer, the judge's answers about it, and its scores."""
+    """A case with its answer, the judge's verdicts on that answer, and its scores."""
 
     case: Case
     answer: Answer
@@ -54,7 +54,7 @@ async def judge_model(
     judge: Client | None,
     asked: Sequence[tuple[Client, Price | None]] = (),
 ) -> list[Judged]:
-    """Ask a model every case, and the judge about every answer.
+    """Ask a model about every case, and the judge about every answer.
 
     Args:
         name: the model's name, for the progress bar and the store.
@@ -62,8 +62,8 @@ async def judge_model(
         cases: its cases.
         model: a Client, LocalModel or Predictions.
         sampling: how the model draws its answers.
-        judge: None if nobody is asked for verdicts.
-        asked: the servers among both with their prices, for the progress bar.
+        judge: the client that gives verdicts; None if there is no judge.
+        asked: the clients among `model` and `judge` with their prices, for the progress bar.
     """
     with QuestionProgress(asked, len(cases), f"judge {name}") as bar:
 
@@ -72,7 +72,7 @@ async def judge_model(
             answer = await model.ask(case.name, "answer", [message], sampling)
             verdicts: list[Answer] = []
             scores: Scores = {}
-            if answer.outcome in (DONE, CUT):  # a text that ends too soon is a text
+            if answer.outcome in (DONE, CUT):  # a text that was cut is scored as it is
                 if judge is not None:
                     questions = task.questions(case, answer.raw)
                     asked = (
@@ -131,7 +131,7 @@ def results(judged: Mapping[str, Sequence[Judged]], found: Mapping[str, Any]) ->
 
 
 def table(judged: Mapping[str, Sequence[Judged]], found: Mapping[str, Any]) -> str:
-    """Return the figures of all cases as a table: a row a score, a column a model, and the outcomes below."""
+    """Return a table of the figures of all cases, with a row per score and a column per model, and the outcomes."""
     of_all = {name: by_group["all"] for name, by_group in found.items()}
     scores = list(dict.fromkeys(score for of_model in of_all.values() for score in of_model))
     rows: list[Row] = [
@@ -145,7 +145,7 @@ def table(judged: Mapping[str, Sequence[Judged]], found: Mapping[str, Any]) -> s
 
 
 def shown(figure: Figure | None) -> str:
-    """Return a mean with its interval, a dash without one."""
+    """Return a mean with its interval; a dash if there is no figure."""
     if figure is None:
         return "–"
     interval = "" if figure.low is None else f" [{figure.low:.2f}, {figure.high:.2f}]"

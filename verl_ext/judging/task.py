@@ -3,7 +3,7 @@
     cases ──► answers of a model ──► requests to the judge ──► verdicts ──► scores of a case ──► figures
               (judging/under_test)   (none for a rule)        (or none)                       (judging/figures)
 
-A benchmark declares these steps in a subclass of :class:`Task`; :mod:`verl_ext.judging.run` takes them.
+A benchmark defines these steps in a subclass of :class:`Task`; :mod:`verl_ext.judging.run` runs them.
 """
 
 import json
@@ -26,9 +26,9 @@ class Case:
     """A question to the model under test.
 
     Attributes:
-        name: its name in the benchmark, which no other case has.
+        name: the unique name of the case in the benchmark.
         prompt: the user's message.
-        facts: what its scores need beside the answer; it is written beside the answer.
+        facts: the values beside the answer that the scores need; they are written beside the answer.
     """
 
     name: str
@@ -37,15 +37,15 @@ class Case:
 
 
 class Task:
-    """The base of benchmarks. A subclass says what it asks and how answers are scored.
+    """The base class of benchmarks. A subclass defines the questions and the scores of answers.
 
     Attributes:
         sampling: how the model under test draws its answers, as published.
         judge_sampling: how the judge draws its verdicts, as published.
-        prompt: the file of the judge's prompt in our words, None if a rule scores answers.
+        prompt: the file with our own prompt for the judge; None if a rule scores answers.
         needs_judge: whether there are no scores without a judge.
-        headlines: the scores that a page draws by group, of those that there are.
-        heat_map: the two kinds of groups and the score of a heat map, (columns, rows, score); None for none.
+        headlines: the scores that a page draws by group, if the answers have them.
+        heat_map: two kinds of groups and the score of a heat map as (columns, rows, score); None for no heat map.
         against: a fact of a case and a score in the same unit, drawn as points around the line on which they are equal.
     """
 
@@ -58,19 +58,19 @@ class Task:
     against: ClassVar[tuple[str, str] | None] = None
 
     def __init__(self, path: str, options: Any = None, tokenizer: Any = None, judge_prompt: str | None = None) -> None:
-        """Keep what the cases are made from.
+        """Keep the sources of the cases.
 
         Args:
             path: the benchmark's file or folder.
             options: the benchmark's own options, if it has any.
-            tokenizer: counts tokens where a benchmark has lengths or limits in them.
-            judge_prompt: a file in the place of the prompt in our words.
+            tokenizer: counts tokens if the benchmark has lengths or limits in tokens.
+            judge_prompt: a file that replaces our own prompt for the judge.
         """
         self.path, self.options, self.tokenizer = path, options, tokenizer
         self._judge_prompt = judge_prompt
 
     def filled(self, parts: Mapping[str, str]) -> str:
-        """Return the judge's prompt with parts in their $PLACES$; a part may itself hold the name of a place."""
+        """Return the judge's prompt with parts in place of their $NAMES$; a part may itself contain such a name."""
         if self._judge_prompt is not None:
             prompt = Path(self._judge_prompt).read_text(encoding="utf-8")
         else:
@@ -78,7 +78,7 @@ class Task:
         return "".join(parts.get(piece, piece) for piece in re.split(r"(\$[A-Z]+\$)", prompt))
 
     def cases(self) -> Iterator[Case]:
-        """Yield the cases. Raises DataError for a file that is not the benchmark's."""
+        """Yield the cases. Raises DataError if the file is not the benchmark's."""
         raise NotImplementedError
 
     def questions(self, case: Case, answer: str) -> list[Messages]:
@@ -86,24 +86,24 @@ class Task:
         return []
 
     def verdict(self, text: str) -> Any:
-        """Return what the judge's text says. Raises Unparsable if it cannot be read."""
+        """Return the verdict in the judge's text. Raises Unparsable if the text cannot be read."""
         raise NotImplementedError
 
     def scores(self, case: Case, answer: str, verdicts: Sequence[Any]) -> Scores:
-        """Return the scores of an answer by name; None for one that needs a verdict which is missing."""
+        """Return the scores of an answer by name; a score whose verdict is missing is None."""
         raise NotImplementedError
 
     def groups(self, case: Case) -> dict[str, str]:
-        """Return the groups of a case by kind, over which figures are given beside those of all cases."""
+        """Return the groups of a case by kind; each group has figures beside those of all cases."""
         return {}
 
     def published(self, case: Case, answer: str) -> dict[str, Any] | None:
-        """Return the row of a case in the benchmark's own file of predictions, None if it has none."""
+        """Return the row of a case in the benchmark's own file of predictions; None if it has no such file."""
         return None
 
 
 def token_ends(tokenizer: Any, text: str) -> list[int]:
-    """Return the place in a text at which each of its tokens ends. Raises UsageError for a slow tokenizer."""
+    """Return the place at which each token of a text ends. Raises UsageError for a slow tokenizer."""
     if not tokenizer.is_fast:
         raise UsageError(f"model.path must hold a fast tokenizer to cut texts by; got {type(tokenizer).__name__}")
     offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
@@ -119,7 +119,7 @@ def read_rows(path: str, key: str, fields: Mapping[str, type]) -> list[dict[str,
         fields: the fields that every row must have, and their types.
 
     Raises:
-        DataError: no such file, a line that is no object, or a field that is missing or of another type.
+        DataError: the file is missing, a line is not an object, or a field is missing or of another type.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")

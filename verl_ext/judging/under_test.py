@@ -1,6 +1,6 @@
-"""The models whose answers are judged: behind an endpoint, in a folder of transformers, in a checkpoint, or in a file.
+"""The models whose answers are judged: behind an endpoint, in a transformers folder, in a checkpoint, or in a file.
 
-Each is asked as :meth:`verl_ext.endpoint.client.Client.ask` is, which is the first of them.
+Each has the method `ask` of :class:`verl_ext.endpoint.client.Client`, which serves models behind an endpoint.
 """
 
 import tempfile
@@ -18,20 +18,20 @@ from verl_ext.judging.task import read_rows
 from verl_ext.text.tokenized import file_facts
 from verl_ext.values import DataError, UsageError, first_line
 
-# The outcomes in an answers.jsonl of cases that have no answer, whose text is empty or no answer.
+# The outcomes in an answers.jsonl of cases without an answer; their text is empty or is not an answer.
 _WITHOUT_ANSWER = tuple(outcome for outcome in OUTCOMES if outcome not in (DONE, CUT))
-_MOST_TOKENS = 4096  # of an answer whose sampling names no limit
+_MOST_TOKENS = 4096  # most tokens of an answer if the sampling sets no limit
 
 
 class LocalModel:
-    """A folder that plain transformers loads, or a checkpoint of this project, which is exported for the time.
+    """A folder that plain transformers loads, or a checkpoint of this project, which is exported temporarily.
 
-    It answers one question at a time, on the GPU if there is one. Finished answers are in the store, so that a run that
-    goes on does not load the model for them.
+    The model answers one question at a time, on the GPU if there is one. Finished answers are in the store, so a run
+    that continues does not load the model for them.
     """
 
     def __init__(self, path: str, store: Store, key: str) -> None:
-        """`key`: the option that errors name."""
+        """Take an existing folder. `key`: the name of the option in error messages."""
         self.path, self.store, self._key = Path(path), store, key
         if not self.path.is_dir():
             raise UsageError(f"{key} must be an existing folder of a model or a checkpoint; got {path}")
@@ -47,7 +47,7 @@ class LocalModel:
         self._model = None
 
     async def ask(self, record: str, stage: str, messages: Messages, sampling: SamplingOptions) -> Answer:
-        """Return the model's answer, from the store if it has it. Raises UsageError for a folder that is no model."""
+        """Return the model's answer, from the store if it has it. Raises UsageError if the folder is no model."""
         question = [self._facts, record, stage, [dict(message) for message in messages], vars(sampling)]
         key = fingerprint(question)
         if stored := self.store.find(key):
@@ -69,13 +69,13 @@ class LocalModel:
         drawn = Sampling(most, self._stops, sampling.temperature or 0.0, sampling.top_p or 1.0, seed)
         (ids,) = generate(self._model, [prompt], drawn, self._model.device)
         said = str(self._tokenizer.decode(ids, skip_special_tokens=True)).strip()
-        outcome = UNPARSABLE if not said else DONE if len(ids) < most else CUT  # the token that ends it is left out
+        outcome = UNPARSABLE if not said else DONE if len(ids) < most else CUT  # `ids` leaves out the stop token
         reason = {CUT: "max_tokens ended the answer", UNPARSABLE: "the answer is empty"}.get(outcome, "")
         usage = Usage(len(prompt), 0, len(ids))
         return Answer(outcome, said, reason=reason, usage=usage, model=str(self.path), seed=seed)
 
     def _load(self) -> None:
-        """Load the folder; a checkpoint is exported first into a folder that ends with this object."""
+        """Load the folder; first export a checkpoint into a temporary folder, which `__aexit__` removes."""
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -83,7 +83,7 @@ class LocalModel:
         from verl_ext.checkpoint.layout import EXPORT, saved_folders
 
         folder = self.path
-        if not (folder / "config.json").is_file():  # a checkpoint, or a run, whose last one it is then
+        if not (folder / "config.json").is_file():  # a checkpoint, or a run, whose last checkpoint is taken
             folder = [self.path, *saved_folders(self.path)][-1] / EXPORT
         if not any(folder.glob("*.safetensors")) and folder != self.path:
             exported = Path(self._resources.enter_context(tempfile.TemporaryDirectory())) / "model"
@@ -106,7 +106,7 @@ class LocalModel:
 class Predictions:
     """Answers that were made elsewhere: LongWriter's and EvalScope's pred.jsonl, or an answers.jsonl of this command.
 
-    An answer belongs to the case of its name, or of its prompt.
+    An answer belongs to the case with the same name or the same prompt.
     """
 
     def __init__(self, path: str, key: str) -> None:
@@ -127,7 +127,7 @@ class Predictions:
         pass
 
     async def ask(self, record: str, stage: str, messages: Messages, sampling: SamplingOptions) -> Answer:
-        """Return the file's answer to a case; `failed` if there is none."""
+        """Return the file's answer to a case; its outcome is `failed` if there is none."""
         said = self._answers.get(record, self._answers.get(messages[-1]["content"]))
         if said is None:
             return Answer(FAILED, reason=f"{self.path} has no answer to case {record}")
@@ -135,7 +135,7 @@ class Predictions:
 
 
 def named_paths(values: Mapping[str, Any], key: str) -> dict[str, str]:
-    """Return an option's {name: path}. Raises UsageError for a value that is no text."""
+    """Return an option's {name: path}. Raises UsageError if a path is not a text."""
     for name, path in values.items():
         if not isinstance(path, str) or not path:
             raise UsageError(f"{key}.{name} must be a path; got {path!r}")

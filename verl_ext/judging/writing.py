@@ -1,6 +1,6 @@
-"""LongBench-Write and LongWrite-Ruler: the length and the quality of long texts that are asked for.
+"""LongBench-Write and LongWrite-Ruler: the length and the quality of long texts that a model writes on request.
 
-Source: LongWriter (arXiv 2408.07055) and its repository's evaluation/, whose rules are matched, quirks included.
+Source: LongWriter (arXiv 2408.07055) and evaluation/ in its repository, whose rules apply here with all their quirks.
 """
 
 import json
@@ -15,23 +15,23 @@ from verl_ext.text.word_count import count_words, length_score
 
 DIMENSIONS = ("Relevance", "Accuracy", "Coherence", "Clarity", "Breadth and Depth", "Reading Experience")
 IMPUTED = 3  # EvalScope's score in each dimension of an answer whose verdict cannot be read
-_RANGES = ((0, 500), (500, 2000), (2000, 4000), (4000, None))  # of required lengths, as the paper's table has them
+_RANGES = ((0, 500), (500, 2000), (2000, 4000), (4000, None))  # ranges of required lengths in the paper's table
 
 
 def quality_score(dimension: float) -> float:
-    """Return a mean of 1 to 5 as 0 to 100."""
+    """Map a score of a dimension from 1..5 to 0..100."""
     return (dimension - 1) * 25
 
 
 def read_quality(text: str) -> dict[str, float]:
-    """Return the six dimensions, 1 to 5, that a judge's text gives. Raises Unparsable if it cannot be read.
+    """Return the six dimensions, each 1 to 5, in a judge's text. Raises Unparsable if it cannot be read.
 
-    The text is an object in JSON, alone, in a block of code, or between other words.
+    The text contains a JSON object: alone, in a code block, or among other words.
     """
     block = re.search(r"```(?:json)?\s*(\{.*\})\s*```", text, re.DOTALL)
     text = block[1] if block else text
     try:
-        # Judges break lines inside of the analysis, which strict JSON forbids.
+        # Judges write line breaks inside the analysis, which strict JSON forbids.
         found, _ = json.JSONDecoder(strict=False).raw_decode(text[text.index("{") :])
         given = {name: float(found[name]) for name in DIMENSIONS}
     except (ValueError, KeyError, TypeError) as error:
@@ -50,7 +50,7 @@ class LongBenchWrite(Task):
     headlines: ClassVar[tuple[str, ...]] = ("S_l", "S_q")
 
     def cases(self) -> Iterator[Case]:
-        """Yield a case for each line. The required length is its field: 13 published prompts do not name it."""
+        """Yield a case for each line. The field `length` gives the length, which 13 published prompts do not name."""
         rows = read_rows(self.path, "cases", {"prompt": str, "type": str, "length": int})
         for number, row in enumerate(rows, start=1):
             yield Case(str(number), row["prompt"], {"type": row["type"], "length": row["length"]})
@@ -64,7 +64,7 @@ class LongBenchWrite(Task):
         return read_quality(text)
 
     def scores(self, case: Case, answer: str, verdicts: Sequence[Any]) -> Scores:
-        """Return S_l, S_q and its dimensions; S_q_imputed counts a missing verdict as 3, as EvalScope does."""
+        """Return S_l, S_q and its dimensions; S_q_imputed counts missing dimensions as 3, as EvalScope does."""
         scores: Scores = {"S_l": length_score(case.facts["length"], count_words(answer))}
         if not verdicts:  # no judge was asked
             return scores
@@ -87,18 +87,18 @@ class LongBenchWrite(Task):
 
 
 class LongWriteRuler(LongBenchWrite):
-    """The same requests at growing lengths. No scorer was published: these scores, of lengths alone, are ours."""
+    """The same requests at growing lengths. No scorer was published; these scores of lengths are our own."""
 
     prompt: ClassVar[str | None] = None
     headlines: ClassVar[tuple[str, ...]] = ("words", "S_l")
     against: ClassVar[tuple[str, str] | None] = ("length", "words")
 
     def questions(self, case: Case, answer: str) -> list[Messages]:
-        """Return nothing: no judge is asked."""
+        """Return no requests, because no judge is asked."""
         return []
 
     def scores(self, case: Case, answer: str, verdicts: Sequence[Any]) -> Scores:
-        """Return the words written, their share of those required, and S_l."""
+        """Return the number of words, its ratio to the required number, and S_l."""
         required, written = case.facts["length"], count_words(answer)
         return {"words": written, "share": written / required, "S_l": length_score(required, written)}
 

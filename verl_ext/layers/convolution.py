@@ -1,4 +1,4 @@
-"""Causal convolutions over the tokens of each document, whose ranks know the last tokens of each other.
+"""Causal convolutions over the tokens of each document, with halos between the ranks that share a pack.
 
 A kernel of K taps reads K - 1 tokens before each one. A rank that begins inside a document gets them from the rank
 that holds them (the halo); a document's first tokens have zeros before them:
@@ -6,7 +6,7 @@ that holds them (the halo); a document's first tokens have zeros before them:
 ```
 documents   │ A A A A A A │ B B B B B B B B │         K = 3
 rank 0      │ A A A A A A   B │
-rank 1           halo:  (0 B)   B B B B B B B        one of the two tokens before is B's
+rank 1           halo:  (0 B)   B B B B B B B        only one of the two tokens before belongs to B
 ```
 """
 
@@ -27,14 +27,14 @@ from verl_ext.layers.pack import RunningPack, fla_lengths
 
 @dataclass(frozen=True)
 class Halo:
-    """The rows that a rank sends to and reads from others for a convolution.
+    """The rows that a rank sends to and reads from other ranks for a convolution.
 
-    L tokens a rank, W rows that each rank sends, P pieces of documents of a rank, each behind its halo.
+    A rank has L tokens, sends W rows to each of n ranks, and has P pieces of documents, each after its halo.
 
     Attributes:
         sent: int64[W], rows of this rank's L that others may read.
         read: int64[T'], rows of the L own tokens and the n · W gathered ones, piece by piece.
-        kept: int64[L], where the own tokens lie among these T'.
+        kept: int64[L], the places of the own tokens among these T'.
         layout: the P pieces as documents of T' tokens.
     """
 
@@ -45,7 +45,7 @@ class Halo:
 
     @classmethod
     def from_layout(cls, layout: DocumentLayout, shards: SequenceShards, taps: int) -> "Halo":
-        """Work out the halo of a convolution of `taps` taps, on the host."""
+        """Compute the halo of a convolution with `taps` taps, on the host."""
         offsets, tokens, device = layout.offsets, layout.offsets[-1], layout.cu_seqlens.device
         sent = [_last_tokens(replace(shards, rank=rank), tokens, taps - 1) for rank in range(shards.ranks)]
         width = max(map(len, sent))
@@ -55,7 +55,7 @@ class Halo:
         read: list[torch.Tensor] = []
         kept: list[torch.Tensor] = []
         lengths: list[int] = []
-        row = 0  # of a token among the L
+        row = 0  # the row of a token among the L
         for first, last in shards.spans(tokens):
             rows += range(row + max(last - first - taps + 1, 0), row + last - first)
             for document, start, end in pieces(offsets, first, last):
@@ -86,7 +86,7 @@ def convolve(
     activation: str | None = None,
     **_: object,
 ) -> torch.Tensor:
-    """Convolve ``x[1, C, L]`` with ``weight[C, K]`` inside documents; the signature is causal_conv1d_fn's."""
+    """Convolve ``x[1, C, L]`` with ``weight[C, K]`` inside documents, with the signature of causal_conv1d_fn."""
     whole = pack.layout
     assert whole is not None
     rows, layout, halo = x.squeeze(0).transpose(0, 1), whole, None  # [L, C]
@@ -117,7 +117,7 @@ def convolution_kernel(device: str) -> Callable[..., torch.Tensor]:
 def by_document(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, layout: DocumentLayout
 ) -> torch.Tensor:
-    """Convolve ``x[T, C]`` one document after the other, as transformers does for one."""
+    """Convolve ``x[T, C]`` one document after the other, each as transformers does."""
     taps, channels = weight.size(-1), weight.size(0)
     documents = [x[start:end].transpose(0, 1) for start, end in pairwise(layout.offsets)]
     outputs = [
@@ -129,7 +129,7 @@ def by_document(
 
 
 class _GatherRows(torch.autograd.Function):
-    """``[n · W, C]`` of all ranks from ``[W, C]`` of each; a rank's gradient is the sum of what all ranks give."""
+    """``[n · W, C]`` of all ranks from ``[W, C]`` of each; a rank's gradient is the sum of all ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

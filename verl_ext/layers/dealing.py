@@ -1,7 +1,7 @@
-"""Whole documents dealt to the ranks that share a pack, for layers of which nothing else is known.
+"""Whole documents dealt to the ranks that share a pack, for layers that cannot be split in another way.
 
 A layer whose recurrence has no heads to exchange runs on whole documents: one all-to-all brings each document to one
-rank, the layer computes it as transformers would alone, and one all-to-all brings the outputs back.
+rank, the layer computes the document alone as transformers would, and one all-to-all brings the outputs back.
 
 ```
 tokens      rank 0 │ A A A A B B │   rank 1 │ B B B C C · │        · padding is a document of its own
@@ -39,10 +39,10 @@ class Deal:
 
     @classmethod
     def from_offsets(cls, offsets: Sequence[int], shards: SequenceShards, device: Any) -> "Deal":
-        """Deal the documents [offsets[d], offsets[d + 1]), on the host."""
+        """Deal the documents [offsets[d], offsets[d + 1]) to ranks, on the host."""
         tokens = offsets[-1]
         documents = dealt(offsets, shards.ranks)
-        row_of = torch.empty(tokens, dtype=torch.long)  # of a token among the documents of its rank
+        row_of = torch.empty(tokens, dtype=torch.long)  # the row of a token among the documents of its rank
         rank_of = torch.empty(tokens, dtype=torch.long)
         for rank, own in enumerate(documents):
             row = 0
@@ -87,7 +87,7 @@ def by_document(
 
     Args:
         pack: the pack that runs.
-        layer: a layer's forward; of a tuple that it returns, the first value counts.
+        layer: a layer's forward; if it returns a tuple, the first value counts.
         hidden: its input.
         others: its other arguments; tensors of L tokens in dimension 1 (rotary embeddings) are cut like the input.
     """
@@ -104,7 +104,7 @@ def by_document(
     come = travel(hidden)
     beside = {name: _mapped(value, length, travel) for name, value in others.items()}
     if len(deal.offsets) == 1:
-        # FSDP reduces the gradients of all ranks: one without documents computes one token that counts nothing.
+        # FSDP reduces gradients over all ranks, so a rank without documents computes one token with weight 0.
         token = {name: _mapped(value, length, lambda x: x[:, :1]) for name, value in others.items()}
         output = come + 0 * _run(layer, hidden[:, :1], token, (0, 1)).sum()
     else:
@@ -127,7 +127,7 @@ def _run(
 
 
 def _mapped(value: Any, length: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Change the tensors of `length` tokens in dimension 1 that a value holds."""
+    """Apply `change` to the tensors in a value that have `length` tokens in dimension 1."""
     if isinstance(value, torch.Tensor):
         return change(value) if value.dim() >= 2 and value.size(1) == length else value
     if isinstance(value, (tuple, list)):
@@ -136,7 +136,7 @@ def _mapped(value: Any, length: int, change: Callable[[torch.Tensor], torch.Tens
 
 
 class _Travel(torch.autograd.Function):
-    """``[S, C]`` of the dealt documents from ``[L, C]`` of each rank, or back; gradients take the opposite way."""
+    """``[S, C]`` of the dealt documents from ``[L, C]`` of each rank, or back; gradients go the opposite way."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, deal: Deal, group: dist.ProcessGroup, back: bool) -> torch.Tensor:

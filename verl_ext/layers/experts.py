@@ -1,7 +1,7 @@
-"""The products of a mixture of experts: grouped, one for all experts of a layer, or a loop over them.
+"""The products of a mixture of experts: one grouped product for all experts of a layer, or a loop over the experts.
 
-Transformers has both for classes that keep the weights of a layer's experts as one tensor, and takes the first unless
-it is told otherwise (torch.nn.functional.grouped_mm). Other classes run code of their own.
+Transformers has both for classes that keep the weights of a layer's experts in one tensor, and uses the grouped product
+(torch.nn.functional.grouped_mm) by default. Other classes run code of their own.
 """
 
 from typing import Any
@@ -12,13 +12,13 @@ _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 
 
 def has_experts(model: Any) -> bool:
-    """Tell whether a model is a mixture of experts; None is not."""
+    """Tell whether a model is a mixture of experts; False for None."""
     text = None if model is None else model.config.get_text_config()
     return any(getattr(text, name, None) for name in _COUNTS)
 
 
 def experts_problem(model: Any, asked: str) -> str | None:
-    """Return the requirement that `model.experts` misses for a model, None if it has what is asked."""
+    """Return the requirement of `model.experts` that a model does not meet; None if it meets all."""
     if asked == "auto" or model is None:
         return None
     name = type(model).__name__
@@ -34,6 +34,6 @@ def experts_problem(model: Any, asked: str) -> str | None:
 
 
 def choose_experts(model: nn.Module, asked: str) -> None:
-    """Let a model of transformers compute its experts as `model.experts` asks; ValueError if it cannot."""
+    """Let a transformers model compute its experts as `model.experts` asks. Raises ValueError if it cannot."""
     if asked != "auto":
         model.set_experts_implementation(asked)  # type: ignore[operator]

@@ -9,10 +9,10 @@ these are replaced, and only while a pack runs; everything else of a layer stays
 | `state_space` | `causal_conv1d_fn` and `mamba_chunk_scan_combined`, names in the layer's module | the same |
 | `convolution` | `causal_conv1d_fn`, or the forward of a convolution | a halo |
 | `documents` | nothing: the layer runs once for each document | whole documents are dealt to ranks |
-| `attention` | places that transformers counts from the first token of a batch | as in all attention |
-| `positions` | the same of embeddings; what a class says of its masks | nothing |
+| `attention` | positions that transformers counts from the first token of a batch | as in all attention |
+| `positions` | the same positions for embeddings; the causality flag of a class | nothing |
 
-A layer class that is not in the table and is no attention is refused (:func:`unknown_mixers`).
+Layer classes that carry a state and are not in the table are refused (:func:`unknown_mixers`).
 """
 
 import contextlib
@@ -34,23 +34,23 @@ from verl_ext.layers.dealing import by_document
 from verl_ext.layers.pack import RunningPack
 from verl_ext.layers.scans import delta_rule, state_space
 
-# Names of classes that mix tokens, as transformers gives them. Sparse mixers of experts mix none.
+# The names that transformers gives to classes that mix tokens. Sparse mixers of experts do not mix tokens.
 _MIXER_NAMES = re.compile(
     r"(Mixer|MambaLayer|Mamba|ShortConv(olution)?|GatedDeltaNet|DeltaNet|DeltaAttention|LightningAttention|LinearAttention"
     r"|RecurrentBlock|RetentionLayer|SSM)$"
 )
-SCANS = ("delta", "state_space")  # the times of layers with a recurrence whose functions this project computes
-_swapped = threading.RLock()  # names of a modeling module are those of the process
+SCANS = ("delta", "state_space")  # the values of Mixer.time for layers whose recurrence this project computes
+_swapped = threading.RLock()  # the names of a modeling module are shared by all threads of the process
 
 
 @dataclass(frozen=True)
 class Mixer:
-    """What layers of one class need in a pack.
+    """The treatment of the layers of one class in a pack.
 
     Attributes:
         time: a row of the module's table.
         install: puts a pack's functions into a layer.
-        heads: the attribute with the heads that ranks exchange; "" for none.
+        heads: the attribute with the number of heads that ranks exchange; "" for none.
         state: the attributes whose product is the size of the state.
         updates: operations of a token on each number of the state.
     """
@@ -67,7 +67,7 @@ class Mixer:
 
 
 def mixers_of(model: nn.Module) -> Iterator[tuple[nn.Module, Mixer]]:
-    """Yield the layers of a model that the table has, with their rows."""
+    """Yield the layers of a model that are in the table, with their rows."""
     for module in model.modules():
         if (mixer := MIXERS.get(type(module).__name__)) is not None:
             yield module, mixer
@@ -89,7 +89,7 @@ def _install_delta(layer: Any, pack: RunningPack) -> None:
     layer.chunk_gated_delta_rule = _in_packs(
         pack, functools.partial(delta_rule, pack, layer.chunk_gated_delta_rule), layer.chunk_gated_delta_rule
     )
-    if hasattr(layer, "causal_conv1d_fn"):  # else its convolutions are modules, with rows of their own
+    if hasattr(layer, "causal_conv1d_fn"):  # else its convolutions are modules with their own rows
         alone = layer.causal_conv1d_fn or _convolve_rows
         layer.causal_conv1d_fn = _in_packs(pack, functools.partial(convolve, pack), alone)
 
@@ -105,7 +105,7 @@ def _install_state_space(layer: Any, pack: RunningPack) -> None:
     def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if pack.layout is None:
             return alone(hidden_states, *args, **kwargs)
-        # In training transformers takes one fused function for all of the layer, which cannot be cut between ranks.
+        # In training, transformers computes the whole layer in one fused function, which ranks cannot share.
         training, layer.training = layer.training, False
         try:
             with _names(kernels_forward.__globals__, names), _any_device(hidden_states):
@@ -186,12 +186,12 @@ def _install_llama4(layer: Any, pack: RunningPack) -> None:
 
 
 def _install_positions(layer: Any, pack: RunningPack) -> None:
-    """Give a decoder's embeddings of positions those of documents; transformers counts a batch's tokens."""
+    """Give a decoder's position embeddings the positions in documents; transformers counts a batch's tokens."""
     alone, last = layer.forward, layer.num_embeddings - getattr(layer, "offset", 0) - 1
 
     @functools.wraps(alone)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if pack.layout is not None:  # a pack's padding alone can be longer than the positions
+        if pack.layout is not None:  # only a pack's padding can have more tokens than there are positions
             kwargs["position_ids"] = pack.positions().clamp(max=last)
         return alone(*args, **kwargs)
 
@@ -199,7 +199,7 @@ def _install_positions(layer: Any, pack: RunningPack) -> None:
 
 
 def _install_padded_positions(layer: Any, pack: RunningPack) -> None:
-    """Count positions from the one after the padding's, as RoBERTa's kin do when they are given none."""
+    """Count positions from the padding index plus one, as RoBERTa-like models do if they get no positions."""
     alone = layer.forward
 
     @functools.wraps(alone)
@@ -212,12 +212,12 @@ def _install_padded_positions(layer: Any, pack: RunningPack) -> None:
 
 
 def _install_causality(layer: Any, pack: RunningPack) -> None:
-    """Say that a decoder's attention is causal, as its masks make it."""
+    """Mark a decoder's attention as causal, as its masks make it."""
     layer.is_causal = True
 
 
 def _in_packs(pack: RunningPack, packed: Callable[..., Any], alone: Callable[..., Any]) -> Callable[..., Any]:
-    """Choose a function for packs while one runs, and transformers' own otherwise, as in generation."""
+    """Return a function that calls `packed` while a pack runs, and `alone` otherwise, as in generation."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return (alone if pack.layout is None else packed)(*args, **kwargs)
@@ -238,7 +238,7 @@ def _convolve_rows(
 
 @contextlib.contextmanager
 def _names(scope: dict[str, Any], names: dict[str, Any]) -> Iterator[None]:
-    """Give a modeling module other functions for the time of a layer's forward."""
+    """Replace functions of a modeling module during a layer's forward."""
     with _swapped:
         before = {name: scope.get(name) for name in names}
         scope.update(names)
@@ -250,7 +250,7 @@ def _names(scope: dict[str, Any], names: dict[str, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _any_device(x: torch.Tensor) -> Iterator[None]:
-    """Let Falcon-H1's `torch.cuda.device(…)` around its kernel pass on a CPU."""
+    """Make Falcon-H1's `torch.cuda.device(…)` around its kernel do nothing on a CPU."""
     if x.is_cuda:
         yield
         return
@@ -266,7 +266,7 @@ _DELTA = Mixer(
     _install_delta,
     heads="num_v_heads",
     state=("num_v_heads", "head_k_dim", "head_v_dim"),
-    updates=6,  # what the state says of a key is read before it is replaced
+    updates=6,  # the value that the state has for a key is read before it is replaced
 )
 _STATE_SPACE = Mixer(
     "state_space", _install_state_space, heads="num_heads", state=("num_heads", "head_dim", "ssm_state_size")
@@ -317,12 +317,12 @@ MIXERS: dict[str, Mixer] = {
 
 
 def positions_of_padding(cls: type, hf_config: Any) -> int:
-    """Return the first positions that a class of RoBERTa's kin leaves to padding tokens; 0 for others."""
+    """Return the number of positions that RoBERTa-like models reserve for padding tokens; 0 for others."""
     padded = {name for name, mixer in MIXERS.items() if mixer.install is _install_padded_positions}
     return 0 if padded.isdisjoint(vars(sys.modules[cls.__module__])) else hf_config.pad_token_id + 1
 
 
 def install(model: nn.Module, pack: RunningPack) -> None:
-    """Let every layer of a model that carries a state over time compute packs."""
+    """Let every layer of a model that is in the table compute packs."""
     for layer, mixer in list(mixers_of(model)):
         mixer.install(layer, pack)

@@ -1,7 +1,7 @@
 """The pack that runs through a model, as its layers see it.
 
-Layers with a state over time must know where documents begin. Some models hand no keyword arguments to their layers
-(Falcon-H1, Jamba), so that the layout reaches them by way of an object that all modules of a model share.
+Layers with a state over time must know where documents begin. Some models (Falcon-H1, Jamba) pass no keyword arguments
+to their layers, so the layout reaches layers through an object that all modules of a model share.
 """
 
 from collections.abc import Callable, Hashable
@@ -24,8 +24,8 @@ class RunningPack:
     before the forward of the next one.
 
     Attributes:
-        shards: the tokens that each of the ranks holds that share a pack.
-        group: these ranks; None for one rank.
+        shards: the division of a pack's tokens among the ranks that share it.
+        group: the process group of these ranks; None for one rank.
         layout: the documents of all T tokens, padding included; None outside of packs, as in generation.
     """
 
@@ -39,7 +39,7 @@ class RunningPack:
         self.layout, self._derived = layout, {}
 
     def derived(self, key: Hashable, make: Callable[[], ValueT]) -> ValueT:
-        """Return what layers derive from the layout, made by the first that asks under `key`."""
+        """Return a value that layers derive from the layout; the first call with a `key` makes it."""
         if key not in self._derived:
             self._derived[key] = make()
         return self._derived[key]
@@ -57,7 +57,7 @@ class RunningPack:
 
 
 def fla_lengths(layout: DocumentLayout) -> dict[str, torch.Tensor]:
-    """Return the boundaries as flash-linear-attention takes them; without those of the host it waits for the device."""
+    """Return the boundaries for flash-linear-attention, which would wait for the device without those on the host."""
     return {"cu_seqlens": layout.cu_seqlens.long(), "cu_seqlens_cpu": torch.tensor(layout.offsets)}
 
 

@@ -1,8 +1,8 @@
 """A trial that shows whether an architecture keeps the documents of a pack apart.
 
 Two documents go through a small random model of the same class. A token of the first changes: the logits of the second
-must stay equal to the last bit, and equal those that it has alone. Whatever a model does across tokens shows here:
-attention that is not dispatched, masks without positions, remote code, a layer that a new release brings.
+must stay equal to the last bit, and equal those that it has alone. The trial covers all that a model does across
+tokens: attention that is not dispatched, masks without positions, remote code, layers of a new release.
 """
 
 import functools
@@ -21,8 +21,8 @@ from verl_ext.layers.pack import RunningPack, attach
 from verl_ext.layers.shrink import shrunk
 
 _LENGTHS = (21, 18)  # longer than the windows and chunks of a shrunk config
-_MOST_PARAMETERS = 50_000_000  # of a trial; a config whose sizes have other names than the table's stays large
-_TOLERANCE = 1e-4  # of the largest logit; matrices of other sizes round otherwise
+_MOST_PARAMETERS = 50_000_000  # of a trial model; a config whose names of sizes are not in the table stays large
+_TOLERANCE = 1e-4  # relative to the largest logit; matrices of other sizes round differently
 
 
 def trial_model(config: Any, cls: Any, **sizes: Any) -> nn.Module:
@@ -31,7 +31,7 @@ def trial_model(config: Any, cls: Any, **sizes: Any) -> nn.Module:
     Args:
         config: the real model's config.
         cls: its class; transformers' Auto class for remote code.
-        sizes: values of the small config that win.
+        sizes: values that override those of the small config.
 
     Raises ValueError if the small config's model is still too large to be tried.
     """
@@ -49,7 +49,7 @@ def trial_model(config: Any, cls: Any, **sizes: Any) -> nn.Module:
             raise ValueError(f"its smallest form has {parameters:,} parameters")
         model = make().float()
         for name, weight in model.named_parameters():
-            if weight.dim() >= 2 and not name.endswith("A_log"):  # of such a size that attention is far from even
+            if weight.dim() >= 2 and not name.endswith("A_log"):  # so large that attention is far from uniform
                 nn.init.normal_(weight, std=0.5 if "embed" in name else weight[0].numel() ** -0.5)
             else:
                 weight.data += 0.1 * torch.randn_like(weight)
@@ -74,10 +74,10 @@ def _on_one_rank() -> Iterator[None]:
 @torch.no_grad()
 @_on_one_rank()
 def isolation_problem(model: nn.Module) -> str | None:
-    """Return how a model mixes the documents of a pack, None if it keeps them apart.
+    """Return how a model mixes the documents of a pack; None if it keeps them apart.
 
     Args:
-        model: as :func:`trial_model` returns it.
+        model: a model of :func:`trial_model`.
     """
     ids = torch.randint(3, 190, (sum(_LENGTHS),), generator=torch.Generator().manual_seed(0))
     changed = ids.clone()

@@ -1,7 +1,7 @@
 """Recurrences over the tokens of each document: the gated delta rule and Mamba 2's state space.
 
 Heads of a recurrence are independent. Ranks that share a pack exchange tokens for heads, as Ulysses does around
-attention, run the recurrence of T/n·n tokens of their own heads, and exchange back. All ranks of a pack take part,
+attention, run the recurrence over all T tokens for their own heads, and exchange back. All ranks of a pack take part,
 groups of context parallelism included, because such layers have many heads (16 to 128).
 
 Legend: L tokens of a rank, T of the pack, H heads, n ranks, P size of a head's values, N of its state.
@@ -35,7 +35,7 @@ def delta_rule(
 ) -> tuple[torch.Tensor, None]:
     """Compute the gated delta rule of ``query, key, value[1, L, H, ·]`` with ``g, beta[1, L, H]`` inside documents.
 
-    `rule` is transformers' function of one document, for devices without flash-linear-attention.
+    `rule` is transformers' function for one document, for devices without flash-linear-attention.
     """
     assert pack.layout is not None
     heads = value.size(2)
@@ -150,7 +150,7 @@ def _heads_of_this_rank(pack: RunningPack, *tensors: torch.Tensor) -> tuple[torc
 
 
 def _tokens_of_this_rank(pack: RunningPack, output: torch.Tensor, heads: int) -> torch.Tensor:
-    """``[1, L, H, P]`` from ``[1, T, H/n, P]``: the way back of :func:`_heads_of_this_rank`."""
+    """``[1, L, H, P]`` from ``[1, T, H/n, P]``: the inverse of :func:`_heads_of_this_rank`."""
     if pack.group is None:
         return output
     by_rank = pack.shards.by_rank(output.squeeze(0)).unsqueeze(0)
@@ -159,7 +159,7 @@ def _tokens_of_this_rank(pack: RunningPack, output: torch.Tensor, heads: int) ->
 
 @cache
 def _fla(module: str, name: str) -> Callable[..., Any] | None:
-    """Return a function of flash-linear-attention's `ops`, None if it is not installed."""
+    """Return a function of flash-linear-attention's `ops`; None if the package is not installed."""
     from importlib import import_module
 
     try:

@@ -1,10 +1,10 @@
-"""A config of a few small layers of every kind that a model has, for trials that a CPU makes in a second."""
+"""A config with a few small layers of every kind of a model, for trials that take a CPU a second."""
 
 import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Sizes by the names that configs of transformers give them. Those that a config lacks are left out.
+# Sizes by their names in the configs of transformers. Names that a config lacks are left out.
 _SIZES: dict[str, Any] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 256),
     **dict.fromkeys(
@@ -67,8 +67,8 @@ def shrunk(config: Any, **sizes: Any) -> Any:
     """Return a config of the same class with small sizes and the first layers of each kind.
 
     Args:
-        config: a config of Hugging Face's; it is not changed.
-        sizes: values of the new config, by name, that win over the table's; those of a text config inside are a dict
+        config: a Hugging Face config, which is not changed.
+        sizes: values of the new config by name, which override the table's; those of a nested text config are a dict
             under its name.
     """
     values = copy.deepcopy(config.to_dict())
@@ -95,7 +95,7 @@ def shrunk(config: Any, **sizes: Any) -> Any:
             small[name] = (value * layers)[:layers]  # a config may have fewer layers than the trial
         elif name in _INDICES and isinstance(value, list):
             small[name] = [index for index in value if index < layers]
-    if "kv_lora_rank" in small or "attention_hidden_size" in small:  # latent attention and Zamba's share no heads
+    if "kv_lora_rank" in small or "attention_hidden_size" in small:  # these do not share key heads
         small["num_key_value_heads"] = small["num_attention_heads"]
     if "qk_rope_head_dim" in small:
         small["head_dim"] = small["qk_rope_head_dim"]  # latent attention rotates a part of each head
@@ -105,7 +105,7 @@ def shrunk(config: Any, **sizes: Any) -> Any:
 
 
 def _small_layer(config: Any) -> Any:
-    """Return a small copy of a config of a part of each layer, which takes none but its own names."""
+    """Return a small copy of the config of a part of each layer, which accepts only its own names."""
     small = copy.deepcopy(config)
     for name, size in _SIZES.items():
         if getattr(small, name, None) is not None:
@@ -114,7 +114,7 @@ def _small_layer(config: Any) -> Any:
 
 
 def _small_tower(config: Any) -> Any:
-    """Return a small config of a tower whose outputs a text model of `_SIZES` takes."""
+    """Return a small config of a tower whose outputs fit a text model of `_SIZES`."""
     values = config.to_dict()
     small = {name: size for name, size in _TOWER_SIZES.items() if values.get(name) is not None}
     pairs = {name: [size] * 2 for name, size in small.items() if isinstance(values[name], list) and size != [0]}
@@ -122,7 +122,7 @@ def _small_tower(config: Any) -> Any:
 
 
 def _rebuilt(config: Any, values: Mapping[str, Any]) -> Any:
-    """Return a config of the same class; a value that is None is its default."""
+    """Return a config of the same class; values that are None become the defaults."""
     return type(config).from_dict({name: value for name, value in values.items() if value is not None})
 
 

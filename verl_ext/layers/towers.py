@@ -1,10 +1,10 @@
-"""The text model inside a checkpoint that has more: towers for images or sound, and what joins them to the text.
+"""The text model inside a checkpoint that also has towers for images or sound, and projectors from them to the text.
 
     model.vision_tower, model.visual, …   the towers                    frozen, whole in checkpoints and exports
-    model.multi_modal_projector, …        what joins them to the text   the same
+    model.multi_modal_projector, …        the projectors to the text    the same
     model.language_model, lm_head         the text model                trained, unless model.freeze names a part of it
 
-Packs carry text alone, which reaches neither a tower nor what joins it.
+Packs contain text alone, which reaches neither towers nor projectors.
 """
 
 from collections.abc import Iterable, Iterator
@@ -33,7 +33,7 @@ class FreezeOptions(Options):
 
 
 def auto_class(hf_config: Any) -> Any:
-    """Return transformers' Auto class for a config, as verl 0.9.1 chooses it: of images and text if there is one."""
+    """Return transformers' Auto class for a config, as verl 0.9.1 does: that of images and text if there is one."""
     remote = getattr(hf_config, "auto_map", None) or {}
     of_images = "AutoModelForImageTextToText" in remote if remote else type(hf_config) in _IMAGE_TEXT
     return AutoModelForImageTextToText if of_images else AutoModelForCausalLM
@@ -43,9 +43,9 @@ _IMAGE_TEXT: Any = AutoModelForImageTextToText._model_mapping  # type: ignore[at
 
 
 def text_parts(model: Any) -> list[nn.Module]:
-    """Return the modules that make up the text model: the model itself, or parts of one that has towers.
+    """Return the modules that make up the text model: the model itself, or parts of a model with towers.
 
-    Those are the models inside it whose config is of the text config's class, the embeddings and the head.
+    The parts are the inner models whose config is of the text config's class, the embeddings and the head.
     """
     text = type(model.config.get_text_config())
     models = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
@@ -56,7 +56,7 @@ def text_parts(model: Any) -> list[nn.Module]:
 
 
 def outside_text(model: Any) -> list[str]:
-    """Return the names of the modules and parameters that lie outside the text model, of nested ones the outermost."""
+    """Return the names of the modules and parameters outside the text model; of nested modules, the outermost."""
     parts = set(text_parts(model))
     with_text = {module for module in model.modules() if not parts.isdisjoint(module.modules())}
 
@@ -74,7 +74,7 @@ def outside_text(model: Any) -> list[str]:
 
 
 def freeze(model: Any, patterns: Iterable[str]) -> None:
-    """Set ``requires_grad`` to False outside the text model, and for what the patterns of `model.freeze` name.
+    """Set ``requires_grad`` to False outside the text model, and for all names that match patterns of `model.freeze`.
 
     Raises ValueError if a pattern names nothing, or if nothing is left to train.
     """

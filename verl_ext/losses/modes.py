@@ -1,4 +1,4 @@
-"""The loss modes: one coefficient a target token, one normaliser a step.
+"""The loss modes: one coefficient for each target token, and one normaliser for each step.
 
     L = Σ_t a_t·ℓ_t / Z        a_t = loss_mask_t · loss_weight_t · c[category_t] · g
 
@@ -44,8 +44,8 @@ class PackCoefficients(NamedTuple):
 
 
 # (mask, weights, lengths) of a pack without its padding: mask float64[T], 1 where the token at t is a target; weights
-# float64[T], loss_mask · loss_weight · c; lengths int64[D], tokens of each document, T together. Gives float64[T], 0
-# where mask is 0, and the pack's term of Z.
+# float64[T], loss_mask · loss_weight · c; lengths int64[D], tokens of each document, T in total. It returns float64[T],
+# 0 where mask is 0, and the pack's term of Z.
 Mode = Callable[..., tuple[NDArray[np.float64], float]]
 
 
@@ -109,9 +109,9 @@ class CustomLoss(Options):
         return bool(self.path or self.name)
 
     def checked(self) -> Mode | None:
-        """Return the function, whose answers are checked; None if none is named.
+        """Return the function with checks of its results; None if none is named.
 
-        Raises ValueError if there is none of that name, or if it fails for a pack that is tried.
+        Raises ValueError if there is no function of that name, or if it fails for a trial pack.
         """
         if not self.is_given:
             return None
@@ -126,7 +126,7 @@ class CustomLoss(Options):
 
     @property
     def fingerprint(self) -> str:
-        """The name and a digest of the code that it stands in."""
+        """The name of the function and a digest of its module's source."""
         module = inspect.getmodule(custom_object(self.prefix, self.path, self.name))
         source = inspect.getsource(module) if module else ""
         return f"{self.name} ({hashlib.sha256(source.encode()).hexdigest()[:8]})"
@@ -135,7 +135,7 @@ class CustomLoss(Options):
 def _checked(
     function: Mode, name: str, mask: NDArray[Any], weights: NDArray[Any], lengths: NDArray[Any]
 ) -> PackCoefficients:
-    """Return a user's function's answer for a pack. Raises ValueError if it is no loss."""
+    """Return the result of a user's function for a pack. Raises ValueError if the result is not a loss."""
 
     def refuse(requirement: str, got: object) -> NoReturn:
         listed = ", ".join(map(str, lengths[:8].tolist())) + ", …" * (len(lengths) > 8)
@@ -160,7 +160,7 @@ def _checked(
 
 @dataclass(frozen=True)
 class LossOptions(Options):
-    """The options of the loss. Category names are texts; one without a name is named by its number."""
+    """The options of the loss. Category names are texts; the name of an unnamed category is its number."""
 
     prefix: ClassVar[str] = "loss"
 
@@ -186,7 +186,7 @@ class LossOptions(Options):
             object.__setattr__(self, "category_weights", named)
 
     def problems(self) -> Iterable[str | None]:
-        """Yield what is wrong with the values together, and with the weights of categories."""
+        """Yield a line for each invalid combination of values and each invalid category weight."""
         if self.custom_cls.is_given and self.mode != "token":
             yield f"loss.mode must be token, its default, with loss.custom_cls; got {self.mode}"
         weights = self.category_weights
@@ -214,7 +214,7 @@ class LossOptions(Options):
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """The options that a resumed run must share, by key; a user's own mode stands for its code."""
+        """The options that a resumed run must share, by key; for a user's own mode, a digest of its code."""
         shared = {name: getattr(self, name) for name, of in options_of(type(self)).items() if of.resume == "same"}
         if self.custom_cls.is_given:
             shared["mode"] = self.custom_cls.fingerprint

@@ -17,8 +17,8 @@ second product with the weight. This is possible because the loss is Σ a_t·nll
 to one common factor that arrives with the backward pass. Liger's fused linear cross-entropy works the same way; here
 d weight is summed in fp32, tokens without a target never enter, and coefficients differ by token.
 
-Both can also say of each token whether the label is the likeliest, and the entropy of the distribution, log Σ e^z −
-Σ z·e^z / Σ e^z with z the logits less their peak: from the same logits, a slice that the caches hold at a time.
+Both can also return for each token whether the label is the likeliest, and the entropy of the distribution, log Σ e^z −
+Σ z·e^z / Σ e^z with z the logits minus their peak. These come from the same logits, in slices that fit the caches.
 
 In fp16 the loss scale arrives with that common factor, after gradients have been written in fp16. Coefficients of 1/N,
 for documents of N targets, would underflow. So they are multiplied by a power of two beforehand, which brings the
@@ -33,9 +33,9 @@ from typing import Any
 import torch
 
 ROWS = 512  # 512 rows of a 151k vocabulary are 0.3 GB in fp32, and two such slices are alive at once
-# Of a token: 1 if its label is the argmax, and the entropy of its distribution in nats.
+# For each token: 1 if its label is the argmax, and the entropy of its distribution in nats.
 MEASURES = ("is_greedy", "entropy")
-_LEAST = -1e9  # of a logit less its peak, for the entropy: a vocabulary masked by −inf would give −inf · 0
+_LEAST = -1e9  # least logit minus its peak, for the entropy: a vocabulary masked by −inf would give −inf · 0
 _SLICE_BYTES = {"cpu": 2**20, "cuda": 2**26}  # of logits whose products are held beside them, for the entropy
 
 
@@ -190,8 +190,8 @@ def head_terms(
         labels: int64[N].
         coefficients: fp32[N].
         bias: [V].
-        block_bytes: the bytes of logits in memory at a time; at least one row is.
-        measures: return also MEASURES.
+        block_bytes: the bytes of logits in memory at a time; at least one row is in memory.
+        measures: whether to return MEASURES too.
 
     Only the first result is differentiable, and its terms must all have the same upstream gradient, as under a sum.
     It equals ``coefficients * F.cross_entropy(logits.float(), labels, reduction="none")`` in value and gradient.
@@ -200,7 +200,7 @@ def head_terms(
     weight = factors[0][1]
     rows = max(1, block_bytes // row_bytes(weight.shape[0], weight.dtype, weight.is_cpu))
     with torch.autocast(labels.device.type, enabled=False):
-        learns = torch.is_grad_enabled()  # asked here: inside forward it never is
+        learns = torch.is_grad_enabled()  # read here, because it is always False inside forward
         flat = (x for pair in factors for x in pair)
         return _HeadTerms.apply(labels, coefficients, bias, rows, learns, measures, *flat)
 
@@ -230,7 +230,7 @@ def _peak(logits: torch.Tensor, measures: bool) -> tuple[torch.Tensor, Any]:
 
 
 def _exp_(logits: torch.Tensor, measures: bool) -> Any:
-    """Replace fp32[R, V] by its exponentials; with `measures` return Σ z·e^z of each row, z what stood there."""
+    """Replace fp32[R, V] by its exponentials; with `measures` return Σ z·e^z of each row for its values z."""
     if not measures:
         logits.exp_()
         return None

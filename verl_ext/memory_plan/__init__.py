@@ -1,1 +1,1 @@
-"""The memory that each GPU of a run would need, predicted without a GPU; imported only for a plan."""
+"""The memory that each GPU of a run would need, predicted without a GPU. Only plans import this package."""

@@ -1,4 +1,4 @@
-"""Attention kernels that take memory on the fake GPU and compute nothing."""
+"""Attention kernels that allocate memory on the fake GPU and compute nothing."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from verl_ext.attention.scores import LseKernel, flash_arguments
 
 
 class _Attention(torch.autograd.Function):
-    """The memory of an attention kernel that keeps its inputs, its output and a number a row, and no scores."""
+    """The memory of an attention kernel that keeps its inputs, its output and one number per row, but no scores."""
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: int | None) -> torch.Tensor:
@@ -28,11 +28,11 @@ class _Attention(torch.autograd.Function):
 def _attention_gradients(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: int | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Take the memory of an attention's backward.
+    """Allocate the memory of an attention kernel's backward pass.
 
-    documents: their number for FlashAttention-2 with cumulative lengths (flash-attn 2.8, torch's varlen_attn). Its
-    backward sums dq in fp32, padded by up to 128 tokens a document, and computes dk and dv for every query head. None:
-    a kernel that does neither.
+    documents: the number of documents for FlashAttention-2 with cumulative lengths (flash-attn 2.8, torch's
+    varlen_attn), whose backward sums dq in fp32, padded by up to 128 tokens per document, and computes dk and dv for
+    every query head. None: a kernel that does neither.
     """
     inside = []
     if documents is not None:
@@ -48,7 +48,7 @@ def _attention_gradients(
 def flash_memory(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: DocumentLayout, options: KernelOptions
 ) -> torch.Tensor:
-    """Take the memory of flash attention, as a kernel of :data:`verl_ext.attention.kernels.KERNELS` would."""
+    """Allocate the memory of flash attention in place of a kernel of :data:`verl_ext.attention.kernels.KERNELS`."""
     padded, _ = flash_arguments(query, value, layout)
     return _Attention.apply(query, key, padded, len(layout.offsets) - 1)[..., : value.size(-1)]
 
@@ -65,7 +65,7 @@ def _lse_backward(*given: Any, causal: bool = True) -> tuple[torch.Tensor, torch
     return dq, dk, dv[..., : value.size(-1)]
 
 
-LSE_MEMORY = LseKernel(_lse_forward, _lse_backward)  # the same for keys that come in parts
+LSE_MEMORY = LseKernel(_lse_forward, _lse_backward)  # the same for keys that arrive in parts
 
 
 def fake_sdpa(

@@ -73,7 +73,7 @@ class CachingAllocator:
     def __init__(self, expandable: bool) -> None:
         self.expandable = expandable
         self.live = self.reserved = 0
-        self._used: dict[Hashable, tuple[_Pool, int, int, int]] = {}  # pool, start, its bytes, bytes asked for
+        self._used: dict[Hashable, tuple[_Pool, int, int, int]] = {}  # pool, start, bytes, requested bytes
         self._pools: dict[tuple[Hashable, bool], _Pool] = {}
 
     def play(self, events: Iterable[Event]) -> None:

@@ -1,11 +1,11 @@
 """A GPU that computes nothing and holds no data, and the memory that tensors would take on it.
 
-Its tensors are fake (torch's ``FakeTensorMode``): they have a shape, a type, a device and a storage of so many bytes.
+Its tensors are fake (torch's ``FakeTensorMode``): they have a shape, a type, a device and a storage with a size.
 The real model, engine and FSDP2 run on it operation by operation, autograd and autocast included, on any machine and
 for any number of ranks (torch's ``fake`` process group). Tensors of the host stay real, so that code may read lengths
 and masks there. A copy from the GPU to the host is fake too, and counted as host memory.
 
-torch without CUDA cannot run autograd on fake CUDA tensors. Python can be the backend of one device alone, PrivateUse1,
+torch without CUDA cannot run autograd on fake CUDA tensors. Python can be the backend of only one device, PrivateUse1,
 which is named ``gpu`` here. All of this is global to a process: :mod:`verl_ext.memory_plan.report` starts one for it.
 """
 
@@ -38,13 +38,13 @@ _IN_FP32 = (
     "layer_norm native_layer_norm group_norm softmax log_softmax exp expm1 log log2 log10 log1p pow rsqrt reciprocal "
     "softplus sum prod cumsum cumprod norm logsumexp mse_loss nll_loss cross_entropy_loss"
 )
-# CPUs and GPUs have a kernel for these. torch would take them apart on the fake GPU, with temporary tensors.
+# CPUs and GPUs have a kernel for these. On the fake GPU, torch would split them into parts with temporary tensors.
 _WITH_KERNEL = ("silu_backward", "mish_backward")
 _AUTOCAST = "AutocastPrivateUse1"
 
 
 class _Stream(torch.cpu.Stream):
-    """A stream of the host that records events: FSDP over replicas asks for them."""
+    """A stream of the host that records events, which FSDP over replicas requires."""
 
     def record_event(self, event: Any = None) -> Any:
         return event or torch.cpu.Event()
@@ -76,7 +76,7 @@ class FakePlatform(CPUPlatform):
         return "fake"
 
 
-_registered: list[Any] = []  # torch drops what a Library has registered together with it
+_registered: list[Any] = []  # keeps each Library alive, because torch drops its kernels together with it
 
 
 def register_gpu() -> None:
@@ -102,7 +102,7 @@ def _unreachable(*_: Any, **__: Any) -> None:
 
 
 def _autocast(op: Callable, dtype: torch.dtype | None) -> Callable:
-    """Return the operation with its floating-point tensors cast to `dtype`, or to autocast's own type for None."""
+    """Return the operation with its floating-point tensors cast to `dtype`; None is autocast's own type."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         target = dtype or torch.get_autocast_dtype(GPU)
@@ -127,7 +127,7 @@ class _NoData(FakeTensorMode):
     avoid_device_init = property(lambda self: True)  # type: ignore[assignment]
 
     def create_symbolic_nested_int(self, *, nt_tensor_id: int | None = None) -> Any:
-        """Return the length of a nested tensor's rows, a symbol as real tensors have it."""
+        """Return a symbol for the length of a nested tensor's rows, as real tensors have one."""
         return torch._C._get_nested_int(next(_nested), 1)
 
 
@@ -140,7 +140,7 @@ class MemoryTracker(TorchDispatchMode):
         block: bytes that the size of each storage is rounded up to.
 
     Attributes:
-        kind: the kind of what is allocated from now on; :meth:`allocating` sets it for a while.
+        kind: the kind of allocations from now on; :meth:`allocating` sets it temporarily.
         now, peak: bytes by kind on the device, at present and when their sum was highest.
         host_now, host_peak: bytes of copies from the device to the host.
         events: each change of a block on the device, its bytes after it and the stream, until :meth:`take_events`.
@@ -182,7 +182,7 @@ class MemoryTracker(TorchDispatchMode):
 
     @contextmanager
     def allocating(self, kind: str) -> Iterator[None]:
-        """Count what is allocated inside as of this kind."""
+        """Count allocations inside the context as of this kind."""
         before, self.kind = self.kind, kind
         try:
             yield
@@ -200,7 +200,7 @@ class MemoryTracker(TorchDispatchMode):
         return events
 
     def assign(self, kind: str, tensors: Iterable[torch.Tensor | None]) -> None:
-        """Count tensors that are in memory already as of this kind; of a DTensor, its local part."""
+        """Count tensors that are already in memory as of this kind; for a DTensor, count its local part."""
         for tensor in tensors:
             if isinstance(tensor, DTensor):
                 with torch.no_grad():
@@ -217,9 +217,9 @@ class MemoryTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(map(_is_wrapper, types)):
-            return NotImplemented  # the operation comes again, on the tensors inside
+            return NotImplemented  # torch calls the operation again on the tensors inside
         kwargs = kwargs or {}
-        if active_fake_mode() is not None:  # DTensor asks for shapes
+        if active_fake_mode() is not None:  # DTensor computes shapes
             return func(*args, **kwargs)
         self._follow_ranges(func, args)
         if func.namespace == "c10d":
@@ -252,9 +252,9 @@ class MemoryTracker(TorchDispatchMode):
                 end()
 
     def _is_on_device(self, given: list[torch.Tensor], kwargs: Any) -> bool:
-        """Tell whether an operation gives fake tensors.
+        """Tell whether an operation returns fake tensors.
 
-        It does if one of its own is fake, or if it makes a tensor on the fake GPU or in page-locked memory.
+        It does if one of its inputs is fake, or if it makes a tensor on the fake GPU or in page-locked memory.
         """
         if self._fake is None:
             return False
@@ -279,7 +279,7 @@ class MemoryTracker(TorchDispatchMode):
         self._add(block, self._rounded(storage.nbytes(), block))
 
     def _rounded(self, size: int, block: "_Block") -> int:
-        if block.on_host and self.block > 1 and size:  # PyTorch's allocator rounds page-locked memory like this
+        if block.on_host and self.block > 1 and size:  # PyTorch rounds page-locked memory up to a power of two
             return 1 << (size - 1).bit_length()
         return size if block.on_host else -(-size // self.block) * self.block
 
@@ -324,11 +324,11 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def _grouped_mm(left: torch.Tensor, right: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Give a product of groups (experts) its shape, which torch knows in bf16 alone."""
+    """Return a grouped product (of experts) with its shape, which torch knows only for bf16."""
     return torch.ops.aten._grouped_mm(left.bfloat16(), right.bfloat16(), *args, **kwargs).to(left.dtype)
 
 
-# Operations whose shapes torch does not know, or not for fake tensors of this device.
+# Operations whose shapes torch does not know, or does not know for fake tensors of this device.
 _SHAPES: dict[Any, Callable] = {
     torch.ops.aten._pin_memory.default: torch.empty_like,
     torch.ops.aten.addmm.dtype_out: lambda *_, out, **__: out,
@@ -344,5 +344,5 @@ def _without_data(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _number(tensor: torch.Tensor) -> bool | int | float:
-    """Return the value that a number on the fake GPU is read as: a flag is true, so that no step is skipped."""
+    """Return the value that the host reads for a number on the fake GPU; flags are true, so that no step is skipped."""
     return True if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 1

@@ -1,8 +1,8 @@
 """The memory that each GPU of a run would need, the time of its steps, and the overrides that would make it fit.
 
-The heaviest packs of the run go through the real engine on a fake GPU (:mod:`verl_ext.memory_plan.run`), in a process
-of its own. For a named GPU (`plan.gpu`) other numbers of ranks that share a pack follow. Then each of :data:`REMEDIES`
-does, and those that save most together, until one trial fits.
+The heaviest packs of the run go through the real engine on a fake GPU (:mod:`verl_ext.memory_plan.run`), in a separate
+process. For a named GPU (`plan.gpu`), trials with other numbers of ranks that share a pack follow. If the run does not
+fit, trials of each of :data:`REMEDIES` follow, then of those that save most together, until one trial fits.
 """
 
 import os
@@ -43,7 +43,7 @@ class Remedy:
     costs: str
 
 
-# Ordered by what they cost a step.
+# Ordered by their cost in a step.
 REMEDIES = (
     Remedy("loss.head", ("fused",), "nothing"),
     Remedy("model.tile_tokens", (4096,), "about a tenth of what a step costs without attention"),
@@ -63,7 +63,7 @@ _SHARED = tuple(next(remedy for remedy in REMEDIES if remedy.key == key) for key
 def memory_facts(run: Run) -> Iterator[dict[str, Any]]:
     """Yield the facts about a run on GPUs each time there are more: first its own, then `sizes`, then `remedies`.
 
-    Yields nothing if no GPU is planned for. `failed` says in one line why there is no prediction.
+    Yields nothing if the plan has no GPU. `failed` is a line with the reason why there is no prediction.
     """
     memory = gpu_memory(run)
     if memory is None:
@@ -117,7 +117,7 @@ def memory_facts(run: Run) -> Iterator[dict[str, Any]]:
 def sizes(run: Run, predictor: "Predictor", facts: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return a row for each number of ranks that may share a pack: those that fit first, by the time of a step.
 
-    Heads travel inside a node, as far as the model has them; keys and values beyond.
+    Each row has the most Ulysses ranks inside a node that the checks accept; context parallelism covers the rest.
     """
     ulysses, context = run.config.engine.ulysses_sequence_parallel_size, run.config.parallel.context_parallel_size
     own: dict[str, Any] = {"ulysses": ulysses, "context": context, "own": True}
@@ -144,14 +144,14 @@ def sizes(run: Run, predictor: "Predictor", facts: Mapping[str, Any]) -> list[di
 
 
 def _fits(prediction: Prediction, facts: Mapping[str, Any]) -> bool:
-    """Tell whether the peak fits a GPU beside the reserve, and the host memory of a node's ranks that node."""
+    """Tell whether the peak and the reserve fit a GPU, and whether the host memory of a node's ranks fits the node."""
     on_node = prediction.host * facts["ranks_of_node"]
     on_gpu = prediction.peak + facts["reserve"]
     return on_gpu <= facts["gpu_memory"] and on_node <= (facts["host_memory"] or on_node)
 
 
 def gpu_memory(run: Run) -> int | None:
-    """Return the bytes of `plan.gpu_memory`, else of the visible GPU; None for a run on the CPU."""
+    """Return the bytes of `plan.gpu_memory`, or else of the visible GPU; None for a run on the CPU."""
     if run.config.plan.gpu_memory is not None:
         return num_bytes(run.config.plan.gpu_memory)
     if run.config.trainer.device != "cuda" or not torch.cuda.is_available():
@@ -162,8 +162,8 @@ def gpu_memory(run: Run) -> int | None:
 def job_of(run: Run, values: Mapping[str, Any]) -> Job:
     """Return the heaviest micro-batches that a rank of the run may meet under a configuration.
 
-    These are the packs with the most tokens and, if others have more targets, those as well: any epoch may put them
-    together. Of several micro-batches the heaviest come last, when there are gradients already.
+    These are the packs with the most tokens and, if others have more targets, those as well, because an epoch may put
+    them together. The heaviest of several micro-batches come last, when gradients are already in memory.
     """
     dataset, data = run.train_set, values["data"]
     sp, context = sequence_parallel_size(values), values["parallel"]["context_parallel_size"]
@@ -177,7 +177,7 @@ def job_of(run: Run, values: Mapping[str, Any]) -> Job:
     steps = alone if micro_steps == 1 else [[*others, longest, *(others or [longest])]]
     shards, is_target = SequenceShards(sp // context, context), _is_target(longest)
     padded = torch.nn.functional.pad(is_target, (0, -len(is_target) % shards.multiple))
-    rank = int(shards.by_rank(padded).view(shards.ranks, -1).sum(1).argmax())  # the first that holds most targets
+    rank = int(shards.by_rank(padded).view(shards.ranks, -1).sum(1).argmax())  # the first rank with the most targets
     return Job(values, steps, world_size, rank, run.model.backend, run.config.model.engine_vendor)
 
 
@@ -200,7 +200,7 @@ def _is_target(batch: StepBatch) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Trial:
-    """Remedies with the value of each, and the configuration that they give."""
+    """Remedies with their values, and the resulting configuration."""
 
     chosen: tuple[tuple[Remedy, Any], ...]
     config: RunConfig
@@ -248,16 +248,16 @@ def _trial(run: Run, chosen: tuple[tuple[Remedy, Any], ...]) -> Iterator[Trial]:
 
 
 class PredictionFailed(RuntimeError):
-    """A prediction that could not be made; its message is the reason in one line."""
+    """A failed prediction; its message is the reason in one line."""
 
 
 class Predictor:
-    """The process that runs jobs on a fake GPU, from its first job on."""
+    """A process that runs jobs on a fake GPU until the context ends."""
 
     def __enter__(self) -> "Predictor":
         self._errors: IO[bytes] = tempfile.TemporaryFile()
         command = [sys.executable, "-c", f"from {Job.__module__} import main; main()"]
-        # The process must touch no accelerator, and join none of the ranks that torchrun has started.
+        # The process must not touch an accelerator, and must not join the ranks that torchrun has started.
         hidden = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC")} | hidden
         pipe = subprocess.PIPE

@@ -1,11 +1,11 @@
 """A step of the real engine on a fake GPU, and the memory that a rank takes for it.
 
-:mod:`verl_ext.memory_plan.report` starts this in a process of its own, sends one :class:`Job` after another and gets a
-:class:`Prediction` for each:
+:mod:`verl_ext.memory_plan.report` starts this module in a separate process, sends one :class:`Job` after another and
+gets a :class:`Prediction` for each:
 
     model from its config alone ─► verl's worker, our engine, FSDP2 over a fake process group ─► forward, backward, step
 
-No formula is used: each allocation is counted, operation by operation.
+The prediction uses no formula: it counts each allocation, operation by operation.
 """
 
 import contextlib
@@ -46,10 +46,10 @@ class Job:
         values: the whole configuration, checked and resolved for the planned device.
         steps: the micro-batches of each step, each a :class:`verl_ext.trainer.batch.StepBatch`.
         world_size: the number of ranks.
-        rank: the one of them that is run.
-        backend: the attention backend; sdpa takes one kernel call a document.
-        vendor: the engine's, in :mod:`verl_ext.plugin`.
-        on_gpu: False for the memory of CPU ranks, which round no blocks and whose optimizer takes no foreach.
+        rank: the rank whose steps run.
+        backend: the attention backend; sdpa takes one kernel call per document.
+        vendor: the vendor of the engine, in :mod:`verl_ext.plugin`.
+        on_gpu: False for the memory of CPU ranks, which do not round blocks and whose optimizer does not use foreach.
         others: steps of other packs, which PyTorch's allocator meets in the same run.
     """
 
@@ -65,17 +65,17 @@ class Job:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Memory of a rank in bytes.
+    """The memory of a rank in bytes.
 
     Attributes:
-        kinds: the memory at the peak of a step, by what it was allocated for.
+        kinds: the memory at the peak of a step, by the purpose of the allocation.
         standing: the memory before a step.
         host: the most host memory that copies from the device take.
-        flops, computed: model FLOPs of a step by its documents' lengths, and what is computed, with recomputation and
-            zero heads; None if they are not known.
-        received: bytes that the rank receives in the job's steps, by what they are.
+        flops, computed: model FLOPs by the lengths of documents, and the FLOPs that are computed, with recomputation
+            and zero heads; None if they are unknown.
+        received: bytes that the rank receives in the job's steps, by content.
         reserved: for a job with other packs, the memory that PyTorch's allocator reserves over :data:`REPLAYED` steps
-            of them all, with `expandable` segments and with segments of `fixed` size.
+            of all packs, with `expandable` segments and with segments of `fixed` size.
     """
 
     kinds: dict[str, int]
@@ -113,7 +113,7 @@ def main() -> None:
 def _prepare_process() -> None:
     """Give this process the fake GPU, models without weights, and verl's engines on it."""
     os.environ.update(VERL_ENGINE_DEVICE="cuda", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]  # seconds for an engine that is not used
+    sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]  # saves seconds of imports for an unused engine
     register_gpu()
     functional.scaled_dot_product_attention = fake_sdpa  # type: ignore[assignment]
     from verl.plugin.platform import set_platform
@@ -121,8 +121,8 @@ def _prepare_process() -> None:
     from verl_ext.engines import tiles
 
     slices = tiles.slices
-    tiles.slices = lambda *given: slices(*given)[:2] + slices(*given)[2:][-1:]  # those between take equal memory
-    set_platform(FakePlatform())  # before verl's engines are imported, which ask for the device's name
+    tiles.slices = lambda *given: slices(*given)[:2] + slices(*given)[2:][-1:]  # those left out take equal memory
+    set_platform(FakePlatform())  # before the import of verl's engines, which read the device's name
     import transformers
     import verl.workers.engine.fsdp.transformer_impl as engine
 
@@ -137,7 +137,7 @@ def _from_config(cls: Any, path: Any, *args: Any, config: Any, torch_dtype: Any 
 
 
 def _place(model: Any, full_state: Any, mesh: Any = None, cpu_offload: Any = None) -> None:
-    """Place the shards on the device, or on the host if FSDP2 keeps them there; no weights are read."""
+    """Place the shards on the device, or on the host if FSDP2 keeps them there, without reading weights."""
     device = f"{GPU}:0"
     model.to_empty(device=device)
     if cpu_offload is None:
@@ -183,7 +183,7 @@ def predicted(job: Job) -> Prediction:
         if not job.others:
             return prediction
         before, *steps = events
-        steps += random.Random(0).choices(steps, k=REPLAYED - len(steps))  # in random order
+        steps += random.Random(0).choices(steps, k=REPLAYED - len(steps))
         segments = {name: reserved(before, steps, name == "expandable") for name in ("expandable", "fixed")}
         return replace(prediction, reserved=segments)
     finally:
@@ -209,7 +209,7 @@ def build_engine(job: Job) -> Any:
 
 
 def computed_flops(engine: Any, ulysses: int) -> CostModel | None:
-    """Return the FLOPs that an engine computes by a document's tokens, its recomputation and zero heads included."""
+    """Return the FLOPs that an engine computes by a document's tokens, with recomputation and zero heads."""
     from verl_ext.attention import HeadPadding
     from verl_ext.flops import train_flops
 
@@ -226,7 +226,7 @@ def computed_flops(engine: Any, ulysses: int) -> CostModel | None:
 
 
 def fill_optimizer(engine: Any, tracker: MemoryTracker) -> None:
-    """Give the optimizer the states that it has after a first step, by a step of zero gradients."""
+    """Give the optimizer its state after a first step, by a step with zero gradients."""
     with engine.train_mode():
         tracker.assign(PARAMETERS, [*engine.module.parameters(), *engine.module.buffers()])
         with tracker.allocating(OPTIMIZER):
@@ -252,11 +252,11 @@ def take_step(engine: Any, job: Job, step: Sequence[Any], tracker: MemoryTracker
 
 @contextlib.contextmanager
 def _kinds(engine: Any, tracker: MemoryTracker) -> Iterator[None]:
-    """Tell the tracker what is being allocated, by the part of the step that runs.
+    """Set the tracker's kind of allocations by the part of the step that runs.
 
-    A forward allocates activations until the head is reached, and head and loss from there until the backward pass
-    leaves the head. Inside the profiler ranges that FSDP2 opens around its own work, weights and gradients are gathered
-    and reduced; there, a gradient that a rank keeps for later micro-batches is copied.
+    A forward allocates activations until it reaches the head; from there until the backward pass leaves the head,
+    allocations belong to head and loss. Inside the profiler ranges around its own work, FSDP2 gathers weights, reduces
+    gradients, and copies a gradient that a rank keeps for later micro-batches.
     """
     unsharded: set[torch.nn.Parameter] = set()  # the parameters that FSDP2 puts into the modules for a forward
 

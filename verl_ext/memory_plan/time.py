@@ -1,10 +1,10 @@
-"""The time of a step on GPUs that are not here: FLOPs of real lengths, bytes that travel, a stated efficiency.
+"""The time of a step on GPUs that are not present, from FLOPs of real lengths, bytes and a given efficiency.
 
-    micro-step    what its dearest pack computes, or FSDP's traffic if that takes longer
-                  + heads, keys and values that travel, which nothing hides
+    micro-step    the computation of its most expensive pack, or FSDP's traffic if that takes longer
+                  + the exchange of heads, keys and values, which no computation hides
 
-FLOPs come from every pack of the epoch in its order over the ranks. Bytes are those that the heaviest packs' step
-received on the fake GPU: parameters of each micro-step, gradients of each step, the others by the tokens of a pack.
+The FLOPs are those of every pack of the epoch in its order over the ranks. The bytes are those of the heaviest packs on
+the fake GPU: parameters count for each micro-step, gradients for each step, the others for each token of a pack.
 """
 
 from dataclasses import replace
@@ -19,17 +19,17 @@ from verl_ext.memory_plan.traffic import EXCHANGES, GATHERED, REDUCED, Received
 from verl_ext.packing import micro_step_costs
 from verl_ext.trainer.setup import Run
 
-LINK_SHARE = 0.75  # of a link's rate that collectives of large tensors reach
+LINK_SHARE = 0.75  # the share of a link's rate that collectives of large tensors reach
 
 
 def time_facts(run: Run, config: RunConfig, job: Job, prediction: Prediction) -> dict[str, Any]:
-    """Return the time of a mean step and of the run as plain values; `failed` says in one line why there is none.
+    """Return the time of a mean step and of the run as plain values; `failed` is a line with the reason for none.
 
     Args:
-        run: what is planned.
-        config: that of the run, or with other values of the ranks that share a pack.
+        run: the planned run.
+        config: the config of the run, or one with another number of ranks that share a pack.
         job: the steps that ran under that config.
-        prediction: what they took.
+        prediction: the prediction for these steps.
     """
     if prediction.flops is None or prediction.computed is None:
         return {"failed": "the FLOPs of the model are not known: of its experts, or attention in chunks"}

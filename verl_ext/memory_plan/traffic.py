@@ -1,12 +1,12 @@
-"""The bytes that a rank receives in a step's collectives, counted as a step of the fake GPU calls them.
+"""The bytes that a rank receives in a step's collectives, counted while the step runs on the fake GPU.
 
-    all-gather         the output, but for the rank's own part       FSDP's parameters
-    reduce-scatter     the input, but for the rank's own part        FSDP's gradients
-    all-reduce         twice that                                    gradients between replicas (`engine.fsdp_size`)
-    all-to-all         what comes from other ranks                   heads (Ulysses), keys and values, targets
+    all-gather         the output without the rank's own part        FSDP's parameters
+    reduce-scatter     the input without the rank's own part         FSDP's gradients
+    all-reduce         twice the input without the own part          gradients between replicas (`engine.fsdp_size`)
+    all-to-all         the parts from other ranks                    heads (Ulysses), keys and values, targets
 
-From other nodes a rank receives its own part of an all-to-all. The other collectives go in rings over all network cards
-of a node: each of its ranks receives an equal share of what the node lacks.
+In an all-to-all, each rank receives its own parts from other nodes. The other collectives run in rings over all network
+cards of a node, so that each of its ranks receives an equal share of the bytes that the node lacks.
 """
 
 from collections import defaultdict
@@ -19,12 +19,12 @@ import torch.distributed as dist
 
 GATHERED, REDUCED = "parameters (FSDP)", "gradients (FSDP)"
 HEADS, KEYS, TARGETS = "heads (Ulysses)", "keys and values between groups", "targets of the head"
-EXCHANGES = (HEADS, KEYS, TARGETS)  # which no computation hides
+EXCHANGES = (HEADS, KEYS, TARGETS)  # no computation hides these
 
 
 @dataclass
 class Received:
-    """Bytes that a rank receives, and those of them that come over its network card."""
+    """The bytes that a rank receives, and the part of them that comes over its network card."""
 
     bytes: float = 0
     remote: float = 0
@@ -34,8 +34,8 @@ class Traffic:
     """A counter of collectives.
 
     Args:
-        ulysses: ranks between which heads travel.
-        ranks_per_node: ranks are numbered node by node.
+        ulysses: the number of ranks that exchange heads.
+        ranks_per_node: the ranks of a node, which are numbered node by node.
     """
 
     def __init__(self, ulysses: int, ranks_per_node: int) -> None:
@@ -49,7 +49,7 @@ class Traffic:
             self._add_ring(GATHERED, args[2], args[0])
         elif name == "_reduce_scatter_base_":
             self._add_ring(REDUCED, args[2], args[1])
-        elif name == "allreduce_" and args[0][0].numel() > 1:  # not the norm
+        elif name == "allreduce_" and args[0][0].numel() > 1:  # not the gradient norm
             for tensor in args[0]:
                 self._add_ring(REDUCED, args[1], tensor, times=2)
         elif name == "alltoall_base_":

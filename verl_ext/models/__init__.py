@@ -1,1 +1,1 @@
-"""Models of this project, in Hugging Face form; torch and transformers alone."""
+"""The models of this project, in Hugging Face form; they import torch and transformers alone."""

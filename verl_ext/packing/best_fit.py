@@ -8,9 +8,9 @@ Documents of equal length are placed together, into groups of packs that look al
                                                                  3 with room 40
 
 A pack is used until the next document of that length does not fit it, so the work grows with pairs of a length and a
-group (below 0.1 of a million documents of chat and long lengths), not with documents or the budget. Lengths only
-decrease, so a pack either holds the present length (it is *open*) or waits, unseen, for the first length that fits its
-room: no search tree. A million documents take about 0.1 s.
+group (fewer than 100,000 for a million documents of chat and long lengths), not with documents or the budget. Lengths
+only decrease, so a pack either has room for the present length (it is *open*) or waits for the first length that fits
+its room, without a search tree. A million documents take about 0.1 s.
 """
 
 import gc
@@ -29,14 +29,14 @@ from numpy.typing import NDArray
 from verl_ext.packing.plan import PackPlan, index_type, offsets_of
 
 FEWEST_RANDOM_BITS = 16
-LENGTHS_TRIED_TWICE = 2**15  # distinct lengths for which two fits are tried; more where each has DOCUMENTS_PER_LENGTH
+LENGTHS_TRIED_TWICE = 2**15  # most distinct lengths for two fits; more if each has DOCUMENTS_PER_LENGTH documents
 DOCUMENTS_PER_LENGTH = 20
 
 Group = tuple[int, int, int, int]  # first pack, room of each, packs (numbered on from the first), documents in each
 
 
 class Histogram(NamedTuple):
-    """lengths int64[R], strictly decreasing, and counts int64[R]: so many documents of each."""
+    """lengths int64[R], strictly decreasing, and counts int64[R], the number of documents of each length."""
 
     lengths: NDArray[np.int64]
     counts: NDArray[np.int64]
@@ -59,9 +59,9 @@ def best_fit(
 ) -> PackPlan:
     """Return packs in the order in which they were opened, documents in that of their placement (longest first).
 
-    lengths int64[D], each 1..max_tokens; among documents of equal length the seed decides. Never more packs than first
-    fit decreasing: where best fit does not reach the lower bound, first fit is tried too; of a set with more than
-    `lengths_tried_twice` distinct lengths, where a second try would add half to the time, first fit alone is made.
+    lengths int64[D], each 1..max_tokens; among documents of equal length the seed decides. There are never more packs
+    than with first fit decreasing: if best fit does not reach the lower bound, first fit is tried too. With more than
+    `lengths_tried_twice` distinct lengths, first fit alone is tried, because a second try would add half to the time.
     """
     if len(lengths) == 0:
         return PackPlan(np.zeros(0, np.int32), np.zeros(1, np.int64))
@@ -79,8 +79,8 @@ def best_fit(
 def sort_by_length(lengths: NDArray[np.int64], seed: int) -> tuple[NDArray[np.integer], Histogram]:
     """Return (documents int32 or int64[D], longest first, and their histogram); lengths int64[D], D at least 1.
 
-    Among documents of equal length the seed decides. One sort of one 64-bit key a document, which vectorised sorts
-    do in about a tenth of an argsort's time:
+    Among documents of equal length the seed decides. This is one sort of a 64-bit key per document, which vectorised
+    sorts do in about a tenth of an argsort's time:
 
         highest bits                                  lowest bits
         longest - length  |  random bits of the seed  |  number of the document
@@ -138,7 +138,7 @@ def fit(
 ) -> Placements | None:
     """Place each document into the fullest open pack that holds it, with `first_fit` into the earliest.
 
-    Packs are numbered in the order in which they are opened. None where more than `most_packs` are needed.
+    Packs are numbered in the order in which they are opened. Returns None if more than `most_packs` are needed.
     """
     documents = int(histogram.counts.sum())
     most_packs = documents if most_packs is None else most_packs
@@ -160,7 +160,7 @@ def fit(
 
 @contextmanager
 def _garbage_collection_paused() -> Iterator[None]:
-    """Pause it: a fit keeps 100,000 tuples without a cycle, and looking for one takes a tenth of its time or more."""
+    """Pause garbage collection, whose search through 100,000 tuples takes a tenth of the time of a fit or more."""
     enabled = gc.isenabled()
     gc.disable()
     try:

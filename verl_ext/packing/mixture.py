@@ -6,8 +6,8 @@
                                9    12  |             then a random subset of whole documents nearest to the rest
 
 Tokens are balanced, not documents (GLM-Long): an interval of long documents holds few of them and gives as many tokens.
-In the picture the second interval is 2 % short: no document comes nearer to the last token, and the one of 20 is named.
-Sources are drawn one by one, so that a document may be drawn by several of them. The draw depends on the lengths, the
+In the picture, the second interval is 2 % short: no document comes nearer, and the draw names the one of 20 tokens.
+Sources are drawn one by one, so several of them may draw the same document. The draw depends on the lengths, the
 budgets and the seed alone.
 """
 
@@ -55,9 +55,9 @@ class MixtureSource:
 class IntervalDraw:
     """The draw of one interval of a source: documents int64[D], whole epochs first, each in the order of the data.
 
-    distinct: different documents among them; wanted, given, pool: tokens of the budget, of the documents drawn, and of
-    all documents of the interval; alternative: if the draw is more than TOLERANCE off, the document that, drawn once
-    more or once less, brings it nearest, and its tokens then.
+    distinct: the number of different documents among them; wanted, given, pool: the tokens of the budget, of the draw,
+    and of all documents of the interval; alternative: if the draw is off by more than TOLERANCE, the document that
+    brings it nearest if it is drawn once more or once less, and the tokens of the draw then.
     """
 
     source: str
@@ -82,8 +82,8 @@ def draw_mixture(
     """Draw the documents of every source and interval, in the order of `sources`; scale: a factor on every budget.
 
     lengths integer[S] of all documents, at least 1; members: int64[≤ S] for each source, the documents it draws from,
-    ascending; total_tokens: what weighted sources share, the budgets in tokens taken off; None: the tokens that they
-    hold. Raises ValueError for an interval without a document, a budget too small or large, and nothing left to share.
+    ascending; total_tokens: weighted sources share these minus the budgets in tokens; None: they share the tokens that
+    they hold. Raises ValueError for an interval without a document, a budget too small or large, and nothing to share.
     """
     pools = [_pools(lengths, source, ours) for source, ours in zip(sources, members, strict=True)]
     budgets = _budgets(lengths, sources, pools, total_tokens)
@@ -194,7 +194,7 @@ def nearest_subset(
 
     Documents are taken in random order, and one that no longer fits is passed over. Then all subsets of up to 16
     documents, half of them taken and half not, are compared, up to 16 times, until the sum is within `tolerance` of
-    `wanted`, which is at most the sum. With 16 documents or fewer it is the best choice there is.
+    `wanted`, which is at most the sum of all lengths. With 16 documents or fewer, the choice is the best possible one.
     """
     chosen = _random_fill(lengths, wanted, rng)
     for _ in range(TRIES):

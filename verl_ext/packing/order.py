@@ -3,9 +3,9 @@
     12 packs by cost       a b c | d e f | g h i | j k l       groups of 3, one pack for each of 3 ranks
     shuffled into steps    step 0:  g h i | a b c    step 1:  j k l | d e f
 
-Ranks wait for the most expensive pack of a micro-step: with packs of like cost, hardly (GLM-Long's sorted packing). The
-groups are shuffled by seed and epoch, so that costs follow one another as in any shuffle, and gradient accumulation
-puts several of them into one step, which removes the bias of a step of like packs (LongAlign's sorted batching).
+Ranks wait for the most expensive pack of a micro-step, but hardly if packs have similar costs (GLM-Long's sorted
+packing). The groups are shuffled by seed and epoch, so costs follow one another as in any shuffle. With gradient
+accumulation, a step has several groups, which removes the bias of steps of similar packs (LongAlign's sorted batching).
 """
 
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ from numpy.typing import ArrayLike, NDArray
 from verl_ext.packing.plan import PackPlan
 from verl_ext.values import whole_number
 
-# One step in so many comes out of a shuffle all on one cost level and is changed; rare, so that the order of groups
-# stays as uncorrelated as a shuffle's.
+# One step in this many comes out of a shuffle on a single cost level and is changed. That is rare, so the order of
+# groups stays as uncorrelated as a shuffle's.
 _RARE = 64
 _TRIES = 64
 
@@ -79,7 +79,7 @@ def micro_step_costs(
 def cost_over_ideal(
     costs: NDArray[np.float64], ranks: int, batch_size: int | None = None, micro_batch_size: int = 1
 ) -> float:
-    """Return how much longer an epoch takes than with perfectly shared steps, at least 1 (1 for no cost at all).
+    """Return the time of an epoch over that with perfectly shared steps, at least 1 (1 without any cost).
 
     The arguments are those of :func:`micro_step_costs`.
     """
@@ -102,9 +102,9 @@ def balanced_order(
 ) -> NDArray[np.int64]:
     """Return int64[P]: the packs in the order in which an epoch visits them, `batch_size` a step.
 
-    Every step is groups of `group_size` packs (and a smaller one if that does not divide it) whose costs are
-    neighbours among the costs (float64[P]) of the epoch; so is the last step, of the packs that do not fill one. With
-    `drop_last` those are left out: the same ones for every group size.
+    Every step consists of groups of `group_size` packs (and a smaller group if that does not divide it) whose costs are
+    neighbours among the costs (float64[P]) of the epoch. So does the last step, of the packs that do not fill a step.
+    `drop_last` leaves these packs out: the same ones for every group size.
     """
     assert 1 <= group_size <= batch_size, "a group lies within a step"
     order = epoch_order(len(costs), seed, epoch)

@@ -1,11 +1,11 @@
-"""Plans of packs as an index in CSR form, and how documents longer than a pack are cut.
+"""Plans of packs as an index in CSR form, and the cuts of documents that are longer than a pack.
 
     pack_offsets      0        2           5     6
                       |        |           |     |
     document_index    7  0  |  4  1  2  |  3
                       pack 0   pack 1      pack 2
 
-Pure functions of lengths: no token is read or copied.
+These are pure functions of lengths, which neither read nor copy tokens.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class PackPlan(NamedTuple):
     """document_index int32 or int64[N] and pack_offsets int64[P+1].
 
     Pack k holds `document_index[pack_offsets[k]:pack_offsets[k+1]]`, in that order. The strategies name every document
-    once; a plan of a sample may name one several times or never.
+    once; a plan of a sample may name a document several times or never.
     """
 
     document_index: NDArray[np.integer]
@@ -63,14 +63,14 @@ class Spans:
 
 
 def offsets_of(sizes: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Return int64[n+1]: the begin of each of consecutive parts of these sizes, and the end of the last."""
+    """Return int64[n+1]: the start of each of consecutive parts of these sizes, and the end of the last part."""
     offsets = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(sizes, out=offsets[1:])
     return offsets
 
 
 def index_type(documents: int) -> "type[np.signedinteger]":
-    """Return the integer type that numbers so many documents."""
+    """Return the integer type for the numbers of this many documents."""
     return np.int32 if documents < 2**31 else np.int64
 
 
@@ -82,8 +82,8 @@ def cut_spans(lengths: NDArray[np.integer], max_tokens: int, policy: str, key: s
         truncate              0:[0,3)             1:[0,4)
         split                 0:[0,3)             1:[0,4) 1:[4,8) 1:[8,9)
 
-    Every piece is a document of its own: positions restart and its first token is never a target. Raises ValueError
-    for rows over max_tokens under `error`, no document left under `drop`, and no token at all.
+    Every piece is a document of its own: positions restart and its first token is never a target. Raises ValueError if
+    a row is over max_tokens under `error`, no document is left under `drop`, or there is no token at all.
     """
     check_choice("data.over_length", policy, OVER_LENGTH_POLICIES)
     if not lengths.any():

@@ -1,6 +1,6 @@
 """plan_packs: the packing strategies by name, each a pure function (lengths, max_tokens, seed) -> PackPlan.
 
-A new strategy is one function, in a file of its own where it is more than a few lines, and its line in STRATEGIES.
+A new strategy is one function, in a file of its own if it has more than a few lines, and a line in STRATEGIES.
 lengths are int64[D], each 1..max_tokens; the plan depends on the arguments alone.
 """
 
@@ -14,21 +14,21 @@ from verl_ext.packing.plan import PackPlan, index_type, offsets_of
 from verl_ext.values import check_choice, whole_number
 
 MOST_TOKENS = 2**53  # of a pack, so that sums with it are exact
-MOST_PARTS = 16  # that the copies of documents are dealt over: see plan_repeated
-PART_PACKS = 256  # full packs of a part, at least
+MOST_PARTS = 16  # most parts over which plan_repeated deals the copies of documents
+PART_PACKS = 256  # least number of full packs in a part
 
 
 def next_fit(lengths: NDArray[np.int64], max_tokens: int, seed: int) -> PackPlan:
     """Pack documents in their order; a pack is closed when the next one does not fit (as TokenAwareBatchPack).
 
-    It looks at one open pack only, so that 20–25 % of the budget stays empty on mixed lengths: for data whose order
-    matters, and for comparison. `seed` is not used.
+    It looks at one open pack only, so 20–25 % of the budget stays empty on mixed lengths. It is meant for data whose
+    order matters, and for comparison. `seed` is not used.
     """
     tokens_before = offsets_of(lengths)
     ends = (np.searchsorted(tokens_before, tokens_before + max_tokens, side="right") - 1).data
     offsets = [0]
     while offsets[-1] < len(lengths):
-        offsets.append(ends[offsets[-1]])  # where the pack ends that begins there
+        offsets.append(ends[offsets[-1]])  # the end of the pack that begins there
     return PackPlan(np.arange(len(lengths), dtype=index_type(len(lengths))), np.asarray(offsets, np.int64))
 
 
@@ -39,10 +39,10 @@ def single(lengths: NDArray[np.int64], max_tokens: int, seed: int) -> PackPlan:
 
 
 def sorted_batch(lengths: NDArray[np.int64], max_tokens: int, seed: int) -> PackPlan:
-    """Pack documents of like length together: neighbours in ascending order; among equal ones the seed decides.
+    """Pack documents of similar length together, in ascending order; among equal lengths the seed decides.
 
     LongAlign's sorted batching (https://arxiv.org/abs/2401.18058, section 3.2), with a pack in place of a batch of
-    padded rows: packs of like cost, each of which sees one length only. The epoch's order of packs is random.
+    padded rows: each pack contains similar lengths only. The epoch's order of packs is random.
     """
     if len(lengths) == 0:
         return next_fit(lengths, max_tokens, seed)
@@ -61,8 +61,8 @@ STRATEGIES: dict[str, Callable[[NDArray[np.int64], int, int], PackPlan]] = {
 def plan_packs(lengths: ArrayLike, max_tokens: int, strategy: str = "best_fit", seed: int = 0) -> PackPlan:
     """Return packs of whole documents, lengths integer[D] each 1..max_tokens, none above `max_tokens` tokens.
 
-    strategy: `best_fit` (fewest packs), `next_fit` (order preserved), `sorted_batch` (documents of like length
-    together), `none` (one document a pack). seed: decides between documents of equal length. Raises ValueError for an
+    strategy: `best_fit` (fewest packs), `next_fit` (order preserved), `sorted_batch` (documents of similar length
+    together), `none` (one document per pack). seed: decides between documents of equal length. Raises ValueError for an
     unknown strategy, lengths or a seed outside their range, and max_tokens outside 1..2^53.
     """
     check_choice("data.strategy", strategy, STRATEGIES)
@@ -90,14 +90,14 @@ def _checked(lengths: ArrayLike, max_tokens: int) -> NDArray[np.int64]:
 def plan_repeated(
     lengths: NDArray[np.integer], documents: NDArray[np.int64], max_tokens: int, strategy: str, seed: int
 ) -> PackPlan:
-    """Return the plan of `documents` int64[D], of which some are repeated; lengths integer[S] of all documents.
+    """Return the plan of `documents` int64[D], some of them repeated; lengths integer[S] of all documents.
 
         documents    a a a  b b  c d e          a three times, b twice
         parts        a b d | a b c | a e        copies dealt over the parts, from a random one on; packed part by part
 
-    best_fit places documents of equal length one after the other: packed as one list, the copies of a long document
-    would mostly meet in one pack and weigh double in its step. A document repeated at most as often as there are parts
-    never meets itself. It costs up to 0.1 % more packs. Other strategies pack one list. Raises as plan_packs does.
+    best_fit places documents of equal length one after the other. In one list, the copies of a long document would
+    mostly meet in one pack and weigh double in its step. A document repeated at most as often as there are parts never
+    meets itself. The parts cost up to 0.1 % more packs. Other strategies pack one list. Raises as plan_packs does.
     """
     parts = [documents]
     if strategy == "best_fit":

@@ -1,1 +1,1 @@
-"""What is trained on and what a run did, for people: in a terminal, as one HTML file, or as JSON."""
+"""Views of training data and of runs: in a terminal, as one HTML file, or as JSON."""

@@ -1,4 +1,4 @@
-"""The answers of a run's evaluation: a table of them, and BABILong's scores by task and length."""
+"""The answers of a run's evaluation as a table, and BABILong's scores by task and length."""
 
 import json
 import re
@@ -15,17 +15,17 @@ from verl_ext.show.runs import ShownRun
 from verl_ext.values import DataError, UsageError, choice_problem, one_line
 
 OPENING, ENDING = 30, 50  # characters of a prompt that its line shows
-WORDS = 200  # of an answer
+WORDS = 200  # characters of an answer that its line shows
 _CELL = re.compile(r"val/(?:answer/)?(qa\d+)_(\d+[km]?)(?:_(accuracy|exact_match))?", re.IGNORECASE)
 SHADES = " ░▒▓█"
 
 
 def answers_view(path: str, step: int | None, category: str | None) -> Iterator[RenderableType]:
-    """Yield the answers of a step, by default of the last that has any.
+    """Yield the answers of a step, by default of the last step that has answers.
 
     Raises:
         UsageError: there are no answers, or none of the step or category.
-        DataError: a line that is no answer, other than the last, which may be in writing.
+        DataError: a line is not an answer; the last line is exempt because a run may still be writing it.
     """
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
     rows = _read(folder / ANSWERS)
@@ -91,7 +91,7 @@ class HeatCell(NamedTuple):
 def heat_map(run: ShownRun) -> list[HeatCell]:
     """Return BABILong's last scores by task and length: generated answers if there are any, else exact matches."""
     cells: dict[tuple[str, str], HeatCell] = {}
-    for metric in ("exact_match", "accuracy", None):  # later ones count more
+    for metric in ("exact_match", "accuracy", None):  # later ones replace earlier ones
         for name, curve in run.curves.items():
             found = _CELL.fullmatch(name)
             if found and found[3] == metric and (values := [v for v in curve.values if v is not None]):
@@ -102,13 +102,13 @@ def heat_map(run: ShownRun) -> list[HeatCell]:
 
 
 def length_of(name: str) -> int:
-    """Return the tokens that a length such as 32k names."""
+    """Return the number of tokens of a length such as 32k."""
     factor = {"k": 1 << 10, "m": 1 << 20}.get(name[-1], 1)
     return int(name.rstrip("km")) * factor
 
 
 def heat_table(run: ShownRun) -> RenderableType | None:
-    """Return the heat map as a table of tasks by lengths; None without BABILong's scores."""
+    """Return the heat map as a table of tasks by lengths; None with fewer than two scores."""
     cells = {(cell.task, cell.length): cell for cell in heat_map(run)}
     lengths = sorted({length for _, length in cells}, key=length_of)
     if not cells or len(cells) < 2:
@@ -125,7 +125,7 @@ def _shade(value: float) -> str:
 
 
 def heat_chart(run: ShownRun) -> dict[str, Any] | None:
-    """Return the heat map as a figure of a page, with its values; None without BABILong's scores."""
+    """Return the heat map as a figure of a page, with its values; None with fewer than two scores."""
     cells = heat_map(run)
     if len(cells) < 2:
         return None

@@ -1,8 +1,8 @@
-"""The audit of a set of documents: what it holds by category, and what goes wrong in practice, with row numbers.
+"""The audit of a set of documents: totals by category, and common mistakes with row numbers.
 
-From the columns alone where a folder has them; the checks that need the tokens themselves read each once. A finding
-counts documents (or the records of `report.json`, which has no rows) and asks for a look, not for a change: a text for
-pretraining is learnt from its first token on, a chat whose prompt is lost too.
+The audit uses the columns alone if a folder has them; checks that need the tokens read each token once. A finding
+counts documents (or records of `report.json`, which has no rows). It asks for a look, not for a change: all tokens
+after the first are targets both in a text for pretraining and in a chat whose prompt was lost.
 """
 
 from collections.abc import Mapping
@@ -16,11 +16,11 @@ from verl_ext.show.data import Documents
 from verl_ext.show.tokens import TokenFacts, read_tokens, repeated
 from verl_ext.text.tokenizer import ModelOptions, load_tokenizer
 
-NAMED_ROWS = 5  # of a finding, in the terminal and in the JSON
-READ_UP_TO = 100_000_000  # tokens that an audit reads unasked, some seconds
-_DENSE = 1 << 24  # groups × lengths that are counted in one array of so many numbers
+NAMED_ROWS = 5  # rows that a finding names, in the terminal and in the JSON
+READ_UP_TO = 100_000_000  # tokens that an audit reads without scan=true, which takes some seconds
+_DENSE = 1 << 24  # size of the largest array that counts pairs of group and length
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
-# finding: (what it counts, what it reads: "columns", "tokens", "tokenizer", "report" or "validation")
+# finding: (its meaning, its input: "columns", "tokens", "tokenizer", "report" or "validation")
 CHECKS = {
     "no_target": ("documents without a target: nothing is learnt", "columns"),
     "all_targets": ("documents of targets alone: texts, or chats whose prompt is lost", "columns"),
@@ -41,7 +41,7 @@ CHECKS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One check: how many of `of` documents or records, the first rows as (path, row), and details by name."""
+    """The result of a check: `count` of `of` documents or records, the first (path, row) pairs, details by name."""
 
     name: str
     count: int
@@ -63,8 +63,8 @@ def audit(
 ) -> dict[str, Any]:
     """Return the audit as plain values: totals, `categories`, `findings` by name, `not_checked` with the reasons.
 
-    model: whose tokenizer says what ends a turn; without one, that of the reports. read: whether all tokens are read;
-    None: up to READ_UP_TO of them.
+    model: names the tokenizer; None: the reports name it.
+    read: whether the tokens are read; None: they are read if there are at most READ_UP_TO.
     """
     tokens = int(documents.lengths.sum(dtype=np.int64))
     facts, ids, tokenizer = None, _TokenIds(), None
@@ -110,7 +110,7 @@ def audit(
 
 @dataclass(frozen=True)
 class _TokenIds:
-    """Ids that a tokenizer gives: BOS, the ends of turns that the reports name, an empty block of reasoning."""
+    """The token ids of BOS, of the ends of turns that the reports name, and of an empty reasoning block."""
 
     bos: int | None = None
     ends: tuple[int, ...] = ()
@@ -142,7 +142,7 @@ def _of_tokens(documents: Documents, facts: TokenFacts, ids: _TokenIds) -> list[
     if ids.bos is not None:
         masks["double_bos"] = facts.double_start
     if ids.ends:
-        # A record of plain text is no chat: it is learnt whole, and ends as it ends.
+        # Plain text is not a chat: all its tokens after the first are targets, and it needs no end of turn.
         is_chat = (documents.targets > 0) & (documents.targets < documents.lengths - 1)
         masks["no_end"] = is_chat & ~np.isin(facts.last_target, ids.ends)
     if ids.empty_reasoning:
@@ -151,7 +151,7 @@ def _of_tokens(documents: Documents, facts: TokenFacts, ids: _TokenIds) -> list[
 
 
 def _other_tokenizer(documents: Documents, tokenizer: Any) -> Finding:
-    """Compare the vocabulary of the model's tokenizer with that of the one that each path's report names."""
+    """Compare the vocabulary of the model's tokenizer with the vocabularies of the tokenizers in the reports."""
     vocabulary = tokenizer.get_vocab()
     differs = np.zeros(len(documents), bool)
     details = {}
@@ -211,7 +211,7 @@ def _finding(
 
 
 def _categories(documents: Documents) -> dict[str, dict[str, Any]]:
-    """Return by name documents, tokens, targets and their share, quantiles of lengths, kinds of targets."""
+    """Return documents, tokens, targets, their share, length quantiles and kinds of targets by category name."""
     numbers, group = _groups(documents.categories)
     of, length, count = _pairs(group, documents.lengths)
     begins = np.searchsorted(of, np.arange(len(numbers)))  # every category has a document
@@ -232,7 +232,7 @@ def _categories(documents: Documents) -> dict[str, dict[str, Any]]:
 
 
 def _pairs(group: NDArray[Any], lengths: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """Return (group, length, documents) of each pair that occurs, ascending; by counting where there are few."""
+    """Return (group, length, documents) of each pair that occurs, ascending; without a sort if the keys are small."""
     bits = int(lengths.max(initial=0)).bit_length()
     keys = group.astype(np.int64) << bits
     keys |= lengths
@@ -246,7 +246,7 @@ def _pairs(group: NDArray[Any], lengths: NDArray[Any]) -> tuple[NDArray[Any], ND
 
 
 def _groups(category: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return np.unique's (numbers, inverse); by counting where numbers are small, which needs no sort."""
+    """Return (numbers, inverse) as np.unique does, but without a sort if the numbers are small."""
     if category.max(initial=0) >= 1 << 20:
         numbers, inverse = np.unique(category, return_inverse=True)
         return numbers, inverse

@@ -13,7 +13,7 @@ from verl_ext.values import one_line
 
 
 def audit_tables(audit: Mapping[str, Any]) -> Iterator[RenderableType]:
-    """Yield what the terminal shows of an audit."""
+    """Yield the tables and lines of an audit for a terminal."""
     total = f"{audit['documents']:,} documents, {audit['tokens']:,} tokens, {audit['targets']:,} targets"
     yield Text(one_line(f"{total} in {', '.join(audit['paths'])}"), "bold")
     if audit["tokenizer"]:
@@ -53,7 +53,7 @@ def _categories(categories: Mapping[str, Any]) -> Table:
 
 
 def _kinds(categories: Mapping[str, Any]) -> Table | None:
-    """Return the targets by kind, None if no report says them."""
+    """Return the targets by kind; None if no report counts them."""
     kinds = list(dict.fromkeys(kind for row in categories.values() for kind in row.get("kinds", ())))
     if not kinds:
         return None

@@ -1,4 +1,4 @@
-"""Two sets of the same records, tokenized in two ways: which rows differ, in tokens or in targets, and where first."""
+"""A comparison of the same records tokenized in two ways: rows that differ in tokens or targets, and the place."""
 
 from collections.abc import Iterator
 
@@ -16,7 +16,7 @@ BEFORE, AFTER = 12, 24  # tokens that a difference shows around its place
 
 
 def differences(one: Documents, other: Documents) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the rows, ascending, whose tokens differ and those that differ in targets alone.
+    """Return the rows whose tokens differ and the rows that differ in targets alone, both ascending.
 
     Row i of one is compared with row i of the other, up to the last row that both have.
     """
@@ -31,7 +31,7 @@ def differences(one: Documents, other: Documents) -> tuple[NDArray[np.int64], ND
 
 
 def comparison(one: Documents, other: Documents, decode: Decode | None, most: int) -> Iterator[RenderableType]:
-    """Yield what two sets differ in: counts, and of the first `most` rows the place and the text around it."""
+    """Yield the counts of differing rows, and the place and text of the first difference in `most` rows."""
     tokens, targets = differences(one, other)
     compared = min(len(one), len(other))
     same = compared - len(tokens) - len(targets)

@@ -1,8 +1,8 @@
 """The documents of DATA as columns and rows: tokenized folders, or corpora in Megatron's indexed form.
 
-row        0   1   2  |  3   4         numbered on over the folders
+row        0   1   2  |  3   4         numbers continue over all folders
 folder     train      |  papers
-lengths    812 90  17 |  5000 64       a number of each document: targets, full_lengths and categories too
+lengths    812 90  17 |  5000 64       one number per document; targets, full_lengths and categories alike
 """
 
 import json
@@ -28,7 +28,7 @@ Report = dict[str, Any]
 
 
 class Row(NamedTuple):
-    """A document: input_ids integer[T], loss_mask bool[T] without its first token, weights[T] of targets or None."""
+    """A document: input_ids integer[T], loss_mask bool[T] (False at the first token), target weights[T] or None."""
 
     input_ids: NDArray[Any]
     loss_mask: NDArray[np.bool_]
@@ -41,19 +41,19 @@ class Block(NamedTuple):
     first: int
     lengths: NDArray[np.int64]
     input_ids: NDArray[Any]
-    loss_mask: NDArray[Any]  # 1 for targets; a document's first token may be marked and is none
+    loss_mask: NDArray[Any]  # 1 for targets; a document's first token may have a 1 but is never a target
 
 
 class Documents:
     """Documents of several paths of one kind, numbered one after the other.
 
     Attributes:
-        paths: absolute.
+        paths: the absolute paths.
         first_rows: int64[F+1], the first row of every path, and the number of rows.
-        lengths, targets, full_lengths, categories: integer[D]; full_lengths is before a cut, -1 if it is not known.
-        names: category -> name.
+        lengths, targets, full_lengths, categories: integer[D]; full_lengths are those before a cut, -1 if unknown.
+        names: the name of each category number.
         reports: the `report.json` of each path, {} without one.
-        all_targets: every token is one, as in text for pretraining.
+        all_targets: whether every token after a document's first is a target, as in text for pretraining.
     """
 
     paths: tuple[str, ...]
@@ -70,7 +70,7 @@ class Documents:
         return len(self.lengths)
 
     def place(self, row: int) -> tuple[str, int]:
-        """Return the path that holds a row, and its number there."""
+        """Return the path that holds a row, and the row's number in that path."""
         folder = int(np.searchsorted(self.first_rows, row, side="right")) - 1
         return self.paths[folder], row - int(self.first_rows[folder])
 
@@ -84,13 +84,13 @@ class Documents:
 
     @property
     def tokenizer(self) -> str | None:
-        """The tokenizer that the reports name, None for none or several."""
+        """The tokenizer that the reports name; None if they name none or several."""
         named = {report.get("tokenizer") for report in self.reports} - {None}
         return named.pop() if len(named) == 1 else None
 
 
 class FolderDocuments(Documents):
-    """The documents of tokenized folders; a folder of another writer than verl-ext is read once for its targets."""
+    """The documents of tokenized folders; all tokens are read once if other software than verl-ext wrote a folder."""
 
     def __init__(self, folders: Sequence[str], key: str) -> None:
         self.data = data = TokenizedData([absolute_path(folder) for folder in folders], key)
@@ -141,7 +141,7 @@ class FolderDocuments(Documents):
 
 
 class IndexDocuments(Documents):
-    """The documents of corpora in Megatron's form, each a category; all but first tokens are targets."""
+    """The documents of Megatron corpora; each corpus is a category, and all tokens but the first are targets."""
 
     all_targets = True
 
@@ -172,11 +172,11 @@ class IndexDocuments(Documents):
 
 
 def open_documents(paths: Sequence[str], key: str = "paths") -> Documents:
-    """Open DATA.
+    """Open tokenized folders or Megatron corpora.
 
     Raises:
-        UsageError: a path that is neither, or paths of both kinds.
-        DataError: a folder or corpus that cannot be read.
+        UsageError: the paths are of both kinds.
+        DataError: a folder or corpus cannot be read.
     """
     kinds = {path: _is_index(path) for path in paths}
     if len(set(kinds.values())) != 1:
@@ -192,7 +192,7 @@ def _is_index(path: str) -> bool:
 
 
 def _read_report(folder: Path) -> Report:
-    """Return the report that the tokenizing command wrote; {} without one. Raises ValueError for another file."""
+    """Return the report that `verl-ext tokenize` wrote; {} without one. Raises ValueError if it is no report."""
     path = folder / REPORT
     if not path.is_file():
         return {}

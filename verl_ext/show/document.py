@@ -1,8 +1,8 @@
 r"""A document as groups of tokens that read as text, and as lines for a terminal or a page.
 
-ids      151644 872 198 | 57668 53901 | 151645        one group for each text: 你 of two byte tokens is one
-text     <|im_start|>user\n   你好       <|im_end|>
-targets  no               no         yes
+ids      151644         872    198   a b   151645        a group is a token, or the byte tokens a b of one character
+text     <|im_start|> | user | \n  | 你  | <|im_end|>
+targets  no             no     no    no    yes
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,8 +19,8 @@ from verl_ext.show.roles import names_of
 from verl_ext.text.documents import CUT, decoded
 from verl_ext.values import one_line
 
-MOST_BYTES = 16  # tokens that may form one character, and then some
-RUN_CELLS = 400  # of a run of like tokens, without `tokens`: its middle is left out beyond
+MOST_BYTES = 16  # most tokens of a group, more than one character needs
+RUN_CELLS = 400  # cells of a run that `document_text` shows; the middle of a longer run is left out
 TARGET, SPECIAL, CONTEXT = "bold green", "magenta", ""
 
 Decode = Callable[[list[int]], str]
@@ -28,9 +28,9 @@ Decode = Callable[[list[int]], str]
 
 @dataclass(frozen=True)
 class Cell:
-    """A group of tokens, `ids`, that is one piece of text.
+    """A group of tokens, `ids`, that decodes to one piece of text.
 
-    weight: of the target, 1 without weights, 0 if it is none. is_special: one token that the tokenizer marks so.
+    `weight` is 0 if it is not a target, and 1 if the data has no weights. `is_special` marks special and added tokens.
     """
 
     text: str
@@ -41,7 +41,7 @@ class Cell:
 
 
 def cells_of(row: Row, tokenizer: Any) -> list[Cell]:
-    """Group a document's tokens: as few as read as text, never targets with others, or special tokens with text."""
+    """Group tokens into the smallest readable pieces, which mix neither targets nor special tokens with others."""
     special = set(tokenizer.all_special_ids) | _markers(tokenizer)
     cells: list[Cell] = []
     ids, mask = row.input_ids.tolist(), row.loss_mask.tolist()
@@ -56,7 +56,7 @@ def cells_of(row: Row, tokenizer: Any) -> list[Cell]:
                 break
             end += 1
             text = decoded(row.input_ids, begin, end, tokenizer.decode)
-        if CUT in text and end > begin + 1:  # bytes of no character: shown one by one
+        if CUT in text and end > begin + 1:  # the bytes form no character, so each is shown alone
             end = begin + 1
             text = decoded(row.input_ids, begin, end, tokenizer.decode)
         weight = weights[begin] if mask[begin] else 0.0
@@ -71,7 +71,7 @@ def _markers(tokenizer: Any) -> set[int]:
 
 
 def runs_of(cells: Sequence[Cell]) -> Iterator[tuple[int, str, list[Cell]]]:
-    """Yield (position of its first token, name, cells) of each run of equal targets, weights and names."""
+    """Yield (position of the first token, name, cells) of each run of cells with equal target, weight and name."""
     position = 0
     named = zip(cells, names_of(cells), strict=True)
     for (_, _, name), run in groupby(named, key=lambda pair: (pair[0].is_target, pair[0].weight, pair[1])):
@@ -83,7 +83,7 @@ def runs_of(cells: Sequence[Cell]) -> Iterator[tuple[int, str, list[Cell]]]:
 def document_text(cells: Sequence[Cell], in_colour: bool) -> Text:
     """Return a document with a side column: position, tokens, role or kind, and weight of each run.
 
-    Without colours targets are marked [[…]]. A long run is shortened in the middle, which is said.
+    Without colours, targets are marked [[…]]. A note replaces the middle of a long run.
     """
     text = Text()
     for position, name, run in runs_of(cells):
@@ -103,7 +103,7 @@ def document_text(cells: Sequence[Cell], in_colour: bool) -> Text:
 
 
 def tokens_text(cells: Sequence[Cell]) -> Text:
-    """Return a cell for each group of tokens, with its ids: `hello·31373`; targets underlined, special tokens named."""
+    """Return each group of tokens with its ids, as in `hello·31373`; targets are underlined and start with `*`."""
     text = Text()
     for cell in cells:
         shown = one_line(cell.text).replace(" ", "␣") or "∅"

@@ -1,6 +1,6 @@
-"""Packs as the trainer feeds them: of data under given options, or of a step of a run.
+"""Packs as the trainer feeds them, from data with given options or from a step of a run.
 
-The dataset class of the run makes them, and the run's own plan of steps deals them out; both come from its run.json.
+The run's dataset class makes the packs, and the run's step plan assigns them to ranks; run.json describes both.
 """
 
 import json
@@ -24,7 +24,7 @@ from verl_ext.values import DataError, UsageError, one_line
 if TYPE_CHECKING:
     from verl_ext.data import PackDataset
 
-OPENING = 36  # characters of a document that its line shows
+OPENING = 36  # characters of a document that its row shows
 
 
 def packs_of_data(paths: Sequence[str], options: PackOptions) -> "PackDataset":
@@ -39,7 +39,7 @@ def packs_of_data(paths: Sequence[str], options: PackOptions) -> "PackDataset":
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """Return what a run wrote of itself: config, versions, plan of steps. Raises UsageError for a run without it."""
+    """Return a run's run.json: config, versions, step plan. Raises UsageError if it is missing or incomplete."""
     path = folder / RUN
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
@@ -54,7 +54,7 @@ def packs_of_run(facts: Mapping[str, Any]) -> tuple["PackDataset", StepPlan, Cos
     """Open the training set of a run with its plan of steps, as the trainer does.
 
     Raises:
-        DataError: the data cannot be opened any more, or is not what it was.
+        DataError: the data cannot be opened any more, or differs from the data that the run was trained on.
     """
     from verl_ext.custom import custom_object
     from verl_ext.data import SFTDataSet
@@ -80,7 +80,7 @@ def packs_of_run(facts: Mapping[str, Any]) -> tuple["PackDataset", StepPlan, Cos
 
 
 def pack_view(dataset: "PackDataset", pack: int, decode: Decode | None) -> Iterator[RenderableType]:
-    """Yield a pack as the model is fed it: fill, and for every document its place, positions, targets and opening.
+    """Yield a pack as the model gets it: its fill, and the place, positions, targets and opening of every document.
 
     Raises:
         UsageError: there is no such pack.
@@ -118,7 +118,7 @@ def pack_view(dataset: "PackDataset", pack: int, decode: Decode | None) -> Itera
 def step_view(
     dataset: "PackDataset", plan: StepPlan, cost: CostModel, facts: Mapping[str, Any], step: int
 ) -> Iterator[RenderableType]:
-    """Yield the packs of a step, counted from 1, by rank and micro-step: its slowest pack decides how long it takes.
+    """Yield the packs of a step (steps count from 1) by rank and micro-step; the slowest pack sets a micro-step's time.
 
     Raises:
         UsageError: the run has no such step.

@@ -1,7 +1,7 @@
-"""One HTML file that opens offline: what the terminal shows, and the curves of runs as figures.
+"""One HTML file that opens offline, with the tables of the terminal and the curves of runs as figures.
 
-vega-lite draws: its library is 0.9 MB in the file, where plotly's is 4.5 MB, and vl-convert also draws without a
-browser. The figures' numbers stand in the page as JSON, each once; every text is escaped.
+vega-lite draws the figures, because its library adds 0.9 MB to the file (plotly's adds 4.5 MB) and vl-convert can also
+draw without a browser. The page holds each number of the figures once, as JSON; all text is escaped.
 """
 
 import io
@@ -20,10 +20,10 @@ from verl_ext.show.run_tables import COUNTERS, EVALUATIONS, OTHERS
 from verl_ext.show.runs import ShownRun
 from verl_ext.values import DataError
 
-COLUMNS = 140  # of the terminal's tables in a page, which scroll where the screen is narrower
-POINTS = 2000  # of a curve that are drawn, about as many as a screen shows
+COLUMNS = 140  # width of the tables in characters; they scroll on a narrower screen
+POINTS = 2000  # points of a curve that are drawn, about as many as a screen shows
 _LIBRARY = "window.vegaEmbed = vegaEmbed;"
-# The size of a figure: as wide as its frame. A long legend adds to the height.
+# A figure is as wide as its frame. A long legend adds to its height.
 FIT: dict[str, Any] = {"width": "container", "height": 220, "autosize": {"type": "fit-x", "contains": "padding"}}
 
 Chart = dict[str, Any]
@@ -43,7 +43,7 @@ def write_page(
     charts: further figures, {title, spec, values}. folded: {heading: text that a click opens}.
 
     Raises:
-        DataError: there are figures to draw and vl-convert is not installed.
+        DataError: there are figures to draw, but vl-convert is not installed.
     """
     charts = [*charts_of(runs), *charts]
     console = Console(file=io.StringIO(), record=True, width=COLUMNS, highlight=False)
@@ -74,7 +74,7 @@ def write_page(
 
 
 def charts_of(runs: Sequence[ShownRun]) -> list[Chart]:
-    """Return the figures: loss, each category with its validation, evaluation, and what the machine did."""
+    """Return the figures: loss, loss of each category, evaluation, other metrics, and BABILong's heat maps."""
     groups: dict[str, list[tuple[str, str]]] = {"loss": [("train/loss", "train"), ("val/loss", "validation")]}
     for name in dict.fromkeys(category for run in runs for category in run.categories()):
         groups[f"loss of {name}"] = [(f"train/{name}_loss", "train"), (f"val/{name}_loss", "validation")]
@@ -99,12 +99,12 @@ def charts_of(runs: Sequence[ShownRun]) -> list[Chart]:
 
 
 def _series(runs: Sequence[ShownRun], run: ShownRun, kind: str, metrics: int) -> str:
-    """Return the name in the legend: the run if there are several, what is drawn if it is not the only one."""
+    """Return the name in the legend: the run if there are several, the kind if there are several or only one run."""
     return " ".join(([run.name] if len(runs) > 1 else []) + ([kind] if metrics > 1 or len(runs) == 1 else []))
 
 
 def _spec(title: str, curves: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a figure in vega-lite's grammar without its data: lines, and points for what is measured rarely."""
+    """Return a vega-lite figure without its data: lines, and points for validation, which is measured rarely."""
     shown = (("series", "nominal"), ("step", "quantitative"), ("value", "quantitative"))
     layers: list[dict[str, Any]] = [{"mark": {"type": "line", "strokeWidth": 1.5}}]
     if any(curve["kind"] == "val" for curve in curves):
@@ -130,14 +130,14 @@ def _spec(title: str, curves: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _html(console: Console, part: RenderableType, wrap: bool = True) -> str:
-    """Return what a terminal shows as escaped HTML with inline styles."""
+    """Return the terminal's rendering as escaped HTML with inline styles."""
     console.print(part, soft_wrap=not wrap)
     return console.export_html(inline_styles=True, code_format="{code}")
 
 
 def _vega() -> str:
     try:
-        from vl_convert import javascript_bundle  # here: a command that draws nothing does not need it
+        from vl_convert import javascript_bundle  # imported here because pages without figures do not need it
     except ImportError as error:
         raise DataError(
             "html needs the package vl-convert-python, which verl-ext[show] names; it is not installed"

@@ -1,7 +1,7 @@
-"""What a training run would make of the documents: over-length handling, mixture, packs, balance over ranks.
+"""A plan of a training run on the documents: over-length handling, mixture, packs, balance over ranks.
 
-The numbers come from the functions that the trainer plans with (verl_ext.packing, verl_ext.data.mixture,
-verl_ext.trainer.step_plan), over lengths alone.
+The numbers come from the trainer's own planning functions (verl_ext.packing, verl_ext.data.mixture,
+verl_ext.trainer.step_plan), which need the lengths alone.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,13 +26,13 @@ from verl_ext.text.sources import absolute_path
 from verl_ext.trainer.step_plan import StepPlan
 from verl_ext.values import DataError, Options, UsageError, option
 
-# Tokens at which attention costs as much as the rest of a layer: of a model of 8 billion parameters, about.
+# The document length at which attention costs as much as the rest of a layer, in a model of about 8 billion parameters.
 _EVEN_AT = 25_000
 
 
 @dataclass(frozen=True)
 class PackOptions(Options):
-    """The options by which documents would become packs; those of the data node of a training run."""
+    """The options that turn documents into packs; they follow the data node of a training run."""
 
     max_tokens: int | None = option(None, "budget of a pack: plan packs, as data.max_tokens", least=2, most=MOST_TOKENS)
     over_length: str = option("split", "documents over max_tokens, as data.over_length", choices=OVER_LENGTH_POLICIES)
@@ -43,19 +43,19 @@ class PackOptions(Options):
     train_batch_size: int = option(8, "packs of an optimizer step, as data.train_batch_size", least=1)
 
     def problems(self) -> Iterable[str | None]:
-        """Yield a line if packs are asked for without their budget."""
+        """Yield a line if options of packs are given without max_tokens."""
         if self.max_tokens is None and (given := self.changed().keys() & {"mixture", "ranks", "train_batch_size"}):
             yield f"max_tokens is required with {', '.join(sorted(given))}; got null"
 
 
 def plan_facts(documents: Documents, options: PackOptions, paths: Sequence[str]) -> dict[str, Any]:
-    """Return packs, fill, over-length documents, steps and busy ranks, and what a mixture draws, as plain values.
+    """Return packs, fill, over-length documents, steps, busy shares and the mixture's draws as plain values.
 
-    busy: the share of an epoch in which an average rank works, by cost l + l²/25,000 of a document of l tokens.
+    `busy` is the share of an epoch in which an average rank works; a document of l tokens costs l + l²/25,000.
 
     Raises:
-        DataError: documents that cannot be packed so.
-        UsageError: a mixture that cannot be used.
+        DataError: the documents cannot be packed with these options.
+        UsageError: the mixture cannot be used.
     """
     assert options.max_tokens is not None, "a plan has a budget"
     budget, lengths = options.max_tokens, documents.lengths

@@ -1,10 +1,10 @@
-"""The source record of a document: its fields, its rendered text, and the prompt that inference gives a model.
+"""The source record of a document: its fields, its rendered text, and the prompts that a model gets at inference.
 
 document     <|im_start|>user 2+2? <|im_end|> <|im_start|>assistant <think> </think> 4 <|im_end|>
-prompt       <|im_start|>user 2+2? <|im_end|> <|im_start|>assistant              equal up to here: nothing to see
+prompt       <|im_start|>user 2+2? <|im_end|> <|im_start|>assistant              the document begins with it
 
-A tokenized folder does not say which record a document is of. The records of its sources are read in order, and those
-that hold words of the document's targets are tokenized again, until one gives the same tokens.
+A tokenized folder does not store the record that a document comes from. The finder reads the records of the sources in
+order and tokenizes those that hold words of the document's targets, until one gives the same tokens.
 """
 
 import json
@@ -28,7 +28,7 @@ from verl_ext.values import DataError, UsageError, one_line, options_of
 
 LONGEST_STRING = 2000  # characters of a record's string that are shown
 _WORD = re.compile(r"[A-Za-z0-9]{3,}")
-_WORDS = 8  # of a document's targets that its record is looked for by
+_WORDS = 8  # words of a document's targets that the search for its record uses
 BEFORE, AFTER = 12, 24  # tokens that a difference shows around its place
 
 
@@ -46,7 +46,7 @@ class RecordFinder:
 
     Args:
         report: the folder's report.
-        model: the tokenizer in place of the report's, if it names one.
+        model: replaces the tokenizer of the report if it names one.
 
     Raises:
         UsageError: the report names no sources, or they cannot be found.
@@ -80,14 +80,14 @@ class RecordFinder:
         raise DataError(f"{needed}; no record gives its tokens now")
 
     def _words(self, row: Row) -> list[bytes]:
-        """Return long words of the targets; all of its tokens are read if it has none."""
+        """Return the longest words of a document's targets, or of all its tokens if it has no target."""
         ids = row.input_ids[row.loss_mask] if row.loss_mask.any() else row.input_ids
         text = self._encoder.tokenizer.decode(ids.tolist(), skip_special_tokens=True)
         found = sorted(dict.fromkeys(_WORD.findall(text)), key=len, reverse=True)
         return [word.encode() for word in found[:_WORDS]]
 
     def view(self, row: Row, category: str) -> Text:
-        """Return what stands beside a document: its record, its text, and the prompts of its turns at inference."""
+        """Return the text beside a document: its record, rendered text, and the prompts of its turns at inference."""
         found = self.find(row, category)
         text = Text().append(f"record {one_line(found.place)}\n", "bold")
         text.append(f"{_fields(found.raw)}\n")
@@ -101,7 +101,7 @@ class RecordFinder:
 
 
 def _candidates(file: SourceFile, words: Sequence[bytes]) -> Iterator[tuple[int, Any]]:
-    """Yield the records that hold at least half of the words: a template or a cut may have made the others."""
+    """Yield the records that hold at least half of the words; a template or a cut may have made the other words."""
     for chunk in read_chunks(file):
         for number, raw in chunk.records:
             content = raw if isinstance(raw, bytes) else json.dumps(raw, ensure_ascii=False, default=str).encode()
@@ -110,7 +110,7 @@ def _candidates(file: SourceFile, words: Sequence[bytes]) -> Iterator[tuple[int,
 
 
 def _fields(raw: Any) -> str:
-    """Return a record as JSON with line breaks, its long strings cut."""
+    """Return a record as indented JSON with its long strings cut."""
     value = json.loads(raw) if isinstance(raw, bytes) else raw
 
     def cut(value: Any) -> Any:
@@ -125,7 +125,7 @@ def _fields(raw: Any) -> str:
 
 
 def _prompt_view(prompt: NDArray[Any], row: Row, decode: Decode) -> Text:
-    """Say whether a document begins with a prompt, or what of both stands where they first differ."""
+    """Return a line that the document begins with the prompt, or the text of both around the first difference."""
     place = first_difference(prompt, row.input_ids[: len(prompt)])
     text = Text()
     if place is None:

@@ -1,4 +1,4 @@
-"""The text of a run's data_report.json: its data and steps, and of a plan the memory and the time of a step."""
+"""The text of a run's data_report.json: data and steps, and in a plan the memory and the time of a step."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ _MIB = 2**20
 
 
 def report_lines(report: Mapping[str, Facts]) -> Iterator[str]:
-    """Yield the lines of {"train": facts, "val": facts, "steps": facts}."""
+    """Yield the lines about {"train": facts, "val": facts, "steps": facts}."""
     for name in ("train", "val"):
         if name in report:
             yield from _data_lines(name, report[name])
@@ -67,7 +67,7 @@ def _cell(name: str, value: Any) -> str:
 
 
 def plan_lines(facts: Facts) -> Iterator[str]:
-    """Yield all lines of a plan's memory and time; none of {}."""
+    """Yield all lines about a plan's memory and time; none for {}."""
     if facts:
         yield from memory_lines(facts)
     if "time" in facts:
@@ -78,7 +78,7 @@ def plan_lines(facts: Facts) -> Iterator[str]:
 
 
 def memory_lines(facts: Facts) -> Iterator[str]:
-    """Yield the table of the run as it is."""
+    """Yield the memory table of the run as it is configured."""
     if "failed" in facts:
         yield f"memory: not predicted: {facts['failed']}"
         return
@@ -111,7 +111,7 @@ def memory_lines(facts: Facts) -> Iterator[str]:
 
 
 def time_lines(facts: Facts) -> Iterator[str]:
-    """Yield what a step computes, what travels, and how long it and the run take."""
+    """Yield the computation and the communication of a step, and the times of a step and of the run."""
     if "failed" in facts:
         yield f"time: not planned: {facts['failed']}"
         return
@@ -140,7 +140,7 @@ def time_lines(facts: Facts) -> Iterator[str]:
 
 
 def size_lines(sizes: Sequence[Facts]) -> Iterator[str]:
-    """Yield a table of the numbers of ranks that may share a pack, those that fit and take least time first."""
+    """Yield a table of the numbers of ranks that may share a pack; those that fit and are fastest come first."""
     yield "time: ranks that share a pack, those that fit first, the cheapest at the top:"
     rows = []
     for size in sizes:

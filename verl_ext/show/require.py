@@ -22,7 +22,7 @@ _TERM = re.compile(r"\s*(\w+)\s*(<=|>=|<|>|=)\s*(\d+(?:\.\d+)?)\s*(%?)\s*")
 
 
 class Requirement(NamedTuple):
-    """A finding and the bound on its count, or on its share if is_share; text: as the user wrote it."""
+    """A finding and the bound on its count, or on its share if `is_share`; `text` is the term as the user wrote it."""
 
     name: str
     holds: Callable[[float, float], bool]
@@ -32,7 +32,7 @@ class Requirement(NamedTuple):
 
 
 def read_requirements(text: str) -> list[Requirement]:
-    """Read a comma-separated list. Raises UsageError for a term that is none, and for an unknown name."""
+    """Read a comma-separated list. Raises UsageError for a malformed term or an unknown name."""
     found = []
     for term in text.split(","):
         match = _TERM.fullmatch(term)

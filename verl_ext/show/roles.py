@@ -1,10 +1,10 @@
-r"""What each token group of a document is: the role of its message, or the kind of target that it is.
+r"""The name of each token group of a document: the role of its message, or the kind of target.
 
 text    <|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n<think>\nsum\n</think>\n\n4<|im_end|>
 name    user                              assistant              reasoning              answer  end of turn
 
-Both are read from the text: a role is the word at a special token, or inside one; reasoning and tool calls have their
-tags. Before the first role, and in a text that is no chat, they are "context" and "target".
+Both come from the text: a role is a word after or inside a special token, and tags mark reasoning and tool calls.
+Before the first role, and in a text that is not a chat, the names are "context" and "target".
 """
 
 import re
@@ -22,7 +22,7 @@ _AFTER = re.compile(rf"\s*({_ROLES})(?![A-Za-z])", re.IGNORECASE)
 
 
 def names_of(cells: Sequence["Cell"]) -> list[str]:
-    """Return the name of each cell: the role of context, the kind of a target."""
+    """Return the name of each cell: the role for context, the kind for a target."""
     names: list[str] = []
     role, before, at = "context", "", 0
     while at < len(cells):
@@ -42,7 +42,7 @@ def names_of(cells: Sequence["Cell"]) -> list[str]:
 
 
 def _role(cells: Sequence["Cell"], place: int, role: str) -> str:
-    """Return the role that a special token begins; an end of turn leaves it as it was."""
+    """Return the role that a special token starts, or the current role at an end of turn."""
     following = "".join(cell.text for cell in cells[place + 1 : place + 9])
     found = _INSIDE.search(cells[place].text) or _AFTER.match(following)
     return found[1].lower() if found else role

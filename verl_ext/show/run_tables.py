@@ -1,4 +1,4 @@
-"""Runs in a terminal: where each stands, its curves as text, and what differs between their configs."""
+"""Runs in a terminal: the progress and the curves of each, and the differences between their configs."""
 
 from collections.abc import Iterator, Sequence
 
@@ -21,7 +21,7 @@ EVALUATIONS = ("exact_match", "accuracy", "perplexity")
 
 
 def run_tables(runs: Sequence[ShownRun], width: int) -> Iterator[RenderableType]:
-    """Yield what a terminal of `width` columns shows of some runs."""
+    """Yield the tables of runs for a terminal of `width` columns."""
     for run in runs:
         yield Text(one_line(headline(run)), "bold")
         if run.torn is not None:
@@ -47,7 +47,7 @@ def run_tables(runs: Sequence[ShownRun], width: int) -> Iterator[RenderableType]
 
 
 def headline(run: ShownRun) -> str:
-    """Return where a run stands: step, share, time left, last checkpoint, what it runs on."""
+    """Return the progress of a run (step, share, time left, last checkpoint), its hardware and implementations."""
     total = run.facts.get("total_steps")
     parts = [f"{run.name}: step {run.step:,}" + (f" of {total:,} ({run.step / total:.0%})" if total else "")]
     if run.seconds_left:
@@ -67,7 +67,7 @@ def shown_metrics(run: ShownRun) -> list[str]:
 
 
 def sparkline(curve: Curve, width: int) -> str:
-    """Return a curve as blocks of eight heights, each the mean of a part of its steps; a space for none finite."""
+    """Return a curve as blocks of eight heights, each the mean of some steps; a space if no value is finite."""
     values = np.array([np.nan if value is None else value for value in curve.values], float)
     parts = np.array_split(values, min(width, len(values)))
     means = np.array([part[np.isfinite(part)].mean() if np.isfinite(part).any() else np.nan for part in parts])
@@ -78,7 +78,7 @@ def sparkline(curve: Curve, width: int) -> str:
 
 
 def config_differences(runs: Sequence[ShownRun]) -> RenderableType | None:
-    """Return a table of the keys in which the configs of runs differ; None without a difference."""
+    """Return a table of the keys in which the configs of runs differ; None if they are equal."""
     runs = [run for run in runs if "config" in run.facts]
     configs = [dict(leaves(run.facts["config"])) for run in runs]
     keys = list(dict.fromkeys(key for config in configs for key in config))

@@ -1,6 +1,6 @@
-"""A run from the files of its folder: curves of metrics.jsonl, what run.json and data_report.json say, its spikes.
+"""A run, read from the files of its folder: metrics.jsonl, run.json, data_report.json and spikes.jsonl.
 
-metrics.jsonl    {"step": 1, "data": {"train/loss": 7.4, …}}    one curve for each metric, steps without it left out
+metrics.jsonl    {"step": 1, "data": {"train/loss": 7.4, …}}    one curve for each metric, without steps that lack it
 """
 
 import json
@@ -13,13 +13,13 @@ from verl_ext.checkpoint.layout import METRICS, REPORT, RUN, SPIKES, TRACKER
 from verl_ext.redaction import redacted
 from verl_ext.values import DataError, UsageError
 
-RATE_STEPS = 20  # the last logged steps, whose mean time gives the time left
+RATE_STEPS = 20  # the number of last logged steps whose mean time gives the time left
 _LOSS, _TOKENS = "_loss", "_tokens"
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A metric's steps, ascending, and its values; None where it was not finite."""
+    """A metric's ascending steps and its values; a value that is not finite is None."""
 
     steps: list[int]
     values: list[float | None]
@@ -35,9 +35,9 @@ class ShownRun:
     """The config, metrics and notes of a run.
 
     Attributes:
-        path: its folder, or the metrics file.
-        curves: by the names of the metrics, in the order of their first appearance.
-        torn: the number of the line at which the metrics end too soon; None if they are whole.
+        path: the run's folder, or its metrics file.
+        curves: the curve of each metric by name, in the order of first appearance.
+        torn: the number of the first line of the metrics that cannot be read; None if all can.
         facts: run.json, with secrets masked; {} without it.
         data: data_report.json; {} without it.
         checkpoint: the step of the last checkpoint.
@@ -52,7 +52,7 @@ class ShownRun:
 
     @property
     def name(self) -> str:
-        """The folder's name, or its parent's where it is called `checkpoints`."""
+        """The folder's name, or the name of its parent if the folder is called `checkpoints`."""
         folder = self.path if self.path.is_dir() else self.path.parent
         folder = folder.resolve()
         return folder.parent.name if folder.name == "checkpoints" else folder.name
@@ -64,7 +64,7 @@ class ShownRun:
 
     @property
     def seconds_left(self) -> float | None:
-        """By tokens over tokens a second of the last steps; None if the run's end is not known."""
+        """The seconds left by the mean time of the last steps; None if that or the total is unknown."""
         tokens, rates = (self.curves.get(f"train/{name}") for name in ("tokens", "tokens_per_second"))
         if tokens is None or rates is None or "total_steps" not in self.facts:
             return None
@@ -73,13 +73,13 @@ class ShownRun:
         return (self.facts["total_steps"] - self.step) * sum(seconds) / len(seconds) if seconds else None
 
     def categories(self) -> list[str]:
-        """Return the categories whose losses were logged, by name."""
+        """Return the sorted names of the categories whose losses were logged."""
         names = {key.split("/", 1)[1].removesuffix(_LOSS) for key in self.curves if key.endswith(_LOSS)}
         return sorted(name for name in names if f"train/{name}{_TOKENS}" in self.curves)
 
 
 def is_run(path: str) -> bool:
-    """Return whether a path is a run's folder, or a metrics file."""
+    """Return whether a path is a run's folder or a metrics file."""
     folder = Path(path)
     if folder.is_file():
         return folder.suffix == ".jsonl" and (folder.name == METRICS or _has_metrics(folder))
@@ -120,7 +120,7 @@ def open_run(path: str) -> ShownRun:
 
 
 def read_plan(path: str) -> dict[str, Any]:
-    """Return the report of a plan. Raises UsageError for a path that is none, DataError for another file."""
+    """Return the report of a plan. Raises UsageError if the path is no plan, DataError if its report is malformed."""
     if not is_plan(path):
         raise UsageError(f"{path} must be the folder of a plan, as the other paths are")
     report = _json(Path(path) / REPORT)
@@ -136,14 +136,14 @@ def read_spike(folder: Path, step: int) -> dict[str, Any] | None:
         try:
             spike = json.loads(line)
         except ValueError:
-            return None  # the line that is being written
+            return None  # the run is still writing this line
         if spike.get("step") == step:
             return spike
     return None
 
 
 def _read_curves(file: Path) -> tuple[dict[str, Curve], int | None]:
-    """Return the curves, and the number of the first line that is none; what stands before it is kept."""
+    """Return the curves up to the first line that cannot be read, and its number or None."""
     curves: dict[str, Curve] = {}
     torn = None
     with file.open(encoding="utf-8", errors="replace") as lines:

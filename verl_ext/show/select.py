@@ -1,4 +1,4 @@
-"""The choice of documents to look at: by row, category, length, at random, by what is wrong with them, by text."""
+"""The choice of documents to show: by row, category, length, mistake or text, or at random."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -13,7 +13,7 @@ from verl_ext.values import Options, UsageError, choice_problem, option
 
 @dataclass(frozen=True)
 class SelectOptions(Options):
-    """Which documents are shown; several of them are all meant at once."""
+    """The options that select documents; a document must meet all that are given."""
 
     row: int | None = option(None, "the document of this row, counted from 0 over all paths", least=0)
     category: str | None = option(None, "documents of this category alone")
@@ -26,7 +26,7 @@ class SelectOptions(Options):
     documents: int = option(1, "how many documents are shown", least=1)
 
     def problems(self) -> Iterable[str | None]:
-        """Yield a line for two orders, and for a regular expression that does not parse."""
+        """Yield a line for several orders, and for a regular expression that does not parse."""
         orders = [name for name in ("longest", "shortest") if getattr(self, name)]
         orders += ["random"] if self.random is not None else []
         if len(orders) > 1:
@@ -39,7 +39,7 @@ class SelectOptions(Options):
 
     @property
     def selects(self) -> bool:
-        """Tell whether documents are asked for in place of the audit."""
+        """Tell whether an option selects documents, which are then shown in place of the audit."""
         return bool(self.changed().keys() & {*_SELECTORS})
 
 
@@ -47,10 +47,10 @@ _SELECTORS = ("row", "category", "no_target", "cut", "matches", "longest", "shor
 
 
 def selected(documents: Documents, options: SelectOptions, decode: Callable[[list[int]], str]) -> Iterator[int]:
-    """Yield the rows that are asked for, in their order; `matches` decodes one document after the other.
+    """Yield the selected rows in the order of the options; `matches` decodes one document at a time.
 
     Raises:
-        UsageError: a row past the end, a category that the data does not have, a selection of no document.
+        UsageError: the row is past the end, the data lacks the category, or no document is selected.
     """
     if options.row is not None and options.row >= len(documents):
         raise UsageError(f"row must be below {len(documents):,}, the documents of paths; got {options.row}")

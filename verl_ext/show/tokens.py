@@ -1,9 +1,9 @@
-"""What only the tokens of a set show: one pass over them, vectorised.
+"""Facts about documents that only their tokens show, found in one vectorised pass.
 
 document       <bos> a b | c d <eot>      the targets are c d <eot>
-hash           Σ (id_t + 1) · mix · r_t   mod 2^64, with a random odd r_t for every position
+hash           Σ mix(id_t + 1) · r_t      mod 2^64, with a random odd r_t for every position
 last_target    <eot>                      -1 without a target
-ends_in_target yes                        its last token is one
+ends_in_target yes                        the last token is a target
 """
 
 from collections.abc import Sequence
@@ -24,11 +24,11 @@ class TokenFacts:
     """Facts of each document.
 
     Attributes:
-        hashes: uint64[D] of the token rows; equal rows have equal hashes, and others with a chance of about 2^-63.
-        last_target: integer[D], the id of the last target token, -1 for none.
+        hashes: uint64[D]; equal documents have equal hashes, different ones with a probability of about 2^-63.
+        last_target: integer[D], the id of the last target token, -1 without one.
         ends_in_target: bool[D], whether the last token is a target.
         double_start: bool[D], whether the document begins with the same token `bos` twice.
-        sequence: bool[D], whether the token sequence asked for lies whole among the targets.
+        sequence: bool[D], whether the targets contain the whole given sequence of tokens.
     """
 
     hashes: NDArray[np.uint64]
@@ -39,7 +39,7 @@ class TokenFacts:
 
 
 def read_tokens(documents: Documents, bos: int | None = None, sequence: Sequence[int] = ()) -> TokenFacts:
-    """Read every token once. bos: the token of `double_start`; sequence: the token ids looked for in targets."""
+    """Read every token once. bos: the token of `double_start`. sequence: the token ids to find among the targets."""
     count = len(documents)
     longest = int(documents.lengths.max(initial=0))
     factors = np.random.default_rng(0).integers(0, 2**63, longest, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
@@ -73,7 +73,7 @@ def read_tokens(documents: Documents, bos: int | None = None, sequence: Sequence
 def _has_sequence(
     ids: NDArray[Any], mask: NDArray[np.bool_], starts: NDArray[np.int64], sequence: Sequence[int]
 ) -> NDArray[np.bool_]:
-    """Return bool[documents]: those with `sequence` among their targets; a first token is none, so none crosses."""
+    """Return bool[documents]: whether targets contain `sequence`, which cannot cross the non-target first tokens."""
     if not sequence or len(ids) < len(sequence):
         return np.zeros(len(starts), bool)
     last = len(ids) - len(sequence) + 1
@@ -86,7 +86,7 @@ def _has_sequence(
 
 
 def repeated(hashes: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """Return bool[D]: the documents of which an equal one comes earlier."""
+    """Return bool[D]: whether an earlier document has the same hash."""
     order = np.argsort(hashes, kind="stable")
     again = np.zeros(len(hashes), bool)
     again[order[1:]] = hashes[order[1:]] == hashes[order[:-1]]

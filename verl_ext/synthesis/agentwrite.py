@@ -3,8 +3,8 @@
     instruction                               →  plan: a paragraph's main point and words on each line
     instruction, plan, text so far, its line  →  the next paragraph, and so on
 
-The length that is asked for stands in the instruction. A text is kept if its length is near that: S_l of 80 or more is
-the filter of which ModelScope reports that 666 of 6,000 records do as well as all (arXiv 2410.10210).
+The instruction states the requested length. A text is kept if its length is near that, by default if S_l is 80 or more:
+ModelScope reports that the 666 of 6,000 records that pass this filter do as well as all (arXiv 2410.10210).
 """
 
 import re
@@ -16,7 +16,7 @@ from verl_ext.synthesis.prompts import Prompts, language_of
 from verl_ext.synthesis.records import Made, Making, question_and_answer
 from verl_ext.text.word_count import count_words, length_score
 
-LEAST_WORDS = 100  # a smaller number before "words" or 字 is not the length of a long text
+LEAST_WORDS = 100  # a smaller number before "words" or 字 is not taken for the length of a long text
 _PLAN_LINE = re.compile(
     r"^\W*(?:paragraph|段落|第)\s*\d+\s*段?\W+(?:main point|要点)\W*[:：]\s*(?P<point>.+?)\W+"
     r"(?:word count|字数)\W*[:：]?\s*(?:about|约)?\s*(?P<words>\d[\d,]*)",
@@ -57,7 +57,7 @@ def _number(text: str) -> int:
 
 
 def parse_plan(text: str) -> list[str]:
-    """Return the lines of a plan that name a paragraph, its main point and its words; headings are none."""
+    """Return the lines of a plan that name a paragraph, its main point and its number of words, without headings."""
     found = [line.strip() for line in text.splitlines() if _PLAN_LINE.match(line.strip())]
     if not found:
         raise Unparsable("the answer has no line of the form `Paragraph 1 - Main Point: … - Word Count: 400`")
@@ -65,7 +65,7 @@ def parse_plan(text: str) -> list[str]:
 
 
 async def make(item: Item, client: Client, prompts: dict[str, Prompts], making: Making) -> Made:
-    """Return the record of an instruction, or the reason for which there is none."""
+    """Return the record of an instruction, or the reason why there is none."""
     own = prompts[language_of(item.text)]
     instruction, words = item.text, asked_words(item.text)
     if words is None:

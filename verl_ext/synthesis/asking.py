@@ -1,4 +1,4 @@
-"""The records of a run, made item by item: many requests at a time, written in the order of the items."""
+"""The making of a run's records: many requests run at a time, and records are written in the order of the items."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ from verl_ext.synthesis.items import Item
 from verl_ext.synthesis.prompts import Prompts
 from verl_ext.synthesis.records import Made, Making
 
-AHEAD = 4  # items begun at a time, as a multiple of the requests
+AHEAD = 4  # items that are in progress for each concurrent request
 
 Make = Callable[[Item, Client, dict[str, Prompts], Making], Coroutine[Any, Any, Made]]
 ResultT = TypeVar("ResultT")
@@ -43,8 +43,8 @@ class Work:
 class Written:
     """The outcomes of the items of a run.
 
-    outcomes: how many items had which. without: those without a record, with the reason. lengths: the rows of the
-    table of lengths, in numbers; those of the corpus if it is empty. cost: a line about the requests.
+    outcomes: the number of items by outcome. without: the items without a record, with reasons. lengths: the rows of
+    the table of lengths as numbers; if empty, the report shows those of the corpus. cost: a line about the requests.
     """
 
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -67,7 +67,7 @@ async def write_records(make: Make, work: Work) -> Written:
         async with Client(work.endpoint, store) as client:
 
             async def made_of(item: Item) -> Made:
-                async with free:  # an item's requests follow each other, while the server has its document at hand
+                async with free:  # an item's requests follow each other, while the server still caches its document
                     return await make(item, client, work.prompts, work.making)
 
             begun = ((item, made_of(item)) for item in work.corpus.items())
@@ -88,7 +88,7 @@ async def write_records(make: Make, work: Work) -> Written:
 async def in_order(
     begun: Iterator[tuple[Item, Coroutine[Any, Any, ResultT]]], ahead: int
 ) -> AsyncGenerator[tuple[Item, ResultT], None]:
-    """Yield the result of each coroutine in order, while as many as `ahead` of them run."""
+    """Yield the results of coroutines in their order while up to `ahead` of them run."""
     running: deque[tuple[Item, asyncio.Task[ResultT]]] = deque()
     try:
         for item, coroutine in begun:

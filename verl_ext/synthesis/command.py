@@ -31,13 +31,13 @@ from verl_ext.text.sources import FORMATS, find_source_files, local_path
 from verl_ext.text.tokenizer import ModelOptions, load_tokenizer
 from verl_ext.values import DataError, option
 
-REPORT = "report.yaml"  # no name that `tokenize` takes for a file of records
+REPORT = "report.yaml"  # `tokenize` does not take a file of this name for records
 NOT_REPORTED = ("output_dir", "overwrite", "store")
 
 
 @dataclass(frozen=True)
 class Task:
-    """How records are made: of documents, whose lengths are chosen, or of instructions; asked about, or joined."""
+    """A way to make records: from documents of chosen lengths or from instructions, by questions or by joining."""
 
     write: Callable[[Work], Coroutine[Any, Any, Written]]
     text_key: str
@@ -57,10 +57,10 @@ TASKS = {
 class SynthesizeOptions(OutputOptions):
     """Long instruction data, made by the model of an OpenAI-compatible server, for `verl-ext tokenize`.
 
-    task=longalign asks five questions about a document and has one of them answered; task=glm_long questions and
-    summarizes documents longer than the model's context; task=glm_long_documents joins documents alike into long
-    ones; task=agentwrite plans and writes a long text paragraph by paragraph. Every answer is kept in `store`: a run
-    that stops is continued by the same command, and nothing is paid for twice.
+    task=longalign asks for five questions about a document and for the answer to one of them; task=glm_long makes
+    questions about, and summaries of, documents longer than the model's context; task=glm_long_documents joins similar
+    documents into long ones; task=agentwrite plans and writes a long text paragraph by paragraph. `store` keeps every
+    answer, so the same command continues a run that stopped, and no answer is paid for twice.
     """
 
     marker: ClassVar[str] = REPORT

@@ -1,4 +1,4 @@
-"""The items of a run: those of the right length that repeat nothing, drawn evenly over the intervals of lengths."""
+"""The items of a run: items of a right length that repeat no others, drawn evenly over intervals of lengths."""
 
 from bisect import bisect_right
 from collections import Counter
@@ -20,7 +20,7 @@ class Intervals:
     edges: tuple[int, ...]
 
     def of(self, tokens: int) -> str | None:
-        """Return the interval of a length, None outside of all."""
+        """Return the interval of a length; None if it is in none."""
         if not self.edges[0] <= tokens <= self.edges[-1]:
             return None
         place = min(bisect_right(self.edges, tokens), len(self.edges) - 1)
@@ -33,19 +33,19 @@ class Intervals:
 
 
 class Corpus:
-    """The items of files, each in the interval of its length, read twice: to choose, and to ask about the chosen.
+    """The items of files by interval of length; the files are read twice, to choose items and to ask about them.
 
-    An item draws a number from the seed and its name; the lowest of an interval are chosen. So the same ones are
-    chosen in whatever order they are read, and a larger choice holds the smaller one.
+    The seed and the name of an item give a number, and the items of an interval with the lowest numbers are chosen. So
+    the choice does not depend on the order of reading, and a larger choice contains a smaller one.
 
     Args:
-        files: of all sources, in order.
+        files: the files of all sources, in order.
         sources: the names of the sources.
         text_key: the field of a record with its text.
-        class_field: that with its class; None: a document's class is its source.
-        skip_bad: leave out and count records without a text, instead of ending the run.
-        lengths: the intervals and what counts tokens; None: all items are one group.
-        truncate: shorten longer documents to the last interval, instead of leaving them out.
+        class_field: the field with its class; None: a document's class is its source.
+        skip_bad: leave out and count bad records, instead of ending the run.
+        lengths: the intervals and the counter of tokens; None: all items are one group.
+        truncate: shorten documents that are too long to the end of the last interval, instead of leaving them out.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class Corpus:
         self.chosen: dict[str, set[str]] = {}
 
     def choose(self, records: int | None, seed: int, near: NearDuplicates | None, passages: Passages) -> int:
-        """Draw `records` items, None for all, as many from every interval; return how many there are.
+        """Draw `records` items (None: all), equally many from every interval; return the number of items drawn.
 
-        An interval that has fewer gives all it has, and the others do not make up for it.
+        An interval with too few gives all of its items, and the others do not make up for it.
         """
         names = self._lengths[0].names if self._lengths else [ALL]
         groups: dict[str, list[tuple[int, str]]] = {name: [] for name in names}
@@ -91,7 +91,7 @@ class Corpus:
                 yield item
 
     def _items(self, left_out: Counter[str]) -> Iterator[tuple[Item, str]]:
-        """Yield each item of a right length with its interval, shortened if it is to be; count the others."""
+        """Yield each item of a right length, shortened if `truncate`, with its interval; count the others."""
         for item in read_items(*self._read, left_out, self._skip_bad):
             if self._lengths is None:
                 yield item, ALL

@@ -12,14 +12,14 @@ from verl_ext.files import fingerprint
 from verl_ext.text.tokenized import file_facts
 from verl_ext.values import Options, UsageError, first_line, option
 
-# What sentence-transformers' 1_Pooling/config.json calls the ways to pool.
+# The keys of 1_Pooling/config.json of sentence-transformers, and the pooling that each names.
 _POOLINGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_lasttoken": "last"}
-_MODULES = ("Transformer", "Pooling", "Normalize")  # of modules.json; a Dense layer would be left out in silence
+_MODULES = ("Transformer", "Pooling", "Normalize")  # others in modules.json, e.g. Dense, would be ignored silently
 
 
 @dataclass(frozen=True)
 class EncoderOptions(Options):
-    """How documents are embedded."""
+    """The options for the embeddings of documents."""
 
     prefix: ClassVar[str] = "encoder"
 
@@ -41,10 +41,10 @@ class EncoderOptions(Options):
 
 
 class LocalEncoder:
-    """A sentence encoder that embeds a text at a time, on the GPU if there is one; finished ones are in the store."""
+    """A sentence encoder that embeds one text at a time, on the GPU if there is one, and stores the embeddings."""
 
     def __init__(self, options: EncoderOptions, store: Store) -> None:
-        """Read how the encoder pools. Raises `UsageError` for a folder that is no sentence encoder."""
+        """Read the encoder's pooling. Raises `UsageError` if the folder is no sentence encoder."""
         self.options, self.store, self.path = options, store, Path(str(options.path))
         if not (self.path / "config.json").is_file():
             raise UsageError(f"encoder.path must be a folder with a config.json; got {self.path}")
@@ -53,7 +53,7 @@ class LocalEncoder:
         self._model: Any = None
 
     def _pooling(self) -> str:
-        """Return the pooling that the files of sentence-transformers name, "mean" without them."""
+        """Return the pooling that the files of sentence-transformers name; "mean" without these files."""
         modules, pooling = self.path / "modules.json", self.path / "1_Pooling" / "config.json"
         try:
             kinds = [str(each["type"]).rpartition(".")[2] for each in _json(modules)] if modules.is_file() else []
@@ -107,7 +107,7 @@ class LocalEncoder:
         except (OSError, ValueError) as error:
             needed = "encoder.path must hold a model that transformers loads"
             raise UsageError(f"{needed}; got {self.path}: {first_line(error)}") from error
-        positions = getattr(model.config, "max_position_embeddings", 1 << 20) - 2  # RoBERTa's begin with 2
+        positions = getattr(model.config, "max_position_embeddings", 1 << 20) - 2  # RoBERTa's positions begin at 2
         self._most = min(self._tokenizer.model_max_length, positions)
         self._model = model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -1,13 +1,13 @@
-"""GLM-Long's instructions by a model with a short context, over documents longer than that context.
+"""GLM-Long's instructions from a model with a short context, about documents longer than that context.
 
 One of three ways is drawn for a document (Zhipu AI, "GLM Long: Scaling Pre-trained Model Contexts to Millions", 2024):
 
-    chunk     a stretch as long as the window                         →  a question and its answer
-    chunks    stretches from all over the text, a window together     →  a question over several of them, and its answer
-    summary   the whole text in parts of a window, each summarized,
-              the summaries again if they are longer than a window    →  the answer to an instruction to summarize
+    chunk     one stretch as long as the window                       →  a question and its answer
+    chunks    stretches from all over the text, a window in total     →  a question over several of them, and its answer
+    summary   summaries of all parts of a window's length, summarized
+              again while they are longer than a window together      →  the answer to an instruction to summarize
 
-The record asks the same of the whole document.
+The record asks the same question about the whole document.
 """
 
 import re
@@ -19,7 +19,7 @@ from verl_ext.synthesis.prompts import Prompts, language_of
 from verl_ext.synthesis.records import Made, Making, question_and_answer
 
 WAYS = ("chunk", "chunks", "summary")
-STRETCHES = 4  # of a text, for a question over several of them
+STRETCHES = 4  # stretches of a text, for a question over several of them
 _PAIR = re.compile(
     r"^[\s*#]*(?:Question|问题)[\s*]*[:：][\s*]*(.+?)\n[\s*#]*(?:Answer|答案|回答)[\s*]*[:：][\s*]*(.+)",
     re.IGNORECASE | re.DOTALL | re.MULTILINE,
@@ -35,7 +35,7 @@ def parse_pair(text: str) -> tuple[str, str]:
 
 
 async def make(item: Item, client: Client, prompts: dict[str, Prompts], making: Making) -> Made:
-    """Return the record of a document, or the reason for which there is none."""
+    """Return the record of a document, or the reason why there is none."""
     way = WAYS[drawn(making.seed, item.name, "way") % len(WAYS)]
     own = prompts[language_of(item.text)]
     if way == "summary":
@@ -43,7 +43,7 @@ async def make(item: Item, client: Client, prompts: dict[str, Prompts], making: 
     assert making.lengths_of is not None
     number = 1 if way == "chunk" else STRETCHES
     spans, size = [], making.window // number
-    for stretch in range(number):  # of as many tokens each, in which a chunk begins where the draw says
+    for stretch in range(number):  # equal parts of the text; the start of a chunk in each part is drawn
         first, end = item.tokens * stretch // number, item.tokens * (stretch + 1) // number
         start = first + drawn(making.seed, item.name, "start", str(stretch)) % max(end - first - size + 1, 1)
         spans.append((start, min(start + size, end)))
@@ -67,7 +67,7 @@ async def make(item: Item, client: Client, prompts: dict[str, Prompts], making: 
 
 
 async def _summary(item: Item, client: Client, own: Prompts, making: Making) -> Made:
-    """Return the record of a summary, of a text that is read a window at a time."""
+    """Return the record of a summary, for which the model reads the text window by window."""
     assert making.lengths_of is not None
     count, answers, text, level = making.lengths_of, list[Answer](), item.text, 0
     while (tokens := count.count(text)) > making.window:

@@ -1,7 +1,7 @@
-"""What is asked about: documents or instructions, read from files, and what is drawn for each of them.
+"""The items of a run, documents or instructions read from files, and the random numbers for each item.
 
-An item draws a number from the seed and its own name. So the same ones are chosen, and the same questions asked of
-them, in whatever order and by however many requests at a time.
+Random numbers follow from the seed and the name of the item. So the choice of items and the questions about them
+depend neither on the order nor on the number of concurrent requests.
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ from verl_ext.values import DataError
 
 @dataclass(frozen=True)
 class Item:
-    """A document or an instruction. tokens: of the whole text, 0 if not counted. kind: its class, else its source."""
+    """A document or an instruction. tokens: the length of the text, 0 if not counted. kind: its class or source."""
 
     name: str
     source: str
@@ -28,7 +28,7 @@ class Item:
 
 
 def drawn(seed: int, *facts: str) -> int:
-    """Return 64 bits that follow from the seed and the facts alone."""
+    """Return a 64-bit number that follows from the seed and the facts alone."""
     digest = blake2b("\0".join((str(seed), *facts)).encode(errors="surrogateescape"), digest_size=8)
     return int.from_bytes(digest.digest(), "little")
 
@@ -43,7 +43,7 @@ def read_items(
 ) -> Iterator[Item]:
     """Yield the items of the files in order; `left_out` counts bad records.
 
-    class_field: the field of a record with its class; None: its source is its class. Raises `DataError` for the first
+    class_field: the field of a record with its class; None: its source is its class. Raises `DataError` at the first
     bad record unless `skip_bad`.
     """
     times: Counter[str] = Counter()
@@ -51,7 +51,7 @@ def read_items(
         source = sources[file.category_id - 1]
         name = f"{source}/{Path(file.path).name}"
         times[name] += 1
-        if times[name] > 1:  # files of one name in several folders; the folders may move
+        if times[name] > 1:  # folders may move and are not in the name, so files in two folders can have one name
             name = f"{name}#{times[name]}"
         for chunk in read_chunks(file):
             for number, raw in chunk.records:

@@ -1,11 +1,11 @@
-"""GLM-Long's artificial long documents: documents alike, joined into one text.
+"""GLM-Long's artificial long documents: similar documents, joined into one text.
 
     documents of a class  ──►  embeddings  ──►  a start, and its nearest neighbours up to a drawn length  ──►  one text
 
-Each document is used once. Starts are taken in an order drawn from the seed and their names; a start goes to the
-interval of lengths that has the fewest tokens so far, so that every interval ends with as many (Zhipu AI, "GLM Long:
-Scaling Pre-trained Model Contexts to Millions", 2024). Neighbours are exact: a product of all embeddings of a
-class with the start's, quick enough for some 100,000 documents of a class.
+Each document is used at most once. The seed and the names of documents give the order in which they become starts. A
+start goes to the interval of lengths with the fewest tokens so far, so that all intervals get about equally many (Zhipu
+AI, "GLM Long: Scaling Pre-trained Model Contexts to Millions", 2024). The search for neighbours is exact: it multiplies
+all embeddings of a class by the start's, which is quick enough for about 100,000 documents in a class.
 """
 
 import json
@@ -34,7 +34,7 @@ SEPARATOR = "\n\n"
 
 @dataclass(frozen=True)
 class Document:
-    """A document of a class: its tokens with the separator after it, and where its text is in the file of texts."""
+    """A document of a class: its tokens with the separator after it, and the place of its text in the file of texts."""
 
     name: str
     tokens: int
@@ -55,13 +55,13 @@ class Group:
 def groups_of(
     documents: Sequence[Document], intervals: Intervals, seed: int, filled: dict[str, int]
 ) -> Iterator[Group]:
-    """Yield the groups of a class; a document is in one at most.
+    """Yield the groups of a class; a document is in at most one group.
 
     Args:
-        documents: those of the class, in the order in which they are taken as starts.
-        intervals: of the lengths of joined texts.
-        seed: of the target lengths.
-        filled: the tokens of each interval so far; they grow.
+        documents: the documents of the class, in the order in which they become starts.
+        intervals: the intervals of the lengths of joined texts.
+        seed: the seed of the target lengths.
+        filled: the tokens of each interval so far, which this function updates.
     """
     tokens = np.array([document.tokens for document in documents])
     vectors = np.stack([document.vector for document in documents])
@@ -123,7 +123,7 @@ async def write_joined(work: Work) -> Written:
 
 
 async def _embedded(work: Work, texts: IO[bytes], written: Written) -> dict[str, list[Document]]:
-    """Embed the documents and write their texts to a file; return them by class, and what was spent in `written`."""
+    """Embed the documents and write their texts to a file; return them by class, and set the cost in `written`."""
     count = work.making.lengths_of
     assert count is not None
     classes: dict[str, list[Document]] = defaultdict(list)
@@ -159,7 +159,7 @@ async def _embedded(work: Work, texts: IO[bytes], written: Written) -> dict[str,
 
 
 def _kept(item: Item, tokens: int, vector: NDArray[np.float32], texts: IO[bytes]) -> Document:
-    """Write a document's text, which its neighbours may wait for long, and return where it is."""
+    """Write a document's text to the file, from which its group reads it later, and return its place there."""
     place, text = texts.tell(), item.text.encode()
     texts.write(text)
     return Document(item.name, tokens, vector, place, len(text))

@@ -1,6 +1,6 @@
 """LongAlign: a question about a long document, and its answer (arXiv 2401.18058, section 3.1 and appendix A).
 
-Two requests over the same document, which stands first in both in the same bytes:
+Both requests start with the same document, byte for byte:
 
     document, "write five questions of this kind"  →  five questions, one is drawn
     document, that question                        →  the answer over the whole document
@@ -20,7 +20,7 @@ _NUMBERED = re.compile(
 
 
 def parse_questions(text: str) -> list[str]:
-    """Return the questions of a numbered list (`1: `, `2.`, `**3:**`, `4)`), whatever stands around it."""
+    """Return the questions of a numbered list (`1: `, `2.`, `**3:**`, `4)`), without the text around it."""
     found = [match[2] for line in text.splitlines() if (match := _NUMBERED.match(line))]
     if not found:
         raise Unparsable("the answer has no numbered question")
@@ -28,7 +28,7 @@ def parse_questions(text: str) -> list[str]:
 
 
 async def make(item: Item, client: Client, prompts: dict[str, Prompts], making: Making) -> Made:
-    """Return the record of a document, or the reason for which there is none."""
+    """Return the record of a document, or the reason why there is none."""
     own = prompts[language_of(item.text)]
     kinds = own.below("kinds")
     kind = kinds[drawn(making.seed, item.name, "kind") % len(kinds)]

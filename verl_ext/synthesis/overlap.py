@@ -1,4 +1,4 @@
-"""Texts that repeat others: near-duplicates among them, and passages of given files."""
+"""The search for texts that repeat others: near-duplicates, and passages of given files."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -7,25 +7,25 @@ from verl_ext.files import fingerprint
 from verl_ext.values import UsageError, first_line
 
 NGRAM = 13  # words of a passage that two texts hardly share by chance (GPT-3, arXiv 2005.14165, appendix C)
-SHINGLE = 5  # words of which the similarity of two texts is counted
+SHINGLE = 5  # words of a run; the similarity of two texts counts the runs that they share
 PERMUTATIONS = 128
 # A word, or one character of a script that is written without spaces.
 _WORD = re.compile("[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\\W\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+")
 
 
 def runs_of_words(text: str, length: int) -> Iterator[str]:
-    """Yield every run of so many words, in lower case; the whole text if it has fewer."""
+    """Yield every run of `length` words in lower case, or all words of a text that has fewer."""
     words = _WORD.findall(text.lower())
     for start in range(max(len(words) - length + 1, 1)):
         yield " ".join(words[start : start + length])
 
 
 class NearDuplicates:
-    """Finds texts whose runs of 5 words have at least the given Jaccard similarity with those of an earlier text."""
+    """A finder of texts whose runs of 5 words have at least a given Jaccard similarity with an earlier text's."""
 
     def __init__(self, threshold: float) -> None:
         try:
-            from datasketch import MinHashLSH  # here: importing it takes half a second
+            from datasketch import MinHashLSH  # imported here because it takes half a second
         except ImportError as error:
             needed = "needs a package (pip install 'verl-ext[synth]'), or null"
             raise UsageError(f"near_duplicates {needed}: {first_line(error)}") from error
@@ -54,7 +54,7 @@ class Passages:
         self._runs = {fingerprint(run, digits=16) for text in texts for run in runs_of_words(text, NGRAM)}
 
     def found_in(self, text: str) -> str | None:
-        """Return the first run of the text that is one of them."""
+        """Return the first run of the text that is in one of the passages; None if there is none."""
         if not self._runs:
             return None
         return next((run for run in runs_of_words(text, NGRAM) if fingerprint(run, digits=16) in self._runs), None)

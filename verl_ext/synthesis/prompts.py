@@ -1,4 +1,4 @@
-"""The prompts of a task, ours or a file of the user's, in the language of the text."""
+"""The prompts of a task, ours or those of the user's file, in the language of the text."""
 
 import re
 from collections.abc import Mapping
@@ -35,16 +35,16 @@ class Prompts:
 
 
 def language_of(text: str) -> str:
-    """Return "zh" for a text with a Chinese character for every four ASCII letters and no kana, else "en"."""
+    """Return "zh" for a text without kana and with over one Chinese character per four ASCII letters, else "en"."""
     start = text[:_EXAMINED]
     letters = sum(character.isascii() and character.isalpha() for character in start)
     return "zh" if len(_CHINESE.findall(start)) > letters / 4 and not _KANA.search(start) else "en"
 
 
 def load_prompts(path: str | None, task: str) -> dict[str, Prompts]:
-    """Return the prompts of a task by language: ours, or the same ones of a file for every language.
+    """Return the prompts of a task by language: ours, or those of a file for every language.
 
-    Raises `UsageError` for a file that lacks a prompt or a placeholder of ours, or has another prompt.
+    Raises `UsageError` if the file lacks one of our prompts or placeholders, or has an unknown prompt.
     """
     folder = resources.files("verl_ext.synthesis") / "prompts"
     ours = {name: _texts(yaml.safe_load((folder / f"{name}.yaml").read_text("utf-8"))[task]) for name in LANGUAGES}
@@ -69,7 +69,7 @@ def load_prompts(path: str | None, task: str) -> dict[str, Prompts]:
 
 
 def _texts(node: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return {dotted name: prompt} of nested mappings. Raises ValueError for a prompt that is no text."""
+    """Return {dotted name: prompt} for nested mappings. Raises ValueError if a prompt is not a text."""
     found: dict[str, str] = {}
     for name, value in node.items():
         if isinstance(value, Mapping):

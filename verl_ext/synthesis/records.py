@@ -1,4 +1,4 @@
-"""What a task makes of an item: a record that `verl-ext tokenize` reads, or the reason for which there is none."""
+"""The result of a task for an item: a record for `verl-ext tokenize`, or the reason why there is none."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Making:
 
 @dataclass(frozen=True)
 class Made:
-    """A record, or none with its outcome: one of an answer's, or the name of a filter."""
+    """A record, or the outcome without one: that of an answer, or the name of a filter."""
 
     outcome: str
     record: dict[str, Any] | None = None
@@ -39,7 +39,7 @@ class Made:
 
     @classmethod
     def from_answer(cls, stage: str, answer: Answer) -> "Made":
-        """Return that there is no record since a question has no answer."""
+        """Return a result without a record, because a question has no answer."""
         return cls(answer.outcome, reason=f"{stage}: {answer.reason}")
 
 
@@ -52,7 +52,7 @@ def question_and_answer(
     answers: Sequence[Answer],
     facts: Mapping[str, Any],
 ) -> Made:
-    """Return the record of a user turn and an assistant turn, with what they were made from."""
+    """Return the record of a user turn and an assistant turn, with their provenance."""
     usage = reduce(add, (each.usage for each in answers), Usage())
     provenance = {
         "item": item.name,

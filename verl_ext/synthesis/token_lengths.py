@@ -7,7 +7,7 @@ from verl_ext.values import UsageError
 
 
 class TokenLengths:
-    """Counts the tokens of texts, without special tokens, and finds parts by their tokens."""
+    """A counter of the tokens of texts, without special tokens, that also finds parts of texts by their tokens."""
 
     def __init__(self, tokenizer: Any) -> None:
         """Take the tokenizer of the model that is to be trained. Raises `UsageError` unless it has a tokenizer.json."""
@@ -21,14 +21,14 @@ class TokenLengths:
         return len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def characters(self, text: str, spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Return where spans of tokens, each of at least one, stand in a text: (first character, end)."""
+        """Return (first character, end) in a text for each span of tokens; a span has at least one token."""
         places = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
         return [(places[first][0], places[end - 1][1]) for first, end in spans]
 
     def shortened(self, text: str, tokens: int) -> str:
-        """Return the start of a text of at most so many tokens."""
+        """Return the start of a text, with at most `tokens` tokens."""
         end = tokens
-        while True:  # the start may be cut into more tokens than it has within the whole text
+        while True:  # the start alone may have more tokens than it has within the whole text
             start = text[: self.characters(text, [(0, end)])[0][1]].rstrip()
             if self.count(start) <= tokens:
                 return start

@@ -2,7 +2,7 @@
 
     {"memory_state_dict": {name: tensor}, "global_step": int}
 
-Names are the model's own, each with ``long_term_memory.`` or ``memory_gate.`` in it.
+The names are those in the model, each with ``long_term_memory.``, ``memory_gate.`` or ``recurrent_tokens.`` in it.
 """
 
 import os
@@ -18,7 +18,7 @@ _KEYS = {"memory_state_dict", "global_step"}
 
 
 def save_memory_checkpoint(path: str | Path, memory_state_dict: Mapping[str, torch.Tensor], global_step: int) -> None:
-    """Write the file whole or not at all; it is on the disk before it takes the name."""
+    """Write the file atomically; its data is on the disk before the file gets its name."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     state = {name: tensor.detach().cpu().clone() for name, tensor in memory_state_dict.items()}
@@ -29,12 +29,12 @@ def save_memory_checkpoint(path: str | Path, memory_state_dict: Mapping[str, tor
 
 
 def read_memory_checkpoint(path: str | Path) -> dict[str, Any]:
-    """Read ``{"memory_state_dict", "global_step"}`` to the CPU. Raises ValueError if it is no memory checkpoint."""
+    """Read ``{"memory_state_dict", "global_step"}`` to the CPU. Raises ValueError if the file is no checkpoint."""
     if not Path(path).is_file():
         raise ValueError(f"a memory checkpoint must be a file; got {path}")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # the unpickler raises whatever the bytes lead it to
+    except Exception as error:  # the unpickler can raise any exception
         raise ValueError(f"a memory checkpoint must be a file of torch.save, whole; got {path}") from error
     if not isinstance(content, dict) or set(content) != _KEYS:
         found = ", ".join(sorted(map(str, content))) if isinstance(content, dict) else type(content).__name__
@@ -51,7 +51,7 @@ def read_memory_checkpoint(path: str | Path) -> dict[str, Any]:
 def load_memory_checkpoint(model: Any, path: str | Path) -> int:
     """Copy a checkpoint's parameters into ``model`` (a ``QwenTitansForCausalLM``), and return its global step.
 
-    Raises ValueError, before anything is copied, if parameters are missing, too many or of another shape.
+    Raises ValueError, before it copies anything, if parameters are missing, unknown or of another shape.
     """
     content = read_memory_checkpoint(path)
     saved, own = content["memory_state_dict"], model.memory_state_dict()

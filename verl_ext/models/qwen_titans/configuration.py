@@ -1,4 +1,4 @@
-"""The Hugging Face configuration: the base model's own, nested, beside the options of the memory."""
+"""The Hugging Face configuration: the nested configuration of the base model, and the options of the memory."""
 
 import copy
 from collections.abc import Iterable, Mapping
@@ -40,7 +40,7 @@ class MemoryOptions(Options):
     bptt_chunks: int | None = option(None, "chunks that gradients flow back through; null: all", least=1)
 
     def problems(self) -> Iterable[str | None]:
-        """Yield the problem of sub-chunks that do not divide a chunk."""
+        """Yield a problem if sub-chunks do not divide a chunk."""
         if self.chunk_size % self.sub_chunk:
             yield (
                 f"model.memory.chunk_size must be a multiple of model.memory.sub_chunk ({self.sub_chunk}); "
@@ -88,7 +88,7 @@ class QwenTitansConfig(PreTrainedConfig):
     """A Qwen2 or Qwen3 configuration with a memory.
 
     Attributes:
-        base_config: the base model's configuration, or its dict. ``vocab_size`` and the like live there.
+        base_config: the base model's configuration or its dict, with ``vocab_size`` and the like.
         memory: the options as a plain dict with every key of :class:`MemoryOptions`; `memory_options` has them typed.
     """
 
@@ -108,9 +108,9 @@ class QwenTitansConfig(PreTrainedConfig):
 
     @classmethod
     def from_base(cls, base_config: PreTrainedConfig, **memory: Any) -> "QwenTitansConfig":
-        """Wrap ``base_config`` in a configuration; ``memory`` are fields of :class:`MemoryOptions`.
+        """Wrap ``base_config`` in a configuration; ``memory`` has fields of :class:`MemoryOptions`.
 
-        Raises ValueError for a base that is neither Qwen2 nor Qwen3, and for options that do not fit it.
+        Raises ValueError if the base is neither Qwen2 nor Qwen3, or if the options do not fit it.
         """
         config = cls(base_config=base_config, memory=memory)
         config.dtype = base_config.dtype
@@ -127,7 +127,7 @@ class QwenTitansConfig(PreTrainedConfig):
         return self.memory_options.chunk_size
 
     def get_text_config(self, decoder: Any = None, encoder: Any = None) -> PreTrainedConfig:
-        """Return the base configuration, for callers that look for that of the language model."""
+        """Return the base configuration, for callers that look for the language model's configuration."""
         return self.base_config
 
 
@@ -142,7 +142,7 @@ for _name in _OF_BASE:
 
 
 def _base_config(value: Any) -> PreTrainedConfig:
-    """Copy the base configuration: transformers sets the attention of a nested one, which a model may use already."""
+    """Copy the base configuration, which a model may use already, because transformers sets its attention."""
     if value is None:
         return Qwen3Config()
     model_type = value.get("model_type") if isinstance(value, Mapping) else getattr(value, "model_type", None)
@@ -154,7 +154,7 @@ def _base_config(value: Any) -> PreTrainedConfig:
 def _check_reach(base: PreTrainedConfig, options: MemoryOptions) -> None:
     """Raise ValueError if a layer does not see its whole input, to which a memory may add tokens.
 
-    Nor may rotary frequencies depend on the number of a chunk's tokens: the last chunk of a text has fewer.
+    Rotary frequencies must not depend on the number of a chunk's tokens either: the last chunk of a text has fewer.
     """
     added = 2 * options.tokens if options.kind == "recurrent_tokens" else 0
     seen, limit = options.chunk_size + added, same_frequencies_up_to(base)

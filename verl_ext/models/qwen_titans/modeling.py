@@ -1,11 +1,11 @@
 """Qwen2 or Qwen3 that reads a sequence in chunks and remembers through its memories alone.
 
-The base model's parameters keep their names, so a plain Qwen folder loads. New parameters stand under
-``memory.<layer>.`` with ``long_term_memory.`` or ``memory_gate.`` in their names. No keys or values pass from chunk to
-chunk, and positions restart at 0 in each, so the base model never sees a position beyond a chunk's.
+The base model's parameters keep their names, so a plain Qwen folder loads. The names of new parameters begin with
+``memory.<layer>.long_term_memory.``, ``memory.<layer>.memory_gate.`` or ``memory.recurrent_tokens.``. No keys or values
+pass from chunk to chunk, and positions restart at 0 in each, so the base model never sees a position beyond a chunk's.
 
-Legend: B samples, T tokens, C tokens of a chunk, d hidden size, V vocabulary, n kept columns, N
-positions whose logits are kept.
+Legend: B samples, T tokens, C tokens of a chunk, d hidden size, V vocabulary, n kept columns, N positions whose logits
+are kept.
 """
 
 from bisect import bisect_left
@@ -46,7 +46,7 @@ class KeptPositions:
             self.columns = sorted({place % length for place in logits_to_keep.tolist()})
 
     def of_chunk(self, values: torch.Tensor, start: int) -> torch.Tensor:
-        """Take ``[B, n of this chunk, …]`` out of a chunk's ``values[B, C, …]``, whose first token is ``start``."""
+        """Return the kept columns ``[B, n of this chunk, …]`` of ``values[B, C, …]``, which begin at ``start``."""
         size = values.shape[1]
         columns = self.columns[bisect_left(self.columns, start) : bisect_left(self.columns, start + size)]
         if len(columns) == size:
@@ -54,7 +54,7 @@ class KeptPositions:
         return values[:, torch.tensor([column - start for column in columns], dtype=torch.long, device=values.device)]
 
     def of_columns(self, values: torch.Tensor) -> torch.Tensor:
-        """Take the requested ones of kept ``values[B, n, …]``: ``[B, n, …]``, or ``[N, …]`` in the order of a mask."""
+        """Return the requested positions of kept ``values[B, n, …]``: ``[B, n, …]``, or ``[N, …]`` for a mask."""
         if isinstance(self._requested, int):
             return values
         columns = torch.tensor(self.columns, dtype=torch.long, device=values.device)
@@ -74,7 +74,7 @@ class ChunkPass:
         self._masks: dict[int, torch.Tensor] = {}
 
     def __call__(self, input_ids: torch.Tensor, place: Place) -> torch.Tensor:
-        """Return the last layer's output ``[B, w, d]`` for ``input_ids[B, w]``; the cache's memories read on."""
+        """Return the last layer's output ``[B, w, d]`` for ``input_ids[B, w]``, and update the cache's memories."""
         hidden = self.model.embed_tokens(input_ids)
         columns = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)
         if place.resumed:
@@ -96,7 +96,7 @@ class ChunkPass:
         """Run the decoder layers, with ``columns`` among the ``top`` places of each row's chunk."""
         config = self.model.config
         given = config._attn_implementation
-        if place.resumed and given != "eager":  # its mask of places is one that flash kernels do not take
+        if place.resumed and given != "eager":  # flash kernels do not take its mask of places
             config._attn_implementation = "sdpa"
         try:
             arguments = self._attention_arguments(hidden, columns, place, top)
@@ -113,9 +113,9 @@ class ChunkPass:
     def _attention_arguments(
         self, hidden: torch.Tensor, columns: torch.Tensor, place: Place, top: int
     ) -> dict[str, Any]:
-        """Return a causal mask or None, the positions' rotations, and where keys and values are kept.
+        """Return a causal mask or None, the positions' rotations, and the store of keys and values.
 
-        ``columns``, ``[B or 1, n]``, are the places of these tokens among the ``top`` ones of their chunk.
+        ``columns``, ``[B or 1, n]``, are the places of these tokens among the ``top`` places of their chunk.
         """
         size, mask = hidden.shape[1], None
         arguments = {"position_embeddings": self.model.rotary_emb(hidden, columns)}
@@ -164,9 +164,9 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_attention_backend = True
-    _is_stateful = True  # transformers: what was read cannot be taken back
+    _is_stateful = True  # tells transformers that the cache cannot go back
 
-    # The ranks of a sharded model agree on the most passes of all.
+    # The ranks of a sharded model agree on the largest number of passes.
     agree_passes: Callable[[int], int] = staticmethod(lambda passes: passes)
 
     def __init__(self, config: QwenTitansConfig) -> None:
@@ -209,8 +209,8 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
                 over the whole sequence, so a chunk's first token is a target like any other.
             logits_to_keep: a number of last positions (0 for all), indices of positions, or bool ``[B, T]``, for logits
                 ``[N, V]`` in row-major order. The head never sees the others.
-            past_key_values: the cache to go on from, which is changed.
-            use_cache: whether to return a cache after the last token, as if one was given.
+            past_key_values: the cache to continue from, which this method updates.
+            use_cache: whether to return a cache after the last token; a given cache is always returned.
             kwargs: ``num_items_in_batch`` reaches the loss; others (position_ids, …) have no effect.
         """
         kept = KeptPositions(logits_to_keep, input_ids.shape[1])
@@ -240,7 +240,7 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
         masks = [None] * len(chunks) if attention_mask is None else attention_mask.bool().split(size, dim=1)
         chunk_pass = ChunkPass(self.model, self.memory, cache, self.options.chunk_size)
         outputs = []
-        every = self.options.bptt_chunks  # counted from the end, which has the losses
+        every = self.options.bptt_chunks  # counted from the end, where the losses are
         for index, (chunk, mask) in enumerate(zip(chunks, masks, strict=True)):
             if every is not None and (len(chunks) - index) % every == 0:
                 cache.detach()
@@ -250,7 +250,7 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
     def _read_on(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, cache: StreamCache, kept: KeptPositions
     ) -> torch.Tensor:
-        """Return what `_read` does, of rows that may stand anywhere in their chunks, with padding on any side.
+        """Return the output of `_read` for rows at any place in their chunks, with padding on any side.
 
         A column of padding has the output of the last token before it, or 0.
         """
@@ -279,7 +279,7 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
             parameter.requires_grad_(is_memory_parameter(name))
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
-        """Enable it, but for the re-entrant form, which finds no gradient inside a state's tuple."""
+        """Enable gradient checkpointing. Raises ValueError for the re-entrant form."""
         if (gradient_checkpointing_kwargs or {}).get("use_reentrant"):
             raise ValueError("gradient_checkpointing_kwargs.use_reentrant must be False with model.memory; got True")
         super().gradient_checkpointing_enable({**(gradient_checkpointing_kwargs or {}), "use_reentrant": False})
@@ -297,7 +297,7 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: bool = True,
         **kwargs: Any,
     ) -> Any:
-        """Take the tokens that the cache has not read; the whole sequence in each step without `use_cache`."""
+        """Return the inputs of a step: the tokens that the cache has not read, or all without `use_cache`."""
         if next_sequence_length is not None:
             input_ids = input_ids[:, -next_sequence_length:]
         cache = past_key_values if use_cache else None

@@ -1,10 +1,10 @@
-"""The memory of a Recurrent Memory Transformer: tokens that a chunk hands to the next (Bulatov et al., 2022).
+"""The memory of a Recurrent Memory Transformer: tokens that a chunk passes to the next (Bulatov et al., 2022).
 
-    chunk i      h_i | the chunk's C tokens | h_i        h_i: M tokens, read by all, and again to be written over
+    chunk i      h_i | the chunk's C tokens | h_i        h_i: M tokens; all tokens read the first, the last are written
     h_{i+1}      the outputs of the last M after the model's final norm
 
-https://arxiv.org/abs/2207.06881, its form for decoders. A chunk that is not whole writes nothing. Other than a new
-Titans memory, the tokens change what an untrained base model computes.
+Source: https://arxiv.org/abs/2207.06881, the form for decoders. A chunk that is not complete writes nothing. Unlike a
+new Titans memory, new tokens change the output of the base model before any training.
 
 Legend: B samples, w tokens of a pass, C tokens of a chunk, M memory tokens, d hidden size.
 """
@@ -27,29 +27,29 @@ class RecurrentTokens(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start as new embeddings do."""
+        """Initialize the tokens like new embeddings."""
         init.normal_(self.initial, std=self.std)
 
     def forward(self, batch: int) -> torch.Tensor:
-        """Return the tokens of new samples, a copy."""
+        """Return a copy of the tokens for each new sample."""
         return self.initial.repeat(batch, 1, 1)
 
 
 class Framed(NamedTuple):
-    """A pass between its memory tokens."""
+    """The tokens of a pass between its memory tokens."""
 
-    hidden: torch.Tensor  # [B, M + w, d], or [B, M + w + M, d] where a row's chunk ends
-    columns: torch.Tensor  # [B or 1, …], their places in the chunk
-    top: int  # places of a chunk
+    hidden: torch.Tensor  # [B, M + w, d], or [B, M + w + M, d] if a row's chunk ends
+    columns: torch.Tensor  # [B or 1, …], the places of these tokens in the chunk
+    top: int  # the number of places in a chunk
 
 
 def framed(stream: MemoryStream, hidden: torch.Tensor, columns: torch.Tensor, place: Place, chunk_size: int) -> Framed:
-    """Put the tokens read before ``hidden[B, w, d]``, and those to be written behind it."""
+    """Put memory tokens before ``hidden[B, w, d]`` and, if a row's chunk ends, after it."""
     assert stream.state is not None
     state = stream.state.to(hidden.dtype)
     count = state.shape[1]
     first = torch.arange(count, device=hidden.device).expand(len(columns), count)
-    last = chunk_size + 2 * count  # for padding that would lie behind the chunk: nothing that counts sees it
+    last = chunk_size + 2 * count  # for padding that would lie beyond the chunk: no real token sees it
     own = torch.where(columns < chunk_size, count + columns, last)
     top = last + 1 if place.top >= chunk_size else count + place.top
     if not place.ends:
@@ -59,7 +59,7 @@ def framed(stream: MemoryStream, hidden: torch.Tensor, columns: torch.Tensor, pl
 
 
 def write_tokens(stream: MemoryStream, outputs: torch.Tensor, place: Place, chunk_size: int) -> None:
-    """Hand ``outputs[B, M, d]`` to the next chunk, of rows whose chunk ends."""
+    """Pass ``outputs[B, M, d]`` to the next chunk in rows whose chunk ends."""
     if place.start is not None and place.tokens is not None:
         ended = (place.start + place.tokens == chunk_size).view(-1, 1, 1)
         outputs = torch.where(ended, outputs, stream.state.to(outputs.dtype))  # type: ignore[union-attr]

@@ -1,7 +1,7 @@
-"""The cache with which ``generate`` reads on: a memory that stopped inside a chunk, and that chunk's keys and values.
+"""The cache with which ``generate`` continues inside a chunk: the memory's state, and the chunk's keys and values.
 
-Rows of different lengths end their chunks at different tokens. Each pass takes of every row at most the rest of its
-chunk, so that attention and memory know nothing of the other rows' borders; rows with fewer chunks join later:
+Rows of different lengths end their chunks at different tokens. Each pass takes at most the rest of its chunk from every
+row, so that attention and memory need not know the borders of other rows; rows with fewer chunks join later:
 
 ```
 mask, C = 4          pass 1           pass 2             a token more
@@ -9,7 +9,7 @@ mask, C = 4          pass 1           pass 2             a token more
 . . . . . h i        -                h i                j
 ```
 
-Legend: B samples, T tokens, C tokens of a chunk, w tokens of a pass, s tokens of a sub-chunk, r tokens before its own
+Legend: B samples, T tokens, C tokens of a chunk, w tokens of a pass, s tokens of a sub-chunk, r tokens before a token
 that its key, query and rates see, d hidden size.
 """
 
@@ -23,7 +23,7 @@ from torch.nn import functional as F
 class Place(NamedTuple):
     """The part of each row's chunk that a pass reads, right-padded; without a cache, whole chunks from their start."""
 
-    written: torch.Tensor | None = None  # bool [B, w] without a cache: tokens that are no padding, None for all
+    written: torch.Tensor | None = None  # bool [B, w] without a cache: tokens that are not padding, None for all
     start: torch.Tensor | None = None  # int64 [B] with a cache: tokens of the chunk that were read before
     tokens: torch.Tensor | None = None  # int64 [B] with a cache: tokens of the pass that belong to the row
     top: int = 0  # the most tokens of a chunk after the pass
@@ -33,17 +33,17 @@ class Place(NamedTuple):
 
 
 class MemoryStream:
-    """One layer's memory between two passes: its state after whole sub-chunks, and the hidden states since.
+    """One layer's memory between two passes: its state after whole sub-chunks, and the hidden states since then.
 
-    Without a cache, a pass ends with a sub-chunk, and the r tokens that the next convolutions see are kept of it.
+    Without a cache, a pass ends with a sub-chunk, and only the r tokens that the next convolutions see are kept.
     """
 
     def __init__(self) -> None:
         self.state: torch.Tensor | None = None
-        self.since: torch.Tensor | None = None  # [B, r + s, d]: with those of the r tokens before; [B, r, d] uncached
+        self.since: torch.Tensor | None = None  # [B, r + s, d], the r tokens before included; [B, r, d] uncached
 
     def __call__(self, memory: Any, hidden: torch.Tensor, place: Place) -> torch.Tensor:
-        """Read for ``hidden[B, w, d]``, then write what completes a sub-chunk; return ``[B, w, d]``."""
+        """Read for ``hidden[B, w, d]``, then write the sub-chunks that are complete; return ``[B, w, d]``."""
         size, reach = memory.long_term_memory.options.sub_chunk, memory.long_term_memory.options.conv_tokens - 1
         cached = place.start is not None and place.tokens is not None
         if self.since is None:
@@ -69,16 +69,16 @@ class MemoryStream:
 
 
 class ChunkKeys:
-    """The keys and values of the rows' chunks for one pass, in transformers' interface of a cache.
+    """The keys and values of the rows' chunks for one pass, with the interface of a transformers cache.
 
-    A later pass of a row writes from its own place on, so nothing of another row's padding is ever seen.
+    A later pass of a row writes from the row's own place on, so no token ever sees padding of an earlier pass.
     """
 
     def __init__(self, stored: dict[int, list[torch.Tensor]], columns: torch.Tensor, top: int, resumed: bool) -> None:
         self._stored, self._columns, self._top, self._resumed = stored, columns, top, resumed
 
     def update(self, key: torch.Tensor, value: torch.Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
-        """Store ``[B, heads, w, size]``; return the chunk's so far."""
+        """Store ``[B, heads, w, size]``; return the keys and values of the chunk so far."""
         if not self._resumed:
             self._stored[layer] = [key, value]
             return key, value
@@ -94,15 +94,15 @@ class ChunkKeys:
 class StreamCache:
     """The place at which each row of a batch stopped, for ``past_key_values``; it never grows beyond a chunk.
 
-    It is no tuple or dataclass: FSDP2 casts tensors that it finds in arguments, and a state must stay in fp32.
+    It is not a tuple or dataclass, because FSDP2 casts tensors that it finds in arguments; a state must stay in fp32.
     """
 
-    is_compileable = False  # transformers asks
+    is_compileable = False  # transformers reads this
 
     def __init__(self, layers: Any) -> None:
         self.memories = {layer: MemoryStream() for layer in layers}
         self.keys: dict[int, list[torch.Tensor]] = {}  # by layer
-        self.columns = 0  # of the texts so far, padding included
+        self.columns = 0  # columns of the texts so far, padding included
         self._places: torch.Tensor | None = None  # int64 [B] on the host: tokens of each row's chunk so far
 
     def get_seq_length(self, layer: int = 0) -> int:
@@ -110,13 +110,13 @@ class StreamCache:
         return self.columns
 
     def detach(self) -> None:
-        """Cut the memories' states off from what they were made of."""
+        """Detach the memories' states from the autograd graph."""
         for memory in self.memories.values():
             for name, tensor in vars(memory).items():
                 setattr(memory, name, tensor if tensor is None else tensor.detach())
 
     def reorder_cache(self, rows: torch.Tensor) -> None:
-        """Take other rows, as beam search does."""
+        """Select rows of the cache, as beam search does."""
         for memory in self.memories.values():
             for name, tensor in vars(memory).items():
                 setattr(memory, name, tensor if tensor is None else tensor[rows])
@@ -129,7 +129,7 @@ class StreamCache:
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, Place]]:
         """Yield each row's tokens before a pass ``[B]``, their columns in ``mask[B, T]`` ``[B, w]``, and its place.
 
-        ``agree`` gives the most passes of all ranks, because each has collectives. The host waits for the mask once.
+        ``agree`` returns the most passes of any rank, because each pass has collectives. The host waits for mask once.
         """
         order = (~mask).long().argsort(dim=1, stable=True)
         left = mask.sum(1).cpu()
