@@ -9,10 +9,8 @@ from rich.text import Text
 
 from verl_ext.show.audit_tables import plain_table
 from verl_ext.show.data import Documents
-from verl_ext.show.document import Decode, first_difference
+from verl_ext.show.document import AFTER, BEFORE, Decode, first_difference
 from verl_ext.values import one_line
-
-BEFORE, AFTER = 12, 24  # tokens that a difference shows around its place
 
 
 def differences(one: Documents, other: Documents) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

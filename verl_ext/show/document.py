@@ -20,6 +20,7 @@ from verl_ext.text.documents import CUT, decoded
 from verl_ext.values import one_line
 
 MOST_BYTES = 16  # most tokens of a group, more than one character needs
+BEFORE, AFTER = 12, 24  # tokens shown around the place of a difference
 RUN_CELLS = 400  # cells of a run that `document_text` shows; the middle of a longer run is left out
 TARGET, SPECIAL, CONTEXT = "bold green", "magenta", ""
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from rich.text import Text
 
 from verl_ext.show.data import Report, Row
-from verl_ext.show.document import Decode, first_difference
+from verl_ext.show.document import AFTER, BEFORE, Decode, first_difference
 from verl_ext.text.chat import ChatEncoder, ShownText
 from verl_ext.text.chat_rendering import ChatOptions
 from verl_ext.text.readers import Chunk, read_chunks
@@ -29,7 +29,6 @@ from verl_ext.values import DataError, UsageError, one_line, options_of
 LONGEST_STRING = 2000  # characters of a record's string that are shown
 _WORD = re.compile(r"[A-Za-z0-9]{3,}")
 _WORDS = 8  # words of a document's targets that the search for its record uses
-BEFORE, AFTER = 12, 24  # tokens that a difference shows around its place
 
 
 @dataclass(frozen=True)
