@@ -56,7 +56,7 @@ class _Found:
 
     counts: dict[str, Counts] = field(default_factory=lambda: defaultdict(Counts))  # by category, "" if none is given
     documents: list[Document] = field(default_factory=list)
-    categories: list[str] = field(default_factory=list)  # of the documents
+    categories: list[str] = field(default_factory=list)  # one for each document
     preview: list[list[Run]] = field(default_factory=list)
     bad: list[tuple[Place, str, BadRecord | DataError]] = field(default_factory=list)  # place, category, error
 

@@ -22,7 +22,7 @@ from verl_ext.text.arrow_folder import STATE, Shard, read_shards
 from verl_ext.text.documents import Documents
 
 SHARD_BYTES = 500 * 1000 * 1000
-BATCH_TOKENS = 1 << 22  # of a record batch, about; each batch costs 60 µs and 5 kB whenever the dataset is opened
+BATCH_TOKENS = 1 << 22  # about so many per record batch; each batch costs 60 µs and 5 kB whenever the dataset is opened
 TOKEN_BYTES = 9  # input_ids, loss_mask and category_ids
 TOKEN_COLUMNS = {
     "input_ids": pa.list_(pa.int32()),

@@ -40,8 +40,8 @@ class Windows(NamedTuple):
     """The sizes in characters of the pieces of a long text."""
 
     size: int = 1 << 18  # tokenized at once, in about 50 MB of memory
-    overlap: int = 1 << 12  # of a window, at least, after its cut
-    longest: int = 1 << 25  # of a text that cannot be cut, in about 6 GB
+    overlap: int = 1 << 12  # at least so many of a window lie after its cut
+    longest: int = 1 << 25  # the maximum of a text that cannot be cut, in about 6 GB
 
 
 class TokenCharacters(Sequence[Span]):

@@ -51,7 +51,7 @@ class TurnMask:
 
     reasoning: bool | None = None  # whether reasoning is learnt; None: as the options say
     tool_calls: bool | None = None  # likewise
-    stretches: dict[str, list[Stretch]] = field(default_factory=dict)  # of a field's characters, by its name
+    stretches: dict[str, list[Stretch]] = field(default_factory=dict)  # weights of a field's characters, by its name
 
 
 @dataclass(slots=True)

@@ -241,7 +241,7 @@ def text_blocks(path: str) -> Generator[tuple[str, int], None, None]:
     """
     decoder = codecs.getincrementaldecoder("utf-8")()
     lines = io.IncrementalNewlineDecoder(None, translate=True)
-    position = done = 0  # of the text, of the file
+    position = done = 0  # bytes of the text, bytes of the file
     with open_source(path) as file:
         while True:
             data = file.stream.read(BLOCK)

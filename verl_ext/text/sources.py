@@ -38,8 +38,8 @@ SUFFIXES = {
     ".txt": "text",
 }
 HUB_HINT = "hf://datasets/owner/name[:config][:split]"
-_ARROW_FILES = ("state.json", "dataset_info.json")  # of a folder written by save_to_disk
-_SPLITS = "dataset_dict.json"  # of a folder that has a folder for each split
+_ARROW_FILES = ("state.json", "dataset_info.json")  # the files of a folder written by save_to_disk
+_SPLITS = "dataset_dict.json"  # the file of a folder that has one folder for each split
 _URL = re.compile(r"[A-Za-z][\w+.-]*://")
 _HUB = re.compile(
     r"hf://datasets/(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[^@:/]+))?(:(?P<config>[^:/]+))??(:(?P<split>[^:/]+))?"

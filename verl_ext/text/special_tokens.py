@@ -47,8 +47,8 @@ class ChatText:
     """A rendered chat; border_tokens, dropped_reasoning and dropped_blocks are as in `Counts`."""
 
     rendered: RenderedChat
-    parts: list[Part] = field(default_factory=list)  # of its targets, in order, with their weights
-    learnt: list[Part] = field(default_factory=list)  # those whose weight is not 0
+    parts: list[Part] = field(default_factory=list)  # the parts of its targets, in order, with their weights
+    learnt: list[Part] = field(default_factory=list)  # the parts whose weight is not 0
     disguised: str | None = None  # for `SpecialTokens.renamed_tokenizer`, if messages hold names of special tokens
     special_tokens: int = 0  # the number of these names
     unprinted: list[str] = field(default_factory=list)  # in the record's first text: kinds of words that its texts lack

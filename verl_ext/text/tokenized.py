@@ -33,7 +33,7 @@ from verl_ext.text.documents import Counts, Documents
 from verl_ext.text.sources import SourceFile, is_url, remote_facts, total_bytes
 
 FORMAT = 4  # raise it when the same files give another output
-BATCH_BYTES = 4 << 20  # of text tokenized together: enough work for the tokenizer's threads
+BATCH_BYTES = 4 << 20  # bytes of text tokenized together, enough work for the tokenizer's threads
 
 _logger = logging.getLogger(__name__)
 _reported: set[tuple[Path, str]] = set()
