@@ -1,4 +1,4 @@
-"""The documents that are changed, left out or without a target."""
+"""The documents that are changed, left out or without a target, by category and reason."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

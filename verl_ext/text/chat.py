@@ -78,9 +78,9 @@ class ChatEncoder:
         self._is_one_token = cache(lambda text: len(self._encoder.ids(text)) == 1)
 
     def fingerprint(self) -> str:
-        """Return a digest of everything that decides a record's documents.
+        """Return a digest of all that decides a record's documents. Raises `UsageError` if a template cannot be read.
 
-        It covers the options, tokenizer, template and stop tokens. Raises `UsageError` if a template cannot be read.
+        It covers the options, the tokenizer, the template and the stop tokens, wherever they were read from.
         """
         options = {each.name: getattr(self.options, each.name) for each in fields(ChatOptions) if each.name != "model"}
         if (template := self.options.chat_template) is not None:
@@ -112,7 +112,7 @@ class ChatEncoder:
             if isinstance(bad, DataError):  # it ends the run, unless an earlier bad record does
                 raise bad
             line = f"{chunk.place(number)}: {bad}"
-            # The user asked for chats that on_unprinted=drop leaves out, and for targets that truncation loses.
+            # The user accepts that on_unprinted=drop leaves out chats, and that truncation loses targets.
             is_asked_for = bad.reason == "unprinted" and self.options.on_unprinted != "error"
             is_asked_for |= bad.reason.startswith("no_target_after")
             if self.options.on_bad_record == "error" and not is_asked_for:
