@@ -1,4 +1,4 @@
-"""Tokenized datasets as packs. Importing this imports neither torch nor verl nor `datasets`."""
+"""Datasets of packs. Importing this package imports neither torch nor verl nor `datasets`."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Load a class when it is asked for (PEP 562): `verl-ext index` writes Megatron's files without torch."""
+    """Import a name when it is first used (PEP 562), so that `verl-ext index` runs without torch."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"verl_ext.{_MODULES[name]}"), name)

@@ -1,6 +1,6 @@
-"""Tokenized folders, checked and memory-mapped, their columns as numpy views: no token is copied.
+"""Open tokenized folders memory-mapped, with their columns as numpy views.
 
-Arrow keeps a list column in chunks (record batches); each has the values of its rows back to back:
+No token is copied. Arrow keeps a list column in chunks (record batches). Each chunk has its rows' values back to back:
 
     rows      [7 8 9] [4] [] [5 6]
     offsets   0       3   4  4     6      one more than rows, int32 or int64
@@ -24,14 +24,14 @@ from verl_ext.text.arrow_folder import STATE, Shard, read_shards
 from verl_ext.text.dataset_folder import DOCUMENT_COLUMNS, TOKEN_COLUMNS, has_document_columns
 from verl_ext.values import first_line
 
-_END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream of record batches
+_END = b"\xff\xff\xff\xff\0\0\0\0"  # the end of a stream of record batches
 
 
 def open_folder(folder: str, key: str) -> pa.Table:
     """Open the dataset in `folder`, memory-mapped, with the mandatory columns and at least one row.
 
     Raises:
-        ValueError: no folder, no single dataset in it, a column missing, no document. `key` is named in the message.
+        ValueError: if there is no folder, no single dataset, no document, or a column is missing; it names `key`.
     """
     path = Path(folder)
     if problem := _folder_problem(path):
@@ -40,11 +40,11 @@ def open_folder(folder: str, key: str) -> pa.Table:
         shards = read_shards(path)
         for shard in shards:
             _check_whole(path / shard.name, shard)
-        # As `datasets.load_from_disk` does, whose import takes a second. An empty dataset is saved as no file.
+        # Like `datasets.load_from_disk`, whose import takes a second. An empty dataset is saved without a file.
         tables = [pa.ipc.open_stream(pa.memory_map(str(path / shard.name))).read_all() for shard in shards]
         table = pa.concat_tables(tables) if tables else pa.table({name: [] for name in TOKEN_COLUMNS})
         table.validate()  # a damaged file may point beyond its own bytes
-    except Exception as error:  # Arrow raises whatever the bytes lead it to
+    except Exception as error:  # damaged bytes can make Arrow raise any error
         reason = first_line(error)
         raise ValueError(f"{key} must be a complete dataset folder; {folder} cannot be opened: {reason}") from error
     if missing := [name for name in TOKEN_COLUMNS if name not in table.column_names]:
@@ -58,7 +58,7 @@ def open_folder(folder: str, key: str) -> pa.Table:
 
 
 def _check_whole(path: Path, shard: Shard) -> None:
-    """Raise ValueError for a shard that is cut short: Arrow takes one that ends between batches for a whole one."""
+    """Raise ValueError if a shard is cut short, because Arrow accepts a shard that ends between batches."""
     with path.open("rb") as file:
         size = file.seek(0, io.SEEK_END)
         file.seek(max(0, size - len(_END)))
@@ -93,19 +93,19 @@ Piece = tuple[int, int, int]  # chunk, begin, end: values of one chunk, counted 
 
 
 class ListColumn:
-    """Rows 0..N-1 of one column, possibly of several tables one after the other (their types may differ).
+    """A list column of rows 0..N-1, possibly from several tables in order (their types may differ).
 
-    Columns with the same chunks and the same row lengths have the same pieces: what `pieces` of one of them finds,
-    `gather` of each takes.
+    Columns with the same chunks and row lengths have the same pieces: the pieces that `pieces` of one of them finds
+    suit `gather` of each.
     """
 
     def __init__(
         self, chunks: list[pa.Array], name: str, kinds: tuple[str, ...], key: str, lookups: Sequence[Lookup] = ()
     ) -> None:
-        """Check the type and the borders of the chunks; ValueError names `key`.
+        """Check the type and the borders of the chunks. Raises ValueError, which names `key`.
 
-        kinds: what the values may be, of `integer`, `boolean`, `floating`. lookups: how the values of each chunk are
-        read, None: as they are.
+        kinds: the kinds that the values may have, of `integer`, `boolean`, `floating`. lookups: how to convert the
+        values of each chunk, None to leave them as they are.
         """
         self._chunks = [chunk for chunk in chunks if len(chunk)]
         given = lookups or [None] * len(chunks)
@@ -129,7 +129,7 @@ class ListColumn:
         return int(self.first_row[-1])
 
     def row_lengths(self) -> NDArray[np.integer]:
-        """Return integer[N]: values in each row."""
+        """Return the number of values in each row, integer[N]."""
         return np.concatenate([np.diff(_offsets(chunk)) for chunk in self._chunks])
 
     def block(self, first: int, last: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
@@ -144,7 +144,7 @@ class ListColumn:
         return ends, values[begin : begin + int(ends[-1])]
 
     def pieces(self, row: NDArray[np.int64], start: NDArray[np.int64], length: NDArray[np.int64]) -> list[Piece]:
-        """Locate tokens start..start+length of each row."""
+        """Locate tokens start..start+length-1 of each row."""
         chunk = np.searchsorted(self.first_row, row, side="right") - 1
         within = row - self.first_row[chunk]
         found = []
@@ -159,14 +159,14 @@ class ListColumn:
     def gather(self, pieces: Sequence[Piece], out: NDArray[Any]) -> None:
         """Write the values of `pieces` to `out`, one after the other."""
         values = {number: self._view(number)[1] for number in {number for number, _, _ in pieces}}
-        # Slices win over an index of every token, also for documents of 200 tokens: 1.4 against 1.9 ns a token.
+        # Slices beat an index of every token, even for documents of 200 tokens: 1.4 against 1.9 ns a token.
         parts = [values[number][begin:end] for number, begin, end in pieces]
         np.concatenate(parts, out=out, casting="same_kind")
 
     def _view(self, number: int) -> tuple[NDArray[Any], Any]:
-        """Return (offsets, values) of a chunk, values from the first of its first row on.
+        """Return (offsets, values) of a chunk; the values begin with the first value of its first row.
 
-        Slices of values are numpy arrays: views unless the values are bit-packed or looked up.
+        Slices of values are numpy arrays. They are views unless the values are bit-packed or looked up.
         """
         view = self._views[number]
         if view is None:
@@ -217,7 +217,7 @@ def fitting(first: int, lengths: NDArray[np.integer], max_tokens: int) -> Iterat
 
 
 class DocumentColumns(NamedTuple):
-    """Numbers of each document, integer[N]; -1 in the rows of folders that do not have them."""
+    """Facts of each document, integer[N]; -1 in the rows of folders that do not have them."""
 
     num_targets: NDArray[Any]
     lowest_token_id: NDArray[Any]
@@ -227,7 +227,7 @@ class DocumentColumns(NamedTuple):
 
 
 class TokenizedData:
-    """The columns of one or several tokenized folders, one after the other; pickles as the folders' paths.
+    """The columns of one or several tokenized folders, in order; they pickle as the folders' paths.
 
     `columns[name]` is a ListColumn of N rows for input_ids, loss_mask, category_ids and, if the folders have it,
     loss_weight. Categories of one name have one number in all folders (see categories.py); reading a value that could
@@ -238,7 +238,7 @@ class TokenizedData:
         """Open `folders`; with `check`, every list column must be as long as `length` says, in every row.
 
         Raises:
-            ValueError: a folder that is no tokenized dataset, columns of a wrong type, lengths that disagree.
+            ValueError: if a folder is no tokenized dataset, columns have a wrong type, or lengths disagree.
         """
         self.folders, self.key = tuple(folders), key
         self._tables = [open_folder(folder, key) for folder in self.folders]
@@ -249,7 +249,7 @@ class TokenizedData:
         elif not all(with_weight):
             lacking = self.folders[with_weight.index(False)]
             raise ValueError(f"{key} must have loss_weight in all of its folders or in none; {lacking} lacks it")
-        self._lookups = CategoryNumbers.read(self.folders).lookups  # of each folder
+        self._lookups = CategoryNumbers.read(self.folders).lookups  # one for each folder
         self.columns = {}
         for name in names:
             lookups = []
@@ -281,7 +281,7 @@ class TokenizedData:
 
     @cached_property
     def lengths(self) -> NDArray[np.integer]:
-        """int32[N], int64 if one needs it: the `length` column."""
+        """The `length` column, int32[N], or int64[N] if a value needs it."""
         chunks = self._chunks("length")
         for chunk in chunks:
             if not pa.types.is_integer(chunk.type):
@@ -295,7 +295,7 @@ class TokenizedData:
 
     @cached_property
     def document_columns(self) -> DocumentColumns | None:
-        """Numbers of each document, which folders of verl-ext have as columns; None if no folder is one."""
+        """The facts of each document, which verl-ext's folders have as columns; None if there is no such folder."""
         ours = [has_document_columns(Path(folder)) for folder in self.folders]
         if not any(ours):
             return None
@@ -309,23 +309,23 @@ class TokenizedData:
         return DocumentColumns(*columns)
 
     def block(self, first: int, last: int) -> dict[str, NDArray[Any]]:
-        """Return rows first..last-1, all in one chunk, one after the other by column."""
+        """Return the values of rows first..last-1, all in one chunk, by column."""
         return {name: column.block(first, last)[1] for name, column in self.columns.items()}
 
     def gather(
         self, row: NDArray[np.int64], start: NDArray[np.int64], length: NDArray[np.int64], out: dict[str, NDArray[Any]]
     ) -> None:
-        """Write tokens start..start+length of each row to the arrays of `out`, by column, one after the other."""
+        """Write tokens start..start+length-1 of each row to the arrays of `out`, by column, one after the other."""
         pieces = self.columns["input_ids"].pieces(row, start, length)
         for name, values in out.items():
             self.columns[name].gather(pieces, values)
 
     def text(self, name: str, row: int) -> str:
-        """Return a row of a column of texts, of the first folder."""
+        """Return the text in row `row` of column `name`, of the first folder."""
         return self._tables[0].column(name)[row].as_py()
 
     def first_rows(self) -> NDArray[np.int64]:
-        """Return int64[F+1]: the first row of every folder, and the number of rows."""
+        """Return the first row of every folder, then the number of rows, int64[F+1]."""
         return np.cumsum([0, *(table.num_rows for table in self._tables)], dtype=np.int64)
 
     def blocks(self, first: int, last: int, max_tokens: int) -> Iterator[tuple[int, int]]:

@@ -1,14 +1,14 @@
-r"""BABILongDataset: question answering over long contexts, every row one sample of exactly max_length tokens.
+r"""BABILongDataset: long-context questions in rows of exactly max_length tokens.
 
     input \n\nQuestion: question\nAnswer:     target         R = answer_reserve_tokens
     <bos> c0 c1 c2 c3 c4 q0 q1 q2            a0 [eos]       fits: at most max_length - R tokens before a0
     <bos> c0 c1 c2       q0 q1 q2            a0 [eos]       truncate=context: the last tokens of the input are gone
-    <bos> c0 c1 c2 c3 c4                     a0 [eos]       truncate=right: the question is what is gone
+    <bos> c0 c1 c2 c3 c4                     a0 [eos]       truncate=right: the question is gone
 
-Only the answer's tokens (and the EOS after them, where it is asked for) are targets. The prompt is tokenized whole and
-then cut in tokens, so that a cut one has exactly max_length - R of them, whatever merges over the seam. A token that
-holds the end of the input and the first line break (".\n\n") belongs to the question's side. Special tokens that the
-tokenizer puts at either end stay.
+Only the answer's tokens are targets, and the EOS after them if it is requested. The prompt is tokenized as a whole and
+then cut in tokens, so that a cut prompt has exactly max_length - R tokens, whatever is merged across the seam. A token
+that holds the end of the input and the first line break (".\n\n") belongs to the question. Special tokens that the
+tokenizer adds at either end are kept.
 """
 
 import json
@@ -38,7 +38,7 @@ from verl_ext.text.tokenized import Encoder, number_categories
 from verl_ext.values import Options, option, plain
 
 FIELDS = ("input", "question", "target")
-LINE_BREAKS = 2  # tokens that the two line breaks before "Question:" may be
+LINE_BREAKS = 2  # the most tokens that the two line breaks before "Question:" take
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Record(NamedTuple):
 
 
 class SampleTokens(NamedTuple):
-    """input_ids int32[T], T ≤ max_length; the last `targets` of them are the answer; full_tokens: T before cutting."""
+    """A sample: input_ids int32[T], T ≤ max_length, ending in `targets` answer tokens; full_tokens: T if uncut."""
 
     input_ids: NDArray[np.int32]
     targets: int
@@ -127,7 +127,7 @@ def prompt_text(context: str, question: str) -> str:
 
 
 class BABILongEncoder(Encoder):
-    """Records as documents of prompt and answer, cut to max_length tokens; a file's category is its task and size."""
+    """An encoder of records as documents of prompt and answer, cut to max_length tokens."""
 
     Options, texts = SampleOptions, ("question", "target")
     options: SampleOptions
@@ -138,7 +138,7 @@ class BABILongEncoder(Encoder):
         return self.options.max_length - self.options.answer_reserve_tokens
 
     def encode(self, files: Sequence[SourceFile], batch_bytes: int) -> Iterator[Documents]:
-        """Yield the files' documents; ValueError as `samples`, and for a file that is no list of records or empty."""
+        """Yield the files' documents. Raises ValueError like `samples`, or if a file is empty or not a record list."""
         records_of: Counter[str] = Counter()
         for batch in read_batches(files, lambda source: False, batch_bytes):
             records = []
@@ -170,7 +170,7 @@ class BABILongEncoder(Encoder):
             )
 
     def _record(self, raw: Any, path: str, number: int) -> Record:
-        if isinstance(raw, bytes):  # what a file of lines that begin with an object has
+        if isinstance(raw, bytes):  # the file has one object per line
             raise ValueError(f"{self.key} must hold JSON lists of records; {path} is no list")
         where = f"record {number} of {path}"
         fields = f"{self.key} must hold records of {', '.join(FIELDS)}; {where}"
@@ -192,16 +192,16 @@ class BABILongEncoder(Encoder):
         return Record(path, number, *(raw[name] for name in FIELDS))
 
     def samples(self, records: Sequence[Record]) -> list[SampleTokens]:
-        """Return one sample a record.
+        """Return one sample for each record.
 
         Raises:
-            ValueError: append_eos with a tokenizer that has no EOS; an answer without a token or longer than
-                answer_reserve_tokens, a question that max_length has no room for: the record is named.
+            ValueError: if append_eos is set and the tokenizer has no EOS; also, naming the record, if an answer has no
+                token or more than answer_reserve_tokens, or max_length has no room for a question.
         """
         if self.options.append_eos and self.tokenizer.eos_token_id is None:
             raise ValueError("data.append_eos=true needs a tokenizer with an eos_token; it has none")
         how = {"padding": False, "truncation": False, "return_attention_mask": False, "return_token_type_ids": False}
-        how |= {"verbose": False, **as_plain_text(self.tokenizer)}  # no warning above model_max_length
+        how |= {"verbose": False, **as_plain_text(self.tokenizer)}  # avoids a warning above model_max_length
         prompts = self.tokenizer([prompt_text(record.input, record.question) for record in records], **how)
         answers = self.tokenizer([f" {record.target}" for record in records], add_special_tokens=False, **how)
         samples = []
@@ -247,12 +247,12 @@ class BABILongEncoder(Encoder):
         return np.concatenate([prompt[:begin], prompt[keep_from:]])
 
     def _question_begins(self, encoding: Any, record: Record, first: int, end: int) -> int:
-        """Return the first token after the input; first..end-1 are the tokens that are not special."""
+        """Return the first token of the question; first..end-1 are the tokens that are not special."""
         context = len(record.input)
         characters = range(context, len(prompt_text(record.input, record.question)))
         found = ((at, token) for at in characters if (token := encoding.char_to_token(at)) is not None)
         character, token = next(found, (context, end))
-        if character > context:  # offsets leave white space out; a tokenizer may still have tokens for it
+        if character > context:  # offsets omit white space, for which a tokenizer may still have tokens
             for _ in range(LINE_BREAKS):
                 if token > first and self.tokenizer.decode([encoding.ids[token - 1]]).endswith("\n"):
                     token -= 1
@@ -260,10 +260,10 @@ class BABILongEncoder(Encoder):
 
 
 def find_files(paths: Sequence[str], key: str) -> tuple[list[SourceFile], dict[int, str]]:
-    """Return (files, category number -> name) of paths, each a JSON file or a folder with *.json or */*.json in it.
+    """Return (files, category number -> name) of paths to JSON files or to folders with *.json or */*.json.
 
-    They are in the order given, those of a folder by name, numbers by their value. A category is `<task>_<size>` of
-    …/qa1/32k.json, else the file's name without its ending. ValueError, which names `key`, if there are none.
+    The paths keep their order; a folder's files are sorted by name, numbers by value. The category of …/qa1/32k.json is
+    `<task>_<size>`, or else the file's stem. Raises ValueError, which names `key`, if there are none.
     """
 
     def category_of(file: SourceFile) -> str:
@@ -292,7 +292,7 @@ def _numbers_by_value(path: Path) -> list[tuple[int, str]]:
 
 
 class BABILongQuestion(NamedTuple):
-    """The question of a sample and the right answer; category: its file's."""
+    """The question of a sample, its right answer, and the category of its file."""
 
     category: str
     question: str
@@ -300,9 +300,9 @@ class BABILongQuestion(NamedTuple):
 
 
 class BABILongDataset(TextSet):
-    """BABILong's JSON lists of {input, question, target} as rows of one length; see the picture above.
+    """A dataset of BABILong's JSON lists of {input, question, target}; the module's drawing shows the rows.
 
-    Its own constructor form is `BABILongDataset(path, tokenizer, max_length)`; see `find_files` for a path.
+    Its own constructor form is `BABILongDataset(path, tokenizer, max_length)`; `find_files` describes the path.
     """
 
     Options: ClassVar[type[DatasetOptions]] = BABILongOptions
@@ -320,7 +320,7 @@ class BABILongDataset(TextSet):
         config: Mapping[str, Any] | None = None,
         **given: Any,
     ) -> None:
-        """Open the files; `given`: as of a TextSet."""
+        """Open the files; `given` are arguments of TextSet."""
         node = {**(plain(config) or {}), "pad_mode": "right"}  # verl's own node says no_padding
         if max_length is not None:
             node["max_tokens"] = None
@@ -332,7 +332,7 @@ class BABILongDataset(TextSet):
 
     @property
     def cut_reason(self) -> str:  # type: ignore[override]
-        """The name of a cut prompt in the report."""
+        """The report's name for a cut prompt."""
         return "context truncated" if self.options.truncate == "context" else "question truncated"
 
     def question(self, pack: int) -> BABILongQuestion:

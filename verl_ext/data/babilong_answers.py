@@ -1,7 +1,7 @@
-"""When a generated answer to a BABILong question is right: the published rule of every task, and a corrected one.
+"""Judge answers to BABILong questions by the published rule or a corrected one.
 
-The published rule (BABILong, `compare_answers`) looks for the task's labels as substrings of the first sentence. So
-"kitchens" names the kitchen, but "none" of qa7 also names "one", and is never right, and "I do not know" says "no".
+The published rule (BABILong, `compare_answers`) looks for the task's labels as substrings of the first sentence. Thus
+"kitchens" names the kitchen. However, "none" of qa7 also names "one" and is never right, and "I do not know" says "no".
 """
 
 import re
@@ -26,14 +26,14 @@ TASK_LABELS: dict[str, tuple[str, ...]] = {
     "qa19": ("e,e", "e,n", "e,s", "n,e", "n,n", "n,w", "s,e", "s,s", "s,w", "w,n", "w,s", "w,w"),
     "qa20": ("bedroom", "bored", "garden", "hungry", "kitchen", "thirsty", "tired"),
 }
-_ENDS = (".", "<context>", "<example>")  # of the answer of a model that goes on with an example of its own
+_ENDS = (".", "<context>", "<example>")  # ends of an answer, after which a model may add an example of its own
 
 
 def compare_answers(output: str, target: str, question: str, labels: Iterable[str], *, words: bool = False) -> bool:
     """Return whether the output's first sentence names the target and no other label but those in the question.
 
-    Letter case does not count. A target of several labels ("apple,milk" of qa8) is named in any order. The published
-    rule looks for substrings; `words`: the corrected rule, for whole words.
+    Letter case is ignored. The labels of a target of several ("apple,milk" of qa8) may come in any order. The published
+    rule looks for substrings; with `words`, the corrected rule looks for whole words.
     """
     said, asked = output.lower(), question.lower()
     for end in _ENDS:
@@ -49,9 +49,9 @@ def compare_answers(output: str, target: str, question: str, labels: Iterable[st
 
 
 def is_same_text(output: str, target: str) -> bool:
-    """Return whether the output's first line is the target but for case, outer white space and a last full stop.
+    """Return whether the output's first line equals the target except for case, outer white space and a full stop.
 
-    Of a target of several lines, as many lines are compared. Anything said after it on the line makes it wrong.
+    For a target of several lines, as many lines are compared. Further words on the last line make the answer wrong.
     """
     wanted = target.strip().lower()
     said = "\n".join(output.strip().lower().split("\n")[: wanted.count("\n") + 1]).strip()
@@ -61,7 +61,7 @@ def is_same_text(output: str, target: str) -> bool:
 def is_right_answer(output: str, target: str, question: str, category: str, *, words: bool = False) -> bool:
     """Return whether `output` answers a sample of `category`, whose task is the part before its first "_".
 
-    A category of none of the tasks has no labels: its answers are compared as texts.
+    A category of no known task has no labels, so its answers are compared as texts.
     """
     labels = TASK_LABELS.get(category.partition("_")[0])
     if labels is None:

@@ -1,10 +1,10 @@
-"""Categories by number and name: of one folder, of several that were numbered on their own, and of a whole run.
+"""Number the categories of one folder, of several folders, and of a whole run.
 
 folder         categories.json              number here
 train          1 gsm8k    2 code            1, 2         the first folder keeps its numbers
-papers         1 code     2 papers          2, 3         a name that is known gets its number, a new one that
-                                                         another category's number would clash with the next free
-notes          1 gsm8k                      1            a 2 or 3 in its data is refused: it could be any of them
+papers         1 code     2 papers          2, 3         a known name gets its number; a new name whose number is
+                                                         taken by another category gets the next free number
+notes          1 gsm8k                      1            a 2 or 3 in its data is refused, because it is ambiguous
 """
 
 import json
@@ -20,13 +20,13 @@ from numpy.typing import ArrayLike, NDArray
 from verl_ext.files import CATEGORIES
 from verl_ext.values import first_line
 
-SMALL = 1 << 16  # numbers below it are looked up in a table, which is many times faster than searching
+SMALL = 1 << 16  # smaller numbers are looked up in a table, which is many times faster than searching
 _HIGHEST = (1 << 62) - 1
 _MISSING = np.iinfo(np.int64).min
 
 
 class _Lookup:
-    """Maps whole numbers to others; numbers that are not in the mapping stay, or become `missing`."""
+    """A map from integers to integers; numbers without an entry stay as they are, or become `missing`."""
 
     def __init__(self, mapping: Mapping[int, int], missing: int | None = None) -> None:
         self.missing = missing
@@ -47,10 +47,10 @@ class _Lookup:
 
 @dataclass(frozen=True)
 class FolderNumbers:
-    """Reads one folder's category numbers as those over all folders.
+    """A map from one folder's category numbers to those over all folders.
 
-    here: its numbers' numbers over all folders; ambiguous: number -> name of the categories that only other folders
-    name, so that its own data must not hold them.
+    here: the folder's numbers -> the numbers over all folders; ambiguous: number -> name of the categories that only
+    other folders name, so that this folder's data must not hold them.
     """
 
     path: Path
@@ -58,7 +58,7 @@ class FolderNumbers:
     ambiguous: Mapping[int, str]
 
     def __call__(self, values: NDArray[Any]) -> NDArray[np.int64]:
-        """Return the numbers over all folders; those that no file names stay. ValueError for an ambiguous number."""
+        """Return the numbers over all folders; unnamed numbers stay. Raises ValueError if a number is ambiguous."""
         wanted = values.astype(np.int64, copy=False)
         found = self._lookup(wanted)
         if self.ambiguous and (refused := found == _MISSING).any():
@@ -75,9 +75,9 @@ class FolderNumbers:
 
 @dataclass(frozen=True)
 class CategoryNumbers:
-    """The categories of several folders together. A number that no file names is one category in all folders.
+    """The categories of several folders together; a number without a name is one category in all folders.
 
-    names: number -> name; lookups: how each folder's numbers are read, None if as they are.
+    names: number -> name; lookups: the map of each folder's numbers, None if they stay as they are.
     """
 
     names: dict[int, str]
@@ -88,7 +88,7 @@ class CategoryNumbers:
         """Read the folders' categories.json, if they have one.
 
         Raises:
-            ValueError: a file that is not {"1": "name", …}, or that gives two numbers one name.
+            ValueError: if a file is not {"1": "name", …}, or gives two numbers the same name.
         """
         paths = [Path(folder) / CATEGORIES for folder in folders]
         files = [_read_file(path) for path in paths]
@@ -138,7 +138,7 @@ def _read_file(path: Path) -> dict[int, str]:
 
 
 def _check_names(file: object, names: Mapping[int, str]) -> None:
-    """Raise ValueError if two numbers have one name."""
+    """Raise ValueError if two numbers have the same name."""
     first: dict[str, int] = {}
     for number, name in names.items():
         if first.setdefault(name, number) != number:
@@ -151,7 +151,7 @@ def _check_names(file: object, names: Mapping[int, str]) -> None:
 class CategoryTable:
     """The fixed list of categories that every rank uses.
 
-    ids: ascending, without 0, which means no category; names: one each. Dense index c belongs to ids[c-1].
+    ids: ascending, without 0, which means no category; names: one for each id. Dense index c belongs to ids[c-1].
     """
 
     ids: tuple[int, ...]
@@ -161,7 +161,7 @@ class CategoryTable:
         return len(self.ids)
 
     def index(self, category_ids: ArrayLike) -> NDArray[np.int64]:
-        """Return the dense index 1..C of each category id, 0 for id 0. ValueError for an id not in the table."""
+        """Return the dense index 1..C of each category id, 0 for id 0. Raises ValueError for an unknown id."""
         wanted = np.asarray(category_ids, np.int64)
         dense = self._dense(wanted)
         if (unknown := dense < 0).any():
@@ -174,10 +174,10 @@ class CategoryTable:
 
     @classmethod
     def read(cls, folders: str | Sequence[str], category_ids: Iterable[int] = ()) -> "CategoryTable":
-        """Return the ids of categories.json and of `category_ids`; an id without a name is named by its number.
+        """Return the table of categories.json and `category_ids`; an id without a name is named by its number.
 
         Raises:
-            ValueError: a file that is not {"1": "name", …}, or two ids with one name.
+            ValueError: if a file is not {"1": "name", …}, or two ids have the same name.
         """
         names = CategoryNumbers.read([folders] if isinstance(folders, str) else folders).names
         named = {number: names.get(number, str(number)) for number in sorted({*names, *category_ids})}

@@ -1,8 +1,8 @@
-"""Facts of data files that the ranks of a run find together and keep, and whether the files change under the run.
+"""Cache facts of data files and detect their changes during a run.
 
 checksum of a file     xxh3_128 of its content; of one above 1 GiB, of the checksums of its blocks of 1 GiB
-recorded               in a folder's state.json when it was tokenized; it is taken as long as the file was not
-                       written to after state.json
+recorded               in a folder's state.json when it was tokenized; trusted unless the file was written to
+                       after state.json
 anything else          read once, each rank a share of the blocks, and kept in the cache of `datasets`
 """
 
@@ -27,9 +27,9 @@ Arrays = Mapping[str, NDArray[Any]]
 
 
 def found_once(name: str, ranks: Ranks, find: Callable[[], Arrays], root: Path | None = None) -> Arrays:
-    """Return the arrays that `find`, called on every rank together, returns; kept on disk under `name`.
+    """Return the arrays of `find`, which all ranks call together, cached on disk under `name`.
 
-    A cache that cannot be written or read costs nothing but time. root: of the cache; None: that of `datasets`.
+    A cache that cannot be written or read only costs time. root: the folder of the cache; None: that of `datasets`.
     """
     root, kept = default_root("verl_ext_facts", None) if root is None else root, None
     if ranks.rank == 0 and is_complete(root / name):
@@ -43,20 +43,20 @@ def found_once(name: str, ranks: Ranks, find: Callable[[], Arrays], root: Path |
         return kept
     found = find()
     if ranks.rank == 0:
-        with contextlib.suppress(ValueError, NotImplementedError):  # the latter: of a file system without locks
+        with contextlib.suppress(ValueError, NotImplementedError):  # NotImplementedError if a file system has no locks
             cached_folder(root, name, lambda folder: np.savez(folder / _FACTS, **found))  # type: ignore[arg-type]
     return found
 
 
 class DataFiles:
-    """The files that a dataset reads while a run goes on, as they are when this is made.
+    """The files that a dataset reads during a run, in the state that they have now.
 
     Args:
-        files: in the order in which their documents are read.
+        files: the files in the order in which their documents are read.
         key: the config key that errors name.
 
     Raises:
-        ValueError: a file that cannot be read.
+        ValueError: if a file cannot be read.
     """
 
     def __init__(self, files: Sequence[DataFile], key: str) -> None:
@@ -72,7 +72,7 @@ class DataFiles:
             ) from error
 
     def changed(self, sizes_alone: bool = False) -> str | None:
-        """Return in a few words which file is not as it was, None if all are. No content is read."""
+        """Return in a few words which file has changed, None if none has. No content is read."""
         for file, before in zip(self._files, self._states, strict=True):
             try:
                 now = file_state(file.path)
@@ -85,9 +85,9 @@ class DataFiles:
         return None
 
     def digest(self, ranks: Ranks) -> str:
-        """Return 32 hex digits of the content of all files; every rank reads a share of files without a checksum.
+        """Return a digest (32 hex digits) of all files' content; ranks share the reading of files without a checksum.
 
-        Collective. Raises ValueError on every rank for a file that is not as it was tokenized.
+        This call is collective. Raises ValueError on every rank if a file is not as it was when it was tokenized.
         """
         recorded = [
             file.xxh3_128 if changed_ns <= file.recorded_ns else None
@@ -110,9 +110,9 @@ class DataFiles:
         return fingerprint(checksums)
 
     def verify_content(self, before: str, changed: str, ranks: Ranks) -> None:
-        """Re-hash files that were written to; raise ValueError if the digest is no longer `before`.
+        """Hash modified files again; raise ValueError if the digest is no longer `before`.
 
-        Collective. changed: what :meth:`changed` found on one of the ranks.
+        This call is collective. changed: the result of :meth:`changed` on one of the ranks.
         """
         message, now = f"{self._key} must not change while it is trained on; {changed}", ""
         with ranks.guard():
@@ -131,7 +131,7 @@ def _read(files: Sequence[tuple[str, int, int]], ranks: Ranks) -> list[str]:
     """Return the checksums of files by their states; each rank reads its share of their blocks."""
     blocks = [(number, begin) for number, (_, size, _) in enumerate(files) for begin in range(0, max(size, 1), BLOCK)]
     mine: list[str] = []
-    hidden = None if ranks.rank == 0 else True  # None: unless stderr is a terminal
+    hidden = None if ranks.rank == 0 else True  # None hides it unless stderr is a terminal
     own = blocks[ranks.rank :: ranks.size]
     with ranks.guard(), tqdm(own, desc="checksums", unit="GiB", delay=3, disable=hidden) as bar:
         mine = [checksum(files[number][0], begin, BLOCK) for number, begin in bar]

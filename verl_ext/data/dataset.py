@@ -1,7 +1,7 @@
 """PackDataset: the interface between the trainer and a dataset family.
 
-A family is one file of this package: a PackDataset, the dataclass of its options (`Options`), and conf/data/NAME.yaml,
-which names the class.
+A family is one module of this package, with a PackDataset and the dataclass of its options (`Options`), and
+conf/data/NAME.yaml, which names the class.
 """
 
 import os
@@ -27,14 +27,14 @@ DIGEST = "the digest of the documents in data.train_dir"  # the key of `PackData
 
 
 class RunLength(NamedTuple):
-    """The length of a run, for a dataset that draws its samples: samples of all steps, None if epochs decide."""
+    """The length of a run, for datasets that draw samples; samples: of all steps, None if epochs decide."""
 
     samples: int | None
     epochs: int
 
 
 class PackedDocument(NamedTuple):
-    """The place of a document of a pack: tokens start..start+tokens of row `row` of `folder`."""
+    """The source of a document of a pack: `tokens` tokens from `start` on in row `row` of `folder`."""
 
     folder: str
     row: int
@@ -89,9 +89,9 @@ class DataOptions(Options):
 
 @dataclass(frozen=True)
 class DatasetOptions(Options):
-    """Base of the options of a dataset family: the keys of the data node that its class reads.
+    """The base class of a dataset family's options, the keys of the data node that its class reads.
 
-    reads: what data.train_dir names, in words; data_keys: the keys that name what is trained on.
+    reads: a description of what data.train_dir names; data_keys: the keys that name the training data.
     """
 
     prefix: ClassVar[str] = "data"
@@ -102,7 +102,7 @@ class DatasetOptions(Options):
 
     @classmethod
     def read(cls: type[OptionsT], values: Mapping[str, Any], **given: Any) -> OptionsT:
-        """Read as Options.read does; raise TypeError for a name in `given` that is no option."""
+        """Read options like Options.read; raise TypeError for a name in `given` that is not an option."""
         if unknown := given.keys() - options_of(cls).keys():
             raise TypeError(f"{cls.__name__} has no option {', '.join(sorted(unknown))}")
         return super().read(values, **given)  # type: ignore[misc]
@@ -114,35 +114,35 @@ class DatasetOptions(Options):
 
     @property
     def needs_train_dir(self) -> bool:
-        """Whether data.train_dir must be given: not if other options name the data."""
+        """Whether data.train_dir must be given; it need not if other options name the data."""
         return True
 
     @classmethod
     def implied(cls, node: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the keys of the data node that others of its keys decide, with their values."""
+        """Return the keys of the data node whose values follow from its other keys, with these values."""
         return {}
 
     @classmethod
     def for_evaluation(cls, node: Mapping[str, Any]) -> dict[str, Any]:
-        """Return keys to set if nothing is trained on and data.train_dir is not given: the measured data stands in.
+        """Return the keys to set for an evaluation without data.train_dir, which the measured data replaces.
 
         Raises:
-            ValueError: there is nothing to measure.
+            ValueError: if there is nothing to measure.
         """
         if not node.get("val_dir"):
             raise ValueError("data.val_dir is required with trainer.eval_only=true; got null")
         return {"train_dir": node["val_dir"]}
 
     def path_problems(self, key: str, paths: Any) -> Iterable[str]:
-        """Yield a line for each path that the family cannot read, before a model is read."""
+        """Yield a line for each path that the family cannot read; called before a model is read."""
         return ()
 
 
 def named_paths(key: str, what: str, **given: Any) -> list[str]:
-    """Return the path or list of paths of the one argument that is given, as texts.
+    """Return the paths of the one argument that is given (a path or a list of paths) as strings.
 
     Raises:
-        ValueError: no path (it says `what` the config key `key` must name), or two arguments.
+        ValueError: if no path is given (it says `what` the config key `key` must name), or two arguments are.
     """
     values = [value for value in given.values() if value is not None]
     if len(values) > 1:
@@ -156,20 +156,20 @@ def named_paths(key: str, what: str, **given: Any) -> list[str]:
 
 
 def missing_paths(key: str, paths: Any, exists: Callable[[str], bool], kind: str) -> Iterator[str]:
-    """Yield a line for each local path of one or several that is no existing `kind`."""
+    """Yield a line for each local path of one or several that is not an existing `kind`."""
     for path in paths if isinstance(paths, (list, tuple)) else [paths]:
         if path and "://" not in str(path) and not exists(os.path.expanduser(str(path))):
             yield f"{key} must be an existing {kind}; got {path}"
 
 
 def split_rows(samples: int, split: str | None, train_ratio: float, seed: int) -> NDArray[np.int64]:
-    """Return int64[rows], ascending: the samples of `split` ("train", "val", or None: all) of 0..samples-1.
+    """Return the samples of `split` ("train", "val", or None: all) among 0..samples-1, int64[rows], ascending.
 
     The members are those of torch.utils.data.random_split(data, [n, samples - n], generator=manual_seed(seed)) with
     n = int(train_ratio * samples).
 
     Raises:
-        ValueError: the part has no sample.
+        ValueError: if the part has no sample.
     """
     if split is None:
         return np.arange(samples)
@@ -185,16 +185,16 @@ def split_rows(samples: int, split: str | None, train_ratio: float, seed: int) -
 
 
 class PackDataset(torch.utils.data.Dataset):
-    """P packs, known before any is read; pack k is a dict of 1-D tensors of one length.
+    """A dataset of P packs, which are planned before any of them is read.
 
-    These are input_ids, position_ids (from 0 in every document), loss_mask and category_ids int64, and loss_weight
-    float32 if there are weights.
+    Pack k is a dict of 1-D tensors of one length: input_ids, position_ids (from 0 in every document), loss_mask and
+    category_ids int64, and loss_weight float32 if there are weights.
 
-    key: the config key that messages name for the data; max_tokens: the most tokens that a model reads of a pack.
+    key: the config key that messages name for the data; max_tokens: the most tokens of a pack that a model reads.
     last_is_label: a pack's last token is only predicted, so that the model reads one token less than the pack has.
-    needs_tokenizer: it reads text. has_questions: a pack asks something, see `is_right_answer`.
-    is_ordered: the packs stand in the order of the whole run, which the trainer keeps; else an epoch visits each once.
-    epochs: how often they hold the data together.
+    needs_tokenizer: the dataset reads text. has_questions: packs ask questions, see `is_right_answer`.
+    is_ordered: the packs are in the order of the whole run, which the trainer keeps; else an epoch visits each once.
+    epochs: how often all packs together contain the data.
     """
 
     Options: ClassVar[type[DatasetOptions]] = DatasetOptions
@@ -211,18 +211,18 @@ class PackDataset(torch.utils.data.Dataset):
     def open_sets(
         cls, node: Mapping[str, Any], tokenizer: Any, length: RunLength, only_validation: bool = False
     ) -> tuple["PackDataset", "PackDataset | None"]:
-        """Return the training and the validation set of a run, packs planned; None if there is no validation.
+        """Open the training and the validation set of a run, with planned packs; None if there is no validation.
 
-        node: the whole data node as a plain mapping, a user's own keys included; a class is given it as the DictConfig
-        that verl gives. only_validation: nothing is trained on, and the validation set stands in for the training set.
+        node: the whole data node as a plain mapping, with a user's own keys; a class receives it as a DictConfig, as
+        from verl. only_validation: nothing is trained on, and the validation set replaces the training set.
 
         Raises:
-            ValueError: data or options that cannot be used; the key is named.
+            ValueError: if the data or options cannot be used; the message names the key.
         """
         data, options = DataOptions.read(node), cls.Options.read(node)
 
         def opened(which: str, paths: Any, limit: int, **more: Any) -> "PackDataset":
-            given = {**node, "mixture": None} if which == "val_dir" else node  # a validation set is measured as it is
+            given = {**node, "mixture": None} if which == "val_dir" else node  # validation measures the set unmixed
             return cls(  # type: ignore[call-arg]
                 parquet_files=paths,
                 tokenizer=tokenizer,
@@ -246,11 +246,11 @@ class PackDataset(torch.utils.data.Dataset):
 
     @classmethod
     def run_arguments(cls, node: Mapping[str, Any], length: RunLength) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return further arguments of the constructor that follow from the run: (for training, for validation)."""
+        """Return further constructor arguments that depend on the run: (for training, for validation)."""
         return {}, {}
 
     def read_together(self, ranks: Ranks) -> None:
-        """Read the tokens for facts that only they show, each rank a share; collective."""
+        """Read facts that only the tokens show, each rank its share; this call is collective."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -261,7 +261,7 @@ class PackDataset(torch.utils.data.Dataset):
     @property
     @abstractmethod
     def folders(self) -> tuple[str, ...]:
-        """The paths that are read, absolute."""
+        """The absolute paths that are read."""
 
     @property
     def data_files(self) -> tuple[DataFile, ...]:
@@ -271,12 +271,12 @@ class PackDataset(torch.utils.data.Dataset):
     @property
     @abstractmethod
     def categories(self) -> CategoryTable:
-        """The categories of its targets."""
+        """The categories of the targets."""
 
     @property
     @abstractmethod
     def digest(self) -> str:
-        """16 hex digits of the data that the packs hold."""
+        """A digest of the data in the packs, 16 hex digits."""
 
     @property
     @abstractmethod
@@ -286,38 +286,38 @@ class PackDataset(torch.utils.data.Dataset):
     @property
     @abstractmethod
     def longest_document(self) -> int:
-        """Tokens of the longest document of a pack, as a model reads it: the positions that it needs."""
+        """The tokens of the longest document as a model reads it, which is the number of positions needed."""
 
     @abstractmethod
     def pack_tokens(self) -> NDArray[np.int64]:
-        """Return int64[P]: tokens that a model reads of each pack, without padding."""
+        """Return the number of tokens of each pack that a model reads, int64[P], without padding."""
 
     @abstractmethod
     def pack_costs(self, cost: CostModel) -> NDArray[np.float64]:
-        """Return float64[P]: the cost of running each pack."""
+        """Return the cost of running each pack, float64[P]."""
 
     @abstractmethod
     def pack_documents(self) -> NDArray[np.int64]:
-        """Return int64[P]: documents of each pack."""
+        """Return the number of documents in each pack, int64[P]."""
 
     @abstractmethod
     def pack_targets(self) -> NDArray[np.int64]:
-        """Return int64[P]: target tokens of each pack."""
+        """Return the number of target tokens in each pack, int64[P]."""
 
     def documents_of(self, pack: int) -> list[PackedDocument]:
-        """Return the documents of a pack in its order; none unless a class names them."""
+        """Return the documents of a pack in their order; empty unless a class names them."""
         return []
 
     def plan_options(self) -> dict[str, Any]:
-        """Return facts beside its config that decide which tokens a pack has, by the names that messages use."""
+        """Return facts besides the config that decide which tokens a pack has, by the names that messages use."""
         return {}
 
     def extends(self, saved: Mapping[str, Any], seen: int) -> bool:
-        """Return whether a run of these plan options visited the same first `seen` packs of more or fewer."""
+        """Return whether a run with the plan options `saved`, longer or shorter, has the same first `seen` packs."""
         return False
 
     def is_right_answer(self, pack: int, answer: str) -> bool:
-        """Return whether a text that a model generated answers the question of pack `pack`."""
+        """Return whether a generated text answers the question of pack `pack`."""
         raise NotImplementedError(f"{type(self).__name__} has no questions")
 
     def changed_documents(self) -> list[DroppedDocuments]:

@@ -1,4 +1,4 @@
-"""DocumentDataset: the base of a dataset of one's own, whose class describes its documents.
+"""DocumentDataset: the base class of custom datasets, which describe their own documents.
 
     class Poems(DocumentDataset):
         categories = CategoryTable((1, 2), ("haiku", "sonnet"))
@@ -10,7 +10,7 @@
         def row(self, document):
             return {"input_ids": …, "loss_mask": 1, "category_ids": 2}
 
-Packing, over-length documents, padding, reports and the checks of the data are those of a tokenized folder.
+Packing, over-length documents, padding, reports and data checks work as for a tokenized folder.
 """
 
 import os
@@ -39,7 +39,7 @@ _KINDS = {"input_ids": "iu", "loss_mask": "iub", "category_ids": "iu", "loss_wei
 
 @dataclass(frozen=True)
 class DocumentOptions(SFTOptions):
-    """The options by which documents of a dataset of one's own become packs."""
+    """The options by which the documents of a custom dataset become packs."""
 
     reads: ClassVar[str] = DatasetOptions.reads
     mixture: Any = option(None, "must be null: a mixture draws from tokenized folders")
@@ -51,16 +51,16 @@ class DocumentOptions(SFTOptions):
 
     @override
     def path_problems(self, key: str, paths: Any) -> Iterable[str]:
-        return ()  # what a path names is the class's own affair
+        return ()  # the class itself decides what its paths name
 
 
 class DocumentDataset(SFTDataSet):
-    """Documents of one's own as packs; a subclass has `lengths`, `row` and `categories`, and nothing else.
+    """A dataset of custom documents as packs; a subclass defines `lengths`, `row` and `categories`.
 
-    lengths: integer[D], tokens of each document. categories: the numbers that rows have, with their names. Both may be
-    class attributes, properties, or set before the constructor of this class is called.
-    paths: what data.train_dir or data.val_dir names, absolute; config: the data node, a user's own keys included;
-    tokenizer: the model's where the class says `needs_tokenizer = True`.
+    lengths: the tokens of each document, integer[D]. categories: the numbers that rows have, with their names. Both may
+    be class attributes, properties, or set before this class's constructor is called.
+    paths: the absolute paths that data.train_dir or data.val_dir names; config: the data node, with a user's own keys;
+    tokenizer: the model's, if the class sets `needs_tokenizer = True`.
     """
 
     Options: ClassVar[type[DatasetOptions]] = DocumentOptions
@@ -77,10 +77,10 @@ class DocumentDataset(SFTDataSet):
         max_samples: int = -1,
         **given: Any,
     ) -> None:
-        """Open the paths `parquet_files`; the arguments are verl's, others those of SFTDataSet.
+        """Open the paths `parquet_files`; the arguments are verl's, and others are those of SFTDataSet.
 
         Raises:
-            ValueError: an option, a path or `lengths` that cannot be used, or a class that lacks one of the three.
+            ValueError: if an option, a path or `lengths` cannot be used, or the class lacks one of the three.
         """
         self.config, self.tokenizer = config, tokenizer
         super().__init__(
@@ -106,7 +106,7 @@ class DocumentDataset(SFTDataSet):
         """
 
     def read_together(self, ranks: Ranks) -> None:
-        """Scan every document, each rank its share; collective."""
+        """Scan all documents, each rank its share; this call is collective."""
         self.scan = scan_documents(self._data, self.spans, self.over_length, ranks)
         with ranks.guard():
             if unknown := set(self.scan.category_ids) - set(self.categories.ids):
@@ -120,7 +120,7 @@ class DocumentDataset(SFTDataSet):
 
     @property
     def data_files(self) -> tuple[DataFile, ...]:
-        """The paths that are files; a class that reads other files names them here, so that their changes are seen."""
+        """The paths that are files; a class that reads other files names them here, so that changes are detected."""
         return tuple(DataFile(path) for path in self.paths if os.path.isfile(path))
 
     @cached_property
@@ -130,14 +130,14 @@ class DocumentDataset(SFTDataSet):
 
 
 class _Rows(TokenizedData):
-    """The documents of a DocumentDataset, read row by row; columns: the names that the rows have."""
+    """The documents of a DocumentDataset, read row by row; columns: the names of the rows' columns."""
 
     files = ()
     document_columns = None
 
     def __init__(self, dataset: DocumentDataset, key: str) -> None:
         self._dataset, self.key = dataset, key
-        self.folders = (",".join(dataset.paths),)  # which of them a document lies in is not known
+        self.folders = (",".join(dataset.paths),)  # the path of a single document is unknown
         lengths = np.asarray(dataset.lengths)
         if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or not len(lengths) or lengths.min() < 0:
             raise ValueError(
@@ -170,7 +170,7 @@ class _Rows(TokenizedData):
             at += tokens
 
     def _row(self, document: int) -> dict[str, NDArray[Any]]:
-        """Return a document's columns, each as long as the document; ValueError for a row that is none."""
+        """Return a document's columns, each as long as the document. Raises ValueError if the row is invalid."""
         given, tokens = self._dataset.row(document), int(self.lengths[document])
         wanted = self.columns if document else _KINDS.keys() - ({"loss_weight"} - given.keys())
         if given.keys() != set(wanted):

@@ -13,7 +13,7 @@ NO_CATEGORY = "(none)"
 
 
 class OverLengthCount(NamedTuple):
-    """The documents of one category that are longer than a pack; the numbers are those of DroppedDocuments."""
+    """The documents of one category that are longer than a pack; its numbers are those of DroppedDocuments."""
 
     category: int
     documents: int
@@ -29,34 +29,34 @@ class DroppedDocuments:
     """The documents of one category that one reason changes or leaves out.
 
     The reasons are `drop`, `truncate`, `split` (longer than a pack), `empty` (no token, left out), `beyond
-    max_samples`, `not drawn` (by data.mixture; of a split document, any piece that is in no pack), and `no target` (in
-    the packs, and nothing to learn from; those that were cut included).
+    max_samples`, `not drawn` (by data.mixture; also a split document with a piece in no pack), and `no target` (in the
+    packs, with nothing to learn from; cut documents are included).
 
-    A BABILong prompt that was cut has `context truncated` or `question truncated`, a pretraining text `truncated to
-    max_length`, with the tokens from before the cut. A record that gave no document has `bad record: …`, one that holds
-    names of special tokens `special tokens encoded as text`. For reasons other than length, the category is known if
-    verl-ext has tokenized the documents.
+    A cut BABILong prompt has the reason `context truncated` or `question truncated`, and a cut pretraining text has
+    `truncated to max_length`; their tokens are those before the cut. A record without a document has `bad record: …`,
+    and one with names of special tokens has `special tokens encoded as text`. For reasons other than length, the
+    category is known if verl-ext tokenized the documents.
     """
 
     category: str
     reason: str
     documents: int = 0
     tokens: int = 0
-    share: float = 0.0  # of the tokens of all documents of the set
+    share: float = 0.0  # share of the tokens of all documents of the set
     tokens_kept: int = 0
-    tokens_removed: int = 0  # over all rows: the tokens that no pack holds, each counted once
+    tokens_removed: int = 0  # over all rows, the tokens that no pack holds, each counted once
     # Of documents longer than a pack, drawn or not:
-    targets_removed: int = 0  # under `split`, those that became the first token of a piece
+    targets_removed: int = 0  # under `split`, targets that became the first token of a piece
     lost_last_target: int = 0  # documents whose last target was removed
     without_target: int = 0  # documents that had targets and have none left
 
 
 @dataclass(frozen=True)
 class DroppedReport:
-    """Makes DroppedDocuments of rows of the folders.
+    """A maker of DroppedDocuments from rows of the folders.
 
-    categories: int[N] of all rows, None if they are not known; names: category number -> name; total: tokens of all
-    documents of the set.
+    categories: the category of every row, int[N], None if unknown; names: category number -> name; total: the number of
+    tokens of all documents of the set.
     """
 
     categories: NDArray[Any] | None
@@ -66,7 +66,7 @@ class DroppedReport:
     def over_length(
         self, counts: Iterable[OverLengthCount], policy: str, lengths: NDArray[np.integer]
     ) -> list[DroppedDocuments]:
-        """Report the documents longer than a pack, then the empty ones; `lengths` of the documents in use."""
+        """Report the documents longer than a pack, then the empty ones; `lengths` are those of the documents in use."""
         report = []
         for count in sorted(counts, key=lambda count: (count.category == 0, count.category)):
             category, documents, tokens, kept, *targets = count
@@ -77,7 +77,7 @@ class DroppedReport:
     def by_category(
         self, reason: str, rows: NDArray[np.int64], tokens: NDArray[Any], kept: NDArray[Any] | None = None
     ) -> list[DroppedDocuments]:
-        """Report the documents `rows` int64[D] (one for each piece), their tokens and the kept ones (None: none)."""
+        """Report the documents `rows` int64[D] (one for each piece), their tokens and the kept tokens (None: none)."""
         kept = np.zeros_like(tokens) if kept is None else kept
         category = np.zeros(len(rows), np.int64) if self.categories is None else self.categories[rows]
         report = []
@@ -95,9 +95,9 @@ class DroppedReport:
         plan: PackPlan,
         targets: NDArray[Any],
     ) -> list[DroppedDocuments]:
-        """Report the documents `beyond` max_samples, those that `plan` lacks, and those that it holds without a target.
+        """Report the documents `beyond` max_samples, those missing in `plan`, and those in it without a target.
 
-        lengths: of all rows of the folders; targets int32[S].
+        lengths: the lengths of all rows of the folders; targets: the targets of each span, int32[S].
         """
         held = np.zeros(len(spans), bool)
         held[plan.document_index] = True

@@ -1,7 +1,7 @@
-"""data.mixture: how many tokens an epoch draws from which source, of which lengths, and the report of the draw.
+"""data.mixture: the tokens that an epoch draws from each source, and the draw's report.
 
 scale: 1.0                    # one factor on every budget
-total_tokens: null            # what the sources with a weight share, the budgets in tokens taken off
+total_tokens: null            # less the budgets in tokens, shared by the sources with a weight
 sources:
   original: {tokens: 4.0e9}
   over_8k:  {tokens: 3.0e9, intervals: [8192, 16384, 32768]}
@@ -24,7 +24,7 @@ from verl_ext.progress import aligned
 from verl_ext.text.sources import absolute_path
 from verl_ext.values import MISSING, Options, nearest_name, option, options_of, plain, refuse, show
 
-MOST = 2**53  # of a number of tokens, and of a weight or scale
+MOST = 2**53  # the maximum of a number of tokens, a weight or a scale
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class SourceOptions(Options):
 
     @property
     def paths(self) -> Sequence[Any]:
-        """Its own folders as they are given."""
+        """The source's own folders as they are given."""
         return self.train_dir if isinstance(self.train_dir, (list, tuple)) else [self.train_dir]
 
 
@@ -75,7 +75,7 @@ class MixtureOptions(Options):
 
     @classmethod
     def read(cls, node: Any) -> "MixtureOptions":  # type: ignore[override]
-        """Return the node data.mixture of a config, or a mapping like it; ValueError with a line for each mistake."""
+        """Read data.mixture of a config, or a similar mapping. Raises ValueError with a line for each mistake."""
         node = plain(node)
         if not isinstance(node, Mapping):
             raise ValueError(f"{KEY} must be a mapping with sources; got {show(node)}")
@@ -111,7 +111,7 @@ class MixtureOptions(Options):
 
     @property
     def budgets(self) -> tuple[MixtureSource, ...]:
-        """The budgets by source."""
+        """The budget of each source."""
         return tuple(
             MixtureSource(name, source.tokens, source.weight, tuple(source.intervals) if source.intervals else None)
             for name, source in self.sources.items()
@@ -119,7 +119,7 @@ class MixtureOptions(Options):
 
     @property
     def folders(self) -> tuple[tuple[str, ...] | None, ...]:
-        """For each source the absolute folders that it draws from, None if those are data.train_dir's."""
+        """The absolute folders that each source draws from, None if they are those of data.train_dir."""
         return tuple(
             None if source.train_dir is None else tuple(absolute_path(path) for path in source.paths)
             for source in self.sources.values()
@@ -131,7 +131,7 @@ class MixtureOptions(Options):
         return None in self.folders
 
     def all_folders(self, train_dir: Iterable[str]) -> tuple[str, ...]:
-        """Return data.train_dir's folders and the sources' own, each once; ValueError if one of these is missing."""
+        """Return the folders of data.train_dir and of the sources, each once. Raises ValueError if one is missing."""
         for name, own in zip(self.sources, self.folders, strict=True):
             for folder in own or ():
                 if not os.path.isdir(folder):
@@ -140,7 +140,7 @@ class MixtureOptions(Options):
 
 
 def _unknown_keys(cls: type[Options], key: str, node: Mapping[Any, Any]) -> list[str]:
-    """Return a line for each key of a node that is no option."""
+    """Return a line for each key of a node that is not an option."""
     lines = []
     for name in (name for name in node if name not in options_of(cls)):
         nearest = nearest_name(str(name), options_of(cls))
@@ -152,9 +152,9 @@ def _unknown_keys(cls: type[Options], key: str, node: Mapping[Any, Any]) -> list
 class MixtureRow:
     """One interval of a source: documents of low < length <= high tokens (None: of any length).
 
-    documents counts every time that one is drawn, distinct each once. epochs = tokens given / tokens of all documents
-    of the interval. off = given / wanted - 1, 0 where nothing is wanted. hinders names the document that keeps it more
-    than 1 % off.
+    documents counts every draw, and distinct counts each document once. epochs = tokens given / tokens of all documents
+    of the interval. off = given / wanted - 1, or 0 if nothing is wanted. hinders names the document that keeps the
+    interval more than 1 % off.
     """
 
     source: str
@@ -195,7 +195,7 @@ def mixture_report(
 
 
 def mixture_table(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Return the text of MixtureRows given as dicts; * marks a budget that is missed by more than 1 %."""
+    """Format MixtureRows, given as dicts, as a table; * marks a budget that is missed by more than 1 %."""
     lines = []
     for row in rows:
         cells = {name: f"{value:,}" for name, value in row.items() if isinstance(value, int)}
@@ -227,13 +227,13 @@ def draw_spans(
     train_dir: Sequence[str],
     seed: int,
 ) -> tuple[NDArray[np.int64], list[MixtureRow]]:
-    """Return (int64[D]: the spans of an epoch, one as often as it is drawn; a row of the report for each interval).
+    """Draw the spans of an epoch: (int64[D], each span as often as it is drawn; the report's row for each interval).
 
-    Folder f of `folders` holds the rows first_rows[f]..first_rows[f+1]-1; `train_dir`: those of data.train_dir, which
-    a source without folders of its own draws from. The draw is the same in every epoch.
+    Folder f of `folders` holds the rows first_rows[f]..first_rows[f+1]-1; `train_dir`: the folders of data.train_dir,
+    for sources without folders of their own. The draw is the same in every epoch.
 
     Raises:
-        ValueError: a source or interval without a document, or a budget that cannot be met at all.
+        ValueError: if a source or interval has no document, or a budget cannot be met at all.
     """
     span_edges = np.searchsorted(spans.row, first_rows)
     members = [

@@ -1,7 +1,7 @@
-"""MultiDocDataset: documents one after the other as a stream of tokens, cut into samples of seq_len.
+"""MultiDocDataset: a stream of documents' tokens, cut into samples of seq_len.
 
-documents            a a a E b b E c c c c c E        E: the EOS token after each
-sample, seq_len 5    b b E c c c                      its last token is only predicted (but of random_starts)
+documents            a a a E b b E c c c c c E        E: the EOS token after each document
+sample, seq_len 5    b b E c c c                      the last token is only predicted (not with random_starts)
 
 attend_across_documents   true                 false
 position_ids              0 1 2 3 4 5          0 1 2 0 1 2
@@ -40,7 +40,7 @@ from verl_ext.text.plain_text import TextOptions
 from verl_ext.values import option, plain
 
 CACHE = "verl_ext_multidoc"
-# What a checkpoint calls the length of a document stream.
+# The name of a document stream's length in a checkpoint.
 NUM_SAMPLES = "the number of samples of the run (data.num_samples, trainer.total_training_steps, trainer.total_epochs)"
 
 
@@ -119,24 +119,24 @@ class MultiDocOptions(DatasetOptions, TextOptions):
 
 
 class MultiDocDataset(PackDataset):
-    """Samples of seq_len tokens of documents, texts or Megatron's indexed form; see the picture above.
+    """A dataset of samples of seq_len tokens, from texts or Megatron's indexed form.
 
     Two constructor forms give the same samples: `MultiDocDataset(file_paths, tokenizer, seq_len, add_eos=True,
     max_tokens=None, seed=None)`, whose max_tokens cuts the corpus, and verl's `MultiDocDataset(parquet_files=…,
-    tokenizer=…, config=…, processor=None, max_samples=-1)`, whose options are MultiDocOptions' keys of `config`; an
-    argument that is given wins. Texts are tokenized once, into an index in the cache. Sources are the categories.
+    tokenizer=…, config=…, processor=None, max_samples=-1)`, whose options are MultiDocOptions' keys of `config`. A
+    given argument wins. Texts are tokenized once, into an index in the cache. Sources are the categories.
 
     Args:
-        epochs: of a document stream whose num_samples is null.
+        epochs: the epochs of a document stream whose num_samples is null.
         split: "train" or "val": one part of the seeded random split of each source's documents; None: all of them.
         validates: sample by val_sampling and val_seed.
-        max_samples: the first so many samples; all when it is not above 0.
+        max_samples: use only so many samples from the start; all if it is not above 0.
         key: the config key that messages name.
         given: MultiDocOptions by name, which win over those of `config`.
         processor: verl's argument for images, not used.
 
     Raises:
-        ValueError: an option, a file or an index that cannot be used; one line with the key and the value.
+        ValueError: if an option, a file or an index cannot be used; one line names the key and the value.
     """
 
     Options = MultiDocOptions
@@ -202,8 +202,8 @@ class MultiDocDataset(PackDataset):
     def extends(self, saved: Mapping[str, Any], seen: int) -> bool:
         """Return whether only the number of samples differs, and the first `seen` are the same.
 
-        They are as long as both numbers take the documents equally often. Several sources without weights are mixed in
-        proportion to their samples in an unknown number of epochs, which may be another order.
+        They are the same as long as both numbers use the documents equally often. Several sources without weights are
+        mixed in proportion to their samples in an unknown number of epochs, which may give another order.
         """
         num = saved.get(NUM_SAMPLES)
         weighs = len(self.sources) == 1 or all(source.weight is not None for source in self.sources)
@@ -215,7 +215,7 @@ class MultiDocDataset(PackDataset):
         return is_same_data and self._plan.begins_as(self._stream(num, 1), seen)
 
     def _train_sampling(self, asked_samples: int | None) -> str:
-        """Return the sampling of training data; asked_samples: data.num_samples as the config has it."""
+        """Return the sampling of training data; asked_samples: data.num_samples in the config."""
         blends = any(source.weight is not None for source in self.sources)
         is_text = all(source.is_text for source in self.sources) and not blends
         chosen = self.options.sampling or ("random_starts" if is_text else "document_stream")
@@ -227,7 +227,7 @@ class MultiDocDataset(PackDataset):
 
     @classmethod
     def run_arguments(cls, node: Mapping[str, Any], length: RunLength) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the run's length for training, and that the set is measured for validation."""
+        """Return the length of the run for training, and the flag `validates` for validation."""
         return {"num_samples": node.get("num_samples") or length.samples, "epochs": length.epochs}, {"validates": True}
 
     @override
@@ -240,7 +240,7 @@ class MultiDocDataset(PackDataset):
         return self._read_token_range(ONE_RANK)
 
     def _read_token_range(self, ranks: Ranks) -> tuple[int, int]:
-        """Return the extreme token ids, from the cache or by reading every token on one of the ranks; collective."""
+        """Return the lowest and highest token id, from the cache or by reading all tokens on the ranks; collective."""
 
         def read() -> Arrays:
             with ranks.guard():
@@ -258,9 +258,9 @@ class MultiDocDataset(PackDataset):
         return self._num
 
     def __getitem__(self, pack: int) -> dict[str, torch.Tensor]:
-        """Return sample `pack`: int64[T] each of input_ids, position_ids, loss_mask and category_ids.
+        """Return sample `pack`: input_ids, position_ids, loss_mask and category_ids, int64[T] each.
 
-        T is max_tokens, one more if last_is_label; a source's last sample in order may have fewer.
+        T is max_tokens, plus one if last_is_label. With in_order, a source's last sample may have fewer tokens.
         """
         source, (document, start, stop) = self._plan.pieces(range(len(self))[pack])
         ids = self.sources[source].index.gather(document, start, stop).astype(np.int64)
@@ -269,7 +269,7 @@ class MultiDocDataset(PackDataset):
             begins = np.cumsum(stop - start) - (stop - start)
         mask = np.ones(len(ids), np.int64)
         mask[begins] = 0
-        steps = np.ones(len(ids), np.int64)  # of the positions: 0, 1, … from each of `begins` on
+        steps = np.ones(len(ids), np.int64)  # increments of the positions, which restart at each of `begins`
         steps[0] = 0
         steps[begins[1:]] = 1 - np.diff(begins)
         row = {
@@ -299,12 +299,12 @@ class MultiDocDataset(PackDataset):
 
     @cached_property
     def categories(self) -> CategoryTable:
-        """One for each source, numbered from 1."""
+        """The categories: one for each source, numbered from 1."""
         return CategoryTable(tuple(range(1, len(self.sources) + 1)), tuple(source.name for source in self.sources))
 
     @cached_property
     def digest(self) -> str:
-        """16 hex digits of the documents' lengths, their token ids' range, and all that decides a sample's tokens."""
+        """A digest (16 hex digits) of document lengths, the token id range and all that decides a sample's tokens."""
         return self._digest_of(self._num, len(self._plan))
 
     def _digest_of(self, num_samples: int, planned: int) -> str:
@@ -345,14 +345,14 @@ class MultiDocDataset(PackDataset):
         return self._plan.token_counts()[: self._num]
 
     def pack_costs(self, cost: CostModel) -> NDArray[np.float64]:
-        """Return float64[P]: the cost of each sample as one document."""
+        """Return the cost of each sample as one document, float64[P]."""
         tokens = self.pack_tokens()
-        if self.is_ordered:  # all of one length: in the memory of one
+        if self.is_ordered:  # all have one length, so that one value is stored
             return np.broadcast_to(cost.documents(tokens[:1])[0], len(tokens))
         return cost.documents(tokens)
 
     def pack_documents(self) -> NDArray[np.int64]:
-        """Return int64[P]: documents, or pieces of them, of each sample; 1 if attention spans all."""
+        """Return the number of documents or pieces in each sample, int64[P]; 1 if attention spans all."""
         if self.options.attend_across_documents:
             return np.broadcast_to(np.int64(1), self._num)
         return self._piece_counts
@@ -362,14 +362,14 @@ class MultiDocDataset(PackDataset):
         return self._plan.piece_counts()[: self._num]
 
     def pack_targets(self) -> NDArray[np.int64]:
-        """Return int64[P]: the number of tokens of each sample but the first of each document."""
+        """Return the number of targets in each sample, int64[P]: its tokens but the first of each document."""
         tokens = self.pack_tokens()
         if not self.options.attend_across_documents:
             return tokens + self.last_is_label - self._piece_counts
         return tokens if self.last_is_label else tokens - 1
 
     def changed_documents(self) -> list[DroppedDocuments]:
-        """Return the records of texts that gave no document, and those whose special tokens are text, by source."""
+        """Return, by source, the text records that gave no document and those with special tokens encoded as text."""
         found = [
             (source.name, f"bad record: {reason}", count)
             for source in self.sources

@@ -1,6 +1,6 @@
-"""The samples of a stream of documents: which tokens each of them holds.
+"""Plan the samples of a document stream: which tokens each sample holds.
 
-sampling           tokens of a sample                     its last token is only predicted
+sampling           tokens of a sample                     whether its last token is only predicted
 random_starts      seq_len                                no: seq_len - 1 targets
 document_stream    seq_len + 1                            yes: seq_len targets
 in_order           seq_len + 1, a source's last fewer     yes: every token of a source but its first, once
@@ -23,15 +23,15 @@ from verl_ext.data.megatron.blend import Order, megatron_source_samples, normali
 from verl_ext.data.megatron.samples import Pieces, cached_blend, cached_sample_indices, check_has_sample
 from verl_ext.data.multidoc_sources import Source
 
-# By sampling, the tokens that a sample has beside those that a model reads.
+# The tokens that a sample has besides those that a model reads, by sampling.
 LABEL_TOKENS = {"random_starts": 0, "document_stream": 1, "in_order": 1}
-_DENSE = 4  # fewer candidates than this for each random start are shuffled as a whole
+_DENSE = 4  # with fewer candidates than this for each random start, all are shuffled
 
 _logger = logging.getLogger(__name__)
 
 
 class TokenStream:
-    """The tokens of `documents` (numbers into `lengths`, in the order given; None: all of them), one after the other.
+    """A stream of the tokens of `documents` (numbers into `lengths`, in this order; None: all of them).
 
     documents   7        2              5         3 has no token and is left out
     lengths     3        5              2
@@ -63,19 +63,19 @@ class TokenStream:
         return document, piece_start, piece_stop
 
     def piece_counts(self, start: NDArray[Any], stop: NDArray[Any]) -> NDArray[np.int64]:
-        """Return how many pieces tokens start..stop-1 are, for every pair."""
+        """Return the number of pieces in tokens start..stop-1, for every pair."""
         first = np.searchsorted(self.ends, start, side="right")
         return np.searchsorted(self.ends, stop - 1, side="right") - first + 1
 
 
 def random_starts(num_tokens: int, seq_len: int, seed: int, key: str = "data.train_dir") -> NDArray[np.int64]:
-    """Return int64[⌊num_tokens/seq_len⌋]: different starts of 0..num_tokens-seq_len, every choice and order as likely.
+    """Return int64[⌊num_tokens/seq_len⌋] distinct starts of 0..num_tokens-seq_len, uniform in choice and order.
 
-    Memory grows with the number of starts, not with the number of tokens. Drawing with replacement until enough
-    different starts are there gives each set of them the same chance, since the candidates are interchangeable.
+    Memory grows with the number of starts, not with the number of tokens. Drawing with replacement until there are
+    enough distinct starts gives each set of them the same chance, because the candidates are interchangeable.
 
     Raises:
-        ValueError: fewer tokens than one sample has; `key` is named.
+        ValueError: if there are fewer tokens than one sample has; it names `key`.
     """
     check_has_sample(num_tokens, seq_len, key)
     rng = np.random.default_rng(seed)
@@ -85,19 +85,19 @@ def random_starts(num_tokens: int, seq_len: int, seed: int, key: str = "data.tra
     starts = np.empty(0, np.int64)
     while len(starts) < wanted:
         more = rng.integers(candidates, size=wanted - len(starts), dtype=np.int64)
-        starts = np.sort(np.concatenate([starts, more]))  # np.unique hashes, at many times the cost
+        starts = np.sort(np.concatenate([starts, more]))  # np.unique hashes, which costs many times as much
         starts = starts[np.diff(starts, prepend=-1) > 0]
     rng.shuffle(starts)
     return starts
 
 
 class WindowPlan:
-    """The windows of every source, one source after the other.
+    """A plan of windows of every source, one source after the other.
 
-    max_samples: of all sources together, the first of each in proportion; not above 0: all.
+    max_samples: the number of samples of all sources, the first ones of each in proportion; if not above 0, all.
     """
 
-    epochs = 1.0  # how often the samples hold the tokens
+    epochs = 1.0  # how often the samples contain the tokens
 
     def __init__(self, sampling: str, sources: Sequence[Source], seq_len: int, seed: int, max_samples: int = 0) -> None:
         self._label_tokens = LABEL_TOKENS[sampling]
@@ -121,16 +121,16 @@ class WindowPlan:
         return len(self._starts)
 
     def pieces(self, number: int) -> tuple[int, Pieces]:
-        """Return (source, its pieces of documents) of a sample."""
+        """Return a sample's source and its pieces of documents."""
         source = int(np.searchsorted(self._ends, number, side="right"))
         return source, self._streams[source].pieces(self._starts.item(number), self._stops.item(number))
 
     def token_counts(self) -> NDArray[np.int64]:
-        """Return int64[P]: tokens of each sample that a model reads."""
+        """Return the number of tokens that a model reads of each sample, int64[P]."""
         return self._stops - self._starts - self._label_tokens
 
     def piece_counts(self) -> NDArray[np.int64]:
-        """Return int64[P]: pieces of each sample."""
+        """Return the number of pieces of each sample, int64[P]."""
         edges = pairwise([0, *self._ends.tolist()])
         parts = [
             stream.piece_counts(self._starts[first:end], self._stops[first:end])
@@ -139,15 +139,15 @@ class WindowPlan:
         return np.concatenate(parts)
 
     def source_counts(self, first: int) -> NDArray[np.int64]:
-        """Return int64[S]: samples of each source among the first so many."""
+        """Return the number of samples of each source, int64[S], among the first `first` samples."""
         return np.diff(np.minimum(self._ends, first), prepend=0)
 
 
 class StreamPlan:
-    """Megatron's indices of every source; the methods are those of WindowPlan.
+    """A plan by Megatron's indices of every source, with the methods of WindowPlan.
 
-    Several sources are mixed sample by sample in proportion to their weights, or to their samples if they have none.
-    num_samples: of all sources together; None: those of `epochs` epochs of each.
+    Several sources are mixed sample by sample in proportion to their weights, or to their samples if they have no
+    weights. num_samples: the samples of all sources together; None: those of `epochs` epochs of each source.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class StreamPlan:
         weights = [source.weight for source in sources if source.weight is not None]
         _check_joined_sequences(sources, blend_rule if weights or len(sources) > 1 else None)
         as_builder = bool(weights) and blend_rule == "megatron"
-        if as_builder:  # megatron-core's normalises the weights for its BlendedDataset, which normalises them again
+        if as_builder:  # megatron-core's builder normalises the weights, and its BlendedDataset normalises them again
             weights = normalised(weights).tolist()
         self._order: Order | None = None
         counts = np.array([self._num])
@@ -187,7 +187,7 @@ class StreamPlan:
         return self._num
 
     def begins_as(self, other: "StreamPlan", first: int) -> bool:
-        """Return whether the first so many samples are those of another plan of the same sources."""
+        """Return whether the first `first` samples are those of another plan of the same sources."""
         used = [first]
         if self._order is not None and other._order is not None:
             own, its = self._order, other._order
@@ -200,7 +200,7 @@ class StreamPlan:
         )
 
     def pieces(self, number: int) -> tuple[int, Pieces]:
-        """Return (source, its pieces of documents) of a sample."""
+        """Return a sample's source and its pieces of documents."""
         source, sample = 0, number
         if self._order is not None:
             source, sample = self._order[0].item(number), self._order[1].item(number)
@@ -209,11 +209,11 @@ class StreamPlan:
         return source, samples.pieces(sample)
 
     def token_counts(self) -> NDArray[np.int64]:
-        """Return int64[P]: tokens of each sample that a model reads."""
-        return np.broadcast_to(np.int64(self._seq_len), self._num)  # in the memory of one
+        """Return the number of tokens that a model reads of each sample, int64[P]."""
+        return np.broadcast_to(np.int64(self._seq_len), self._num)  # one stored value
 
     def piece_counts(self) -> NDArray[np.int64]:
-        """Return int64[P]: pieces of each sample."""
+        """Return the number of pieces of each sample, int64[P]."""
         values = np.empty(self._num, np.int64)
         for number, samples in enumerate(self._samples):
             if samples is None:
@@ -227,14 +227,14 @@ class StreamPlan:
         return values
 
     def source_counts(self, first: int) -> NDArray[np.int64]:
-        """Return int64[S]: samples of each source among the first so many."""
+        """Return the number of samples of each source, int64[S], among the first `first` samples."""
         if self._order is None:
             return np.array([first])
         return np.bincount(self._order[0][:first], minlength=len(self._samples))
 
 
 def _check_joined_sequences(sources: Sequence[Source], blend_rule: str | None) -> None:
-    """Warn of sources that are not sampled as by megatron-core; ValueError if `blend_rule` asks for that."""
+    """Warn if megatron-core would sample a source differently; raise ValueError if `blend_rule` is megatron-core's."""
     for source in sources:
         index = source.index
         if index.num_sequences <= index.num_documents:

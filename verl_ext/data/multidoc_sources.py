@@ -1,4 +1,4 @@
-"""The sources of a stream of documents.
+"""Find the sources of a stream of documents.
 
 a/b.bin a/b.idx      PREFIX a/b: an index, source b           a/ with .idx files: a source for each
 scenes/*.txt         texts (files, folders, globs) become one index in the cache, source scenes
@@ -27,16 +27,16 @@ from verl_ext.text.sources import SourceFile, absolute_path, find_source_files, 
 from verl_ext.text.tokenized import cached_tokens, file_facts, tokenizer_facts
 from verl_ext.values import plain
 
-FORMAT = 1  # to be raised when the same text is tokenized into something else
+FORMAT = 1  # raise it when the same text gives other tokens
 _RECORDS = "records.json"
 
 
 @dataclass(frozen=True)
 class Source:
-    """Documents of one name.
+    """The documents of one source.
 
-    weight: its share of a blend, None without one. documents: its part of the split, numbers into the index; None: all.
-    Of a text: bad_records, how many records gave no document, by reason; special_tokens, how many hold names of
+    weight: its share of a blend, None without a blend. documents: the numbers of its part of the split, None for all.
+    For texts, bad_records counts the records without a document by reason, and special_tokens the records with names of
     special tokens, which are encoded as text.
     """
 
@@ -50,7 +50,7 @@ class Source:
 
     @property
     def key(self) -> str:
-        """The name in messages."""
+        """The source's name in messages."""
         return f"{self.index.key}: {self.name}"
 
     @cached_property
@@ -66,7 +66,7 @@ class Source:
             raise ValueError(f"{self.key}: {error}") from error
 
     def token_range(self, part: int, parts: int) -> tuple[int, int]:
-        """Return (lowest, highest) token id of about one of `parts` equal shares of its index; (0, -1) for none."""
+        """Return (lowest, highest) token id of one of `parts` nearly equal shares of the index; (0, -1) for none."""
         edges = np.arange(part, part + 2) * self.index.num_tokens // parts * self.index.dtype.itemsize
         return self.index.token_range(*np.searchsorted(self.index.pointers, edges).tolist())
 
@@ -75,7 +75,7 @@ def read_blend(blend: Any) -> list[tuple[float, str]]:
     """Return (weight, path) of each source of [[0.7, path], [0.3, path]].
 
     Raises:
-        ValueError: another form, a weight that is negative or not finite, no weight above 0, a path given twice.
+        ValueError: if the form differs, a weight is negative or not finite, none is above 0, or a path is given twice.
     """
     pairs = plain(blend)
     try:
@@ -98,10 +98,10 @@ def is_path(path: Any) -> bool:
 
 @dataclass(frozen=True)
 class SourceFinder:
-    """Opens the sources that `data.train_dir`, `data.val_dir` or `data.blend` names.
+    """A finder of the sources that `data.train_dir`, `data.val_dir` or `data.blend` names.
 
-    options, max_tokens: how a text becomes documents, and where it is cut; root: the cache of tokenized texts; key: the
-    config key that messages name.
+    options, max_tokens: how a text becomes documents, and the tokens after which it is cut; root: the cache of
+    tokenized texts; key: the config key that messages name.
     """
 
     tokenizer: Any
@@ -115,7 +115,7 @@ class SourceFinder:
         return self._named([([absolute_path(path)], weight) for weight, path in read_blend(blend) if weight])
 
     def listed(self, paths: Any) -> list[Source]:
-        """Return the sources of a path, a list of paths or {name: path}; texts without a name of their own are one."""
+        """Return the sources of a path, a list of paths or {name: path}; texts without a name form one source."""
         paths = plain(paths)
         if isinstance(paths, Mapping):
             return [self._one(str(name), self._paths(given)) for name, given in paths.items()]
@@ -128,8 +128,8 @@ class SourceFinder:
         return self._named([*groups, (texts, None)] if texts else groups)
 
     def _named(self, groups: Sequence[tuple[list[str], float | None]]) -> list[Source]:
-        """Return a source for each (paths, weight), named by their last part, with its folder's if two were alike."""
-        paths = []  # of each group its only path, else the folder that holds its texts
+        """Return a source for each (paths, weight), named by their last part, with its folder's if ambiguous."""
+        paths = []  # each group's only path, or else the folder that holds its texts
         for group, _ in groups:
             is_alone = len(group) == 1 or any(map(is_url, group))
             held = (path if os.path.isdir(path) else os.path.dirname(path) for path in group)
@@ -153,7 +153,7 @@ class SourceFinder:
         return Source(name, TokenIndex(prefixes[0], self.key), weight)
 
     def _prefixes(self, path: str) -> list[str]:
-        """Return the prefixes of the indices that a path means, itself or those of a folder; [] if it means texts."""
+        """Return the prefixes of the indices at a path or in its folder; an empty list if it holds texts."""
         if path.endswith(SUFFIXES):
             return [path[:-4]]
         if any(os.path.isfile(path + ending) for ending in SUFFIXES):
@@ -201,7 +201,7 @@ class SourceFinder:
 
 
 def _name(path: str) -> str:
-    """Return the last part of a path, or of the folder of a glob, without the endings of its formats."""
+    """Return the last part of a path, or of a glob's folder, without the suffixes of its formats."""
     parts = Path(path).parts
     fixed = next((at for at, part in enumerate(parts) if glob.has_magic(part)), len(parts))
     name = parts[fixed - 1]

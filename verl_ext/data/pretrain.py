@@ -1,4 +1,4 @@
-"""PreTrainDataset: text as rows of whole documents, each BOS, its first max_length - 2 tokens, EOS.
+"""PreTrainDataset: documents of BOS, the first max_length - 2 tokens and EOS, as rows.
 
 max_length = 5, texts of 4, 1 and 2 tokens; B and E are BOS and EOS, P is the padding
 
@@ -8,8 +8,8 @@ position_ids  0  1  2  3  4  0  1  2             0  1  2  3  4     0  1  2  0  1
 loss_mask     0  1  1  1  1  0  1  1             0  1  1  1  1     0  1  1  0  0     0  1  1  1  0
 labels       -1  a  a  a  E -1  b  E             -1 a  a  a  E    -1  b  E -1 -1    -1  c  c  E -1
 
--1 stands for -100. Every token but the first is a target. A tokenizer that has no BOS gives documents that begin with
-their text. Padding is known by its place, never by its token: a pad token that is the EOS too costs no document its
+-1 stands for -100. Every token but the first is a target. If the tokenizer has no BOS, documents begin with their text.
+Padding is recognized by its position and not by its token. A pad token that equals EOS therefore costs no document its
 last target.
 """
 
@@ -53,7 +53,7 @@ class DocumentOptions(RecordTextOptions):
 
 @dataclass(frozen=True)
 class PreTrainOptions(TextSetOptions, DocumentOptions):
-    """The options by which text becomes rows; rows=padded has max_tokens, strategy and pad_mode of its own."""
+    """The options by which text becomes rows; rows=padded sets max_tokens, strategy and pad_mode itself."""
 
     reads: ClassVar[str] = "files of text records"
 
@@ -78,7 +78,7 @@ class PreTrainOptions(TextSetOptions, DocumentOptions):
 
     @override
     def path_problems(self, key: str, paths: Any) -> Iterable[str]:
-        return ()  # globs and URLs: checked when they are opened
+        return ()  # globs and URLs are checked when they are opened
 
     @classmethod
     @override
@@ -94,13 +94,13 @@ class PreTrainOptions(TextSetOptions, DocumentOptions):
 
 
 class PreTrainEncoder(Encoder):
-    """Text records as documents of BOS, text and EOS; a document's category is its file's name."""
+    """An encoder of text records as documents of BOS, text and EOS."""
 
     Options = DocumentOptions
     options: DocumentOptions
 
     def encode(self, files: Sequence[SourceFile], batch_bytes: int) -> Iterator[Documents]:
-        """Yield the files' documents; ValueError for a tokenizer without EOS or a record that cannot be used."""
+        """Yield the files' documents. Raises ValueError if the tokenizer lacks EOS or a record cannot be used."""
         if self.tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer must have an eos_token, which every document of data=pretrain ends with")
         tokenizer = TextTokenizer(self.tokenizer, self.options, add_bos=self.has_bos)
@@ -148,13 +148,13 @@ class PreTrainEncoder(Encoder):
 
 
 def find_files(paths: Sequence[str], key: str) -> tuple[list[SourceFile], dict[int, str]]:
-    """Return (files, category number -> name) of paths: files, folders, globs and URLs, in the order given.
+    """Return (files, category number -> name) of files, folders, globs and URLs, in the given order.
 
-    Those of a folder or a glob are sorted by name. A file's category is its name without its endings, an Arrow folder's
-    its name.
+    The files of a folder or a glob are sorted by name. A file's category is its name without suffixes; that of an Arrow
+    folder or a Hub dataset is its full name.
 
     Raises:
-        ValueError: no file, a file of no known format, one that cannot be read; `key` is named.
+        ValueError: if there is no file, or one has no known format or cannot be read; it names `key`.
     """
 
     def category_of(file: SourceFile) -> str:
@@ -167,9 +167,9 @@ def find_files(paths: Sequence[str], key: str) -> tuple[list[SourceFile], dict[i
 def cut_documents(
     tokens: NDArray[Any], lengths: NDArray[np.integer], keep: int
 ) -> tuple[NDArray[Any], NDArray[np.int32]]:
-    """Return (tokens, lengths int32[D]) of documents side by side, each with at most `keep` tokens.
+    """Return (tokens, lengths int32[D]) of concatenated documents, each cut to at most `keep` tokens.
 
-    A longer one is cut to its first keep - 1 tokens and its last.
+    A longer document keeps its first keep - 1 tokens and its last token.
     """
     if not (lengths > keep).any():
         return tokens, lengths.astype(np.int32)
@@ -180,7 +180,7 @@ def cut_documents(
 
 
 class PreTrainDataset(TextSet):
-    """Records with a text (jsonl, json, parquet, csv, Arrow folders, .txt files) as rows; see the picture above.
+    """A dataset of text records (jsonl, json, parquet, csv, Arrow folders, .txt files) in rows, drawn above.
 
     Its own constructor form is `PreTrainDataset(tokenizer, datapath, max_length=512)`. A path is a file, a folder, a
     glob or a URL.
@@ -198,10 +198,10 @@ class PreTrainDataset(TextSet):
         max_length: int | None = None,
         **given: Any,
     ) -> None:
-        """Open the files; `given`: as of a TextSet."""
+        """Open the files; `given` are arguments of TextSet."""
         super().__init__(datapath, tokenizer, max_length, **given)
         self.has_bos = tokenizer.bos_token_id is not None
 
     def facts(self) -> dict[str, Any]:
-        """Return how documents became rows, and whether they begin with a BOS."""
+        """Return the options that turned documents into rows, and whether documents begin with a BOS."""
         return {"rows": self.options.rows, "max_length": self.options.max_length, "bos": self.has_bos}

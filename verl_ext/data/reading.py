@@ -1,4 +1,4 @@
-"""What reading data needs without torch: the ranks that read it together, and its files."""
+"""The ranks that read data together, and its files, without torch."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -7,12 +7,12 @@ from numpy.typing import NDArray
 
 
 class Ranks:
-    """The ranks of a run that read their data together; of this class itself, a process that runs alone."""
+    """The ranks of a run that read data together; this class itself is a process that runs alone."""
 
     rank, size = 0, 1
 
     def guard(self) -> AbstractContextManager[None]:
-        """End the run on all ranks, reported once, if a ValueError or OSError is raised inside on one."""
+        """End the run on all ranks, with one report, if the body raises ValueError or OSError on one of them."""
         return nullcontext()
 
     def broadcast(self, value: Any) -> Any:
@@ -24,14 +24,14 @@ class Ranks:
         return [value]
 
     def all_reduce(self, values: NDArray[Any]) -> None:
-        """Sum over the ranks, in place."""
+        """Sum the values over the ranks, in place."""
 
 
 ONE_RANK = Ranks()
 
 
 class DataFile(NamedTuple):
-    """A file that is read during a run. xxh3_128: of its content, as recorded at `recorded_ns` by the tokenizer."""
+    """A file that is read during a run; the tokenizer recorded its checksum xxh3_128 at `recorded_ns`."""
 
     path: str
     xxh3_128: str | None = None

@@ -1,12 +1,12 @@
-"""DocumentScan: targets, token ids and categories of documents, which only their tokens show.
+"""DocumentScan: facts of documents that only their tokens show.
 
-Folders that verl-ext has tokenized have these numbers as columns. Of other folders, and of documents longer than a
-pack, the tokens are read once, in blocks of a few million, each rank its share; the result is kept for the next start.
+Folders that verl-ext tokenized have targets, token ids and categories as columns. For other folders, and for documents
+longer than a pack, each rank reads its share of the tokens once, in blocks of a few million. The result is cached.
 
     loss_mask      1 1 0 1 1 1 | 0 1 1        documents of 6 and 3 tokens; no first token is ever a target
     running      0 1 2 2 3 4 5   5 6 7        targets: 5-1, 7-5
     pieces of 4    [0,4) [4,6)   [0,3)        3-1, 5-4, 7-5: nor is the first token of a piece
-    kept           truncate: the first piece of each document; split: all of them; drop: those that are a document
+    kept           truncate: the first piece of each document; split: all pieces; drop: those that are a document
 """
 
 import os
@@ -26,7 +26,7 @@ from verl_ext.files import CATEGORIES, file_state, fingerprint
 from verl_ext.packing import Spans, cut_spans
 
 BLOCK_TOKENS = 1 << 22
-FORMAT = 4  # of a kept scan; to be raised when it means something else
+FORMAT = 4  # of a cached scan; raise it when the scan's meaning changes
 
 
 class OverLength(NamedTuple):
@@ -41,9 +41,9 @@ class OverLength(NamedTuple):
 class DocumentScan:
     """The facts of the documents to pack.
 
-    targets int32[S]: target tokens of each span, its first token never one. min_token_id, max_token_id, and
-    category_ids (> 0, ascending) that occur on targets. over_length: the documents longer than a pack, by category.
-    tokens_read: by this rank.
+    targets: the target tokens of each span, int32[S], whose first token never is one. min_token_id, max_token_id, and
+    category_ids (> 0, ascending) of the targets. over_length: the documents longer than a pack, by category.
+    tokens_read: the tokens that this rank read.
     """
 
     targets: NDArray[np.int32]
@@ -63,13 +63,13 @@ def scan_documents(
     keep: bool = False,
     block_tokens: int = BLOCK_TOKENS,
 ) -> DocumentScan:
-    """Return the scan of `spans` (at least one). Collective: each rank reads about as many tokens as any other.
+    """Scan `spans` (at least one); collective, and each rank reads about as many tokens as any other.
 
-    keep: take what an earlier start has found, and keep what this one finds, in the cache of `datasets`.
+    keep: reuse the result of an earlier start, and keep this one's, in the cache of `datasets`.
 
     Raises:
-        ValueError: a loss_mask other than 0 and 1, a negative category id, a loss_weight negative or not finite (the
-            row is named); no target at all.
+        ValueError: if loss_mask is not 0 or 1, a category id is negative, or a loss_weight is negative or not finite
+            (it names the row); if there is no target at all.
     """
     columns = data.document_columns
     is_read = np.zeros(len(data), bool)
@@ -113,9 +113,9 @@ def check_vocabulary(token_range: tuple[int, int], vocab_size: int, key: str = "
 
 
 def shares(lengths: NDArray[np.integer], ranks: int) -> NDArray[np.int64]:
-    """Return int64[ranks+1]: rank r reads documents shares[r]..shares[r+1]-1 of these lengths (at least one).
+    """Split documents of these lengths (at least one) into shares of the ranks, int64[ranks+1].
 
-    Each share has about as many tokens as any other.
+    Rank r reads documents shares[r]..shares[r+1]-1. All shares have about the same number of tokens.
     """
     begins = np.cumsum(lengths, dtype=np.int64)
     total = int(begins[-1])
@@ -124,7 +124,7 @@ def shares(lengths: NDArray[np.integer], ranks: int) -> NDArray[np.int64]:
 
 
 def sum_by_category(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return rows of OverLengthCounts summed to one for each category, ascending."""
+    """Sum the rows of OverLengthCounts to one for each category, in ascending order."""
     categories, group = np.unique(counts[:, 0], return_inverse=True)
     sums = np.zeros((len(categories), counts.shape[1]), np.int64)
     np.add.at(sums, group, counts)
@@ -142,7 +142,7 @@ def _fingerprint(data: TokenizedData, is_read: NDArray[np.bool_], over: OverLeng
 
 
 class _Reader:
-    """Reads the documents of is_read bool[N], of which those longer than `over.max_tokens` are cut into pieces.
+    """A reader of the documents of is_read bool[N]; it cuts those longer than `over.max_tokens` into pieces.
 
     span_rows: the rows of their spans, which are the pieces that are kept.
     """
@@ -163,13 +163,13 @@ class _Reader:
         self._counts = [np.zeros((0, len(OverLengthCount._fields)), np.int64)]
 
     def read(self, ranks: Ranks) -> Arrays:
-        """Read this rank's share, with a bar that shows after 3 s; return the facts of all shares."""
+        """Read this rank's share, with a progress bar after 3 s; return the facts of all shares."""
         with ranks.guard():
             rows = np.flatnonzero(self.is_read)
             first, last = shares(self.data.lengths[rows], ranks.size)[ranks.rank : ranks.rank + 2].tolist()
             if first < last:  # there may be fewer documents than ranks
                 self._read_rows(rows[first:last], has_bar=ranks.rank == 0)
-        ranks.all_reduce(self._targets)  # every span is of one share: the sum puts the shares together
+        ranks.all_reduce(self._targets)  # every span belongs to one share, so that the sum joins the shares
         lists = (self._token_ids, self._categories, self._counts)
         shared = ranks.gather([np.concatenate(arrays) for arrays in lists])
         token_ids, categories, counts = (np.concatenate(parts) for parts in zip(*shared, strict=True))
@@ -190,13 +190,13 @@ class _Reader:
                 bar.update(self.tokens_read - before)
 
     def _read_block(self, begin: int, end: int) -> None:
-        """Read the documents of the dataset's rows begin..end-1 that are to be read; none of them is empty."""
+        """Read those of rows begin..end-1 that are to be read; none of them is empty."""
         is_read = self.is_read[begin:end]
         rows = begin + np.flatnonzero(is_read)
         if not len(rows):
             return
         length, values = self.data.lengths[begin:end].astype(np.int64), self.data.block(begin, end)
-        if len(rows) < end - begin:  # documents that are not read lie between
+        if len(rows) < end - begin:  # other documents lie between
             wanted = np.repeat(is_read, length)
             values, length = {name: flat[wanted] for name, flat in values.items()}, length[is_read]
         ends = np.cumsum(length)
@@ -223,7 +223,7 @@ class _Reader:
         at = np.searchsorted(self._span_rows, begin)
         self._targets[at : at + len(targets)] = targets
         is_target[first] = False
-        if inside is not None:  # what is cut off or dropped is no token of the packs
+        if inside is not None:  # the packs lack tokens that are cut off or dropped
             values, is_target = {name: flat[inside] for name, flat in values.items()}, is_target[inside]
         if len(ids := values["input_ids"]):
 
@@ -236,7 +236,7 @@ class _Reader:
             self._categories.append(_distinct(values["category_ids"][is_target]))
 
     def _check(self, values: dict[str, NDArray[Any]], row_of: Callable[[int], int]) -> None:
-        """Raise ValueError for values out of range, with the row of the first."""
+        """Raise ValueError, with the row of the first value, if values are out of range."""
 
         def refuse(requirement: str, found: NDArray[Any], wrong: NDArray[np.bool_]) -> None:
             at = int(wrong.argmax())
@@ -259,7 +259,7 @@ class _Reader:
         kept_targets: NDArray[np.int64],
         category_ids: NDArray[Any],
     ) -> None:
-        """Count the over-length documents of a block; running: targets before each of its tokens."""
+        """Count the over-length documents of a block; running: the number of targets before each of its tokens."""
         policy, size = self.over.policy, self.over.max_tokens
         at = np.flatnonzero(lengths > size)
         length, end = lengths[at], ends[at]
@@ -280,7 +280,7 @@ class _Reader:
 
 
 def _distinct(categories: NDArray[Any]) -> NDArray[np.int64]:
-    """Return the categories that occur, at least 0 each."""
+    """Return the distinct categories, all of which are at least 0."""
     categories = categories.astype(np.int64, copy=False)
     if len(categories) and categories.max() < 1 << 20:  # counting is many times faster than sorting
         return np.flatnonzero(np.bincount(categories))
@@ -288,11 +288,11 @@ def _distinct(categories: NDArray[Any]) -> NDArray[np.int64]:
 
 
 def main_categories(category_ids: NDArray[Any], starts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return int64[documents]: the most frequent category of each, of equals the smallest; 0 if there is none but 0."""
+    """Return the most frequent category of each document, int64[D]; the smallest of several, 0 if there is only 0."""
     changes = np.ones(len(category_ids), bool)
     np.not_equal(category_ids[1:], category_ids[:-1], out=changes[1:])
     changes[starts] = True
-    runs = np.flatnonzero(changes)  # categories change rarely: a few runs a document instead of its tokens
+    runs = np.flatnonzero(changes)  # categories change rarely, so a document has few runs
     ids, of_run = np.unique(category_ids[runs], return_inverse=True)
     document = np.searchsorted(starts, runs, side="right") - 1
     pairs, of_pair = np.unique(document * len(ids) + of_run, return_inverse=True)
@@ -302,5 +302,5 @@ def main_categories(category_ids: NDArray[Any], starts: NDArray[np.int64]) -> ND
     document, category, tokens = document[named], category[named], tokens[named]
     best_last = np.lexsort((-category, tokens, document))
     main = np.zeros(len(starts), np.int64)
-    main[document[best_last]] = category[best_last]  # of one document, the last assignment holds
+    main[document[best_last]] = category[best_last]  # the last assignment for a document holds
     return main

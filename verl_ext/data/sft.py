@@ -1,4 +1,4 @@
-"""Tokenized documents as packs of at most max_tokens tokens, sliced from the memory-mapped columns.
+"""SFTDataSet: tokenized documents in packs, sliced from memory-mapped columns.
 
     doc A (3)      doc B (4)        with pad_mode=right, max_tokens = 9
     input_ids      a0 a1 a2 | b0 b1 b2 b3 | P P
@@ -6,9 +6,9 @@
     loss_mask       0  0  1 |  0  1  1  1 | 0 0
     category_ids    0  0  1 |  0  2  2  2 | 0 0
     attention_mask  1  1  1 |  1  1  1  1 | 0 0
-    labels          . . A2  |  . B1 B2 B3 | . .      of sets of texts alone; `.` is -100, not shifted
+    labels          . . A2  |  . B1 B2 B3 | . .      only in sets of texts; `.` is -100, not shifted
 
-A document's first token is never a target, and a token that is no target has category 0.
+A document's first token is never a target, and a token that is not a target has category 0.
 """
 
 import os
@@ -73,7 +73,7 @@ class SFTOptions(DatasetOptions):
 
     @cached_property
     def mixture_options(self) -> MixtureOptions | None:
-        """The mixture with its sources; reading a wrong one raises ValueError."""
+        """The mixture with its sources. Raises ValueError if it is wrong."""
         return None if self.mixture is None else MixtureOptions.read(self.mixture)
 
     @override
@@ -99,17 +99,17 @@ class SFTOptions(DatasetOptions):
 
 
 class SFTDataSet(PackDataset):
-    """Packs of whole documents, documents apart by their positions; item k is a dict of tensors.
+    """A dataset of packs of whole documents, separated by their positions; item k is a dict of tensors.
 
     Two constructor forms give the same rows: `SFTDataSet(train_dir=…, max_tokens=…, padding_value=…)`, and verl's
     `SFTDataSet(parquet_files=…, tokenizer=…, config=…, processor=None, max_samples=-1)`, whose options are the keys of
-    `config` that SFTOptions has; an argument that is given wins. A folder is a path or a list of paths, read one after
-    the other. The plan depends on the data and these options alone.
+    `config` that SFTOptions has. A given argument wins. A folder is a path or a list of paths, read in order. The plan
+    depends on the data and these options alone.
 
-    spans: the documents after over-length handling; plan: which of them lie in which pack. A mixture draws from spans,
-    so that one may lie in several packs or in none, the same in every epoch; mixture_report: what it drew by source and
-    length interval, empty without one. Its sources' own folders are read after train_dir, which is not opened if every
-    source has its own.
+    spans: the documents after over-length handling; plan: the pack that each span lies in. A mixture draws from the
+    spans, so that a span may lie in several packs or in none; the draw is the same in every epoch. mixture_report: the
+    draw by source and length interval, empty without a mixture. The sources' own folders are read after train_dir,
+    which is not opened if every source has its own.
     """
 
     Options: ClassVar[type[DatasetOptions]] = SFTOptions
@@ -131,11 +131,11 @@ class SFTDataSet(PackDataset):
         key: str = "data.train_dir",
         **options: Any,
     ) -> None:
-        """Open the data, which train_dir or parquet_files names, and plan its packs.
+        """Open the data that train_dir or parquet_files names, and plan its packs.
 
-        padding_value: the token of padding unless `tokenizer` has a pad token. processor: verl's, not used.
-        max_samples: the first so many documents, all if it is not above 0. key: the config key that messages name for
-        the data. options: those of `Options` by name, which win over `config`.
+        padding_value: the padding token, unless `tokenizer` has a pad token. processor: verl's argument, not used.
+        max_samples: use only so many documents from the start, all if it is not above 0. key: the config key that
+        messages name for the data. options: those of `Options` by name, which win over `config`.
 
         Raises ValueError with a line for each option or folder that cannot be used.
         """
@@ -159,9 +159,9 @@ class SFTDataSet(PackDataset):
             whole_number("padding_value (the tokenizer's pad_token_id)", padding_value, least=0)
         self.key, self.max_tokens, self._padding_value = key, packing.max_tokens, padding_value or 0
         self._data = data
-        self._rows = rows  # of the documents of this set, in use or not
+        self._rows = rows  # the rows of this set's documents, in use or not
         first = slice(max_samples if max_samples > 0 else None)
-        self._in_use: Any = first if rows is None else rows[first]  # a slice where rows would only count: 8 bytes each
+        self._in_use: Any = first if rows is None else rows[first]  # a slice, as row numbers take 8 bytes each
         spans = cut_spans(data.lengths[self._in_use], packing.max_tokens, packing.over_length, key)
         self.spans = spans if rows is None else Spans(rows[spans.row], spans.start, spans.length)
         how = packing.max_tokens, packing.strategy, packing.seed
@@ -188,7 +188,7 @@ class SFTDataSet(PackDataset):
         """Return pack `pack`: 1-D tensors of one length T ≤ max_tokens, its documents one after the other.
 
         They are input_ids, position_ids, loss_mask and category_ids int64, and loss_weight float32 if the dataset has
-        it. With pad_mode=right T is max_tokens, the rest is one last pseudo-document of the padding value, and
+        it. With pad_mode=right, T is max_tokens, the rest is one last pseudo-document of the padding value, and
         attention_mask int64 is added.
         """
         documents = self.plan.documents(range(len(self))[pack])
@@ -223,11 +223,11 @@ class SFTDataSet(PackDataset):
 
     @cached_property
     def scan(self) -> DocumentScan:
-        """Read at the first use. ValueError when there is no target, or for values out of range."""
+        """The scan, read at its first use. Raises ValueError if there is no target or a value is out of range."""
         return scan_documents(self._data, self.spans, self.over_length)
 
     def read_together(self, ranks: Ranks) -> None:
-        """Scan the tokens, each rank a share; the scan is kept for the next start."""
+        """Scan the tokens, each rank its share; the scan is cached for the next start."""
         self.scan = scan_documents(self._data, self.spans, self.over_length, ranks, keep=True)
 
     @cached_property
@@ -264,7 +264,7 @@ class SFTDataSet(PackDataset):
 
     @cached_property
     def category_names(self) -> dict[int, str]:
-        """Number -> name, of categories.json."""
+        """The names of categories.json by number."""
         return CategoryNumbers.read(self.folders).names
 
     @cached_property
@@ -290,7 +290,7 @@ class SFTDataSet(PackDataset):
 
     @cached_property
     def digest(self) -> str:
-        """16 hex digits of which documents there are: their rows, cuts, lengths and targets (needs the scan)."""
+        """A digest (16 hex digits) of the documents' rows, cuts, lengths and targets (needs the scan)."""
         scan, spans = self.scan, self.spans
         arrays = (spans.row, spans.start, spans.length, scan.targets)
         facts = f"{scan.min_token_id} {scan.max_token_id} {scan.category_ids}"

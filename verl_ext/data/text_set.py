@@ -1,4 +1,4 @@
-"""TextSet: the base of sets of texts, which are tokenized once, into the cache, when they are opened."""
+"""TextSet: the base class of datasets that tokenize texts into a cache when opened."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ from verl_ext.text.sources import SourceFile
 from verl_ext.text.tokenized import Encoder, read_report, tokenized
 from verl_ext.values import option, options_of
 
-IGNORED = -100  # the label that Hugging Face losses leave out
+IGNORED = -100  # the label that Hugging Face losses ignore
 
 
 @dataclass(frozen=True)
 class TextSetOptions(SFTOptions):
-    """Options of a set of texts, which are tokenized when it is opened."""
+    """The options of a set of texts, which are tokenized when it is opened."""
 
     train_ratio: float = option(
         1.0,
@@ -37,15 +37,15 @@ class TextSetOptions(SFTOptions):
 
 
 class TextSet(SFTDataSet):
-    """Base of sets of texts, whose rows have labels besides.
+    """The base class of sets of texts, whose rows have labels as well.
 
     Whole files are tokenized once for each tokenizer and set of encoder options, whatever the split, max_samples and
-    the packs; after that rows are read from the cache. The constructor forms are those of SFTDataSet, with a path (or a
-    list of paths), a tokenizer and max_length in the family's own.
+    the packs are; after that, rows are read from the cache. The constructor forms are those of SFTDataSet; in the
+    family's own form, they take a path (or a list of paths), a tokenizer and max_length.
 
-    encoder: the class that makes documents of files; its `Options` are a part of the family's. cut_reason: what the
-    report calls a document that lost tokens when it was tokenized; cuts_targets: these tokens were targets. split:
-    "train" or "val" of the seeded random split of all documents; None: all. Other arguments are those of SFTDataSet.
+    encoder: the class that turns files into documents; its `Options` are part of the family's. cut_reason: the report's
+    name for a document that lost tokens in tokenizing; cuts_targets: whether these tokens were targets. split: "train"
+    or "val" of the seeded random split of all documents; None: all. Other arguments are those of SFTDataSet.
     """
 
     needs_tokenizer = True
@@ -59,7 +59,7 @@ class TextSet(SFTDataSet):
     @staticmethod
     @abstractmethod
     def find_files(paths: Sequence[str], key: str) -> tuple[list[SourceFile], dict[int, str]]:
-        """Return (files, category number -> name) of paths; ValueError, which names `key`, if there are none."""
+        """Return (files, category number -> name) of paths. Raises ValueError, which names `key`, if there are none."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class TextSet(SFTDataSet):
 
     @cached_property
     def over_length_report(self) -> list[DroppedDocuments]:
-        """Documents that were cut when they were tokenized, then those longer than a pack (needs the scan).
+        """The documents that were cut in tokenizing, then those longer than a pack (needs the scan).
 
         Tokens are counted before the cut.
         """

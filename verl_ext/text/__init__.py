@@ -1,1 +1,1 @@
-"""From files to tokens: sources, records, chats and texts, special tokens, and the folders that hold the result."""
+"""Read files, records and chats, and tokenize them into dataset folders."""

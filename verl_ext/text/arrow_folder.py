@@ -1,10 +1,10 @@
-"""The state.json of an Arrow folder: its shards, with size and checksum if `verl-ext` wrote them.
+"""Read the shards of an Arrow folder from its state.json.
 
     {"_fingerprint": "7c1e…", "_data_files": [{"filename": "data-00000-of-00001.arrow",
-        "bytes": 81023, "xxh3_128": "52d0…"}], …}      only if verl-ext wrote the shard
+        "bytes": 81023, "xxh3_128": "52d0…"}], …}      size and checksum, only if verl-ext wrote the shard
 
-Names come with the data, so none is followed out of its folder. `datasets` reads the same file and leaves the further
-fields out when it saves a folder anew.
+Names come with the data, so a name that leads out of the folder is refused. `datasets` reads the same file and drops
+the additional fields when it saves the folder again.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ STATE = "state.json"
 
 
 class Shard(NamedTuple):
-    """A file of record batches; bytes and xxh3_128 (of :func:`verl_ext.files.checksum`) if they were recorded."""
+    """A file of record batches, with its size and checksum (:func:`verl_ext.files.checksum`) if they were recorded."""
 
     name: str
     bytes: int | None = None
@@ -27,7 +27,7 @@ class Shard(NamedTuple):
 def parse_shards(content: str) -> tuple[Shard, ...]:
     """Return the shards that the content of a state.json names.
 
-    Raises ValueError for anything that cannot be used, in a few words that follow the folder's name.
+    Raises ValueError if it cannot be used, with a message that is to follow the folder's name.
     """
     state = parse_json(content)
     files = state.get("_data_files") if isinstance(state, dict) else None
@@ -42,7 +42,7 @@ def parse_shards(content: str) -> tuple[Shard, ...]:
 
 
 def read_shards(folder: Path) -> tuple[Shard, ...]:
-    """Return the shards of a local folder. Raises ValueError as `parse_shards`, and for a link out of the folder."""
+    """Return the shards of a local folder. Raises ValueError like `parse_shards`, or if a shard is a link out of it."""
     shards = parse_shards((folder / STATE).read_text(encoding="utf-8"))
     for shard in shards:
         if not is_inside(folder / shard.name, folder):

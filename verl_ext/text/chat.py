@@ -1,4 +1,4 @@
-"""Chat and text records turned into documents by the encoder that each worker process holds.
+"""Encode chat and text records as documents, in each worker process.
 
 record --parse_record--> Chat --ChatRenderer--> ChatText, with spans --TextEncoder--> ids, offsets --> Document
                          PlainText ---------------------------------> ids, with EOS              --> Document
@@ -27,12 +27,12 @@ from verl_ext.text.tokenized import tokenizer_facts
 from verl_ext.text.tokenizer import load_tokenizer, read_template
 from verl_ext.values import DataError, UsageError, one_line
 
-KIND_OF_TARGET = {**{kind: kind for kind in KINDS}, EMPTY_REASONING: REASONING}  # as the report counts them
+KIND_OF_TARGET = {**{kind: kind for kind in KINDS}, EMPTY_REASONING: REASONING}  # the kinds that the report counts
 
 
 @dataclass
 class _Item:
-    """A text of a record, of which a chat with turns=each has several."""
+    """A text of a record; a chat with turns=each has several."""
 
     number: Place
     category: str
@@ -43,7 +43,7 @@ class _Item:
 
 @dataclass(frozen=True)
 class ShownText:
-    """A text of a record, its documents, and (message, prompt at inference) of each assistant turn that is learnt."""
+    """A text of a record, its documents, and (message, prompt at inference) of each learnt assistant turn."""
 
     text: str
     documents: list[Document]
@@ -56,7 +56,7 @@ class _Found:
 
     counts: dict[str, Counts] = field(default_factory=lambda: defaultdict(Counts))  # by category, "" if none is given
     documents: list[Document] = field(default_factory=list)
-    categories: list[str] = field(default_factory=list)  # of the documents
+    categories: list[str] = field(default_factory=list)  # one for each document
     preview: list[list[Run]] = field(default_factory=list)
     bad: list[tuple[Place, str, BadRecord | DataError]] = field(default_factory=list)  # place, category, error
 
@@ -70,7 +70,7 @@ class ChatEncoder:
         Args:
             options: the options.
             sources: the names of the chunks' sources, for `category_field`.
-            preview: the number of documents of a chunk that are decoded.
+            preview: the number of documents of a chunk to decode for a preview.
         """
         self.options, self.sources, self._preview = options, sources, preview
         self.tokenizer = load_tokenizer(options.model)
@@ -78,9 +78,9 @@ class ChatEncoder:
         self._is_one_token = cache(lambda text: len(self._encoder.ids(text)) == 1)
 
     def fingerprint(self) -> str:
-        """Digest everything that decides a record's documents. Raises `UsageError` if a template cannot be read.
+        """Return a digest of all that decides a record's documents. Raises `UsageError` if a template cannot be read.
 
-        That is the options, the tokenizer, the template and the stop tokens, wherever they were read from.
+        It covers the options, the tokenizer, the template and the stop tokens, wherever they were read from.
         """
         options = {each.name: getattr(self.options, each.name) for each in fields(ChatOptions) if each.name != "model"}
         if (template := self.options.chat_template) is not None:
@@ -112,7 +112,7 @@ class ChatEncoder:
             if isinstance(bad, DataError):  # it ends the run, unless an earlier bad record does
                 raise bad
             line = f"{chunk.place(number)}: {bad}"
-            # Chats that on_unprinted=drop leaves out, and targets lost to truncation, are what the user asked for.
+            # The user accepts that on_unprinted=drop leaves out chats, and that truncation loses targets.
             is_asked_for = bad.reason == "unprinted" and self.options.on_unprinted != "error"
             is_asked_for |= bad.reason.startswith("no_target_after")
             if self.options.on_bad_record == "error" and not is_asked_for:
@@ -126,7 +126,7 @@ class ChatEncoder:
         return documents
 
     def shown(self, chunk: Chunk) -> Iterator[ShownText]:
-        """Yield the texts of a chunk's records, without those that give no document."""
+        """Yield the texts of a chunk's records that give documents."""
         items = list(self._items(chunk, _Found()))
         for item, encoded in zip(items, self._encoded(items), strict=True):
             try:
@@ -145,7 +145,7 @@ class ChatEncoder:
             yield ShownText(text, documents, prompts)
 
     def ids(self, text: str) -> list[int]:
-        """Return the token ids of a text, without those that the tokenizer puts at either end."""
+        """Return the token ids of a text, without those that the tokenizer adds at either end."""
         return self._encoder.ids(text)
 
     def _items(self, chunk: Chunk, found: _Found) -> Iterator[_Item]:
@@ -180,7 +180,7 @@ class ChatEncoder:
 
     @cached_property
     def _chats(self) -> ChatRenderer:
-        """The renderer, made for the first chat: plain texts need no chat template."""
+        """The renderer, made for the first chat because plain texts need no chat template."""
         return ChatRenderer(self.tokenizer, self._encoder.special, self.options)
 
     def _count_fields(self, record: Record, counts: Counts) -> None:
@@ -196,7 +196,7 @@ class ChatEncoder:
         counts.dropped_media.update(record.dropped)
 
     def _encoded(self, items: list[_Item]) -> list[Any]:
-        """Encode every text; return `Encoded` or the error for each."""
+        """Encode every text; return an `Encoded` or an error for each."""
         chats = [item.text for item in items if isinstance(item.text, ChatText)]
         plain = [item.text for item in items if not isinstance(item.text, ChatText)]
         of_chats = iter(self._encoder.encode_chats(chats))
@@ -232,7 +232,7 @@ class ChatEncoder:
                 found.preview.append(preview_of(piece.input_ids, piece.loss_mask, decode))
 
     def _document(self, item: _Item, encoded: Encoded) -> Document:
-        """Make a document of a text's tokens, mask and weights; a plain text ends with EOS."""
+        """Make a document from a text's tokens, mask and weights; a plain text ends with EOS."""
         ids, weights = encoded.ids, None
         parts: list[tuple[int, str]] = []
         if isinstance(chat := item.text, ChatText):
@@ -243,7 +243,7 @@ class ChatEncoder:
             if any(part.weight != 1 for part in learnt):
                 weights = np.ones(len(ids), np.float64)
                 for part, run in zip(learnt, pairwise([*firsts, len(ids)]), strict=True):
-                    weights[slice(*run)] = part.weight  # also of the context after it, which the next line takes out
+                    weights[slice(*run)] = part.weight  # also sets the context after it, which the next line resets
                 weights[mask == 0] = 1
         else:
             eos = self.tokenizer.eos_token_id
@@ -261,7 +261,7 @@ class ChatEncoder:
         return Document(ids, mask, weights, parts=parts)
 
     def _first_token(self, encoded: Encoded, text: str, character: int) -> int:
-        """Return the first token of a text that has characters from this one on."""
+        """Return the first token that holds a character at or after this one."""
         if encoded.offsets is not None:
             return encoded.offsets.first_after(character)
         return len(self._encoder.ids(text[:character]))

@@ -1,13 +1,13 @@
-r"""A chat with marks around its words, which show where a template prints them.
+r"""Mark a chat's words to find where the template prints them.
 
-The messages and tools of a chat are rendered once more with marks in their strings ("words"):
+The messages and tools of a chat are rendered a second time with marks in their strings (the "words"):
 
     message     {"role": "user", "content": " hi "}          the third string of the chat
     marked      {"role": "user", "content": " Zq7b2xhiZq7e2x "}
     rendered    <|im_start|>user\n Zq7b2xhiZq7e2x <|im_end|>     the words lie at "hi"
 
-Marks stand inside the white space around words, which templates trim. Taken out again, they must leave the very text
-that the template prints for the chat itself; if they do not, another way to place them is tried.
+Marks are placed inside the white space around the words, because templates trim that white space. Without its marks,
+the rendered text must equal the text of the chat itself; otherwise the next one of the WAYS is tried.
 """
 
 import re
@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 from verl_ext.text.messages import REASONING_FIELDS, Chat, Message, map_strings
 
 SPOKEN_FIELDS = ("content", *REASONING_FIELDS)
-TOOLS = -1  # tool definitions count as this message
-# The ways to mark words, tried in this order: some templates ask how a message begins or ends, or look up a function's
-# name, so that a mark there changes what they print.
+TOOLS = -1  # the message index of tool definitions
+# The ways to mark words, in the order in which they are tried. Some templates test how a message begins or ends, or
+# look up a function's name, so that a mark there changes their output.
 WAYS = ("around", "around_but_blank", "around_but_names", "end", "middle")
 # Marks consist of ASCII letters and digits, which no template trims, splits or escapes.
 _MARK = re.compile("Zq7([be])([0-9]+)x", re.IGNORECASE)
@@ -33,23 +33,23 @@ class Words(NamedTuple):
 
     @property
     def second_half(self) -> str:
-        """The words after a mark in their middle, without white space at the end."""
+        """The words after a mark in their middle, without trailing white space."""
         core = self.text.strip()
         return core[len(core) // 2 :]
 
     @property
     def space_before(self) -> str:
-        """The white space that the words begin with."""
+        """The leading white space of the words."""
         return self.text[: len(self.text) - len(self.text.lstrip())]
 
     @property
     def space_after(self) -> str:
-        """The white space that the words end with."""
+        """The trailing white space of the words."""
         return self.text[len(self.text.rstrip()) :]
 
 
 class Place(NamedTuple):
-    """The place of marked words in a text: the first and last position known to be theirs, or their edge."""
+    """The place of marked words in a text, from mark `first` to mark `last` (equal if there is one mark)."""
 
     number: int
     words: Words
@@ -59,7 +59,7 @@ class Place(NamedTuple):
 
 
 class Marks:
-    """The messages and tools of a chat with marks in them, numbered in the chat's order."""
+    """A chat's messages and tools with marks, numbered in the chat's order."""
 
     def __init__(self, chat: Chat, way: str) -> None:
         self.way = way
@@ -98,9 +98,9 @@ class Marks:
         return marked
 
     def _marked(self, words: Words) -> str:
-        """Mark words inside the white space around them.
+        """Add marks inside the white space around the words.
 
-        Of blank words, only a tool's result is marked, which a template may print inside the assistant's turn.
+        Blank words get no marks, except a tool's result (`around`), which a template may print in the assistant's turn.
         """
         text = words.text
         if not (core := text.strip()) and (self.way != "around" or words.kind != "tool content"):
@@ -116,9 +116,9 @@ class Marks:
         return f"{text[:at]}{begin}{core}{end}{text[at + len(core) :]}"
 
     def places(self, marked: str) -> tuple[str, list[Place]]:
-        """Take the marks out of a text, and return it with the places of the words, in the text's order.
+        """Remove the marks from a text; return it with the words' places in order.
 
-        Words that the template prints twice have their first place.
+        If the template prints words twice, their first place is returned.
         """
         parts: list[str] = []
         borders: tuple[dict[int, int], dict[int, int]] = ({}, {})  # begins and ends of words, by number
@@ -140,7 +140,7 @@ class Marks:
 
 
 def framing_key(message: Message, with_unmarked: bool = False) -> tuple[Any, ...]:
-    """Return a key: a template frames messages of equal keys alike. With unmarked fields, it prints those alike."""
+    """Return a key that is equal for messages that a template frames alike (or, `with_unmarked`, prints alike)."""
     said = sorted(key for key, value in message.items() if (value.strip() if isinstance(value, str) else value))
     if not with_unmarked:
         return message["role"], *said
@@ -148,7 +148,7 @@ def framing_key(message: Message, with_unmarked: bool = False) -> tuple[Any, ...
 
 
 def unmarked_fields(message: Message) -> list[tuple[str, str]]:
-    """Return the fields of a message that are printed without marks, if at all."""
+    """Return the fields of a message that carry no marks."""
     return sorted(
         (key, str(value))
         for key, value in message.items()

@@ -1,14 +1,14 @@
-r"""The parts of an assistant's turn: its answer, reasoning, tool calls and end, and which of them are learnt.
+r"""Split an assistant's turn into its parts and decide which are learnt.
 
 target    <think>\nadd them\n</think>\n\nIt is 4.\n<tool_call>\n{"name": "f"}\n</tool_call><|im_end|>
 parts     reasoning                     answer    tool_call                             end_of_turn
 
-The words of `reasoning_content` and `tool_calls` are found by their marks (chat_marks.py). What the template writes
-between them and the answer is theirs: a <think>, the head of a call. Reasoning and calls that a record writes into its
-content are found by their TAGS, and so is the empty thinking block that a template writes itself.
+The words of `reasoning_content` and `tool_calls` are found by their marks (chat_marks.py). Template text between them
+and the answer belongs to them, such as a <think> or the head of a call. Reasoning and calls that a record writes into
+its content are found by their TAGS, as is the empty thinking block that a template writes itself.
 
-A part whose border cannot be found is in doubt: it is learnt if all that it may be is learnt, else the record is
-refused.
+A part whose border cannot be found is in doubt. It is learnt if every kind that it may be is learnt; otherwise the
+record is refused.
 """
 
 import re
@@ -24,7 +24,7 @@ from verl_ext.text.messages import REASONING_FIELDS, Chat, Stretch, TurnMask
 
 ANSWER, REASONING, TOOL_CALL, END_OF_TURN = KINDS = ("answer", "reasoning", "tool_call", "end_of_turn")
 EMPTY_REASONING = "empty_reasoning"  # a block without words; a kind of reasoning
-# What opens and closes reasoning, or a call, inside a text.
+# The tags that open and close reasoning or a call inside a text.
 TAGS = {
     ("<think>", "</think>"): REASONING,
     ("[THINK]", "[/THINK]"): REASONING,
@@ -34,7 +34,7 @@ TAGS = {
     ("<tool_call>", "</tool_call>"): TOOL_CALL,
 }
 _TAGS = tuple(tag for pair in TAGS for tag in pair)
-_WORDS_OF_TAGS = ("think", "THINK", "channel", "tool_call")  # looked for first: most texts have none
+_WORDS_OF_TAGS = ("think", "THINK", "channel", "tool_call")  # searched first, because most texts have none
 assert all(any(word in tag for word in _WORDS_OF_TAGS) for tag in _TAGS)
 _KIND_OF_TAG = {tag: kind for pair, kind in TAGS.items() for tag in pair}
 _OPENER = {closer: opener for (opener, closer), kind in TAGS.items() if kind == REASONING}
@@ -43,12 +43,12 @@ _CLOSER = re.compile(rf"(?:{any_of(_OPENER).pattern})\s*")
 _THINK_TAG = any_of([*_OPENER.values(), *_OPENER])
 _BLOCK = re.compile("|".join(rf"{re.escape(a)}(?:.*?){re.escape(b)}\s*" for a, b in TAGS), re.DOTALL)
 _EMPTY = re.compile("|".join(rf"\s*(?:{re.escape(a)})?\s*{re.escape(b)}\s*" for b, a in _OPENER.items()))
-# A whole block without words, with the line ends that part it from the answer.
+# A whole block without words, with the line ends that separate it from the answer.
 EMPTY_BLOCK = re.compile("|".join(rf"{re.escape(a)}\s*{re.escape(b)}\n{{0,2}}" for b, a in _OPENER.items()))
 
 
 class Border(NamedTuple):
-    """The end of a part of a target, its kind, and the kinds of which it may have some text too."""
+    """The end and kind of a part of a target, and in `doubts` the kinds of which it may hold text."""
 
     stop: int
     kind: str
@@ -66,10 +66,10 @@ class Part(NamedTuple):
 
 @dataclass
 class Target:
-    """Characters start..stop of a rendered chat, of the assistant's turn `message`, and the weight of its tokens.
+    """Characters start..stop of a rendered chat, in the assistant's turn `message`, and the weight of their tokens.
 
-    closed_by: the text that ends the turn, "" if none does; None if the turn goes on in another target.
-    borders: its parts, as far as marks show them. stretches: the weights that the record gives to its characters.
+    closed_by: the text that ends the turn, "" if none does; None if the turn continues in another target. borders: its
+    parts, as far as marks show them. stretches: the weights that the record gives to its characters.
     """
 
     start: int
@@ -96,9 +96,9 @@ class RenderedChat:
 
 
 def add_borders(rendered: RenderedChat, chat: Chat, places: Sequence[Place], special: re.Pattern[str]) -> None:
-    """Note the borders of every target's parts, by the places of its words; `special` finds the special tokens.
+    """Set the part borders of every target by the places of its words; `special` matches special tokens.
 
-    Raises `BadRecord` if characters that a record weighs cannot be found in the text.
+    Raises `BadRecord` if characters with weights of their own cannot be found in the text.
     """
     marked_calls = {place.words.message for place in places if place.words.kind == "tool_calls"}
     at = 0
@@ -152,7 +152,7 @@ def _end(text: str, place: Place) -> int:
 
 
 def _begin(text: str, place: Place, least: int) -> int | None:
-    """Return the begin of words, None if the template changes them so that it is not known."""
+    """Return the start of words; None if it is unknown because the template changes them."""
     if place.reaches_end and least <= place.first < place.last:
         return place.first
     core, end = place.words.text.strip(), _end(text, place)
@@ -161,7 +161,7 @@ def _begin(text: str, place: Place, least: int) -> int | None:
 
 
 def _between(text: str, kind: str, begin: int, end: int, special: re.Pattern[str]) -> int | None:
-    """Return the border of reasoning and a tool call, in either order, in the template's text between their words."""
+    """Return the border between reasoning and a tool call, in either order, in the text between their words."""
     if kind == TOOL_CALL:
         opener = _THINK_TAG.search(text, begin, end)
         return opener.start() if opener else None
@@ -172,7 +172,7 @@ def _between(text: str, kind: str, begin: int, end: int, special: re.Pattern[str
 
 
 def _stretches(text: str, target: Target, places: Sequence[Place], mask: TurnMask) -> Iterator[Stretch]:
-    """Yield the weights of a target's characters; text of the template has that of the words beside it."""
+    """Yield the weights of a target's characters; template text has the weight of the words next to it."""
     for border in target.borders:
         inside = [place for place in places if place.last <= border.stop and _kind(place) == border.kind]
         places = [place for place in places if place not in inside]
@@ -206,11 +206,10 @@ def _stretches(text: str, target: Target, places: Sequence[Place], mask: TurnMas
 def blocks(text: str, start: int, stop: int, is_opened: bool) -> tuple[list[Border], list[Span]]:
     """Find reasoning and tool calls in characters start..stop of a text by their tags.
 
-    is_opened: the text before has opened the reasoning that `start` begins with.
+    is_opened: the text before `start` has opened reasoning.
 
     Returns:
-        The end and kind of each part in order, doubts of those with tags that have no counterpart; and the spans of
-        reasoning without words.
+        The borders of the parts in order, with doubts for unpaired tags; and the spans of reasoning without words.
     """
     borders: list[Border] = []
     empty: list[Span] = []
@@ -250,14 +249,14 @@ def is_opened(before: str) -> bool:
 
 @dataclass(frozen=True)
 class Learnt:
-    """The parts of turns that are learnt, unless a message says otherwise."""
+    """The kinds of parts that are learnt, unless a message says otherwise."""
 
     reasoning: bool = True
     tool_calls: bool = True
     empty_reasoning: bool = False
 
     def parts(self, rendered: RenderedChat, chat: Chat) -> list[Part]:
-        """Return the parts of all targets, in order. Raises `BadRecord` if one is in doubt and not all learnt."""
+        """Return the parts of all targets, in order. Raises `BadRecord` if one may be of a kind that is not learnt."""
         text = rendered.text
         has_tags = any(word in text for word in _WORDS_OF_TAGS) and any(tag in text for tag in _TAGS)
         parts: list[Part] = []
@@ -285,7 +284,7 @@ class Learnt:
         return parts
 
     def _by_kind(self, mask: TurnMask | None) -> dict[str, bool]:
-        """Return whether parts of a turn are learnt, by their kind; those of other kinds always are."""
+        """Return whether each kind of part is learnt in a turn; kinds that are not listed always are."""
         learnt = {REASONING: self.reasoning, TOOL_CALL: self.tool_calls, EMPTY_REASONING: self.empty_reasoning}
         if mask is not None and mask.tool_calls is not None:
             learnt[TOOL_CALL] = mask.tool_calls
@@ -295,9 +294,10 @@ class Learnt:
         return learnt
 
     def without_reasoning(self, chat: Chat, is_prompt_open: bool) -> tuple[Chat, int]:
-        """Return a chat without reasoning, and how many target turns had some; a turn that learns its own keeps it.
+        """Return a chat without reasoning, and the number of target turns that had some.
 
-        is_prompt_open: the generation prompt opens reasoning. Raises `BadRecord` if its end cannot be found.
+        A turn that is to learn its reasoning keeps it. is_prompt_open: the generation prompt opens reasoning. Raises
+        `BadRecord` if the end of reasoning cannot be found.
         """
         messages, dropped = list(chat.messages), 0
         for index, message in enumerate(messages):
@@ -325,7 +325,7 @@ class Learnt:
 
 
 def without_empty_blocks(chat: Chat) -> Chat:
-    """Remove empty thinking blocks from the assistant's messages. Raises `BadRecord` beside weights of characters."""
+    """Remove empty thinking blocks from assistant messages. Raises `BadRecord` if their characters have weights."""
     messages = list(chat.messages)
     for index, message in enumerate(messages):
         text = message.get("content")
@@ -339,7 +339,7 @@ def without_empty_blocks(chat: Chat) -> Chat:
 
 
 def _with_tags(text: str, target: Target) -> tuple[list[Border], list[Span]]:
-    """Return a target's borders with those that tags in its answer show, and the spans of reasoning without words."""
+    """Return a target's borders, with those of the tags in its answer, and the spans of reasoning without words."""
     borders: list[Border] = []
     empty: list[Span] = []
     start = target.start

@@ -1,14 +1,14 @@
-"""A fast path for chats of a known shape: an earlier chat of that shape shows what the template prints.
+"""Render chats of a known shape from pieces, without running the template.
 
 A chat's shape is its roles and the fields that hold text ("words"). The second chat of a shape is rendered with
-stand-ins for its words, strings that record the questions that the template asks of them:
+stand-ins for its words. These are strings that record the questions that the template asks about the words:
 
     template     {{ '<think>' if '</think>' in m.content }}{{ m.content.strip() }}
     recorded     "</think>" is not in the words; the words are printed without white space around them
 
-A chat of the same shape whose words give the same answers takes the same path through the template, so its text and
-targets can be put together from the pieces. If a template asks something that cannot be recorded (the length of words,
-a letter of them), or takes text through operations that a stand-in does not see, it is run for every chat.
+A later chat of the shape whose words give the same answers takes the same path through the template. Its text and
+targets are therefore put together from the pieces. If a template asks a question that cannot be recorded (the length of
+words, one of their letters), or changes words by operations that a stand-in does not see, it is run for every chat.
 """
 
 import re
@@ -24,10 +24,10 @@ from verl_ext.text.chat_template import ChatTemplate
 from verl_ext.text.json_records import BadRecord
 from verl_ext.text.messages import Chat, Message
 
-CHECKED = 256  # one in so many chats is rendered as well
-SHAPES = 1024  # the most shapes that are kept
-LONGEST = 64  # the most messages of a chat that has a shape
-# Characters that JSON and Python escape, so that escaped words are not found in the text.
+CHECKED = 256  # one in so many chats is also rendered, as a check
+SHAPES = 1024  # the maximum number of shapes that are kept
+LONGEST = 64  # the maximum number of messages of a chat that has a shape
+# Stand-ins have characters that JSON and Python escape, so that an escaped stand-in is not found in the text.
 _STAND_IN = re.compile(r'Zq8w([0-9]+)"\\\\é\n"Zq8')
 _NEW = 'Zq8w0"\\\\é\n"Zq8'
 _FILTERS = {"trim", "length", "count", "tojson", "default", "d", "list", "first", "last", "selectattr", "rejectattr"}
@@ -39,15 +39,15 @@ Change = tuple[str, tuple[Any, ...]]  # a method of words, such as strip, and it
 
 @dataclass
 class _Notes:
-    """The questions of a template, and the words that it may print."""
+    """The questions that a template asks, and the words that it may print."""
 
-    # The field asked, the changes of its words before, and the method, its arguments and its answer.
+    # The field, the changes made to its words before the question, the method, its arguments and its answer.
     questions: set[tuple[Leaf, tuple[Change, ...], str, tuple[Any, ...], Any]] = field(default_factory=set)
     printed: list[tuple[Leaf, tuple[Change, ...]]] = field(default_factory=list)  # by the number of their stand-in
-    is_proof: bool = True  # False once something was asked that cannot be recorded
+    is_proof: bool = True  # False after a question that cannot be recorded
 
     def words(self, text: str, leaf: Leaf, changes: tuple[Change, ...] = ()) -> "_Words":
-        """Put the stand-in for the words of a field after these changes into a text, in place of any other."""
+        """Replace every stand-in in a text by the one for a field's words after these changes."""
         if (leaf, changes) not in self.printed:
             self.printed.append((leaf, changes))
         stand_in = _NEW.replace("w0", f"w{self.printed.index((leaf, changes))}")
@@ -80,13 +80,13 @@ class _Opaque(str):
 
 
 class _Words(_Opaque):
-    """The words of one field, which record the questions asked of them."""
+    """The words of one field, which record the questions about them."""
 
     leaf: Leaf
     changes: tuple[Change, ...]
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """Answer as the method does, and note the question."""
+        """Return the method's answer, and record the question."""
         plain = tuple(str(a) if isinstance(a, str) else a for a in arguments)
         if any(isinstance(argument, _Opaque) for argument in arguments):
             self.notes.is_proof = False
@@ -116,7 +116,7 @@ def _asking(name: str) -> Callable[..., Any]:
 
 
 def _changing(name: str) -> Callable[..., Any]:
-    """Make a method that changes the words of a chat and leaves its stand-ins as they are."""
+    """Make a method that records a change of the words and leaves their stand-ins unchanged."""
     return lambda self, *arguments: self.notes.words(str(self), self.leaf, (*self.changes, (name, arguments)))
 
 
@@ -146,13 +146,13 @@ class _Shape:
 
     around: list[str]  # before, between and after words
     between: list[int]  # the numbers of the stand-ins between these texts
-    # Each one's start, the ends of its parts, both as (characters of the texts around, words before), and the target.
+    # Each target's start and the ends of its parts, as (characters of `around`, words before), and the target.
     targets: list[tuple[tuple[int, int], list[tuple[int, int]], Target]]
     unprinted: list[str]  # the kinds of words that the template leaves out
     notes: _Notes  # the questions that a chat of this shape must answer alike
 
     def located(self, chat: Chat) -> RenderedChat | None:
-        """Render a chat of this shape; None if its words answer a question of the template differently."""
+        """Render a chat of this shape; return None if its words answer a question of the template differently."""
         for (index, name), changes, method, arguments, answer in self.notes.questions:
             words = _changed(chat.messages[index][name], changes)
             if getattr(words, method)(*arguments) != answer:
@@ -174,7 +174,7 @@ class _Shape:
             ]
             for number, border in enumerate(borders[:-1]):
                 if border.kind == REASONING and borders[number + 1].kind == ANSWER:
-                    # The white space that an answer's own words begin with belongs to the part before, as in `locate`.
+                    # An answer's leading white space belongs to the part before it, as in `locate`.
                     answer = text[border.stop : borders[number + 1].stop]
                     borders[number] = border._replace(stop=border.stop + len(answer) - len(answer.lstrip()))
             stop = borders[-1].stop
@@ -189,7 +189,7 @@ def _changed(words: str, changes: Sequence[Change]) -> str:
 
 
 class ProvenChats:
-    """A renderer of chats with one template, by proven shapes if possible."""
+    """A renderer of chats with one template, which uses proven shapes if possible."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self.template = template
@@ -201,7 +201,7 @@ class ProvenChats:
         self._count = 0
 
     def located(self, chat: Chat) -> RenderedChat:
-        """Render a chat as `locate` does, which is called for chats without a proven shape."""
+        """Render a chat like `locate`, which is called if the chat has no proven shape."""
         key = _shape_key(chat) if self._is_usable else None
         if key is None:
             return locate(self.template, chat)
@@ -213,7 +213,7 @@ class ProvenChats:
                 return locate(self.template, chat)
             self._shapes[key] = self._prove(chat)
         shape = self._shapes[key]
-        # A turn whose words begin like the end of the generation prompt, with a <think>, needs its own text.
+        # A turn whose words begin like the end of the generation prompt, with a <think>, must be rendered itself.
         begins = (chat.messages[index].get("content", "").startswith(self._prompt_ends) for index in chat.targets)
         found = shape.located(chat) if shape is not None and not any(begins) else None
         if found is None:
@@ -275,7 +275,7 @@ class ProvenChats:
 
 
 def _shape_key(chat: Chat) -> tuple[Any, ...] | None:
-    """Return everything beside words that a template may decide by; None for a chat with more than words."""
+    """Return everything besides words on which a template may depend; None if a chat has more than words."""
     if chat.tools or len(chat.messages) > LONGEST or any(mask.stretches for mask in chat.masks.values()):
         return None
     shape: list[Any] = []
@@ -284,16 +284,16 @@ def _shape_key(chat: Chat) -> tuple[Any, ...] | None:
         for name, value in message.items():
             if name != "role" and (name not in SPOKEN_FIELDS or not isinstance(value, str)):
                 return None
-            # Words of nothing but white space are part of the shape.
+            # Blank words are part of the shape.
             said.append((name, value if name == "role" or not value.strip() else None))
         shape.append(tuple(said))
     return tuple(shape), tuple(chat.targets.items())
 
 
 def _can_be_proven(source: str) -> bool:
-    """Tell whether words reach a template's text and its questions only in ways that stand-ins see.
+    """Tell whether a template uses words only in ways that stand-ins see.
 
-    Macros, blocks and `~` make other strings of words. Among filters, only those that ask the stand-in are known.
+    Macros, blocks and `~` make new strings from words. The only filters allowed are those that ask the stand-in itself.
     """
     from jinja2 import TemplateSyntaxError, nodes
     from transformers.utils.chat_template_utils import _compile_jinja_template
@@ -307,7 +307,7 @@ def _can_be_proven(source: str) -> bool:
         if isinstance(node, (nodes.Macro, nodes.AssignBlock, nodes.FilterBlock)):
             return False
         if isinstance(node, nodes.CallBlock) and not isinstance(node.call.node, nodes.ExtensionAttribute):
-            return False  # that of the extension is {% generation %}
+            return False  # the extension's own call is {% generation %}
         if isinstance(node, nodes.Concat) and id(node) not in printed:
             return False
         if isinstance(node, nodes.Filter) and node.name not in _FILTERS:
@@ -318,9 +318,9 @@ def _can_be_proven(source: str) -> bool:
             return False
         is_method = isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr)
         if is_method and hasattr(str, node.node.attr) and not all(isinstance(a, nodes.Const) for a in node.args):
-            return False  # a method joins, formats or seeks words
+            return False  # a method may join, format or search words
         if isinstance(node, nodes.Compare) and not isinstance(node.expr, nodes.Const):
             sought_in = [operand.expr for operand in node.ops if operand.op in ("in", "notin")]
             if not all(isinstance(where, (nodes.List, nodes.Tuple)) for where in sought_in):
-                return False  # words are sought in other words
+                return False  # words are searched for in other words
     return True

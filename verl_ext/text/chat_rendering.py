@@ -1,4 +1,4 @@
-"""Chats as texts with targets: the options that decide them, and the renderer."""
+"""Render chats as texts with targets, and define the options for this."""
 
 import json
 import re
@@ -105,10 +105,10 @@ class ChatOptions(RecordOptions):
 
 
 class ChatRenderer:
-    """A renderer of chats to texts with targets, with one template, `turns`, `on_unprinted` and `end_of_turn`."""
+    """A renderer of chats as texts with targets, with one template and one set of options."""
 
     def __init__(self, tokenizer: Any, special: SpecialTokens, options: ChatOptions) -> None:
-        """Read the template. Raises `UsageError` if there is none, or it cannot be used."""
+        """Read the template. Raises `UsageError` if it is missing or cannot be used."""
         template = given = options.chat_template
         if given is not None:
             template = read_template(given, "chat_template")
@@ -130,13 +130,13 @@ class ChatRenderer:
 
     @cached_property
     def template_words(self) -> set[str]:
-        """The names in the template."""
+        """The names that occur in the template."""
         return set(re.findall(r"\w+", self._chats.template.source))
 
     def texts(self, chat: Chat) -> list[ChatText]:
         """Render a chat, or with `turns=each` every turn to be learnt. Raises `BadRecord`.
 
-        Words that are not printed, and that `on_unprinted` accepts, are noted with the first text.
+        Unprinted words that `on_unprinted` accepts are recorded in the first text.
         """
         on_found = self._options.special_tokens_in_text
         texts = []
@@ -167,15 +167,15 @@ class ChatRenderer:
         return learnt
 
     def prompt(self, chat: Chat, turn: int) -> str:
-        """Return the text from which a server has a model generate message `turn`. Raises `BadRecord`."""
+        """Return the text from which a server generates message `turn`. Raises `BadRecord`."""
         before = replace(chat, messages=chat.messages[:turn], targets={})
         as_printed, _ = self._chats.template.with_arguments_as_printed(before)
         return self._chats.template.render(as_printed.messages, chat.tools, generation=True)
 
     def _is_drawn(self, chat: Chat) -> bool:
-        """Draw, by a chat's own text, whether its empty thinking blocks are left out.
+        """Decide, by a chat's own text, whether its empty thinking blocks are left out.
 
-        A block that others than the assistant write, as in a question about thinking, would go with them: all stay.
+        If text of others than the assistant has such a block, as in a question about thinking, all blocks are kept.
         """
         if not self._options.drop_empty_reasoning:
             return False

@@ -1,20 +1,20 @@
-r"""The places of the assistant's turns in a rendered chat.
+r"""Locate the assistant's turns in a rendered chat.
 
-A chat is rendered whole, and that text is tokenized. Rendered once more with marks around the words of its messages
-(chat_marks.py, here as brackets), it shows whose words are where:
+The whole chat is rendered, and its text is tokenized. A second rendering with marks around the words of the messages
+(chat_marks.py; brackets below) shows which message each part of the text belongs to:
 
     text      <|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n<think></think>hello<|im_end|>\n
     marked    <|im_start|>user\n[hi]<|im_end|>\n<|im_start|>assistant\n<think></think>[hello]<|im_end|>\n
     prompt    <|im_start|>user\n[hi]<|im_end|>\n<|im_start|>assistant\n
     target                                                           ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
 
-A target begins where the text, after the last word before it, differs from the prompt at inference: the messages before
-it with the generation prompt, or, for a template without one, up to a plain answer's first word. So the head of a tool
-call, which the model must write, is learnt. A target ends with the end of a turn (`ChatTemplate.ends`), and includes
-closers of tool calls before that. Words of others inside a turn, such as tool results, cut the target in two. If a
-template marks the generated text itself (`{% generation %}`), that is believed.
+A target begins where the text after the preceding words first differs from the prompt at inference. That prompt is the
+messages before the turn with the generation prompt or, if the template has none, the text up to a plain answer's first
+word. The head of a tool call, which the model must write, is therefore learnt. A target ends with the end of the turn
+(`ChatTemplate.ends`), after any closers of tool calls. Words of other messages inside a turn, such as tool results,
+split the target. If a template marks the generated text itself (`{% generation %}`), its marks limit the targets.
 
-The words of one message that follow each other in the text are a run. Templates may print a message in several runs:
+A run is a sequence of words of one message, with no other words between. Templates may print a message in several runs:
 
     messages    0 user: hi      1 assistant: calls look_up("a"), content "ok"      2 tool: "b"
     marked      user [hi]   assistant [look_up] [a]   tool [b]   assistant [ok]
@@ -31,15 +31,15 @@ from verl_ext.text.chat_template import ChatTemplate, common_prefix, joined_span
 from verl_ext.text.json_records import BadRecord
 from verl_ext.text.messages import Chat, Message, functions_called
 
-_ANSWER = "Zq7a"  # where a plain answer begins
+_ANSWER = "Zq7a"  # marks the start of a plain answer
 _PLAIN_ANSWER = {"role": "assistant", "content": f"{_ANSWER}ok"}
 
 
 def locate(template: ChatTemplate, chat: Chat) -> RenderedChat:
-    """Render a chat and find the targets.
+    """Render a chat and find its targets.
 
-    Raises `BadRecord`: `template_error` if the template refuses the chat, `template_mismatch` if a turn cannot be found
-    in the text.
+    Raises `BadRecord` with the reason `template_error` if the template refuses the chat, and with `template_mismatch`
+    if a turn cannot be found in the text.
     """
     chat, text = template.with_arguments_as_printed(chat)
     located = _Located(template, chat, text)
@@ -49,7 +49,7 @@ def locate(template: ChatTemplate, chat: Chat) -> RenderedChat:
 
 
 class _Located:
-    """A chat, its text, and the places of its words in it."""
+    """A chat, its rendered text, and the places of its words."""
 
     def __init__(self, template: ChatTemplate, chat: Chat, text: str) -> None:
         self.template, self.chat, self.text = template, chat, text
@@ -66,12 +66,12 @@ class _Located:
         raise BadRecord("template_mismatch", f"the chat template {hidden}")
 
     def turns(self) -> RenderedChat:
-        """Return the target or targets of every turn that is to be learnt."""
+        """Return the targets of every turn that is to be learnt."""
         unprinted, targets = self.unprinted(), []
         places = self.places
         runs = [[*run] for _, run in groupby(range(len(places)), key=lambda number: places[number].words.message)]
-        # The last message that the text prints. A template may print the tools after it, at the end of the chat: those
-        # words are no next turn, which the end of the newest message's turn would have to be compared with.
+        # The last message in the text. A template may print the tools after it, at the end of the chat. Those words are
+        # no next turn, with which the end of the newest message's turn would be compared.
         newest = max((place.words.message for place in places), default=0)
         last_run = {places[run[0]].words.message: run for run in runs}
         for run in runs:
@@ -104,7 +104,7 @@ class _Located:
     def _stops_inside(self, places: list[Place]) -> Iterator[tuple[int, int, str]]:
         """Find the borders inside a message that the template prints as two turns, content and calls.
 
-        Yields the end of the token that stops generation, the end of the header that follows, and that token.
+        Yields the end of the stop token, the end of the header after it, and the token.
         """
         for place, after in pairwise(places):
             gap = self.text[place.last : after.first]
@@ -115,21 +115,21 @@ class _Located:
                 yield place.last + stop.end(), after.first - len(rest) + length, stop[0]
 
     def unprinted(self) -> list[str]:
-        """Return the kinds of words that the text does not have, each once."""
+        """Return the kinds of words that are missing from the text, each once."""
         printed, learnt = {place.number for place in self.places}, self.chat.targets
         kinds = {
             words.kind
             for number, words in enumerate(self.marks.words)
             if number not in printed
             and words.text.strip()
-            # Templates leave out the reasoning of earlier turns on purpose: it is missing only in a turn to be learnt.
+            # Templates omit the reasoning of earlier turns on purpose, so it is only missing in a turn to be learnt.
             and (words.kind != "reasoning_content" or words.message in learnt)
         }
         if self.marks.way == "around_but_names":
             names = (call.get("name") for call in functions_called(self.chat.messages))
             if any(isinstance(name, str) and name not in self.text for name in names):
                 kinds.add("tool_calls")
-        for number, place in enumerate(self.places):  # some templates take reasoning out of content
+        for number, place in enumerate(self.places):  # some templates remove reasoning from content
             if place.words.message in learnt and "</think>" in place.words.text:
                 before, _, thought = place.words.text.split("</think>")[0].rpartition("<think>")
                 begin = self.places[number - 1].last if number else 0
@@ -145,13 +145,13 @@ class _Located:
         begin = before.last if before else 0
         starts = [0]
         for given, before_header in self._prompts_before(before, index):
-            if self.text.startswith(given, begin):  # words may begin inside it, with a <think> of their own
+            if self.text.startswith(given, begin):  # the words may begin inside the prompt, with their own <think>
                 starts.append(len(given))
             elif length := _length_but_space(given, self.text[begin:first]):
                 starts.append(length)
             else:
                 length = self.template.common_prefix(given, self.text[begin:first])
-                # Else they differ before the header: a template may print that part otherwise at the end of a chat.
+                # Otherwise they differ before the header: a template may print that part differently at a chat's end.
                 starts.append(length if given[before_header:length].strip() else 0)
         if max(starts):
             # Some templates have no generation prompt after an assistant's turn or a tool's result, but print a header.
@@ -167,16 +167,16 @@ class _Located:
         return first - len(own) if gap.endswith(own) else first
 
     def _prompts_before(self, before: Place | None, index: int) -> list[tuple[str, int]]:
-        """Return the prompts that the model may get, from the last words before message `index` on.
+        """Return the prompts that the model may get for message `index`, from the end of the last words before it on.
 
-        Each comes with the length of its part before the turn's header. There is none if the template refuses the chat
-        so far.
+        Each prompt comes with the length of its part before the turn's header. The list is empty if the template
+        refuses the chat up to there.
         """
         since = before.words.message if before else 0
         count = max(index, since + 1 if before else 0)
         between = self.chat.messages[max(since, 0) : count]
         kinds = tuple(framing_key(message, number > 0) for number, message in enumerate(between))
-        # Between the mark and the prompt lie white space, or the words' second half.
+        # White space, or the second half of the words, lies between the mark and the prompt.
         rest = before and (before.words.space_after if before.reaches_end else before.words.text)
         key = before and before.words.kind, rest, kinds, not since
         if key not in self._prompts:
@@ -218,7 +218,7 @@ class _Located:
         return prompts
 
     def _end(self, place: Place, limit: int, index: int, is_last: bool) -> tuple[int, str]:
-        """Return the end of a target whose last words are at `place`, before `limit`, and the end of its turn."""
+        """Return the end of a target with last words at `place`, before `limit`, and the text that ends its turn."""
         begin = place.last
         if not place.reaches_end:
             if not self.text.startswith(place.words.second_half, begin):
@@ -238,7 +238,7 @@ class _Located:
         return begin + end, self.template.last_special_token(tail[:end])
 
     def _is_trimmed(self, place: Place) -> bool:
-        """Tell whether the template prints a turn's content without the white space at its end."""
+        """Tell whether the template trims the white space at the end of a turn's content."""
         *before, turn = self.chat.messages[: place.words.message + 1]
         if (kind := framing_key(turn)) not in self._trimmed:
             turns = turn, {**turn, "content": place.words.text.rstrip()}
@@ -253,14 +253,14 @@ class _Located:
         return bool(self.template.special.sub("", text).strip())
 
     def _closed(self, place: Place, index: int, tail: str, is_last: bool) -> tuple[int, bool]:
-        """Return the length of the part of `tail` that is also there if the turn ends the chat.
+        """Return the length of the part of `tail` that is also printed if the turn ends the chat.
 
-        `tail` is the text after a turn's last words. Also tell whether the template closes a turn with nothing more.
+        `tail` is the text after a turn's last words. The second value tells whether that part alone closes a turn.
         Tails that differ only before their first special token, by numbers in a call, are closed alike.
         """
         messages = self.marks.messages[: index + 1]
         if is_last:
-            # The text at the end of a chat is not there if a turn follows. If no turn can follow, all of it counts.
+            # A chat's closing text is not printed if a turn follows. If no turn can follow, all of the tail counts.
             follows = [[*messages, {"role": role, "content": _ANSWER}] for role in ("user", "tool")]
             closing = self._first_tail(follows, place) if self._says(tail) else None
             return len(tail) if closing is None else self.template.common_prefix(closing, tail), True
@@ -281,7 +281,7 @@ class _Located:
         return closed + begin, is_whole
 
     def _first_tail(self, chats: list[list[Message]], place: Place) -> str | None:
-        """Return the text between a place's words and the next ones, in the first of these chats that has the words."""
+        """Return the text between a place's words and the next words, in the first of these chats that has them."""
         for messages in chats:
             if (marked := self.template.try_render(messages, self.marks.tools)) is None:
                 continue
@@ -310,7 +310,7 @@ class _Located:
     def generation_blocks(self) -> RenderedChat:
         """Return the targets of a template that marks the generated text: the parts of turns in its blocks.
 
-        A block may have more than the assistant generates, such as a header or the document's end, or less: it may lack
+        A block may contain more than the assistant generates, such as a header or the document's end. It may also lack
         the end of the turn.
         """
         _, blocks = self.template.render_with_generation(self.chat)
@@ -329,7 +329,7 @@ class _Located:
 
 
 def _length_but_space(given: str, text: str) -> int:
-    """Return the length of `text` that equals `given` but for white space inside; 0 if not all of it is there."""
+    """Return the length of the start of `text` that equals `given` but for inner white space, 0 if none does."""
     core = given.rstrip()
     at = 0
     for char in "".join(core.split()):

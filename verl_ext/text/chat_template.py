@@ -1,4 +1,4 @@
-"""A tokenizer's chat template: rendering, its generation prompt, and the ends of turns."""
+"""The chat template of a tokenizer: rendering, generation prompt and ends of turns."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from verl_ext.text.messages import Chat, Message, functions_called
 from verl_ext.values import UsageError, first_line
 
 Span = tuple[int, int]
-# Words of the chat that a template is tried with: private-use characters, which occur nowhere else.
+# The words of the chat that probes a template: private-use characters, which occur nowhere else.
 _QUESTION, _ANSWER = "\ue0f3\ue0f4\ue0f5", "\ue0f0\ue0f1\ue0f2"
 _USER = {"role": "user", "content": _QUESTION}
 _ASSISTANT = {"role": "assistant", "content": _ANSWER}
@@ -28,7 +28,7 @@ _TOOL = {
 
 
 class ChatTemplate:
-    r"""A chat template that renders chats, and what is found out about it.
+    r"""A chat template that renders chats, with the properties found by probing it.
 
     Attributes:
         generation_prompt: the text before a turn at inference, empty if the template has none.
@@ -39,10 +39,10 @@ class ChatTemplate:
 
     A template that cannot print content as a string is given lists of parts, `[{"type": "text", "text": …}]`.
 
-    `ends` are read off closed turns, the last of a chat and one before a user's:
+    `ends` are found by comparing two closed turns, the last one of a chat and one before a user's turn:
 
-        last turn      hello<|im_end|>\n                     both have <|im_end|> and white space. Of several special
-        earlier turn   hello<|im_end|>\n<|im_start|>user\n   tokens, the end is the last, or the first that stops
+        last turn      hello<|im_end|>\n                     both have <|im_end|> and white space; of several special
+        earlier turn   hello<|im_end|>\n<|im_start|>user\n   tokens, the end is the last one, or the first that stops
                                                             generation by the model's own settings.
 
     If the two have nothing in common (gpt-oss: <|return|>, <|end|>), each has its own end. If the template leaves the
@@ -58,24 +58,24 @@ class ChatTemplate:
         stop_tokens: Sequence[str] = (),
         left_out: re.Pattern[str] | None = None,
     ) -> None:
-        """Try the template. Raises `UsageError` if it cannot render a user's and an assistant's turn.
+        """Probe the template. Raises `UsageError` if it cannot render a user's and an assistant's turn.
 
         Args:
             tokenizer: the tokenizer.
-            template: a template in place of the tokenizer's own.
-            template_kwargs: its arguments.
-            end_of_turn: the end of a turn in place of those that are found.
-            stop_tokens: those of the model's generation config.
-            left_out: what is taken out of every text that the template renders.
+            template: a template that replaces the tokenizer's own.
+            template_kwargs: the template's arguments.
+            end_of_turn: the end of a turn, which replaces those that are found.
+            stop_tokens: the stop tokens of the model's generation config.
+            left_out: a pattern that is removed from every rendered text.
         """
-        from transformers.utils import chat_template_utils  # here and below: the process that writes does not need it
+        from transformers.utils import chat_template_utils  # here and below: the writing process does not need it
 
         self.tokenizer = tokenizer
         self.template = template
         self._left_out = left_out
         self.kwargs = template_kwargs
         if "strftime_now" in self.source and "strftime_now" not in template_kwargs:
-            # All renderings get the same moment, because they have to give the same text.
+            # All renderings get the same time, because they must give the same text.
             self.kwargs = {"strftime_now": chat_template_utils.datetime.now().strftime, **template_kwargs}
         added = [str(token) for token in getattr(tokenizer, "added_tokens_decoder", {}).values()]
         self.special = any_of({*tokenizer.all_special_tokens, *added} - {""})
@@ -91,7 +91,7 @@ class ChatTemplate:
 
     @cached_property
     def source(self) -> str:
-        """The template's Jinja, or that of all if there are several."""
+        """The Jinja source of the template, or of all templates if there are several."""
         source = self.template or self.tokenizer.chat_template
         return source if isinstance(source, str) else "\n".join(source.values())
 
@@ -116,7 +116,7 @@ class ChatTemplate:
     def try_render(
         self, messages: Sequence[Message], tools: list[Any] | None = None, generation: bool = False
     ) -> str | None:
-        """Render a chat; None if the template refuses it."""
+        """Render a chat; return None if the template refuses it."""
         try:
             return self.render(messages, tools, generation)
         except BadRecord:
@@ -129,7 +129,7 @@ class ChatTemplate:
 
     @contextmanager
     def watching(self, watched: Callable[[Message], Message]) -> Iterator[None]:
-        """Give the template `watched(message)` for every message, in the body."""
+        """Pass `watched(message)` to the template for every message while the body runs."""
         self._watched = watched
         try:
             yield
@@ -160,10 +160,10 @@ class ChatTemplate:
         return text, [(moved(start), moved(stop)) for start, stop in spans]
 
     def with_arguments_as_printed(self, chat: Chat) -> tuple[Chat, str]:
-        """Return the chat and its text, with arguments of tool calls as the record has them or in their other form.
+        """Return the chat and its text, with the arguments of tool calls in a form that the template prints.
 
-        Some templates print an object as JSON and would put a string between quotes. Others print a string and fail for
-        an object.
+        That is the record's form, or the other one of object and JSON text. Some templates print an object as JSON and
+        would quote a string; others print a string and fail for an object.
         """
         if not any(message.get("tool_calls") for message in chat.messages):
             return chat, self.render(chat.messages, chat.tools)
@@ -182,34 +182,34 @@ class ChatTemplate:
         return first, self.render(first.messages, first.tools) if text is None else text  # raises its error again
 
     def header_at_start_of(self, text: str) -> int:
-        """Return the length of the header of an assistant's turn that the template's `text` begins with, or 0."""
+        """Return the length of the assistant's header that the template's `text` begins with, or 0."""
         header, printed = self.header, self.header_length
         if end := self.end.search(header):  # the end of the turn before, if a template leaves the last one open
             header = header[end.end() :].lstrip()
             printed -= len(self.header) - len(header)
         length = common_prefix(header, text)
-        # A generation prompt may go on with a <think> that the chat itself lacks.
+        # A generation prompt may continue with a <think> that the chat itself lacks.
         return length if length == len(header) else printed if 0 < printed <= length else 0
 
     def last_special_token(self, text: str) -> str:
-        """Return the special token that `text` ends with, or nothing."""
+        """Return the special token that `text` ends with, or an empty string."""
         found = [match[0] for match in self.special.finditer(text) if match.end() == len(text)]
         return found[-1] if found else ""
 
     def token_edge(self, text: str, at: int) -> int:
-        """Return `at`, or the start of the special token around it."""
+        """Return `at`, or the start of the special token that contains it."""
         for match in self.special.finditer(text, max(at - 128, 0), at + 128):
             if match.start() < at < match.end():
                 return match.start()
         return at
 
     def common_prefix(self, a: str, b: str) -> int:
-        """Return the length of the common beginning of two texts, without a cut through a special token."""
+        """Return the length of the common prefix of two texts, which never ends inside a special token."""
         length = common_prefix(a, b)
         return min(self.token_edge(a, length), self.token_edge(b, length))
 
     def _probe(self, end_of_turn: str | None) -> list[str]:
-        """Try the template with a plain chat, and return its ends of turns."""
+        """Render a plain chat with the template, and return its ends of turns."""
         before, tools, last = self._usable_chat()
         base, prompt = self.render(before, tools), self.render(before, tools, generation=True)
         if _QUESTION not in prompt:
@@ -229,7 +229,7 @@ class ChatTemplate:
                     f" {end_of_turn!r}, and it writes {last_tail!r}"
                 )
             return [end_of_turn]
-        if _ANSWER not in inner or _QUESTION not in inner.split(_ANSWER)[-1]:  # a template of one turn
+        if _ANSWER not in inner or _QUESTION not in inner.split(_ANSWER)[-1]:  # the template prints one turn only
             return [end for end in [self._stop(last_tail)] if end]
         self.header_length = min(
             self.header_length, longest_prefix_in(self.header, inner.split(_QUESTION)[1].split(_ANSWER)[0])[0]
@@ -238,14 +238,14 @@ class ChatTemplate:
         first_header = inner.split(_QUESTION)[0]
         tokens = self.special.findall(both)
         if last_tail[len(both) :].strip() and len(tokens) > 1 and tokens[-1] in first_header:
-            both = both[: both.rindex(tokens[-1])]  # it begins the header of a next turn, which ends every chat
+            both = both[: both.rindex(tokens[-1])]  # it begins a next turn's header, which ends every chat
         if both.strip():
             return [end for end in [self._stop(both)] if end]
         ends = [self._inner_stop(inner_tail, first_header), self._stop(last_tail)]
         return [end for end in ends if self.special.search(end)]  # text that only ends a chat ends no turn
 
     def _usable_chat(self) -> tuple[list[Message], list[Any] | None, str]:
-        """Return (messages, tools, text with an answer) of the first of a few chats that the template renders."""
+        """Return (messages, tools, text with an answer) of the first of a few chats that the template can render."""
         system = {"role": "system", "content": "Be kind."}
         tries: list[tuple[list[Message], list[Any] | None]] = [([_USER], None), ([system, _USER], None)]
         tries += [(messages, [_TOOL]) for messages, _ in tries]
@@ -293,7 +293,7 @@ def _in_parts(message: Message) -> Message:
 
 
 def _other_arguments(message: Message) -> Message:
-    """Return the message with arguments of tool calls in the other form: JSON text for objects and the reverse."""
+    """Return the message with the arguments of tool calls in the other form: JSON text for objects, and vice versa."""
     if not message.get("tool_calls"):
         return message
     return {**message, "tool_calls": [_other_call(call) for call in message["tool_calls"]]}
@@ -318,7 +318,7 @@ def any_of(names: Iterable[str]) -> re.Pattern[str]:
 
 
 def joined_spans(spans: Iterable[Span]) -> list[Span]:
-    """Join spans that touch, of ascending ones."""
+    """Join the spans that touch; `spans` are in ascending order."""
     joined: list[Span] = []
     for start, end in spans:
         if joined and start <= joined[-1][1]:
@@ -328,7 +328,7 @@ def joined_spans(spans: Iterable[Span]) -> list[Span]:
 
 
 def common_prefix(a: str, b: str) -> int:
-    """Return the length of the common beginning, by bisection: C compares long documents in little time."""
+    """Return the length of the common prefix. Bisection lets C compare long documents quickly."""
     low, high = 0, min(len(a), len(b))
     if a[:high] == b[:high]:
         return high
@@ -342,7 +342,7 @@ def common_prefix(a: str, b: str) -> int:
 
 
 def longest_prefix_in(prompt: str, gap: str) -> tuple[int, int]:
-    """Return the length and place of the longest beginning of `prompt` that stands in `gap`."""
+    """Return the length and position of the longest prefix of `prompt` that occurs in `gap`."""
     for length in range(len(prompt), 0, -1):
         if (at := gap.find(prompt[:length])) >= 0:
             return length, at

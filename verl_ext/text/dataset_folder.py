@@ -1,10 +1,10 @@
-"""A tokenized dataset as a folder: its columns, and the writer of its shards.
+"""The columns of a tokenized dataset folder, and the writer of its shards.
 
     data-00000-of-00002.arrow, data-00001-of-00002.arrow, state.json, dataset_info.json
 
-are what `datasets.load_from_disk` opens. Every row is a document: its tokens, then the numbers that a scan of its
-tokens would give. They hold for shards that were written here; a shard that `datasets` has saved anew lacks MARK, and
-its tokens are read instead.
+`datasets.load_from_disk` opens these files. Every row is a document: its tokens, then the numbers that a scan of its
+tokens would give. Only shards with MARK, which are written here, have valid numbers. If `datasets` saves a shard again,
+it loses MARK, and its tokens are read instead.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from verl_ext.text.arrow_folder import STATE, Shard, read_shards
 from verl_ext.text.documents import Documents
 
 SHARD_BYTES = 500 * 1000 * 1000
-BATCH_TOKENS = 1 << 22  # of a record batch, about: each costs 60 µs and 5 kB wherever the dataset is opened
+BATCH_TOKENS = 1 << 22  # about so many per record batch; each batch costs 60 µs and 5 kB whenever the dataset is opened
 TOKEN_BYTES = 9  # input_ids, loss_mask and category_ids
 TOKEN_COLUMNS = {
     "input_ids": pa.list_(pa.int32()),
@@ -31,21 +31,21 @@ TOKEN_COLUMNS = {
     "length": pa.int32(),
 }
 DOCUMENT_COLUMNS = {
-    "num_targets": pa.int32(),  # the first token is never one
+    "num_targets": pa.int32(),  # the first token is never a target
     "lowest_token_id": pa.int32(),
     "highest_token_id": pa.int32(),
     "full_length": pa.int32(),  # tokens before it was cut
     "document_category": pa.int32(),
 }
 WEIGHT_COLUMN = {"loss_weight": pa.list_(pa.float32())}
-MARK = {b"verl_ext.document_columns": b"1"}  # metadata of a shard whose DOCUMENT_COLUMNS hold
+MARK = {b"verl_ext.document_columns": b"1"}  # metadata of a shard whose DOCUMENT_COLUMNS are valid
 
 
 class DatasetWriter:
-    """Appends documents to the shards of `folder`; nothing there loads before `close()`.
+    """A writer of documents to the shards of `folder`, which loads only after `close()`.
 
-    texts: the names of further columns. The column `loss_weight` exists only if some target has a weight, which may be
-    known late: shards written before the first such record get the column, filled with 1, at the end.
+    texts: the names of further columns. The column `loss_weight` exists only if a target has a weight. Shards written
+    before the first such record get the column, filled with 1, in `close()`.
     """
 
     def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES, texts: Sequence[str] = ()) -> None:
@@ -65,7 +65,7 @@ class DatasetWriter:
         if documents.weights is not None and not self.weighted:
             self._write_pending()
             self.weighted = True
-            self.abandon()  # a shard has the column or not
+            self.abandon()  # all rows of a shard have the column, or none
         self._pending.append(self._batch(documents))
         self._pending_tokens += len(documents.input_ids)
         if self._pending_tokens >= BATCH_TOKENS or self._pending_tokens * TOKEN_BYTES >= self.shard_bytes:
@@ -85,12 +85,12 @@ class DatasetWriter:
         _write_metadata(self.folder, shards, _schema(self.weighted, self.texts))
 
     def abandon(self) -> None:
-        """Close the open shard: at its end, or after an error."""
+        """Close the open shard, at its end or after an error."""
         self._stream = None
-        self._open.close()  # the file too where the stream's last bytes find the disk full, which it would keep so
+        self._open.close()  # closes the file even if the stream's last write fails on a full disk, to free its space
 
     def _write_pending(self) -> None:
-        """Write the documents added since the last time as one record batch."""
+        """Write the pending documents as one record batch."""
         if not self._pending:
             return
         table = pa.Table.from_batches(self._pending).combine_chunks()
@@ -130,7 +130,7 @@ class DatasetWriter:
 
 
 def _write_metadata(folder: Path, shards: Sequence[Shard], schema: pa.Schema) -> None:
-    """Write dataset_info.json and state.json as `Dataset.save_to_disk` does, with size and checksum of our shards."""
+    """Write dataset_info.json and state.json like `Dataset.save_to_disk`, with the size and checksum of each shard."""
     from datasets import DatasetInfo, Features  # here, because importing it takes a second
 
     DatasetInfo(features=Features.from_arrow_schema(schema)).write_to_directory(str(folder), pretty_print=True)
@@ -142,7 +142,7 @@ def _write_metadata(folder: Path, shards: Sequence[Shard], schema: pa.Schema) ->
 
 
 def has_document_columns(folder: Path) -> bool:
-    """Return whether every shard of a dataset is as it was written here, so that its DOCUMENT_COLUMNS hold."""
+    """Return whether every shard of a dataset has MARK, so that its DOCUMENT_COLUMNS are valid."""
     for shard in read_shards(folder):
         with pa.memory_map(str(folder / shard.name)) as source, pa.ipc.open_stream(source) as reader:
             if not MARK.items() <= (reader.schema.metadata or {}).items():
@@ -160,7 +160,7 @@ def _schema(weighted: bool, texts: tuple[str, ...]) -> pa.Schema:
 
 
 def _add_weights(shard: Path, schema: pa.Schema) -> None:
-    """Write a shard anew, batch by batch, with loss_weight = 1."""
+    """Rewrite a shard, batch by batch, with the column loss_weight = 1."""
     with (
         atomic_write(shard) as partial,
         pa.memory_map(str(shard)) as source,

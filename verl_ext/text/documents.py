@@ -1,10 +1,10 @@
-r"""The results of tokenizing: documents, cut to max_tokens, counts of records by their fate, and previews.
+r"""Tokenized documents, cut to max_tokens, with counts of records and previews.
 
 document 1   document 2
 5 6 7        8 9          input_ids  5 6 7 8 9      lengths  3 2
 0 1 1        0 1          loss_mask  0 1 1 0 1
 
-A preview is a document as text with its targets marked, in colour on a terminal, so that a wrong mask is seen at once:
+A preview shows a document as text with its targets marked, in colour on a terminal, so that a wrong mask is obvious:
 
     <|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n[[hello<|im_end|>]]\n
 """
@@ -22,10 +22,10 @@ from verl_ext.text.json_records import BadRecord
 from verl_ext.values import DataError, one_line
 
 CHAT_COUNTS = ("end_of_turn", "text_ends", "context_parts", "unprinted", "unused_fields", "dropped_media")
-EXAMPLES = 3  # places that the report names per reason
-RUNS = 12  # the most runs of a document in a preview
-RUN_TOKENS = 96  # the most tokens of a run in a preview
-CUT = "�"  # bytes that are no character decode to this
+EXAMPLES = 3  # examples that the report gives for each reason
+RUNS = 12  # the maximum number of runs of a document in a preview
+RUN_TOKENS = 96  # the maximum number of tokens of a run in a preview
+CUT = "�"  # the decoded form of bytes that are not a character
 Run = tuple[bool, str]  # True for a run of targets; its text
 
 
@@ -38,26 +38,26 @@ class Counts:
     tokens: int = 0
     target_tokens: int = 0
     lengths: Counter[int] = field(default_factory=Counter)  # documents by length
-    over_length: Counter[str] = field(default_factory=Counter)  # what `fit` did
-    # Records with names of special tokens encoded as text, and occurrences of these names.
+    over_length: Counter[str] = field(default_factory=Counter)  # the changes that `fit` made
+    # Records with names of special tokens encoded as text, and the occurrences of these names.
     special_tokens: Counter[str] = field(default_factory=Counter)
-    border_tokens: int = 0  # of targets, which also hold text from outside
+    border_tokens: int = 0  # target tokens that also hold text from outside the target
     bad: Counter[str] = field(default_factory=Counter)  # unusable records by reason
     end_of_turn: Counter[str] = field(default_factory=Counter)  # target turns by the text that ends them, "" for none
-    text_ends: Counter[str] = field(default_factory=Counter)  # those of them whose end has several tokens
+    text_ends: Counter[str] = field(default_factory=Counter)  # target turns whose end has several tokens, by that text
     target_kinds: Counter[str] = field(default_factory=Counter)  # target tokens of chats by the kind of their part
-    context_parts: Counter[str] = field(default_factory=Counter)  # parts of target turns that are no targets, by kind
+    context_parts: Counter[str] = field(default_factory=Counter)  # parts of target turns that are not targets, by kind
     dropped_reasoning: int = 0  # target turns whose reasoning was left out
-    dropped_blocks: int = 0  # texts of chats that `drop_empty_reasoning` drew
-    unprinted: Counter[str] = field(default_factory=Counter)  # records by the kind of words that the template lacks
+    dropped_blocks: int = 0  # texts of chats that `drop_empty_reasoning` selected
+    unprinted: Counter[str] = field(default_factory=Counter)  # records by the kind of words that the template omits
     # Records (or messages, as `messages.<field>`) with a field that nothing reads.
     unused_fields: Counter[str] = field(default_factory=Counter)
     dropped_media: Counter[str] = field(default_factory=Counter)  # images, audio and video left out
     uncategorised: int = 0  # records without a value of `category_field`
-    examples: dict[str, list[str]] = field(default_factory=dict)  # the first places of each reason
+    examples: dict[str, list[str]] = field(default_factory=dict)  # the first examples of each reason
 
     def add_bad(self, reason: str, example: str) -> None:
-        """Count a record that cannot be used; `example` names its place and the reason."""
+        """Count an unusable record; `example` names its place and the reason."""
         self.bad[reason] += 1
         self._add_examples(reason, [example])
 
@@ -74,12 +74,12 @@ class Counts:
         self.lengths.update(lengths)
 
     def add_special_tokens(self, occurrences: int, records: int = 1) -> None:
-        """Count the names of special tokens in the texts of so many records, if there are any."""
+        """Count `occurrences` of names of special tokens in the texts of this many records."""
         if occurrences:
             self.special_tokens.update(records=records, occurrences=occurrences)
 
     def add(self, other: "Counts") -> None:
-        """Add another's counts; its examples come after those here."""
+        """Add the counts of another; its examples come after those here."""
         for name, value in vars(other).items():
             if isinstance(value, Counter):
                 getattr(self, name).update(value)
@@ -90,7 +90,7 @@ class Counts:
 
     @property
     def target_share(self) -> float:
-        """The share of target tokens among tokens; 0 without tokens."""
+        """The share of tokens that are targets; 0 if there are no tokens."""
         return self.target_tokens / self.tokens if self.tokens else 0.0
 
     def length_quantile(self, fraction: float) -> int:
@@ -121,8 +121,8 @@ class Counts:
 class Document:
     """A document: input_ids[T] int32, loss_mask[T] int8, and weights[T] float32 if a target has one.
 
-    full_length: its tokens before it was cut; None if it was not. parts: the first token and the kind of each learnt
-    part of a chat, in order; none of a plain text.
+    full_length: the number of tokens before the document was cut; None if it was not cut. parts: the first token and
+    the kind of each learnt part of a chat, in order; empty for a plain text.
     """
 
     input_ids: np.ndarray
@@ -132,7 +132,7 @@ class Document:
     parts: Sequence[tuple[int, str]] = ()
 
     def part(self, start: int, stop: int) -> "Document":
-        """Make tokens start..stop a document of their own, whose first token is no target."""
+        """Return tokens start..stop-1 as a document, whose first token is not a target."""
         mask = self.loss_mask[start:stop].copy()
         mask[:1] = 0
         weights = None if self.weights is None else self.weights[start:stop]
@@ -140,10 +140,10 @@ class Document:
         return Document(self.input_ids[start:stop], mask, weights, len(self.input_ids), parts)
 
     def tokens_by_kind(self) -> Iterator[tuple[str, int]]:
-        """Yield the kind of each part and the number of its targets; context after a part is none of them."""
+        """Yield the kind of each part and the number of its targets, without the context that follows it."""
         if not self.parts:
             return
-        mask, kinds = self.loss_mask, dict(self.parts)  # of two parts that begin at one token, the later one
+        mask, kinds = self.loss_mask, dict(self.parts)  # if two parts begin at one token, the later one counts
         kinds.pop(len(mask), None)
         sums = np.add.reduceat(mask, list(kinds), dtype=np.int64).tolist() if kinds else []
         yield from zip(kinds.values(), sums, strict=True)
@@ -151,21 +151,21 @@ class Document:
 
 @dataclass
 class Documents:
-    """The documents of a chunk of records, one after the other: D of them, ΣT tokens."""
+    """The D documents of a chunk of records, concatenated to ΣT tokens."""
 
     category_id: int  # the number of their source, from 1
-    num_bytes: int  # of the source's files, which the records take
+    num_bytes: int  # the bytes that the records take in the source's files
     input_ids: NDArray[np.int32]  # [ΣT]
     loss_mask: NDArray[np.int8]  # [ΣT]
     lengths: NDArray[np.int32]  # [D]
-    weights: NDArray[np.float32] | None  # [ΣT]; None: no target has one
+    weights: NDArray[np.float32] | None  # [ΣT]; None if no target has one
     counts: Counts
-    full_lengths: NDArray[np.int32] | None = None  # [D], the tokens before a cut; None: none was cut
-    category_names: list[str] | None = None  # of each document, if records give theirs
-    category_counts: dict[str, Counts] = field(default_factory=dict)  # of each of these categories
-    category_ids: NDArray[np.int32] | None = None  # [D], the numbers that the writing process gives category_names
+    full_lengths: NDArray[np.int32] | None = None  # [D], the tokens before a cut; None if none was cut
+    category_names: list[str] | None = None  # one for each document, if records name their categories
+    category_counts: dict[str, Counts] = field(default_factory=dict)  # the counts of each of these categories
+    category_ids: NDArray[np.int32] | None = None  # [D], the numbers that the writing process gives to category_names
     preview: list[list[Run]] = field(default_factory=list)  # the first documents, decoded
-    texts: dict[str, list[str]] = field(default_factory=dict)  # further columns, with a text of each document
+    texts: dict[str, list[str]] = field(default_factory=dict)  # further columns, with one text for each document
 
     @property
     def records(self) -> int:
@@ -179,7 +179,7 @@ class Documents:
 
 
 def joined(documents: Sequence[Document], category_id: int, num_bytes: int, counts: Counts) -> Documents:
-    """Join documents."""
+    """Concatenate documents."""
     weights = None
     if any(document.weights is not None for document in documents):
         weights = np.concatenate(
@@ -199,7 +199,7 @@ def joined(documents: Sequence[Document], category_id: int, num_bytes: int, coun
 
 
 def fit(document: Document, max_tokens: int | None, policy: str, counts: Counter[str]) -> list[Document]:
-    """Cut a document to documents of at most `max_tokens` tokens, and count that in `counts`.
+    """Cut a document into pieces of at most `max_tokens` tokens, and count the changes.
 
     `truncate` keeps the first max_tokens tokens; `split` keeps all tokens in pieces, even pieces without a target.
     Raises `DataError` under the policy `error`, and `BadRecord` if no target is left.
@@ -234,9 +234,9 @@ def fit(document: Document, max_tokens: int | None, policy: str, counts: Counter
 
 
 def preview_of(input_ids: np.ndarray, loss_mask: np.ndarray, decode: Callable[[list[int]], str]) -> list[Run]:
-    """Decode a document's runs of targets and of other tokens, from input_ids[T] and loss_mask[T].
+    """Decode the runs of targets and of other tokens in input_ids[T], by loss_mask[T].
 
-    Long runs, and a document of many runs, are shortened in the middle.
+    Long runs, and documents of many runs, are shortened in the middle.
     """
 
     def run(start: int, stop: int) -> str:
@@ -257,7 +257,7 @@ def preview_of(input_ids: np.ndarray, loss_mask: np.ndarray, decode: Callable[[l
 
 
 def decoded(ids: np.ndarray, start: int, stop: int, decode: Callable[[list[int]], str]) -> str:
-    """Decode tokens start..stop-1 after the one before, without which some tokenizers drop a leading space."""
+    """Decode tokens start..stop-1 after the token before, because some tokenizers drop a leading space otherwise."""
     if start:
         before, text = decode(ids[start - 1 : start].tolist()), decode(ids[start - 1 : stop].tolist())
         if CUT not in before and text.startswith(before):
@@ -266,7 +266,7 @@ def decoded(ids: np.ndarray, start: int, stop: int, decode: Callable[[list[int]]
 
 
 def previews_text(previews: Mapping[str, Sequence[Sequence[Run]]], console: Any) -> str:
-    """Show every source's documents on a rich console: in colour if it has colours, else with `[[…]]`."""
+    """Format every source's documents for a rich console, in colour if it has colours, or else with `[[…]]`."""
     from rich.text import Text  # imported here: a command that only reports a mistake does not need it
 
     in_colour = console.is_terminal and console.color_system and not console.no_color

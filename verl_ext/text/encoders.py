@@ -1,17 +1,17 @@
-"""Texts as token ids, in batches; long texts in pieces; and masks of the tokens that lie in spans of characters.
+"""Encode texts as token ids, long texts in pieces, and mask spans of characters.
 
-A long text is tokenized in windows, of which only the tokens before a cut are kept, so that memory does not grow with
-the text but by its ids:
+A long text is tokenized in windows. Only the tokens before a cut in each window are kept, so that memory grows with the
+ids alone and not with the text:
 
     window 1   t t t t t t t|t t t        kept up to the cut, at least `overlap` characters before the window's end
     window 2                 t t t t t t t t|t t
                              ^ the same tokens as window 1 has there
 
-A cut is made only (1) between two of the tokenizer's own words (pre-tokens), over which no model merges, or, for a BPE
-without these, before a space in a vocabulary that has no token with a space after another character; and (2) where the
-rest of the window, alone, gives the tokens that it gives after what precedes it. The ids are then those of the whole
-text where no rule of the tokenizer looks further than `overlap` characters. A tokenizer that offers no such place
-tokenizes a text as one piece, up to `longest` characters.
+A cut must meet two conditions. (1) It lies between two of the tokenizer's own words (pre-tokens), across which no model
+merges. For a BPE without pre-tokens, it lies before a space, and no token of the vocabulary has a space after another
+character. (2) The rest of the window gives the same tokens alone as after the text before it. The ids are then those of
+the whole text, if no rule of the tokenizer looks further than `overlap` characters. If a tokenizer offers no such
+place, a text is tokenized as one piece of at most `longest` characters.
 """
 
 import re
@@ -32,16 +32,16 @@ from verl_ext.text.special_tokens import ChatText, SpecialTokens, as_plain_text
 from verl_ext.values import DataError
 
 TRIES = 16  # places tried for a cut before a window is doubled
-NO_SIZE = -(1 << 40)  # bytes: of a token that no text becomes, so that a text that has it is no sum of sizes
-SPACE = "▁"  # sentencepiece's, which stands for a space in its vocabularies
+NO_SIZE = -(1 << 40)  # bytes of a token that no text becomes; with it, the sizes never sum to a text's bytes
+SPACE = "▁"  # sentencepiece's sign for a space in its vocabularies
 
 
 class Windows(NamedTuple):
-    """The characters of the pieces of a long text."""
+    """The sizes in characters of the pieces of a long text."""
 
     size: int = 1 << 18  # tokenized at once, in about 50 MB of memory
-    overlap: int = 1 << 12  # of a window after its cut
-    longest: int = 1 << 25  # of a text that cannot be cut, in about 6 GB
+    overlap: int = 1 << 12  # at least so many of a window lie after its cut
+    longest: int = 1 << 25  # the maximum of a text that cannot be cut, in about 6 GB
 
 
 class TokenCharacters(Sequence[Span]):
@@ -54,7 +54,7 @@ class TokenCharacters(Sequence[Span]):
     def from_spans(cls, spans: Any) -> "TokenCharacters":
         """Read spans int64[T, 2] as tokenizers give them."""
         begins, ends = np.asarray(spans, np.int64).reshape(-1, 2).T
-        # Tokenizers that trim a token's leading space from its characters leave a gap, which is the token's.
+        # Some tokenizers leave a token's leading space out of its characters. The gap then belongs to the token.
         return cls(np.append(begins[:1], np.minimum(begins[1:], ends[:-1])), ends)
 
     def __len__(self) -> int:
@@ -73,7 +73,7 @@ class TokenCharacters(Sequence[Span]):
 
 
 class _Encoding(TokenCharacters):
-    """The characters of an encoding's tokens, looked up one by one: a list of all takes a tenth of encoding."""
+    """The characters of an encoding's tokens, looked up singly because a list takes a tenth of the encoding time."""
 
     def __init__(self, encoding: Any) -> None:
         self._encoding, self._tokens = encoding, range(len(encoding))
@@ -95,16 +95,16 @@ class _Encoding(TokenCharacters):
 def _of_bytes(text: bytes, begins: NDArray[np.int64], ends: NDArray[np.int64]) -> TokenCharacters:
     """Return the characters of tokens that take bytes begins[T] to ends[T] of a text, at least one each."""
     if not text.isascii():
-        character = np.cumsum((np.frombuffer(text, np.uint8) & 0xC0) != 0x80) - 1  # that each byte is of
+        character = np.cumsum((np.frombuffer(text, np.uint8) & 0xC0) != 0x80) - 1  # the character of each byte
         begins, ends = character[begins], character[ends - 1] + 1
     return TokenCharacters(begins, ends)
 
 
 def mask_from_offsets(text: str, offsets: TokenCharacters, spans: Sequence[Span]) -> tuple[np.ndarray, int]:
-    """Return mask[T] int8, 1 for the tokens in a span, and how many of these also hold text from outside it.
+    """Return mask[T] int8, 1 for the tokens in a span, and the number of these that also hold text from outside it.
 
-    A token across a span's border belongs to the span: the template's last characters before a turn, and the first
-    after it, may be bound to the turn's words.
+    A token across a span's border belongs to the span, because the template's last characters before a turn, and the
+    first ones after it, may be merged with the turn's words.
     """
     mask = np.zeros(len(offsets), dtype=np.int8)
     across = 0
@@ -124,7 +124,7 @@ def mask_from_prefixes(
     mask = np.zeros(len(ids), dtype=np.int8)
     for start, end in spans:
         before, through = encode(text[:start]), encode(text[:end])
-        if ids[: len(before)] != before:  # a space before the turn may be bound to its first word, as above
+        if ids[: len(before)] != before:  # a space before the turn may be merged with its first word, as above
             before = encode(text[:start].rstrip())
         if ids[: len(before)] != before or ids[: len(through)] != through:
             raise BadRecord("template_mismatch", f"tokens change at the border of the turn at character {start}")
@@ -134,7 +134,7 @@ def mask_from_prefixes(
 
 @dataclass
 class Encoded:
-    """The ids int32[T] of a text, of chats its tokens' characters, and the names of special tokens encoded as text."""
+    """A text's ids int32[T], a chat's token characters, and the number of special tokens' names encoded as text."""
 
     ids: NDArray[np.int32]
     offsets: TokenCharacters | None = None
@@ -142,7 +142,7 @@ class Encoded:
 
 
 class TextEncoder:
-    """A tokenizer, and the rule for names of special tokens in data."""
+    """A tokenizer with a rule for names of special tokens in data."""
 
     def __init__(
         self,
@@ -157,18 +157,18 @@ class TextEncoder:
         self._split = as_plain_text(tokenizer) if self.on_found != "keep" else {}
 
     def ids(self, text: str) -> list[int]:
-        """Return the token ids of a text; names of special tokens become these tokens."""
+        """Return the token ids of a text; names of special tokens become the tokens themselves."""
         return self._call(self.tokenizer, [text])["input_ids"][0]
 
     def encode(
         self, texts: Sequence[str | TextFile], add_special_tokens: bool = False
     ) -> list[Encoded | BadRecord | DataError]:
-        """Return the tokens of each text, or the error: an unusable text, an unreadable file.
+        """Return the tokens of each text, or its error (an unusable text, an unreadable file).
 
-        add_special_tokens: add those that the tokenizer puts at either end of a text.
+        add_special_tokens: add the tokens that the tokenizer puts at either end of a text.
         """
         encoded: list[Any] = [None] * len(texts)
-        short: dict[int, int] = {}  # number of a text: how many names of special tokens it holds
+        short: dict[int, int] = {}  # number of names of special tokens, by the text's number
         for number, text in enumerate(texts):
             try:
                 if isinstance(text, TextFile) or len(text) > self._windows.size:
@@ -197,7 +197,7 @@ class TextEncoder:
         return [next(short) if it_is else self._chat(chat) for chat, it_is in zip(chats, is_short, strict=True)]
 
     def mask(self, encoded: Encoded, text: str, spans: Sequence[Span]) -> tuple[np.ndarray, int]:
-        """Return mask[T] int8 of a chat's text, 1 in a span, and how many of its tokens also hold other text."""
+        """Return mask[T] int8 of a chat's text, 1 in a span, and the number of its tokens that also hold other text."""
         if encoded.offsets is None:
             return mask_from_prefixes(encoded.ids.tolist(), text, spans, self.ids), 0
         return mask_from_offsets(text, encoded.offsets, spans)
@@ -205,15 +205,15 @@ class TextEncoder:
     def _short(self, texts: list[str]) -> Iterator[Encoded]:
         """Yield the tokens of short texts.
 
-        A fast tokenizer's own backend is called, since transformers turns everything into lists. If tokens are bytes of
-        the text, their characters are counted, and the tokenizer need not follow them.
+        A fast tokenizer's backend is called directly, because transformers turns everything into lists. If tokens are
+        bytes of the text, their characters are computed from their sizes, and the tokenizer need not track them.
         """
         if not texts:
             return
         if not self.tokenizer.is_fast:
             yield from (Encoded(np.asarray(self.ids(text), np.int32)) for text in texts)
             return
-        self._call(self.tokenizer, [""])  # sets truncation, padding and special tokens as a call without options
+        self._call(self.tokenizer, [""])  # sets truncation, padding and special tokens like a call without options
         backend, sizes = self.tokenizer.backend_tokenizer, self._bytes_of_tokens
         encode = backend.encode_batch if sizes is None else backend.encode_batch_fast
         for text, encoding in zip(texts, encode(texts, add_special_tokens=False), strict=True):
@@ -232,7 +232,7 @@ class TextEncoder:
 
     @cached_property
     def _bytes_of_tokens(self) -> NDArray[np.int64] | None:
-        """The bytes of text of each token, int64[ids]; None unless the tokenizer is byte-level and adds no space."""
+        """The size of each token in bytes of text, int64[ids]; None unless it is byte-level and adds no space."""
         backend = self.tokenizer.backend_tokenizer
         if not isinstance(backend.decoder, decoders.ByteLevel):
             return None
@@ -244,19 +244,19 @@ class TextEncoder:
             # Text never becomes a token with characters outside the alphabet.
             is_text = number in added or alphabet.issuperset(token)
             sizes[number] = (len(token.encode()) if number in added else len(token)) if is_text else NO_SIZE
-        # A space put before a text may make up for one that a special token swallows: the sum is right, the places not.
+        # A space before a text may offset one that a special token swallows: the sum is right, the places are not.
         has_prefix = sizes[backend.encode("a", add_special_tokens=False).ids].sum() != 1
         return None if has_prefix else sizes
 
     def _is_normal(self, text: str) -> bool:
-        """Return whether the tokenizer's normalizer leaves a text as it is."""
+        """Return whether the tokenizer's normalizer leaves a text unchanged."""
         normalizer = self.tokenizer.backend_tokenizer.normalizer
         if normalizer is None or (text.isascii() and isinstance(normalizer, (normalizers.NFC, normalizers.NFKC))):
             return True
         return normalizer.normalize_str(text) == text
 
     def _chat(self, chat: ChatText) -> Encoded | BadRecord:
-        """Encode a long chat, or one that holds special tokens."""
+        """Encode a long chat, or a chat that holds names of special tokens."""
         tokenizer, text, call = self.tokenizer, chat.text, {}
         if chat.disguised is not None:
             tokenizer, text, call = self.special.renamed_tokenizer, chat.disguised, self._split
@@ -271,7 +271,7 @@ class TextEncoder:
         return Encoded(ids, TokenCharacters.from_spans(spans) if self.tokenizer.is_fast else None, chat.special_tokens)
 
     def _count(self, text: str) -> int:
-        """Return how many names of special tokens a text holds. Raises `BadRecord` if none is allowed."""
+        """Return the number of names of special tokens in a text. Raises `BadRecord` if they are not allowed."""
         found = [] if self.on_found == "keep" else self.special.found(text)
         if found and self.on_found == "error":
             raise self.special.refused(found[0][0])
@@ -280,7 +280,7 @@ class TextEncoder:
         return len(found)
 
     def _check(self, ids: NDArray[np.int32], added: Sequence[int] | None) -> None:
-        """Raise `BadRecord` for a special token made of text; added[T]: 1 for those that the tokenizer put there."""
+        """Raise `BadRecord` if text became a special token; added[T] is 1 for tokens that the tokenizer added."""
         if self._split:
             self.special.check_ids(ids if added is None else ids[np.asarray(added) == 0])
 
@@ -292,7 +292,7 @@ class TextEncoder:
             kept, before = max(self.special.longest - 1, 0), ""
             for block in text.blocks() if isinstance(text, TextFile) else _blocks(text, self._windows.size):
                 beginning = beginning or block.strip()[:1000]
-                # A name may lie across the border of two blocks; what lies before it was counted.
+                # A name may lie across the border of two blocks. Names inside `before` are already counted.
                 special_tokens += self._count(before + block) - self._count(before)
                 before = (before + block)[-kept:] if kept else ""
                 yield block
@@ -320,7 +320,7 @@ class TextEncoder:
     def _pieces(
         self, tokenizer: Any, blocks: Iterable[str], offsets: bool, **call: Any
     ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.int64]]]:
-        """Yield (ids[t], offsets[t, 2], or [0, 2] unless asked for) of each piece of a text that arrives in blocks."""
+        """Yield (ids[t], offsets[t, 2], or [0, 2] if not requested) of each piece of a text that comes in blocks."""
         blocks, text, begun, is_read = iter(blocks), "", 0, False
         size = self._windows.size if tokenizer.is_fast else self._windows.longest
         while True:
@@ -355,7 +355,7 @@ class TextEncoder:
     def _cut(
         self, tokenizer: Any, encoding: Any, window: str, offsets: bool, call: dict[str, Any]
     ) -> tuple[int, int] | None:
-        """Return the tokens before the last safe cut of a window, and the character at which the next window begins."""
+        """Return the number of tokens before a window's last safe cut, and the first character of the next window."""
         ids, tries = encoding.ids, 0
         ends = [end for _, end in encoding.offsets] if offsets else []
         starts = range(len(ids))
@@ -365,7 +365,7 @@ class TextEncoder:
         for token in range(min(after, len(ids) - 1), 0, -1):
             if not self._is_border(tokenizer, encoding, ids, token):
                 continue
-            # White space between two words may be of either, of none, or what a text's own prefix stands for.
+            # White space between two words may belong to either or neither, or be equivalent to a text's own prefix.
             end, start = encoding.token_to_chars(token - 1)[1], encoding.token_to_chars(token)[0]
             for at in sorted({end, start, start + window[start].isspace()} - {0}):
                 rest = self._call(tokenizer, [window[at:]], **call).encodings[0]

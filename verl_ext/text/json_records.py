@@ -1,7 +1,7 @@
-"""JSON lines and lists as records, and bad records.
+"""Read JSON lines and lists as records, and report bad records.
 
-Python's own parser reads them, more strictly: a record that it would change without a word is a bad one. That is a key
-given twice, of which it keeps the last; `NaN` and `Infinity`, which JSON does not have; a number that becomes infinite.
+Python's own parser is made stricter: a record that it would silently change is a bad record. That is a key that is
+given twice (the parser keeps the last), `NaN` or `Infinity` (JSON has neither), or a number that becomes infinite.
 """
 
 import json
@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NoReturn
 from verl_ext.values import DataError, Options, one_line, option
 
 BLOCK = 1 << 20  # characters of a list that are read at once
-_LONGEST_TOKEN = 32  # characters before a block's end within which an element that is cut off there looks malformed
+_LONGEST_TOKEN = 32  # characters before a block's end; an element that is cut off there fails to parse within them
 _BLANKS = re.compile(r"[ \t\r\n]*")
 
 
@@ -39,14 +39,14 @@ class RecordOptions(Options):
 
 
 class BadRecord(ValueError):
-    """A record that ends the run under `on_bad_record=error` and is counted by its `reason` under `skip`."""
+    """An unusable record. It ends the run under `on_bad_record=error` and is counted by `reason` under `skip`."""
 
     def __init__(self, reason: str, message: str) -> None:
-        super().__init__(one_line(message))  # it names fields and values of the data
+        super().__init__(one_line(message))  # the message has fields and values of the data
         self.reason = reason
 
     def __reduce__(self) -> tuple[type, tuple[str, str]]:
-        return BadRecord, (self.reason, str(self))  # an exception's own calls it with the message alone
+        return BadRecord, (self.reason, str(self))  # the default would pass the message alone
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -73,7 +73,7 @@ _FINDS_THE_END = json.JSONDecoder(parse_float=str, parse_int=str)
 
 
 def _malformed(error: ValueError) -> BadRecord:
-    """Return the parser's error as a bad record with the reason."""
+    """Return the parser's error as a bad record with a reason."""
     if isinstance(error, BadRecord):
         return error
     if isinstance(error, json.JSONDecodeError):
@@ -86,7 +86,7 @@ def _malformed(error: ValueError) -> BadRecord:
 
 
 def parse_json(text: str) -> Any:
-    """Return the value of a JSON text. Raises `BadRecord` for malformed JSON or a value that would be changed."""
+    """Return the value of a JSON text. Raises `BadRecord` if it is malformed or its value would be changed."""
     try:
         return _STRICT.decode(text)
     except RecursionError as error:
@@ -118,7 +118,7 @@ def read_record(raw: Any) -> dict[str, Any]:
 
 
 def check_characters(text: str) -> None:
-    """Raise `BadRecord` for a text that UTF-8 cannot hold."""
+    """Raise `BadRecord` if UTF-8 cannot hold a text."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -126,10 +126,10 @@ def check_characters(text: str) -> None:
 
 
 def json_list(path: str, stream: BinaryIO, block: int = BLOCK) -> Iterator[tuple[tuple[int, Any], int]]:
-    """Yield ((number from 1, element), characters) of a JSON list, of which `block` characters or so are held at once.
+    """Yield ((number from 1, element), characters) for each element of a JSON list.
 
-    An element that cannot be used but whose end is known is a `BadRecord`. Raises `DataError` for a list whose syntax
-    is broken, since the borders of its records are lost from there on.
+    About `block` characters are held at once. An unusable element whose end is known is a `BadRecord`. Raises
+    `DataError` if the list's syntax is broken, because the borders of its records are unknown from there on.
     """
     reader = TextIOWrapper(stream, encoding="utf-8-sig")
     text, at, number, is_read = "", 0, 0, False
@@ -140,7 +140,7 @@ def json_list(path: str, stream: BinaryIO, block: int = BLOCK) -> Iterator[tuple
         text, at, is_read = text[at:] + more, 0, len(more) < size
 
     def next_character() -> str:
-        """Skip white space and return the character there, empty at the file's end."""
+        """Skip white space and return the next character, or an empty string at the file's end."""
         nonlocal at
         while True:
             at = _BLANKS.match(text, at).end()  # type: ignore[union-attr]
@@ -152,15 +152,15 @@ def json_list(path: str, stream: BinaryIO, block: int = BLOCK) -> Iterator[tuple
         raise DataError(f"{path}: malformed JSON: {message}{f' in record {number}' if number else ''}")
 
     def next_element() -> tuple[Any, int]:
-        """Return the element there, or the `BadRecord` that it is, and where it ends."""
+        """Return the next element, or its `BadRecord`, and the position of its end."""
         size = block
         while True:
             try:
                 value, end = _element(text, at)
-                if end < len(text) or is_read:  # else a number might go on
+                if end < len(text) or is_read:  # otherwise a number might continue
                     return value, end
             except json.JSONDecodeError as error:
-                # An element that is cut off by the end of what is held looks malformed: read on before reporting it.
+                # An element that is cut off at the end of `text` looks malformed: read on before reporting it.
                 is_cut = error.pos > len(text) - _LONGEST_TOKEN or error.msg.startswith("Unterminated string")
                 if is_read or not is_cut:
                     fail(error.msg.removesuffix(" at"))

@@ -1,17 +1,17 @@
-"""The messages of a record in the form of chat templates, and their weights in the loss.
+"""Read a record's messages for chat templates, with their loss weights.
 
-The weight is given by `weight` (a number, 0 or more) or by `loss`, `train`, `training` or `trainable` (true or false),
-which are taken out of the message; 1 where none is given. Only assistant turns can be learnt: another message may say 0
-or false, or 1 or true where every message of the record says so, as programs do that always write the field.
+A message's weight is given by `weight` (a number of at least 0) or by `loss`, `train`, `training` or `trainable` (true
+or false); these fields are removed. The default is 1. Only assistant turns can be learnt: another message may say 0 or
+false. It may say 1 or true only if every message of the record does, because some programs always write the field.
 
-Parts of a turn have weights of their own, which multiply that of the message; names and meaning are axolotl's:
+Parts of a turn may have weights of their own, which multiply the message's weight; names and meanings follow axolotl:
 
-    content [{"type": "text", "text": …, "train": false}]    a part, also of reasoning_content; 1 where none is given
+    content [{"type": "text", "text": …, "train": false}]    a part, also of reasoning_content; 1 by default
     train_detail [{"begin_offset": 0, "end_offset": 8, "train": true}]    characters 0 to 8 of the content; 0 elsewhere
 
-`train_on_reasoning` and `train_on_tool_calls` (true or false) say of one message what the command's options say of all.
+`train_on_reasoning` and `train_on_tool_calls` (true or false) override the command's options for one message.
 
-Every other field is handed to the template.
+Every other field is passed to the template.
 """
 
 import re
@@ -42,21 +42,21 @@ _PLACEHOLDER = re.compile(r"\n?<(?:image|audio|video)>\Z|<(?:image|audio|video)>
 Message = dict[str, Any]
 
 
-Stretch = tuple[int, float]  # characters up to this one, from the end of the stretch before, and their weight
+Stretch = tuple[int, float]  # the end of a stretch of characters, from the end of the previous one on, and its weight
 
 
 @dataclass(slots=True)
 class TurnMask:
     """The weights that a record gives to parts of a turn."""
 
-    reasoning: bool | None = None  # whether it is learnt; None: as the options say
+    reasoning: bool | None = None  # whether reasoning is learnt; None: as the options say
     tool_calls: bool | None = None  # likewise
-    stretches: dict[str, list[Stretch]] = field(default_factory=dict)  # of the characters of a field, by its name
+    stretches: dict[str, list[Stretch]] = field(default_factory=dict)  # weights of a field's characters, by its name
 
 
 @dataclass(slots=True)
 class Turn:
-    """A message; the weight of its tokens (None: not given) and of its parts; the tools that a system message holds."""
+    """A message, its weight (None: not given), the weights of its parts, and the tools that a system message holds."""
 
     message: Message
     weight: float | None = None
@@ -66,10 +66,10 @@ class Turn:
 
 @dataclass
 class Chat:
-    """Messages in the form of chat templates.
+    """A chat in the form that chat templates take.
 
     targets: {index of an assistant turn that is trained on: the weight of its tokens, above 0}, in order.
-    masks: {index of an assistant turn: the weights of its parts}, of turns whose record gives any.
+    masks: {index of a message: the weights of its parts}, for the messages whose parts have weights.
     """
 
     messages: list[Message]
@@ -85,7 +85,7 @@ class Chat:
 
 @dataclass
 class PlainText:
-    """A text of which every token but the first is a target."""
+    """A text whose tokens are all targets, except the first."""
 
     text: str | TextFile
 
@@ -94,14 +94,14 @@ Content = Chat | PlainText
 
 
 class MessageReader:
-    """Reads a record's messages; `dropped` counts the images, audio and video that were left out of them."""
+    """A reader of messages; `dropped` counts the images, audio and video left out."""
 
     def __init__(self, drop_media: bool = False) -> None:
         self.drop_media = drop_media
         self.dropped: Counter[str] = Counter()
 
     def turns(self, raw_messages: list[Any]) -> list[Turn]:
-        """Read every message. Raises `BadRecord`, which says which cannot be used, and why."""
+        """Read all messages. Raises `BadRecord`, with the message's number and the reason, if one cannot be used."""
         turns = [self._turn(raw, f"message {number}") for number, raw in enumerate(raw_messages, start=1)]
         others = (i for i, turn in enumerate(turns) if turn.weight and turn.message["role"] != "assistant")
         if (other := next(others, None)) is not None and any(turn.weight != 1 for turn in turns):
@@ -113,7 +113,7 @@ class MessageReader:
         if not isinstance(raw, dict):
             raise BadRecord("non_string_content", f"{where} must be an object; got {type(raw).__name__}")
         name, text = raw.get("role"), raw.get("content")
-        is_plain = len(raw) == 2 and isinstance(name, str) and isinstance(text, str)  # as most are
+        is_plain = len(raw) == 2 and isinstance(name, str) and isinstance(text, str)  # as in most messages
         if is_plain and name in ROLES and name != "function_call":
             return Turn({"role": ROLES[name], "content": text})
         fields = {key: value for key, value in raw.items() if value is not None}
@@ -141,7 +141,7 @@ class MessageReader:
         message = {"role": role, "content": content, **fields}
         if role == "function_call":
             message |= {"role": "assistant"}
-            try:  # ShareGPT: JSON with a name and arguments, or else text like any other
+            try:  # ShareGPT: JSON with a name and arguments, or otherwise plain text
                 calls = parse_json(message["content"])
                 message |= called(calls if isinstance(calls, list) else [calls], "function_call")
             except BadRecord:
@@ -153,7 +153,7 @@ class MessageReader:
         return Turn(message, weight, mask, tools)
 
     def _parts(self, fields: dict[str, Any], text: Any, where: str) -> tuple[str, TurnMask | None]:
-        """Return a message's text and the weights of its parts, if any are given; their fields are taken out."""
+        """Return a message's text and the weights of its parts, if any; remove their fields from `fields`."""
         mask = TurnMask()
         content = self._text(text, mask, "content", where)
         for name in REASONING_FIELDS:
@@ -170,7 +170,7 @@ class MessageReader:
         return content, mask if mask != TurnMask() else None
 
     def _text(self, text: Any, mask: TurnMask, name: str, where: str) -> str:
-        """Return the text of a field; join text parts (`{"type": "text", "text": …}`), and note their weights."""
+        """Return a field's text; join text parts (`{"type": "text", "text": …}`) and put their weights in `mask`."""
         if isinstance(text, str):
             return text
         if isinstance(text, list) and all(isinstance(part, dict) for part in text):
@@ -194,7 +194,7 @@ class MessageReader:
         return medium is not None
 
     def drop(self, medium: str, found: str) -> None:
-        """Count an image, audio or video that is left out. Raises `BadRecord` unless the user asks for that."""
+        """Count an image, audio or video that is left out. Raises `BadRecord` unless `drop_media` is set."""
         if not self.drop_media:
             kept = "media=drop leaves it out and keeps the text"
             raise BadRecord("vision", f"{found}, and only text is tokenized; {kept}")
@@ -202,7 +202,7 @@ class MessageReader:
 
 
 def map_strings(value: Any, change: Callable[[str], Any]) -> Any:
-    """Change every string in a value, except keys."""
+    """Apply `change` to every string in a value, except dictionary keys."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):
@@ -213,17 +213,17 @@ def map_strings(value: Any, change: Callable[[str], Any]) -> Any:
 
 
 def without_placeholders(value: Any) -> Any:
-    """Take `<image>`, `<audio>` and `<video>`, each with a line end beside it, out of a value's strings."""
+    """Remove `<image>`, `<audio>` and `<video>`, each with an adjacent line end, from a value's strings."""
     return map_strings(value, lambda text: _PLACEHOLDER.sub("", text))
 
 
 def functions_called(messages: Iterable[Message]) -> Iterator[dict[str, Any]]:
-    """Return the functions of the messages' tool calls, with name and arguments."""
+    """Yield the function of each tool call in the messages, with its name and arguments."""
     return (call.get("function", call) for message in messages for call in message.get("tool_calls") or [])
 
 
 def _learnt(fields: dict[str, Any], where: str) -> float | None:
-    """Take the fields about learning out of a message, and return the weight that they give."""
+    """Remove the weight fields from a message or a part and return their weight, None without such a field."""
     if fields.keys().isdisjoint(_LEARN_FIELDS):
         return None
     found: dict[str, float] = {}
@@ -246,7 +246,7 @@ def _flag(value: Any, where: str) -> float:
 
 
 def _details(details: Any, length: int, where: str) -> list[Stretch]:
-    """Read axolotl's `train_detail` for a text of `length` characters: ranges whose last character is `end_offset`."""
+    """Read axolotl's `train_detail` for a text of `length` characters; `end_offset` is a range's last character."""
     details = from_json(details, where)
     if not isinstance(details, list) or not all(isinstance(detail, dict) for detail in details):
         raise BadRecord("bad_weight", f"{where} must be a list of objects; got {shown(details)}")
@@ -266,7 +266,7 @@ def _details(details: Any, length: int, where: str) -> list[Stretch]:
 
 
 def as_weight(value: Any, where: str) -> float:
-    """Return a weight that float32 holds. Raises `BadRecord` for anything but a number of at least 0."""
+    """Return a weight as a float. Raises `BadRecord` unless it is a number of at least 0 that float32 holds."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if number and (value == 0 or FLOAT32[0] <= value <= FLOAT32[1]):
         return float(value)
@@ -275,7 +275,7 @@ def as_weight(value: Any, where: str) -> float:
 
 
 def shown(value: Any) -> str:
-    """Name a value in an error: briefly, even an integer of thousands of digits or a whole list."""
+    """Return a short text of a value for an error, even of a very long integer or a whole list."""
     if isinstance(value, int) and value.bit_length() > 256:
         return "an integer of more than 256 bits"
     if isinstance(value, (list, dict)):
@@ -285,7 +285,7 @@ def shown(value: Any) -> str:
 
 
 def from_json(value: Any, name: str) -> Any:
-    """Decode a value that a table's column holds as JSON text; return others unchanged."""
+    """Decode a string, such as a cell of a table's column, as JSON; return other values unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -295,7 +295,7 @@ def from_json(value: Any, name: str) -> Any:
 
 
 def called(calls: Any, name: str) -> Message:
-    """Make the assistant's message from a list of calls, or from its JSON text; a call has `name` and `arguments`."""
+    """Return the assistant's message with these calls (a list or its JSON text), each with `name` and `arguments`."""
     calls = from_json(calls, name)
     if not isinstance(calls, list) or not all(isinstance(call, dict) and "name" in call for call in calls):
         raise BadRecord("bad_tools", f"{name} must be a list of tool calls, each with a name")
@@ -303,7 +303,7 @@ def called(calls: Any, name: str) -> Message:
 
 
 def tool_list(raw: Any, name: str) -> list[Any] | None:
-    """Read tool definitions, objects or JSON text; bring OpenAI's older `functions` to the form of its `tools`."""
+    """Read tool definitions from objects or JSON text; convert OpenAI's older `functions` to the form of `tools`."""
     if raw in (None, "", []):
         return None
     tools = from_json(raw, name)

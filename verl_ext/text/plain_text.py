@@ -1,4 +1,4 @@
-"""Text records as tokens, in a worker process of the index command or in a training process.
+"""Tokenize text records, in an index worker or in a training process.
 
 document 1        document 2 (unusable)      document 3            add_bos=false add_eos=true
 t t t t EOS                                  t t EOS               tokens[8], lengths = 5 3
@@ -56,7 +56,7 @@ class TextOptions(RecordTextOptions):
 
 @dataclass(frozen=True)
 class BadText:
-    """An unusable record: how many documents come before it, the reason, and its message."""
+    """An unusable record: the number of documents before it, the reason, and its message."""
 
     after: int
     reason: str
@@ -68,7 +68,7 @@ class PlainDocuments:
     """The documents of a batch: tokens[ΣT] of the tokenizer's `dtype` and lengths[D] int64.
 
     special_tokens[D] int64 counts the names of special tokens in each document's text that are encoded as text. `bad`
-    are the unusable records in order; `failure` ends the run once the documents here are written.
+    holds the unusable records in order. `failure` is the error that ends the run after these documents are written.
     """
 
     source: int
@@ -80,7 +80,7 @@ class PlainDocuments:
     special_tokens: np.ndarray
 
     def counts(self, written: int | None = None) -> Counts:
-        """Count the records and what is special or bad about them: of all, or up to the last document `written`."""
+        """Count the records, special tokens and bad records, of all documents or of the first `written` ones."""
         special = self.special_tokens[:written]
         bad = [record for record in self.bad if written is None or record.after < written]
         counts = Counts(records=len(special) + len(bad))
@@ -91,10 +91,10 @@ class PlainDocuments:
 
 
 class TextTokenizer:
-    """Turns batches of records into the tokens that `TextEncoder` gives of their texts, with BOS and EOS.
+    """A tokenizer of record batches by `TextEncoder`, with BOS and EOS.
 
-    These are added whatever the text begins and ends with, as Megatron's `--append-eod` does. Raises `UsageError` for a
-    tokenizer that lacks one of them.
+    BOS and EOS are added even if a text begins or ends with them, as Megatron's `--append-eod` does. Raises
+    `UsageError` if the tokenizer lacks a requested one.
     """
 
     def __init__(self, tokenizer: Any, options: RecordTextOptions, add_bos: bool = False) -> None:
@@ -114,7 +114,7 @@ class TextTokenizer:
         return [token]
 
     def tokenize(self, batch: Batch) -> PlainDocuments:
-        """Return the documents; under `on_bad_record=error` those before the first bad record, the `failure`."""
+        """Return the documents; under `on_bad_record=error`, only those before the first bad record (`failure`)."""
         texts = list(record_texts(batch, self.options))
         usable = iter(self.encoder.encode([text for _, text in texts if not isinstance(text, BadRecord)]))
         encoded: list[Encoded] = []
@@ -142,7 +142,7 @@ class TextTokenizer:
         return PlainDocuments(batch.source, batch.num_bytes, tokens, lengths, bad, failure, special)
 
     def _joined(self, ids: list[np.ndarray]) -> np.ndarray:
-        """Return every document's tokens, BOS and EOS included, side by side."""
+        """Return the tokens of all documents one after the other, with BOS and EOS."""
         first, last = np.array(self.first, np.int32), np.array(self.last, np.int32)
         parts = [part for document in ids for part in (first, document, last)]
         tokens = np.concatenate(parts) if parts else np.empty(0, np.int32)
@@ -153,7 +153,7 @@ class TextTokenizer:
 
 
 def record_texts(batch: Batch, options: RecordTextOptions) -> Iterator[tuple[str, str | TextFile | BadRecord]]:
-    """Yield (place, text or error) of every record, up to the first that ends the run."""
+    """Yield (place, text or error) of every record, up to the first error that ends the run."""
     for chunk in batch.chunks:
         for number, raw in chunk.records:
             try:
@@ -186,5 +186,5 @@ def _text(chunk: Chunk, raw: Any, options: RecordTextOptions) -> str | TextFile:
 
 
 def vocabulary_size(tokenizer: Any) -> int:
-    """Return one more than the highest token: `len(tokenizer)`, or more if the numbers have gaps."""
+    """Return one more than the highest token id: `len(tokenizer)`, or more if the ids have gaps."""
     return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))

@@ -1,9 +1,9 @@
-"""Source files as chunks of records, read as a stream.
+"""Read source files as a stream of record chunks.
 
-The cuts depend on the files alone, never on the number of workers, so that the output does not either. JSONL lines
-travel as bytes and are parsed by the worker that tokenizes them; the other formats are decoded here.
+The chunks depend on the files alone, and not on the number of workers, so that the output does not depend on it either.
+JSONL lines travel as bytes and are parsed by the worker that tokenizes them; the other formats are decoded here.
 
-A new format is a function in READERS, and its suffix in `sources.SUFFIXES`.
+To add a format, add a function to READERS and a suffix to `sources.SUFFIXES`.
 """
 
 import codecs
@@ -25,18 +25,18 @@ from verl_ext.text.json_records import BadRecord, json_list, parse_line
 from verl_ext.text.sources import SourceFile, encoding_problem, hub_tables, is_url, open_source
 from verl_ext.values import DataError, first_line
 
-BLOCK = 1 << 20  # bytes of a text file taken at once
-# ArrowInvalid is a ValueError, as are Python's errors for a date that it does not have and for text in no UTF-8.
+BLOCK = 1 << 20  # bytes of a text file read at once
+# ArrowInvalid is a ValueError, as are Python's errors for impossible dates and for text that is not UTF-8.
 _ROW_ERRORS = (ValueError, OverflowError, NotImplementedError)
 
 Place = int  # the line of JSONL and CSV, else the number of the record
 NumberedRecord = tuple[Place, Any]  # bytes are a record that is not parsed yet
 Pieces = Iterator[tuple[list[NumberedRecord], int, int]]  # records, bytes of the file, size of the records
-Records = Iterator[tuple[NumberedRecord | None, int]]  # a record or what holds none, and its size
+Records = Iterator[tuple[NumberedRecord | None, int]]  # a record, or None for text without one, and its size
 
 
 class ChunkSize(NamedTuple):
-    """The most records of a chunk, and about the most bytes of their text."""
+    """The maximum number of records of a chunk, and about the maximum bytes of their text."""
 
     records: int = 256
     bytes: int = 256 * 1024
@@ -52,9 +52,9 @@ class Chunk:
     category_id: int
     path: str
     records: list[NumberedRecord]
-    num_bytes: int  # bytes of the file that they were read from: the unit of progress
+    num_bytes: int  # bytes of the file that the records take, the unit of progress
     whole_file: bool = False  # the one record is the file's text
-    text_bytes: int = 0  # about the size of the records, decompressed
+    text_bytes: int = 0  # the approximate size of the records, decompressed
 
     def place(self, number: Place) -> str:
         """Return the place of a record, as errors name it."""
@@ -63,7 +63,7 @@ class Chunk:
 
 @dataclass
 class Batch:
-    """Chunks of one source, in order, for one worker: small files share a batch, since each job has its cost."""
+    """Chunks of one source, in order, for one worker. Small files share a batch because every job has a cost."""
 
     source: int  # the files' category_id
     chunks: list[Chunk] = field(default_factory=list)
@@ -71,18 +71,18 @@ class Batch:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of the source's files that the chunks stand for."""
+        """The bytes that the chunks take in the source's files."""
         return sum(chunk.num_bytes for chunk in self.chunks)
 
     @property
     def num_records(self) -> int:
-        """The number of records, with the unusable ones."""
+        """The number of records, including unusable ones."""
         return sum(len(chunk.records) for chunk in self.chunks)
 
 
 @dataclass(frozen=True)
 class TextFile:
-    """The text of a file of more than a block, read as a stream by the process that tokenizes it."""
+    """The text of a file larger than a block, read as a stream by the process that tokenizes it."""
 
     path: str
 
@@ -96,9 +96,9 @@ def read_batches(
 ) -> Iterator[Batch]:
     """Yield the files' chunks, in order, in batches of at most about `batch_bytes` of text.
 
-    `is_full(source)` is asked before each chunk: nothing more of a full source is read. A file that cannot be read
-    becomes its batch's `failure` and ends its source, so that it is reported only if the documents before it do not
-    fill the source, however far ahead of them it was found.
+    `is_full(source)` is called before each chunk, and nothing more of a full source is read. An unreadable file becomes
+    its batch's `failure` and ends its source. It is therefore reported only if the documents before it do not fill the
+    source, however far ahead of them it was found.
     """
     for source, own in groupby(files, key=lambda file: file.category_id):
         chunks = (chunk for file in own for chunk in read_chunks(file))
@@ -119,10 +119,10 @@ def read_batches(
 
 
 def read_chunks(source: SourceFile, size: ChunkSize = CHUNK) -> Iterator[Chunk]:
-    """Yield a file's records in chunks; memory is that of a chunk.
+    """Yield a file's records in chunks, with the memory of one chunk.
 
-    Raises `DataError` with path and line for a file that cannot be read on (a JSON list or CSV with broken syntax, a
-    compressed file that is truncated).
+    Raises `DataError` with path and line if the rest of a file cannot be read (a JSON list or CSV with broken syntax, a
+    truncated compressed file).
     """
     is_text = source.kind == "text"
     try:
@@ -151,7 +151,7 @@ def _pieces(source: SourceFile, limit: ChunkSize, read: Callable[[SourceFile, Bi
 
 
 def _lines(_: SourceFile, stream: BinaryIO) -> Records:
-    """Yield the lines of a file, numbered from 1; None stands for one without text."""
+    """Yield the lines of a file, numbered from 1; None stands for a blank line."""
     for number, line in enumerate(stream, start=1):
         yield ((number, line) if _has_text(line) else None), len(line)
 
@@ -161,7 +161,7 @@ def _has_text(line: bytes) -> bool:
 
 
 def _json(source: SourceFile, limit: ChunkSize) -> Pieces:
-    """Read a list, or one object per line as in many published .json files: those that begin with an object."""
+    """Read a list, or one object per line if the file begins with an object, as many published .json files do."""
     with open_source(source.path) as file:
         blocks = iter(lambda: file.stream.readline(BLOCK), b"")
         first = next((line for line in blocks if _has_text(line)), None)
@@ -200,7 +200,7 @@ def _rows(source: SourceFile, stream: BinaryIO) -> Records:
 
 
 def _repeated(names: Iterable[str]) -> str | None:
-    """Return the first name that stands more than once."""
+    """Return the first name that occurs more than once."""
     return next((name for name, times in Counter(names).items() if times > 1), None)
 
 
@@ -216,7 +216,7 @@ def _row_record(header: list[str], row: list[str]) -> Any:
             try:
                 record[key] = float(record[key])
             except ValueError:
-                continue  # refused, with its text, where weights are checked
+                continue  # the check of weights refuses it and shows its text
     return record
 
 
@@ -234,14 +234,14 @@ def _text(source: SourceFile, _: ChunkSize) -> Pieces:
 
 
 def text_blocks(path: str) -> Generator[tuple[str, int], None, None]:
-    """Yield a text file in blocks, with the line ends of Python's text files, and the file's bytes that each took.
+    """Yield (block, bytes of the file) for a text file, with the line ends of Python's text files.
 
-    A block ends with a line, if no line is longer than a block. Raises `BadRecord` for a text that is not UTF-8,
-    `DataError` for a file that cannot be read.
+    A block ends with a line if no line is longer than a block. Raises `BadRecord` if the text is not UTF-8 or has a NUL
+    byte, and `DataError` if the file cannot be read.
     """
     decoder = codecs.getincrementaldecoder("utf-8")()
     lines = io.IncrementalNewlineDecoder(None, translate=True)
-    position = done = 0  # of the text, of the file
+    position = done = 0  # bytes of the text, bytes of the file
     with open_source(path) as file:
         while True:
             data = file.stream.read(BLOCK)
@@ -250,7 +250,7 @@ def text_blocks(path: str) -> Generator[tuple[str, int], None, None]:
                 raise BadRecord("not_utf8", f"text must be UTF-8; {problem}")
             if (nul := data.find(b"\0")) >= 0:
                 raise BadRecord("nul_byte", f"text must have no NUL bytes; byte {position + nul + 1} is one")
-            begun = len(decoder.getstate()[0])  # bytes of a character that the last block cut
+            begun = len(decoder.getstate()[0])  # bytes of a character that the last block cut in two
             try:
                 text = decoder.decode(data, final=not data)
             except UnicodeDecodeError as error:
@@ -284,7 +284,7 @@ def _parquet(source: SourceFile, limit: ChunkSize) -> Pieces:
 def _arrow(source: SourceFile, limit: ChunkSize) -> Pieces:
     """Read the shards that an Arrow folder's state.json names, each a stream of record batches.
 
-    `load_from_disk` would take a shard that is cut off between two batches for a whole one.
+    `load_from_disk` would accept a shard that is cut off between two batches.
     """
     import pyarrow as pa
 
@@ -334,7 +334,7 @@ def _hub(source: SourceFile, limit: ChunkSize) -> Pieces:
 def _table_records(
     path: str, tables: Iterable[Any], limit: ChunkSize, numbers: Iterator[int]
 ) -> Iterator[tuple[list[NumberedRecord], int]]:
-    """Yield (numbered records, bytes of them) of each table or record batch."""
+    """Yield (numbered records, their bytes) of each table or record batch."""
     for table in tables:
         if repeated := _repeated(table.schema.names):
             raise DataError(f"{path}: must have columns of different names; got {repeated!r} more than once")
@@ -344,7 +344,7 @@ def _table_records(
 
 
 def _rows_of(table: Any) -> list[Any]:
-    """Return a table's rows as records; a row that cannot be read, such as text in no UTF-8, is a `BadRecord`."""
+    """Return a table's rows as records; an unreadable row, such as one with non-UTF-8 text, is a `BadRecord`."""
     try:
         return _read_rows(table)
     except _ROW_ERRORS:
@@ -362,12 +362,12 @@ def _rows_of(table: Any) -> list[Any]:
 
 def _read_rows(table: Any) -> list[Any]:
     table.validate(full=True)  # a damaged Arrow file may point beyond its own bytes
-    # A record's own null fields stay: the column is there.
+    # A record's own null fields are kept, because the column exists.
     return [{key: _without_none(value) for key, value in row.items()} for row in table.to_pylist()]
 
 
 def _without_none(value: Any) -> Any:
-    """Return a value without the null fields of its structs: Arrow fills in every key that any row has."""
+    """Return a value without the null fields of its structs, because Arrow adds every key that any row has."""
     if isinstance(value, dict):
         return {key: _without_none(child) for key, child in value.items() if child is not None}
     if isinstance(value, list):

@@ -1,14 +1,14 @@
-"""Records as chats or plain texts, by their fields, under other names where `columns` gives these.
+"""Parse records into chats or plain texts by the names of their fields.
 
-The fields of one of the SHAPES (shapes.py) make a chat or a text. Beside them:
+The fields of one of the SHAPES (shapes.py), which `columns` may rename, make a chat or a text. Further fields are:
 
     system, system_prompt     the system message, if the chat has none
-    tools, functions          the template's `tools`; also if a system message holds them
-    history, context          earlier turns; the start of the user turn: of the shapes with one user turn
+    tools, functions          the template's `tools`, also when a system message holds them
+    history, context          earlier turns, and the start of the user turn, in shapes with a single user turn
     loss_weight, weight       the weight of the record's target tokens
-    image, audios, ...        a bad record, or left out: `media=drop`
+    image, audios, ...        a bad record, or left out with `media=drop`
 
-`Record.unused` names the other fields.
+`Record.unused` lists all other fields.
 """
 
 from collections import Counter
@@ -35,10 +35,10 @@ LONGEST_CATEGORY = 200  # characters
 
 @dataclass
 class Record:
-    """The content of a record, and the weight of its target tokens, None if it is not given.
+    """The content of a record, and its loss weight (None if not given).
 
-    unused: its fields that nothing reads. message_fields: fields of messages that only a template may know, with the
-    number of messages. dropped: images, audio and video that were left out.
+    unused: names of fields that nothing reads. message_fields: names of message fields that only a template may read,
+    with the number of messages. dropped: the counts of images, audio and video that were left out.
     """
 
     content: Content
@@ -49,10 +49,10 @@ class Record:
 
 
 def parse_record(raw: Any, columns: Mapping[str, str | None] | None = None, drop_media: bool = False) -> Record:
-    """Read a record by its fields. Raises `BadRecord` for a record that cannot be used.
+    """Parse a record by its fields. Raises `BadRecord` if it cannot be used.
 
-    `columns` maps names of the table above to the record's own, `a.b` being field b of a; a name of None is not read.
-    `drop_media`: leave out and count images, audio and video.
+    `columns` maps the names above to those of the record, where `a.b` is field b of a; a field mapped to None is not
+    read. With `drop_media`, images, audio and video are left out and counted.
     """
     raw, columns = read_record(raw), columns or {}
     try:
@@ -76,7 +76,7 @@ def parse_record(raw: Any, columns: Mapping[str, str | None] | None = None, drop
 
 
 def _renamed(raw: dict[str, Any], columns: Mapping[str, str | None]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the fields under this module's names, and the record's own name of each that was renamed."""
+    """Return the fields under this module's names, and the original name of each renamed field."""
     values, own_names = {}, {}
     for name, column in columns.items():
         if column:
@@ -90,7 +90,7 @@ def _renamed(raw: dict[str, Any], columns: Mapping[str, str | None]) -> tuple[di
 
 
 def _drop_media_fields(fields: Fields) -> None:
-    """Leave out the record's images, audio and video, and the `<image>` that stand for them in its texts."""
+    """Remove a record's images, audio and video, and the placeholders such as `<image>` from its texts."""
     for name in [name for name in MEDIA_FIELDS if name in fields.values]:
         value = fields.take(name)
         for item in value if isinstance(value, list) else [value]:
@@ -102,7 +102,7 @@ def _drop_media_fields(fields: Fields) -> None:
 
 
 def field_of(raw: dict[str, Any], name: str) -> tuple[bool, Any]:
-    """Return whether the record has a field, and its value; `a.b` is field b of a unless there is an `a.b`."""
+    """Return whether the record has a field, and its value; `a.b` is field b of a unless a field is named `a.b`."""
     if name in raw:
         return True, raw[name]
     value: Any = raw
@@ -114,7 +114,7 @@ def field_of(raw: dict[str, Any], name: str) -> tuple[bool, Any]:
 
 
 def category_of(raw: Any, name: str) -> str | None:
-    """Return the category that a record's field `name` gives; None if it has none or a blank one."""
+    """Return the category in field `name` of a record; None if it is missing or blank."""
     value = field_of(raw, name)[1] if isinstance(raw, dict) else None
     if isinstance(value, bool):
         return str(value).lower()

@@ -1,7 +1,7 @@
-"""The shapes of records: which fields make a chat or a text, and how each shape is read.
+"""Find the shape of a record, and read its fields as a chat or a text.
 
-A shape is a line of SHAPES. If several fit a record, the first that `comes_first` wins, then the one that has the
-fields of the others; any others that give different results are a bad record.
+SHAPES lists the shapes. If several fit a record, the first one that `comes_first` wins, and then the one that has all
+fields of the others. If the remaining shapes give different results, the record is bad.
 """
 
 import re
@@ -34,7 +34,7 @@ SIDE_FIELDS = (*SYSTEM_FIELDS, *TOOL_FIELDS, "history", "context", *WEIGHT_FIELD
 
 
 class Fields:
-    """A record's fields, and those that were not read yet."""
+    """The fields of a record, and those that were not read yet."""
 
     def __init__(self, values: dict[str, Any], drop_media: bool) -> None:
         self.values = values
@@ -59,7 +59,7 @@ class Fields:
         return value
 
     def messages(self, name: str, needs: str = "a list of messages") -> list[Any]:
-        """Read a field that must be a list, or a list's JSON text; `needs` says it in the error."""
+        """Read a field that must be a list or a list's JSON text; `needs` describes it in the error."""
         value = from_json(self.take(name), name)
         if not isinstance(value, list):
             raise BadRecord("non_string_content", f"{name} must be {needs}; got {type(value).__name__}")
@@ -70,9 +70,9 @@ class Fields:
 
 @dataclass(frozen=True)
 class Shape:
-    """The fields that make a record, each with its other names, and the function that reads those found.
+    """A shape of records: its fields with their other names, and its reader.
 
-    comes_first: it wins over every shape after it. accepts: asked about the first field's value.
+    comes_first: the shape wins over every shape after it. accepts: a test of the first field's value.
     """
 
     fields: tuple[tuple[str, ...], ...]
@@ -82,14 +82,14 @@ class Shape:
     accepts: Callable[[Any], bool] = lambda value: True
 
     def found(self, fields: Fields) -> list[str] | None:
-        """Return the record's names of this shape's fields; None if one is missing."""
+        """Return the record's names of this shape's fields; None if the shape does not fit."""
         found = [name for names in self.fields if (name := fields.first(names)) is not None]
         is_whole = len(found) == len(self.fields) and self.accepts(fields.values[found[0]])
         return found if is_whole else None
 
     @property
     def names(self) -> set[str]:
-        """The names that it reads, beside those of any shape."""
+        """The names that this shape reads, without the names that any shape reads."""
         return {*self.optional, *(name for names in self.fields for name in names)}
 
     def __str__(self) -> str:
@@ -98,7 +98,7 @@ class Shape:
 
 
 def content_of(fields: Fields, mapped: list[str]) -> Content:
-    """Read the record by the shape that it has, one that reads all `mapped` names."""
+    """Read a record by its shape, which must read all `mapped` names."""
     mapped = [name for name in mapped if name not in SIDE_FIELDS]
     fitting: list[tuple[Shape, list[str]]] = []
     for shape in SHAPES:
@@ -110,7 +110,7 @@ def content_of(fields: Fields, mapped: list[str]) -> Content:
         found = ", ".join(map(str, fields.values)) or "none"
         known = f"known shapes: {KNOWN_SHAPES}; columns={{…}} renames"
         raise BadRecord("unknown_fields", f"no known shape among the fields: {found}; {known}")
-    # A shape that has the fields of another, and more, wins.
+    # A shape wins if it has the fields of another shape and more.
     rivals = [(shape, own) for shape, own in fitting if not any(set(own) < set(other) for _, other in fitting)]
     if len(fitting) > 1 and len({_result(shape, fields, names) for shape, names in rivals}) > 1:
         fits = " and ".join("+".join(names) for _, names in rivals)
@@ -120,7 +120,7 @@ def content_of(fields: Fields, mapped: list[str]) -> Content:
 
 
 def _result(shape: Shape, fields: Fields, names: list[str]) -> str:
-    """Return the result of reading the record by a shape, as text to be compared."""
+    """Return the content of a record by one shape, as text for comparison."""
     try:
         return repr(shape.read(Fields(fields.values, fields.reader.drop_media), *names))
     except BadRecord as error:
@@ -164,7 +164,7 @@ def _xlam(fields: Fields, query: str, answers: str) -> Chat:
 
 
 def _glaive(fields: Fields, name: str) -> Chat:
-    """Read the turns of a text: each but the first has an empty line or `<|endoftext|>` before it."""
+    """Read the turns of a text; an empty line or `<|endoftext|>` precedes each turn but the first."""
     roles = {"USER": "user", "ASSISTANT": "assistant", "FUNCTION RESPONSE": "tool"}
     head = rf"({'|'.join(roles)}):"
     text = fields.string(name)
@@ -194,7 +194,7 @@ def _text(fields: Fields, name: str) -> PlainText:
 SHAPES = (
     Shape((("messages",),), _as_messages, comes_first=True),
     Shape((("conversations",),), _as_messages, comes_first=True),  # ShareGPT: from/value or role/content
-    # Alpaca: a user turn of both, an answer
+    # Alpaca: a user turn of instruction and input, and an answer
     Shape((("instruction",), ("output", "response", "completion")), _alpaca, optional=("input",), comes_first=True),
     Shape((("prompt",), ("response", "completion")), _pair, comes_first=True),  # strings or messages
     Shape((("question",), ("answer",)), _pair, comes_first=True),
@@ -210,7 +210,7 @@ SHAPES = (
     Shape((("inputs",), ("targets",)), _pair),
     Shape((("question",), ("answers",)), _squad),  # {"text": [...]}: the first of the answers
     Shape((("query",), ("answers",)), _xlam),  # a list of calls, or its JSON text
-    # USER:, ASSISTANT: and FUNCTION RESPONSE:, whose calls stay text
+    # USER:, ASSISTANT: and FUNCTION RESPONSE:; tool calls in them stay text
     Shape((("chat",),), _glaive, accepts=lambda value: isinstance(value, str) and "ASSISTANT:" in value),
     # UltraChat: user and assistant turns alternate
     Shape(
@@ -224,7 +224,7 @@ FIELDS = tuple(dict.fromkeys([*(name for shape in SHAPES for name in sorted(shap
 
 
 def _single_turn(question: str, answer: str | Message, fields: Fields) -> Chat:
-    """Return a user turn and its answer, after the record's `history`; its `context` begins the user turn."""
+    """Return the chat of the record's `history`, a user turn that begins with its `context`, and the answer."""
     context = fields.take("context", "")
     if not isinstance(context, str):
         got = f"got {type(context).__name__}; columns={{context: null}} leaves it out"
@@ -273,7 +273,7 @@ def _chat(raw_messages: list[Any], fields: Fields, first_target: int = 0, system
 
 
 def _system(fields: Fields, first: Message) -> str:
-    """Return the system message of the record's fields; if the chat has its own, another stays unread."""
+    """Return the system message of the record's fields; if the chat has its own, a different one stays unread."""
     given = [name for name in SYSTEM_FIELDS if name in fields.values]
     if first["role"] == "system":
         for name in given:

@@ -1,12 +1,12 @@
-"""The files that a category's paths, folders, globs and URLs stand for, and their bytes, decompressed.
+"""Find the source files of paths, folders, globs and URLs, and read them decompressed.
 
     train.jsonl.gz   folder/   parts/*.parquet   file:///a.csv                 of this machine
     https://host/a.jsonl.gz   s3://bucket/folder/   gs://bucket/*.parquet      any URL that fsspec has a file system for
     hf://datasets/owner/name/data/a.parquet                                    a file of a Hub repository, likewise
     hf://datasets/owner/name[@revision][:config][:split]                       a Hub dataset, as `datasets` loads it
 
-Nothing is downloaded as a whole. Credentials and hosts are configured in fsspec. fsspec and `datasets` are imported
-where they are used: a command that reads local files starts without them.
+No file is downloaded as a whole. Credentials and hosts are configured in fsspec. fsspec and `datasets` are imported
+only when they are used, so that a command that reads local files starts without them.
 """
 
 import codecs
@@ -38,15 +38,15 @@ SUFFIXES = {
     ".txt": "text",
 }
 HUB_HINT = "hf://datasets/owner/name[:config][:split]"
-_ARROW_FILES = ("state.json", "dataset_info.json")  # of a folder written by save_to_disk
-_SPLITS = "dataset_dict.json"  # of one with a folder for each split
+_ARROW_FILES = ("state.json", "dataset_info.json")  # the files of a folder written by save_to_disk
+_SPLITS = "dataset_dict.json"  # the file of a folder that has one folder for each split
 _URL = re.compile(r"[A-Za-z][\w+.-]*://")
 _HUB = re.compile(
     r"hf://datasets/(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[^@:/]+))?(:(?P<config>[^:/]+))??(:(?P<split>[^:/]+))?"
 )
 _BLOCK = 1 << 16  # bytes of a compressed file read at once
 _READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, MemoryError)
-_Sizes = dict[str, int | None]  # bytes of files by path or URL, None if they are not known
+_Sizes = dict[str, int | None]  # bytes of files by path or URL; None if unknown
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,13 @@ class SourceFile:
 
 
 def total_bytes(files: Iterable[SourceFile]) -> int | None:
-    """Return the files' bytes together; None if those of one are not known."""
+    """Return the size of all files in bytes; None if the size of one is unknown."""
     sizes = [file.num_bytes for file in files]
     return None if None in sizes else sum(size or 0 for size in sizes)
 
 
 def is_url(path: str) -> bool:
-    """Return whether a path is a URL of another machine; `local_path` removes the `file://` of this one's."""
+    """Return whether a path is a URL of another machine; `local_path` removes the `file://` of local paths."""
     return bool(_URL.match(path)) and not path.startswith("file://")
 
 
@@ -76,24 +76,24 @@ def local_path(path: str) -> str:
 
 
 def absolute_path(path: str | os.PathLike[str]) -> str:
-    """Return a local path from the root, without `~`; a URL as it stands."""
+    """Return a local path as an absolute path with `~` expanded; return a URL unchanged."""
     plain = local_path(os.fspath(path))
     return plain if is_url(plain) else os.path.abspath(os.path.expanduser(plain))
 
 
 def file_name(path: str) -> str:
-    """Return the last part of a path or URL, without a web address's query."""
+    """Return the last part of a path or URL, without the query of a web address."""
     return Path(urlsplit(path).path if path.startswith(("http://", "https://")) else path).name
 
 
 def without_compression(name: str) -> str:
-    """Return a file's name without the ending of its compression."""
+    """Return a file's name without its compression suffix."""
     ending = Path(name).suffix
     return name.removesuffix(ending) if ending.lower() in COMPRESSIONS else name
 
 
 def kind_of(path: str | Path) -> str | None:
-    """Return the format by a file's extension, in upper or lower case; None for an unknown one."""
+    """Return the kind of a file by its suffix, in upper or lower case; None if it is unknown."""
     name = file_name(str(path)).lower()
     plain = without_compression(name)
     kind = SUFFIXES.get(Path(plain).suffix)
@@ -101,10 +101,10 @@ def kind_of(path: str | Path) -> str | None:
 
 
 def find_source_files(patterns: dict[str, list[str]], key: str | None = None) -> list[SourceFile]:
-    """Return the files of every category, categories and patterns in the order given, a pattern's files by name.
+    """Return the files of every category, in the order of the categories and patterns.
 
-    Raises `UsageError` for a path that is missing or of no known format, naming `key`, by default
-    `sources.<category>`; `DataError` for a file that cannot be read.
+    The files of one pattern are sorted by name. Raises `UsageError`, which names `key` (by default
+    `sources.<category>`), if a path is missing or of no known format, and `DataError` if a file cannot be read.
     """
     return [
         SourceFile(category_id, *found)
@@ -123,7 +123,7 @@ def _found(pattern: str, key: str) -> Iterator[tuple[str, str, int | None]]:
     for sizes, is_folder in _remote_files(pattern, key) if is_url(pattern) else _local_files(pattern, key):
         kinds = _kinds_below(sizes, key) if is_folder else {path: kind_of(path) for path in sizes}
         for path, kind in kinds.items():
-            if kind is None:  # a file that is named; of a folder's files, those of no known format are left out
+            if kind is None:  # a named file; files of unknown formats in a folder are left out
                 raise UsageError(f"{key} must be {KNOWN_FORMATS}; got {path}")
             own = [sizes[path]] if kind != "arrow" else [sizes[name] for name in sizes if os.path.dirname(name) == path]
             if kind != "arrow" and not is_url(path):
@@ -135,9 +135,9 @@ def _found(pattern: str, key: str) -> Iterator[tuple[str, str, int | None]]:
 
 
 def _local_files(pattern: str, key: str) -> Iterator[tuple[_Sizes, bool]]:
-    """Yield each file that a path or glob names, and the files below each folder; what links lead to again is left out.
+    """Yield each file that a path or glob names, and the files below each folder, each file once despite links.
 
-    A path that exists is meant literally, also if its name has glob characters.
+    An existing path is taken literally, even if its name has glob characters.
     """
     pattern = os.path.expanduser(local_path(pattern))
     paths = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
@@ -174,9 +174,9 @@ def _refuse(error: OSError) -> NoReturn:
 
 
 def _kinds_below(files: _Sizes, key: str) -> dict[str, str | None]:
-    """Return the kinds of the files below a folder that have a known one, of Arrow folders in place of their files.
+    """Return the files of known kinds below a folder with their kinds; Arrow folders replace their files.
 
-    Files of text are notes beside files of another format, and left out.
+    Text files next to files of another format are notes and left out.
     """
     kinds: dict[str, str | None] = {}
     for path in files:
@@ -203,7 +203,7 @@ def _check_regular(path: str, key: str) -> None:
 
 
 def _remote_files(url: str, key: str) -> list[tuple[_Sizes, bool]]:
-    """Return the file that a URL names, or those that a glob (`*`, `[…]`; `?` begins a query) or folder holds."""
+    """Return the file that a URL names, or the files in a glob (`*`, `[…]`; `?` begins a query) or folder."""
     system, path = _file_system(url, key)
     found: dict[str, Any] = {}
     with _host_errors(url):
@@ -225,13 +225,13 @@ def _remote_files(url: str, key: str) -> list[tuple[_Sizes, bool]]:
 
 
 def open_remote(url: str) -> BinaryIO:
-    """Open a file behind a URL, read in ranges if the server has them. Raises whatever its file system does."""
+    """Open a remote file, read in ranges if the server supports them. Raises the errors of its file system."""
     system, path = _file_system(url, "sources")
     return system.open(path, "rb")
 
 
 def remote_facts(url: str) -> Any:
-    """Return what changes with the content of a remote file or Hub dataset: size, version, time of change."""
+    """Return facts that change with the content of a remote file or Hub dataset: size, version, modification time."""
     with _host_errors(url):
         if match := _HUB.fullmatch(url):
             from huggingface_hub import dataset_info
@@ -258,7 +258,7 @@ def _file_system(url: str, key: str) -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def _host_errors(url: str, what: str = "") -> Iterator[None]:
-    """Raise `DataError` for what the body raises: every file system has its own errors of network and credentials."""
+    """Raise `DataError` for errors of the body, because every file system has its own network and credential errors."""
     try:
         yield
     except (DataError, UsageError):
@@ -277,14 +277,14 @@ def _hub_split(url: str, key: str) -> tuple[str, str, int | None]:
 
 
 def hub_tables(url: str, rows: int) -> Iterator[Any]:
-    """Yield the tables of a Hub dataset that `find_source_files` found, of up to so many rows, while they download."""
+    """Yield tables of at most `rows` rows of a Hub dataset, as named by `find_source_files`, while they download."""
     _, splits, split = _hub_dataset(url)
     with _host_errors(url):
         yield from splits[split].with_format("arrow").iter(batch_size=rows)
 
 
 def _hub_dataset(url: str) -> tuple[Any, dict[str, Any], str]:
-    """Return (builder, streams by split, the split asked for) of a Hub dataset."""
+    """Return (builder, streams by split, the requested split) of a Hub dataset."""
     import datasets
 
     match = _HUB.fullmatch(url)
@@ -299,7 +299,7 @@ class OpenedFile:
     """A file's decompressed bytes (`stream`), and the position reached in the file itself."""
 
     def __init__(self, path: str, raw: Any) -> None:
-        """Begin to read `raw`, a file opened for reading bytes."""
+        """Start reading `raw`, a file opened in binary mode."""
         ending = Path(file_name(path)).suffix.lower()
         self.path, self._raw = path, raw
         self.size: int | None = getattr(raw, "size", None) if is_url(path) else os.fstat(raw.fileno()).st_size
@@ -310,17 +310,17 @@ class OpenedFile:
 
     @property
     def position(self) -> int:
-        """The bytes of the file, compressed if it is, that were read."""
+        """The number of bytes read from the file itself, before decompression."""
         return (self.size or 0) if self._raw.closed else self._raw.tell()
 
     def check_end(self) -> None:
-        """Raise `DataError` at the stream's end unless all bytes came: a host may leave out those of a file cut off."""
+        """Raise `DataError` at the stream's end if bytes are missing, because a host may silently cut a file off."""
         if self.size is not None and self.position != self.size:
             raise DataError(f"{self.path}: must not change while it is read; {self.position} of {self.size} bytes came")
 
 
 def encoding_problem(start: bytes) -> str | None:
-    """Name the encoding of a file that cannot be UTF-8, by its first four bytes; None if it can be."""
+    """Return why a file cannot be UTF-8, by its first four bytes; None if it can be."""
     if start in (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE):
         return "it is UTF-32"
     if start[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
@@ -330,10 +330,10 @@ def encoding_problem(start: bytes) -> str | None:
 
 @contextlib.contextmanager
 def open_source(path: str) -> Iterator[OpenedFile]:
-    """Open a file or URL for its body to read.
+    """Open a file or URL for the body to read.
 
-    Raises `DataError` if that fails: no permission, a truncated or corrupt file, a local one that changes meanwhile, a
-    host that does not answer.
+    Raises `DataError` if reading fails: no permission, a truncated or corrupt file, a local file that changes
+    meanwhile, a host that does not answer.
     """
     try:
         with open_remote(path) if is_url(path) else open(path, "rb") as raw:
@@ -355,7 +355,7 @@ def _state(status: os.stat_result) -> tuple[int, int, int]:
 
 
 class _XzStreams(io.RawIOBase):
-    """The streams of an xz file one after the other; LZMAFile takes a damaged one after the first for the end."""
+    """The concatenated streams of an xz file; LZMAFile takes a damaged one after the first for the end."""
 
     def __init__(self, raw: BinaryIO) -> None:
         self._raw, self._stream = raw, lzma.LZMADecompressor(lzma.FORMAT_XZ)
@@ -388,7 +388,7 @@ def _arrow_stream(raw: BinaryIO, codec: str) -> BinaryIO:
     return io.BufferedReader(stream, _BLOCK)
 
 
-# Readers of whole files: several members or frames one after the other are read as one.
+# Readers of whole files, which read all members or frames of a file as one stream.
 COMPRESSIONS: dict[str, Callable[[BinaryIO], Any]] = {
     ".gz": lambda raw: gzip.GzipFile(fileobj=raw, mode="rb"),
     ".bz2": lambda raw: _arrow_stream(raw, "bz2"),

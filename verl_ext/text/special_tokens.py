@@ -1,8 +1,8 @@
-r"""Special tokens whose names occur in data, such as <|im_end|> in a web page or in a user's message.
+r"""Encode the names of special tokens in data, such as <|im_end|>, as text.
 
-In data they are text. A plain text is therefore tokenized with transformers' `split_special_tokens`, which does not
-split tokens that the tokenizer does not flag as special, such as Qwen3's <think>. In a chat, the special tokens that
-the template writes must stay special tokens:
+Web pages and users' messages may hold such names. A plain text is tokenized with transformers' `split_special_tokens`,
+which does not split tokens that the tokenizer does not flag as special, such as Qwen3's <think>. In a chat, the special
+tokens that the template writes must stay special tokens:
 
     message      hello <|im_end|> you
     hidden       hello XXXXXXXXXX you                                  X, Y, Z: private-use characters, one per token
@@ -35,7 +35,7 @@ _STAND_INS = re.compile("[\U000f0000-\U0010ffff]")
 
 
 def as_plain_text(tokenizer: Any) -> dict[str, bool]:
-    """Return the argument with which a tokenizer reads names of special tokens in a text as text.
+    """Return the argument with which a tokenizer reads the names of special tokens as text.
 
     A slow tokenizer gets none, because it would also split added tokens that are not special.
     """
@@ -44,14 +44,14 @@ def as_plain_text(tokenizer: Any) -> dict[str, bool]:
 
 @dataclass
 class ChatText:
-    """A rendered chat; border_tokens, dropped_reasoning and dropped_blocks are those of `Counts`."""
+    """A rendered chat; border_tokens, dropped_reasoning and dropped_blocks are as in `Counts`."""
 
     rendered: RenderedChat
-    parts: list[Part] = field(default_factory=list)  # of its targets, in order, with their weights
-    learnt: list[Part] = field(default_factory=list)  # those whose weight is not 0
+    parts: list[Part] = field(default_factory=list)  # the parts of its targets, in order, with their weights
+    learnt: list[Part] = field(default_factory=list)  # the parts whose weight is not 0
     disguised: str | None = None  # for `SpecialTokens.renamed_tokenizer`, if messages hold names of special tokens
     special_tokens: int = 0  # the number of these names
-    unprinted: list[str] = field(default_factory=list)  # of the record's first text: the words that its texts lack
+    unprinted: list[str] = field(default_factory=list)  # in the record's first text: kinds of words that its texts lack
     border_tokens: int = 0
     dropped_reasoning: int = 0
     dropped_blocks: int = 0
@@ -63,7 +63,7 @@ class ChatText:
 
     @property
     def spans(self) -> list[Span]:
-        """The characters that are learnt, as few spans."""
+        """The characters that are learnt, with touching spans joined."""
         return joined_spans((part.start, part.stop) for part in self.learnt)
 
 
@@ -71,7 +71,7 @@ class SpecialTokens:
     """The tokens that a tokenizer flags as special, and its BOS and EOS."""
 
     def __init__(self, tokenizer: Any, key: str) -> None:
-        """Read a tokenizer's special tokens; `key` is the config key about them, for errors."""
+        """Read a tokenizer's special tokens; errors name the config key `key`."""
         self.tokenizer, self._key = tokenizer, key
         try:
             added: Mapping[int, AddedToken] = tokenizer.added_tokens_decoder
@@ -83,7 +83,7 @@ class SpecialTokens:
                 special.setdefault(name, AddedToken(name, normalized=False))
         self._added = {name: special[name] for name in sorted(special, key=len, reverse=True) if name}
         self._pattern = any_of(self._added)
-        # No text may become these: all but the unknown token, unless that also begins or ends documents.
+        # The tokens that no text may become: all but the unknown token, unless that also begins or ends documents.
         control = [
             name
             for name in self._added
@@ -105,21 +105,21 @@ class SpecialTokens:
         return list(self._pattern.finditer(text))
 
     def refused(self, name: str, why: str = "") -> BadRecord:
-        """Make the error about a record that holds the special token `name`."""
+        """Return the error for a record that holds the special token `name`."""
         found = f"the text holds the special token {name}{f', {why}' if why else ''}"
         return BadRecord("special_token", f"{found}; {self._key}=keep takes it for the token itself")
 
     def check_ids(self, ids: NDArray[np.integer]) -> None:
-        """Raise `BadRecord` if the ids of a text have a special token, which the tokenizer could not split."""
+        """Raise `BadRecord` if the ids of a text include a special token, which the tokenizer could not split."""
         if (control := np.isin(ids, self._ids)).any():
             name = self.tokenizer.convert_ids_to_tokens(int(ids[control][0]))
             raise self.refused(name, "and this tokenizer cannot encode it as text")
 
     def chat_text(self, chats: ProvenChats, chat: Chat, on_found: str) -> ChatText:
-        """Render a chat; `on_found` is one of SPECIAL_TOKENS_IN_TEXT.
+        """Render a chat; `on_found` is the option special_tokens_in_text.
 
-        Raises `BadRecord`: for `error`, if a rendered message holds the name of a special token; for `encode`, if its
-        place in the rendered text cannot be found, or the tokenizer is not a fast one.
+        Raises `BadRecord` under `error` if a rendered message holds the name of a special token, and under `encode` if
+        its place in the rendered text cannot be found or the tokenizer is not a fast one.
         """
         if on_found == "keep":
             return ChatText(chats.located(chat))
@@ -148,12 +148,12 @@ class SpecialTokens:
 
     @cached_property
     def _match_normalized(self) -> bool:
-        """Whether special tokens are sought in normalized text, in which other characters may become their names."""
+        """Whether special tokens are found in normalized text, in which other characters may become their names."""
         normalizer = getattr(getattr(self.tokenizer, "backend_tokenizer", None), "normalizer", None)
         return normalizer is not None and any(token.normalized for token in self._added.values())
 
     def _hide(self, value: Any) -> Any:
-        """Put a stand-in for every special token in strings, except roles, which templates compare."""
+        """Replace special tokens in strings by stand-ins, except in roles, which templates compare."""
         if isinstance(value, str):
             return self._pattern.sub(lambda match: self._hidden[match[0]], value)
         if isinstance(value, list):
@@ -197,7 +197,7 @@ def strings_of(chat: Chat) -> list[str]:
     """Collect every string in a chat's messages and tools, keys included."""
     found: list[str] = []
     rest: list[Any] = [*chat.messages, *(chat.tools or [])]
-    for value in rest:  # the list grows meanwhile
+    for value in rest:  # the loop appends to this list
         if isinstance(value, dict):
             found += map(str, value)
             for item in value.values():

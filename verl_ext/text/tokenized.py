@@ -1,14 +1,14 @@
-"""From files to tokens on disk: the loop that all families and commands share, and its cached folder.
+"""Tokenize files to disk: the loop of all families and commands, and its cache.
 
     files --read_batches--> records --Encoder, in one or several processes--> documents --write_documents--> a writer
 
 A writer appends documents to a folder: `DatasetWriter` as Arrow, `TextIndexes` in Megatron's indexed form. `tokenized`
-does it once, for all processes that open the folder:
+writes the folder once, for all processes that open it:
 
     CACHE/<fingerprint>/       of the files, the tokenizer and the encoder's options
         data-00000-of-00001.arrow, state.json, dataset_info.json    what `datasets.load_from_disk` opens
         categories.json        {"1": "gsm8k", "2": "code"}
-        report.json            what became of the records, by category
+        report.json            the counts of records, by category
 """
 
 import hashlib
@@ -32,8 +32,8 @@ from verl_ext.text.dataset_folder import DatasetWriter
 from verl_ext.text.documents import Counts, Documents
 from verl_ext.text.sources import SourceFile, is_url, remote_facts, total_bytes
 
-FORMAT = 4  # to be raised when the same files are written as something else
-BATCH_BYTES = 4 << 20  # of text tokenized together: enough work for the tokenizer's threads
+FORMAT = 4  # raise it when the same files give another output
+BATCH_BYTES = 4 << 20  # bytes of text tokenized together, enough work for the tokenizer's threads
 
 _logger = logging.getLogger(__name__)
 _reported: set[tuple[Path, str]] = set()
@@ -41,10 +41,10 @@ _reported: set[tuple[Path, str]] = set()
 
 @dataclass(frozen=True)
 class Encoder:
-    """Base of encoders: documents of files, which follow from the files, the tokenizer and the options alone.
+    """The base class of encoders, which turn files into documents.
 
-    Options: the class of `options`; texts: the names of further columns that the documents have; key: the config key of
-    the files, for errors.
+    The documents follow from the files, the tokenizer and the options alone. Options: the class of `options`; texts:
+    the names of further columns of the documents; key: the config key of the files, for errors.
     """
 
     Options: ClassVar[type[Any]]
@@ -56,24 +56,24 @@ class Encoder:
 
     @abstractmethod
     def encode(self, files: Sequence[SourceFile], batch_bytes: int) -> Iterator[Documents]:
-        """Yield the files' documents, those of about `batch_bytes` of text at a time.
+        """Yield the files' documents, for about `batch_bytes` of text at a time.
 
-        Their counts have the records, the bad ones and the special tokens. ValueError for a record that ends the run.
+        Their counts include records, bad records and special tokens. Raises ValueError if a record ends the run.
         """
 
     @abstractmethod
     def notices(self, total: Mapping[str, Any]) -> Iterator[str]:
-        """Yield a line for each thing that is not as the records have it; total: their counts in the report."""
+        """Yield a line for each way in which documents differ from the records; total: the counts in the report."""
 
 
 class Writer(Protocol):
-    """Appends documents to files that are complete after `close()`; `abandon()` follows also after an error."""
+    """A writer of files that are complete after `close()`; `abandon()` is always called last."""
 
     def close(self) -> None:
         """Complete the files."""
 
     def abandon(self) -> None:
-        """Close or remove files that are not complete."""
+        """Close or remove files that are incomplete."""
 
 
 DocumentsT = TypeVar("DocumentsT")
@@ -86,9 +86,9 @@ def write_documents(
     num_bytes: int | None,
     description: str = "tokenize",
 ) -> None:
-    """Give all documents to `add`, which writes them, under a progress bar over the files' `num_bytes`.
+    """Pass all documents to `add`, which writes them, with a progress bar over the files' `num_bytes`.
 
-    The bar begins with the first tokens: files with a mistake at their start, or without a token, show none.
+    The bar appears with the first tokens, so that it is not shown for files without tokens or with an early mistake.
     """
     begun = time.monotonic()
     try:
@@ -106,9 +106,9 @@ def write_documents(
 
 
 def cached_tokens(root: Path, name_now: Callable[[], str], make: Callable[[Path], None], key: str) -> Path:
-    """Return the folder below `root` that `make` fills, now unless it is there, by the fingerprint of its files.
+    """Return the folder below `root` for the files' fingerprint, which `make` fills if it is missing.
 
-    Raises ValueError, and keeps no folder, if the files, which `key` names, change meanwhile.
+    Raises ValueError, and keeps no folder, if the files that `key` names change meanwhile.
     """
 
     def of_same_files(folder: Path) -> None:
@@ -127,12 +127,12 @@ def tokenized(
     *,
     batch_bytes: int = BATCH_BYTES,
 ) -> Path:
-    """Return the folder below `root` with the documents of these files, tokenized now unless it is there.
+    """Return the folder below `root` with the documents of these files, tokenized if it is missing.
 
-    What was cut or left out is logged once in a process. Processes may call it at the same time. names: category
-    number -> name.
+    The notices of cuts and omissions are logged once in a process. Processes may call this at the same time. names:
+    category number -> name.
 
-    Raises ValueError for files that cannot be used or change meanwhile, and for a cache that cannot be written.
+    Raises ValueError if files cannot be used or change meanwhile, or if the cache cannot be written.
     """
     folder = cached_tokens(
         root,
@@ -155,7 +155,7 @@ def read_report(folder: str | Path) -> dict[str, Any]:
 def number_categories(
     files: Iterable[SourceFile], category_of: Callable[[SourceFile], str]
 ) -> tuple[list[SourceFile], dict[int, str]]:
-    """Return (the files with their categories' numbers, number -> name), from 1 in the order of their first files."""
+    """Return (files with category numbers, number -> name); numbers begin at 1, in the order of their first files."""
     categories = [(file, category_of(file)) for file in files]
     numbers = {name: number for number, name in enumerate(dict.fromkeys(name for _, name in categories), start=1)}
     numbered = [replace(file, category_id=numbers[name]) for file, name in categories]
@@ -163,9 +163,9 @@ def number_categories(
 
 
 def file_facts(paths: Iterable[str]) -> list[list[Any]]:
-    """Return [real path, size, time of change] of each file, also of those in a folder; of a URL, its host's facts.
+    """Return [real path, size, modification time] of each file, also of the files in a folder.
 
-    No content is read.
+    The facts of a URL are those of its host. No content is read.
     """
     facts: list[list[Any]] = []
     for path in paths:
@@ -179,7 +179,7 @@ def file_facts(paths: Iterable[str]) -> list[list[Any]]:
 
 
 def tokenizer_facts(tokenizer: Any) -> list[Any]:
-    """Return what determines how a tokenizer splits text, without the state that calls leave in it."""
+    """Return the facts that decide how a tokenizer splits text, without the state that calls leave in it."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None and hasattr(backend, "to_str"):
         serialised = json.loads(backend.to_str())
@@ -199,7 +199,7 @@ def tokenizer_facts(tokenizer: Any) -> list[Any]:
 
 
 def _fingerprint(files: Sequence[SourceFile], names: Mapping[int, str], encoder: Encoder) -> str:
-    """Return a digest of everything that the documents and the report follow from."""
+    """Return a digest of everything that the documents and the report depend on."""
     tokenizer, categories = encoder.tokenizer, [[file.kind, names[file.category_id]] for file in files]
     ends = [getattr(tokenizer, f"{end}_token_id", None) for end in ("bos", "eos")]
     made_by = [tokenizer_facts(tokenizer), ends, type(encoder).__name__, vars(encoder.options)]

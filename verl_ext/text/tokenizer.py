@@ -1,4 +1,4 @@
-"""The tokenizer of a command, loaded and checked; chat templates as options give them."""
+"""Load and check tokenizers, and read the chat templates that options name."""
 
 import os
 import re
@@ -11,18 +11,18 @@ from typing import Any, ClassVar
 
 from verl_ext.values import Options, UsageError, first_line, option, reason_of
 
-# The modules that load_tokenizer may import; with torch that takes seconds.
+# The modules that load_tokenizer may import; the one with torch takes seconds.
 _WITH_TORCH, _WITHOUT_TORCH = "transformers.models.auto.tokenization_auto", "verl_ext.text.torchless_tokenizers"
 _tokenizer_module = _WITH_TORCH
-LONGEST_TEMPLATE = 1 << 20  # bytes of a chat template; the longest published have some 30,000
-# Added tokens that stand for no text, such as <think>; not every tokenizer marks them as special.
+LONGEST_TEMPLATE = 1 << 20  # bytes of a chat template; the longest published ones have about 30,000
+# Added tokens that stand for no text, such as <think>. Not every tokenizer flags them as special.
 _MARKER = re.compile(r"<.*>|\[.*\]", re.DOTALL)
 TRUSTED = "model.trust_remote_code=true runs Python code that comes with the model or tokenizer"
 
 
 @dataclass(frozen=True)
 class ModelOptions(Options):
-    """The source of the tokenizer. The defaults name none: a command asks for `tokenizer_problems` itself."""
+    """The source of the tokenizer, by default none; commands call `tokenizer_problems` to check it."""
 
     prefix: ClassVar[str] = "model"
 
@@ -37,27 +37,27 @@ class ModelOptions(Options):
 
     @property
     def tokenizer_key(self) -> str:
-        """The dotted key that names it."""
+        """The dotted config key that names the tokenizer."""
         return "model.tokenizer_path" if self.tokenizer_path else "model.path"
 
     def tokenizer_problems(self) -> list[str]:
-        """Return one line if there is no such folder and it is no name on the Hub."""
+        """Return one line if the tokenizer is missing, or neither a folder nor a Hub name."""
         if not self.tokenizer:
             return ["model.path must name a model or tokenizer folder; got nothing"]
         return path_problems(self.tokenizer, self.tokenizer_key)
 
 
 def path_problems(path: str, key: str) -> list[str]:
-    """Return one line if a tokenizer's path is neither a folder nor a name on the Hub."""
+    """Return one line if a tokenizer's path is neither a folder nor a Hub name."""
     if os.path.isdir(path) or re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", path):
         return []
     return [f"{key} must be a folder that exists; got {path}"]
 
 
 def read_template(template: str, key: str) -> str:
-    """Return a chat template that is given as its text or as its file's path.
+    """Return a chat template from its text or from the path of its file.
 
-    Raises `UsageError` that names `key` for a file that is missing, too large or no text.
+    Raises `UsageError`, which names `key`, if the file is missing, too large or not text.
     """
     if "{" in template or "\n" in template:
         return template
@@ -78,7 +78,7 @@ def read_template(template: str, key: str) -> str:
 
 
 def check_template(template: str, named: str, key: str) -> None:
-    """Raise `UsageError` with the line in which a chat template is not Jinja; `named`: the option's value."""
+    """Raise `UsageError` with the line of a chat template's syntax error; `named` names the template there."""
     from jinja2 import TemplateError, TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template  # importing it takes seconds
 
@@ -88,14 +88,14 @@ def check_template(template: str, named: str, key: str) -> None:
         line = f"line {error.lineno}: {error.message}"
         raise UsageError(f"{key} must be a Jinja template; got {named}, {line}") from error
     except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-        return  # a template is a program of its own, which may want what this chat does not have
+        return  # the template may need fields that this chat lacks
 
 
 def leave_out_torch(model: ModelOptions) -> None:
     """Load tokenizers without torch in this process and its workers.
 
-    Not if transformers is loaded already, or if the tokenizer's own code may need torch. Only for the process of a
-    command: transformers has no models afterwards.
+    This has no effect if transformers is already imported or if the tokenizer's own code may need torch. Call it only
+    in a command's process, because transformers has no models afterwards.
     """
     global _tokenizer_module
     if "transformers" not in sys.modules and not model.trust_remote_code:
@@ -103,38 +103,38 @@ def leave_out_torch(model: ModelOptions) -> None:
 
 
 def tokenizer_module() -> str:
-    """Return the module that load_tokenizer imports, which takes seconds: worker processes preload it."""
+    """Return the module that load_tokenizer imports. Workers preload it because the import takes seconds."""
     return _tokenizer_module
 
 
 def load_tokenizer(model: ModelOptions) -> Any:
-    """Return the tokenizer of `model.tokenizer_path` or `model.path`. Raises `UsageError` if none can be loaded."""
-    # Processes work in parallel; threads inside each of them would only compete.
+    """Return the tokenizer of `model.tokenizer_path` or `model.path`. Raises `UsageError` if it cannot be loaded."""
+    # The workers already run in parallel, so threads inside each of them would only compete.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = read_tokenizer(model.tokenizer, model.tokenizer_key, trust_remote_code=model.trust_remote_code)
     check_round_trip(tokenizer, model.tokenizer, model.tokenizer_key)
-    tokenizer.model_max_length = int(1e30)  # no warning for each long text: the command bounds lengths
+    tokenizer.model_max_length = int(1e30)  # avoids a warning for each long text; the command bounds lengths
     return tokenizer
 
 
 def read_tokenizer(path: str, key: str, *, trust_remote_code: bool = False) -> Any:
-    """Return the tokenizer of a folder or Hub name. Raises `UsageError` that names `key` if there is none."""
+    """Load the tokenizer of a folder or Hub name. Raises `UsageError`, which names `key`, if there is none."""
     import_module(_tokenizer_module)  # takes seconds
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except Exception as error:  # files that are no tokenizer fail in many ways
+    except Exception as error:  # files that are not a tokenizer's fail in many ways
         raise UsageError(f"{key} must hold a tokenizer; got {path}: {first_line(error)}") from error
     check_tokenizer(tokenizer, path, key)
     return tokenizer
 
 
 def check_round_trip(tokenizer: Any, path: str, key: str = "model.path") -> None:
-    """Refuse a tokenizer that silently drops spaces or letters. Raises `UsageError`.
+    """Raise `UsageError` if a tokenizer silently drops spaces or letters.
 
-    transformers builds one if tokenizer_config.json names another class than that of tokenizer.json and config.json is
-    missing: for DeepSeek-V3's folder a Llama tokenizer without spaces and Chinese.
+    transformers builds such a tokenizer if config.json is missing and tokenizer_config.json names another class than
+    that of tokenizer.json. For DeepSeek-V3's folder, it is a Llama tokenizer that drops spaces and Chinese.
     """
     for text in ("one two", "你好"):
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -152,9 +152,9 @@ def check_round_trip(tokenizer: Any, path: str, key: str = "model.path") -> None
 
 
 def check_tokenizer(tokenizer: Any, path: str, key: str = "model.path") -> None:
-    """Refuse a vocabulary of special tokens only, which transformers makes for a folder without a tokenizer's files.
+    """Raise `UsageError` if a tokenizer's vocabulary has only special tokens.
 
-    Raises `UsageError`.
+    transformers builds such a tokenizer for a folder without tokenizer files.
     """
     vocabulary = tokenizer.get_vocab()
     try:
@@ -163,7 +163,7 @@ def check_tokenizer(tokenizer: Any, path: str, key: str = "model.path") -> None:
         added = []
     marks = {str(token) for token in added if token.special or _MARKER.fullmatch(str(token))}
     marks |= set(tokenizer.all_special_tokens)
-    # Text is more than white space, or sentencepiece's sign for it; tokens of some tokenizers are bytes.
+    # Text is more than white space or sentencepiece's sign for it. The tokens of some tokenizers are bytes.
     if any(not isinstance(t, str) or t.strip().strip("▁") for t in vocabulary if t not in marks):
         return
     tokens = sorted(map(str, vocabulary))

@@ -1,13 +1,13 @@
-"""transformers' tokenizers, imported without torch, which would cost three seconds and 300 MB and is not used.
+"""Import transformers' tokenizers without torch, which they do not need.
 
-For the rest of the process transformers takes torch for not installed: see `leave_out_torch`.
+Importing torch takes 3 s and 300 MB. Afterwards, transformers treats it as not installed (see `leave_out_torch`).
 """
 
 import os
 import sys
 from typing import Any, cast
 
-# transformers looks for torch once, when it is imported first.
+# transformers looks for torch only once, when it is first imported.
 hidden = not {"torch", "transformers"} & set(sys.modules)
 told = os.environ.get("TRANSFORMERS_NO_ADVISORY_WARNINGS")
 if hidden:

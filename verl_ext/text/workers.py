@@ -1,4 +1,4 @@
-"""Jobs done by several processes, of this machine or of a Ray cluster, with the results in the order of the jobs."""
+"""Run jobs in local processes or on a Ray cluster, with ordered results."""
 
 import gc
 import multiprocessing
@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 from verl_ext.values import DataError, UsageError
 
-JOBS_PER_WORKER = 4  # in flight: enough that none waits for the slowest, few enough to bound memory
-TRIES = 4  # of a job on Ray whose worker or node dies
+JOBS_PER_WORKER = 4  # in flight: enough that no worker waits for the slowest one, few enough to bound memory
+TRIES = 4  # attempts at a job on Ray whose worker or node dies
 
 State = TypeVar("State")
 Job = TypeVar("Job")
@@ -37,12 +37,12 @@ def ordered_results(
     name: str,
     preload: Sequence[str] = (),
 ) -> Iterator[Result]:
-    """Yield `work(state, job)` of every job, in order, with the same values for any number of workers.
+    """Yield `work(state, job)` for every job, in order, with the same values for any number of workers.
 
-    `make_state` is called once in each process; one worker is this process. Both functions, the jobs and the results
-    must pickle; `preload` names modules that workers have from the start. At most JOBS_PER_WORKER jobs per worker are
-    taken ahead of the result that is yielded. Raises what the first failing job raises, and `DataError` when a worker,
-    called `name`, dies.
+    `make_state` is called once in each process; a single worker is this process. Both functions, the jobs and the
+    results must be picklable; `preload` names modules that workers import when they start. At most JOBS_PER_WORKER jobs
+    per worker are taken ahead of the yielded result. Raises the error of the first failing job, and `DataError` if a
+    worker, called `name`, dies.
     """
     if num_workers == 1:
         state = make_state()
@@ -53,8 +53,8 @@ def ordered_results(
         finally:
             gc.unfreeze()
         return
-    # Workers are forks of a server that has imported what they need, which takes seconds. This process, whose libraries
-    # may hold threads and locks, is never forked.
+    # Workers are forked from a server that has already imported their modules, which takes seconds. This process is
+    # never forked, because its libraries may hold threads and locks.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*preload, work.__module__])
     pool = ProcessPoolExecutor(num_workers, context, initializer=_start_worker, initargs=(make_state, work))
@@ -79,25 +79,25 @@ def ray_results(
     name: str,
     preload: Sequence[str] = (),
 ) -> Iterator[Result]:
-    """Yield what `ordered_results` yields, by tasks of the Ray cluster that this process is connected to.
+    """Yield the results of `ordered_results`, computed by tasks of the Ray cluster that this process is connected to.
 
-    num_workers: tasks at a time; None: as many as the cluster has CPUs. A job whose worker or node is lost is done
-    again, up to TRIES times.
+    num_workers: the number of tasks at a time; None: as many as the cluster has CPUs. A job whose worker or node is
+    lost runs again, at most TRIES times in all.
     """
     import ray  # heavy
 
-    # Tasks, not actors: the jobs of a lost actor would wait until another takes its place.
+    # Tasks, not actors, because the jobs of a lost actor would wait until another one takes its place.
     task = ray.remote(num_cpus=1, max_retries=TRIES - 1)(_do_on_ray)
     common = ray.put((os.urandom(8).hex(), make_state, work, list(preload)))
     cpus = max(int(ray.cluster_resources().get("CPU", 1)), 1)
     workers = min(num_workers or cpus, cpus)
-    # Where every CPU may work, one task more for each waits in Ray's queue, so that none is idle before its next job.
+    # If every CPU may work, one more task for each waits in Ray's queue, so that no CPU is idle before its next job.
     most_running = workers if workers < cpus else 2 * cpus
     running: list[Any] = []
 
     def submit(job: Job) -> tuple[Any, Any]:
         nonlocal running
-        held = ray.put(job)  # kept until the result is here, for a task that is done again
+        held = ray.put(job)  # kept until the result arrives, for a task that is done again
         running.append(task.remote(common, held))
         submitted = held, running[-1]
         if len(running) >= most_running:
@@ -123,9 +123,9 @@ def ray_results(
 
 
 def _submitted(jobs: Iterable[Job], submit: Callable[[Job], Result], most: int) -> Iterator[Result]:
-    """Yield `submit(job)` of each job, in order, with at most so many ahead.
+    """Yield `submit(job)` for every job, in order, with at most `most` jobs pending.
 
-    What `jobs` raises is raised after the jobs before it, so that the first mistake in their order is the one reported.
+    A DataError of `jobs` is raised after the results of earlier jobs, so that the first mistake in order is reported.
     """
     pending: deque[Result] = deque()
     failure: DataError | None = None
@@ -146,7 +146,7 @@ def _submitted(jobs: Iterable[Job], submit: Callable[[Job], Result], most: int) 
 
 
 def _do_on_ray(common: tuple[str, Callable[[], Any], Callable[[Any, Any], Any], list[str]], job: Any) -> Any:
-    """Return the result of a job, or the error that ends the run: Ray would put its own traceback around it."""
+    """Return the result of a job, or the error that ends the run, which Ray would wrap in its own traceback."""
     run, make_state, work, preload = common
     try:
         for module in preload:
@@ -156,18 +156,18 @@ def _do_on_ray(common: tuple[str, Callable[[], Any], Callable[[Any, Any], Any], 
         return error
 
 
-# The functions that a process of a pool was started with, and a worker's state by the run that it belongs to: a process
-# of Ray may serve several runs.
+# The functions that a process of a pool was started with, and a worker's state by its run, because a Ray process may
+# serve several runs.
 _functions: tuple[Callable[[], Any], Callable[[Any, Any], Any]]
 _states: dict[str, Any] = {}
 
 
 def _do_with_state(run: str, make_state: Callable[[], Any], work: Callable[[Any, Any], Any], job: Any) -> Any:
-    # The state is made with the first job and not at the start, so that an error arrives as this job's.
+    # The state is made with the first job and not at the start, so that its errors are reported as that job's.
     if run not in _states:
         _states.clear()
         _states[run] = make_state()
-        gc.freeze()  # not to look through what stays saves a tenth of the time, where work makes many small objects
+        gc.freeze()  # skipping permanent objects saves a tenth of the time if `work` makes many small objects
     return work(_states[run], job)
 
 
@@ -183,7 +183,7 @@ def _start_worker(make_state: Callable[[], Any], work: Callable[[Any, Any], Any]
 
 
 def _exit_with_parent() -> None:
-    """End a worker whose parent was killed: it would wait for its next job for ever."""
+    """End a worker whose parent was killed, because it would wait for its next job forever."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         multiprocessing.connection.wait([parent.sentinel])

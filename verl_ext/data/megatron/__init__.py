@@ -1,1 +1,1 @@
-"""Megatron's indexed form of pretraining data: files, sample indices and blends. numpy in, numpy out; no torch."""
+"""Megatron's indexed form of pretraining data, in numpy without torch."""

@@ -1,17 +1,17 @@
-"""The order in which the samples of a blend are drawn from its sources.
+"""Order the samples of a blend, which are drawn from its sources.
 
-`blend_order` keeps the count c_i of every source after every k samples at |c_i - w_i·k| <= 1 - 1/(2D-2) < 1, for D
+`blend_order` keeps |c_i - w_i·k| <= 1 - 1/(2D-2) < 1 for the count c_i of every source after every k samples, for D
 sources of weights w_i that sum to 1: R. Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980).
 With s = 1/(2D-2), draw j = 0, 1, … of source i has
 
     a release    the first step k with  w_i·k >= j + s
     a deadline   the first step k with  w_i·k >  j + 1 - s      later, its count would lag by more than the bound
 
-and each step takes the released draw of the earliest deadline (of equal ones, that of the first source). Weights are
-the decimals that they print as, in whole-number arithmetic: the order repeats with their common denominator.
+Each step takes the released draw with the earliest deadline (of the first source, if deadlines are equal). Weights are
+taken as the decimals that they print as, in integer arithmetic; the order repeats with their common denominator.
 
 `megatron_blend_order` is megatron-core's rule, the largest w_i·k - c_i, which keeps no such bound. Rounding decides
-between equal ones, so that it is computed in floats, as megatron-core does, by its compiled loop where it is installed.
+ties. The rule is therefore computed in floats, as megatron-core does, by its compiled loop if that is installed.
 """
 
 import functools
@@ -40,7 +40,7 @@ def blend_order(weights: Sequence[float], n: int, *, block: int = BLOCK) -> Orde
     Sources of weight 0 are not drawn.
 
     Raises:
-        ValueError: weights negative, all zero or not finite; more than 32,767 of them.
+        ValueError: if weights are negative, all zero or not finite, or there are more than 32,767 of them.
     """
     check_weights(weights)
     drawn = np.flatnonzero(weights).astype(np.int16)
@@ -63,10 +63,10 @@ def blend_order(weights: Sequence[float], n: int, *, block: int = BLOCK) -> Orde
 
 
 def megatron_blend_order(weights: Sequence[float], n: int, *, compiled: bool = True, block: int = BLOCK) -> Order:
-    """Return the order by megatron-core's rule: the arrays of a BlendedDataset of these weights and n samples.
+    """Return megatron-core's order: the arrays of a BlendedDataset of these weights and n samples.
 
-    One of BlendedMegatronDatasetBuilder is given weights that are `normalised` already, and normalises them again.
-    `compiled`: use megatron-core's loop if it is installed. Raises ValueError as `blend_order` does.
+    BlendedMegatronDatasetBuilder gives it weights that are already `normalised`, and it normalises them again.
+    `compiled`: use megatron-core's loop if it is installed. Raises ValueError like `blend_order`.
     """
     check_weights(weights)
     drawn = np.flatnonzero(weights).astype(np.int16)
@@ -89,15 +89,15 @@ BLEND_RULES: dict[str, Callable[[Sequence[float], int], Order]] = {
 
 
 def megatron_source_samples(shares: Sequence[float], n: int) -> list[int]:
-    """Return the samples of each source that megatron-core asks for, for a blend of n.
+    """Return the number of samples that megatron-core requests of each source, for a blend of n samples.
 
-    Their number decides which epochs are shuffled together. `shares`: its weights, `normalised`.
+    This number decides which epochs are shuffled together. `shares`: the blend's weights, `normalised`.
     """
     return [math.ceil(math.ceil(n * share) * (1 + MEGATRON_SURPLUS)) for share in shares]
 
 
 def normalised(weights: Sequence[float]) -> NDArray[np.float64]:
-    """Return weights as shares of their sum, to the bit as megatron-core's `normalize`."""
+    """Return weights as shares of their sum, bit for bit like megatron-core's `normalize`."""
     array = np.array(weights, np.float64)
     return array / np.sum(array)
 
@@ -114,7 +114,7 @@ def check_weights(weights: Sequence[float], key: str = "data.blend") -> None:
 
 
 def _sample_numbers(source: NDArray[np.int16], num_sources: int, block: int) -> NDArray[np.int64]:
-    """Return int64[n]: for each place, how often its source comes before it."""
+    """Return, for each sample, the number of earlier samples of its source, int64[n]."""
     numbers = np.empty(len(source), np.int64)
     counts = np.zeros(num_sources, np.int64)
     for first in range(0, len(source), block):
@@ -128,9 +128,9 @@ def _sample_numbers(source: NDArray[np.int16], num_sources: int, block: int) -> 
 
 
 def _scheduled(parts: list[int]) -> Iterator[int]:
-    """Yield Tijdeman's order of two sources or more, without end; the weights are parts/sum(parts)."""
+    """Yield Tijdeman's order of two or more sources, without end; the weights are parts/sum(parts)."""
     sources, total = len(parts), sum(parts)
-    whole = total * (2 * sources - 2)  # in units of which s = total
+    whole = total * (2 * sources - 2)  # the number 1, in units in which s = total
     weights = [part * (2 * sources - 2) for part in parts]
     lag = [total] * sources  # j + s of the next draw
     released: list[int] = []  # deadline · sources + source
@@ -154,7 +154,7 @@ def _scheduled(parts: list[int]) -> Iterator[int]:
 
 
 def _fill_most_behind(shares: NDArray[np.float64], out: NDArray[np.int16]) -> None:
-    """Fill `out` with Megatron's sources: the first of the largest w·k - c; k = 1 for the first sample as well."""
+    """Fill `out` with Megatron's sources: the first with the largest w·k - c; k is 1 for the first sample as well."""
     counts, lags = np.zeros(len(shares)), np.empty(len(shares))
     for step in range(len(out)):
         np.multiply(shares, max(step, 1), out=lags)
@@ -166,9 +166,9 @@ def _fill_most_behind(shares: NDArray[np.float64], out: NDArray[np.int16]) -> No
 
 @functools.cache
 def megatron_helpers() -> Any:
-    """Return megatron-core's module of compiled loops, None if it is not installed.
+    """Return megatron-core's module of compiled loops, or None if it is not installed.
 
-    Only that file is loaded: importing the package takes seconds and prints warnings on machines without a GPU.
+    Only that file is loaded, because importing the package takes seconds and prints warnings on machines without a GPU.
     """
     try:
         core = find_spec("megatron.core")

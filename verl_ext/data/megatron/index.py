@@ -1,6 +1,6 @@
-r"""Megatron's indexed form of a tokenized corpus, as megatron-core 0.16 writes it: PREFIX.bin and PREFIX.idx.
+r"""Read and write Megatron's indexed form of a tokenized corpus, PREFIX.bin and .idx.
 
-PREFIX.bin holds the token ids of all sequences one after the other, PREFIX.idx where each begins, all little-endian:
+As in megatron-core 0.16, PREFIX.bin holds the token ids of all sequences and PREFIX.idx their places, little-endian:
 
     byte             size  field
     0                34    MMIDIDX\0\0, version 1 (8 bytes), dtype code of .bin (1), N sequences (8), M (8)
@@ -9,7 +9,7 @@ PREFIX.bin holds the token ids of all sequences one after the other, PREFIX.idx 
     34 + 12·N        8·M   document indices int64: 0, then the number of sequences before the end of each document
     34 + 12·N + 8·M  N     modes int8, only in multimodal files
 
-A document of `preprocess_data.py` is one sequence, or one for every sentence where it splits sentences. Megatron's
+A document of `preprocess_data.py` is one sequence, or one for every sentence if it splits sentences. Megatron's
 GPTDataset shuffles and cuts sequences; here the sequences of a document stay together.
 """
 
@@ -37,13 +37,13 @@ SUFFIXES = (".bin", ".idx")
 
 
 class IndexWriter:
-    """Writes PREFIX.bin and PREFIX.idx, every document one sequence, byte for byte as megatron-core's builder does.
+    """A writer of PREFIX.bin and PREFIX.idx, in which every document is one sequence.
 
-    Lengths go to PREFIX.idx as they come, pointers follow from them in `close`, which writes the header last, so that
-    an unfinished .idx cannot be opened. `key`: the config key that errors name.
+    The files are byte for byte those of megatron-core's builder. `add` writes the lengths; `close` writes the pointers
+    and last the header, so that an unfinished .idx cannot be opened. `key`: the config key that errors name.
 
     Raises:
-        FileExistsError: one of the two files exists.
+        FileExistsError: if one of the two files exists.
     """
 
     def __init__(self, prefix: str | Path, dtype: DTypeLike, key: str = "model.path") -> None:
@@ -63,10 +63,10 @@ class IndexWriter:
         self._idx.write(bytes(HEADER.size))
 
     def add(self, tokens: NDArray[Any], lengths: NDArray[Any]) -> None:
-        """Append documents: `tokens` int[ΣT] one after the other, `lengths` int[D] of each.
+        """Append documents: `tokens` int[ΣT] one after the other, and the `lengths` int[D] of each.
 
         Raises:
-            ValueError: a token id that the dtype cannot hold, a document of more than 2^31 - 1 tokens.
+            ValueError: if the dtype cannot hold a token id, or a document has more than 2^31 - 1 tokens.
         """
         lengths = np.asarray(lengths, np.int64)
         assert int(lengths.sum()) == len(tokens), "lengths must sum to the number of tokens"
@@ -109,7 +109,7 @@ class IndexWriter:
     def abandon(self) -> None:
         """Close and remove the files, after an error. Does nothing after `close`."""
         for path, file in self._open.items():
-            with contextlib.suppress(OSError):  # of what it still held, on a full disk
+            with contextlib.suppress(OSError):  # closing writes the rest, which fails on a full disk
                 file.close()
             os.remove(path)
         self._open = {}
@@ -118,17 +118,17 @@ class IndexWriter:
 class TokenIndex:
     """The documents of PREFIX.bin and PREFIX.idx, memory-mapped; nothing is read before it is needed or checked.
 
-    lengths int32[D] (int64 where a document of several sequences needs it), pointers int64[D] (bytes), num_documents,
-    num_sequences, num_tokens, dtype; files: (PREFIX.bin, PREFIX.idx). A document of no sequence is left out; where all
-    others are one sequence, the arrays are read-only views of the files. It pickles as its prefix.
+    lengths int32[D] (int64 if a document of several sequences needs it), pointers int64[D] (bytes), num_documents,
+    num_sequences, num_tokens, dtype; files: (PREFIX.bin, PREFIX.idx). A document without a sequence is left out. If all
+    others are one sequence, the arrays are read-only views of the files. A TokenIndex pickles as its prefix.
 
     Args:
         prefix: may end with .bin or .idx.
         key: the config key that errors name.
-        check: False leaves out the pass over all lengths and pointers (12 bytes a sequence).
+        check: False skips the pass over all lengths and pointers (12 bytes a sequence).
 
     Raises:
-        ValueError: a file that is missing or not what the format says, or two that do not belong together.
+        ValueError: if a file is missing or does not follow the format, or the two do not belong together.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class TokenIndex:
 
     @cached_property
     def digest(self) -> str:
-        """16 hex digits of the header and the lengths: the same for corpora that are sampled in the same way."""
+        """A digest (16 hex digits) of the header and lengths, equal for corpora that are sampled in the same way."""
         joined = [self.lengths] if self.num_documents < self.num_sequences else []
         return fingerprint(self._idx[: HEADER.size + 4 * self.num_sequences], *joined, digits=16)
 
@@ -229,7 +229,7 @@ class TokenIndex:
         return integers[code], sequences, borders
 
     def _check_sequences(self, block: int) -> None:
-        """Check that every length is at least 0 and every pointer the end of the lengths before it."""
+        """Check that every length is at least 0 and every pointer is the end of the lengths before it."""
         begin = 0
         for first in range(0, self.num_sequences, block):  # copies, because the file's own arrays are not aligned
             lengths, pointers = (array[first : first + block].copy() for array in (self.lengths, self.pointers))
@@ -243,7 +243,7 @@ class TokenIndex:
                 raise self._idx_error(f"have pointer {expected[at]} {where}", pointers[at])
 
     def _longest_document(self, borders: NDArray[np.int64], block: int) -> int:
-        """Return the most sequences of a document; check that the document indices go from 0 to N, never down."""
+        """Return the most sequences in a document; check that the document indices go from 0 to N and never fall."""
         requirement = f"have document indices that go from 0 to its {self.num_sequences} sequences and never fall"
         if len(borders) == 0:
             raise self._idx_error(requirement, "none")
@@ -279,7 +279,7 @@ def _pointers(lengths: NDArray[Any], itemsize: int, begin: int) -> tuple[NDArray
 
 
 def _mapped(path: str, dtype: Any) -> NDArray[Any]:
-    """Map the whole file, read-only, as a plain array: slices of np.memmap cost five times as much."""
-    if os.path.getsize(path) == 0:  # cannot be mapped
+    """Map a whole file read-only as a plain array, because slices of np.memmap cost five times as much."""
+    if os.path.getsize(path) == 0:  # an empty file cannot be mapped
         return np.empty(0, dtype)
     return np.memmap(path, dtype, "r").view(np.ndarray)

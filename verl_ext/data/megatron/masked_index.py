@@ -1,10 +1,10 @@
-"""Tokenized chats in Megatron's indexed form, each source's tokens with an index of their loss masks beside it.
+"""Write tokenized chats in Megatron's indexed form, with indices of their loss masks.
 
     PREFIX.bin, PREFIX.idx              the token ids of every document, int32
-    PREFIX_mask.bin, PREFIX_mask.idx    as many numbers for every document, uint8: 1 where the token is a target
+    PREFIX_mask.bin, PREFIX_mask.idx    the loss mask of every document, uint8: 1 for a target
 
-Both open as megatron-core's ``IndexedDataset``; document i of one is document i of the other. The mask is of the token
-at each place: a dataset whose labels are the tokens one place on shifts it with them.
+Both open as megatron-core's ``IndexedDataset``; document i of one is document i of the other. A mask belongs to the
+token at the same place. A dataset whose labels are shifted by one token must shift the mask with them.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from verl_ext.values import DataError
 
 
 class MaskedIndexes:
-    """Writes the two indices of each source.
+    """A writer of the two indices of each source.
 
     prefixes: {config key that errors name: PREFIX} of the sources, in the order of their numbers.
     """
@@ -29,7 +29,7 @@ class MaskedIndexes:
         self._masks = [IndexWriter(f"{prefix}_mask", np.uint8, key) for key, prefix in prefixes.items()]
 
     def add(self, documents: Documents) -> None:
-        """Append documents of one source. Raises `DataError` for weights, which the form has no place for."""
+        """Append documents of one source. Raises `DataError` if they have weights, which the form cannot hold."""
         source = documents.category_id - 1
         if documents.weights is not None:
             raise DataError(
@@ -44,6 +44,6 @@ class MaskedIndexes:
             writer.close()
 
     def abandon(self) -> None:
-        """Remove the files that are not complete."""
+        """Remove the files that are incomplete."""
         for writer in (*self._tokens, *self._masks):
             writer.abandon()

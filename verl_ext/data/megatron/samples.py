@@ -1,7 +1,7 @@
-"""Megatron's three indices over a stream of documents, equal to those of megatron-core's GPTDataset for the same seed.
+"""Build the three indices of megatron-core's GPTDataset, equal for the same seed.
 
     document_index   the documents of all epochs in one shuffled order: the stream
-    sample_index     row k: where token k·seq_len of the stream lies, (place in document_index, offset)
+    sample_index     row k: the place of token k·seq_len of the stream, (place in document_index, offset)
     shuffle_index    the order in which samples are drawn
 
     document_index   4       1           4    …         seq_len 4: a sample has 5 tokens, its last one is also the
@@ -10,8 +10,8 @@
     sample 0         a b c   d e
     sample 1                   e f g h   a
 
-Where the last epoch gives less than 80 % of its samples, its documents and samples are shuffled on their own, after
-those of all epochs before. The indices, and the order of a blend, are kept as .npy files of a cached folder.
+If the last epoch gives less than 80 % of its samples, its documents and samples are shuffled on their own, after those
+of all earlier epochs. The indices, and the order of a blend, are kept as .npy files of a cached folder.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,18 +27,18 @@ from verl_ext.data.megatron.index import TokenIndex
 from verl_ext.files import cached_folder, file_state, fingerprint
 from verl_ext.values import first_line
 
-FORMAT = 1  # to be raised when the same input gives other arrays
+FORMAT = 1  # raise it when the same input gives other arrays
 KEY = "data.cache_dir"
 BLOCK = 1 << 18  # documents located at a time
 MAX_INT32, MAX_UINT32 = np.iinfo(np.int32).max, np.iinfo(np.uint32).max
 
 Pieces = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]  # document, start, stop: int64[P] each
-Shapes = Mapping[str, tuple[int, ...]]  # of arrays, by name
+Shapes = Mapping[str, tuple[int, ...]]  # the shapes of arrays, by name
 
 
 @dataclass(eq=False)
 class SampleIndices:
-    """Sample k is row shuffle_index[k] of sample_index: seq_len + 1 tokens.
+    """The three indices. Sample k is row shuffle_index[k] of sample_index and has seq_len + 1 tokens.
 
     document_index int32[E·D] (numbers into `lengths`), sample_index int32|int64[n+1, 2], shuffle_index
     uint32|int64[n]; lengths int32|int64: tokens of every document of the corpus.
@@ -53,7 +53,7 @@ class SampleIndices:
         return len(self.shuffle_index)
 
     def begins_as(self, other: "SampleIndices", first: int) -> bool:
-        """Return whether the first so many samples are those of other indices of the same documents."""
+        """Return whether the first `first` samples are those of other indices of the same documents."""
         if not first:
             return True
         rows = self.shuffle_index[:first]
@@ -78,7 +78,7 @@ class SampleIndices:
         return (document, start, stop) if full.all() else (document[full], start[full], stop[full])
 
     def piece_counts(self, block: int = BLOCK) -> NDArray[np.int64]:
-        """Return int64[n]: non-empty pieces of each sample."""
+        """Return the number of non-empty pieces of each sample, int64[n]."""
         counts = np.empty(len(self), np.int64)
         for row in range(0, len(self), block):
             place = self.sample_index[row : row + block + 1, 0]
@@ -93,11 +93,11 @@ class SampleIndices:
 
 
 class EpochPlan(NamedTuple):
-    """The epochs of a number of samples, and the samples that they give."""
+    """The epochs for a number of samples, and the samples that these epochs give."""
 
     epochs: int
     samples: int
-    samples_before_last: int  # of the epochs shuffled together; samples where the last is one of them
+    samples_before_last: int  # of the epochs shuffled together; equals `samples` if the last is one of them
 
 
 def check_has_sample(num_tokens: int, needed: int, key: str) -> None:
@@ -109,28 +109,28 @@ def check_has_sample(num_tokens: int, needed: int, key: str) -> None:
 
 
 def epochs_needed(num_tokens: int, seq_len: int, num_samples: int | None) -> int:
-    """Return the epochs of num_tokens tokens that num_samples samples of seq_len targets need (None: one epoch)."""
+    """Return the epochs of num_tokens tokens needed for num_samples samples of seq_len targets (None: one epoch)."""
     return 1 if num_samples is None else max(1, -(-(num_samples * seq_len + 1) // num_tokens))
 
 
 def plan_epochs(num_tokens: int, seq_len: int, num_samples: int | None, key: str) -> EpochPlan:
-    """Return the epochs and samples that Megatron takes. There may be more samples than asked for.
+    """Return the epochs and samples that Megatron uses; there may be more samples than requested.
 
     Raises:
-        ValueError: fewer tokens than one sample has, seq_len + 1; `key` is named.
+        ValueError: if there are fewer than seq_len + 1 tokens, those of one sample; it names `key`.
     """
     check_has_sample(num_tokens, seq_len + 1, key)
     epochs = epochs_needed(num_tokens, seq_len, num_samples)
     samples = (epochs * num_tokens - 1) // seq_len
     before = ((epochs - 1) * num_tokens - 1) // seq_len
     per_epoch = (num_tokens - 1) // seq_len
-    # Megatron's int(0.80 * per_epoch), for all up to 2^50
+    # The last term is Megatron's int(0.80 * per_epoch), for all numbers up to 2^50.
     separate = num_samples is not None and epochs > 1 and num_samples - before < 4 * per_epoch // 5
     return EpochPlan(epochs, samples, before if separate else samples)
 
 
 def count_tokens(lengths: NDArray[Any], documents: NDArray[Any] | None = None) -> int:
-    """Return the tokens of `documents` (None: all)."""
+    """Return the number of tokens of `documents` (None: all)."""
     return int((lengths if documents is None else lengths[documents]).sum(dtype=np.int64))
 
 
@@ -144,10 +144,10 @@ def build_sample_indices(
     *,
     block: int = BLOCK,
 ) -> SampleIndices:
-    """Return the indices of `documents` (numbers into `lengths`; None: all) for at least num_samples (None: an epoch).
+    """Build the indices of `documents` (numbers into `lengths`; None: all) for num_samples or more (None: an epoch).
 
     Raises:
-        ValueError: fewer tokens than one sample has; `key` is named.
+        ValueError: if there are fewer tokens than one sample has; it names `key`.
     """
     epochs, samples, before_last = plan_epochs(count_tokens(lengths, documents), seq_len, num_samples, key)
     once = np.arange(len(lengths), dtype=np.int32) if documents is None else np.asarray(documents, np.int32)
@@ -160,7 +160,7 @@ def build_sample_indices(
         random.shuffle(array[edge:])
     is_narrow = max(len(document_index), int(lengths.max())) <= MAX_INT32
     sample_index = np.zeros((samples + 1, 2), np.int32 if is_narrow else np.int64)
-    row, begin = 1, 0  # row 0 is (0, 0), also where the first document is empty
+    row, begin = 1, 0  # row 0 is (0, 0), even if the first document is empty
     for first in range(0, len(document_index), block):
         length = lengths[document_index[first : first + block]]
         ends = np.cumsum(length, dtype=np.int64)
@@ -188,11 +188,11 @@ class CachedSampleIndices(SampleIndices):
 def cached_sample_indices(
     root: Path, index: TokenIndex, documents: NDArray[Any] | None, seq_len: int, num_samples: int | None, seed: int
 ) -> SampleIndices:
-    """Return `build_sample_indices` of `documents` of `index` (None: all), kept in a folder of `root`.
+    """Return the indices of `documents` of `index` (None: all) as `build_sample_indices` does, cached below `root`.
 
     Raises:
-        ValueError: a corpus shorter than one sample (names index.key); a root that cannot be written, arrays that are
-            not what they were (name data.cache_dir).
+        ValueError: if the corpus is shorter than one sample (it names index.key), or if the root cannot be written or
+            the arrays have changed (it names data.cache_dir).
     """
     chosen = None if documents is None else np.ascontiguousarray(documents, np.int32)
     num_tokens = index.num_tokens if chosen is None else count_tokens(index.lengths, chosen)
@@ -212,11 +212,11 @@ def cached_sample_indices(
 def cached_blend(
     root: Path, weights: Sequence[float], n: int, rule: str = "tijdeman", key: str = "data.blend"
 ) -> Order:
-    """Return the order of n samples of a blend by one of BLEND_RULES, kept in a folder of `root`.
+    """Return the order of n samples of a blend by one of BLEND_RULES, cached below `root`.
 
     Raises:
-        ValueError: weights that cannot be used (names `key`); a root that cannot be written, arrays that are not what
-            they were (name data.cache_dir).
+        ValueError: if the weights cannot be used (it names `key`), or if the root cannot be written or the arrays have
+            changed (it names data.cache_dir).
     """
     check_weights(weights, key)
     names = ("source", "sample")
@@ -227,12 +227,12 @@ def cached_blend(
 
 
 def _cached(root: Path, kind: str, facts: list[Any], build: Callable[[], Mapping[str, NDArray[Any]]]) -> Path:
-    """Return the folder of `root` that holds the arrays of `build`, which follow from `facts` alone."""
+    """Return the folder of `root` that holds the arrays of `build`, which depend on `facts` alone."""
 
     def make(folder: Path) -> None:
         for name, array in build().items():
-            # By writes alone: on a full disk they are an OSError with its number, where np.save has none and a memory
-            # map ends the process.
+            # Plain writes on a full disk raise an OSError with its number. np.save raises one without a number, and a
+            # memory map ends the process.
             with open(folder / f"{name}.npy", "wb") as file:
                 np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
                 file.write(array.data)
@@ -241,7 +241,7 @@ def _cached(root: Path, kind: str, facts: list[Any], build: Callable[[], Mapping
 
 
 def _mapped(folder: Path, shapes: Shapes) -> dict[str, NDArray[Any]]:
-    """Return the arrays of a folder, read-only, as plain arrays: np.memmap costs more at every access."""
+    """Return the read-only arrays of a folder as plain arrays, because np.memmap costs more at every access."""
     arrays, must = {}, f"{KEY} must hold the indices that were written there"
     for name, shape in shapes.items():
         path = folder / f"{name}.npy"

@@ -1,4 +1,4 @@
-"""Texts tokenized into Megatron's indexed form, an index for each source: cut after so many tokens, and counted."""
+"""Tokenize texts into Megatron's indexed form, with one index for each source."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,12 +25,12 @@ class Written(NamedTuple):
 
 
 class TextIndexes:
-    """Writes PREFIX.bin and .idx of each source, one after the other; those of a source that fails are removed.
+    """A writer of PREFIX.bin and .idx of each source in turn; it removes the files of a source that fails.
 
     Args:
         prefixes: {config key that errors name: PREFIX} of the sources, in the order of their numbers.
-        max_tokens: a source is cut after so many tokens: the document that reaches them is its last, shortened to fit,
-            and no record after that document is counted or ends the run.
+        max_tokens: the tokens after which a source is cut: the document that reaches them is the last one, shortened to
+            fit, and no record after it is counted or ends the run.
     """
 
     def __init__(self, prefixes: Mapping[str, Path], dtype: np.dtype[Any], max_tokens: int | None = None) -> None:
@@ -44,7 +44,7 @@ class TextIndexes:
         return self.max_tokens is not None and [*self.counts.values()][source - 1].tokens >= self.max_tokens
 
     def add(self, documents: PlainDocuments) -> Written:
-        """Write a batch's documents, none of a full source. Raises `DataError` with what ends the run, if reached."""
+        """Write a batch's documents, none if the source is full. Raises `DataError` if the batch ends the run."""
         key = [*self._prefixes][documents.source - 1]
         if documents.source != self._source:
             self._close_source()
@@ -102,13 +102,13 @@ def write_text_indexes(
     tokenized: Callable[[Iterator[Batch]], Iterator[PlainDocuments]] | None = None,
     batch_bytes: int = BATCH_BYTES,
 ) -> dict[str, Counts]:
-    """Write an index of each source of `files`; return what was counted, by the keys of `prefixes`.
+    """Write an index of each source of `files`; return the counts by the keys of `prefixes`.
 
-    prefixes, max_tokens: as of `TextIndexes`. tokenized: turns batches of `batch_bytes` of text into documents, in
-    order; None: this process does, with the tokenizer's own threads.
+    prefixes, max_tokens: see `TextIndexes`. tokenized: turns batches of `batch_bytes` of text into documents, in order;
+    None: this process does this, with the tokenizer's own threads.
 
     Raises:
-        DataError: a bad record under on_bad_record=error, a file that cannot be read, a source without a document.
+        DataError: if a record is bad under on_bad_record=error, a file cannot be read, or a source has no document.
     """
     indexes = TextIndexes(prefixes, tokenizer.dtype, max_tokens)
     batches = read_batches(files, indexes.is_full, batch_bytes)
