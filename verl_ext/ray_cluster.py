@@ -33,7 +33,7 @@ def ray_cluster(num_cpus: int) -> Iterator[bool]:
     num_cpus: the CPUs of a cluster that is started here. An existing connection of this process is used and kept.
     Raises `UsageError` if there is no cluster at $RAY_ADDRESS, or none can be started.
     """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # before the import of Ray: it must send nothing to its makers
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # before the import of Ray: no usage statistics
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # silences Ray's announcement of a change
     import ray  # heavy
 
