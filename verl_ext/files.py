@@ -123,7 +123,7 @@ def write_errors(folder: Path) -> Iterator[None]:
 
 
 def follow_umask(folder: Path) -> None:
-    """Give a folder's safetensors files the mode of new files, because safetensors lets only the owner read them."""
+    """Give safetensors files the mode of new files, because safetensors lets only the owner read them."""
     new = folder / f".mode-{os.getpid()}"
     new.touch()
     for path in folder.glob("*.safetensors"):
@@ -171,7 +171,7 @@ class OutputFolder:
             raise self._not_written(error) from error
 
     def is_cause_of(self, error: OSError) -> bool:
-        """Tell whether an error names a file in this folder, or a full disk and no file (a failed write names none)."""
+        """Tell whether an error names a file in this folder, or no file (a failed write) and a full disk."""
         file = file_of(error)
         return error.errno in DISK_FULL if file is None else Path(file).is_relative_to(self.path)
 
@@ -232,7 +232,7 @@ def output_problems(
 
 
 def writable_problem(key: str, folder: str) -> str | None:
-    """Return one line, which names the config key `key`, if `folder` cannot be made or written to; else None."""
+    """Return one line, which names the key `key`, if `folder` cannot be made or written to."""
     path = Path(folder).expanduser().absolute()
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
     problem = None

@@ -64,7 +64,7 @@ def peak_flops(device: str) -> float | None:
 
 
 def train_flops(model: nn.Module, hf_config: Any, of_states: float = 0, recomputes: bool = False) -> CostModel | None:
-    """Return a cost model of the forward and backward FLOPs, or None if its experts or attention are unknown.
+    """Return the forward and backward FLOPs as a cost model; None for unknown experts or attention.
 
     Args:
         model: a transformers model with its adapters, before it is sharded.
@@ -91,7 +91,7 @@ def train_flops(model: nn.Module, hf_config: Any, of_states: float = 0, recomput
 
 
 def _of_matrices(model: nn.Module, text: Any, recomputes: bool) -> Iterator[float]:
-    """Yield the FLOPs per token of each matrix; raise LookupError if the share of active experts is unknown."""
+    """Yield the FLOPs per token of each matrix; raise LookupError for unknown experts."""
     experts, chosen = (
         next((value for name in names if (value := getattr(text, name, None))), None) for names in (_EXPERTS, _CHOSEN)
     )

@@ -48,7 +48,7 @@ class StepSums:
 
     @property
     def category_loss(self) -> torch.Tensor:
-        """Σ ℓ_t over the target tokens of each category slot, a view of C + 1 elements; slot 0 has no category."""
+        """Σ ℓ_t over each category slot's target tokens, a view of C + 1 elements (slot 0: no category)."""
         return self._by_category[0]
 
     @property

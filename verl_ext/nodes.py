@@ -1,4 +1,4 @@
-"""The facts that the nodes of a run must have in common, and a line for each difference.
+"""The facts that the nodes of a run must share, and a line for each difference.
 
 differences({"node 0 (a)": {"torch": "2.13.0"}, "node 1 (b)": {"torch": "2.12.1"}})
 torch must be the same on every node; got 2.13.0 on node 0 (a), 2.12.1 on node 1 (b)

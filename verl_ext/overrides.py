@@ -92,7 +92,7 @@ def _spelled(text: str, letters: str) -> str:
 
 
 def _mistake(words: Sequence[str], number: int) -> str:
-    """Return the mistake in a word as the end of an error line, or "" if it is unknown."""
+    """Return the mistake in a word as the end of an error line ("": unknown)."""
     word = words[number]
     key, equals, value = word.partition("=")
     if not equals:

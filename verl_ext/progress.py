@@ -43,7 +43,7 @@ class _LineBar(tqdm):
 
 
 def progress_bar(description: str, total: int | None, **options: Any) -> tqdm:
-    """Return a tqdm bar that redraws often on a terminal and prints a line now and then to a log."""
+    """Return a tqdm bar, which redraws often on a terminal and seldom prints to a log."""
     if sys.stderr.isatty():
         return tqdm(total=total, desc=description, mininterval=0.2, **options)
     return _LineBar(total=total, desc=description, mininterval=10, ncols=_LINE, delay=10, **options)
@@ -128,7 +128,7 @@ class StepProgress:
         self._steps = 0
 
     def step(self, tokens: int, flops: float | None = None) -> None:
-        """Count an optimizer step over `tokens` tokens of all ranks; flops: its model FLOPs, if they are known."""
+        """Count an optimizer step with `tokens` tokens and model `flops` (None: unknown) of all ranks."""
         self._tokens += tokens
         self._flops = None if flops is None or self._flops is None else self._flops + flops
         self.total_tokens += tokens

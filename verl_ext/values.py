@@ -211,7 +211,7 @@ def default_values(cls: type[Options]) -> dict[str, Any]:
 
 
 def type_problems(cls: type, values: Mapping[str, Any], prefix: str) -> list[str]:
-    """Return a line for each number or flag of the node `prefix` whose type is not that of its field."""
+    """Return a line for each number or flag of the node `prefix` with a wrong type."""
     fields = {name: field for name, field in options_of(cls).items() if field.type in (int, float, bool)}
     lines = (field.problem(f"{prefix}.{name}", values[name]) for name, field in fields.items() if name in values)
     return [line for line in lines if line]
@@ -248,7 +248,7 @@ def check_choice(key: str, value: object, choices: Iterable[str]) -> None:
 
 
 def whole_number(key: str, value: Any, least: int, most: int | None = None) -> int:
-    """Return `value` as an int; raise ValueError if it is not a whole number from `least` to `most`."""
+    """Return `value` as an int; raise ValueError unless it is a whole number from `least` to `most`."""
     refuse([Option(key, int, False, least, least=least, most=most).problem(key, value)])
     return operator.index(value)
 

@@ -89,7 +89,7 @@ def _gathered_weights(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def plain_model(config: Any, trusted: bool = False) -> PreTrainedModel:
-    """Build the transformers model of a config on the meta device; a trusted one may have its own code."""
+    """Build the transformers model of a config on the meta device, with its own code if `trusted`."""
     with torch.device("meta"):
         return auto_class(config).from_config(config, trust_remote_code=trusted)
 

@@ -134,7 +134,7 @@ def _checksum(content: dict[str, Any]) -> str:
 
 
 def files_of_rank(folder: Path, rank: int) -> dict[str, FileFacts]:
-    """Sync and return the files that a rank wrote below a folder; files without a rank number are rank 0's."""
+    """Sync and return a rank's files below a folder; rank 0 owns those without a rank number."""
     found = {}
     for path in sorted(folder.rglob("*")):
         match = _FILE_OF_RANK.search(path.name)

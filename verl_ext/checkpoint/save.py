@@ -35,7 +35,7 @@ _SETTINGS_OF_A_RUN = ("chunk_size", "output_std")  # settings that another run o
 
 
 class NotWritten(OSError):
-    """A failed write of a part of a checkpoint, as on a full disk, which every rank raises."""
+    """A failed write of a checkpoint, as on a full disk, which every rank raises."""
 
 
 @contextmanager
@@ -68,7 +68,7 @@ def errors_shared(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 
 
 class Snapshot:
-    """The content of a checkpoint, collected from an engine at one step, to write at once or later.
+    """The content of a checkpoint at one step, which is written at once or later.
 
     FSDP1, and optimizers of packages other than torch, whose states have their own forms, keep verl's files, one of
     each kind per rank, which are written at once.

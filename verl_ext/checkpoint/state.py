@@ -69,7 +69,7 @@ def collected_tensors(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def model_state(module: torch.nn.Module, adapters_only: bool = False) -> dict[str, torch.Tensor]:
-    """Return the tensors of a model under FSDP2, or only of its LoRA adapter; they share the model's memory."""
+    """Return the tensors of an FSDP2 model or of its LoRA adapter; they share the model's memory."""
     tensors = module.state_dict()  # FSDP2 first replaces gathered parameters by its sharded ones
     once = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
     return {
@@ -212,7 +212,7 @@ def _entries(folder: Path, prefix: str) -> dict[str, TensorStorageMetadata]:
 def read_tensors(
     folder: Path, prefix: str, allocate: Callable[..., torch.Tensor] = torch.empty
 ) -> dict[str, torch.Tensor]:
-    """Read the whole tensors with a name prefix in this process alone; return them by name without it.
+    """Read the whole tensors with a name prefix in this process; return them without the prefix.
 
     ``allocate(size, dtype=…)`` creates the tensors to read into. Raises ValueError if a tensor cannot be read.
     """

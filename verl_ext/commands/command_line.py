@@ -88,7 +88,7 @@ class SourceOptions(OutputOptions):
         return [f"sources.{name} must be a file's name, that of {name}.bin and {name}.idx" for name in wrong]
 
     def source_problems(self, model: ModelOptions) -> list[str]:
-        """Return a line for each source without file names, and a line if output_dir must not be written."""
+        """Return a line for each source without file names, and for a forbidden output_dir."""
         problems = [
             f"sources.{name} must be a path, a glob or a list of them; got {value!r}"
             for name, value in self.sources.items()
@@ -192,7 +192,7 @@ def known_options(options_class: type[Options], prefix: str = "") -> dict[str, O
 
 
 def help_text(name: str, options_class: type[Options], example: str) -> str:
-    """Return the usage, the docstring of the options, and a line with default and meaning for every option."""
+    """Return the usage, the docstring of the options, and a line for every option."""
     rows = []
     for key, field in known_options(options_class).items():
         if _is_node(field):
@@ -223,7 +223,7 @@ def _is_dict(field: Option) -> bool:
 
 
 def _key_and_value(words: Sequence[str], number: int) -> tuple[str, Any]:
-    """Return the key and the value of word `number`; raise ValueError if it is not a plain key=value."""
+    """Return the key and value of word `number`; raise ValueError unless it is a plain key=value."""
     text = readable(words, number)
     override = parsed(text)
     assert override is not None, "it is readable"
@@ -240,7 +240,7 @@ def _key_and_value(words: Sequence[str], number: int) -> tuple[str, Any]:
 
 
 def _problem(key: str, value: Any, known: Mapping[str, Option]) -> str | None:
-    """Return a line for an unknown key, or for a value that OmegaConf would merge or the class ignore silently."""
+    """Return a line for an unknown key, or a value that would be merged or ignored silently."""
     field = known.get(key)
     if field is None:
         parents = (known[node] for node in known if key.startswith(f"{node}."))

@@ -39,7 +39,7 @@ class MigrateOptions(Options):
 
 
 def run(options: MigrateOptions) -> str:
-    """Return the new command and its comments. Raises `UsageError` if the words are not a command of that trainer."""
+    """Return the new command and its comments. Raises `UsageError` if the command is not of that trainer."""
     from verl_ext.config import schema  # imports torch and verl, which takes seconds
     from verl_ext.config.legacy import Item, translate
 

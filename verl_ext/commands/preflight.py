@@ -67,7 +67,7 @@ class PreflightOptions(Options):
 
 
 def run(options: PreflightOptions) -> str:
-    """Check with the other nodes; return a line about success. Raises UsageError with the same text on all nodes."""
+    """Check with all nodes; return a success line, or raise UsageError with the same text on all."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # torch, imported below, warns about the same things
     end_with_launcher()
     where = f"{options.master_addr}:{options.master_port}"
@@ -90,7 +90,7 @@ def run(options: PreflightOptions) -> str:
 
 
 def _store_of_node_0(options: PreflightOptions, token: str) -> "TCPStore":
-    """Return this node's own store with the token as its greeting, or the store of another node 0 at its port."""
+    """Return a new store with `token` as its greeting, or the store of another node 0."""
     from torch.distributed import TCPStore  # here, because importing torch takes seconds
 
     try:
@@ -202,7 +202,7 @@ def _problems(store: "TCPStore", options: PreflightOptions, local: str, token: s
 
 
 def _gathered(store: "TCPStore", kind: str, ranks: range, seconds: float) -> dict[int, Any]:
-    """Return the values of these nodes by rank, except for late nodes; none once the check has ended."""
+    """Return the values of the nodes in time, by rank; none once the check has ended."""
     end, keys = time.monotonic() + seconds, [f"{kind}/{rank}" for rank in ranks]
     while not store.check(keys) and not store.check(["ended"]) and time.monotonic() < end:
         time.sleep(0.1)
@@ -212,7 +212,7 @@ def _gathered(store: "TCPStore", kind: str, ranks: range, seconds: float) -> dic
 
 
 def _tell_twins(options: PreflightOptions, *stores: "TCPStore") -> None:
-    """Tell the nodes of these stores that this node's rank is taken by the node that reported in the first store."""
+    """Tell the nodes of these stores that the reporter in the first store has this node's rank."""
     first = json.loads(stores[0].get(f"report/{options.node_rank}"))["who"]
     for store in stores:
         got = f"{options.node_rank} on {first} and {_name(options)}"
@@ -229,7 +229,7 @@ def _find_twin(options: PreflightOptions, own: "TCPStore", token: str) -> None:
 
 
 def _gloo_address(options: PreflightOptions, local: str) -> tuple[str | None, list[str]]:
-    """Return the address that gloo will use (of its interface or the host name), or None and the problems."""
+    """Return gloo's address (of its interface or the host name), or None and the problems."""
     interfaces = psutil.net_if_addrs()
     problems = []
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -264,7 +264,7 @@ def _resolved(name: str) -> str | None:
 
 
 def _unreachable(who: str, roster: dict[str, list[Any]]) -> list[str]:
-    """Return a line for each node of the roster {who: [address, port]} that this node cannot connect to."""
+    """Return a line for each unreachable node of the roster {who: [address, port]}."""
 
     def problem(other: str) -> str | None:
         try:

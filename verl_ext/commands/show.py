@@ -153,7 +153,7 @@ def _show_data(options: ShowOptions, given: list[str]) -> None:
 
 
 def _refuse_unread(options: ShowOptions, view: str, *read: str) -> None:
-    """Raise UsageError for options that `view` would ignore; it reads `read` and the option with its own name."""
+    """Raise UsageError for options that `view` ignores; it reads `read` and its own option."""
     if unread := sorted(options.changed().keys() - {"paths", "model", view, *read}):
         raise UsageError(f"{view} must be given without options that it does not read; got {', '.join(unread)}")
 
@@ -326,7 +326,7 @@ def _print(parts: Iterable[RenderableType]) -> None:
 
 
 def _read(arguments: Sequence[str]) -> ShowOptions:
-    """Parse the words; a word is a path if it exists, or if it has no `=` and is not a flag."""
+    """Parse the words; existing paths, and words without `=` that are not flags, are paths."""
     paths: list[str] = []
     words: list[str] = []
     verbatim: dict[str, str] = {}

@@ -59,7 +59,7 @@ class TrainOptions(Options):
 
 
 def run(words: Sequence[str]) -> str:
-    """Tokenize the sources if needed, and train; raise SystemExit if training ends with a code other than 0."""
+    """Tokenize the sources if needed, and train; raise SystemExit with training's code if not 0."""
     own, encoding = _those_of(words, ["nproc"]), []
     if _those_of(words, NODES.values()):  # else data.cache_dir belongs to a dataset that reads text itself
         own += _those_of(words, [*NODES.values(), "data.cache_dir"])
@@ -122,7 +122,7 @@ class Texts:
         return ["verl-ext", "tokenize", *self._words, f"output_dir={self.folder}", "overwrite=true"]
 
     def tokenize(self) -> None:
-        """Tokenize the sources unless this is done; print the closing tables or a line about the existing folder."""
+        """Tokenize the sources unless this is done; print tables, or a line about the existing folder."""
         if self.are_tokenized:
             print(f"{self._node}: tokenized before, into {self.folder}", flush=True)
             return
@@ -172,7 +172,7 @@ def check_overrides(ranks: int, categories: Sequence[str], overrides: Sequence[s
 
 
 def check() -> None:
-    """Print the mistakes in sys.argv that the trainer refuses without reading data; exit with 2 if there are any.
+    """Print the mistakes in sys.argv that need no data to find; exit with 2 if there are any.
 
     sys.argv: the number of ranks, the categories of the training data in JSON, the overrides.
     """

@@ -103,7 +103,7 @@ def data_problems(config: RunConfig) -> Iterator[str]:
 
 
 def batch_problem(config: Any, ranks: int) -> str | None:
-    """Return a line if the ranks or the packs of a step do not divide evenly, else None.
+    """Return a line if the ranks or a step's packs do not divide evenly.
 
     Ranks form sequence-parallel groups; packs form micro-batches. config: a RunConfig or its composed config.
     """
@@ -173,7 +173,7 @@ def model_positions(hf_config: Any) -> int | None:
 
 
 def path_problems(config: RunConfig) -> Iterator[str]:
-    """Yield a line for each missing path of the model or of a resume; the loader checks Hub names."""
+    """Yield a line for each missing path of model and resume; the loader checks Hub names."""
     options = config.model_options
     if not options.path:
         yield f"model.path is required: a folder or hub name of a model; got {show(options.path)}"
@@ -192,7 +192,7 @@ def path_problems(config: RunConfig) -> Iterator[str]:
 
 
 def device_problems(config: RunConfig) -> Iterator[str]:
-    """Yield a line for each option that the device, its engine or the installed packages do not allow."""
+    """Yield a line for each option that the device, engine or installed packages forbid."""
     device, engine, accelerator = config.trainer.device, config.engine, config.machine.accelerator
     on_cpu = device == "cpu" or accelerator is None
     if accelerator == "npu":
@@ -220,7 +220,7 @@ def device_problems(config: RunConfig) -> Iterator[str]:
 
 
 def optimizer_problem(config: RunConfig) -> str | None:
-    """Return a line if the optimizer does not exist or, built for two small tensors, refuses its options."""
+    """Return a line if the optimizer is unknown, or refuses its options for two small tensors."""
     optim, key = config.optim, "optim.optimizer_impl"
     if not isinstance(optim.optimizer_impl, str):
         return f"{key} must be a module that is installed; got {show(optim.optimizer_impl)}"

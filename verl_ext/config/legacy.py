@@ -151,7 +151,7 @@ def translate(items: Sequence[Item], own_class: bool, packed: bool) -> Translati
 
 
 def _supersede(item: Item, entry: Superseded, given: set[str], found: Translation) -> None:
-    """Add a superseded override to `found` as a translation, a notice that it is left out, or a problem."""
+    """Add a superseded override to `found` as a translation, a notice, or a problem."""
     said, value = str(replace(item, prefix="")), (item.value or "").strip("'\"")
     if entry.by in given:
         found.notices.append(f"{item.key} is left out: {entry.by} is given, and {entry.why}")

@@ -113,7 +113,7 @@ class TrainerOptions(Options):
 
     @property
     def progress_limits(self) -> dict[str, int]:
-        """The seconds without progress that a rank may take, by the option of its phase; 0: no limit."""
+        """The seconds without progress for a rank, by the option of its phase; 0: no limit."""
         first = self.hang_timeout and self.first_step_timeout and max(self.first_step_timeout, self.hang_timeout)
         names = ("trainer.first_step_timeout", "trainer.hang_timeout", "trainer.save_timeout")
         return dict(zip(names, (first, self.hang_timeout, self.save_timeout), strict=True))
@@ -251,7 +251,7 @@ class RunConfig:
 
     @classmethod
     def from_composed(cls, composed: Any, machine: Machine | None = None) -> "RunConfig":
-        """Read every node of a DictConfig or its values; raise ValueError with a line for each wrong value."""
+        """Read every node; raise ValueError with a line for each wrong value."""
         values = plain(composed)
         problems: list[str | None] = [*upstream_problems(values)]
         nodes: dict[str, Any] = {}

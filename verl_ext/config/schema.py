@@ -199,7 +199,7 @@ def unknown_key(key: str) -> str:
 
 
 def check_keys(config: DictConfig) -> None:
-    """Raise ValueError with a line for each key of a composed config that the schema lacks (a typo in YAML).
+    """Raise ValueError with a line for each unknown key of a composed config (a typo in YAML).
 
     It also refuses a value that refers to a missing key. If data.custom_cls names a user's dataset class, the keys
     below data belong to that class.

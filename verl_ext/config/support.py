@@ -185,7 +185,7 @@ def _trial(model: Architecture) -> str | None:
 
 
 def generation_problem(model: Architecture) -> str | None:
-    """Return the reason why a small model cannot answer prompts; None if it can, or if none can be built."""
+    """Return why a small model cannot answer prompts; None if it can or cannot be built."""
     try:
         trial = trial_model(model.hf_config, model.cls or auto_class(model.hf_config))
     except Exception:  # small sizes do not suit the config

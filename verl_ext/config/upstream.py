@@ -44,7 +44,7 @@ _BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def upstream_problems(values: Mapping[str, Any]) -> Iterator[str | None]:
-    """Yield a line for each value in verl's nodes that has another type or is out of bounds."""
+    """Yield a line for each value in verl's nodes with a wrong type or out of bounds."""
     ill_typed: list[str] = []
     for name in ("model", "engine", "optim", "checkpoint"):
         cls = get_class(values[name]["_target_"])
@@ -83,7 +83,7 @@ def fixed_value_problems(
 
 
 def select(values: Mapping[str, Any], key: str, default: Any = None) -> Any:
-    """Return the value of a dotted key in nested mappings, or the default if a node lacks it."""
+    """Return the value of a dotted key in nested mappings, or else the default."""
     for name in key.split("."):
         if not isinstance(values, Mapping) or name not in values:
             return default

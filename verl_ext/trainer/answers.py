@@ -101,7 +101,7 @@ def mean_scores(scored: Sequence[Scored]) -> dict[str, float]:
 
 
 def engine_texts(engine: StepEngine, tokenizer: Any, sampling: Sampling) -> Texts:
-    """Return a function for the answers of the model in training; an idle rank answers a one-token prompt."""
+    """Return a function that answers by the model in training; an idle rank answers one token."""
     seeds = itertools.count(sampling.seed)  # each batch has its own seed
 
     def texts(batch: list[Prompt]) -> list[str]:

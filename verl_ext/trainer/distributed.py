@@ -161,7 +161,7 @@ def failures_reported() -> Iterator[None]:
 
 
 def _ask_store(question: Callable[[dist.Store], Answer]) -> Answer | None:
-    """Return an answer of the ranks' store, or None if the store is missing or out of reach.
+    """Return an answer of the ranks' store; None if it is missing or out of reach.
 
     The question runs in its own thread, because a host that is out of reach would block its caller forever.
     """
@@ -279,7 +279,7 @@ def _tell_torchrun(message: str) -> None:
 
 
 def _default_to_one_rank() -> None:
-    """Set torchrun's variables for ``python -m``; exit with one line if a scheduler has set only some of them."""
+    """Set torchrun's variables for ``python -m``; exit with one line if only some are set."""
     if missing := [name for name in _TORCHRUN_SETS if name not in os.environ]:
         ranks = os.environ.get("WORLD_SIZE", "1")
         if ranks != "1":

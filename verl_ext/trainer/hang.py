@@ -115,7 +115,7 @@ class HangWatch:
             self.mark(*before)
 
     def join(self, thread: threading.Thread) -> None:
-        """Wait for a saving thread, whose name is the phase and whose place in the code is this rank's meanwhile."""
+        """Wait for a saving thread, whose name and code become this rank's phase and place meanwhile."""
         with self.within("trainer.save_timeout", thread.name):
             self._thread = thread
             try:

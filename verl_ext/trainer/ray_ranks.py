@@ -1,4 +1,4 @@
-"""The ranks of a run on a Ray cluster, which an actor on each node runs as its child processes.
+"""The ranks of a run on a Ray cluster, as child processes of an actor per node.
 
     driver ── an actor per node, with `per_node` GPUs or CPUs
            ◄─ a rank's output and exit code ──────  actor  ◄─ pipes ─  python -m verl_ext.fsdp_sft_trainer, once a rank
@@ -204,7 +204,7 @@ class PlacedRanks:
         return f"with {nodes * self._per_node} ranks on {nodes} node{'s' * (nodes > 1)}"
 
     def run(self, arguments: Sequence[str], environment: dict[str, str]) -> Ends:
-        """Run every rank with these arguments, print their output, and kill the ranks that outlive a failed one.
+        """Run all ranks, print their output, and kill the ranks that outlive a failed one.
 
         Ctrl-C and SIGTERM reach every rank, the second time as SIGKILL. environment: the variables of every rank in
         addition to torchrun's.

@@ -36,11 +36,11 @@ from verl_ext.trainer.signals import requests
 
 
 class StopAgreed(Exception):
-    """The agreement of the ranks to end before a step, because one of them was asked to stop."""
+    """The agreement of the ranks to end before a step, after a stop request."""
 
 
 class UpcomingStep:
-    """A rank's batch of the next step, and the sums of Z and of stop requests over all ranks.
+    """A rank's next batch, and the sums of Z and of stop requests over all ranks.
 
     The batch is loaded while the device still computes the previous step. The hosts sum while the hooks of that step
     run, so no device waits for the sums and none is read for them.
@@ -139,7 +139,7 @@ class SFTTrainer:
             self.first_step = self.checkpoints.resume()
 
     def fit(self) -> bool:
-        """Train to the last step; return False if a stop request ended the run with a checkpoint instead."""
+        """Train to the last step; return False if a stop request ended the run earlier."""
         self.progress = StepProgress(self.first_step, self.run.total_steps, self.is_rank0)
         grouping = self.run_state.grouping
         if grouping != self.run.grouping:  # the checkpoint's grouping, from another layout of ranks

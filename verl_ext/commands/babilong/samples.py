@@ -54,7 +54,7 @@ class TokenCounter:
         return len(self._encode([text])[0])
 
     def opening(self, text: str) -> int:
-        """Return how many more tokens a text has at the start of a larger text than inside it.
+        """Return the extra tokens of a text at the start of a larger text.
 
         These are special tokens, and the difference of a first word that is encoded in another way.
         """
@@ -79,7 +79,7 @@ class TokenCounter:
 
 @dataclass
 class Background:
-    """N background sentences of at least MIN_TOKENS tokens, and the tokens int64[N] that each adds to a running text.
+    """N background sentences of MIN_TOKENS tokens or more, and the tokens int64[N] that each adds to a text.
 
     `is_prose`: whether neighbours belong together and are used side by side; else sentences are used in any order.
     """
@@ -151,20 +151,20 @@ def split_sentences(text: str) -> list[str]:
 
 
 def size_tokens(size: object) -> int | None:
-    """Return the tokens of a size: a number, or a name of published files (0k, 1k, 32k, 1M); None for other values."""
+    """Return the tokens of a size, a number or a published name (0k, 1k, 32k, 1M); else None."""
     match = re.fullmatch(r"(\d{1,12})([kM]?)", str(size)) if not isinstance(size, bool) else None
     return int(match[1]) * UNITS[match[2]] if match else None
 
 
 def target_tokens(size: object, reserve_tokens: int) -> int:
-    """Return the tokens of an `input`, which leave room for question and prompt; 0 means facts alone (0k)."""
+    """Return the tokens of an `input`, less room for question and prompt; 0 means facts alone (0k)."""
     tokens = size_tokens(size)
     return tokens - reserve_tokens if tokens else 0
 
 
 @dataclass
 class SampleMaker:
-    """The samples of one task and size; sample i depends on the seed, the task, the size, the options and i alone."""
+    """The samples of one task and size; sample i depends on seed, task, size, options and i alone."""
 
     task: str
     size: str
@@ -274,7 +274,7 @@ class SampleMaker:
     def _plans(
         self, walk: np.ndarray, facts: list[str], draws: list[float]
     ) -> Iterator[tuple[list[str], int, str, int]]:
-        """Yield (the ordered parts of a text, the index of the cut part, the text to cut, the tokens to keep).
+        """Yield (ordered parts of a text, index of the cut part, text to cut, tokens to keep).
 
         Yields nothing if there is no place for the facts.
         """
@@ -322,7 +322,7 @@ class SampleMaker:
 
 
 def cut_to(sentence: str, tokens: int, counter: TokenCounter) -> str | None:
-    """Return the start of `sentence` that has `tokens` tokens inside a running text, or None if there is none.
+    """Return the start of `sentence` with `tokens` tokens inside a running text, or None.
 
     It ends after a word if possible, else inside a word, as in the benchmark's last sentence.
     """

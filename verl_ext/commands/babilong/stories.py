@@ -56,7 +56,7 @@ class Question(NamedTuple):
 
 
 class Event(NamedTuple):
-    """A move of `actor` to the place `thing`, or a get, drop or give (to `recipient`) of the object `thing`."""
+    """A move to the place `thing`, or a get, drop or give (to `recipient`) of the object `thing`."""
 
     kind: str
     actor: str
@@ -127,7 +127,7 @@ def _where_is_actor(events: list[Event], rng: random.Random) -> tuple[str, str]:
 
 
 def _where_is_object(events: list[Event], rng: random.Random) -> tuple[str, str] | None:
-    """Ask for the place of an object whose holder moved with it, or that was dropped at a known place."""
+    """Ask for an object that its holder carried to, or dropped at, a known place."""
     for thing, before, carried in _recent_objects(events, rng):
         if places := carried or before:
             return f"Where is the {thing}? ", places[-1]
@@ -135,7 +135,7 @@ def _where_is_object(events: list[Event], rng: random.Random) -> tuple[str, str]
 
 
 def _where_was_object(events: list[Event], rng: random.Random) -> tuple[str, str] | None:
-    """Ask where an object was before a place that it was carried to; the last visit to the place counts."""
+    """Ask for an object's place before another place; the last visit to that one counts."""
     for thing, _, carried in _recent_objects(events, rng):
         if len(carried) > 1:
             place = rng.choice(carried[1:])
@@ -166,7 +166,7 @@ def _recent_objects(events: list[Event], rng: random.Random) -> Iterator[tuple[s
 
 
 def _who_gave_what(events: list[Event], rng: random.Random) -> tuple[str, str] | None:
-    """Ask about the last gift of an object given among the last facts; a third of the questions ask for the object."""
+    """Ask about the last gift of a recently given object; a third of the questions ask for the object."""
     recent = [event.thing for event in events[-RECENT:] if event.kind == "give"]
     if not recent:
         return None
@@ -187,7 +187,7 @@ def _who_gave_what(events: list[Event], rng: random.Random) -> tuple[str, str] |
 
 
 def _rooms(rng: random.Random) -> Story:
-    """Return a story of three rooms in a line, with two relations and a question about a fact's subject.
+    """Return three rooms in a line: two relations, and a question about a fact's subject.
 
     In bAbI the middle room is the subject of a third of the facts.
     """

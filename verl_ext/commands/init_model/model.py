@@ -1,4 +1,4 @@
-"""The config of a new model, from a preset or config.json with the user's changes, and its random weights.
+"""The config of a new model, from a preset or a config.json, and its random weights.
 
 A preset is a YAML file in `presets/` with the keys of a config.json, except for those that the tokenizer determines.
 """
@@ -108,7 +108,7 @@ def config_class(model_type: str) -> Any:
 
 
 def hf_config(fields: Fields) -> Any:
-    """Build a config from `fields`; raise UsageError with one line if no model can be built from it."""
+    """Build a config from `fields`; raise UsageError with one line if it allows no model."""
     cls = config_class(fields["model_type"])
     if problems := list(filter(None, _problems(fields, cls))):
         raise UsageError("; ".join(problems))

@@ -1,4 +1,4 @@
-"""The tokenizer of a new model: a copy, or a byte-level BPE trained on a stream of text."""
+"""The tokenizer of a new model: a copy, or a byte-level BPE trained on streamed text."""
 
 import os
 from collections.abc import Iterable, Iterator, Sequence

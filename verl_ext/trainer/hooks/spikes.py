@@ -44,7 +44,7 @@ class SpikeHook(Hook):
             continued_lines(self.run.output / SPIKES, self.trainer.first_step)
 
     def post_step(self, step: int, outcome: StepOutcome) -> None:
-        """Write the step to the file if it is a spike or was skipped; data-parallel ranks have equal losses."""
+        """Write a spike or a skipped step to the file; data-parallel ranks have equal losses."""
         state, factor, rank = self.trainer.run_state, self.options.spike_factor, self.trainer.rank
         if factor is None:
             return

@@ -1,4 +1,4 @@
-"""The hook for verl's tracking on rank 0; a resumed run continues its metrics file and tracked runs.
+"""The hook for verl's tracking on rank 0; a resume continues metrics file and tracked runs.
 
     run_ids.json    {"wandb": "dz5g909n"}    the ids of the runs, beside the checkpoints
 
