@@ -1,6 +1,6 @@
 """The command line `verl-ext COMMAND …`, also `python -m verl_ext COMMAND …`.
 
-On several nodes training is started by torchrun: `torchrun … -m verl_ext.fsdp_sft_trainer …`.
+On several nodes, torchrun starts the training: `torchrun … -m verl_ext.fsdp_sft_trainer …`.
 """
 
 import importlib
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from verl_ext.values import choice_problem
 
-# command: (its module, what it does)
+# command: (its module, its description)
 COMMANDS = {
     "train": ("verl_ext.commands.train", "raw files to a trained model: tokenize and torchrun in one command"),
     "tokenize": ("verl_ext.commands.tokenize", "chats and texts to a tokenized dataset with targets and categories"),
@@ -26,7 +26,7 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; its exit code: 0 done, 1 unusable data, 2 a mistake on the command line, 130 interrupted."""
+    """Run a command; return 0 (done), 1 (unusable data), 2 (mistake on the command line) or 130 (interrupted)."""
     arguments = sys.argv[1:] if arguments is None else arguments
     name, *rest = arguments or ["--help"]
     if name in COMMANDS:

@@ -1,10 +1,10 @@
 """verl's platform interface for CPU ranks: gloo instead of nccl, few memory counters, no streams.
 
-verl 0.9.1 reaches every device call through :class:`verl.plugin.platform.PlatformBase`. This class gives it a CPU, so
-that FSDP2, Ulysses, checkpoints and the Ray worker group run unchanged on a laptop or in CI.
+verl 0.9.1 makes every device call through :class:`verl.plugin.platform.PlatformBase`. This module implements it for a
+CPU, so that FSDP2, Ulysses, checkpoints and the Ray worker group run unchanged on a laptop or in CI.
 
-It is never found by verl's auto-detection: a CPU-only driver of a GPU cluster must keep the platform that stock verl
-gives it. It is chosen by name alone (``VERL_PLATFORM=cpu``), which our trainer sets if no accelerator is visible.
+verl's auto-detection never finds this platform, because a CPU-only driver of a GPU cluster must keep the platform that
+stock verl selects. Only ``VERL_PLATFORM=cpu`` selects it; our trainer sets this if no accelerator is visible.
 """
 
 import os
@@ -46,7 +46,7 @@ class CPUDevice:
 
     @staticmethod
     def max_memory_reserved(device: Any = None) -> int:
-        """Return the process's resident memory at its peak."""
+        """Return the peak resident memory of this process."""
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
     @staticmethod
@@ -64,7 +64,7 @@ class CPUDevice:
 
 @PlatformRegistry.register(platform="cpu")
 class CPUPlatform(PlatformBase):
-    """CPU ranks over gloo; selected by ``VERL_PLATFORM=cpu`` and by nothing else."""
+    """The platform of CPU ranks over gloo; only ``VERL_PLATFORM=cpu`` selects it."""
 
     device_name = vendor_name = property(lambda self: "cpu")
     device_module = property(lambda self: CPUDevice)
@@ -96,7 +96,7 @@ class CPUPlatform(PlatformBase):
         return "gloo"
 
     def visible_devices_envvar(self) -> str:
-        return "VERL_EXT_VISIBLE_CPUS"  # names no real variable: CPU ranks share the host
+        return "VERL_EXT_VISIBLE_CPUS"  # not a real variable, because CPU ranks share the host
 
     @contextmanager
     def nvtx_range(self, msg: str):

@@ -1,4 +1,4 @@
-"""A class or function of the user's own, named by file and name: `data.custom_cls`, `loss.custom_cls`, `eval.score`."""
+"""Classes and functions of the user, given by file and name: `data.custom_cls`, `loss.custom_cls`, `eval.score`."""
 
 import functools
 import importlib
@@ -15,12 +15,12 @@ _PACKAGE = "pkg://"
 
 
 def custom_object(node: str, path: str | None, name: str | None) -> Any:
-    """Return the object that the keys `node`.path and `node`.name name.
+    """Return the object that `node`.path and `node`.name refer to.
 
-    path: a Python file, or pkg://module for one that is installed. A file is executed once in a process.
+    path: a Python file, or pkg://module for an installed module. A process executes a file only once.
 
     Raises:
-        ValueError: one of the two is missing, or there is no such file or name, or the file raises an error.
+        ValueError: If one of the two is missing, if the file or the name does not exist, or if the file raises.
     """
     for key, value, other in (("path", path, "name"), ("name", name, "path")):
         if not value:
@@ -29,10 +29,10 @@ def custom_object(node: str, path: str | None, name: str | None) -> Any:
 
 
 def named_object(key: str, value: str) -> Any:
-    """Return the object that `module:name` or `file.py:name`, the value of an option, names.
+    """Return the object that an option refers to by `module:name` or `file.py:name`.
 
     Raises:
-        ValueError: as :func:`custom_object` does.
+        ValueError: In the same cases as :func:`custom_object`.
     """
     path, _, name = value.rpartition(":")
     return _member(key, _module(key, path if path.endswith(".py") else f"{_PACKAGE}{path}"), path, name)

@@ -1,10 +1,10 @@
-"""Files and folders that appear whole or not at all, their fingerprints, and the cache.
+"""Atomic files and folders, their fingerprints and checksums, and the cache of folders.
 
-    ROOT/<name>/                the files of `make`, with contents.json: their sizes
-    ROOT/<name>.lock            held by the process that makes it
-    ROOT/<name>.failed          why the last attempt failed, for the processes that waited for it
+    ROOT/<name>/                the files that `make` wrote, and contents.json with their sizes
+    ROOT/<name>.lock            held by the process that makes the folder
+    ROOT/<name>.failed          the error of the last attempt, for the processes that waited for it
 
-A cached folder is named by the fingerprint of everything that its content follows from, so that none is ever stale.
+The name of a cached folder is a fingerprint of everything that determines its content, so no folder is ever stale.
 """
 
 import contextlib
@@ -27,19 +27,19 @@ from verl_ext.launcher import is_running
 from verl_ext.values import DataError, file_of, first_line, reason_of
 
 CONTENTS = "contents.json"
-# Files of a folder that a command writes: the report of its records, and {number: name} of their categories.
+# Files in the output folder of a command: the report on its records, and the categories as {number: name}.
 REPORT, CATEGORIES = "report.json", "categories.json"
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # EFBIG: a file system or a limit allows no larger file
-BLOCK = 1 << 30  # bytes of a file that ranks who share its checksum take at once
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # EFBIG: the file system or a limit allows no larger file
+BLOCK = 1 << 30  # bytes of a file that a rank reads when ranks compute its checksum together
 _CHUNK = 1 << 23
-_WRITERS = ("PytorchStreamWriter", "inline_container", "os error")  # words of torch's and safetensors' errors
-_LEAST_FREE = 1 << 20  # bytes; a disk with less is full
+_WRITERS = ("PytorchStreamWriter", "inline_container", "os error")  # words in the write errors of torch and safetensors
+_LEAST_FREE = 1 << 20  # bytes; a disk with less free space counts as full
 
 _logger = logging.getLogger(__name__)
 
 
 def fingerprint(*facts: Any, digits: int = 32) -> str:
-    """Return hex digits of the sha256 of texts, JSON values, buffers such as arrays, and iterators of these."""
+    """Return the first hex digits of the SHA-256 of texts, JSON values, buffers and iterators of these."""
     digest = hashlib.sha256()
     for fact in chain.from_iterable(fact if isinstance(fact, Iterator) else (fact,) for fact in facts):
         text = json.dumps(fact) if isinstance(fact, (list, tuple, dict)) else fact
@@ -48,13 +48,13 @@ def fingerprint(*facts: Any, digits: int = 32) -> str:
 
 
 def file_state(path: str | os.PathLike[str]) -> tuple[str, int, int]:
-    """Return the real path, size and time of change in ns of a file. No content is read."""
+    """Return a file's real path, size and modification time in ns, without reading its content."""
     status = os.stat(path)
     return os.path.realpath(path), status.st_size, status.st_mtime_ns
 
 
 def checksum(path: str | os.PathLike[str], begin: int = 0, most: int | None = None) -> str:
-    """Return the xxh3_128, 32 hex digits, of at most `most` bytes of a file from byte `begin` on."""
+    """Return the xxh3_128 (32 hex digits) of at most `most` bytes of a file, starting at byte `begin`."""
     found, left = xxhash.xxh3_128(), most
     with open(path, "rb") as file:
         file.seek(begin)
@@ -65,19 +65,19 @@ def checksum(path: str | os.PathLike[str], begin: int = 0, most: int | None = No
 
 
 def checksum_by_blocks(path: str | os.PathLike[str]) -> str:
-    """Return :func:`checksum` of a file of up to 1 GiB, of a longer one :func:`joined` ones of its blocks of 1 GiB."""
+    """Return the :func:`checksum` of a file up to 1 GiB, or the :func:`joined` ones of a larger file's 1 GiB blocks."""
     return joined([checksum(path, begin, BLOCK) for begin in range(0, max(os.path.getsize(path), 1), BLOCK)])
 
 
 def joined(blocks: Sequence[str]) -> str:
-    """Return a file's checksum from those of its blocks."""
+    """Combine the checksums of a file's blocks into the checksum of the file."""
     return blocks[0] if len(blocks) == 1 else xxhash.xxh3_128_hexdigest("".join(blocks).encode())
 
 
 def is_inside(path: Path, folder: Path) -> bool:
-    """Return whether a file that a folder's own files name lies in it, links followed.
+    """Tell whether `path`, which a file in `folder` names, lies in the folder after links are resolved.
 
-    The Hub's cache is one place: its `snapshots/REVISION` hold links to `blobs` beside them.
+    The Hub's cache counts as one folder, because its `snapshots/REVISION` hold links to `blobs` beside them.
     """
     real, root = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
     hubs = (above.parent.parent for above in (root, *root.parents) if above.parent.name == "snapshots")
@@ -97,7 +97,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` as JSON to `path`, whose folder is made; the old content stays until all is written."""
+    """Write `value` as JSON to `path` atomically; create its folder if it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as partial:
         partial.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -105,9 +105,9 @@ def write_json(path: Path, value: Any) -> None:
 
 @contextlib.contextmanager
 def write_errors(folder: Path) -> Iterator[None]:
-    """Raise a failed write inside as an OSError with its reason.
+    """Turn the error of a failed write in the block into an OSError with its reason.
 
-    torch and safetensors have errors of their own for it, and torch's has often lost the reason.
+    torch and safetensors raise their own errors for it, and torch's error has often lost the reason.
     """
     try:
         yield
@@ -123,7 +123,7 @@ def write_errors(folder: Path) -> Iterator[None]:
 
 
 def follow_umask(folder: Path) -> None:
-    """Give a folder's files the mode of new ones: safetensors writes them for their owner alone."""
+    """Give safetensors files the mode of new files, because safetensors lets only the owner read them."""
     new = folder / f".mode-{os.getpid()}"
     new.touch()
     for path in folder.glob("*.safetensors"):
@@ -141,14 +141,14 @@ def sync(path: Path) -> None:
 
 
 class OutputFolder:
-    """A context whose `path` is a hidden sibling of `output_dir`, renamed to it by `publish()` and removed otherwise.
+    """A context manager for a hidden sibling of `output_dir`, which `publish()` renames to it.
 
-    A run that is killed leaves only the hidden folder, `.NAME.unfinished-HOST-PID`; the next run for the same
-    `output_dir` on that host removes it. A write that fails there, as on a full disk, is a `DataError` of one line.
+    A killed run leaves only the hidden folder, `.NAME.unfinished-HOST-PID`; the next run for the same `output_dir` on
+    that host removes it. A failed write in the folder, as on a full disk, raises `DataError` with one line.
     """
 
     def __init__(self, output_dir: str, overwrite: bool, key: str = "output_dir", named: str | None = None) -> None:
-        """`key` and `named`: the option that errors name, and its value (None: output_dir)."""
+        """Name the folders; errors name the option `key` and its value `named` (None: `output_dir`)."""
         self.output = Path(os.path.realpath(output_dir))
         self.key, self.named, self.overwrite = key, named or output_dir, overwrite
         host = re.sub(r"[^\w.]", "_", socket.gethostname())
@@ -171,7 +171,7 @@ class OutputFolder:
             raise self._not_written(error) from error
 
     def is_cause_of(self, error: OSError) -> bool:
-        """Return whether an error is of writing here, or of a full disk: a write that fails names no file."""
+        """Tell whether an error names a file in this folder, or no file (a failed write) and a full disk."""
         file = file_of(error)
         return error.errno in DISK_FULL if file is None else Path(file).is_relative_to(self.path)
 
@@ -179,12 +179,12 @@ class OutputFolder:
         return DataError(f"{self.key} must be a folder that can be written; got {self.named}: {reason_of(error)}")
 
     def publish(self) -> None:
-        """Put the folder in its place. With `overwrite`, the old one is moved aside first and deleted last."""
+        """Rename the folder to `output_dir`; with `overwrite`, move the old folder aside first and delete it last."""
         is_full = _has_files(self.output)
         if is_full and not self.overwrite:
             raise DataError(f"output_dir was filled by another run meanwhile, overwrite=true not given: {self.named}")
         if not is_full:
-            os.replace(self.path, self.output)  # also over an empty folder
+            os.replace(self.path, self.output)  # this also replaces an empty folder
             return
         os.replace(self.output, self._aside)
         try:
@@ -201,7 +201,7 @@ class OutputFolder:
                 if pid == sibling.name or not pid.isdigit() or is_running(pid):
                     continue
                 if kind == "replaced" and not self.output.exists():
-                    os.replace(sibling, self.output)  # killed between the two renames
+                    os.replace(sibling, self.output)  # the run was killed between the two renames
                 else:
                     shutil.rmtree(sibling, ignore_errors=True)
 
@@ -213,10 +213,10 @@ def _has_files(folder: Path) -> bool:
 def output_problems(
     output_dir: str, overwrite: bool, marker: str, keep: Iterable[str | os.PathLike[str] | None], kept: str
 ) -> list[str]:
-    """Return one line if `output_dir` must not be written, an empty list otherwise.
+    """Return a list with one line if `output_dir` must not be written, else an empty list.
 
-    marker: file by which a folder that the command wrote is known; only such a one is replaced. keep: paths that the
-    folder must not hold beside the working folder; None is none. kept: a name for these paths.
+    marker: the file that marks a folder of this command; only such a folder may be replaced. keep: paths that the
+    folder must not contain, in addition to the working folder; None entries are ignored. kept: words for these paths.
     """
     if problem := writable_problem("output_dir", output_dir):
         return [problem]
@@ -232,7 +232,7 @@ def output_problems(
 
 
 def writable_problem(key: str, folder: str) -> str | None:
-    """Return one line if `folder` cannot be made or written to; `key` is the config key that names it."""
+    """Return one line, which names the key `key`, if `folder` cannot be made or written to."""
     path = Path(folder).expanduser().absolute()
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
     problem = None
@@ -253,7 +253,7 @@ def default_root(name: str, cache_dir: str | os.PathLike[str] | None) -> Path:
 
 
 def is_complete(folder: Path) -> bool:
-    """Return whether a cached folder has every file that was made, in its size."""
+    """Tell whether a cached folder holds every file of its contents.json with the right size."""
     try:
         sizes = json.loads((folder / CONTENTS).read_text(encoding="utf-8"))["sizes"]
         return all((folder / file).stat().st_size == size for file, size in sizes.items())
@@ -262,26 +262,26 @@ def is_complete(folder: Path) -> bool:
 
 
 def cached_folder(root: Path, name: str, make: Callable[[Path], None], *, key: str = "data.cache_dir") -> Path:
-    """Return `root`/`name`, filled by `make(an empty folder)` unless it is complete.
+    """Return the folder `root`/`name`; call `make(empty_folder)` to fill it unless it is complete.
 
-    Of processes that call it at the same time one makes the folder; the others wait, and raise what it raised. If it
-    is killed, the next one that waits takes over. Nothing is written if the folder is complete.
+    If several processes call this function at the same time, one makes the folder; the others wait, and raise its error
+    if it fails. If it is killed, the next waiting process takes over. Nothing is written if the folder is complete.
 
     Raises:
-        ValueError: what `make` raises, an OSError as one line with the file and the reason; a root that cannot be
-            written, also if only `make` finds that out or fills the disk, in one line that names `key`.
+        ValueError: If `make` raises it or an OSError (one line then gives the file and the reason), or if `root` cannot
+            be written, even if only `make` finds this out or fills the disk (one line then names `key`).
     """
     folder = root / name
     if is_complete(folder):
         return folder
     from filelock import FileLock
 
-    # The same input fails in the same way, and ranks would otherwise fail one after another: those that waited for an
-    # attempt raise its error. A note of an older attempt is known by its time of change, as clocks need not agree.
+    # The same input fails in the same way, so the processes that waited for an attempt raise its error; otherwise the
+    # ranks would fail one after another. The modification time identifies an older note, because clocks may disagree.
     note = root / f"{name}.failed"
     before = _changed(note)
     try:
-        if folder.exists():  # every process that sees it logs it; of a run's ranks, rank 0 alone prints
+        if folder.exists():  # every process logs this, but only rank 0 of a run prints it
             _logger.warning("%s is made anew: files of it are missing or have another size", folder)
         root.mkdir(parents=True, exist_ok=True)
         with FileLock(root / f"{name}.lock"):
@@ -292,7 +292,7 @@ def cached_folder(root: Path, name: str, make: Callable[[Path], None], *, key: s
             try:
                 _make(folder, make, key)
             except ValueError as error:
-                # Without room for a note, the processes that waited try again.
+                # If the disk has no room for the note, the waiting processes try again.
                 with contextlib.suppress(OSError), atomic_write(note) as partial:
                     partial.write_text(str(error), encoding="utf-8")
                 raise

@@ -1,14 +1,14 @@
-"""Model FLOPs of a training step, by the lengths of its documents, and their share of a GPU's peak (MFU).
+"""Model FLOPs of a training step from its document lengths, and GPU peaks for the MFU.
 
-    per token       2 for each number of a matrix that it is multiplied with; of experts, those that it visits
-    per token       4 or 6 for each number of a recurrent layer's state (`verl_ext.layers.mixers`)
-    per document    heads·(d_qk + d_v)·l² in each layer's causal attention, half of the square; less in a window
+    per token       2 per element of each matrix that multiplies it; only the experts that it visits count
+    per token       4 or 6 per element of a recurrent layer's state (`verl_ext.layers.mixers`)
+    per document    heads·(d_qk + d_v)·l² in each layer's causal attention (half of the square); less with a window
 
-is a forward pass. A backward pass costs twice as much, and once for a matrix that is not trained. What is computed
-again (checkpointing, flash attention), norms and embeddings count nothing; the head counts for every token, as in
-others' MFU, though losses are computed of targets alone.
+These are the FLOPs of a forward pass. A backward pass costs twice as much, or the same for a frozen matrix.
+Recomputation (checkpointing, flash attention), norms and embeddings count nothing. The head counts for every token, as
+is usual for the MFU, although losses are computed for target tokens alone.
 
-l tokens of a document, d_qk and d_v the sizes of a head's keys and values.
+Here l is the number of tokens of a document; d_qk and d_v are the sizes of a head's keys and values.
 """
 
 import re
@@ -20,7 +20,7 @@ from torch import nn
 
 from verl_ext.packing import CostModel
 
-# Dense bf16 operations a second by NVIDIA's and AMD's data sheets. The first name that a device's name contains counts.
+# Dense bf16 FLOP/s from the data sheets of NVIDIA and AMD. The first key that is part of a device's name applies.
 PEAK_FLOPS = {
     **{"GB300": 2500e12, "B300": 2250e12, "GB200": 2500e12, "B200": 2250e12},
     **{"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "H800": 989e12, "H20": 148e12},
@@ -35,9 +35,9 @@ class GPU:
     """The memory and the links of a GPU.
 
     Attributes:
-        memory: as its driver shows it.
-        link: bytes a second that it receives from GPUs of its node, by the data sheet.
-        network: bytes a second that it receives from other nodes, of the maker's own machines.
+        memory: the total that its driver reports.
+        link: bytes per second that it receives from GPUs of its node, from the data sheet.
+        network: bytes per second that it receives from other nodes, in the manufacturer's own machines.
     """
 
     memory: str
@@ -45,7 +45,7 @@ class GPU:
     network: str
 
 
-# The peaks of these names are those of PEAK_FLOPS.
+# PEAK_FLOPS holds the peaks of these GPUs.
 GPUS = {
     **{"A100-40G": GPU("40960MiB", "300GB", "25GB"), "A100-80G": GPU("81920MiB", "300GB", "25GB")},
     **{"A800-80G": GPU("81920MiB", "200GB", "25GB"), "H800-80G": GPU("81559MiB", "200GB", "50GB")},
@@ -59,19 +59,19 @@ _EXPERT = re.compile(r"(^|\.)experts\.\d+(\.|$)")
 
 
 def peak_flops(device: str) -> float | None:
-    """Return the peak of a device by its name; None if it is not known."""
+    """Return the peak FLOP/s of a device by its name, or None if it is unknown."""
     return next((peak for name, peak in PEAK_FLOPS.items() if name in device), None)
 
 
 def train_flops(model: nn.Module, hf_config: Any, of_states: float = 0, recomputes: bool = False) -> CostModel | None:
-    """Return the FLOPs of forward and backward by a document's tokens; None of a model whose experts are not known.
+    """Return the forward and backward FLOPs as a cost model; None for unknown experts or attention.
 
     Args:
-        model: of transformers, adapters included, before it is sharded.
+        model: a transformers model with its adapters, before it is sharded.
         hf_config: its config.
-        of_states: the FLOPs of a token in the states of recurrent layers, in a forward pass.
-        recomputes: count what gradient checkpointing computes again too: the layers' forward pass, with the last
-            matrix of each, which torch leaves out.
+        of_states: the forward FLOPs per token in the states of recurrent layers.
+        recomputes: whether to count the recomputation of gradient checkpointing too, which is the layers' forward pass.
+            The last matrix of each layer counts, although torch does not recompute it.
     """
     text = hf_config.get_text_config()
     if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
@@ -91,7 +91,7 @@ def train_flops(model: nn.Module, hf_config: Any, of_states: float = 0, recomput
 
 
 def _of_matrices(model: nn.Module, text: Any, recomputes: bool) -> Iterator[float]:
-    """Yield the FLOPs of a token in every matrix. Raises LookupError if the share of its experts is not known."""
+    """Yield the FLOPs per token of each matrix; raise LookupError for unknown experts."""
     experts, chosen = (
         next((value for name in names if (value := getattr(text, name, None))), None) for names in (_EXPERTS, _CHOSEN)
     )
@@ -113,7 +113,7 @@ def _of_matrices(model: nn.Module, text: Any, recomputes: bool) -> Iterator[floa
 
 
 def attention_layers(text: Any) -> int:
-    """Count the layers of a text config that have attention, whose cost grows with the square of a length."""
+    """Count the attention layers of a text config, whose cost grows with the square of the length."""
     kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
     return (
         sum("attention" in kind and kind != "linear_attention" for kind in kinds) if kinds else text.num_hidden_layers

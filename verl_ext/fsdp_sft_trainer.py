@@ -1,8 +1,8 @@
-"""Packed SFT on verl's FSDP engine: parse, prepare, train, close.
+"""The training program for packed SFT on verl's FSDP engine.
 
     torchrun --nproc_per_node=8 -m verl_ext.fsdp_sft_trainer data.train_dir=DIR model.path=MODEL parallel=ulysses8
 
-Also started by file path, as the ``fsdp_sft_trainer.py`` of verl ≤ 0.6 was; that trainer's option names still work.
+It also starts by file path, like the ``fsdp_sft_trainer.py`` of verl ≤ 0.6, whose option names still work.
 """
 
 import os
@@ -13,10 +13,10 @@ from typing import Any
 
 if __name__ == "__main__":
     if sys.path and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
-        # Started by file path: this folder would hide modules of the same names elsewhere (data, models).
+        # After a start by file path, this folder would hide other modules with the same names (data, models).
         sys.path[0] = str(Path(__file__).resolve().parent.parent)
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-        # Every pack has another length: segments of fixed size would leave gaps. torch reads this while it is imported.
+        # Packs differ in length, so segments of a fixed size would leave gaps. torch reads this during its import.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     from verl_ext.progress import announce  # before the imports below, which take seconds
 
@@ -36,7 +36,7 @@ from verl_ext.trainer.signals import requests
 @hydra.main(version_base="1.3", config_path="pkg://verl_ext.conf", config_name="sft")
 @failures_reported()
 def train(composed: DictConfig) -> None:
-    """Prepare the run of a composed configuration, and train, evaluate or plan it."""
+    """Prepare the run of a composed configuration, then train, evaluate or plan it."""
     from verl_ext.checkpoint.layout import RUN
     from verl_ext.show.report import report_lines
     from verl_ext.trainer.report import write_report
@@ -53,7 +53,7 @@ def train(composed: DictConfig) -> None:
     print_on_rank0([f"reading the weights of {run.config.model_options.path} …"])
     trainer = SFTTrainer(run)
     with user_errors_end_the_run():
-        trainer.resume()  # before anything is written: it refuses other packs
+        trainer.resume()  # before anything is written, because it refuses a run with other packs
         if report and not run.config.trainer.eval_only:
             write_report(report, run.output)
             write_json(run.output / RUN, redacted(run.facts()))
@@ -64,7 +64,7 @@ def train(composed: DictConfig) -> None:
 
 
 def plan(run: Any, report: dict[str, Any]) -> None:
-    """Predict the memory and the time of a run, and write the report of its data beside it; on rank 0."""
+    """Predict a run's memory and time on rank 0, and write them with the data report."""
     from verl_ext.checkpoint.layout import saved_folders
     from verl_ext.memory_plan.report import memory_facts
     from verl_ext.show.report import plan_lines
@@ -83,14 +83,14 @@ def plan(run: Any, report: dict[str, Any]) -> None:
 
 
 def print_on_rank0(lines: Iterable[str], stream: Any = None) -> None:
-    """Print lines, each once for the whole run."""
+    """Print lines on rank 0 alone, with secrets masked."""
     if dist.get_rank() == 0:
         for line in lines:
             print(redacted_text(line), file=stream or sys.stdout, flush=True)
 
 
 def main() -> None:
-    """Join the ranks, translate the command line, hand over to Hydra."""
+    """Join the process group, translate the command line, and hand over to Hydra."""
     requests.listen()
     with process_group():
         with user_errors_end_the_run():

@@ -1,10 +1,10 @@
-r"""The same run on a Ray cluster: place the ranks, follow them, and start them again if some are lost.
+r"""The training program on a Ray cluster, which restarts the ranks if some are lost.
 
     python -m verl_ext.fsdp_sft_trainer_ray data.train_dir=DIR model.path=MODEL trainer.nnodes=2 \
         trainer.n_gpus_per_node=8
 
-Every rank is `verl_ext.fsdp_sft_trainer` with the arguments of this command. The cluster is the one of RAY_ADDRESS,
-else one that runs on this machine, else one of its own that ends with the run.
+Every rank runs `verl_ext.fsdp_sft_trainer` with the arguments of this command. The run uses the cluster at RAY_ADDRESS,
+else one that runs on this machine, else it starts its own cluster, which ends with the run.
 """
 
 import os
@@ -17,7 +17,7 @@ from pathlib import Path
 if __name__ == "__main__":
     from verl_ext.progress import announce
 
-    announce("starting on Ray; importing Ray and verl")  # seconds
+    announce("starting on Ray; importing Ray and verl")  # which takes seconds
 
 import hydra
 import ray
@@ -34,15 +34,15 @@ from verl_ext.trainer.distributed import TRAINING_FAILED, USER_ERROR
 from verl_ext.trainer.ray_ranks import Ends, placed_ranks, reason
 from verl_ext.values import plain
 
-_GIVEN_BACK = 15.0  # seconds in which a cluster of the run's own gets back what ended ranks have held
+_GIVEN_BACK = 15.0  # seconds until the run's own cluster gets back the resources of ended ranks
 _INTERRUPTED = 128 + signal.SIGINT
-_FINAL = (0, USER_ERROR, os.EX_TEMPFAIL, _INTERRUPTED)  # exit codes after which nothing is started again
+_FINAL = (0, USER_ERROR, os.EX_TEMPFAIL, _INTERRUPTED)  # exit codes after which the run does not restart
 
 
 def run(config: DictConfig, arguments: list[str]) -> int:
     """Run the ranks of a composed config to their end; return the exit code.
 
-    arguments: the command line's, for every rank. Raises ValueError for a mistake that is seen before the ranks start.
+    arguments: those of the command line, for every rank. Raises ValueError for a mistake seen before the ranks start.
     """
     check_keys(config)
     options, trainer = RayOptions.read(plain(config.ray)), TrainerOptions.read(plain(config.trainer))
@@ -69,7 +69,7 @@ def run(config: DictConfig, arguments: list[str]) -> int:
         return "the last checkpoint" if resumes else "the first step, since no checkpoint is saved,"
 
     with ray_cluster(max(per_node, os.cpu_count() or 1)) as is_own:
-        patience = min(options.timeout, _GIVEN_BACK) if is_own else options.timeout  # nobody joins a cluster of its own
+        patience = min(options.timeout, _GIVEN_BACK) if is_own else options.timeout  # no node joins its own cluster
         has_gpus = any(node["Alive"] and node["Resources"].get("GPU") for node in ray.nodes())
         on_gpu = trainer.device == "cuda" or (trainer.device == "auto" and has_gpus)
         while True:
@@ -78,7 +78,7 @@ def run(config: DictConfig, arguments: list[str]) -> int:
                     if restarts:
                         which = f"restart {restarts} of {options.max_restarts}"
                         _say(f"{which}: {why}; going on from {start()} {ranks}")
-                    # a recipe takes its packs per step from NNODES, on fewer nodes too
+                    # A recipe computes its packs per step from NNODES, even if the restart has fewer nodes.
                     ends = ranks.run(arguments, {"NNODES": str(nodes)})
             except RayError as error:
                 ends = Ends((), (f"Ray could not start the ranks ({reason(error)})",))
@@ -97,7 +97,7 @@ def run(config: DictConfig, arguments: list[str]) -> int:
 
 
 def _exit_code(ends: Ends) -> int:
-    """Return the ranks' exit code that says most of the run; a lost rank means that training failed."""
+    """Return the most informative exit code of the ranks; a lost rank counts as TRAINING_FAILED."""
     codes = [128 - code if code < 0 else code for code in ends.codes] + [TRAINING_FAILED] * len(ends.lost)
     return min(filter(None, codes), key=lambda code: (code not in (USER_ERROR, _INTERRUPTED), -code), default=0)
 
@@ -108,7 +108,7 @@ def _say(line: str) -> None:
 
 @contextmanager
 def _mistakes_in_one_line() -> Iterator[None]:
-    """End the command with USER_ERROR on a mistake; with 130 on an interruption before there are ranks."""
+    """Exit with USER_ERROR after a ValueError, and with 130 after an interruption before the ranks start."""
     try:
         yield
     except ValueError as error:
@@ -120,14 +120,14 @@ def _mistakes_in_one_line() -> Iterator[None]:
 
 
 def main() -> None:
-    """Compose the command line's configuration, as each rank will do again, and run it."""
+    """Compose the configuration, as each rank will do again, and run the ranks."""
     arguments = sys.argv[1:]
     with _mistakes_in_one_line():
-        sys.argv[1:], _ = prepare_overrides(arguments)  # rank 0 says what was translated
+        sys.argv[1:], _ = prepare_overrides(arguments)  # rank 0 prints the translations
 
     @hydra.main(version_base="1.3", config_path="pkg://verl_ext.conf", config_name="sft")
     def drive(config: DictConfig) -> None:
-        with _mistakes_in_one_line():  # inside Hydra, which would print them in its own words
+        with _mistakes_in_one_line():  # inside Hydra, which would print mistakes in its own words
             raise SystemExit(run(config, arguments))
 
     drive()

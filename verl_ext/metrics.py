@@ -1,11 +1,11 @@
-"""The numbers of a step: summed by each rank, and reduced over data-parallel ranks once, when they are read.
+"""Step metrics, which each rank sums, and which data-parallel ranks reduce once, when they are read.
 
-Category loss is the plain mean of ℓ_t over a category's target tokens of the global step (or of the whole validation
-set), whatever the loss mode and weights, and so are token accuracy and entropy. Sums are float64 and counts whole
-numbers below 2^53, so exact in the float64 that travels. Every rank holds one slot for every category of a fixed table,
-so no rank waits for a key that another lacks.
+The loss of a category is the plain mean of ℓ_t over its target tokens in the global step (or in the validation set), in
+every loss mode and with any weights; so are its token accuracy and entropy. Sums are float64. Counts are whole numbers
+below 2^53, which float64 also represents exactly. Every rank holds a slot for each category of a fixed table, so no
+rank waits for a key that another rank lacks.
 
-Legend: C categories; slot 0 is "no category" and is never reported.
+C is the number of categories. Slot 0 means "no category" and is never reported by itself.
 """
 
 import math
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
-# Names that a category must not have: `<category>_tokens` would be another metric.
+# A category must not have these names, because `<category>_tokens` would be another metric.
 RESERVED = ("target", "total", "total_target")
-VALIDATION = "val"  # the prefix of the metrics that have perplexities too
+VALIDATION = "val"  # the prefix of the metrics that include perplexities
 _SCALARS = ("weighted_loss", "normaliser", "tokens", "target_tokens", "packs")
 
 
@@ -26,9 +26,9 @@ class StepSums:
 
     Attributes:
         values: float64[5 + 4·(C + 1)] on the engine's device: weighted_loss, normaliser, tokens, target_tokens, packs,
-            then the sums of each category slot: of losses, tokens, right predictions and entropies.
+            then for each category slot the sums of losses, target tokens, correct predictions and entropies.
         slots: C + 1.
-        measured: the last two were added.
+        measured: whether the last two were added.
     """
 
     values: torch.Tensor
@@ -37,7 +37,7 @@ class StepSums:
 
     @classmethod
     def zeros(cls, categories: int, device: torch.device | str) -> "StepSums":
-        """Return the sums of no document; ``categories`` is C."""
+        """Return sums that are all zero; ``categories`` is C."""
         slots = categories + 1
         return cls(torch.zeros(len(_SCALARS) + 4 * slots, dtype=torch.float64, device=device), slots)
 
@@ -48,7 +48,7 @@ class StepSums:
 
     @property
     def category_loss(self) -> torch.Tensor:
-        """Σ ℓ_t over the targets of each category slot, a view of C + 1 elements; slot 0 are those of no category."""
+        """Σ ℓ_t over each category slot's target tokens, a view of C + 1 elements (slot 0: no category)."""
         return self._by_category[0]
 
     @property
@@ -57,7 +57,7 @@ class StepSums:
         return self.values[len(_SCALARS) :].view(4, self.slots)
 
     def add_measures(self, slots: torch.Tensor, is_target: torch.Tensor, *measures: torch.Tensor) -> None:
-        """Add right predictions and entropies of tokens [T] whose category slots are int64[T]."""
+        """Add the correct predictions and entropies of T tokens with the category slots int64[T]."""
         for row, values in enumerate(measures, start=2):
             self._by_category[row].index_add_(0, slots, torch.where(is_target, values.detach().double(), 0.0))
         self.measured = True
@@ -69,7 +69,7 @@ class StepSums:
         return weighted / normaliser if normaliser else math.nan
 
     def add_counts(self, counts: torch.Tensor) -> None:
-        """Add host-side ``float64[4 + C + 1]``: normaliser, tokens, target_tokens, packs, tokens by category slot."""
+        """Add float64[4 + C + 1]: normaliser, tokens, target_tokens, packs, target tokens by category slot."""
         counts = counts.to(self.values.device, non_blocking=True)
         self.values[1 : len(_SCALARS)] += counts[: len(_SCALARS) - 1]
         self._by_category[1] += counts[len(_SCALARS) - 1 :]
@@ -84,11 +84,11 @@ class StepSums:
         return StepSums(self.values + other.values, self.slots, self.measured and other.measured)
 
     def report(self, prefix: str, names: tuple[str, ...]) -> dict[str, float]:
-        """Return metrics by name; reads the device once.
+        """Return the metrics by name; read the device once.
 
-        A category without a target token here has no mean: its loss is left out, its count is 0. Of a validation set
-        ``perplexity`` is exp of the plain mean of ℓ_t over all targets, whatever the loss mode, and each category's
-        of its loss; inf if that is past float64.
+        A category without target tokens has no loss, and its count is 0. For a validation set, ``perplexity`` is exp of
+        the plain mean of ℓ_t over all target tokens in every loss mode, and a category's perplexity is exp of its loss;
+        a perplexity beyond float64 is inf.
         """
         values = self.values.tolist()
         weighted_loss, normaliser, tokens, target_tokens, packs = values[: len(_SCALARS)]

@@ -1,4 +1,4 @@
-"""The facts that the nodes of a run must have in common, and a line for each difference.
+"""The facts that the nodes of a run must share, and a line for each difference.
 
 differences({"node 0 (a)": {"torch": "2.13.0"}, "node 1 (b)": {"torch": "2.12.1"}})
 torch must be the same on every node; got 2.13.0 on node 0 (a), 2.12.1 on node 1 (b)
@@ -13,12 +13,12 @@ from pathlib import Path
 from verl_ext.files import fingerprint
 
 PACKAGES = ("verl-ext", "verl", "torch", "transformers", "numpy", "datasets")
-_SAMPLE = 1 << 16  # bytes of a file's begin and end that are compared
-_NAMED = 4  # nodes of a kind that a message names
+_SAMPLE = 1 << 16  # bytes that are compared at the start and at the end of a file
+_NAMED = 4  # nodes that a message names for each value
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that decide what a run computes, by name."""
+    """Return the versions of Python and of the packages that affect a run's results, by name."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -29,11 +29,11 @@ def versions() -> dict[str, str]:
 
 
 def content(path: str, endings: tuple[str, ...] = ("",)) -> str:
-    """Return the number of files, bytes and a digest of a file or folder, for comparison with another copy.
+    """Describe a file or folder by its file count, bytes and digest.
 
-    The digest is of names below `path`, sizes and the first and last 64 KiB of each file; a copy that is cut short,
-    older or of other data has another one. Hidden files, those that `datasets` caches beside its own, and files whose
-    names have none of the `endings`, do not count.
+    The digest covers the names below `path`, the sizes, and the first and last 64 KiB of each file. A truncated, older
+    or different copy has another digest. Hidden files, files that `datasets` caches beside its own, and files whose
+    names have none of the `endings` do not count.
     """
     if not os.path.exists(path):
         return "nothing"
@@ -61,7 +61,7 @@ def _files(path: str, endings: tuple[str, ...]) -> Iterator[Path]:
 
 
 def differences(facts: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Return a line for each fact that is not the same on every node; facts: node -> {fact: value}."""
+    """Return a line for each fact that differs between nodes; `facts` maps a node to {fact: value}."""
     lines = []
     for what in dict.fromkeys(what for values in facts.values() for what in values):
         holders: dict[str, list[str]] = {}

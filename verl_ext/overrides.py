@@ -1,7 +1,7 @@
-"""`key=value` words in Hydra's grammar, with names of any script, and one line on a word that is none.
+"""`key=value` words in Hydra's grammar with names in any script, and one-line errors.
 
-'sources={数学:math.jsonl}'    Hydra's grammar has ASCII names alone, so each other letter is spelled while Hydra
-sources={_U006570__U005B66_:math.jsonl}                              reads the word, and put back in the values it found
+'sources={数学:math.jsonl}'                    Hydra's grammar allows only ASCII names, so other characters are escaped
+sources={_U006570__U005B66_:math.jsonl}      while Hydra parses the word, and restored in the parsed values
 """
 
 import re
@@ -21,16 +21,16 @@ from omegaconf import DictConfig, OmegaConf
 _SPELLED = re.compile(r"_U([0-9A-F]{6})_")
 _BRACKETS = (("[", "]"), ("{", "}"))
 _QUOTED = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"")
-_NAME = re.compile(rf"(?<=[{{,])\s*({_QUOTED.pattern})\s*(?=:)")  # in quotes, which Hydra has for values alone
+_NAME = re.compile(rf"(?<=[{{,])\s*({_QUOTED.pattern})\s*(?=:)")  # a quoted name; Hydra allows quotes only for values
 
 
 def readable(words: Sequence[str], number: int) -> str:
-    """Return word `number` of a command line as Hydra reads it.
+    """Return word `number` of a command line in a form that Hydra parses.
 
-    Its names are spelled, and a plain value that Hydra's grammar refuses, such as ~/data or /part=1/x, is quoted.
+    Its names are escaped, and a plain value that Hydra's grammar refuses, such as ~/data or /part=1/x, is quoted.
 
     Raises:
-        ValueError: it is no override; the line says which bracket, quote or space is to blame.
+        ValueError: If it is not an override; the line names the bracket, quote or space at fault.
     """
     word = words[number]
     spelled = _spelled(_NAME.sub(lambda name: _spelled(name[1][1:-1], r"[\s\S]"), word), r"[^\x00-\x7f]")
@@ -48,7 +48,7 @@ def readable(words: Sequence[str], number: int) -> str:
 
 
 def parsed(text: str) -> Override | None:
-    """Return Hydra's reading of a word that :func:`readable` gave, names still spelled; None if it is no override."""
+    """Parse a word that :func:`readable` returned, leaving its names escaped; return None if it is no override."""
     try:
         return OverridesParser.create().parse_override(text)
     except HydraException:
@@ -56,7 +56,7 @@ def parsed(text: str) -> Override | None:
 
 
 def restored(value: Any) -> Any:
-    """Return a text, or the dicts and lists of an override's value, with its own letters again."""
+    """Return a string, or the dicts and lists of an override's value, with the original characters."""
     if isinstance(value, str):
         return _SPELLED.sub(lambda found: chr(int(found[1], 16)), value)
     if isinstance(value, dict):
@@ -65,7 +65,7 @@ def restored(value: Any) -> Any:
 
 
 def restore(config: DictConfig) -> None:
-    """Put the letters back into a config that Hydra composed, in place."""
+    """Restore the original characters in a config that Hydra composed, in place."""
     values: Any = OmegaConf.to_container(config, resolve=False)
     for name, node in values.items():
         if restored(node) != node:
@@ -73,7 +73,7 @@ def restore(config: DictConfig) -> None:
 
 
 def repeated_keys(override: str) -> list[str]:
-    """Return the keys that a dict of an override has twice, as in sources={a:one,a:two}: Hydra keeps the last alone."""
+    """Return the keys that a dict of an override repeats, as in sources={a:one,a:two}; Hydra keeps only the last."""
     repeated: list[str] = []
 
     class DictKeys(HydraOverrideVisitor):
@@ -92,7 +92,7 @@ def _spelled(text: str, letters: str) -> str:
 
 
 def _mistake(words: Sequence[str], number: int) -> str:
-    """Return the mistake in a word as the end of a line, "" if it is not known."""
+    """Return the mistake in a word as the end of an error line ("": unknown)."""
     word = words[number]
     key, equals, value = word.partition("=")
     if not equals:

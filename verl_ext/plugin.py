@@ -1,8 +1,8 @@
-"""The ``verl.plugins`` entry point: what verl loads by itself at ``import verl`` once this package is installed.
+"""The ``verl.plugins`` entry point, which ``import verl`` loads once this package is installed.
 
-Installing changes nothing for other verl programs. The CPU platform is registered under its own name, which only
-``VERL_PLATFORM=cpu`` selects. An engine is registered when ``VERL_ENGINE_VENDOR`` asks for it, as our trainer does:
-importing verl's engines at every ``import verl`` would slow down programs that need none.
+Installing this package changes nothing for other verl programs. The CPU platform is registered under its own name,
+which only ``VERL_PLATFORM=cpu`` selects. An engine is registered when ``VERL_ENGINE_VENDOR`` asks for it, as our
+trainer does: importing verl's engines at every ``import verl`` would slow down programs that need none.
 """
 
 import importlib
@@ -16,9 +16,9 @@ _MODULES = {PACKED: "verl_ext.engines.packed", CHUNKED: "verl_ext.engines.chunke
 
 
 def register_engine(vendor: str = PACKED) -> None:
-    """Register the engine of this vendor, and what it needs of attention or models; idempotent."""
+    """Register the engine of this vendor with the attention and models that it needs; idempotent."""
     with warnings.catch_warnings():
-        # verl announces each optional engine (megatron, veomni, …) that is not installed; nobody asked for them here.
+        # verl warns about each optional engine (megatron, veomni, …) that is not installed, but none is needed here.
         warnings.filterwarnings("ignore", message=".* engine is not available")
         importlib.import_module(_MODULES[vendor])
 

@@ -1,6 +1,6 @@
-"""Progress bars over files and over steps, and rows as a text table.
+"""Progress bars over files and over steps, and text tables.
 
-On a terminal a bar moves; a log file gets a line now and then.
+On a terminal, a bar moves; a log file gets a line now and then.
 """
 
 import math
@@ -17,19 +17,19 @@ from tqdm import tqdm
 
 from verl_ext import __version__
 
-_LINE = 80  # columns of a step's line
-_TALL = 30  # lines of a terminal from which on a step has more than one
+_LINE = 80  # columns of the line of a step
+_TALL = 30  # a terminal with at least this many lines shows more than one line per step
 _HEADLINES = ("loss", "exact_match", "accuracy", "answer", "perplexity")
 
 
 def announce(work: str) -> None:
-    """Print once for all ranks, before there is a process group, that this version has begun with `work`."""
+    """Print on rank 0, before there is a process group, that this version begins `work`."""
     if os.environ.get("RANK", "0") == "0":
         print(f"verl-ext {__version__}: {work} …", flush=True)
 
 
 class _LineBar(tqdm):
-    """A bar for a file or a pipe: whole lines without control characters."""
+    """A bar for a file or a pipe, which gets whole lines without control characters."""
 
     @staticmethod
     def status_printer(file: Any) -> Callable[[str], None]:
@@ -43,7 +43,7 @@ class _LineBar(tqdm):
 
 
 def progress_bar(description: str, total: int | None, **options: Any) -> tqdm:
-    """Return a tqdm bar with tqdm's options: redrawn often on a terminal, a line now and then in a log."""
+    """Return a tqdm bar, which redraws often on a terminal and seldom prints to a log."""
     if sys.stderr.isatty():
         return tqdm(total=total, desc=description, mininterval=0.2, **options)
     return _LineBar(total=total, desc=description, mininterval=10, ncols=_LINE, delay=10, **options)
@@ -60,11 +60,11 @@ def four_digits(value: float) -> str:
 
 
 class Done(Protocol):
-    """Records that are done."""
+    """The counts of finished records."""
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of input."""
+        """The number of input bytes."""
 
     @property
     def records(self) -> int:
@@ -78,7 +78,7 @@ class Done(Protocol):
 class Progress:
     """A bar over the bytes of input files, with records, tokens/s and the time left.
 
-    total_bytes: None if it is not known; the bar has no end then.
+    total_bytes: None if it is unknown; the bar then has no end.
     """
 
     def __init__(self, total_bytes: int | None, description: str = "tokenize") -> None:
@@ -96,7 +96,7 @@ class Progress:
         self.bar.close()
 
     def add(self, done: Done) -> None:
-        """Count records that are written."""
+        """Count records that have been written."""
         self.records += done.records
         self.tokens += done.tokens
         seconds = max(time.monotonic() - self.started, 1e-9)
@@ -108,13 +108,13 @@ class Progress:
 
 
 class StepProgress:
-    """A bar over optimizer steps on a terminal, and verl's console logger: a line for the metrics of a step.
+    """A bar over optimizer steps on a terminal, and a console logger for verl's tracking.
 
-    Silent on other ranks.
+    The logger prints a line for the metrics of each step. Other ranks than rank 0 print nothing.
 
     Args:
-        first_step: steps done before this process.
-        total_steps: steps of the whole run.
+        first_step: the number of steps before this process.
+        total_steps: the number of steps of the whole run.
         visible: True on rank 0.
     """
 
@@ -123,12 +123,12 @@ class StepProgress:
         hidden = not (visible and sys.stderr.isatty())
         self.bar = progress_bar("train", total_steps, initial=first_step, unit=" step", disable=hidden)
         self.started = self._since = self._first_ended = time.perf_counter()
-        self.total_tokens = self._tokens = 0  # of the run, and since the rate was last asked for
-        self._flops: float | None = 0.0  # since then
+        self.total_tokens = self._tokens = 0  # of the run, and since the last call of `rates`
+        self._flops: float | None = 0.0  # since that call
         self._steps = 0
 
     def step(self, tokens: int, flops: float | None = None) -> None:
-        """Count an optimizer step over `tokens` tokens of all ranks; flops: its model FLOPs, if they are known."""
+        """Count an optimizer step with `tokens` tokens and model `flops` (None: unknown) of all ranks."""
         self._tokens += tokens
         self._flops = None if flops is None or self._flops is None else self._flops + flops
         self.total_tokens += tokens
@@ -138,7 +138,7 @@ class StepProgress:
         self.bar.update(1)
 
     def rates(self) -> tuple[float, float | None]:
-        """Return tokens and model FLOPs a second, of all ranks, since this was last asked; None if not known."""
+        """Return tokens and model FLOPs (None if unknown) per second of all ranks since the last call."""
         now = time.perf_counter()
         seconds = max(now - self._since, 1e-9)
         rates = self._tokens / seconds, None if self._flops is None else self._flops / seconds
@@ -146,14 +146,14 @@ class StepProgress:
         return rates
 
     def show(self, metrics: Mapping[str, float]) -> None:
-        """Put the loss and the rate beside the bar."""
+        """Show the loss and the rate beside the bar."""
         loss, rate = (four_digits(metrics[f"train/{name}"]) for name in ("loss", "tokens_per_second"))
         self.bar.set_postfix_str(f"loss {loss}, {rate} tokens/s")
 
     def log(self, data: Mapping[str, float], step: int) -> None:
-        """Print the metrics of a step in one line of at most 80 columns; on a tall terminal its categories below.
+        """Print the metrics of a step on one line of at most 80 columns.
 
-        Call it inside :meth:`aside`.
+        A tall terminal shows the categories below it. Call this method inside :meth:`aside`.
         """
         kind = next(iter(data)).partition("/")[0]  # train or val
         values = {name.removeprefix(f"{kind}/"): value for name, value in data.items()}
@@ -162,7 +162,7 @@ class StepProgress:
         if "save_pause" in values:
             parts.append(f"saved, training waited {four_digits(values['save_pause'])} s")
         elif kind == "train":
-            # By the steps after the first, which compiles; validations and checkpoints between them count.
+            # The estimate leaves out the first step, which compiles, and includes validations and checkpoints.
             now = time.perf_counter()
             seconds = (now - self._first_ended) / (self._steps - 1) if self._steps > 1 else now - self.started
             parts += [f"{four_digits(values['tokens_per_second'])} tokens/s"]
@@ -173,7 +173,7 @@ class StepProgress:
                 parts += [f"{four_digits(of_rank)}/rank"]
             parts += [f"{four_digits(values['memory_gib'])} GiB"]
             parts += [f"{tqdm.format_interval(seconds * (self.total_steps - step))} left"]
-        # A run of very many steps, or hours: words go first, then what stands last.
+        # A very long run makes the line too long: words are shortened first, then the last parts are dropped.
         shorter = iter((("tokens/s", "tok/s"), ("step ", "")) if kind == "train" else ())
         while len(line := "  ".join(parts)) > _LINE:
             if (words := next(shorter, None)) is None:
@@ -187,7 +187,7 @@ class StepProgress:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the time inside, which is no training (validation, checkpoints), out of the rate."""
+        """Exclude the time of the block (validation, checkpoints) from the rate."""
         since = time.perf_counter()
         try:
             yield
@@ -203,7 +203,7 @@ class StepProgress:
     def aside(self) -> Iterator[None]:
         """Clear the bar around code that prints, so that lines do not run into it.
 
-        tqdm's own form holds its lock all the while: a thread that opens a bar, and that is waited for, would hang.
+        tqdm's own context manager holds its lock all the time, so waiting for a thread that opens a bar would hang.
         """
         self.bar.clear()
         try:
@@ -220,7 +220,7 @@ class StepProgress:
 
 
 def _category_lines(values: Mapping[str, float], width: int) -> Iterator[str]:
-    """Yield a few lines with the categories' losses among the metrics of a step."""
+    """Yield a few lines with the category losses of a step."""
     names = [name.removesuffix("_loss") for name in values if name.endswith("_loss")]
     losses = [f"{name} {four_digits(values[f'{name}_loss'])}" for name in names if f"{name}_tokens" in values]
     text = "  ".join(loss.replace(" ", "\0") for loss in losses)  # a name and its loss stay together
@@ -233,7 +233,7 @@ Row = dict[str, str]
 
 
 def aligned(rows: Sequence[Row], left: Collection[str]) -> str:
-    """Format rows of the same keys as lines under a header, the columns named in `left` to the left."""
+    """Format rows with equal keys as lines under a header; the columns named in `left` are left-aligned."""
     widths = {key: max(len(key), *(len(row[key]) for row in rows)) for key in rows[0]}
 
     def line(cells: Row) -> str:

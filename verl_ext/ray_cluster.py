@@ -1,9 +1,9 @@
-"""The Ray cluster that a command or a run works on: one that runs already, or one started here for as long as needed.
+"""The Ray cluster of a command or a run: an existing one, or one started here.
 
 with ray_cluster(num_cpus=8):
-    ...                  RAY_ADDRESS=host:6379 or auto: that cluster, which goes on afterwards
-                         not set: the one that runs on this machine, else one started here, which ends with the block
-                         local: one started here, in any case
+    ...                  RAY_ADDRESS=host:6379 or auto: that cluster, which keeps running afterwards
+                         not set: the cluster on this machine, else one started here, which ends with the block
+                         local: always one started here
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from typing import Any
 from verl_ext.values import UsageError, first_line
 
 ANSWERS_WITHIN = 10  # seconds
-OBJECT_STORE = 128 << 20  # bytes of shared memory: nothing large travels through it
+OBJECT_STORE = 128 << 20  # bytes of shared memory; no large object passes through it
 
 _NEEDED = (
     "RAY_ADDRESS must be host:port of the head of a Ray cluster, or auto, on one of the cluster's machines (ray job"
@@ -30,11 +30,11 @@ _NEEDED = (
 def ray_cluster(num_cpus: int) -> Iterator[bool]:
     """Connect to a cluster for the block; yield whether it was started here, on this machine alone.
 
-    num_cpus: of a cluster that is started here. A connection that this process has already is used and kept. Raises
-    `UsageError` if there is no cluster at $RAY_ADDRESS, or none can be started.
+    num_cpus: the CPUs of a cluster that is started here. An existing connection of this process is used and kept.
+    Raises `UsageError` if there is no cluster at $RAY_ADDRESS, or none can be started.
     """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # before Ray is imported: nothing is sent to its makers
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # a change that Ray announces to everybody
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # before the import of Ray: no usage statistics
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # silences Ray's announcement of a change
     import ray  # heavy
 
     if ray.is_initialized():
@@ -42,7 +42,7 @@ def ray_cluster(num_cpus: int) -> Iterator[bool]:
         return
     address = _checked(os.environ.get("RAY_ADDRESS", ""))
     on_signal = signal.getsignal(signal.SIGTERM)
-    # What workers print stays in Ray's own log files: an error that matters is returned by the work itself.
+    # The output of workers stays in Ray's log files; the work itself returns the errors that matter.
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "include_dashboard": False}
     is_own = address in ("", "local")
     own: dict[str, Any] = {"num_cpus": num_cpus, "object_store_memory": OBJECT_STORE} if is_own else {}
@@ -53,8 +53,8 @@ def ray_cluster(num_cpus: int) -> Iterator[bool]:
             if address:
                 raise
             is_own = False
-            ray.init(**quiet)  # one runs on this machine, whose resources are what they are
-    except Exception as error:  # of many kinds
+            ray.init(**quiet)  # a cluster runs on this machine, so its resources cannot be set
+    except Exception as error:  # Ray raises many kinds
         raise UsageError(f"{_NEEDED}; got {address or 'nothing'}: {first_line(error)}") from error
     try:
         if threading.current_thread() is threading.main_thread():
@@ -65,17 +65,17 @@ def ray_cluster(num_cpus: int) -> Iterator[bool]:
 
 
 def _checked(address: str) -> str:
-    """Return the address; `local` if none is given and the cluster that `ray start` made on this machine is gone.
+    """Return the address, or `local` if none is given and the cluster of `ray start` is gone.
 
-    Raises `UsageError` if no Ray answers, or another service, or a cluster with another token: `ray.init` would ask for
-    a minute or more, and print a line of its C++ for each second.
+    Raises `UsageError` if no Ray cluster answers, another service answers, or the cluster has another token. `ray.init`
+    would retry for a minute or more, and print a line of its C++ code every second.
     """
     import grpc
     from ray._private.grpc_utils import init_grpc_channel
     from ray._private.services import find_bootstrap_address
 
     at = address
-    if address in ("", "auto"):  # the address that `ray start` has written down stays when its cluster is killed
+    if address in ("", "auto"):  # the address file of `ray start` stays when its cluster is killed
         at = find_bootstrap_address(None) or "local"
     if at == "local":
         return address
@@ -84,7 +84,7 @@ def _checked(address: str) -> str:
         raise UsageError(f"{_NEEDED}; got {address}")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWERS_WITHIN).close()
-        with init_grpc_channel(at) as channel:  # with TLS and token, as RAY_USE_TLS and RAY_AUTH_MODE say
+        with init_grpc_channel(at) as channel:  # with TLS and token according to RAY_USE_TLS and RAY_AUTH_MODE
             grpc.channel_ready_future(channel).result(ANSWERS_WITHIN)
             channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")(b"", timeout=ANSWERS_WITHIN)
     except (OSError, OverflowError) as error:
@@ -93,7 +93,7 @@ def _checked(address: str) -> str:
         raise UsageError(f"{_NEEDED}; got {address}: {first_line(error)}") from error
     except (grpc.FutureTimeoutError, grpc.RpcError) as error:
         code = error.code() if isinstance(error, grpc.RpcError) else grpc.StatusCode.UNIMPLEMENTED
-        if code is grpc.StatusCode.UNIMPLEMENTED:  # by a service of another kind
+        if code is grpc.StatusCode.UNIMPLEMENTED:  # another kind of service answered
             raise UsageError(f"{_NEEDED}; got {address or at}, where something else listens") from None
         if code is grpc.StatusCode.UNAUTHENTICATED:
             mode = os.environ.get("RAY_AUTH_MODE", "nothing")

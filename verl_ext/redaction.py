@@ -1,8 +1,8 @@
-"""Mask secrets in what is printed or written: by an option's name, in URLs, known kinds of tokens, the environment's.
+"""Mask secrets in output: by option name, in URLs, by token format, and from the environment.
 
     {"wandb_api_key": "1f…"}, hf_token=1f…, https://me:word@host/, https://host/a?X-Amz-Signature=9f…, hf_…, sk-…
 
-A secret of no known form, under a name that does not show it, is not recognized.
+A secret without a known format, under a name that does not reveal it, is not recognized.
 """
 
 import os
@@ -24,7 +24,7 @@ _ASSIGNED = re.compile(r"([\w.-]+)(\s*[=:](?!//)\s*)(?!(?:null|None|true|false)\
 
 
 def redacted(value: Any) -> Any:
-    """Return plain values, nested ones too, with the secrets in them masked."""
+    """Return plain values, also nested ones, with the secrets in them masked."""
     if isinstance(value, Mapping):
         return {
             key: MASK if each and isinstance(each, str) and _says_so(key) else redacted(each)
@@ -39,7 +39,7 @@ def redacted_text(text: str) -> str:
     """Return a text with the secrets in it masked."""
     named = {value for name, value in os.environ.items() if _says_so(name) and len(value) >= 8}
     for secret in sorted(named, key=len, reverse=True):
-        text = text if os.path.exists(secret) else text.replace(secret, MASK)  # a file of secrets is none itself
+        text = text if os.path.exists(secret) else text.replace(secret, MASK)  # the path of a secret is not secret
     text = _FORM.sub(MASK, text)
     return _ASSIGNED.sub(lambda found: f"{found[1]}{found[2]}{MASK}" if _says_so(found[1]) else found[0], text)
 

@@ -1,6 +1,6 @@
-"""Values that users give: options with their types, defaults, checks and meanings, and the wording of errors.
+"""Options with their types, defaults, checks and meanings, and the wording of errors.
 
-A dataclass of options states each one once; `--help`, the configuration reference and the checks are made from it:
+A dataclass defines each option once; `--help`, the configuration reference and the checks derive from it:
 
     @dataclass(frozen=True)
     class PackOptions(Options):
@@ -23,11 +23,11 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
-MISSING = "???"  # what Hydra has for a value that must be given
-REQUIRED: Any = None  # the default of an option that must be given: null until it is
-# The kinds of values that are checked: words for each, and the classes of its values.
+MISSING = "???"  # Hydra's marker of a value that must be given
+REQUIRED: Any = None  # the default of an option that must be given
+# The types whose values are checked: {annotation: (words in errors, allowed classes)}.
 _KINDS: dict[Any, tuple[str, Any]] = {
-    int: ("a whole number", numbers.Integral),  # numpy's too, but not true and false
+    int: ("a whole number", numbers.Integral),  # also numpy's integers, but not true and false
     float: ("a number", numbers.Real),
     bool: ("true or false", bool),
     str: ("a text", str),
@@ -38,11 +38,11 @@ OptionsT = TypeVar("OptionsT", bound="Options")
 
 
 class UsageError(ValueError):
-    """A mistake on the command line or in the configuration: exit code 2."""
+    """A mistake on the command line or in the configuration, with exit code 2."""
 
 
 class DataError(ValueError):
-    """Input that ends the run (a record that cannot be used, an unreadable file), or a dead worker: exit code 1."""
+    """Unusable input (a bad record, an unreadable file) or a dead worker, with exit code 1."""
 
 
 def option(
@@ -59,15 +59,15 @@ def option(
     """Return a field of an :class:`Options` dataclass.
 
     Args:
-        default: its value when it is not given; a list or dict is copied for every instance.
+        default: the value if the option is not given; a list or dict is copied for every instance.
         meaning: one line for `--help` and the configuration reference.
-        choices: the values that are allowed.
-        least: the lowest number; null passes if the annotation allows it.
-        most: the highest number.
+        choices: the allowed values.
+        least: the lowest allowed number; null passes if the annotation allows it.
+        most: the highest allowed number.
         above: a number that the value must exceed.
-        required: null and an empty value are refused.
+        required: whether null and empty values are refused.
         resume: "same" if a resumed run must have the value of its checkpoint, "may_grow" if only an extended stream
-            may change it, "ahead" if it may change for steps that are not done yet, "may_change" otherwise.
+            may change it, "ahead" if it may change for future steps, "may_change" otherwise.
     """
     bounds = {"least": least, "most": most, "above": above}
     metadata = {"meaning": meaning, "choices": tuple(choices), **bounds, "required": required, "resume": resume}
@@ -78,9 +78,9 @@ def option(
 
 
 class Options:
-    """Base of options dataclasses, whose values are checked when one is made.
+    """The base class of options dataclasses, which check their values at construction.
 
-    prefix: the dotted key of the node that its fields stand in, "" for the top.
+    prefix: the dotted key of the config node that holds the fields, "" for the top level.
     """
 
     prefix: ClassVar[str] = ""
@@ -96,7 +96,7 @@ class Options:
         return [line for name, field in fields if (line := field.problem(f"{prefix}{name}", values[name]))]
 
     def problems(self) -> Iterable[str | None]:
-        """Return a line for each mistake that several options make together, each of them right by itself."""
+        """Return a line for each combination of options that is invalid although each option is valid."""
         return ()
 
     def changed(self) -> dict[str, Any]:
@@ -106,9 +106,9 @@ class Options:
 
     @classmethod
     def read(cls: type[OptionsT], values: Mapping[str, Any], **given: Any) -> OptionsT:
-        """Return the options that a mapping such as a config node holds; its other keys are left alone.
+        """Read the options from a mapping such as a config node; ignore its other keys.
 
-        given: options by name that win over the mapping's, but for None. "???" and verl's DictConfig are understood.
+        given: options by name that override the mapping's unless they are None. "???" and DictConfig are accepted.
         Raises ValueError as the constructor does.
         """
         values = {**plain(values), **{name: value for name, value in given.items() if value is not None}}
@@ -126,7 +126,7 @@ class Options:
                     continue
             if value is not None or field.nullable or field.required:
                 named[name] = field.converted(value)
-        if below:  # mistakes between several options can only be known when each of them is right
+        if below:  # combinations of options can only be checked if each option is valid
             refuse([*cls._field_problems(named), *below])
         return cls(**named)
 
@@ -148,7 +148,7 @@ class Option:
     resume: str = "may_change"
 
     def converted(self, value: Any) -> Any:
-        """Return a whole number as a float and a name that reads as a number as a text, if the annotation says so."""
+        """Convert an int to a float, and a number to a text, if the annotation says so."""
         if self.type is float and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
         return show(value) if self.type is str and isinstance(value, (int, float)) else value
@@ -183,11 +183,11 @@ class Option:
 
 
 def options_of(cls: Any) -> dict[str, Option]:
-    """Return the fields of a dataclass, verl's included, in their order."""
+    """Return the fields of a dataclass, also of verl's, in their order."""
     return _options_of(cls)
 
 
-@functools.cache  # apart from options_of: mypy takes the type of a dataclass for one that cannot be hashed
+@functools.cache  # separate from options_of, because mypy takes the type of a dataclass to be unhashable
 def _options_of(cls: Any) -> dict[str, Option]:
     hints = typing.get_type_hints(cls)
     found = {}
@@ -205,34 +205,34 @@ def _options_of(cls: Any) -> dict[str, Option]:
 
 
 def default_values(cls: type[Options]) -> dict[str, Any]:
-    """Return {name: default} of an options dataclass, those of a node below it as a mapping."""
+    """Return {name: default} of an options dataclass, with the nodes below it as mappings."""
     fields = options_of(cls).items()
     return {name: default_values(e.type) if isinstance(e.default, Options) else e.default for name, e in fields}
 
 
 def type_problems(cls: type, values: Mapping[str, Any], prefix: str) -> list[str]:
-    """Return a line for each number or flag below the node `prefix` that is not of the type of its dataclass field."""
+    """Return a line for each number or flag of the node `prefix` with a wrong type."""
     fields = {name: field for name, field in options_of(cls).items() if field.type in (int, float, bool)}
     lines = (field.problem(f"{prefix}.{name}", values[name]) for name, field in fields.items() if name in values)
     return [line for line in lines if line]
 
 
 def plain(config: Any) -> Any:
-    """Return a config node as plain dicts and lists, its interpolations resolved; anything else as it is."""
-    from omegaconf import OmegaConf  # here: not every program that checks values has configs
+    """Return a config node as plain dicts and lists with resolved interpolations, and any other value unchanged."""
+    from omegaconf import OmegaConf  # here, because not every program that checks values uses configs
 
     return OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else config
 
 
 def refuse(problems: Iterable[str | None]) -> None:
-    """Raise ValueError with a line for each problem that is not None, repeated lines left out."""
+    """Raise ValueError with a line for each distinct problem that is not None, if there are any."""
     lines = list(dict.fromkeys(problem for problem in problems if problem))
     if lines:
         raise ValueError("\n".join(lines))
 
 
 def choice_problem(key: str, value: object, options: Iterable[str]) -> str | None:
-    """Return one line with the options, the value received and the nearest if value is none of the options."""
+    """Return a line that names the options and the nearest one if `value` is not an option; else None."""
     options = list(options)
     if value in options:
         return None
@@ -248,25 +248,25 @@ def check_choice(key: str, value: object, choices: Iterable[str]) -> None:
 
 
 def whole_number(key: str, value: Any, least: int, most: int | None = None) -> int:
-    """Return `value` as an int; raise ValueError if it is no whole number, below `least` or above `most`."""
+    """Return `value` as an int; raise ValueError unless it is a whole number from `least` to `most`."""
     refuse([Option(key, int, False, least, least=least, most=most).problem(key, value)])
     return operator.index(value)
 
 
 def nearest_name(name: str, options: Iterable[str]) -> str | None:
-    """Return the option closest to name by difflib's ratio, None if nothing is close."""
+    """Return the option closest to `name` by difflib's ratio, or None if none is close."""
     found = difflib.get_close_matches(name, list(options), n=1, cutoff=0.6)
     return found[0] if found else None
 
 
 def nearest_key(key: str, keys: Iterable[str]) -> str | None:
-    """Return the dotted key closest to key.
+    """Return the dotted key closest to `key`, or None if none is close.
 
-    That is the same last name elsewhere, or a like one of the same node, or any like key, or a like last name.
+    The preference is the same last name elsewhere, a similar name in the same node, a similar key, a similar last name.
     """
     keys = sorted(keys, key=lambda other: (other.count("."), other), reverse=True)
     node, _, name = key.rpartition(".")
-    by_name = {other.rpartition(".")[2]: other for other in keys}  # the shallowest key of a name stands for it
+    by_name = {other.rpartition(".")[2]: other for other in keys}  # the shallowest key with each last name
     siblings = {other.rpartition(".")[2]: other for other in keys if other.rpartition(".")[0] == node}
     if name in by_name:
         return by_name[name]
@@ -279,7 +279,7 @@ def nearest_key(key: str, keys: Iterable[str]) -> str | None:
 
 
 def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of nested mappings; an empty one is a value."""
+    """Yield (dotted key, value) of nested mappings; an empty mapping counts as a value."""
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from leaves(value, f"{prefix}{name}.")
@@ -288,7 +288,7 @@ def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def show(value: object) -> str:
-    """Return a received value as the user would write it."""
+    """Return a value as the user would write it."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -297,7 +297,7 @@ def show(value: object) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return text on one line that any terminal or file takes, with Python's escapes for what does not print."""
+    """Return a text as one line, with Python's escapes for characters that are not printable."""
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
@@ -308,10 +308,10 @@ def first_line(error: BaseException) -> str:
 
 
 def file_of(error: OSError) -> str | None:
-    """Return the file that an error names; a write that fails names none."""
+    """Return the file that an error names, or None; a failed write names no file."""
     return os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else None
 
 
 def reason_of(error: OSError) -> str:
-    """Return the reason without number and file: "No space left on device"."""
+    """Return an error's reason without its number and file, such as "No space left on device"."""
     return error.strerror or first_line(error)

@@ -1,1 +1,1 @@
-"""Checkpoints: what lies on the disk, what is saved and restored, what a resume must share, and the export."""
+"""Checkpoints: their files, saving and restoring, the needs of a resume, and the export."""

@@ -1,9 +1,9 @@
-"""A checkpoint's folder for plain transformers: written by training, or from a checkpoint by `verl-ext export`.
+"""The export of a checkpoint for plain transformers, by training or by `verl-ext export`.
 
     global_step_N/state/  ──tensors──►  files mapped into memory  ──►  model-00001-of-0000N.safetensors, …
 
-The command reads the tensors into files that are mapped into memory, merges the adapters there, and transformers writes
-the shards: the weights are never in memory as a whole, and no GPU is needed.
+The command reads the tensors into memory-mapped files and merges the adapters there; transformers writes the shards. So
+the weights are never in memory as a whole, and no GPU is needed.
 """
 
 import json
@@ -35,25 +35,25 @@ from verl_ext.values import DataError
 
 
 class Export:
-    """The files of `huggingface/`, collected from an engine and written then or later.
+    """The files of `huggingface/`, collected from an engine and written at once or later.
 
     With `hf_model` in `checkpoint.save_contents` they include the weights, whole in the host memory of rank 0.
     """
 
     def __init__(self, engine: Any) -> None:
-        """Collect them; collective."""
+        """Collect the files; collective."""
         self.engine = engine
         self.weights: dict[str, torch.Tensor] | None = None
         if engine.checkpoint_manager.should_save_hf_model:
             self.weights = _gathered_weights(engine)
-            # Here: transformers changes torch's default dtype meanwhile, which is of all threads.
+            # Built here, because transformers meanwhile changes torch's default dtype, which all threads share.
             self.plain = plain_model(engine.module.config, engine.model_config.trust_remote_code)
 
     def write(self, folder: Path) -> None:
-        """Write config, tokenizer, the code of a model of the Hub's, and the weights; on rank 0 alone."""
+        """Write config, tokenizer, remote code and the weights; on rank 0 alone."""
         engine, config = self.engine, self.engine.module.config
         config.save_pretrained(folder)
-        with suppress(OSError, ValueError):  # many models have none
+        with suppress(OSError, ValueError):  # many models have no generation config
             GenerationConfig.from_pretrained(config.name_or_path).save_pretrained(folder)
         if (processor := engine.checkpoint_manager.processing_class) is not None:
             processor.save_pretrained(folder)
@@ -62,12 +62,12 @@ class Export:
             module = engine.module.get_base_model() if engine._is_lora else engine.module
             custom_object_save(module, folder, config=config)
         if self.weights is not None:
-            disable_progress_bar()  # A thread's bar beside the one of training would wait for the lock of both.
+            disable_progress_bar()  # A thread's bar would wait for the lock that training's bar shares.
             _write_weights(self.plain, self.weights, folder)
 
 
 def _copy_processor(model: Path, folder: Path) -> None:
-    """Copy the files of a model's processor that an export lacks: verl may load none, and texts alone need none."""
+    """Copy the processor files that an export lacks, because verl may not load a processor."""
     has_template = any(folder.glob("chat_template*"))
     for pattern in ("*processor_config.json", *(() if has_template else ("chat_template*",))):
         for file in model.glob(pattern):
@@ -76,7 +76,7 @@ def _copy_processor(model: Path, folder: Path) -> None:
 
 
 def _gathered_weights(engine: Any) -> dict[str, torch.Tensor]:
-    """Return the weights by plain transformers' names, LoRA merged, on rank 0's host memory; collective."""
+    """Return the weights by transformers' names, with merged LoRA, in rank 0's host memory; collective."""
     if engine._is_offload_param:
         load_fsdp_model_to_gpu(engine.module)
     with merged_lora_context(engine.module, backup_adapters=True) if engine._is_lora else nullcontext():
@@ -89,7 +89,7 @@ def _gathered_weights(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def plain_model(config: Any, trusted: bool = False) -> PreTrainedModel:
-    """Return plain transformers' model of a config, on the meta device; a trusted one may have code of its own."""
+    """Build the transformers model of a config on the meta device, with its own code if `trusted`."""
     with torch.device("meta"):
         return auto_class(config).from_config(config, trust_remote_code=trusted)
 
@@ -97,9 +97,9 @@ def plain_model(config: Any, trusted: bool = False) -> PreTrainedModel:
 def _write_weights(
     plain: PreTrainedModel, weights: dict[str, torch.Tensor], folder: Path, shard_bytes: int = 5 * 10**9
 ) -> None:
-    """Write a model's weights, by the names of its parameters, as plain transformers does, beside its other files.
+    """Write a model's weights by parameter name, like plain transformers, beside its other files.
 
-    Of tied weights one name is enough. OSError if a file cannot be written, ValueError if weights are missing.
+    One name of tied weights is enough. Raises OSError if a file is not written, and ValueError if weights are missing.
     """
     with suppress(OSError, ValueError):
         plain.generation_config = GenerationConfig.from_pretrained(folder)
@@ -112,11 +112,11 @@ def _write_weights(
 
 
 def adapters_of(module: torch.nn.Module) -> dict[str, Any]:
-    """Return how each LoRA adapter is merged: its factors' names, scale and orientation, by the plain weight's name.
+    """Return the factor names, scale and orientation of each LoRA adapter, by the plain weight's name.
 
-    An adapter that is more than two factors of a linear layer (DoRA, a bias, an embedding's) has no factors here.
+    An adapter with more than two factors of a linear layer (DoRA, a bias, an embedding) has no factor names here.
     """
-    from peft.tuners.lora import LoraLayer  # heavy; a run with adapters has loaded it
+    from peft.tuners.lora import LoraLayer  # heavy, but a run with adapters has loaded it
 
     found = {}
     for name, layer in module.named_modules():
@@ -133,19 +133,19 @@ def adapters_of(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def _plain_name(name: str) -> str:
-    """Return PEFT's name of a base model's parameter as plain transformers has it."""
+    """Convert PEFT's name of a base model's parameter to that of plain transformers."""
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
 def export_checkpoint(
     folder: str, output_dir: str, overwrite: bool, base: str | None, dtype: str, shard_gb: float
 ) -> str:
-    """Write a checkpoint as a folder for plain transformers, and return its description, a line.
+    """Write a checkpoint as a folder for plain transformers; return a line that describes it.
 
     The arguments are the options of `verl-ext export`.
 
     Raises:
-        DataError: the checkpoint or its base cannot be used; one line.
+        DataError: If the checkpoint or its base cannot be used, with one line.
     """
     import verl_ext.models.qwen_titans  # noqa: F401  (its Auto classes)
 
@@ -167,7 +167,7 @@ def export_checkpoint(
 
 
 def _whole_checkpoint(checkpoint: Path) -> tuple[Path, int]:
-    """Return a checkpoint, or a run's last one, and its step; DataError unless it is whole and of our form."""
+    """Return a checkpoint (or a run's last one) and its step; raise DataError unless it is whole and in our format."""
     checkpoint = (layout.saved_folders(checkpoint) or [checkpoint])[-1]
     try:
         manifest = layout.Manifest.from_folder(checkpoint)
@@ -188,16 +188,16 @@ def _whole_checkpoint(checkpoint: Path) -> tuple[Path, int]:
 
 
 def _saved_weights(checkpoint: Path, base: str | None, dtype: str, scratch: Path) -> dict[str, torch.Tensor]:
-    """Return the plain weights by name, adapters merged, each in a file that is mapped into memory.
+    """Return the plain weights by name, with merged adapters, each in a memory-mapped file.
 
-    The files are made at the path `scratch` and have no name once they are mapped.
+    Each file is created at the path `scratch`, and has no name once it is mapped.
     """
 
     def mapped(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         if 0 in size:
             return torch.empty(size, dtype=dtype)
         tensor = torch.from_file(str(scratch), shared=True, size=torch.Size(size).numel(), dtype=dtype).view(size)
-        os.unlink(scratch)  # its space is free again when the tensor is
+        os.unlink(scratch)  # its space is freed together with the tensor
         return tensor
 
     saved = read_tensors(checkpoint / STATE, MODEL, mapped)
@@ -218,7 +218,7 @@ def _saved_weights(checkpoint: Path, base: str | None, dtype: str, scratch: Path
                     f"the adapter of {name} is more than two factors (DoRA, a bias, an embedding's) and is merged by "
                     "training: checkpoint.save_contents=[model,optimizer,extra,hf_model]"
                 )
-            delta = saved[adapter["b"]] @ saved[adapter["a"]]  # W + scale · B A, in the precision of W as PEFT's merge
+            delta = saved[adapter["b"]] @ saved[adapter["a"]]  # W + scale · B A, in the precision of W, as in PEFT
             delta = (delta.T if adapter["transposed"] else delta) * adapter["scale"]
             weight = weight + delta.to(weight.dtype)
         if adapter or kind != weight.dtype:

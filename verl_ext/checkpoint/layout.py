@@ -1,14 +1,14 @@
-"""The files of a run's folder: its checkpoints, whether each is whole, and its lock.
+"""The files in a run's folder: checkpoints, their completeness, and the lock.
 
-    run.lock                  who writes here: "process 4711 on node-3 since 2026-03-01 …"
-    global_step_N/            a whole checkpoint: it takes this name when all of it is on the disk
-        manifest.json           step, what the run was made with, size and checksum of every other file
+    run.lock                  the process that writes here: "process 4711 on node-3 since 2026-03-01 …"
+    global_step_N/            a whole checkpoint, which gets this name when all its files are on the disk
+        manifest.json           the step, the run's facts, and the size and checksum of every other file
         state/ extra.json       model and optimizer, schedule (verl_ext.checkpoint.state)
         huggingface/            config and tokenizer, weights with `hf_model` (verl_ext.checkpoint.export)
-    global_step_N.partial/    being written, or left by a run that was killed
-    global_step_N.set_aside/  of a step after the one that was resumed
+    global_step_N.partial/    a checkpoint in progress, or left by a killed run
+    global_step_N.set_aside/  a checkpoint of a step after the resumed one
 
-Checkpoints of verl's own form have no manifest.json: one counts as whole if the files of every rank are there.
+Checkpoints in verl's own format have no manifest.json; they count as whole if the files of every rank exist.
 """
 
 import errno
@@ -31,7 +31,7 @@ import xxhash
 from verl_ext.files import checksum, is_inside, sync, write_json
 
 MANIFEST = "manifest.json"
-EXPORT, EXPORT_MARKER = "huggingface", "export.json"  # the second says of a folder that `verl-ext export` wrote it
+EXPORT, EXPORT_MARKER = "huggingface", "export.json"  # the latter marks a folder that `verl-ext export` wrote
 TRACKER = "latest_checkpointed_iteration.txt"
 PARTIAL, SET_ASIDE = ".partial", ".set_aside"
 RUN_LOCK = "run.lock"
@@ -39,7 +39,7 @@ REPORT, EVALUATION, RUN_IDS = "data_report.json", "evaluation.json", "run_ids.js
 METRICS, SPIKES, ANSWERS, RUN = "metrics.jsonl", "spikes.jsonl", "answers.jsonl", "run.json"
 FLIGHT_RECORDER = "flight_recorder"
 FINAL_MEMORY, MEMORY_SETTINGS = "final_memory_checkpoint.pt", "final_memory_checkpoint.json"
-# A folder that holds these alone is no run to keep: one that was killed before its first checkpoint begins anew.
+# A folder with only these files holds no run to keep; a run killed before its first checkpoint begins anew.
 NOTES = (
     *(REPORT, EVALUATION, RUN, RUN_IDS, FLIGHT_RECORDER),
     *(f"{name}{ending}" for name in (METRICS, SPIKES, ANSWERS) for ending in ("", ".before_restart")),
@@ -47,14 +47,14 @@ NOTES = (
 _RESULTS = (TRACKER, FINAL_MEMORY, MEMORY_SETTINGS)
 RESUMABLE = ("model", "optimizer", "extra")  # the contents that a resume needs
 _FORMAT = 1
-_locked: list[TextIO] = []  # the open lock files of this process, whose locks would end with them
+_locked: list[TextIO] = []  # the open lock files of this process, whose locks end when they are closed
 _STEP_FOLDER = re.compile(r"global_step_(\d+)")
-_VERL_KINDS = ("model", "optim", "extra_state")  # the files that each rank saves in verl's own form
+_VERL_KINDS = ("model", "optim", "extra_state")  # the files that each rank saves in verl's own format
 _FILE_OF_RANK = re.compile(r"(?:__(\d+)_\d+\.distcp|_rank_(\d+)\.pt)$")
 
 
 class Damaged(ValueError):
-    """A checkpoint that is not as it was written; the message says in a few words what differs."""
+    """A checkpoint that has changed since it was written; the message names the difference."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class FileFacts:
 
     @classmethod
     def from_file(cls, path: Path) -> "FileFacts":
-        """Read the whole file."""
+        """Return the facts of a file, by reading all of it."""
         return cls(path.stat().st_size, checksum(path))
 
 
@@ -76,11 +76,11 @@ class Manifest:
 
     Attributes:
         step: the optimizer steps that the checkpoint has seen.
-        ranks: how many ranks wrote it.
-        contents: those of `checkpoint.save_contents` that it holds.
+        ranks: the number of ranks that wrote it.
+        contents: the entries of `checkpoint.save_contents` that it holds.
         run_state: `RunState.state_dict()`; the file calls it "plan".
-        elastic: whether any number of ranks reads it.
-        files: by path below the folder.
+        elastic: whether any number of ranks can read it.
+        files: the facts of each file, by path below the folder.
     """
 
     step: int
@@ -98,10 +98,10 @@ class Manifest:
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Manifest | None":
-        """Read the manifest of a checkpoint; None for one of verl's own form, which has none.
+        """Read the manifest of a checkpoint; return None for verl's own format, which has none.
 
         Raises:
-            Damaged: the file cannot be read, or is not as it was written.
+            Damaged: If the file cannot be read, or has changed since it was written.
         """
         path = folder / MANIFEST
         if not path.is_file():
@@ -129,12 +129,12 @@ class Manifest:
 
 
 def _checksum(content: dict[str, Any]) -> str:
-    plain = json.loads(json.dumps(content))  # tuples become the lists that are read back
+    plain = json.loads(json.dumps(content))  # tuples become lists, as when they are read back
     return xxhash.xxh3_128_hexdigest(json.dumps(plain, sort_keys=True).encode())
 
 
 def files_of_rank(folder: Path, rank: int) -> dict[str, FileFacts]:
-    """Return the files that a rank wrote below a folder, each synced; those without a rank's number are rank 0's."""
+    """Sync and return a rank's files below a folder; rank 0 owns those without a rank number."""
     found = {}
     for path in sorted(folder.rglob("*")):
         match = _FILE_OF_RANK.search(path.name)
@@ -145,12 +145,12 @@ def files_of_rank(folder: Path, rank: int) -> dict[str, FileFacts]:
 
 
 def saved_folders(folder: Path) -> list[Path]:
-    """Return the checkpoint folders below ``folder``, the oldest step first."""
+    """Return the checkpoint folders in ``folder``, the earliest step first."""
     return sorted((path for path in folder.glob("global_step_*") if _STEP_FOLDER.fullmatch(path.name)), key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the step that a checkpoint's folder is named after; ValueError for other names."""
+    """Return the step in the name of a checkpoint's folder; raise ValueError for other names."""
     match = _STEP_FOLDER.search(checkpoint.name)
     if match is None:
         raise ValueError(f"trainer.resume_from_path must be an existing global_step_N folder; got {checkpoint}")
@@ -158,7 +158,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def tracked_step(folder: Path) -> int | None:
-    """Return the step that verl's tracker file names, None without one."""
+    """Return the step in verl's tracker file, or None without one."""
     try:
         return int((folder / TRACKER).read_text().strip())
     except (OSError, ValueError):
@@ -166,10 +166,10 @@ def tracked_step(folder: Path) -> int | None:
 
 
 def damage(checkpoint: Path, needed: Sequence[str] = RESUMABLE) -> str | None:
-    """Return how a checkpoint fails to be whole, judged by names and sizes; None if it is whole.
+    """Describe the damage of a checkpoint by file names and sizes; None if it is whole.
 
     Args:
-        checkpoint: its folder.
+        checkpoint: the folder of the checkpoint.
         needed: the contents that it must have.
     """
     try:
@@ -186,7 +186,7 @@ def damage(checkpoint: Path, needed: Sequence[str] = RESUMABLE) -> str | None:
             if not is_inside(checkpoint / name, checkpoint):
                 return f"its {MANIFEST} names files of other folders"
             size = (checkpoint / name).stat().st_size
-        except (OSError, ValueError):  # a ValueError for a name with a null byte in it
+        except (OSError, ValueError):  # ValueError for a name with a null byte
             return f"it has no {name}"
         if size != facts.bytes:
             return f"its {name} has {size:,} bytes and had {facts.bytes:,}"
@@ -196,7 +196,7 @@ def damage(checkpoint: Path, needed: Sequence[str] = RESUMABLE) -> str | None:
 
 
 def changed_file(checkpoint: Path, rank: int, ranks: int, needed: Sequence[str] = RESUMABLE) -> str | None:
-    """Return :func:`damage`, judged by checksums too: every rank reads its share of the files."""
+    """Return :func:`damage`, also by checksums, of which every rank computes its share."""
     if wrong := damage(checkpoint, needed):
         return wrong
     manifest = Manifest.from_folder(checkpoint)
@@ -211,7 +211,7 @@ def changed_file(checkpoint: Path, rank: int, ranks: int, needed: Sequence[str] 
 
 
 def resumable_ranks(checkpoint: Path) -> int | None:
-    """Return how many ranks a run must have to resume a whole checkpoint; None: any number."""
+    """Return the number of ranks that a resume of a whole checkpoint needs; None: any number."""
     manifest = Manifest.from_folder(checkpoint)
     if manifest is None:
         return _ranks_of_verl(checkpoint)
@@ -222,21 +222,21 @@ def saved_run_state(checkpoint: Path) -> dict[str, Any]:
     """Return the `RunState` of a checkpoint; empty if verl's trainer wrote it."""
     if manifest := Manifest.from_folder(checkpoint):
         return manifest.run_state
-    path = checkpoint / "data_0.pt"  # of versions before the manifest
+    path = checkpoint / "data_0.pt"  # from versions before the manifest
     if not path.is_file():
         return {}
-    import torch  # heavy: not for a program that looks for checkpoints alone
+    import torch  # heavy, and not needed to look for checkpoints
 
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # the unpickler raises whatever the bytes lead it to
+    except Exception as error:  # the unpickler may raise any error
         raise ValueError(f"{path} must be the state of a run of this project; it cannot be read as one") from error
 
 
 def whole_checkpoints(folder: Path) -> tuple[list[Path], dict[Path, str]]:
-    """Return the checkpoints that `trainer.resume_mode=auto` may use, and why newer ones may not be used.
+    """Return the checkpoints for `trainer.resume_mode=auto`, and why newer ones are unusable.
 
-    The newest comes first. Nothing but verl's tracker says that a checkpoint of verl's form is whole: one of a later
+    The newest comes first. Only verl's tracker shows that a checkpoint in verl's format is whole, so one with a later
     step than the tracker's does not count.
     """
     whole: list[Path] = []
@@ -255,9 +255,9 @@ def whole_checkpoints(folder: Path) -> tuple[list[Path], dict[Path, str]]:
 
 
 def _ranks_of_verl(checkpoint: Path) -> int | None:
-    """Return how many ranks saved a checkpoint of verl's own form; None if one of their files is missing.
+    """Return the number of ranks that saved a checkpoint in verl's format; None if a file is missing.
 
-    Without its `extra_state` a resume would begin the learning-rate schedule anew, without `optim` the moments.
+    Without `extra_state` a resume would restart the learning-rate schedule; without `optim`, the moments.
     """
     for shard in sorted(checkpoint.glob("model_world_size_*_rank_0.pt")):
         ranks = int(shard.name.split("_")[3])
@@ -268,13 +268,13 @@ def _ranks_of_verl(checkpoint: Path) -> int | None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove the partial files and folders of runs that were killed."""
+    """Remove the partial files and folders of killed runs."""
     for path in folder.glob(f"*{PARTIAL}"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def remove_run_files(folder: Path) -> None:
-    """Remove what an earlier run wrote, as `trainer.overwrite=true` asks; other files stay."""
+    """Remove the files of an earlier run for `trainer.overwrite=true`; keep other files."""
     ours = re.compile(rf"{_STEP_FOLDER.pattern}({re.escape(PARTIAL)}|{re.escape(SET_ASIDE)})?")
     checkpoints = (path for path in folder.glob("global_step_*") if ours.fullmatch(path.name))
     for path in (*checkpoints, *(folder / name for name in (*NOTES, *_RESULTS))):
@@ -282,33 +282,33 @@ def remove_run_files(folder: Path) -> None:
 
 
 def refuse_locked(folder: Path) -> None:
-    """Refuse a folder that a run on this or another host is writing in; leave everything as it is.
+    """Refuse a folder in which a run on this or another host is writing; change nothing.
 
     Raises:
-        ValueError: the lock is held; the message says by which process.
+        ValueError: If the lock is held; the message names the process.
     """
     with suppress(FileNotFoundError), (folder / RUN_LOCK).open() as file:
         _lock(file, fcntl.LOCK_SH)
 
 
 def lock_folder(folder: Path) -> Callable[[], None]:
-    """Lock ``folder``, made if it is missing, while this process lives; return what releases the lock before.
+    """Lock ``folder``, created if missing, while this process lives; return a function that unlocks it.
 
-    The lock is the POSIX record lock on run.lock, which the kernel releases however its process ends, also over NFS.
-    filelock's `flock` would be inherited by loader processes, which a killed rank leaves behind for a while. A process
-    loses a record lock when it closes any of its file objects of that file. On a file system without locks nothing is
-    locked, and a note says so.
+    The lock is a POSIX record lock on run.lock, which the kernel releases however the process ends, also over NFS.
+    Loader workers, which a killed rank leaves behind for a while, would inherit filelock's `flock`. A process loses a
+    record lock when it closes any of its file objects of that file. On a file system without locks, nothing is locked
+    and a note is printed.
 
     Raises:
-        ValueError: as :func:`refuse_locked`.
+        ValueError: Like :func:`refuse_locked`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / RUN_LOCK
-    file = path.open("a+")  # the words of its holder must outlive an attempt
+    file = path.open("a+")  # a failed attempt must not erase the holder's words
     try:
         if not _lock(file, fcntl.LOCK_EX):
             print(f"note: {folder} cannot be locked (its file system has no locks)", file=sys.stderr)
-        if os.fstat(file.fileno()).st_nlink == 0:  # The run before ended meanwhile, and the next locks another file.
+        if os.fstat(file.fileno()).st_nlink == 0:  # The previous run ended meanwhile and removed this file.
             file.close()
             return lock_folder(folder)
         file.truncate(0)
@@ -321,7 +321,7 @@ def lock_folder(folder: Path) -> Callable[[], None]:
     _locked.append(file)
 
     def release() -> None:
-        path.unlink(missing_ok=True)  # while it is locked: afterwards it may be another run's
+        path.unlink(missing_ok=True)  # while it is locked, because afterwards it may be another run's
         file.close()
         _locked.remove(file)
 
@@ -329,7 +329,7 @@ def lock_folder(folder: Path) -> Callable[[], None]:
 
 
 def _lock(file: TextIO, kind: int) -> bool:
-    """Lock an open run.lock; False if its file system has no locks, ValueError if another process has it."""
+    """Lock an open run.lock; return False without file locks, raise ValueError if another process holds it."""
     try:
         fcntl.lockf(file, kind | fcntl.LOCK_NB)
     except OSError as error:

@@ -1,8 +1,8 @@
-"""The needs of a resume: the checkpoint that a run goes on from, and the facts that both runs must share.
+"""The needs of a resume: the checkpoint to load, and the facts that both runs must share.
 
-An option says where it stands whether a resumed run must have its value: ``option(…, resume="same")``. An option with
-``resume="may_grow"`` is remembered by what its dataset made of it, which only a longer stream of the same samples may
-change. Beside options, a checkpoint remembers the data, the packs, the model and its weights.
+The definition of an option says whether a resumed run must have its value: ``option(…, resume="same")``. For an option
+with ``resume="may_grow"``, a checkpoint holds the resulting dataset facts, which may change only if the stream of the
+same samples grows. A checkpoint also holds facts about the data, the packs, the model and its weights.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from verl_ext.files import writable_problem
 from verl_ext.text.sources import local_path
 from verl_ext.values import Options, nearest_name, options_of, show
 
-# The keys of verl's own dataclasses that decide what a step does; those of ours say so where the option stands.
+# The keys of verl's own dataclasses that affect a step; our options declare this in their definitions.
 _KEYS_OF_VERL = {
     "model": ("lora_rank", "lora_alpha", "target_modules"),
     "optim": (
@@ -33,7 +33,7 @@ _KEYS_OF_VERL = {
     ),
     "engine": ("model_dtype", "mixed_precision"),
 }
-# The keys of a model's config.json that leave its weights as they are.
+# The keys of a model's config.json that do not change its weights.
 _FREE_MODEL_KEYS = (
     *("dtype", "torch_dtype", "transformers_version", "architectures", "use_cache", "output_router_logits"),
 )
@@ -46,7 +46,7 @@ class OutputAction(Enum):
 
     FRESH = "fresh"  # it does not exist or is empty
     RESUME = "resume"  # from one of OutputDecision.checkpoints
-    REPLACE = "replace"  # its files are to be deleted first, by rank 0 alone; a checkpoint may lie elsewhere
+    REPLACE = "replace"  # rank 0 alone deletes its files first; a checkpoint may lie elsewhere
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class OutputDecision:
     """The decision for trainer.default_local_dir.
 
     Attributes:
-        checkpoints: the global_step folders of which the run resumes from the first that is whole, the newest first;
-            checked by the sizes of their files alone.
-        damaged: how newer ones are damaged, a line each.
+        checkpoints: the global_step folders, the newest first, checked by file sizes alone; the run resumes from the
+            first whole one.
+        damaged: a line about the damage of each newer checkpoint.
     """
 
     action: OutputAction
@@ -65,13 +65,13 @@ class OutputDecision:
 
 
 def check_output(config: DictConfig, world_size: int | None = None) -> OutputDecision:
-    """Decide what a run does with its output folder; touch nothing.
+    """Decide the treatment of a run's output folder without changing anything.
 
-    Call it before any rank deletes; ``world_size``: the ranks of this run, None if they are not known.
+    Call it before any rank deletes files. ``world_size`` is the number of ranks of this run, None if unknown.
 
     Raises:
-        ValueError: the folder cannot be written to, files would be overwritten without trainer.overwrite=true, the
-            folder to be replaced holds something that the run reads, or a checkpoint cannot be resumed.
+        ValueError: If the folder is not writable, files would be overwritten without trainer.overwrite=true, the folder
+            to replace contains something that the run reads, or a checkpoint cannot be resumed.
     """
     trainer = config.trainer
     folder = Path(trainer.default_local_dir).expanduser()
@@ -110,10 +110,10 @@ def check_output(config: DictConfig, world_size: int | None = None) -> OutputDec
 
 
 def _why_not_resumable(folder: Path, wrong: Mapping[Path, str]) -> str:
-    """Return what keeps `trainer.resume_mode=auto` from resuming in a folder with files in it."""
+    """Return the reason why `trainer.resume_mode=auto` cannot resume in a folder with files."""
     if not wrong:
         return "holds no checkpoint to resume from"
-    whole = [path for path in wrong if layout.damage(path) is None]  # of verl's form
+    whole = [path for path in wrong if layout.damage(path) is None]  # in verl's format
     if whole:
         tracker = folder / layout.TRACKER
         named = (tracker.read_text().strip() or "empty") if tracker.is_file() else "missing"
@@ -148,7 +148,7 @@ def _resume_named(
 
 
 def check_ranks(checkpoint: Path, world_size: int | None) -> None:
-    """Raise ValueError for a whole checkpoint that so many ranks cannot read."""
+    """Raise ValueError if `world_size` ranks cannot read a whole checkpoint."""
     saved = layout.resumable_ranks(checkpoint)
     if None not in (world_size, saved) and saved != world_size:
         raise ValueError(
@@ -158,7 +158,7 @@ def check_ranks(checkpoint: Path, world_size: int | None) -> None:
 
 
 def _check_replaceable(config: DictConfig, folder: Path) -> None:
-    """Refuse to replace a folder that holds what the run reads, the working directory or the home directory."""
+    """Refuse to replace a folder that contains input of the run, the working or the home directory."""
     read = {key: OmegaConf.select(config, key) for key in PATHS if key != "trainer.default_local_dir"}
     for name, source in (OmegaConf.select(config, "data.mixture.sources") or {}).items():
         read[f"data.mixture.sources.{name}.train_dir"] = source.get("train_dir")
@@ -174,7 +174,7 @@ def _check_replaceable(config: DictConfig, folder: Path) -> None:
 
 
 def _paths_in(value: Any) -> list[str]:
-    """Return the paths that an option names: none, one, a list, or {name: path}."""
+    """Return the paths in an option, which may be none, one, a list, or {name: path}."""
     if isinstance(value, DictConfig):
         return [path for held in value.values() for path in _paths_in(held)]
     values = value if isinstance(value, ListConfig) else [value]
@@ -182,9 +182,9 @@ def _paths_in(value: Any) -> list[str]:
 
 
 def verified(output: OutputDecision, ranks: Ranks) -> Path | None:
-    """Return the checkpoint that a run resumes from, its files compared with their checksums; collective.
+    """Return the checkpoint to resume from, after comparing checksums; collective.
 
-    ValueError if none is whole, or the one that was named is not.
+    Raises ValueError if none is whole, or if the named one is not.
     """
     damaged = list(output.damaged)
     for checkpoint in output.checkpoints:
@@ -202,7 +202,7 @@ def verified(output: OutputDecision, ranks: Ranks) -> Path | None:
 
 
 def options_that(rule: str, classes: Iterable[type]) -> list[str]:
-    """Return the dotted keys of options with ``resume=rule``; a class inherits the rule of an option it redefines."""
+    """Return the dotted keys of options with ``resume=rule``; redefined options inherit the rule."""
     keys = [
         f"{cls.prefix}.{name}"  # type: ignore[attr-defined]
         for cls in classes
@@ -215,39 +215,39 @@ def options_that(rule: str, classes: Iterable[type]) -> list[str]:
 
 
 def shared_options(values: Mapping[str, Any], classes: Iterable[type], rule: str = "same") -> dict[str, Any]:
-    """Return the options of some classes that a resumed run must share: their values in a configuration, by key."""
+    """Return {dotted key: configured value} of the options in `classes` that a resumed run must share."""
     keys = (key.split(".") for key in options_that(rule, classes))
     return {f"{node}.{name}": values[node][name] for node, name in keys if name in values[node]}
 
 
 def upstream_options(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return verl's own options that a resumed run must share: their values in a configuration, by dotted key."""
+    """Return {dotted key: configured value} of verl's own options that a resumed run must share."""
     return {f"{node}.{name}": values[node][name] for node, names in _KEYS_OF_VERL.items() for name in names}
 
 
 def model_shape(hf_config: Any) -> dict[str, Any]:
-    """Return the part of a model's config that must be the same for weights to mean the same model."""
+    """Return the part of a model's config that determines the meaning of its weights."""
     described = json.loads(hf_config.to_json_string(use_diff=False))
     return {key: value for key, value in described.items() if key not in _FREE_MODEL_KEYS and key[0] != "_"}
 
 
 class RunState:
-    """The facts that a checkpoint was made with, and the progress of its run.
+    """The facts of a checkpoint's run, and its progress.
 
-    The packs of every step follow from the dataset, the budget, the strategy and the seed, so a checkpoint needs no
-    loader position: only these, to refuse a resume that would silently train on other packs, or another model. How
-    packs of like cost are grouped follows from the layout of the ranks, which a resume may change: it keeps the groups
-    that it began with.
+    The packs of every step depend on the dataset, the budget, the strategy and the seed. So a checkpoint needs no
+    loader position but only these facts, to refuse a resume that would silently train on other packs, or another model.
+    The groups of packs with similar cost depend on the layout of the ranks, which a resume may change; a resumed run
+    keeps its first groups.
 
     Attributes:
         fingerprint: the facts that must be the same in a resumed run, by dotted key.
         grouping: `Run.grouping` of this run, and of the checkpoint once one is loaded.
-        skipped_steps: of the run so far, those before a resume included.
-        skipped_in_a_row: of these, the last ones without a trained step between them.
-        spikes: steps of the run so far whose loss was a spike; recent_losses: of the last trained steps.
-        total_tokens, total_target_tokens: of the steps of the run so far.
-        folder: of the run, for messages.
-        allowed: keys that may differ, `trainer.allow_resume_mismatch`.
+        skipped_steps: the skipped steps of the run so far, including those before a resume.
+        skipped_in_a_row: the skipped steps since the last trained step.
+        spikes: the number of loss spikes so far; recent_losses: the losses of the last trained steps.
+        total_tokens, total_target_tokens: the sums over the steps of the run so far.
+        folder: the folder of the run, for messages.
+        allowed: the keys that may differ, `trainer.allow_resume_mismatch`.
     """
 
     def __init__(
@@ -262,21 +262,21 @@ class RunState:
         self.allowed = allowed
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is saved with the model."""
+        """Return the facts and the progress to save with the model."""
         counters = {name: getattr(self, name) for name in _COUNTERS}
         return {**self.fingerprint, "grouping": self.grouping, **counters, "recent_losses": list(self.recent_losses)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from the state of a checkpoint; ValueError as :meth:`check`.
+        """Continue from the state of a checkpoint; raise ValueError like :meth:`check`.
 
-        Packs stay grouped as they were, unless an option that groups them is allowed to change.
+        Packs keep their groups unless an option for grouping is allowed to change.
         """
         self.check(state)
         own = {key: self.fingerprint[key] for key in _GROUPING_KEYS if key in self.fingerprint}
         regroups = any(state.get(key, value) != value for key, value in own.items())
         grouping = self.grouping if regroups else state.get("grouping", self.grouping)
         losses = state.get("recent_losses", [])
-        counters = {name: state.get(name, 0) for name in _COUNTERS}  # a checkpoint of an earlier version has none
+        counters = {name: state.get(name, 0) for name in _COUNTERS}  # a checkpoint of an earlier version may lack them
         is_sound = _is_like(grouping, self.grouping) and isinstance(losses, list)
         if not is_sound or {*map(type, counters.values())} != {int} or not {*map(type, losses)} <= {float}:
             raise ValueError(f"a checkpoint must say how far its run was; that of {self.folder} has {show(counters)}")
@@ -284,7 +284,7 @@ class RunState:
         vars(self).update(counters)
 
     def check_allowed(self) -> None:
-        """Raise ValueError for a name in `allowed` that no checkpoint remembers."""
+        """Raise ValueError if `allowed` has a name that checkpoints do not hold."""
         names = [_option_of(key) for key in self.fingerprint]
         for name in self.allowed:
             if name not in names:
@@ -295,10 +295,10 @@ class RunState:
                 )
 
     def check(self, state: dict[str, Any]) -> None:
-        """Compare with the state of a checkpoint.
+        """Compare this run with the state of a checkpoint.
 
         Raises:
-            ValueError: a key differs, so that the step number would mean other packs, or the weights another model.
+            ValueError: If a key differs, so that a step would mean other packs, or the weights another model.
         """
         for key, value in self.fingerprint.items():
             name = _option_of(key)
@@ -311,12 +311,12 @@ class RunState:
 
 
 def _option_of(key: str) -> str:
-    """Return the option of a key such as "packs in data.train_dir"."""
+    """Return the option in a key such as "packs in data.train_dir"."""
     return next((word.strip("(),") for word in key.split() if "." in word), key)
 
 
 def _is_like(grouping: Any, own: dict[str, Any]) -> bool:
-    """Tell whether a checkpoint's grouping has the form of this run's."""
+    """Tell whether a checkpoint's grouping has the form of this run's grouping."""
     if not isinstance(grouping, dict) or grouping.keys() != own.keys():
         return False
     if not own:

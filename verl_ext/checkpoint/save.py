@@ -1,8 +1,8 @@
-"""Saving: a checkpoint that is whole or not there, written while training waits or goes on.
+"""The saving of checkpoints, whole or not at all, while training waits or goes on.
 
-A save is collective and has three parts, so that a checkpoint's name stands for a whole one: every rank writes into
-`global_step_N.partial`, has its files on the disk and takes their checksums; rank 0 writes manifest.json of all of
-them; rank 0 renames the folder, then the tracker. A run that is killed in between leaves the checkpoint before.
+A save is collective and has three parts, so that only whole checkpoints have a checkpoint's name: every rank writes
+into `global_step_N.partial`, syncs its files and computes their checksums; rank 0 writes manifest.json about all files;
+rank 0 renames the folder, then updates the tracker. A run that is killed in between leaves the previous checkpoint.
 """
 
 import os
@@ -30,20 +30,20 @@ from verl_ext.files import atomic_write, follow_umask, sync, write_errors, write
 from verl_ext.models.qwen_titans import save_memory_checkpoint
 from verl_ext.values import first_line, reason_of
 
-_LONGEST_WRITE = timedelta(hours=10)  # verl's own limit, where ranks wait for one that writes most
-_SETTINGS_OF_A_RUN = ("chunk_size", "output_std")  # those that another run of the same memory may change
+_LONGEST_WRITE = timedelta(hours=10)  # verl's own limit, for ranks that wait for one that writes most
+_SETTINGS_OF_A_RUN = ("chunk_size", "output_std")  # settings that another run of the same memory may change
 
 
 class NotWritten(OSError):
-    """A part of a checkpoint that a rank could not write, as on a full disk; raised by every rank."""
+    """A failed write of a checkpoint, as on a full disk, which every rank raises."""
 
 
 @contextmanager
 def errors_shared(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Raise on all ranks what a rank raises inside: :class:`NotWritten` for an OSError, with the rank and the reason.
+    """Raise a rank's error on all ranks: :class:`NotWritten` with rank and reason for an OSError.
 
-    Collective over a group, all ranks if it is None; inside, a rank that may fail joins no other collective than
-    those of torch's checkpoints, whose errors are shared already.
+    Collective over a group, or all ranks if it is None. In the block, a rank that may fail joins no collectives except
+    those of torch's checkpoints, which share their errors already.
     """
     failures: dict[int, BaseException] = {}
     raised: Exception | CheckpointException | None = None
@@ -60,7 +60,7 @@ def errors_shared(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     told: list[list[tuple[bool, str]]] = [[]] * dist.get_world_size()
     dist.all_gather_object(told, own, group)
     if any(told):
-        # A mistake of the program comes before a full disk.
+        # A program error takes precedence over a full disk.
         is_of_files, words = min(failure for of_rank in told for failure in of_rank)
         if is_of_files:
             raise NotWritten(words)
@@ -68,19 +68,19 @@ def errors_shared(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 
 
 class Snapshot:
-    """The content of a checkpoint, collected from an engine at one step, to be written then or later.
+    """The content of a checkpoint at one step, which is written at once or later.
 
-    FSDP1, and optimizers of other packages than torch, whose states have forms of their own, keep verl's files: one of
-    each kind a rank, which are written at once.
+    FSDP1, and optimizers of packages other than torch, whose states have their own forms, keep verl's files, one of
+    each kind per rank, which are written at once.
     """
 
     def __init__(self, engine: StepEngine, folder: Path, later: bool = False) -> None:
-        """Collect it; collective.
+        """Collect the content; collective.
 
         Args:
             engine: an initialised engine.
             folder: the folder to write into.
-            later: whether training goes on before :meth:`write`: tensors are copied to the host.
+            later: whether training goes on before :meth:`write`, so that tensors are copied to the host.
         """
         get_torch_device().synchronize()  # verl offloads weights and states without waiting for their copies
         self.engine, self.folder = engine, folder
@@ -95,7 +95,7 @@ class Snapshot:
         if later and self.state:
             engine.host_copies = engine.host_copies or state.HostCopies()
             self.state = engine.host_copies.copy(self.state)
-        # verl exports a model itself, but one with adapters by PEFT's names, which plain transformers cannot load.
+        # verl exports a model itself, but names adapters' weights as PEFT does, which plain transformers cannot load.
         exports = state.is_elastic(engine) or (engine._is_lora and manager.should_save_hf_model)
         self.export = Export(engine) if exports else None
 
@@ -115,10 +115,10 @@ class Snapshot:
                 follow_umask(self.folder / layout.EXPORT)
 
     def write(self, group: dist.ProcessGroup | None = None) -> None:
-        """Write it; collective over a group, all ranks if it is None.
+        """Write the content; collective over a group, or all ranks if it is None.
 
         Raises:
-            NotWritten: a file cannot be written.
+            NotWritten: If a file cannot be written.
         """
         if self.engine.host_copies is not None:
             self.engine.host_copies.wait()
@@ -136,14 +136,14 @@ class Snapshot:
 
 
 class Checkpoints:
-    """The checkpoints of a run, which it saves, and of which it resumes one.
+    """The checkpoints that a run saves, and the one that it resumes.
 
     Args:
-        config: of the run.
+        config: the config of the run.
         engine: an initialised engine.
-        run_state: what the checkpoints are made with.
-        resumed: the checkpoint that the run resumes from, verified; None: it begins anew.
-        join: waits for the thread that writes a checkpoint.
+        run_state: the facts and the progress of the run, for its checkpoints.
+        resumed: the verified checkpoint from which the run resumes; None for a new run.
+        join: a function that waits for the thread that writes a checkpoint.
     """
 
     def __init__(
@@ -162,16 +162,16 @@ class Checkpoints:
         self._later = config.checkpoint.async_save
         # A writer thread's collectives must not meet those of training.
         self._group = dist.new_group(backend="gloo", timeout=_LONGEST_WRITE)
-        self.last = 0  # the step of the last whole checkpoint, 0 before the first
+        self.last = 0  # the step of the last whole checkpoint; 0 before the first
         self._join = join
         self._writing: threading.Thread | None = None
         self._failure: BaseException | None = None
 
     def resume(self) -> int:
-        """Load the checkpoint that the run resumes from, and return its step, 0 without one; collective.
+        """Load the checkpoint to resume from and return its step, or 0 without one; collective.
 
         Raises:
-            ValueError: the checkpoint cannot be read, or the run disagrees with it.
+            ValueError: If the checkpoint cannot be read, or the run disagrees with it.
         """
         if self.resumed is None:
             return 0
@@ -179,7 +179,7 @@ class Checkpoints:
         self.run_state.load_state_dict(layout.saved_run_state(self.resumed))
         self.last = step = layout.step_of(self.resumed)
         if self.is_rank0 and not self.options.eval_only and self.resumed.parent.resolve() == self.folder.resolve():
-            # Later checkpoints are damaged, or belong to a part of the run that is given up.
+            # Later checkpoints are damaged, or belong to an abandoned part of the run.
             for later in reversed(layout.saved_folders(self.folder)):
                 if layout.step_of(later) > step:
                     aside = _set_aside(later)
@@ -188,11 +188,11 @@ class Checkpoints:
         return step
 
     def save(self, step: int) -> None:
-        """Write ``global_step_<step>``; collective. With `checkpoint.async_save` a thread of each rank writes it.
+        """Write ``global_step_<step>``, with `checkpoint.async_save` by a thread of each rank; collective.
 
         Raises:
-            NotWritten: a rank could not write its part; raised by :meth:`finish` if threads write. The files that were
-                written are removed, earlier checkpoints are as before.
+            NotWritten: If a rank cannot write its part; :meth:`finish` raises it if threads write. The new files are
+                removed, and earlier checkpoints stay.
         """
         assert self._writing is None, "the checkpoint before is finished first"
         folder = self.folder / f"global_step_{step}"
@@ -212,14 +212,14 @@ class Checkpoints:
         def complete() -> None:
             try:
                 self._complete(folder, snapshot, run_state)
-            except BaseException as error:  # raised by finish(), in the thread that trains
+            except BaseException as error:  # finish() raises it in the training thread
                 self._failure = error
 
         self._writing = threading.Thread(target=complete, name=f"the checkpoint of step {step}", daemon=True)
         self._writing.start()
 
     def finish(self) -> None:
-        """Wait until a checkpoint that threads write is whole; NotWritten as :meth:`save`."""
+        """Wait until the threads have written a whole checkpoint; raise NotWritten like :meth:`save`."""
         if self._writing is None:
             return
         self._join(self._writing)
@@ -239,7 +239,7 @@ class Checkpoints:
             raise
 
     def _complete(self, folder: Path, snapshot: Snapshot, run_state: dict[str, Any]) -> None:
-        """Write a snapshot, and make it a checkpoint once it is whole."""
+        """Write a snapshot, and turn it into a checkpoint once it is whole."""
         partial = _partial(folder)
         with self._removed_on_failure(folder):
             snapshot.write(self._group)
@@ -278,11 +278,11 @@ class Checkpoints:
         sync(self.folder)
 
     def _remove_oldest(self) -> None:
-        """Keep `trainer.max_ckpt_to_keep`, those from before a resume included; the newest is whole by now."""
+        """Keep `trainer.max_ckpt_to_keep` checkpoints, including those from before a resume."""
         kept = self.options.max_ckpt_to_keep
         for old in layout.saved_folders(self.folder)[: -kept if kept else 0]:
             try:
-                os.replace(old, _partial(old))  # never half a checkpoint under a checkpoint's name
+                os.replace(old, _partial(old))  # so that no partial checkpoint has a checkpoint's name
                 shutil.rmtree(_partial(old))
             except OSError as error:
                 print(f"warning: {old} cannot be removed: {error.strerror}", file=sys.stderr)
@@ -293,7 +293,7 @@ def _partial(folder: Path) -> Path:
 
 
 def _set_aside(folder: Path) -> Path:
-    """Rename a checkpoint so that nothing reads it, and return its new path."""
+    """Rename a checkpoint so that nothing reads it; return its new path."""
     aside = folder.with_name(f"{folder.name}{layout.SET_ASIDE}")
     shutil.rmtree(aside, ignore_errors=True)
     os.replace(folder, aside)
@@ -301,7 +301,7 @@ def _set_aside(folder: Path) -> Path:
 
 
 def _refuse_unseen(folder: Path, of_ranks: list[dict[str, layout.FileFacts]]) -> None:
-    """Raise ValueError if this rank does not see a file that another one wrote."""
+    """Raise ValueError if this rank does not see a file that another rank wrote."""
     for rank, files in enumerate(of_ranks):
         for name, facts in files.items():
             path = folder / name
@@ -313,13 +313,13 @@ def _refuse_unseen(folder: Path, of_ranks: list[dict[str, layout.FileFacts]]) ->
 
 
 def save_final_memory(engine: StepEngine, folder: Path, step: int, settings: dict[str, Any] | None) -> None:
-    """Write the memory alone, of a model that has one, and beside it the settings that its weights are of; collective.
+    """Write a model's memory, if it has one, and its weights' settings beside it; collective.
 
-    NotWritten on every rank if the disk is full.
+    Raises NotWritten on every rank if the disk is full.
     """
     memory = engine.memory_state_dict()
     try:
-        with errors_shared(), write_errors(folder):  # no rank goes on, and exits, before it is written
+        with errors_shared(), write_errors(folder):  # no rank goes on and exits before the memory is written
             if memory and dist.get_rank() == 0:
                 assert settings is not None
                 save_memory_checkpoint(folder / layout.FINAL_MEMORY, memory, step)

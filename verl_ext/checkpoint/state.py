@@ -1,15 +1,15 @@
-"""The state of an engine that a checkpoint holds: how it is collected, written, read and restored.
+"""The state of an engine in a checkpoint: its collection, writing, reading and restoring.
 
     state/__<rank>_0.distcp    the slices of tensors that a rank wrote, by torch.distributed.checkpoint
-    state/.metadata            which slice of which tensor lies where: for any number of ranks to read
-      model.<name>                      parameters and persistent buffers; tied ones once
-      optimizer.<name>.<exp_avg, …>     what the optimizer keeps of a parameter, none for one without a gradient so far
+    state/.metadata            the place of each slice of each tensor, for any number of ranks to read
+      model.<name>                      parameters and persistent buffers; tied ones only once
+      optimizer.<name>.<exp_avg, …>     the optimizer state of a parameter; absent if it had no gradient so far
     extra.json                 the learning-rate schedule, and the scale of fp16's gradients
-    adapters.json              of a LoRA run: how an export merges them (verl_ext.checkpoint.export)
+    adapters.json              in a LoRA run, the facts for merging the adapters (verl_ext.checkpoint.export)
 
-Options of the optimizer (lr, betas) are the configuration's and not saved; nor is any state of random numbers, which
-follow from `trainer.seed`, the step and the rank. Nothing that is read runs code: tensors are read by
-``torch.load(weights_only=True)``, and of the metadata, a pickle, only torch's own descriptions of tensors.
+Options of the optimizer (lr, betas) come from the configuration and are not saved. Neither is the state of random
+numbers, which follow from `trainer.seed`, the step and the rank. Reading runs no code:
+``torch.load(weights_only=True)`` reads tensors, and the metadata, a pickle, may hold only torch's descriptions of them.
 """
 
 import logging
@@ -36,7 +36,7 @@ from verl_ext.text.json_records import parse_json
 from verl_ext.values import first_line, refuse
 
 STATE, EXTRA, ADAPTERS = "state", "extra.json", "adapters.json"
-SCALER = "gradient_scaler.pt"  # beside verl's files, in place of extra.json
+SCALER = "gradient_scaler.pt"  # beside verl's files, instead of extra.json
 MODEL, OPTIMIZER = "model.", "optimizer."
 _METADATA_CLASSES = {
     "torch.distributed.checkpoint.metadata": {
@@ -53,12 +53,12 @@ _log = logging.getLogger(__name__)
 
 
 def is_elastic(engine: Any) -> bool:
-    """Return whether an engine's checkpoints are read by any number of ranks."""
+    """Tell whether any number of ranks can read an engine's checkpoints."""
     return isinstance(engine.module, FSDPModule) and engine.optimizer_config.optimizer_impl == "torch.optim"
 
 
 def collected_tensors(engine: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors that `checkpoint.save_contents` asks for, by their names in a checkpoint; collective."""
+    """Return the tensors of `checkpoint.save_contents` by their names in a checkpoint; collective."""
     manager, module = engine.checkpoint_manager, engine.module
     state: dict[str, torch.Tensor] = {}
     if manager.should_save_model:
@@ -69,8 +69,8 @@ def collected_tensors(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def model_state(module: torch.nn.Module, adapters_only: bool = False) -> dict[str, torch.Tensor]:
-    """Return the tensors of a model under FSDP2, or of its LoRA adapter alone; copying into them changes the model."""
-    tensors = module.state_dict()  # FSDP2 puts its sharded parameters in place of gathered ones first
+    """Return the tensors of an FSDP2 model or of its LoRA adapter; they share the model's memory."""
+    tensors = module.state_dict()  # FSDP2 first replaces gathered parameters by its sharded ones
     once = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
     return {
         MODEL + name: tensor
@@ -80,15 +80,15 @@ def model_state(module: torch.nn.Module, adapters_only: bool = False) -> dict[st
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a tensor is one of PEFT's, by verl's rule."""
+    """Tell whether a tensor belongs to PEFT, by verl's rule."""
     return "lora_" in name or ".adapter_" in name
 
 
 def optimizer_state(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Return the state that an optimizer keeps of a model's parameters.
+    """Return the optimizer state of a model's parameters.
 
     Raises:
-        ValueError: a state is neither a number nor sharded as its parameter.
+        ValueError: If a state is neither a number nor shaped like its parameter.
     """
     shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
     state: Any = get_optimizer_state_dict(module, optimizer)["state"]
@@ -107,30 +107,30 @@ def _flat(state: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Te
 
 
 class StateWriter(dcp.FileSystemWriter):
-    """A writer of tensors into a folder, each rank its slices."""
+    """A writer of tensors into a folder, to which each rank writes its slices."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(str(folder), sync_files=False)
 
     def write(self, state: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
-        """Write the tensors; collective over a group, all ranks if it is None. All raise an error of one rank."""
+        """Write the tensors; collective over a group (None: all ranks), which shares any rank's error."""
         dcp.save(dict(state), storage_writer=self, process_group=group)
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
-        """Write this rank's slices; OSError if that fails, whichever library fails."""
-        with write_errors(Path(self.path)):  # here: other ranks get the error alone, without those before it
+        """Write this rank's slices; raise OSError on failure in any library."""
+        with write_errors(Path(self.path)):  # here, because other ranks receive the error without its causes
             return super().write_data(*args, **kwargs)
 
     def storage_meta(self) -> StorageMeta:
-        """Leave out the path of the folder, which is renamed afterwards."""
+        """Return metadata without the path of the folder, which is renamed afterwards."""
         return StorageMeta()
 
 
 class HostCopies:
-    """Copies of tensors in host memory, which is kept from one save to the next, page-locked if there is CUDA.
+    """Copies of tensors in host memory, which stays from save to save and is pinned with CUDA.
 
-    With CUDA, sharded tensors, which nothing but an optimizer's step changes, are copied on a stream of their own while
-    training goes on.
+    With CUDA, a separate stream copies sharded tensors while training goes on, because only an optimizer step changes
+    them.
     """
 
     def __init__(self) -> None:
@@ -138,7 +138,7 @@ class HostCopies:
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
 
     def copy(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Begin to copy over the copies before; :meth:`wait` before these are read."""
+        """Start to overwrite the previous copies; call :meth:`wait` before reading the new ones."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
         return {name: self._copied(name, tensor) for name, tensor in state.items()}
@@ -161,16 +161,16 @@ class HostCopies:
             self._stream.synchronize()
 
     def hold_device(self) -> None:
-        """Have what the device does next wait for the copies; the host does not wait."""
+        """Make the device's next operations wait for the copies, without blocking the host."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
 
 class StateReader(dcp.FileSystemReader):
-    """A reader of a folder's tensors that refuses metadata that could do more than describe them."""
+    """A reader of a folder's tensors that refuses metadata with anything but their description."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the metadata by :func:`read_metadata`."""
+        """Read the metadata with :func:`read_metadata`."""
         return read_metadata(Path(self.path))
 
 
@@ -182,7 +182,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Read which tensors lie where in a folder; ValueError if that is unknown, or leads to other folders."""
+    """Read the places of tensors in a folder; raise ValueError for unknown content or other folders."""
     path = folder / ".metadata"
     try:
         with path.open("rb") as file:
@@ -197,7 +197,7 @@ def read_metadata(folder: Path) -> Metadata:
         is_sound = is_sound and all(Path(name).name == name and is_inside(folder / name, folder) for name in files)
     except OSError:
         raise
-    except Exception as error:  # an unpickler raises whatever the bytes lead it to
+    except Exception as error:  # an unpickler may raise any error
         raise ValueError(f"{path} must be the metadata of torch.distributed.checkpoint; got another file") from error
     if not is_sound:
         raise ValueError(f"{path} must be of tensors in files beside it; got the metadata of something else")
@@ -212,9 +212,9 @@ def _entries(folder: Path, prefix: str) -> dict[str, TensorStorageMetadata]:
 def read_tensors(
     folder: Path, prefix: str, allocate: Callable[..., torch.Tensor] = torch.empty
 ) -> dict[str, torch.Tensor]:
-    """Read the whole tensors whose names have a prefix, in this process alone; their names come without it.
+    """Read the whole tensors with a name prefix in this process; return them without the prefix.
 
-    ``allocate(size, dtype=…)`` makes the tensors to read into. ValueError if one cannot be read.
+    ``allocate(size, dtype=…)`` creates the tensors to read into. Raises ValueError if a tensor cannot be read.
     """
     entries = _entries(folder, prefix)
     try:
@@ -222,31 +222,31 @@ def read_tensors(
         _read(state, folder, no_dist=True)
     except ValueError:
         raise
-    except Exception as error:  # sizes that no memory has
+    except Exception as error:  # such as sizes that exceed the memory
         raise ValueError(f"{folder} must hold whole tensors; they cannot be read: {first_line(error)}") from error
     return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
 
 
 def _read(state: dict[str, torch.Tensor], folder: Path, **options: Any) -> None:
-    """Read the tensors of a folder into those of `state`; ValueError if one cannot be read."""
+    """Read the tensors of a folder into `state`; raise ValueError if one cannot be read."""
     try:
         dcp.load(state, storage_reader=StateReader(str(folder)), **options)
-    except CheckpointException as error:  # no Exception; all ranks have it
+    except CheckpointException as error:  # not a subclass of Exception; all ranks have it
         cause = next((cause for cause, _ in error.failures.values()), error)
         raise ValueError(f"{folder} must hold whole tensors; they cannot be read: {first_line(cause)}") from error
 
 
 def load_engine(engine: Any, folder: Path, allow_pickles: bool = False) -> None:
-    """Read the parts of a checkpoint that `checkpoint.load_contents` asks for into an engine; collective.
+    """Read the parts of a checkpoint in `checkpoint.load_contents` into an engine; collective.
 
     Raises:
-        ValueError: the checkpoint cannot be read, is of another model, or holds pickles that are not allowed.
+        ValueError: If the checkpoint cannot be read, is of another model, or holds pickles that are not allowed.
     """
     manager = engine.checkpoint_manager
     if not (folder / STATE).is_dir():
         _load_as_verl(engine, folder, allow_pickles)
         return
-    if manager.should_load_optimizer:  # before the weights, on which it runs a step of learning rate 0
+    if manager.should_load_optimizer:  # before the weights, because it runs a step with learning rate 0 on them
         _load_optimizer(folder / STATE, engine.module, engine.optimizer)
     if manager.should_load_model:
         _load_model(folder / STATE, engine.module)
@@ -259,7 +259,7 @@ def load_engine(engine: Any, folder: Path, allow_pickles: bool = False) -> None:
 
 
 def _load_model(folder: Path, module: torch.nn.Module) -> None:
-    """Copy a saved model into one under FSDP2."""
+    """Copy a saved model into a model under FSDP2."""
     saved = _entries(folder, MODEL)
     state = model_state(module, adapters_only=bool(saved) and all(map(is_adapter, saved)))
     _refuse(folder, "lacks", state.keys() - saved.keys())
@@ -269,9 +269,9 @@ def _load_model(folder: Path, module: torch.nn.Module) -> None:
 
 
 def _load_optimizer(folder: Path, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Give an optimizer its saved state, its options stay; a parameter without one has none afterwards."""
+    """Load an optimizer's saved state and keep its options; parameters without saved state get none."""
     saved = {name.removeprefix(OPTIMIZER).rpartition(".")[0] for name in _entries(folder, OPTIMIZER)}
-    optimizer.zero_grad()  # torch makes the states to read into by a step, if there are no gradients
+    optimizer.zero_grad()  # if there are no gradients, torch creates the states to read into by a step
     own: Any = get_optimizer_state_dict(module, optimizer)["state"]
     _refuse(folder, "has an optimizer state of the unknown", saved - own.keys())
     if saved:
@@ -295,7 +295,7 @@ def schedule_state(engine: Any) -> dict[str, Any]:
 
 
 def read_extra(folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Read the states of the schedule and of fp16's scaler in a checkpoint's folder; ValueError if there is none."""
+    """Read the states of the schedule and fp16's scaler from a checkpoint; raise ValueError if unreadable."""
     path = folder / EXTRA
     try:
         extra = parse_json(path.read_text(encoding="utf-8"))
@@ -308,7 +308,7 @@ def read_extra(folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
 
 
 def _resume_schedule(schedule: Any, saved: Mapping[str, Any]) -> None:
-    """Put a schedule of the configuration at the saved step."""
+    """Move the configured schedule to the saved step."""
     of_options = ("base_lrs", "lr_lambdas", "_last_lr")
     schedule.load_state_dict({**schedule.state_dict(), **{k: v for k, v in saved.items() if k not in of_options}})
     rates = [base * at(schedule.last_epoch) for base, at in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
@@ -325,7 +325,7 @@ def _resume_scaler(engine: Any, saved: dict[str, Any] | None, folder: Path) -> N
 
 
 def _load_as_verl(engine: Any, folder: Path, allow_pickles: bool) -> None:
-    """Read verl's own files; the options of optimizer and schedule that they hold give way to the configuration's."""
+    """Read verl's own files; keep the configuration's options of optimizer and schedule."""
     problem = None
     try:
         for path in sorted(folder.glob(f"*_world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt")):
@@ -333,7 +333,7 @@ def _load_as_verl(engine: Any, folder: Path, allow_pickles: bool) -> None:
     except ValueError as error:
         problem = str(error)
     told: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, problem)  # ranks would wait in verl's barriers for one that fails while it loads
+    dist.all_gather_object(told, problem)  # ranks would wait in verl's barriers for a rank that fails to load
     refuse([next(filter(None, told), None)])
     schedule, groups = engine.lr_scheduler, engine.optimizer.param_groups
     options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
@@ -349,9 +349,9 @@ def _load_as_verl(engine: Any, folder: Path, allow_pickles: bool) -> None:
 
 
 def check_file_of_verl(path: Path, allow_pickles: bool = False) -> None:
-    """Raise ValueError for a file of verl's own form that cannot be read, or holds more than tensors and plain values.
+    """Raise ValueError if a file of verl's form is unreadable, or holds pickles that are not allowed.
 
-    verl reads it afterwards as any pickle; a file that passes calls nothing but what builds tensors and numpy's state.
+    verl then reads it as any pickle. Unless `allow_pickles`, it calls only the builders of tensors and numpy's state.
     """
     try:
         with torch.serialization.safe_globals(_NUMPY_RNG_GLOBALS):

@@ -1,6 +1,6 @@
-"""The command line of a command: options from `key=value` words, help, errors of one line, exit codes.
+"""The command line of a command: `key=value` options, help, one-line errors and exit codes.
 
-A command is a module with an options dataclass, `run(options)`, which returns what is printed at the end and raises
+A command is a module with an options dataclass, a function `run(options)`, which returns the text to print and raises
 UsageError and DataError, and its `main`:
 
     @dataclass(frozen=True)
@@ -12,7 +12,7 @@ UsageError and DataError, and its `main`:
 
     main = command("index", IndexOptions, run, example="'sources={books:books/}' output_dir=DIR")
 
-A field annotated `dict` or `Any` is open: the keys below it are the user's own, sources.books=books/.
+Below a field annotated `dict` or `Any`, the user may choose any keys, such as sources.books=books/.
 """
 
 import inspect
@@ -54,7 +54,7 @@ OptionsT = TypeVar("OptionsT", bound=Options)
 
 @dataclass(frozen=True)
 class OutputOptions(Options):
-    """The options of every command that writes a folder."""
+    """The options of all commands that write a folder."""
 
     marker: ClassVar[str] = REPORT  # the file that marks an output folder of the command
 
@@ -62,13 +62,13 @@ class OutputOptions(Options):
     overwrite: bool = option(False, "true: replace an output_dir that this command wrote, as a whole")
 
     def output_problems(self, kept: str, *paths: str | None) -> list[str]:
-        """Return a line if output_dir must not be written. `paths` are input that it must not hold, `kept` in words."""
+        """Return a line if output_dir must not be written, also if it contains the input `paths` (in words: `kept`)."""
         return output_problems(self.output_dir, self.overwrite, self.marker, paths, kept)
 
 
 @dataclass(frozen=True)
 class SourceOptions(OutputOptions):
-    """The options of a command that reads named sources with a tokenizer."""
+    """The options of commands that read named sources with a tokenizer."""
 
     sources: dict[str, Any] = option(
         {}, f"name: file, folder, glob, URL, Hub dataset or list of them; {FORMATS}", required=True
@@ -79,16 +79,16 @@ class SourceOptions(OutputOptions):
 
     @property
     def patterns(self) -> dict[str, list[str]]:
-        """Every source's paths and globs, in the order of `sources`."""
+        """The paths and globs of every source, in the order of `sources`."""
         return {name: as_list(value) for name, value in self.sources.items()}
 
     def file_name_problems(self) -> list[str]:
-        """Return a line for each source whose name cannot be that of files."""
+        """Return a line for each source whose name cannot be a file name."""
         wrong = (name for name in self.sources if not name or name.startswith(".") or set(name) & set("/\\\0"))
         return [f"sources.{name} must be a file's name, that of {name}.bin and {name}.idx" for name in wrong]
 
     def source_problems(self, model: ModelOptions) -> list[str]:
-        """Return a line for each source that names no files, and if output_dir must not be written."""
+        """Return a line for each source without file names, and for a forbidden output_dir."""
         problems = [
             f"sources.{name} must be a path, a glob or a list of them; got {value!r}"
             for name, value in self.sources.items()
@@ -104,7 +104,7 @@ def as_list(value: Any) -> Any:
 
 
 def is_names(value: Any) -> bool:
-    """Return whether a value is a text, or a list of at least one, none of them empty."""
+    """Tell whether a value is a non-empty text, or a non-empty list of such texts."""
     names = as_list(value)
     return isinstance(names, list) and bool(names) and all(isinstance(name, str) and name for name in names)
 
@@ -116,24 +116,24 @@ def command(
     example: str,
     read: Callable[[Sequence[str]], Any] | None = None,
 ) -> Callable[[Sequence[str]], int]:
-    """Return a command's `main`, which does `run(options)`, prints what that returns, and returns the exit code.
+    """Return a command's `main`, which calls `run(options)`, prints its text and returns the exit code.
 
-    The codes are 0 for a finished command and --help, 1 for DataError and OSError, 2 for UsageError and no arguments,
+    The codes are 0 for success and --help, 1 for DataError and OSError, 2 for UsageError and missing arguments, and
     130 for Ctrl-C and SIGTERM.
 
     Args:
-        name: its name after `verl-ext`.
-        options_class: its options, for --help and for reading the words.
-        run: the command itself.
+        name: the command's name after `verl-ext`.
+        options_class: its options, for --help and for parsing the words.
+        run: the function that executes the command.
         example: the words of the usage line.
-        read: makes the argument of `run` from the words, instead of :func:`read_options`.
+        read: a function that parses the words into the argument of `run`, instead of :func:`read_options`.
     """
 
     def main(arguments: Sequence[str]) -> int:
         if not arguments or {"-h", "--help"} & set(arguments):
             print(help_text(name, options_class, example))
             return 0 if arguments else 2
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM cleans up as Ctrl-C does.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM cleans up like Ctrl-C.
         try:
             options = read(arguments) if read else read_options(options_class, arguments)
             if isinstance(model := getattr(options, "model", None), ModelOptions):
@@ -154,9 +154,9 @@ def command(
 
 
 def read_options(options_class: type[OptionsT], arguments: Sequence[str], **more: Any) -> OptionsT:
-    """Return the options that `key=value` words in Hydra's grammar give, over the defaults of the class.
+    """Parse `key=value` words in Hydra's grammar into options, over the defaults of the class.
 
-    more: further values by name, as they are. Raises UsageError, in one line, for every mistake.
+    more: further values by name, which are not parsed. Raises UsageError with one line for any mistake.
     """
     known = known_options(options_class)
     config = OmegaConf.create(default_values(options_class))
@@ -171,7 +171,7 @@ def read_options(options_class: type[OptionsT], arguments: Sequence[str], **more
                 OmegaConf.update(config, name, below, merge=True, force_add=True)
         values: Any = OmegaConf.to_container(config, resolve=True)
         for name, value in values.items():
-            if isinstance(value, dict):  # sources={2024:a.jsonl} has a number as its key
+            if isinstance(value, dict):  # the key in sources={2024:a.jsonl} is a number
                 values[name] = {key if isinstance(key, str) else show(key): below for key, below in value.items()}
         return options_class.read({**values, **more})
     except OmegaConfBaseException as error:
@@ -182,7 +182,7 @@ def read_options(options_class: type[OptionsT], arguments: Sequence[str], **more
 
 
 def known_options(options_class: type[Options], prefix: str = "") -> dict[str, Option]:
-    """Return {dotted key: its field of the dataclass}, nodes before the keys below them."""
+    """Return {dotted key: dataclass field}, with nodes before the keys below them."""
     known = {}
     for name, field in options_of(options_class).items():
         known[f"{prefix}{name}"] = field
@@ -192,7 +192,7 @@ def known_options(options_class: type[Options], prefix: str = "") -> dict[str, O
 
 
 def help_text(name: str, options_class: type[Options], example: str) -> str:
-    """Return the usage, the docstring of the options, and a line for every option with its default and meaning."""
+    """Return the usage, the docstring of the options, and a line for every option."""
     rows = []
     for key, field in known_options(options_class).items():
         if _is_node(field):
@@ -223,7 +223,7 @@ def _is_dict(field: Option) -> bool:
 
 
 def _key_and_value(words: Sequence[str], number: int) -> tuple[str, Any]:
-    """Return what word `number` sets to what; ValueError if it is no plain key=value."""
+    """Return the key and value of word `number`; raise ValueError unless it is a plain key=value."""
     text = readable(words, number)
     override = parsed(text)
     assert override is not None, "it is readable"
@@ -240,7 +240,7 @@ def _key_and_value(words: Sequence[str], number: int) -> tuple[str, Any]:
 
 
 def _problem(key: str, value: Any, known: Mapping[str, Option]) -> str | None:
-    """Return a line for an unknown key, and for a value that OmegaConf would merge or the class ignore in silence."""
+    """Return a line for an unknown key, or a value that would be merged or ignored silently."""
     field = known.get(key)
     if field is None:
         parents = (known[node] for node in known if key.startswith(f"{node}."))
@@ -253,7 +253,7 @@ def _problem(key: str, value: Any, known: Mapping[str, Option]) -> str | None:
         return f"{key} must be given by its keys, {keys}; got {show(value)}"
     if _is_dict(field) and not isinstance(value, dict):
         given = f"[{','.join(map(show, value))}]" if isinstance(value, list) else show(value)
-        pair = given  # the shell makes sources=a:x of sources={a:x,b:y} without quotes
+        pair = given  # without quotes, the shell turns sources={a:x,b:y} into sources=a:x
         if not re.fullmatch(r"[^:/\\[]+:(?!//)[^:]+", given):
             first = value[0] if isinstance(value, list) and value else value
             pair = f"{Path(show(first)).name.partition('.')[0] or 'name'}:{given}"

@@ -1,4 +1,4 @@
-"""The command `verl-ext export`: a checkpoint of any number of ranks as a Hugging Face folder, without GPUs."""
+"""The command `verl-ext export`, which converts a checkpoint to a Hugging Face folder."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ _DTYPES = ("saved", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class ExportOptions(OutputOptions):
-    """A checkpoint as a folder for plain transformers: sharded safetensors, config and tokenizer; adapters are merged.
+    """Export a checkpoint as a folder for plain transformers: sharded safetensors, config, tokenizer, merged adapters.
 
-    It runs offline and without GPUs, a tensor at a time; a checkpoint of adapters alone (checkpoint.save_lora_only)
-    needs the memory of its base model. Meanwhile the disk holds the weights twice.
+    The export runs offline and without GPUs, one tensor at a time; a checkpoint of adapters alone
+    (checkpoint.save_lora_only) needs the memory of its base model. Meanwhile the disk holds the weights twice.
     """
 
     marker: ClassVar[str] = EXPORT_MARKER
@@ -28,7 +28,7 @@ class ExportOptions(OutputOptions):
     shard_gb: float = option(5.0, "most gigabytes of a file of weights", above=0)
 
     def problems(self) -> Iterator[str]:
-        """Yield a line for every mistake that can be seen without reading the checkpoint."""
+        """Yield a line for every mistake that is visible without reading the checkpoint."""
         yield from self.output_problems("the checkpoint, its base", self.checkpoint, self.base)
         for name in ("checkpoint", "base"):
             path = getattr(self, name)
@@ -37,8 +37,8 @@ class ExportOptions(OutputOptions):
 
 
 def export(options: ExportOptions) -> str:
-    """Write the folder; return its description, a line. Raises DataError, of one line."""
-    from verl_ext.checkpoint.export import export_checkpoint  # heavy, as torch: not for a command with a mistake in it
+    """Write the folder; return a line that describes it. Raises DataError with one line."""
+    from verl_ext.checkpoint.export import export_checkpoint  # imports torch, so only after the checks
 
     return export_checkpoint(
         options.checkpoint, options.output_dir, options.overwrite, options.base, options.dtype, options.shard_gb

@@ -1,4 +1,4 @@
-"""The command `verl-ext index`: texts tokenized once into Megatron's indexed form, with a report of each source."""
+"""The command `verl-ext index`, which tokenizes texts into Megatron's indexed format."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,17 +18,17 @@ from verl_ext.text.tokenizer import ModelOptions, load_tokenizer, tokenizer_modu
 from verl_ext.text.workers import available_cpus, ordered_results
 from verl_ext.values import option
 
-WORKER_BYTES = 8 << 20  # of text, that make another process worth its start of a few seconds
-# Counts that mean nothing for text without targets and limits.
+WORKER_BYTES = 8 << 20  # of text that justify another process, which takes a few seconds to start
+# Counts that have no meaning for text without targets and length limits.
 NOT_COUNTED = ("target_tokens", "target_share", "over_length", *CHAT_COUNTS)
 
 
 @dataclass(frozen=True)
 class IndexOptions(TextOptions, SourceOptions):
-    """Text tokenized once into Megatron's indexed form: OUTPUT_DIR/SOURCE.bin and .idx, and report.json.
+    """Tokenize text once into Megatron's indexed format: OUTPUT_DIR/SOURCE.bin and .idx, and report.json.
 
-    A .txt file is one document; a long one is read and tokenized in pieces, with the tokens that it has whole. A
-    folder's .txt files count where it holds no other format.
+    A .txt file is one document; a long one is read and tokenized in pieces, with the same tokens as in one piece. A
+    folder's .txt files count only if the folder holds no other format.
     """
 
     model: ModelOptions = option(ModelOptions, "the tokenizer")
@@ -38,12 +38,12 @@ class IndexOptions(TextOptions, SourceOptions):
     )
 
     def problems(self) -> Iterator[str | None]:
-        """Yield a line for every mistake that can be seen without opening a source."""
+        """Yield a line for every mistake that is visible without opening a source."""
         yield from self.file_name_problems()
         problems = self.source_problems(self.model)
         yield from problems
         output = Path(self.output_dir)
-        # A tokenized dataset has a report.json as well.
+        # A tokenized dataset has a report.json too.
         if not problems and output.is_dir() and any(output.iterdir()) and not any(output.glob("*.idx")):
             yield f"output_dir must be of this command to be replaced; got {output}, which holds other files"
         yield from self.model.tokenizer_problems()
@@ -51,16 +51,16 @@ class IndexOptions(TextOptions, SourceOptions):
 
 
 def run(options: IndexOptions) -> str:
-    """Write an index of each source, and report.json; return the closing tables.
+    """Write an index of each source and report.json; return the closing tables.
 
-    Raises `UsageError` and `DataError`, each one line.
+    Raises `UsageError` and `DataError` with one line.
     """
     files = find_source_files(options.patterns)
     make = partial(load_text_tokenizer, options.model, options, options.add_bos)
-    tokenizer = make()  # also here: a tokenizer that lacks a token is refused before any process is started
+    tokenizer = make()  # also here, so that a tokenizer without a needed token is refused before any worker starts
     num_bytes = total_bytes(files)
     useful = available_cpus() if num_bytes is None else min(available_cpus(), 1 + num_bytes // WORKER_BYTES)
-    tokenized = None  # by this process
+    tokenized = None  # None: in this process
     if (num_workers := options.num_workers or useful) > 1:
         how: Any = {"num_workers": num_workers, "name": "tokenize", "preload": [tokenizer_module()]}
         tokenized = partial(ordered_results, make, TextTokenizer.tokenize, **how)
@@ -80,12 +80,12 @@ def run(options: IndexOptions) -> str:
 
 
 def load_text_tokenizer(model: ModelOptions, options: TextOptions, add_bos: bool = False) -> TextTokenizer:
-    """Return a worker's tokenizer of texts."""
+    """Return the text tokenizer of a worker."""
     return TextTokenizer(load_tokenizer(model), options, add_bos)
 
 
 def _report(options: IndexOptions, tokenizer: TextTokenizer, counts: Mapping[str, Counts]) -> dict[str, Any]:
-    """Return the content of report.json; it names no time, so that equal runs give equal files."""
+    """Return the content of report.json, without times, so that equal runs write equal files."""
     in_all = _counted(total(counts))
     del in_all["examples"]
     return {

@@ -1,4 +1,4 @@
-r"""The command `verl-ext migrate`: a training command of verl ≤ 0.6's fsdp_sft_trainer as one of today.
+r"""The command `verl-ext migrate`, which translates commands of verl ≤ 0.6's fsdp_sft_trainer.
 
     verl-ext migrate 'torchrun --nproc_per_node=8 -m verl.trainer.fsdp_sft_trainer model.partial_pretrain=$M …'
 
@@ -6,7 +6,7 @@ r"""The command `verl-ext migrate`: a training command of verl ≤ 0.6's fsdp_sf
         model.path=$M
     # model.partial_pretrain (verl ≤ 0.6) is read as model.path
 
-Words, quotes and shell variables stay as they were written.
+Words, quotes and shell variables keep their spelling.
 """
 
 import re
@@ -22,25 +22,25 @@ from verl_ext.values import REQUIRED, Options, UsageError, option
 _WORD = re.compile(
     r"""(?:\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|`[^`]*`|[^\s'"\\`]|\\.|'[^']*'|"(?:\\.|[^"\\])*")+""", re.DOTALL
 )
-_END = re.compile(r"[|;]|&&|&|\|\||\d*[<>].*", re.DOTALL)  # the first word that is no argument of the command
+_END = re.compile(r"[|;]|&&|&|\|\||\d*[<>].*", re.DOTALL)  # the first word that is not an argument of the command
 _TRAINER = re.compile(r"verl\.trainer\.(?:fsdp_)?sft_trainer|(?:\S*/)?fsdp_sft_trainer\.py")
 _OVERRIDE = re.compile(r"([+~]*)([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class MigrateOptions(Options):
-    """Print the command of today for one of verl ≤ 0.6's fsdp_sft_trainer, with a comment for each key that changed.
+    """Translate a command of verl ≤ 0.6's fsdp_sft_trainer, with a comment for each key that changed.
 
-    What has no equivalent is left out of the command and named, with what to give in its place. A command without such
-    keys may also be run as it is: the trainer reads the old names.
+    A key without an equivalent is left out, and a comment says what to use instead. A command without such keys also
+    runs unchanged, because the trainer reads the old names.
     """
 
     command: str = option(REQUIRED, "the old command, as it stands in a shell script", required=True)
 
 
 def run(options: MigrateOptions) -> str:
-    """Return the new command and its comments. Raises `UsageError` if the words are no command of that trainer."""
-    from verl_ext.config import schema  # here: it takes torch and verl, seconds that --help need not wait
+    """Return the new command and its comments. Raises `UsageError` if the command is not of that trainer."""
+    from verl_ext.config import schema  # imports torch and verl, which takes seconds
     from verl_ext.config.legacy import Item, translate
 
     def is_known(key: str) -> bool:
@@ -57,7 +57,7 @@ def run(options: MigrateOptions) -> str:
     end = next((number for number, word in enumerate(words) if number > start and _END.fullmatch(word)), len(words))
     items, others = [], []
     for word in words[start + 1 : end]:
-        # quoted as a whole: 'trainer.logger=[console]' is trainer.logger='[console]'
+        # A word quoted as a whole, 'trainer.logger=[console]', becomes trainer.logger='[console]'.
         match = _OVERRIDE.fullmatch(word) or _OVERRIDE.fullmatch(re.sub(r"^(['\"])([+~]*[\w.]+=)", r"\2\1", word))
         if match:
             items.append(Item(match[1], match[2], _unquoted(match[3]), match[3]))
@@ -77,14 +77,14 @@ def run(options: MigrateOptions) -> str:
 
 
 def _unquoted(word: str) -> str:
-    """Return a word as the shell hands it on, except for its variables."""
+    """Return a word as the shell would pass it on, with its variables unexpanded."""
     with suppress(ValueError):
         word = "".join(shlex.split(word))
     return word
 
 
 def _read(words: Sequence[str]) -> MigrateOptions:
-    """Return the options: the old command is one word, or all words after `verl-ext migrate`."""
+    """Return the options; the old command is one word, or all words after `verl-ext migrate`."""
     if words[0].startswith("command="):
         return read_options(MigrateOptions, words)
     return MigrateOptions(words[0] if len(words) == 1 else shlex.join(words))

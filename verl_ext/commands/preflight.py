@@ -1,15 +1,15 @@
-"""The command `verl-ext preflight`: all nodes of a run check together what torchrun needs to start on them.
+"""The command `verl-ext preflight`, by which all nodes check that torchrun can start.
 
-They meet in a TCPStore of torch at master_addr:master_port, where torchrun will listen:
+The nodes share a TCPStore of torch at master_addr:master_port, the address at which torchrun will listen:
 
-    report/RANK   versions, the address that gloo will use, problems that the node sees by itself
-    result/RANK   the node's clock when all reports were there, and the nodes that it cannot reach
-    ended         a line that ends the check: a node does not come, or two nodes have one rank
+    report/RANK   versions, the address that gloo will use, and problems that the node finds by itself
+    result/RANK   the node's clock when all reports had arrived, and the nodes that it cannot reach
+    ended         a line that ends the check if a node is missing, or if two nodes have the same rank
 
-All nodes read the same values, and end with the same lines and exit code.
+All nodes read the same values, so they end with the same lines and the same exit code.
 
-A node that comes back while the run goes on (a restarted pod under c10d) finds torchrun's store instead, and in it the
-rendezvous of the run; there is nothing to compare with, and it starts.
+A node that comes back while the run goes on (a restarted pod under c10d) finds torchrun's store instead, which holds
+the rendezvous of the run. The node then has nothing to compare, and starts.
 """
 
 import json
@@ -35,17 +35,17 @@ from verl_ext.values import REQUIRED, Options, UsageError, option, reason_of
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-_GREETING = "verl-ext preflight"  # the key that tells its store from another
-_PATIENCE = 10  # seconds for an answer of a node that is there
-_STRANGER = 30  # seconds for which something may listen in the place of node 0, as the end of the run before does
+_GREETING = "verl-ext preflight"  # the key that identifies the store of this command
+_PATIENCE = 10  # seconds for an answer of a node that has reported
+_STRANGER = 30  # seconds for which another program, such as the previous run at its end, may listen at node 0
 
 
 @dataclass(frozen=True)
 class PreflightOptions(Options):
-    """Check on all nodes of a run together that torchrun can start; launch/node.sh does so if NNODES is above 1.
+    """Check on all nodes of a run that torchrun can start; launch/node.sh does so if NNODES is above 1.
 
-    The port of node 0 is free, every node reaches every other, interfaces that are named exist, Python and packages are
-    the same, clocks agree. The trainer compares options, data and model of all nodes itself.
+    Node 0's port must be free, every node must reach every other, named interfaces must exist, Python and package
+    versions must be equal, and clocks must agree. The trainer itself compares options, data and model of all nodes.
     """
 
     nnodes: int = option(REQUIRED, "nodes of the run", least=1, required=True)
@@ -61,14 +61,14 @@ class PreflightOptions(Options):
     clock_seconds: float = option(5, "most seconds between clocks; c10d drops nodes that seem 15 s late", above=0)
 
     def problems(self) -> Iterator[str | None]:
-        """Yield a line if there is no such node."""
+        """Yield a line if the run has no such node."""
         if self.node_rank >= self.nnodes:
             yield f"node_rank must be 0 to {self.nnodes - 1} with nnodes={self.nnodes}; got {self.node_rank}"
 
 
 def run(options: PreflightOptions) -> str:
-    """Check together with the other nodes; return the line that says so. Raises UsageError, with one text on all."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # torch, imported below, warns of what a line says anyway
+    """Check with all nodes; return a success line, or raise UsageError with the same text on all."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # torch, imported below, warns about the same things
     end_with_launcher()
     where = f"{options.master_addr}:{options.master_port}"
     token = uuid.uuid4().hex
@@ -90,8 +90,8 @@ def run(options: PreflightOptions) -> str:
 
 
 def _store_of_node_0(options: PreflightOptions, token: str) -> "TCPStore":
-    """Return a store that this node keeps, with the token as its greeting; or that of another node 0 at its port."""
-    from torch.distributed import TCPStore  # here: importing torch takes seconds
+    """Return a new store with `token` as its greeting, or the store of another node 0."""
+    from torch.distributed import TCPStore  # here, because importing torch takes seconds
 
     try:
         dual = socket.has_dualstack_ipv6()
@@ -110,7 +110,7 @@ def _store_of_node_0(options: PreflightOptions, token: str) -> "TCPStore":
 
 
 def _store_to_join(options: PreflightOptions) -> "tuple[TCPStore | None, str]":
-    """Return node 0's store, None if the run of `rdzv_id` has begun, and the own address that reaches node 0."""
+    """Return node 0's store (None if the run `rdzv_id` has begun) and the local address that reaches node 0."""
     began, stranger_since = time.monotonic(), 0.0
     where = f"{options.master_addr}:{options.master_port}"
     must = f"MASTER_ADDR:MASTER_PORT must be node 0, reachable from {_name(options)}; got {where}"
@@ -133,7 +133,7 @@ def _store_to_join(options: PreflightOptions) -> "tuple[TCPStore | None, str]":
 
 
 def _store_at(options: PreflightOptions, key: str = _GREETING) -> "TCPStore | None":
-    """Return the store at MASTER_ADDR:MASTER_PORT; None if there is none, or none with this key."""
+    """Return the store at MASTER_ADDR:MASTER_PORT; None if there is none or it lacks the key."""
     from torch.distributed import TCPStore
 
     found: list[TCPStore] = []
@@ -145,7 +145,7 @@ def _store_at(options: PreflightOptions, key: str = _GREETING) -> "TCPStore | No
             store.wait([key], timedelta(seconds=1))
             found.append(store)
 
-    thread = threading.Thread(target=connect, daemon=True)  # it waits for ever for a listener that never answers
+    thread = threading.Thread(target=connect, daemon=True)  # it would wait forever for a listener that never answers
     thread.start()
     thread.join(min(_PATIENCE, 4))
     return found[0] if found else None
@@ -154,7 +154,7 @@ def _store_at(options: PreflightOptions, key: str = _GREETING) -> "TCPStore | No
 def _problems(store: "TCPStore", options: PreflightOptions, local: str, token: str) -> list[str]:
     """Exchange reports and results with the other nodes; return a line for each problem.
 
-    local: the address by which node 0 and this node reach each other. token: the greeting of a store of this node.
+    local: the address at which node 0 and this node reach each other. token: the greeting of this node's own store.
     """
     rank, who = options.node_rank, _name(options)
     patience = _PATIENCE * (2 + options.nnodes // 16)  # for the connections to all other nodes
@@ -170,7 +170,7 @@ def _problems(store: "TCPStore", options: PreflightOptions, local: str, token: s
         else:
             store.set(f"report/{rank}", json.dumps({"who": who, "same": same, "at": at, "problems": problems}))
         own = {each.address for of_interface in psutil.net_if_addrs().values() for each in of_interface}
-        if keeps_store and local not in own:  # MASTER_ADDR may be another host, with a node 0 of its own
+        if keeps_store and local not in own:  # MASTER_ADDR may be another host that has its own node 0
             threading.Thread(target=_find_twin, args=(options, store, token), daemon=True).start()
         ranks = range(options.nnodes)
         reports = _gathered(store, "report", ranks, options.timeout + patience * (not keeps_store))
@@ -202,7 +202,7 @@ def _problems(store: "TCPStore", options: PreflightOptions, local: str, token: s
 
 
 def _gathered(store: "TCPStore", kind: str, ranks: range, seconds: float) -> dict[int, Any]:
-    """Return the values of these nodes by rank, without those of late nodes; none once the check has ended."""
+    """Return the values of the nodes in time, by rank; none once the check has ended."""
     end, keys = time.monotonic() + seconds, [f"{kind}/{rank}" for rank in ranks]
     while not store.check(keys) and not store.check(["ended"]) and time.monotonic() < end:
         time.sleep(0.1)
@@ -212,7 +212,7 @@ def _gathered(store: "TCPStore", kind: str, ranks: range, seconds: float) -> dic
 
 
 def _tell_twins(options: PreflightOptions, *stores: "TCPStore") -> None:
-    """Tell the nodes that meet in these stores that another node has this node's rank, that of the first store."""
+    """Tell the nodes of these stores that the reporter in the first store has this node's rank."""
     first = json.loads(stores[0].get(f"report/{options.node_rank}"))["who"]
     for store in stores:
         got = f"{options.node_rank} on {first} and {_name(options)}"
@@ -220,7 +220,7 @@ def _tell_twins(options: PreflightOptions, *stores: "TCPStore") -> None:
 
 
 def _find_twin(options: PreflightOptions, own: "TCPStore", token: str) -> None:
-    """Wait for another node 0 that listens at MASTER_ADDR, and tell both."""
+    """Wait for another node 0 that listens at MASTER_ADDR, and tell both nodes."""
     while True:
         other = _store_at(options)
         if other and other.get(_GREETING).decode() != token:
@@ -229,11 +229,11 @@ def _find_twin(options: PreflightOptions, own: "TCPStore", token: str) -> None:
 
 
 def _gloo_address(options: PreflightOptions, local: str) -> tuple[str | None, list[str]]:
-    """Return the address that gloo will use, that of its interface or of the host's name, and problems instead."""
+    """Return gloo's address (of its interface or the host name), or None and the problems."""
     interfaces = psutil.net_if_addrs()
     problems = []
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        # NCCL's may be prefixes, =exact names and ^those to leave out
+        # NCCL accepts prefixes, =exact names and ^excluded names
         for named in os.environ.get(variable, "").lstrip("=^").split(","):
             if named and not any(interface.startswith(named) for interface in interfaces):
                 there = ", ".join(interfaces)
@@ -257,14 +257,14 @@ def _gloo_address(options: PreflightOptions, local: str) -> tuple[str | None, li
 
 
 def _resolved(name: str) -> str | None:
-    """Return the first address of a host name, None if it has none."""
+    """Return the first address of a host name, or None if it has none."""
     with suppress(OSError):
         return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
     return None
 
 
 def _unreachable(who: str, roster: dict[str, list[Any]]) -> list[str]:
-    """Return a line for each node of the roster {who: [address, port]} that this one cannot connect to."""
+    """Return a line for each unreachable node of the roster {who: [address, port]}."""
 
     def problem(other: str) -> str | None:
         try:

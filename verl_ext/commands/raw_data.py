@@ -1,4 +1,4 @@
-"""Raw files as the tokenized folder that training would make of them, for `verl-ext show`."""
+"""Raw files tokenized as for training, for `verl-ext show`."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -24,24 +24,24 @@ def is_raw(path: str) -> bool:
 def tokenized_raw(
     paths: Sequence[str], key: str, model: ModelOptions, given: Mapping[str, Any], max_length: int | None, folder: Path
 ) -> str:
-    """Tokenize raw files, each a category; return the tokenized folder.
+    """Tokenize raw files, each as a category; return the tokenized folder.
 
     Args:
         paths: the files.
         key: the option that names them.
         model: the tokenizer.
-        given: options of `verl-ext tokenize` that differ from its defaults.
-        max_length: tokens of a row of BABILong samples.
-        folder: where the folder is made.
+        given: the options of `verl-ext tokenize` that differ from its defaults.
+        max_length: the tokens of a row of BABILong samples.
+        folder: the parent of the tokenized folder.
 
     Raises:
-        UsageError: no tokenizer, an option that is none.
-        DataError: a file without a record that can be used.
+        UsageError: If there is no tokenizer or an unknown option.
+        DataError: If a file has no usable record.
     """
     if not model.tokenizer:
         raise UsageError(f"model.path must name a tokenizer: {key} names raw files, {', '.join(paths)}; got null")
     if _is_babilong(paths[0]):
-        from verl_ext.data import BABILongDataset  # imports torch, as the trainer's class of rows does
+        from verl_ext.data import BABILongDataset  # imports torch, like the trainer's dataset
 
         if max_length is None:
             raise UsageError("max_tokens must be the tokens of a row for BABILong's samples; got null")
@@ -50,7 +50,7 @@ def tokenized_raw(
             return str(dataset.folders[0])
         except ValueError as error:
             raise DataError(str(error)) from error
-    from verl_ext.commands.tokenize import TokenizeOptions, write_dataset  # reads its workers' modules
+    from verl_ext.commands.tokenize import TokenizeOptions, write_dataset  # imports the modules of its workers
 
     known = [
         name for name in options_of(TokenizeOptions) if name not in ("sources", "output_dir", "overwrite", "model")
@@ -68,7 +68,7 @@ def tokenized_raw(
 
 
 def _names(paths: Sequence[str]) -> list[str]:
-    """Return the files' names without suffixes, numbered where two are equal."""
+    """Return the file names without suffixes, numbered if they are equal."""
     names: list[str] = []
     for path in paths:
         name = Path(path).name.partition(".")[0] or "data"

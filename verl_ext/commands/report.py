@@ -1,4 +1,4 @@
-"""report.json and the closing tables of the tokenize and index commands: what was written, and all that was not."""
+"""The report.json and the closing tables of the tokenize and index commands."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,18 +16,18 @@ from verl_ext.text.chat_rendering import ChatOptions
 from verl_ext.text.documents import Counts, Documents, Run
 from verl_ext.values import DataError, Options, one_line
 
-# Options that change neither tokens nor counts: left out, so that equal data has equal reports.
+# Options that change neither tokens nor counts are left out, so that equal data has equal reports.
 NOT_REPORTED = ("backend", "num_workers", "output_dir", "overwrite", "preview")
 MAX_CATEGORIES = 1000
-NAMED = 12  # of fields and the like, in a line of the closing table
-_LEFT = ("source", "category", "over max_tokens", "encoded as text", "bad record", "first")  # columns to the left
+NAMED = 12  # names (of fields and the like) in a line of the closing tables
+_LEFT = ("source", "category", "over max_tokens", "encoded as text", "bad record", "first")  # left-aligned columns
 
 
 class Report:
-    """Counts by source and by category: the source, unless records give theirs.
+    """The counts by source and by category, which is the source unless records name one.
 
-    numbers: of the categories, from 1, in the order of `sources` or of the first document of each. read: records by
-    source, those that `sample` left out included.
+    numbers: the categories' numbers from 1, in the order of `sources` or of each category's first document. read: the
+    number of records by source, including those that `sample` left out.
     """
 
     def __init__(self, options: ChatOptions, sources: Sequence[str], preview: int = 0) -> None:
@@ -39,9 +39,9 @@ class Report:
         self.previews: dict[str, list[list[Run]]] = {name: [] for name in sources}
 
     def add(self, documents: Documents) -> None:
-        """Count a chunk; if records give their category, number those of its documents.
+        """Count a chunk; if records name their category, number the categories of its documents.
 
-        Raises `DataError` for more than MAX_CATEGORIES of them.
+        Raises `DataError` if there are more than MAX_CATEGORIES categories.
         """
         name = list(self.sources)[documents.category_id - 1]
         self.sources[name].add(documents.counts)
@@ -58,7 +58,7 @@ class Report:
             documents.category_ids = np.array(numbers, dtype=np.int32)
 
     def check(self, sources: Mapping[str, Any]) -> None:
-        """Raise `DataError` for a source without a record, naming its files, or if no record could be used."""
+        """Raise `DataError` for a source without records, naming its files, or if no record is usable."""
         for name, counts in self.sources.items():
             if not counts.records and (read := self.read[name]):
                 raise DataError(f"sample must leave a record of sources.{name}, which has {read}; it left none")
@@ -73,7 +73,7 @@ class Report:
         return total(self.sources)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the content of report.json; it names no time, so that equal runs give equal files."""
+        """Return the content of report.json, without times, so that equal runs write equal files."""
         in_all = self.total.as_dict()
         del in_all["examples"]
         return {
@@ -88,7 +88,7 @@ class Report:
         }
 
     def _source(self, name: str, counts: Counts) -> dict[str, Any]:
-        """Return a source's entry of report.json, with its counts if categories are not the sources."""
+        """Return a source's entry of report.json, which includes counts if categories are not the sources."""
         found: dict[str, Any] = {"records_read": self.read[name], "records_sampled": counts.records}
         if self.options.category_field:
             found |= {"records_without_category": counts.uncategorised, **counts.as_dict()}
@@ -100,7 +100,7 @@ class Report:
         write_json(folder / CATEGORIES, {str(number): name for name, number in self.numbers.items()})
 
     def table(self) -> str:
-        """Return the closing tables, and a line for each other thing found in a source's records."""
+        """Return the closing tables, and a line for each further finding in a source's records."""
         cut = [row for name, counts in self.categories.items() for row in _cut_rows(name, counts)]
         notes = [f"{name}: {note}" for name, counts in self.sources.items() for note in self._notes(name, counts)]
         summary, *problems = tables("category", self.categories, targets=True)
@@ -110,7 +110,7 @@ class Report:
         return "\n\n".join(filter(None, parts))
 
     def _notes(self, name: str, counts: Counts) -> Iterator[str]:
-        """Yield a line for each thing that a reader should know of a source."""
+        """Yield a line for each finding in a source."""
         if self.read[name] > counts.records:
             yield f"sampled: {counts.records:,} of {self.read[name]:,} records"
         if counts.uncategorised:
@@ -144,7 +144,7 @@ class Report:
 
 
 def _most(counts: Mapping[str, int], unit: str = "") -> str:
-    """Return the most frequent names: `a (3 turns), b (1 turns)`."""
+    """List the most frequent names: `a (3 turns), b (1 turns)`."""
     most = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:NAMED]
     listed = ", ".join(f"{one_line(name)} ({count:,}{unit})" for name, count in most)
     return listed + (f" and {len(counts) - NAMED} more" if len(counts) > NAMED else "")
@@ -159,13 +159,13 @@ def total(counts: Mapping[str, Counts]) -> Counts:
 
 
 def reported_options(options: Options) -> dict[str, Any]:
-    """Return the options that decide tokens and counts, secrets masked."""
+    """Return the options that affect tokens and counts, with secrets masked."""
     given = asdict(options)  # type: ignore[call-overload]
     return redacted({key: value for key, value in given.items() if key not in NOT_REPORTED})
 
 
 def tables(what: str, counts: Mapping[str, Counts], targets: bool) -> list[list[Row]]:
-    """Return rows of counted documents, special tokens in texts and bad records, by category or source."""
+    """Return table rows of document counts, special tokens in texts and bad records, by category or source."""
     special = [
         {
             what: name,
@@ -184,7 +184,7 @@ def tables(what: str, counts: Mapping[str, Counts], targets: bool) -> list[list[
 
 
 def as_text(*rows: list[Row]) -> str:
-    """Format rows as tables with an empty line between them, without those of no rows."""
+    """Format the non-empty lists of rows as tables with an empty line between them."""
     return "\n\n".join(aligned(table, _LEFT) for table in rows if table)
 
 
@@ -207,9 +207,9 @@ def _summary(what: str, name: str, counts: Counts, targets: bool) -> Row:
 
 
 def _cut_rows(name: str, counts: Counts) -> Iterator[Row]:
-    """Yield a row for each way in which documents over max_tokens were shortened.
+    """Yield a row for each way in which documents above max_tokens were shortened.
 
-    Its tokens are those removed; of `split`, those of the documents that were cut.
+    Its tokens are the removed tokens; for `split`, they are the tokens of the documents that were split.
     """
     over = counts.over_length
     before = counts.tokens + over["dropped_tokens"] + over["truncated_tokens"]

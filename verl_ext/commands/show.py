@@ -1,6 +1,6 @@
-"""The command `verl-ext show`: an audit of data, a look at any document or pack, and the curves of runs.
+"""The command `verl-ext show`, which shows an audit of data, documents, packs and the curves of runs.
 
-Words without `=` are paths, or one of FLAGS: `verl-ext show data/train longest tokens`.
+Words without `=` are paths or FLAGS: `verl-ext show data/train longest tokens`.
 """
 
 import os
@@ -43,19 +43,19 @@ from verl_ext.values import DataError, UsageError, one_line, option, options_of
 
 FLAGS = ("longest", "shortest", "no_target", "cut", "tokens", "record", "answers", "follow")
 _PACKING = tuple(options_of(PackOptions))
-_VERBATIM = ("matches", "require")  # not in Hydra's grammar: they hold its signs
+_VERBATIM = ("matches", "require")  # not parsed by Hydra, because they may contain its special characters
 REFRESH_SECONDS = 5  # of follow=true
-WIDTH = 100  # columns of what is written to a file or a pipe
+WIDTH = 100  # columns of output to a file or a pipe
 
 
 @dataclass(frozen=True)
 class ShowOptions(SelectOptions, PackOptions):
-    """Show data, runs or plans: DATA is tokenized folders, Megatron's corpora or raw files, RUN a run's folder.
+    """Show data, runs or plans. DATA is tokenized folders, Megatron corpora or raw files; RUN is the folder of a run.
 
-    DATA alone is the audit: documents, tokens and targets by category, and what goes wrong in practice, with row
-    numbers. A selection (row=7, longest, category=NAME …) shows documents with their targets, pack=K one pack of
-    max_tokens, against=OTHER what differs between two sets. RUN shows curves; step=S the packs of one of its steps. Of
-    the folder of a plan (trainer.plan_only=true) its numbers are shown again.
+    DATA alone shows the audit: documents, tokens and targets by category, and common mistakes with row numbers. A
+    selection (row=7, longest, category=NAME …) shows documents with their targets; pack=K shows one pack of max_tokens;
+    against=OTHER shows the differences between two sets. RUN shows curves; step=S shows the packs of one of its steps.
+    The folder of a plan (trainer.plan_only=true) shows its numbers again.
     """
 
     paths: list[str] = option([], "DATA or RUN: a list of paths; words without `=` are paths too", required=True)
@@ -76,7 +76,7 @@ class ShowOptions(SelectOptions, PackOptions):
     json: str | None = option(None, "file that gets the numbers as JSON")
 
     def problems(self) -> Iterable[str | None]:
-        """Yield a line for each mistake that can be seen without opening the data."""
+        """Yield a line for each mistake that is visible without opening the data."""
         yield from SelectOptions.problems(self)
         yield from PackOptions.problems(self)
         if self.model.tokenizer:
@@ -92,7 +92,7 @@ class ShowOptions(SelectOptions, PackOptions):
 
 
 def run(options: ShowOptions) -> str:
-    """Show what the options ask for on the terminal."""
+    """Show the data, runs or plans on the terminal."""
     if any(map(is_run, options.paths)):
         _show_runs(options)
         return ""
@@ -113,7 +113,7 @@ def run(options: ShowOptions) -> str:
 
 
 def _tokenized(options: ShowOptions, folder: Path) -> ShowOptions:
-    """Tokenize raw files into folders below `folder`; return options that name these."""
+    """Tokenize raw files into folders below `folder`; return the options with these folders."""
 
     def tokenized(value: Any, key: str, more: Mapping[str, Any] = MappingProxyType({})) -> Any:
         paths = as_list(value)
@@ -123,7 +123,7 @@ def _tokenized(options: ShowOptions, folder: Path) -> ShowOptions:
         return [tokenized_raw(paths, key, options.model, given, options.max_tokens, folder / key)]
 
     against = options.against
-    if isinstance(against, dict):  # the same files with other options
+    if isinstance(against, dict):  # the same files with different options
         if not all(map(is_raw, options.paths)):
             raise UsageError(f"against must be paths, or options for raw files; got options, and {options.paths[0]}")
         against = tokenized(options.paths, "against", against)
@@ -153,15 +153,15 @@ def _show_data(options: ShowOptions, given: list[str]) -> None:
 
 
 def _refuse_unread(options: ShowOptions, view: str, *read: str) -> None:
-    """Raise UsageError for options that `view` would ignore; it reads `read`, and what its own name says."""
+    """Raise UsageError for options that `view` ignores; it reads `read` and its own option."""
     if unread := sorted(options.changed().keys() - {"paths", "model", view, *read}):
         raise UsageError(f"{view} must be given without options that it does not read; got {', '.join(unread)}")
 
 
 def _tokenizer(options: ShowOptions, named: str | None, is_needed: bool = False) -> Any:
-    """Return the tokenizer that the options name, or else that of the data; None if neither names one.
+    """Return the tokenizer of the options, else that of the data; None if neither names one.
 
-    is_needed: raise UsageError then.
+    is_needed: raise UsageError instead of returning None.
     """
     path = options.model.tokenizer or named
     if is_needed and not path:
@@ -203,7 +203,7 @@ def _show_document(console: Console, facts: str, row: Row, tokenizer: Any, by_to
 
 
 def _document(facts: str, row: Row, tokenizer: Any, by_token: bool, in_colour: bool) -> Text:
-    """Return a document under its line of facts."""
+    """Return a document below its line of facts."""
     cells = cells_of(row, tokenizer)
     text = tokens_text(cells) if by_token else document_text(cells, in_colour)
     return Text().append(f"{facts}\n", "bold").append_text(text)
@@ -274,7 +274,7 @@ def _show_plans(options: ShowOptions) -> None:
 
 
 def _show_step(options: ShowOptions, step: int) -> None:
-    """Show the packs of a step of a run, of a rank with their documents, and the step's entry in spikes.jsonl."""
+    """Show a step's packs, the documents of a rank's packs, and the step's entry in spikes.jsonl."""
     if len(options.paths) > 1:
         raise UsageError(f"step must be of one run; got {', '.join(options.paths)}")
     path = Path(options.paths[0])
@@ -297,7 +297,7 @@ def _show_step(options: ShowOptions, step: int) -> None:
 
 
 def _show_spike(spike: dict[str, Any], options: ShowOptions) -> None:
-    """Show the documents of a step that stood out, the worst first, up to `documents` of them."""
+    """Show up to `documents` documents of a spike, the worst first."""
     console = _console()
     losses = f"loss {spike['loss']}, reference {spike['reference']}"
     console.print(Text(one_line(f"step {spike['step']}: {spike['reason']}, {losses}"), "bold"))
@@ -313,7 +313,7 @@ def _show_spike(spike: dict[str, Any], options: ShowOptions) -> None:
 
 
 def _console() -> Console:
-    """Return the console of the terminal; a file or pipe gets lines of COLUMNS or WIDTH without control characters."""
+    """Return the console; a file or pipe gets lines of COLUMNS or WIDTH columns without control characters."""
     return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDTH, highlight=False)
 
 
@@ -326,7 +326,7 @@ def _print(parts: Iterable[RenderableType]) -> None:
 
 
 def _read(arguments: Sequence[str]) -> ShowOptions:
-    """Return the options of the words; a word that is an existing path, or has no `=`, is a path."""
+    """Parse the words; existing paths, and words without `=` that are not flags, are paths."""
     paths: list[str] = []
     words: list[str] = []
     verbatim: dict[str, str] = {}

@@ -1,9 +1,9 @@
-"""The command `verl-ext tokenize`: find the files, sample their records, tokenize them in chunks, write, publish.
+"""The command `verl-ext tokenize`, which samples and tokenizes records into a dataset.
 
-Every record draws a 128-bit number from `seed`, its source's name, its file's place among the source's files and its
-own place in the file. `sample` keeps of a source the records whose number is below fraction · 2^128, or the n lowest (a
-bottom-n sample: without replacement, each set of n records as likely as any other). So the same records are drawn
-whatever the number of workers and the other sources, and a larger sample holds the smaller one.
+Every record draws a 128-bit number from `seed`, its source's name, its file's index within the source, and its own
+index in the file. `sample` keeps the records of a source whose number is below fraction · 2^128, or the n lowest
+numbers (a bottom-n sample: without replacement, every set of n records is equally likely). So the sample does not
+depend on the number of workers or on the other sources, and a larger sample contains the smaller one.
 """
 
 import heapq
@@ -36,15 +36,15 @@ from verl_ext.text.workers import available_cpus, ordered_results, ray_results
 from verl_ext.values import DataError, option
 
 BITS = 128
-RAY_CHUNK = ChunkSize(1024, 1 << 20)  # a task costs the command a millisecond or two
+RAY_CHUNK = ChunkSize(1024, 1 << 20)  # a task costs the driver a millisecond or two
 
 
 @dataclass(frozen=True)
 class TokenizeOptions(ChatOptions, SourceOptions):
-    """Chat and text records, tokenized once with a loss mask and categories: memory-mapped, or as Megatron reads them.
+    """Tokenize chats and texts once, with a loss mask and categories, into memory-mapped files or Megatron's format.
 
-    The fields of a record say which shape it has (verl_ext/text/shapes.py lists them). A source's name is the category
-    of its records.
+    The fields of a record determine its shape (verl_ext/text/shapes.py lists the shapes). The name of a source is the
+    category of its records.
     """
 
     backend: str = option(
@@ -64,7 +64,7 @@ class TokenizeOptions(ChatOptions, SourceOptions):
     preview: int = option(2, "documents of each source that are shown at the end, with their targets marked", least=0)
 
     def problems(self) -> Iterable[str | None]:
-        """Yield a line for each mistake that can be seen without opening a source."""
+        """Yield a line for each mistake that is visible without opening a source."""
         yield from self.source_problems(self.model)
         yield from super().problems()
         if self.format == "megatron":
@@ -88,22 +88,22 @@ class TokenizeOptions(ChatOptions, SourceOptions):
 
 
 def run(options: TokenizeOptions) -> str:
-    """Tokenize; return the closing tables and previews."""
+    """Tokenize the sources; return the closing tables and previews."""
     return f"{summary(tokenize(options))}\n\nwritten to {options.output_dir}"
 
 
 def summary(report: Report) -> str:
     """Return the closing tables and previews of a report, for a terminal."""
-    from rich.console import Console  # not for a command with a mistake in it
+    from rich.console import Console  # here, so that a command with a mistake does not import it
 
     parts = [report.table(), previews_text(report.previews, Console())]
     return "\n\n".join(part.strip("\n") for part in parts if part)
 
 
 def tokenize(options: TokenizeOptions, chunk_size: ChunkSize | None = None, shard_bytes: int = SHARD_BYTES) -> Report:
-    """Tokenize the sources into a dataset at `output_dir`; return what was counted.
+    """Tokenize the sources into a dataset at `output_dir`; return its report.
 
-    Raises `UsageError` and `DataError`, each one line.
+    Raises `UsageError` and `DataError` with one line.
     """
     files = find_source_files(options.patterns)
     with OutputFolder(options.output_dir, options.overwrite) as folder:
@@ -121,7 +121,7 @@ def write_dataset(
 ) -> Report:
     """Write the dataset of these files, with its categories and report, into an empty folder.
 
-    Returns what was counted. Raises `UsageError` and `DataError`, each one line.
+    Returns its report. Raises `UsageError` and `DataError` with one line.
     """
     if chunk_size is None:
         chunk_size = RAY_CHUNK if options.backend == "ray" else CHUNK
@@ -157,7 +157,7 @@ def write_dataset(
 
 
 def _on_ray(options: TokenizeOptions, make: Callable[[], ChatEncoder], chunks: Iterator[Chunk]) -> Iterator[Documents]:
-    """Yield the documents of the chunks, in order, by tasks of a Ray cluster."""
+    """Yield the documents of the chunks in order, encoded by tasks of a Ray cluster."""
     make_same = partial(_same_encoder, make, make().fingerprint(), versions(), gethostname())
     with ray_cluster(options.num_workers or available_cpus()):
         yield from ray_results(
@@ -173,7 +173,7 @@ def _on_ray(options: TokenizeOptions, make: Callable[[], ChatEncoder], chunks: I
 def _same_encoder(
     make: Callable[[], ChatEncoder], fingerprint: str, driver_versions: Mapping[str, str], driver: str
 ) -> ChatEncoder:
-    """Return the encoder of a Ray worker. Raises `DataError` for packages or a tokenizer that are not the driver's."""
+    """Return the encoder of a Ray worker; raise `DataError` if packages or tokenizer differ from the driver's."""
     if lines := differences({driver: driver_versions, f"{gethostname()}, a worker": versions()}):
         raise DataError("; ".join(lines))
     encoder = make()
@@ -187,7 +187,7 @@ def _same_encoder(
 def _sampled_chunks(
     files: Sequence[SourceFile], options: TokenizeOptions, read: Counter[str], size: ChunkSize
 ) -> Iterator[Chunk]:
-    """Yield the chunks of the files, each less the records that are not drawn; `read` counts all of them by source."""
+    """Yield the chunks of the files with the drawn records alone; `read` counts all records by source."""
     for number, name in enumerate(options.sources, start=1):
         own = [file for file in files if file.category_id == number]
         limit = _sample_limit(options, name, own)
@@ -201,9 +201,9 @@ def _sampled_chunks(
 
 
 def _sample_limit(options: TokenizeOptions, name: str, files: Sequence[SourceFile]) -> int | None:
-    """Return the bound below which the number of a source's record must be; None draws every record.
+    """Return the bound below which a drawn record's number lies; None draws every record.
 
-    The files are read to count their records if `sample` is a number of records.
+    If `sample` is a number of records, this reads the files to count their records.
     """
     part = options.sample.get(name) if isinstance(options.sample, Mapping) else options.sample
     if part is None:
@@ -217,7 +217,7 @@ def _sample_limit(options: TokenizeOptions, name: str, files: Sequence[SourceFil
 
 
 def _numbers(seed: int, name: str, place: int) -> Iterator[int]:
-    """Yield the numbers that a file's records draw, in order."""
+    """Yield the numbers of a file's records in order."""
     start = blake2b(f"{seed}\0{name}\0{place}".encode(errors="surrogateescape"), digest_size=BITS // 8)
     for record in count():
         drawn = start.copy()

@@ -1,11 +1,11 @@
-"""The command `verl-ext train`: raw files to a trained model on one machine, as `tokenize` and torchrun would do it.
+"""The command `verl-ext train`, which runs `tokenize` and torchrun on one machine.
 
     data.sources={gsm8k:train.jsonl} turns=last     model.path=M     parallel=cpu data.max_tokens=1024 …
            options of `tokenize`                       of both          the trainer's, word for word
                      └───────────────┬───────────────────┴───────────────────┘
     CACHE/<fingerprint>/, tokenized unless it is there   →   torchrun … data.train_dir=CACHE/<fingerprint> …
 
-The trainer's overrides are checked before a text is tokenized, in a process of their own: this one loads no torch.
+A process of its own checks the trainer's overrides before any text is tokenized, because this process loads no torch.
 """
 
 import json
@@ -30,7 +30,7 @@ from verl_ext.text.tokenized import FORMAT, cached_tokens, file_facts
 from verl_ext.text.tokenizer import leave_out_torch
 from verl_ext.values import DataError, Options, UsageError, option
 
-# The trainer's key of a tokenized folder: the key of the sources that it is made of.
+# {the trainer's key of a tokenized folder: the key of its sources}
 NODES = {"data.train_dir": "data.sources", "data.val_dir": "data.val_sources"}
 
 
@@ -47,11 +47,11 @@ class SourceKeys(Options):
 
 @dataclass(frozen=True)
 class TrainOptions(Options):
-    """Raw files to a trained model on this machine: tokenized once, then trained by torchrun.
+    """Train a model from raw files on this machine: tokenize them once, then train with torchrun.
 
-    Beside the keys below it takes the options of `verl-ext tokenize` by their names (turns=last, sample=1000) and the
-    overrides of the trainer (docs/training.md); model.path is of both. The same files, tokenizer and options are not
-    tokenized again. Ctrl-C or SIGTERM: the ranks save, and the same command goes on.
+    Besides the keys below, the command takes the options of `verl-ext tokenize` by their names (turns=last,
+    sample=1000) and the overrides of the trainer (docs/training.md); both use model.path. The same files, tokenizer and
+    options are tokenized only once. After Ctrl-C or SIGTERM the ranks save, and the same command goes on.
     """
 
     data: SourceKeys = option(SourceKeys, "what is tokenized")
@@ -59,9 +59,9 @@ class TrainOptions(Options):
 
 
 def run(words: Sequence[str]) -> str:
-    """Tokenize what is not tokenized yet, and train; raise SystemExit if training ends with another code than 0."""
+    """Tokenize the sources if needed, and train; raise SystemExit with training's code if not 0."""
     own, encoding = _those_of(words, ["nproc"]), []
-    if _those_of(words, NODES.values()):  # else data.cache_dir is that of a dataset that reads text itself
+    if _those_of(words, NODES.values()):  # else data.cache_dir belongs to a dataset that reads text itself
         own += _those_of(words, [*NODES.values(), "data.cache_dir"])
         given_here = {"model", "sources", "output_dir", "overwrite"}
         encoding = _those_of(words, known_options(TokenizeOptions).keys() - given_here)
@@ -78,7 +78,7 @@ def run(words: Sequence[str]) -> str:
     ranks = options.nproc or _num_gpus() or 1
     if not all(each.are_tokenized for each in texts.values()):
         categories = texts["data.train_dir"].categories if "data.train_dir" in texts else []
-        not_yet = [f"{key}=." for key in texts]  # a folder that exists, for one that does not exist yet
+        not_yet = [f"{key}=." for key in texts]  # an existing folder stands for the one to come
         check_overrides(ranks, categories, [*not_yet, *overrides])
     for each in texts.values():
         each.tokenize()
@@ -93,12 +93,12 @@ def run(words: Sequence[str]) -> str:
 
 
 class Texts:
-    """The sources of one key, and the folder of the documents that they become."""
+    """The sources of one key, and the folder of their tokenized documents."""
 
     def __init__(self, node: str, words: Sequence[str], root: Path) -> None:
-        """Read `words`, options of `verl-ext tokenize`, for the sources that the key `node` names.
+        """Parse `words`, the options of `verl-ext tokenize`, for the sources of the key `node`.
 
-        root: the folder below which the documents' folder lies. Raises UsageError and DataError, each one line.
+        root: the parent of the documents' folder. Raises UsageError and DataError with one line.
         """
         self._node, self._words = node, list(words)
         with self._errors_name_the_key():
@@ -113,7 +113,7 @@ class Texts:
 
     @property
     def categories(self) -> list[str]:
-        """The names of the categories; none if each record names its own, since not all are read yet."""
+        """The names of the categories; none if records name theirs, because the records are not read yet."""
         return [] if self._options.category_field else list(self._options.sources)
 
     @property
@@ -122,7 +122,7 @@ class Texts:
         return ["verl-ext", "tokenize", *self._words, f"output_dir={self.folder}", "overwrite=true"]
 
     def tokenize(self) -> None:
-        """Tokenize the sources unless that is done; print the closing tables, or that nothing was to do."""
+        """Tokenize the sources unless this is done; print tables, or a line about the existing folder."""
         if self.are_tokenized:
             print(f"{self._node}: tokenized before, into {self.folder}", flush=True)
             return
@@ -156,28 +156,28 @@ def _those_of(words: Iterable[str], keys: Iterable[str]) -> list[str]:
 
 
 def _num_gpus() -> int:
-    import torch  # here: importing it takes seconds
+    import torch  # here, because importing it takes seconds
 
     return torch.cuda.device_count()
 
 
 def check_overrides(ranks: int, categories: Sequence[str], overrides: Sequence[str]) -> None:
-    """Raise UsageError for what the trainer refuses without reading data; `check` finds that in another process."""
+    """Raise UsageError if the trainer would refuse the overrides; `check` finds this in another process."""
     print("checking the trainer's options", file=sys.stderr, flush=True)
     line = [sys.executable, "-c", f"from {__name__} import check; check()", str(ranks), json.dumps(categories)]
-    # A session of its own: Ctrl-C is for this process.
+    # In a session of its own, because Ctrl-C is for this process.
     done = subprocess.run([*line, *overrides], stdout=subprocess.PIPE, text=True, start_new_session=True)
     if done.returncode:
         raise UsageError(done.stdout.strip()) if done.returncode == 2 else SystemExit(done.returncode)
 
 
 def check() -> None:
-    """Print what the trainer refuses of sys.argv, without reading data, and exit with 2 then.
+    """Print the mistakes in sys.argv that need no data to find; exit with 2 if there are any.
 
     sys.argv: the number of ranks, the categories of the training data in JSON, the overrides.
     """
     output, sys.stdout = sys.stdout, sys.stderr
-    sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]  # verl imports it, for seconds, if it is there
+    sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]  # verl imports it if it exists, which takes seconds
     logging.disable(logging.WARNING)
     from verl_ext.attention import gpu_capability
     from verl_ext.checkpoint.resume import check_output
@@ -190,7 +190,7 @@ def check() -> None:
 
     ranks, categories, overrides = int(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:]
     try:
-        if any(word.startswith("-") for word in overrides):  # flags of Hydra's, which its main function alone reads
+        if any(word.startswith("-") for word in overrides):  # flags, which only Hydra's main function reads
             prepare_overrides(overrides)
             return
         config, _ = compose_run(overrides)

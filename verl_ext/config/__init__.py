@@ -1,4 +1,4 @@
-"""Composing, typing and checking a run's config, before a device is touched or a model loaded."""
+"""The composition, typing and checks of a run's config, before any device or model is loaded."""
 
 from verl_ext.config.compose import compose, compose_run
 

@@ -1,7 +1,7 @@
-"""Checks of a whole run, before a model is loaded: of options together, of paths, and of the model. A line a mistake.
+"""Checks of a whole run before a model is loaded, with one line per mistake.
 
-ranks = data-parallel size × sequence-parallel size
-packs of a step = data-parallel size × micro-batch size × accumulation
+They cover combinations of options, paths, and the model. ranks = data-parallel size × sequence-parallel size;
+packs of a step = data-parallel size × micro-batch size × gradient accumulation.
 """
 
 import importlib
@@ -34,12 +34,12 @@ def check_run(config: RunConfig, hf_config: Any = None) -> ModelFacts:
     """Check a configuration against its machine and its model, and return the facts of the model.
 
     Args:
-        config: each of its values is right by itself.
-        hf_config: the model's Hugging Face config if it is loaded already; else it is read from `model.path`, json
-            alone and no weights.
+        config: a config in which each value is valid by itself.
+        hf_config: the model's Hugging Face config if it is loaded already; else it is read from `model.path`, without
+            weights.
 
     Raises:
-        ValueError: with a line for each mistake.
+        ValueError: If there are mistakes, with a line for each.
     """
     problems: list[str | None] = [
         *data_problems(config),
@@ -63,14 +63,14 @@ def check_run(config: RunConfig, hf_config: Any = None) -> ModelFacts:
         except ValueError as error:
             problems += str(error).splitlines()
         if hf_config is None and config.plan.gpu_memory is None and os.path.isdir(config.model_folder):
-            problems += weight_problems(config.model_folder)  # else memory is predicted from the config alone
+            problems += weight_problems(config.model_folder)  # else only the config is needed to predict memory
     refuse(problems)
     assert model is not None, "path_problems says why there is none"
     return model
 
 
 def _hf_config(config: RunConfig, path: str) -> Any:
-    """Read the config of the model, and set `model.override_config` on it."""
+    """Read the config of the model, and apply `model.override_config` to it."""
     options = config.model_options
     key = "model.hf_config_path" if options.hf_config_path else "model.path"
     hf_config = read_hf_config(os.path.expanduser(path), bool(options.trust_remote_code), key)
@@ -85,13 +85,13 @@ def _hf_config(config: RunConfig, path: str) -> Any:
 
 
 def data_problems(config: RunConfig) -> Iterator[str]:
-    """Give a line for options of other dataset families, and for paths that do not exist."""
+    """Yield a line for each option of another dataset family, and for each missing path."""
     yield from foreign_option_problems(config.values)
     train_dir, val_dir, family = config.data.train_dir, config.data.val_dir, config.dataset
     evaluates = config.trainer.eval_only
     if family.needs_train_dir and train_dir in (None, "", []):
         yield f"data.train_dir is required: {family.reads}; got {show(train_dir)}"
-    # What is only measured stands in for data.train_dir as well: reported once.
+    # A set that is only measured also stands for data.train_dir; it is reported once.
     if not (evaluates and train_dir == val_dir):
         yield from family.path_problems("data.train_dir", train_dir)
     yield from family.path_problems("data.val_dir", val_dir)
@@ -103,9 +103,9 @@ def data_problems(config: RunConfig) -> Iterator[str]:
 
 
 def batch_problem(config: Any, ranks: int) -> str | None:
-    """Refuse ranks that do not divide into sequence-parallel groups, or a step that does not into micro-batches.
+    """Return a line if the ranks or a step's packs do not divide evenly.
 
-    config: a RunConfig, or the composed config of one.
+    Ranks form sequence-parallel groups; packs form micro-batches. config: a RunConfig or its composed config.
     """
     ulysses, groups = config.engine.ulysses_sequence_parallel_size, config.parallel.context_parallel_size
     keys, sizes = (SP, f"{ulysses}") if groups == 1 else (f"{SP} × {CP}", f"{ulysses} × {groups}")
@@ -125,11 +125,11 @@ def batch_problem(config: Any, ranks: int) -> str | None:
 
 
 def check_categories(loss: Any, names: Sequence[str]) -> None:
-    """Raise ValueError for weights of categories that the data lacks, or that leave the data no weight at all.
+    """Raise ValueError if weights name missing categories, or leave the data without any weight.
 
     Args:
-        loss: its options.
-        names: the categories that the training data has.
+        loss: the options of the loss.
+        names: the categories of the training data.
     """
     key, weights = "loss.category_weights", loss.category_weights or {}
     refuse(choice_problem(f"a name in {key}", name, names) for name in weights)
@@ -138,10 +138,10 @@ def check_categories(loss: Any, names: Sequence[str]) -> None:
 
 
 def check_positions(longest_document: int, max_tokens: int, hf_config: Any) -> None:
-    """Raise ValueError if a document reaches positions that the model does not have.
+    """Raise ValueError if a document needs positions that the model lacks.
 
-    They restart with every document, so a pack may be longer; a document, of at most min(longest_document, max_tokens)
-    tokens, may not.
+    Positions restart with every document, so a pack may be longer, but a document, which has at most
+    min(longest_document, max_tokens) tokens, may not.
     """
     positions = model_positions(hf_config)
     longest = min(longest_document, max_tokens)
@@ -154,17 +154,17 @@ def check_positions(longest_document: int, max_tokens: int, hf_config: Any) -> N
 
 
 def model_positions(hf_config: Any) -> int | None:
-    """Return the positions that a model was made for, its RoPE scaling included; None if its config names none.
+    """Return a model's number of positions, including RoPE scaling; None if its config names none.
 
-    Some configs (Llama 3) give max_position_embeddings with the scaling included, others (YaRN for Qwen) without: the
-    larger reading is taken.
+    Some configs (Llama 3) include the scaling in max_position_embeddings, others (YaRN for Qwen) do not; this function
+    takes the larger value.
     """
     text = hf_config.get_text_config()
     positions = base = getattr(text, "max_position_embeddings", None)
     if not positions:
         return None
     ropes = [getattr(text, name, None) for name in ("rope_parameters", "rope_scaling")]
-    ropes += [inner for rope in ropes if isinstance(rope, dict) for inner in rope.values()]  # one for each layer type
+    ropes += [inner for rope in ropes if isinstance(rope, dict) for inner in rope.values()]  # one per layer type
     for rope in ropes:
         if isinstance(rope, dict) and rope.get("factor"):
             positions = max(positions, int(rope["factor"] * (rope.get("original_max_position_embeddings") or base)))
@@ -173,7 +173,7 @@ def model_positions(hf_config: Any) -> int | None:
 
 
 def path_problems(config: RunConfig) -> Iterator[str]:
-    """Give a line for each path of the model and of a resume that does not exist; a hub name is left to its loader."""
+    """Yield a line for each missing path of model and resume; the loader checks Hub names."""
     options = config.model_options
     if not options.path:
         yield f"model.path is required: a folder or hub name of a model; got {show(options.path)}"
@@ -192,7 +192,7 @@ def path_problems(config: RunConfig) -> Iterator[str]:
 
 
 def device_problems(config: RunConfig) -> Iterator[str]:
-    """Give a line for options that the device, the engine on it or installed packages do not allow."""
+    """Yield a line for each option that the device, engine or installed packages forbid."""
     device, engine, accelerator = config.trainer.device, config.engine, config.machine.accelerator
     on_cpu = device == "cpu" or accelerator is None
     if accelerator == "npu":
@@ -220,7 +220,7 @@ def device_problems(config: RunConfig) -> Iterator[str]:
 
 
 def optimizer_problem(config: RunConfig) -> str | None:
-    """Refuse an optimizer that does not exist or take its options; one of two small tensors is built to see."""
+    """Return a line if the optimizer is unknown, or refuses its options for two small tensors."""
     optim, key = config.optim, "optim.optimizer_impl"
     if not isinstance(optim.optimizer_impl, str):
         return f"{key} must be a module that is installed; got {show(optim.optimizer_impl)}"
@@ -231,7 +231,7 @@ def optimizer_problem(config: RunConfig) -> str | None:
     kinds = {name for name, kind in names.items() if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)}
     if not kinds:
         return f"{key} must be a module of optimizers; got {optim.optimizer_impl}"
-    if show(optim.optimizer) not in names:  # a list has no hash
+    if show(optim.optimizer) not in names:  # a list is unhashable
         return choice_problem("optim.optimizer", optim.optimizer, sorted(kinds - {"Optimizer"}))
     try:
         build_optimizer([Parameter(torch.zeros(2, 2)), Parameter(torch.zeros(2))], optim)
@@ -244,19 +244,19 @@ def optimizer_problem(config: RunConfig) -> str | None:
 
 
 def _is_missing(path: str) -> bool:
-    """Tell whether a path is no folder and does not read as a hub name either."""
+    """Tell whether a path is neither a folder nor a possible Hub name."""
     is_local = path.startswith((".", "/", "~")) or _HUB_NAME.fullmatch(path) is None
     return is_local and not os.path.isdir(os.path.expanduser(path))
 
 
 def read_hf_config(path: str, trusted: bool = False, key: str = "model.path") -> Any:
-    """Read the Hugging Face config of a folder or Hub name; trusted: its own code may run. ValueError without one."""
+    """Read the config of a folder or Hub name, whose code may run if `trusted`; raise ValueError without one."""
     from transformers import AutoConfig
 
     try:
-        with held_back("configuration_utils"):  # which shows the whole config before it raises
+        with held_back("configuration_utils"):  # which logs the whole config before it raises
             return AutoConfig.from_pretrained(path, trust_remote_code=trusted)
-    except Exception as error:  # a config's class raises whatever the values lead it to
+    except Exception as error:  # a config class raises any error that the values cause
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         reason = f"{lines[0]} {lines[-1]}" if lines[0].endswith(":") else lines[0]
         raise ValueError(f"{key} must hold a model's config.json; got {path} ({reason})") from error

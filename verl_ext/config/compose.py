@@ -1,4 +1,4 @@
-"""From a command line to a run's config: old names translated, needless plus signs dropped, typos refused."""
+"""The composition of a config from a command line, with old names translated and typos refused."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +15,7 @@ from verl_ext.values import leaves, show
 
 PRIMARY = "sft"
 SEARCH_PATH = "hydra.searchpath=[pkg://verl_ext.conf,pkg://verl.trainer.config]"
-# Hydra's flags that take the next argument as their value.
+# The flags of Hydra that take the next argument as their value.
 _VALUED_FLAGS = (
     *("--cfg", "-c", "--package", "-p"),
     *("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"),
@@ -23,10 +23,10 @@ _VALUED_FLAGS = (
 
 
 def prepare_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return (overrides as Hydra takes them, notices to be printed once) of a command line's arguments.
+    """Return (overrides for Hydra, notices to print once) from a command line's arguments.
 
-    Arguments that begin with `-` pass untouched. Raises ValueError, a line for each: an override that cannot be parsed,
-    an unknown key (with the nearest), an unknown choice of a config group (with the choices).
+    Arguments that begin with `-` stay unchanged, and needless plus signs are dropped. Raises ValueError with a line for
+    each unparsable override, unknown key (with the nearest) and unknown choice of a config group (with the choices).
     """
     flags, words = _split_flags(argv)
     if any(flag in ("-m", "--multirun") for flag in flags):
@@ -38,7 +38,7 @@ def prepare_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     items, notices = translation.items, translation.notices
     overrides: list[str] = []
     mistakes = [
-        f"{item.key} must have each name once; got {name} twice"  # Hydra would keep the last
+        f"{item.key} must have each name once; got {name} twice"  # Hydra would keep the last one
         for item in items
         if item.value and "{" in item.value
         for name in repeated_keys(str(item))
@@ -56,7 +56,7 @@ def prepare_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     if mistakes:
         raise ValueError(restored("\n".join(mistakes)))
     if any(flag.split("=")[0] in ("--config-name", "-cn") for flag in flags):
-        overrides.append(SEARCH_PATH)  # which Hydra reads from the primary config alone, and that is not ours then
+        overrides.append(SEARCH_PATH)  # Hydra reads it only from the primary config, which is then not ours
     return [*flags, *overrides], list(dict.fromkeys(map(restored, notices)))
 
 
@@ -71,7 +71,7 @@ def _split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _choice(group: str, items: Sequence[Item], folders: Sequence[Path]) -> str | None:
-    """Return the choice of a group: the command line's, else its recipe's; None if neither makes one."""
+    """Return the choice of a group by the command line, else by its recipe, else None."""
     given = {item.key: item.value for item in items if item.value and not item.prefix.startswith("~")}
     if group in given or "recipe" not in given:
         return given.get(group)
@@ -79,7 +79,7 @@ def _choice(group: str, items: Sequence[Item], folders: Sequence[Path]) -> str |
 
 
 def _chosen_by_recipe(items: Sequence[Item], folders: Sequence[Path]) -> list[str]:
-    """List choices of a recipe among the user's own plain files, which Hydra would take without the defaults."""
+    """List a recipe's choices among the user's plain files, which Hydra would use without the defaults."""
     found = []
     for group in sorted({*schema.groups()} - {item.key for item in items}) if folders else ():
         choice = _choice(group, items, folders)
@@ -89,7 +89,7 @@ def _chosen_by_recipe(items: Sequence[Item], folders: Sequence[Path]) -> list[st
 
 
 def _config_folders(flags: Sequence[str]) -> list[Path]:
-    """List the folders that Hydra's --config-dir adds, with recipes and group choices of the user's own."""
+    """List the folders of Hydra's --config-dir, with the user's own recipes and group choices."""
     written = [tuple(flag.split("=", 1)) for flag in flags if "=" in flag] + list(pairwise(flags))
     return [Path(value).expanduser() for name, value in written if name in ("--config-dir", "-cd")]
 
@@ -105,39 +105,39 @@ def _item(word: str) -> Item:
 
 
 def _known(item: Item, own_class: bool, folders: Sequence[Path]) -> tuple[Item | None, str | None]:
-    """Return the override as Hydra takes it (None: leave it out), and a notice of a needless plus."""
+    """Return the override for Hydra (None: leave it out), and a notice about a needless plus."""
     override = None if item.value is None else parsed(str(item))
     value = override.value() if override else None
     group = item.key.partition("@")[0]
     is_choice = group in schema.groups() and not isinstance(value, dict | list)
     unknown = [key for key, _ in leaves({item.key: value}) if not is_choice and not schema.is_known(key)]
     if unknown and own_class and item.prefix.startswith("+") and item.key.startswith("data."):
-        return item, None  # a key that the user's own dataset class reads
+        return item, None  # a key for the user's own dataset class
     if unknown:
         raise ValueError(schema.unknown_key(unknown[0]))
     notice = f"+{item.key}: the key exists, so it is read without the +" if item.prefix == "+" else None
     if group == "recipe" and (value is None or item.prefix == "~"):
-        return None, notice  # no recipe is the default
+        return None, notice  # the default is no recipe
     if item.prefix == "~" and not schema.is_free_form(item.key):
         raise ValueError(f"{item.key} cannot be removed from the config; got {item}")
     if is_choice:
         return replace(item, prefix="", value=schema.choice_path(group, show(value), folders)), notice
     if item.prefix in ("++", "~") or item.key.startswith("hydra."):
         return item, None
-    return replace(item, prefix="++"), notice  # whether the composed config holds it already or not
+    return replace(item, prefix="++"), notice  # works whether or not the composed config has the key
 
 
 def compose(overrides: Sequence[str]) -> DictConfig:
-    """Compose conf/sft.yaml under overrides, as on the command line of the trainer.
+    """Compose conf/sft.yaml under overrides, like the trainer's command line.
 
-    Mandatory values may still be missing (`data.train_dir`, `model.path`): check_run reports them, all at once. Raises
-    ValueError: one line for each override or YAML key that does not exist or cannot be read.
+    Mandatory values may still be missing (`data.train_dir`, `model.path`); check_run reports all of them at once.
+    Raises ValueError with one line for each override or YAML key that does not exist or cannot be read.
     """
     return compose_run(overrides)[0]
 
 
 def compose_run(overrides: Sequence[str]) -> tuple[DictConfig, list[str]]:
-    """Return (config, notices): as compose, and a line for each translation, which rank 0 prints once."""
+    """Return :func:`compose`'s config, and a notice for each translation, which rank 0 prints once."""
     prepared, notices = prepare_overrides(overrides)
     flags = [word for word in prepared if word.startswith("-")]
     if flags:

@@ -1,7 +1,7 @@
-"""Names of verl ≤ 0.6's fsdp_sft_trainer, and the names of today.
+"""The option names of verl ≤ 0.6's fsdp_sft_trainer, and their names of today.
 
-That trainer and its sft_trainer.yaml are gone since verl 0.7; scripts written for it still start here, and each
-translation is printed once. What cannot be translated is refused: nothing that was asked for is ignored.
+verl 0.7 removed that trainer and its sft_trainer.yaml. Its scripts still start here, and each translation is printed
+once. An option without a translation is refused, so that no request is ignored.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 RENAMED = {
     "model.partial_pretrain": "model.path",
-    "model.mlp_tile_tokens": "model.tile_tokens",  # of this project's first versions
+    "model.mlp_tile_tokens": "model.tile_tokens",  # in this project's first versions
     "model.strategy": "engine.strategy",
     "model.fsdp_config.cpu_offload": "engine.offload_policy",
     "ulysses_sequence_parallel_size": "engine.ulysses_sequence_parallel_size",
@@ -20,7 +20,7 @@ RENAMED = {
     "trainer.resume_path": "trainer.resume_from_path",
 }
 RENAMED_NODES = {"model.fsdp_config": "engine", "trainer.checkpoint": "checkpoint"}
-# Defaults of its sft_trainer.yaml that today's differ from: (key, value, key that takes its place).
+# Defaults of its sft_trainer.yaml that differ from today's: (key, value, the key that replaces it).
 DEFAULTS = (
     ("optim.lr", "1e-5", None),
     ("optim.betas", "[0.9,0.95]", None),
@@ -32,10 +32,10 @@ DEFAULTS = (
 
 @dataclass(frozen=True)
 class Superseded:
-    """A key that has no other name today, since its work is done otherwise.
+    """A key without a new name, because its work is done in another way today.
 
-    by: the key that does it: if that one is given too, this one is left out. neutral: values that ask for nothing, or
-    for today's behaviour. read_as: today's override for values that have one.
+    by: the key that does the work; if it is given too, this key is left out. neutral: the values that request nothing,
+    or today's behaviour. read_as: today's override for values that have one.
     """
 
     why: str
@@ -45,7 +45,7 @@ class Superseded:
 
 
 _TOKENIZED = "the data is tokenized beforehand by `verl-ext tokenize`, and {} names the folder"
-# Read in the first place by verl's own dataset, from raw files.
+# Keys of verl's own dataset, which reads raw files.
 _RAW = (
     "prompt_key response_key prompt_dict_keys response_dict_keys system_prompt_key multiturn chat_template train_files "
     "messages_key tools_key enable_thinking_key enable_thinking_default apply_chat_template_kwargs "
@@ -80,9 +80,9 @@ SUPERSEDED = {
 
 @dataclass(frozen=True)
 class Item:
-    """One override of the command line: `<prefix><key>=<value>`, prefix "", "+", "++" or "~".
+    """An override of the command line, `<prefix><key>=<value>`, with the prefix "", "+", "++" or "~".
 
-    value: as Hydra gets it; written: as it stands in a shell script, if it comes from one.
+    value: the value for Hydra. written: its spelling in a shell script, if it comes from one.
     """
 
     prefix: str
@@ -96,7 +96,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Translation:
-    """The overrides with today's names, a notice for each change, and a line for each that has no translation."""
+    """The overrides with today's names, a notice per change, and a line per override without a translation."""
 
     items: list[Item]
     notices: list[str]
@@ -104,7 +104,7 @@ class Translation:
 
 
 def renamed(key: str) -> str | None:
-    """Return today's name of a key of verl ≤ 0.6, None if it is no such key."""
+    """Return today's name of a key of verl ≤ 0.6, or None for any other key."""
     if key in SUPERSEDED:
         return None
     if key in RENAMED:
@@ -116,10 +116,10 @@ def renamed(key: str) -> str | None:
 
 
 def translate(items: Sequence[Item], own_class: bool, packed: bool) -> Translation:
-    """Return overrides with today's names; today's name wins if both are given.
+    """Translate overrides to today's names; today's name wins if both are given.
 
-    own_class: data.custom_cls names a class of the user's, which may read any key. packed: the data group makes packs,
-    in which even data.max_length has no meaning.
+    own_class: whether data.custom_cls names a user's class, which may read any key. packed: whether the data group
+    makes packs, for which even data.max_length has no meaning.
     """
     given = {item.key for item in items}
     to_be_given = given | {new for item in items if (new := renamed(item.key))}
@@ -127,10 +127,10 @@ def translate(items: Sequence[Item], own_class: bool, packed: bool) -> Translati
     for item in items:
         new = renamed(item.key)
         parts = item.key.split(".")
-        nodes = (".".join(parts[:count]) for count in range(len(parts), 0, -1))  # the key, then those above it
+        nodes = (".".join(parts[:count]) for count in range(len(parts), 0, -1))  # the key, then the nodes above it
         entry = next((SUPERSEDED[node] for node in nodes if node in SUPERSEDED), None)
         if entry and own_class and item.key.startswith("data."):
-            found.items.append(replace(item, prefix=item.prefix or "++"))  # it may be none of today's keys
+            found.items.append(replace(item, prefix=item.prefix or "++"))  # it may not be a key of today
             continue
         if entry and (packed or item.key != "data.max_length"):
             _supersede(item, entry, to_be_given, found)
@@ -151,7 +151,7 @@ def translate(items: Sequence[Item], own_class: bool, packed: bool) -> Translati
 
 
 def _supersede(item: Item, entry: Superseded, given: set[str], found: Translation) -> None:
-    """Add the translation of an override whose key has no other name today, a notice that it is left out, or a line."""
+    """Add a superseded override to `found` as a translation, a notice, or a problem."""
     said, value = str(replace(item, prefix="")), (item.value or "").strip("'\"")
     if entry.by in given:
         found.notices.append(f"{item.key} is left out: {entry.by} is given, and {entry.why}")

@@ -1,6 +1,6 @@
-"""The kinds of model: the class that `_target_` of conf/model/NAME.yaml names declares the needs of such a model.
+"""The kinds of model; a kind is the class that `_target_` in conf/model/NAME.yaml names.
 
-verl builds its model node as a dataclass; ours are subclasses, whose class methods the checks and the trainer ask.
+verl builds its model node as a dataclass. Our subclasses add class methods, which the checks and the trainer call.
 """
 
 import json
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from verl_ext.config.run import RunConfig
 
 _OVERRIDE = "model.override_config"
-_ATTENTION = "attn_implementation"  # below override_config, verl's own: it is no field of a model's config
+_ATTENTION = "attn_implementation"  # verl's own key below override_config, not a field of a model's config
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class ModelFacts:
     """The facts of a run's model before its weights are read.
 
     Attributes:
-        hf_config: the Hugging Face config that it runs with.
-        backend: the kernel of its attention.
-        head: how the output embedding is computed.
-        notices: of what is allowed and may not be intended.
+        hf_config: the Hugging Face config that the run uses.
+        backend: the attention kernel.
+        head: the implementation of the output head.
+        notices: lines about settings that are allowed but may be unintended.
     """
 
     hf_config: Any
@@ -50,16 +50,16 @@ class ModelFacts:
 
 @dataclass
 class PackedModel(HFModelConfig, ModelOptions):
-    """Any causal language model of Hugging Face's, with attention inside the documents of a pack.
+    """A causal language model of Hugging Face, with attention within the documents of a pack.
 
-    Its fields are verl's and those of ModelOptions.
-    `override_config` reaches `hf_config` through :func:`override`. A kind of model declares:
+    Its fields are those of verl and of ModelOptions. :func:`override` applies `override_config` to `hf_config`.
+    A kind of model declares:
 
     engine_vendor: the name of its engine in `verl_ext.plugin`.
-    needs_positions: a document may not be longer than the model's positions.
-    config_options: options of the model's own config, each class filling the node that its prefix names; null there
-    means the value that the folder at `model.path` has.
-    memory_not_predicted: why a plan says nothing of the memory of a step.
+    needs_positions: whether a document must not be longer than the model's positions.
+    config_options: the options of the model's own config; each class fills the node of its prefix, and null means the
+    value in the folder at `model.path`.
+    memory_not_predicted: the reason why a plan cannot predict the memory of a step.
     """
 
     _mutable_fields = HFModelConfig._mutable_fields | {"override_config"}
@@ -78,10 +78,10 @@ class PackedModel(HFModelConfig, ModelOptions):
 
     @classmethod
     def resolve_attention(cls, config: DictConfig) -> list[str]:
-        """Set `model.override_config.attn_implementation` from `attention.backend`, or that from it, in place.
+        """Make `override_config.attn_implementation` and `attention.backend` agree, in place.
 
-        Returns notices. Hugging Face's flash_attention_2 becomes backend flash_attn; ValueError for every other
-        implementation, none of which keeps the documents of a pack apart.
+        Returns notices. Hugging Face's flash_attention_2 becomes the backend flash_attn. Raises ValueError for any
+        other implementation, because none of them keeps the documents of a pack apart.
         """
         key, backend = f"{_OVERRIDE}.{_ATTENTION}", config.attention.backend
         asked = OmegaConf.select(config, key)
@@ -101,12 +101,12 @@ class PackedModel(HFModelConfig, ModelOptions):
 
     @classmethod
     def config_problems(cls, config: "RunConfig") -> Iterable[str | None]:
-        """Give a line for each option that this kind of model cannot have, whatever its architecture."""
+        """Return a line for each option that this kind of model cannot have in any architecture."""
         return ()
 
     @classmethod
     def examine(cls, config: "RunConfig", hf_config: Any) -> ModelFacts:
-        """Check the model that `model.path` holds; ValueError with a line for each mistake."""
+        """Check the model in `model.path`; raise ValueError with a line for each mistake."""
         dequantize(hf_config)
         model = support.Architecture(hf_config)
         refuse(support.model_support_problems(model))
@@ -122,43 +122,43 @@ class PackedModel(HFModelConfig, ModelOptions):
 
     @classmethod
     def check_weights(cls, config: "RunConfig", hf_config: Any) -> list[str]:
-        """Compare the weights in `model.path` with the model of ``hf_config``, by headers; gives notices.
+        """Compare the headers of the weights with the model of ``hf_config``; return notices.
 
-        Those of remote code and quantized ones are left to transformers. Raises ValueError if they differ, OSError if
-        the Hub does not answer.
+        Weights of remote code and quantized weights are left to transformers. Raises ValueError if the weights differ,
+        and OSError if the Hub does not answer.
         """
         path, override = config.model_folder, dict(config.model_options.override_config)
         model_class = support.model_class(hf_config)
         if model_class is None or getattr(hf_config, "quantization_config", None):
             return []
         if config.trainer.plan_only and not os.path.isdir(path):
-            return []  # a plan fetches nothing
+            return []  # a plan downloads nothing
         override.pop(_ATTENTION, None)
         return check_weights(model_class, hf_config, path, config.model_options.allow_weight_mismatch, override)
 
     @classmethod
     def answer_problems(cls, config: "RunConfig", hf_config: Any) -> Iterable[str | None]:
-        """Give a line for each reason why this model cannot answer `eval.prompts` while it trains."""
+        """Yield a line for each reason why this model cannot answer `eval.prompts` during training."""
         if config.engine.strategy != "fsdp2":
             yield f"engine.strategy must be fsdp2 with eval.prompts; got {config.engine.strategy}"
         yield support.generation_problem(support.Architecture(hf_config))
 
     @classmethod
     def memory_settings(cls, hf_config: Any) -> dict[str, Any] | None:
-        """Return the settings that the weights of its memory belong to; None without one."""
+        """Return the settings of its memory, to which the weights belong; None without a memory."""
         return None
 
 
 @dataclass
 class QwenTitansModel(PackedModel):
-    """A Qwen with long-term memory that reads its rows chunk by chunk: `hf_config` becomes a QwenTitansConfig."""
+    """A Qwen with long-term memory, which reads rows chunk by chunk; `hf_config` becomes a QwenTitansConfig."""
 
     train: str = option("all", "memory: the base's weights stay as they are", resume="same")
     memory_checkpoint: str | None = None
     memory: dict[str, Any] = field(default_factory=dict)
 
     engine_vendor: ClassVar[str] = CHUNKED
-    needs_positions: ClassVar[bool] = False  # they restart with every chunk
+    needs_positions: ClassVar[bool] = False  # positions restart with every chunk
     config_options: ClassVar[tuple[type[Options], ...]] = (MemoryOptions,)
     memory_not_predicted: ClassVar[str | None] = "model=qwen_titans chooses what it computes by the values of its masks"
 
@@ -169,10 +169,10 @@ class QwenTitansModel(PackedModel):
 
     @classmethod
     def resolve_attention(cls, config: DictConfig) -> list[str]:
-        """Choose one of transformers' own kernels, in place: inside a chunk one row is one document."""
+        """Choose a kernel of transformers, in place, because a row within a chunk is one document."""
         key, backend = f"{_OVERRIDE}.{_ATTENTION}", config.attention.backend
         asked = OmegaConf.select(config, key)
-        chosen = _CHUNK_ATTENTION.get(backend, backend)  # the checks report an unknown one
+        chosen = _CHUNK_ATTENTION.get(backend, backend)  # the checks report an unknown backend
         if asked in (None, chosen):
             _set_attention(config, chosen)
         elif backend != "auto" or asked not in _CHUNK_ATTENTION.values():
@@ -184,14 +184,14 @@ class QwenTitansModel(PackedModel):
 
     @classmethod
     def config_problems(cls, config: "RunConfig") -> Iterable[str | None]:
-        """Refuse options that the memory cannot have."""
+        """Yield a line for each option that the memory does not allow."""
         yield choice_problem("model.train", config.model_options.train, ("all", "memory"))
         yield choice_problem("attention.backend", config.attention.backend, _CHUNK_ATTENTION)
         yield from fixed_value_problems(config.values, _ONLY_WITH_MEMORY, " with model=qwen_titans")
 
     @classmethod
     def examine(cls, config: "RunConfig", hf_config: Any) -> ModelFacts:
-        """Wrap the Qwen that `model.path` holds in the configured memory."""
+        """Check the Qwen in `model.path` with the configured memory around it."""
         titans = titans_config(hf_config, config.model_options.memory)
         problems = []
         tokens, chunk = config.max_tokens, titans.chunk_size
@@ -210,17 +210,17 @@ class QwenTitansModel(PackedModel):
 
     @classmethod
     def answer_problems(cls, config: "RunConfig", hf_config: Any) -> Iterable[str | None]:
-        """Refuse draws: a model with a memory generates the likeliest tokens."""
+        """Refuse sampling, because a model with memory generates the most likely tokens."""
         if config.eval.temperature:
             yield f"eval.temperature must be 0 with model=qwen_titans; got {config.eval.temperature}"
 
     @classmethod
     def memory_settings(cls, hf_config: Any) -> dict[str, Any] | None:
-        """Return the options of the memory that its weights depend on."""
+        """Return the memory options on which its weights depend."""
         return {name: value for name, value in hf_config.memory.items() if name != "bptt_chunks"}
 
 
-# attention.backend: the name that transformers has for it inside a chunk
+# attention.backend: the name of that kernel in transformers, for attention inside a chunk
 _CHUNK_ATTENTION = {"auto": "sdpa", "sdpa": "sdpa", "flash_attn": "flash_attention_2"}
 _ONLY_WITH_MEMORY: dict[str, tuple[Any, str]] = {  # key: (the one value it may have, why)
     "engine.ulysses_sequence_parallel_size": (1, "the memory reads a row's chunks one after the other on one rank"),
@@ -237,7 +237,7 @@ _ONLY_WITH_MEMORY: dict[str, tuple[Any, str]] = {  # key: (the one value it may 
 
 
 def model_kind(config: Any) -> type[PackedModel]:
-    """Return the class of a configuration's model node; verl's own node is that of a packed model."""
+    """Return the class of a config's model node; verl's own node means PackedModel."""
     named = get_class(config["model"]["_target_"])
     return named if issubclass(named, PackedModel) else PackedModel
 
@@ -245,12 +245,12 @@ def model_kind(config: Any) -> type[PackedModel]:
 def override(hf_config: Any, values: Mapping[str, Any]) -> None:
     """Set the values of `model.override_config` on a model's config, in place.
 
-    verl sets each as an attribute, so that `rope_theta` and misspelt keys change nothing. Here a dict goes over the one
-    that is there, `rope_theta` into the rotary parameters, whose other entries stay the model's own. Keys that the
-    config of a model with towers lacks are those of its text model.
+    verl sets each value as an attribute, so `rope_theta` and misspelt keys change nothing. Here a dict updates the
+    existing one, and `rope_theta` updates the rotary parameters, whose other entries stay. If the config of a model
+    with towers lacks a key, the key belongs to its text model.
 
     Raises:
-        ValueError: the architecture has no such key, or refuses the value.
+        ValueError: If the architecture has no such key or refuses the value.
     """
     given = {key: value for key, value in plain(values).items() if key != _ATTENTION}
     if (text := hf_config.get_text_config()) is not hf_config:  # a model with towers has a config for each part
@@ -270,14 +270,14 @@ def override(hf_config: Any, values: Mapping[str, Any]) -> None:
         hf_config.layer_types = list(kinds[:1]) * hf_config.num_hidden_layers
     if given and hasattr(hf_config, "validate"):
         try:
-            hf_config.validate()  # the values together
+            hf_config.validate()  # checks the values together
         except (StrictDataclassError, TypeError, ValueError) as error:
             must = f"{_OVERRIDE} must give values that fit together"
             raise ValueError(f"{must}; got {show(given)} ({_reason(error)})") from error
 
 
 def _set(hf_config: Any, key: str, value: Any) -> None:
-    routers = key == "output_router_logits" and hasattr(hf_config, "router_aux_loss_coef")  # Qwen3-VL's lacks the first
+    routers = key == "output_router_logits" and hasattr(hf_config, "router_aux_loss_coef")  # Qwen3-VL lacks the former
     if not hasattr(hf_config, key) and not routers and not getattr(hf_config, "auto_map", None):
         nearest = nearest_name(key, ["rope_theta", *(name for name in hf_config.to_dict() if not name.startswith("_"))])
         hint = f"; nearest: {_OVERRIDE}.{nearest}" if nearest else ""
@@ -298,15 +298,15 @@ def _set(hf_config: Any, key: str, value: Any) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Return the last line of an error of transformers' config classes, which has the reason."""
+    """Return the last line of an error of a transformers config class, which holds the reason."""
     return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
 
 
 def titans_config(hf_config: Any, memory: Mapping[str, Any]) -> QwenTitansConfig:
-    """Return the config with memory around a Qwen's, or an exported one with the values that `memory` sets.
+    """Return a Qwen's config with memory around it, or an exported one updated with `memory`.
 
     Raises:
-        ValueError: the base is no Qwen2 or Qwen3, or an option is not allowed; `model.memory.<name>` is named.
+        ValueError: If the base is not Qwen2 or Qwen3, or an option `model.memory.<name>` is not allowed.
     """
     given = {name: value for name, value in plain(memory).items() if value is not None}
     if isinstance(hf_config, QwenTitansConfig):
@@ -320,7 +320,7 @@ def _set_attention(config: DictConfig, implementation: str) -> None:
 
 
 def _memory_problems(path: str | None, titans: QwenTitansConfig) -> list[str]:
-    """List why `model.memory_checkpoint` does not fit: by the settings beside it, else on a model without storage."""
+    """List the misfits of `model.memory_checkpoint`, by its settings file, else with a meta-device model."""
     if path is None:
         return []
     settings, memory = Path(path).with_suffix(".json"), titans.memory or {}

@@ -1,6 +1,6 @@
-"""From a composed config to a typed one: attention, dataset class, paths, device, precision and kernels are settled.
+"""The resolution of a composed config: attention, dataset class, paths, device, precision, kernels.
 
-Each function returns notices of what it changed against the user's words, and raises ValueError for unsupported values.
+Each function returns notices of its changes to the user's values, and raises ValueError for unsupported values.
 """
 
 import glob
@@ -40,10 +40,10 @@ PATHS = (
 
 
 def resolve_run(composed: DictConfig, machine: Machine) -> RunConfig:
-    """Settle the open values of a composed configuration, in place, and type it.
+    """Resolve the open values of a composed configuration in place, and type it.
 
-    The machine is the one that is planned for if there is one. Raises ValueError with a line for each value that is
-    not allowed.
+    A planned machine replaces `machine` if there is one. Raises ValueError with a line for each value that is not
+    allowed.
     """
     planned = plan_options(composed)
     if planned.world_size is not None:
@@ -69,9 +69,9 @@ def resolve_run(composed: DictConfig, machine: Machine) -> RunConfig:
 
 
 def resolve_config(config: DictConfig) -> list[str]:
-    """Settle `~` and empty paths, the attention and the dataset class, in place, whatever the machine.
+    """Resolve `~`, empty paths, the attention and the dataset class in place, for any machine.
 
-    Letters of names that Hydra's grammar lacks are put back too.
+    It also restores characters of names that Hydra's grammar lacks.
     """
     restore(config)
     if not OmegaConf.is_dict(given := config.model.override_config):
@@ -79,12 +79,12 @@ def resolve_config(config: DictConfig) -> list[str]:
     for key in PATHS:
         value = OmegaConf.select(config, key)
         if isinstance(value, int | float):
-            OmegaConf.update(config, key, show(value))  # of a folder whose name is a number
+            OmegaConf.update(config, key, show(value))  # the name of the folder is a number
         elif isinstance(value, str) and (value == "" or value.startswith("~")):
             OmegaConf.update(config, key, os.path.expanduser(value) or None)
     notices = model_kind(config).resolve_attention(config)
     custom = config.data.custom_cls
-    is_ours = custom.name == SFTDataSet.__name__  # scripts of verl's name the class of ours by a path of their own
+    is_ours = custom.name == SFTDataSet.__name__  # verl's scripts name our class with their own path
     if custom.path and is_ours and not custom.path.startswith("pkg://") and not os.path.exists(custom.path):
         notices.append(f"data.custom_cls.path={custom.path} does not exist: verl_ext.data.{custom.name} is used")
         custom.path = custom.name = None
@@ -93,17 +93,17 @@ def resolve_config(config: DictConfig) -> list[str]:
     except ValueError:
         return notices  # the checks report it
     data = plain(config.data)
-    if config.trainer.eval_only and not data.get("train_dir"):  # nothing is trained on
+    if config.trainer.eval_only and not data.get("train_dir"):  # the run does not train
         config.data.update(family.for_evaluation(data))
     config.data.update(family.implied(data))
     return notices
 
 
 def resolve_device(config: DictConfig, accelerator: str | None) -> list[str]:
-    """Set trainer.device, engine.mixed_precision and loss.head_block_mib if they are null, and model.use_liger.
+    """Set null values of device, precision and head block, and model.use_liger, in place.
 
-    In place. auto becomes the visible accelerator ("npu" is refused), or cpu without one. fp32 throughout on CPU; bf16
-    parameters with fp32 reductions on accelerators.
+    trainer.device=auto becomes the visible accelerator ("npu" is refused) or cpu. engine.mixed_precision is fp32 on
+    CPU, and bf16 parameters with fp32 reductions on accelerators.
     """
     notices: list[str] = []
     refuse([choice_problem("trainer.device", config.trainer.device, ("auto", "cpu", "cuda"))])
@@ -118,10 +118,10 @@ def resolve_device(config: DictConfig, accelerator: str | None) -> list[str]:
         config.trainer.device = accelerator or "cpu"
     on_cpu = config.trainer.device == "cpu"
     given = OmegaConf.select(config, "engine.mixed_precision") or {}
-    with open_dict(config):  # what is null or not given must not become verl's bf16
+    with open_dict(config):  # null or missing values must not become verl's bf16
         kept = {name: dtype for name, dtype in given.items() if dtype is not None}
         config.engine.mixed_precision = {**(FP32 if on_cpu else BF16), **kept}
-    if config.loss.head_block_mib is None:  # each block of a GPU reads and writes the fp32 gradient of the weight
+    if config.loss.head_block_mib is None:  # on a GPU, each block reads and writes the weight's fp32 gradient
         config.loss.head_block_mib = 256 if on_cpu else 1024
     if on_cpu and config.model.use_liger is True:
         config.model.use_liger = False
@@ -130,7 +130,7 @@ def resolve_device(config: DictConfig, accelerator: str | None) -> list[str]:
 
 
 def idle_gpu() -> str | None:
-    """Return why torch cannot use the NVIDIA GPU that this machine shows; None if it shows none."""
+    """Return the reason why torch cannot use this machine's NVIDIA GPU; None without a GPU or a reason."""
     smi, shown = shutil.which("nvidia-smi"), bool(glob.glob("/dev/nvidia[0-9]*"))
     if not shown and smi:
         with suppress(OSError, subprocess.SubprocessError):
@@ -148,9 +148,9 @@ def idle_gpu() -> str | None:
 
 
 def plan_options(config: DictConfig) -> PlanOptions:
-    """Read the node `plan` of a composed config; ValueError if a value is not allowed, or nothing is planned.
+    """Read the node `plan` of a composed config, and fill in a named GPU's values in place.
 
-    What a named GPU has is set in the config, in place.
+    Raises ValueError if a value is not allowed, or is given without trainer.plan_only.
     """
     options = PlanOptions.read(plain(config.plan))
     for name, value in options.changed().items():
@@ -174,7 +174,7 @@ def plan_options(config: DictConfig) -> PlanOptions:
 
 
 def resolve_plan(config: DictConfig, options: PlanOptions) -> list[str]:
-    """Turn off, in place, Liger's kernels and attention packages that a plan for GPUs cannot have here."""
+    """Turn off, in place, Liger's kernels and attention packages that a plan for GPUs cannot use here."""
     if options.gpu_memory is None:
         return []
     notices = []
@@ -182,5 +182,5 @@ def resolve_plan(config: DictConfig, options: PlanOptions) -> list[str]:
         config.model.use_liger = False
         notices.append("model.use_liger=true is planned without Liger's kernels, which need less memory")
     if unusable(config.attention.backend):
-        config.attention.backend = "auto"  # torch's own flash attention, which takes the same memory
+        config.attention.backend = "auto"  # torch's own flash attention, which needs the same memory
     return notices

@@ -1,8 +1,8 @@
-"""The configuration of a run as typed options, which every room beside and above `config` reads.
+"""The configuration of a run as typed options, which the other packages read.
 
     composed DictConfig ──resolved──► RunConfig ──► checks, datasets, trainer, verl's worker
 
-It is typed once: below `RunConfig.from_composed` there is no DictConfig, but for what verl makes of `values`.
+It is typed once: after `RunConfig.from_composed` there is no DictConfig, except in verl's use of `values`.
 """
 
 import functools
@@ -35,13 +35,13 @@ AFTER_EACH_EPOCH = "after_each_epoch"
 _HANG_TIMEOUT = 1200
 _UNITS = {"": 1, "B": 1, **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", start=1)}}
 _UNITS |= {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", start=1)}
-_LEAST = 2**30  # less is a number without its unit
-_OPTIM = {"_target_": "verl_ext.engines.schedule.StepOptimizerConfig"}  # in place of verl's class
+_LEAST = 2**30  # a smaller number lacks its unit
+_OPTIM = {"_target_": "verl_ext.engines.schedule.StepOptimizerConfig"}  # instead of verl's class
 
 
 @dataclass(frozen=True)
 class TrainerOptions(Options):
-    """The keys of the trainer node: verl's, and ours from `device` on. Frequencies are in steps."""
+    """The keys of the trainer node: verl's, and from `device` on ours. Frequencies are in steps."""
 
     prefix: ClassVar[str] = "trainer"
 
@@ -99,7 +99,7 @@ class TrainerOptions(Options):
     )
 
     def problems(self) -> Iterable[str | None]:
-        """Check frequencies, the profiler's interval and the loggers."""
+        """Yield a line for each wrong frequency, profiler interval or logger."""
         for name in ("save_freq", "test_freq"):
             value = getattr(self, name)
             if value != AFTER_EACH_EPOCH and (isinstance(value, bool) or not isinstance(value, int)):
@@ -113,13 +113,13 @@ class TrainerOptions(Options):
 
     @property
     def progress_limits(self) -> dict[str, int]:
-        """Seconds that a rank may make no progress, by the option of the phase that it is in; 0: no limit."""
+        """The seconds without progress for a rank, by the option of its phase; 0: no limit."""
         first = self.hang_timeout and self.first_step_timeout and max(self.first_step_timeout, self.hang_timeout)
         names = ("trainer.first_step_timeout", "trainer.hang_timeout", "trainer.save_timeout")
         return dict(zip(names, (first, self.hang_timeout, self.save_timeout), strict=True))
 
     def collective_timeout(self, first_step: bool = False) -> int:
-        """Return the seconds that a collective may take: longer than the watch over hangs, which names ranks."""
+        """Return the seconds that a collective may take, longer than the hang watch, which names ranks."""
         limit = self.progress_limits[f"trainer.{'first_step' if first_step else 'hang'}_timeout"]
         return self.nccl_timeout or (limit or _HANG_TIMEOUT) + 600
 
@@ -131,7 +131,7 @@ class TrainerOptions(Options):
 
 @dataclass(frozen=True)
 class RayOptions(Options):
-    """The options of `verl_ext.fsdp_sft_trainer_ray` for ranks or nodes that are missing."""
+    """The options of `verl_ext.fsdp_sft_trainer_ray` for missing ranks or nodes."""
 
     prefix: ClassVar[str] = "ray"
 
@@ -142,7 +142,7 @@ class RayOptions(Options):
 
 @dataclass(frozen=True)
 class PlanOptions(Options):
-    """The machine that `trainer.plan_only=true` plans for: its ranks, its GPUs, their memory and speed."""
+    """The machine for which `trainer.plan_only=true` plans: its ranks, its GPUs, their memory and speed."""
 
     prefix: ClassVar[str] = "plan"
 
@@ -168,7 +168,7 @@ class PlanOptions(Options):
     reserve: Any = option("5GiB", "of gpu_memory, kept for what is not predicted: CUDA's context, NCCL, fragmentation")
 
     def problems(self) -> Iterable[str | None]:
-        """Check that sizes are sizes, and fit one another."""
+        """Yield a line for each value that is not a size, or does not fit the others."""
         for name in ("gpu_memory", "host_memory", "reserve"):
             value = getattr(self, name)
             size = num_bytes(value)
@@ -185,7 +185,7 @@ class PlanOptions(Options):
             yield f"plan.reserve must be at most plan.gpu_memory={show(self.gpu_memory)}; got {show(self.reserve)}"
 
 
-# The options that fill a node whatever its dataset family and kind of model; DataOptions fill one with a family's.
+# The options whose nodes depend on no dataset family or kind of model. DataOptions share a node with a family's.
 NODES: tuple[type[Options], ...] = (
     *(LossOptions, AttentionOptions, ParallelOptions, TrainerOptions),
     *(PlanOptions, RayOptions, AnswerOptions),
@@ -193,7 +193,7 @@ NODES: tuple[type[Options], ...] = (
 
 
 def num_bytes(size: object) -> int | None:
-    """Return the bytes of "80GiB", "80 GB" or a whole number; None if it is no size."""
+    """Return the bytes of "80GiB", "80 GB" or a whole number; None for other values."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)", str(size).strip())
     if isinstance(size, bool) or found is None or found[2] not in _UNITS:
         return None
@@ -202,12 +202,12 @@ def num_bytes(size: object) -> int | None:
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine that a run is for.
+    """The machine of a run.
 
     Attributes:
-        world_size: ranks.
-        accelerator: "cuda", "npu" or None; the one that is visible to a rank.
-        capability: compute capability of the GPU, None if it is not known.
+        world_size: the number of ranks.
+        accelerator: the accelerator that is visible to a rank: "cuda", "npu" or None.
+        capability: the compute capability of the GPU; None if it is unknown.
     """
 
     world_size: int = 1
@@ -217,17 +217,17 @@ class Machine:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A run's options, each node typed.
+    """The options of a run, with every node typed.
 
     Attributes:
-        data: the options that every dataset family has.
+        data: the options that all dataset families have.
         dataset: the options of `dataset_class`.
-        model: the class of the model node, which declares what this kind of model needs.
-        model_options: the keys of that node, by name; verl's class of it would load the model's config and tokenizer.
+        model: the class of the model node, which declares the needs of this kind of model.
+        model_options: the keys of that node by name; verl's class itself would load the model's config and tokenizer.
         engine, optim, checkpoint: verl's own dataclasses.
-        machine: that the run is for.
-        values: the whole configuration as plain dicts and lists, for trackers and for what verl alone reads.
-        notices: of what was changed against the user's words.
+        machine: the machine of the run.
+        values: the whole configuration as plain dicts and lists, for trackers and for keys that only verl reads.
+        notices: lines about changes to the user's values.
     """
 
     data: DataOptions
@@ -251,7 +251,7 @@ class RunConfig:
 
     @classmethod
     def from_composed(cls, composed: Any, machine: Machine | None = None) -> "RunConfig":
-        """Read every node, of a DictConfig or of its values; ValueError has a line for each value that is wrong."""
+        """Read every node; raise ValueError with a line for each wrong value."""
         values = plain(composed)
         problems: list[str | None] = [*upstream_problems(values)]
         nodes: dict[str, Any] = {}
@@ -279,37 +279,37 @@ class RunConfig:
 
     @property
     def model_folder(self) -> str:
-        """The path of the model, without `~`."""
+        """The path of the model with `~` expanded."""
         return os.path.expanduser(str(self.model_options.path))
 
     @property
     def param_dtype(self) -> str:
-        """The type of the parameters in a forward pass: fp32, bf16 or fp16."""
+        """The dtype of the parameters in a forward pass: fp32, bf16 or fp16."""
         return (self.engine.mixed_precision or {}).get("param_dtype", "bf16")
 
     @property
     def max_tokens(self) -> int:
-        """The budget of a pack, whatever the dataset family."""
+        """The token budget of a pack, for any dataset family."""
         return self.values["data"]["max_tokens"]
 
     @property
     def sequence_parallel_size(self) -> int:
-        """Ranks that share one pack."""
+        """The number of ranks that share one pack."""
         return self.engine.ulysses_sequence_parallel_size * self.parallel.context_parallel_size
 
     @property
     def data_parallel_size(self) -> int:
-        """Ranks, or groups of ranks that share a pack, that have packs of their own."""
+        """The number of ranks, or of groups that share a pack, with their own packs."""
         return self.machine.world_size // self.sequence_parallel_size
 
 
 def sequence_parallel_size(values: Any) -> int:
-    """Return the number of ranks that share one pack, of a configuration as nested mappings."""
+    """Return the number of ranks that share one pack, from a configuration as nested mappings."""
     return values["engine"]["ulysses_sequence_parallel_size"] * values["parallel"]["context_parallel_size"]
 
 
 def worker_config(values: Mapping[str, Any], total_steps: int) -> Any:
-    """Return the config of verl's TrainingWorker; total_steps: length of the learning-rate schedule."""
+    """Return the config of verl's TrainingWorker; `total_steps` is the length of the learning-rate schedule."""
     from verl.workers.engine_workers import TrainingWorkerConfig
 
     node = OmegaConf.create(dict(values))
@@ -333,10 +333,10 @@ def worker_config(values: Mapping[str, Any], total_steps: int) -> Any:
 
 
 def dataset_class(config: Any) -> type[PackDataset]:
-    """Return `SFTDataSet`, or the `PackDataset` that `data.custom_cls.path` and `data.custom_cls.name` name.
+    """Return `SFTDataSet`, or the `PackDataset` of `data.custom_cls.path` and `data.custom_cls.name`.
 
     Raises:
-        ValueError: there is no such class, or it is no `PackDataset`, whose packs and categories the trainer asks for.
+        ValueError: If there is no such class, or it is no `PackDataset`, whose packs and categories the trainer needs.
     """
     custom = config["data"]["custom_cls"]
     path, name = custom.get("path"), custom.get("name")

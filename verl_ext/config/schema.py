@@ -1,9 +1,9 @@
-"""The dotted keys that a config may have, and the defaults of our options dataclasses as Hydra composes them.
+"""The dotted keys of a config, and the defaults of our options dataclasses for Hydra.
 
     verl's sft_trainer_engine  ∪  fields of each node's `_target_` dataclass  ∪  fields of our options dataclasses
 
-Defaults and meanings stand in the dataclasses alone; conf/ names them in its defaults lists (`/options/loss@_here_`).
-Below a free-form node anything goes: it is handed to transformers, an optimizer or a profiler as it is.
+Only the dataclasses hold defaults and meanings; conf/ refers to them in defaults lists (`/options/loss@_here_`). Any
+key is allowed below a free-form node, which goes unchanged to transformers, an optimizer or a profiler.
 """
 
 import functools
@@ -55,21 +55,21 @@ FREE_FORM = (
     "profiler.global_tool_config",
     "profiler.tool_config",
 )
-# What verl reads from this dict by name (workers/engine/fsdp/transformer_impl.py).
+# The keys that verl reads from this dict by name (workers/engine/fsdp/transformer_impl.py).
 MIXED_PRECISION = tuple(f"engine.mixed_precision.{name}_dtype" for name in ("param", "reduce", "buffer"))
-# HFModelConfig fills these itself: setting them would be overwritten in silence.
+# HFModelConfig fills these itself and would silently overwrite given values.
 _DERIVED = (
     "architectures generation_config hf_config local_hf_config_path local_path local_tokenizer_path processor tokenizer"
 )
-_GLOBAL_GROUPS = ("parallel", "recipe")  # whose files have keys of the whole config
-# Groups of verl's whose other choices are engines that packs do not run on.
+_GLOBAL_GROUPS = ("parallel", "recipe")  # their files have keys of the whole config
+# Groups of verl, whose other choices are engines on which packs do not run.
 _UPSTREAM_GROUPS = {"engine": ("fsdp",), "optim": ("fsdp",), "profiler": ("profiler",)}
 
 
 def composed(module: str, primary: str, overrides: Sequence[str]) -> DictConfig:
-    """Return the config `primary` of a package of configs under Hydra overrides.
+    """Compose the config `primary` of a config package under Hydra overrides.
 
-    Raises ValueError, in one line, for anything that Hydra or OmegaConf refuses, interpolations that lead nowhere too.
+    Raises ValueError with one line for anything that Hydra or OmegaConf refuses, including dangling interpolations.
     """
     try:
         with _without_hydra(), initialize_config_module(module, version_base=None):
@@ -81,7 +81,7 @@ def composed(module: str, primary: str, overrides: Sequence[str]) -> DictConfig:
 
 
 def check_interpolations(config: DictConfig) -> None:
-    """Raise ValueError, in one line, if a value refers to a key that does not exist."""
+    """Raise ValueError with one line if a value refers to a key that does not exist."""
     try:
         OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
     except OmegaConfBaseException as error:
@@ -90,7 +90,7 @@ def check_interpolations(config: DictConfig) -> None:
 
 @contextmanager
 def _without_hydra() -> Iterator[None]:
-    """Set Hydra's one global state, a running application's, aside and put it back."""
+    """Set aside Hydra's global state, which a running application has, and restore it."""
     running = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
@@ -110,7 +110,7 @@ def _one_line(error: Exception) -> str:
 
 @functools.cache
 def dataset_families() -> dict[str, type[PackDataset]]:
-    """Return {choice of the group `data`: its dataset class}, as conf/data/CHOICE.yaml names it."""
+    """Return {choice of the group `data`: the dataset class that conf/data/CHOICE.yaml names}."""
     nodes = {choice: _choice("data", choice).get("custom_cls") or {} for choice in options("data")}
     return {choice: dataset_class(OmegaConf.create({"data": {"custom_cls": node}})) for choice, node in nodes.items()}
 
@@ -132,7 +132,7 @@ def option_nodes() -> dict[str, tuple[str, dict[str, Any]]]:
     always: tuple[type[Options], ...] = (ModelOptions, ScheduleOptions, *NODES)
     nodes = {cls.prefix: (cls.prefix, default_values(cls)) for cls in always}
     for kind in model_kinds().values():
-        for cls in kind.config_options:  # null: the model's own, else the default
+        for cls in kind.config_options:  # null means the model's own value, else the default
             nodes[cls.prefix.replace(".", "/")] = (cls.prefix, dict.fromkeys(options_of(cls)))
     for choice, family in dataset_families().items():
         nodes[f"data/{choice}"] = ("data", {**default_values(DataOptions), **default_values(family.Options)})
@@ -140,7 +140,7 @@ def option_nodes() -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def register() -> None:
-    """Let Hydra find :func:`option_nodes` as the config group `options`; idempotent."""
+    """Register :func:`option_nodes` as Hydra's config group `options`; idempotent."""
     for name, (_, node) in option_nodes().items():
         group, _, leaf = f"options/{name}".rpartition("/")
         ConfigStore.instance().store(group=group, name=leaf, node=node)
@@ -148,27 +148,27 @@ def register() -> None:
 
 @functools.cache
 def known_keys() -> frozenset[str]:
-    """Return every dotted key, nodes and leaves, but for those below free-form nodes."""
+    """Return every dotted key, nodes and leaves, except for keys below free-form nodes."""
     keys = {*value_keys(_upstream()), *_target_fields(_upstream()), *MIXED_PRECISION}
     keys |= {f"{prefix}.{key}" for prefix, node in option_nodes().values() for key, _ in leaves(node)}
     keys |= {f"model.{entry.name}" for cls in model_kinds().values() for entry in fields(cls)}
     keys -= {f"model.{name}" for name in _DERIVED.split()}
-    keys |= {key[:end] for key in keys for end in range(len(key)) if key[end] == "."}  # the nodes above them
+    keys |= {key[:end] for key in keys for end in range(len(key)) if key[end] == "."}  # the nodes above the keys
     return frozenset({key for key in keys if not is_free_form(key)} | set(FREE_FORM))
 
 
 def is_free_form(key: str) -> bool:
-    """Return whether key is a free-form node or lies below one."""
+    """Tell whether a key is a free-form node or lies below one."""
     return any(f"{key}.".startswith(f"{node}.") for node in FREE_FORM)
 
 
 def is_known(key: str) -> bool:
-    """Return whether the schema has this dotted key, or lets anything be below its node."""
+    """Tell whether the schema has this dotted key, or allows any key below its node."""
     return is_free_form(key) or key in known_keys()
 
 
 def foreign_option_problems(config: Any) -> Iterator[str]:
-    """Yield a line for each option that only dataset families or kinds of model read which were not chosen."""
+    """Yield a line for each option that only unchosen dataset families or kinds of model read."""
     if not names_own_class(config["data"]["custom_cls"]["name"]):
         chosen = dataset_class(config)
         families = {choice: set(options_of(family.Options)) for choice, family in dataset_families().items()}
@@ -178,19 +178,19 @@ def foreign_option_problems(config: Any) -> Iterator[str]:
 
 
 def _foreign(node: Any, prefix: str, readers: dict[str, set[str]], read: set[str]) -> Iterator[str]:
-    for key in sorted(set().union(*readers.values()) - read - set(_upstream()[prefix])):  # verl's have values anyway
+    for key in sorted(set().union(*readers.values()) - read - set(_upstream()[prefix])):  # verl's keys always have one
         groups = [f"{prefix}={choice}" for choice, keys in readers.items() if key in keys]
         if node.get(key) is not None:
             yield f"{prefix}.{key} is an option of {', '.join(groups)}; got {show(node[key])} without it"
 
 
 def names_own_class(name: Any) -> bool:
-    """Return whether `data.custom_cls.name` is a dataset class of the user's, which may read keys of its own."""
+    """Tell whether `data.custom_cls.name` is a user's dataset class, which may read its own keys."""
     return name not in (None, "", "null", *(family.__name__ for family in dataset_families().values()))
 
 
 def unknown_key(key: str) -> str:
-    """Return the one line for a key that the schema lacks."""
+    """Return the error line for a key that the schema lacks."""
     close = legacy.renamed(key)
     if close is None:
         close = nearest_key(key, [*known_keys(), *groups(), *legacy.RENAMED])
@@ -199,10 +199,10 @@ def unknown_key(key: str) -> str:
 
 
 def check_keys(config: DictConfig) -> None:
-    """Raise ValueError with a line for each key of a composed config that the schema lacks (a typo in YAML).
+    """Raise ValueError with a line for each unknown key of a composed config (a typo in YAML).
 
-    A value that refers to a key that does not exist is refused too. If data.custom_cls names a dataset class of the
-    user's, keys below data are its own.
+    It also refuses a value that refers to a missing key. If data.custom_cls names a user's dataset class, the keys
+    below data belong to that class.
     """
     own_class = names_own_class(OmegaConf.select(config, "data.custom_cls.name"))
     unknown = [key for key in value_keys(config) if not is_known(key) and not (own_class and key.startswith("data."))]
@@ -218,15 +218,15 @@ def value_keys(config: DictConfig) -> list[str]:
 
 
 def groups() -> tuple[str, ...]:
-    """Return the config groups that a command line or a recipe may choose from."""
+    """Return the config groups from which a command line or a recipe may choose."""
     ours = (entry.name for entry in files(CONF).iterdir() if entry.is_dir() and not entry.name.startswith("_"))
     return tuple(sorted({*ours, *_UPSTREAM_GROUPS}))
 
 
 def options(group: str, folders: Sequence[Path] = ()) -> list[str]:
-    """Return the choices of a group, those of the user's config folders too.
+    """Return the choices of a group, including those in the user's config folders.
 
-    A recipe is called NAME for the config.yaml of its folder, NAME/STAGE for another yaml file of it.
+    A recipe's name is NAME for the config.yaml of its folder, and NAME/STAGE for another yaml file there.
     """
     pattern = "*/*.yaml" if group == "recipe" else "*.yaml"
     found = {file.relative_to(root) for root in _roots(group, folders) for file in root.glob(pattern)}
@@ -235,9 +235,9 @@ def options(group: str, folders: Sequence[Path] = ()) -> list[str]:
 
 
 def choice_path(group: str, choice: str, folders: Sequence[Path] = ()) -> str:
-    """Return Hydra's name of a choice: `NAME/config` for a recipe, and see :func:`_on_defaults`.
+    """Return Hydra's name of a choice, such as `NAME/config` for a recipe; see :func:`_on_defaults`.
 
-    Raises ValueError, which lists the choices, for one that there is not.
+    Raises ValueError, which lists the choices, if the choice does not exist.
     """
     available = options(group, folders)
     if choice in available:
@@ -250,10 +250,10 @@ def choice_path(group: str, choice: str, folders: Sequence[Path] = ()) -> str:
 
 
 def _on_defaults(group: str, path: str, folders: Sequence[Path]) -> str:
-    """Return the choice `path` itself, or one made of the group's default and a user's plain file of differences.
+    """Return the choice `path`, or one that puts a user's plain file over the group's default.
 
-    Files of ours and files with a defaults list are taken as they are. Those of a recipe and of `parallel` have keys of
-    the whole config, with a header or without.
+    Our files and files with a defaults list are used unchanged. Files of a recipe and of `parallel` have keys of the
+    whole config, with or without a header.
     """
     name = f"{path}.yaml"
     own = next((folder / group / name for folder in folders if (folder / group / name).is_file()), None)
@@ -273,7 +273,7 @@ def _on_defaults(group: str, path: str, folders: Sequence[Path]) -> str:
 
 @functools.cache
 def default_choices() -> dict[str, str | None]:
-    """Return the choice of each group if none is made, as conf/ says."""
+    """Return the default choice of each group from conf/."""
     chosen: dict[str, str | None] = {group: choices[0] for group, choices in _UPSTREAM_GROUPS.items()}
     for name in ("base.yaml", "sft.yaml"):
         entries = OmegaConf.create(files(CONF).joinpath(name).read_text(encoding="utf-8")).defaults
@@ -283,7 +283,7 @@ def default_choices() -> dict[str, str | None]:
 
 
 def recipe_choice(recipe: str, group: str, folders: Sequence[Path] = ()) -> str | None:
-    """Return the choice of another group by a recipe, or by the one that it begins with; None if there is none."""
+    """Return a recipe's choice of another group, perhaps from its base recipe; None if there is none."""
     chosen = None
     names = (recipe, f"{recipe}/config")
     for file in (root.joinpath(f"{name}.yaml") for root in _roots("recipe", folders) for name in names):
@@ -305,9 +305,9 @@ def _upstream() -> DictConfig:
 
 
 def _target_fields(node: DictConfig, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted keys of the fields of every dataclass that a node below is built as."""
+    """Yield the dotted keys of the fields of all dataclasses that the nodes below are built into."""
     for name in map(str, node):
-        child = node._get_node(name)  # unresolved: profiler nodes interpolate keys that only RL configs have
+        child = node._get_node(name)  # unresolved, because profiler nodes interpolate keys that only RL configs have
         if not isinstance(child, DictConfig) or is_free_form(f"{prefix}{name}"):
             continue
         yield from _target_fields(child, f"{prefix}{name}.")

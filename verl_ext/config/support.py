@@ -1,6 +1,6 @@
-"""The architecture of a model: whether it allows packs, sequence parallelism and kernels.
+"""The support of a model's architecture for packs, sequence parallelism and kernels.
 
-Read from its config.json and classes, before weights are loaded.
+It is read from the config.json and the classes, before weights are loaded.
 """
 
 import copy
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 SP = "engine.ulysses_sequence_parallel_size"
 CP = "parallel.context_parallel_size"
-_TRIED: dict[str, str | None] = {}  # what a trial of each config found in this process
+_TRIED: dict[str, str | None] = {}  # the result of the trial of each config in this process
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
-_ELSEWHERE = {  # what these compute outside query, key and value, where a packed attention does not see it
+_ELSEWHERE = {  # computed outside query, key and value, where packed attention does not see it
     "doge": "an attention mask that it computes",
     "glm_moe_dsa": "an attention mask that it computes",
     "deepseek_v4": "an attention mask that it computes",
@@ -43,11 +43,11 @@ _ELSEWHERE = {  # what these compute outside query, key and value, where a packe
 
 
 class Architecture:
-    """A causal language model as its Hugging Face config and its classes describe it.
+    """A causal language model, described by its Hugging Face config and its classes.
 
     Attributes:
         hf_config: the config.
-        text: the part of it that describes the language model.
+        text: the part of the config that describes the language model.
     """
 
     def __init__(self, hf_config: Any) -> None:
@@ -60,12 +60,12 @@ class Architecture:
 
     @cached_property
     def cls(self) -> Any:
-        """The class that transformers has for it; None if it has none, or remote code does."""
+        """The class of the model in transformers; None for remote code or an unknown config."""
         return model_class(self.hf_config)
 
     @cached_property
     def module(self) -> Any:
-        """The model without storage; None without a class."""
+        """The model on the meta device; None without a class."""
         if self.cls is None:
             return None
         with torch.device("meta"):
@@ -79,21 +79,21 @@ class Architecture:
 
     @property
     def head_size(self) -> int:
-        """Of queries and keys; latent attention has it in two parts."""
+        """The size of queries and keys per head; latent attention has it in two parts."""
         if rotated := getattr(self.text, "qk_rope_head_dim", None):
             return self.text.qk_nope_head_dim + rotated
         if self.heads is None:
-            return 128  # of no attention
+            return 128  # for a model without attention
         return getattr(self.text, "head_dim", None) or self.text.hidden_size // self.heads[0]
 
     @property
     def softcap(self) -> float | None:
-        """The bound of attention logits; None without one."""
+        """The soft cap of the attention logits; None without one."""
         return getattr(self.text, "attn_logit_softcapping", None)
 
 
 def model_class(hf_config: Any) -> Any:
-    """Return the class that transformers has for a config; None if it has none, or remote code does."""
+    """Return the class of a config in transformers; None for remote code or an unknown config."""
     if getattr(hf_config, "auto_map", None):
         return None
     try:
@@ -104,9 +104,9 @@ def model_class(hf_config: Any) -> Any:
 
 
 def model_support_problems(model: Architecture) -> list[str]:
-    """List reasons why packs would leak between documents in this architecture, or be computed wrongly.
+    """List reasons why this architecture would leak between documents of a pack, or compute it wrongly.
 
-    A small model of the same class is tried on a pack (verl_ext.layers.probe). The reasons that are known by name come
+    A small model of the same class is tried on a pack (verl_ext.layers.probe). Reasons that are known by name come
     first.
     """
     if getattr(model.hf_config, "model_type", None) == "qwen_titans":
@@ -140,9 +140,9 @@ def _packing_problems(model: Architecture) -> Iterator[str]:
 
 
 def _encoder_problems(model: Architecture) -> list[str]:
-    """Read from its modules why an encoder's architecture (BERT's and its kin) cannot be trained on packs."""
+    """List reasons in the modules of an encoder architecture (BERT and its kin) against packs."""
     name, modules = f"model.path: {model.name}", dict(model.module.named_modules())
-    # Decoders of pairs attend to an encoder's states where they are given some, which texts alone never are.
+    # Decoders of encoder-decoder pairs attend to encoder states if there are any; texts alone have none.
     known = {path for path, module in modules.items() if type(module).__name__ in MIXERS}
     others = {path for path in modules.keys() - known if not path.endswith(".encoder_attn")}
     if any(getattr(modules[path], "is_causal", None) is False for path in others):
@@ -156,10 +156,10 @@ def _encoder_problems(model: Architecture) -> list[str]:
 
 
 def _layer_problems(model: Architecture) -> list[str]:
-    """Read from its modules, and from a trial, whether a pack's documents are kept apart."""
+    """List problems, in the modules or a trial, with keeping a pack's documents apart."""
     try:
         module = model.module
-    except Exception:  # a class raises whatever its config leads it to; its loader names it
+    except Exception:  # a class raises any error that its config causes; its loader reports it
         return []
     if module is not None and (unknown := unknown_mixers(module)):
         known = "layers whose state over time is known (verl_ext/layers/mixers.py)"
@@ -172,7 +172,7 @@ def _layer_problems(model: Architecture) -> list[str]:
 
 
 def _trial(model: Architecture) -> str | None:
-    """Return how a small model mixes the documents of a pack; None if it does not."""
+    """Describe how a small model mixes the documents of a pack; None if it does not."""
     cls = model.cls or auto_class(model.hf_config)
     try:
         trial = trial_model(model.hf_config, cls)
@@ -180,12 +180,12 @@ def _trial(model: Architecture) -> str | None:
         return f"{cls.__name__} cannot be tried with packed attention: {first_line(error)}"
     try:
         return isolation_problem(trial)
-    except Exception as error:  # a model's code raises whatever it meets
+    except Exception as error:  # a model's code may raise any error
         return f"a trial of {type(trial).__name__} fails: {first_line(error)}"
 
 
 def generation_problem(model: Architecture) -> str | None:
-    """Return why a small model of this architecture cannot answer prompts; None if it can, or cannot be made small."""
+    """Return why a small model cannot answer prompts; None if it can or cannot be built."""
     try:
         trial = trial_model(model.hf_config, model.cls or auto_class(model.hf_config))
     except Exception:  # small sizes do not suit the config
@@ -195,7 +195,7 @@ def generation_problem(model: Architecture) -> str | None:
 
 
 def option_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:
-    """Give a line for each option that this architecture cannot have."""
+    """Yield a line for each option that this architecture cannot have."""
     block, row = config.loss.head_block_mib, -(-row_bytes(model.text.vocab_size, torch.bfloat16) // 2**20)
     if block is not None and block < row:
         rows = f"a row of the model's {model.text.vocab_size} logits"
@@ -216,13 +216,13 @@ def option_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:
     if config.plan.gpu_memory is not None and model.module is not None:
         stateless = ("attention", "positions")
         states = {type(layer).__name__ for layer, mixer in mixers_of(model.module) if mixer.time not in stateless}
-        if states:  # a plan would count torch's code, whose memory is another
+        if states:  # a plan would measure torch's code, which needs other memory
             why = f"the GPU kernels of {', '.join(sorted(states))} run on no fake GPU"
             yield f"plan.gpu_memory must be null for a {model.name}: {why}; got {config.plan.gpu_memory}"
 
 
 def _freeze_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:
-    """Give a line for `model.freeze` that names nothing or leaves nothing, and for engines that cannot freeze."""
+    """Yield a line if `model.freeze` names nothing or leaves nothing, or if the engine cannot freeze."""
     options = config.model_options
     if options.freeze and options.lora_rank:
         yield (
@@ -239,15 +239,15 @@ def _freeze_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:
 
 
 def lora_problems(config: "RunConfig", model: Architecture) -> list[str]:
-    """List adapters of modules that the model lacks, or that cannot be trained or exported.
+    """List adapters whose modules are missing, or cannot be trained or exported.
 
-    Those are the input embeddings, and a head that shares their weights.
+    The latter are the input embeddings, and a head that shares their weights.
     """
     options, adapter = config.model_options, config.model_options.lora_adapter_path
     tied = getattr(model.hf_config, "tie_word_embeddings", False)
     if not options.lora_rank or (adapter and not os.path.isfile(os.path.join(adapter, "adapter_config.json"))):
-        return []  # path_problems reports it; or a hub name
-    from peft import LoraConfig  # here: takes seconds, and only such a run needs it
+        return []  # path_problems reports it, or it is a Hub name
+    from peft import LoraConfig  # here, because it takes seconds and only such a run needs it
     from peft.tuners.tuners_utils import check_target_module_exists as targets_module
 
     if adapter:
@@ -279,13 +279,13 @@ def lora_problems(config: "RunConfig", model: Architecture) -> list[str]:
 
 
 def head_in_use(config: "RunConfig", model: Architecture) -> str:
-    """Return the head that `loss.head` asks for, or the next best that the model allows."""
+    """Return the head of `loss.head`, or the next best one that the model allows."""
     asked = config.loss.head
     return asked if model.module is None else max(asked, supported_head(model.module), key=HEADS.index)
 
 
 def model_notices(config: "RunConfig", model: Architecture, head: str) -> Iterator[str]:
-    """Warn of settings that are allowed and may not be intended; `head` is the one in use."""
+    """Warn about settings that are allowed but may be unintended; `head` is the one in use."""
     if config.trainer.device == "cuda":
         yield from _kernel_notices(config, model)
         asked = config.model_options.experts
@@ -323,7 +323,7 @@ def model_notices(config: "RunConfig", model: Architecture, head: str) -> Iterat
 
 
 def _frozen_notice(model: Architecture, patterns: Sequence[str]) -> Iterator[str]:
-    """Count what is not trained; `option_problems` froze it in the model without storage."""
+    """Count the frozen parameters; `option_problems` froze them in the meta-device model."""
     counts = [sum(p.numel() for p in model.module.parameters() if p.requires_grad is grad) for grad in (False, True)]
     if counts[0]:
         outside, asked = ", ".join(outside_text(model.module)), f"model.freeze={show(patterns)}"
@@ -332,10 +332,10 @@ def _frozen_notice(model: Architecture, patterns: Sequence[str]) -> Iterator[str
 
 
 def _kernel_notices(config: "RunConfig", model: Architecture) -> Iterator[str]:
-    """Warn of a kernel that is slower than need be, or whose memory may grow with the square of a document.
+    """Warn about a needlessly slow kernel, or one whose memory may grow with a document's square.
 
-    Without its flash kernel torch's sdpa computes grouped heads with all scores ``[l, l]`` of a document in memory; of
-    a window, those of a block.
+    Without its flash kernel, torch's sdpa computes grouped heads with all scores ``[l, l]`` of a document in memory;
+    with a window, it holds those of a block.
     """
     backend, limit = chosen_backend(config, model)
     asked, capability = config.attention.backend, config.machine.capability
@@ -353,9 +353,9 @@ def _kernel_notices(config: "RunConfig", model: Architecture) -> Iterator[str]:
 
 
 def chosen_backend(config: "RunConfig", model: Architecture) -> tuple[str, str | None]:
-    """Return (the attention backend that runs, the requirement that flash attention misses or None).
+    """Return (the attention backend in use, the unmet requirement of flash attention or None).
 
-    Raises ValueError if the backend that is asked for cannot run.
+    Raises ValueError if the requested backend cannot run.
     """
     dtype, capability = _DTYPES.get(config.param_dtype, torch.bfloat16), config.machine.capability
     limit = flash_limit(dtype, model.head_size, capability)
@@ -365,7 +365,7 @@ def chosen_backend(config: "RunConfig", model: Architecture) -> tuple[str, str |
 
 
 def attention_dropout(hf_config: Any) -> float:
-    """Return the dropout of attention weights in training, which model configs have under several names."""
+    """Return the attention dropout in training, which configs have under several names."""
     text = hf_config.get_text_config()
     given = [getattr(text, name, None) for name in _DROPOUT]
     given.append(getattr(getattr(text, "attn_config", None), "attn_pdrop", None))  # DBRX

@@ -1,4 +1,4 @@
-"""verl's nodes: the values that packs can have in them, checked before verl builds its dataclasses without looking."""
+"""Checks of verl's nodes for packs, before verl builds its dataclasses without checks."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -10,7 +10,7 @@ from hydra.utils import get_class
 from verl_ext.values import choice_problem, show, type_problems
 
 _PACKS_SET_IT = "data.max_tokens and data.micro_batch_size_per_gpu decide what a forward holds"
-# key: (the one value it may have, why)
+# key: (the only allowed value, the reason)
 REFUSED: dict[str, tuple[Any, str]] = {
     "model.use_remove_padding": (True, "packs have no padding to keep"),
     "model.use_fused_kernels": (False, "verl 0.9.1's fused head fails under FSDP2"),
@@ -32,7 +32,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }
 _DTYPES = ("fp32", "bf16", "fp16")
 _CONTENTS = ("model", "optimizer", "extra", "hf_model")
-# key: (whether it holds, the requirement)
+# key: (the check, the requirement in words)
 _BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "engine.ulysses_sequence_parallel_size": (lambda size: size >= 1, "at least 1"),
     "model.lora_rank": (lambda rank: rank >= 0, "at least 0"),
@@ -44,7 +44,7 @@ _BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def upstream_problems(values: Mapping[str, Any]) -> Iterator[str | None]:
-    """Give a line for each value of verl's nodes that is of another type, or out of bounds."""
+    """Yield a line for each value in verl's nodes with a wrong type or out of bounds."""
     ill_typed: list[str] = []
     for name in ("model", "engine", "optim", "checkpoint"):
         cls = get_class(values[name]["_target_"])
@@ -65,7 +65,7 @@ def upstream_problems(values: Mapping[str, Any]) -> Iterator[str | None]:
     is_pair = isinstance(betas, list) and len(betas) == 2
     if not is_pair or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas):
         yield f"optim.betas must be two numbers from 0 to below 1; got {show(betas)}"
-    for name in ("save_contents", "load_contents"):  # the second is the first unless it is given
+    for name in ("save_contents", "load_contents"):  # load_contents defaults to save_contents
         contents = values["checkpoint"][name]
         if not isinstance(contents, list):
             yield f"checkpoint.{name} must be a list of {', '.join(_CONTENTS)}; got {show(contents)}"
@@ -76,14 +76,14 @@ def upstream_problems(values: Mapping[str, Any]) -> Iterator[str | None]:
 def fixed_value_problems(
     values: Mapping[str, Any], fixed: Mapping[str, tuple[Any, str]] = REFUSED, condition: str = ""
 ) -> Iterator[str]:
-    """Give a line for each option that has another value than the one it may have here, with the reason."""
+    """Yield a line, with the reason, for each option whose value is not the only allowed one."""
     for key, (allowed, why) in fixed.items():
         if (value := select(values, key, allowed)) != allowed:
             yield f"{key} must be {show(allowed)}{condition}: {why}; got {show(value)}"
 
 
 def select(values: Mapping[str, Any], key: str, default: Any = None) -> Any:
-    """Return the value of a dotted key of nested mappings; the default if a node lacks it."""
+    """Return the value of a dotted key in nested mappings, or else the default."""
     for name in key.split("."):
         if not isinstance(values, Mapping) or name not in values:
             return default

@@ -1,4 +1,4 @@
-"""The weights in `model.path`, compared with the model of its config before any is read."""
+"""A comparison of the weights in `model.path` with the model of its config, before any is read."""
 
 import os
 import re
@@ -20,13 +20,13 @@ from verl_ext.layers.towers import FreezeOptions, outside_text
 from verl_ext.text.json_records import parse_json
 from verl_ext.values import first_line, option, refuse, show
 
-_NAMED = 3  # weights that a line names
+_NAMED = 3  # the number of weights that a line names
 _OPTION = "model.allow_weight_mismatch"
 
 
-@dataclass  # not frozen: a base of verl's own dataclass of the model node
+@dataclass  # not frozen, because a subclass also derives from verl's dataclass
 class ModelOptions(ActivationOptions, FreezeOptions):
-    """The keys of the model node that are not verl's."""
+    """The keys of the model node that verl lacks."""
 
     allow_weight_mismatch: list[str] = option(
         [],
@@ -42,9 +42,9 @@ class ModelOptions(ActivationOptions, FreezeOptions):
 
 
 def dequantize(hf_config: Any) -> None:
-    """Let transformers turn quantized weights (GPT-OSS' MXFP4) into plain ones as it loads them, in place.
+    """Make transformers dequantize weights (GPT-OSS' MXFP4) as it loads them, in place.
 
-    Raises ValueError if it cannot: quantized weights have no gradients.
+    Raises ValueError if it cannot, because quantized weights have no gradients.
     """
     quantization = getattr(hf_config, "quantization_config", None)
     if not quantization:
@@ -59,7 +59,7 @@ def dequantize(hf_config: Any) -> None:
 
 
 def weight_problems(folder: str) -> list[str]:
-    """Give one line if ``folder`` (model.path) holds no weights, or a safetensors file that was cut short."""
+    """Return one line if ``folder`` (model.path) has no weights or a truncated safetensors file."""
     from safetensors import SafetensorError, safe_open
 
     files = sorted(glob(os.path.join(folder, "*.safetensors")))
@@ -77,7 +77,7 @@ def weight_problems(folder: str) -> list[str]:
 
 
 def _index_problem(folder: Path) -> str | None:
-    """Give one line if an index of shards cannot be read, or names files of other folders."""
+    """Return one line if an index of shards is unreadable, or names files in other folders."""
     for index in sorted(folder.glob("*.index.json")):
         try:
             names = set(parse_json(index.read_text(encoding="utf-8"))["weight_map"].values())
@@ -92,21 +92,21 @@ def _index_problem(folder: Path) -> str | None:
 def check_weights(
     model_class: Any, hf_config: Any, path: str, allowed: Iterable[str], override: dict[str, Any]
 ) -> list[str]:
-    """Compare names and shapes of the weights in a folder, or of a Hub name, with those of the model of a config.
+    """Compare the names and shapes of weights with those of a config's model.
 
-    transformers loads headers as tensors without storage, so that its renamings, its conversions (experts become one
-    tensor), its ties and its lists of keys to ignore count as they will in training. Weights that a class lets be
-    missing, as the memory that a plain Qwen lacks, must be there all or none.
+    transformers loads the headers as tensors without storage, so its renamings, conversions (experts become one
+    tensor), ties and lists of ignored keys apply as in training. Weights that a class allows to be missing, such as the
+    memory that a plain Qwen lacks, must be either all present or all missing.
 
     Args:
-        model_class: the class that transformers has for the config.
+        model_class: the class of the config in transformers.
         hf_config: the config.
-        path: the folder, or the name on the Hub.
+        path: the folder or Hub name of the weights.
         allowed: `model.allow_weight_mismatch`.
-        override: `model.override_config`, for the message.
+        override: `model.override_config`, for error messages.
 
-    Returns a line for each kind of difference that is allowed. Raises ValueError with a line for each that is not, and
-    OSError when the Hub does not answer.
+    Returns a line for each kind of allowed difference. Raises ValueError with a line for each other difference, and
+    OSError if the Hub does not answer.
     """
     may_lack = re.compile("|".join(model_class._keys_to_ignore_on_load_missing or ["(?!)"]))
     model_class = type(model_class.__name__, (model_class,), {"_keys_to_ignore_on_load_missing": None})
@@ -120,7 +120,7 @@ def check_weights(
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
-        except RuntimeError as error:  # experts of which one has no up_proj, say; the report names the tensor
+        except RuntimeError as error:  # e.g. an expert without up_proj; the report names the tensor
             torn = re.findall(r"^(\S+) +\|.*CONVERSION", "\n".join(reports), flags=re.MULTILINE)
             found = {"torn": torn or [first_line(error)]}
     new = set(filter(may_lack.search, found.get("missing_keys", ())))
@@ -152,7 +152,7 @@ def check_weights(
 
 
 def _headers(path: str) -> dict[str, Any]:
-    """Read name -> tensor without storage of the files that transformers would read, fetched if need be."""
+    """Read {name: tensor without storage} from the files that transformers would read; download them if needed."""
     from transformers.modeling_utils import load_state_dict
 
     state: dict[str, Any] = {}
@@ -164,7 +164,7 @@ def _headers(path: str) -> dict[str, Any]:
         for file in files:
             try:
                 state |= load_state_dict(file, map_location="meta")
-            except Exception as error:  # a pickle raises whatever its bytes lead it to
+            except Exception as error:  # a pickle may raise any error
                 raise ValueError(
                     f"model.path must hold weights that can be read; got {file}: {first_line(error)}"
                 ) from error
@@ -181,7 +181,7 @@ def _listed(names: Iterable[str]) -> str:
 
 @contextmanager
 def held_back(name: str) -> Iterator[list[str]]:
-    """Hold back the messages that a module of transformers logs; yields their list."""
+    """Hold back the log messages of a transformers module; yield their list."""
     messages: list[str] = []
     logger = getLogger(f"transformers.{name}")
 
@@ -191,7 +191,7 @@ def held_back(name: str) -> Iterator[list[str]]:
 
     logger.addFilter(keep)
     level = logger.level
-    logger.setLevel(WARNING)  # ranks silence transformers, whose reports are read here
+    logger.setLevel(WARNING)  # ranks silence transformers, but its reports are needed here
     try:
         yield messages
     finally:

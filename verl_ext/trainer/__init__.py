@@ -1,1 +1,1 @@
-"""The trainer: what runs between a composed configuration and a checkpoint."""
+"""The trainer, from a composed configuration to a checkpoint."""

@@ -1,6 +1,6 @@
-"""The answers to prompts by the ranks of a run, each to its share, and their mean scores.
+"""Answers to prompts, which the ranks of a run share, and their mean scores.
 
-One way for the prompts of `eval.prompts` and for the questions of a validation set (data=babilong):
+The prompts of `eval.prompts` and the questions of a validation set (data=babilong) are shared in the same way:
 
     prompts, the longest first   0 1 2 3 4 5 6      rank 0: 0 2 4 6      rank 1: 1 3 5 -
     batches of 2                                            [0 2] [4 6]          [1 3] [5]
@@ -29,11 +29,11 @@ from verl_ext.trainer.hang import watch
 from verl_ext.trainer.setup import Run
 from verl_ext.values import one_line
 
-Texts = Callable[[list[Prompt]], list[str]]  # the answers to a batch; of the model in training collective, also for []
+Texts = Callable[[list[Prompt]], list[str]]  # answers a batch; collective for the model in training, also for []
 
 
 class PromptList(Protocol):
-    """Prompts by number, which may be read when they are asked for."""
+    """Prompts by number, which may be read on demand."""
 
     def __len__(self) -> int: ...
 
@@ -41,7 +41,7 @@ class PromptList(Protocol):
 
 
 class Scored(NamedTuple):
-    """An answer and its score; text is None for those that no table shows."""
+    """An answer and its score; `text` is None if no table shows the answer."""
 
     number: int
     category: str
@@ -50,16 +50,16 @@ class Scored(NamedTuple):
 
 
 class NoAnswers(ValueError):
-    """On every rank: the prompts have no scores, for a reason in one line."""
+    """An error on every rank, with a one-line reason why the prompts have no scores."""
 
 
 def scored_answers(
     prompts: PromptList, order: Sequence[int], answer: Texts, score: Scorer, batch_size: int, shown: Sequence[int] = ()
 ) -> list[Scored]:
-    """Answer prompts, each rank its share, and return the scores of all in the order of their numbers; collective.
+    """Answer this rank's share of the prompts; return all scores by prompt number; collective.
 
-    order: the numbers of prompts, those of like length side by side. shown: the numbers whose texts are returned.
-    Raises NoAnswers on every rank if a server or a scorer fails on one.
+    order: the prompt numbers, with similar lengths side by side. shown: the numbers whose texts are returned.
+    Raises NoAnswers on every rank if a server or a scorer fails on one rank.
     """
     ranks = RunRanks()
     mine, share = list(order[ranks.rank :: ranks.size]), -(-len(order) // ranks.size)
@@ -76,7 +76,7 @@ def scored_answers(
                 if failure is None:
                     value = score(prompt.record, prompt.expected, text)
                     found.append(Scored(number, prompt.category, value, text if number in shown else None))
-        except ScoreFailed as error:  # the rank goes on: others wait for its part of their forwards
+        except ScoreFailed as error:  # the rank goes on, because others need it in their forward passes
             failure = one_line(str(error))
         except ServerFailed as error:
             failure = one_line(str(error))
@@ -89,9 +89,9 @@ def scored_answers(
 
 
 def mean_scores(scored: Sequence[Scored]) -> dict[str, float]:
-    """Return the mean score of all under "", and that of each category, in the order of their first prompts.
+    """Return the mean scores by category, in the order of first prompts, and of all prompts under "".
 
-    A category "" is none.
+    The category "" of a prompt means no category.
     """
     by_category: dict[str, list[float]] = defaultdict(list)
     for one in scored:
@@ -101,8 +101,8 @@ def mean_scores(scored: Sequence[Scored]) -> dict[str, float]:
 
 
 def engine_texts(engine: StepEngine, tokenizer: Any, sampling: Sampling) -> Texts:
-    """Return the answers of the model in training; an idle rank answers a prompt of one token."""
-    seeds = itertools.count(sampling.seed)  # batches draw other tokens
+    """Return a function that answers by the model in training; an idle rank answers one token."""
+    seeds = itertools.count(sampling.seed)  # each batch has its own seed
 
     def texts(batch: list[Prompt]) -> list[str]:
         idle = [[tokenizer.eos_token_id or 0]]
@@ -121,7 +121,7 @@ class Answers:
     engine: StepEngine
 
     def measure(self, step: int) -> tuple[dict[str, float], list[Mapping[str, Any]]]:
-        """Return the metrics, the same on every rank, and the rows of the table; collective. Raises NoAnswers."""
+        """Return the metrics (equal on every rank) and the table's rows; collective. Raises NoAnswers."""
         options, items = self.run.config.eval, self.prompts.items
         tokenizer, generates = self.engine.model_config.tokenizer, options.base_url is None
         rows = min(options.table_rows, len(items))
@@ -146,7 +146,7 @@ class Answers:
         return {f"val/answer/{name}" if name else "val/answer": mean for name, mean in means.items()}, table
 
     def _sampling(self, step: int) -> Sampling:
-        """Return how the model answers: a resumed run draws what it would have drawn."""
+        """Return the sampling settings; a resumed run draws the tokens that it would have drawn."""
         options = self.run.config.eval
         seed = np.random.SeedSequence([self.run.config.trainer.seed, step, dist.get_rank()])
         draws = options.temperature, options.top_p, int(seed.generate_state(1)[0])

@@ -1,21 +1,21 @@
-"""One rank's packs of a step as flat tensors with the loss already laid out, built in the loader's processes.
+"""One rank's packs of a step as flat tensors with loss coefficients, built in the loader's workers.
 
 ```
 packs            |  doc A  | doc B |      doc C      | idle |
 input_ids        a0 a1 a2   b0 b1    c0 c1 c2 c3       0
 position_ids      0  1  2    0  1     0  1  2  3       0
 coefficients      0  x  0    y  0     0  0  z  0       0       a of the token that each position predicts
-is_real           1  1  1    1  1     1  1  1  1       0       0 in padding as well
+is_real           1  1  1    1  1     1  1  1  1       0       also 0 in padding
 pack_lengths            5                4             1
 ```
 
-Packs whose last token is only predicted (`PackDataset.last_is_label`) lose it here, and `next_ids` keep it:
+If a pack's last token is only a label (`PackDataset.last_is_label`), it is dropped here and `next_ids` keeps it:
 
 ```
 pack             a0 a1 a2 | b0 b1        input_ids  a0 a1 a2 b0        next_ids  a1 a2 b0 b1
 ```
 
-The loss function that verl's engine calls for every micro-batch: ``fn(model_output, data, dp_group)``.
+verl's engine calls the loss function ``fn(model_output, data, dp_group)`` for every micro-batch.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,22 +35,22 @@ from verl_ext.trainer.hang import watch
 
 Pack = Mapping[str, torch.Tensor]
 
-# Keys that verl's engine reads of every batch.
+# Keys that verl's engine reads from every batch.
 _ENGINE_FLAGS = {"use_remove_padding": True, "pad_mode": DatasetPadMode.NO_PADDING, "temperature": 1.0}
 
 
 @dataclass
 class StepBatch:
-    """A rank's share of one step; N tokens over all its packs.
+    """A rank's share of one step, with N tokens in all its packs.
 
     Attributes:
         input_ids, position_ids: int64[N].
-        coefficients: float32[N], a_t before normalising, of the token that each position predicts.
-        category_index: int64[N], the dense category of that token, 0 for a target of none; -1 where it is no target.
+        coefficients: float32[N], a_t before normalization, of the token that each position predicts.
+        category_index: int64[N], the dense category of that token; 0 for a target without a category, -1 for no target.
         is_real: bool[N], False for padding and idle tokens.
-        pack_lengths: tokens of each pack slot, idle ones included.
+        pack_lengths: the number of tokens in each pack slot, including idle slots.
         counts: float64[4 + C + 1]: normaliser, tokens, target tokens, packs, target tokens by category slot.
-        next_ids: int64[N], the token after each position, where that is not always the next of input_ids; else None.
+        next_ids: int64[N], the token after each position if it is not always the next of input_ids; else None.
     """
 
     input_ids: torch.Tensor
@@ -73,12 +73,12 @@ class StepBatch:
         return self.counts[:1]
 
     def pin_memory(self) -> "StepBatch":
-        """Return page-locked copies; torch's loader asks this of a batch type of one's own."""
+        """Return a copy in pinned memory; torch's loader calls this for custom batch types."""
         names = (*_COLUMNS, "counts", *(["next_ids"] if self.next_ids is not None else []))
         return replace(self, **{name: getattr(self, name).pin_memory() for name in names})
 
     def micro_batches(self, size: int, **flags: Any) -> Iterator[TensorDict]:
-        """Cut the step into batches of ``size`` packs for verl's engine: jagged tensors, its flags and further ones."""
+        """Cut the step into micro-batches of ``size`` packs for verl's engine, as jagged tensors with flags."""
         edges = np.concatenate([[0], np.cumsum(self.pack_lengths)])
         columns = {
             "input_ids": self.input_ids,
@@ -104,13 +104,13 @@ _COLUMNS = ("input_ids", "position_ids", "coefficients", "category_index", "is_r
 
 @dataclass(frozen=True)
 class StepCollator:
-    """Turns a rank's packs into a :class:`StepBatch`; runs in the loader's processes.
+    """A collator in the loader's workers, which turns a rank's packs into a :class:`StepBatch`.
 
     Attributes:
         loss: the configured loss.
-        categories: the fixed table of the dataset.
-        idle_tokens: how many tokens an idle rank runs.
-        last_is_label: a pack's last token is only predicted.
+        categories: the fixed category table of the dataset.
+        idle_tokens: the number of tokens that an idle rank runs.
+        last_is_label: whether a pack's last token is only predicted.
     """
 
     loss: LossSpec
@@ -124,7 +124,7 @@ class StepCollator:
         )
 
     def __call__(self, packs: Sequence[Pack | None]) -> StepBatch:
-        """Collate packs as a `PackDataset` yields them; None stands for an idle rank."""
+        """Collate packs from a `PackDataset`; None stands for an idle rank."""
         slots = len(self.categories.ids) + 1
         counts = np.zeros(4 + slots)
         columns: list[tuple[np.ndarray, ...]] = []
@@ -142,7 +142,7 @@ class StepCollator:
         return (*_COLUMNS, "next_ids") if self.last_is_label else _COLUMNS
 
     def _laid_out(self, pack: Pack, counts: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Lay out the columns of one pack; adds its tokens and targets to ``counts``."""
+        """Lay out the columns of one pack; add its tokens and targets to ``counts``."""
         columns = {key: value.numpy() for key, value in pack.items()}
         ids, mask = columns["input_ids"], columns.get("attention_mask")
         offsets = np.append(np.flatnonzero(columns["position_ids"] == 0), len(ids))
@@ -154,7 +154,7 @@ class StepCollator:
         )
         targets = int(columns["loss_mask"].sum())
         by_category = np.bincount(category, minlength=len(counts) - 4)
-        by_category[0] = targets - by_category[1:].sum()  # not the tokens that are no target
+        by_category[0] = targets - by_category[1:].sum()  # without the tokens that are not targets
         counts[:4] += share.normaliser, tokens - self.last_is_label, targets, 1
         counts[4:] += by_category
         laid_out = (
@@ -167,23 +167,23 @@ class StepCollator:
         return (*(column[:-1] for column in laid_out), ids[1:]) if self.last_is_label else laid_out
 
     def _idle(self) -> tuple[np.ndarray, ...]:
-        """Make the tokens that an idle rank runs, so that the others' collectives complete; they predict nothing."""
+        """Make an idle rank's tokens, which predict nothing but let the others' collectives complete."""
         zeros = np.zeros(self.idle_tokens, dtype=np.int64)
         positions = np.maximum(np.arange(self.idle_tokens) - 1, 0)
         return (zeros, positions, zeros.astype(np.float32), zeros - 1, zeros > 0, zeros)[: len(self._names)]
 
 
 class StepLoss:
-    """One step's loss: each micro-batch's share of Σ a_t·ℓ_t / Z, and the sums that are reported.
+    """The loss of one step: each micro-batch's share of Σ a_t·ℓ_t / Z, and the reported sums.
 
-    The engine's gradients are averaged over data-parallel ranks, so each share is multiplied by their number; verl's
-    gather over sequence-parallel ranks already balances its own group. Nothing here waits for the device.
+    The engine averages gradients over data-parallel ranks, so each share is multiplied by their number; verl's gather
+    over sequence-parallel ranks already balances its own group. Nothing here waits for the device.
 
     Args:
         normaliser: Z of the global step, above 0.
-        data_parallel_size: ranks whose shares add up to the loss.
-        sums: collects weighted and category losses; None on steps that are not logged.
-        kept: gets each micro-batch's ℓ_t, float32[T] on the device; None: they are not kept.
+        data_parallel_size: the number of ranks whose shares add up to the loss.
+        sums: collects the weighted and category losses; None for steps that are not logged.
+        kept: receives each micro-batch's ℓ_t, float32[T] on the device; None: ℓ_t is not kept.
     """
 
     def __init__(
@@ -200,17 +200,17 @@ class StepLoss:
     def __call__(
         self, model_output: dict[str, torch.Tensor], data: TensorDict, dp_group: object = None
     ) -> tuple[torch.Tensor, dict]:
-        """Return the micro-batch's share of the loss, a scalar, and no metrics of its own.
+        """Return the micro-batch's share of the loss, a scalar, and empty metrics.
 
-        The gradient of a share that is not finite is NaN: the gradient norm, which all ranks share, then skips the step
-        on every rank, also where the loss alone is infinite.
+        The gradient of a non-finite share is NaN, so the gradient norm, which all ranks share, makes every rank skip
+        the step, even if only the loss is infinite.
         """
         watch.mark()
-        coefficients = data["loss_coefficients"].values()  # float32[T], of the token that position t predicts
+        coefficients = data["loss_coefficients"].values()  # float32[T], for the token that position t predicts
         nll = -model_output["log_probs"].values()  # float32[T]
-        if "loss_terms" in model_output:  # of a fused head
+        if "loss_terms" in model_output:  # from a fused head
             terms = model_output["loss_terms"].values()
-        else:  # an infinite nll of a token that is no target must not become NaN by a product with 0
+        else:  # the infinite nll of a token that is not a target must not become NaN by a product with 0
             terms = torch.where(coefficients != 0, coefficients * nll, torch.zeros_like(nll))
         if self.kept is not None:
             self.kept.append(nll.detach())

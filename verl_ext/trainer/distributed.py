@@ -1,13 +1,13 @@
-"""The ranks of a run: their process group, who prints, and how they exit, together or alone.
+"""The ranks of a run: their process group, their output, and their exits, together or alone.
 
-The group comes first, before any configuration is read, so that one rank reports a user's mistake in one line while
-the others exit with the same code. Failures end a run in these ways:
+The process group starts before any configuration is read, so that one rank can report a user's mistake in one line
+while the others exit with the same code. Failures end a run in these ways:
 
     user_errors_end_the_run    ValueError, OSError on any rank      all ranks exit with 2, rank 0 prints the first
     failures_reported          RunFailed, on every rank             all ranks exit with 3, rank 0 prints it
                                RankFailed, on one rank              this rank exits with 3 at once
                                any other exception                  the first rank prints its traceback and exits with 1
-                               a collective that fails              this rank exits with 3, naming the first one
+                               a collective that fails              this rank exits with 3, naming the first failed rank
 """
 
 import json
@@ -41,20 +41,20 @@ Answer = TypeVar("Answer")
 
 USER_ERROR = 2
 TRAINING_FAILED = 3
-_TORCHRUN_NOTICES = 5.0  # seconds, and more, until torchrun ends the ranks of a node of which one has failed
+_TORCHRUN_NOTICES = 5.0  # seconds, with a margin, until torchrun ends the ranks of a node with a failed rank
 _STORE_ANSWERS = 5.0  # seconds
 _TORCHRUN_SETS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-_FAILURE = "verl_ext/failure"  # in the store of the ranks
+_FAILURE = "verl_ext/failure"  # the key in the store of the ranks
 last_acts = ExitStack()  # callbacks for the end of this process, unless it is killed
-LONG = timedelta(hours=10)  # verl's own: ranks wait for one that tokenizes, reads weights or writes files
+LONG = timedelta(hours=10)  # as in verl, because ranks wait for one that tokenizes, reads weights or writes files
 
 
 class RunFailed(RuntimeError):
-    """A failure that every rank raises: the run cannot go on."""
+    """A failure that every rank raises and that ends the run."""
 
 
 class RankFailed(RuntimeError):
-    """A failure of this rank that the others do not know of, in one line."""
+    """A one-line failure of this rank that the other ranks do not know."""
 
 
 def accelerator() -> str | None:
@@ -67,22 +67,22 @@ def accelerator() -> str | None:
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """Join the ranks that torchrun started, or be the only one; gloo on CPU, verl's choice on accelerators."""
+    """Join torchrun's ranks, or be the only rank; use gloo on CPU, verl's choice on accelerators."""
     if accelerator() is None:
         os.environ.setdefault("VERL_PLATFORM", "cpu")
-    # torch's flight recorder keeps the last collectives, for a run that hangs.
+    # torch's flight recorder keeps the last collectives in case the run hangs.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"))
     _default_to_one_rank()
     _silence_upstream()
     if not sys.stderr.isatty():
-        disable_progress_bar()  # transformers', which writes control characters
-    # verl imports Megatron if it is installed: seconds, and pages of warnings, for an engine that is not used here.
+        disable_progress_bar()  # of transformers, which writes control characters
+    # verl imports Megatron if it is installed; this takes seconds and prints pages of warnings for an unused engine.
     sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
     if os.environ["RANK"] != "0":
         _silence_this_rank()
     with failures_reported():
         if accelerator() is None:
-            # verl would ask for "cpu:gloo,cpu:gloo", which torch refuses.
+            # verl would request "cpu:gloo,cpu:gloo", which torch refuses.
             dist.init_process_group("gloo", timeout=LONG)
         else:
             from verl.utils.distributed import initialize_global_process_group
@@ -96,12 +96,12 @@ def process_group() -> Iterator[None]:
 
 
 def limit_collectives(seconds: int, meshes: Iterable[DeviceMesh]) -> None:
-    """Limit how long a collective on the device may take, over all ranks or a group of `meshes`.
+    """Limit the time of a collective on the device, over all ranks or a group of `meshes`.
 
-    On a GPU nothing else changes: ranks wait over gloo for one that writes or copies a checkpoint, as for one that
-    tokenizes, and that may take hours. On a CPU it is all gloo, and one limit.
+    On a GPU nothing else changes: over gloo, ranks still wait for one that tokenizes, or writes or copies a checkpoint,
+    which may take hours. On a CPU all collectives use gloo and this one limit.
     """
-    from verl.utils.device import get_device_name  # not before VERL_PLATFORM is set
+    from verl.utils.device import get_device_name  # only after VERL_PLATFORM is set
 
     device = torch.device(get_device_name())
     for group in {dist.group.WORLD, *(group for mesh in meshes for group in mesh.get_all_groups())}:
@@ -111,9 +111,9 @@ def limit_collectives(seconds: int, meshes: Iterable[DeviceMesh]) -> None:
 
 @contextmanager
 def user_errors_end_the_run() -> Iterator[None]:
-    """End the run on all ranks if any raises a ValueError or OSError inside: rank 0 prints the first.
+    """End the run on all ranks if any rank raises a ValueError or OSError; rank 0 prints the first.
 
-    Collective: every rank leaves the block before any goes on.
+    Collective: every rank leaves the block before any rank goes on.
     """
     mistake: str | None = None
     try:
@@ -129,10 +129,10 @@ def user_errors_end_the_run() -> Iterator[None]:
 
 @contextmanager
 def failures_reported() -> Iterator[None]:
-    """End this rank if anything is raised inside, with one message for the whole run.
+    """End this rank after any exception in the block, with one message for the whole run.
 
-    The first rank to fail prints its traceback; the others exit naming that rank. NCCL's watchdog ends a rank whose
-    collective takes too long with lines of its own.
+    The first rank that fails prints its traceback; the others name that rank and exit. If a collective takes too long,
+    NCCL's watchdog ends the rank with its own lines.
     """
     try:
         yield
@@ -153,7 +153,7 @@ def failures_reported() -> Iterator[None]:
 
         if isinstance(error, dist.DistError) or "gloo/" in str(error):
             _end_with_the_others(re.sub(r"\[/\S+:\d+\] ", "", first_line(error)).partition(". ")[0])
-        elif _ask_store(fail_first) is not False:  # without a store this is known to be the first
+        elif _ask_store(fail_first) is not False:  # without a store, this rank counts as the first
             print(redacted_text(traceback.format_exc()), end="", file=sys.stderr)
             exit_this_rank(f"{words} (its traceback is above)", 1)
         else:
@@ -161,14 +161,14 @@ def failures_reported() -> Iterator[None]:
 
 
 def _ask_store(question: Callable[[dist.Store], Answer]) -> Answer | None:
-    """Return an answer of the store of the ranks; None if there is none, or it is gone or out of reach.
+    """Return an answer of the ranks' store; None if it is missing or out of reach.
 
-    In a thread of its own: a host that is out of reach keeps its caller waiting for ever.
+    The question runs in its own thread, because a host that is out of reach would block its caller forever.
     """
     answers: list[Answer] = []
 
     def ask() -> None:
-        with suppress(RuntimeError, ValueError):  # no group yet, or its store is gone
+        with suppress(RuntimeError, ValueError):  # there is no group yet, or its store is gone
             answers.append(question(dist.distributed_c10d._get_default_store()))
 
     thread = threading.Thread(target=ask, daemon=True)
@@ -178,12 +178,12 @@ def _ask_store(question: Callable[[dist.Store], Answer]) -> Answer | None:
 
 
 def _end_with_the_others(why: str) -> NoReturn:
-    """End a rank that cannot go on because another one ended.
+    """End a rank that cannot go on because another rank ended.
 
-    If that one was on this node, torchrun names it and ends the others, which print nothing. If it was on another node,
-    one rank of this node says so, and torchrun then ends the others.
+    If that rank was on this node, torchrun names it and ends the others, which print nothing. If it was on another
+    node, one rank of this node reports it, and torchrun then ends the others.
     """
-    # Ask now: the store may end with the rank.
+    # Ask now, because the store may end with the rank.
     first = _ask_store(lambda store: store.get(_FAILURE).decode() if store.check([_FAILURE]) else None)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         time.sleep(_TORCHRUN_NOTICES)
@@ -196,13 +196,13 @@ def _end_with_the_others(why: str) -> NoReturn:
 
 
 def wait_unless_local_rank0(seconds: float) -> None:
-    """Leave the first rank of a node the time to print the reason, and torchrun that to end the others."""
+    """Give a node's first rank time to print the reason, and torchrun time to end the others."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(seconds)
 
 
 class RunRanks(Ranks):
-    """All ranks of the run, for datasets that read their data together."""
+    """All ranks of the run, for datasets that the ranks read together."""
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -224,12 +224,12 @@ class RunRanks(Ranks):
         return values
 
     def all_reduce(self, values: NDArray[Any]) -> None:
-        """Sum over the ranks, in place."""
+        """Sum `values` over the ranks, in place."""
         dist.all_reduce(torch.from_numpy(values))
 
 
 def _exit_all_ranks(message: str, code: int) -> NoReturn:
-    """End the run on every rank, which must all call this: rank 0 prints the message."""
+    """End the run on every rank; all ranks must call this, and rank 0 prints the message."""
     if dist.get_rank() == 0:
         print(f"error: {redacted_text(message)}", file=sys.stderr, flush=True)
         _tell_torchrun(message)
@@ -237,9 +237,9 @@ def _exit_all_ranks(message: str, code: int) -> NoReturn:
 
 
 def exit_with_all_ranks(code: int) -> NoReturn:
-    """Exit once every rank has called this; a rank that leaves earlier would have torchrun stop the others.
+    """Exit once every rank has called this, because torchrun stops the others if a rank leaves earlier.
 
-    Under torchrun, which describes each rank that does not exit with 0, the first rank of a node has the code.
+    torchrun describes each rank that does not exit with 0, so only the first rank of a node returns the code.
     """
     dist.barrier()
     is_described = "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["LOCAL_RANK"] == "0"
@@ -247,19 +247,19 @@ def exit_with_all_ranks(code: int) -> NoReturn:
 
 
 def exit_this_rank(message: str, code: int, of_another: bool = False) -> NoReturn:
-    """End this rank at once; the others do not know and wait for it, until torchrun stops them.
+    """End this rank at once; the others do not know this and wait for it until torchrun stops them.
 
     of_another: the message is about another rank and names it.
     """
     rank = "" if of_another else f"rank {os.environ.get('RANK', 0)}: "
-    with suppress(OSError):  # a terminal or a pipe that is gone
+    with suppress(OSError):  # the terminal or the pipe may be gone
         print(f"\nerror: {rank}{redacted_text(message)}", file=sys.stderr)  # below a progress bar
     _tell_torchrun(message)
     exit_at_once(code)
 
 
 def exit_at_once(code: int) -> NoReturn:
-    """End this process and its loaders without a word, and without waiting for other ranks."""
+    """End this process and its loaders silently, without waiting for other ranks."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()
@@ -267,11 +267,11 @@ def exit_at_once(code: int) -> NoReturn:
         last_acts.close()
     for process in multiprocessing.active_children():
         process.kill()
-    os._exit(code)  # leaving the process group in order would wait for the others
+    os._exit(code)  # an orderly exit from the process group would wait for the others
 
 
 def _tell_torchrun(message: str) -> None:
-    """Give torchrun's closing lines the reason, in the form of torch.distributed.elastic's error files."""
+    """Pass the reason to torchrun's closing lines through an error file of torch.distributed.elastic."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         facts = {"message": {"message": redacted_text(message), "extraInfo": {"timestamp": str(int(time.time()))}}}
         with suppress(OSError):
@@ -279,7 +279,7 @@ def _tell_torchrun(message: str) -> None:
 
 
 def _default_to_one_rank() -> None:
-    """Set torchrun's variables for ``python -m``; end with a line if a scheduler has set a part of them."""
+    """Set torchrun's variables for ``python -m``; exit with one line if only some are set."""
     if missing := [name for name in _TORCHRUN_SETS if name not in os.environ]:
         ranks = os.environ.get("WORLD_SIZE", "1")
         if ranks != "1":
@@ -297,24 +297,24 @@ def _default_to_one_rank() -> None:
 
 
 def _silence_upstream() -> None:
-    """Silence messages of upstream that nobody can act on; everything else is still heard."""
-    warnings.filterwarnings("ignore", message=".* engine is not available")  # verl: engines that nobody asked for
+    """Silence upstream messages that nobody can act on; keep all others."""
+    warnings.filterwarnings("ignore", message=".* engine is not available")  # verl, about engines that are not used
     warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.* is deprecated", category=FutureWarning)
-    # torch's advice about a first step that is skipped: fp16's scale is often too high at the start
+    # torch's advice about a skipped first step; fp16's scale is often too high at the start
     warnings.filterwarnings("ignore", message="Detected call of .lr_scheduler.step")
-    for name in ("configuration_utils", "modeling_utils"):  # of an argument and a config key of verl's
+    for name in ("configuration_utils", "modeling_utils"):  # about an argument and a config key of verl
         logging.getLogger(f"transformers.{name}").addFilter(lambda line: "`torch_dtype` is" not in line.getMessage())
-    # of a plan for tensor parallelism, which is not used: "The following layers were not sharded"
+    # about an unused tensor-parallel plan: "The following layers were not sharded"
     logging.getLogger("transformers.integrations.tensor_parallel").setLevel(logging.ERROR)
     logging.getLogger("verl.plugin.platform.platform_manager").setLevel(logging.WARNING)
     os.environ.setdefault("VERL_LOGGING_LEVEL", "WARN")
-    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # FSDP2 asks it once per run
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # FSDP2 triggers it once per run
 
 
 def _silence_this_rank() -> None:
-    """Print nothing but errors on ranks above 0: verl, transformers and datasets print the same line on every rank."""
+    """Silence ranks above 0 except for errors, because libraries print the same lines on every rank."""
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (for the life of the process)
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
-    disable_progress_bar()  # transformers'
-    os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # read when datasets loads
+    disable_progress_bar()  # of transformers
+    os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # datasets reads it during its import

@@ -1,9 +1,9 @@
-"""The validation of the whole set as one step: the configured loss, each category's mean, right answers.
+"""The validation of the whole set as one step: loss, category means and right answers.
 
-If the data has questions (data=babilong) and the model generates (model=qwen_titans), right answers are counted:
+If the data has questions (data=babilong) and the model generates (model=qwen_titans), it also counts right answers:
 
-    exact_match   every token of the target is the likeliest one, given those before it (teacher-forced)
-    accuracy      what is generated, up to the tokenizer's EOS or `trainer.answer_tokens`, is right as the data has it
+    exact_match   every target token is the most likely one, given the tokens before it (teacher forcing)
+    accuracy      the generated text, up to the tokenizer's EOS or `trainer.answer_tokens`, is right by the data's rule
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,13 +30,13 @@ from verl_ext.trainer.batch import StepLoss
 from verl_ext.trainer.loader import DataParallelRank
 from verl_ext.trainer.setup import Run, Validation
 
-_MORE = 4  # tokens that a generated answer may be longer than the longest target
+_MORE = 4  # a generated answer may be so many tokens longer than the longest target
 
 
 class ExactMatches:
-    """The counts of one rank: answers and exact ones, by category slot.
+    """One rank's counts of answers and of exact answers by category slot.
 
-    float64[2, C + 1] on the engine's device; slot 0 is of no category.
+    They are float64[2, C + 1] on the engine's device; slot 0 means no category.
     """
 
     def __init__(self, categories: int) -> None:
@@ -44,11 +44,11 @@ class ExactMatches:
         self.counts = torch.zeros(2, categories + 1, dtype=torch.float64, device=device)
 
     def beside(self, loss: StepLoss) -> Callable[..., tuple[torch.Tensor, dict]]:
-        """Wrap the loss function, so that it also counts the exact answers of each batch."""
+        """Wrap the loss function so that it also counts the exact answers of each batch."""
 
         def scored(model_output: dict, data: TensorDict, dp_group: object = None) -> tuple[torch.Tensor, dict]:
             is_greedy, targets = rows(model_output["is_greedy"]), target_positions(data)
-            categories = rows(data["category_index"]).amax(1).clamp(min=0)  # int64[B]: 0 of a row without an answer
+            categories = rows(data["category_index"]).amax(1).clamp(min=0)  # int64[B]: 0 for a row without an answer
             answered = targets.any(1)
             exact = answered & (is_greedy | ~targets).all(1)
             for counts, of_rows in zip(self.counts, (answered, exact), strict=True):
@@ -58,7 +58,7 @@ class ExactMatches:
         return scored
 
     def report(self, prefix: str, names: Sequence[str], all_reduce: Callable[[torch.Tensor], None]) -> dict[str, float]:
-        """Return shares of exact answers over all data-parallel ranks, in all and by category."""
+        """Return the shares of exact answers over all data-parallel ranks, in total and by category."""
         total = self.counts.clone()
         all_reduce(total)
         answers, exact = total.tolist()
@@ -71,7 +71,7 @@ class ExactMatches:
 
 
 class Questions:
-    """The questions of a dataset as prompts: what stands before each row's answer."""
+    """The questions of a dataset as prompts: the tokens before each row's answer."""
 
     def __init__(self, dataset: PackDataset) -> None:
         self._dataset = dataset
@@ -89,19 +89,19 @@ class Questions:
         return Prompt(row["input_ids"][:first].tolist(), "", name, {"pack": pack})
 
     def score(self, record: Mapping[str, Any], expected: str, answer: str) -> float:
-        """Return 1 for an answer that the data takes for right, else 0."""
+        """Return 1 if the data accepts the answer as right, else 0."""
         return float(self._dataset.is_right_answer(record["pack"], answer))
 
 
 class Evaluation:
-    """The measurement of a validation set, each rank on its share."""
+    """The measurement of a validation set, which the ranks share."""
 
     def __init__(self, run: Run, validation: Validation, engine: StepEngine, rank: DataParallelRank) -> None:
         self.validation = validation
         self._run, self._engine, self._rank = run, engine, rank
 
     def measure(self) -> dict[str, float]:
-        """Return the `val/…` metrics of the weights as they are; the same on every rank."""
+        """Return the `val/…` metrics of the current weights, which are equal on every rank."""
         dataset = self.validation.dataset
         total: StepSums | None = None
         has_answers = dataset.has_questions and self._engine.tells_greedy
@@ -125,7 +125,7 @@ class Evaluation:
         return metrics
 
     def _accuracy(self) -> dict[str, float]:
-        """Return the shares of generated answers that are right, in all and by category."""
+        """Return the shares of generated answers that are right, in total and by category."""
         dataset, config = self.validation.dataset, self._run.config
         asked = config.trainer.answer_tokens
         tokens = int(dataset.pack_targets().max()) + _MORE if asked is None else asked
@@ -142,7 +142,7 @@ class Evaluation:
 
 
 def write_evaluation(metrics: dict[str, float], step: int, config: RunConfig) -> Path:
-    """Write the metrics of `trainer.eval_only` as evaluation.json, in place of an earlier one."""
+    """Write the metrics of `trainer.eval_only` to evaluation.json, replacing an earlier file."""
     path = Path(config.trainer.default_local_dir) / EVALUATION
     data = config.values["data"]
     measured = ("val_dir",) if config.data.val_dir is not None else (*config.dataset.data_keys, "train_ratio")

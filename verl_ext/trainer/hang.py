@@ -1,16 +1,15 @@
-"""The watch over ranks that hang, or no longer answer: the run ends on every rank and the rank is named.
+"""The watch over ranks that hang or no longer answer, which names the rank and ends the run.
 
-Each rank marks its progress: a batch that arrives, a micro-batch's forward pass. From the moment when the model is
-built a thread of each rank looks at the marks, and writes now and then into the store of the ranks how far it is. If
-one rank makes no progress, the others soon wait for it in a collective, and one of them finds out which rank it is:
+Each rank marks its progress: a batch that arrives, or the forward pass of a micro-batch. After the model is built, a
+thread of each rank reads the marks and regularly writes them into the store of the ranks. If one rank makes no
+progress, the others soon wait for it in a collective, and one of them finds out which rank it is:
 
     0   [beat, 41, "step 12", waits, "torch/distributed/… (all_reduce), from verl_ext/trainer/trainer.py:180 (…)"]
     1   [beat, 40, "step 12", does not, "verl_ext/trainer/loader.py:173 (__iter__)"]    behind the others: it hangs
     2   no new beat                                                                     stopped, dead or out of reach
 
-How long a rank may make no progress is an option of the phase that it is in: `trainer.first_step_timeout` up to the end
-of the first step, which compiles; then `trainer.hang_timeout`; and `trainer.save_timeout` while training waits for a
-checkpoint.
+The limit without progress is an option of the phase: `trainer.first_step_timeout` up to the end of the first step,
+which compiles; then `trainer.hang_timeout`; and `trainer.save_timeout` while training waits for a checkpoint.
 """
 
 import itertools
@@ -34,21 +33,21 @@ import torch.distributed as dist
 from verl_ext.trainer.distributed import TRAINING_FAILED, exit_at_once, exit_this_rank, wait_unless_local_rank0
 
 _PACKAGE = Path(__file__).parent.parent
-_NAMED = 4  # ranks that the line names
+_NAMED = 4  # the number of ranks that the line names
 _RESUMES = "the same command resumes from the last checkpoint"
 
 
 @dataclass(frozen=True)
 class RankState:
-    """How far a rank was when it made no more progress.
+    """The progress of a rank when it was last recorded.
 
     Attributes:
-        in_time: it has made progress within the limit of its phase.
-        marks: of progress, so far.
-        phase: such as "step 12".
-        waits: it is inside a collective.
+        in_time: whether it has made progress within the limit of its phase.
+        marks: the number of progress marks so far.
+        phase: the name of its phase, such as "step 12".
+        waits: whether it is inside a collective.
         where: its place in the code.
-        collectives: how many it has begun, if it is not in time and torch's flight recorder counts them.
+        collectives: the number of collectives begun, if it is not in time and torch's flight recorder counts them.
     """
 
     in_time: bool
@@ -60,11 +59,11 @@ class RankState:
 
 
 def diagnosis(states: Sequence[RankState | None], processes: Sequence[str]) -> str | None:
-    """Name the ranks that the others wait for; None if a rank is in time that waits for no other.
+    """Name the ranks that the others wait for; None if a rank in time waits for no other.
 
     Args:
-        states: of each rank; None if it does not answer.
-        processes: "process 4711 on host-b" of each rank.
+        states: the state of each rank; None if it does not answer.
+        processes: the process of each rank, such as "process 4711 on host-b".
     """
 
     def named(ranks: Sequence[int]) -> str:
@@ -80,7 +79,7 @@ def diagnosis(states: Sequence[RankState | None], processes: Sequence[str]) -> s
     behind = [rank for rank, state in enumerate(known) if state.marks == least]
     behind = [rank for rank in behind if not known[rank].waits] or behind
     begun = [count for rank in behind if (count := known[rank].collectives) is not None]
-    if len(begun) == len(behind):  # On a GPU all wait for the device, in no collective of the host.
+    if len(begun) == len(behind):  # On a GPU, all ranks wait for the device and are in no collective of the host.
         behind = [rank for rank, count in zip(behind, begun, strict=True) if count == min(begun)]
     first = known[behind[0]]
     if len(behind) == len(known) > 1:
@@ -96,18 +95,18 @@ class HangWatch:
         self._limits: Mapping[str, int] = {}
         self._option = ""
         self._thread = threading.main_thread()
-        self._answered = self._at  # when the store did
+        self._answered = self._at  # the time of the store's last answer
         self._folder = Path()
         self._ended = threading.Event()
 
     def mark(self, phase: str | None = None, option: str | None = None) -> None:
-        """Note progress; `phase`: a new one has begun; `option`: its limit is that of another option."""
+        """Mark progress; `phase` names a new phase, and `option` the option with its limit."""
         self._phase, self._option = phase or self._phase, option or self._option
         self._marks, self._at = self._marks + 1, time.monotonic()
 
     @contextmanager
     def within(self, option: str, phase: str) -> Iterator[None]:
-        """Watch the block as a phase of its own, under the limit of another option."""
+        """Watch the block as its own phase, under the limit of another option."""
         before = self._phase, self._option
         self.mark(phase, option)
         try:
@@ -116,7 +115,7 @@ class HangWatch:
             self.mark(*before)
 
     def join(self, thread: threading.Thread) -> None:
-        """Wait for a thread that saves; meanwhile its name is the phase and its place in the code that of this rank."""
+        """Wait for a saving thread, whose name and code become this rank's phase and place meanwhile."""
         with self.within("trainer.save_timeout", thread.name):
             self._thread = thread
             try:
@@ -128,10 +127,10 @@ class HangWatch:
         """Watch the ranks until :meth:`end`; collective.
 
         Args:
-            limits: seconds without a mark after which the run ends, by option; 0: never.
-            phase: begins now.
-            option: has the limit of that phase.
-            folder: gets the content of torch's flight recorder of each rank if the run ends so.
+            limits: by option, the seconds without a mark after which the run ends; 0: never.
+            phase: the phase that begins now.
+            option: the option with the limit of that phase.
+            folder: receives the content of each rank's flight recorder if the watch ends the run.
         """
         self.end()
         self._folder, self._limits, self._ended = folder, limits, threading.Event()
@@ -139,7 +138,7 @@ class HangWatch:
         if not any(limits.values()):
             return
         least = min(filter(None, limits.values()))
-        # A connection of its own: another thread may wait in the ranks' one.
+        # The watch has its own connection, because another thread may wait in the ranks' connection.
         store: dist.Store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
         store.set_timeout(timedelta(seconds=least))
         store = dist.PrefixStore("verl_ext/hang", store)
@@ -147,7 +146,7 @@ class HangWatch:
         self._answered = time.monotonic()
         tick = min(5.0, least / 10)
         self._write_state(store, 0, tick)
-        dist.barrier()  # a rank that has not written yet would be taken for one that hangs
+        dist.barrier()  # a rank that has not written yet would seem to hang
         for target in (self._compare, self._give_up):
             threading.Thread(target=target, args=(store, tick, self._ended), daemon=True).start()
 
@@ -156,7 +155,7 @@ class HangWatch:
         self._ended.set()
 
     def _overdue(self, slack: float = 0) -> bool:
-        """Tell whether this rank has made no progress for the limit of its phase, or for `slack` seconds less."""
+        """Tell whether this rank has made no progress for its phase's limit less `slack` seconds."""
         limit = self._limits.get(self._option, 0)
         return limit > 0 and time.monotonic() - self._at > limit - slack
 
@@ -165,14 +164,14 @@ class HangWatch:
 
     def _state(self, tick: float) -> RankState:
         overdue, frame = self._overdue(4 * tick), sys._current_frames().get(self._thread.ident or 0)
-        begun = None  # collectives of all groups of this process
+        begun = None  # collectives in all groups of this process
         if overdue and (recorded := _recorded(False)) and (groups := pickle.loads(recorded).get("pg_status")):
             begun = sum(group["last_enqueued_collective"] for group in groups.values())
         return RankState(not overdue, self._marks, self._phase, *_place(frame), begun)
 
     def _compare(self, store: dist.Store, tick: float, ended: threading.Event) -> None:
-        """Write how far this rank is; once it makes no progress, one rank compares them all."""
-        with suppress(RuntimeError):  # the store is gone: _give_up counts on
+        """Write this rank's state; once it makes no progress, let one rank compare all ranks."""
+        with suppress(RuntimeError):  # the store is gone; _give_up continues
             for beat in itertools.count(1):
                 if ended.wait(tick):
                     return
@@ -182,12 +181,12 @@ class HangWatch:
                 self._answered = time.monotonic()
                 if self._overdue(4 * tick):
                     is_first = store.add("comparing", 1) == 1
-                    if is_first or self._overdue():  # by then the first has ended while it looked
+                    if is_first or self._overdue():  # by now the first one has ended during its comparison
                         self._diagnose(store, tick)
                     store.add("comparing", -1)
 
     def _diagnose(self, store: dist.Store, tick: float) -> None:
-        """End the run, unless there is progress after all, or a rank that is in time."""
+        """End the run, unless there is progress after all, or a rank is in time."""
         marks, before = self._marks, _states(store)
         time.sleep(2.5 * tick)
         states = [
@@ -206,13 +205,13 @@ class HangWatch:
         return f"no progress for {self._limits[self._option]} s ({self._option})"
 
     def _end(self, line: str, store: dist.Store, tick: float) -> None:
-        """Write the flight recorder's content and end this rank; one of each node prints the line."""
+        """Write the flight recorder's content and end this rank; one rank of each node prints the line."""
         is_first = store.add(f"printed on {socket.gethostname()}", 1) == 1
-        threading.Thread(target=self._write_recorded, daemon=True).start()  # A device that hangs may hold it up.
-        time.sleep(1.5 * tick)  # Others look, and write theirs, before torchrun ends them for want of this one.
+        threading.Thread(target=self._write_recorded, daemon=True).start()  # A device that hangs may block it.
+        time.sleep(1.5 * tick)  # The other ranks write theirs before torchrun ends them.
         if is_first:
             exit_this_rank(line, TRAINING_FAILED, of_another=True)
-        time.sleep(1)  # the line is to be out before torchrun ends the node
+        time.sleep(1)  # the line must be printed before torchrun ends the node
         exit_at_once(TRAINING_FAILED)
 
     def _write_recorded(self) -> None:
@@ -234,7 +233,7 @@ class HangWatch:
 
 
 def _recorded(entries: bool) -> bytes:
-    """Return the content of torch's flight recorder, pickled, with its `entries` or without; empty without one."""
+    """Return torch's pickled flight recorder, with or without its `entries`; empty if there is none."""
     name = "_dump_nccl_trace" if torch.cuda.is_available() else "_dump_fr_trace"
     dump = getattr(torch._C._distributed_c10d, name, None)
     return dump(includeCollectives=entries, includeStackTraces=entries, onlyActive=False) if dump else b""
@@ -246,7 +245,7 @@ def _states(store: dist.Store) -> list[list | None]:
 
 
 def _place(frame: FrameType | None) -> tuple[bool, str]:
-    """Return whether a thread is inside a collective, and the innermost function of this package that it is in."""
+    """Return whether a thread is inside a collective, and its innermost function of this package."""
     innermost, waits = frame, False
     while frame is not None and innermost is not None:
         file = Path(frame.f_code.co_filename)

@@ -1,4 +1,4 @@
-"""The loader of a rank's packs, step after step, from any step on."""
+"""The loader of a rank's packs, step by step, starting from any step."""
 
 import contextlib
 import os
@@ -26,14 +26,14 @@ from verl_ext.values import first_line
 
 
 class LoadingFailed(RankFailed):
-    """A batch cannot be made, in one line."""
+    """A batch that cannot be made, described in one line."""
 
 
 @contextlib.contextmanager
 def loader_deaths_reported(files: DataFiles | None = None) -> Iterator[None]:
-    """Raise LoadingFailed if a loader process dies, wherever inside torch's signal handler reports it.
+    """Raise LoadingFailed if a loader process dies anywhere in the block.
 
-    files: of the data; one that was cut short, which ends its reader by a bus error, is named.
+    torch's signal handler reports the death. files: of these, a truncated one, which causes a bus error, is named.
     """
     try:
         yield
@@ -46,7 +46,7 @@ def loader_deaths_reported(files: DataFiles | None = None) -> Iterator[None]:
 
 
 def _death(error: BaseException | None) -> str | None:
-    """Describe the process that died in one line, from torch's notice or one behind it; None for any other error."""
+    """Describe a dead process in one line from torch's notice, also in a cause; None for other errors."""
     while error is not None:
         if match := re.match(r"DataLoader worker \((pid.*?)\) (is killed by signal: [^.]*|exited)", str(error)):
             advice = "if the host ran out of memory, give the job more of it"
@@ -59,27 +59,27 @@ def _death(error: BaseException | None) -> str | None:
 
 
 class _Batches(Dataset):
-    """One :class:`StepBatch` for a list of packs, None among them if the rank idles.
+    """A dataset of one :class:`StepBatch` per list of packs, with None for an idle slot.
 
-    A batch that cannot be made is a ``LoadingFailed``, given back as a value: raised in a loader's process, it would
-    arrive as that process's traceback.
+    If a batch cannot be made, ``LoadingFailed`` is returned as a value; raised in a worker, it would arrive as that
+    worker's traceback.
     """
 
     def __init__(self, packs: PackDataset, collate: StepCollator) -> None:
         self.packs = packs
         self.collate = collate
-        self.files: DataFiles | None = None  # as the first batch found them
+        self.files: DataFiles | None = None  # in their state at the first batch
 
     def __getitems__(self, indices: Sequence[int | None]) -> StepBatch | LoadingFailed:
         try:
-            if get_worker_info() is None:  # no process of its own, which a bus error would end
+            if get_worker_info() is None:  # not in a worker, which a bus error would end
                 self.files = self.files or DataFiles(self.packs.data_files, self.packs.key)
                 if changed := self.files.changed(sizes_alone=True):
                     raise ValueError(f"a file was cut short: {changed}")
             batch = self.collate([None if index is None else self.packs[index] for index in indices])
             if get_worker_info() is not None:
-                # Copy to shared memory here, so that a full /dev/shm raises. In torch's feeder thread it would be
-                # printed, and the trainer would wait for ever.
+                # Copy to shared memory here, so that a full /dev/shm raises. torch's feeder thread would only print the
+                # error, and the trainer would wait forever.
                 for tensor in filter(torch.is_tensor, vars(batch).values()):
                     tensor.share_memory_()
             return batch
@@ -94,7 +94,7 @@ class _Batches(Dataset):
 
 @dataclass(frozen=True)
 class _RankSteps:
-    """One list of pack indices per step, drawn when it is needed."""
+    """A list of pack indices per step, drawn on demand."""
 
     plan: StepPlan
     steps: range
@@ -109,13 +109,13 @@ class _RankSteps:
 
 
 class PackLoader:
-    """One :class:`StepBatch` per step; LoadingFailed if one cannot be made, or a loader's process is dead."""
+    """An iterable of one :class:`StepBatch` per step, which raises LoadingFailed if loading fails."""
 
     def __init__(self, batches: DataLoader) -> None:
         self._batches = batches
 
     def __iter__(self) -> Iterator[StepBatch]:
-        with loader_deaths_reported():  # a process may die before the others have started
+        with loader_deaths_reported():  # a worker may die before the others have started
             batches = iter(self._batches)
         while True:
             with loader_deaths_reported():
@@ -124,7 +124,7 @@ class PackLoader:
             if batch is None:
                 return
             if isinstance(batch, LoadingFailed):
-                raise LoadingFailed(*batch.args)  # one that has a name here would keep this frame and its processes
+                raise LoadingFailed(*batch.args)  # a named exception would keep this frame and its workers alive
             yield batch
 
     def __len__(self) -> int:
@@ -143,11 +143,11 @@ def pack_loader(
     prefetch_factor: int | None = None,
     pin_memory: bool | None = None,
 ) -> PackLoader:
-    """Return one :class:`StepBatch` per step from ``first_step`` to ``last_step - 1``, for one data-parallel rank.
+    """Load a data-parallel rank's batches from ``first_step`` to ``last_step - 1``.
 
-    The order is a function of the step alone, so a resumed run starts here and no batch is drawn to be skipped.
-    Each of ``num_workers`` processes makes ``prefetch_factor`` steps ahead (torch's default: 2); with 0 of them this
-    process makes each batch when it is asked for. ``pin_memory``: page-locked batches; None: where there is a GPU.
+    The order is a function of the step alone, so a resumed run starts here without drawing batches to skip. Each of
+    ``num_workers`` workers prepares ``prefetch_factor`` steps ahead (torch's default: 2); with 0 workers this process
+    makes each batch on demand. ``pin_memory``: whether batches are pinned; None: if there is a GPU.
     """
     batches = DataLoader(
         _Batches(dataset, collate),
@@ -157,17 +157,17 @@ def pack_loader(
         prefetch_factor=prefetch_factor if num_workers else None,
         pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
         worker_init_fn=end_for_parent_alone if num_workers else None,
-        generator=torch.Generator(),  # of its own: a loader seeds its processes, also in validation and on a resume
+        generator=torch.Generator(),  # its own, because a loader seeds its workers, also in validation
     )
     return PackLoader(batches)
 
 
 def _unchanged(batch: Any) -> Any:
-    return batch  # made whole where it was read
+    return batch  # the worker that read it made it complete
 
 
 class DataParallelRank:
-    """One data-parallel rank's part of a run: its batches, its sums, and the reduction over the others."""
+    """One data-parallel rank's part of a run: its batches, its sums, and reductions over all ranks."""
 
     def __init__(self, run: Run, engine: StepEngine) -> None:
         self.run = run
@@ -175,7 +175,7 @@ class DataParallelRank:
         self.rank, self.size = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
 
     def batches(self, dataset: PackDataset, plan: StepPlan, first_step: int, last_step: int) -> PackLoader:
-        """Load this rank's batches of steps ``first_step`` to ``last_step - 1``."""
+        """Load this rank's batches from ``first_step`` to ``last_step - 1``."""
         data = self.run.config.data
         return pack_loader(
             dataset,
@@ -196,7 +196,7 @@ class DataParallelRank:
         )
 
     def sums(self, batch: StepBatch) -> StepSums:
-        """Return sums on the engine's device that hold the batch's counts and no loss yet."""
+        """Return sums on the engine's device with the batch's counts and no loss yet."""
         device: Any = get_device_id()
         sums = StepSums.zeros(batch.categories, device)
         sums.add_counts(batch.counts)
@@ -207,7 +207,7 @@ class DataParallelRank:
         dist.all_reduce(tensor, group=self._engine.get_data_parallel_group())
 
     def gather(self, values: list[Any]) -> list[Any]:
-        """Return the values of all data-parallel ranks, in their order."""
+        """Return the values of all data-parallel ranks, in rank order."""
         gathered: list[list[Any]] = [[] for _ in range(self.size)]
         dist.all_gather_object(gathered, values, group=self._engine.get_data_parallel_group())
         return [value for values in gathered for value in values]

@@ -1,13 +1,13 @@
-"""The ranks of a run on a Ray cluster: an actor holds each node's devices and runs the ranks there as its children.
+"""The ranks of a run on a Ray cluster, as child processes of an actor per node.
 
-    driver ── an actor a node, with `per_node` GPUs or CPUs
-           ◄─ what a rank prints, its exit code ─  actor  ◄─ pipes ─  python -m verl_ext.fsdp_sft_trainer, once a rank
+    driver ── an actor per node, with `per_node` GPUs or CPUs
+           ◄─ a rank's output and exit code ──────  actor  ◄─ pipes ─  python -m verl_ext.fsdp_sft_trainer, once a rank
 
-A rank is a process below its actor, as it is below torchrun: the same program, with signals, exit codes and output of
-its own, none of which a Ray worker has. Ray ends the actors when the driver is gone, and the kernel their ranks.
+A rank is a child process of its actor, as of torchrun: the same program, with its own signals, exit codes and output,
+none of which a Ray worker has. If the driver is gone, Ray ends the actors, and the kernel ends their ranks.
 
-Ray Train's TorchTrainer would not do: its elastic policy starts at once on any number of workers that fits, its fixed
-one waits without end, a user's mistake counts as a failure, and SIGINT ends the workers before they can save.
+Ray Train's TorchTrainer does not fit: its elastic policy starts at once with any fitting number of workers, its fixed
+policy waits without end, a user's mistake counts as a failure, and SIGINT ends the workers before they can save.
 """
 
 import os
@@ -27,10 +27,10 @@ from ray.exceptions import ActorUnavailableError, RayError
 from ray.util import get_node_ip_address, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-# Node is loaded by Ray's workers: nothing here imports torch or verl.
+# Ray's workers load Node, so this module does not import torch or verl.
 
 PROGRAM = "verl_ext.fsdp_sft_trainer"
-# Runs before the program: the kernel then kills the rank with its actor, and the signals that Ray blocks reach it.
+# Runs before the program, so that the kernel kills the rank with its actor, and signals that Ray blocks reach the rank.
 _BEGIN = """
 import ctypes, os, signal, sys
 if sys.platform == "linux":
@@ -39,14 +39,14 @@ signal.pthread_sigmask(signal.SIG_SETMASK, ())
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 os.execv(sys.executable, [sys.executable, "-m", *sys.argv[1:]])
 """
-_GRACE = 10.0  # seconds in which the other ranks may say how they ended, once one has failed
-_SILENCE = 5.0  # seconds of waiting for nodes after which a line says so
+_GRACE = 10.0  # seconds in which the other ranks may report their ends, once one has failed
+_SILENCE = 5.0  # seconds of waiting for nodes before a line about it
 _POLL = 0.5
 
 
 @dataclass(frozen=True)
 class Place:
-    """The node of an actor: its addresses, Ray's id of it, a free port, and the ids of the actor's GPUs."""
+    """The node of an actor: its addresses, its id in Ray, a free port, and the actor's GPU ids."""
 
     address: str
     node: str
@@ -56,13 +56,13 @@ class Place:
 
 
 class Node:
-    """An actor that runs ranks as child processes and reports what they print and how they end."""
+    """An actor that runs ranks as child processes and reports their output and their ends."""
 
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def place(self) -> Place:
-        """Return where this actor is."""
+        """Return the place of this actor."""
         context = ray.get_runtime_context()
         with socket.socket() as probe:
             probe.bind(("", 0))
@@ -73,11 +73,11 @@ class Node:
     def run(
         self, arguments: Sequence[str], environments: Sequence[dict[str, str]], folder: str
     ) -> Iterator[tuple[int, str, Any]]:
-        """Run a rank for each environment, in `folder` if this node has it; yield its events by its number here.
+        """Run a rank per environment, in `folder` if this node has it; yield (number on this node, event).
 
-        The events of a rank: ("pid", int), then ("stdout" or "stderr", bytes), and ("code", int) at its end.
+        The events of a rank are ("pid", int), then ("stdout" or "stderr", bytes), and ("code", int) at its end.
         """
-        # All in the thread of this call, which is the ranks' parent for the kernel: they are killed when it ends.
+        # This thread is the ranks' parent for the kernel, which kills them when the thread ends; so all happens in it.
         pipes = selectors.DefaultSelector()
         for number, environment in enumerate(environments):
             process = subprocess.Popen(
@@ -97,7 +97,7 @@ class Node:
         while running:
             ready = pipes.select(_POLL)
             ended = [number for number, process in running.items() if process.poll() is not None]
-            while ready:  # what a rank printed before its end is in the pipes by now
+            while ready:  # output that a rank printed before it ended is in the pipes by now
                 for key, _ in ready:
                     if printed := os.read(key.fd, 1 << 16):
                         yield *key.data, printed
@@ -108,7 +108,7 @@ class Node:
                 yield number, "code", running.pop(number).returncode
 
     def stop(self, number: int) -> None:
-        """Send the ranks that still run a signal; SIGKILL goes to the processes that they have started as well."""
+        """Send a signal to the running ranks; SIGKILL also goes to the processes that they have started."""
         for process in self._processes:
             with suppress(ProcessLookupError):
                 if process.poll() is None:
@@ -119,9 +119,9 @@ class Node:
 class Ends:
     """The ends of all ranks of one attempt.
 
-    codes: exit codes of the ranks that ended by themselves, or by a signal from outside (negative).
-    lost: a line for each rank, or node with its ranks, that was lost.
-    signalled: they were asked to end.
+    codes: the exit codes of ranks that ended by themselves, or by a signal from outside (negative).
+    lost: a line for each lost rank, or lost node with its ranks.
+    signalled: whether the ranks were asked to end.
     """
 
     codes: tuple[int, ...]
@@ -133,10 +133,10 @@ class Ends:
 def placed_ranks(
     nodes: int, per_node: int, suits: Callable[[int], bool], on_gpu: bool, seconds: float, say: Callable[[str], None]
 ) -> Iterator["PlacedRanks"]:
-    """Hold the devices of `nodes` × `per_node` ranks, a GPU or a CPU for each, for as long as the block lasts.
+    """Hold a GPU or a CPU for each of `nodes` × `per_node` ranks during the block.
 
-    If so many nodes are not free within `seconds`, hold those of as many as `suits` accepts. say: gets a line when the
-    wait is long. Raises ValueError when no number suits; RayError if Ray cannot make an actor.
+    If so many nodes are not free within `seconds`, hold the largest number that `suits` accepts. say: receives a line
+    if the wait is long. Raises ValueError if no number suits, and RayError if Ray cannot create an actor.
     """
     bundle = {"CPU": per_node, "GPU": per_node} if on_gpu else {"CPU": per_node}
     groups = [placement_group([bundle]) for _ in range(nodes)]  # a bundle is on one node
@@ -157,7 +157,7 @@ def placed_ranks(
         for group in ready[:count]:
             where = PlacementGroupSchedulingStrategy(group)
             given: Any = {"num_cpus": per_node, "num_gpus": per_node * on_gpu, "scheduling_strategy": where}
-            given["max_concurrency"] = 2  # `stop` is heard while `run` waits
+            given["max_concurrency"] = 2  # `stop` can run while `run` waits
             remote: Any = ray.remote(**given)
             actors.append(remote(Node).remote())
         places = ray.get([actor.place.remote() for actor in actors])
@@ -171,7 +171,7 @@ def placed_ranks(
 
 
 def _ready(groups: Sequence[Any], seconds: float) -> list[Any]:
-    """Return the placement groups that have their devices, as soon as all have or after so many seconds."""
+    """Return the placement groups that have their devices, once all have them or after `seconds`."""
     end = time.monotonic() + seconds
     while True:
         ready = [group for group in groups if placement_group_table(group)["state"] == "CREATED"]
@@ -186,14 +186,14 @@ def _needs(nodes: int, per_node: int, on_gpu: bool) -> str:
 
 
 def _cluster() -> str:
-    """Return a clause with the devices of the cluster's nodes, free or not."""
+    """Return a clause with the devices of the cluster's nodes, also those in use."""
     alive = [(node["NodeManagerHostname"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
     parts = (f"{host}: {has.get('CPU', 0):g} CPUs, {has.get('GPU', 0):g} GPUs" for host, has in alive)
     return f"it has {len(alive)} node{'s' * (len(alive) != 1)} ({'; '.join(parts)})"
 
 
 class PlacedRanks:
-    """Actors of which each runs `per_node` ranks: those of actor i begin with rank i × per_node."""
+    """Actors that run `per_node` ranks each; the first rank of actor i is i × per_node."""
 
     def __init__(self, actors: Sequence[Any], places: Sequence[Place], per_node: int) -> None:
         self._actors, self._places, self._per_node = actors, places, per_node
@@ -204,10 +204,10 @@ class PlacedRanks:
         return f"with {nodes * self._per_node} ranks on {nodes} node{'s' * (nodes > 1)}"
 
     def run(self, arguments: Sequence[str], environment: dict[str, str]) -> Ends:
-        """Run every rank with these arguments and print what they print; kill those that outlive a failed one.
+        """Run all ranks, print their output, and kill the ranks that outlive a failed one.
 
-        Ctrl-C and SIGTERM reach every rank, the second time as SIGKILL. environment: variables of every rank, beside
-        those that torchrun would set.
+        Ctrl-C and SIGTERM reach every rank, the second time as SIGKILL. environment: the variables of every rank in
+        addition to torchrun's.
         """
         handlers = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -266,7 +266,7 @@ class PlacedRanks:
         return Ends(tuple(codes.values()), tuple(lost[rank] for rank in sorted(lost)), bool(self._signals))
 
     def _variables(self, node: int, local_rank: int) -> dict[str, str]:
-        """Return the variables that torchrun would set for a rank of a node."""
+        """Return the environment variables that torchrun would set for a rank."""
         first = self._places[0]
         return {
             "RANK": str(node * self._per_node + local_rank),
@@ -284,8 +284,8 @@ class PlacedRanks:
             self._actors[node].stop.remote(number)
 
     def _loss(self, node: int, error: RayError) -> str:
-        """Return a line for the ranks whose actor is gone, alone or with its node."""
-        while isinstance(error, ActorUnavailableError):  # Ray does not know yet whether actor or node is gone
+        """Return a line about the ranks whose actor is gone, alone or with its node."""
+        while isinstance(error, ActorUnavailableError):  # Ray does not know yet whether the actor or the node is gone
             time.sleep(_POLL)
             try:
                 ray.get(self._actors[node].place.remote())
@@ -301,12 +301,12 @@ class PlacedRanks:
 
 
 def reason(error: RayError) -> str:
-    """Return one of the many lines of Ray's error: why an actor ended or could not be made."""
+    """Return the line of Ray's error that says why an actor ended or could not be created."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return next((line for line in lines if line.startswith("The actor is dead because")), lines[-1]).partition(". ")[0]
 
 
 def _print(stream: Any, printed: bytes) -> None:
-    with suppress(OSError):  # a terminal or a pipe that is gone
+    with suppress(OSError):  # the terminal or the pipe may be gone
         stream.buffer.write(printed)
         stream.buffer.flush()

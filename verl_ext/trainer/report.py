@@ -1,6 +1,6 @@
-"""The report of the data: packs and their fill, documents that are not trained on as they stand, mixtures, steps.
+"""The report of the data: packs and their fill, changed documents, mixtures and steps.
 
-One dict of plain numbers, printed once by rank 0 (:mod:`verl_ext.show.report`) and written beside the run as
+It is a dict of plain numbers, which rank 0 prints once (:mod:`verl_ext.show.report`) and writes beside the run as
 data_report.json.
 """
 
@@ -25,7 +25,7 @@ Facts = dict[str, Any]
 
 
 def what_runs(config: RunConfig, backend: str, head: str) -> str:
-    """Describe the run in a line: `8 × NVIDIA H200 · bf16 · attention varlen (FA3) · head fused · AdamW fused`."""
+    """Describe the run in one line: `8 × NVIDIA H200 · bf16 · attention varlen (FA3) · head fused · AdamW fused`."""
     name = "CPU (gloo)"
     if config.trainer.device != "cpu":
         planned = config.plan.gpu or (config.plan.gpu_memory and f"GPU of {config.plan.gpu_memory}")
@@ -45,9 +45,9 @@ def implementations(config: RunConfig, backend: str, head: str) -> tuple[str, st
 
 
 def data_facts(dataset: PackDataset) -> Facts:
-    """Describe one dataset in numbers: documents, tokens, targets, packs, fill, and changed documents.
+    """Return a dataset's documents, tokens, targets, packs, fill and changed documents.
 
-    documents, tokens and target_tokens are those of the packs, one as often as a mixture draws it.
+    The counts of documents, tokens and target_tokens are those of the packs, as often as a mixture draws each document.
     """
     tokens, packs = int(dataset.pack_tokens().sum()), len(dataset)
     return {
@@ -67,11 +67,11 @@ def data_facts(dataset: PackDataset) -> Facts:
 def step_facts(
     dataset: PackDataset, plan: StepPlan, costs: NDArray[np.float64], ranks: int, micro_batch_size: int
 ) -> Facts:
-    """Describe the steps of an epoch in numbers.
+    """Return numbers about the steps of an epoch.
 
-    busy is the share of an epoch that an average rank works, by the cost model.
+    busy is the share of an epoch in which an average rank works, by the cost model.
 
-    `costs` float64[P] of the packs; ranks are data-parallel ones.
+    `costs` is float64[P] of the packs; `ranks` counts data-parallel ranks.
     """
     shuffled = StepPlan(plan.num_packs, plan.batch_size, plan.seed, plan.drop_last)
     left_out = plan.left_out(0)
@@ -90,5 +90,5 @@ def step_facts(
 
 
 def write_report(report: Mapping[str, Facts], folder: Path) -> None:
-    """Write `report` as data_report.json in `folder`, whole or not at all."""
+    """Write `report` atomically to data_report.json in `folder`."""
     write_json(folder / REPORT, redacted(report))

@@ -1,7 +1,7 @@
-"""Set-up of a run before a model is loaded: configuration, data, packs, steps.
+"""The set-up of a run before a model is loaded: configuration, data, packs and steps.
 
-A mistake found here is one line that names the requirement, the dotted key and the value. No device has been touched,
-and nothing was written but what the next start need not do again: scans of the data, tokenized texts and indices.
+A mistake found here gives one line with the requirement, the dotted key and the value. At that time no device has been
+used, and only caches have been written, which the next start reuses: scans of the data, tokenized texts and indices.
 """
 
 import os
@@ -48,7 +48,7 @@ from verl_ext.values import first_line, leaves, refuse, show
 _TOTAL = "trainer.total_training_steps"
 _SCHEDULE = f"the length of the learning rate's schedule ({_TOTAL})"
 _BASE = "the weights in model.path"
-_WEIGHTS = (".safetensors", ".bin", ".pt")  # a card or a template that is edited there stops no resume
+_WEIGHTS = (".safetensors", ".bin", ".pt")  # not a model card or a template, whose edit must not prevent a resume
 
 
 @dataclass(frozen=True)
@@ -61,18 +61,18 @@ class Validation:
 
 @dataclass(frozen=True)
 class Run:
-    """A run that is valid as far as can be checked without the model's weights.
+    """A run that is valid as far as checks without the model's weights can tell.
 
     Attributes:
-        files: the data files that are trained on.
-        content: the digest of these files; None if nothing is trained.
-        base: the digest of the weights in model.path, by which models of the same shape differ.
+        files: the data files of the training set.
+        content: the digest of these files; None if the run does not train.
+        base: the digest of the weights in model.path, which distinguishes models of the same shape.
         cost: the cost of a document to the model.
-        model: its facts; the built module may need another head than `model.head`.
+        model: the facts of the model; the built module may need another head than `model.head`.
         prompts: the prompts of `eval.prompts`; None without them.
-        checkpoint: the checkpoint to resume from; None if the run begins anew.
-        extends: whether the first packs are those of the resumed run, of which there were fewer or more.
-        keeps_rates: whether the steps done had this schedule's rates, though the resumed run had another schedule.
+        checkpoint: the checkpoint to resume from; None for a new run.
+        extends: whether the first packs are those of the resumed run, which had fewer or more packs.
+        keeps_rates: whether the finished steps had this schedule's learning rates, despite another schedule.
     """
 
     config: RunConfig
@@ -94,7 +94,7 @@ class Run:
 
     @property
     def steps_per_epoch(self) -> float:
-        """The number of steps that see as many tokens as the training data has."""
+        """The number of steps in which as many tokens are seen as the training data has."""
         return self.plan.steps_per_epoch / self.train_set.epochs
 
     @property
@@ -103,17 +103,17 @@ class Run:
         return Path(self.config.trainer.default_local_dir)
 
     def is_due(self, step: int, frequency: int | str) -> bool:
-        """Tell whether `step` is one of every `frequency` steps (or after_each_epoch), or the last one."""
+        """Tell whether `step` is the last one, or is due by `frequency` (steps or after_each_epoch)."""
         every = round(self.steps_per_epoch) or 1 if frequency == AFTER_EACH_EPOCH else int(frequency)
         return step == self.total_steps or (every > 0 and step % every == 0)
 
     @property
     def memory(self) -> dict[str, Any] | None:
-        """The settings that the weights of the model's memory belong to; None without one."""
+        """The settings of the model's memory, to which its weights belong; None without a memory."""
         return self.config.model.memory_settings(self.model.hf_config)
 
     def run_state(self) -> resume.RunState:
-        """Return the facts that this run's checkpoints hold, and that one that it resumes must share."""
+        """Return the facts that this run's checkpoints hold and that a resumed checkpoint must share."""
         allowed = list(self.config.trainer.allow_resume_mismatch)
         if self.extends:  # PackDataset.extends compares the rest
             allowed += resume.options_that("may_grow", [DataOptions, self.config.dataset_class.Options])
@@ -122,17 +122,17 @@ class Run:
         return resume.RunState(self._fingerprint(), self.grouping, str(self.output), allowed)
 
     def _fingerprint(self) -> dict[str, Any]:
-        """Return the values that make a step number mean the same packs, and the weights the same model."""
+        """Return the values that determine the packs of each step, and the model of the weights."""
         config, values = self.config, self.config.values
         model = {f"model.config.{key}": value for key, value in resume.model_shape(self.model.hf_config).items()}
         if self.memory is not None:
-            model.pop("model.config.memory", None)  # with settings that another run of the same weights may change
+            model.pop("model.config.memory", None)  # contains settings that another run of the same weights may change
             model["model.memory"] = self.memory
         model |= resume.shared_options(values, [config.model])
         if self.base is not None:
             model[_BASE] = self.base
         if config.trainer.eval_only:
-            return model  # what is measured may be other data than what was trained on
+            return model  # a measurement may use other data than the training
         optim = values["optim"]
         if optim["lr_scheduler_type"] != "constant" or optim["lr_warmup_steps_ratio"]:
             model[_SCHEDULE] = self.total_steps
@@ -151,13 +151,13 @@ class Run:
 
     @property
     def grouping(self) -> dict[str, Any]:
-        """What groups packs of like cost: the packs of a group and the cost model; both follow from the layout."""
+        """The grouping of packs by cost: the group size and the cost model, which depend on the layout."""
         if self.plan.costs is None:
             return {}
         return {"group_size": self.plan.group_size, "cost": list(astuple(self.cost))}
 
     def grouped(self, grouping: dict[str, Any]) -> "Run":
-        """Return this run with the groups of a run that it resumes."""
+        """Return this run with the pack groups of the run that it resumes."""
         if grouping == self.grouping:
             return self
         cost = CostModel(*grouping["cost"])
@@ -165,7 +165,7 @@ class Run:
         return replace(self, cost=cost, plan=plan)
 
     def data_report(self) -> dict[str, dict[str, Any]]:
-        """Describe the packs and steps that the data became, for rank 0 to print and to write."""
+        """Describe the packs and steps of the data, for rank 0 to print and write."""
         validated = {} if self.validation is None else {"val": data_facts(self.validation.dataset)}
         if self.config.trainer.eval_only:
             return validated
@@ -174,7 +174,7 @@ class Run:
         return {"train": data_facts(self.train_set), **validated, "steps": steps}
 
     def facts(self) -> dict[str, Any]:
-        """Describe the run for those who look at it later: its config, versions, machine, and plan of steps."""
+        """Describe the run for later inspection: its config, versions, machine and step plan."""
         plan = {entry.name: getattr(self.plan, entry.name) for entry in fields(self.plan) if entry.name != "costs"}
         return {
             "config": self.config.values,
@@ -188,19 +188,19 @@ class Run:
         }
 
     def loss_for(self, dataset: PackDataset) -> LossSpec:
-        """Return the configured loss over a dataset's category table."""
+        """Return the configured loss for a dataset's category table."""
         return self.config.loss.spec(dataset.categories.names)
 
 
 def prepare(composed: DictConfig) -> Run:
-    """Check the configuration, open the data, plan packs and steps; a mistake on any rank ends all of them.
+    """Check the configuration, open the data, and plan packs and steps; a mistake ends all ranks.
 
-    Each block is one that every rank leaves, with or without a mistake, before the ranks talk to each other again.
+    Every rank leaves each block, with or without a mistake, before the ranks communicate again.
     """
     ranks, is_rank0 = RunRanks(), dist.get_rank() == 0
     with user_errors_end_the_run():
         check_keys(composed)
-        if composed.model.trust_remote_code and is_rank0:  # said before any of it runs
+        if composed.model.trust_remote_code and is_rank0:  # printed before remote code runs
             print(f"note: {TRUSTED}", file=sys.stderr, flush=True)
         config = resolve_run(composed, Machine(ranks.size, accelerator(), gpu_capability()))
         model = check_run(config)
@@ -209,7 +209,7 @@ def prepare(composed: DictConfig) -> Run:
         notices = [*config.notices, *model.notices]
         if is_rank0:
             print(what_runs(config, model.backend, model.head), flush=True)
-            if config.plan.gpu_memory is None:  # else memory is predicted from the config alone
+            if config.plan.gpu_memory is None:  # else only the config is needed to predict memory
                 notices += config.model.check_weights(config, model.hf_config)
             print("reading the data …", flush=True)
             if trains:
@@ -231,7 +231,7 @@ def prepare(composed: DictConfig) -> Run:
     for dataset in datasets:
         dataset.read_together(ranks)
     content = files.digest(ranks) if trains else None
-    # Without adapters a measurement takes all weights from the checkpoint.
+    # Without adapters, a measurement takes all weights from the checkpoint.
     reads_base = trains or (config.trainer.eval_only and config.model_options.lora_rank and not plans)
     base = None
     with user_errors_end_the_run():
@@ -272,7 +272,7 @@ def prepare(composed: DictConfig) -> Run:
             base=base,
             prompts=prompts,
         )
-        if not config.trainer.eval_only:  # which remembers less
+        if not config.trainer.eval_only:  # whose fingerprint has fewer keys
             run.run_state().check_allowed()
         return run if run.checkpoint is None else _resumed(run, run.checkpoint)
 
@@ -293,15 +293,15 @@ def _resumed(run: Run, checkpoint: Path) -> Run:
 
 
 def _check_nodes(config: RunConfig, output: resume.OutputDecision, datasets: Sequence[PackDataset]) -> None:
-    """Refuse nodes that differ in options, packages, data or model: ranks share the scan of the data and the plan.
+    """Refuse nodes that differ in options, packages, data or model.
 
-    Collective. On one node there is nothing to compare.
+    The ranks share the scan of the data and the plan. Collective; on one node there is nothing to compare.
     """
     if dist.get_world_size() == int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())):
         return
     facts: dict[str, str] = {}
     if os.environ["LOCAL_RANK"] == "0":
-        stated = {**dict(leaves(config.values)), **config.loss.fingerprint}  # the code of a loss mode of one's own
+        stated = {**dict(leaves(config.values)), **config.loss.fingerprint}  # includes the code of a custom loss mode
         facts |= {key: show(value) for key, value in stated.items()} | versions()
         resumed = next((path.name for path in output.checkpoints), "no checkpoint")
         facts["what trainer.default_local_dir holds"] = f"{resumed} ({output.action.value})"
@@ -317,7 +317,7 @@ def _check_nodes(config: RunConfig, output: resume.OutputDecision, datasets: Seq
 
 
 def open_sets(config: RunConfig) -> tuple[PackDataset, PackDataset | None]:
-    """Open the training and validation sets with their packs planned; None without a validation."""
+    """Open the training and validation sets (None without validation) and plan their packs."""
     steps = config.trainer.total_training_steps
     length = RunLength(steps and steps * config.data.train_batch_size, config.trainer.total_epochs)
     family = config.dataset_class
@@ -326,7 +326,7 @@ def open_sets(config: RunConfig) -> tuple[PackDataset, PackDataset | None]:
 
 
 def _open_prompts(config: RunConfig, hf_config: Any) -> Prompts | None:
-    """Read the prompts of `eval.prompts`, and ask the server of `eval.base_url` whether it has the model."""
+    """Read the prompts of `eval.prompts`, and check that the server of `eval.base_url` has the model."""
     options = config.eval
     if options.prompts is None:
         return None
@@ -345,13 +345,13 @@ def _open_prompts(config: RunConfig, hf_config: Any) -> Prompts | None:
 def _tokenizer(model: Any) -> Any:
     from verl.utils import hf_tokenizer
 
-    from verl_ext.text.tokenizer import check_round_trip, check_tokenizer  # only some families read text
+    from verl_ext.text.tokenizer import check_round_trip, check_tokenizer  # here, because only some datasets read text
 
     key = "model.tokenizer_path" if model.tokenizer_path else "model.path"
     path = model.tokenizer_path or model.path
     try:
         tokenizer = hf_tokenizer(path, trust_remote_code=model.trust_remote_code)
-    except Exception as error:  # files that are no tokenizer, or that of a later version, fail in many ways
+    except Exception as error:  # files of no tokenizer, or of one of a later version, fail in many ways
         raise ValueError(f"{key} must hold a tokenizer; got {path} ({first_line(error)})") from None
     check_tokenizer(tokenizer, path, key)
     check_round_trip(tokenizer, path, key)
@@ -359,7 +359,7 @@ def _tokenizer(model: Any) -> Any:
 
 
 def _notices(config: RunConfig, train_set: PackDataset, plan: StepPlan) -> Iterator[str]:
-    """Warn of settings that are allowed and may not be intended."""
+    """Warn about settings that are allowed but may be unintended."""
     yield from mixture_notices(train_set.mixture_report)
     if plan.num_packs < plan.batch_size:
         yield f"data.train_batch_size={plan.batch_size}, but data.train_dir makes only {plan.num_packs} packs"

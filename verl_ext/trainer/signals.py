@@ -1,15 +1,14 @@
-"""The signals that ask a run to stop, and the end of torchrun or of the launcher.
+"""Signals that ask a run to stop, and the end of torchrun or of the launcher.
 
-A request is a SIGTERM, SIGINT or SIGUSR1 to any rank; to torchrun, which passes it on to the ranks of its node; or to
+A request is a SIGTERM, SIGINT or SIGUSR1 to any rank, to torchrun, which forwards it to the ranks of its node, or to
 launch/node.sh, which writes it into a file that the ranks read:
 
-    VERL_EXT_REQUESTS/stop         by launch/node.sh: a line for every signal that it got
+    VERL_EXT_REQUESTS/stop         by launch/node.sh: a line for every signal that it received
     VERL_EXT_REQUESTS/unfinished   by the ranks: the run was asked to stop and ended before its last step
 
-Before training, the first request ends a rank at once. In training it is a flag: the ranks agree on it when they sum up
-Z of the next step, save the step before, and end together. The second one ends a rank at once.
+Before training, the first request ends a rank at once. In training it sets a flag: the ranks agree on it when they sum
 
-A thread reads signals, because the main one may be inside a collective for hours, where no handler of Python's runs.
+A thread reads the signals, because no Python handler runs while the main thread is in a collective, maybe for hours.
 """
 
 import os
@@ -28,16 +27,16 @@ from verl_ext.trainer.distributed import TRAINING_FAILED, exit_at_once, exit_thi
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _WATCH_SECONDS = 1.0
-_ECHO_SECONDS = 5.0  # a scheduler's signal comes from it, from torchrun and from the launcher
+_ECHO_SECONDS = 5.0  # a scheduler's signal also arrives through torchrun and the launcher
 _LAUNCHER_ECHO_SECONDS = 2 * _WATCH_SECONDS  # timeout(1) sends its signal to a command and to its group
 
 
 class StopRequests:
-    """The requests to stop that this rank got.
+    """The stop requests that this rank received.
 
     Attributes:
         pending: the name of the first signal.
-        in_training: there is something to save, so that the first request is left to the trainer.
+        in_training: whether there is something to save, so that the trainer handles the first request.
     """
 
     def __init__(self) -> None:
@@ -49,15 +48,15 @@ class StopRequests:
         self._folder: Path | None = None
 
     def listen(self) -> None:
-        """Take the signals of this process, from its main thread, and watch the processes that started it."""
-        if "TORCHELASTIC_RUN_ID" in os.environ:  # under Ray, srun or a notebook a run may outlive its parent
-            # torchrun may have been killed while this rank imported torch: its id is in the environment then, and this
-            # process has another parent. It has one too where a script lies between them.
+        """Handle this process's signals and watch its parents; call this in the main thread."""
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # under Ray, srun or a notebook, a run may outlive its parent
+            # If torchrun was killed while this rank imported torch, the environment has its id, and this process has
+            # another parent. A script between torchrun and this process is another parent too.
             torchrun = int(os.environ.get("VERL_EXT_TORCHRUN", os.getppid()))
             self._torchrun = os.getppid() if is_running(torchrun) else torchrun
         if "VERL_EXT_REQUESTS" in os.environ:
             self._folder, self._launcher = Path(os.environ["VERL_EXT_REQUESTS"]), int(os.environ["VERL_EXT_LAUNCHER"])
-            if os.environ.get("LOCAL_RANK") == "0":  # torchrun may have started the ranks again
+            if os.environ.get("LOCAL_RANK") == "0":  # torchrun may have restarted the ranks
                 (self._folder / "unfinished").unlink(missing_ok=True)
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
@@ -69,14 +68,14 @@ class StopRequests:
         threading.Thread(target=self._watch, name="stop-requests", daemon=True).start()
 
     def write_unfinished_marker(self) -> None:
-        """Tell the launcher that the run is not finished; once for all ranks of a node is enough."""
+        """Tell the launcher that the run is unfinished; one rank per node is enough."""
         if self._folder is not None:
             with suppress(OSError):
                 (self._folder / "unfinished").touch()
 
     @property
     def exit_code(self) -> int:
-        """The code of a rank whose run stopped on request: 0 if the launcher knows or torchrun would restart."""
+        """The exit code after a stop request: 0 if the launcher knows of it or torchrun would restart."""
         would_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
         return 0 if self._folder is not None or would_restart else STOPPED
 
@@ -85,7 +84,7 @@ class StopRequests:
         while True:
             ready, _, _ = select.select([self._reader], [], [], _WATCH_SECONDS)
             for number in self._reader.recv(64) if ready else b"":
-                if number in SIGNALS:  # others have handlers too, as torch's loader has for its processes
+                if number in SIGNALS:  # other signals have handlers too, such as those of torch's loader
                     self._got(signal.Signals(number).name, number)
             names: list[str] = []
             with suppress(OSError):
@@ -99,9 +98,9 @@ class StopRequests:
             self._end_with_parents()
 
     def _got(self, name: str, number: int, echo: float = _ECHO_SECONDS) -> None:
-        """Take one request; within `echo` seconds it may be the one before again."""
+        """Handle a request; within `echo` seconds it may be a repetition of the previous one."""
         if number == signal.SIGTERM and self._torchrun is not None and _a_rank_ended(self._torchrun):
-            exit_at_once(0)  # torchrun ends the node's ranks because one failed, and names those that end with an error
+            exit_at_once(0)  # torchrun ends the node's ranks after a failure, and names those that end with an error
         now = time.monotonic()
         if self.pending is None:
             self.pending, self._at = name, now
@@ -116,7 +115,7 @@ class StopRequests:
         exit_this_rank(message, 128 + number)
 
     def _end_with_parents(self) -> None:
-        """End when torchrun or the launcher is gone: the rank would train on, and write, beside the next run."""
+        """End if torchrun or the launcher is gone, because the rank would train and write beside the next run."""
         if self._torchrun is not None and os.getppid() != self._torchrun:
             exit_this_rank(f"torchrun (process {self._torchrun}) is gone, which ends its ranks", TRAINING_FAILED)
         if self._launcher is not None and not is_running(self._launcher):
@@ -124,10 +123,10 @@ class StopRequests:
 
 
 def end_for_parent_alone(*_: object) -> None:
-    """Let only the parent's signals end this process of a loader.
+    """Let only the parent's signals end this loader worker.
 
-    A scheduler signals every process, and the rank needs this one for its step. On a system that does not say who sent
-    a signal (macOS), every SIGTERM ends it.
+    A scheduler signals every process, but the rank needs this worker for its step. On a system that does not report the
+    sender of a signal (macOS), every SIGTERM ends it.
     """
     if not hasattr(signal, "sigwaitinfo"):
         return
@@ -143,17 +142,17 @@ def end_for_parent_alone(*_: object) -> None:
 
 
 def _forget_signals() -> None:
-    signal.set_wakeup_fd(-1)  # a child's signals are not its parent's
+    signal.set_wakeup_fd(-1)  # a child's signals are not for its parent
     for number in SIGNALS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
 def _a_rank_ended(torchrun: int) -> bool:
-    """Tell whether fewer ranks of this node live than torchrun started; False if torchrun itself is gone."""
+    """Tell whether fewer ranks of this node run than torchrun started; False if torchrun is gone."""
     with suppress(psutil.Error):
         children = psutil.Process(torchrun).children()
         return sum(is_running(child.pid) for child in children) < int(os.environ["LOCAL_WORLD_SIZE"])
     return False
 
 
-requests = StopRequests()  # a process has one set of handlers
+requests = StopRequests()  # one per process, which has one set of handlers

@@ -1,12 +1,12 @@
-"""The plan of steps: the packs of each data-parallel rank in each optimizer step. Pure.
+"""The step plan: the packs of each data-parallel rank in each optimizer step, as pure functions.
 
-An epoch visits every pack once, in an order of the seed and the epoch (and, balanced, of the packs' costs and the group
-size); a step takes the next ``train_batch_size`` of them and deals them out to the ranks. A rank that gets fewer packs
-than another runs an idle micro-batch in their place, because FSDP's collectives need every rank in every forward pass.
+An epoch visits every pack once, in an order that depends on the seed and the epoch (and, if balanced, on the packs'
+costs and the group size). A step takes the next ``train_batch_size`` packs and deals them out to the ranks. A rank with
+fewer packs runs an idle micro-batch instead, because FSDP's collectives need every rank in every forward pass.
 
 ```
-step of 5 packs, 2 ranks      rank 0   p0  p2  p4        a micro-step runs what stands in one column:
-                              rank 1   p1  p3  idle      balanced, packs of like cost
+step of 5 packs, 2 ranks      rank 0   p0  p2  p4        a micro-step runs one column,
+                              rank 1   p1  p3  idle      if balanced, packs of similar cost
 ```
 """
 
@@ -24,13 +24,13 @@ class StepPlan:
     """The steps of a run; steps are counted from 0.
 
     Attributes:
-        num_packs: packs of the dataset, P.
+        num_packs: P, the number of packs in the dataset.
         batch_size: packs per step over all ranks (`data.train_batch_size`).
-        seed: of the order of packs (`data.seed`).
-        drop_last: leave out the packs of an epoch that do not fill its last step (`data.drop_last`).
+        seed: the seed of the pack order (`data.seed`).
+        drop_last: whether to leave out the packs of an epoch that do not fill its last step (`data.drop_last`).
         shuffle: False keeps one order in every epoch: the dataset's (`data.shuffle=false`), or for validation by cost.
-        costs: float64[P] of the packs; given, packs of like cost share a micro-step (`data.balance=sorted`).
-        group_size: packs of like cost that are kept together (`data.balance_group`), at most a step's.
+        costs: float64[P] of the packs; if given, packs of similar cost share a micro-step (`data.balance=sorted`).
+        group_size: the packs of similar cost that stay together (`data.balance_group`), at most a step's packs.
     """
 
     num_packs: int
@@ -48,31 +48,31 @@ class StepPlan:
         return full if self.drop_last else full + bool(rest)
 
     def order(self, epoch: int) -> NDArray[np.int64]:
-        """Return int64[≤ P], the packs in the order in which an epoch visits them."""
+        """Return int64[≤ P], the packs in the order of an epoch."""
         return _order(self, epoch if self.shuffle else 0)
 
     def left_out(self, epoch: int) -> NDArray[np.int64]:
-        """Return int64[P mod batch_size] with `drop_last`, else empty: the packs that an epoch does not visit."""
+        """Return the packs that an epoch does not visit: int64[P mod batch_size] with `drop_last`, else empty."""
         return np.setdiff1d(np.arange(self.num_packs), self.order(epoch), assume_unique=True)
 
     def packs(self, step: int) -> NDArray[np.int64]:
-        """Return int64[≤ batch_size], the packs of one step, over all ranks."""
+        """Return int64[≤ batch_size], the packs of one step on all ranks."""
         epoch, position = divmod(step, self.steps_per_epoch)
         return self.order(epoch)[position * self.batch_size : (position + 1) * self.batch_size]
 
     def rank_packs(self, step: int, rank: int, ranks: int) -> list[int | None]:
-        """List one data-parallel rank's packs of a step, None for an idle slot; equally long on every rank."""
+        """List a data-parallel rank's packs of a step (None: idle slot), with equal length on every rank."""
         packs = self.packs(step)
         mine: list[int | None] = packs[rank::ranks].tolist()
         slots = -(-len(packs) // ranks)
         return mine + [None] * (slots - len(mine))
 
     def cost_over_ideal(self, costs: NDArray[np.float64], ranks: int, micro_batch_size: int = 1) -> float:
-        """Return how much longer the first epoch takes than with perfectly shared micro-steps."""
+        """Return the first epoch's time over that with perfectly shared micro-steps."""
         return cost_over_ideal(costs[self.order(0)], ranks, self.batch_size, micro_batch_size)
 
     def steps_without_target(self, pack_targets: NDArray[np.int64], epoch: int) -> list[int]:
-        """List steps of an epoch, counted from its first, whose packs hold no target token at all."""
+        """List the steps of an epoch, counted from 0, whose packs have no target token."""
         order = self.order(epoch)
         if len(order) == 0:
             return []
@@ -80,11 +80,11 @@ class StepPlan:
         return np.flatnonzero(of_step == 0).tolist()
 
     def check_targets(self, targets: NDArray[np.int64], total_steps: int) -> None:
-        """Raise ValueError for a step whose packs hold no target token: it has no loss, as Z would be 0.
+        """Raise ValueError if a step's packs have no target token, because its Z would be 0.
 
         Args:
             targets: int64[P], the target tokens of each pack.
-            total_steps: of the run.
+            total_steps: the number of steps of the run.
         """
         if targets.all():
             return
@@ -100,7 +100,7 @@ class StepPlan:
                 )
 
 
-@lru_cache(maxsize=4)  # every step of an epoch asks for it, in training and in validation
+@lru_cache(maxsize=4)  # every step of an epoch uses it, in training and in validation
 def _order(plan: StepPlan, epoch: int) -> NDArray[np.int64]:
     costs = plan.costs
     visited = plan.steps_per_epoch * plan.batch_size if plan.drop_last else plan.num_packs

@@ -1,7 +1,7 @@
-"""The training loop: packs in, exact loss, an optimizer step; hooks do the rest.
+"""The training loop, with an exact loss; hooks do everything besides optimizer steps.
 
-verl's ``TrainingWorker`` carries the engine, the profiler and the configuration dataclasses; the loop is our own,
-because verl's drops validation batches, averages means, and waits for the device after every micro-batch.
+verl's ``TrainingWorker`` holds the engine, the profiler and the configuration dataclasses. The loop is our own, because
+verl's loop drops validation batches, averages means, and waits for the device after every micro-batch.
 """
 
 import contextlib
@@ -36,19 +36,19 @@ from verl_ext.trainer.signals import requests
 
 
 class StopAgreed(Exception):
-    """The ranks agree to end before a step, because one of them was asked to."""
+    """The agreement of the ranks to end before a step, after a stop request."""
 
 
 class UpcomingStep:
-    """A rank's batch of the next step, and the sum of its Z and of requests to stop over all ranks.
+    """A rank's next batch, and the sums of Z and of stop requests over all ranks.
 
-    The batch is loaded while the device still computes the step before. The sum goes over the hosts while the hooks of
-    that step run: no device waits for it, and none is read for it.
+    The batch is loaded while the device still computes the previous step. The hosts sum while the hooks of that step
+    run, so no device waits for the sums and none is read for them.
 
     Args:
         batch: this rank's packs.
-        counts: whether Z counts this rank's targets: they are on one rank of a sequence-parallel group.
-        hosts: all ranks, over gloo.
+        counts: whether Z counts this rank's targets, which is so on one rank of a sequence-parallel group.
+        hosts: the gloo group of all ranks.
     """
 
     def __init__(self, batch: StepBatch, counts: bool, hosts: dist.ProcessGroup) -> None:
@@ -72,7 +72,7 @@ class SFTTrainer:
         self.run = run
         self.config = run.config
         self.is_rank0 = dist.get_rank() == 0
-        locks = self.is_rank0 and not self.config.trainer.eval_only  # a measurement alone may go on beside a run
+        locks = self.is_rank0 and not self.config.trainer.eval_only  # a measurement may run beside a training run
         with user_errors_end_the_run():  # before the weights are read
             if locks:
                 last_acts.callback(lock_folder(run.output))
@@ -89,7 +89,7 @@ class SFTTrainer:
         if self.is_rank0:
             self._say_which_head()
         if run.replaces_output and self.is_rank0:
-            remove_run_files(run.output)  # not before the weights are read: a failure there costs no earlier run
+            remove_run_files(run.output)  # after the weights are read, so that a failure there costs no earlier run
         if locks:
             remove_unfinished(run.output)
         dist.barrier()
@@ -111,7 +111,7 @@ class SFTTrainer:
         """Build verl's worker around the engine of the model."""
         select_engine(self.config.model.engine_vendor)
         set_backend(self.config.attention.backend)
-        torch.manual_seed(self.config.trainer.seed)  # new adapters start from it, on every rank alike
+        torch.manual_seed(self.config.trainer.seed)  # new adapters start from it, equally on every rank
         with _upstream_quiet():
             client = TrainingWorker(worker_config(self.config.values, self.run.total_steps))
         if self.config.engine.full_determinism and self.run.model.backend == "varlen":
@@ -119,9 +119,9 @@ class SFTTrainer:
         return client
 
     def _say_which_head(self) -> None:
-        """Say that the head needs more memory than was said before: adapters, remote code and patched kernels do that.
+        """Print a note if the head needs more memory than printed before.
 
-        They are seen on the built module alone.
+        Adapters, remote code and patched kernels cause this, and only the built module shows them.
         """
         said, runs = self.run.model.head, getattr(self.engine, "head_use", "fused")
         if HEADS.index(runs) > HEADS.index(said):
@@ -129,25 +129,25 @@ class SFTTrainer:
             print(f"note: loss.head={self.config.loss.head} is {runs} here: {why}", file=sys.stderr, flush=True)
 
     def limit_collectives(self, first_step: bool) -> None:
-        """Let a collective of training take as long as `trainer.nccl_timeout` or the limit of a hang says."""
+        """Limit collectives of training by `trainer.nccl_timeout` or the limit of a hang."""
         meshes = (self.engine.device_mesh, self.engine.ulysses_device_mesh, self.engine.context_device_mesh)
         limit_collectives(self.config.trainer.collective_timeout(first_step), filter(None, meshes))
 
     def resume(self) -> None:
-        """Continue from the checkpoint that `trainer.resume_mode` means, if there is one."""
+        """Continue from the checkpoint that `trainer.resume_mode` selects, if there is one."""
         with user_errors_end_the_run():
             self.first_step = self.checkpoints.resume()
 
     def fit(self) -> bool:
-        """Train to the last step. Returns False if the run was asked to stop, and has saved a checkpoint instead."""
+        """Train to the last step; return False if a stop request ended the run earlier."""
         self.progress = StepProgress(self.first_step, self.run.total_steps, self.is_rank0)
         grouping = self.run_state.grouping
-        if grouping != self.run.grouping:  # of the checkpoint; the layout of ranks is another one now
+        if grouping != self.run.grouping:  # the checkpoint's grouping, from another layout of ranks
             self.progress.say(f"packs stay grouped as the run began: {grouping['group_size']} of like cost")
         self.run = self.run.grouped(grouping)
         try:
             self.hooks = [hook(self) for hook in HOOKS]
-            with user_errors_end_the_run():  # a tracker without a login, a file on a full disk
+            with user_errors_end_the_run():  # such as a tracker without a login, or a full disk
                 for hook in self.hooks:
                     hook.pre_train()
             with loader_deaths_reported(files=self.run.files):
@@ -187,16 +187,16 @@ class SFTTrainer:
         """Seed dropout for one step, from `trainer.seed`, the step and this rank.
 
         A resumed run draws the masks that it would have drawn, whatever was drawn before. No two ranks draw the same
-        ones: data-parallel ranks hold different documents; the ranks of a sequence-parallel group hold different tokens
-        of one pack outside attention, and different heads inside it.
+        masks: data-parallel ranks hold different documents; the ranks of a sequence-parallel group hold different
+        tokens of one pack outside attention, and different heads inside it.
         """
         seed = np.random.SeedSequence([self.config.trainer.seed, step, dist.get_rank()])
         torch.manual_seed(int(seed.generate_state(1, np.uint64)[0]))
 
     def ask_ranks(self) -> None:
-        """Begin to add Z of the next step, and whether a rank was asked to stop; collective.
+        """Start the sums of Z and of stop requests for the next step; collective.
 
-        After a step, and again after any phase that takes long: a request in it is not to wait for another step.
+        Call it after a step, and again after any long phase, so that a request in it does not wait for another step.
         """
         if self._next_batch is not None:
             counts = self.engine.is_mp_src_rank_with_outputs()
@@ -206,8 +206,8 @@ class SFTTrainer:
         """Run one optimizer step over this rank's share of the packs.
 
         Args:
-            upcoming: this rank's packs, and Z.
-            summed: whether the loss and the counts of all ranks are wanted.
+            upcoming: this rank's packs and Z.
+            summed: whether to sum the loss and the counts over all ranks.
 
         Raises:
             StopAgreed: on every rank, before anything is computed, if any rank was asked to stop.
@@ -219,14 +219,14 @@ class SFTTrainer:
             nll: list[torch.Tensor] | None = None if self.config.trainer.spike_factor is None else []
             grad_norm = self._update(batch, StepLoss(normaliser, self.rank.size, sums, nll))
             sums = sums and sums.reduced(self.rank.all_reduce)
-        else:  # every target weighs 0: nothing to learn, and no momentum or decay to apply either
+        else:  # every target has weight 0: nothing to learn, and no momentum or decay to apply either
             self._next_batch = next(self._batches, None)
             sums, grad_norm, nll = None, math.nan, None
-        self.engine.lr_scheduler_step()  # the schedule counts steps, skipped ones included
+        self.engine.lr_scheduler_step()  # the schedule counts all steps, including skipped ones
         return StepOutcome(batch, grad_norm, lr, sums, nll)
 
     def _update(self, batch: StepBatch, loss: StepLoss) -> float:
-        """Compute gradients and let the optimizer step. Returns the gradient norm before clipping."""
+        """Compute gradients and run the optimizer; return the gradient norm before clipping."""
         size, flags = self.config.data.micro_batch_size_per_gpu, self.config.loss.head_flags
         micro_batches = list(batch.micro_batches(size, head_measures=loss.sums is not None, **flags))
         with self.engine.train_mode():
@@ -236,17 +236,17 @@ class SFTTrainer:
             return self.engine.optimizer_step()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Give metrics to the hooks that log them."""
+        """Pass metrics to the hooks that log them."""
         for hook in self.hooks:
             hook.log(metrics, step)
 
     def validate(self) -> dict[str, float]:
-        """Measure the whole validation set; the metrics of :class:`Evaluation`."""
+        """Measure the whole validation set; return the metrics of :class:`Evaluation`."""
         assert self.evaluation is not None
         return self.evaluation.measure()
 
     def evaluate_only(self) -> None:
-        """Measure the validation set with the weights as they are, print the metrics and write them."""
+        """Measure the validation set with the current weights; print and write the metrics."""
         with loader_deaths_reported(files=self.run.files):
             metrics = self.validate()
             if self.answers is not None:
@@ -261,6 +261,6 @@ class SFTTrainer:
 
 @contextlib.contextmanager
 def _upstream_quiet() -> Iterator[None]:
-    """Hide the lines that verl prints while it builds: NUMA, memory, patches. Errors are exceptions and pass."""
+    """Hide verl's lines about NUMA, memory and patches; errors are exceptions and still pass."""
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         yield

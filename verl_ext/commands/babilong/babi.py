@@ -1,10 +1,10 @@
-"""bAbI's own files (v1.2: en, en-10k, en-valid), of which every question becomes a sample.
+"""A reader of bAbI's own files (v1.2: en, en-10k, en-valid); every question becomes a sample.
 
     1 Mary moved to the bathroom.
     2 John went to the hallway.
-    3 Where is Mary? <TAB>bathroom<TAB>1        the answer, and the numbers of the facts that tell it
+    3 Where is Mary? <TAB>bathroom<TAB>1        the answer, and the numbers of the facts that support it
 
-A line numbered 1 begins a story. A question sees the facts before it; earlier questions are no facts.
+A line with number 1 starts a story. A question depends on the facts before it; earlier questions are not facts.
 """
 
 import re
@@ -27,7 +27,7 @@ class Sample(NamedTuple):
 
 
 def read_samples(folder: str, task: str, split: str) -> list[Sample]:
-    """Return the questions of a task's file, in their words. Raises UsageError for no such file or a malformed one."""
+    """Return the questions of a task's file unchanged. Raises UsageError if the file is missing or malformed."""
     patterns = f"{task}_*_{split}.txt", f"{task}_{split}.txt"
     found = sorted(path for pattern in patterns for path in Path(folder).glob(pattern))
     if len(found) != 1:

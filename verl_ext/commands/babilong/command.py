@@ -1,4 +1,4 @@
-"""`verl-ext babilong`: its options, and the files of samples that it writes."""
+"""The options of `verl-ext babilong`, and the sample files that it writes."""
 
 import json
 import os
@@ -32,19 +32,19 @@ from verl_ext.text.tokenizer import ModelOptions, load_tokenizer, tokenizer_modu
 from verl_ext.text.workers import available_cpus, ordered_results
 from verl_ext.values import choice_problem, option, show
 
-MARKER = "generator.yaml"  # the options beside the files
-NOT_WRITTEN = ("output_dir", "overwrite", "num_workers")  # there: options that change no byte of a sample
-FILLER_SENTENCES = 20_000  # generated, at least: 0.5 M tokens, which are counted in a second
-JOB_TOKENS, JOB_SAMPLES = 500_000, 500  # of a job, at most: a second or two of work
-WORKER_TOKENS = 3_000_000  # that make a second process worth its start of a few seconds
-FACT_TOKENS = 100  # what a sample of 0k counts as on the progress bar
+MARKER = "generator.yaml"  # the file with the options, beside the samples
+NOT_WRITTEN = ("output_dir", "overwrite", "num_workers")  # in the marker: options that change no byte of a sample
+FILLER_SENTENCES = 20_000  # the least number to generate: 0.5 M tokens, which take a second to count
+JOB_TOKENS, JOB_SAMPLES = 500_000, 500  # the most of a job, a second or two of work
+WORKER_TOKENS = 3_000_000  # that justify a second process, which takes a few seconds to start
+FACT_TOKENS = 100  # the tokens of a 0k sample on the progress bar
 
 Makers = Mapping[tuple[str, str], SampleMaker]  # by task and size
 
 
 @dataclass(frozen=True)
 class BabilongOptions(OutputOptions):
-    """BABILong samples of any size: bAbI stories told inside background text, OUTPUT_DIR/TASK/SIZE.json."""
+    """Generate BABILong samples of any size: bAbI stories inside background text, in OUTPUT_DIR/TASK/SIZE.json."""
 
     marker: ClassVar[str] = MARKER
 
@@ -77,11 +77,11 @@ class BabilongOptions(OutputOptions):
 
     @property
     def targets(self) -> dict[str, int]:
-        """{size: tokens of an `input`}, 0 for facts without background."""
+        """{size: the tokens of an `input`}, 0 for facts without background."""
         return {str(size): target_tokens(size, self.reserve_tokens) for size in self.sizes}
 
     def problems(self) -> Iterator[str | None]:
-        """Yield a line for every mistake that can be seen without a tokenizer."""
+        """Yield a line for every mistake that is visible without a tokenizer."""
         for key, values in (("tasks", self.tasks), ("sizes", self.sizes)):
             if len(set(map(str, values))) < len(values):
                 yield f"{key} must name nothing twice; got {values}"
@@ -113,7 +113,7 @@ class BabilongOptions(OutputOptions):
 
 
 class Job(NamedTuple):
-    """Samples first to end - 1 of one file, and about how many tokens they have together."""
+    """The samples first to end - 1 of one file, and their approximate number of tokens."""
 
     task: str
     size: str
@@ -125,24 +125,24 @@ class Job(NamedTuple):
 def generate(
     options: BabilongOptions, *, filler_sentences: int = FILLER_SENTENCES, job_samples: int = JOB_SAMPLES
 ) -> str:
-    """Write every file of `options`; return the closing lines. Raises UsageError and DataError, each one line."""
+    """Write all files; return the closing lines. Raises UsageError and DataError with one line."""
     started = time.monotonic()
     counter = TokenCounter(load_tokenizer(options.model))
     backgrounds = _backgrounds(options, counter, filler_sentences)
-    for maker in _makers(options, backgrounds, counter).values():  # A size without room ends the run now, not in hours.
+    for maker in _makers(options, backgrounds, counter).values():  # A too small size ends the run now, not in hours.
         of_a_story = options.samples if maker.questions else options.story.questions_of(maker.task)
         maker.story_part(min(options.samples, of_a_story) - 1)
     jobs = _jobs(options, job_samples)
     tokens = sum(job.tokens for job in jobs)
     useful = min(available_cpus(), 1 + tokens // WORKER_TOKENS)
     num_workers = min(options.num_workers or useful, len(jobs))
-    # A process loads its own tokenizer: not every tokenizer can be sent to another process.
+    # Each worker loads its own tokenizer, because not every tokenizer can be sent to another process.
     make = partial(_makers, options, backgrounds, counter if num_workers == 1 else None)
     results = ordered_results(make, _records, jobs, num_workers, name="generator", preload=[tokenizer_module()])
     with OutputFolder(options.output_dir, options.overwrite) as folder:
         with progress_bar("generate", tokens, unit="tokens", unit_scale=True) as bar:
             for job, records in zip(jobs, results, strict=True):
-                path = folder.path / job.task / f"{job.size}.json"  # a JSON list with a sample a line
+                path = folder.path / job.task / f"{job.size}.json"  # a JSON list with one sample per line
                 path.parent.mkdir(exist_ok=True)
                 with open(path, "a", encoding="utf-8", newline="\n") as file:
                     begin, end = "[\n" if job.first == 0 else ",\n", "\n]\n" if job.end == options.samples else ""
@@ -160,18 +160,18 @@ def generate(
 
 
 def _backgrounds(options: BabilongOptions, counter: TokenCounter, number: int) -> dict[str, Background]:
-    """Return the background of every size that has one; sizes whose background is the same share it."""
+    """Return the background of every size that has one; sizes with equal backgrounds share it."""
     targets = {size: target for size, target in options.targets.items() if target}
     if options.background is not None and targets:
         background = folder_background(options.background, counter)
         return dict.fromkeys(targets, background)
     generated = cache(lambda count: Background.from_sentences(filler_sentences(count), counter, is_prose=False))
-    # The number of sentences follows from a size alone, so that the other sizes change no sample of it.
+    # The number of sentences depends on this size alone, so that other sizes do not change its samples.
     return {size: generated(max(number, target // MIN_TOKENS + 1)) for size, target in targets.items()}
 
 
 def _background_line(options: BabilongOptions, background: Background) -> str:
-    """Count the background's tokens, and its sentences that hold an answer's label."""
+    """Describe the background: its tokens, and its sentences that contain an answer's label."""
     shares = []
     for task in options.tasks:
         label = re.compile(rf"\b(?:{'|'.join(TASK_LABELS[task])})\b", re.IGNORECASE)
@@ -204,7 +204,7 @@ def _jobs(options: BabilongOptions, job_samples: int) -> list[Job]:
 
 
 def _records(makers: Makers, job: Job) -> list[str]:
-    """Return the job's samples, each as one line of JSON."""
+    """Return the samples of a job, each as one line of JSON."""
     maker = makers[job.task, job.size]
     return [json.dumps(maker.sample(number), ensure_ascii=False) for number in range(job.first, job.end)]
 

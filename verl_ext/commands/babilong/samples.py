@@ -1,12 +1,12 @@
-"""One sample: a story's facts inside background of an exact number of tokens.
+"""BABILong samples: a story's facts in background text, with an exact number of tokens.
 
-A text's tokens are not the sum of its parts' tokens: a tokenizer may merge across a join, add special tokens, or treat
-the first word of a text differently. The parts' counts, taken inside a running text, only plan the sample: the order of
-facts and whole background sentences, and one more sentence that is cut to fill what is left. Then the whole text is
-tokenized, and the cut moves by the difference until tokenizer(input) has exactly the target's number of tokens; where
-no cut of a sentence does, another sentence is cut. This finds a text for every tokenizer whose count grows by one at
-some cut, however it merges; one that only gives, say, even counts ends the run with an error. For tokenizers that split
-at spaces the first plan is right: a sample costs one pass over its text.
+The token count of a text is not the sum of its parts' counts: a tokenizer may merge tokens across a join, add special
+tokens, or treat the first word of a text differently. So the parts' counts, taken inside a running text, only plan the
+sample: the order of facts and whole background sentences, and one more sentence, which is cut to fill the rest. Then
+the whole text is tokenized, and the cut moves by the difference until tokenizer(input) has exactly the target count; if
+no cut of this sentence fits, another sentence is cut. This finds a text for every tokenizer whose count grows by one at
+some cut, whatever its merges. A tokenizer that yields only even counts, for example, ends the run with an error. For
+tokenizers that split at spaces the first plan is right, and a sample costs one pass over its text.
 """
 
 import math
@@ -29,43 +29,43 @@ from verl_ext.text.special_tokens import as_plain_text
 from verl_ext.values import UsageError, reason_of
 
 UNITS = {"": 1, "k": 1000, "M": 1_000_000}
-STORIES_TRIED = 1000  # for one whose facts fit
-WALKS_TRIED = 4  # stretches of background for one sample
-SENTENCES_TRIED = 20  # of a stretch, as the one that is cut
-CUTS_TRIED = 6  # of one sentence
-TOKENS_PER_FACT = 8  # the benchmark takes no story with more than a fact (or question) for every 8 tokens
-ANCHOR = "So it was."  # what a text follows when it is counted inside a running text
-BATCH = 1000  # texts counted at once
+STORIES_TRIED = 1000  # to find one whose facts fit
+WALKS_TRIED = 4  # stretches of background per sample
+SENTENCES_TRIED = 20  # sentences of a stretch that are tried as the cut one
+CUTS_TRIED = 6  # per sentence
+TOKENS_PER_FACT = 8  # the benchmark uses no story with more than one fact (or question) per 8 tokens
+ANCHOR = "So it was."  # precedes a text when it is counted inside a running text
+BATCH = 1000  # texts that are counted at once
 MIN_TOKENS = 10  # of a background sentence, as in the benchmark
-# A sentence ends at its full stop and what closes with it, or at an empty line.
+# A sentence ends at its full stop with the closing marks after it, or at an empty line.
 _SENTENCE_END = re.compile(r"""(?<=[.!?])["'”’)\]]*\s+|(?<=[。！？])\s*|\n\s*\n""")
 
 
 class TokenCounter:
-    """Counts with one tokenizer, as `tokenizer(text)` gives them: special tokens that it adds count too."""
+    """The token counts of `tokenizer(text)`, including the special tokens that it adds."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self._anchor = self.count(ANCHOR)
-        self.overhead = self.opening(ANCHOR)  # of a usual text
+        self.overhead = self.opening(ANCHOR)  # of an ordinary text
 
     def count(self, text: str) -> int:
         """Return len(tokenizer(text).input_ids)."""
         return len(self._encode([text])[0])
 
     def opening(self, text: str) -> int:
-        """Return how many more tokens a text has as the start of a whole than inside it.
+        """Return the extra tokens of a text at the start of a larger text.
 
-        They are special tokens, and those of a first word that is encoded differently.
+        These are special tokens, and the difference of a first word that is encoded in another way.
         """
         return self.count(text) - self.inside(text)
 
     def inside(self, *texts: str) -> int:
-        """Return the tokens that texts add to a running text, all together."""
+        """Return the number of tokens that all texts together add to a running text."""
         return int(self.in_context(texts).sum())
 
     def in_context(self, texts: Sequence[str]) -> np.ndarray:
-        """Return counts[len(texts)] int64: the tokens that each text adds when it follows a sentence and a space."""
+        """Return int64[len(texts)], the number of tokens that each text adds after a sentence and a space."""
         counts: list[int] = []
         for start in range(0, len(texts), BATCH):
             batch = [f"{ANCHOR} {text}" for text in texts[start : start + BATCH]]
@@ -79,9 +79,9 @@ class TokenCounter:
 
 @dataclass
 class Background:
-    """Background sentences[N] of MIN_TOKENS tokens or more, and tokens[N] int64: what each adds to a running text.
+    """N background sentences of MIN_TOKENS tokens or more, and the tokens int64[N] that each adds to a text.
 
-    `is_prose`: neighbours belong together and are used side by side; otherwise sentences come in any order.
+    `is_prose`: whether neighbours belong together and are used side by side; else sentences are used in any order.
     """
 
     sentences: list[str]
@@ -90,15 +90,15 @@ class Background:
 
     @classmethod
     def from_sentences(cls, sentences: list[str], counter: TokenCounter, is_prose: bool) -> "Background":
-        """Return the background of those sentences that are long enough."""
+        """Return a background of the sentences that are long enough."""
         tokens = counter.in_context(sentences)
         kept = np.flatnonzero(tokens >= MIN_TOKENS)
         return cls([sentences[number] for number in kept], tokens[kept], is_prose)
 
     def walk(self, rng: random.Random, target: int, spare: int) -> np.ndarray:
-        """Return sentence numbers from a random start on: enough for `target` tokens, and `spare` ones more.
+        """Return sentence numbers from a random start: enough for `target` tokens, and `spare` more.
 
-        No sentence comes again before all have come.
+        No sentence repeats before all sentences have been used.
         """
         total = len(self.sentences)
         start = rng.randrange(total)
@@ -109,7 +109,7 @@ class Background:
 
 
 def filler_sentences(number: int) -> list[str]:
-    """Return the first `number` sentences of one fixed sequence, put together from the phrases of filler.yaml."""
+    """Return the first `number` sentences of a fixed sequence, composed from the phrases of filler.yaml."""
     file = resources.files("verl_ext.commands.babilong").joinpath("filler.yaml")
     phrases: Any = OmegaConf.to_container(OmegaConf.create(file.read_text(encoding="utf-8")))
     rng = random.Random("filler")
@@ -144,27 +144,27 @@ def folder_background(folder: str, counter: TokenCounter) -> Background:
 
 
 def split_sentences(text: str) -> list[str]:
-    """Return a text's sentences, with white space inside them made single spaces."""
+    """Return the sentences of a text, with every run of white space as a single space."""
     ends = [0, *(found.end() for found in _SENTENCE_END.finditer(text)), len(text)]
     sentences = (" ".join(text[start:end].split()) for start, end in pairwise(ends))
     return [sentence for sentence in sentences if sentence]
 
 
 def size_tokens(size: object) -> int | None:
-    """Return the tokens of a size, which is a number or named as published files are (0k, 1k, 32k, 1M); else None."""
+    """Return the tokens of a size, a number or a published name (0k, 1k, 32k, 1M); else None."""
     match = re.fullmatch(r"(\d{1,12})([kM]?)", str(size)) if not isinstance(size, bool) else None
     return int(match[1]) * UNITS[match[2]] if match else None
 
 
 def target_tokens(size: object, reserve_tokens: int) -> int:
-    """Return the tokens of an `input`, with room left for question and prompt; 0 means facts alone (0k)."""
+    """Return the tokens of an `input`, less room for question and prompt; 0 means facts alone (0k)."""
     tokens = size_tokens(size)
     return tokens - reserve_tokens if tokens else 0
 
 
 @dataclass
 class SampleMaker:
-    """Samples of one task and size. Sample i is a function of the seed, the task, the size, the options and i."""
+    """The samples of one task and size; sample i depends on seed, task, size, options and i alone."""
 
     task: str
     size: str
@@ -172,35 +172,35 @@ class SampleMaker:
     background: Background | None  # None for 0k alone
     seed: int
     reserve_tokens: int = 300
-    facts_within: Any = None  # None: anywhere; a share of the sample from its start on; [first token, end token]
+    facts_within: Any = None  # None: anywhere; a share of the sample from its start; [first token, end token]
     story: StoryOptions = field(default_factory=StoryOptions)
-    questions: list[Sample] | None = None  # of bAbI's own file, each for one sample; None: stories are made
+    questions: list[Sample] | None = None  # from bAbI's own file, one per sample; None: stories are generated
 
     def __post_init__(self) -> None:
         self.target = target_tokens(self.size, self.reserve_tokens)
         by_size = max(self.target // TOKENS_PER_FACT - 1, 0) if self.target else math.inf
         self.max_facts = by_size if self.story.max_facts is None else self.story.max_facts
-        # Every fact lies whole inside the tokens [first, end).
+        # Every fact lies entirely within the tokens [first, end).
         self.first, self.end = 0, self.target
         if isinstance(self.facts_within, (list, tuple)):
             self.first, self.end = self.facts_within[0], min(self.facts_within[1], self.target)
         elif self.facts_within is not None:
             self.end = int(self.facts_within * self.target)
-        # Without room for the start of a sentence the tokens cannot be made exact.
+        # Without room for the start of a sentence, the count cannot be exact.
         self.room = max(min(self.end - self.first, self.target - MIN_TOKENS), 0) if self.target else math.inf
-        self._story = lru_cache(maxsize=4)(self._make_story)  # the questions of a story are neighbours
+        self._story = lru_cache(maxsize=4)(self._make_story)  # the questions of a story are neighbouring samples
 
     def sample(self, number: int) -> dict[str, str]:
-        """Return {input, question, target}: of question `number` % questions of story `number` // questions if made.
+        """Return {input, question, target} of a sample; raise UsageError if no story or text fits.
 
-        Raises UsageError if no story fits or no text of exactly the size's tokens is found.
+        With generated stories it is question `number` % questions of story `number` // questions.
         """
         facts, question, answer = self.story_part(number)
         text = self._text(facts, number) if self.target else " ".join(facts)
         return {"input": text, "question": question, "target": answer}
 
     def story_part(self, number: int) -> Sample:
-        """Return the facts, question and answer of a sample: of the first story whose facts fit."""
+        """Return the facts, question and answer of a sample, from the first story whose facts fit."""
         if self.questions is not None:
             if number < len(self._fitting):
                 return self._fitting[number]
@@ -209,7 +209,7 @@ class SampleMaker:
                 f" into size {self.size} (of {len(self.questions):,}); got {number + 1:,} or more"
             )
         story_number, question_number = divmod(number, self.story.questions_of(self.task))
-        needs: list[tuple[int, int]] = []  # numbers of facts and tokens of stories that do not fit
+        needs: list[tuple[int, int]] = []  # (facts, tokens) of the stories that do not fit
         for attempt in range(STORIES_TRIED):
             story = self._story(story_number, attempt)
             question = story.questions[question_number]
@@ -230,7 +230,7 @@ class SampleMaker:
 
     @cached_property
     def _fitting(self) -> list[Sample]:
-        """The questions of bAbI's file whose facts fit, in a random order."""
+        """The questions of bAbI's file whose facts fit, in random order."""
         assert self.questions is not None
         shuffled = self.questions.copy()
         self._rng("order").shuffle(shuffled)
@@ -250,7 +250,7 @@ class SampleMaker:
         return random.Random("/".join(map(str, (self.seed, self.task, self.size, *key))))
 
     def _text(self, facts: list[str], number: int) -> str:
-        """Return the facts at random places of background, together exactly the target's tokens."""
+        """Return a text of exactly the target's tokens, with the facts at random places in the background."""
         assert self.background is not None
         rng = self._rng("background", number)
         draws = sorted(rng.random() for _ in facts)  # sorted, so that facts keep their order
@@ -274,22 +274,22 @@ class SampleMaker:
     def _plans(
         self, walk: np.ndarray, facts: list[str], draws: list[float]
     ) -> Iterator[tuple[list[str], int, str, int]]:
-        """Yield the parts of a text in their order, the number of the cut one, what it is cut from, and its tokens.
+        """Yield (ordered parts of a text, index of the cut part, text to cut, tokens to keep).
 
-        Yields nothing if facts may lie nowhere.
+        Yields nothing if there is no place for the facts.
         """
         assert self.background is not None
         fact_tokens = self.counter.inside(*facts)
         room = self.target - self.counter.overhead - fact_tokens  # for background
         ends = np.cumsum(self.background.tokens[walk])
-        fit = int(np.searchsorted(ends, room))  # the sentences that leave at least a token for the cut one
+        fit = int(np.searchsorted(ends, room))  # the number of sentences that leave at least one token for the cut one
         for attempt in range(SENTENCES_TRIED):
-            whole = max(fit - (attempt > 0), 0)  # one less from the second on: the cut has room in both directions
+            whole = max(fit - (attempt > 0), 0)  # one less from the second attempt on: the cut can move both ways
             tokens = np.concatenate([[0], ends[:whole]])  # before each sentence
             before = self.counter.overhead + np.append(tokens, room)
             gaps = np.arange(len(before))  # gap g lies before sentence g
             if self.facts_within is not None:
-                # In the last gap all facts stand before the last one, in the first gap none: both must fit.
+                # All facts or none may come before a fact's own tokens, so a gap must fit both cases.
                 gaps = np.flatnonzero((before >= self.first) & (before + fact_tokens <= self.end))
             if not len(gaps):
                 return
@@ -305,9 +305,9 @@ class SampleMaker:
             yield parts, parts.index(""), " ".join(rest), wanted
 
     def _fitted(self, parts: list[str], cut: int, rest: str, wanted: int) -> str | None:
-        """Return the text of `parts` with as much of `rest` at `cut` as makes it exactly the target's tokens, or None.
+        """Return `parts` with the start of `rest` at `cut` that gives exactly the target's tokens, or None.
 
-        The cut begins at `wanted` tokens, and moves by what the whole text has too many or too few.
+        The cut starts at `wanted` tokens, and moves by the excess or lack of tokens of the whole text.
         """
         for _ in range(CUTS_TRIED):
             piece = cut_to(rest, wanted, self.counter)
@@ -322,9 +322,9 @@ class SampleMaker:
 
 
 def cut_to(sentence: str, tokens: int, counter: TokenCounter) -> str | None:
-    """Return the start of `sentence` that has `tokens` tokens inside a running text; None if no start has.
+    """Return the start of `sentence` with `tokens` tokens inside a running text, or None.
 
-    It ends after a word if possible, inside one otherwise, as the benchmark cuts its last sentence.
+    It ends after a word if possible, else inside a word, as in the benchmark's last sentence.
     """
     if tokens <= 0:
         return None if tokens else ""
@@ -342,7 +342,7 @@ def cut_to(sentence: str, tokens: int, counter: TokenCounter) -> str | None:
 
 
 def _most(number: int, tokens: int, start: Callable[[int], str], counter: TokenCounter) -> int:
-    """Return the largest n ≤ number with at most `tokens` tokens in start(n), by bisection: more text, more tokens."""
+    """Return the largest n ≤ `number` with at most `tokens` tokens in start(n), by bisection."""
     low, high = 0, number
     while low < high:
         middle = (low + high + 1) // 2

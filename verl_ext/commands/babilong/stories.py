@@ -1,7 +1,7 @@
-"""bAbI stories of qa1 to qa5: facts, and questions after some of them, in the words and shares of bAbI v1.2.
+"""Generated bAbI stories of qa1 to qa5, with the wording and the frequencies of bAbI v1.2.
 
-The rules were read off the published files (en-10k). An actor and a kind of event are drawn until the actor can do it.
-After every two facts a question is asked, if the last five facts tell of something that can be asked about.
+The rules follow the published files (en-10k). An actor and a kind of event are drawn until the actor can do it. After
+every two facts a question is asked, if the last five facts contain something to ask about.
 """
 
 import random
@@ -13,8 +13,8 @@ from verl_ext.values import Options, option
 
 PLACES = ("bedroom", "kitchen", "garden", "hallway", "bathroom", "office")
 OBJECTS = ("apple", "football", "milk")
-ACTORS = ("John", "Mary", "Sandra", "Daniel")  # of qa1, qa2 and qa3
-GIVERS = ("Bill", "Fred", "Jeff", "Mary")  # of qa5
+ACTORS = ("John", "Mary", "Sandra", "Daniel")  # in qa1, qa2 and qa3
+GIVERS = ("Bill", "Fred", "Jeff", "Mary")  # in qa5
 VERBS = {
     "move": ("moved to", "went to", "journeyed to", "travelled to", "went back to"),
     "get": ("took", "got", "grabbed", "picked up"),
@@ -22,15 +22,15 @@ VERBS = {
     "give": ("gave", "handed", "passed"),
 }
 KINDS = ("move", "get", "drop")
-GIVING_KINDS = KINDS * 2 + ("give",) * 7  # the share that the published stories have
+GIVING_KINDS = KINDS * 2 + ("give",) * 7  # the frequencies in the published stories
 OPPOSITES = {"north": "south", "south": "north", "east": "west", "west": "east"}
-RECENT = 5  # facts before a question, one of which tells of what is asked about
+RECENT = 5  # the facts before a question, one of which concerns its subject
 TASKS = ("qa1", "qa2", "qa3", "qa4", "qa5")
 
 
 @dataclass(frozen=True)
 class StoryOptions(Options):
-    """How long stories are."""
+    """The length of generated stories."""
 
     prefix: ClassVar[str] = "story"
 
@@ -43,12 +43,12 @@ class StoryOptions(Options):
     )
 
     def questions_of(self, task: str) -> int:
-        """Return how many questions a story of the task has."""
+        """Return the number of questions in a story of the task."""
         return 1 if task == "qa4" else self.questions
 
 
 class Question(NamedTuple):
-    """A question asked after the story's first `num_facts` facts, which are all that it needs."""
+    """A question after the first `num_facts` facts of the story, which are all that it needs."""
 
     num_facts: int
     text: str
@@ -56,7 +56,7 @@ class Question(NamedTuple):
 
 
 class Event(NamedTuple):
-    """A move of `actor` to the place `thing`, or a get, drop or give (to `recipient`) of the object `thing`."""
+    """A move to the place `thing`, or a get, drop or give (to `recipient`) of the object `thing`."""
 
     kind: str
     actor: str
@@ -66,14 +66,14 @@ class Event(NamedTuple):
 
 @dataclass
 class Story:
-    """Facts in their order, and the questions of the story."""
+    """The ordered facts and the questions of a story."""
 
     facts: list[str] = field(default_factory=list)
     questions: list[Question] = field(default_factory=list)
 
 
 class World:
-    """Actors at places, and objects at a place or with an actor; no fact says where they start."""
+    """Actors at places, and objects at places or with actors; no fact tells the initial state."""
 
     def __init__(self, actors: Sequence[str], rng: random.Random) -> None:
         self.rng = rng
@@ -81,7 +81,7 @@ class World:
         self.objects = {thing: rng.choice(PLACES) for thing in OBJECTS}
 
     def next_event(self, kinds: Sequence[str]) -> Event:
-        """Return a random event of these kinds that is possible now, after it happened."""
+        """Apply and return a random event of these kinds that is possible now."""
         while True:
             actor, kind = self.rng.choice(list(self.places)), self.rng.choice(kinds)
             here = self.places[actor]
@@ -107,7 +107,7 @@ def make_story(task: str, rng: random.Random, options: StoryOptions) -> Story:
     ask = {"qa1": _where_is_actor, "qa2": _where_is_object, "qa3": _where_was_object, "qa5": _who_gave_what}[task]
     world = World(GIVERS if task == "qa5" else ACTORS, rng)
     kinds = {"qa1": ("move",), "qa5": GIVING_KINDS}.get(task, KINDS)
-    there = {"get": 0.2 if task == "qa3" else 1, "drop": 0.2}  # shares of facts that end in "there"
+    there = {"get": 0.2 if task == "qa3" else 1, "drop": 0.2}  # the shares of facts that end with "there"
     story, events = Story(), []
     while len(story.questions) < options.questions:
         for _ in range(options.facts_per_question):
@@ -127,7 +127,7 @@ def _where_is_actor(events: list[Event], rng: random.Random) -> tuple[str, str]:
 
 
 def _where_is_object(events: list[Event], rng: random.Random) -> tuple[str, str] | None:
-    """Ask for an object whose holder moved with it, or that was dropped at a known place."""
+    """Ask for an object that its holder carried to, or dropped at, a known place."""
     for thing, before, carried in _recent_objects(events, rng):
         if places := carried or before:
             return f"Where is the {thing}? ", places[-1]
@@ -135,7 +135,7 @@ def _where_is_object(events: list[Event], rng: random.Random) -> tuple[str, str]
 
 
 def _where_was_object(events: list[Event], rng: random.Random) -> tuple[str, str] | None:
-    """Ask for two places, one after the other, that an object was carried to; of visits to a place, the last counts."""
+    """Ask for an object's place before another place; the last visit to that one counts."""
     for thing, _, carried in _recent_objects(events, rng):
         if len(carried) > 1:
             place = rng.choice(carried[1:])
@@ -145,10 +145,10 @@ def _where_was_object(events: list[Event], rng: random.Random) -> tuple[str, str
 
 
 def _recent_objects(events: list[Event], rng: random.Random) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Yield (object, before, carried) for every get and drop among the last facts, in a random order.
+    """Yield (object, before, carried) for every get and drop among the last facts, in random order.
 
-    carried: places that the object's last holder moved to with it. before: those of the moves before it was got, only
-    if it was dropped since; bAbI asks where a held object is after its holder moved.
+    carried: the places to which the object's last holder moved with it. before: the holder's places before the get,
+    only if the object was dropped afterwards; bAbI asks about a held object after its holder has moved.
     """
     for recent in rng.sample(events[-RECENT:], min(RECENT, len(events))):
         touched = [number for number, event in enumerate(events) if event.thing == recent.thing]
@@ -166,7 +166,7 @@ def _recent_objects(events: list[Event], rng: random.Random) -> Iterator[tuple[s
 
 
 def _who_gave_what(events: list[Event], rng: random.Random) -> tuple[str, str] | None:
-    """Ask about the last gift of an object that was given a few facts ago: in a third of questions for the object."""
+    """Ask about the last gift of a recently given object; a third of the questions ask for the object."""
     recent = [event.thing for event in events[-RECENT:] if event.kind == "give"]
     if not recent:
         return None
@@ -187,7 +187,7 @@ def _who_gave_what(events: list[Event], rng: random.Random) -> tuple[str, str] |
 
 
 def _rooms(rng: random.Random) -> Story:
-    """Return three rooms in a line: two relations to the middle one, and a question whose answer is a fact's subject.
+    """Return three rooms in a line: two relations, and a question about a fact's subject.
 
     In bAbI the middle room is the subject of a third of the facts.
     """

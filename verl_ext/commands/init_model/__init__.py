@@ -1,1 +1,1 @@
-"""`verl-ext init-model`: a model from scratch, a Hugging Face folder with random weights and a tokenizer."""
+"""The command `verl-ext init-model`: a Hugging Face folder with random weights and a tokenizer."""

@@ -1,4 +1,4 @@
-"""`verl-ext init-model`: its options, and the folder that it writes: architecture, tokenizer, random weights."""
+"""The options of `verl-ext init-model`, and the folder that it writes: architecture, tokenizer, random weights."""
 
 import sys
 from collections.abc import Iterator
@@ -24,9 +24,9 @@ from verl_ext.files import OutputFolder, follow_umask, write_json
 from verl_ext.text.tokenizer import read_tokenizer
 from verl_ext.values import REQUIRED, DataError, option
 
-MARKER = "init_model.json"  # what the model was made of
-SHARD_BYTES = 5 * 10**9  # of one file of weights
-# Keys of the architecture that the command sets itself, and from what.
+MARKER = "init_model.json"  # the origin of the model
+SHARD_BYTES = 5 * 10**9  # of a weight file
+# The keys of the architecture that the command sets itself, and their sources.
 GIVEN_KEYS = {
     **dict.fromkeys(TOKEN_IDS, "the tokenizer"),
     **dict.fromkeys(("dtype", "torch_dtype"), "dtype"),
@@ -36,7 +36,7 @@ GIVEN_KEYS = {
 
 @dataclass(frozen=True)
 class InitModelOptions(OutputOptions):
-    """A model from scratch: a Hugging Face folder with random weights, and a tokenizer that is trained or copied."""
+    """Create a Hugging Face folder with random weights, and a tokenizer that is trained or copied."""
 
     marker: ClassVar[str] = MARKER
 
@@ -53,7 +53,7 @@ class InitModelOptions(OutputOptions):
     tokenizer: TokenizerOptions = option(TokenizerOptions, "exactly one of tokenizer.path and tokenizer.train_on")
 
     def problems(self) -> Iterator[str | None]:
-        """Yield a line for every mistake that can be seen without transformers and without opening a source."""
+        """Yield a line for every mistake that is visible without transformers and without opening a source."""
         yield model_problem(self.model)
         model = None if self.model in PRESETS else self.model
         paths = (model, self.tokenizer.path, *self.tokenizer.train_patterns)
@@ -64,8 +64,8 @@ class InitModelOptions(OutputOptions):
 
 
 def init_model(options: InitModelOptions) -> str:
-    """Write the model to `output_dir`; return its description in lines. Raises UsageError and DataError."""
-    import torch  # heavy, as transformers: not for a command with a mistake in it
+    """Write the model to `output_dir`; return lines that describe it. Raises UsageError and DataError."""
+    import torch  # slow to import, like transformers, so only after the checks
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
@@ -93,7 +93,7 @@ def init_model(options: InitModelOptions) -> str:
         follow_umask(folder.path)
         tokenizer.save_pretrained(folder.path)
         origin = {key: value for key, value in asdict(options).items() if key not in ("output_dir", "overwrite")}
-        # The weights' bits depend on the versions.
+        # The exact weights depend on these versions.
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
         counts = {"parameters": total, "parameters_without_embeddings": outside}
         write_json(folder.path / MARKER, {**origin, **counts, "versions": versions})
@@ -124,7 +124,7 @@ def _tokenizer_lines(options: TokenizerOptions, tokenizer: Any, text: TrainingTe
 
 
 def _model_notes(config: Any, num_tokens: int) -> Iterator[str]:
-    from verl_ext.config.support import Architecture, model_support_problems  # heavy: it imports verl
+    from verl_ext.config.support import Architecture, model_support_problems  # slow, because it imports verl
 
     if config.vocab_size > num_tokens:
         rows = f"{config.vocab_size:,} rows of the vocabulary, of which the tokenizer uses {num_tokens:,}"

@@ -1,6 +1,6 @@
-"""The model: a preset's or a config.json's fields with the user's over them, as transformers' config, and its weights.
+"""The config of a new model, from a preset or a config.json, and its random weights.
 
-A preset is a file of `presets/`: the keys of a config.json, in YAML, without those that the tokenizer gives.
+A preset is a YAML file in `presets/` with the keys of a config.json, except for those that the tokenizer determines.
 """
 
 import json
@@ -19,14 +19,14 @@ Fields = dict[str, Any]
 _PRESETS = resources.files("verl_ext.commands.init_model").joinpath("presets")
 PRESETS = tuple(sorted(file.name.removesuffix(".yaml") for file in _PRESETS.iterdir() if file.name.endswith(".yaml")))
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-# Of a config.json, but not of a model that has yet to be trained in full precision.
+# Keys of a config.json that do not suit a new model, which is trained in full precision.
 _NOT_TAKEN = ("architectures", "dtype", "torch_dtype", "quantization_config", "transformers_version", "_name_or_path")
 _HEAD_SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 _OTHER_SIZES = ("vocab_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings")
 
 
 def model_problem(model: str) -> str | None:
-    """Return one line if `model` is no preset, no config.json and no folder with one. ./NAME is a folder NAME."""
+    """Return one line if `model` is no preset, config.json or folder with one; ./NAME is a folder."""
     if model in PRESETS or os.path.isfile(_config_file(model)):
         return None
     if os.path.isdir(model):
@@ -35,7 +35,7 @@ def model_problem(model: str) -> str | None:
 
 
 def read_fields(model: str) -> Fields:
-    """Return the fields of a preset or of a config.json; raise UsageError if there are none."""
+    """Return the fields of a preset or of a config.json; raise UsageError if they cannot be read."""
     if model in PRESETS:
         text = _PRESETS.joinpath(f"{model}.yaml").read_text(encoding="utf-8")
         preset: Any = OmegaConf.to_container(OmegaConf.create(text))
@@ -56,10 +56,10 @@ def _config_file(model: str) -> Path:
 
 
 def changed(fields: Fields, changes: Mapping[str, Any]) -> Fields:
-    """Return `fields` with `changes` (the option `config`) over them, under the architecture's own names.
+    """Return `fields` updated with `changes` (the option `config`), under the architecture's own names.
 
-    head_dim = hidden_size / num_attention_heads and the layer_types of layers that are all alike follow the changed
-    sizes. Raises UsageError for a key that the architecture lacks.
+    If head_dim was hidden_size / num_attention_heads, or all layer_types were equal, they follow the changed sizes.
+    Raises UsageError for a key that the architecture lacks.
     """
     cls = config_class(fields["model_type"])
     names = cls.attribute_map
@@ -83,10 +83,10 @@ def changed(fields: Fields, changes: Mapping[str, Any]) -> Fields:
 
 
 def fitted(fields: Fields, num_tokens: int, token_ids: Mapping[str, int | None]) -> Fields:
-    """Return `fields` for a tokenizer of `num_tokens` with these ids (`TOKEN_IDS`; absent: none).
+    """Adapt `fields` to a tokenizer of `num_tokens` tokens with these `TOKEN_IDS` (absent: none).
 
-    A vocab_size of the fields stays if it is larger, as published models pad theirs; null or absent, it becomes
-    `num_tokens`. Raises UsageError if it is smaller.
+    A larger vocab_size stays, because published models pad theirs; null or absent becomes `num_tokens`. Raises
+    UsageError if it is smaller.
     """
     vocab_size = fields.get("vocab_size") or num_tokens
     if isinstance(vocab_size, int) and vocab_size < num_tokens:
@@ -108,7 +108,7 @@ def config_class(model_type: str) -> Any:
 
 
 def hf_config(fields: Fields) -> Any:
-    """Build a config from `fields`; raise UsageError with one line if no model can have it."""
+    """Build a config from `fields`; raise UsageError with one line if it allows no model."""
     cls = config_class(fields["model_type"])
     if problems := list(filter(None, _problems(fields, cls))):
         raise UsageError("; ".join(problems))
@@ -118,7 +118,7 @@ def hf_config(fields: Fields) -> Any:
             fields = {**fields, "head_dim": size // heads}
         config = cls.from_dict(fields)
         meta_model(config)
-    except Exception as error:  # transformers refuses in many ways, some of several lines: the field, then the reason
+    except Exception as error:  # transformers has many errors, some of several lines: the field, then the reason
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = lines[-1] if len(lines) > 1 else ": ".join([type(error).__name__, *lines])
         raise UsageError(f"config must be one that transformers can build a {cls.model_type} of; {reason}") from error
@@ -132,7 +132,7 @@ def _value(fields: Fields, cls: Any, name: str) -> Any:
 
 
 def _problems(fields: Fields, cls: Any) -> Iterator[str | None]:
-    """Yield a line for each value of which transformers would build a model that cannot run."""
+    """Yield a line for each value with which transformers would build a model that cannot run."""
     from transformers.activations import ACT2FN
 
     keys = {name: f"config.{cls.attribute_map.get(name, name)}" for name in (*_HEAD_SIZES, *_OTHER_SIZES)}
@@ -154,8 +154,8 @@ def _problems(fields: Fields, cls: Any) -> Iterator[str | None]:
 
 
 def meta_model(config: Any) -> Any:
-    """Return the model that `config` describes, without memory for its weights."""
-    import torch  # heavy, here and below: not for a command with a mistake in it
+    """Build the model of `config` without memory for its weights."""
+    import torch  # slow to import, here and below, so only after the checks
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -163,9 +163,9 @@ def meta_model(config: Any) -> Any:
 
 
 def random_model(config: Any, seed: int, dtype: str) -> Any:
-    """Return the model of `config` with the weights of its architecture's own initialization, on the CPU.
+    """Return the model of `config` on the CPU, with its architecture's own random initialization.
 
-    The draw depends on the config and the seed, not on `dtype`: bfloat16 weights are the float32 ones, rounded.
+    The weights depend on the config and the seed, not on `dtype`; bfloat16 weights are the rounded float32 weights.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -174,8 +174,8 @@ def random_model(config: Any, seed: int, dtype: str) -> Any:
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         if config.model_type == "gpt2":
-            # GPT-2's layers write to the residual stream with a spread of initializer_range / √(2·layers)
-            # (https://openai.com/blog/better-language-models); transformers means to do so and finds no such parameter.
+            # GPT-2's layers write to the residual stream with a standard deviation of initializer_range / √(2·layers)
+            # (https://openai.com/blog/better-language-models); transformers intends this but finds no such parameter.
             for name, weight in model.named_parameters():
                 if name.endswith("c_proj.weight"):
                     torch.nn.init.normal_(weight, std=config.initializer_range / math.sqrt(2 * config.n_layer))
@@ -183,7 +183,7 @@ def random_model(config: Any, seed: int, dtype: str) -> Any:
 
 
 def check_memory(parameters: int, dtype: str) -> None:
-    """Raise UsageError if the weights of so many parameters do not fit into this machine's free memory."""
+    """Raise UsageError if the weights do not fit into this machine's free memory."""
     from verl_ext.engines.activations import available_memory
 
     needed, available = parameters * (4 if dtype == "float32" else 6), available_memory()  # drawn in float32
@@ -196,7 +196,7 @@ def check_memory(parameters: int, dtype: str) -> None:
 
 
 def count_parameters(model: Any) -> tuple[int, int]:
-    """Return the number of parameters, tied ones once, and of those outside embeddings and the output head."""
+    """Count all parameters (tied ones once), and those outside the embeddings and the output head."""
     head = model.get_output_embeddings()
     own_head = 0 if head is None or head.weight is model.get_input_embeddings().weight else head.weight.numel()
     return model.num_parameters(), model.num_parameters(exclude_embeddings=True) - own_head

@@ -1,4 +1,4 @@
-"""The tokenizer of a new model: copied, or a byte-level BPE trained on text that is read as a stream."""
+"""The tokenizer of a new model: a copy, or a byte-level BPE trained on streamed text."""
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,13 +24,13 @@ CHATML_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-BYTES = 256  # tokens that a byte-level tokenizer has beside special ones and merges
+BYTES = 256  # byte tokens of a byte-level tokenizer, besides special tokens and merges
 NAMED_TOKENS = ("bos_token", "eos_token", "pad_token")
 
 
 @dataclass(frozen=True)
 class TokenizerOptions(Options):
-    """A tokenizer to copy (`path`), or text to train one on (`train_on`) and its settings."""
+    """A tokenizer to copy (`path`), or text (`train_on`) and settings to train a new one."""
 
     prefix: ClassVar[str] = "tokenizer"
 
@@ -56,13 +56,13 @@ class TokenizerOptions(Options):
 
     @property
     def all_special_tokens(self) -> list[str]:
-        """The special tokens, each once, in the order of their ids: pad, bos, ChatML's, eos, `special_tokens`."""
+        """The distinct special tokens in the order of their ids: pad, bos, ChatML's, eos, `special_tokens`."""
         chatml = CHATML_TOKENS if self.chat_template == CHATML else ()
         tokens = [self.pad_token, self.bos_token, *chatml, self.eos_token, *self.special_tokens]
         return list(dict.fromkeys(token for token in tokens if token))
 
     def problems(self) -> Iterator[str]:
-        """Yield a line for every mistake that can be seen without loading a tokenizer or opening a text."""
+        """Yield a line for every mistake that is visible without loading a tokenizer or opening a text."""
         if self.train_on != [] and not is_names(self.train_on):
             yield f"tokenizer.train_on must be a path, a glob or a list of them; got {show(self.train_on)}"
         for name in NAMED_TOKENS:
@@ -80,7 +80,7 @@ class TokenizerOptions(Options):
             yield f"tokenizer.chat_template must be {CHATML}, a file that exists, or null; got {show(template)}"
 
     def source_problems(self) -> Iterator[str]:
-        """Yield a line if not exactly one source is given, or settings beside a tokenizer that is copied as it is."""
+        """Yield a line unless exactly one source is given, and for each setting besides a copied tokenizer."""
         if bool(self.path) == bool(self.train_on):
             got = f"{self.path} and {self.train_patterns}" if self.path else "neither"
             yield f"exactly one of tokenizer.path and tokenizer.train_on must be given; got {got}"
@@ -93,9 +93,9 @@ class TokenizerOptions(Options):
 
 
 class TrainingText:
-    """The text of files: blocks of text files, and texts of records; `characters` counts those that were read.
+    """A stream of text: blocks of text files, and texts of records; `characters` counts its characters.
 
-    Raises UsageError for files that are missing or of no known format, DataError for content that cannot be used.
+    Raises UsageError for files that are missing or have an unknown format, and DataError for unusable content.
     """
 
     def __init__(self, patterns: Sequence[str], text_key: str) -> None:
@@ -105,7 +105,7 @@ class TrainingText:
 
     def __iter__(self) -> Iterator[str]:
         texts = (pair for file in self.files for pair in self._texts(file))
-        first = list(islice(texts, 1))  # before the bar: files with a mistake at their start show none
+        first = list(islice(texts, 1))  # before the bar, so that files with a mistake at their start show no bar
         with progress_bar("training text", total_bytes(self.files), unit="B", unit_scale=True) as bar:
             for text, num_bytes in chain(first, texts):
                 self.characters += len(text)
@@ -114,7 +114,7 @@ class TrainingText:
                     yield text
 
     def _texts(self, file: SourceFile) -> Iterator[tuple[str, int]]:
-        """Yield each text of a file, and the number of bytes that were read for it."""
+        """Yield each text of a file and the number of bytes read for it."""
         if file.kind == "text":
             try:
                 yield from text_blocks(file.path)
@@ -132,7 +132,7 @@ class TrainingText:
 
 
 def record_texts(record: Any, text_key: str) -> list[str]:
-    """Return a record's field `text_key`, or else every message of the chat that `verl-ext tokenize` would read."""
+    """Return a record's field `text_key`, or else each message of its chat, as `verl-ext tokenize` reads it."""
     if isinstance(record, dict) and record.get(text_key) is not None:
         if not isinstance(text := record[text_key], str):
             raise BadRecord("non_string_content", f"{text_key} must be a string; got {type(text).__name__}")
@@ -152,8 +152,8 @@ def record_texts(record: Any, text_key: str) -> list[str]:
 def trained_tokenizer(texts: Iterable[str], options: TokenizerOptions) -> Any:
     """Return a transformers tokenizer trained on `texts`.
 
-    It has fewer than `options.vocab_size` tokens if they have too few pairs to merge. Raises UsageError for a chat
-    template's file that cannot be read as text, or is no Jinja.
+    It has fewer than `options.vocab_size` tokens if the texts have too few pairs to merge. Raises UsageError for a
+    chat template's file that is not readable text or not valid Jinja.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -173,8 +173,8 @@ def trained_tokenizer(texts: Iterable[str], options: TokenizerOptions) -> Any:
 def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str]) -> Any:
     """Return a `tokenizers.Tokenizer` of at most `vocab_size` tokens.
 
-    They are the special ones from id 0, the 256 bytes, and merges inside GPT-2's pieces of text. The same texts in the
-    same order give the same tokenizer.
+    Its tokens are the special tokens from id 0, the 256 bytes, and merges within GPT-2's pre-tokens. The same texts in
+    the same order give the same tokenizer.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

@@ -1,4 +1,4 @@
-"""The hooks of the training loop, a file each, and their table in the order of their calls."""
+"""The hooks of the training loop, one per file, and their table in call order."""
 
 from verl_ext.trainer.hooks.answers import AnswersHook
 from verl_ext.trainer.hooks.base import Hook, StepOutcome
@@ -21,5 +21,5 @@ HOOKS: tuple[type[Hook], ...] = (
     AnswersHook,
     StopHook,
     SavingHook,
-    HangHook,  # The last: from its call on, the next batch counts.
+    HangHook,  # The last one, because its call starts the time of the next batch.
 )

@@ -1,9 +1,9 @@
-"""Answers to prompts, before step 1, every `eval.freq` steps and after the last one.
+"""The hook for answers to prompts: before step 1, every `eval.freq` steps, and after the last step.
 
-    answers.jsonl    the same few prompts each time: {"step", "category", "prompt", "answer", "expected", "score"}
+    answers.jsonl    the same prompts each time: {"step", "category", "prompt", "answer", "expected", "score"}
 
-Trackers get these rows as their own tables, by verl. A failure of the server or of a scorer of the user's own is a
-warning, as it is of a tracker: training goes on.
+verl gives trackers these rows as tables. A failure of the server, of a user's scorer or of a tracker is a warning, and
+training goes on.
 """
 
 import sys
@@ -18,16 +18,16 @@ from verl_ext.trainer.hooks.tracking import append_lines, continued_lines, log_t
 
 
 class AnswersHook(Hook):
-    """The evaluation by answers, if `eval.prompts` is given: its metrics are logged, and its table written."""
+    """The evaluation by answers if `eval.prompts` is given, with metrics and a table."""
 
     def pre_train(self) -> None:
-        """Keep the table's lines of the steps done."""
+        """Keep the table's lines of finished steps."""
         self._tables = ValidationGenerationsLogger(self.options.project_name, self.options.experiment_name)
         if self.trainer.is_rank0 and self.trainer.answers is not None:
             continued_lines(self.run.output / ANSWERS, self.trainer.first_step)
 
     def pre_step(self, step: int) -> None:
-        """Ask before the first step of a run that begins, as step 0."""
+        """Ask before the first step of a new run, as step 0."""
         if step == 1 and self.options.val_before_train:
             self._ask(0)
             self.trainer.ask_ranks()

@@ -1,4 +1,4 @@
-"""The base of hooks, and the outcome of a step that they are given."""
+"""The base class of hooks, and the outcome of a step, which they receive."""
 
 import math
 from collections.abc import Mapping
@@ -20,9 +20,9 @@ class StepOutcome:
 
     Attributes:
         batch: this rank's share of the step.
-        grad_norm: of all ranks, before clipping.
+        grad_norm: the gradient norm over all ranks, before clipping.
         lr: the learning rate that the step used.
-        sums: the loss and the counts of all ranks; None if they were not asked for, or nothing was computed.
+        sums: the loss and the counts of all ranks; None if they were not requested or nothing was computed.
         nll: ℓ_t of this rank's micro-batches if spikes are watched and something was computed.
     """
 
@@ -34,7 +34,7 @@ class StepOutcome:
 
     @property
     def skipped(self) -> bool:
-        """Whether the engine left the parameters as they were."""
+        """Whether the engine left the parameters unchanged."""
         return not math.isfinite(self.grad_norm)
 
 
@@ -44,7 +44,7 @@ class Hook:
     Every rank has the same hooks and calls them in the same order, so that a hook may use collectives.
 
     Args:
-        trainer: whose model is built and whose checkpoint is loaded.
+        trainer: the trainer, with a built model and a loaded checkpoint.
     """
 
     def __init__(self, trainer: "SFTTrainer") -> None:
@@ -60,13 +60,13 @@ class Hook:
         """Act after a step."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Take metrics that :meth:`SFTTrainer.log` is given."""
+        """Receive the metrics of :meth:`SFTTrainer.log`."""
 
     def stop(self, step: int) -> None:
-        """Act in place of the next step if a rank was asked to stop; `step` was the last one."""
+        """Act instead of the next step if a rank was asked to stop; `step` was the last step."""
 
     def post_train(self) -> None:
         """Act after the last step of the run."""
 
     def close(self) -> None:
-        """Act when training has ended in order: after the last step, or after a stop."""
+        """Act when training has ended normally: after the last step, or after a stop."""

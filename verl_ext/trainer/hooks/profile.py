@@ -1,10 +1,10 @@
-"""verl's profiler, between the two steps of `trainer.profile_interval`."""
+"""The hook for verl's profiler between the two steps of `trainer.profile_interval`."""
 
 from verl_ext.trainer.hooks.base import Hook, StepOutcome
 
 
 class ProfileHook(Hook):
-    """The profiler of verl's worker."""
+    """The hook for the profiler of verl's worker."""
 
     def pre_step(self, step: int) -> None:
         """Start the profiler before its first step."""

@@ -1,13 +1,13 @@
-"""The bar over the steps of a run, and the tokens and FLOPs of each."""
+"""The hook for the bar over steps, and the tokens and FLOPs of each step."""
 
 from verl_ext.trainer.hooks.base import Hook, StepOutcome
 
 
 class ProgressHook(Hook):
-    """The trainer's bar, which counts the tokens and model FLOPs of all ranks; the tokens of the run so far."""
+    """The hook that moves the bar and counts the tokens and model FLOPs of all ranks."""
 
     def pre_train(self) -> None:
-        """Say what is done already, and read what each pack counts."""
+        """Print the finished steps, and read the tokens and FLOPs of each pack."""
         trainer, train_set, flops = self.trainer, self.run.train_set, self.trainer.engine.train_flops
         self._pack_tokens, self._pack_targets = train_set.pack_tokens(), train_set.pack_targets()
         self._pack_flops = None if flops is None or not trainer.is_rank0 else train_set.pack_costs(flops)
@@ -27,5 +27,5 @@ class ProgressHook(Hook):
         self.trainer.progress.step(tokens, flops)
 
     def close(self) -> None:
-        """End the bar."""
+        """Close the bar."""
         self.trainer.progress.close()

@@ -1,4 +1,4 @@
-"""Checkpoints, every `trainer.save_freq` steps, after the last one and when a run stops."""
+"""The hook for checkpoints: every `trainer.save_freq` steps, after the last step, and at a stop."""
 
 import contextlib
 import sys
@@ -13,9 +13,9 @@ from verl_ext.trainer.hooks.base import Hook, StepOutcome
 
 
 class SavingHook(Hook):
-    """The saving of checkpoints; one that cannot be written costs a warning, but the last ends the run.
+    """The hook that saves checkpoints; a failed save is a warning, but the last one ends the run.
 
-    Data files that have changed end it too: they are compared before each checkpoint and after each epoch.
+    Changed data files end the run too; they are compared before each checkpoint and after each epoch.
     """
 
     def post_step(self, step: int, outcome: StepOutcome) -> None:
@@ -29,7 +29,7 @@ class SavingHook(Hook):
             self.trainer.ask_ranks()
 
     def stop(self, step: int) -> None:
-        """Save a checkpoint of the last completed step, unless there is one."""
+        """Save a checkpoint of the last completed step unless there is one."""
         checkpoints = self.trainer.checkpoints
         with self._training_waits(step), self._tolerate_failed_save("the run ends"):
             with self._tolerate_failed_save():
@@ -40,15 +40,15 @@ class SavingHook(Hook):
                 checkpoints.finish()
 
     def post_train(self) -> None:
-        """Write the memory that a model with one has learned."""
+        """Write the learned memory of a model that has one."""
         watch.mark("the end of the run", "trainer.save_timeout")
-        done = max(self.trainer.first_step, self.run.total_steps)  # an earlier run may have gone further
+        done = max(self.trainer.first_step, self.run.total_steps)  # an earlier run may have trained further
         with _failed_end():
             save_final_memory(self.trainer.engine, self.run.output, done, self.run.memory)
 
     def _save(self, step: int) -> None:
         checkpoints, since = self.trainer.checkpoints, time.perf_counter()
-        with self._tolerate_failed_save():  # the one before, which threads wrote
+        with self._tolerate_failed_save():  # finish the previous checkpoint, which threads write
             checkpoints.finish()
         is_last = step == self.run.total_steps
         with _failed_end() if is_last else self._tolerate_failed_save():
@@ -59,17 +59,17 @@ class SavingHook(Hook):
 
     @contextlib.contextmanager
     def _training_waits(self, step: int) -> Iterator[None]:
-        """Put training under the limit of a save, whose lines stand above the bar."""
+        """Watch the block under the limit of a save, and print its lines above the bar."""
         with self.trainer.progress.aside(), watch.within("trainer.save_timeout", f"the checkpoint of step {step}"):
             yield
 
     def _refuse_changed_data(self) -> None:
-        """End the run before a checkpoint is made of it if the content of its data files has changed."""
+        """End the run before its next checkpoint if the content of its data files has changed."""
         if self.run.content is None:
             return
         if changed := next(filter(None, RunRanks().gather(self.run.files.changed())), None):
             with self._tolerate_failed_save():
-                self.trainer.checkpoints.finish()  # of the data as it was
+                self.trainer.checkpoints.finish()  # the checkpoint of the unchanged data
             self.run.files.verify_content(self.run.content, changed, RunRanks())
 
     @contextlib.contextmanager
@@ -84,7 +84,7 @@ class SavingHook(Hook):
 
 @contextlib.contextmanager
 def _failed_end() -> Iterator[None]:
-    """End the run if its last checkpoint cannot be written: its result would be lost."""
+    """End the run if its last checkpoint cannot be written, because its result would be lost."""
     try:
         yield
     except NotWritten as error:

@@ -1,17 +1,17 @@
-"""Spikes of the loss: the documents of steps whose loss stands out, or that were skipped.
+"""The hook for loss spikes: it lists the documents of spikes and of skipped steps.
 
     loss > trainer.spike_factor · median of the last 64 losses of trained steps (once there are 8)
 
-    spikes.jsonl    one line a step, beside the run's checkpoints: step, reason ("spike" or "skipped"), loss, reference
+    spikes.jsonl    a line per step, beside the run's checkpoints: step, reason ("spike" or "skipped"), loss, reference
                     (the median), the packs of all data-parallel ranks, and their documents, the worst first
 
 A document is a row of a dataset's folder: {"folder", "row", "start", "tokens", "target_tokens", "category", "pack",
-"loss"}. start is above 0 for a piece of a document that was split; category is that of most of its targets, null for
-none; loss is the mean over its targets, null where it has none or the step has no loss. A loss that is not finite is
-"nan" or "inf".
+"loss"}. start is above 0 for a later piece of a split document. category is the most frequent one of its targets, or
+null. loss is the mean over its targets; null if it has no targets or the step has no loss. A non-finite loss is "nan"
+or "inf".
 
-Nothing is summed by document while training goes on: ℓ_t of the step's tokens is kept on the device, 4 bytes a token,
-and read by the steps that are written.
+Training does not sum by document: the device keeps ℓ_t of the step's tokens, 4 bytes per token, and only the steps that
+are written read it.
 """
 
 import math
@@ -27,24 +27,24 @@ from verl_ext.checkpoint.layout import SPIKES
 from verl_ext.trainer.hooks.base import Hook, StepOutcome
 from verl_ext.trainer.hooks.tracking import append_lines, continued_lines
 
-WINDOW, LEAST = 64, 8  # losses that the median is of, and the fewest that it is taken of
+WINDOW, LEAST = 64, 8  # the number of losses for the median, and the least number
 
 Document = dict[str, Any]
 
 
 class SpikeHook(Hook):
-    """The watch over every step's loss if `trainer.spike_factor` is set.
+    """The hook that watches every step's loss if `trainer.spike_factor` is set.
 
     A checkpoint holds the recent losses and the number of spikes.
     """
 
     def pre_train(self) -> None:
-        """Keep the file's lines of the steps done."""
+        """Keep the file's lines of finished steps."""
         if self.trainer.is_rank0 and self.options.spike_factor is not None:
             continued_lines(self.run.output / SPIKES, self.trainer.first_step)
 
     def post_step(self, step: int, outcome: StepOutcome) -> None:
-        """Write the step to the file if it is a spike or was skipped. All data-parallel ranks have the same loss."""
+        """Write a spike or a skipped step to the file; data-parallel ranks have equal losses."""
         state, factor, rank = self.trainer.run_state, self.options.spike_factor, self.trainer.rank
         if factor is None:
             return
@@ -71,7 +71,7 @@ class SpikeHook(Hook):
         )
 
     def _documents(self, packs: Sequence[int | None], outcome: StepOutcome) -> list[Document]:
-        """List the documents of this rank's packs, with their losses if the step has some."""
+        """List the documents of this rank's packs, with losses if the step has them."""
         losses = None if outcome.nll is None else torch.cat(outcome.nll).double().cpu().numpy()
         category, found, begin = outcome.batch.category_index.numpy(), [], 0
         for pack, length in zip(packs, outcome.batch.pack_lengths, strict=True):
@@ -82,12 +82,12 @@ class SpikeHook(Hook):
         return found
 
     def _of_pack(self, pack: int, category: NDArray[Any], losses: NDArray[Any] | None) -> list[Document]:
-        """List the documents of a pack; category and losses [T] are of the token that each position predicts."""
+        """List a pack's documents; category and losses [T] belong to the token that each position predicts."""
         dataset = self.run.train_set
         places = dataset.documents_of(pack)
         ends = np.cumsum([place.tokens for place in places])
         predicts = np.flatnonzero(category >= 0)
-        of_document = np.searchsorted(ends, predicts + 1, side="right")  # where the predicted token lies
+        of_document = np.searchsorted(ends, predicts + 1, side="right")  # the document of the predicted token
         names = (None, *dataset.categories.names)
         found = []
         for number, place in enumerate(places):
@@ -105,7 +105,7 @@ class SpikeHook(Hook):
 
 
 def worst_line(documents: Sequence[Document]) -> str:
-    """Name the worst of documents, which comes first; empty if all that have a loss are alike."""
+    """Name the worst document, the first one; return "" if all losses are equally bad."""
     losses = [document for document in documents if document["loss"] is not None]
     if not losses or (len(losses) > 1 and _badness(losses[0]) == _badness(losses[-1])):
         return ""
@@ -113,7 +113,7 @@ def worst_line(documents: Sequence[Document]) -> str:
 
 
 def _badness(document: Document) -> tuple[bool, float]:
-    """Order documents: losses that are not finite, then the highest, then those without one."""
+    """Return a sort key: non-finite losses first, then the highest, then documents without a loss."""
     loss = document["loss"]
     return loss is None, 0.0 if loss is None else -loss if math.isfinite(loss) else -math.inf
 

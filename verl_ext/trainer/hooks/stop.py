@@ -1,4 +1,4 @@
-"""The early ends of a run: a request to stop, and too many skipped steps in a row."""
+"""The hooks that end a run early: after a stop request, or too many consecutive skipped steps."""
 
 from verl_ext.trainer.distributed import RunFailed
 from verl_ext.trainer.hooks.base import Hook, StepOutcome
@@ -6,13 +6,13 @@ from verl_ext.trainer.signals import requests
 
 
 class StopHook(Hook):
-    """The request to stop, on which the ranks have agreed in `SFTTrainer.train_step`.
+    """The hook for a stop request, on which the ranks have agreed in `SFTTrainer.train_step`.
 
-    It stands before the hook that saves: the launcher must know even if the save takes long.
+    It comes before the saving hook, because the launcher must know even if the save takes long.
     """
 
     def stop(self, step: int) -> None:
-        """Print which signal stops the run, and after which step."""
+        """Print the signal that stops the run, and the last step."""
         requests.write_unfinished_marker()
         signal = requests.pending or "a signal to another rank"
         self.trainer.progress.say(
@@ -21,7 +21,7 @@ class StopHook(Hook):
 
 
 class SkippedStepsHook(Hook):
-    """The count of skipped steps; more than `trainer.max_skipped_steps` in a row end the run."""
+    """The hook that counts skipped steps; more than `trainer.max_skipped_steps` in a row end the run."""
 
     def post_step(self, step: int, outcome: StepOutcome) -> None:
         """Count a skipped step, and end the run after too many."""
@@ -36,7 +36,7 @@ class SkippedStepsHook(Hook):
         )
         if state.skipped_in_a_row > limit:
             self.trainer.checkpoints.finish()
-            raise RunFailed(  # on every rank: all see the same gradient norms
+            raise RunFailed(  # on every rank, because all see the same gradient norms
                 f"stopping after step {step}: {state.skipped_in_a_row} consecutive steps had a non-finite gradient or "
                 f"no weighted target (limit: trainer.max_skipped_steps={limit})"
             )

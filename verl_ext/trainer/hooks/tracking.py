@@ -1,8 +1,8 @@
-"""verl's tracking on rank 0. A resumed run continues the metrics file and the tracked runs.
+"""The hook for verl's tracking on rank 0; a resume continues metrics file and tracked runs.
 
     run_ids.json    {"wandb": "dz5g909n"}    the ids of the runs, beside the checkpoints
 
-wandb and swanlab read an id, and whether its run may be continued, from the environment; one that is set there wins.
+wandb and swanlab read the id and the permission to continue its run from the environment. An id set by the user wins.
 """
 
 import json
@@ -27,12 +27,12 @@ from verl_ext.redaction import redacted, redacted_text
 from verl_ext.trainer.hooks.base import Hook, StepOutcome
 from verl_ext.values import first_line, reason_of
 
-# tracker: (variable of its run's id, variable that lets a run of that id be continued)
+# tracker: (the variable of its run's id, the variable that allows it to continue that run)
 _VARIABLES = {"wandb": ("WANDB_RUN_ID", "WANDB_RESUME"), "swanlab": ("SWANLAB_RUN_ID", "SWANLAB_RESUME")}
 
 
 class TrackingHook(Hook):
-    """The log of the metrics of every `trainer.log_freq` steps, and of other hooks, on rank 0."""
+    """The hook that logs metrics on rank 0, every `trainer.log_freq` steps and for other hooks."""
 
     def pre_train(self) -> None:
         """Open the loggers."""
@@ -44,7 +44,7 @@ class TrackingHook(Hook):
             self.peak_flops = peak_flops(get_torch_device().get_device_name())
         loggers: dict[str, Any] = {} if self.tracking is None else self.tracking.logger
         if "console" in loggers:
-            loggers["console"] = trainer.progress  # verl's prints every number with 17 digits
+            loggers["console"] = trainer.progress  # verl's logger prints every number with 17 digits
 
     def post_step(self, step: int, outcome: StepOutcome) -> None:
         """Log the metrics of a step that is due."""
@@ -79,7 +79,7 @@ class TrackingHook(Hook):
         self.log(metrics, step)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Give metrics to verl's tracking."""
+        """Pass metrics to verl's tracking."""
         if self.tracking is not None:
             with self.trainer.progress.aside(), log_tracker_errors(f"metrics of step {step} are lost"):
                 self.tracking.log(metrics, step)
@@ -92,7 +92,7 @@ class TrackingHook(Hook):
 
 
 def _peaks_of_memory() -> dict[str, float]:
-    """Return the most memory of a rank so far, in GiB, under verl's names, without those not counted; collective."""
+    """Return the peak memory over all ranks in GiB, under verl's names, without uncounted kinds; collective."""
     device: Any = get_device_id()
     peaks = [get_torch_device().max_memory_allocated(), get_torch_device().max_memory_reserved()]
     largest = torch.tensor(peaks, dtype=torch.float64, device=device)
@@ -103,7 +103,7 @@ def _peaks_of_memory() -> dict[str, float]:
 
 @contextmanager
 def log_tracker_errors(loss: str) -> Iterator[None]:
-    """Log a warning instead of failing when a tracker raises OSError: a full disk, or a server that is gone."""
+    """Print a warning instead of failing if a tracker raises OSError (a full disk, a lost server)."""
     try:
         yield
     except OSError as error:
@@ -111,7 +111,7 @@ def log_tracker_errors(loss: str) -> Iterator[None]:
 
 
 class MetricsFile(FileLogger):
-    """verl's `file` logger behind the lines that its file holds; verl's own empties the file on a resume too."""
+    """verl's `file` logger, which appends; verl's own logger empties the file even on a resume."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -120,18 +120,18 @@ class MetricsFile(FileLogger):
 
 
 def open_tracking(config: RunConfig, first_step: int) -> Tracking:
-    """Open the loggers that `trainer.logger` names.
+    """Open the loggers of `trainer.logger`.
 
-    The ``file`` logger goes on behind its lines up to ``first_step``. Unless ``VERL_FILE_LOGGER_PATH`` says otherwise,
-    it lies beside the checkpoints as ``metrics.jsonl``. wandb and swanlab go on with the run that they began before
-    ``first_step``; at step 0 they begin a new one.
+    The ``file`` logger appends to its lines up to ``first_step``. Its file is ``VERL_FILE_LOGGER_PATH``, or
+    ``metrics.jsonl`` beside the checkpoints. wandb and swanlab continue the run that they began before ``first_step``;
+    at step 0 they begin a new run.
 
     Raises:
-        ValueError: a logger cannot begin, for want of a login, a package or a server.
+        ValueError: If a logger cannot begin, because it lacks a login, a package or a server.
     """
     folder, loggers = Path(config.trainer.default_local_dir), config.trainer.loggers
     ids = read_run_ids(folder) if first_step else {}
-    sys.argv[1:] = map(redacted_text, sys.argv[1:])  # Hydra has read it; trackers upload it
+    sys.argv[1:] = map(redacted_text, sys.argv[1:])  # Hydra has read it, and trackers upload it
     try:
         with continued_runs(ids, loggers), _without_terminal():
             tracking = Tracking(
@@ -140,7 +140,7 @@ def open_tracking(config: RunConfig, first_step: int) -> Tracking:
                 default_backend=[name for name in loggers if name != "file"],
                 config=redacted(config.values),
             )
-    except Exception as error:  # each tracker has exceptions of its own
+    except Exception as error:  # each tracker has its own exceptions
         raise ValueError(
             f"trainer.logger must name trackers that can begin; got {loggers} ({first_line(error)}); without a login "
             "there are WANDB_MODE=offline and SWANLAB_MODE=offline"
@@ -154,10 +154,10 @@ def open_tracking(config: RunConfig, first_step: int) -> Tracking:
 
 
 def read_run_ids(folder: Path) -> dict[str, str]:
-    """Read the ids that :func:`keep_run_ids` wrote into a run's folder; none if it wrote nothing.
+    """Read the ids that :func:`keep_run_ids` wrote into a run's folder, or {} if there are none.
 
     Raises:
-        ValueError: the file is no JSON object.
+        ValueError: If the file is not a JSON object.
     """
     path = folder / RUN_IDS
     if not path.is_file():
@@ -172,19 +172,19 @@ def read_run_ids(folder: Path) -> dict[str, str]:
 
 
 def keep_run_ids(folder: Path, earlier: Mapping[str, str], loggers: Mapping[str, Any]) -> None:
-    """Write the ids of the runs that verl's ``Tracking.logger`` has begun, beside `earlier` ones of other trackers."""
+    """Write the ids of the runs that verl's ``Tracking.logger`` began, and `earlier` ids of other trackers."""
     runs = {"wandb": lambda wandb: wandb.run, "swanlab": lambda swanlab: swanlab.get_run()}
     begun = {name: getattr(runs[name](loggers[name]), "id", None) for name in _VARIABLES if name in loggers}
     ids = {**earlier, **{name: run_id for name, run_id in begun.items() if run_id}}
     if ids:
         write_json(folder / RUN_IDS, ids)
     else:
-        (folder / RUN_IDS).unlink(missing_ok=True)  # of a run that ended before its first checkpoint
+        (folder / RUN_IDS).unlink(missing_ok=True)  # from a run that ended before its first checkpoint
 
 
 @contextmanager
 def continued_runs(ids: Mapping[str, str], loggers: Sequence[str]) -> Iterator[None]:
-    """Set the environment in which `loggers` continue the runs of these ids, and restore it afterwards."""
+    """Set the environment so that `loggers` continue the runs of these ids, and restore it afterwards."""
     variables: dict[str, str] = {}
     for name in _VARIABLES.keys() & ids.keys() & set(loggers):
         run_id, resume = _VARIABLES[name]
@@ -210,16 +210,16 @@ def _without_terminal() -> Iterator[None]:
 
 
 def append_lines(path: Path, rows: Iterable[Mapping[str, Any]], loss: str) -> None:
-    """Append rows to a JSONL file; if the disk is full, warn of their loss."""
+    """Append rows to a JSONL file; if the disk is full, print a warning about their loss."""
     with log_tracker_errors(loss), path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 def continued_lines(path: Path, first_step: int) -> None:
-    """Keep a JSONL file's lines of steps up to `first_step`, but for torn ones; at step 0 set the whole file aside."""
+    """Keep a JSONL file's intact lines of steps up to `first_step`; at step 0, move the whole file aside."""
     if not path.is_file():
         return
-    if not first_step:  # of a run that ended before its first checkpoint
+    if not first_step:  # from a run that ended before its first checkpoint
         os.replace(path, path.with_name(f"{path.name}.before_restart"))
         return
     kept = []

@@ -1,13 +1,13 @@
-"""Validation, before step 1, every `trainer.test_freq` steps and after the last one."""
+"""The hook for validation: before step 1, every `trainer.test_freq` steps, and after the last step."""
 
 from verl_ext.trainer.hooks.base import Hook, StepOutcome
 
 
 class ValidationHook(Hook):
-    """The validation: its metrics are logged."""
+    """The hook that validates and logs the metrics."""
 
     def pre_step(self, step: int) -> None:
-        """Validate before the first step of a run that begins, as step 0."""
+        """Validate before the first step of a new run, as step 0."""
         if step == 1 and self.options.val_before_train:
             self._validate(0)
 
