@@ -325,8 +325,7 @@ class TextEncoder:
         size = self._windows.size if tokenizer.is_fast else self._windows.longest
         while True:
             while len(text) <= size and not is_read:
-                part = next(blocks, None)
-                is_read = part is None
+                is_read = (part := next(blocks, None)) is None
                 text += part or ""
             is_last = is_read and len(text) <= size
             window = text if is_last else text[:size]
@@ -358,10 +357,8 @@ class TextEncoder:
         """Return the number of tokens before a window's last safe cut, and the first character of the next window."""
         ids, tries = encoding.ids, 0
         ends = [end for _, end in encoding.offsets] if offsets else []
-        starts = range(len(ids))
-        after = bisect_right(
-            starts, len(window) - self._windows.overlap, key=lambda token: encoding.token_to_chars(token)[0]
-        )
+        latest = len(window) - self._windows.overlap
+        after = bisect_right(range(len(ids)), latest, key=lambda token: encoding.token_to_chars(token)[0])
         for token in range(min(after, len(ids) - 1), 0, -1):
             if not self._is_border(tokenizer, encoding, ids, token):
                 continue
@@ -371,8 +368,7 @@ class TextEncoder:
                 rest = self._call(tokenizer, [window[at:]], **call).encodings[0]
                 if rest.ids == ids[token:] and (not offsets or [end + at for _, end in rest.offsets] == ends[token:]):
                     return token, at
-            tries += 1
-            if tries == TRIES:
+            if (tries := tries + 1) == TRIES:
                 return None
         return None
 
