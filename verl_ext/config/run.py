@@ -79,9 +79,7 @@ class TrainerOptions(Options):
     gpu_peak_tflops: float | None = option(
         None, "peak TFLOP/s of a GPU, for perf/mfu; null: from the GPU's name; no perf/mfu if it is unknown", above=0
     )
-    max_skipped_steps: int = option(
-        10, "non-finite gradients in a row that are allowed; one more fails the run", least=0
-    )
+    max_skipped_steps: int = option(10, "non-finite gradients in a row that a run survives; one more ends it", least=0)
     spike_factor: float | None = option(
         None, "a loss above this multiple of the last 64 losses' median is written to spikes.jsonl; null: none", above=1
     )
