@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# One node of a training run: the one torchrun line, with the topology taken from the environment.
+# One node of a training run: one torchrun command, with the topology from the environment.
 #
-#   launch/node.sh recipe=quickstart data.train_dir=DIR model.path=MODEL              # this machine, every GPU of it
+#   launch/node.sh recipe=quickstart data.train_dir=DIR model.path=MODEL              # this machine, all its GPUs
 #   NNODES=4 NODE_RANK=0 MASTER_ADDR=host0 launch/node.sh recipe=token_aware_pack …   # the same on each of 4 nodes
 #   DRY_RUN=1 launch/node.sh …                                                        # print the line, start nothing
 #
@@ -16,9 +16,9 @@
 # PREFLIGHT        -                         1 on several nodes: `verl-ext preflight` before torchrun; 0: without
 # PREFLIGHT_TIMEOUT                          600 seconds, for the nodes to find each other
 #
-# SIGTERM, SIGINT or SIGUSR1: the ranks of all nodes save at the end of their step, and this ends with 75 (EX_TEMPFAIL,
-# run it again); a second one ends the ranks at once, and where there are none yet, the first. Every other exit code is
-# torchrun's.
+# After SIGTERM, SIGINT or SIGUSR1 the ranks of all nodes save at the end of their step, and this script ends with 75
+# (EX_TEMPFAIL: run it again). A second signal ends the ranks at once; if there are no ranks yet, the first one does.
+# Every other exit code is torchrun's.
 #
 # WORLD_SIZE and RANK are not read: they count processes for some schedulers and nodes for others. Interfaces are never
 # guessed: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME are passed on as they are, and docs/launching.md says when to set
@@ -30,7 +30,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/topology.sh" 29500
 
 standalone=$([[ "$NNODES" == 1 && -z "$MASTER_PORT" ]] && echo yes || echo no)
 if [[ "$standalone" == yes ]]; then
-    # A rendezvous of its own on a free port: two runs on one machine never meet.
+    # A separate rendezvous on a free port, so that two runs on one machine never meet.
     topology=(--standalone --local_addr=127.0.0.1)
 elif ((MAX_RESTARTS > 0)); then
     # Nodes can leave and come back; node 0 keeps the store in which they meet.
@@ -44,7 +44,7 @@ fi
 if [[ "$standalone" == no && -n "$LOCAL_ADDR" ]]; then topology+=("--local_addr=$LOCAL_ADDR"); fi
 if ((MAX_RESTARTS > 0)); then
     topology+=("--max_restarts=$MAX_RESTARTS")
-    # Ranks of a restart must not find the addresses of those before, which torchrun's shared store keeps.
+    # Restarted ranks must not find the addresses of earlier ranks, which torchrun's shared store keeps.
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 fi
 
@@ -56,19 +56,19 @@ if [[ "${DRY_RUN:-0}" != 0 ]]; then
 fi
 
 command -v torchrun >/dev/null || fail "torchrun must be on PATH; activate the environment that verl-ext is installed in"
-# torchrun reads PET_ variables for what its line leaves out; where ranks meet, the line says alone.
+# torchrun reads PET_ variables for options that its command lacks; the command alone says where ranks meet.
 unset PET_NNODES PET_NODE_RANK PET_NPROC_PER_NODE PET_MASTER_ADDR PET_MASTER_PORT PET_LOCAL_ADDR PET_MAX_RESTARTS \
     PET_STANDALONE PET_RDZV_BACKEND PET_RDZV_ENDPOINT PET_RDZV_ID PET_RDZV_CONF
 export PYTHONUNBUFFERED=1
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # what torchrun sets, with a warning on every start
-export NNODES                                # recipes may set the packs per step from it
-# A scheduler may signal torchrun too: it passes these on, and leaves the ranks this many seconds to save.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # torchrun's own value, without its warning at every start
+export NNODES                                # recipes may derive the packs per step from it
+# A scheduler may signal torchrun too, which passes the signal on and gives the ranks this many seconds to save.
 export PET_SIGNALS_TO_HANDLE=${PET_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1}
 export PET_SHUTDOWN_TIMEOUT=${PET_SHUTDOWN_TIMEOUT:-3600}
 
 # Requests go to the ranks through a file, past torchrun, which would end with an error (verl_ext/trainer/signals.py).
 VERL_EXT_REQUESTS=$(mktemp -d "${TMPDIR:-/tmp}/verl-ext-XXXXXX")
-export VERL_EXT_REQUESTS VERL_EXT_LAUNCHER=$$ # what this starts ends with it (verl_ext/launcher.py)
+export VERL_EXT_REQUESTS VERL_EXT_LAUNCHER=$$ # processes that this script starts end with it (verl_ext/launcher.py)
 child='' signalled=''
 trap '[[ -z "$child" ]] || kill -TERM "$child"; rm -rf "$VERL_EXT_REQUESTS"' EXIT
 trap 'request SIGTERM' TERM
@@ -99,7 +99,7 @@ attend() {
     "$@" &
     child=$!
     set +m
-    end_without_ranks # where a signal came before there was a child
+    end_without_ranks # if a signal came before there was a child
     while :; do       # a signal ends the wait
         again=no status=0
         wait "$child" || status=$?

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# A training run on a Ray cluster: on one that these nodes make for it, or as a job on one that runs already.
+# A training run on a Ray cluster: on a new cluster of these nodes, or as a job on a running cluster.
 #
-#   launch/ray.sh node recipe=… data.train_dir=DIR model.path=MODEL      # this machine, every GPU of it
+#   launch/ray.sh node recipe=… data.train_dir=DIR model.path=MODEL      # this machine, all its GPUs
 #   NNODES=4 NODE_RANK=0 MASTER_ADDR=host0 launch/ray.sh node recipe=…   # the same on each of 4 nodes
 #   NNODES=4 NODE_RANK=0 MASTER_ADDR=host0 launch/ray.sh node            # a cluster that waits for jobs
 #   RAY_ADDRESS=http://host0:8265 launch/ray.sh submit recipe=…          # a run as a job on it, from anywhere
@@ -17,7 +17,7 @@
 # Every other argument is an override of conf/sft.yaml and goes through unchanged.
 set -euo pipefail
 
-# line COMMAND…: become it, or print it
+# line COMMAND…: replace this process by it, or print it
 line() {
     [[ "${DRY_RUN:-0}" != 0 ]] || exec "$@"
     printf '%q ' "$@"
@@ -62,7 +62,7 @@ MASTER_PORT=${MASTER_PORT:-6379}
 start=(ray start --block --disable-usage-stats)
 if [[ -n "$LOCAL_ADDR" ]]; then start+=("--node-ip-address=$LOCAL_ADDR"); fi
 if command -v nvidia-smi >/dev/null || [[ -n "${CUDA_VISIBLE_DEVICES:-}" ]]; then start+=("--num-gpus=$NPROC_PER_NODE"); fi
-if ((NNODES == 1 && $# > 0)); then # Ray makes a cluster of this machine for the run by itself
+if ((NNODES == 1 && $# > 0)); then # Ray itself makes a cluster of this machine for the run
     run+=("trainer.n_gpus_per_node=$NPROC_PER_NODE" "ray.max_restarts=$MAX_RESTARTS")
     line env -u RAY_ADDRESS "${run[@]}" "$@"
     exit
@@ -76,9 +76,9 @@ fi
 
 head_listens() { (: <"/dev/tcp/$MASTER_ADDR/$MASTER_PORT") 2>/dev/null; }
 
-# wait_for_head [PID]: PID is the head's process, where it is on this node
+# wait_for_head [PID]: PID is the head's process, if it is on this node
 wait_for_head() {
-    local began=$SECONDS # of an address that is out of reach, one try may take minutes
+    local began=$SECONDS # one try at an unreachable address may take minutes
     until head_listens; do
         if [[ -n "${1:-}" ]] && ! kill -0 "$1" 2>/dev/null; then fail "Ray's head has ended; its lines above say why"; fi
         ((SECONDS - began < ${PREFLIGHT_TIMEOUT:-600})) ||
@@ -109,11 +109,11 @@ if ((NODE_RANK > 0)); then
     exit 0
 fi
 if head_listens; then fail "MASTER_PORT=$MASTER_PORT must be free for Ray's head on $MASTER_ADDR; something listens there"; fi
-set -m # a process group of its own: Ctrl-C is for the run alone
+set -m # a separate process group: Ctrl-C reaches the run alone
 "${head[@]}" >/dev/null &
 pid_of_head=$!
 set +m
-trap 'kill "$pid_of_head" 2>/dev/null; wait "$pid_of_head" || true' EXIT # what it has started, and nothing else
+trap 'kill "$pid_of_head" 2>/dev/null; wait "$pid_of_head" || true' EXIT # only what this script started
 wait_for_head "$pid_of_head"
 attend "${run[@]}"
 exit "$code"

@@ -4,14 +4,14 @@
 #
 #   source "$(dirname "${BASH_SOURCE[0]}")/topology.sh" DEFAULT_PORT
 #
-# launch/node.sh has the table of names and defaults. MASTER_PORT stays empty on one node where nothing sets it.
+# launch/node.sh has the table of names and defaults. On one node MASTER_PORT stays empty if nothing sets it.
 
 fail() {
     echo "launch/$(basename "$0"): $1" >&2
     exit 2
 }
 
-# first_set DEFAULT NAME…: the value of the first variable that is set and not empty
+# first_set DEFAULT NAME…: print the value of the first variable that is set and not empty
 first_set() {
     local default=$1 name
     shift

@@ -1,9 +1,9 @@
-# Sourced by the recipes that run on two CPU ranks: say a stage, open the folder of a run, show it.
+# Functions for the recipes on two CPU ranks, which source this file: name a stage, open a run's folder, show the run.
 
 say() { printf '\n[%3ds] %s\n' "$SECONDS" "$1"; }
 
-# open_run RECIPE FOLDER: make or reuse the folder, which must be new, empty or of an earlier run of the same recipe.
-# Sets run and data, and what CPU ranks need in the environment.
+# open_run RECIPE FOLDER: make or reuse the folder, which must be new, empty or from an earlier run of the same recipe.
+# Sets run and data, and the environment variables that CPU ranks need.
 open_run() {
     local recipe=$1
     run=$2
@@ -19,19 +19,19 @@ open_run() {
     touch "$run/.$recipe"
     run=$(cd "$run" && pwd)
     data=$run/data
-    export CUDA_VISIBLE_DEVICES=        # CPU ranks, also where there is a GPU
+    export CUDA_VISIBLE_DEVICES=        # CPU ranks, even if there is a GPU
     export TOKENIZERS_PARALLELISM=false # the tokenize command has processes of its own
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 }
 
-# show_run: the curves of the run in $run/checkpoints, here as text and as figures in run.html.
+# show_run: show the curves of the run in $run/checkpoints, as text here and as figures in run.html.
 show_run() {
     verl-ext show "$run/checkpoints"
     verl-ext show "$run/checkpoints" "html=$run/run.html"
 }
 
-# open_server: the server of BASE_URL and MODEL, or recipes/scripted_model.py until the recipe ends. Sets server_url and
-# server_model.
+# open_server: use the server of BASE_URL and MODEL, or run recipes/scripted_model.py until the recipe ends. Sets
+# server_url and server_model.
 open_server() {
     if [[ -n "${BASE_URL:-}" ]]; then
         server_url=$BASE_URL

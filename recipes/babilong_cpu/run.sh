@@ -3,9 +3,9 @@
 #
 #   recipes/babilong_cpu/run.sh [FOLDER [override …]]
 #
-# FOLDER: babilong_cpu_run unless given; a folder of this script's is reused. Overrides are of every training run.
-# TASK=qa2 asks for objects in place of actors. SEEDS="1 2 3 4 5" names the seeds, of weights, memory and order.
-# KINDS="memory plain" are the models to train; tokens: model.memory.kind=recurrent_tokens.
+# FOLDER: babilong_cpu_run by default; a folder that this script made is reused. Overrides apply to every training run.
+# TASK=qa2 asks for objects in place of actors. SEEDS="1 2 3 4 5" sets the seeds of weights, memory and order.
+# KINDS="memory plain" names the models to train; tokens means model.memory.kind=recurrent_tokens.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -24,7 +24,7 @@ done
 source "$here/../small_run.sh"
 open_run babilong_cpu "${1:-babilong_cpu_run}"
 
-# samples FOLDER TASK SIZE NUMBER SEED [override …]: a file of facts anywhere in a text of SIZE tokens.
+# samples FOLDER TASK SIZE NUMBER SEED [override …]: write a file with facts anywhere in a text of SIZE tokens.
 samples() {
     verl-ext babilong "output_dir=$run/$task/$1" overwrite=true "tasks=[$2]" "sizes=$3" "samples=$4" "seed=$5" \
         "model.path=$run/$task/inputs/model_${seeds[0]}" "background=$run/$task/inputs/background" reserve_tokens=0 "${@:6}"
@@ -47,7 +47,7 @@ samples val "$task" "$lengths" 250 11
 samples long "$task" "$long" 100 12
 mv "$run/$task/long/$task"/*.json "$run/$task/val/$task/"
 
-# train KIND SEED: one rank, quietly; its lines are in the run's folder.
+# train KIND SEED: train quietly on one rank; the output is in the run's folder.
 train() {
     local output=$run/$task/$1_$2 memory files
     files=$(printf '%s,' "$run/$task"/[1-9])

@@ -5,7 +5,7 @@
 #
 # PLAYS.txt    a text whose parts are separated by blank lines
 # GSM8K.jsonl  lines of {"question", "answer"}
-# FOLDER       blend_cpu_run unless given; a folder of this script's is reused. Overrides are of the training run.
+# FOLDER       blend_cpu_run by default; a folder that this script made is reused. Overrides apply to the training run.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

@@ -6,7 +6,7 @@
 # GSM8K.jsonl       lines of {"question", "answer"}
 # CODE.json         a list of {"instruction", "input", "output"}
 # TOKENIZER_FOLDER  a Hugging Face tokenizer with a chat template
-# FOLDER            gsm8k_code_run unless given; a folder of this script's is reused
+# FOLDER            gsm8k_code_run by default; a folder that this script made is reused
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

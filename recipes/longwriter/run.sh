@@ -3,9 +3,9 @@
 #
 #   recipes/longwriter/run.sh [FOLDER [override …]]
 #
-# FOLDER: longwriter_run unless given; a folder of this script's is reused. Overrides are of the training run.
-# The plans, paragraphs and verdicts are those of recipes/scripted_model.py, which is no model. With BASE_URL and MODEL a
-# server of yours writes and judges them: BASE_URL=http://localhost:8000/v1 MODEL=NAME.
+# FOLDER: longwriter_run by default; a folder that this script made is reused. Overrides apply to the training run.
+# The plans, paragraphs and verdicts come from recipes/scripted_model.py, which is not a model. With BASE_URL and MODEL
+# your own server writes and judges them: BASE_URL=http://localhost:8000/v1 MODEL=NAME.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

@@ -4,10 +4,10 @@
 #   recipes/minimind_pretrain/run.sh TRAIN.jsonl [FOLDER [override …]]
 #
 # TRAIN.jsonl  lines of {"text"}; any file, folder or glob that data=pretrain reads
-# FOLDER       minimind_pretrain_run unless given
-# override …   of the training run
+# FOLDER       minimind_pretrain_run by default
+# override …   for the training run
 # MODEL=tiny   another architecture of `verl-ext init-model`; NPROC_PER_NODE as in launch/node.sh
-# RECIPE=…     minimind_pretrain unless given; minimind_pretrain/minimind3
+# RECIPE=…     minimind_pretrain by default, or minimind_pretrain/minimind3
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

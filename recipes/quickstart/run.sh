@@ -3,7 +3,7 @@
 #
 #   recipes/quickstart/run.sh [FOLDER [override …]]
 #
-# FOLDER: quickstart_run unless given; a folder of this script's is reused. Overrides are of the training run.
+# FOLDER: quickstart_run by default; a folder that this script made is reused. Overrides apply to the training run.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

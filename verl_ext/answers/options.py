@@ -16,24 +16,24 @@ class AnswerOptions(Options):
 
     prompts: Any = option(
         None,
-        "chats whose last answer is asked for: files or folders of records, a tokenized folder, or {category: files}; "
+        "chats whose last answer is generated: files or folders of records, a tokenized folder, or {category: files}; "
         "null: none",
     )
     freq: int | None = option(None, "steps between two evaluations by answers; null: only at the end", least=1)
-    score: str = option("exact", f"{', '.join(BUILT_IN)}, or module:function of your own, (record, answer) -> float")
-    max_samples: int | None = option(None, "ask the first N prompts only; null: all", least=1)
-    category_field: str | None = option(None, "field whose value is a record's category; null: its file's name")
+    score: str = option("exact", f"{', '.join(BUILT_IN)}, or your own module:function, (record, answer) -> float")
+    max_samples: int | None = option(None, "number of first prompts to answer; null: all", least=1)
+    category_field: str | None = option(None, "field that holds a record's category; null: its file's name")
     chat_template: str | None = option(None, "a Jinja template, or a file with one; null: the tokenizer's own")
-    apply_chat_template_kwargs: dict[str, Any] = option({}, "passed to the template, e.g. {enable_thinking: false}")
-    max_new_tokens: int = option(256, "most tokens of an answer", least=1)
-    temperature: float = option(0.0, "0: the likeliest tokens; above 0: tokens are drawn", least=0)
-    top_p: float = option(1.0, "draw among the likeliest tokens of this probability", above=0, most=1)
+    apply_chat_template_kwargs: dict[str, Any] = option({}, "template arguments, e.g. {enable_thinking: false}")
+    max_new_tokens: int = option(256, "maximum number of tokens of an answer", least=1)
+    temperature: float = option(0.0, "sampling temperature; 0: always the likeliest token", least=0)
+    top_p: float = option(1.0, "total probability of the likeliest tokens to sample from", above=0, most=1)
     batch_size: int = option(8, "prompts that a rank answers at a time", least=1)
-    table_rows: int = option(8, "answers that are kept in answers.jsonl and the trackers' tables", least=0)
+    table_rows: int = option(8, "number of answers in answers.jsonl and in the trackers' tables", least=0)
     base_url: str | None = option(
-        None, "an OpenAI-compatible server, e.g. http://localhost:8000/v1, that answers in the model's place"
+        None, "OpenAI-compatible server that answers in the model's place, e.g. http://localhost:8000/v1"
     )
-    model: str | None = option(None, "the model's name there; null: the only one that it serves")
+    model: str | None = option(None, "the model's name on that server; null: the only model that it serves")
 
     @property
     def asks_model(self) -> bool:

@@ -204,7 +204,7 @@ class AttentionOptions(Options):
 
     prefix: ClassVar[str] = "attention"
 
-    backend: str = option("auto", "the kernel; auto: the fastest that runs", choices=("auto", *BACKENDS))
+    backend: str = option("auto", "attention kernel; auto: the fastest one that runs", choices=("auto", *BACKENDS))
 
 
 def in_autocast_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -59,7 +59,7 @@ class OutputOptions(Options):
     marker: ClassVar[str] = REPORT  # the file that marks an output folder of the command
 
     output_dir: str = option(REQUIRED, "folder that is written; it appears only when complete", required=True)
-    overwrite: bool = option(False, "true: replace an output_dir that this command wrote, as a whole")
+    overwrite: bool = option(False, "true: replace the whole output_dir if this command wrote it")
 
     def output_problems(self, kept: str, *paths: str | None) -> list[str]:
         """Return a line if output_dir must not be written, also if it contains the input `paths` (in words: `kept`)."""
@@ -74,7 +74,7 @@ class SourceOptions(OutputOptions):
         {}, f"name: file, folder, glob, URL, Hub dataset or list of them; {FORMATS}", required=True
     )
     num_workers: int | None = option(
-        None, "worker processes; null: by CPUs and input size. The output does not depend on it", least=1
+        None, "worker processes; null: chosen by CPUs and input size. The output does not depend on it", least=1
     )
 
     @property

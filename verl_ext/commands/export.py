@@ -22,10 +22,10 @@ class ExportOptions(OutputOptions):
 
     marker: ClassVar[str] = EXPORT_MARKER
 
-    checkpoint: str = option(REQUIRED, "a global_step_N folder, or a run's: its last one", required=True)
-    base: str | None = option(None, "the model's folder, for a checkpoint of adapters alone")
-    dtype: str = option("saved", "type of the weights; saved: as in the checkpoint", choices=_DTYPES)
-    shard_gb: float = option(5.0, "most gigabytes of a file of weights", above=0)
+    checkpoint: str = option(REQUIRED, "a global_step_N folder, or a run's folder for its last one", required=True)
+    base: str | None = option(None, "folder of the base model, for a checkpoint of adapters alone")
+    dtype: str = option("saved", "data type of the weights; saved: as in the checkpoint", choices=_DTYPES)
+    shard_gb: float = option(5.0, "maximum size of a weight file in gigabytes", above=0)
 
     def problems(self) -> Iterator[str]:
         """Yield a line for every mistake that is visible without reading the checkpoint."""

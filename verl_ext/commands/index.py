@@ -34,7 +34,7 @@ class IndexOptions(TextOptions, SourceOptions):
     model: ModelOptions = option(ModelOptions, "the tokenizer")
     add_bos: bool = option(False, "one BOS token before each document")
     max_corpus_tokens: int | None = option(
-        None, "tokens after which a source is cut, also inside a document; null: never", least=1
+        None, "number of tokens after which a source is cut, even inside a document; null: never", least=1
     )
 
     def problems(self) -> Iterator[str | None]:

@@ -48,17 +48,17 @@ class PreflightOptions(Options):
     versions must be equal, and clocks must agree. The trainer itself compares options, data and model of all nodes.
     """
 
-    nnodes: int = option(REQUIRED, "nodes of the run", least=1, required=True)
+    nnodes: int = option(REQUIRED, "number of nodes of the run", least=1, required=True)
     node_rank: int = option(0, "number of this node, from 0", least=0)
-    master_addr: str = option("127.0.0.1", "node 0, as all nodes reach it", required=True)
+    master_addr: str = option("127.0.0.1", "address at which all nodes reach node 0", required=True)
     master_port: int = option(29500, "port of node 0 for torchrun's rendezvous", least=1, most=65535)
     processes: int = option(1, "ranks per node, the same on all nodes", least=1)
     local_addr: str | None = option(None, "this node's address for others; null: that of gloo's interface or host name")
     rdzv_id: str | None = option(
-        None, "the run that a node may join after it has begun, by c10d rendezvous; null: none"
+        None, "c10d rendezvous id of a run that a node may join after it has begun; null: none"
     )
     timeout: int = option(600, "seconds to wait for the other nodes", least=1)
-    clock_seconds: float = option(5, "most seconds between clocks; c10d drops nodes that seem 15 s late", above=0)
+    clock_seconds: float = option(5, "allowed seconds between clocks; c10d drops nodes that seem 15 s late", above=0)
 
     def problems(self) -> Iterator[str | None]:
         """Yield a line if the run has no such node."""

@@ -49,19 +49,19 @@ class TokenizeOptions(ChatOptions, SourceOptions):
 
     backend: str = option(
         "local",
-        "local: processes of this machine | ray: tasks of a Ray cluster, the one at $RAY_ADDRESS or one started here",
+        "local: processes of this machine | ray: tasks of the Ray cluster at $RAY_ADDRESS, or of one started here",
         choices=("local", "ray"),
     )
     sample: Any = option(
-        None, "a part of each source, or {source: part}: a fraction (1.0 is all) or a number of records"
+        None, "part of each source, or {source: part}; a part is a fraction (1.0: all) or a number of records"
     )
     seed: int = option(42, "seed of the sample")
     format: str = option(
         "arrow",
-        "arrow: the folder that data.train_dir names | megatron: SOURCE.bin and .idx, SOURCE_mask.bin and .idx",
+        "arrow: a folder for data.train_dir | megatron: SOURCE.bin and .idx, SOURCE_mask.bin and .idx",
         choices=("arrow", "megatron"),
     )
-    preview: int = option(2, "documents of each source that are shown at the end, with their targets marked", least=0)
+    preview: int = option(2, "documents of each source to show at the end, with their targets marked", least=0)
 
     def problems(self) -> Iterable[str | None]:
         """Yield a line for each mistake that is visible without opening a source."""

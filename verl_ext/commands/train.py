@@ -40,9 +40,9 @@ class SourceKeys(Options):
 
     prefix: ClassVar[str] = "data"
 
-    sources: dict[str, Any] = option({}, "training data, a category to its files, as of `verl-ext tokenize`")
-    val_sources: dict[str, Any] = option({}, "validation data, likewise; `sample` is of data.sources alone")
-    cache_dir: str | None = option(None, "tokenized data is kept here; null: in the cache of `datasets`")
+    sources: dict[str, Any] = option({}, "training data, {category: files} as in `verl-ext tokenize`")
+    val_sources: dict[str, Any] = option({}, "validation data in the same form; `sample` applies to data.sources alone")
+    cache_dir: str | None = option(None, "folder for tokenized data; null: in the cache of `datasets`")
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class TrainOptions(Options):
     options are tokenized only once. After Ctrl-C or SIGTERM the ranks save, and the same command goes on.
     """
 
-    data: SourceKeys = option(SourceKeys, "what is tokenized")
-    nproc: int | None = option(None, "ranks; null: the GPUs of this machine, or 1 if it has none", least=1)
+    data: SourceKeys = option(SourceKeys, "data to tokenize")
+    nproc: int | None = option(None, "number of ranks; null: one per GPU of this machine, or 1 without GPUs", least=1)
 
 
 def run(words: Sequence[str]) -> str:

@@ -153,7 +153,7 @@ class PackedModel(HFModelConfig, ModelOptions):
 class QwenTitansModel(PackedModel):
     """A Qwen with long-term memory, which reads rows chunk by chunk; `hf_config` becomes a QwenTitansConfig."""
 
-    train: str = option("all", "memory: the base's weights stay as they are", resume="same")
+    train: str = option("all", "memory: the base model's weights are not trained", resume="same")
     memory_checkpoint: str | None = None
     memory: dict[str, Any] = field(default_factory=dict)
 

@@ -48,50 +48,50 @@ class TrainerOptions(Options):
     default_local_dir: str = option(
         "checkpoints/${trainer.project_name}/${trainer.experiment_name}", "folder of the run's files", required=True
     )
-    default_hdfs_dir: str | None = option(None, "verl's: checkpoints are copied there as well")
+    default_hdfs_dir: str | None = option(None, "verl's key: another folder, to which checkpoints are copied")
     project_name: str = option("verl_ext", "project name for trackers")
     experiment_name: str = option("sft", "experiment name for trackers")
-    logger: Any = option(["console"], "console, file, wandb, swanlab, tensorboard or another tracker of verl's")
+    logger: Any = option(["console"], "trackers: console, file, wandb, swanlab, tensorboard or another of verl's")
     total_epochs: int = option(1, "passes over the training data", least=1)
-    total_training_steps: int | None = option(None, "steps of the run; null: those of total_epochs", least=1)
+    total_training_steps: int | None = option(None, "number of steps; null: as many as total_epochs has", least=1)
     seed: int = option(1, "seed of dropout and of new adapters", least=0, resume="same")
     save_freq: Any = option(-1, f"steps between checkpoints, or {AFTER_EACH_EPOCH}; 0, -1: only at the end")
     test_freq: Any = option(-1, f"steps between validations, or {AFTER_EACH_EPOCH}; 0, -1: only at the end")
     val_before_train: bool = option(
-        True, "true: validate, and answer the prompts of eval.prompts, before step 1 of a run that begins"
+        True, "true: validate, and answer the prompts of eval.prompts, before step 1 of a new run"
     )
-    max_ckpt_to_keep: int | None = option(None, "how many checkpoints to keep; null: all", least=1)
+    max_ckpt_to_keep: int | None = option(None, "number of checkpoints to keep; null: all", least=1)
     resume_mode: str = option(
-        "auto", "auto: from the last checkpoint, if any", choices=("auto", "disable", "resume_path")
+        "auto", "auto: resume from the last checkpoint, if any", choices=("auto", "disable", "resume_path")
     )
     resume_from_path: str | None = option(None, "a global_step_N folder to resume from")
     allow_pickled_checkpoints: bool = option(
-        False, "true: read checkpoints in verl's own form by pickle, which may run code in them"
+        False, "true: read checkpoints in verl's own form with pickle, which may run code in them"
     )
     allow_resume_mismatch: list[str] = option([], "config keys that may differ from the resumed run's")
-    balance_batch: bool = option(True, "verl's; has no effect on packs, see data.balance")
-    nnodes: int = option(1, "nodes of a run on Ray; not of torchrun", least=1)
-    n_gpus_per_node: int = option(1, "ranks per node of a run on Ray, also on CPU; not of torchrun", least=1)
+    balance_batch: bool = option(True, "verl's key, without effect on packs; see data.balance")
+    nnodes: int = option(1, "number of nodes on Ray; not used under torchrun", least=1)
+    n_gpus_per_node: int = option(1, "ranks per node on Ray, also on CPU; not used under torchrun", least=1)
     profile_interval: Any = option([-1, -1], "[first step, last step] that verl's profiler records; [-1, -1]: none")
-    device: str = option("auto", "auto: a GPU where one is visible", choices=("auto", "cpu", "cuda"))
+    device: str = option("auto", "auto: a GPU if one is visible", choices=("auto", "cpu", "cuda"))
     log_freq: int = option(1, "steps between logged metrics", least=1)
-    log_every_batches: int | None = option(None, "log_freq in micro-batches of a rank, in its place", least=1)
+    log_every_batches: int | None = option(None, "a rank's micro-batches between logs, in place of log_freq", least=1)
     gpu_peak_tflops: float | None = option(
-        None, "TFLOP/s of a GPU at its best, for perf/mfu; null: by its name, and no perf/mfu for another", above=0
+        None, "peak TFLOP/s of a GPU, for perf/mfu; null: from the GPU's name; no perf/mfu if it is unknown", above=0
     )
-    max_skipped_steps: int = option(10, "non-finite gradients in a row before the run ends with an error", least=0)
+    max_skipped_steps: int = option(10, "non-finite gradients in a row that a run survives; one more ends it", least=0)
     spike_factor: float | None = option(
         None, "a loss above this multiple of the last 64 losses' median is written to spikes.jsonl; null: none", above=1
     )
-    hang_timeout: int = option(_HANG_TIMEOUT, "seconds without progress that end a run; 0: no limit", least=0)
+    hang_timeout: int = option(_HANG_TIMEOUT, "seconds without progress after which a run ends; 0: no limit", least=0)
     first_step_timeout: int = option(
-        2 * _HANG_TIMEOUT, "the same up to the end of the first step, and at least hang_timeout; 0: no limit", least=0
+        2 * _HANG_TIMEOUT, "hang_timeout up to the end of the first step, never shorter; 0: no limit", least=0
     )
     save_timeout: int = option(7200, "seconds that training may wait for a checkpoint; 0: no limit", least=0)
     nccl_timeout: int | None = option(
-        None, "timeout of collectives in training in seconds, gloo's on CPU; null: hang_timeout + 600", least=1
+        None, "timeout in seconds of training's collectives (gloo on CPU); null: hang_timeout + 600", least=1
     )
-    overwrite: bool = option(False, "true: replace a default_local_dir that has files in it")
+    overwrite: bool = option(False, "true: replace a default_local_dir that holds files")
     plan_only: bool = option(False, "true: check everything, print and write the plan, train nothing")
     eval_only: bool = option(False, "true: measure data.val_dir with the run's last checkpoint, or with model.path")
     answer_tokens: int | None = option(
@@ -135,9 +135,9 @@ class RayOptions(Options):
 
     prefix: ClassVar[str] = "ray"
 
-    max_restarts: int = option(0, "restarts from the last checkpoint after ranks were lost or failed", least=0)
-    min_nodes: int = option(1, "fewest nodes for a restart, where fewer than trainer.nnodes are left", least=1)
-    timeout: float = option(600, "seconds to wait for trainer.nnodes nodes; a restart then takes fewer", least=0)
+    max_restarts: int = option(0, "most restarts from the last checkpoint after ranks were lost or failed", least=0)
+    min_nodes: int = option(1, "minimum number of nodes for a restart if fewer than trainer.nnodes are left", least=1)
+    timeout: float = option(600, "seconds to wait for trainer.nnodes nodes; after that a restart takes fewer", least=0)
 
 
 @dataclass(frozen=True)
@@ -146,26 +146,26 @@ class PlanOptions(Options):
 
     prefix: ClassVar[str] = "plan"
 
-    world_size: int | None = option(None, "ranks of the planned run; null: those of this process group", least=1)
+    world_size: int | None = option(None, "ranks of the planned run; null: as many as this process group has", least=1)
     gpu: str | None = option(
         None,
-        f"plan the time of a step as well, on this GPU: {', '.join(GPUS)}; another needs trainer.gpu_peak_tflops, "
+        f"GPU on which the time of a step is planned too: {', '.join(GPUS)}; another needs trainer.gpu_peak_tflops, "
         "plan.gpu_memory, plan.link and plan.network",
     )
     efficiency: float = option(
         0.4, "share of the GPU's peak that a step's computation reaches, recomputation included", above=0, most=1
     )
-    link: Any = option(None, "bytes a second that a GPU receives from its node, e.g. 450GB; null: those of plan.gpu")
-    network: Any = option(None, "the same from other nodes, e.g. 50GB; null: those of plan.gpu")
+    link: Any = option(None, "bytes per second that a GPU receives in its node, e.g. 450GB; null: those of plan.gpu")
+    network: Any = option(None, "bytes per second from other nodes, e.g. 50GB; null: those of plan.gpu")
     gpu_memory: Any = option(
         None,
-        "memory of each GPU, e.g. 80GiB: the peak is predicted for it; null: that of plan.gpu, or of a visible GPU",
+        "memory of each GPU, e.g. 80GiB, for which the peak is predicted; null: that of plan.gpu, or of a visible GPU",
     )
     host_memory: Any = option(
-        None, "memory of each node for its ranks, e.g. 2TiB: what they keep on the host must fit too; null: not asked"
+        None, "memory of each node for its ranks, e.g. 2TiB, which must hold their data on the host; null: not checked"
     )
-    ranks_per_node: int = option(8, "ranks that share a node's memory; fewer where there are fewer", least=1)
-    reserve: Any = option("5GiB", "of gpu_memory, kept for what is not predicted: CUDA's context, NCCL, fragmentation")
+    ranks_per_node: int = option(8, "ranks that share a node's memory; a smaller run has fewer", least=1)
+    reserve: Any = option("5GiB", "part of gpu_memory for unpredicted use: CUDA's context, NCCL, fragmentation")
 
     def problems(self) -> Iterable[str | None]:
         """Yield a line for each value that is not a size, or does not fit the others."""

@@ -30,12 +30,12 @@ class ModelOptions(ActivationOptions, FreezeOptions):
 
     allow_weight_mismatch: list[str] = option(
         [],
-        "globs of weights that model.path may lack, which begin random (lm_head.weight), or have beside the model's, "
-        "which are left out (v_head.*)",
+        "globs of weights that may differ: those that model.path lacks begin random (lm_head.weight), those that only "
+        "model.path has are left out (v_head.*)",
     )
     experts: str = option(
         "auto",
-        "the products of a mixture of experts: grouped_mm, one product for all experts; eager, a loop over them; auto, "
+        "matrix products of a mixture of experts: grouped_mm: one for all experts; eager: a loop over them; auto: "
         "grouped_mm if transformers has it for the model",
         choices=("auto", "grouped_mm", "eager"),
     )

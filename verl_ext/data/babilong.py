@@ -48,16 +48,14 @@ class SampleOptions(Options):
     prefix: ClassVar[str] = "data"
 
     max_length: int = option(32768, "tokens of a row: prompt, answer and padding", least=2, most=MOST_TOKENS)
-    answer_reserve_tokens: int = option(
-        64, "tokens of max_length that are kept free of the prompt: the longest answer", least=1
-    )
+    answer_reserve_tokens: int = option(64, "tokens of max_length that are reserved for the longest answer", least=1)
     truncate: str = option(
         "context",
-        "what is cut from a longer prompt: context (the end of input) or right (the prompt's end)",
+        "part that is cut from a longer prompt: context: the end of input; right: the prompt's end",
         choices=("context", "right"),
     )
     append_eos: bool = option(
-        False, "the EOS token after the answer is a target too; val/…_accuracy outside qa1 to qa20 needs it"
+        False, "true: the EOS token after the answer is a target too; val/…_accuracy outside qa1 to qa20 needs it"
     )
 
     @override
@@ -74,7 +72,7 @@ class BABILongOptions(TextSetOptions, SampleOptions):
     reads: ClassVar[str] = "BABILong's JSON files"
 
     train_ratio: float = option(
-        0.9, "share of train_dir that is trained on where val_dir is null; 1: no validation", above=0, most=1
+        0.9, "share of train_dir for training if val_dir is null; 1: no validation", above=0, most=1
     )
     max_tokens: int | None = option(None, "must be null or max_length: a pack is a row")  # type: ignore[assignment]
     strategy: str = option("none", "fixed: a row is one sample", choices=("none",))

@@ -50,7 +50,7 @@ class DataOptions(Options):
 
     train_dir: Any = option(
         REQUIRED,
-        "training data: a path or a list of paths, of the kind that the dataset family reads",
+        "training data: a path or a list of paths that the dataset family can read",
         resume="may_grow",
     )
     val_dir: Any = option(None, "validation data; null: none, or the part that train_ratio leaves")
@@ -63,20 +63,20 @@ class DataOptions(Options):
     )
     balance: str = option(
         "sorted",
-        "sorted: packs of like cost share a micro-step; none: a plain shuffle",
+        "sorted: packs of similar cost share a micro-step; none: a plain shuffle",
         choices=("sorted", "none"),
         resume="same",
     )
     balance_group: int | None = option(
-        None, "packs of like cost in a group; null: one for each data-parallel rank", least=1
+        None, "packs of similar cost per group; null: one for each data-parallel rank", least=1
     )
     cost: str = option(
-        "flops", "of a document: the model's flops, or its tokens", choices=("flops", "tokens"), resume="same"
+        "flops", "a document's cost: its flops in the model or its tokens", choices=("flops", "tokens"), resume="same"
     )
-    drop_last: bool = option(False, "true: the packs that do not fill the last step are left out", resume="same")
+    drop_last: bool = option(False, "true: leave out the packs that do not fill the last step", resume="same")
     num_workers: int = option(2, "loader processes per rank", least=0)
     prefetch_factor: int = option(2, "steps that each loader process prepares ahead", least=1)
-    pin_memory: bool | None = option(None, "true: batches in page-locked memory; null: true where there is a GPU")
+    pin_memory: bool | None = option(None, "true: batches in page-locked memory; null: true if there is a GPU")
 
     @override
     def problems(self) -> Iterable[str | None]:

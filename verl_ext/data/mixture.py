@@ -33,10 +33,10 @@ class SourceOptions(Options):
 
     prefix: ClassVar[str] = f"{KEY}.sources.NAME"
 
-    tokens: float | None = option(None, "tokens that an epoch draws of it", above=0, most=MOST)
-    weight: float | None = option(None, "its share of total_tokens, in place of tokens", above=0, most=MOST)
-    intervals: list | None = option(None, "ascending lengths; each interval between two gives as many tokens")
-    train_dir: Any = option(None, "its own folder or folders; null: those of data.train_dir")
+    tokens: float | None = option(None, "tokens that an epoch draws from this source", above=0, most=MOST)
+    weight: float | None = option(None, "this source's share of total_tokens, in place of tokens", above=0, most=MOST)
+    intervals: list | None = option(None, "ascending lengths; the intervals between them give equal numbers of tokens")
+    train_dir: Any = option(None, "this source's own folder or folders; null: those of data.train_dir")
 
     @override
     def problems(self) -> Iterable[str | None]:
@@ -65,10 +65,10 @@ class MixtureOptions(Options):
     prefix: ClassVar[str] = KEY
 
     sources: dict[str, Any] = option({}, "NAME: {tokens or weight, intervals, train_dir}")
-    scale: float | None = option(None, "one factor on every budget; null: 1", above=0, most=MOST)
+    scale: float | None = option(None, "factor on every budget; null: 1", above=0, most=MOST)
     total_tokens: float | None = option(
         None,
-        "what the sources with a weight share; null: the tokens that these sources hold",
+        "tokens that the sources with a weight share; null: the tokens that these sources hold",
         above=0,
         most=MOST,
     )

@@ -51,7 +51,7 @@ class MultiDocOptions(DatasetOptions, TextOptions):
     reads: ClassVar[str] = "texts or an index, or data.blend in its place"
     data_keys: ClassVar[tuple[str, ...]] = ("train_dir", "blend")
 
-    blend: Any = option(None, "[[0.7,PATH],[0.3,PATH]] in place of train_dir: shares of the samples, and sources")
+    blend: Any = option(None, "sources and their shares, [[0.7,PATH],[0.3,PATH]], in place of train_dir")
     blend_rule: str = option(
         "tijdeman",
         "tijdeman: every source within one sample of its share; megatron: the order of megatron-core's builder",
@@ -59,7 +59,7 @@ class MultiDocOptions(DatasetOptions, TextOptions):
     )
     train_ratio: float = option(
         1.0,
-        "share of each source's documents that is trained on where val_dir is null; 1: no validation",
+        "share of each source's documents for training if val_dir is null; 1: no validation",
         above=0,
         most=1,
         resume="same",
@@ -74,11 +74,11 @@ class MultiDocOptions(DatasetOptions, TextOptions):
     val_sampling: str = option("in_order", "sampling of the validation data", choices=("in_order", "random_starts"))
     attend_across_documents: bool = option(True, "false: attention and prediction stay inside a document")
     num_samples: int | None = option(
-        None, "samples of document_stream; null: as many as the run needs", least=1, resume="may_grow"
+        None, "number of samples of document_stream; null: as many as the run needs", least=1, resume="may_grow"
     )
     max_corpus_tokens: int | None = option(None, "tokens after which a text source is cut; null: never", least=1)
     cache_dir: str | os.PathLike[str] | None = option(
-        None, "where tokenized texts and indices are kept; null: the cache of datasets"
+        None, "folder for tokenized texts and indices; null: the cache of datasets"
     )
     max_tokens: int | None = option(None, "must be null or seq_len: a pack is a sample", resume="same")
     strategy: str = option("none", "fixed: a pack is a sample", choices=("none",), resume="same")

@@ -64,7 +64,7 @@ class SFTOptions(DatasetOptions):
     )
     strategy: str = option("best_fit", "how documents become packs", choices=STRATEGIES, resume="same")
     over_length: str = option(
-        "error", "what to do with documents longer than max_tokens", choices=OVER_LENGTH_POLICIES, resume="same"
+        "error", "treatment of documents longer than max_tokens", choices=OVER_LENGTH_POLICIES, resume="same"
     )
     pad_mode: str = option("no_padding", "right: every pack is padded to max_tokens", choices=PAD_MODES)
     mixture: Any = option(

@@ -28,12 +28,12 @@ class TextSetOptions(SFTOptions):
 
     train_ratio: float = option(
         1.0,
-        "share of train_dir that is trained on where val_dir is null; 1: no validation",
+        "share of train_dir for training if val_dir is null; 1: no validation",
         above=0,
         most=1,
         resume="same",
     )
-    cache_dir: str | None = option(None, "where tokenized files are kept; null: the cache of Hugging Face datasets")
+    cache_dir: str | None = option(None, "folder for tokenized files; null: the cache of Hugging Face datasets")
 
 
 class TextSet(SFTDataSet):

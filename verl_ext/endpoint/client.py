@@ -62,20 +62,20 @@ class EndpointOptions(Options):
 
     prefix: ClassVar[str] = "endpoint"
 
-    base_url: str | None = option(None, "an OpenAI-compatible server, with its /v1: http://localhost:8000/v1")
-    model: str | None = option(None, "the name that the server has for the model")
+    base_url: str | None = option(None, "OpenAI-compatible server, including its /v1: http://localhost:8000/v1")
+    model: str | None = option(None, "the model's name on the server")
     key_variable: str = option("OPENAI_API_KEY", "environment variable with the key; a server without keys needs none")
     concurrency: int = option(4, "requests at a time", least=1)
     retries: int = option(
-        8, "of a request after status 408, 409, 429 or 5xx, a broken connection or a time-out", least=0
+        8, "retries of a request after status 408, 409, 429 or 5xx, a broken connection or a timeout", least=0
     )
     timeout: float = option(
         120.0,
-        f"seconds for a request; 1 more for every {CHARACTERS_PER_SECOND:,} characters of the prompt and every"
+        f"seconds for a request, plus 1 for every {CHARACTERS_PER_SECOND:,} characters of the prompt and for every"
         f" {TOKENS_PER_SECOND} tokens of max_tokens",
         above=0,
     )
-    max_failures: int = option(20, "requests failed one after the other that end the run", least=1)
+    max_failures: int = option(20, "consecutive failed requests that end the run", least=1)
     max_tokens_field: str = option(
         "max_tokens",
         "the request's field for sampling.max_tokens; OpenAI's thinking models want max_completion_tokens",
@@ -85,7 +85,7 @@ class EndpointOptions(Options):
         {}, "further fields of every request, e.g. {chat_template_kwargs:{enable_thinking:false}}"
     )
     prices: str | None = option(
-        None, "YAML file with prices of a million tokens, for the cost: {MODEL: {input: 2.5, cached: 1.25, output: 10}}"
+        None, "YAML file with prices per million tokens, for the cost: {MODEL: {input: 2.5, cached: 1.25, output: 10}}"
     )
 
     def endpoint_problems(self) -> Iterable[str]:
@@ -104,10 +104,10 @@ class SamplingOptions(Options):
 
     prefix: ClassVar[str] = "sampling"
 
-    temperature: float | None = option(None, "null: the server's default", least=0)
-    top_p: float | None = option(None, "null: the server's default", above=0, most=1)
-    max_tokens: int | None = option(4096, "the most tokens of an answer, those of its reasoning included", least=1)
-    seed: int | None = option(42, "each request sends a number drawn from it and from the question; null: sends none")
+    temperature: float | None = option(None, "sampling temperature; null: the server's default", least=0)
+    top_p: float | None = option(None, "probability mass to sample from; null: the server's default", above=0, most=1)
+    max_tokens: int | None = option(4096, "maximum number of tokens of an answer, including its reasoning", least=1)
+    seed: int | None = option(42, "each request's seed is drawn from it and from the question; null: none is sent")
 
 
 class Client:

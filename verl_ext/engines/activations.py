@@ -34,10 +34,10 @@ class ActivationOptions(Options):
     prefix: ClassVar[str] = "model"
 
     activation_offload: bool = option(
-        False, "true: the hidden state `[T, H]` that gradient checkpointing keeps of each layer waits in host memory"
+        False, "true: hold the hidden states `[T, H]` that gradient checkpointing keeps of each layer in host memory"
     )
     tile_tokens: int | None = option(
-        None, "tokens of a rank that a layer processes at a time, but for its attention; null: all at once", least=1
+        None, "tokens of a rank that a layer processes at a time, except in its attention; null: all at once", least=1
     )
 
 

@@ -38,15 +38,15 @@ class ScheduleOptions(Options):
 
     prefix: ClassVar[str] = "optim"
 
-    lr_scheduler_type: str = option("constant", "the learning rate after the warm-up", choices=SCHEDULES, resume="same")
+    lr_scheduler_type: str = option("constant", "schedule after the warm-up", choices=SCHEDULES, resume="same")
     lr_wsd_decay_steps: int | None = option(
         None,
-        "with wsd: the last steps of the run, in which the rate falls to min_lr_ratio; null: a tenth of those after "
-        "the warm-up. A resumed run may change them, and its length, as long as the decay has not begun",
+        "with wsd: number of last steps in which the rate falls to min_lr_ratio; null: a tenth of the steps after "
+        "the warm-up. A resumed run may change it, and the length of the run, if the decay has not begun",
         least=0,
         resume="ahead",
     )
-    lr_wsd_decay_style: str = option("cosine", "with wsd: how the rate falls", choices=DECAYS, resume="ahead")
+    lr_wsd_decay_style: str = option("cosine", "with wsd: form of the decay", choices=DECAYS, resume="ahead")
 
 
 @dataclass

@@ -26,11 +26,11 @@ class ChatOptions(Options):
 
     prefix: ClassVar[str] = "chat"
 
-    shots: str | None = option(None, "few_shots.json: for each idx three of {answer, score}")
-    shuffle_shots: bool = option(False, "true: another order of the three in each request, as in the paper")
-    ratings: int = option(1, "ratings of an answer, whose mean counts; the paper's is 2", least=1)
+    shots: str | None = option(None, "few_shots.json, with three {answer, score} for each idx")
+    shuffle_shots: bool = option(False, "true: shuffle the three shots in each request, as in the paper")
+    ratings: int = option(1, "number of ratings per answer, which are averaged; the paper has 2", least=1)
     max_prompt_tokens: int | None = option(
-        None, "tokens of a prompt, cut in its middle; the published figures have 64,000; null: whole", least=2
+        None, "maximum tokens of a prompt, cut in its middle; published figures: 64,000; null: no limit", least=2
     )
 
 

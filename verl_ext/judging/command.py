@@ -54,27 +54,27 @@ class JudgeOptions(OutputOptions):
     task: str = option(REQUIRED, "the benchmark", choices=tuple(TASKS), required=True)
     cases: str = option(
         REQUIRED,
-        "longbench_write.jsonl, longwrite_ruler.jsonl, test_cases.json; for needle a text or a folder of texts, for"
+        "longbench_write.jsonl, longwrite_ruler.jsonl or test_cases.json; for needle a text or a folder of texts; for"
         " babilong its JSON files",
         required=True,
     )
-    limit: int | None = option(None, "the first cases alone; null: all", least=1)
+    limit: int | None = option(None, "number of first cases to run; null: all", least=1)
     endpoint: EndpointOptions = option(EndpointOptions, "the server of the model under test")
     models: dict[str, Any] = option({}, "name: folder of a model with a chat template, or checkpoint of a run")
     predictions: dict[str, Any] = option({}, "name: pred.jsonl of LongWriter or EvalScope, or an answers.jsonl")
-    judge: JudgeEndpoint = option(JudgeEndpoint, "the judge; longbench_write has lengths alone without one")
+    judge: JudgeEndpoint = option(JudgeEndpoint, "the judge; without one longbench_write scores lengths alone")
     judge_prompt: str | None = option(
         None,
-        "file of the judge's prompt, with $INST$ and $RESPONSE$, or $QUESTION$, $REFERENCE$, $SHOTS$ and $ANSWER$;"
-        " null: one in our words",
+        "file with the judge's prompt, with $INST$ and $RESPONSE$, or $QUESTION$, $REFERENCE$, $SHOTS$ and $ANSWER$;"
+        " null: the built-in prompt",
     )
-    temperature: float | None = option(None, "of the models under test; null: the benchmark's own", least=0)
-    max_tokens: int | None = option(None, "of an answer; null: the benchmark's own", least=1)
-    seed: int = option(42, "of the answers", least=0)
+    temperature: float | None = option(None, "temperature of the models under test; null: the benchmark's own", least=0)
+    max_tokens: int | None = option(None, "maximum number of tokens of an answer; null: the benchmark's own", least=1)
+    seed: int = option(42, "seed of the answers", least=0)
     store: str | None = option(None, "file of finished answers and verdicts; null: OUTPUT_DIR.store")
-    max_failed: float = option(0.0, "share of a model's cases without a score that exit code 0 allows", least=0, most=1)
-    chat: ChatOptions = option(ChatOptions, "longbench_chat")
-    needle: NeedleOptions = option(NeedleOptions, "needle")
+    max_failed: float = option(0.0, "share of a model's cases that may lack a score with exit code 0", least=0, most=1)
+    chat: ChatOptions = option(ChatOptions, "options of longbench_chat")
+    needle: NeedleOptions = option(NeedleOptions, "options of needle")
     model: ModelOptions = option(ModelOptions, "the tokenizer of needle.lengths and chat.max_prompt_tokens")
 
     def problems(self) -> Iterator[str]:

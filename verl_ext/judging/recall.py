@@ -22,11 +22,11 @@ class NeedleOptions(Options):
 
     prefix: ClassVar[str] = "needle"
 
-    text: str | None = option(None, "sentence that is hidden; null: the published one, of San Francisco")
-    question: str | None = option(None, "question that it answers; null: the published one")
-    expected: list[str] = option([], "words of a right answer; the score is the share that is said; []: the sentence's")
+    text: str | None = option(None, "sentence to hide; null: the published one, about San Francisco")
+    question: str | None = option(None, "question that the sentence answers; null: the published one")
+    expected: list[str] = option([], "words of a right answer; the score is the share found; []: the published ones")
     lengths: list[int] = option([1000, 4000, 16000, 32000, 64000], "tokens of the haystacks, the needle included")
-    depths: list[int] = option([0, 25, 50, 75, 100], "places of the needle, in percent of the haystack")
+    depths: list[int] = option([0, 25, 50, 75, 100], "positions of the needle, in percent of the haystack")
 
     def problems(self) -> Iterator[str]:
         """Yield a line for a depth or a length that no haystack can have."""

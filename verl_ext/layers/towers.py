@@ -26,8 +26,8 @@ class FreezeOptions(Options):
 
     freeze: list[str] = option(
         [],
-        "globs of modules and parameters that are not trained, by their names or the ends of these (embed_tokens, "
-        "layers.[0-3]); always frozen: what a text does not reach, the towers of a vision model",
+        "globs of modules and parameters that are not trained, by their names or ends of their names (embed_tokens, "
+        "layers.[0-3]); the parts that a text does not reach, such as vision towers, are always frozen",
         resume="same",
     )
 

@@ -93,8 +93,8 @@ class CustomLoss(Options):
 
     prefix: ClassVar[str] = "loss.custom_cls"
 
-    path: str | None = option(None, "a Python file, or pkg://module, with a loss mode of one's own; see docs/loss.md")
-    name: str | None = option(None, "the function in it: (mask, weights, lengths) -> (coefficients, its term of Z)")
+    path: str | None = option(None, "Python file, or pkg://module, with your own loss mode; see docs/loss.md")
+    name: str | None = option(None, "its function: (mask, weights, lengths) -> (coefficients, its term of Z)")
 
     def problems(self) -> Iterable[str | None]:
         """Yield the problem of a function that cannot be used."""
@@ -164,20 +164,20 @@ class LossOptions(Options):
 
     prefix: ClassVar[str] = "loss"
 
-    mode: str = option("token", "the mean that is minimised", choices=MODES, resume="same")
+    mode: str = option("token", "the mean that is minimized", choices=MODES, resume="same")
     category_weights: dict[str, float] | None = option(
-        None, "{category: weight ≥ 0}; a category not named has weight 1", resume="same"
+        None, "{category: weight ≥ 0}; categories that are not named have weight 1", resume="same"
     )
     documents_per_pack: int = option(30, "LongWriter's constant; only mode longwriter uses it", least=1, resume="same")
     head: str = option(
         "fused",
-        "logits in memory: fused: a block of the targets'; targets: those of all targets; plain: those of all tokens",
+        "logits held in memory; fused: those of a block of targets; targets: of all targets; plain: of all tokens",
         choices=HEADS,
     )
     head_block_mib: int | None = option(
-        None, "MiB of logits that head=fused holds at a time; null: 256, on GPUs 1024", least=1
+        None, "MiB of logits that head=fused holds at a time; null: 256, or 1024 on GPUs", least=1
     )
-    custom_cls: CustomLoss = option(CustomLoss, "a mode of one's own")
+    custom_cls: CustomLoss = option(CustomLoss, "your own loss mode")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -34,13 +34,13 @@ _EVEN_AT = 25_000
 class PackOptions(Options):
     """The options that turn documents into packs; they follow the data node of a training run."""
 
-    max_tokens: int | None = option(None, "budget of a pack: plan packs, as data.max_tokens", least=2, most=MOST_TOKENS)
+    max_tokens: int | None = option(None, "budget of packs to plan, as data.max_tokens", least=2, most=MOST_TOKENS)
     over_length: str = option("split", "documents over max_tokens, as data.over_length", choices=OVER_LENGTH_POLICIES)
     strategy: str = option("best_fit", "how documents become packs, as data.strategy", choices=STRATEGIES)
     mixture: Any = option(None, "a mixture, as data.mixture: {sources: {NAME: {tokens: 4e9, …}}}")
     seed: int = option(42, "seed of the plan, as data.seed", least=0)
     ranks: int = option(1, "data-parallel ranks that share the packs", least=1)
-    train_batch_size: int = option(8, "packs of an optimizer step, as data.train_batch_size", least=1)
+    train_batch_size: int = option(8, "packs per optimizer step, as data.train_batch_size", least=1)
 
     def problems(self) -> Iterable[str | None]:
         """Yield a line if options of packs are given without max_tokens."""

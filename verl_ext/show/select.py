@@ -16,14 +16,14 @@ class SelectOptions(Options):
     """The options that select documents; a document must meet all that are given."""
 
     row: int | None = option(None, "the document of this row, counted from 0 over all paths", least=0)
-    category: str | None = option(None, "documents of this category alone")
+    category: str | None = option(None, "only documents of this category")
     no_target: bool = option(False, "true: documents without a target")
     cut: bool = option(False, "true: documents that were cut to max_tokens")
-    matches: str | None = option(None, "documents whose decoded text this regular expression finds")
+    matches: str | None = option(None, "documents whose decoded text matches this regular expression")
     longest: bool = option(False, "true: the longest documents first")
     shortest: bool = option(False, "true: the shortest documents first")
-    random: int | None = option(None, "documents in a random order, of this seed", least=0)
-    documents: int = option(1, "how many documents are shown", least=1)
+    random: int | None = option(None, "documents in a random order, with this seed", least=0)
+    documents: int = option(1, "number of documents to show", least=1)
 
     def problems(self) -> Iterable[str | None]:
         """Yield a line for several orders, and for a regular expression that does not parse."""

@@ -65,29 +65,29 @@ class SynthesizeOptions(OutputOptions):
 
     marker: ClassVar[str] = REPORT
 
-    task: str | None = option(None, "how records are made", choices=tuple(TASKS), required=True)
+    task: str | None = option(None, "method that makes the records", choices=tuple(TASKS), required=True)
     sources: dict[str, Any] = option({}, f"name: file, folder, glob or list of them; {FORMATS}", required=True)
-    endpoint: EndpointOptions = option(EndpointOptions, "the server that is asked")
-    sampling: SamplingOptions = option(SamplingOptions, "how it answers")
-    model: ModelOptions = option(ModelOptions, "the tokenizer of the model that is to be trained, which counts")
+    endpoint: EndpointOptions = option(EndpointOptions, "server that receives the requests")
+    sampling: SamplingOptions = option(SamplingOptions, "sampling options of the requests")
+    model: ModelOptions = option(ModelOptions, "the tokenizer of the model to be trained, which counts tokens")
     store: str | None = option(None, "file of answers, which runs can share; null: OUTPUT_DIR.answers.sqlite")
-    prompts: str | None = option(None, "YAML file with the prompts of the task; null: ours, in English and Chinese")
-    text_key: str | None = option(None, "field of a record with its text; null: text, of instructions prompt")
+    prompts: str | None = option(None, "YAML file with the prompts of the task; null: built-in, in English and Chinese")
+    text_key: str | None = option(None, "field that holds a record's text; null: text, or prompt for instructions")
     class_field: str | None = option(
         None,
-        "glm_long_documents: field of a record with its class, within which documents are joined; null: its source",
+        "glm_long_documents: field with a record's class; only documents of one class are joined; null: its source",
     )
-    encoder: EncoderOptions = option(EncoderOptions, "glm_long_documents: what embeds documents")
+    encoder: EncoderOptions = option(EncoderOptions, "glm_long_documents: encoder that embeds documents")
     records: int | None = option(
-        None, "documents or instructions drawn, documents as many from each interval; null: all", least=1
+        None, "documents or instructions to draw, equally many documents per interval; null: all", least=1
     )
     intervals: list[Any] = option(
         [8192, 16384, 32768, 65536],
-        "edges of the intervals of documents' lengths in tokens; glm_long_documents: of the joined ones' lengths",
+        "edges of the length intervals of documents, in tokens; glm_long_documents: of joined documents",
     )
     over_length: str = option(
         "drop",
-        "a document with more tokens than the last of `intervals`: drop: left out | truncate: its start is taken",
+        "a document with more tokens than the last of `intervals`: drop: left out | truncate: its start is used",
         choices=("drop", "truncate"),
     )
     window: int = option(
@@ -95,26 +95,26 @@ class SynthesizeOptions(OutputOptions):
         "glm_long: tokens of a document in a request; the model's context needs room for the answer too",
         least=64,
     )
-    lengths: list[Any] = option([], "agentwrite: words for instructions that ask for no length; one of them is drawn")
+    lengths: list[Any] = option([], "agentwrite: lengths in words, one of which is drawn if an instruction names none")
     min_length_score: float = option(
-        80.0, "agentwrite: lowest S_l, 0 to 100, of a text that is kept", least=0, most=100
+        80.0, "agentwrite: minimum S_l, 0 to 100, of a text that is kept", least=0, most=100
     )
-    max_paragraphs: int = option(50, "agentwrite: paragraphs of the longest plan that is written", least=1)
+    max_paragraphs: int = option(50, "agentwrite: maximum number of paragraphs of a plan", least=1)
     near_duplicates: float | None = option(
         0.8,
-        "similarity from which a text is a copy of an earlier one and left out; null: not looked for",
+        "similarity from which a text is left out as a copy of an earlier one; null: no search",
         above=0,
         most=1,
     )
-    decontaminate: list[Any] = option([], "files of a benchmark, of which no record may hold 13 words in a row")
+    decontaminate: list[Any] = option([], "benchmark files; no record may hold 13 words in a row of them")
     on_bad_record: str = option(
-        "error", "error: the first ends the run | skip: left out, counted by reason", choices=("error", "skip")
+        "error", "bad record: error: ends the run | skip: left out, counted by reason", choices=("error", "skip")
     )
-    parse_tries: int = option(3, "how often an answer in a wrong form is asked for in all", least=1)
+    parse_tries: int = option(3, "maximum number of requests for an answer that arrives in a wrong form", least=1)
     max_failed_share: float = option(
-        0.1, "share of items without an answer to use (refused, cut, failed, …) above which nothing is written", least=0
+        0.1, "share of items without a usable answer (refused, cut, failed, …) above which nothing is written", least=0
     )
-    seed: int = option(42, "seed of what is drawn: items, kinds, questions, lengths")
+    seed: int = option(42, "seed of all draws: items, kinds, questions, lengths")
 
     def problems(self) -> Iterable[str | None]:
         """Yield a line for each mistake that can be seen without a file or a server."""

@@ -28,14 +28,14 @@ class EncoderOptions(Options):
     )
     pooling: str | None = option(
         None,
-        "encoder.path: the mean of its tokens' states, the first's or the last's; null: as its 1_Pooling/config.json"
-        " says, mean without one",
+        "pooling of encoder.path's token states: mean, cls (the first) or last; null: as 1_Pooling/config.json"
+        " says, mean without that file",
         choices=("mean", "cls", "last"),
     )
     start: str = option("", "glm_long_documents: text before each document, e.g. `passage: ` of E5")
     max_tokens: int = option(
         512,
-        "glm_long_documents: tokens of a document's start that are embedded, by the tokenizer of model.path",
+        "glm_long_documents: tokens at a document's start that are embedded, counted by model.path's tokenizer",
         least=1,
     )
 

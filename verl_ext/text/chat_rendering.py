@@ -35,13 +35,13 @@ class ChatOptions(RecordOptions):
 
     model: ModelOptions = option(ModelOptions, "the tokenizer")
     chat_template: str | None = option(None, "a Jinja template, or a file with one; null: the tokenizer's own")
-    apply_chat_template_kwargs: dict[str, Any] = option({}, "passed to the template, e.g. {enable_thinking: false}")
+    apply_chat_template_kwargs: dict[str, Any] = option({}, "template arguments, e.g. {enable_thinking: false}")
     end_of_turn: str | None = option(
-        None, "text that ends an assistant's turn, a target too; null: found from template and stop tokens"
+        None, "text that ends an assistant turn, and is a target; null: found from template and stop tokens"
     )
     turns: str = option(
         "all",
-        "assistant turns that are targets: all | last | each: one document per turn, the chat up to it",
+        "assistant turns that are targets: all | last | each: one document per turn, with the chat up to it",
         choices=("all", "last", "each"),
     )
     reasoning: str = option(
@@ -51,12 +51,12 @@ class ChatOptions(RecordOptions):
     )
     empty_reasoning: str = option(
         "context",
-        "a thinking block without words, of the template or the record: context: no target | learn: a target",
+        "thinking block without words, from the template or the record: context: no target | learn: a target",
         choices=("context", "learn"),
     )
     drop_empty_reasoning: float = option(
         0.0,
-        "share of chats, drawn by their text, whose thinking blocks without words are left out; 0.8 is MiniMind-3's",
+        "share of chats, drawn by their text, that lose thinking blocks without words; MiniMind-3 has 0.8",
         least=0,
         most=1,
     )
@@ -67,23 +67,23 @@ class ChatOptions(RecordOptions):
     )
     on_unprinted: str = option(
         "warn",
-        "chats that the template prints in part: warn: used as printed, and counted | drop | error: bad records",
+        "chats of which the template omits a part: warn: used as printed, and counted | drop | error: bad records",
         choices=("error", "warn", "drop"),
     )
     last_turn_only: bool = option(False, "true: the same as turns=last")
     columns: dict[str, Any] = option(
-        {}, "{known field: the records' name for it}, a.b for a nested one; null: the field is not read"
+        {}, "{known field: its name in the records}, a.b for a nested field; null: the field is not read"
     )
     category_field: str | None = option(
-        None, "field whose value is the record's category; a record without it has its source's name"
+        None, "field that holds a record's category; a record without it has its source's name"
     )
     media: str = option(
         "error",
-        "images, audio, video in records: error: a bad record | drop: the text is kept, the rest counted",
+        "images, audio, video in records: error: a bad record | drop: the text is kept, the rest is counted",
         choices=("error", "drop"),
     )
-    max_tokens: int | None = option(None, "most tokens of a document; null: any length", least=2)
-    over_length: str = option("error", "what to do with longer documents", choices=OVER_LENGTH_POLICIES)
+    max_tokens: int | None = option(None, "maximum number of tokens of a document; null: any length", least=2)
+    over_length: str = option("error", "treatment of longer documents", choices=OVER_LENGTH_POLICIES)
 
     def problems(self) -> Iterable[str | None]:
         """Yield a line for each mistake that can be seen without opening a source."""

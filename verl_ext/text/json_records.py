@@ -30,7 +30,7 @@ class RecordOptions(Options):
         choices=("encode", "keep", "error"),
     )
     on_bad_record: str = option(
-        "error", "error: the first ends the run | skip: left out, counted by reason", choices=("error", "skip")
+        "error", "bad record: error: ends the run | skip: left out, counted by reason", choices=("error", "skip")
     )
 
     def key(self, name: str) -> str:

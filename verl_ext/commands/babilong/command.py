@@ -50,28 +50,28 @@ class BabilongOptions(OutputOptions):
 
     tasks: list[Any] = option(["qa1"], "of qa1 to qa5, with stories of qa1 to qa20", required=True)
     stories: str | None = option(
-        None, "folder of bAbI's own files (en, en-10k, en-valid of v1.2), a sample a question; null: stories are made"
+        None, "folder of bAbI's own files (en, en-10k, en-valid of v1.2), a sample per question; null: generated"
     )
-    split: str = option("train", "the files of `stories`", choices=babi.SPLITS)
+    split: str = option("train", "the files of `stories` to use", choices=babi.SPLITS)
     sizes: list[Any] = option(
-        ["0k"], "0k (facts alone), 1k, 32k, 1M, or a number of tokens; k is 1,000, M 1,000,000", required=True
+        ["0k"], "0k (facts alone), 1k, 32k, 1M or a number of tokens; k means 1,000, M 1,000,000", required=True
     )
     reserve_tokens: int = option(
         300, "tokens kept free: `input` has exactly size - reserve_tokens tokens (0k: any number)", least=0
     )
     samples: int = option(1000, "samples in each file", least=1)
-    seed: int = option(42, "sample i depends on seed, task, size and i alone")
-    model: ModelOptions = option(ModelOptions, "the tokenizer that counts")
+    seed: int = option(42, "seed of the samples; sample i depends only on seed, task, size and i")
+    model: ModelOptions = option(ModelOptions, "the tokenizer that counts the tokens")
     background: str | None = option(
-        None, "folder of .txt files; a sample repeats nothing before all was used; null: generated prose"
+        None, "folder of .txt files; a sample repeats text only after using all of it; null: generated prose"
     )
     facts_within: Any = option(
-        None, "where facts may be in a sample: null: anywhere; 0.25: its first quarter; [0,4096]: these tokens"
+        None, "part of a sample that may hold facts; null: any; 0.25: its first quarter; [0,4096]: these tokens"
     )
-    story: StoryOptions = option(StoryOptions, "how long stories that are made are")
+    story: StoryOptions = option(StoryOptions, "length of generated stories")
     num_workers: int | None = option(
         None,
-        "worker processes; null: by CPUs and work. The output does not depend on it",
+        "worker processes; null: chosen by CPUs and work. The output does not depend on it",
         least=1,
     )
 

@@ -34,12 +34,12 @@ class StoryOptions(Options):
 
     prefix: ClassVar[str] = "story"
 
-    questions: int = option(5, "questions of a story, each a sample with the facts before it (qa4: 1)", least=1)
+    questions: int = option(5, "questions per story (qa4: 1); each is a sample with the facts before it", least=1)
     facts_per_question: int = option(
-        2, "facts after which a question is asked; qa2, qa3 and qa5 tell as many more until there is one", least=1
+        2, "facts before each question; qa2, qa3 and qa5 add as many again until one is possible", least=1
     )
     max_facts: int | None = option(
-        None, "most facts of a sample; null: the benchmark's, one for every 8 tokens (0k: any number)", least=1
+        None, "maximum number of facts in a sample; null: the benchmark's, one per 8 tokens (0k: any number)", least=1
     )
 
     def questions_of(self, task: str) -> int:

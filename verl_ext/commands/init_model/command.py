@@ -43,13 +43,11 @@ class InitModelOptions(OutputOptions):
     model: str = option(REQUIRED, f"{', '.join(PRESETS)}, a config.json, or a folder with one", required=True)
     config: dict[str, Any] = option(
         {},
-        "the architecture's own keys, over the model's, e.g. {num_hidden_layers: 4}; vocab_size: null is as many rows "
-        "as the tokenizer has tokens; head_dim and layer_types follow where they followed from the sizes changed",
+        "architecture keys that replace the model's, e.g. {num_hidden_layers: 4}; null for vocab_size: as many rows "
+        "as the tokenizer has tokens; head_dim and layer_types change too if they followed from a changed size",
     )
-    seed: int = option(0, "seed of the weights, which it determines bit for bit", least=0)
-    dtype: str = option(
-        "float32", "type of the saved weights, which are drawn in float32", choices=("float32", "bfloat16")
-    )
+    seed: int = option(0, "seed that determines the weights bit for bit", least=0)
+    dtype: str = option("float32", "data type of the saved weights, drawn in float32", choices=("float32", "bfloat16"))
     tokenizer: TokenizerOptions = option(TokenizerOptions, "exactly one of tokenizer.path and tokenizer.train_on")
 
     def problems(self) -> Iterator[str | None]:

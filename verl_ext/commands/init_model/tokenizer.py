@@ -37,16 +37,16 @@ class TokenizerOptions(Options):
     path: str | None = option(None, "tokenizer to copy: a folder or a name on the Hub; exclusive with train_on")
     train_on: Any = option(
         [],
-        f"byte-level BPE trained on a record's text_key, or every message of a chat, of these {FORMATS}",
+        f"data to train a byte-level BPE on, text_key of a record or every message of a chat: {FORMATS}",
     )
-    text_key: str = option("text", "the field of a record that is its text")
+    text_key: str = option("text", "field of a record that holds its text")
     vocab_size: int = option(6400, "size of the vocabulary, including the 256 bytes and the special tokens")
-    bos_token: str | None = option("<|im_start|>", "null: none; in a shell 'tokenizer.bos_token=\"<s>\"'")
-    eos_token: str | None = option("<|im_end|>", "null: none")
-    pad_token: str | None = option("<|endoftext|>", "null: none")
+    bos_token: str | None = option("<|im_start|>", "BOS token; null: none; in a shell 'tokenizer.bos_token=\"<s>\"'")
+    eos_token: str | None = option("<|im_end|>", "EOS token; null: none")
+    pad_token: str | None = option("<|endoftext|>", "padding token; null: none")
     special_tokens: list[str] = option([], "further special tokens, such as a template's")
     chat_template: str | None = option(
-        CHATML, "chatml, whose <|im_start|> and <|im_end|> become special; a Jinja file; null: none"
+        CHATML, "chat template: chatml, whose <|im_start|> and <|im_end|> become special; a Jinja file; null: none"
     )
 
     @property

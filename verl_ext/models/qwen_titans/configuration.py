@@ -25,17 +25,17 @@ class MemoryOptions(Options):
     layers: tuple[int, ...] | None = option(
         None, "indices of the decoder layers with a memory; null: up to four, spread over the upper half"
     )
-    kind: str = option("titans", "titans: networks that learn; recurrent_tokens: tokens handed on", choices=KINDS)
-    tokens: int = option(16, "tokens that a chunk hands to the next, of kind recurrent_tokens", least=1)
+    kind: str = option("titans", "titans: networks that learn; recurrent_tokens: tokens passed on", choices=KINDS)
+    tokens: int = option(16, "tokens that a chunk passes to the next, with kind=recurrent_tokens", least=1)
     heads: int = option(4, "independent memories of a layer", least=1)
     head_dim: int = option(64, "size of a head's keys and values", least=1)
-    depth: int = option(1, "layers of a head's memory: 1, a matrix (quick to learn), or 2, a network", least=1, most=2)
-    expansion: int = option(2, "hidden size of a head's network over head_dim, at depth 2", least=1)
-    sub_chunk: int = option(64, "tokens that read, and are measured against, the same weights", least=1)
-    conv_tokens: int = option(8, "tokens that a key, a query and the rates see: their own and those before", least=1)
+    depth: int = option(1, "layers of a head's memory; 1: a matrix (learns faster); 2: a network", least=1, most=2)
+    expansion: int = option(2, "hidden size of a head's network divided by head_dim, for depth=2", least=1)
+    sub_chunk: int = option(64, "tokens between writes: they read and are measured against the same weights", least=1)
+    conv_tokens: int = option(8, "tokens that a key, a query and the rates see: their own and earlier ones", least=1)
     max_surprise: float = option(4.0, "largest norm of a token's gradient; larger ones are scaled down to it", above=0)
     output_std: float = option(
-        0.0, "standard deviation of W_o at the start; 0 equals the base, 0.1 suits a base of random weights", least=0
+        0.0, "initial standard deviation of W_o; 0: equals the base model; 0.1 suits one of random weights", least=0
     )
     bptt_chunks: int | None = option(None, "chunks that gradients flow back through; null: all", least=1)
 
