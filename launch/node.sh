@@ -85,7 +85,7 @@ request() {
 end_without_ranks() {
     local ranks=unknown
     if [[ -n "$signalled" && -n "$child" ]]; then
-        { read -r ranks <"/proc/$child/task/$child/children"; } 2>/dev/null || true # empty: without a newline
+        { read -r ranks <"/proc/$child/task/$child/children"; } 2>/dev/null || true # the file has no newline, so read fails
         if [[ -z "$ranks" ]] && kill -TERM "$child" 2>/dev/null; then
             echo "launch/node.sh: $signalled: ended before the first step" >&2
             touch "$VERL_EXT_REQUESTS/unfinished"
