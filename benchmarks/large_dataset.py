@@ -1,6 +1,6 @@
 """Write a tokenized dataset of millions of documents in large record batches, without Python per token or document.
 
-Lengths are lognormal, token ids random; a document's last quarter is its target, and there are four categories.
+Lengths are lognormal around a mean, token ids random; a document's last quarter is its target, in four categories.
 """
 
 import json

@@ -22,8 +22,8 @@ Lengths = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Packer:
-    """A packer: pack(prepare(lengths), max_tokens), of which pack is timed; documents(result) gives each pack's document
-    numbers, to check that none is missing; most_documents limits its input."""
+    """A packer: pack(prepare(lengths), max_tokens), of which pack is timed; documents(result) gives each pack's
+    document numbers, to check that none is missing; most_documents limits its input."""
 
     name: str
     pack: Callable[[Any, int], Any]
