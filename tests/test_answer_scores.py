@@ -46,7 +46,7 @@ def memory(model, tmp_path_factory):
 
 
 def _write(folder, model, titans):
-    """Write ROWS as JSON files; return their paths and each category's share of targets that are the likeliest token."""
+    """Write ROWS as JSON files; return the paths and each category's share of targets that are the likeliest token."""
     tokenizer, greedy, paths = AutoTokenizer.from_pretrained(model), {}, []
     for category, asked in ROWS.items():
         records, likeliest = [], []
