@@ -145,8 +145,8 @@ def on_three_ranks(options: list[str], folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def done(tiny_model, tmp_path_factory):
-    """Execute all runs with one start each for 1, 2 and 3 ranks; return their folder and messages. Runs have six steps,
-    two an epoch, of six packs, which any of these numbers of ranks can share."""
+    """Execute all runs with one start each for 1, 2 and 3 ranks; return their folder and messages. Runs have six steps
+    over two epochs of three; a full step has six packs, which any of these numbers of ranks can share."""
     folder = tmp_path_factory.mktemp("runs")
     rng = np.random.default_rng(0)
     names = {1: "maths", 2: "code"}
