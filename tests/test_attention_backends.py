@@ -281,7 +281,7 @@ def test_a_window_makes_no_tensor_of_all_tokens_by_all_tokens():
 @settings(max_examples=25)
 @given(shared=st.sampled_from([1, 2, 4, 6]), keys=st.integers(1, 4), most=st.integers(0, 30))
 def test_a_kernel_over_groups_of_heads_is_that_of_all_heads(shared, keys, most):
-    """most: the query heads of one call, as bytes allow."""
+    """most: the query heads of one call, which a limit in bytes sets."""
     layout, size, calls = DocumentLayout.from_lengths([3, 7], torch.device("cpu")), 4, []
 
     def counted(query, key, value, *given):

@@ -274,7 +274,7 @@ def not_written(overrides) -> None:
 
 
 def save_on_a_full_disk(overrides, folder, disk):
-    """Return, by free room, the errors of one-step runs with checkpoints on an almost full disk of 1 MiB."""
+    """Return the errors of one-step runs with checkpoints on an almost full disk of 1 MiB, for three sizes of room."""
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], check=True)
     words = []
     try:

@@ -35,7 +35,7 @@ def build(overrides: Sequence[str]) -> SFTTrainer:
 
 
 def train(overrides: Sequence[str]) -> SFTTrainer:
-    """Call :func:`build`, resume and fit, quietly. Call it on every rank."""
+    """Build a trainer, resume and fit, quietly. Call it on every rank."""
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
         trainer = build(overrides)
         trainer.resume()
