@@ -1,6 +1,6 @@
-"""Memory and time of a training step of decoder layers, by what they keep of their activations.
+"""Measure memory and time of a training step of decoder layers, by the activations that the layers keep.
 
-Every cell is a process of its own, so that its peak is its own. README.md says what is compared and how to read it.
+Every cell runs in a process of its own, so that its peak is its own. README.md explains the comparison.
 """
 
 import argparse
@@ -28,7 +28,7 @@ CASES = {
 
 
 def build(case: str, hidden: int, intermediate: int, layers: int, tile: int) -> LlamaModel:
-    """Llama layers of random weights, the same in every case."""
+    """Build Llama layers with random weights, the same in every case."""
     checkpoints, tiles, host = CASES[case]
     torch.manual_seed(0)
     heads = max(hidden // 64, 1)
@@ -48,7 +48,7 @@ def build(case: str, hidden: int, intermediate: int, layers: int, tile: int) -> 
 
 
 def step(model: LlamaModel, tokens: int) -> float:
-    """Forward and backward of one sequence; the loss."""
+    """Run forward and backward of one sequence, and return the loss."""
     ids = torch.arange(tokens).remainder(128).unsqueeze(0)
     loss = model(input_ids=ids, use_cache=False).last_hidden_state.square().mean()
     loss.backward()
@@ -56,10 +56,10 @@ def step(model: LlamaModel, tokens: int) -> float:
 
 
 def measure(case: str, tokens: int, hidden: int, intermediate: int, layers: int, tile: int) -> dict[str, Any]:
-    """Processor seconds of a step, MiB above weights and gradients, the loss and the norm of the gradients."""
+    """Return a step's processor seconds, MiB above weights and gradients, loss and gradient norm."""
     torch.set_num_threads(1)
     model = build(case, hidden, intermediate, layers, tile)
-    step(model, 8)  # first calls, and memory of the gradients
+    step(model, 8)  # pays for first calls and allocates the gradients
     model.zero_grad(set_to_none=False)
     with measured() as figures:
         loss = step(model, tokens)
@@ -74,7 +74,7 @@ def measure(case: str, tokens: int, hidden: int, intermediate: int, layers: int,
 
 
 def check_equal(cells: list[dict[str, Any]]) -> None:
-    """Raises ValueError where two cases differ in the loss or the norm of the gradients of the same tokens."""
+    """Raise ValueError if two cases differ in loss or gradient norm on the same tokens."""
     for cell in cells:
         base = next(other for other in cells if other["tokens"] == cell["tokens"])
         for name in ("loss", "gradient"):
@@ -83,7 +83,7 @@ def check_equal(cells: list[dict[str, Any]]) -> None:
 
 
 def table(cells: list[dict[str, Any]]) -> str:
-    """The cells as text, a row each, with their ratios to the first of the same tokens."""
+    """Format one row a cell, with its ratios to the first cell of the same tokens."""
     lines = [f"{'tokens':>7}  {'case':<24}{'seconds':>9}{'ratio':>8}{'MiB above':>11}{'ratio':>8}"]
     for cell in cells:
         base = next(other for other in cells if other["tokens"] == cell["tokens"])

@@ -1,7 +1,7 @@
-"""Cells of a table, each measured in a process of its own, so that its peak of memory is its own.
+"""Cells of a table, each measured in a process of its own, so that its peak memory is its own.
 
-A script's ``measure(*cell)`` gives a cell's figures; its command line without more runs :func:`in_own_process` of each,
-which starts the same script with ``--cell``.
+A script's ``measure(*cell)`` returns a cell's figures. Its plain command line calls :func:`in_own_process` for each
+cell, which starts the same script with ``--cell``.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from typing import Any
 
 
 def parsed(parser: argparse.ArgumentParser, measure: Callable[..., dict[str, Any]]) -> argparse.Namespace:
-    """The command line, with ``--output``; in a cell's process that prints its figures and ends."""
+    """Parse the command line, with ``--output``; a cell's process prints its figures here and exits."""
     parser.add_argument("--output", help="JSON file")
     parser.add_argument("--cell", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -27,7 +27,7 @@ def parsed(parser: argparse.ArgumentParser, measure: Callable[..., dict[str, Any
 
 
 def in_own_process(script: str, *cell: Any) -> dict[str, Any]:
-    """The figures of a cell of the script; ``{"failed": why}`` where there are none."""
+    """Return the figures of a cell of the script, or ``{"failed": why}``."""
     done = subprocess.run([sys.executable, script, "--cell", json.dumps(cell)], capture_output=True, text=True)
     if done.returncode:
         return {"failed": " ".join(done.stderr.strip().splitlines()[-1:])}
@@ -36,7 +36,7 @@ def in_own_process(script: str, *cell: Any) -> dict[str, Any]:
 
 @contextmanager
 def measured() -> Iterator[dict[str, float]]:
-    """Processor seconds of what is done inside, and by how many MiB it raises the peak of this process."""
+    """Measure the block's processor seconds and the MiB by which it raises this process's peak."""
     figures: dict[str, float] = {}
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.process_time()

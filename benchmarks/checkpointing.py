@@ -1,9 +1,9 @@
-"""What a checkpoint costs: saved, saved while training goes on, verified, loaded and exported, beside verl's own files.
+"""Measure the cost of saving (waiting or in the background), verifying, loading and exporting checkpoints, beside verl.
 
     python benchmarks/checkpointing.py                                   one rank
     torchrun --nproc_per_node=2 benchmarks/checkpointing.py              two
 
-The model is a Qwen3 of random weights in fp32 with AdamW. Files are written to --folder, whose disk is what counts.
+The model is a Qwen3 with random weights in fp32 and AdamW. Files are written to --folder, whose disk is measured.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs by its path
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # lets the script run by its path
 
 import numpy as np
 
@@ -32,7 +32,7 @@ SHARD_GB = 0.02
 
 
 def seconds(function: Callable[[], Any]) -> float:
-    """Of one call that every rank joins."""
+    """Return the seconds of one call that every rank joins."""
     import torch.distributed as dist
 
     dist.barrier()
@@ -43,7 +43,7 @@ def seconds(function: Callable[[], Any]) -> float:
 
 
 def write_data(folder: Path, packs: int, max_tokens: int) -> None:
-    """One document a pack, all targets."""
+    """Write data of one document a pack, all of whose tokens are targets."""
     from datasets import Dataset
 
     rng = np.random.default_rng(0)
@@ -54,7 +54,7 @@ def write_data(folder: Path, packs: int, max_tokens: int) -> None:
 
 
 def build(folder: Path, name: str, *more: str) -> Any:
-    """A trainer that saves into a folder of its own."""
+    """Build a trainer that saves into a folder of its own."""
     from verl_ext.config import compose
     from verl_ext.trainer.setup import prepare
     from verl_ext.trainer.trainer import SFTTrainer
@@ -66,7 +66,7 @@ def build(folder: Path, name: str, *more: str) -> Any:
 
 
 def measure(folder: Path, repeats: int) -> dict[str, float]:
-    """Seconds of each part, medians of `repeats`; GB of the checkpoint."""
+    """Return the median seconds of each part over `repeats`, and the checkpoint's GB."""
     import torch.distributed as dist
 
     from verl_ext.checkpoint.layout import changed_file
@@ -105,7 +105,7 @@ def measure(folder: Path, repeats: int) -> dict[str, float]:
 
 
 def export_alone(checkpoint: str, output: str) -> None:
-    """Print seconds, and GB of private memory above what a process with torch, transformers and verl has."""
+    """Print an export's seconds, and its GB of private memory beyond a process with torch, transformers and verl."""
     import verl_ext.checkpoint.export  # noqa: F401  (what export imports is not counted)
     from verl_ext.commands.export import ExportOptions, export
 
@@ -116,14 +116,14 @@ def export_alone(checkpoint: str, output: str) -> None:
 
 
 def exported(checkpoint: Path, output: Path) -> tuple[float, float]:
-    """:func:`export_alone` in a process of its own."""
+    """Run :func:`export_alone` in a process of its own."""
     command = [sys.executable, __file__, "--export", str(checkpoint), str(output)]
     took, memory = json.loads(subprocess.run(command, check=True, capture_output=True).stdout.splitlines()[-1])
     return took, memory
 
 
 def checksum_speeds() -> dict[str, float]:
-    """GB/s of checksums over 256 MiB."""
+    """Return the GB/s of checksums over 256 MiB."""
     import xxhash
 
     content = np.random.default_rng(0).bytes(2**28)
@@ -136,7 +136,7 @@ def checksum_speeds() -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure, print a table on rank 0."""
+    """Measure, and print a table on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="default: a temporary one")
     parser.add_argument("--hidden", type=int, default=512)

@@ -1,9 +1,9 @@
-"""What collecting and reporting category losses adds to a step of our trainer.
+"""The time that collecting and reporting category losses adds to a step of our trainer.
 
-Three measurements. *Whole steps*, collection on and off in turn, show the effect as a user would meet it, but a
-difference of a percent drowns in a shared machine's noise. *In place* times only what collection adds, on a step's own
-tensors: the sums of every micro-batch, one reduction, one report; set against the step on the same documents. *Head
-measures* sets steps with token accuracy and entropy against steps that collect the losses alone.
+There are three measurements. *Whole steps*, with collection on and off in turn, show the effect that a user sees, but
+a difference of a percent drowns in a shared machine's noise. *In place* times the added work alone, on a step's own
+tensors: the sums of every micro-batch, one reduction and one report, relative to the step on the same documents.
+*Head measures* compares steps with token accuracy and entropy against steps that collect the losses alone.
 """
 
 import time
@@ -22,12 +22,12 @@ ROUNDS = 30
 
 
 def whole_steps(contestant: PackedContestant, batch: StepBatch, pairs: int) -> dict[str, Any]:
-    """What a step with collection takes more than one without."""
+    """Compare steps with collection to steps without."""
     return _paired(lambda: contestant.train(batch), lambda: contestant.train(batch, logged=False), pairs)
 
 
 def head_measures(contestant: PackedContestant, batch: StepBatch, pairs: int) -> dict[str, Any]:
-    """What a step with token accuracy and entropy takes more than one that collects the losses alone."""
+    """Compare steps with token accuracy and entropy to steps that collect the losses alone."""
     unmeasured = _Unmeasured(**vars(batch))
     return _paired(lambda: contestant.train(batch), lambda: contestant.train(unmeasured), pairs)
 
@@ -38,7 +38,7 @@ class _Unmeasured(StepBatch):
 
 
 def _paired(full: Callable[[], Any], bare: Callable[[], Any], pairs: int) -> dict[str, Any]:
-    """Median over ``pairs`` of the CPU time of ``full`` over that of ``bare``, minus 1, in percent, and quartiles."""
+    """Return the extra CPU time of ``full`` over ``bare`` in percent: median, range and quartiles of ``pairs``."""
     percent, seconds = [], []
     for pair in range(pairs):
         taken = {}
@@ -54,7 +54,7 @@ def _paired(full: Callable[[], Any], bare: Callable[[], Any], pairs: int) -> dic
 
 
 def in_place(contestant: PackedContestant, batch: StepBatch, step_seconds: float) -> dict[str, float]:
-    """Seconds that a step spends on collection, measured alone, and their share of ``step_seconds`` in percent."""
+    """Return the seconds that a step spends on collection, measured alone, and their percentage of ``step_seconds``."""
     with_sums, without = [], []
     for _ in range(ROUNDS):
         without.append(_losses(contestant, batch, collect=False))
@@ -64,7 +64,7 @@ def in_place(contestant: PackedContestant, batch: StepBatch, step_seconds: float
 
 
 def _losses(contestant: PackedContestant, batch: StepBatch, collect: bool) -> float:
-    """Seconds of the loss function over a step's micro-batches, and of the report when collecting."""
+    """Return the seconds of the loss function over a step's micro-batches, with the report if ``collect``."""
     names = contestant.run.train_set.categories.names
     group = contestant.trainer.engine.get_data_parallel_group()
     micro_batches = list(batch.micro_batches(1))

@@ -1,4 +1,4 @@
-"""The contest: every contestant trains every step's documents, in turn, and what each took is recorded."""
+"""The contest: the contestants take turns to train each step's documents, and their times are recorded."""
 
 import gc
 import time
@@ -20,7 +20,7 @@ LOSS_TOLERANCE = 1e-4
 
 @dataclass
 class Record:
-    """One contestant's steps. ``wall`` and ``cpu`` are seconds of a step, ``load`` those of making its batch ahead."""
+    """One contestant's steps: ``wall`` and ``cpu`` are seconds of a step, ``load`` those of making its batch ahead."""
 
     wall: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
@@ -31,7 +31,7 @@ class Record:
 
 
 def make_steps(sizes: Sequence[int], budget: int, vocabulary: int, folder: Path, seed: int) -> list[Step]:
-    """A step of so many documents for each of ``sizes``, drawn one after the other from one stream."""
+    """Make a step for each number of documents in ``sizes``, drawn one after the other from one stream."""
     rng = np.random.default_rng(seed)
     steps = []
     for number, count in enumerate(sizes):
@@ -42,10 +42,10 @@ def make_steps(sizes: Sequence[int], budget: int, vocabulary: int, folder: Path,
 
 
 def compete(contestants: dict[str, Contestant], steps: Sequence[Step], warm_up: int, bar: tqdm) -> dict[str, Record]:
-    """Records of ``steps[warm_up:]``; who goes first rotates, so that a drift of the machine favours nobody.
+    """Return records of ``steps[warm_up:]``; the first contestant rotates, so that drift of the machine favours nobody.
 
     Raises:
-        RuntimeError: contestants disagree on a step's loss, so they did not train on the same targets.
+        RuntimeError: If contestants disagree on a step's loss, so they did not train on the same targets.
     """
     records = {name: Record() for name in contestants}
     names = list(contestants)
@@ -81,7 +81,7 @@ def _train(contestant: Contestant, step: Step, record: Record) -> None:
 
 
 def summary(record: Record, steps: Sequence[Step], budget: int, others: dict[str, Record]) -> dict[str, Any]:
-    """Medians over the steps; ratios of target tokens per second to each of ``others``, step by step, [min, max]."""
+    """Return medians over the steps, and stepwise ratios of target tokens per second to ``others`` with [min, max]."""
     real, targets = (np.array([getattr(step, name) for step in steps]) for name in ("tokens", "target_tokens"))
     result: dict[str, Any] = {
         "micro_batches": median(record.micro_batches),
@@ -100,7 +100,7 @@ def summary(record: Record, steps: Sequence[Step], budget: int, others: dict[str
 
 
 def clocks() -> tuple[str, ...]:
-    """Wall time; on a CPU also processor time, which other work on the machine disturbs less."""
+    """Return the clocks: wall time, and on a CPU also processor time, which other work disturbs less."""
     return ("wall",) if torch.cuda.is_available() else ("wall", "cpu")
 
 

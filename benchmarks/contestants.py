@@ -7,10 +7,10 @@
 | next_fit | ours   | one next-fit pack each, padded to the budget                           |
 | ours     | ours   | one best-fit pack each, no padding                                     |
 
-Two more say where a difference comes from: ``dynamic_ours`` runs verl's partition on our engine, and ``single`` is
-``padded`` with one document a micro-batch. Both of verl's run ``FSDPEngineWithLMHead.train_batch`` with verl's own
-collator, micro-batching and ``sft_loss``; ours run the trainer's own step with its category losses. All start from the
-same weights and see the same documents at every step. On several data-parallel ranks each holds its share of a step.
+Two more help to explain a difference: ``dynamic_ours`` runs verl's partition on our engine, and ``single`` is
+``padded`` with one document a micro-batch. verl's contestants run ``FSDPEngineWithLMHead.train_batch`` with verl's
+own collator, micro-batching and ``sft_loss``; ours run the trainer's own step with its category losses. All start from
+the same weights and see the same documents at every step. Each data-parallel rank holds its share of a step.
 """
 
 import copy
@@ -47,7 +47,7 @@ from verl_ext.trainer.trainer import SFTTrainer, UpcomingStep
 NAMES = ("padded", "dynamic", "next_fit", "ours", "dynamic_ours", "single")
 STOCK = "stock"
 
-# verl registers its engine for accelerators alone; the class itself is taken as it is.
+# verl registers its engine for accelerators only, so the class is used directly.
 EngineRegistry.register(model_type="language_model", backend="fsdp2", device=["cpu", "cuda"], vendor=STOCK)(
     FSDPEngineWithLMHead
 )
@@ -70,24 +70,24 @@ class Step:
 
 
 class Contestant(Protocol):
-    """One way to train; ``load`` is what loader processes do ahead of time, ``train`` is timed."""
+    """One way to train: ``load`` stands for the loader processes' work ahead of time, and ``train`` is timed."""
 
     forwards: Forwards
 
     def load(self, step: Step) -> Any:
-        """Documents as the batch that ``train`` takes."""
+        """Turn documents into the batch that ``train`` takes."""
 
     def train(self, batch: Any) -> float:
-        """One optimizer step; the loss before it, as reported."""
+        """Take one optimizer step, and return the loss reported before it."""
 
 
 class StockContestant:
-    """verl's engine, loss, collator and micro-batching, as ``verl.trainer.sft_trainer`` puts them together.
+    """verl's engine, loss, collator and micro-batching, combined as in ``verl.trainer.sft_trainer``.
 
     Args:
-        run: whose optimizer, precision and model path are used.
+        run: gives the optimizer, precision and model path.
         attention: Hugging Face attention implementation.
-        vendor: whose engine class.
+        vendor: the vendor of the engine class.
         padded: documents per micro-batch, or None for dynamic batches under the token budget.
     """
 
@@ -111,11 +111,11 @@ class StockContestant:
         }
 
     def load(self, step: Step) -> dict[str, Any]:
-        """The whole step, as one rank takes it."""
+        """Load the whole step, as one rank takes it."""
         return self.collate(step.documents)
 
     def collate(self, documents: Sequence[Document]) -> dict[str, Any]:
-        """verl's rows, jagged by verl's collator."""
+        """Make verl's rows into jagged tensors with verl's collator."""
         rows = []
         for document in documents:
             tensors = {name: torch.from_numpy(document[name]) for name in ("input_ids", "loss_mask")}
@@ -123,7 +123,7 @@ class StockContestant:
         return self._collate(rows)
 
     def train(self, batch: dict[str, Any]) -> float:
-        """verl's ``train_batch``, schedule and reported loss: the micro-batches' shares, averaged over the ranks."""
+        """Run verl's ``train_batch`` and schedule; return its reported loss, micro-batch shares averaged over ranks."""
         data = tu.get_tensordict(tensor_dict=batch, non_tensor_dict=dict(self.meta))
         with self.engine.train_mode():
             output = self.engine.train_batch(data, loss_function=self.loss)
@@ -134,10 +134,10 @@ class StockContestant:
 
 
 class PackedContestant:
-    """Our trainer's step on our packs, category losses and the reported metrics included.
+    """Our trainer's step on our packs, including category losses and the reported metrics.
 
     Args:
-        run: a prepared run, which says how documents are packed.
+        run: a prepared run, which determines how documents are packed.
     """
 
     def __init__(self, run: Run) -> None:
@@ -147,17 +147,17 @@ class PackedContestant:
         self.forwards.watch(self.trainer.engine.module)
 
     def load(self, step: Step) -> StepBatch:
-        """All packs of the step's documents, collated."""
+        """Load all packs of the step's documents, collated."""
         dataset = SFTDataSet(str(step.folder), config=self.run.config.values["data"], key="data.train_dir")
         return self.collate([dataset[pack] for pack in range(len(dataset))])
 
     @property
     def collate(self) -> StepCollator:
-        """The trainer's collator of packs, None where a rank idles."""
+        """Collate packs with the trainer's collator; None if the rank idles."""
         return StepCollator(self.run.loss_for(self.run.train_set), self.run.train_set.categories)
 
     def train(self, batch: StepBatch, logged: bool = True) -> float:
-        """The trainer's step; NaN when it is not logged, because nothing is collected then."""
+        """Take the trainer's step; the loss is NaN if the step is not logged, because nothing is collected then."""
         counts = self.trainer.engine.is_mp_src_rank_with_outputs()
         outcome = self.trainer.train_step(UpcomingStep(batch, counts, self.trainer.hosts), summed=logged)
         if outcome.sums is None:
@@ -169,11 +169,11 @@ class PackedContestant:
 
 @dataclass(frozen=True)
 class Setting:
-    """What all contestants have in common: a model, data, a budget of tokens, a schedule of so many steps.
+    """The common settings of all contestants: a model, data, a token budget and a schedule's number of steps.
 
     Attributes:
-        data: a dataset folder; of a contest, one step's.
-        overrides: of conf/sft.yaml, for everybody.
+        data: a dataset folder; in a contest, that of one step.
+        overrides: overrides of conf/sft.yaml for every contestant.
     """
 
     model: Path
@@ -184,11 +184,11 @@ class Setting:
     overrides: tuple[str, ...] = ()
 
     def stock(self, name: str, padded: int | None, vendor: str = STOCK, attention: str = "") -> StockContestant:
-        """verl's batches on verl's engine, or another's; by default with the fastest attention that it can run."""
+        """Build verl's batches on verl's engine or another's, by default with the fastest attention that it can run."""
         return StockContestant(self._run(name, ()), attention or _best_stock_attention(), vendor, padded)
 
     def packed(self, name: str, strategy: str, *overrides: str) -> PackedContestant:
-        """Our engine on the packs of ``strategy``, with its own copy of the weights."""
+        """Build our engine on the packs of ``strategy``, with its own copy of the weights."""
         return PackedContestant(self._run(name, (f"data.strategy={strategy}", *overrides)))
 
     def _run(self, name: str, overrides: tuple[str, ...]) -> Run:
@@ -207,7 +207,7 @@ class Setting:
 
 
 def build_contestants(names: Sequence[str], setting: Setting, micro_batch_size: int) -> dict[str, Contestant]:
-    """Contestants by name, each with its own copy of the model's weights."""
+    """Build the contestants by name, each with its own copy of the model's weights."""
     builders: dict[str, Callable[[], Contestant]] = {
         "padded": lambda: setting.stock("padded", micro_batch_size),
         "dynamic": lambda: setting.stock("dynamic", None),
@@ -222,7 +222,7 @@ def build_contestants(names: Sequence[str], setting: Setting, micro_batch_size: 
 
 
 def _best_stock_attention() -> str:
-    """verl's own choice, flash attention, where it can run."""
+    """Return verl's own choice, flash attention, if it can run here."""
     return "flash_attention_2" if torch.cuda.is_available() and has_flash_attn() else "sdpa"
 
 

@@ -1,4 +1,4 @@
-"""The conversations that the readers of loading.py read: made-up words, as JSONL, parquet and tokenized."""
+"""Conversations of made-up words for the readers of loading.py, as JSONL, parquet and tokenized data."""
 
 import json
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerFast
 from verl_ext.commands.init_model.tokenizer import TokenizerOptions, trained_tokenizer
 
 WORDS = 3000
-TOKENIZER = 4096  # tokens of its vocabulary
-# ChatML without the newline after a turn's end, which verl trains on and we do not: so every reader has one truth.
+TOKENIZER = 4096  # vocabulary size
+# ChatML without the newline after a turn's end, which verl trains on and we do not: all readers must agree.
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
@@ -23,7 +23,7 @@ Conversation = list[dict[str, str]]
 
 @dataclass(frozen=True)
 class Kind:
-    """Conversations of one shape: words of each turn, user and assistant in turn; max_tokens of a pack."""
+    """Conversations of one shape: the words of each turn (user, assistant, …) and the max_tokens of a pack."""
 
     name: str
     words: tuple[tuple[int, int], ...]
@@ -35,7 +35,7 @@ LONG = Kind("long documents", ((6_600, 24_000), (200, 600)), 32_768)
 
 
 def make_conversations(kind: Kind, count: int, rng: np.random.Generator) -> list[Conversation]:
-    """``count`` of them, of words whose frequencies fall as in a language (Zipf)."""
+    """Make ``count`` conversations of words whose frequencies follow Zipf's law, as in a language."""
     letters = np.array(list("abcdefghijklmnopqrstuvwxyz"))
     vocabulary = ["".join(rng.choice(letters, rng.integers(3, 9))) for _ in range(WORDS)]
     share = 1 / np.arange(1, WORDS + 1)
@@ -59,7 +59,7 @@ class Corpus:
 
 
 def write_conversations(conversations: list[Conversation], folder: Path) -> tuple[Path, PreTrainedTokenizerFast]:
-    """Their JSONL file, and a tokenizer trained on them, saved beside it as `tokenizer`."""
+    """Write the conversations as a JSONL file, and a tokenizer trained on them beside it as `tokenizer`."""
     lines = folder / "conversations.jsonl"
     lines.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in conversations))
     texts = (message["content"] for messages in conversations for message in messages)
@@ -70,7 +70,7 @@ def write_conversations(conversations: list[Conversation], folder: Path) -> tupl
 
 
 def write_corpus(kind: Kind, count: int, folder: Path, seed: int) -> Corpus:
-    """Write them below ``folder``, with a tokenizer trained on them, tokenized by `verl-ext tokenize`."""
+    """Write conversations below ``folder`` with a tokenizer trained on them, and run `verl-ext tokenize` on them."""
     from verl_ext.commands.command_line import read_options
     from verl_ext.commands.tokenize import TokenizeOptions, tokenize
 

@@ -1,8 +1,8 @@
 """One rank's part of LongAlign's table: epochs of every method, in turn, timed between barriers of all ranks.
 
-The learning rate moves no weight, so all methods, in whatever order they meet the documents, must sum up the same
-negative log-likelihood over an epoch: they trained on the same targets. torchrun starts this file with the folder that
-longalign.py wrote; ``measure`` also runs inside any open process group.
+The learning rate moves no weight, so all methods, in whatever order they visit the documents, must reach the same sum
+of negative log-likelihoods over an epoch if they trained on the same targets. torchrun starts this file with the
+folder that longalign.py wrote; ``measure`` also runs inside any open process group.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs by its path
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # lets the script run by its path
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from verl_ext.packing import CostModel, cost_over_ideal
 from verl_ext.trainer.distributed import process_group
 
 if TYPE_CHECKING:
-    from benchmarks.methods import Method  # loads verl, which is silenced by then
+    from benchmarks.methods import Method  # imports verl, whose output is silenced by now
 
 NLL_TOLERANCE = 1e-4  # relative
 NO_LEARNING = "optim.lr=1e-30"  # far below the last digit of any fp32 weight; 0 is refused
@@ -41,10 +41,10 @@ class Epoch:
 
     Attributes:
         wall: seconds between two barriers of all ranks.
-        cpu: seconds of this process's own work from each of its forwards to the next, or to the end.
-        losses: of the whole step, for each optimizer step.
-        costs: of each of this rank's forwards, by the trainer's cost model.
-        tokens: through this rank's model, with padding.
+        cpu: processor seconds of this process from each of its forwards to the next one, or to the end.
+        losses: the loss of each whole optimizer step.
+        costs: the cost of each of this rank's forwards, by the trainer's cost model.
+        tokens: tokens through this rank's model, padding included.
     """
 
     wall: float
@@ -55,10 +55,10 @@ class Epoch:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Every method's row, the same on every rank of an open process group.
+    """Measure every method's row, the same on every rank of an open process group.
 
     Raises:
-        RuntimeError: methods that did not train on the same targets, or ranks that ran unequally many forwards.
+        RuntimeError: If methods did not train on the same targets, or ranks ran different numbers of forwards.
     """
     from transformers import AutoConfig
 
@@ -89,11 +89,11 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def _compete(methods: "dict[str, Method]", repeats: int, model: CostModel) -> dict[str, list[Epoch]]:
-    """``repeats`` epochs of each; who goes first rotates, so that a drift of the machine favours nobody."""
+    """Run ``repeats`` epochs of each method; the first one rotates, so that a drift of the machine favours nobody."""
     names = list(methods)
     passes: dict[str, list[Epoch]] = {name: [] for name in names}
     for method in methods.values():
-        method.contestant.train(method.warm_up)  # what a first call sets up is not timed
+        method.contestant.train(method.warm_up)  # the set-up of a first call is not timed
     with tqdm(total=repeats * len(names), unit="epoch", disable=dist.get_rank() != 0) as bar:
         for turn in range(repeats):
             for place in range(len(names)):
@@ -125,15 +125,15 @@ def _meet() -> None:
 
 
 def _row(method: "Method", passes: Sequence[Epoch]) -> dict[str, Any]:
-    """Over all ranks: what was trained on, and what it took."""
+    """Summarize over all ranks the data trained on and the time taken."""
     walls, work = (_gathered([getattr(one, key) for one in passes]) for key in ("wall", "cpu"))
     costs, targets = _gathered(passes[0].costs), np.sum(_gathered(method.targets), axis=0)
     forwards = [len(rank) for rank in costs]
     if len(set(forwards)) > 1:
         raise RuntimeError(f"ranks ran unequally many forwards: {forwards}")
-    together = np.max(work, axis=0).sum(axis=1)  # [repeats]: micro-step by micro-step the busiest rank
+    together = np.max(work, axis=0).sum(axis=1)  # [repeats]: the busiest rank of each micro-step
     idle = 1 - np.mean(work, axis=0).sum(axis=1) / together
-    on_cpu = not torch.cuda.is_available()  # elsewhere the processor only launches
+    on_cpu = not torch.cuda.is_available()  # with a GPU, the processor only launches kernels
     return {
         "engine": method.engine,
         "documents": sum(_gathered(method.documents)),
@@ -150,7 +150,7 @@ def _row(method: "Method", passes: Sequence[Epoch]) -> dict[str, Any]:
 
 
 def _gathered(value: Any) -> list[Any]:
-    """``value`` of every rank, in rank order."""
+    """Gather ``value`` from every rank, in rank order."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
@@ -165,7 +165,7 @@ def _check_targets(rows: dict[str, dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """What torchrun starts on every rank: measure, write result.json."""
+    """Measure and write result.json; torchrun starts this on every rank."""
     folder = Path(sys.argv[1])
     options = argparse.Namespace(**json.loads((folder / "settings.json").read_text()))
     with process_group():

@@ -1,4 +1,4 @@
-"""What goes through a model, call by call: tokens with padding, lengths over which attention runs, and its cost."""
+"""Record each call of a model: its tokens with padding, the lengths over which attention runs, and its cost."""
 
 import time
 from dataclasses import dataclass, field
@@ -9,11 +9,11 @@ import torch
 
 @dataclass
 class Forwards:
-    """The calls of a model since ``clear``.
+    """The calls of a model since the last ``clear``.
 
     Attributes:
-        positions: every call's ``position_ids``, [rows, tokens with padding]; kept as they are, read afterwards.
-        clocks: processor time of this process at every call, in seconds.
+        positions: the ``position_ids`` of each call, [rows, tokens with padding], kept unchanged and read afterwards.
+        clocks: this process's processor time at each call, in seconds.
     """
 
     positions: list[torch.Tensor] = field(default_factory=list)
@@ -29,15 +29,15 @@ class Forwards:
 
     @property
     def tokens(self) -> int:
-        """Through the model, with padding."""
+        """The tokens that went through the model, padding included."""
         return sum(positions.numel() for positions in self.positions)
 
     def spans(self, documents: bool) -> list[np.ndarray]:
-        """int64[n] for each call: the lengths over which attention runs, of ``documents`` or of whole rows."""
+        """Return for each call the lengths int64[n] over which attention runs, of ``documents`` or of whole rows."""
         return [_documents(positions) if documents else _rows(positions) for positions in self.positions]
 
     def watch(self, module: torch.nn.Module) -> None:
-        """Keep every forward of ``module`` from now on."""
+        """Record every forward of ``module`` from now on."""
 
         def keep(_: torch.nn.Module, args: tuple, kwargs: dict) -> None:
             self.positions.append(kwargs["position_ids"])

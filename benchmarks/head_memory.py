@@ -1,6 +1,6 @@
-"""Memory and time of a language model's head and token loss: hidden states in, gradients of them and of the weight out.
+"""Measure memory and time of a language model's head and token loss, from hidden states to gradients.
 
-Every cell is a process of its own, so that its peak is its own. README.md says what is compared and how to read it.
+Gradients are those of hidden states and weight. A cell has a process, and so a peak, of its own. See README.md.
 """
 
 import argparse
@@ -22,7 +22,7 @@ Loss = Callable[..., torch.Tensor]
 
 
 def plain(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
-    """Logits of every token, our token loss."""
+    """Compute the logits of every token, then our token loss."""
     nll = token_nll(hidden @ weight.t(), labels, inplace_backward=True)
     return (coefficients * nll).sum()
 
@@ -30,19 +30,19 @@ def plain(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, coef
 def targets(
     hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, coefficients: torch.Tensor
 ) -> torch.Tensor:
-    """Logits of target tokens, our token loss."""
+    """Compute the logits of target tokens, then our token loss."""
     at = coefficients.nonzero().flatten()
     return plain(hidden[at], weight, labels[at], coefficients[at])
 
 
 def fused(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
-    """Our fused head on target tokens."""
+    """Run our fused head on target tokens."""
     at = coefficients.nonzero().flatten()
     return head_terms([(hidden[at], weight)], labels[at], coefficients[at])[0].sum()
 
 
 def verl(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
-    """Logits of every token, stock verl 0.9.1's token losses."""
+    """Compute the logits of every token, then stock verl 0.9.1's token losses."""
     from verl.utils.torch_functional import logprobs_from_logits
 
     log_probs = logprobs_from_logits(hidden @ weight.t(), labels, inplace_backward=True)
@@ -50,7 +50,7 @@ def verl(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, coeff
 
 
 def trl(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
-    """TRL's fused head on target tokens, as its SFTTrainer calls it, without its metrics."""
+    """Run TRL's fused head on target tokens as its SFTTrainer does, without the metrics."""
     from trl.kernels import ChunkedLogProbFunction
     from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as CHUNK
 
@@ -63,7 +63,7 @@ HEADS: dict[str, Loss] = {"plain": plain, "targets": targets, "fused": fused, "v
 
 
 def measure(head: str, tokens: int, share: float, hidden_size: int, vocabulary: int, threads: int) -> dict[str, Any]:
-    """Processor seconds, MiB above the weight and the hidden states, and the loss, of one forward and backward."""
+    """Return processor seconds, MiB above weight and hidden states, and the loss of one forward and backward."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     hidden = torch.randn(tokens, hidden_size, requires_grad=True)
@@ -71,7 +71,7 @@ def measure(head: str, tokens: int, share: float, hidden_size: int, vocabulary: 
     labels = torch.randint(vocabulary, (tokens,))
     coefficients = (torch.rand(tokens) < share).float()
     few = torch.randn(8, 4, requires_grad=True), torch.randn(16, 4, requires_grad=True)
-    HEADS[head](*few, torch.arange(8), torch.ones(8)).backward()  # imports, first calls
+    HEADS[head](*few, torch.arange(8), torch.ones(8)).backward()  # pays for imports and first calls
     with measured() as figures:
         loss = HEADS[head](hidden, weight, labels, coefficients)
         loss.backward()
@@ -87,7 +87,7 @@ def measure(head: str, tokens: int, share: float, hidden_size: int, vocabulary: 
 
 
 def table(cells: list[dict[str, Any]]) -> str:
-    """The cells as text: a row for each head, tokens and share, with its ratios to `plain`."""
+    """Format a row for each head, number of tokens and share, with its ratios to `plain`."""
     lines = [
         f"{'tokens':>7} {'targets':>8}  {'head':<8}{'seconds':>9}{'to plain':>10}{'MiB above':>11}{'to plain':>10}"
     ]
@@ -106,7 +106,7 @@ def table(cells: list[dict[str, Any]]) -> str:
 
 
 def check_equal(cells: list[dict[str, Any]]) -> None:
-    """Raises ValueError where two heads differ in the loss or the weight's gradient on the same input."""
+    """Raise ValueError if two heads differ in loss or weight gradient on the same input."""
     for cell in cells:
         same = [c for c in cells if (c["tokens"], c["targets"]) == (cell["tokens"], cell["targets"])]
         for other in same:

@@ -1,9 +1,9 @@
-"""Megatron's indexed form: building it from text, the sample index over it, blends, and reading samples.
+"""Measure Megatron's indexed format: building it from text, its sample index, blends, and reading samples.
 
     python benchmarks/index.py --output index.json
 
-Makes its own text, tokenizer and corpora. megatron-core is compared where it is installed (pip install megatron-core):
-index_build.py says how in the first table, index_samples.py in the others.
+The script makes its own text, tokenizer and corpora. It compares megatron-core if that is installed (pip install
+megatron-core): index_build.py explains the first table, index_samples.py the others.
 """
 
 import argparse
@@ -15,20 +15,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs by its path
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # lets the script run by its path
 
 import numpy as np
 from tqdm import tqdm
 
 from benchmarks.index_samples import measure_blend, measure_reads, measure_sample_index, peer_problem
 
-VOCABULARY = 6400  # of the trained tokenizer
-TRAINED_ON = 2000  # of the texts
+VOCABULARY = 6400  # of the trained tokenizer, in tokens
+TRAINED_ON = 2000  # texts
 SEED = 1234
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=float, default=12, help="text of the build")
     parser.add_argument("--text", nargs="+", help="files of that text; default: made-up words")
@@ -52,7 +52,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """All tables as one record."""
+    """Measure all tables, and return them as one record."""
     skipped = peer_problem()
     return {
         "options": {name: str(value) for name, value in vars(options).items()},
@@ -66,14 +66,14 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def measure_build(options: argparse.Namespace, folder: Path, with_peer: bool) -> dict[str, Any]:
-    """Tokens per second of each contestant, in turns, and their ratios to the tokenizer's in the same turn."""
+    """Measure each contestant's tokens per second in turns, and its ratio to the tokenizer's in the same turn."""
     from benchmarks.index_build import CONTESTANTS, Corpus, made_up_texts, read_texts
 
     rng = np.random.default_rng(SEED)
     texts = list(read_texts(options.text, options.text_key, options.megabytes)) if options.text else []
     texts = texts or made_up_texts(options.megabytes, rng)
     corpus = Corpus(folder, texts, options.tokenizer or _trained_tokenizer(texts, folder), options.workers)
-    os.environ["TOKENIZERS_PARALLELISM"] = "true"  # of this process; the workers turn theirs off
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"  # for this process; workers turn it off
     names = [name for name in CONTESTANTS if with_peer or name != "megatron-core"]
     turns: list[dict[str, Any]] = []
     bar = tqdm(total=options.repeats * len(names), desc="build", file=sys.stderr)
@@ -121,7 +121,7 @@ def _check_same_files(folder: Path) -> None:
 
 
 def report(result: dict[str, Any]) -> str:
-    """All tables as text."""
+    """Format all tables as text."""
     build = result["build"]
     lines = [*result["skipped"], ""]
     lines.append(f"build: {build['megabytes']:.1f} MB, {build['documents']:,} documents, {build['tokens']:,} tokens")
@@ -156,7 +156,7 @@ def _spread(values: list[float]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print, write."""
+    """Measure, print and write the tables."""
     options = arguments(argv)
     with tempfile.TemporaryDirectory() as folder:
         result = measure(options, Path(folder))

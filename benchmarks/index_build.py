@@ -1,14 +1,14 @@
-"""Contestants of index.py's first table: the same texts, tokenized, and written as an index but by the tokenizer alone.
+"""Contestants of index.py's first table: all tokenize the same texts, and all but the tokenizer write an index.
 
 | contestant | what it does |
 |---|---|
-| `tokenizer` | `tokenizer(texts)` with its own threads, texts and tokens in memory: nothing is read, nothing written |
-| `in process` | `write_text_indexes`, the same threads: what a training process does with text |
+| `tokenizer` | `tokenizer(texts)` with its own threads, in memory: it reads and writes no file |
+| `in process` | `write_text_indexes` with the same threads, as in a training process |
 | `command` | `verl-ext index` with worker processes |
-| `megatron-core` | as its `preprocess_data.py`: a pool of processes, a document a call, `IndexedDatasetBuilder` |
+| `megatron-core` | like its `preprocess_data.py`: a pool of processes, one document a call, `IndexedDatasetBuilder` |
 
-Contestants with worker processes are timed from the first result on, the first result of each worker not counted; what
-came before is their start. Processor seconds are those of this process, its threads included, and of the workers.
+Contestants with worker processes are timed from the first result on, without counting each worker's first result; the
+time before is their start. Processor seconds are those of this process, its threads included, and of the workers.
 """
 
 import json
@@ -30,12 +30,12 @@ from verl_ext.text.sources import SourceFile, find_source_files
 from verl_ext.text.tokenizer import ModelOptions, tokenizer_module
 from verl_ext.text.workers import ordered_results
 
-LINES_PER_JOB = 32  # preprocess_data.py's own
+LINES_PER_JOB = 32  # as in preprocess_data.py
 WORDS = 20_000
 
 
 class Speed(NamedTuple):
-    """Tokens of the timed part, its seconds, its processor seconds over all processes, and the seconds before it."""
+    """The tokens, seconds and processor seconds (of all processes) of the timed part, and the seconds before it."""
 
     tokens: int
     seconds: float
@@ -44,7 +44,7 @@ class Speed(NamedTuple):
 
 
 class Corpus:
-    """The same texts three ways: in memory, as JSONL, and the tokenizer that is to encode them."""
+    """The texts in memory and as JSONL, and the tokenizer that encodes them."""
 
     def __init__(self, folder: Path, texts: list[str], tokenizer_folder: Path, workers: int) -> None:
         self.folder, self.texts, self.workers = folder, texts, workers
@@ -57,12 +57,12 @@ class Corpus:
 
 
 def tokenizer_alone(corpus: Corpus) -> Speed:
-    """The tokenizer's own batch speed."""
+    """Measure the tokenizer's own batch speed."""
     return _timed_here(lambda: sum(map(len, corpus.tokenizer(corpus.texts)["input_ids"])))
 
 
 def in_process(corpus: Corpus) -> Speed:
-    """Ours in this process."""
+    """Measure ours in this process."""
     prefixes = {"texts": _fresh(corpus, "threads")}
 
     def write() -> int:
@@ -73,7 +73,7 @@ def in_process(corpus: Corpus) -> Speed:
 
 
 def command(corpus: Corpus) -> Speed:
-    """Ours with worker processes."""
+    """Measure ours with worker processes."""
     make = partial(load_text_tokenizer, ModelOptions(corpus.tokenizer_folder), TextOptions())
     batches = read_batches(corpus.files, lambda source: False)
     results = ordered_results(make, _tokenize, batches, corpus.workers, name="tokenize", preload=[tokenizer_module()])
@@ -88,7 +88,7 @@ def command(corpus: Corpus) -> Speed:
 
 
 def megatron_core(corpus: Corpus) -> Speed:
-    """The builder that Megatron's own script uses, fed as that script does."""
+    """Measure the builder of Megatron's own script, fed as that script feeds it."""
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
     prefix = _fresh(corpus, "peer")
@@ -100,7 +100,7 @@ def megatron_core(corpus: Corpus) -> Speed:
 
     state = (corpus.tokenizer_folder, corpus.tokenizer.eos_token_id)
     with open(corpus.path, encoding="utf-8") as lines:
-        if corpus.workers == 1:  # in this process, as ours
+        if corpus.workers == 1:  # in this process, like ours
             _load(*state)
             speed = _timed(map(_encode, lines), add)
         else:
@@ -124,7 +124,7 @@ def _timed_here(work: Callable[[], int]) -> Speed:
     return Speed(tokens, time.perf_counter() - started, time.process_time() - processor)
 
 
-# What a worker made, which one, and the processor seconds that it had used by then.
+# A worker's result, the worker's id, and the processor seconds that it had used by then.
 Stamped = tuple[Any, int, float]
 
 
@@ -147,7 +147,7 @@ def _timed(results: Iterable[Stamped], add: Callable[[Any], int]) -> Speed:
 
 
 def _fresh(corpus: Corpus, name: str) -> Path:
-    """A prefix whose two files are not there."""
+    """Return a prefix after removing its two files."""
     for suffix in (".bin", ".idx"):
         (corpus.folder / f"{name}{suffix}").unlink(missing_ok=True)
     return corpus.folder / name
@@ -157,7 +157,7 @@ def _tokenize(tokenizer: TextTokenizer, batch: Batch) -> Stamped:
     return tokenizer.tokenize(batch), os.getpid(), time.process_time()
 
 
-# Of a worker process of the peer's.
+# The state of a worker process of megatron-core's contestant.
 _worker: dict[str, Any] = {}
 
 
@@ -172,7 +172,7 @@ def _encode(line: str) -> Stamped:
 
 
 def made_up_texts(megabytes: float, rng: np.random.Generator) -> list[str]:
-    """Documents of about 200 words, whose frequencies fall as in a language (Zipf)."""
+    """Make documents of about 200 words whose frequencies follow Zipf's law, as in a language."""
     letters = np.array(list("eeettaaoinshrdlucmfwypvbgkjqxz"))
     vocabulary = np.array(["".join(rng.choice(letters, rng.integers(1, 11))) for _ in range(WORDS)])
     share = 1 / np.arange(1, WORDS + 1)
@@ -185,7 +185,7 @@ def made_up_texts(megabytes: float, rng: np.random.Generator) -> list[str]:
 
 
 def read_texts(paths: list[str], text_key: list[str], megabytes: float) -> Iterator[str]:
-    """Texts of files of any format that the command takes, up to so many megabytes."""
+    """Read texts from files of any format that the command takes, up to a number of megabytes."""
     options = TextOptions(text_key=text_key, on_bad_record="skip")
     left = megabytes * 1e6
     for batch in read_batches(find_source_files({"text": paths}), lambda source: False):

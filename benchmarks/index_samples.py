@@ -1,5 +1,5 @@
-"""The sample index over lengths, the order of a blend, and random samples read from a warm map: ours beside
-megatron-core's own."""
+"""Compare ours with megatron-core: the sample index over lengths, the order of a blend, and random reads of samples
+from a warm memory map."""
 
 import argparse
 import hashlib
@@ -18,8 +18,8 @@ from verl_ext.data.megatron.blend import megatron_blend_order, normalised
 from verl_ext.data.megatron.index import IndexWriter, TokenIndex
 from verl_ext.data.megatron.samples import build_sample_indices
 
-SIGMA = 0.6  # of the logarithm of a document's length
-VOCABULARY = 6400  # of random tokens
+SIGMA = 0.6  # standard deviation of the logarithm of a document's length
+VOCABULARY = 6400  # range of the random tokens
 READS_PER_TURN = 500
 SEED = 1234
 
@@ -27,7 +27,7 @@ Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def peer_problem() -> str | None:
-    """Why megatron-core is not compared; None where it is."""
+    """Return the reason why megatron-core is not compared, or None."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -39,7 +39,7 @@ def peer_problem() -> str | None:
 
 
 def measure_sample_index(options: argparse.Namespace, mean: int, with_peer: bool) -> dict[str, Any]:
-    """Seconds of one core and peak memory above the lengths, each in a process of its own; the arrays must be equal."""
+    """Measure seconds of one core and peak memory above the lengths in own processes; the arrays must be equal."""
     rows = {}
     for name in ("verl_ext", "megatron-core") if with_peer else ("verl_ext",):
         with multiprocessing.get_context("spawn").Pool(1) as pool:
@@ -53,7 +53,7 @@ def sample_index_run(name: str, tokens: int, mean: int, seq_len: int) -> dict[st
     """Build the three indices of one epoch once."""
     lengths = document_lengths(tokens, mean)
     build = _ours if name == "verl_ext" else _theirs()
-    build(lengths[:1000], seq_len, SEED)  # imports, and pages of the libraries
+    build(lengths[:1000], seq_len, SEED)  # loads imports and library pages
     before = private_bytes()
     with PrivatePeak() as peak:
         started = time.process_time()
@@ -73,7 +73,7 @@ def sample_index_run(name: str, tokens: int, mean: int, seq_len: int) -> dict[st
 
 
 def document_lengths(tokens: int, mean: int) -> np.ndarray:
-    """int32[D], lognormal, that sum to `tokens`."""
+    """Draw lognormal lengths int32[D] that sum to `tokens`."""
     rng = np.random.default_rng(SEED)
     draws = rng.lognormal(np.log(mean) - SIGMA**2 / 2, SIGMA, int(1.1 * tokens / mean) + 100)
     ends = np.cumsum(np.maximum(draws, 1).astype(np.int64))
@@ -89,8 +89,8 @@ def _ours(lengths: np.ndarray, seq_len: int, seed: int) -> Arrays:
 
 
 def _theirs() -> Callable[[np.ndarray, int, int], Arrays]:
-    """What GPTDataset does for one epoch, on lengths."""
-    peer_problem()  # imported without its warnings
+    """Return a function that does GPTDataset's work for one epoch, on lengths."""
+    peer_problem()  # imports it without its warnings
     from megatron.core.datasets import gpt_dataset, helpers
 
     def build(lengths: np.ndarray, seq_len: int, seed: int) -> Arrays:
@@ -106,10 +106,10 @@ def _theirs() -> Callable[[np.ndarray, int, int], Arrays]:
 
 
 def measure_blend(options: argparse.Namespace, sources: int, with_peer: bool) -> dict[str, Any]:
-    """Seconds of the order of a blend by megatron-core's rule, and the ratio to its compiled helper's, in turns."""
+    """Time the order of a blend by megatron-core's rule, in turns with its compiled helper, and take their ratio."""
     weights = np.random.default_rng(SEED).uniform(0.01, 1, sources)
     seconds: dict[str, list[float]] = {"verl_ext": [], "megatron-core": []}
-    for _ in range(options.repeats + 1):  # the first is not counted
+    for _ in range(options.repeats + 1):  # the first round is not counted
         begun = time.perf_counter()
         ours = megatron_blend_order(weights.tolist(), options.blend_samples)
         seconds["verl_ext"].append(time.perf_counter() - begun)
@@ -135,7 +135,7 @@ def _their_blend(weights: np.ndarray, samples: int) -> tuple[np.ndarray, np.ndar
 
 
 def measure_reads(options: argparse.Namespace, mean: int, folder: Path, with_peer: bool) -> dict[str, Any]:
-    """Microseconds of one random sample as an int64 array, and of all that megatron-core's dataset returns for one."""
+    """Measure microseconds of a random sample as an int64 array, and as all that megatron-core's dataset returns."""
     prefix = folder / f"reads_{mean}"
     writer = IndexWriter(prefix, np.uint16)
     lengths = document_lengths(options.read_tokens, mean)
@@ -143,7 +143,7 @@ def measure_reads(options: argparse.Namespace, mean: int, folder: Path, with_pee
     writer.close()
     index = TokenIndex(prefix)
     samples = build_sample_indices(index.lengths, None, options.seq_len, None, SEED)
-    index.token_range()  # every page of the map is warm
+    index.token_range()  # warms every page of the map
     readers: dict[str, Callable[[int], Any]] = {
         "verl_ext": lambda k: index.gather(*samples.pieces(k)).astype(np.int64),
     }
@@ -178,7 +178,7 @@ def _their_dataset(prefix: Path, documents: int, seq_len: int, folder: Path) -> 
 
 
 def _in_turn(readers: dict[str, Callable[[int], Any]], samples: int, reads: int) -> dict[str, dict[str, float]]:
-    """Microseconds a read: the median and the least over turns of READS_PER_TURN reads of the same samples."""
+    """Return microseconds a read: the median and minimum over turns of READS_PER_TURN reads of the same samples."""
     rng = np.random.default_rng(SEED)
     turns: dict[str, list[float]] = {name: [] for name in readers}
     for _ in range(-(-reads // READS_PER_TURN)):

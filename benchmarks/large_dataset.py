@@ -1,6 +1,6 @@
-"""A tokenized dataset of millions of documents, written in large record batches: no Python per token or document.
+"""Write a tokenized dataset of millions of documents in large record batches, without Python per token or document.
 
-Lengths are lognormal around a mean; token ids random, the last quarter of a document its target, four categories.
+Lengths are lognormal around a mean, token ids random; a document's last quarter is its target, in four categories.
 """
 
 import json
@@ -14,17 +14,17 @@ from datasets import Dataset, Features, List, Value
 BATCH_DOCUMENTS = 1 << 15
 SHARD_BYTES = 1 << 29
 BYTES_PER_TOKEN = 9  # input_ids int32, loss_mask int8, category_ids int32
-SIGMA = 0.6  # of the logarithm of a length
+SIGMA = 0.6  # standard deviation of the logarithm of a length
 SHORTEST = 2
 CATEGORIES = 4
 KINDS = {"input_ids": "int32", "loss_mask": "int8", "category_ids": "int32"}
 
 
 def write_large_dataset(folder: Path, documents: int, mean_tokens: int, vocabulary: int, seed: int = 0) -> int:
-    """Write it as ``datasets.load_from_disk`` maps it; the number of its tokens."""
+    """Write the dataset for ``datasets.load_from_disk``, and return its number of tokens."""
     features = Features({**{name: List(Value(kind)) for name, kind in KINDS.items()}, "length": Value("int32")})
     schema = features.arrow_schema
-    Dataset(schema.empty_table()).save_to_disk(str(folder))  # its two JSON files; it writes no shard for no rows
+    Dataset(schema.empty_table()).save_to_disk(str(folder))  # writes the two JSON files, but no shard for no rows
     for stray in folder.glob("*.arrow"):
         stray.unlink()
     files, tokens, stream, sink = [], 0, None, None
@@ -54,7 +54,7 @@ def _batches(
         targets = np.maximum(lengths // 4, 1)
         steps = np.zeros(ends[-1] + 1, np.int8)
         steps[ends - targets] += 1  # a target begins here
-        steps[ends] -= 1  # and ends before here; the next document's begins later
+        steps[ends] -= 1  # and ends before here; the next document's target begins later
         mask = np.cumsum(steps[:-1], dtype=np.int8)
         category = np.repeat(rng.integers(1, CATEGORIES + 1, count, dtype=np.int32), lengths) * mask
         flat = rng.integers(0, vocabulary, ends[-1], dtype=np.int32), mask, category

@@ -1,12 +1,12 @@
-"""How far the gradient of a pack is from that of its documents alone: transformers, TRL, verl and this project.
+"""Compare the gradient of a pack with that of its documents alone in transformers, TRL, verl and this project.
 
     python benchmarks/leaks.py
 
-A small random model of each type gets one row of five documents. `transformers` is given position_ids that restart with
-every document, and no mask; `trl` the batch of its collator with padding_free=True, which packing implies; `verl`
-is stock verl 0.9.1's forward of Qwen3.5's layers with the cumulative lengths that its engine hands them (on a CPU
-transformers' recurrence takes these and ignores them; with flash-linear-attention on a GPU it does not). The error is
-‖g − g'‖ / ‖g'‖ over all parameters, g' of the documents one by one in plain transformers with eager attention, in fp32.
+A small random model of each type gets one row of five documents. `transformers` gets position_ids that restart with
+every document, and no mask; `trl` gets the batch of its collator with padding_free=True, which packing implies; `verl`
+is stock verl 0.9.1's forward of Qwen3.5's layers with the cumulative lengths that its engine passes (on a CPU,
+transformers' recurrence accepts and ignores these; with flash-linear-attention on a GPU it does not). The error is
+‖g − g'‖ / ‖g'‖ over all parameters in fp32; g' is from plain transformers, document by document, with eager attention.
 """
 
 import argparse
@@ -48,14 +48,14 @@ def _gradient(model: nn.Module, backward: Callable[[], None]) -> torch.Tensor:
 
 
 def alone(model: nn.Module) -> None:
-    """Backward of the documents one by one."""
+    """Run backward on the documents one by one."""
     for ids in _documents():
         logits = model(input_ids=ids[None], use_cache=False).logits[0]
         F.cross_entropy(logits[:-1], ids[1:], reduction="sum").backward()
 
 
 def packed(model: nn.Module, **inputs: object) -> None:
-    """Backward of one row of all documents."""
+    """Run backward on one row of all documents."""
     ids = torch.cat(_documents())
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
     logits = model(input_ids=ids[None], position_ids=positions[None], use_cache=False, **inputs).logits[0]
@@ -64,7 +64,7 @@ def packed(model: nn.Module, **inputs: object) -> None:
 
 
 def of_trl(model: nn.Module) -> None:
-    """Backward of TRL's batch of the same documents, by transformers' own loss."""
+    """Run backward on TRL's batch of the same documents, with transformers' own loss."""
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
     collate = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
@@ -74,7 +74,7 @@ def of_trl(model: nn.Module) -> None:
 
 
 def of_verl(model: nn.Module) -> None:
-    """Backward through verl's forwards of Qwen3.5's layers, which it puts into transformers' classes."""
+    """Run backward through verl's forwards of Qwen3.5's layers, which it patches into transformers' classes."""
     from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
     from verl.models.transformers.qwen3_5 import qwen3_5_decoder_layer_forward, qwen3_5_gated_delta_net_forward
 
@@ -86,7 +86,7 @@ def of_verl(model: nn.Module) -> None:
 
 
 def errors(kind: str, contestants: list[str]) -> dict[str, float]:
-    """The relative error of each contestant's gradient on a small model of a type."""
+    """Return the relative error of each contestant's gradient on a small model of a type."""
     config = CONFIG_MAPPING[kind](**_VALUES.get(kind, {}))
     cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     ours = trial_model(config, cls)
@@ -96,7 +96,7 @@ def errors(kind: str, contestants: list[str]) -> dict[str, float]:
         model.load_state_dict(ours.state_dict())
         return model.eval()
 
-    eager, default = plain("eager"), plain(None)  # None: the kernel that transformers chooses
+    eager, default = plain("eager"), plain(None)  # None lets transformers choose the kernel
     expected = _gradient(eager, lambda: alone(eager))
     layout = document_layout(torch.cat([torch.arange(length) for length in LENGTHS]))
     ways: dict[str, tuple[nn.Module, Callable[[], None]]] = {
@@ -114,7 +114,7 @@ def errors(kind: str, contestants: list[str]) -> dict[str, float]:
 
 
 def table(found: dict[str, dict[str, float]], contestants: list[str]) -> str:
-    """The rows as text."""
+    """Format the rows as text."""
     lines = [f"{'model type':<16}" + "".join(f"{name:>14}" for name in contestants)]
     for kind, of_kind in found.items():
         cells = (f"{of_kind[name]:>14.1e}" if name in of_kind else f"{'–':>14}" for name in contestants)

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 
 class Distribution(NamedTuple):
-    """draw(count, rng) -> int64[count] lengths of 1..max_tokens."""
+    """A distribution of lengths: draw(count, rng) -> int64[count], each within 1..max_tokens."""
 
     text: str
     max_tokens: int

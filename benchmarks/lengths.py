@@ -1,4 +1,4 @@
-"""A step's documents: long-tailed lengths scaled to the budget, random tokens, one dataset folder on disk.
+"""Make a step's documents: long-tailed lengths scaled to the budget, random tokens, one dataset folder on disk.
 
 Of all documents 90 % are short (lognormal) and 10 % long (uniform from an eighth of the budget to all of it). At a
 budget of 65,536 tokens that is a median of 1,024 and a tail of 8k to 64k, LongAlign's mixture of chat and long
@@ -12,10 +12,10 @@ import numpy as np
 from datasets import Dataset, Features, List, Value
 
 LONG_SHARE = 0.1
-MEDIAN_SHARE = 1 / 64  # of the budget: a short document's median
-SIGMA = 0.8  # of the logarithm of a short document's length
+MEDIAN_SHARE = 1 / 64  # median of a short document, as a share of the budget
+SIGMA = 0.8  # standard deviation of the logarithm of a short document's length
 SHORTEST_LONG_SHARE = 1 / 8
-TARGET_SHARE = 1 / 4  # of a document's tokens, its last ones
+TARGET_SHARE = 1 / 4  # the share of a document's last tokens that are targets
 SHORTEST = 4
 CATEGORIES = {"1": "short", "2": "long"}
 
@@ -23,7 +23,7 @@ Document = dict[str, np.ndarray]  # input_ids, loss_mask, category_ids: int64[le
 
 
 def long_tailed_lengths(count: int, budget: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """(lengths int64[count], is_long bool[count]) in shuffled order; the number of long ones is exact."""
+    """Draw (lengths int64[count], is_long bool[count]) in shuffled order; the number of long documents is exact."""
     long = rng.permutation(np.arange(count) < round(count * LONG_SHARE))
     short_lengths = rng.lognormal(np.log(budget * MEDIAN_SHARE), SIGMA, count)
     long_lengths = rng.uniform(budget * SHORTEST_LONG_SHARE, budget, count)
@@ -32,7 +32,7 @@ def long_tailed_lengths(count: int, budget: int, rng: np.random.Generator) -> tu
 
 
 def make_documents(count: int, budget: int, vocabulary: int, rng: np.random.Generator) -> list[Document]:
-    """Documents whose last quarter is target."""
+    """Make documents whose last quarter is the target."""
     documents = []
     for length, long in zip(*long_tailed_lengths(count, budget, rng), strict=True):
         targets = np.arange(length) >= length - max(int(length * TARGET_SHARE), 1)
@@ -47,7 +47,7 @@ def make_documents(count: int, budget: int, vocabulary: int, rng: np.random.Gene
 
 
 def write_dataset(documents: list[Document], folder: Path) -> None:
-    """A tokenized dataset, one row a document, in the order given."""
+    """Write a tokenized dataset of one row a document, in the given order."""
     kinds = {"input_ids": "int32", "loss_mask": "int8", "category_ids": "int32"}
     features = Features({**{name: List(Value(kind)) for name, kind in kinds.items()}, "length": Value("int32")})
     columns: dict[str, list] = {name: [document[name] for document in documents] for name in kinds}

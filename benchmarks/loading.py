@@ -1,8 +1,8 @@
-"""Reading packs against the original collate and verl's templating, and what a start costs on millions of documents.
+"""Compare reading packs with the original collate and verl's templating; time a start on millions of documents.
 
-    python benchmarks/loading.py --output loading.json        # --quick: seconds, figures mean nothing
+    python benchmarks/loading.py --output loading.json        # --quick takes seconds, its figures mean nothing
 
-Needs 4 GB in the temporary folder (TMPDIR). README.md beside this file says what is compared.
+Needs 4 GB in the temporary folder (TMPDIR). README.md beside this file explains the comparison.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs by its path
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # lets the script run by its path
 
 import numpy as np
 from tqdm import tqdm
@@ -28,7 +28,7 @@ OURS, THEIRS = ("pack", "worker"), ("seed", "templating")
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--documents", type=int, default=2_000_000, help="documents of the start-up sets; 0: no start")
     parser.add_argument("--mean-tokens", type=int, default=50, help="of the first start-up set; the second has 4 times")
@@ -52,7 +52,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def measure_reading(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """One row a kind of document: tokens per processor second of every reader, ratios of ours to the others'."""
+    """Measure a row for each kind of document: every reader's tokens per processor second, and ours by the others'."""
     import datasets
     import torch
 
@@ -101,7 +101,7 @@ def _spread(values: np.ndarray) -> dict[str, float]:
 def measure_start(
     options: argparse.Namespace, folder: Path, token_factors: Sequence[int] = (1, 4)
 ) -> list[dict[str, Any]]:
-    """One row a set, each of as many documents with so many times the tokens: a first start and a second."""
+    """Measure a first and a second start on each set: equally many documents, with a multiple of the tokens."""
     import datasets
 
     from benchmarks.large_dataset import write_large_dataset
@@ -109,7 +109,7 @@ def measure_start(
     datasets.disable_progress_bars()
     rows = []
     for times in token_factors:
-        with tempfile.TemporaryDirectory(dir=folder) as name:  # one set on disk at a time
+        with tempfile.TemporaryDirectory(dir=folder) as name:  # keeps one set on disk at a time
             write_large_dataset(Path(name), options.documents, times * options.mean_tokens, VOCABULARY, options.seed)
             first, second = _start(name), _start(name)
         assert {**first, "seconds": 0, "private": 0} == {**second, "seconds": 0, "private": 0}, "the same data"
@@ -118,7 +118,7 @@ def measure_start(
 
 
 def _start(folder: str) -> dict[str, Any]:
-    """One rank's start in a fresh process; the folder's pages may be in the page cache, nothing else is kept."""
+    """Measure one rank's start in a fresh process, in which only the page cache may be warm."""
     command = [sys.executable, str(Path(__file__).with_name("start_up.py")), folder, str(START_MAX_TOKENS)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -128,7 +128,7 @@ def _start(folder: str) -> dict[str, Any]:
 
 
 def report(result: dict[str, Any]) -> str:
-    """The tables that are printed."""
+    """Format the tables for printing."""
     lines = [str(result["machine"])]
     for row in result["reading"]:
         lines += ["", f"{row['kind']}: {row['documents']:,} documents, {row['tokens']:,} tokens, packs of "]
@@ -153,7 +153,7 @@ def report(result: dict[str, Any]) -> str:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Everything, below ``folder``."""
+    """Measure everything, with files below ``folder``."""
     machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
     return {
         "settings": {**vars(options), "output": None},
@@ -164,7 +164,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print and write the tables."""
     options = arguments()
     with tempfile.TemporaryDirectory() as folder:
         result = measure(options, Path(folder))

@@ -1,6 +1,6 @@
-"""LongAlign's table: how long each method takes to train on the same documents once, on one rank and on several.
+"""LongAlign's table: the time that each method takes to train once on the same documents, on one rank and on several.
 
-The ranks are real ones, started by torchrun's module on epochs.py; here they are started and their rows printed.
+This module starts real ranks by torchrun's module on epochs.py, and prints their rows.
 """
 
 import argparse
@@ -20,10 +20,10 @@ from benchmarks.lengths import Document, make_documents, write_dataset
 from benchmarks.model import VOCABULARY, write_model
 from benchmarks.quiet import no_progress_bars
 
-METHODS = ("naive", "sorted", "naive_1", "sorted_1", "dynamic", "packing", "balanced")  # what they are: methods.py
+METHODS = ("naive", "sorted", "naive_1", "sorted_1", "dynamic", "packing", "balanced")  # defined in methods.py
 ON_ONE_RANK = ("naive", "sorted", "packing")
 ON_REQUEST = ("single", "sorted_packs")
-# Hours on 8 × A800-80G with DeepSpeed ZeRO-3, as a digest of the paper (https://arxiv.org/abs/2401.18058) gives them.
+# Hours on 8 × A800-80G with DeepSpeed ZeRO-3, from a digest of the paper (https://arxiv.org/abs/2401.18058).
 PUBLISHED = {
     "ChatGLM3-6B": {"naive": 45.4, "packing": 20.5, "sorted": 19.1},
     "Llama2-7B": {"naive": 67.2, "packing": 23.4, "sorted": 23.3},
@@ -35,7 +35,7 @@ _HEADS += ("cost/ideal", "idle")
 
 
 def table(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure on each number of ranks in ``options.ranks``, in processes of its own."""
+    """Measure each number of ranks in ``options.ranks``, in processes of its own."""
     gpus = torch.cuda.device_count()
     if gpus and max(options.ranks) > gpus:
         raise ValueError(f"--ranks must be at most {gpus}, a GPU each; got {max(options.ranks)}")
@@ -47,7 +47,7 @@ def table(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def write_inputs(options: argparse.Namespace, folder: Path) -> None:
-    """What the ranks read: model, documents, settings."""
+    """Write the inputs of the ranks: model, documents and settings."""
     no_progress_bars()
     write_model(folder / "model", options.hidden, options.layers, options.budget, options.seed)
     write_dataset(epoch_documents(options), folder / "documents")
@@ -55,7 +55,7 @@ def write_inputs(options: argparse.Namespace, folder: Path) -> None:
 
 
 def epoch_documents(options: argparse.Namespace) -> list[Document]:
-    """The documents of an epoch, the same on every rank."""
+    """Make the documents of an epoch, the same on every rank."""
     rng = np.random.default_rng(options.seed)
     return make_documents(options.documents * options.steps, options.budget, VOCABULARY, rng)
 
@@ -66,12 +66,12 @@ def _on_ranks(ranks: int, threads: int, folder: Path) -> dict[str, Any]:
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     code = subprocess.run([*launcher, f"--nproc_per_node={ranks}", script, folder], env=environment).returncode
     if code:
-        raise SystemExit(code)  # the ranks have said why
+        raise SystemExit(code)  # the ranks have printed the reason
     return json.loads((folder / "result.json").read_text())
 
 
 def report(result: dict[str, Any]) -> str:
-    """A table for each number of ranks, and LongAlign's own ratios below."""
+    """Format a table for each number of ranks, with LongAlign's own ratios below."""
     lines = []
     for ranks, measured in result["ranks"].items():
         rows = measured["methods"]

@@ -1,4 +1,4 @@
-"""Peak memory predicted on fake tensors against the resident memory of real ranks. README.md says how to read it."""
+"""Compare peak memory predicted on fake tensors with real ranks' resident memory. README.md explains the table."""
 # ruff: noqa: E402 - upstream warns while it is imported
 
 import argparse
@@ -21,7 +21,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ.setdefault("VERL_PLATFORM", "cpu")
 sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]  # verl imports it, with pages of warnings
-warnings.simplefilter("ignore")  # upstream's, of every rank
+warnings.simplefilter("ignore")  # of upstream, on every rank
 logging.disable(logging.INFO)
 
 from benchmarks.quiet import no_progress_bars, quiet
@@ -50,7 +50,7 @@ _CHECKPOINTING = "model.enable_gradient_checkpointing"
 
 @dataclass(frozen=True)
 class Case:
-    """A run of `ranks`, each of whose steps has `micro_batches` of `tokens`."""
+    """A run on `ranks` ranks, whose steps have `micro_batches` micro-batches of `tokens` tokens."""
 
     name: str
     model: str
@@ -64,7 +64,7 @@ CASES = (
     Case("dense", "dense", 1, 4096, 1, (f"{_CHECKPOINTING}=false",)),
     Case("dense, checkpointing, plain head", "dense", 1, 4096, 1, (f"{_CHECKPOINTING}=true", "loss.head=plain")),
     Case("LoRA", "dense", 1, 4096, 1, (f"{_CHECKPOINTING}=false", "model=lora", "loss.head=targets")),
-    # a small block of logits: the peak is in the backward pass of a layer
+    # with a small block of logits, the peak is in the backward pass of a layer
     Case("dense, checkpointing, small head", "dense", 1, 8192, 1, (f"{_CHECKPOINTING}=true", "loss.head_block_mib=16")),
     Case(
         "the same over tiles of 512 tokens",
@@ -90,7 +90,7 @@ def job_of(case: Case, folder: str, overrides: Sequence[str] = ()) -> Job:
 
 
 def batch_of(tokens: int) -> StepBatch:
-    """Return a pack of two documents, of which every second token is a target."""
+    """Return a pack of two documents in which every second token is a target."""
     pack = {
         "input_ids": torch.arange(tokens) % 1000,
         "position_ids": torch.arange(tokens // 2).repeat(2),
@@ -114,7 +114,7 @@ def job_of_length(tokens: int, overrides: Sequence[str] = ()) -> Job:
 
 
 def plan_lengths(lengths: Sequence[int], overrides: Sequence[str]) -> list[dict[str, Any]]:
-    """Print and return the peak of a GPU, and of a rank's host memory, by the tokens of a pack."""
+    """Print and return the peak of a GPU and of a rank's host memory, for each pack length in tokens."""
     cells = []
     print(f"{'tokens':>12}{'GPU GiB':>10}{'host GiB':>10}")
     with Predictor() as predictor:
@@ -126,7 +126,7 @@ def plan_lengths(lengths: Sequence[int], overrides: Sequence[str]) -> list[dict[
 
 
 def write_model(name: str, folder: Path) -> None:
-    """A model of random weights."""
+    """Write a model with random weights."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     fields = dict(_MODELS[name])
@@ -135,19 +135,19 @@ def write_model(name: str, folder: Path) -> None:
 
 
 def measure(job: Job) -> float:
-    """Bytes of this rank's resident memory at the peak of a step, above what stood before it."""
+    """Return the bytes by which a step's peak exceeds this rank's resident memory before the step."""
     from verl_ext.memory_plan.fake_gpu import MemoryTracker
     from verl_ext.trainer.distributed import process_group
 
     torch.set_num_threads(1)
-    idle = MemoryTracker("cpu", fake=False)  # never entered: counts nothing
+    idle = MemoryTracker("cpu", fake=False)  # counts nothing, as it is never entered
     with process_group():
         with quiet():
             engine = build_engine(job)
         fill_optimizer(engine, idle)
-        take_step(engine, job, job.steps[0], idle)  # buffers and threads that last
+        take_step(engine, job, job.steps[0], idle)  # creates the lasting buffers and threads
         before = _resident("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory starts anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak of resident memory
         take_step(engine, job, job.steps[0], idle)
         return _resident("VmHWM") - before
 
@@ -158,7 +158,7 @@ def _resident(name: str) -> int:
 
 
 def on_ranks(job: Job) -> list[float]:
-    """:func:`measure` on real ranks, a process each."""
+    """Run :func:`measure` on real ranks, each in a process of its own."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -166,7 +166,7 @@ def on_ranks(job: Job) -> list[float]:
         "WORLD_SIZE": str(job.world_size),
         "LOCAL_WORLD_SIZE": str(job.world_size),
         **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "VERL_PLATFORM": "cpu"},
-        **{"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"},  # what is freed is given back
+        **{"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"},  # returns freed memory
     }
     ranks = []
     for rank in range(job.world_size):
@@ -184,7 +184,7 @@ def on_ranks(job: Job) -> list[float]:
 
 
 def compare(case: Case, predictor: Predictor, folder: Path) -> dict[str, Any]:
-    """Predicted and measured MiB above what stands before a step, and their ratio; of rank 0."""
+    """Return rank 0's predicted and measured MiB above the memory before a step, and their ratio."""
     if not (folder / case.model).is_dir():
         write_model(case.model, folder / case.model)
     job = job_of(case, str(folder / case.model))

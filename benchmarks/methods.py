@@ -1,17 +1,17 @@
-"""LongAlign's methods: how the documents of an epoch become the micro-batches of each data-parallel rank.
+"""LongAlign's methods of making an epoch's documents into the micro-batches of each data-parallel rank.
 
 | name     | engine | micro-batches of a rank, and their order                                              |
 |----------|--------|---------------------------------------------------------------------------------------|
 | naive    | verl's | a fixed number of documents in random order, padded to the longest of them            |
-| sorted   | verl's | the same of like length: sorted batching                                              |
-| naive_1  | verl's | one document in random order, nothing padded                                          |
-| sorted_1 | verl's | one document, those of a micro-step of like length: LongAlign's own sorted batching   |
+| sorted   | verl's | a fixed number of documents of similar length, padded: sorted batching                |
+| naive_1  | verl's | one document, in random order, without padding                                        |
+| sorted_1 | verl's | one document; similar lengths in a micro-step: LongAlign's own sorted batching        |
 | dynamic  | verl's | verl's balanced partition of the rank's random share under the token budget           |
 | packing  | ours   | one best-fit pack, in random order                                                    |
-| balanced | ours   | one best-fit pack, those of a micro-step of like cost: GLM-Long's sorted packing      |
+| balanced | ours   | one best-fit pack; similar costs in a micro-step: GLM-Long's sorted packing           |
 
-Two more on request: ``single``, one document a pack on our engine, and ``sorted_packs``, packs of the strategy
-``sorted_batch``. A micro-step is what all ranks run before they meet in the next forward's collectives.
+Two more are available on request: ``single`` is one document a pack on our engine, and ``sorted_packs`` uses packs of
+the strategy ``sorted_batch``. A micro-step is the work of all ranks before they meet in the next forward's collectives.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ from verl_ext.plugin import register_engine
 
 @dataclass(frozen=True)
 class Method:
-    """One method on one rank: who trains, and on which batches, one an optimizer step; ``warm_up`` is a small one."""
+    """One method on one rank: its contestant, one batch for each optimizer step, and a small ``warm_up`` batch."""
 
     contestant: Contestant
     engine: str
@@ -40,24 +40,24 @@ class Method:
 
     @property
     def by_document(self) -> bool:
-        """Whether attention runs document by document; verl's engine, without flash-attn, computes whole rows."""
+        """Whether attention runs document by document; without flash-attn, verl's engine computes whole rows."""
         return self.engine == "ours"
 
     @property
     def documents(self) -> int:
-        """Of this rank, counted in what was loaded."""
+        """The number of this rank's documents, counted in the loaded batches."""
         return sum(_documents(batch) for batch in self.batches)
 
     @property
     def targets(self) -> list[int]:
-        """Target tokens of each of this rank's batches, counted in what was loaded."""
+        """The target tokens of each of this rank's loaded batches."""
         return [_targets(batch) for batch in self.batches]
 
 
 def _documents(batch: Any) -> int:
     if isinstance(batch, dict):
         return len(batch["loss_mask"])
-    idle = batch.pack_lengths.count(1)  # no document is as short as that
+    idle = batch.pack_lengths.count(1)  # no document is that short
     return int((batch.position_ids == 0).sum()) - idle
 
 
@@ -68,9 +68,9 @@ def _targets(batch: Any) -> int:
 def build_methods(
     names: Sequence[str], setting: Setting, documents: Sequence[Document], steps: int, micro_batch_size: int, seed: int
 ) -> dict[str, Method]:
-    """Methods by name, each with its own copy of the weights; ``documents`` are those of ``setting.data``.
+    """Build the methods by name, each with its own copy of the weights; ``documents`` are those of ``setting.data``.
 
-    ``steps`` optimizer steps make an epoch, of equally many documents on verl's engine and, as far as that divides, of
+    An epoch has ``steps`` optimizer steps, with equally many documents on verl's engine and, as far as they divide,
     equally many packs on ours. Call it on every rank.
     """
     lengths = np.array([len(document["input_ids"]) for document in documents])
@@ -107,13 +107,13 @@ def build_methods(
 
 
 def _per_step(packs: int, steps: int) -> int:
-    """Packs of an optimizer step: as many as make ``steps`` of them, rounded up to what the ranks share evenly."""
+    """Return the packs of an optimizer step that make ``steps`` steps, rounded up to a multiple of the ranks."""
     ranks = dist.get_world_size()
     return -(-packs // (steps * ranks)) * ranks
 
 
 def _of_packs(contestant: PackedContestant) -> Method:
-    """This rank's packs of one epoch, as the trainer's plan deals them out."""
+    """Return a method on this rank's packs of one epoch, as the trainer's plan deals them out."""
     run, own = contestant.run, contestant.trainer.rank
     shares = [run.plan.rank_packs(step, own.rank, own.size) for step in range(run.plan.steps_per_epoch)]
     packs = [[None if pack is None else run.train_set[pack] for pack in share] for share in shares]

@@ -1,4 +1,4 @@
-"""The contest's model: a small Qwen3 from random weights, with a tokenizer that verl can load."""
+"""The contest's model: a small Qwen3 with random weights, and a tokenizer that verl can load."""
 
 from pathlib import Path
 
@@ -11,10 +11,10 @@ HEAD = 64
 
 
 def write_model(folder: Path, hidden: int, layers: int, positions: int, seed: int) -> None:
-    """Save it in fp32; query heads of 64, half as many key/value heads, an MLP of 3 × hidden.
+    """Save the model in fp32, with query heads of size 64, half as many key/value heads, and an MLP of 3 × hidden.
 
     Raises:
-        ValueError: hidden does not make whole heads.
+        ValueError: If `hidden` does not divide into whole heads.
     """
     if hidden < 2 * HEAD or hidden % (2 * HEAD):
         raise ValueError(f"--hidden must be a multiple of {2 * HEAD}; got {hidden}")

@@ -1,8 +1,8 @@
-"""Ours and the packers of other projects behind one signature; each peer is optional.
+"""Our packer and those of other projects behind one signature; each peer is optional.
 
-A peer is imported as narrowly as it goes: the one file that holds its packer, and only when that fails its package. It
-gets its lengths in the form that it takes (made outside the clock) and gives its packs in its own form; only ours makes
-the CSR index that a data set reads.
+A peer is imported as narrowly as possible: the one file that holds its packer or, if that fails, its package. It gets
+lengths in the form that it takes (made outside the timed part) and returns packs in its own form; only ours makes the
+CSR index that a dataset reads.
 """
 
 import importlib
@@ -22,8 +22,8 @@ Lengths = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Packer:
-    """pack(prepare(lengths), max_tokens) is what is timed; documents(its result) the packs' document numbers, to check
-    that none is missing; most_documents: the most it is given."""
+    """A packer: pack(prepare(lengths), max_tokens), of which pack is timed; documents(result) gives each pack's
+    document numbers, to check that none is missing; most_documents limits its input."""
 
     name: str
     pack: Callable[[Any, int], Any]
@@ -33,22 +33,22 @@ class Packer:
 
 
 def ours() -> Packer:
-    """best_fit, a plan in CSR form."""
+    """Return best_fit, which makes a plan in CSR form."""
     return Packer("verl_ext best_fit", plan_packs, _as_it_is, plan_documents)
 
 
 def plan_documents(plan: PackPlan) -> Sequence[Any]:
-    """The documents of each pack."""
+    """Return the documents of each pack."""
     return np.split(plan.document_index, plan.pack_offsets[1:-1])
 
 
 def peers() -> tuple[list[Packer], list[str]]:
-    """(the packers that could be imported, one line for each that could not)."""
+    """Return (the packers that could be imported, one line for each that could not)."""
     found, skipped = [], []
     for name, load in PEERS.items():
         try:
             found += load()
-        except Exception as error:  # whatever a foreign import raises
+        except Exception as error:  # a foreign import may raise anything
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             skipped.append(f"{name}: skipped, {reason}")
     return found, skipped
@@ -66,7 +66,7 @@ def _axolotl() -> list[Packer]:
     pack_parallel = _from_file("axolotl", "utils/samplers/multipack.py", "pack_parallel")
 
     def pack(lengths: NDArray[np.int32], max_tokens: int) -> Any:
-        # its sampler's defaults: groups of 100,000; at most 200 documents a pack; documents in the order given
+        # its sampler's defaults: groups of 100,000; at most 200 documents a pack; documents in the given order
         return pack_parallel(lengths, max_tokens, group_size=100_000, bin_size=200, num_processes=1)
 
     prepare: Callable[[Lengths], Any] = lambda lengths: lengths.astype(np.int32)  # noqa: E731
@@ -79,7 +79,7 @@ def _nemo_automodel() -> list[Packer]:
 
 
 def _trl() -> list[Packer]:
-    """pack_dataset's packing function; it moves the tokens too, so it gets few documents (and tokens of no width)."""
+    """Return pack_dataset's packing function; it moves tokens too, so it gets few documents, without other columns."""
     import pyarrow
 
     pack = _from_file("trl", "data_utils.py", "_pack_bfd")
@@ -96,7 +96,7 @@ def _trl() -> list[Packer]:
 
 
 def _verl() -> list[Packer]:
-    """Karmarkar–Karp shares documents over a number of packs that is given; the least whose packs fit is searched."""
+    """Return a search for the fewest packs that fit: Karmarkar–Karp shares documents over a given number of packs."""
     partitions = _from_file("verl", "utils/seqlen_balancing.py", "get_seqlen_balanced_partitions")
 
     def pack(lengths: list[int], max_tokens: int) -> Any:
@@ -124,10 +124,10 @@ def _as_it_is(value: Any) -> Any:
 
 
 def _from_file(package: str, path: str, name: str) -> Callable[..., Any]:
-    """`name` of one file of an installed package, without importing the package where the file can do without it.
+    """Import `name` from one file of an installed package, without importing the package if the file does not need it.
 
     Raises:
-        ImportError: the package is not installed, or neither way of importing works.
+        ImportError: If the package is not installed, or neither way of importing works.
     """
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:

@@ -1,12 +1,12 @@
-"""Packs, fill, seconds and memory of our packer and others, and how evenly ranks share the steps.
+"""Compare packs, fill, seconds and memory of our packer and others, and the balance of steps over ranks.
 
     python benchmarks/packing.py --output packing.json
 
-One process, one core. Peers are compared where they are installed and skipped with a line where they are not:
+It runs in one process on one core. Peers that are not installed are skipped with a line each:
 
     pip install lightbinpack trl && pip install --no-deps axolotl nemo-automodel && pip install numba
 
-README.md beside this file says what is compared; packers.py how, length_distributions.py on which lengths.
+README.md beside this file explains the comparison; packers.py has the packers, length_distributions.py the lengths.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs by its path
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # lets the script run by its path
 
 import numpy as np
 from tqdm import tqdm
@@ -31,13 +31,13 @@ from benchmarks.length_distributions import DISTRIBUTIONS, Distribution
 from benchmarks.packers import Lengths, Packer, ours, peers, plan_documents
 from verl_ext.packing import plan_packs
 
-SLOW = 3.0  # seconds: who takes longer runs once
+SLOW = 3.0  # seconds: a slower packer runs once
 FIRST_CALL_DOCUMENTS = 1000
 ROW = "{:<32} {:>9} {:>9} {:>8} {:>9} {:>9} {:>11}"
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--documents", type=int, default=1_000_000, help="of the comparison")
     parser.add_argument(
@@ -58,7 +58,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """All tables as one record."""
+    """Measure all tables, and return them as one record."""
     found, skipped = peers()
     result: dict[str, Any] = {
         "options": {name: value for name, value in vars(options).items() if name != "output"},
@@ -78,7 +78,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def compare(packers: list[Packer], distribution: Distribution, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each packer; those that take fewer documents are set against ours on as many."""
+    """Return a row for each packer; one that takes fewer documents is compared with ours on as many."""
     rows = []
     sizes = sorted({_documents(packer, options.documents) for packer in packers}, reverse=True)
     for size in sizes:
@@ -97,7 +97,7 @@ def _documents(packer: Packer, documents: int) -> int:
 
 
 def _in_turn(packers: list[Packer], lengths: Lengths, max_tokens: int, repeats: int) -> list[dict[str, Any]]:
-    """Each packer's packs, fill and best seconds; who goes first rotates."""
+    """Return each packer's packs, fill and best seconds; the first packer rotates."""
     records = [_first_call(packer, lengths, max_tokens) for packer in packers]
     bar = tqdm(total=repeats * len(packers), desc=f"{len(lengths):,} documents", file=sys.stderr)
     for repeat in range(repeats):
@@ -121,7 +121,7 @@ def _first_call(packer: Packer, lengths: Lengths, max_tokens: int) -> dict[str, 
 def _timed(packer: Packer, lengths: Lengths, max_tokens: int, record: dict[str, Any]) -> dict[str, Any]:
     given = packer.prepare(lengths)
     gc.collect()
-    gc.freeze()  # what the peers' imports left is not searched for garbage while a packer makes its lists
+    gc.freeze()  # keeps objects of the peers' imports out of garbage collections while a packer makes its lists
     started = time.perf_counter()
     packed = packer.pack(given, max_tokens)
     seconds = time.perf_counter() - started
@@ -133,7 +133,7 @@ def _timed(packer: Packer, lengths: Lengths, max_tokens: int, record: dict[str, 
 
 
 def check_packs(name: str, packs: Sequence[Any], lengths: Lengths, max_tokens: int) -> None:
-    """RuntimeError unless every document lies in one pack and no pack is over its budget."""
+    """Raise RuntimeError unless every document lies in one pack and no pack is over its budget."""
     documents = np.concatenate([np.asarray(pack, np.int64) for pack in packs])
     if not np.array_equal(np.bincount(documents, minlength=len(lengths)), np.ones(len(lengths), np.int64)):
         raise RuntimeError(f"{name} lost or repeated documents")
@@ -143,13 +143,13 @@ def check_packs(name: str, packs: Sequence[Any], lengths: Lengths, max_tokens: i
 
 
 def _in_a_child(name: str, documents: int, seed: int) -> dict[str, Any]:
-    """Seconds and memory of ours alone, in a process of its own, so that nothing else is counted."""
+    """Measure ours alone in a process of its own, so that nothing else is counted."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(large_plan, (name, documents, seed))
 
 
 def large_plan(name: str, documents: int, seed: int) -> dict[str, Any]:
-    """Processor seconds of one plan, packs, fill, and its peak memory above the input, in MiB."""
+    """Return one plan's processor seconds, packs, fill, and peak memory above the input in MiB."""
     distribution = DISTRIBUTIONS[name]
     lengths = distribution.draw(documents, np.random.default_rng(seed))
     gc.collect()
@@ -169,9 +169,9 @@ def large_plan(name: str, documents: int, seed: int) -> dict[str, Any]:
 
 
 def _resident(reset: bool = False) -> float:
-    """The process's highest resident memory so far, in bytes; with `reset` the present one, the mark set back to it."""
+    """Return the process's peak resident bytes; `reset` sets the peak to the present value, and returns that."""
     status = Path("/proc/self/status")
-    if not status.exists():  # macOS: no reset, in bytes
+    if not status.exists():  # macOS reports bytes and has no reset
         return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
     if reset:
         Path("/proc/self/clear_refs").write_text("5")
@@ -180,7 +180,7 @@ def _resident(reset: bool = False) -> float:
 
 
 def report(result: dict[str, Any]) -> str:
-    """All tables as text."""
+    """Format all tables as text."""
     lines = list(result["skipped"])
     for name, found in result["distributions"].items():
         lines += ["", f"{name}: {found['text']}; packs of {found['max_tokens']:,} tokens", ""]
@@ -211,7 +211,7 @@ def _packer_line(row: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print, write."""
+    """Measure, print and write the tables."""
     options = arguments(argv)
     result = measure(options)
     print(report(result))

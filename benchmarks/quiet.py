@@ -1,4 +1,4 @@
-"""What upstream prints and nobody reads here: progress bars, and the reports of an engine being built."""
+"""Silence upstream's output that is of no use here: progress bars, and reports while an engine is built."""
 
 import contextlib
 import logging
@@ -10,14 +10,14 @@ import transformers
 
 
 def no_progress_bars() -> None:
-    """Of transformers and datasets, from now on."""
+    """Turn off the progress bars of transformers and datasets from now on."""
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """verl and transformers report sizes, NUMA and their progress while an engine is built."""
+    """Silence verl's and transformers' reports of sizes, NUMA and progress while an engine is built."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

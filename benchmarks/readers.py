@@ -1,9 +1,9 @@
-"""Four ways in which a loader's worker makes training data of the same conversations; each reads all of them once.
+"""Four ways for a loader's worker to make training data of the same conversations; each reads all of them once.
 
 pack        SFTDataSet[k]: a pack's tensors from the memory-mapped columns
-worker      the same and StepCollator: what our worker does, loss coefficients and category counts included
+worker      the same and StepCollator, as in our worker: also makes loss coefficients and category counts
 seed        the original TokenAwareBatchPack's collate_fn: rows of a shuffled datasets.Dataset, as Python lists
-templating  verl's MultiTurnSFTDataset[i]: chat template and tokenizer at every read; its collator is left out
+templating  verl's MultiTurnSFTDataset[i]: chat template and tokenizer at every read, without its collator
 """
 
 from collections.abc import Callable, Sequence
@@ -21,19 +21,19 @@ from verl_ext.losses import LossSpec
 from verl_ext.trainer.batch import StepCollator
 
 NAMES = ("pack", "worker", "seed", "templating")
-Documents = list[tuple[list[int], list[int]]]  # of each: its tokens, and the places of its targets
+Documents = list[tuple[list[int], list[int]]]  # each document's tokens, and the places of its targets
 
 
 @dataclass(frozen=True)
 class Reader:
-    """``read(item)`` for each of ``items`` reads every conversation once; ``documents(output)`` are those in it."""
+    """``read(item)`` over all ``items`` reads each conversation once; ``documents(output)`` gives its documents."""
 
     items: Sequence[Any]
     read: Callable[[Any], Any]
     documents: Callable[[Any], Documents]
 
     def read_all(self, passes: int) -> None:
-        """Each output is dropped before the next is made, as a worker does."""
+        """Read all items, dropping each output before the next one is made, as a worker does."""
         for _ in range(passes):
             for item in self.items:
                 self.read(item)
@@ -55,7 +55,7 @@ class SeedDataset:
             room -= length
 
     def collate_fn(self, packs: list[list[int]]) -> dict[str, torch.Tensor]:
-        """As published: rows by index, positions from Python ranges, everything padded to max_tokens."""
+        """Collate as the original does: rows by index, positions from Python ranges, all padded to max_tokens."""
         rows = [self.rows[index] for index in packs[0]]
         out = {name: np.zeros(self.max_tokens, np.int64) for name in _SEED_COLUMNS}
         out["input_ids"][:] = self.padding_value
@@ -76,7 +76,7 @@ _SEED_COLUMNS = ("input_ids", "position_ids", "loss_mask", "category_ids", "atte
 
 
 def build_readers(corpus: Corpus, seed: int) -> tuple[dict[str, Reader], int]:
-    """Readers by name, and the tokens that each of them reads."""
+    """Build the readers by name, and return also the number of tokens that each of them reads."""
     folder, max_tokens = str(corpus.tokenized), corpus.kind.max_tokens
     ours = SFTDataSet(folder, max_tokens)
     collate = StepCollator(LossSpec("token", np.ones(len(ours.categories) + 1), 30), ours.categories)
@@ -103,7 +103,7 @@ def _documents_of_seed(row: dict[str, torch.Tensor]) -> Documents:
 
 
 def _documents_of_batch(batch: Any) -> Documents:
-    """A coefficient stands where a target is predicted: one place before it."""
+    """Return the documents of a batch; a coefficient stands where its target is predicted, one place before it."""
     targets = torch.roll(batch.coefficients != 0, 1)
     return _split(batch.input_ids, batch.position_ids, targets)
 

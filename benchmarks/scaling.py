@@ -1,9 +1,9 @@
-"""The time of a step over 8 to 512 data-parallel ranks, simulated from documents' lengths; checked on this machine.
+"""Simulate the time of a step on 8 to 512 data-parallel ranks from document lengths, and check it on this machine.
 
     python benchmarks/scaling.py                      # the simulation
-    python benchmarks/scaling.py --check              # and one rank measured, two predicted, two measured
+    python benchmarks/scaling.py --check              # also measures one rank, predicts two, and measures two
 
-docs/scaling.md says what is assumed, and what the parts of a step are.
+docs/scaling.md explains the assumptions and the parts of a step.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs by its path
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # lets the script run by its path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,11 +30,11 @@ from verl_ext.packing import balanced_order, epoch_order, plan_packs
 from verl_ext.trainer.cost import cost_model
 
 RANKS = (8, 16, 32, 64, 128, 256, 512)
-ACCUMULATION = 4  # packs of a rank in a step
-FORWARDS = 4  # of a training step with gradient checkpointing: forward, again, and a backward of two
-GATHERS = 2  # of a layer's parameters in each micro-step: for the forward, and for recomputation and backward together
-STATE_BYTES = 12  # of a parameter in a checkpoint: itself and Adam's two moments in fp32
-OPTIMIZER_BYTES = 28  # that an Adam step reads and writes of a parameter
+ACCUMULATION = 4  # a rank's packs in a step
+FORWARDS = 4  # in a training step with gradient checkpointing: forward, recomputation, and backward as two
+GATHERS = 2  # of a layer's parameters in a micro-step: one for the forward, one for recomputation and backward
+STATE_BYTES = 12  # a parameter's bytes in a checkpoint: itself and Adam's two moments in fp32
+OPTIMIZER_BYTES = 28  # bytes that an Adam step reads and writes for a parameter
 QWEN3_8B = {
     "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "head_dim": 128,
     "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 151_936,
@@ -43,17 +43,17 @@ QWEN3_8B = {
 
 @dataclass(frozen=True)
 class Cluster:
-    """What is assumed of the machines.
+    """The assumptions about the machines.
 
     Attributes:
-        flops: operations a second that a rank sustains in matrix products and attention.
-        node_ranks: data-parallel ranks of a node; node_link, network: bytes a second that a rank sends inside a node,
-            and to another one. A collective over several nodes is as fast as the network.
-        latency: seconds of a small collective, for each doubling of the nodes.
-        jitter: standard deviation of the logarithm of a rank's time for a micro-step: clocks, memory, other work.
-        slow: how much longer one rank, always the same, takes for everything.
-        memory: bytes a second of a rank's memory, for the optimizer.
-        storage: bytes a second that all nodes together write; node_storage: that one node does.
+        flops: operations per second that a rank sustains in matrix products and attention.
+        node_ranks: data-parallel ranks of a node; node_link, network: bytes per second that a rank sends inside a
+            node, and to another node. A collective over several nodes is as fast as the network.
+        latency: seconds of a small collective for each doubling of the nodes.
+        jitter: standard deviation of the logarithm of a rank's time for a micro-step (clocks, memory, other work).
+        slow: the factor by which one rank, always the same, takes longer for everything.
+        memory: bytes per second of a rank's memory, for the optimizer.
+        storage: bytes per second that all nodes together write; node_storage: that one node writes.
     """
 
     flops: float = 400e12
@@ -68,25 +68,25 @@ class Cluster:
     node_storage: float = 4e9
 
     def link(self, ranks: int) -> float:
-        """Bytes a second of a collective over so many ranks."""
+        """Return the bytes per second of a collective over a number of ranks."""
         return self.node_link if ranks <= self.node_ranks else self.network
 
     def nodes(self, ranks: int) -> int:
-        """Nodes that so many ranks fill."""
+        """Return the number of nodes that a number of ranks fill."""
         return -(-ranks // self.node_ranks)
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a run asks of its ranks.
+    """The work that a run gives its ranks.
 
     Attributes:
-        costs: float64[P] of the packs, in the order in which they are visited; unit: operations of a forward pass by
-            one of cost.
-        parameters: of the model, in `bytes_gathered` each for FSDP's all-gathers and `bytes_reduced` for its
-            reduce-scatter; layers: equal parts in which they travel.
-        accumulation: micro-steps of a step; save_every: steps from a checkpoint to the next.
-        overlaps: whether gathering a layer's parameters hides behind the layer before it.
+        costs: float64[P], costs of the packs in the order of their visits; unit: operations of a forward pass for one
+            unit of cost.
+        parameters: the model's number of parameters, of `bytes_gathered` bytes each in FSDP's all-gathers and
+            `bytes_reduced` in its reduce-scatter; layers: the equal parts in which they travel.
+        accumulation: micro-steps of a step; save_every: steps between two checkpoints.
+        overlaps: whether gathering a layer's parameters overlaps with the layer before it.
     """
 
     costs: NDArray[np.float64]
@@ -102,13 +102,13 @@ class Work:
 
 
 def step_time(work: Work, cluster: Cluster, ranks: int, seed: int = 0) -> dict[str, float]:
-    """Mean seconds of a step over an epoch's full steps, by what they go to.
+    """Return the mean seconds of a step over an epoch's full steps, split into parts.
 
-    ideal: the work shared evenly. balance: waiting for the dearest pack of a micro-step; jitter: for the slowest rank.
-    communication: of FSDP, what no computation hides; small: collectives of a few numbers. optimizer, checkpoint.
+    ideal: evenly shared work. balance: waiting for a micro-step's most expensive pack. jitter: waiting for the slowest
+    rank. communication: FSDP's that no computation hides. small: collectives of a few numbers. optimizer, checkpoint.
 
     Raises:
-        ValueError: too few packs for one step.
+        ValueError: If there are too few packs for one step.
     """
     steps = len(work.costs) // (ranks * work.accumulation)
     if not steps:
@@ -122,8 +122,8 @@ def step_time(work: Work, cluster: Cluster, ranks: int, seed: int = 0) -> dict[s
     remote = work.parameters * (ranks - 1) / ranks / cluster.link(ranks)
     gather, reduce = remote * work.bytes_gathered, remote * work.bytes_reduced
     last = np.arange(len(costs)) % work.accumulation == work.accumulation - 1
-    travels = GATHERS * gather + last * reduce  # gradients travel in the last micro-step alone
-    hidden = slowest * (1 - 1 / work.layers) if work.overlaps else 0.0  # nothing hides the first layer's
+    travels = GATHERS * gather + last * reduce  # gradients travel in the last micro-step only
+    hidden = slowest * (1 - 1 / work.layers) if work.overlaps else 0.0  # nothing hides the first layer's transfer
     exposed = np.maximum(travels - hidden, travels / work.layers if work.overlaps else travels) * (ranks > 1)
     speed = min(cluster.storage, cluster.nodes(ranks) * cluster.node_storage)
     parts = {
@@ -139,7 +139,7 @@ def step_time(work: Work, cluster: Cluster, ranks: int, seed: int = 0) -> dict[s
 
 
 def simulated(lengths: NDArray[np.integer], max_tokens: int, hf_config: Any, cluster: Cluster) -> list[dict[str, Any]]:
-    """A row for each number of ranks: packs in a shuffled and in the balanced order."""
+    """Simulate a row for each number of ranks and each order of the packs, shuffled and balanced."""
     cost = cost_model("flops", hf_config, ulysses=1)
     packs = cost.packs(plan_packs(lengths, max_tokens), lengths)
     text = hf_config.get_text_config()
@@ -161,14 +161,14 @@ def simulated(lengths: NDArray[np.integer], max_tokens: int, hf_config: Any, clu
 
 
 def parameters_of(text: Any) -> float:
-    """Of a dense model: its matrices."""
+    """Return the number of parameters in a dense model's matrices."""
     attention = text.hidden_size * text.head_dim * 2 * (text.num_attention_heads + text.num_key_value_heads)
     layer = attention + 3 * text.hidden_size * text.intermediate_size
     return float(layer * text.num_hidden_layers + 2 * text.vocab_size * text.hidden_size)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as text: seconds of a step, then the share of each part in per cent."""
+    """Format the rows as text: seconds of a step, then each part's share in percent."""
     parts = ("ideal", "balance", "jitter", "communication", "small", "optimizer", "checkpoint")
     lines = [f"{'ranks':>5} {'order':>9} {'step s':>7} " + " ".join(f"{part:>13}" for part in parts)]
     for row in rows:
@@ -177,16 +177,16 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-# The check: a small model on two ranks of this machine, by the trainer's own steps.
+# The check trains a small model on two ranks of this machine with the trainer's own steps.
 
-STEPS, PACKS = 8, 4  # timed, and of a step
+STEPS, PACKS = 8, 4  # timed steps, and packs in a step
 HIDDEN, LAYERS, BUDGET = 256, 4, 2048
 GATHERED = 1 << 24  # bytes of the all-gather that measures the link
 
 
 def check(turns: int) -> dict[str, Any]:
-    """Two one-rank runs side by side give the operations a second, an all-gather of two ranks the link; a step of two
-    ranks is predicted from both and measured."""
+    """Predict a step of two ranks, and measure it. Two one-rank runs side by side give the operations per second, an
+    all-gather of two ranks gives the speed of the link."""
     from benchmarks.lengths import make_documents, write_dataset
     from benchmarks.model import VOCABULARY, write_model
     from benchmarks.quiet import no_progress_bars
@@ -231,7 +231,7 @@ def check(turns: int) -> dict[str, Any]:
 
 
 def _runs(folder: Path, *ranks: int) -> list[dict[str, Any]]:
-    """What runs of so many ranks each, at the same time, measure."""
+    """Start a run for each number of ranks, all at the same time, and return their measurements."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local_addr=127.0.0.1"]
     processes = [
         subprocess.Popen(
@@ -249,7 +249,7 @@ def _runs(folder: Path, *ranks: int) -> list[dict[str, Any]]:
 
 
 def measure(folder: Path, output: Path) -> None:
-    """Steps of the trainer on this rank, which torchrun started; rank 0 writes their seconds and the packs' costs."""
+    """Take the trainer's steps on this rank, started by torchrun; rank 0 writes their seconds and the packs' costs."""
     from verl_ext.trainer.distributed import process_group
 
     with process_group():
@@ -288,7 +288,7 @@ def measure(folder: Path, output: Path) -> None:
 
 
 def _link() -> float:
-    """Bytes a second that a rank receives in an all-gather."""
+    """Return the bytes per second that a rank receives in an all-gather."""
     import torch
     import torch.distributed as dist
 
@@ -305,7 +305,7 @@ def _link() -> float:
 
 
 def main() -> None:
-    """Simulate, and check where asked."""
+    """Simulate, and run the check if asked."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", help="folder with a config.json; Qwen3-8B's by default")
     parser.add_argument("--data", help="a tokenized folder, whose lengths are used; benchmarks/lengths' by default")

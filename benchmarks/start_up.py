@@ -1,9 +1,9 @@
-"""What one rank does with a dataset before a model is loaded, timed in a process of its own.
+"""Time one rank's work on a dataset before a model is loaded, in a process of its own.
 
     python benchmarks/start_up.py FOLDER MAX_TOKENS
 
-prints one line of JSON: seconds to open and check the folder, to plan its packs and to get its scan, and the private
-memory (RssAnon of /proc/self/status, in bytes, above what the process had before) then and at its highest.
+prints one line of JSON: seconds to open and check the folder, to plan its packs and to get its scan, and the added
+private memory (RssAnon of /proc/self/status, in bytes) afterwards and at its peak.
 """
 
 import json
@@ -13,19 +13,19 @@ import threading
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs by its path
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # lets the script run by its path
 
 SAMPLE_SECONDS = 0.005
 
 
 def private_bytes() -> int:
-    """Memory of this process alone: pages of mapped files do not count."""
+    """Return this process's private memory in bytes, without pages of mapped files."""
     status = Path("/proc/self/status").read_text()
     return int(re.search(r"RssAnon:\s+(\d+) kB", status)[1]) * 1024
 
 
 class PrivatePeak:
-    """Samples private memory while a block runs; ``bytes`` is the highest."""
+    """A sampler of private memory while a block runs; ``bytes`` is the highest sample."""
 
     def __enter__(self) -> "PrivatePeak":
         self.bytes, self._stop = private_bytes(), threading.Event()
@@ -43,7 +43,7 @@ class PrivatePeak:
 
 
 def start(folder: str, max_tokens: int) -> dict:
-    """Open, plan, scan; inside a process group of one rank."""
+    """Open, plan and scan inside a process group of one rank."""
     import datasets
 
     from verl_ext.data import SFTDataSet

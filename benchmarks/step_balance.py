@@ -1,9 +1,9 @@
-"""How evenly data-parallel ranks share the steps of full packs, and whether balancing orders the costs.
+"""Measure how evenly data-parallel ranks share steps of full packs, and whether balancing orders the costs.
 
-Step cost over ideal: the dearest pack of every group of D packs (one a rank) times D, over the cost of all packs; an
-epoch takes that many times as long as with perfectly shared work. *Full steps* leave out the packs that do not fill a
-step; *with the tail* the last step is smaller and some ranks idle in its last group. Order: the correlation of the cost
-of a group with that of the next one, the mean over so many shuffles that its standard error is below 0.01.
+"Step cost over ideal" sums D times the most expensive pack of every group of D packs (one a rank), over the cost of all
+packs; an epoch takes that many times as long as with perfectly shared work. *Full steps* leave out the packs that do
+not fill a step; *with the tail*, the last step is smaller and some ranks idle in its last group. "Order" is the
+correlation of a group's cost with the next one's, averaged over enough shuffles for a standard error below 0.01.
 """
 
 from typing import Any
@@ -17,12 +17,12 @@ from verl_ext.packing import CostModel, balanced_order, cost_over_ideal, epoch_o
 COST = CostModel(linear=24_576, quadratic=1)  # attention costs as much as the rest at 24,576 tokens (hidden size 4,096)
 RANKS = (8, 32, 128)
 ACCUMULATION = 4  # groups of an optimizer step
-PAIRS = 60_000  # of consecutive groups, at least: a standard error of 1/sqrt(PAIRS)
-SHUFFLES = 5  # whose step costs are averaged
+PAIRS = 60_000  # at least, of consecutive groups: a standard error of 1/sqrt(PAIRS)
+SHUFFLES = 5  # over which step costs are averaged
 
 
 def step_balance(distribution: Distribution, documents: int, seed: int = 0) -> list[dict[str, Any]]:
-    """A row for each number of ranks."""
+    """Return a row for each number of ranks."""
     lengths = distribution.draw(documents, np.random.default_rng(seed))
     costs = COST.packs(plan_packs(lengths, distribution.max_tokens, seed=seed), lengths)
     return [_row(costs, ranks) for ranks in RANKS if len(costs) >= 2 * ranks * ACCUMULATION]
@@ -57,13 +57,13 @@ def _row(costs: NDArray[np.float64], ranks: int) -> dict[str, Any]:
 
 
 def _correlation(costs: NDArray[np.float64], ranks: int) -> float:
-    """Of the cost of a group of `ranks` packs with the cost of the next group."""
+    """Return the correlation of the cost of a group of `ranks` packs with that of the next group."""
     groups = costs.reshape(-1, ranks).sum(axis=1)
     return float(np.corrcoef(groups[:-1], groups[1:])[0, 1])
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as text."""
+    """Format the rows as text."""
     line = "{:>6} {:>14} {:>14} {:>15} {:>22} {:>10} {:>6}"
     lines = [
         line.format("", "random order", "cost-sorted", "cost-sorted", "correlation of groups", "", ""),

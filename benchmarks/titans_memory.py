@@ -1,9 +1,9 @@
-"""Time and memory per token of a Qwen with long-term memory against full attention of the same Qwen, by length.
+"""Compare time and memory per token, by length, of a Qwen with long-term memory and the same Qwen with full attention.
 
-    python benchmarks/titans_memory.py --output titans_memory.json        # --quick: seconds, figures mean nothing
+    python benchmarks/titans_memory.py --output titans_memory.json        # --quick takes seconds, figures mean nothing
 
-Every cell is a process of its own, so that its peak is its own; the two models take turns at every length. README.md
-beside this file says what is compared.
+Every cell runs in a process of its own, so that its peak is its own; the two models take turns at every length.
+README.md beside this file explains the comparison.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs by its path
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # lets the script run by its path
 
 import torch
 from tqdm import tqdm
@@ -29,7 +29,7 @@ ANSWER = 8  # target tokens at the end of a sequence
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384, 32768, 65536])
     parser.add_argument("--longest-step", type=int, default=16384, help="longest sequence that is trained on")
@@ -53,7 +53,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def build(kind: str, options: argparse.Namespace, device: str) -> Any:
-    """The Qwen3 with random weights, plain or with a memory in its middle layer."""
+    """Build the Qwen3 with random weights, plain or with a memory in its middle layer."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from verl_ext.models.qwen_titans import QwenTitansConfig, QwenTitansForCausalLM
@@ -82,7 +82,7 @@ def build(kind: str, options: argparse.Namespace, device: str) -> Any:
 
 
 def work(kind: str, what: str, length: int, options: argparse.Namespace, device: str) -> tuple[Any, Callable[[], Any]]:
-    """(model, one pass): `read` scores the next token after the sequence, `train` is a step's forward and backward."""
+    """Return (model, one pass): `read` scores the token after the sequence, `train` runs forward and backward."""
     model = build(kind, options, device)
     ids = torch.randint(0, VOCABULARY, (1, length), device=device)
     if what == "read":
@@ -99,10 +99,10 @@ def work(kind: str, what: str, length: int, options: argparse.Namespace, device:
 
 
 def measure_cell(kind: str, what: str, length: int, options: argparse.Namespace) -> dict[str, float]:
-    """Seconds of a pass, the peak of its memory in MiB above the model at rest, parameters, the memory's own share."""
+    """Return a pass's seconds, its peak MiB above the idle model, the parameters, and the memory's share of time."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     _, warm_up = work(kind, what, 2 * ANSWER, options, device)
-    warm_up()  # libraries load, threads start
+    warm_up()  # loads libraries and starts threads
     model, one_pass = work(kind, what, length, options, device)
     before = _peak(device, start=True)
     seconds = []
@@ -119,7 +119,7 @@ def measure_cell(kind: str, what: str, length: int, options: argparse.Namespace)
 
 
 def memory_share(model: Any, one_pass: Callable[[], Any]) -> float:
-    """The share of one more pass that is spent inside the memories, a GPU waited for at each border."""
+    """Return the share of another pass that is spent inside the memories, waiting for the GPU at each border."""
 
     def now() -> float:
         if torch.cuda.is_available():
@@ -136,7 +136,7 @@ def memory_share(model: Any, one_pass: Callable[[], Any]) -> float:
 
 
 def _peak(device: str, start: bool = False) -> float:
-    """Bytes: on a GPU allocated now (start) or at most since; on a CPU the process's peak until now."""
+    """Return bytes: on a GPU those allocated now (start) or the peak since, on a CPU the process's peak so far."""
     if device == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1024 if sys.platform != "darwin" else 1)
     if start:
@@ -147,7 +147,7 @@ def _peak(device: str, start: bool = False) -> float:
 
 
 def measure(options: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
-    """Every cell, in a process of its own."""
+    """Measure every cell in a process of its own."""
     cells = [(what, length) for what in WORK for length in sorted(options.lengths)]
     cells = [(what, length) for what, length in cells if what == "read" or length <= options.longest_step]
     rows = []
@@ -169,7 +169,7 @@ def measure(options: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
 
 
 def report(result: dict[str, Any]) -> str:
-    """The parameters, and the table in Markdown: µs a token and MiB."""
+    """Format the parameters, and a Markdown table of µs per token and MiB."""
     full, memory = (result["rows"][0][kind]["parameters"] for kind in MODELS)
     lines = [
         f"parameters: {full:,}, and {memory - full:,} of the memory",
@@ -187,7 +187,7 @@ def report(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print and write the table."""
     options = arguments()
     if options.cell:
         kind, what, length = options.cell

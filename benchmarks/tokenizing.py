@@ -1,19 +1,19 @@
-"""The command that tokenizes chats, beside the tokenizer's own batch call.
+"""Compare the command that tokenizes chats with the tokenizer's own batch call.
 
     python benchmarks/tokenizing.py --output tokenizing.json
 
-Makes its own chats and tokenizer; `--records FILE.jsonl --tokenizer FOLDER` take yours. In every turn each contestant
-has the same chats:
+The script makes its own chats and tokenizer; `--records FILE.jsonl --tokenizer FOLDER` uses yours. In every turn each
+contestant gets the same chats:
 
 | contestant | what it does |
 |---|---|
-| `encode_batch` | the tokenizer's own call on one core: the chats' texts are rendered, in memory, no token is kept |
-| `local N` | `verl-ext tokenize num_workers=N`, whole: records parsed, rendered, masked, written |
+| `encode_batch` | the tokenizer's own call on one core, on rendered texts in memory; it keeps no token |
+| `local N` | all of `verl-ext tokenize num_workers=N`: parses, renders, masks and writes the records |
 | `ray N` | the same with `backend=ray`, on a Ray cluster of N CPUs that it starts, or the one at `$RAY_ADDRESS` |
 
-Ratios are the command's speed by encode_batch's in the same turn, with and without its start: the seconds of the same
-command on one record with one worker. Memory is the largest that the command's process and any of its workers took, by
-samples of their resident memory.
+A ratio is the command's speed over encode_batch's in the same turn, with and without the command's start, which is the
+time of the same command on one record with one worker. Memory is the largest sampled resident memory of the command's
+process and of any of its workers.
 """
 
 import argparse
@@ -29,19 +29,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs by its path
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # lets the script run by its path
 
 import numpy as np
 import psutil
 from tqdm import tqdm
 
 SEED = 1234
-BATCH = 1000  # texts of one call
+BATCH = 1000  # texts in one call
 SAMPLED_EVERY = 0.2  # seconds
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--records", type=Path, help="JSONL file; default: made-up chats of four turns")
     parser.add_argument("--tokenizer", type=Path, help="folder with a chat template; default: trained on the chats")
@@ -60,7 +60,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def write_records(options: argparse.Namespace, folder: Path) -> Path:
-    """The chats' file, and the tokenizer's folder in `options`."""
+    """Write the chats' file, and set the tokenizer's folder in `options`."""
     from benchmarks.conversations import CHATS, make_conversations, write_conversations
 
     if options.records is None:
@@ -74,7 +74,7 @@ def write_records(options: argparse.Namespace, folder: Path) -> Path:
 
 
 def rendered_texts(records: Path, tokenizer: Any) -> list[str]:
-    """Each chat as its template prints it."""
+    """Return each chat as its template prints it."""
     from verl_ext.text.messages import Chat
     from verl_ext.text.records import parse_record
 
@@ -84,7 +84,7 @@ def rendered_texts(records: Path, tokenizer: Any) -> list[str]:
 
 
 def encode(tokenizer: Any, texts: list[str]) -> tuple[float, int]:
-    """The seconds of the tokenizer's calls, and the tokens."""
+    """Return the seconds of the tokenizer's calls, and the number of tokens."""
     backend, tokens = tokenizer.backend_tokenizer, 0
     began = time.perf_counter()
     for at in range(0, len(texts), BATCH):
@@ -93,7 +93,7 @@ def encode(tokenizer: Any, texts: list[str]) -> tuple[float, int]:
 
 
 def run_command(records: Path, tokenizer: Path, backend: str, workers: int, folder: Path) -> dict[str, float]:
-    """The seconds of the whole command, and the peak MiB of its process and of a worker."""
+    """Return the seconds of the whole command, and the peak MiB of its process and of a worker."""
     output = folder / "tokenized"
     shutil.rmtree(output, ignore_errors=True)
     command = [sys.executable, "-m", "verl_ext", "tokenize", f"sources={{chats:{records}}}", f"output_dir={output}"]
@@ -117,7 +117,7 @@ def run_command(records: Path, tokenizer: Path, backend: str, workers: int, fold
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Times of each turn, and the ratios."""
+    """Measure the times of each turn and their ratios."""
     os.environ.update(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1", OMP_NUM_THREADS="1")
     from transformers import AutoTokenizer
 
@@ -151,7 +151,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def report(result: dict[str, Any]) -> str:
-    """The table."""
+    """Format the table."""
     lines = [f"{result['chats']:,} chats, {result['tokens']:,} tokens"]
     lines.append("speed by encode_batch's, without and with the start: median [least, most]; median seconds")
     for command, turns in result["commands"].items():
@@ -170,7 +170,7 @@ def _spread(values: list[float]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print, write."""
+    """Measure, print and write the table."""
     options = arguments(argv)
     with tempfile.TemporaryDirectory() as folder:
         result = measure(options, Path(folder))

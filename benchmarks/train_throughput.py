@@ -1,11 +1,11 @@
-"""How fast ours trains against stock verl and LongAlign's methods, on the same documents.
+"""Compare our training speed with stock verl and LongAlign's methods on the same documents.
 
     python benchmarks/train_throughput.py --output throughput.json      # step by step, one rank
     python benchmarks/train_throughput.py --table longalign             # epoch by epoch, one rank and two
 
-One thread a rank on a CPU. `contest`: contestants take turns on the same documents, step by step, and must report the
-same loss. `longalign`: the time of naive, sorted and packed batches for the same documents. README.md beside this file
-says what is compared; contestants.py and methods.py how, lengths.py on which lengths.
+On a CPU each rank has one thread. In `contest`, contestants take turns on the same documents, step by step, and must
+report the same loss. `longalign` times naive, sorted and packed batches on the same documents. README.md beside this
+file explains the comparison; contestants.py and methods.py have the contestants, lengths.py the lengths.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs by its path
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # lets the script run by its path
 
 import torch
 from tqdm import tqdm
@@ -27,7 +27,7 @@ from benchmarks import longalign
 from benchmarks.quiet import no_progress_bars
 from verl_ext.trainer.distributed import process_group
 
-DEFAULTS = {  # of options that depend on the table
+DEFAULTS = {  # defaults of options that depend on the table
     "contest": {"documents": 40, "budget": 4096, "repeats": 5},
     "longalign": {"documents": 64, "budget": 2048, "repeats": 3},
 }
@@ -35,7 +35,7 @@ ROW = "{:<13} {:>6} {:>9} {:>8} {:>6} {:>8} {:>9}"
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--table", choices=DEFAULTS, default="contest", help="what is measured")
     parser.add_argument("--documents", type=int, help=f"documents per optimizer step {_default('documents')}")
@@ -94,7 +94,7 @@ def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The contest and the cost of category loss, in a process group; writes below ``folder``."""
+    """Run the contest and measure the cost of category losses in a process group, with files below ``folder``."""
     from benchmarks import contest
     from benchmarks.contestants import NAMES, Setting, build_contestants
     from benchmarks.model import VOCABULARY, write_model
@@ -150,7 +150,7 @@ def _machine() -> dict[str, Any]:
 
 
 def report(result: dict[str, Any]) -> str:
-    """The table that is printed."""
+    """Format the table for printing."""
     tokens, targets = (result[f"{kind}_per_step"] for kind in ("tokens", "target_tokens"))
     lines = [
         f"{result['documents_per_step']} documents, {sum(tokens) / len(tokens):,.0f} tokens, "
@@ -199,7 +199,7 @@ def _contest(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print and write the table."""
     options = arguments()
     torch.set_num_threads(options.threads)
     measured, printed = {"contest": (_contest, report), "longalign": (longalign.table, longalign.report)}[options.table]

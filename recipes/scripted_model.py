@@ -1,11 +1,11 @@
-"""A server that answers by rules where a recipe's small form needs a model that follows instructions. It is no model.
+"""Serve answers made by rules, not by a model, to small recipes that need a model that follows instructions.
 
     python recipes/scripted_model.py PORT_FILE
 
 listens on a free port of this machine, writes the port to PORT_FILE, and serves the model `scripted` in the form of
 OpenAI's chat completions. It knows the chronicles of recipes/longalign/make_data.py and the prompts of `verl-ext
-synthesize` and `verl-ext judge`, and nothing else: what it writes shows that the stages fit together, and its verdicts
-are shares of words.
+synthesize` and `verl-ext judge`, and nothing else: its texts show that the stages fit together, and its verdicts are
+shares of words.
 """
 
 import json
@@ -29,12 +29,12 @@ REMARKS = (
     "Its bell could be heard on the other side of the valley when the wind was right.",
     "At the end of the century the {subject} was still in use, and it was proud of its age.",
 )
-PLAN_WORDS = 100  # of a paragraph
+PLAN_WORDS = 100  # words of a paragraph
 DIMENSIONS = ("Relevance", "Accuracy", "Coherence", "Clarity", "Breadth and Depth", "Reading Experience")
 
 
 def answer(content: str) -> str:
-    """The answer to a user's message by the first rule that knows it."""
+    """Return the answer of the first rule that knows a user's message."""
     if "Write five questions about the text above" in content:
         sales = SALE.findall(content)
         chosen = [sales[number * len(sales) // 5] for number in range(5)]
@@ -71,7 +71,7 @@ def answer(content: str) -> str:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """OpenAI's two paths that a client needs."""
+    """The two paths of OpenAI's API that a client needs."""
 
     protocol_version = "HTTP/1.1"
 

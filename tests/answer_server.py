@@ -1,4 +1,4 @@
-"""A small OpenAI-compatible server on this machine, which answers from a function and keeps what it was asked."""
+"""A small OpenAI-compatible server on this machine, which answers from a function and keeps its requests."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +12,7 @@ Asked = tuple[str, dict[str, Any]]  # path, body
 
 @contextmanager
 def answer_server(answer: Callable[[dict[str, Any]], str], models: Sequence[str]) -> Iterator[tuple[str, list[Asked]]]:
-    """Yield the base URL and the requests so far; a model that is not served is a 404, as OpenAI has it."""
+    """Yield the base URL and the requests so far; an unknown model gets a 404, as from OpenAI."""
     asked: list[Asked] = []
 
     class Handler(BaseHTTPRequestHandler):

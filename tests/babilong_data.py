@@ -1,4 +1,4 @@
-"""Files in BABILong's layout with samples of words that a tiny model's tokenizer has."""
+"""Files in BABILong's layout, with samples of words from a tiny model's tokenizer."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ import numpy as np
 
 
 def write_babilong(path: Path, samples: int, words: int, seed: int = 0) -> Path:
-    """A JSON list of records of about ``words`` words and one-word answers; every length differs."""
+    """Write a JSON list of records of about ``words`` words with one-word answers; all lengths differ."""
     rng = np.random.default_rng(seed)
     records = []
     for number in range(samples):

@@ -12,27 +12,27 @@ PLACES = ("kitchen", "garden", "office", "hallway")
 
 
 def record(sentences: int, place: str = "kitchen", question: str = "Where is Mary? ") -> dict[str, str]:
-    """A record whose input has that many sentences; `question` keeps bAbI's trailing space."""
+    """Make a record whose input has that many sentences; `question` keeps bAbI's trailing space."""
     text = "".join(FACTS[number % 3] for number in range(sentences)).strip()
     return {"input": text, "question": question, "target": place}
 
 
 def records(count: int, sentences: int = 3) -> list[dict[str, str]]:
-    """Records that differ in their question."""
+    """Make records that differ in their question."""
     return [record(sentences, PLACES[number % 4], f"Where is number {number}? ") for number in range(count)]
 
 
 def write_records(path: Path, content: Sequence[object]) -> str:
-    """`content` as the JSON list at `path`, whose folders are made."""
+    """Write `content` as a JSON list to `path`, and make its folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content), encoding="utf-8")
     return str(path)
 
 
 def byte_tokenizer(special: bool = True, pad: bool = True, trim_offsets: bool = False) -> PreTrainedTokenizerFast:
-    """A byte-level BPE whose merges cross the end of a sentence and the line breaks (".\\n\\n" is a token).
+    """Build a byte-level BPE whose merges cross the end of a sentence and the line breaks (".\\n\\n" is a token).
 
-    special: texts begin with <bos> and end with <eos>. trim_offsets: offsets leave white space out, as RoBERTa's do.
+    special: texts begin with <bos> and end with <eos>. trim_offsets: offsets exclude white space, like RoBERTa's.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

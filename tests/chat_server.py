@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server on this machine whose replies a test decides, also those that are none."""
+"""An OpenAI-compatible server on this machine whose replies, or lack of them, a test decides."""
 
 import json
 import threading
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
-HANG = object()  # no reply until the server is closed
+HANG = object()  # send no reply until the server closes
 
 
 def completion(text, finish_reason="stop", prompt_tokens=10, completion_tokens=5, **message):
@@ -22,9 +22,9 @@ def completion(text, finish_reason="stop", prompt_tokens=10, completion_tokens=5
 
 @contextmanager
 def chat_server(reply, models=("tiny",)):
-    """Serve `reply(request)`: a text, a body, (status, body), (status, body, headers), bytes as they are, or HANG.
+    """Serve `reply(request)`: a text, a body, (status, body), (status, body, headers), raw bytes, or HANG.
 
-    Yields url, requests (their bodies in order), headers, and busy: the most requests that were open at a time.
+    Yields url, requests (their bodies in order), headers, and busy, the most requests that were open at once.
     """
     seen = SimpleNamespace(requests=[], headers=[], busy=0, url="")
     lock, closing, open_now = threading.Lock(), threading.Event(), set()
@@ -48,7 +48,7 @@ def chat_server(reply, models=("tiny",)):
                     closing.wait()
                     self.close_connection = True
                     return
-                if isinstance(found, bytes):  # a broken reply: these bytes, and the connection ends
+                if isinstance(found, bytes):  # a broken reply: send these bytes and close
                     self.wfile.write(found)
                     self.close_connection = True
                     return
@@ -72,7 +72,7 @@ def chat_server(reply, models=("tiny",)):
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
-    server.handle_error = lambda *_: None  # clients that are stopped or killed leave broken requests
+    server.handle_error = lambda *_: None  # stopped or killed clients leave broken requests
     threading.Thread(target=server.serve_forever, daemon=True).start()
     seen.url = f"http://127.0.0.1:{server.server_port}/v1"
     try:
@@ -84,7 +84,7 @@ def chat_server(reply, models=("tiny",)):
 
 
 def slowly(reply, seconds):
-    """Return `reply` after so many seconds, which lets requests overlap."""
+    """Return `reply` after a number of seconds, so that requests overlap."""
 
     def later(request):
         time.sleep(seconds)

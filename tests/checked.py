@@ -1,4 +1,4 @@
-"""A composed configuration, typed and checked as the trainer does it, for a machine of the test's choice."""
+"""Type and check a composed configuration as the trainer does, for a machine of the test's choice."""
 
 from typing import Any
 
@@ -17,10 +17,10 @@ def typed(composed: DictConfig, *machine: Any) -> RunConfig:
 
 
 def checked(composed: DictConfig, *machine: Any, hf_config: Any = None) -> ModelFacts:
-    """Raise ValueError as the trainer would, before a model is loaded; else give what is known of the model."""
+    """Raise ValueError as the trainer would before a model is loaded; otherwise return the model's facts."""
     return check_run(typed(composed, *machine), hf_config)
 
 
 def support_problems(hf_config: Any) -> list[str]:
-    """Give the reasons why an architecture is not trained on packs."""
+    """Return the reasons why an architecture is not trained on packs."""
     return model_support_problems(Architecture(hf_config))

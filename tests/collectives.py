@@ -1,4 +1,4 @@
-"""Record what a process sends to others: the bytes of its all-to-alls, which must be its only collectives."""
+"""Record the bytes that a process sends in all-to-alls, which must be its only collectives."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,7 +12,7 @@ _OTHERS = ("all_to_all", "all_gather", "all_gather_into_tensor", "all_reduce", "
 
 @contextmanager
 def recorded_all_to_alls() -> Iterator[list[int]]:
-    """Bytes that each ``all_to_all_single`` sends, its own rank's share included, in order."""
+    """Record the bytes that each ``all_to_all_single`` sends, in order, including its own rank's share."""
     sent: list[int] = []
     original = dist.all_to_all_single
 

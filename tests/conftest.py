@@ -1,4 +1,4 @@
-"""What every test needs: verl on CPU, quiet progress bars, small models written once."""
+"""The common set-up of all tests: verl on CPU, quiet progress bars, and small models written once."""
 
 import os
 import resource
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 os.environ["VERL_PLATFORM"] = "cpu"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-if "HF_DATASETS_CACHE" not in os.environ:  # what tests keep there is of no use to anybody else
+if "HF_DATASETS_CACHE" not in os.environ:  # keeps the tests' entries out of the user's cache
     _cache = tempfile.TemporaryDirectory(prefix="verl_ext_tests_")
     os.environ["HF_DATASETS_CACHE"] = _cache.name
 
@@ -18,20 +18,20 @@ from hypothesis import settings
 
 from tests.tiny_model import write_tiny_model
 
-settings.register_profile("tests", deadline=None)  # a busy machine fails no property
+settings.register_profile("tests", deadline=None)  # a busy machine must not fail a property
 settings.load_profile("tests")
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
-    """Folder of a two-layer Qwen3 with a tokenizer of 128 tokens; 4 heads, 2 key/value heads."""
+    """Return the folder of a two-layer Qwen3 with 4 heads, 2 key/value heads and a tokenizer of 128 tokens."""
     return write_tiny_model(tmp_path_factory.mktemp("tiny_model"))
 
 
 @pytest.fixture
 def files_end_at():
-    """A context in which a write beyond so many bytes of a file fails, as it does on a full disk: with an error number
-    and without the file's name."""
+    """Return a context in which a write beyond a file's first bytes fails as on a full disk: with an error number and
+    without the file's name."""
 
     @contextmanager
     def limited(size):
@@ -47,7 +47,7 @@ def files_end_at():
 
 @pytest.fixture
 def free_port():
-    """A TCP port of this machine that nobody listens on, as a string."""
+    """Return an unused TCP port of this machine, as a string."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""Corpora as lengths of documents, for hypothesis."""
+"""Corpora for hypothesis, as lengths of documents."""
 
 import numpy as np
 from hypothesis import strategies as st
@@ -8,7 +8,7 @@ LONGEST = 2**31 - 1
 
 @st.composite
 def corpora(draw):
-    """(lengths, documents or None, seq_len); with empty documents, of one token and of exactly seq_len."""
+    """Draw (lengths, documents or None, seq_len), with documents of no token, one token and exactly seq_len tokens."""
     seq_len = draw(st.integers(1, 12))
     some = st.one_of(st.integers(0, 20), st.sampled_from([0, 1, seq_len, seq_len + 1]))
     lengths = np.array(draw(st.lists(some, min_size=1, max_size=30)), np.int32)

@@ -1,4 +1,4 @@
-"""Texts of words that a tiny model's tokenizer has, and the stream of tokens that they are."""
+"""Texts of words from a tiny model's tokenizer, and the stream of their tokens."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -10,13 +10,13 @@ EOS = 2
 
 
 def random_words(lengths: Iterable[int], seed: int = 0) -> list[str]:
-    """One text of so many words each; words w0..w99."""
+    """Return a text for each number of words, from the words w0..w99."""
     rng = np.random.default_rng(seed)
     return [" ".join(f"w{word}" for word in rng.integers(0, 100, length)) for length in lengths]
 
 
 def write_texts(folder: Path, texts: Sequence[str]) -> str:
-    """One .txt file each, in the order of their names."""
+    """Write a .txt file for each text; the names keep the order."""
     folder.mkdir(parents=True)
     for number, text in enumerate(texts):
         (folder / f"{number:03d}.txt").write_text(text, encoding="utf-8")
@@ -24,16 +24,16 @@ def write_texts(folder: Path, texts: Sequence[str]) -> str:
 
 
 def write_jsonl(path: Path, texts: Sequence[str]) -> str:
-    """One {"text": …} a line."""
+    """Write one {"text": …} a line."""
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
     return str(path)
 
 
 def tokens_of(text: str, eos: bool = True) -> list[int]:
-    """What the tiny model's tokenizer makes of a text; its word wN is token N + 4."""
+    """Return the tiny model's tokens of a text; its word wN is token N + 4."""
     return [int(word[1:]) + 4 for word in text.split()] + [EOS] * eos
 
 
 def stream_of(texts: Iterable[str], eos: bool = True) -> list[int]:
-    """The documents one after the other."""
+    """Return the documents one after the other."""
     return [token for text in texts for token in tokens_of(text, eos)]

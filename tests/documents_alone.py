@@ -1,4 +1,4 @@
-"""A pack on the ranks that share it, against each of its documents alone in plain transformers, in fp64."""
+"""Compare, in fp64, a pack on the ranks that share it with each of its documents alone in plain transformers."""
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from verl_ext.attention import DocumentLayout, SequenceShards
 from verl_ext.attention.context import ContextGroups, ContextLayout
 from verl_ext.attention.rope import DocumentRope, choose_rope_by_document
 
-# 120 tokens: 2, 3 and 4 ranks share them; longer than every chunk, shorter than a convolution, and one token alone.
+# 120 tokens, which 2, 3 and 4 ranks share: longer than every chunk, shorter than a convolution, and a single token.
 LENGTHS = [13, 7, 1, 77, 18, 4]
 
 
@@ -21,7 +21,7 @@ def _documents():
 
 
 def _alone(model, documents):
-    """The loss of each document, from a forward of its own, and the gradients of their sum."""
+    """Return each document's loss, from its own forward, and the gradients of the sum of losses."""
     losses = []
     for document in documents:
         logits = model(input_ids=document[None], use_cache=False).logits[0]
@@ -31,7 +31,7 @@ def _alone(model, documents):
 
 
 def ranks_of_a_pack(ulysses, context):
-    """The shards of this rank, the ranks of a pack and the groups of context parallelism."""
+    """Set up this rank's shards, the ranks of a pack and the context-parallel groups."""
     ranks = ulysses * context
     shards = SequenceShards(ulysses, context, dist.get_rank() if ranks > 1 else 0)
     set_ulysses_sequence_parallel_group(dist.group.WORLD if ranks > 1 else None)
@@ -43,9 +43,9 @@ def ranks_of_a_pack(ulysses, context):
 
 
 def largest_errors(kind, *layouts):
-    """The largest relative error of a document's loss and of a parameter's gradient, for each (ulysses, context).
+    """Return the largest relative error of a document's loss and a parameter's gradient, for each (ulysses, context).
 
-    Models train, without dropout. Every rank of a layout calls this; one of (1, 1) needs no others.
+    Models are in training mode without dropout. Every rank of a layout calls this; (1, 1) needs no other rank.
     """
     model, plain = packed_and_plain(kind)
     in_float64(model, plain)

@@ -1,17 +1,17 @@
-"""CPU functions in place of the C++ of torch's flash kernels, with their arguments and the formulas of their backward.
+"""CPU functions in place of torch's C++ flash kernels, with their arguments and the formulas of their backward.
 
-The backward knows no more than the C++ does: it trusts the output and the log-sum-exp that it is handed.
+The backward knows no more than the C++: it trusts the output and the log-sum-exp that it receives.
 """
 
 from itertools import pairwise
 
 import torch
 
-_registered = []  # a library that is not kept unregisters its functions
+_registered = []  # keeps libraries alive, which else unregister their functions
 
 
 def register_flash_stand_ins() -> None:
-    """Let torch's varlen attention, and the operations that it stands on, run on the CPU of this process."""
+    """Let torch's varlen attention, and the operations below it, run on the CPU in this process."""
     if not _registered:
         _registered.append(torch.library.Library("aten", "IMPL"))
         _registered[0].impl("_flash_attention_forward", _forward, "CPU")
@@ -19,7 +19,7 @@ def register_flash_stand_ins() -> None:
 
 
 def _documents(query, key, value, cu_q, cu_k, max_q, max_k, dropout, causal, scale, window):
-    """Yield the places of queries and keys of each document, its scores ``[H, Q, K]`` and their factor."""
+    """Yield each document's places of queries and keys, its scores ``[H, Q, K]`` and their factor."""
     assert dropout == 0
     assert query.shape[1:] == (query.size(1), value.size(-1)) == (query.size(1), key.size(-1)), "one head size"
     assert (len(query), len(key), len(value)) == (cu_q[-1], cu_k[-1], cu_k[-1])

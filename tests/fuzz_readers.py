@@ -1,7 +1,7 @@
 """Damaged and made-up input for every reader of untrusted files: `python -m tests.fuzz_readers --seconds 600`.
 
-Hypothesis draws the damage; a child process reads the result, so that a crash or a hang is one more answer. What a
-reader may do with it: read it, or refuse it in one line that names the file or the option.
+Hypothesis draws the damage; a child process reads the result, so that a crash or a hang is just another answer. A
+reader must either read the input, or refuse it in one line that names the file or the option.
 """
 
 import argparse
@@ -26,9 +26,9 @@ import xxhash
 from hypothesis import strategies as st
 
 SECONDS_OF_AN_INPUT = 20
-_context = multiprocessing.get_context("forkserver")  # in the tests, of the server that has imported verl
+_context = multiprocessing.get_context("forkserver")  # in tests, forks from the server that has imported verl
 
-# What is done to a file's bytes, positions taken modulo its length.
+# Changes to a file's bytes; positions are taken modulo its length.
 _PLACES = st.integers(0, 1 << 20)
 _NUMBERS = st.sampled_from([-1, 0, 1, 127, 2**31 - 1, 2**31, 2**32, 2**62, 2**63 - 1, -(2**31), -(2**63)])
 _BYTES = st.one_of(
@@ -49,7 +49,7 @@ _LEAVES = st.one_of(
 _VALUES = st.recursive(
     _LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
 )
-# Of a JSON file also: another value somewhere in it, a key left out, a whole other text.
+# Further changes to a JSON file: another value somewhere, a missing key, a completely different text.
 _JSON = st.one_of(
     _BYTES,
     st.tuples(st.just("value"), _PLACES, _VALUES),
@@ -66,7 +66,7 @@ _JSON = st.one_of(
 
 
 def damaged(content: bytes, how: tuple[str, int, Any]) -> bytes:
-    """The content of a file, damaged."""
+    """Return a file's content with damage."""
     kind, place, what = how
     if kind == "text":
         return what.encode()
@@ -107,12 +107,12 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 @dataclass(frozen=True)
 class Target:
-    """A reader. make: writes what it reads into a folder; read: reads all of it; names: what a refusal may name."""
+    """A reader: make writes its input into a folder, read reads all of it, names are the words of valid refusals."""
 
     make: Callable[[Path], None]
     read: Callable[[Path], Any]
     names: tuple[str, ...] = ()
-    sign: Callable[[Path], None] = lambda folder: None  # what a forger does after the damage
+    sign: Callable[[Path], None] = lambda folder: None  # a forger's work after the damage
 
 
 def _documents() -> list[dict[str, Any]]:
@@ -233,7 +233,7 @@ def _make_checkpoint(folder: Path) -> None:
 
 
 def _sign_checkpoint(folder: Path) -> None:
-    """Checksums that fit, as one who forges a checkpoint writes them."""
+    """Write checksums that match, as a forger of a checkpoint would."""
     from verl_ext.checkpoint.layout import FileFacts
 
     try:
@@ -246,7 +246,7 @@ def _sign_checkpoint(folder: Path) -> None:
         manifest["checksum"] = xxhash.xxh3_128_hexdigest(plain)
         (folder / "manifest.json").write_text(json.dumps(manifest))
     except Exception:
-        return  # damaged too much to be signed
+        return  # too damaged to be signed
 
 
 def _read_checkpoint(folder: Path) -> None:
@@ -285,7 +285,7 @@ def _read_model(folder: Path) -> None:
     from verl_ext.config.check import read_hf_config
     from verl_ext.config.weights import weight_problems
 
-    (folder / "model-1.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")  # of no tensors
+    (folder / "model-1.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")  # a file without tensors
     if problems := weight_problems(str(folder)):
         raise ValueError(problems[0])
     read_hf_config(str(folder))
@@ -319,7 +319,7 @@ def _time_limit() -> Iterator[None]:
 
 
 def _child(name: str, number: int, examples: int, root: str, answers: Any) -> None:
-    """Read so many damaged inputs; what is being read stands in `root`/input, for when this process dies of it."""
+    """Read a number of damaged inputs; the current one lies in `root`/input, in case this process dies of it."""
     target, whole, counts = TARGETS[name], Path(root) / "whole", Counter[str]()
     (Path(root) / "input").write_text(f"{name}, before any damage")
     whole.mkdir()
@@ -377,7 +377,7 @@ def _child(name: str, number: int, examples: int, root: str, answers: Any) -> No
 
 
 def fuzz(name: str, number: int, examples: int) -> tuple[dict[str, int], str | None]:
-    """(how many inputs were read and refused, the first that a reader failed on) of a target in a child process."""
+    """Fuzz a target in a child process: return (counts of read and refused inputs, the first input that failed)."""
     with tempfile.TemporaryDirectory() as root:
         answers = _context.SimpleQueue()
         child = _context.Process(target=_child, args=(name, number, examples, root, answers), daemon=True)

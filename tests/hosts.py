@@ -2,7 +2,7 @@
 
     host-a 10.77.x.1 ══ veth ══ 10.77.x.2 host-b
 
-A process of a host sees its own loopback and its end of the cable, as `cable0`; files are shared, as over NFS.
+A host's process sees its own loopback and its end of the cable as `cable0`; the hosts share files, as over NFS.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def why_no_hosts() -> str | None:
-    """Why this machine cannot make network namespaces; None where it can."""
+    """Return the reason why this machine cannot make network namespaces, or None."""
     try:
         with two_hosts():
             return None
@@ -35,7 +35,7 @@ class Host:
     address: str
 
     def start(self, command: list[str], output: Path, **environment: str) -> subprocess.Popen[bytes]:
-        """Start a command on this host; what it prints goes to the file `output`."""
+        """Start a command on this host; its output goes to the file `output`."""
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("VERL_", "PYTEST"))}
         there = {"PATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment}
@@ -51,7 +51,7 @@ class Host:
             )
 
     def cut(self) -> None:
-        """Pull this host's end of the cable: nothing arrives any more, and nobody is told."""
+        """Pull this host's end of the cable: nothing arrives any more, and no process is notified."""
         ip("-n", self.namespace, "link", "set", "cable0", "down")
 
     def mend(self) -> None:
@@ -61,7 +61,7 @@ class Host:
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """The hosts, for as long as the block lasts; processes that are left on them are killed."""
+    """Make the hosts for the block; processes that remain on them at its end are killed."""
     tag, net = f"{os.getpid():x}", os.getpid() % 250
     hosts = tuple(Host(rank, f"verl-ext-{tag}-{'ab'[rank]}", f"10.77.{net}.{rank + 1}") for rank in (0, 1))
     try:

@@ -1,7 +1,7 @@
 """Hold the line budgets that pyproject.toml states: `python -m tests.line_budgets`, part of `make lint`.
 
-A room is a package of verl_ext, or the modules that lie beside the packages ("modules"). A change that needs more than
-its room's budget raises the number in a commit of its own, and says what the lines bought.
+A room is a package of verl_ext, or the modules beside the packages ("modules"). A change that needs more than its
+room's budget raises the number in a commit of its own, which states the benefit of the lines.
 """
 
 import sys

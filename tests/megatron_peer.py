@@ -1,4 +1,4 @@
-"""megatron-core, which the extra `test` installs, imported without what it says of parts that need a GPU."""
+"""megatron-core, from the extra `test`, imported without its warnings about parts that need a GPU."""
 
 import sys
 import types
@@ -20,7 +20,7 @@ __all__ = ["gpt_dataset", "helpers", "indexed_dataset", "megatron_file", "open_b
 
 
 def megatron_file(prefix: Path, documents: list[list[list[int]]], dtype: Any) -> Path:
-    """Its index of documents, each a list of sequences of token ids."""
+    """Write its index of documents, each a list of sequences of token ids."""
     builder = indexed_dataset.IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
     for sequences in documents:
         builder.add_document([token for sequence in sequences for token in sequence], [*map(len, sequences)])
@@ -31,7 +31,7 @@ def megatron_file(prefix: Path, documents: list[list[list[int]]], dtype: Any) ->
 def open_gpt_dataset(
     prefix: str, documents: np.ndarray, seq_len: int, num_samples: int, seed: int, cache: str | None = None
 ) -> Any:
-    """Its GPTDataset over some documents (int32) of an index."""
+    """Open its GPTDataset over some documents (int32) of an index."""
     index = indexed_dataset.IndexedDataset(prefix)
     config = _config(([prefix], None), seq_len, seed, cache)
     return gpt_dataset.GPTDataset(index, prefix, documents, num_samples, utils.Split.train, config)
@@ -40,7 +40,7 @@ def open_gpt_dataset(
 def open_blend(
     prefixes: list[str], weights: list[float] | None, seq_len: int, num_samples: int | None, seed: int
 ) -> Any:
-    """The training set that its BlendedMegatronDatasetBuilder makes of whole indices. Caches lie beside these."""
+    """Build a training set of whole indices with its BlendedMegatronDatasetBuilder. Caches lie beside the indices."""
     builder = blended_megatron_dataset_builder.BlendedMegatronDatasetBuilder(
         gpt_dataset.GPTDataset, [num_samples, 0, 0], lambda: True, _config((prefixes, weights), seq_len, seed, None)
     )

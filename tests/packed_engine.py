@@ -1,4 +1,4 @@
-"""verl's training worker around the packed engine, ready to train, on the ranks that ``run_ranks`` started."""
+"""verl's training worker around the packed engine, ready to train on the ranks that ``run_ranks`` started."""
 
 import contextlib
 import os
@@ -27,10 +27,10 @@ _FP32 = "{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
 def build_worker(
     model: str | os.PathLike, sequence_parallel: int = 1, overrides: Sequence[str] = (), parallel: str = "cpu"
 ) -> TrainingWorker:
-    """A worker in full fp32 whose engine is initialised; its learning rate is 0, so steps leave the parameters alone.
+    """Build a worker in full fp32 with an initialised engine; its learning rate is 0, so steps move no parameter.
 
-    ``overrides`` are command-line overrides of conf/sft.yaml, ``parallel`` is its group; call it on every rank of an
-    open process group.
+    ``overrides`` are command-line overrides of conf/sft.yaml, ``parallel`` is its config group. Call it on every rank
+    of an open process group.
     """
     select_engine()
     config = compose(
@@ -52,7 +52,7 @@ def build_worker(
 
 @dataclass(frozen=True)
 class Measured:
-    """What a step gave: its metrics, the norm of its gradients, and on rank 0 the gradients."""
+    """The result of a step: its metrics, the norm of its gradients, and on rank 0 the gradients."""
 
     report: dict[str, float]
     grad_norm: float
@@ -60,7 +60,7 @@ class Measured:
 
 
 def train_step(engine: Any, packs: Sequence[Pack], collate: StepCollator, accumulation: int, head: str) -> Measured:
-    """One step over the packs on the trainer's own path: collator, micro-batches, loss, engine, reduction."""
+    """Take a step over the packs on the trainer's own path: collator, micro-batches, loss, engine, reduction."""
 
     def all_reduce(tensor: torch.Tensor) -> None:
         dist.all_reduce(tensor, group=engine.get_data_parallel_group())
@@ -68,7 +68,7 @@ def train_step(engine: Any, packs: Sequence[Pack], collate: StepCollator, accumu
     rank, ranks = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
     mine = StepPlan(len(packs), len(packs), seed=0, shuffle=False).rank_packs(0, rank, ranks)
     batch = collate([None if index is None else packs[index] for index in mine])
-    # 3000 bytes: a handful of rows of the tiny vocabulary at a time
+    # 3000 bytes are a few rows of the tiny vocabulary at a time
     flags = {"head": head, "head_block_bytes": 3000, "head_measures": True}
     micro_batches = list(batch.micro_batches(ceil(len(mine) / accumulation), **flags))
     assert len(micro_batches) == accumulation
@@ -88,7 +88,7 @@ def train_step(engine: Any, packs: Sequence[Pack], collate: StepCollator, accumu
 
 
 def _gradients(engine: Any) -> dict[str, torch.Tensor]:
-    """Whole gradients by Hugging Face's names, unscaled, on the host; copies, as the optimizer step clips in place."""
+    """Return copies of whole, unscaled gradients on the host by Hugging Face's names; the step clips in place."""
     module, scale = engine.module, engine.scaler.get_scale() if engine.scaler is not None else 1.0
     if isinstance(module, FullyShardedDataParallel):
         with FullyShardedDataParallel.summon_full_params(module, with_grads=True):

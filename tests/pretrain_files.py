@@ -1,4 +1,4 @@
-"""Text files for pretraining tests, a word tokenizer, and what a document must become, step by step."""
+"""Text files for pretraining tests, a word tokenizer, and the expected form of a document, built step by step."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,7 @@ WORDS = 60
 
 
 def word_tokenizer(bos: bool = True, pad: str | None = "<pad>") -> PreTrainedTokenizerFast:
-    """Words w0..w59 are ids 4..63; <pad> 0, <bos> 1, <eos> 2. pad: which token pads, None: none does."""
+    """Build a tokenizer: words w0..w59 are ids 4..63, <pad> 0, <bos> 1, <eos> 2. pad is the padding token or None."""
     words = ["<pad>", "<bos>", "<eos>", "<unk>", *(f"w{number}" for number in range(WORDS))]
     tokenizer = Tokenizer(models.WordLevel({word: id_ for id_, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.add_special_tokens(words[:3])
@@ -26,24 +26,24 @@ def word_tokenizer(bos: bool = True, pad: str | None = "<pad>") -> PreTrainedTok
 
 
 def text_of(numbers: Iterable[int]) -> str:
-    """Words of these numbers."""
+    """Return a text of the words with these numbers."""
     return " ".join(f"w{number % WORDS}" for number in numbers)
 
 
 def texts_of(lengths: Iterable[int]) -> list[str]:
-    """A text a length, in words; no two begin alike."""
+    """Return a text for each length in words; no two begin alike."""
     return [text_of(range(7 * row, 7 * row + length)) for row, length in enumerate(lengths)]
 
 
 def write_jsonl(path: Path, texts: Sequence[str], key: str = "text") -> str:
-    """A record a text, in the file at `path`, whose folders are made."""
+    """Write a record for each text to `path`, and make its folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps({key: text}) + "\n" for text in texts), encoding="utf-8")
     return str(path)
 
 
 def plain_document(tokenizer: PreTrainedTokenizerFast, text: str, max_length: int) -> list[int]:
-    """BOS, the tokens of the text that fit, EOS."""
+    """Return BOS, the tokens of the text that fit, and EOS."""
     tokens = tokenizer(
         text, max_length=max_length - 2, truncation=True, add_special_tokens=False, split_special_tokens=True
     )["input_ids"]
@@ -52,7 +52,7 @@ def plain_document(tokenizer: PreTrainedTokenizerFast, text: str, max_length: in
 
 
 def plain_row(tokenizer: PreTrainedTokenizerFast, text: str, max_length: int) -> tuple[list[int], list[int]]:
-    """(input_ids, labels) of one padded row."""
+    """Return (input_ids, labels) of one padded row."""
     ids = plain_document(tokenizer, text, max_length)
     padding = max_length - len(ids)
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id

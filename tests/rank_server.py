@@ -1,4 +1,4 @@
-"""What the server that ranks fork from does once, and every rank would do again: a third of a short run's time."""
+"""Work that the ranks' fork server does once; done by every rank, it would take a third of a short run's time."""
 
 from transformers import AutoModelForImageTextToText
 
@@ -8,4 +8,4 @@ import verl_ext.trainer.trainer  # noqa: F401
 from verl_ext.config.schema import known_keys
 
 known_keys()
-list(AutoModelForImageTextToText._model_mapping.keys())  # verl asks each model whether it is one of these
+list(AutoModelForImageTextToText._model_mapping.keys())  # verl checks each model against these

@@ -1,7 +1,7 @@
 """Start real ranks on gloo: ``run_ranks(function, world_size, *arguments)``.
 
-A test's function runs on every rank inside a process group and returns something picklable; the results come back as a
-list in rank order. The ranks fork from a server process that has imported verl once (rank_server.py), so a start costs
+A test's function runs on every rank inside a process group and returns a picklable value; the results form a list in
+rank order. The ranks fork from a server process that has imported verl once (rank_server.py), so a start takes
 milliseconds.
 """
 
@@ -20,21 +20,21 @@ from typing import Any
 
 _ROOT = Path(__file__).parents[1]
 _SECONDS = 240
-# A process that has looked for a GPU cannot fork ranks that use it.
+# A process that has queried a GPU cannot fork ranks that use it.
 _context = multiprocessing.get_context("forkserver" if os.environ.get("VERL_PLATFORM") == "cpu" else "spawn")
 if _context.get_start_method() == "forkserver":
     _context.set_forkserver_preload(["tests.rank_server"])
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
-    """``function(*arguments)`` on ``world_size`` gloo ranks; raises with the traceback of the first that failed."""
+    """Run ``function(*arguments)`` on ``world_size`` gloo ranks; raise with the traceback of the first that failed."""
     with started_ranks(function, world_size, *arguments) as (_, answers):
         return _collect(answers, world_size)
 
 
 @contextmanager
 def started_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> Iterator[tuple[list[Any], Any]]:
-    """The processes of :func:`run_ranks`, which end with the block, and the queue of their answers."""
+    """Start the processes of :func:`run_ranks`, which end with the block; yield them and the queue of their answers."""
     _start_server()
     answers = _context.Queue()
     with tempfile.TemporaryDirectory() as folder:
@@ -48,12 +48,12 @@ def started_ranks(function: Callable[..., Any], world_size: int, *arguments: Any
             yield ranks, answers
         finally:
             for process in ranks:
-                process.kill()  # one that is stopped, or takes signals as requests, ends too
+                process.kill()  # also ends a stopped rank, or one that takes signals as requests
                 process.join()
 
 
 def _start_server() -> None:
-    """Start the server, where it is not running yet, in the folder from which it can import this package."""
+    """Start the server, unless it is running, in the folder from which it can import this package."""
     before = os.getcwd()
     os.chdir(_ROOT)
     try:
@@ -84,14 +84,14 @@ def _rank(
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
     )
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # as a run has it
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # as in a run
     torch.set_num_threads(1)
     try:
         store = f"file://{Path(folder) / 'store'}"
         dist.init_process_group(
             "gloo", init_method=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=_SECONDS)
         )
-        # Pickled here: a queue would pass tensors as file descriptors, which die with this process.
+        # Pickled here, because a queue would pass tensors as file descriptors, which die with this process.
         answers.put((rank, None, pickle.dumps(function(*arguments))))
         dist.barrier()
         dist.destroy_process_group()

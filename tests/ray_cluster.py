@@ -1,6 +1,6 @@
 """A Ray cluster of one or two nodes on this machine, and the ranks of a run on them.
 
-Each node is a raylet of its own with CPUs of its own; both have this machine's address.
+Each node is a raylet with CPUs of its own; both have this machine's address.
 """
 
 import os
@@ -12,16 +12,16 @@ from pathlib import Path
 
 import psutil
 
-# A lost node is noticed within seconds; a busy machine may take longer to answer than this many times.
+# Ray notices a lost node within seconds; the threshold allows a busy machine some late answers.
 _HEALTH = {"health_check_period_ms": 1000, "health_check_timeout_ms": 5000, "health_check_failure_threshold": 5}
-_NODE = {"num_cpus": 2, "object_store_memory": 80 << 20, "include_log_monitor": False}  # a process less on each
+_NODE = {"num_cpus": 2, "object_store_memory": 80 << 20, "include_log_monitor": False}  # one process less on each
 
 
 class Nodes:
-    """The cluster; a run finds it by RAY_ADDRESS."""
+    """The cluster, which a run finds by RAY_ADDRESS."""
 
     def __init__(self, number: int) -> None:
-        from ray.cluster_utils import Cluster  # here: 2 seconds that most tests need not wait for
+        from ray.cluster_utils import Cluster  # imported here, as it takes 2 seconds that most tests can save
 
         head = {**_NODE, "include_dashboard": False, "no_monitor": True, "_system_config": _HEALTH}
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
@@ -31,12 +31,12 @@ class Nodes:
             self.add_second()
 
     def add_second(self) -> None:
-        """Start the second node, where it is not there."""
+        """Start the second node, unless it runs."""
         if self._second is None:
             self._second = self._cluster.add_node(**_NODE)
 
     def kill_second(self) -> None:
-        """kill -9 of the second node's raylet: Ray's processes on it follow."""
+        """Send kill -9 to the second node's raylet; Ray's processes on it follow."""
         self._cluster.remove_node(self._second, allow_graceful=False)
         self._second = None
 
@@ -46,8 +46,8 @@ class Nodes:
 
 @contextmanager
 def ray_nodes(number: int) -> Iterator[Nodes]:
-    """One or two nodes with 2 CPUs each, for as long as the block lasts."""
-    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # its sockets need a short path
+    """Start one or two nodes with 2 CPUs each for the block."""
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # Ray's sockets need a short path
     (folder / "ray").mkdir()
     before = {name: os.environ.get(name) for name in ("RAY_TMPDIR", "RAY_ADDRESS", "RAY_USAGE_STATS_ENABLED")}
     os.environ.update(RAY_TMPDIR=str(folder), RAY_USAGE_STATS_ENABLED="0")
@@ -64,7 +64,7 @@ def ray_nodes(number: int) -> Iterator[Nodes]:
 
 
 def ranks_of(folder: Path) -> dict[int, psutil.Process]:
-    """The rank processes, without their loaders, of the run that writes into this folder, by rank."""
+    """Return, by rank, the rank processes (without loaders) of the run that writes into this folder."""
     found = {}
     for process in psutil.process_iter():
         try:

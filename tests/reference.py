@@ -1,9 +1,9 @@
-"""What a step must give, computed the slow way: plain Hugging Face, a forward pass a document, the formula as written.
+"""The expected results of a step, computed slowly: plain Hugging Face, one forward per document, the literal formula.
 
     L = Σ_t a_t·ℓ_t / Z        a_t = loss_mask_t · loss_weight_t · c[category_t] · g
 
-Shares no code with the package: coefficients come from Python loops over tokens, attention from transformers' own eager
-implementation, and sums run in float64.
+This module shares no code with the package: coefficients come from Python loops over tokens, attention from
+transformers' own eager implementation, and sums are in float64.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +23,7 @@ from transformers import (
 
 @dataclass(frozen=True)
 class Document:
-    """One document's columns; all equally long, and the first token no target."""
+    """One document's columns, all of the same length; the first token is no target."""
 
     input_ids: list[int]
     loss_mask: list[int]
@@ -41,9 +41,9 @@ Pack = Sequence[Document]
 
 @dataclass(frozen=True)
 class Expected:
-    """A step's loss, each category's means and token count, each parameter's gradient, and the norm of them all.
+    """A step's loss, each category's means and token count, each parameter's gradient, and the norm of all gradients.
 
-    accuracy and entropy: by category, None for those of all targets.
+    accuracy and entropy are by category; the key None is for all targets.
     """
 
     loss: float
@@ -54,7 +54,7 @@ class Expected:
     gradients: dict[str, torch.Tensor]
 
     def gradient_errors(self, found: Mapping[str, torch.Tensor], floor: float = 1e-4) -> dict[str, float]:
-        """Of each gradient: the norm of its difference, relative to its own norm or `floor` of the largest one."""
+        """Return the norm of each gradient's difference, relative to its own norm or to `floor` of the largest norm."""
         least = floor * max(float(gradient.norm()) for gradient in self.gradients.values())
         return {
             name: float((found[name].double() - gradient).norm()) / max(float(gradient.norm()), least)
@@ -63,12 +63,12 @@ class Expected:
 
     @property
     def grad_norm(self) -> float:
-        """The 2-norm over all parameters."""
+        """Return the 2-norm over all parameters."""
         return sqrt(sum(float(gradient.square().sum()) for gradient in self.gradients.values()))
 
 
 def documents_of_answers(*lengths: int) -> list[Document]:
-    """Documents of tokens below 128, padding among them, about half of which are targets."""
+    """Make documents of tokens below 128, including padding, of which about half are targets."""
     rng = np.random.default_rng(3)
     documents = []
     for length in lengths:
@@ -78,14 +78,14 @@ def documents_of_answers(*lengths: int) -> list[Document]:
 
 
 def load_eager(path: str, **options: bool) -> PreTrainedModel:
-    """The model in fp32 with transformers' own eager attention."""
+    """Load the model in fp32 with transformers' own eager attention."""
     given = {"dtype": torch.float32, "attn_implementation": "eager", **options}
     has_images = type(AutoConfig.from_pretrained(path, **options)) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return (AutoModelForImageTextToText if has_images else AutoModelForCausalLM).from_pretrained(path, **given).eval()
 
 
 def pack_row(documents: Pack, pad_to: int | None = None) -> dict[str, torch.Tensor]:
-    """The documents one after the other as a dataset yields them; with ``pad_to``, padded on the right."""
+    """Join documents into a row as a dataset yields it; ``pad_to`` pads it on the right."""
     row: dict[str, list] = {
         "input_ids": [t for d in documents for t in d.input_ids],
         "position_ids": [t for d in documents for t in range(len(d.input_ids))],
@@ -105,7 +105,7 @@ def pack_row(documents: Pack, pad_to: int | None = None) -> dict[str, torch.Tens
 
 
 class Reference:
-    """Forward passes of single documents, kept, so that every loss mode differentiates the same graph."""
+    """Forward passes of single documents, which are kept so that every loss mode differentiates the same graph."""
 
     def __init__(self, model: PreTrainedModel, documents: Iterable[Document]) -> None:
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -117,7 +117,7 @@ class Reference:
     def step(
         self, packs: Sequence[Pack], mode: str, category_weights: Mapping[int, float], documents_per_pack: int = 30
     ) -> Expected:
-        """One optimizer step over the packs; ``category_weights`` by category id, 1 where it has none."""
+        """Take an optimizer step over the packs; ``category_weights`` maps category ids to weights, 1 by default."""
         terms, normaliser = _coefficients(packs, mode, category_weights, documents_per_pack)
         loss = 0.0
         gradients = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in self.parameters.items()}
@@ -137,7 +137,7 @@ class Reference:
     def _means(
         self, packs: Sequence[Pack], values: Mapping[int, torch.Tensor]
     ) -> tuple[dict[int | None, float], dict[int | None, int]]:
-        """The mean of a value over the targets of each category, and of all (None); and their numbers."""
+        """Return a value's mean over the targets of each category and of all (None), and the numbers of targets."""
         found: dict[int | None, list[float]] = {None: []}
         for document in (d for pack in packs for d in pack):
             for value, category, is_target in zip(
@@ -149,7 +149,7 @@ class Reference:
 
 
 def _of_tokens(model: PreTrainedModel, document: Document) -> list[torch.Tensor]:
-    """float64[T] each: of the token *at* t its ℓ_t, whether it is the likeliest, the entropy; 0 for the first."""
+    """Return float64[T] for the token *at* t: ℓ_t, whether it is the likeliest, and the entropy; 0 for the first."""
     ids = torch.tensor([document.input_ids])
     logits = model(input_ids=ids, use_cache=False).logits[0, :-1].double()
     nll = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")
@@ -162,7 +162,7 @@ def _of_tokens(model: PreTrainedModel, document: Document) -> list[torch.Tensor]
 def _coefficients(
     packs: Sequence[Pack], mode: str, category_weights: Mapping[int, float], documents_per_pack: int
 ) -> tuple[list[tuple[Document, list[float]]], float]:
-    """a_t of every document, and Z."""
+    """Return a_t of every document, and Z."""
     terms = []
     sum_of_a = packs_with_target = documents_with_target = 0.0
     for pack in packs:

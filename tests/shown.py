@@ -1,4 +1,4 @@
-"""`verl-ext show` in this process: what it prints, and documents written for it."""
+"""`verl-ext show` in this process: its output, and documents written for it."""
 
 import io
 import json
@@ -14,7 +14,7 @@ from verl_ext.commands.show import main
 
 
 def show(*words: object) -> tuple[int, str, str]:
-    """The exit code, and what is written to stdout and to stderr."""
+    """Return the exit code and the output on stdout and stderr."""
     out, errors = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(errors):
         code = main(list(map(str, words)))
@@ -28,7 +28,7 @@ def audit_of(tmp_path: Path, *words: object) -> dict[str, Any]:
 
 
 def document(ids: Sequence[int], targets: Sequence[int], category: int = 1) -> dict[str, Any]:
-    """The ids of a document and the places of its targets."""
+    """Make a document from its ids and the places of its targets."""
     mask = np.zeros(len(ids), np.int8)
     mask[list(targets)] = 1
     return {"input_ids": np.array(ids, np.int32), "loss_mask": mask, "category_ids": mask * np.int32(category)}
@@ -42,7 +42,7 @@ def write_data(path: Path, documents: Sequence[Mapping[str, Any]], report: Mappi
 
 
 def write_metrics(folder: Path, steps: int, categories: Sequence[str] = ("maths", "code")) -> Path:
-    """A run's metrics, with a validation every tenth step."""
+    """Write a run's metrics, with a validation every tenth step."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = []
     for step in range(1, steps + 1):

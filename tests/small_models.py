@@ -1,4 +1,4 @@
-"""Small random models of transformers' types, with configs as released checkpoints have them where defaults do not."""
+"""Small random models of transformers' types, whose configs follow released checkpoints where defaults differ."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,20 +23,20 @@ from verl_ext.values import first_line
 KINDS = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
 _HYBRID = ["linear_attention", "full_attention"] * 2
 _LLAMA_TEXT = {"pad_token_id": 2, "text_config": {"model_type": "llama", "pad_token_id": 2}}
-_SECTIONS = {  # pairs of a head's numbers that turn by time, height and width, and their share of the head
+_SECTIONS = {  # a head's pairs that rotate by time, height and width, and their share of the head
     **dict.fromkeys(("glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga"), ([8, 12, 12], 0.5)),
     **dict.fromkeys(("paddleocr_vl", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_vl"), ([16, 24, 24], 1.0)),
     "qwen3_omni_moe_thinker": ([24, 20, 20], 1.0),
     "ernie4_5_vl_moe": ([22, 22, 20], 1.0),
 }
-# Encoders, and decoders of pairs, whose classes are causal with is_decoder alone.
+# Encoders, and decoders of encoder-decoder pairs, whose classes are causal only with is_decoder.
 _ENCODERS = (
     *("bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "blenderbot", "blenderbot-small", "camembert"),
     *("data2vec-text", "electra", "ernie", "marian", "mbart", "megatron-bert", "mvp", "pegasus", "plbart"),
     *("prophetnet", "reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "trocr"),
     *("xlm-roberta", "xlm-roberta-xl", "xmod"),
 )
-# What released checkpoints have and default configs lack, or what a trial must have to show a leak.
+# Fields that released checkpoints have and default configs lack, or that a test needs to show a leak.
 VALUES: dict[str, dict[str, Any]] = {
     "aya_vision": {"vision_config": {"model_type": "siglip_vision_model", "num_attention_heads": 16}},
     "bamba": {"attn_layer_indices": [1, 3], "num_hidden_layers": 4},
@@ -74,7 +74,7 @@ VALUES: dict[str, dict[str, Any]] = {
         for kind, (sections, part) in _SECTIONS.items()
     },
 }
-# On a CPU transformers' own forward of these is wrong for documents longer than a chunk, and clamps by time_step_min.
+# On a CPU, transformers' own forward of these is wrong for documents longer than a chunk, and clamps by time_step_min.
 SIZES: dict[str, dict[str, Any]] = {
     "nemotron_h": {"chunk_size": 128, "time_step_min": 1e-30},
     "zamba2": {"chunk_size": 128, "time_step_min": 1e-30},
@@ -82,7 +82,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def model_class(kind: str) -> type:
-    """The class of a model type that verl loads: of images and text if there is one."""
+    """Return the class that verl loads for a model type: the one for images and text, if there is one."""
     config = CONFIG_MAPPING[kind]
     mapping = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if config in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING else None
     cls = (mapping or MODEL_FOR_CAUSAL_LM_MAPPING)[config]
@@ -90,7 +90,7 @@ def model_class(kind: str) -> type:
 
 
 def model_config(kind: str) -> Any:
-    """A config of a model type as released checkpoints have it, without dropout."""
+    """Return a model type's config as in released checkpoints, without dropout."""
     config = CONFIG_MAPPING[kind](**VALUES.get(kind, {}))
     for part in (config, config.get_text_config()):
         for name, value in part.to_dict().items():
@@ -100,19 +100,19 @@ def model_config(kind: str) -> Any:
 
 
 def refusal(kind: str) -> str | None:
-    """Why a model type is refused before a model is loaded; None if it is trained."""
+    """Return the reason why a model type is refused before a model is loaded, or None if it is trained."""
     try:
         config = model_config(kind)
         problems = support_problems(config)
         if not problems:
-            _ = Architecture(config).module  # a class that cannot be built is left to its loader
+            _ = Architecture(config).module  # a class that cannot be built is its loader's concern
     except Exception as error:
         return f"transformers builds no model of its defaults: {first_line(error)}"
     return problems[0] if problems else None
 
 
 def packed_and_plain(kind: str) -> tuple[nn.Module, nn.Module]:
-    """A small model of a type that computes packs, and transformers' own with the same weights and eager attention."""
+    """Build a small model of a type that computes packs, and transformers' own with its weights and eager attention."""
     cls, config, sizes = model_class(kind), model_config(kind), SIZES.get(kind, {})
     packed = trial_model(config, cls, **sizes)
     plain = cls._from_config(shrunk(config, **sizes), attn_implementation="eager")
@@ -121,7 +121,7 @@ def packed_and_plain(kind: str) -> tuple[nn.Module, nn.Module]:
 
 
 def write_small_models(kinds: Iterable[str], folder: Path, tokenizer: Path) -> dict[str, str]:
-    """Save a small model of each type, beside a copy of the tokenizer of a folder; return their folders."""
+    """Save a small model of each type with a copy of a folder's tokenizer, and return the folders."""
     for kind in kinds:
         packed_and_plain(kind)[1].save_pretrained(folder / kind)
         AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder / kind)
@@ -129,11 +129,11 @@ def write_small_models(kinds: Iterable[str], folder: Path, tokenizer: Path) -> d
 
 
 def in_float64(*models: nn.Module) -> None:
-    """Let this process compute in fp64, code that asks for fp32 included: differences are no rounding then."""
+    """Let this process compute in fp64, even code that asks for fp32, so that differences are not rounding."""
     torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign,assignment]
     torch.float32 = torch.float64  # type: ignore[misc]
     for model in models:
         model.double()
         for module in model.modules():
             if hasattr(module, "config"):
-                module.config._experts_implementation = "eager"  # grouped products have no fp64
+                module.config._experts_implementation = "eager"  # grouped products do not support fp64

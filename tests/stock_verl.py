@@ -1,4 +1,4 @@
-"""verl's own trainer on a dataset class of ours, on the ranks that ``run_ranks`` started."""
+"""verl's own trainer with one of our dataset classes, on the ranks that ``run_ranks`` started."""
 
 import contextlib
 import json
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def train_with_stock_verl(dataset: str, model: str, output: str, overrides: Sequence[str]) -> list[float]:
-    """verl.trainer.sft_trainer.SFTTrainer around our engine; the loss of every step."""
+    """Run verl.trainer.sft_trainer.SFTTrainer around our engine, and return the loss of every step."""
     os.environ["VERL_ENGINE_VENDOR"] = "verl_ext"
     os.environ["VERL_FILE_LOGGER_PATH"] = f"{output}/metrics.jsonl"
     from hydra import compose, initialize_config_module

@@ -1,8 +1,8 @@
-"""What gradient checkpointing keeps on the host: the same bits as on the device, the device's memory free, no races.
+"""Checkpointed activations on the host: the same bits as on the device, the device's memory freed, and no races.
 
-Streams are recorded here, since a CPU has none: `Machine` keeps a vector clock for each, and finds two accesses to one
-memory, one of them a write, that no event and no wait puts in order. Memory that is freed is written by the computation
-from then on, as PyTorch's caching allocator gives it out; page-locked memory waits for its copies by itself.
+Streams are simulated here, since a CPU has none: `Machine` keeps a vector clock for each, and finds two accesses to the
+same memory, at least one of them a write, that no event and no wait puts in order. Freed memory counts as written by
+the computation, because PyTorch's caching allocator reuses it; page-locked memory waits for its own copies.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ def model_of(name: str) -> transformers.PreTrainedModel:
 
 
 def steps(model: nn.Module, lengths: tuple[int, ...] = (17, 5)) -> dict[str, torch.Tensor]:
-    """The gradients that micro-batches of these lengths add up to, and their losses."""
+    """Return the summed gradients of micro-batches of these lengths, and their losses."""
     torch.manual_seed(1)
     losses = []
     for length in lengths:
@@ -79,7 +79,7 @@ def test_losses_and_gradients_are_those_of_plain_checkpoints_to_the_last_bit(nam
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_memory_that_reads_chunks_keeps_its_bits(depth):
-    """Hidden states that a memory and its layer both read, and states that pass from chunk to chunk."""
+    """Covers hidden states that a memory and its layer both read, and states that pass from chunk to chunk."""
     model = tiny_titans(depth=depth).train()
     model.gradient_checkpointing_enable()
     expected = steps(copy.deepcopy(model), lengths=(40, 21))
@@ -116,10 +116,10 @@ def test_a_graph_is_differentiated_twice_and_a_dropped_one_is_forgotten():
     apply_activation_options(kept, HOST)
     ids = torch.randint(64, (1, 9))
     for model in (plain, kept):
-        model(input_ids=ids, labels=ids)  # never differentiated
+        model(input_ids=ids, labels=ids)  # without a backward
         first = model(input_ids=ids, labels=ids).loss
         second = model(input_ids=ids[:, :4], labels=ids[:, :4]).loss
-        first.backward(retain_graph=True)  # not in the order of a stack
+        first.backward(retain_graph=True)  # not in last-in, first-out order
         second.backward()
         first.backward()
     for name, parameter in plain.named_parameters():
@@ -134,7 +134,7 @@ def test_layers_that_are_not_checkpointed_are_an_error():
 
 
 class Stream:
-    """What has ended before the stream's next operation: for each stream, the number of its last such one."""
+    """A stream's vector clock: each stream's last operation that ends before the next operation of this one."""
 
     def __init__(self, machine: "Machine") -> None:
         self.machine, self.clock = machine, Counter()
@@ -154,10 +154,10 @@ class Stream:
 
 
 class Machine(TorchDispatchMode):
-    """Streams for :class:`HostCheckpoints`, and what is done on them."""
+    """Streams for :class:`HostCheckpoints`, and a record of the operations on them."""
 
     def __init__(self, deaf_to: str | None = None) -> None:
-        """deaf_to: a call of streams that has no effect here, to see that the races are found that it prevents."""
+        """deaf_to names a stream call that has no effect here, to check that the races it prevents are found."""
         super().__init__()
         self.deaf_to = deaf_to
         self.computation = self.current = Stream(self)
@@ -183,7 +183,7 @@ class Machine(TorchDispatchMode):
 
     @property
     def device_bytes(self) -> int:
-        """Of all memory that was touched, lives and is not the host's."""
+        """The bytes of all touched memory that is alive and not the host's."""
         return sum(size for key, size in self.bytes.items() if key not in self.host)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -232,7 +232,7 @@ TOKENS, HIDDEN, LAYERS = 64, 32, 4
 
 
 class Layer(nn.Module):
-    """A residual layer that reads a second tensor, of which it has no gradient, and may fail in its recomputation."""
+    """A residual layer that reads a second tensor without a gradient, and may fail in its recomputation."""
 
     def __init__(self, index: int, log: list[str]) -> None:
         super().__init__()
@@ -295,7 +295,7 @@ def test_no_memory_is_used_before_the_copies_on_it_have_ended():
                 continue
             found = train(layers, keep)
         first, second = forward(layers, keep), forward(layers, keep)
-        first.backward()  # what was fetched ahead is the second's
+        first.backward()  # the prefetched tensors are the second's
         second.backward()
     assert machine.races == []
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
@@ -319,7 +319,7 @@ def test_after_the_forward_the_device_holds_no_hidden_state(keep, on_device):
     one = TOKENS * HIDDEN * 4
     weights = sum(parameter.untyped_storage().nbytes() for parameter in layers.parameters())
     held = (machine.device_bytes - before - weights) // one
-    assert held == on_device + 1  # and the last layer's output, of which the loss is made
+    assert held == on_device + 1  # and the last layer's output, which the loss uses
     assert sum(size for key, size in machine.bytes.items() if key in machine.host) == (0 if on_device else LAYERS * one)
     loss.backward()
     assert not machine.host
@@ -355,7 +355,7 @@ def test_what_a_hub_model_holds_after_its_forward_does_not_grow_with_its_layers(
 
 
 def refusal(overrides: list[str]) -> str:
-    """What is said of a run before its model is loaded."""
+    """Return the error of a run before its model is loaded."""
     said = io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.suppress(SystemExit):
         prepare(compose([*SMALL, *overrides]))

@@ -1,4 +1,4 @@
-"""Answers of sharded models on real ranks: those of plain transformers' `generate` on the whole model."""
+"""Answers of sharded models on real ranks equal those of plain transformers' `generate` on the whole model."""
 
 import pytest
 import torch
@@ -15,13 +15,13 @@ FAMILIES = ("qwen3", "gpt2", "qwen3_5_text", "nemotron_h", "lfm2", "jamba", "gpt
 TOKENS = 6
 LORA = ("model=lora", "model.lora_rank=4", "model.lora_alpha=8")
 _draw = torch.Generator().manual_seed(1)
-# More than a rank's share of one batch, of many lengths: three for rank 0, two for rank 1.
+# More prompts than a rank's share of one batch, of many lengths: three for rank 0, two for rank 1.
 PROMPTS = [torch.randint(4, 120, (n,), generator=_draw).tolist() for n in (23, 4, 17, 9, 40)]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory, tiny_model):
-    """Folders of a small model of each family, by name."""
+    """Write a small model of each family, and return the folders by name."""
     written = {"qwen3": tiny_model}
     for name in FAMILIES[1:]:
         folder = tmp_path_factory.mktemp(name)
@@ -32,7 +32,7 @@ def folders(tmp_path_factory, tiny_model):
 
 
 def _plain_answers(folder, stops=()):
-    """What transformers' own generate says to each prompt alone, its attention eager."""
+    """Return the answers of transformers' own generate to each prompt alone, with eager attention."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     answers = []
     for prompt in PROMPTS:
@@ -45,7 +45,7 @@ def _plain_answers(folder, stops=()):
 
 
 def _answers(folders, layout, stops):
-    """This rank's answers by name, and whether parameters, random state and the module were left as they were."""
+    """Return this rank's answers by name, and whether parameters, random state and module stayed unchanged."""
     from tests.packed_engine import build_worker
 
     rank, found, untouched = torch.distributed.get_rank(), {}, {}
@@ -71,7 +71,7 @@ def _answers(folders, layout, stops):
 @pytest.mark.parametrize("layout", [(1, ()), (2, ())], ids=["data_parallel", "ulysses"])
 def test_answers_of_shards_are_those_of_the_whole_model(folders, layout):
     expected = {name: _plain_answers(folder) for name, folder in folders.items()}
-    # A token of an answer that others lack ends rows at different times, on one rank long before the other.
+    # An end token that only some answers contain ends rows at different times, on one rank long before the other.
     stops = {"qwen3": (expected["qwen3"][0][1], expected["qwen3"][2][0], expected["qwen3"][4][0])}
     expected["qwen3"] = _plain_answers(folders["qwen3"], stops["qwen3"])
     assert len(set(map(tuple, expected["gpt2"]))) > 1
@@ -105,7 +105,7 @@ def test_drawn_answers_follow_from_their_seed(folders):
 
 
 def test_an_ignored_penalty_of_the_models_own_settings(tmp_path):
-    """generation_config.json may hold a repetition penalty: greedy answers are those without it."""
+    """generation_config.json may hold a repetition penalty, which greedy answers ignore."""
     folder = write_tiny_model(tmp_path)
     expected = _plain_answers(folder)
     config = AutoModelForCausalLM.from_pretrained(folder).generation_config

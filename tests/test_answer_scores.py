@@ -1,4 +1,4 @@
-"""Right answers of a validation set by category, counted through the trainer on uneven shares of two ranks."""
+"""Right answers of a validation set by category, counted through the trainer on two ranks with uneven shares."""
 
 import json
 
@@ -16,14 +16,14 @@ from verl_ext.data.babilong_answers import PLACE_LABELS
 from verl_ext.models.qwen_titans import save_memory_checkpoint
 
 TEXT = [f"w{word}" for word in range(20, 80)]
-GREEDY = None  # a target: the token that the model itself says
+GREEDY = None  # this target is the token that the model itself generates
 # Category -> a record's (first word of its input, target).
 ROWS = {
     "qa1_1k": [("w20", place) for place in PLACE_LABELS[:4]],
     "qa2_1k": [("office", "garden"), ("w20", "kitchen"), ("hallway", "hallway"), ("bedroom", "office")],
     "stories": [("w20", GREEDY), ("<|im_end|>", "w3"), ("w21", GREEDY), ("w22", "w4"), ("w23", GREEDY)],
 }
-# Of 13 rows 4 a step; of the last step one rank has a row and the other none.
+# 13 rows, 4 a step: in the last step, one rank has a row and the other has none.
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def memory(model, tmp_path_factory):
-    """(the model with a memory that takes part, that memory's file)"""
+    """Return (a model with an active memory, that memory's file)."""
     titans = perturb(fresh_model(model), scale=1.0).eval()
     path = tmp_path_factory.mktemp("memory") / "memory.pt"
     save_memory_checkpoint(path, titans.memory_state_dict(), 0)
@@ -46,12 +46,12 @@ def memory(model, tmp_path_factory):
 
 
 def _write(folder, model, titans):
-    """The JSON files of ROWS, and by category what share of the targets is the model's likeliest token."""
+    """Write ROWS as JSON files; return the paths and each category's share of targets that are the likeliest token."""
     tokenizer, greedy, paths = AutoTokenizer.from_pretrained(model), {}, []
     for category, asked in ROWS.items():
         records, likeliest = [], []
         for number, (word, target) in enumerate(asked):
-            text = " ".join([word, *TEXT[5 * len(paths) + number :]])  # no prompt twice
+            text = " ".join([word, *TEXT[5 * len(paths) + number :]])  # all prompts differ
             record = {"input": text, "question": "w1 w2"}
             ids = torch.tensor([tokenizer(prompt_text(*record.values()))["input_ids"]])
             said = tokenizer.convert_ids_to_tokens(titans(ids).logits[0, -1].argmax().item())
@@ -67,9 +67,9 @@ def _write(folder, model, titans):
 
 
 def _measure_twice(options):
-    """Metrics of the model's own answers, and of true ones with the row's first two tokens behind them.
+    """Return the metrics of the model's own answers, and of true answers followed by the row's first two tokens.
 
-    The end token stands among these in one row, and ends what is read of the answer there.
+    In one row these tokens include the end token, which ends the answer there.
     """
     trainer = build(options)
     own = trainer.validate()
@@ -99,8 +99,8 @@ def test_shares_of_right_answers_are_those_of_the_rows(model, memory, tmp_path):
     (own, told), (other_own, other_told) = run_ranks(_measure_twice, 2, options)
     assert (own, told) == (other_own, other_told)
     assert own["val/answers"] == sum(map(len, ROWS.values()))
-    # The first row of qa2 names a second label, as does the last; the third one's is the target again. Of the other
-    # task, only an end may follow the target, and after that anything.
+    # The first and last rows of qa2 name a second label; the third repeats the target. In the other task only an end
+    # token may follow the target, and anything may follow that.
     accuracy = {"qa1_1k": 1.0, "qa2_1k": 2 / 4, "stories": 1 / 5}
     for category, share in greedy.items():
         for measured in (own, told):

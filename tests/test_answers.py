@@ -190,7 +190,7 @@ def test_an_error_of_a_server_is_no_answer(tokenizer, tmp_path):
 
 def test_a_server_must_answer_and_have_the_model():
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # nothing listens there
+        taken.bind(("127.0.0.1", 0))  # the port is taken, but nothing listens there
         url = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
         with pytest.raises(ServerFailed, match=rf"eval\.base_url must be a server that answers; got {url}"):
             Server(AnswerOptions(prompts="a", base_url=url))

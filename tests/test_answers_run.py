@@ -1,4 +1,4 @@
-"""Runs that are evaluated by answers: metrics, the table, resumes, a server, and a training that stays as it is."""
+"""Runs that are evaluated by answers: metrics, the table, resumes, a server, and unchanged training."""
 
 import contextlib
 import io
@@ -26,7 +26,7 @@ QUESTIONS = ("w1 w2 w3", "w9", "w4 w4 w4 w4 w4", "w7 w8", "w30 w31", "w40", "w50
 
 
 def _plain_answer(folder, question):
-    """What plain transformers says to a question."""
+    """Return plain transformers' answer to a question."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     chat = [{"role": "user", "content": question}]
@@ -38,7 +38,7 @@ def _plain_answer(folder, question):
 
 @pytest.fixture(scope="module")
 def options(tiny_model, tmp_path_factory):
-    """Overrides of a run with prompts, of which every second has the untrained model's own answer."""
+    """Return overrides of a run with prompts, every second of which expects the untrained model's own answer."""
     folder = tmp_path_factory.mktemp("data")
     rng = np.random.default_rng(0)
     write_tokenized(folder / "train", random_documents(rng, [40] * 16, VOCABULARY, 2), {1: "maths", 2: "code"})
@@ -64,7 +64,7 @@ def _rows(folder):
 
 @pytest.fixture(scope="module")
 def whole(options, tmp_path_factory):
-    """The folder of a run on two ranks that share every pack."""
+    """Return the folder of a run on two ranks that share every pack."""
     folder = tmp_path_factory.mktemp("whole")
     run_ranks(
         train_alone, 2, [*options, f"trainer.default_local_dir={folder}", "parallel=ulysses2", "trainer.device=cpu"]
@@ -119,7 +119,7 @@ def test_a_resumed_run_gives_the_same_answers_and_repeats_no_line(options, whole
 
 
 def _train_and_hear(options, folder):
-    """What rank 0 printed on stderr in a run with tensorboard's files in a folder."""
+    """Return rank 0's stderr in a run that writes tensorboard files into a folder."""
     os.environ["TENSORBOARD_DIR"] = str(folder)
     with contextlib.redirect_stderr(io.StringIO()) as heard:
         trainer = build(options)
@@ -129,7 +129,7 @@ def _train_and_hear(options, folder):
 
 
 def _texts(folder):
-    """The texts that tensorboard's files have."""
+    """Return the texts in tensorboard's files."""
     events = [event for file in folder.iterdir() for event in EventFileLoader(str(file)).Load()]
     values = [value.tensor for event in events for value in event.summary.value]
     return [text.decode() for value in values for text in value.string_val]
@@ -168,7 +168,7 @@ def test_a_scorer_that_fails_on_one_rank_is_a_warning(options, tmp_path):
 
 
 def _refusal(options):
-    """What is printed on stderr by a run that ends while it is prepared."""
+    """Return the stderr of a run that ends while it is prepared."""
     with contextlib.redirect_stderr(io.StringIO()) as heard, pytest.raises(SystemExit):
         prepare(compose(["parallel=cpu", *options]))
     return heard.getvalue()

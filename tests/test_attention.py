@@ -1,4 +1,4 @@
-"""Attention inside documents: isolation to the last bit, windows, grouped heads, Ulysses, and what is refused."""
+"""Attention inside documents: isolation to the last bit, windows, grouped heads, Ulysses, and refusals."""
 
 import copy
 import sys
@@ -37,25 +37,25 @@ CONFIGS = {
 
 
 def _pair(config) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """One model twice: with packed attention, and with transformers' own eager attention."""
+    """Return one model twice: with packed attention, and with transformers' own eager attention."""
     models = []
     for attention in (PACKED_ATTENTION, "eager"):
         torch.manual_seed(0)
-        # A copy: a model writes its attention into the config that it is given.
+        # Use a copy, because a model writes its attention into its config.
         models.append(AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=attention).eval())
     assert [model.config._attn_implementation for model in models] == [PACKED_ATTENTION, "eager"]
     return models[0], models[1]
 
 
 def _pack(lengths=LENGTHS, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """``input_ids[T]`` and ``position_ids[T]`` of documents of these lengths."""
+    """Return ``input_ids[T]`` and ``position_ids[T]`` of documents of these lengths."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(64, (sum(lengths),), generator=generator)
     return ids, torch.cat([torch.arange(n) for n in lengths])
 
 
 def _logits(model: torch.nn.Module, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """``[T, V]`` of a pack."""
+    """Return a pack's logits ``[T, V]``."""
     layout = document_layout(positions)
     output = model(
         input_ids=ids[None], position_ids=positions[None], attention_mask=None, use_cache=False, document_layout=layout
@@ -130,7 +130,7 @@ def test_neighbours_do_not_matter_to_the_last_bit():
 
 
 def _first_attention(model: torch.nn.Module, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Packed attention ``[T, H·E]`` of projections that are computed token by token, so that only it can mix them."""
+    """Return packed attention ``[T, H·E]`` over token-by-token projections, so that nothing else mixes tokens."""
     layer = model.model.layers[0].self_attn
     hidden = model.get_input_embeddings()(ids)
     query, key, value = (
@@ -209,7 +209,7 @@ _COLLECTIVES = ("all_to_all", "all_to_all_single", "all_gather", "all_gather_int
 
 @dataclass
 class Seen:
-    """What one forward pass gave on a rank: its collectives over the sequence-parallel group, by name in order."""
+    """One forward pass on a rank: its results, and the names of its sequence-parallel collectives in order."""
 
     log_probs: torch.Tensor
     collectives: list[str]
@@ -217,7 +217,7 @@ class Seen:
 
 
 def _count(module: object, name: str, record: Callable[[tuple], None]) -> None:
-    """Put a wrapper around ``module.name`` that first calls ``record`` with its arguments, unless FSDP2 calls it."""
+    """Wrap ``module.name`` so that it first calls ``record`` with its arguments, unless FSDP2 is the caller."""
     original = getattr(module, name)
 
     def wrapper(*args, **kwargs):
@@ -229,7 +229,7 @@ def _count(module: object, name: str, record: Callable[[tuple], None]) -> None:
 
 
 def _forward(model: str, sequence_parallel: int, packs: list[tuple[int, ...]]) -> list[Seen]:
-    """A micro-batch of each pack through one engine, with every collective of torch.distributed on record."""
+    """Run a micro-batch of each pack through one engine, and record every collective of torch.distributed."""
     import torch.distributed as dist
 
     import verl_ext.engines.packed
@@ -266,7 +266,7 @@ def _micro_batch(lengths: tuple[int, ...]):
 
 @pytest.fixture(scope="module")
 def wide_model(tmp_path_factory):
-    """Eight heads, two key/value heads: fewer than four ranks."""
+    """Write a model with eight heads and two key/value heads, fewer than four ranks."""
     folder = tmp_path_factory.mktemp("wide")
     torch.manual_seed(0)
     Qwen3ForCausalLM(Qwen3Config(**{**SHAPE, "num_attention_heads": 8})).save_pretrained(folder)
@@ -274,7 +274,7 @@ def wide_model(tmp_path_factory):
 
 
 def _log_probs_alone(model: torch.nn.Module, lengths: tuple[int, ...]) -> list[torch.Tensor]:
-    """Each document's log-probabilities of its next tokens from transformers' eager attention."""
+    """Return each document's log-probabilities of its next tokens, from transformers' eager attention."""
     alone = []
     for ids in _pack(lengths)[0].split(lengths):
         log_softmax = model(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1)
@@ -282,8 +282,8 @@ def _log_probs_alone(model: torch.nn.Module, lengths: tuple[int, ...]) -> list[t
     return alone
 
 
-# 37 tokens are padded to 38 and 40; two tokens are fewer than four ranks; on four, each rank has two query heads and
-# a copy of one key/value head.
+# 37 tokens are padded to 38 and 40; two tokens are fewer than four ranks; with four ranks, each has two query heads
+# and a copy of one key/value head.
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_ulysses_gives_what_documents_give_alone_with_no_exchange_but_its_own(ranks, wide_model):
     eager = AutoModelForCausalLM.from_pretrained(wide_model, dtype=torch.float32, attn_implementation="eager")
@@ -295,7 +295,7 @@ def test_ulysses_gives_what_documents_give_alone_with_no_exchange_but_its_own(ra
             for own, alone in zip(seen.log_probs.split(lengths), expected, strict=True):
                 torch.testing.assert_close(own[:-1], alone, rtol=1e-5, atol=1e-5)
             assert seen.layouts == 1
-            # Two a layer (queries, keys and values; output), and one gather of log-probabilities after the last.
+            # Two a layer (queries, keys and values; output), and one gather of log-probabilities after the last layer.
             in_layers = ["all_to_all_single"] * 2 * SHAPE["num_hidden_layers"]
             assert seen.collectives[: len(in_layers)] == (in_layers if ranks > 1 else [])
             assert len(seen.collectives) == (len(in_layers) + 1 if ranks > 1 else 0)

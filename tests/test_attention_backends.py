@@ -1,4 +1,4 @@
-"""Which kernel runs where, and what it is given."""
+"""The choice of the attention kernel, and its arguments."""
 
 import importlib
 import multiprocessing
@@ -79,7 +79,7 @@ def test_attention_dropout_goes_to_a_kernel_that_has_it_or_is_refused():
         choose_backend("varlen", "cuda", dropout=0.1)
 
 
-# Packages as a machine may have them: their files, by name.
+# Packages that a machine may have: their files by name.
 FLASH_ATTN = {"flash_attn/__init__.py": "def flash_attn_varlen_func(): ..."}
 OTHER_TORCH = {"flash_attn/__init__.py": "raise ImportError('undefined symbol: _ZN3c105Error')"}
 NO_LIBRARY = {"flash_attn/__init__.py": "raise OSError('libcudart.so.12: cannot open shared object file')"}
@@ -105,11 +105,11 @@ def _choose(folder, requested, capability, given):
 
 
 def choice(folder, packages, requested, capability, **given):
-    """(the backend or the refusal, notices) in a process of its own that has these packages."""
+    """Return (the backend or the refusal, notices) from a process of its own that has these packages."""
     for name, text in packages.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-    # Not a Pool, whose end is a SIGTERM: a process with the handler of a command that a test ran here may outlive it.
+    # Not a Pool, which ends by SIGTERM: a process with the handler of a command that a test ran here may survive that.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as process:
         return process.submit(_choose, folder, requested, capability, given).result()
 
@@ -171,7 +171,7 @@ def test_under_autocast_queries_keys_and_values_have_its_type():
 
 @pytest.mark.parametrize("is_told_of_grouped_heads", [True, False])
 def test_varlen_gets_grouped_heads_and_narrow_values_in_the_form_its_torch_takes(monkeypatch, is_told_of_grouped_heads):
-    """The kernel itself needs CUDA: what it is given is checked here."""
+    """The kernel itself needs CUDA, so its arguments are checked here."""
     import torch.nn.attention.varlen as module
 
     given = {}
@@ -193,8 +193,8 @@ def test_varlen_gets_grouped_heads_and_narrow_values_in_the_form_its_torch_takes
 
 
 def _last_queries_of_keys(query, key, value, cu_q, cu_k, max_q, max_k, window, scale):
-    """What the C++ of flash attention computes of ``[T, heads, E]``, from all scores: a document's queries are those of
-    its last keys."""
+    """Compute flash attention's C++ result on ``[T, heads, E]`` from all scores; a document's queries belong to its
+    last keys."""
     outputs = []
     for (q0, q1), (k0, k1) in zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True):
         assert q1 - q0 <= max_q
@@ -209,7 +209,7 @@ def _last_queries_of_keys(query, key, value, cu_q, cu_k, max_q, max_k, window, s
 
 @pytest.fixture
 def flash_stand_ins(monkeypatch):
-    """CPU functions in place of the two flash kernels, with their signatures."""
+    """Register CPU functions in place of the two flash kernels, with their signatures."""
     import torch.nn.attention.varlen as module
 
     def varlen_attn(query, key, value, *lengths, scale, window_size, enable_gqa):
@@ -226,7 +226,7 @@ def flash_stand_ins(monkeypatch):
 
 @pytest.mark.parametrize("window", [None, 1, 3, 40, 600])
 def test_queries_that_are_the_last_of_more_keys_are_attended_to_as_such_by_every_kernel(window, flash_stand_ins):
-    queries, keys = (3, 1, 700, 5, 600), (3, 9, 700, 11, 1300)  # of sdpa several blocks
+    queries, keys = (3, 1, 700, 5, 600), (3, 9, 700, 11, 1300)  # several blocks of sdpa
     layout = DocumentLayout.from_lengths(queries, "cpu", keys)
     generator = torch.Generator().manual_seed(0)
     query, key, value = (
@@ -258,7 +258,7 @@ def test_flash_attn_is_deterministic_where_verls_full_determinism_asks_for_it(va
 
 
 class Sizes(TorchDispatchMode):
-    """Records the bytes of every tensor that is made."""
+    """A record of the bytes of every created tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -281,7 +281,7 @@ def test_a_window_makes_no_tensor_of_all_tokens_by_all_tokens():
 @settings(max_examples=25)
 @given(shared=st.sampled_from([1, 2, 4, 6]), keys=st.integers(1, 4), most=st.integers(0, 30))
 def test_a_kernel_over_groups_of_heads_is_that_of_all_heads(shared, keys, most):
-    """most: query heads of a call by their bytes."""
+    """most: the query heads of one call, which a limit in bytes sets."""
     layout, size, calls = DocumentLayout.from_lengths([3, 7], torch.device("cpu")), 4, []
 
     def counted(query, key, value, *given):

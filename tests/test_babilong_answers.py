@@ -1,4 +1,4 @@
-"""When a generated answer is right: the benchmark's rule, and the rule for other tasks."""
+"""The rules by which a generated answer is right: the benchmark's, and the one for other tasks."""
 
 import pytest
 
@@ -42,13 +42,13 @@ def test_every_task_has_labels() -> None:
     assert tuple(TASK_LABELS) == TASKS
 
 
-# (task, question, target, output, right by the published rule, right for whole words); the published verdicts are those
-# of BABILong's own metrics.py.
+# (task, question, target, output, right by the published rule, right for whole words); the published verdicts come
+# from BABILong's own metrics.py.
 VERDICTS = [
     ("qa6", "Is Mary in the office? ", "no", "No, she is not.", True, True),
-    ("qa6", "Is Mary in the office? ", "no", "I do not know", True, False),  # "not" and "know" have a "no"
+    ("qa6", "Is Mary in the office? ", "no", "I do not know", True, False),  # "not" and "know" contain "no"
     ("qa6", "Is Mary in the office? ", "yes", "Yes, now she is", False, True),
-    ("qa7", "How many objects is Mary carrying? ", "none", "none", False, True),  # it has a "one": never right
+    ("qa7", "How many objects is Mary carrying? ", "none", "none", False, True),  # contains "one": never right
     ("qa7", "How many objects is Mary carrying? ", "one", "none", False, False),
     ("qa7", "How many objects is Mary carrying? ", "two", "Two objects.", True, True),
     ("qa8", "What is Mary carrying? ", "apple,milk", "The milk and the apple", True, True),

@@ -32,7 +32,7 @@ def run(output: Path, model: Path, *overrides: str) -> int:
 
 
 def generate(output: Path, model: Path, *overrides: str) -> None:
-    """A run with less background than usual, which is sooner counted, and jobs of a few samples."""
+    """Run with a smaller background than usual, which is counted faster, and with jobs of a few samples."""
     arguments = [f"output_dir={output}", f"model.path={model}", "num_workers=1", *overrides]
     options = read_options(command.BabilongOptions, arguments)
     assert command.generate(options, filler_sentences=500, job_samples=3)

@@ -1,4 +1,4 @@
-"""BABILongDataset: rows drawn by hand, truncation, split, reports, constructor forms, and both trainers' collators."""
+"""BABILongDataset: rows written by hand, truncation, split, reports, constructor forms, both trainers' collators."""
 
 import pickle
 
@@ -27,7 +27,7 @@ def cache(tmp_path_factory):
 
 @pytest.fixture
 def opened(tmp_path, cache):
-    """A dataset of these records, written to data/qa1/1k.json."""
+    """Open a dataset of these records, written to data/qa1/1k.json."""
 
     def open_records(content, tokenizer=TOKENIZER, max_length=96, **options):
         path = write_records(tmp_path / "data/qa1/1k.json", content)
@@ -38,7 +38,7 @@ def opened(tmp_path, cache):
 
 
 def literal_row(item, tokenizer, max_length, reserve):
-    """The steps of the original, one by one, on one record."""
+    """Apply the original's steps one by one to a record."""
     prompt = tokenizer(
         f"{item['input']}\n\nQuestion: {item['question']}\nAnswer:",
         truncation=True,
@@ -80,7 +80,7 @@ def test_the_names_of_special_tokens_in_a_context_are_text(opened):
     row = opened([{**record(1), "input": f"{FACTS[0]}<eos> <pad>"}])[0]
     ids = row["input_ids"][row["attention_mask"] == 1].tolist()
     assert "<eos> <pad>" in TOKENIZER.decode(ids, skip_special_tokens=True)
-    assert ids.count(TOKENIZER.eos_token_id) == 1  # what ends a text of this tokenizer
+    assert ids.count(TOKENIZER.eos_token_id) == 1  # this tokenizer ends a text with it
     assert TOKENIZER.pad_token_id not in ids
 
 
@@ -134,7 +134,7 @@ def test_the_question_survives_and_a_cut_prompt_has_exactly_the_tokens_allowed(c
     begin = 0
     while begin < len(prompt) and prompt[begin] == whole[begin]:
         begin += 1
-    assert prompt[begin:] == whole[len(whole) - len(prompt) + begin :]  # one gap, in the context
+    assert prompt[begin:] == whole[len(whole) - len(prompt) + begin :]  # one gap, inside the context
     if tokenizer is TOKENIZER:
         assert (prompt[0], prompt[-1]) == (1, 2)
 
@@ -157,7 +157,7 @@ def test_a_prompt_is_cut_where_a_word_tokenizer_drops_white_space(tiny_model):
     context = " ".join(f"w{number}" for number in range(30))
     encoder = BABILongEncoder(words, SampleOptions(max_length=20, answer_reserve_tokens=4))
     (sample,) = encoder.samples([Record("f", 0, context, "w50 w51", "w7")])
-    unknown = words.unk_token_id  # Question: and Answer:
+    unknown = words.unk_token_id  # for `Question:` and `Answer:`
     expected = [f"w{number}" for number in range(12)]
     assert words.convert_ids_to_tokens(sample.input_ids)[:12] == expected
     assert sample.input_ids[12:].tolist() == [
@@ -260,7 +260,7 @@ def test_an_argument_wins_over_the_config(tmp_path, cache):
 
 def test_a_slow_tokenizer_serves_prompts_that_fit_and_is_refused_for_others(opened):
     class Slow:
-        """Gives what a fast tokenizer gives, without its offsets."""
+        """A tokenizer that returns a fast tokenizer's output without offsets."""
 
         pad_token_id, eos_token_id, all_special_tokens = 0, 2, ("<pad>",)
 

@@ -1,4 +1,4 @@
-"""What BABILongDataset refuses, each in one line."""
+"""The inputs that BABILongDataset refuses, each in one line."""
 
 import pytest
 
@@ -10,7 +10,7 @@ MANY = " ".join(["kitchen"] * 30)
 
 
 def refusal(tmp_path, path, tokenizer=TOKENIZER, max_length=96, **options):
-    """The message of the ValueError."""
+    """Return the message of the ValueError."""
     options = {"answer_reserve_tokens": 8, "cache_dir": str(tmp_path / "cache"), **options}
     with pytest.raises(ValueError, match=r"\S") as raised:
         BABILongDataset(path, tokenizer, max_length, **options)

@@ -1,4 +1,4 @@
-"""bAbI's own files: all 20 tasks' forms become samples in their words, and malformed files are one line."""
+"""bAbI's own files: the forms of all 20 tasks become samples in the same words; malformed files raise one line."""
 
 import json
 import signal
@@ -15,7 +15,7 @@ from verl_ext.data.babilong_answers import TASK_LABELS, is_right_answer
 from verl_ext.values import UsageError
 
 MOVE = "Mary moved to the bathroom.|John went to the hallway.|Where is {}? \tbathroom\t1"
-# Lines of two questions of each task, in the forms of bAbI v1.2: "|" ends a line, numbers are added.
+# Lines of two questions of each task, in the forms of bAbI v1.2: "|" ends a line, and numbers are added later.
 FORMS = {
     "qa1": MOVE.format("Mary") + "|John moved to the office.|Where is John? \toffice\t4",
     "qa2": "Mary moved to the office.|Mary got the milk there.|Mary went to the garden."

@@ -36,7 +36,7 @@ CORPUS = [*filler_sentences(150), "Mary went back to the kitchen. John took the 
 
 
 def byte_level(vocabulary: int = 600) -> PreTrainedTokenizerFast:
-    """As GPT-2's and Qwen's: splits at spaces, no special token added."""
+    """Like GPT-2's and Qwen's tokenizer: it splits at spaces and adds no special token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -49,7 +49,7 @@ def byte_level(vocabulary: int = 600) -> PreTrainedTokenizerFast:
 
 
 def metaspace_with_bos() -> PreTrainedTokenizerFast:
-    """As Llama's: a space before the first word, and a BOS token."""
+    """Like Llama's tokenizer: it adds a space before the first word, and a BOS token."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<s>", "<unk>"], show_progress=False)
@@ -59,7 +59,7 @@ def metaspace_with_bos() -> PreTrainedTokenizerFast:
 
 
 def merging_across_joins() -> PreTrainedTokenizerFast:
-    """Splits nowhere: its tokens span words and the joins of sentences."""
+    """A tokenizer that splits nowhere: its tokens span words and the joins of sentences."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>"], show_progress=False, max_token_length=8)
     tokenizer.train_from_iterator([" ".join(CORPUS[:30])], trainer)
@@ -67,7 +67,7 @@ def merging_across_joins() -> PreTrainedTokenizerFast:
 
 
 def words() -> PreTrainedTokenizerFast:
-    """One token a word, all unknown but one."""
+    """A tokenizer of one token a word, all unknown but one."""
     tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "the": 1}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
@@ -135,7 +135,7 @@ def test_0k_is_the_facts_alone_one_sample_per_question_without_earlier_questions
         assert " ".join(facts_in(sample["input"])) == sample["input"]
         assert "?" not in sample["input"]
         if task != "qa4" and number % 5:
-            assert sample["input"].startswith(samples[number - 1]["input"])  # the story goes on
+            assert sample["input"].startswith(samples[number - 1]["input"])  # the story continues
     assert not samples[5]["input"].startswith(samples[0]["input"])
 
 

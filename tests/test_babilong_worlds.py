@@ -24,8 +24,8 @@ ANY_FACT = re.compile(rf"(?:{GIVE})|(?:{MOVE})|(?:{GET})|(?:{DROP})|The \w+ is (
 OPPOSITE = {"north": "south", "south": "north", "east": "west", "west": "east"}
 seeds = st.integers(0, 2**32)
 
-# Measured on bAbI v1.2: en-10k train (10,000 questions a task), of qa3 en train and en-10k test (2,000). facts: before
-# a question; last place: share of questions that the place of the last move answers; other shares are of the facts.
+# Measured on bAbI v1.2: en-10k train (10,000 questions a task); for qa3, en train and en-10k test (2,000). facts: their
+# number before a question; last place: the share of questions that the last move answers; other shares: of the facts.
 PUBLISHED = {
     "qa1": {"facts": 6.0, "first question": 2.0, "last place": 0.542, "move": 1.0},
     "qa2": {
@@ -42,7 +42,7 @@ PUBLISHED = {
         **{"get there": 1.0, "drop there": 0.205},
     },
 }
-# Questions by how many facts back the actor's last move (qa1), the object's last get or drop (qa2), the gift (qa5) is.
+# Shares of questions by the distance in facts to the actor's last move (qa1), last get or drop (qa2) or gift (qa5).
 DISTANCES = {
     "qa1": [0.452, 0.289, 0.133, 0.086, 0.040],
     "qa2": [0.247, 0.235, 0.198, 0.179, 0.141],
@@ -62,7 +62,7 @@ STORIES = {"qa1": 1000, "qa2": 1000, "qa3": 500, "qa4": 4000, "qa5": 1000}
 
 
 def read(fact: str) -> tuple[str, ...]:
-    """(kind, actor, place or object, receiver if any), from the words alone."""
+    """Read (kind, actor, place or object, receiver if any) from the words alone."""
     match = FACT.fullmatch(fact)
     assert match, fact
     kind = next(kind for kind in ("give", "move", "get", "drop") if match[kind])
@@ -71,12 +71,12 @@ def read(fact: str) -> tuple[str, ...]:
 
 
 def last_move(facts: list[str], actor: str) -> str | None:
-    """Where the actor is after the facts: read backwards to the last move."""
+    """Return the actor's place after the facts, by reading backwards to the last move."""
     return next((f[2] for f in map(read, reversed(facts)) if f[:2] == ("move", actor)), None)
 
 
 def object_place(facts: list[str], thing: str) -> str | None:
-    """Where the object is: with the last who got it, or where the last who dropped it stood then."""
+    """Return the object's place: that of the last actor who got it, or the place where it was dropped."""
     for number in reversed(range(len(facts))):
         kind, actor, what, *_ = read(facts[number])
         if what == thing and kind in ("get", "drop"):
@@ -85,13 +85,13 @@ def object_place(facts: list[str], thing: str) -> str | None:
 
 
 def object_path(facts: list[str], thing: str) -> list[str | None]:
-    """The places of an object, one after the other."""
+    """Return the places of an object, one after the other."""
     places = [object_place(facts[:end], thing) for end in range(1, len(facts) + 1)]
     return [place for number, place in enumerate(places) if number == 0 or places[number - 1] != place]
 
 
 def replay(facts: list[str], question: str) -> str | None:
-    """The answer, found from the facts as text."""
+    """Find the answer from the text of the facts."""
     if match := re.fullmatch(r"Where is (\w+)\? ", question):
         return last_move(facts, match[1])
     if match := re.fullmatch(r"Where is the (\w+)\? ", question):
@@ -144,7 +144,7 @@ def share(found: Iterable[object]) -> float:
 
 
 def measured(task: str) -> dict[str, float]:
-    """The figures of PUBLISHED, of the stories made here."""
+    """Measure the figures of PUBLISHED on the stories made here."""
     asked = [(story.facts[: each.num_facts], each) for story in stories(task) for each in story.questions]
     found = {"facts": sum(len(facts) for facts, _ in asked) / len(asked)}
     if task == "qa4":
@@ -194,7 +194,7 @@ def test_questions_have_the_published_forms(task: str) -> None:
 
 
 def distance(facts: list[str], question: str, answer: str) -> int:
-    """How many facts back the actor's last move, the object's last get or drop, or the gift is."""
+    """Return the distance in facts to the actor's last move, the object's last get or drop, or the gift."""
     asked = {*re.findall(r"\w+", question), answer} & {*ACTORS, *GIVERS, "apple", "football", "milk"}
     if re.search("give|gave|received", question):
         about = [fact[0] == "give" and asked.issubset(fact) for fact in map(read, facts)]
@@ -220,7 +220,7 @@ def test_every_answer_follows_from_the_facts_before_its_question(task: str, seed
     assert len(story.questions) == (1 if task == "qa4" else 5)
     for question in story.questions:
         facts = story.facts[: question.num_facts]
-        if not re.match(r"What did \w+ give", question.text):  # two gifts of one pair leave it open, as in bAbI
+        if not re.match(r"What did \w+ give", question.text):  # two gifts between one pair leave it open, as in bAbI
             assert replay(facts, question.text) == question.answer
         assert question.text.endswith("?" if task == "qa4" else "? ")
         assert question.answer in TASK_LABELS[task]

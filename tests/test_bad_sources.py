@@ -1,4 +1,4 @@
-"""Files that hold what no record can be read from: one line says so, and nothing of them is lost unsaid."""
+"""Files from which no record can be read: they give a one-line error, and no content is lost in silence."""
 
 import bz2
 import gzip
@@ -24,7 +24,7 @@ from verl_ext.values import DataError, UsageError
 
 
 def read(path: Path | str) -> list[tuple[str, Any]]:
-    """(place, record or why there is none) of everything that a path stands for."""
+    """Return (place, record or the reason why there is none) for everything that a path stands for."""
     found = []
     for file in find_source_files({"a": [str(path)]}):
         for chunk in read_chunks(file):
@@ -160,7 +160,7 @@ def test_zeros_between_and_after_members_are_padding(tmp_path: Path) -> None:
 
 
 def strings(values: list[bytes]) -> pa.Array:
-    """Text as bytes, which need not be UTF-8."""
+    """Draw text as bytes, which need not be UTF-8."""
     return pa.array(values, pa.binary()).view(pa.string())
 
 
@@ -215,7 +215,7 @@ def test_an_arrow_folder_with_a_broken_shard_is_not_read_in_part(tmp_path: Path,
     elif damage == "no state":
         (tmp_path / "a/state.json").write_text("{}")
     else:
-        cut = whole[: len(part) - 8]  # less its end mark
+        cut = whole[: len(part) - 8]  # without its end mark
         shard.write_bytes({"cut": whole[:-2000], "ended early": part + whole[len(cut) :]}.get(damage, cut))
     assert refusal(tmp_path / "a").startswith(str(tmp_path / "a"))
 
@@ -236,7 +236,7 @@ def test_what_links_lead_to_several_times_is_read_once(tmp_path: Path) -> None:
     for pattern in (folder, f"{folder}/**/*.jsonl"):
         assert [place for place, _ in read(pattern)] == [f"{folder}/a.jsonl:1"]
     twice = find_source_files({"a": [f"{folder}/a.jsonl"] * 2})
-    assert len(twice) == 2  # as they are asked for
+    assert len(twice) == 2  # once for each request
 
 
 def test_what_would_be_waited_for_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Costs of documents and packs, and the balanced order of an epoch: near-equal groups, shuffled, levels mixed."""
+"""Costs of documents and packs, and an epoch's balanced order: near-equal groups, shuffled, with mixed levels."""
 
 import numpy as np
 import pytest
@@ -86,7 +86,7 @@ def test_epochs_and_seeds_differ():
 
 @pytest.mark.parametrize(("groups", "levels"), [(2, 64), (3, 8), (4, 4), (7, 2), (16, 2)])
 def test_no_step_stays_on_one_cost_level(groups, levels):
-    """As many levels as the docstring says, over more steps than one shuffle would mix."""
+    """Uses the docstring's number of levels, over more steps than one shuffle would mix."""
     steps, group_size = 500, 4
     costs = np.arange(steps * groups * group_size, dtype=np.float64)
     for epoch in range(5):
@@ -97,7 +97,7 @@ def test_no_step_stays_on_one_cost_level(groups, levels):
 
 @pytest.mark.parametrize(("groups", "group_size"), [(2, 1), (4, 1), (16, 1), (4, 8)])
 def test_consecutive_groups_are_no_more_alike_than_in_a_shuffle(groups, group_size):
-    """Mean over epochs of the correlation of one group's cost with the next one's; its standard error is 0.003."""
+    """Averages over epochs the correlation of a group's cost with the next one's; the standard error is 0.003."""
     count, epochs = 3200, 40
     costs = np.sort(np.random.default_rng(0).lognormal(0, 1, count * group_size))
     cost_of_group = costs.reshape(count, group_size).sum(axis=1)
@@ -142,7 +142,7 @@ def test_groups_of_one_pack_a_rank_balance_micro_batches_of_several_packs_too():
         ([1, 3, 2], 1, 2, 1, 1.0),
         ([0, 0], 2, 2, 1, 1.0),
         ([], 2, 4, 1, 1.0),
-        ([1, 1, 1], 2, 3, 1, 4 / 3),  # a step that the ranks do not divide
+        ([1, 1, 1], 2, 3, 1, 4 / 3),  # a step whose packs the ranks do not divide
     ],
 )
 def test_a_step_takes_as_long_as_its_dearest_rank(costs, ranks, batch_size, micro, expected):

@@ -1,4 +1,4 @@
-"""The table of benchmarks/gpu: its FLOPs beside torch's counter, and rows that are not comparable are marked."""
+"""The table of benchmarks/gpu: its FLOPs match torch's counter, and incomparable rows are marked."""
 
 import json
 import subprocess
@@ -14,14 +14,14 @@ from tests.ranks import run_ranks
 pytestmark = pytest.mark.slow
 
 PACK = 512
-COUNTED = {torch.ops.aten.addmm_: lambda total, left, right, **_: 2 * left[0] * left[1] * right[1]}  # as its addmm
+COUNTED = {torch.ops.aten.addmm_: lambda total, left, right, **_: 2 * left[0] * left[1] * right[1]}  # like its addmm
 OURS = {"kernel": "varlen (FA2)", "head": "fused", "optimizer": "AdamW fused", "quadratic": False}
 FIGURES = {"mfu": 0.5, "computed_mfu": 0.4, "reserved": 20e9, "allocated": 10e9}
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    """Return what one rank found: each contestant's implementations and operations, and the formula's."""
+    """Return one rank's findings: each contestant's implementations and operations, and those of the formula."""
     return run_ranks(_on_one_rank, 1, tmp_path_factory.mktemp("gpu"))[0]
 
 
@@ -52,7 +52,7 @@ def _on_one_rank(folder):
         with FlopCounterMode(display=False, custom_mapping=COUNTED) as counter:
             contestant.train(batch)
         by_operation = counter.get_flop_counts()["Global"]
-        # Matrices alone: the counter does not know sdpa on a CPU. Documents of one token have no attention to count.
+        # Matrices only, as the counter does not know sdpa on a CPU. Documents of one token have no attention to count.
         products = sum(count for operation, count in by_operation.items() if "mm" in str(operation).split(".")[-1])
         found[name] = {
             **said,
@@ -72,7 +72,7 @@ def _on_one_rank(folder):
 
 
 def _masks_seen(module):
-    """Return the list to which every layer's attention adds its mask's shape, or None."""
+    """Return a list to which every layer's attention adds the shape of its mask, or None."""
     seen = []
 
     def keep(_, args, kwargs):
@@ -95,7 +95,7 @@ def test_model_flops_are_those_that_torch_counts_of_a_plain_model(tmp_path):
         for length in lengths:
             model(torch.arange(length)[None] % 7).logits.sum().backward()
     by_operation = counter.get_flop_counts()["Global"]
-    squares = by_operation[torch.ops.aten.bmm]  # eager attention computes all of the square, a causal kernel half
+    squares = by_operation[torch.ops.aten.bmm]  # eager attention computes the whole square, a causal kernel half of it
     counted = by_operation[torch.ops.aten.mm] + squares / 2
     assert setting.flops("tiny", lengths, sum(lengths)) == pytest.approx(counted, rel=0.02)
     assert squares / 2 > 0.1 * counted
@@ -143,7 +143,7 @@ def _rows(verl):
 
 
 def _cells(text):
-    """Return the rows of the first table as dicts by heading."""
+    """Return the rows of the first table as dicts keyed by heading."""
     lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
     return [dict(zip(lines[0], line, strict=False)) for line in lines[2:]]
 

@@ -34,7 +34,7 @@ class _Here:
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
-    """What a tiny run measures in this process, with megatron-core where it is installed."""
+    """Return a tiny run's measurements in this process, with megatron-core if it is installed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(index_samples.multiprocessing, "get_context", _Here)
         return index.measure(index.arguments(_SIZES), tmp_path_factory.mktemp("index"))

@@ -21,7 +21,7 @@ DOCUMENTS = 24
 
 @pytest.fixture(scope="module")
 def read(tmp_path_factory):
-    """Reader name -> what it read of one small corpus, sorted; and the tokens that the contest counts."""
+    """Return each reader's sorted documents of one small corpus, and the tokens that the contest counts."""
     return run_ranks(_read, 1, tmp_path_factory.mktemp("corpus") / "short")[0]
 
 

@@ -12,14 +12,14 @@ from tests.test_packing import first_fit_decreasing_count
 
 pytestmark = pytest.mark.slow
 
-# Step cost over ideal by ranks, of cost-sorted groups and of packs in random order, on another draw of the lengths.
+# Step cost over ideal by ranks, for cost-sorted groups and for packs in random order, on another draw of lengths.
 SORTED = {"A": {8: 1.0006, 32: 1.0027, 128: 1.0085}, "B": {8: 1.0001, 32: 1.0002, 128: 1.0011}}
 RANDOM = {"A": {8: 1.38, 32: 1.48, 128: 1.51}, "B": {8: 1.17, 32: 1.22, 128: 1.23}}
 
 
 @pytest.fixture(scope="module")
 def result():
-    """What `--quick` measures where no peer is installed but ours."""
+    """Return the measurements of `--quick` without any peer installed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packers, "PEERS", {"absent": lambda: importlib.import_module("a_packer_that_is_not_installed")})
         return packing.measure(packing.arguments(["--quick"]))

@@ -1,4 +1,4 @@
-"""The simulation of benchmarks/scaling.py: its parts add up to what they are named for; no timing is asserted."""
+"""The simulation of benchmarks/scaling.py: its parts have the values that their names say; no timing is asserted."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def parts(ranks=8, of=None, **changes):
 def test_on_perfect_machines_a_step_is_the_work_and_the_wait_for_the_dearest_pack():
     found = parts()
     assert sum(found.values()) == pytest.approx(found["ideal"] + found["balance"])
-    assert found["ideal"] == pytest.approx(COSTS.mean() * 4 * 4)  # four packs, each four forwards' operations
+    assert found["ideal"] == pytest.approx(COSTS.mean() * 4 * 4)  # four packs, each with four forwards' operations
     assert (found["ideal"] + found["balance"]) / found["ideal"] == pytest.approx(cost_over_ideal(COSTS, 8))
 
 

@@ -22,13 +22,13 @@ _OPTIONS = (
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    """What one rank gave: a tiny contest's result, each contestant's documents, and the isolation experiment."""
+    """Return one rank's tiny contest result, each contestant's documents, and the isolation experiment."""
     return run_ranks(_on_one_rank, 1, tmp_path_factory.mktemp("contest"))[0]
 
 
 @pytest.fixture
 def result(measured):
-    """The contest's result, as written to JSON."""
+    """Return the contest's result, as written to JSON."""
     return measured["result"]
 
 
@@ -55,7 +55,7 @@ def test_all_contestants_report_the_same_loss_at_every_step(result):
     losses = np.array([result["contestants"][name]["steps"]["losses"] for name in _CONTESTANTS])
     assert losses.shape == (len(_CONTESTANTS), 2)
     assert np.ptp(losses, axis=0).max() < 1e-4
-    assert abs(losses[0, 0] - losses[0, 1]) > 1e-4  # another step, another loss
+    assert abs(losses[0, 0] - losses[0, 1]) > 1e-4  # different steps have different losses
 
 
 def test_unpadded_contestants_run_exactly_the_tokens_of_the_documents(result):
@@ -85,7 +85,7 @@ def test_every_document_and_target_reaches_the_contestant(name, measured):
 
 
 def _documents_of(batch):
-    """The documents of a batch, sorted: (tokens, positions that predict a target)."""
+    """Return a batch's documents, sorted: (tokens, positions that predict a target)."""
     if isinstance(batch, dict):
         rows = zip(batch["input_ids"].unbind(), batch["loss_mask"].unbind(), strict=True)
         return sorted((ids.tolist(), mask[1:].nonzero().flatten().tolist()) for ids, mask in rows)
@@ -99,16 +99,16 @@ def _documents_of(batch):
 
 
 def test_stock_dynamic_batches_keep_documents_apart(measured):
-    """verl's own engine on SDPA relies on transformers to find documents by their positions; it does."""
+    """verl's own engine on SDPA relies on transformers to find documents by their positions."""
     calls, before, after = measured["isolation"]
-    assert calls == 2  # each time one micro-batch: the documents lay side by side
+    assert calls == 2  # one micro-batch each time: the documents lay side by side
     assert np.abs(before[0] - after[0])[1:-1].max() > 1e-4  # inside the changed document, later tokens see the change
     for kept in (1, 2):
         assert np.abs(before[kept] - after[kept])[:-1].max() < 1e-6
 
 
 def _log_probs_around_a_change(dynamic, folder):
-    """(model calls, log-probabilities by document before and after a change of document 0's first token)."""
+    """Return (model calls, log-probabilities by document before and after changing document 0's first token)."""
     from verl.utils import tensordict_utils as tu
 
     from benchmarks.contestants import Step
@@ -139,7 +139,7 @@ _EPOCH = (
 
 @pytest.fixture(scope="module")
 def epochs(tmp_path_factory):
-    """LongAlign's table of 32 documents on two ranks: what each rank got."""
+    """Return each rank's result of LongAlign's table, with 32 documents on two ranks."""
     folder = tmp_path_factory.mktemp("longalign")
     options = train_throughput.arguments(_EPOCH)
     longalign.write_inputs(options, folder)
@@ -154,7 +154,7 @@ def _measured(options, folder):
 
 @pytest.fixture
 def rows(epochs):
-    """Its rows by method."""
+    """Return the table's rows by method."""
     return epochs[0]["methods"]
 
 
@@ -202,7 +202,7 @@ def test_sorted_batching_keeps_documents_of_like_length_in_shuffled_groups():
     assert (np.diff(groups[:, 0]) < 0).any()
     shares = dealt_out(order, steps=3, micro_batch_size=4, ranks=2)
     assert shares.shape == (2, 3, 16)
-    micro_steps = shares.reshape(2, 12, 4).swapaxes(0, 1).reshape(12, 8)  # what the ranks run at a time is one group
+    micro_steps = shares.reshape(2, 12, 4).swapaxes(0, 1).reshape(12, 8)  # the ranks run one group at a time
     assert (micro_steps == order.reshape(12, 8)).all()
 
 

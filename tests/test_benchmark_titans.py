@@ -1,4 +1,4 @@
-"""The benchmark of a memory against full attention does the work that it times; no timing is asserted."""
+"""The benchmark of memory against full attention does the work that it times; no timing is asserted."""
 
 import json
 from subprocess import CompletedProcess

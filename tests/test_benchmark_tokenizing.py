@@ -1,4 +1,4 @@
-"""The tokenizing benchmark at a small size: whole commands run beside the tokenizer; no timing is asserted."""
+"""The tokenizing benchmark at a small size: it runs whole commands beside the tokenizer; no timing is asserted."""
 
 import pytest
 

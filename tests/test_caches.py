@@ -1,4 +1,4 @@
-"""Caches: one mechanism, made once, whole or not at all, by one of many processes; and the families that use it."""
+"""Caches: entries are made once by one of many processes, whole or not at all; and the families that use them."""
 
 import errno
 import json
@@ -36,7 +36,7 @@ _context = multiprocessing.get_context("fork")
 
 
 def write_two_files(folder: Path) -> None:
-    """A maker that counts its calls in the folder above the root."""
+    """Make an entry, and count the call in the folder above the root."""
     with open(folder.parent.parent / "calls", "a") as calls:
         calls.write(".")
     (folder / "numbers.npy").write_bytes(b"12345")
@@ -45,7 +45,7 @@ def write_two_files(folder: Path) -> None:
 
 
 def calls(tmp_path: Path) -> int:
-    """How often `write_two_files` was called for the root tmp_path/root."""
+    """Return the number of calls of `write_two_files` for the root tmp_path/root."""
     return (tmp_path / "calls").stat().st_size
 
 
@@ -112,7 +112,7 @@ def test_a_maker_that_fails_or_is_interrupted_leaves_no_folder_and_is_called_aga
 
 
 def _open_after(root: Path, asked, make, answers) -> None:
-    """Open the folder in a process of its own; `asked` is set when it asks for the lock."""
+    """Open the folder in a process of its own, which sets `asked` when it asks for the lock."""
 
     class Announced(filelock.FileLock):
         def acquire(self, *arguments, **options):
@@ -127,7 +127,7 @@ def _open_after(root: Path, asked, make, answers) -> None:
 
 
 def _with_one_that_waits(root: Path, make, waiting_make):
-    """(what this process got, what one got that asked while `make` was at work here)"""
+    """Return (this process's result, the result of a process that asked while `make` was at work here)."""
     asked, answers = _context.Event(), _context.Queue()
     other = _context.Process(target=_open_after, args=(root, asked, waiting_make, answers), daemon=True)
 
@@ -237,7 +237,7 @@ def test_a_process_that_waited_for_one_that_could_not_leave_a_note_makes_the_fol
             write_text(path, "", **options)
             raise OSError(errno.ENOSPC, "Full")
 
-        monkeypatch.setattr(Path, "write_text", full)  # the other process has begun
+        monkeypatch.setattr(Path, "write_text", full)  # the other process has started
         raise OSError(errno.ENOSPC, "Full")
 
     here, there = _with_one_that_waits(tmp_path / "root", fills, write_two_files)
@@ -260,15 +260,15 @@ def test_the_root_is_the_folder_given_or_one_in_the_cache_of_datasets(tmp_path, 
     assert default_root("verl_ext_index", "~/mine") == tmp_path / "mine"
 
 
-# Texts that are tokenized into the cache, by every family
+# Texts that every family tokenizes into the cache
 
 
 @dataclass(frozen=True)
 class Family:
-    """Files of `count` documents and how they are opened.
+    """Files of `count` documents, and the way to open them.
 
-    encoder: its class; others: options that the tokens follow from; other: a tokenizer that gives other tokens; free:
-    options that no token follows from; broken: the content of a file with a mistake, and the error.
+    encoder: its class; others: options that change the tokens; other: a tokenizer that gives different tokens; free:
+    options that change no token; broken: the content of a file with a mistake, and the error.
     """
 
     encoder: Any
@@ -335,7 +335,7 @@ def path(family, tmp_path):
 
 @pytest.fixture
 def built(family, monkeypatch):
-    """One entry for each time that something is tokenized."""
+    """Return a list that gets an entry for each tokenization."""
     made, original = [], family.encoder.encode
     monkeypatch.setattr(family.encoder, "encode", lambda *arguments: (made.append(1), original(*arguments))[1])
     return made
@@ -348,7 +348,7 @@ def _documents(dataset):
 def test_files_are_tokenized_once_for_every_split_limit_padding_and_packing(family, path, built):
     first = family.opened(path)
     tokenizer = family.tokenizer()
-    tokenizer("w1 w2 w3 w4", truncation=True, max_length=3)  # a call leaves its limits in the tokenizer
+    tokenizer("w1 w2 w3 w4", truncation=True, max_length=3)  # the call leaves its limits in the tokenizer
     tokenizer.pad_token = tokenizer.eos_token
     assert {family.opened(path, tokenizer).folders, *(family.opened(path, **free).folders for free in family.free)} == {
         first.folders
@@ -413,7 +413,7 @@ def test_the_cache_lies_in_that_of_datasets_unless_told(family, path, tmp_path, 
 
 
 def _lines_of_opening(name, path):
-    """What a process logs that opens the files twice."""
+    """Return the log of a process that opens the files twice."""
     lines = []
     handler = logging.Handler()
     handler.emit = lambda entry: lines.append(entry.getMessage())
@@ -451,7 +451,7 @@ def test_the_folder_says_what_it_was_made_of(family, path):
 
 
 def _open_on_a_rank(name, path):
-    """(times that this rank tokenized, the labels of its rows, the targets by the shared scan)"""
+    """Return (the number of this rank's tokenizations, its rows' labels, the targets by the shared scan)."""
     from verl_ext.trainer.distributed import RunRanks
 
     family, made = FAMILIES[name], []
@@ -512,7 +512,7 @@ def index(tmp_path):
 
 
 def made(root):
-    """The folders of a cache, each with what tells it from one that was made anew."""
+    """Return the folders of a cache, each with a mark that a new folder would not have."""
     return {path.name: path.stat().st_ino for path in root.iterdir() if path.is_dir()}
 
 

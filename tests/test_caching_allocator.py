@@ -1,4 +1,4 @@
-"""The model of PyTorch's caching allocator against sequences worked out by hand, and what holds for every sequence."""
+"""The model of PyTorch's caching allocator: sequences worked out by hand, and invariants of every sequence."""
 
 import pytest
 from hypothesis import given
@@ -10,7 +10,7 @@ MIB = 2**20
 
 
 def played(expandable, *events):
-    """An allocator after events: a name and MiB allocate, a name alone frees; a third value is the stream."""
+    """Return an allocator after events: a name and MiB allocate, a name alone frees, a third value is the stream."""
     allocator = CachingAllocator(expandable)
     for event in events:
         if len(event) == 1:
@@ -26,16 +26,16 @@ def played(expandable, *events):
         ([("a", 0.25), ("b", 1), ("c", 0.75)], 2, 2),  # small blocks share a segment of 2 MiB
         ([("a", 0.25), ("b", 1), ("c", 0.75), ("d", 0.25)], 4, 4),
         ([("a", 5), ("b", 12), ("c", 3)], 20, 20),  # below 10 MiB a segment of 20 is split
-        ([("a", 10), ("b", 15)], 26, 40),  # above, the size in whole 2 MiB; pages are 20 MiB
-        ([("a", 30), ("b", 40), ("a",), ("b",), ("c", 25), ("d", 40)], 70, 80),  # the smallest that is large enough
-        ([("a", 40), ("a",), ("b", 20), ("c", 20), ("b",), ("c",), ("d", 40)], 40, 40),  # neighbours are joined
+        ([("a", 10), ("b", 15)], 26, 40),  # from 10 MiB, sizes are multiples of 2 MiB; pages are 20 MiB
+        ([("a", 30), ("b", 40), ("a",), ("b",), ("c", 25), ("d", 40)], 70, 80),  # takes the smallest that fits
+        ([("a", 40), ("a",), ("b", 20), ("c", 20), ("b",), ("c",), ("d", 40)], 40, 40),  # joins neighbours
         ([("a", 40), ("a",), ("b", 20), ("c", 20), ("c",), ("b",), ("d", 40)], 40, 40),
-        ([("a", 40, 1), ("a",), ("b", 40, 2)], 80, 80),  # a pool a stream
+        ([("a", 40, 1), ("a",), ("b", 40, 2)], 80, 80),  # each stream has a pool
         ([("a", 30), ("a",), ("b", 31), ("b",), ("c", 33), ("c",), ("d", 35)], 30 + 32 + 34 + 36, 40),
-        # 12 MiB with half of one too much are given whole; expandable segments would be split there
+        # a block of 12 MiB is given whole, though half of one is unused; expandable segments would split it
         ([("a", 22), ("a",), ("b", 11.5), ("c", 10.5), ("b",), ("c",), ("d", 22)], 22, 40),
         ([("a", 12), ("a",), ("b", 11.5), ("c", 8.5)], 12 + 20, 20),
-        # a short block in the place of a long one: expandable segments may also be worse
+        # a short block takes the place of a long one, so expandable segments can also be worse
         ([("a", 38), ("b", 2), ("a",), ("c", 2), ("d", 38)], 38 + 20, 80),
     ],
 )
@@ -59,7 +59,7 @@ def test_steps_that_come_again_reserve_no_more_and_leave_no_block():
         once = reserved(standing, [step], expandable)
         assert reserved(standing, [step] * 20, expandable) == once
     assert reserved(standing, [step], expandable=False) == (30 + 30 + 50) * MIB
-    # a block whose size is changed is another one
+    # a block with another size counts as another block
     assert reserved([("a", 30 * MIB, 0), ("a", 40 * MIB, 0)], [], expandable=True) == 40 * MIB
 
 
@@ -84,7 +84,7 @@ def test_what_is_reserved_is_never_less_than_what_is_live(steps, choices, expand
     for name in names:
         allocator.free(name)
     most = allocator.reserved
-    if expandable:  # all of a stream's is one block again
+    if expandable:  # each stream's memory is one block again
         of_stream = CachingAllocator(expandable)
         of_stream.play((name, size, 0) for name, (size, _, _) in enumerate(steps) if size > MIB)
         of_stream.play((name, 0, 0) for name in range(len(steps)))
@@ -98,7 +98,7 @@ def test_what_is_reserved_is_never_less_than_what_is_live(steps, choices, expand
 
 @given(steps=STEPS)
 def test_expandable_segments_reserve_at_most_a_page_a_pool_more_where_the_last_block_is_freed_first(steps):
-    """Not of every sequence, as a case above shows."""
+    """This does not hold for every sequence, as a case above shows."""
     both = CachingAllocator(expandable=True), CachingAllocator(expandable=False)
     for allocator in both:
         names = []

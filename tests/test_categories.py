@@ -1,4 +1,4 @@
-"""Categories by name: the table of one dataset, and one number for a name over several folders."""
+"""Categories by name: the table of one dataset, and one number for each name over several folders."""
 
 import json
 
@@ -101,7 +101,7 @@ def test_numbers_of_any_size_are_looked_up(tmp_path):
         ([{"1": "a", "2": "b"}, {"1": "a"}], (2, 2), (1, 2, "b")),
         ([{"1": "a"}, None], (1, 1), (1, 1, "a")),
         ([None, {"1": "a"}], (1, 1), (0, 1, "a")),
-        ([{"1": "a"}, {"1": "b"}], (2, 1), (0, 2, "b")),  # 2 is what b's number becomes
+        ([{"1": "a"}, {"1": "b"}], (2, 1), (0, 2, "b")),  # b's number becomes 2
         ([{"70001": "a"}, None], (70001, 70001), (1, 70001, "a")),
     ],
 )
@@ -124,7 +124,7 @@ def test_a_number_that_only_another_folder_names_is_refused_where_it_is_read(tmp
 
 
 def test_folders_that_were_numbered_on_their_own_are_read_by_name(tmp_path):
-    """Scan, packs, the table and the over-length report see a category by its name."""
+    """The scan, the packs, the table and the over-length report identify a category by its name."""
     rng = np.random.default_rng(0)
     folders = []
     for name, categories in (("a", {1: "math", 2: "code"}), ("b", {1: "code", 2: "chat"})):

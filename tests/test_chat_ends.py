@@ -1,4 +1,4 @@
-"""What ends an assistant's turn: found from the template and the model's stop tokens, learnt, and told."""
+"""The end of an assistant's turn: found from the template and the model's stop tokens, trained on, and reported."""
 
 import json
 from pathlib import Path
@@ -23,12 +23,12 @@ LEFT_OPEN = (
     "{% if add_generation_prompt or not loop.last %}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# Nothing but the header of the next turn ends one.
+# Only the header of the next turn ends a turn.
 HEADERS_ONLY = (
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
-# What is said ends with a token of its own, and then so does the turn.
+# The content ends with a token of its own, and the turn with another.
 TWO_ENDS = (
     "{% for m in messages %}<|start|>{{ m.role }}<|say|>{{ m.content }}"
     "{% if m.role == 'assistant' %}<|said|>{% endif %}<|stop|>{% endfor %}"
@@ -48,7 +48,7 @@ ONLY_TEXT = (
 def ends_and_turns(
     template: str, record: dict[str, Any], eos: str | None = "</s>", tokens: tuple[str, ...] = TOKENS, **options: Any
 ) -> tuple[list[str], list[tuple[str, str | None]]]:
-    """The ends of turns that are found, and every target's text with what ends it."""
+    """Return the detected ends of turns, and every target's text with its end."""
     tokenizer = tiny_tokenizer(template, eos_token=eos, special_tokens=tokens)
     chat_template = ChatTemplate(tokenizer, None, {}, **options)
     content = parse_record(record).content
@@ -173,7 +173,7 @@ def test_a_stop_token_ends_the_turns_that_calls_close_otherwise_than_words() -> 
 
 
 def tokenized(tmp_path: Path, template: str, records: list[Any], *options: str, **generation: Any) -> Report:
-    """The report of a run over records, with the tokenizer's folder having a generation_config.json of those fields."""
+    """Return the report of a run whose tokenizer folder has a generation_config.json with these fields."""
     tiny_tokenizer(template, eos_token="</s>", special_tokens=TOKENS).save_pretrained(tmp_path / "model")
     if generation:
         (tmp_path / "model/generation_config.json").write_text(json.dumps(generation))
@@ -182,7 +182,7 @@ def tokenized(tmp_path: Path, template: str, records: list[Any], *options: str, 
 
 
 def learnt(tmp_path: Path) -> list[list[str]]:
-    """The targets that report.json shows of each document."""
+    """Return the targets that report.json shows for each document."""
     previews = json.loads((tmp_path / "out/report.json").read_text())["sources"]["chat"]["preview"]
     return [[text for is_target, text in runs if is_target] for runs in previews]
 

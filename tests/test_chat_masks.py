@@ -1,4 +1,4 @@
-"""Whole chats as tokens: ids and masks against a reference of each template, and how often a chat is rendered."""
+"""Whole chats as tokens: ids and masks equal each template's reference; a chat is rendered only a few times."""
 
 import functools
 import json
@@ -35,7 +35,7 @@ from verl_ext.text.records import parse_record
 
 TOKENS = ("<s>", "</s>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "[INST]", "[/INST]", "<call>", "</call>")
 Message = dict[str, Any]
-Parts = Iterator[tuple[str, bool]]  # what a template prints, in order, and whether it is to be learnt
+Parts = Iterator[tuple[str, bool]]  # a template's printed parts in order, and whether each is a target
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def results_inside(messages: list[Message]) -> Parts:
         if calls := called(message):
             yield calls, True
             yield "".join(f"<result>{m['content']}</result>" for m in messages if m["role"] == "tool"), False
-        # After results, a turn that says nothing more has nothing more to learn.
+        # After results, an empty turn has no further targets.
         yield message["content"] + "<|im_end|>", is_learnt and bool(message["content"].strip() or not calls)
         yield "\n", False
 
@@ -151,7 +151,7 @@ def plain_chats(draw: st.DrawFn) -> list[Message]:
 
 @st.composite
 def agent_chats(draw: st.DrawFn, results: st.SearchStrategy[str] = empty_or_said) -> list[Message]:
-    """Plain turns, one that makes calls with their results, and often an answer to these, plain turns again."""
+    """Draw plain turns, a turn that makes calls, their results, often an answer to these, and plain turns again."""
     before, after = draw(plain_chats()), draw(plain_chats())
     made = [{"type": "function", "function": {"name": n, "arguments": a}} for n, a in draw(calls)]
     if not made:
@@ -169,7 +169,7 @@ def check_against_reference(folder: Path, template: str, messages: list[Message]
     assert text == tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
     learnt = [flag for part, flag in zip(texts, is_learnt, strict=True) for _ in part]
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    # A token of which a part is to be learnt is a target; the first of a document has nothing before it.
+    # A token is a target if any part of it is; a document's first token has nothing before it.
     expected = [int(any(learnt[a:b])) for a, b in encoded["offset_mapping"]]
     expected[0] = 0
     result = tokenized(folder, template, {"messages": messages})
@@ -208,7 +208,7 @@ def test_any_results_inside_the_assistants_turn_are_not_learnt(folder: Path, mes
 
 
 def joining_tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes, END, and two tokens of two characters: ":a" and "z\\n", with the newline in its printable form."""
+    """Build a tokenizer of bytes, END, and the tokens ":a" and "z\\n", with the newline in its printable form."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: number for number, token in enumerate([*alphabet, ":a", "zĊ"])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[(":", "a"), ("z", "Ċ")]))
@@ -229,7 +229,7 @@ JOINS = (
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 JOINS_AFTER = "{% for m in messages %}{{ m.role }}={{ m.content }}\n{% endfor %}"
-BORDERS = [  # what is learnt, and how many of its tokens hold more of the template's text than white space
+BORDERS = [  # the targets, and how many of their tokens hold template text other than white space
     (JOINS, ("a", "cat", "b", "bat"), "catENDbatEND", 0),
     (JOINS, ("b", "a cat", "b", "cat", "b", "at"), ":a catENDcatEND:atEND", 2),
     (JOINS_AFTER, ("z", "cat", "b", "z"), "catz\n", 0),
@@ -259,7 +259,7 @@ def turns(number: int) -> dict[str, Any]:
 
 
 def agent_turns(number: int) -> dict[str, Any]:
-    """A question, calls with their results, and an answer."""
+    """Return a question, calls with their results, and an answer."""
     record = chat("sit", "ok")
     for i in range(number // 2 - 1):
         call = {"name": ("sit", "look")[i % 2], "arguments": {"on": f"mat {i}"}}
@@ -269,7 +269,7 @@ def agent_turns(number: int) -> dict[str, Any]:
 
 
 def renders(template: str, record: dict[str, Any]) -> tuple[int, list[str]]:
-    """How often the template runs for a chat, and the chat's targets."""
+    """Return the number of template calls for a chat, and the chat's targets."""
     runs = []
     counted = "{% set counted = count_run() %}" + template
     tokenizer = tiny_tokenizer(counted, special_tokens=TOKENS)
@@ -330,7 +330,7 @@ def test_every_turn_of_five_thousand_is_found() -> None:
 
 
 def test_words_marked_in_their_middle_do_not_share_what_follows_the_mark() -> None:
-    # The template asks how messages begin and end, so that only their middle can be marked.
+    # The template tests how messages begin and end, so that only their middle can be marked.
     asks = (
         "{% for m in messages %}{% set said = m.content %}"
         "{% if said.startswith('<') and said.endswith('>') %}#{% endif %}"

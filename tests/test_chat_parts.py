@@ -1,4 +1,4 @@
-"""Parts of an assistant's turn: reasoning, tool calls, empty thinking blocks, weighted characters, and their counts."""
+"""Parts of an assistant's turn (reasoning, tool calls, empty thinking blocks, weighted characters) and their counts."""
 
 import json
 from collections import Counter
@@ -19,7 +19,7 @@ from verl_ext.values import DataError
 
 HEAD = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
 TAIL = "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-# As Qwen3's: the reasoning of the turns after the last user's, from its field or out of the content, and calls as JSON.
+# Like Qwen3's: reasoning, from its field or the content, in turns after the last user's turn, and calls as JSON.
 QWEN3 = (
     "{% set ns = namespace(last=-1) %}"
     "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
@@ -35,7 +35,7 @@ QWEN3 = (
     '<tool_call>\n{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}\n</tool_call>'
     "{% endfor %}{% else %}{{ m.content }}{% endif %}" + TAIL
 )
-# As GLM-4.5's: the next turn's head ends a turn, calls are tags, a turn without reasoning has an empty block.
+# Like GLM-4.5's: the next turn's head ends a turn, calls are tags, and a turn without reasoning has an empty block.
 GLM = (
     "{% for m in messages %}<|{{ m.role }}|>\n"
     "{% if m.role == 'assistant' %}<think>{{ (m.reasoning_content or '').strip() }}</think>\n{{ m.content }}"
@@ -44,14 +44,14 @@ GLM = (
     "{% endfor %}</tool_call>{% endfor %}{% else %}{{ m.content }}{% endif %}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
-# As DeepSeek-R1's: the generation prompt opens the reasoning.
+# Like DeepSeek-R1's: the generation prompt opens the reasoning.
 OPENED = (
     "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}"
     "{{ m.content if '<think>' in m.content else '<think>\n' + m.content }}"
     "{% else %}{{ m.content }}{% endif %}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
 )
-# As Llama 3.1's: a turn that calls prints its call alone, as JSON.
+# Like Llama 3.1's: a turn with a call prints only the call, as JSON.
 LLAMA = (
     "{{ bos_token }}{% for m in messages %}<|im_start|>{{ 'ipython' if m.role == 'tool' else m.role }}<s>\n\n"
     "{% if m.tool_calls %}{% set c = m.tool_calls[0].function %}"
@@ -59,7 +59,7 @@ LLAMA = (
     "{% else %}{{ m.content | trim }}{% endif %}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant<s>\n\n{% endif %}"
 )
-# As gpt-oss's: reasoning and answer are messages of their own.
+# Like gpt-oss's: reasoning and answer are separate messages.
 CHANNELS = (
     "{% for m in messages %}{% if m.role == 'assistant' %}"
     "{% if m.thinking %}<|assistant|>analysis<s>{{ m.thinking }}<|end|>{% endif %}"
@@ -79,7 +79,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Tokenized:
-    """A record's tokens by one template and one set of options."""
+    """Return a record's tokens under one template and one set of options."""
 
     def __init__(self, folder: Path, template: str, *records: dict[str, Any], **options: Any) -> None:
         given = ["sources={chat:in.jsonl}", "output_dir=out", f"model.path={folder}"]
@@ -94,7 +94,7 @@ class Tokenized:
 
     @property
     def learnt(self) -> list[str]:
-        """The runs of targets, decoded."""
+        """Return the decoded runs of targets."""
         runs: list[list[int]] = []
         before = 0
         for token, target in zip(self.result.input_ids.tolist(), self.result.loss_mask.tolist(), strict=True):
@@ -174,7 +174,7 @@ def test_dropped_reasoning_gives_the_text_of_a_record_without_it(
 
 @pytest.mark.parametrize("template", [QWEN3, GLM, STRIPS_THINKING])
 def test_an_empty_thinking_block_is_context_unless_asked_for(folder: Path, template: str) -> None:
-    # ms-swift's ignore_empty_think gives the characters of this pattern at a response's start no loss.
+    # ms-swift's ignore_empty_think excludes this pattern at a response's start from the loss.
     found = Tokenized(folder, template, turn("the cat"))
     learnt = Tokenized(folder, template, turn("the cat"), empty_reasoning="learn")
     block = "<think></think>\n" if template == GLM else "<think>\n\n</think>\n\n"
@@ -306,7 +306,7 @@ turns = st.tuples(words, words | st.just(""), words | st.just(""), st.lists(word
 def test_of_any_chat_the_learnt_parts_are_those_of_the_template(
     folder: Path, said: list[tuple[str, str, str, list[str]]], reasoning: str, empty: str, calls: str
 ) -> None:
-    """The reference writes the chat itself, each piece with its kind."""
+    """The reference writes the chat itself, with the kind of each piece."""
     messages: list[dict[str, Any]] = []
     pieces: list[tuple[str, str]] = []
     for question, thought, answer, arguments in said:
@@ -318,7 +318,7 @@ def test_of_any_chat_the_learnt_parts_are_those_of_the_template(
         messages += [{"role": "user", "content": question}, message]
         pieces += [(f"<|user|>\n{question}<|end|><|assistant|>\n", "prompt")]
         pieces += [(f"<think>{thought.strip()}</think>\n", "reasoning" if thought.strip() else "empty")]
-        # White space between the block and the first word is the block's, at a turn's end the part's before it.
+        # White space between the block and the first word belongs to the block; at a turn's end, to the part before it.
         lead = len(answer) - len(answer.lstrip())
         kind = "reasoning" if thought.strip() else "empty"
         if not answer.strip():
@@ -338,7 +338,7 @@ def test_of_any_chat_the_learnt_parts_are_those_of_the_template(
     offsets = found.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     blank = [char.isspace() for char in text]
     for (a, b), target in zip(offsets, found.result.loss_mask.tolist(), strict=True):
-        if not all(blank[a:b]):  # white space between parts may be of either
+        if not all(blank[a:b]):  # white space between parts may belong to either
             assert target == any(flag and not space for flag, space in zip(is_learnt[a:b], blank[a:b], strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Tool calls, tool results, reasoning and tool definitions: what is learnt of them, and what a template leaves out."""
+"""Tool calls, tool results, reasoning and tool definitions: their targets, and fields that a template leaves out."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ TOKENS = ("<s>", "</s>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "[INST]"
 SIT, LOOK = {"name": "sit", "arguments": {"on": "mat"}}, {"name": "look", "arguments": {}}
 SIT_TOOL = {"type": "function", "function": {"name": "sit", "description": "Sits down."}}
 
-# Calls are joined as strings, and nothing comes between the user's turn and what the assistant writes.
+# Calls are joined as strings, and nothing stands between the user's turn and the assistant's text.
 INSTRUCT_CALLS = (
     "<s>{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
     "{% elif m.role == 'tool' %}[RESULT]{{ m.content }}[/RESULT]"
@@ -37,7 +37,7 @@ PRINTS_ARGUMENTS = HEADERS.replace(" | tojson", "")
 REASONING = HEADERS.replace(
     "\n{{ m.content", "\n{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content"
 )
-# Tool results lie in the turn that called, before what it says.
+# Tool results stand in the calling turn, before its content.
 RESULTS_INSIDE = (
     "{% for m in messages if m.role != 'tool' %}<|im_start|>{{ m.role }}\n"
     "{% if m.tool_calls %}{% for c in m.tool_calls %}<call>{{ c.function.name }} {{ c.function.arguments | tojson }}"
@@ -47,20 +47,20 @@ RESULTS_INSIDE = (
 
 
 def agent_chat(*calls: dict[str, Any], content: str = "", **fields: Any) -> dict[str, Any]:
-    """A record: a question, an assistant's turn with calls, a result each, a plain answer."""
+    """Return a record: a question, an assistant's turn with calls, a result for each call, and a plain answer."""
     calling = {"role": "assistant", "content": content, "tool_calls": [{"function": call} for call in calls], **fields}
     results = [{"role": "tool", "content": f"done {number}"} for number in range(len(calls))]
     return {"messages": [{"role": "user", "content": "sit"}, calling, *results, {"role": "assistant", "content": "ok"}]}
 
 
 def rendered(template: str, record: dict[str, Any], eos: str = "<|im_end|>") -> RenderedChat:
-    """The chat rendered by a template new to it."""
+    """Render the chat with a template new to it."""
     tokenizer = tiny_tokenizer(template, eos_token=eos, special_tokens=TOKENS)
     return locate(ChatTemplate(tokenizer, None, {}), parse_record(record).content)
 
 
 def learnt(template: str, record: dict[str, Any], eos: str = "<|im_end|>") -> list[str]:
-    """The targets' texts."""
+    """Return the targets' texts."""
     found = rendered(template, record, eos)
     return [found.text[target.start : target.stop] for target in found.targets]
 
@@ -120,7 +120,7 @@ def test_an_empty_result_inside_the_assistants_turn_is_not_learnt() -> None:
 
 
 def named_results(number: int) -> dict[str, Any]:
-    """Calls one after the other, of tools that answer nothing, and whose names the results have."""
+    """Return calls one after the other, of tools with empty answers, whose results have the tools' names."""
     record = agent_chat()
     for i in range(number):
         call = {"name": f"tool{i}", "arguments": {}}
@@ -187,7 +187,7 @@ def with_arguments(arguments: Any) -> dict[str, Any]:
     return agent_chat({"name": "sit", "arguments": arguments})
 
 
-TEXT = '{"on":  "mät", "n": 1}'  # as json.dumps does not write it
+TEXT = '{"on":  "mät", "n": 1}'  # not in json.dumps' format
 OBJECT = {"on": "mät", "n": 1}
 AS_JSON = '{"on": "mät", "n": 1}'
 NO_STRINGS = "{% if c.function.arguments is string %}{{ raise_exception('no strings') }}{% endif %}</call>"

@@ -1,4 +1,4 @@
-"""Checkpoints are whole or not there: damage is found and named, the one before is used, a full disk costs nothing."""
+"""Checkpoints are whole or absent: damage is found and named, the previous one is used, a full disk costs nothing."""
 
 import contextlib
 import io
@@ -44,7 +44,7 @@ FILES = {"state/__0_0.distcp": 300, "state/__1_0.distcp": 200, "state/.metadata"
 
 
 def write_checkpoint(folder: Path, step: int, contents=("model", "optimizer", "extra")) -> Path:
-    """A checkpoint of random bytes, and its manifest."""
+    """Write a checkpoint of random bytes, and its manifest."""
     checkpoint = folder / f"global_step_{step}"
     shutil.rmtree(checkpoint, ignore_errors=True)
     rng = np.random.default_rng(step)
@@ -73,7 +73,7 @@ def test_any_changed_byte_of_any_file_is_found_and_the_file_named(tmp_path, data
     content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
     (checkpoint / name).write_bytes(content)
     found = [wrong for rank in range(3) if (wrong := changed_file(checkpoint, rank, 3))]
-    assert found or (name == MANIFEST and json.loads(content) == json.loads(before))  # another kind of space
+    assert found or (name == MANIFEST and json.loads(content) == json.loads(before))  # only white space changed
     assert all(name in wrong for wrong in found)
 
 
@@ -161,14 +161,14 @@ def test_a_forged_grouping_is_refused(grouping):
         RunState(*SORTED, "run").load_state_dict({"grouping": grouping})
 
 
-# Whole runs: one start of a rank does many of them, one after the other.
+# Whole runs: one start of a rank executes many of them in a row.
 
 STEPS = 4
 
 
 @pytest.fixture(scope="module")
 def options(tiny_model, tmp_path_factory):
-    """The overrides of a run of four steps, saved at each."""
+    """Return the overrides of a run of four steps that saves at each."""
     rng = np.random.default_rng(0)
     documents = random_documents(rng, rng.integers(5, 60, 24), VOCABULARY, 2)
     data = write_tokenized(tmp_path_factory.mktemp("data") / "data", documents, {1: "maths", 2: "code"})
@@ -181,8 +181,8 @@ def into(folder: Path) -> str:
 
 
 def told(function, *arguments) -> str:
-    """What a run says on stderr; "error: …" included."""
-    os.environ.pop("VERL_FILE_LOGGER_PATH", None)  # of the run before
+    """Run, and return its stderr, including "error: …"."""
+    os.environ.pop("VERL_FILE_LOGGER_PATH", None)  # set by the previous run
     words = io.StringIO()
     with contextlib.redirect_stderr(words), contextlib.suppress(SystemExit):
         function(*arguments)
@@ -201,21 +201,21 @@ def refused(overrides) -> None:
 
 
 def assert_same_run(folder: Path, whole: Path) -> None:
-    """Metrics of every step, parameters and optimizer, to the last bit."""
+    """Assert equal metrics of every step, parameters and optimizer, to the last bit."""
     assert not differences(folder, whole, STEPS)
     assert (folder / TRACKER).read_text() == str(STEPS)
 
 
 @pytest.fixture(scope="module")
 def whole(options, tmp_path_factory):
-    """The folder of an uninterrupted run."""
+    """Return the folder of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     run_ranks(told, 1, quietly, [*options, into(folder)])
     return folder
 
 
 def damaged_runs(options, whole, folder):
-    """What is said of a damaged last checkpoint, by name and by auto, and where there is no whole one at all."""
+    """Return the messages about a damaged last checkpoint, by name and by auto, and about having no whole one."""
     words = []
     for name, harm in (("flipped", flip), ("truncated", truncate)):
         run = stopped_at(whole, folder / name, 3)
@@ -254,7 +254,7 @@ def test_a_damaged_checkpoint_is_said_and_the_one_before_gives_the_uninterrupted
 
 
 def full_disk_runs(options, whole, folder):
-    """What is said by a run whose disk is full from step 2 on, and by the same command with room again."""
+    """Return the messages of a run whose disk is full from step 2 on, and of the same command with room again."""
     run = stopped_at(whole, folder, 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))  # metrics fit, a checkpoint does not
@@ -274,11 +274,11 @@ def not_written(overrides) -> None:
 
 
 def save_on_a_full_disk(overrides, folder, disk):
-    """What ends a run of one step with its checkpoints on a disk of 1 MiB that is full but for a part, by that part."""
+    """Return the errors of one-step runs with checkpoints on an almost full disk of 1 MiB, for three sizes of room."""
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], check=True)
     words = []
     try:
-        for room in (0, 150_000, 350_000):  # the state does not fit; it does not either; the export does not
+        for room in (0, 150_000, 350_000):  # too little for the state, again for the state, then for the export
             (disk / "fill").write_bytes(bytes(2**20 - room - 2**16))
             shutil.rmtree(disk / "run", ignore_errors=True)
             with pytest.raises(RunFailed) as raised:

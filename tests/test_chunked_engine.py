@@ -1,4 +1,4 @@
-"""Training a model with long-term memory through the trainer: the same on any ranks, and what it leaves behind."""
+"""Training a model with long-term memory through the trainer: equal on any number of ranks, and its output."""
 
 import json
 import math
@@ -39,7 +39,7 @@ def options(tmp_path, files, tiny_model):
 
 
 def _trained(options):
-    """Parameters of rank 0 after training, whole."""
+    """Train, and return rank 0's whole parameters."""
     trainer = train(options)
     return {
         name: (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
@@ -49,7 +49,7 @@ def _trained(options):
 
 @pytest.fixture
 def two_ranks_and_one(options, tmp_path):
-    """(parameters of a run on 2 ranks, of one on 1 rank); 13 samples leave a rank idle in the last step."""
+    """Return (parameters of a run on 2 ranks, of one on 1 rank); with 13 samples, a rank idles in the last step."""
     output = [[*options, f"trainer.default_local_dir={tmp_path / name}"] for name in ("two", "one")]
     return run_ranks(_trained, 2, output[0])[0], run_ranks(_trained, 1, output[1])[0]
 
@@ -57,10 +57,10 @@ def two_ranks_and_one(options, tmp_path):
 def test_two_ranks_train_as_one_and_validate_alike(two_ranks_and_one, tmp_path):
     two, one = two_ranks_and_one
     for name, ours in one.items():
-        torch.testing.assert_close(two[name], ours, rtol=2e-4, atol=3e-5, msg=name)  # of steps of 1e-2
+        torch.testing.assert_close(two[name], ours, rtol=2e-4, atol=3e-5, msg=name)  # with steps of 1e-2
     first, second = metrics(tmp_path / "two"), metrics(tmp_path / "one")
     for (step, key), value in second.items():
-        if not key.endswith((*MEASURED, "grad_norm", "perplexity")):  # exp(loss): the loss is compared
+        if not key.endswith((*MEASURED, "grad_norm", "perplexity")):  # exp(loss), which is compared
             assert first[step, key] == pytest.approx(value, rel=1e-4), key
     assert {"val/qa1_1k_exact_match", "val/qa1_1k_accuracy", "val/qa1_1k_loss"} <= {key for _, key in first}
     saved = [read_memory_checkpoint(tmp_path / name / "final_memory_checkpoint.pt") for name in ("two", "one")]
@@ -72,7 +72,7 @@ def test_two_ranks_train_as_one_and_validate_alike(two_ranks_and_one, tmp_path):
 
 
 def _rows(tiny_model, files, tmp_path):
-    """The run's training set, opened by itself."""
+    """Open the run's training set by itself."""
     return BABILongDataset(
         str(files),
         AutoTokenizer.from_pretrained(tiny_model),
@@ -85,7 +85,7 @@ def _rows(tiny_model, files, tmp_path):
 
 
 def _first_gradients(options):
-    """(memory parameters at the start, gradients of the first step, the step's packs), on rank 0."""
+    """Return, on rank 0, (initial memory parameters, gradients of the first step, the step's packs)."""
     trainer = build(options)
     run = trainer.run
     batch = next(iter(trainer.rank.batches(run.train_set, run.plan, 0, 1)))
@@ -97,14 +97,14 @@ def _first_gradients(options):
                 gradients[name] = parameter.grad.full_tensor().clone()
         return 0.0
 
-    trainer.engine.optimizer_step = kept  # in place of the step, at whose end verl drops the gradients
+    trainer.engine.optimizer_step = kept  # replaces the step, at whose end verl drops the gradients
     upcoming = UpcomingStep(batch, trainer.engine.is_mp_src_rank_with_outputs(), trainer.hosts)
     trainer.train_step(upcoming, summed=False)
     memory = {name: tensor.clone() for name, tensor in trainer.engine.memory_state_dict().items()}
     return memory, gradients, run.plan.packs(0).tolist()
 
 
-# Activations on the host, and tiles of 20 tokens, which end inside rows and chunks.
+# Activations on the host, and tiles of 20 tokens, whose ends lie inside rows and chunks.
 KEPT = ["model.activation_offload=true", "model.tile_tokens=20"]
 
 
@@ -171,7 +171,7 @@ def _evaluate(options):
 
 
 def _loss_and_answers(options):
-    """(loss of a validation, generated tokens by prompt)."""
+    """Return (a validation's loss, generated tokens by prompt)."""
     trainer = build(options)
     generate, answers = trainer.engine.generate_answers, {}
 
@@ -186,7 +186,7 @@ def _loss_and_answers(options):
 
 def test_padding_changes_no_answer_and_no_loss(options, files, tiny_model, tmp_path):
     memory = tmp_path / "memory.pt"
-    save_memory_checkpoint(memory, perturb(fresh_model(tiny_model)).memory_state_dict(), 0)  # one that takes part
+    save_memory_checkpoint(memory, perturb(fresh_model(tiny_model)).memory_state_dict(), 0)  # an active memory
     short = write_babilong(tmp_path / "data" / "qa2" / "1k.json", 6, 20)
     again = [
         *("trainer.eval_only=true", f"data.val_dir=[{short},{files}]", f"model.memory_checkpoint={memory}"),
@@ -196,7 +196,7 @@ def test_padding_changes_no_answer_and_no_loss(options, files, tiny_model, tmp_p
     measured = [run_ranks(_loss_and_answers, 1, [*options, *again, f"data.max_length={n}"])[0] for n in (96, 192)]
     (loss, answers), (padded_loss, padded_answers) = measured
     assert len(answers) == 19
-    assert len(set(map(tuple, answers.values()))) > 4  # answers of their prompts, not one for all
+    assert len(set(map(tuple, answers.values()))) > 4  # answers depend on their prompts
     assert padded_answers == answers
     assert padded_loss == pytest.approx(loss, rel=1e-6)
 
@@ -218,7 +218,7 @@ def test_two_ranks_with_prompts_of_other_lengths_answer_as_one(options, tiny_mod
 
 
 def _chunks_read(options):
-    """Chunks of every forward of a validation on this rank."""
+    """Return the chunks of every forward of a validation on this rank."""
     trainer = build(options)
     module, read = trainer.engine.module, []
     module.register_forward_pre_hook(
@@ -238,4 +238,4 @@ def test_chunks_that_are_padding_on_every_rank_are_not_read(options, tmp_path):
         "trainer.answer_tokens=0",
     ]
     read = run_ranks(_chunks_read, 2, [*options, f"trainer.default_local_dir={tmp_path / 'out'}", *again])
-    assert read[0] == read[1] == [96, 32]  # the long row's rank comes first; the other rank reads as far
+    assert read[0] == read[1] == [96, 32]  # the long row's rank comes first; the other rank reads just as far

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# The training script of the document that asked for this project, word for word but for the sequence-parallel size.
+# The training script of the document that requested this project, verbatim except for the sequence-parallel size.
 SEED_COMMAND = r"""
 PYTHONUNBUFFERED=1 torchrun --nnodes=$nnodes --nproc_per_node=$nproc_per_node --node_rank=$NODE_RANK --master_addr=$master_ip --master_port=$master_port  \
     fsdp_sft_trainer.py \
@@ -62,12 +62,12 @@ def run(command: str, cwd: Path, **more: str) -> subprocess.CompletedProcess[str
 def test_the_seeds_command_runs_word_for_word(folder, tiny_model, tmp_path, free_port):
     seed = {"nnodes": "1", "nproc_per_node": "2", "NODE_RANK": "0", "master_ip": "127.0.0.1", "master_port": free_port}
     paths = {"train_files": folder, "model_path": str(tiny_model), "save_path": str(tmp_path / "out"), "task_name": "t"}
-    done = run(SEED_COMMAND, ROOT / "verl_ext", **seed, **paths)  # by file path, where the file lies
+    done = run(SEED_COMMAND, ROOT / "verl_ext", **seed, **paths)  # by file path, from the file's folder
     assert done.returncode == 0, done.stderr[-3000:]
     start, line, *_ = done.stdout.splitlines()
     assert start.startswith(f"verl-ext {verl_ext.__version__}: starting, ranks 2")  # before torch is imported
     assert line == "2 × CPU (gloo) · fp32 · attention sdpa · head fused · AdamW loop"
-    assert done.stdout.count("verl-ext ") == done.stdout.count("reading the weights of") == 1  # rank 0's
+    assert done.stdout.count("verl-ext ") == done.stdout.count("reading the weights of") == 1  # only rank 0 prints it
     assert not set("\r\x1b") & set(done.stdout + done.stderr)
     assert re.search(r"^step +1/\d+  loss \d", done.stdout, re.MULTILINE)
     assert "note: model.partial_pretrain (verl ≤ 0.6) is read as model.path" in done.stderr

@@ -1,5 +1,5 @@
-"""Cross-field checks before a model loads: every mistake a line, all lines at once. No GPU is needed: the accelerator
-is passed in."""
+"""Cross-field checks before a model loads: one line for each mistake, all lines at once. No GPU is needed, because the
+accelerator is passed in."""
 
 import importlib.util
 
@@ -30,7 +30,7 @@ HEADS = {"num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 8, "hi
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
-    """A config that passes on one CPU rank: its folders exist, its model is a config.json of 12 heads, 2 key/value."""
+    """Return a config that passes on one CPU rank: its folders exist; its model has 12 heads, 2 key/value heads."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "data").mkdir()
     Qwen3Config(max_position_embeddings=512, **HEADS).save_pretrained(folder / "model")
@@ -277,7 +277,7 @@ def test_a_mistake_is_a_line_with_its_key(good, updates, ranks, accelerator, lin
 def test_all_mistakes_are_told_at_once(good):
     assert len(lines(changed(good, data__max_tokens=0, optim__lr=-1, engine__strategy="x"))) == 3
     more = {"model__path": None, "data__train_batch_size": 3, "trainer__test_freq": 1, "engine__forward_only": True}
-    assert len(lines(changed(good, **more), 2)) == 4  # of values that are right by themselves
+    assert len(lines(changed(good, **more), 2)) == 4  # each value alone is valid
 
 
 def test_everything_missing_is_told_together():
@@ -332,7 +332,7 @@ def test_positions_include_the_rope_scaling_however_the_model_writes_it():
     llama3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
     llama3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     assert model_positions(LlamaConfig(max_position_embeddings=131072, rope_parameters=llama3)) == 131072
-    assert model_positions(RobertaConfig(max_position_embeddings=514, pad_token_id=1)) == 512  # 0 and 1 are of padding
+    assert model_positions(RobertaConfig(max_position_embeddings=514, pad_token_id=1)) == 512  # 0, 1 are padding's
 
 
 def test_missing_and_torn_weights_are_told_before_they_are_read(tmp_path):
@@ -348,7 +348,7 @@ def test_missing_and_torn_weights_are_told_before_they_are_read(tmp_path):
 
 
 def _on_gpu(good, folder, model, **updates):
-    """The run on a GPU with another model config, and that config."""
+    """Return the run on a GPU with another model config, and that config."""
     model.save_pretrained(folder)
     save_file({"w": torch.zeros(1)}, folder / "model.safetensors")
     return changed(good, trainer__device="cuda", model__path=str(folder), **updates), model
@@ -390,7 +390,7 @@ _HEADS_OF_32 = {**HEADS, "head_dim": 32}
         (Qwen3Config(**_HEADS_OF_32), {}, (7, 5), "newer; got 7.5"),
         (Qwen3Config(**{**HEADS, "head_dim": 12}), {}, (9, 0), "the model's is 12"),
         (Qwen3Config(**HEADS), {"engine__mixed_precision": {"param_dtype": "fp32"}}, (9, 0), "half precision"),
-        (MistralConfig(**HEADS, sliding_window=64), {"attention__backend": "sdpa"}, (9, 0), None),  # masks of blocks
+        (MistralConfig(**HEADS, sliding_window=64), {"attention__backend": "sdpa"}, (9, 0), None),  # block masks
         (MistralConfig(**HEADS, sliding_window=64), {"attention__backend": "sdpa"}, (7, 5), None),
         (MistralConfig(**HEADS, sliding_window=4096), {"data__max_tokens": 4096}, (7, 5), "newer; got 7.5"),
     ],

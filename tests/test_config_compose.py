@@ -1,4 +1,4 @@
-"""Every shipped config composes into known keys, and a typo in YAML is told with the nearest key."""
+"""Every shipped config composes into known keys, and a typo in YAML is reported with the nearest key."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Typed nodes: what each refuses, in one line with the dotted key and the value."""
+"""Typed nodes: each refusal is one line with the dotted key and the value."""
 
 import pytest
 

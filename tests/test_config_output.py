@@ -1,4 +1,4 @@
-"""The output folder: fresh, resumed or replaced, and never overwritten in silence."""
+"""The output folder is new, resumed or replaced, and never overwritten in silence."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from verl_ext.config import compose
 
 @pytest.fixture
 def run(tmp_path):
-    """(folder of the run, a function that composes its config)."""
+    """Return (folder of the run, a function that composes its config)."""
     folder = tmp_path / "out"
     return folder, lambda *more: compose([f"trainer.default_local_dir={folder}", *more])
 

@@ -1,4 +1,4 @@
-"""The command line: old names translated, needless plus signs dropped, every typo one line with the nearest name."""
+"""The command line: old names are translated, needless plus signs dropped, typos reported with the nearest name."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from verl_ext.config import compose, compose_run, schema
 from verl_ext.config.compose import prepare_overrides
 
-# The seed's training script, its shell variables filled in.
+# The original training script, with its shell variables filled in.
 SEED_COMMAND = [
     "+data.train_dir=/data/train",
     "+data.max_tokens=131072",
@@ -120,7 +120,7 @@ def test_defaults_of_verl_0_6_that_train_otherwise_are_said_for_what_an_old_comm
     assert not any(said in notice for notice in prepare_overrides(["recipe=quickstart", "model.partial_pretrain=m"])[1])
 
 
-# What has no other name: the override, what is to be given in its place, and a word of the reason.
+# Keys without a new name: the override, its replacement, and a word of the reason.
 WITHOUT_A_NAME_TODAY = [
     ("data.train_files=x.parquet", "data.train_dir", "verl-ext tokenize"),
     ("data.val_files=x.parquet", "data.val_dir", "verl-ext tokenize"),
@@ -315,7 +315,7 @@ def test_a_primary_config_of_the_users_own_finds_ours(tmp_path):
     assert overrides[-1] == "hydra.searchpath=[pkg://verl_ext.conf,pkg://verl.trainer.config]"
 
 
-# A plain file of differences as a user writes it: (group, its lines, key, value, another key that the default has).
+# A user's plain file of differences: (group, its lines, key, value, another key of the default).
 PLAIN = [
     ("loss", "mode: sequence\ncategory_weights: {code: 2}\n", {"loss.mode": "sequence", "loss.head_block_mib": None}),
     ("data", "max_tokens: 333\n", {"data.max_tokens": 333, "data.strategy": "best_fit"}),
@@ -331,7 +331,7 @@ PLAIN = [
 
 
 def composed_with(folder, words):
-    """The config that the trainer has of words under --config-dir; flags are for Hydra's own command line."""
+    """Return the trainer's config for words under --config-dir; flags go to Hydra's own command line."""
     overrides, _ = prepare_overrides([f"--config-dir={folder}", *words])
     paths = f"hydra.searchpath=[pkg://verl.trainer.config,file://{folder}]"
     config = schema.composed(schema.CONF, "sft", [*overrides[1:], paths])

@@ -1,4 +1,4 @@
-"""What a config leaves open is settled by the machine it runs on, and said."""
+"""The machine settles the values that a config leaves open, and a notice says so."""
 
 from pathlib import Path
 

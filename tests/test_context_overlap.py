@@ -22,7 +22,7 @@ from verl_ext.trainer.batch import StepCollator
 
 
 def _recorded(kernel: LseKernel, events: list[str]) -> LseKernel:
-    """The kernel, which writes down whether its keys are own ones."""
+    """Wrap the kernel so that it records whether its keys are the group's own."""
 
     def noted(function):
         def call(*given, causal=True):
@@ -34,16 +34,16 @@ def _recorded(kernel: LseKernel, events: list[str]) -> LseKernel:
     return LseKernel(*map(noted, kernel))
 
 
-# Of two groups, group 0 has the chunks 0 and 3, group 1 those between; chunks of 4 tokens.
+# Two groups, chunks of 4 tokens: group 0 has the chunks 0 and 3, group 1 has the chunks between them.
 @pytest.mark.parametrize(
     ("lengths", "group", "foreign"),
     [
-        ([16], 0, 1),  # chunk 3 sees those between
+        ([16], 0, 1),  # chunk 3 sees the chunks between
         ([16], 1, 2),  # chunk 1 and chunk 2 see chunk 0
         ([6, 10], 0, 1),
-        ([6, 10], 1, 1),  # chunk 2 has its document from the beginning
+        ([6, 10], 1, 1),  # chunk 2 has its document's beginning
         ([8, 8], 0, 1),
-        ([4, 12], 1, 0),  # it sends alone
+        ([4, 12], 1, 0),  # it only sends
     ],
 )
 def test_own_keys_are_seen_between_the_sending_and_the_waiting(lengths, group, foreign):
@@ -78,8 +78,8 @@ def test_own_keys_are_seen_between_the_sending_and_the_waiting(lengths, group, f
     ("kernel", "lengths", "window", "is_overlapped"),
     [
         ("varlen", [16], None, True),
-        ("varlen", [4, 4, 4, 4], None, False),  # no document crosses
-        ("varlen", [16], 3, False),  # two keys a chunk travel
+        ("varlen", [4, 4, 4, 4], None, False),  # no document crosses groups
+        ("varlen", [16], 3, False),  # two keys of each chunk travel
         ("flash_attn", [16], None, False),
         ("sdpa", [16], None, False),
     ],
@@ -106,7 +106,7 @@ PACKS = ([24], [3, 1, 20], [11, 2, 10, 1], [6, 12, 6])
 
 
 def _with_sinks(ulysses: int, groups: int) -> list[list[torch.Tensor]]:
-    """By pack: how far outputs and gradients of keys in parts are from those of a kernel that has sinks itself."""
+    """Return, by pack, how outputs and gradients of keys in parts differ from a kernel with sinks of its own."""
     from torch.distributed.device_mesh import init_device_mesh
 
     register_flash_stand_ins()
@@ -141,7 +141,7 @@ MICRO_BATCHES = [[DOCUMENTS[0], DOCUMENTS[1]], [DOCUMENTS[3]], [DOCUMENTS[4], DO
 
 
 def _step(model: str, checkpointing: bool):
-    """A step on 2 × 2 ranks, and by name what this rank did between groups, in order."""
+    """Take a step on 2 × 2 ranks, and return the names of this rank's operations between groups, in order."""
     register_flash_stand_ins()
     events, original = [], dist.all_to_all_single
 
@@ -166,7 +166,7 @@ def test_a_step_in_parts_equals_plain_hugging_face_and_sends_in_the_same_order_o
     step = answers[0][0]
     assert step.report["train/loss"] == pytest.approx(expected.loss, rel=1e-5)
     assert max(expected.gradient_errors(step.gradients).values()) < 1e-5
-    passes = 3 if checkpointing else 2  # forward, backward, and a forward again
+    passes = 3 if checkpointing else 2  # forward, backward, and recomputation
     layers = plain.config.num_hidden_layers * len(MICRO_BATCHES)
     for _, events in answers:
         assert [event for event in events if event != "foreign"] == ["send", "own"] * passes * layers

@@ -1,4 +1,4 @@
-"""A pack cut over groups of ranks: every token lies with one of them, and together they compute whole attention."""
+"""A pack split over groups of ranks: each group holds some tokens, and together they compute whole attention."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,7 +25,7 @@ shapes = st.tuples(st.integers(1, 3), st.integers(1, 4))
 
 
 def _seen(lengths, window):
-    """``[T, T]``: whether a token of the pack sees another."""
+    """Return ``[T, T]``: whether a token of the pack sees another."""
     tokens = torch.arange(sum(lengths))
     document = torch.repeat_interleave(torch.tensor(lengths))
     distance = tokens[:, None] - tokens[None, :]
@@ -33,7 +33,7 @@ def _seen(lengths, window):
 
 
 def _foreign_keys(lengths, window, shards):
-    """The keys that groups see of other groups' tokens, counted once for each group."""
+    """Return the keys that groups see from other groups, counted once for each group."""
     place = torch.arange(sum(lengths))
     group = shards.by_position(place // (len(place) // shards.context))
     foreign = _seen(lengths, window) & (group[:, None] != group[None, :])
@@ -41,12 +41,12 @@ def _foreign_keys(lengths, window, shards):
 
 
 def _crosses(lengths, window, shards):
-    """Whether a token sees one that lies with another group."""
+    """Return whether a token sees a token of another group."""
     return _foreign_keys(lengths, window, shards) > 0
 
 
 def whole_attention(query, key, value, lengths, window):
-    """``[T, H, E]`` from all scores of a pack and one mask."""
+    """Return attention ``[T, H, E]`` from all scores of a pack and one mask."""
     seen = _seen(lengths, window)
     key, value = (x.repeat_interleave(query.size(1) // x.size(1), dim=1) for x in (key, value))
     scores = torch.einsum("qhe,khe->hqk", query, key) * query.size(-1) ** -0.5
@@ -75,20 +75,20 @@ def test_a_single_group_holds_the_pack_in_its_order():
 
 
 def test_groups_share_the_attention_of_one_document_evenly():
-    """Query-key pairs: an early and a late chunk each."""
+    """Counts query-key pairs; each group has an early and a late chunk."""
     shares = [SequenceShards(1, 4, rank).slice(torch.arange(1, 65)).sum() for rank in range(4)]
     assert len(set(map(int, shares))) == 1
 
 
 def compositions(tokens: int) -> Iterator[tuple[int, ...]]:
-    """Lengths of documents in every way in which they fill a pack."""
+    """Yield all lists of document lengths that fill a pack."""
     for edges in product((False, True), repeat=tokens - 1):
         ends = [0, *(place for place, edge in enumerate(edges, 1) if edge), tokens]
         yield tuple(end - start for start, end in pairwise(ends))
 
 
 def _attended(attend, lengths, context, window, query, key, value):
-    """``[T, H, E]`` of all groups, and whether any sent something, by an exchange inside this process."""
+    """Return attention ``[T, H, E]`` of all groups, by an exchange in this process, and whether any group sent data."""
     ranks = [SequenceShards(1, context, rank) for rank in range(context)]
     pack = DocumentLayout.from_lengths(lengths, "cpu")
     layouts = [ContextLayout.from_layout(pack, ContextGroups(rank, None, rank)) for rank in ranks]
@@ -99,7 +99,7 @@ def _attended(attend, lengths, context, window, query, key, value):
         whole = torch.cat([key, value], dim=-1)
         sent.append(send_sizes)
         come = (_sent(other, e, whole, group.group) for other, e in zip(ranks, exchanges, strict=True))
-        received.fill_(-1)  # until it is waited for
+        received.fill_(-1)  # not valid before the wait
         return SimpleNamespace(wait=lambda: received.copy_(torch.cat([whole[:0], *chain(*come)])))
 
     with patch("torch.distributed.all_to_all_single", exchange):
@@ -111,12 +111,12 @@ def _attended(attend, lengths, context, window, query, key, value):
 
 
 def _of_whole_keys(kernel):
-    """Attention whose kernel is called when all keys are there."""
+    """Return attention whose kernel is called once all keys have arrived."""
     return lambda layout, *given: layout.attend(kernel, *given)
 
 
 def _in_parts(layout, query, key, value, options):
-    """Attention of own keys before those of other groups have come, where it can be had."""
+    """Return attention that, if possible, uses own keys before those of other groups have arrived."""
     register_flash_stand_ins()
     kernel = layout.overlapped(FLASH, options)
     if kernel is None:
@@ -125,7 +125,7 @@ def _in_parts(layout, query, key, value, options):
 
 
 def _keys_seen(query, key, value, layout, options):
-    """In place of a kernel, for positions as queries and keys: the first and the last key that each query sees."""
+    """Stand in for a kernel, with positions as queries and keys: return the first and last key that a query sees."""
     seen = []
     for (first_query, last_query), (first, last) in zip(
         pairwise(layout.offsets), pairwise(layout.keys.offsets), strict=True
@@ -174,7 +174,7 @@ def test_groups_that_exchange_keys_compute_the_attention_of_the_whole_pack(lengt
 
 
 def test_a_layout_that_leaves_rows_of_a_kernel_uncovered_is_refused():
-    """A flash kernel would leave these as they were in memory."""
+    """A flash kernel would leave such rows uninitialized."""
     rows = torch.ones(6, 1, 2)
     for layout in (
         DocumentLayout.from_lengths([5], "cpu"),
@@ -191,7 +191,7 @@ def test_a_layout_that_leaves_rows_of_a_kernel_uncovered_is_refused():
 
 
 def _sent(shards: SequenceShards, exchange: KeyExchange, x: torch.Tensor, group: int) -> list[torch.Tensor]:
-    """What a rank sends to a group."""
+    """Return a rank's data for a group."""
     first = sum(exchange.send_sizes[:group])
     starts = [0, *accumulate(part.stop - part.start for part in exchange.send)]
     return [
@@ -203,7 +203,7 @@ def _sent(shards: SequenceShards, exchange: KeyExchange, x: torch.Tensor, group:
 
 @pytest.mark.parametrize(("window", "received"), [(None, [[0, 8], [4, 0]]), (4, [[0, 3], [3, 0]]), (1, [[0, 0]] * 2)])
 def test_only_keys_that_are_seen_travel(window, received):
-    """One document of 16 tokens, chunks of 4: group 0 has the first and the last, group 1 those between."""
+    """One document of 16 tokens in chunks of 4: group 0 has the first and the last, group 1 the two between."""
     sizes = [
         KeyExchange.from_offsets((0, 16), SequenceShards(1, 2, rank), window, "cpu").receive_sizes for rank in range(2)
     ]
@@ -212,25 +212,25 @@ def test_only_keys_that_are_seen_travel(window, received):
 
 # --- on ranks -------------------------------------------------------------------------------------------------------
 
-# In the last two only one document crosses the edge of a chunk: the last group's, of two and of four groups.
+# In the last two, only one document crosses a chunk's edge: that of the last group, of two and of four groups.
 PACKS = ((24,), (3, 1, 20), (8, 8, 8), (11, 2, 10, 1), (3,) * 8, (6, 12, 6), (3, 3, 3, 6, 3, 3, 3))
-SHAPES = ((1, 4), (2, 2))  # ranks of a Ulysses group, groups
+SHAPES = ((1, 4), (2, 2))  # (ranks of a Ulysses group, groups)
 DTYPES = {torch.float64: 1e-12, torch.bfloat16: 1e-2}  # relative errors
 CASES = [
     (*shape, pack, window, dtype) for shape in SHAPES for pack in PACKS for window in (None, 4) for dtype in DTYPES
 ]
 CASES += [(2, 2, pack, None, torch.float64) for pack in compositions(8) if len(pack) < 4]
-HEADS = ((4, 8), (2, 8), (2, 6), (4, 6))  # of queries, keys, values, outputs
+HEADS = ((4, 8), (2, 8), (2, 6), (4, 6))  # (heads, size) of queries, keys, values, outputs
 
 
 def _tensors(dtype: torch.dtype, tokens: int) -> tuple[torch.Tensor, ...]:
-    """Queries, keys and values ``[T, heads, E]`` of a pack, and weights of their attention."""
+    """Make a pack's queries, keys and values ``[T, heads, E]``, and weights of their attention."""
     generator = torch.Generator().manual_seed(0)
     return tuple(torch.randn(tokens, *shape, generator=generator).to(dtype) for shape in HEADS)
 
 
 def _attend(backend: str) -> dict:
-    """By case: this rank's attention, gradients of its queries, keys and values, and bytes of its collectives."""
+    """Return by case this rank's attention, gradients of its queries, keys and values, and collectives' bytes."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -268,8 +268,8 @@ def test_ranks_have_the_attention_and_the_gradients_of_the_whole_pack(backend):
         for index, want in enumerate([expected.detach(), *(x.grad for x in inputs)]):
             have = whole.by_position(torch.cat([tensors[index] for tensors, _ in found])).double()
             assert (have - want).norm() <= DTYPES[dtype] * want.norm(), (case, index)
-        # One of queries, keys and values and one of the output inside a group, around one of keys and values between
-        # groups if a document crosses; as many of gradients.
+        # One exchange of queries, keys and values and one of the output inside a group, with one of keys and values
+        # between groups if a document crosses; the gradients take as many.
         inside = [sum(lengths) // 4 * heads * size * dtype.itemsize for heads, size in HEADS]
         a_key = sum(heads * size * dtype.itemsize for heads, size in HEADS[1:3])
         edges = [sum(inside[:3]), inside[3]]

@@ -1,4 +1,4 @@
-"""Data that changes between two runs, or under one, is found and named."""
+"""Changes of the data between two runs or during one are found and named."""
 
 import contextlib
 import io
@@ -23,7 +23,7 @@ from verl_ext.text.tokenized import DatasetWriter
 
 
 def written_by_us(folder: Path) -> str:
-    """A folder whose shards have their checksums recorded."""
+    """Write a folder with recorded checksums of its shards."""
     folder.mkdir()
     writer = DatasetWriter(folder)
     lengths = np.array([10] * 8, np.int32)
@@ -42,15 +42,15 @@ WRITERS = (written_by_us, written_by_others)
 
 
 def change_token(folder: str) -> Path:
-    """Make one token another, in place: the file's size and everything else stay."""
+    """Change one token in place, and keep the file's size and everything else."""
     (path,) = Path(folder).glob("*.arrow")
     content = path.read_bytes()
     row = SFTDataSet(folder, 64, strategy="none")[7]["input_ids"].numpy().astype(np.int32)
-    at = content.index(row.tobytes()) + 4  # neither the lowest nor the highest id is one of these
+    at = content.index(row.tobytes()) + 4  # changes neither the lowest nor the highest id
     with path.open("r+b") as file:
         file.seek(at)
         file.write(bytes([content[at] ^ 1]))
-    later = path.stat().st_mtime_ns + 10**9  # the clock of a file system has ticks of milliseconds
+    later = path.stat().st_mtime_ns + 10**9  # file systems' clocks tick in milliseconds
     os.utime(path, ns=(later, later))
     return path
 
@@ -94,7 +94,7 @@ def test_the_checksum_of_a_long_file_is_that_of_its_blocks(tmp_path, monkeypatch
 
 
 def train_on_changing_data(overrides: list[str], folder: str, how: str) -> list[str]:
-    """Train, and change the data once the first checkpoint is there; the errors that end the run."""
+    """Train, change the data once the first checkpoint exists, and return the errors that end the run."""
     said = io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.suppress(SystemExit):
         trainer = build(overrides)

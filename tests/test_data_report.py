@@ -1,4 +1,4 @@
-"""What rank 0 prints and writes about the data: every document that is not trained on as it stands, and the steps."""
+"""Rank 0's printed and written report on the data: every document that is cut or left out, and the steps."""
 
 import contextlib
 import io
@@ -24,7 +24,7 @@ from verl_ext.trainer.step_plan import StepPlan
 
 @pytest.fixture
 def folder(tmp_path):
-    """Lengths 3, 9, 5, 2, 20 and an empty document; the one of 5 has no target, cut to 8 the one of 20 loses all."""
+    """Lengths 3, 9, 5, 2, 20 and an empty document; that of 5 has no target; cut to 8, that of 20 loses all targets."""
     documents = random_documents(np.random.default_rng(0), [3, 9, 5, 2, 20, 0], VOCABULARY, 2)
     documents[2]["loss_mask"][:] = 0
     documents[4]["loss_mask"][:19] = 0
@@ -64,7 +64,7 @@ def test_documents_beyond_max_samples_are_counted(folder):
 def test_documents_that_a_mixture_does_not_draw_are_counted_and_only_drawn_ones_lack_a_target(folder):
     mixture = {"sources": {"long": {"tokens": 58, "intervals": [8, 20]}}}
     facts = data_facts(SFTDataSet(folder, max_tokens=20, mixture=mixture))
-    assert facts["documents"] == 4  # 9 and 20 tokens, each drawn twice
+    assert facts["documents"] == 4  # those of 9 and 20 tokens, each drawn twice
     assert rows_of(facts) == [("(none)", "empty", 1, 0, 0, 0), ("(none)", "not drawn", 3, 10, 0, 0)]
     assert facts["changed_documents"][1]["share"] == 10 / 39
 
@@ -114,7 +114,7 @@ def test_the_report_is_json_that_replaces_an_older_one(folder, tmp_path):
 
 
 def command(folder, overrides):
-    """What the command prints on its one rank."""
+    """Return the output of the command on its only rank."""
     os.chdir(folder)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), pytest.MonkeyPatch.context() as patch:

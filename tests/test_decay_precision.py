@@ -1,4 +1,4 @@
-"""Rates of decay reach a recurrence in fp32 under bf16 mixed precision, and so do their gradients the optimizer."""
+"""Under bf16 mixed precision, decay rates reach a recurrence, and their gradients the optimizer, in fp32."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ _BF16 = "engine.mixed_precision={param_dtype:bf16,reduce_dtype:fp32,buffer_dtype
 
 
 def _seen(folder):
-    """By parameter: its master, what the forward reads, the mean of the ranks' gradients and the optimizer's."""
+    """Return by parameter its master, the forward's value, the ranks' mean gradient and the optimizer's gradient."""
     from tests.packed_engine import build_worker, train_step
 
     engine = build_worker(folder, overrides=[_BF16]).engine
@@ -33,7 +33,7 @@ def _seen(folder):
     def record(layer, *_):
         for own in ("A_log", "dt_bias"):
             parameter, name = getattr(layer, own), next(n for n, x in layers.items() if x is layer) + f".{own}"
-            if name not in seen and torch.is_grad_enabled():  # the first forward; a recomputed one sees the same
+            if name not in seen and torch.is_grad_enabled():  # the first forward; recomputation sees the same value
                 seen[name] = {"forward": parameter.detach().clone(), "master": masters[name], "local": []}
                 parameter.register_hook(seen[name]["local"].append)
 
@@ -50,7 +50,7 @@ def _seen(folder):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory, tiny_model):
-    """Folders of a small model of each family, by name."""
+    """Write a small model of each family, and return the folders by name."""
     return write_small_models(FAMILIES, tmp_path_factory.mktemp("models"), tiny_model)
 
 

@@ -1,4 +1,4 @@
-"""`engine.full_determinism=true`: every kernel of a run is deterministic, or the run ends."""
+"""With `engine.full_determinism=true`, every kernel of a run is deterministic, or the run ends."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ from verl_ext.trainer.trainer import SFTTrainer
 
 
 def strictness(overrides, backend):
-    """Build a trainer whose attention runs on a backend; tell whether torch refuses what is not deterministic."""
+    """Build a trainer with an attention backend, and return whether torch refuses nondeterministic kernels."""
     run = prepare(compose([*SMALL, "trainer.logger=[file]", *overrides]))
     SFTTrainer(dataclasses.replace(run, model=dataclasses.replace(run.model, backend=backend)))
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
@@ -24,7 +24,7 @@ def strictness(overrides, backend):
 
 @pytest.mark.parametrize(("full", "strict"), [("true", True), ("false", False)])
 def test_full_determinism_is_strict_with_torchs_varlen_attention(tmp_path, tiny_model, full, strict):
-    """verl only warns of kernels that are not deterministic; varlen's backward is one unless torch is strict."""
+    """verl only warns of nondeterministic kernels; varlen's backward is one unless torch is strict."""
     data = write_tokenized(tmp_path / "data", random_documents(np.random.default_rng(0), [20] * 8, VOCABULARY, 1))
     overrides = [
         *(f"data.train_dir={data}", f"model.path={tiny_model}", f"trainer.default_local_dir={tmp_path / 'run'}"),

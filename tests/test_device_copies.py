@@ -1,6 +1,6 @@
-"""What travels to the device for a micro-batch: flat tensors as the loader page-locked them, without a wait.
+"""Copies to the device for a micro-batch: the loader's page-locked flat tensors, without a wait.
 
-The device is torch's ``meta``, which holds no values: whatever would wait to read one raises.
+The device is torch's ``meta``, which holds no values, so code that would wait for a value raises.
 """
 
 import pytest
@@ -18,7 +18,7 @@ META = torch.device("meta")
 
 
 class Copies(TorchDispatchMode):
-    """Records every copy between devices: whether it may overlap with what the host does next, and its source."""
+    """A record of every copy between devices: its source, and whether the host can go on meanwhile."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Copies(TorchDispatchMode):
 
 
 def _batch() -> StepBatch:
-    """Two packs, each of several documents."""
+    """Make two packs, each of several documents."""
     ids, positions = _pack(LENGTHS)
     zeros = torch.zeros_like(ids)
     pack = {"input_ids": ids, "position_ids": positions, "loss_mask": (positions > 0).long(), "category_ids": zeros}

@@ -1,7 +1,7 @@
-"""What README.md, CONTRIBUTING.md and docs/ tell a user: commands run on small data, code runs, names and links exist.
+"""README.md, CONTRIBUTING.md and docs/ are right: commands run on small data, code runs, names and links exist.
 
-A bash block that cannot run on a CPU in seconds says `# needs GPUs` or `# needs data`: its training commands are
-composed, its data commands run with smaller values. A command that nothing here handles is a failure.
+A bash block that cannot run on a CPU in seconds says `# needs GPUs` or `# needs data`: the tests then compose its
+training commands, and run its data commands with smaller values. A command that no test handles is a failure.
 """
 
 import functools
@@ -36,7 +36,7 @@ from verl_ext.trainer.setup import prepare
 
 ROOT = Path(__file__).resolve().parent.parent
 MARKS = ("# needs GPUs", "# needs data")
-# With which values a data command is run that a page shows with larger ones.
+# Smaller values for the data commands on the pages.
 SMALLER = {"model": "tiny", "model.path": "MODEL", "samples": "2", "sizes": "[0k]", "backend": "local"}
 
 
@@ -70,7 +70,7 @@ class Command:
 
     @property
     def module(self) -> str:
-        """What is started with -m."""
+        """Return the module that the command starts with -m."""
         return self.words[self.words.index("-m") + 1]
 
 
@@ -89,9 +89,9 @@ def commands(page: str) -> list[Command]:
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    """A folder with what the pages name: train.jsonl, code.json, web.jsonl, books/, bAbI's files, MODEL and data/train.
+    """Make a folder with the pages' inputs: train.jsonl, code.json, web.jsonl, books/, bAbI's files, MODEL, data/train.
 
-    So are the files that pages show, blocks of code that begin with `# NAME.py`.
+    It also has the files that pages show: blocks of code that begin with `# NAME.py`.
     """
     folder = tmp_path_factory.mktemp("inputs")
     for block in (block for page in PAGES for block in blocks(page, "python")):
@@ -119,7 +119,7 @@ def inputs(tmp_path_factory):
 
 @pytest.fixture
 def folder(inputs, tmp_path, monkeypatch):
-    """A copy of those inputs, which is the working directory."""
+    """Make a copy of those inputs, and enter it."""
     copy = tmp_path / "work"
     shutil.copytree(inputs, copy)
     monkeypatch.chdir(copy)
@@ -131,7 +131,7 @@ def run_data_command(command: Command) -> None:
     if name == "migrate":
         assert main([name, *words]) == 0
         return
-    if name == "train":  # two steps without the GPUs that a page may have in mind
+    if name == "train":  # two steps, without the GPUs that a page may assume
         small = ["parallel=cpu", "nproc=1", "data.cache_dir=cache", "trainer.total_training_steps=2"]
         kept = [word for word in words if word.partition("=")[0] not in ("parallel", "nproc")]
         subprocess.run([sys.executable, "-m", "verl_ext", name, *kept, *small], check=True, timeout=400)
@@ -142,10 +142,10 @@ def run_data_command(command: Command) -> None:
             assert main([name, *words]) == 0
         return
     given = dict(word.split("=", 1) for word in words)
-    if name == "judge":  # of a benchmark's file, which no test has
+    if name == "judge":  # needs a benchmark's file, which no test has
         assert read_options(JudgeOptions, [f"{key}={value}" for key, value in {**given, "cases": "web.jsonl"}.items()])
         return
-    if given.get("task") == "glm_long_documents":  # of an encoder, which no test has
+    if given.get("task") == "glm_long_documents":  # needs an encoder, which no test has
         assert read_options(SynthesizeOptions, words)
         return
     if name == "synthesize":
@@ -200,7 +200,7 @@ def mentions_metric(name: str) -> bool:
 
 
 def check_script(command: Command) -> None:
-    """Whether the script has the options, and the trainer the overrides."""
+    """Check that the script has the options, and the trainer the overrides."""
     known = help_of(ROOT / command.words[command.words.index(command.program) + 1])
     assert all(word in known for word in command.words if word.startswith("--")), command.words
     assert compose(["model.path=MODEL", *command.overrides]).model.path
@@ -256,7 +256,7 @@ def check_pytest(command: Command) -> None:
 
 
 def check_harness(command: Command) -> None:
-    """lm-eval is not installed here: the task that is named must be one of the folder."""
+    """Check that the named task is one of the folder's, as lm-eval is not installed here."""
     given = dict(zip(command.words, command.words[1:], strict=False))
     tasks = [path.read_text(encoding="utf-8") for path in (ROOT / given["--include_path"]).glob("*.yaml")]
     assert any(f"task: {given['--tasks']}\n" in task for task in tasks)
@@ -306,7 +306,7 @@ def test_the_config_keys_that_a_page_names_exist(page):
     today = PAGES[page].partition("## Command lines of verl ≤ 0.6")[0]
     nodes = "data|loss|attention|model|engine|trainer|checkpoint|optim"
     keys = set(re.findall(rf"`[+~]?((?:{nodes})\.[a-z_.]*[a-z_])[`=]", today))
-    assert not {key for key in keys - {*NODES.values()} if not is_known(key)}  # those of `verl-ext train` are its own
+    assert not {key for key in keys - {*NODES.values()} if not is_known(key)}  # `verl-ext train` has its own
 
 
 @pytest.mark.parametrize("page", PAGES | OTHERS)
@@ -321,7 +321,7 @@ def test_links_lead_to_files_and_headings_that_exist(page):
 
 
 def headings(text: str) -> set[str]:
-    """The anchors that GitHub gives a page's headings."""
+    """Return GitHub's anchors of a page's headings."""
     titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 

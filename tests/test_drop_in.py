@@ -1,9 +1,9 @@
-"""Our datasets in verl's own trainer, for every verl that teams run today: the same file passes in each.
+"""Our datasets in verl's own trainer: this file passes with every verl version that teams run today.
 
     make test             with the verl that this package requires
-    make verl-versions    with verl 0.7.1 and 0.8.0, in environments of their own, where only the datasets are used
+    make verl-versions    with verl 0.7.1 and 0.8.0, in environments of their own that use only the datasets
 
-Nothing here needs an engine of ours, a plugin, or a model written by a later transformers.
+Nothing here needs our engine, a plugin, or a model that a later transformers wrote.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ MAX_TOKENS = 48
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """What each dataset reads."""
+    """Write the input of each dataset."""
     folder = tmp_path_factory.mktemp("files")
     documents = random_documents(np.random.default_rng(0), [20] * 20, VOCABULARY, 2)
     return {
@@ -50,7 +50,7 @@ def files(tmp_path_factory):
     }
 
 
-# Each dataset's options beside what stock verl's data node has.
+# Each dataset's options, besides those of stock verl's data node.
 OPTIONS = {
     SFTDataSet: {"+data.max_tokens": MAX_TOKENS},
     MultiDocDataset: {"+data.seq_len": 32, "+data.sampling": "document_stream"},
@@ -60,7 +60,7 @@ OPTIONS = {
 
 
 def composed(dataset, path, cache, *overrides):
-    """The configuration of `python -m verl.trainer.sft_trainer` for a dataset class of ours."""
+    """Compose the configuration of `python -m verl.trainer.sft_trainer` for one of our dataset classes."""
     options = {
         "data.custom_cls.path": "pkg://verl_ext.data",
         "data.custom_cls.name": dataset.__name__,
@@ -104,7 +104,7 @@ def test_fixed_length_rows_are_stacked_with_their_attention_mask(files, tmp_path
 
 @pytest.mark.skipif(VERL >= (0, 9), reason="tests/test_stock_verl.py trains with this package's engine and attention")
 def test_verls_own_trainer_trains_on_packs(files, tmp_path, monkeypatch):
-    """On a CPU, which verl before 0.9 has no engine for: its GPU engine is registered, and memory counters are 0."""
+    """verl before 0.9 has no engine for a CPU, so its GPU engine is registered for it, with zero memory counters."""
     word_tokenizer().save_pretrained(tmp_path / "model")
     config = Qwen3Config(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, head_dim=8,

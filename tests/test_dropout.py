@@ -1,4 +1,4 @@
-"""Dropout: a resume goes on with the masks of an uninterrupted run, and no two ranks draw the same."""
+"""Dropout: a resumed run draws the masks of an uninterrupted one, and no two ranks draw the same masks."""
 
 import os
 from pathlib import Path
@@ -21,14 +21,14 @@ DROPOUT = {"embd_pdrop": 0.2, "resid_pdrop": 0.2, "attn_pdrop": 0.2}
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Four packs of one document each, all four the same: two steps an epoch."""
+    """Write four packs of the same single document: two steps an epoch."""
     document = random_documents(np.random.default_rng(0), [40], VOCABULARY, 1)
     return write_tokenized(tmp_path_factory.mktemp("data") / "train", document * 4)
 
 
 @pytest.fixture(scope="module")
 def models(tiny_model, tmp_path_factory):
-    """Options of a GPT-2 whose every dropout is 0.2, and of a Qwen3 under an adapter with dropout."""
+    """Return options of a GPT-2 with all dropouts at 0.2, and of a Qwen3 under an adapter with dropout."""
     folder = tmp_path_factory.mktemp("models")
     torch.manual_seed(0)
     config = GPT2Config(**SIZES, **DROPOUT, initializer_range=0.2, eos_token_id=2)
@@ -42,7 +42,7 @@ def models(tiny_model, tmp_path_factory):
 
 
 def write_adapter(model: Path, folder: Path) -> None:
-    """An adapter with dropout, whose weights change what the model gives; on a rank, where peft is loaded already."""
+    """Write an adapter with dropout whose weights change the output; runs on a rank, which has loaded peft already."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=4, lora_dropout=0.5, target_modules="all-linear", init_lora_weights=False)
@@ -56,7 +56,7 @@ def run_of(data: str, model: list[str], output: Path, *overrides: str) -> list[s
 
 def train_one_after_the_other(runs: list[list[str]]) -> None:
     for overrides in runs:
-        os.environ.pop("VERL_FILE_LOGGER_PATH", None)  # of the run before
+        os.environ.pop("VERL_FILE_LOGGER_PATH", None)  # set by the previous run
         train(overrides)
 
 
@@ -70,11 +70,11 @@ def test_a_resumed_run_with_dropout_equals_an_uninterrupted_one_to_the_last_bit(
     run_ranks(train_one_after_the_other, 2, [run("whole", 4), run("resumed", 1), run("resumed", 4), other_seed])
     whole = exact_metrics(tmp_path / "whole")
     assert exact_metrics(tmp_path / "resumed") == whole
-    assert exact_metrics(tmp_path / "other")[1, "train/loss"] != whole[1, "train/loss"]  # there is dropout
+    assert exact_metrics(tmp_path / "other")[1, "train/loss"] != whole[1, "train/loss"]  # dropout is active
 
 
 def masks_of(runs: list[list[str]], module: str) -> list[list[torch.Tensor]]:
-    """What one dropout of this rank left out in each of these runs, call by call."""
+    """Return the masks of one of this rank's dropouts in each run, call by call."""
     masks: list[list[torch.Tensor]] = []
     for overrides in runs:
         trainer, of_run = build(overrides), []
@@ -100,7 +100,7 @@ def test_no_two_ranks_draw_the_same_mask_and_a_second_run_draws_the_same(sequenc
 def test_a_recomputed_layer_draws_the_mask_of_its_forward(data, models, tmp_path):
     run = run_of(data, models["gpt2"], tmp_path / "run", "model.enable_gradient_checkpointing=true")
     ((masks,),) = run_ranks(masks_of, 1, [run], "transformer.h.0.attn.resid_dropout")
-    assert len(masks) == 8  # two steps of two micro-batches, each forward once and again for its backward
+    assert len(masks) == 8  # two steps of two micro-batches, each with a forward and its recomputation
     for forward, recomputed in zip(masks[::2], masks[1::2], strict=True):
         assert torch.equal(forward, recomputed)
     assert not any(torch.equal(masks[0], later) for later in masks[2::2])

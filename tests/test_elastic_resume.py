@@ -1,4 +1,4 @@
-"""A checkpoint is resumed on any layout of ranks and with what it was made with; verl's own form by as many ranks."""
+"""Checkpoints resume on any layout of ranks, with unchanged settings; verl's own format needs as many ranks."""
 
 import contextlib
 import io
@@ -22,15 +22,15 @@ from verl_ext.trainer.setup import prepare
 pytestmark = pytest.mark.slow
 
 STEPS, SAVED = 6, 2
-OWN_FORM = "optim.optimizer_impl=torch.optim.adamw"  # the same optimizer under another module's name: verl's own form
-# name: (ranks, overrides) of runs that go on from the first checkpoint of a run on two data-parallel ranks
+OWN_FORM = "optim.optimizer_impl=torch.optim.adamw"  # the same optimizer by another name: verl's own format
+# name: (ranks, overrides) of runs that resume from the first checkpoint of a run on two data-parallel ranks
 LAYOUTS = {
     "one rank": (1, ()),
     "a sequence-parallel group": (2, ("engine.ulysses_sequence_parallel_size=2",)),
     "replicas of the weights": (2, ("engine.fsdp_size=1",)),
     "more ranks": (3, ()),
 }
-# What may be changed by name, and how.
+# Changes by name, with their overrides.
 CHANGES = {
     "optim.lr": "optim.lr=1e-4",
     "trainer.seed": "trainer.seed=2",
@@ -51,7 +51,7 @@ def folder_of(name: str) -> str:
 
 
 def run(overrides: list[str], folder: Path, *more: str) -> str:
-    """A whole run; what rank 0 says on stderr, the error that ends it included."""
+    """Execute a whole run, and return rank 0's stderr, including the error that ends it."""
     os.environ.pop("VERL_FILE_LOGGER_PATH", None)  # of the run before
     said = io.StringIO()
     with (
@@ -67,7 +67,7 @@ def run(overrides: list[str], folder: Path, *more: str) -> str:
 
 
 def copied(source: Path, folder: Path, step: int = SAVED) -> Path:
-    """A copy of a run as it was after a step, made by rank 0."""
+    """Let rank 0 copy a run as it was after a step, and return the copy."""
     if dist.get_rank() == 0:
         stopped_at(source, folder, step)
     dist.barrier()
@@ -75,7 +75,7 @@ def copied(source: Path, folder: Path, step: int = SAVED) -> Path:
 
 
 def on_two_ranks(options: list[str], folder: Path) -> dict[str, str]:
-    """The run that is not interrupted, and all others of two ranks; what was said of one."""
+    """Execute the uninterrupted run and all other runs on two ranks, and return the messages of two."""
     whole = folder / "whole"
     run(options, whole)
     for name, (ranks, layout) in LAYOUTS.items():
@@ -115,7 +115,7 @@ def prepare_alone(overrides: list[str]) -> dict:
 
 
 def on_one_rank(options: list[str], folder: Path, other: str) -> dict[str, str]:
-    """What is said of every change, refused and allowed, and of verl's form; and runs that go on."""
+    """Execute the runs on one rank; return the messages for every change, refused or allowed, and for verl's format."""
     whole, said = folder / "whole", {}
     run(options, copied(whole, folder / folder_of("one rank")))
     run(options, copied(whole, folder / "rate"), *ANOTHER_RATE)
@@ -132,7 +132,7 @@ def on_one_rank(options: list[str], folder: Path, other: str) -> dict[str, str]:
 
 
 def refusal(overrides: list[str]) -> str:
-    """What is said before a model is loaded."""
+    """Return the error before a model is loaded."""
     words = io.StringIO()
     with contextlib.redirect_stderr(words), contextlib.suppress(SystemExit):
         prepare(compose([*SMALL, *overrides]))
@@ -145,8 +145,8 @@ def on_three_ranks(options: list[str], folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def done(tiny_model, tmp_path_factory):
-    """The folder of all runs, each of six steps over two epochs of two, and what was said: one start for 1, 2 and 3
-    ranks each. A step has six packs, for any of them to share."""
+    """Execute all runs with one start each for 1, 2 and 3 ranks; return their folder and messages. Runs have six steps
+    over two epochs of three; a full step has six packs, which any of these numbers of ranks can share."""
     folder = tmp_path_factory.mktemp("runs")
     rng = np.random.default_rng(0)
     names = {1: "maths", 2: "code"}

@@ -1,4 +1,4 @@
-"""`drop_empty_reasoning`: empty thinking blocks left out of a share of chats, as MiniMind-3 does."""
+"""`drop_empty_reasoning` removes empty thinking blocks from a share of chats, as MiniMind-3 does."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ def chat(*said: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("template", [PREFILLED_THINKING, QWEN3, MARKED])
 def test_a_drawn_chat_has_the_text_that_minimind_makes_of_it(folder: Path, template: str) -> None:
-    # post_processing_chat of dataset/lm_dataset.py: the block is taken out of the rendered text, wherever it is.
+    # post_processing_chat of dataset/lm_dataset.py removes the block anywhere in the rendered text.
     record = chat("sit", "the cat", "on", "the mat")
     found = Tokenized(folder, template, record, drop_empty_reasoning=1.0)
     rendered = found.tokenizer.apply_chat_template(record["messages"], chat_template=template, tokenize=False)

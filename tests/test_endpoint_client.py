@@ -1,4 +1,4 @@
-"""The client of an endpoint: outcomes, retries, what is sent, and what ends a run, against servers that misbehave."""
+"""The client of an endpoint against misbehaving servers: outcomes, retries, requests, and errors that end a run."""
 
 import asyncio
 import json
@@ -108,7 +108,7 @@ def test_a_server_that_hangs_is_a_failure_after_the_time_out(tmp_path):
         ({"content": "four", "reasoning_content": "2+2"}, "four", "2+2"),
         ({"content": "four", "reasoning": "2+2"}, "four", "2+2"),
         ({"content": "<think>2+2</think>\n\nfour"}, "four", "2+2"),
-        ({"content": "2+2\n</think>\n\nfour"}, "four", "2+2"),  # the template has opened it
+        ({"content": "2+2\n</think>\n\nfour"}, "four", "2+2"),  # the template has opened the block
         ({"content": "a tag: <think>x</think>"}, "a tag: <think>x</think>", ""),
     ],
 )

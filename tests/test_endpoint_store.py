@@ -1,4 +1,4 @@
-"""The store of answers: nothing is paid twice, nothing finished is lost, other files are refused."""
+"""The store of answers: it never pays twice, loses no finished answer, and refuses other files."""
 
 import asyncio
 import multiprocessing
@@ -97,7 +97,7 @@ def test_two_processes_share_a_store_and_pay_once(tmp_path):
 
 
 def test_every_finished_answer_survives_twenty_kills(tmp_path):
-    """A program prints an answer only after it was stored: what it printed is never asked for again."""
+    """A program prints an answer only after storing it, so printed answers are never requested again."""
     draw, finished, count = random.Random(7), set(), 400
     with chat_server(slowly(echo, 0.02)) as server:
         for _ in range(20):

@@ -1,4 +1,4 @@
-"""Interrupted and resumed equals uninterrupted, to the last bit, for every dataset and kind of model, at any step."""
+"""A resumed run equals an uninterrupted one to the last bit, for every dataset and kind of model, at any step."""
 
 import os
 from pathlib import Path
@@ -19,7 +19,7 @@ from verl_ext.checkpoint.layout import saved_folders
 
 pytestmark = pytest.mark.slow
 
-# name: (ranks, steps of the run, those it is resumed after)
+# name: (ranks, steps of the run, steps after which it is resumed)
 CASES = {
     "packed, a mixture, saved aside": (2, 4, (1, 2)),  # an epoch has 2 steps: inside one, and between two
     "tied weights, sequence parallel": (2, 3, (2,)),
@@ -32,7 +32,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def cases(tiny_model, tmp_path_factory):
-    """The overrides of each case."""
+    """Return the overrides of each case."""
     folder = tmp_path_factory.mktemp("cases")
     rng = np.random.default_rng(0)
     documents = random_documents(rng, rng.integers(5, 60, 24), VOCABULARY, 2)
@@ -58,7 +58,7 @@ def cases(tiny_model, tmp_path_factory):
 
 
 def whole_and_resumed(cases: dict[str, list[str]], folder: Path) -> None:
-    """Each case without interruption, and again from each of its checkpoints that are to be resumed."""
+    """Run each case without interruption, and again from each checkpoint to resume."""
     for name, overrides in cases.items():
         _, steps, resumed = CASES[name]
         length = ("trainer.save_freq=1", "trainer.test_freq=-1", f"trainer.total_training_steps={steps}")
@@ -68,14 +68,14 @@ def whole_and_resumed(cases: dict[str, list[str]], folder: Path) -> None:
             if step and torch.distributed.get_rank() == 0:
                 stopped_at(whole, run, step)
             torch.distributed.barrier()
-            os.environ.pop("VERL_FILE_LOGGER_PATH", None)  # of the run before
+            os.environ.pop("VERL_FILE_LOGGER_PATH", None)  # set by the previous run
             kept = ["trainer.max_ckpt_to_keep=2"] if step else []
             train([*overrides, *length, *kept, f"trainer.default_local_dir={run}"])
 
 
 @pytest.fixture(scope="module")
 def done(cases, tmp_path_factory):
-    """The folder of all runs: one start of ranks for those of one number of them."""
+    """Return the folder of all runs; runs on the same number of ranks share one start."""
     folder = tmp_path_factory.mktemp("runs")
     for ranks in (1, 2):
         run_ranks(whole_and_resumed, ranks, {name: cases[name] for name in CASES if CASES[name][0] == ranks}, folder)

@@ -1,4 +1,4 @@
-"""Mixtures of experts by grouped products, as released checkpoints hold them, and the options that are refused."""
+"""Mixtures of experts by grouped products, in released checkpoints' formats, and refused options."""
 
 import json
 
@@ -72,7 +72,7 @@ def test_quantized_weights_that_transformers_cannot_dequantize_are_refused():
 
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory, tiny_model):
-    """A folder of a small GPT-OSS whose experts are MXFP4, as released ones are, and one of its plain weights."""
+    """Write a small GPT-OSS with MXFP4 experts, as in released checkpoints, and one with its plain weights."""
     folder, plain = (tmp_path_factory.mktemp(name) for name in ("mxfp4", "plain"))
     torch.manual_seed(0)
     config = shrunk(model_config("gpt_oss"), intermediate_size=32)

@@ -1,4 +1,4 @@
-"""`verl-ext export`: the folder that training would have exported, from the shards of any number of ranks."""
+"""`verl-ext export` writes the folder that training would have exported, from the shards of any number of ranks."""
 
 import json
 import shutil
@@ -32,14 +32,14 @@ def train_all(runs):
 
 @pytest.fixture(scope="module")
 def runs(tiny_model, tmp_path_factory):
-    """The folder of three runs on two ranks, each of one step and exported by training too."""
+    """Return the folder of three one-step runs on two ranks, which training also exported."""
     folder = tmp_path_factory.mktemp("runs")
     documents = random_documents(np.random.default_rng(0), [40, 30, 20, 60], VOCABULARY, 1)
     data = write_tokenized(folder / "data", documents)
     common = (f"data.train_dir={data}", f"model.path={tiny_model}", "trainer.total_training_steps=1")
     contents = "checkpoint.save_contents=[model,optimizer,extra,hf_model]"
     overrides = [[*common, *own, contents, f"trainer.default_local_dir={folder / name}"] for name, own in RUNS.items()]
-    overrides.append([*common, f"trainer.default_local_dir={folder / 'shards'}"])  # of the plain run, without an export
+    overrides.append([*common, f"trainer.default_local_dir={folder / 'shards'}"])  # the plain run, without an export
     run_ranks(train_all, 2, overrides)
     return folder
 

@@ -1,4 +1,4 @@
-"""Files and folders that a run or a command writes have the modes that the umask leaves them."""
+"""Files and folders that a run or a command writes have the modes that follow from the umask."""
 
 import os
 import stat

@@ -30,7 +30,7 @@ MODELS = {
 
 
 def counted(model, lengths) -> float:
-    """FLOPs of forward and backward, a document at a time; eager attention computes the whole square."""
+    """Count FLOPs of forward and backward, a document at a time; eager attention computes the whole square."""
     with FlopCounterMode(display=False) as counter:
         for length in lengths:
             model(torch.arange(length)[None] % 7, use_cache=False).logits.sum().backward()
@@ -41,7 +41,7 @@ def counted(model, lengths) -> float:
 
 def built(config):
     torch.manual_seed(0)
-    config._experts_implementation = "eager"  # a product for each expert, which the counter knows
+    config._experts_implementation = "eager"  # one product for each expert, which the counter knows
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
 
 

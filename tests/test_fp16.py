@@ -1,4 +1,4 @@
-"""fp16 with a gradient scaler: scaled losses, gradients unscaled before the norm, bad ones skipped on every rank."""
+"""fp16 with a gradient scaler: losses are scaled, gradients unscaled before the norm, bad ones skipped on all ranks."""
 
 import json
 from collections.abc import Callable
@@ -21,9 +21,9 @@ from verl_ext.losses import LossSpec
 from verl_ext.trainer.batch import StepCollator, StepLoss
 
 FP16 = "engine.mixed_precision={param_dtype:fp16,reduce_dtype:fp32,buffer_dtype:fp32}"
-# Plain steps along the gradient, so that a wrong scale or a late clip would show in the update; Adam would hide both.
+# Plain SGD steps show a wrong scale or a late clip in the update; Adam would hide both.
 CLIPPED_SGD = ("optim.optimizer=SGD", "optim.lr=0.5", "optim.weight_decay=0", "optim.clip_grad=0.01")
-TARGETS = 2 * 15  # of both ranks' packs, or of one rank's two
+TARGETS = 2 * 15  # in both ranks' packs, or in the two packs of one rank
 
 
 def engine_of(model: str, *overrides: str) -> StepEngine:
@@ -31,7 +31,7 @@ def engine_of(model: str, *overrides: str) -> StepEngine:
 
 
 def accumulated(engine: StepEngine, normaliser: float = TARGETS) -> None:
-    """Gradients of two packs of 16 tokens, over one rank or two."""
+    """Accumulate gradients of two packs of 16 tokens, over one rank or two."""
     ranks, rank = engine.get_data_parallel_size(), engine.get_data_parallel_rank()
     rng = np.random.default_rng(0)
     documents = [
@@ -44,7 +44,7 @@ def accumulated(engine: StepEngine, normaliser: float = TARGETS) -> None:
 
 
 def gradients(engine: StepEngine) -> torch.Tensor:
-    """All gradients in one vector, the same on every rank."""
+    """Return all gradients in one vector, the same on every rank."""
     return torch.cat([p.grad.full_tensor().flatten() for p in engine.module.parameters()]).clone()
 
 
@@ -53,7 +53,7 @@ def parameters(engine: StepEngine) -> torch.Tensor:
 
 
 def on_ranks(function: Callable[..., Any], ranks: int, *arguments: Any) -> Any:
-    """What every rank gave, which must be the same."""
+    """Run a function, and return the result, which must be the same on every rank."""
     first, *others = run_ranks(function, ranks, *arguments)
     assert all(other == first for other in others)
     return first
@@ -69,7 +69,7 @@ def test_fp16_alone_has_a_scaler_and_it_works_where_there_is_no_gpu(tiny_model):
 
 
 def _deviations(model: str, normaliser: float) -> dict[str, float]:
-    """Relative deviation of fp16's gradient from fp32's, with the scaler and without."""
+    """Return the relative deviation of fp16's gradient from fp32's, with the scaler and without."""
     exact = engine_of(model)
     accumulated(exact, normaliser)
     expected = gradients(exact).double()
@@ -91,7 +91,7 @@ def test_a_gradient_that_would_underflow_arrives_with_the_scaler(tiny_model):
 
 
 def _clipped_step(model: str) -> dict[str, float]:
-    """How a clipped step deviates from the one that fp32's gradient prescribes, and what is told of it."""
+    """Return a clipped step's deviation from the step of fp32's gradient, and its reported norm."""
     exact = engine_of(model)
     accumulated(exact)
     expected = gradients(exact).double()
@@ -113,14 +113,14 @@ def _clipped_step(model: str) -> dict[str, float]:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_norm_and_the_clipped_update_are_those_of_the_unscaled_gradient(tiny_model, ranks):
     seen = on_ranks(_clipped_step, ranks, str(tiny_model))
-    assert seen["scaled norm"] == pytest.approx(65536, rel=5e-3)  # what the backward pass gave
+    assert seen["scaled norm"] == pytest.approx(65536, rel=5e-3)  # the backward pass's gradients are scaled
     assert seen["told norm"] == pytest.approx(1, rel=5e-3)
     assert seen["update norm"] == pytest.approx(1, rel=1e-3)
     assert seen["update"] < 5e-3
 
 
 def _step_with_a_bad_gradient(model: str, rank: int, value: float) -> dict[str, Any]:
-    """A sound step, one with a bad number in one rank's gradient, a sound one: norms, scales, what moved."""
+    """Take a sound step, one with a bad number in a rank's gradient, a sound one; return norms, scales, movements."""
     engine = engine_of(model, FP16, "optim.lr=1e-3")
     seen: dict[str, Any] = {"finite": [], "moved": [], "scale": [], "steady": []}
     for bad in (False, True, False):
@@ -148,7 +148,7 @@ def test_a_bad_gradient_on_one_rank_skips_the_step_on_all_and_halves_the_scale(t
 
 
 def _saved_and_loaded(model: str, folder: str) -> dict[str, Any]:
-    """The scaler's state when it was saved, and after loading: with its file, without it."""
+    """Return the scaler's state when saved, and after loading with and without its file."""
     saving = engine_of(model, FP16)
     accumulated(saving)
     saving.optimizer_step()
@@ -175,6 +175,6 @@ def test_the_scale_and_its_growth_are_of_the_checkpoint_and_begin_anew_after_ano
     assert (states["saved"]["scale"], states["saved"]["_growth_tracker"]) == (256, 2)
     assert states["loaded"] == states["saved"]
     extra = json.loads((tmp_path / "saved" / EXTRA).read_text())
-    (tmp_path / "saved" / EXTRA).write_text(json.dumps({**extra, "scaler": None}))  # of a run in another precision
+    (tmp_path / "saved" / EXTRA).write_text(json.dumps({**extra, "scaler": None}))  # as from a run in another precision
     state = on_ranks(_loaded, 2, str(tiny_model), str(tmp_path / "saved"))
     assert (state["scale"], state["_growth_tracker"]) == (65536, 0)

@@ -1,4 +1,4 @@
-"""Whole fp16 runs: they follow fp32, find their scale within a few skipped steps, and resume as if uninterrupted."""
+"""Whole fp16 runs follow fp32, find their scale within a few skipped steps, and resume as if uninterrupted."""
 
 import contextlib
 import math
@@ -22,12 +22,12 @@ pytestmark = pytest.mark.slow
 
 COSINE = ("optim.lr_scheduler_type=cosine", "optim.min_lr_ratio=0.1")
 STEPS = 14
-TOO_HIGH = 2.0**24  # as a scale that has grown through a quiet stretch
+TOO_HIGH = 2.0**24  # like a scale that has grown over many quiet steps
 
 
 @pytest.fixture(scope="module")
 def options(tiny_model, tmp_path_factory):
-    """The overrides of a run into a folder; an epoch has 6 steps."""
+    """Return the overrides of a run into a folder; an epoch has 6 steps."""
     rng = np.random.default_rng(0)
     documents = random_documents(rng, rng.integers(5, 60, 40), VOCABULARY, 1)
     data = write_tokenized(tmp_path_factory.mktemp("data") / "data", documents)
@@ -36,7 +36,7 @@ def options(tiny_model, tmp_path_factory):
 
 
 def column(folder, name):
-    """A metric's values by step."""
+    """Return a metric's values by step."""
     return {step: value for (step, key), value in metrics(folder).items() if key == name}
 
 
@@ -52,7 +52,7 @@ def test_fp16_follows_the_loss_of_fp32_within_half_a_percent(options, tmp_path):
 
 
 def _from_a_scale_too_high(overrides):
-    """A run whose first scale is TOO_HIGH; the state of its scaler at the end."""
+    """Execute a run whose first scale is TOO_HIGH, and return its scaler's final state."""
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
         trainer = SFTTrainer(prepare(compose([*SMALL, "trainer.logger=[file]", *overrides])))
         scaler = trainer.engine.scaler
@@ -64,7 +64,7 @@ def _from_a_scale_too_high(overrides):
 
 @pytest.fixture(scope="module")
 def run(options, tmp_path_factory):
-    """A run of 14 steps from a scale too high, saved at step 8: its overrides, its folder, its scaler's last state."""
+    """Run 14 steps from too high a scale, saved at step 8; return overrides, folder and the scaler's final state."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     overrides = options(folder, FP16, *COSINE, f"trainer.total_training_steps={STEPS}", "trainer.save_freq=8")
     (state,) = run_ranks(_from_a_scale_too_high, 1, overrides)

@@ -1,6 +1,6 @@
-"""Random records and randomly damaged files: never a traceback, and never fewer records than were written, unsaid.
+"""Random records and randomly damaged files never give a traceback, and never lose written records in silence.
 
-VERL_EXT_FUZZ=50 makes fifty times as many.
+VERL_EXT_FUZZ=50 makes fifty times as many inputs.
 """
 
 import bz2
@@ -79,7 +79,7 @@ ODD_NUMBERS = [0, -1, 1, 0.5, 2**64, 10**300, -0.0, 1e308, True]
 
 
 def value(draw: random.Random, depth: int = 0) -> Any:
-    """Any JSON value, most often such as records have."""
+    """Draw any JSON value, most often one that records have."""
     kind = draw.random()
     if kind < 0.45 or depth > 4:
         return draw.choice(["the cat sat", "on the mat", *ROLES, *ODD])
@@ -175,7 +175,7 @@ FILES = {
 
 
 def damaged(content: bytes, draw: random.Random) -> tuple[bytes, str]:
-    """Some bytes changed, put in or taken out, or the end cut off; and which of these."""
+    """Change, insert or remove some bytes, or cut the end off; return the bytes and the kind of damage."""
     at = draw.randrange(len(content))
     how = draw.choice(["changed", "changed", "put in", "taken out", "cut"])
     if how == "cut":
@@ -191,7 +191,7 @@ def damaged(content: bytes, draw: random.Random) -> tuple[bytes, str]:
 
 
 def read(path: Path) -> tuple[int, int]:
-    """How many records there are, and how many of them are bad."""
+    """Return the numbers of records and of bad records."""
     total = bad = 0
     for file in find_source_files({"a": [str(path)]}):
         for chunk in read_chunks(file):
@@ -208,7 +208,7 @@ def read(path: Path) -> tuple[int, int]:
 def outcomes(
     draw: random.Random, path: Path, whole: bytes, times: int, read_at: Path
 ) -> Iterator[tuple[str, int, int]]:
-    """(how it was damaged, records, bad ones; -1 where the file is refused) of so many damaged copies of a file."""
+    """Yield (damage, records or -1 if the file is refused, bad records) of a number of damaged copies of a file."""
     for _ in range(times):
         content, how = damaged(whole, draw)
         path.write_bytes(content)
@@ -230,7 +230,7 @@ def test_a_damaged_file_is_refused_or_has_its_records(tmp_path: Path, name: str)
     path.write_bytes(whole)
     written, _ = read(path)
     assert written == (1 if ".txt" in name else NUMBER)
-    # Nothing tells that lines end too early, nor in zstd without a checksum that a byte is another.
+    # Lines that end early, and changed bytes in zstd without a checksum, cannot be detected.
     without_sums = name in PLAIN or name.endswith(".zst")
     for how, total, bad in outcomes(draw, path, whole, round(25 * TIMES), path):
         refused += total < 0

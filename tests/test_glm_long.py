@@ -1,4 +1,4 @@
-"""recipes/glm_long: the published budgets, and its demonstration from generated data to the table of a mixture."""
+"""recipes/glm_long: the published budgets, and its demonstration from generated data to a mixture's table."""
 
 import runpy
 import sys
@@ -17,7 +17,7 @@ from verl_ext.packing.strategies import plan_repeated
 pytestmark = pytest.mark.slow
 
 RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "glm_long"
-BUDGETS = {  # tokens and the shortest length of each source, as published
+BUDGETS = {  # the published tokens and shortest length of each source
     "stage1_128k": {"original": (4e9, None), "over_8k": (3e9, 2**13), "over_32k": (3e9, 2**15)},
     "stage2_1m": {
         "original": (3.5e9, None),

@@ -1,4 +1,4 @@
-"""GPT-2: learned positions, no key/value heads in its config, and no "ForCausalLM" in its name."""
+"""GPT-2 has learned positions, no key/value heads in its config, and no "ForCausalLM" in its name."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from tests.training import metrics, plain_losses, train_alone
 
 @pytest.fixture(scope="module")
 def gpt2(tiny_model, tmp_path_factory):
-    """Folder of a two-layer GPT-2 of 64 positions, without dropout, and the tiny model's tokenizer."""
+    """Write a two-layer GPT-2 of 64 positions without dropout, with the tiny model's tokenizer."""
     folder = tmp_path_factory.mktemp("gpt2")
     torch.manual_seed(0)
     sizes = {"vocab_size": 128, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}

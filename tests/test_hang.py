@@ -1,4 +1,4 @@
-"""A rank that hangs or no longer answers ends the run on every rank, and is named."""
+"""A rank that hangs or stops answering ends the run on every rank, and is named."""
 
 import contextlib
 import dataclasses
@@ -26,11 +26,11 @@ from verl_ext.trainer.hang import RankState, diagnosis, watch
 
 pytestmark = pytest.mark.slow
 
-SECONDS = 6  # trainer.hang_timeout; a busy machine may hold a step of a tiny model up for a while
+SECONDS = 6  # trainer.hang_timeout; a busy machine may delay a tiny model's step
 
 
 def hang(overrides: list[str], how: str, folder: Path, step: int = 3) -> None:
-    """A run whose rank 1 hangs in a step, or wherever it writes a checkpoint."""
+    """Execute a run whose rank 1 hangs in a step, or while it writes a checkpoint."""
     os.dup2(os.open(folder / f"{how}-{dist.get_rank()}", os.O_CREAT | os.O_WRONLY), 2)
     trainer = build(overrides)
     train_step, steps = trainer.train_step, iter(range(1, 5))
@@ -66,7 +66,7 @@ def test_a_rank_that_hangs_and_one_that_is_stopped_are_named(tiny_model, tmp_pat
         assert [rank.exitcode for rank in ending] == [TRAINING_FAILED] * 3
     told = errors(tmp_path / "hung-0") + errors(tmp_path / "hung-1")
     begin = f"error: no progress for {SECONDS} s (trainer.hang_timeout): rank 1 (process "
-    assert len(told) == 1  # of both ranks, which are of one node
+    assert len(told) == 1  # one line for both ranks, which share a node
     assert told[0].startswith(f"{begin}{ranks['hung'][1].pid} on ")
     assert " hangs in step 3 at " in told[0]
     assert "tests/test_hang.py" not in told[0].split(", from ")[1]
@@ -77,7 +77,7 @@ def test_a_rank_that_hangs_and_one_that_is_stopped_are_named(tiny_model, tmp_pat
 
 def errors(file: Path) -> list[str]:
     lines = [line for line in file.read_text().splitlines() if line.startswith("error: ")]
-    return [line for line in lines if "a collective failed" not in line]  # where the other rank ended first
+    return [line for line in lines if "a collective failed" not in line]  # printed if the other rank ended first
 
 
 def test_a_first_step_and_a_save_that_hang_are_named_under_limits_of_their_own(tiny_model, tmp_path):

@@ -28,7 +28,7 @@ from verl_ext.losses import LossSpec
 from verl_ext.trainer.batch import StepCollator
 
 TOLERANCE = 1e-5
-# name: (config class, its fields, what its head allows)
+# name: (config class, its fields, the head that it allows)
 MODELS = {
     "qwen2": ("Qwen2Config", {}, "fused"),
     "qwen3_tied": ("Qwen3Config", {"tie_word_embeddings": True}, "fused"),
@@ -68,12 +68,12 @@ PACKS = [[DOCUMENTS[0], DOCUMENTS[1]], [DOCUMENTS[2], DOCUMENTS[3]], [DOCUMENTS[
 
 
 HEADS = ("fused", "targets", "plain")
-HALF = "qwen3_tied"  # the model that is also run in half precision
-TARGETS = ["q_proj", "lm_head"]  # of the adapters that are trained on LLaMA
+HALF = "qwen3_tied"  # this model also runs in half precision
+TARGETS = ["q_proj", "lm_head"]  # the targets of the adapters on LLaMA
 
 
 def train(runs: dict[tuple[str, str], str]):
-    """By run, (name, precision or "lora"), of the model in a folder: what its head allows, and a step by each head."""
+    """Return by run, (name, precision or "lora"), the head that a folder's model allows, and a step by each head."""
     return {run: train_one(model, run[1]) for run, model in runs.items()}
 
 
@@ -85,7 +85,7 @@ def train_one(model: str, kind: str):
     if kind == "lora":
         overrides += ["model.lora_rank=4", "model.lora_alpha=8", f"model.target_modules=[{','.join(TARGETS)}]"]
     engine = build_worker(model, sequence_parallel=2, overrides=overrides).engine
-    if engine.scaler is not None:  # gradients of so few targets are large
+    if engine.scaler is not None:  # gradients of few targets are large
         engine.scaler.load_state_dict({**engine.scaler.state_dict(), "scale": 1024.0})
     for name, parameter in engine.module.named_parameters():
         if "lora_" in name:
@@ -96,13 +96,13 @@ def train_one(model: str, kind: str):
 
 
 def adapter(parameter: torch.Tensor) -> torch.Tensor:
-    """The value that a parameter of an adapter is given, whole: B begins at 0, where A has no gradient."""
+    """Return a whole value for an adapter's parameter; at B's initial 0, A would have no gradient."""
     return 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The folder of a model of :data:`MODELS`, written when it is first asked for."""
+    """Return a function from :data:`MODELS` to folders, which writes a model on its first use."""
     written = {}
 
     def of(name: str):
@@ -117,7 +117,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(folder):
-    """What rank 0 of two gave by run; the ranks start once."""
+    """Return rank 0's results by run; the two ranks start once."""
     runs = [*((name, "fp32") for name in MODELS), (HALF, "bf16"), (HALF, "fp16"), ("llama", "lora")]
     return run_ranks(train, 2, {run: str(folder(run[0])) for run in runs})[0]
 
@@ -130,7 +130,7 @@ def test_a_step_of_every_head_equals_plain_hugging_face_on_two_sequence_parallel
 
 
 def gathers(model: str) -> dict[str, Counter]:
-    """By head, how often FSDP2 gathers each group of parameters in a step of one micro-batch."""
+    """Count by head how often FSDP2 gathers each group of parameters in a step of one micro-batch."""
     from tests.packed_engine import build_worker, train_step
 
     engine = build_worker(model, sequence_parallel=2).engine
@@ -229,7 +229,7 @@ def test_an_adapter_that_is_more_than_a_product_is_not_fused(folder):
 
 
 def test_a_head_inside_fsdp1_is_fused_and_an_adapter_that_fsdp1_wraps_is_not(folder):
-    """Where FSDP1 runs there is a GPU; its wrapper itself is enough here."""
+    """FSDP1 only runs on a GPU, but its wrapper is enough here."""
 
     def wrapped(module):
         wrapper = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
@@ -242,7 +242,7 @@ def test_a_head_inside_fsdp1_is_fused_and_an_adapter_that_fsdp1_wraps_is_not(fol
     model = get_peft_model(base, LoraConfig(r=4, target_modules=["lm_head"]))
     assert supported_head(wrapped(model)) == "fused"
     adapters = model.get_output_embeddings().lora_B
-    adapters["default"] = wrapped(adapters["default"])  # as verl's policy does with every layer that learns
+    adapters["default"] = wrapped(adapters["default"])  # as verl's policy does with every trainable layer
     assert supported_head(wrapped(model)) == "targets"
 
 
@@ -274,12 +274,12 @@ def test_an_adapter_on_the_head_has_the_gradients_of_its_logits(folder):
     assert any("lora_A" in name for name in plain)
     for name, gradient in plain.items():
         torch.testing.assert_close(fused[name], gradient, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(model(ids).logits[0, :-1].float(), logits)  # logits again where there is no work
+    torch.testing.assert_close(model(ids).logits[0, :-1].float(), logits)  # logits again if no head work is given
 
 
 @pytest.mark.parametrize("merged", [False, True])
 def test_a_fused_head_without_its_adapter_is_the_base_models(merged, folder):
-    """PEFT's contexts of a reference model: values and gradients are those of its own logits."""
+    """In PEFT's contexts for a reference model, values and gradients are those of the model's own logits."""
     base = AutoModelForCausalLM.from_pretrained(folder("llama"))
     model = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=["lm_head", "q_proj"]))
     torch.manual_seed(0)
@@ -305,7 +305,7 @@ def test_a_fused_head_without_its_adapter_is_the_base_models(merged, folder):
     with model.disable_adapter():
         without = plain()
     if merged:
-        model.merge_adapter()  # which disabling took back
+        model.merge_adapter()  # disabling had unmerged it
     head = FusedHead(model)
 
     def fused():

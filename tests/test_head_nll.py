@@ -93,7 +93,7 @@ def test_terms_and_gradients_are_those_of_plain_logits(
     [
         (torch.bfloat16, 1, 1),
         (torch.float16, 1, 1),
-        (torch.float16, 1e-5, 65536),  # of a document of 100,000 targets: gradients arrive thanks to the scale alone
+        (torch.float16, 1e-5, 65536),  # like a document of 100,000 targets: gradients need the scale to survive
     ],
 )
 def test_half_precision_is_as_close_to_fp64_as_plain_logits_are(dtype, share, scale):
@@ -139,7 +139,7 @@ def test_an_infinite_loss_of_a_token_that_weighs_nothing_is_left_out():
 
 
 class Products(TorchDispatchMode):
-    """Records the type and shape of every matrix product."""
+    """A record of the type and shape of every matrix product."""
 
     def __init__(self):
         super().__init__()
@@ -154,7 +154,7 @@ class Products(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_on_a_gpu_the_product_itself_gives_a_blocks_logits_in_fp32(dtype, monkeypatch):
-    """On the meta device, as on any but the CPU. A product in half precision would round logits to 8 or 11 bits."""
+    """Uses the meta device, like any non-CPU device. A half-precision product would round logits to 8 or 11 bits."""
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # the meta device has none
     targets, vocabulary, rows = 100, 50, 30
     with Products() as products, torch.no_grad():

@@ -1,4 +1,4 @@
-"""Heads that ranks do not divide: padded, split over ranks and joined again, attention is that of all heads."""
+"""Heads that ranks do not divide: padded, split over ranks and joined again, they give the attention of all heads."""
 
 from itertools import product
 
@@ -16,7 +16,7 @@ from verl_ext.config.model import PackedModel
 
 
 def attention(query, key, value):
-    """Causal attention of ``[1, T, heads, E]``, key/value heads shared by neighbours."""
+    """Compute causal attention of ``[1, T, heads, E]``; neighbouring query heads share key/value heads."""
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     return torch.nn.functional.scaled_dot_product_attention(
         query, key, value, is_causal=True, enable_gqa=True
@@ -48,7 +48,7 @@ def test_split_over_ranks_it_is_the_attention_of_all_heads_and_has_its_gradients
     [
         ((25, 25, 8), (32, 32)), ((40, 40, 16), (48, 48)), ((20, 20, 8), (24, 24)),  # multi-head: the next multiple
         ((28, 4, 8), (32, 8)), ((28, 4, 16), (32, 16)), ((14, 2, 4), (16, 4)),  # key/value heads repeated
-        ((25, 5, 8), (32, 16)),  # both: five parts of two, of which the last is half empty, and one of zero heads
+        ((25, 5, 8), (32, 16)),  # both: five parts of two heads, the last half empty, and one part of zero heads
         ((32, 8, 8), (32, 8)), ((32, 8, 16), (32, 16)), ((28, 4, 4), (28, 4)), ((12, 2, 4), (12, 4)),
         ((7, 7, 1), (7, 7)),
     ],
@@ -63,7 +63,7 @@ SHAPES = ((8, 4, 4, 4), (7, 7, 4, 6), (6, 2, 8, 3), (4, 1, 2, 2), (3, 3, 5, 5))
 
 
 def _on_ranks() -> list:
-    """By shape: this rank's output and gradients, and the bytes of its collectives forward and backward."""
+    """Return by shape this rank's output, gradients, and bytes of collectives forward and backward."""
     import torch.distributed as dist
     from verl.utils.ulysses import set_ulysses_sequence_parallel_group
 
@@ -83,7 +83,7 @@ def _on_ranks() -> list:
 
 
 def _tensors(heads: int, kv_heads: int, size: int, value_size: int) -> tuple[torch.Tensor, ...]:
-    """Queries, keys, values ``[1, 12, heads, E]`` and weights of the output."""
+    """Make queries, keys and values ``[1, 12, heads, E]``, and weights of the output."""
     generator = torch.Generator().manual_seed(heads)
     shapes = ((heads, size), (kv_heads, size), (kv_heads, value_size), (heads, value_size))
     return tuple(torch.randn(1, 12, *shape, generator=generator) for shape in shapes)
@@ -105,7 +105,7 @@ def test_a_layer_sends_queries_keys_and_values_at_once_and_its_output_back(ranks
         heads, kv_heads, size, value_size = shape
         padding = HeadPadding.from_heads(heads, kv_heads, ranks)
         numbers = padding.heads * size + padding.kv_heads * (size + value_size), padding.heads * value_size
-        to_heads, to_tokens = (12 // ranks * count * 4 for count in numbers)  # bytes, the rank's own share included
+        to_heads, to_tokens = (12 // ranks * count * 4 for count in numbers)  # bytes, including the rank's own share
         for _, forward, backward in answers:
             assert forward == [to_heads, to_tokens]
             assert backward == [to_tokens, to_heads]

@@ -1,4 +1,4 @@
-"""The copies in host memory that a checkpoint is written from while training goes on."""
+"""The copies in host memory from which a checkpoint is written while training continues."""
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ def copies_of_a_step_and_the_next() -> bool:
     state["weight"].to_local().add_(1)
     state["step"].add_(1)
     assert isinstance(first["weight"], DTensor)
-    assert first["weight"].full_tensor().tolist() == [0, 1, 2, 3, 4]  # not what the optimizer's step has made of it
+    assert first["weight"].full_tensor().tolist() == [0, 1, 2, 3, 4]  # not the value after the optimizer's step
     assert first["step"] == 3
     places = {"weight": first["weight"].to_local().data_ptr(), "step": first["step"].data_ptr()}
     second = copies.copy(state)

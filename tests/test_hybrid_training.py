@@ -1,4 +1,4 @@
-"""Models with a state over time, sinks, soft caps or positions of their own train as plain Hugging Face does."""
+"""Models with recurrent states, sinks, soft caps or their own positions train as in plain Hugging Face."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from verl_ext.losses import LossSpec
 from verl_ext.trainer.batch import StepCollator
 
 FAMILIES = ("qwen3_5_text", "nemotron_h", "lfm2", "jamba", "gpt_oss", "gemma2", "bart", "roberta")
-# Formulas other than transformers' own round otherwise: in fp64 they agree to 1e-13 (test_layers.py).
+# Formulas that differ from transformers' round differently; in fp64 they agree to 1e-13 (test_layers.py).
 TOLERANCE = 2e-4
 
 
@@ -20,7 +20,7 @@ PACKS = [[DOCUMENTS[0], DOCUMENTS[1], DOCUMENTS[2]], [DOCUMENTS[3]], [DOCUMENTS[
 
 
 def engine_steps(folders, ulysses, groups, overrides=()):
-    """A step of each model, on ranks that share every pack."""
+    """Take a step of each model, on ranks that share every pack."""
     from tests.packed_engine import build_worker, train_step
 
     collate = StepCollator(LossSpec("token", np.ones(1)), CategoryTable((), ()))
@@ -34,7 +34,7 @@ def engine_steps(folders, ulysses, groups, overrides=()):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory, tiny_model):
-    """Folders of a small model of each family, by name."""
+    """Write a small model of each family, and return the folders by name."""
     return write_small_models(FAMILIES, tmp_path_factory.mktemp("models"), tiny_model)
 
 
@@ -45,7 +45,7 @@ def test_a_step_equals_plain_hugging_face(ulysses, groups, folders):
     for name, folder in folders.items():
         plain = load_eager(folder)
         for parameter in (p for path, p in plain.named_parameters() if ".encoder_attn" in path):
-            parameter.requires_grad_(False)  # BART's attention to an encoder, which a text does not reach
+            parameter.requires_grad_(False)  # BART's attention to an encoder, which plain text does not use
         expected = Reference(plain, DOCUMENTS).step(PACKS, "token", {})
         assert steps[name].gradients.keys() == expected.gradients.keys()
         assert steps[name].report["train/loss"] == pytest.approx(expected.loss, rel=1e-5), name

@@ -33,7 +33,7 @@ def test_a_run_ends_with_a_table_and_a_bad_record_with_code_1(
     assert main([*arguments, "overwrite=true"]) == 1
     told = capsys.readouterr().err
     assert told.startswith("error: a.txt: text must be UTF-8; byte 5 is not (not_utf8; ")
-    assert told.count("\n") == 1  # no bar
+    assert told.count("\n") == 1  # no progress bar
     written = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert written == ["a.bin", "a.idx", "b.bin", "b.idx", "report.json"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "b.jsonl", "model", "out"]

@@ -1,4 +1,4 @@
-"""Records as documents: their tokens, what is no document, batches, and the cut after max_corpus_tokens."""
+"""Records as documents: tokens, records that are no documents, batches, and the cut after max_corpus_tokens."""
 
 import json
 from copy import deepcopy
@@ -106,7 +106,7 @@ def test_a_token_that_the_tokenizer_lacks_cannot_be_added(name: str) -> None:
 
 
 class Numbers:
-    """A tokenizer whose text is its tokens; of `size` tokens, numbered up to `highest`."""
+    """A tokenizer whose texts list their tokens; it has `size` tokens, numbered up to `highest`."""
 
     is_fast = False
     eos_token_id = 0
@@ -144,13 +144,13 @@ def test_a_token_outside_the_vocabulary_is_refused(token: int) -> None:
 
 
 def write_index(files: list[SourceFile], prefix: Path, **options: Any) -> Counts:
-    """What is counted of one source that this process tokenizes."""
+    """Tokenize one source in this process, and return the counts."""
     tokenizer = TextTokenizer(TOKENIZER, MultiDocOptions(**options))
     return write_text_indexes(files, tokenizer, {"data.train_dir": prefix})["data.train_dir"]
 
 
 def text_files(folder: Path, sizes: list[list[int]]) -> list[SourceFile]:
-    """Files of so many bytes, by source."""
+    """Write files of given sizes in bytes, by source."""
     for source, lengths in enumerate(sizes):
         (folder / str(source)).mkdir()
         for number, length in enumerate(lengths):
@@ -172,7 +172,7 @@ def test_small_files_of_one_source_share_a_batch(tmp_path: Path) -> None:
 def test_nothing_more_of_a_full_source_is_read(tmp_path: Path) -> None:
     files = text_files(tmp_path, [[100] * 5, [100]])
     for file in files[2:5]:
-        Path(file.path).unlink()  # would be told
+        Path(file.path).unlink()  # would be reported
     taken: list[Batch] = []
     for found in read_batches(files, lambda source: source == 1 and len(taken) == 2, batch_bytes=100):
         taken.append(found)
@@ -190,7 +190,7 @@ def test_a_file_that_cannot_be_read_ends_its_source_after_the_documents_before_i
     assert (second.source, second.failure) == (2, None)
 
 
-# (length of a document; 0: a bad record) by batch
+# document lengths by batch; 0 stands for a bad record
 STREAMS = st.lists(st.lists(st.integers(0, 5), max_size=6), min_size=1, max_size=5)
 
 
@@ -231,7 +231,7 @@ def test_a_stream_is_cut_after_max_tokens_and_counts_no_record_after_the_cut(
         index.abandon()
         return
     index.close()
-    # The same, record by record.
+    # The same rule, record by record.
     kept, bad, tokens_left = [], 0, max_tokens
     for length in (length for records in stream for length in records):
         if tokens_left == 0:

@@ -1,4 +1,4 @@
-"""Sources to indices, in this process: files, report, formats, workers, policies, and what a failed run leaves."""
+"""From sources to indices in this process: files, report, formats, workers, policies, and leftovers of failed runs."""
 
 import filecmp
 import gzip
@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def index(sources: dict[str, Any], output: Path, model: Path, *overrides: str) -> str:
-    """The closing table of a run."""
+    """Run, and return the closing table."""
     items = ",".join(f"{name}:'{path}'" for name, path in sources.items())
     base = [f"sources={{{items}}}", f"output_dir={output}", f"model.path={model}", "num_workers=1"]
     return run(read_options(IndexOptions, [*base, *overrides]))
@@ -133,7 +133,7 @@ def test_workers_do_not_change_a_byte(tmp_path: Path, model: Path, monkeypatch: 
 
 def test_a_source_is_cut_after_max_corpus_tokens_and_what_follows_is_not_read(tmp_path: Path, model: Path) -> None:
     texts = write_texts(tmp_path / "a", [*TEXTS, ""])
-    (tmp_path / "a/020.txt").write_bytes(b"\xff")  # would end the run
+    (tmp_path / "a/020.txt").write_bytes(b"\xff")  # would end the run if read
     whole = [token for document in expected(TEXTS) for token in document]
     for size in (1, 100, len(whole)):
         index({"a": texts, "b": texts}, tmp_path / "out", model, f"max_corpus_tokens={size}", "overwrite=true")
@@ -143,7 +143,7 @@ def test_a_source_is_cut_after_max_corpus_tokens_and_what_follows_is_not_read(tm
             assert found.num_tokens == size
     with pytest.raises(DataError, match=r"020\.txt: text must be UTF-8; byte 1 is not"):
         index({"a": texts}, tmp_path / "out", model, f"max_corpus_tokens={len(whole) + 1}", "overwrite=true")
-    assert len(names(tmp_path / "out")) == 5  # as it was
+    assert len(names(tmp_path / "out")) == 5  # unchanged
 
 
 def test_a_source_without_a_document_is_an_error_and_nothing_is_left(tmp_path: Path, model: Path) -> None:
@@ -218,7 +218,7 @@ def test_only_a_folder_of_this_command_is_replaced(tmp_path: Path, model: Path) 
     index({"b": source}, output, model, "overwrite=true")
     assert names(output) == ["b.bin", "b.idx", "report.json"]
     assert documents(output / "b") == expected(["sat"])
-    (output / "b.idx").unlink()  # now like a tokenized dataset, whose report has the same name
+    (output / "b.idx").unlink()  # now it looks like a tokenized dataset, whose report has the same name
     with pytest.raises(UsageError, match="output_dir must be of this command to be replaced"):
         index({"a": source}, output, model, "overwrite=true")
 

@@ -1,4 +1,4 @@
-"""Text files as sources: which are found, what their one record is, and what `verl-ext tokenize` makes of them."""
+"""Text files as sources: finding them, their single record, and their use by `verl-ext tokenize`."""
 
 import bz2
 import gzip

@@ -1,4 +1,4 @@
-"""`verl-ext init-model`: the folder, its weights and ids, mistakes, and a run that is cut short."""
+"""`verl-ext init-model`: the folder, its weights and ids, mistakes, and an interrupted run."""
 
 import json
 import math
@@ -29,7 +29,7 @@ def text(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def made(text, tmp_path_factory) -> Path:
-    """A folder of the command: a Qwen3 of 2 layers, a tokenizer trained on `text`."""
+    """Run the command: return the folder of a 2-layer Qwen3 with a tokenizer trained on `text`."""
     folder = tmp_path_factory.mktemp("made") / "model"
     make(folder, f"tokenizer.train_on={text}")
     return folder
@@ -40,7 +40,7 @@ def make(folder: Path, *options: str) -> str:
 
 
 def refused(folder: Path, *options: str) -> str:
-    """The one line with which it ends; the folder must not be there then."""
+    """Return the one-line error of the command, which must leave no folder."""
     with pytest.raises((UsageError, DataError)) as error:
         init_model(read_options(InitModelOptions, [f"output_dir={folder}", *options]))
     assert not folder.exists()

@@ -15,7 +15,7 @@ from verl_ext.commands.init_model.model import (
 )
 from verl_ext.engines.router import asks_for_router_loss
 
-# Parameters in all and without embeddings, at MiniMind's vocabulary of 6,400 where the preset names none.
+# Parameters with and without embeddings, at MiniMind's vocabulary of 6,400 if the preset names none.
 COUNTS = {
     "tiny": (2_557_536, 1_328_736),
     "small_10m": (9_425_440, 7_377_440),
@@ -57,7 +57,7 @@ def test_minimind_3_is_as_its_authors_convert_it():
         assert (config.rope_parameters["rope_theta"], config.tie_word_embeddings) == (1e6, True)
     moe = meta_model(config)
     unused = sum(x.numel() for name, x in moe.named_parameters() if ".mlp.experts." in name) * 3 // 4
-    assert moe.num_parameters() - unused == 63_936_768  # of a token: the A64M of 198M-A64M
+    assert moe.num_parameters() - unused == 63_936_768  # per token: the A64M of 198M-A64M
     assert asks_for_router_loss(config)
 
 
@@ -84,7 +84,7 @@ def test_head_size_and_layer_types_follow_where_they_followed():
     tiny = read_fields("tiny")
     saved = hf_config(
         fitted(tiny, 300, {})
-    ).to_dict()  # with a head_dim and a layer_types of 3, as config.json has them
+    ).to_dict()  # with a head_dim and a layer_types of 3, as a config.json has them
     config = hf_config(fitted(changed(saved, {"hidden_size": 64, "num_hidden_layers": 5}), 300, {}))
     assert (config.head_dim, len(config.layer_types)) == (16, 5)
     config = hf_config(fitted(changed(tiny, {"hidden_size": 64, "head_dim": 32}), 300, {}))

@@ -1,4 +1,4 @@
-"""Tokenizers that `verl-ext init-model` trains: from which text, with which tokens, and what it refuses."""
+"""Tokenizers that `verl-ext init-model` trains: their text, their tokens, and refusals."""
 
 import gzip
 import json
@@ -197,7 +197,7 @@ def test_added_tokens_alone_are_no_tokenizer(tmp_path):
 
 
 class CharTokenizer(PreTrainedTokenizer):
-    """A slow tokenizer, of a few characters."""
+    """A slow tokenizer of a few characters."""
 
     def __init__(self, **options: object) -> None:
         self._ids = {"[UNK]": 0, " ": 1, "a": 2}
@@ -221,7 +221,7 @@ class CharTokenizer(PreTrainedTokenizer):
 
 
 class Tiktokens:
-    """The vocabulary as bytes, as first tiktoken tokenizers of models have it; and no list of added tokens."""
+    """A vocabulary of bytes, like early tiktoken tokenizers of models, without a list of added tokens."""
 
     all_special_tokens = ("<|endoftext|>",)
 

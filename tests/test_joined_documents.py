@@ -1,4 +1,4 @@
-"""`task=glm_long_documents`: documents alike joined into long ones, by an encoder in a folder or behind a server."""
+"""`task=glm_long_documents` joins similar documents into long ones, with an encoder in a folder or behind a server."""
 
 import json
 import random
@@ -19,13 +19,13 @@ TOPICS = 4
 
 
 def topic_of(text):
-    """The subject of a document of these tests: all its words but a few end with its number."""
+    """Return the subject of a document: its number, with which all but a few words end."""
     return int(text.split()[0].removeprefix("w")) % TOPICS
 
 
 @pytest.fixture
 def documents(tmp_path):
-    """120 documents of 20 to 60 words, in two classes, each of one of four subjects."""
+    """Write 120 documents of 20 to 60 words in two classes, each on one of four subjects."""
     draw = random.Random(0)
     records = []
     for number in range(120):
@@ -81,8 +81,8 @@ def test_neighbours_of_a_class_are_joined_with_their_places_into_intervals_of_eq
         used += parts
         alike += len({topic_of(part) for part in parts}) == 1
         tokens[facts["interval"]] += facts["tokens"]
-    assert len(used) == len(set(used)) > 100  # each document once, and few are left over
-    assert alike >= 0.75 * len(records_of(tmp_path))  # the last of a class take what is left
+    assert len(used) == len(set(used)) > 100  # each document is used once, and few are left over
+    assert alike >= 0.75 * len(records_of(tmp_path))  # the last ones of a class take the rest
     assert abs(tokens["100–200"] - tokens["200–400"]) <= 400
     report = yaml.safe_load((tmp_path / "out" / "report.yaml").read_text())
     assert {name: row["tokens"] for name, row in report["lengths"].items()} == tokens
@@ -115,7 +115,7 @@ def test_a_mixture_draws_the_joined_documents_by_their_lengths(tmp_path, documen
 
 @pytest.fixture
 def encoder(tmp_path, tiny_model):
-    """A folder with a BERT of random weights that tells words apart."""
+    """Write a folder with a random BERT that distinguishes words."""
     torch.manual_seed(0)
     config = {
         "vocab_size": 128,

@@ -69,7 +69,7 @@ def test_an_endpoint_is_judged_and_a_second_run_asks_nobody(tmp_path, cases, cap
 
 
 def _charts(folder):
-    """Return the figures of a page by title, each drawn by vega-lite without a browser."""
+    """Return a page's figures by title, each drawn by vega-lite without a browser."""
     data = json.loads(re.search(r'id="data">(.*?)</script>', (folder / "page.html").read_text())[1])
     for chart in data["charts"]:
         svg = vl_convert.vegalite_to_svg({**chart["spec"], "width": 300, "data": {"values": chart["values"]}})
@@ -183,7 +183,7 @@ def test_verdicts_that_stay_unreadable_are_asked_for_five_times_counted_apart_an
     with chat_server(judge) as server:
         arguments[4] = f"judge.base_url={server.url}"
         assert main([*arguments, "overwrite=true", "max_failed=0.5"]) == 0
-    assert asked == {True: 5, False: 1}  # unreadable verdicts were paid for as well
+    assert asked == {True: 5, False: 1}  # unreadable verdicts cost as much
 
 
 def test_longbench_chat_gives_the_mean_and_the_codes_sum(tmp_path):

@@ -1,4 +1,4 @@
-"""The scores of judged answers are those of the benchmarks' own code, on rows made by hand."""
+"""The scores of judged answers equal those of the benchmarks' own code, on rows made by hand."""
 
 import json
 import re
@@ -70,7 +70,7 @@ def test_longbench_write_scores_as_longwriter_and_as_evalscope_where_a_verdict_i
     scores = [task.scores(c, a, [v]) for c, a, v in zip(cases, answers, verdicts, strict=True)]
     found = figures([(task.groups(case), score) for case, score in zip(cases, scores, strict=True)])
 
-    def total(per_item):  # LongWriter's eval_quality.py: a mean over items for each dimension, then over dimensions
+    def total(per_item):  # LongWriter's eval_quality.py: the mean over items for each dimension, then over dimensions
         return np.mean([(np.mean([item[name] for item in per_item]) - 1) * 25 for name in DIMENSIONS])
 
     assert found["all"]["S_l"].mean == pytest.approx(np.mean([100, 50, 100 * (1 - 2 / 3)]))

@@ -1,4 +1,4 @@
-"""launch/*.yaml: valid for Kubernetes' published schema, and what they set is what launch/node.sh reads."""
+"""launch/*.yaml are valid under Kubernetes' published schema, and set the variables that launch/node.sh reads."""
 
 import copy
 import os
@@ -34,7 +34,7 @@ def validate(document: dict[str, Any]) -> None:
 
 
 def pods(name: str) -> list[dict[str, Any]]:
-    """The pod templates of a manifest."""
+    """Return the pod templates of a manifest."""
     last = documents(name)[-1]["spec"]
     if "template" in last:
         return [last["template"]]
@@ -82,7 +82,7 @@ def test_the_pods_of_a_job_are_found_by_the_name_that_they_are_given():
 
 
 def environment(name: str, node: str) -> dict[str, str]:
-    """The variables of a manifest's container on one node, its fields filled in as Kubernetes does."""
+    """Return the variables of a manifest's container on one node, with fields filled in as by Kubernetes."""
     fields = {
         "metadata.annotations['batch.kubernetes.io/job-completion-index']": node,
         "status.podIP": f"10.0.0.{node}",

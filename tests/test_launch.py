@@ -16,14 +16,14 @@ ONE_NODE = ["torchrun", "--standalone", "--local_addr=127.0.0.1"]
 
 
 def launch(*words: str, script: str = "node.sh", **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a script with DRY_RUN and nothing of this process's topology."""
+    """Run a script with DRY_RUN and without this process's topology."""
     clean = {"PATH": os.environ["PATH"], "CUDA_VISIBLE_DEVICES": "", "DRY_RUN": "1"}
     command = ["bash", str(LAUNCH / script), *words]
     return subprocess.run(command, env=clean | environment, capture_output=True, text=True, check=False)
 
 
 def line(*overrides: str, **environment: str) -> list[str]:
-    """The words of the line that node.sh would run."""
+    """Return the words of the line that node.sh would run."""
     result = launch(*overrides, **environment)
     assert result.returncode == 0, result.stderr
     return shlex.split(result.stdout)
@@ -123,7 +123,7 @@ def test_one_host_restarts_by_itself():
 def node_with_programs(
     tmp_path: Path, preflight: str, torchrun: str = 'echo "torchrun $*"', **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run node.sh, not dry, with stand-ins: torchrun prints its words, verl-ext does what `preflight` says."""
+    """Run node.sh for real with stand-ins: torchrun prints its words, verl-ext runs the commands in `preflight`."""
     for name, body in {"torchrun": torchrun, "verl-ext": preflight}.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
@@ -143,7 +143,7 @@ def test_several_nodes_are_checked_before_torchrun(tmp_path):
     ]
     assert done.stdout.startswith("torchrun --nnodes=2 --node_rank=1")
     done = node_with_programs(tmp_path, 'echo "$*"', **TWO, MAX_RESTARTS="1")
-    assert done.stderr.split()[-1] == "rdzv_id=verl-ext-29500"  # that of torchrun's line
+    assert done.stderr.split()[-1] == "rdzv_id=verl-ext-29500"  # as in torchrun's line
     assert "--rdzv_id=verl-ext-29500" in done.stdout
 
 
@@ -151,7 +151,7 @@ def test_torchrun_is_not_started_where_the_check_fails(tmp_path):
     done = node_with_programs(tmp_path, "exit 2", **TWO)
     assert (done.returncode, done.stdout) == (2, "")
     assert node_with_programs(tmp_path, "exit 2", **TWO, PREFLIGHT="0").returncode == 0
-    assert node_with_programs(tmp_path, "exit 2").returncode == 0  # one node has nobody to check with
+    assert node_with_programs(tmp_path, "exit 2").returncode == 0  # a single node has no other to check
 
 
 def test_torchrun_finds_no_other_topology_in_its_own_variables(tmp_path):
@@ -215,7 +215,7 @@ def test_every_launcher_is_valid_bash_and_executable(script):
 
 
 def slurm(tmp_path: Path, restarts: str) -> subprocess.CompletedProcess[str]:
-    """Run slurm.sbatch on two nodes whose scontrol and srun are small scripts: srun runs its command once a node."""
+    """Run slurm.sbatch on two nodes; scontrol and srun are small scripts, and srun runs its command once a node."""
     programs = {
         "scontrol": 'printf "%s\\n" node-a node-b',
         "srun": "\n".join(
@@ -269,7 +269,7 @@ RAY = ["python", "-m", "verl_ext.fsdp_sft_trainer_ray"]
 
 
 def ray_lines(*words: str, **environment: str) -> list[list[str]]:
-    """The words of the lines that ray.sh would run."""
+    """Return the words of the lines that ray.sh would run."""
     result = launch(*words, script="ray.sh", **{"RAY_AUTH_MODE": "token", **environment})
     assert result.returncode == 0, result.stderr
     return [shlex.split(text) for text in result.stdout.splitlines()]

@@ -1,4 +1,4 @@
-"""Layers with a state over time give a document in a pack what it has alone, on any number of ranks."""
+"""Layers with a recurrent state compute a packed document as if it were alone, on any number of ranks."""
 
 import sys
 from itertools import accumulate, pairwise
@@ -17,7 +17,7 @@ from verl_ext.layers.dealing import dealt
 
 SEAMS = ("qwen3_5_text", "nemotron_h", "lfm2", "olmo_hybrid")
 SCORES = ("gpt_oss", "gemma2", "llama4_text")  # sinks, a soft cap, chunks
-LEARNED = ("bart", "pegasus", "roberta", "bigbird_pegasus")  # positions that transformers counts otherwise
+LEARNED = ("bart", "pegasus", "roberta", "bigbird_pegasus")  # positions that transformers counts differently
 POSITIONS = (
     *("blenderbot", "blenderbot-small", "camembert", "data2vec-text", "marian", "mbart", "plbart"),
     *("roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
@@ -32,7 +32,7 @@ FAMILIES = (
 
 
 def _errors(families, ulysses, context):
-    """By family: the largest relative error of a document's loss and of a parameter's gradient."""
+    """Return by family the largest relative error of a document's loss and a parameter's gradient."""
     return {family: largest_errors(family, (ulysses, context))[0] for family in families}
 
 
@@ -58,7 +58,7 @@ def test_ranks_that_do_not_divide_the_heads_and_groups_of_ranks_have_them(ulysse
 
 
 def _convolutions(ulysses, context, cases, taps):
-    """Whether this rank's outputs and input gradients are its slices of each document's convolution."""
+    """Return whether this rank's outputs and input gradients are its slices of each document's convolution."""
     shards, group, _ = ranks_of_a_pack(ulysses, context)
     torch.manual_seed(0)
     weight, bias = torch.randn(3, taps, dtype=torch.float64), torch.randn(3, dtype=torch.float64)

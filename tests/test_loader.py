@@ -1,4 +1,4 @@
-"""The loader: the same batches however many processes make them, and failures that end the run in one line."""
+"""The loader gives the same batches with any number of processes, and failures end the run in one line."""
 
 import multiprocessing
 import os
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# A dataset whose pack 3 does to the loader's process what VERL_EXT_TEST_FATE says.
+# A dataset whose pack 3 makes the loader's process suffer the fate in VERL_EXT_TEST_FATE.
 BROKEN = """
 import os, signal
 from verl_ext.data import SFTDataSet
@@ -52,7 +52,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def broken(tmp_path, folder):
-    """The dataset of the class above, and the file that defines it."""
+    """Make the dataset of the class above, and the file that defines it."""
     path = tmp_path / "broken.py"
     path.write_text(BROKEN)
     names: dict = {}
@@ -157,7 +157,7 @@ def test_a_death_between_two_batches_is_told(folder):
     @loader_deaths_reported()
     def train_on():
         os.kill(process.pid, signal.SIGKILL)
-        connection.wait([process.sentinel])  # dies while nobody waits for a batch
+        connection.wait([process.sentinel])  # the process dies while nothing waits for a batch
         list(batches)
 
     with pytest.raises(LoadingFailed, match=r"^a loader process .*(killed by signal: Killed|exited)"):
@@ -179,7 +179,7 @@ def test_a_loader_process_ends_where_its_rank_asks_it_to(folder):
     batches = iter(loader_of(SFTDataSet(folder, 32), num_workers=1))
     next(batches)
     (process,) = multiprocessing.active_children()
-    process.terminate()  # as multiprocessing does where a rank exits with its loader
+    process.terminate()  # as multiprocessing does if a rank exits with its loader
     process.join(60)
     assert process.exitcode == 0
 
@@ -209,7 +209,7 @@ def test_other_errors_pass_through(error):
 
 
 def run(folder, tiny_model, output, broken, launcher):
-    """The trainer as a user starts it, on a dataset whose pack 3 kills the process that reads it."""
+    """Start the trainer as a user does, on a dataset whose pack 3 kills the process that reads it."""
     command = [
         *(sys.executable, *launcher, "-m", "verl_ext.fsdp_sft_trainer", f"data.train_dir={folder}"),
         *(f"model.path={tiny_model}", f"trainer.default_local_dir={output}", "parallel=cpu", "trainer.logger=[file]"),
@@ -227,8 +227,8 @@ def test_a_killed_loader_process_ends_the_run_with_one_line(folder, tiny_model, 
     done = run(folder, tiny_model, tmp_path / "out", broken, torchrun if ranks > 1 else [])
     assert done.returncode == (TRAINING_FAILED if ranks == 1 else 1), done.stderr  # torchrun's own code is 1
     told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(told) == 1, done.stderr  # the rank that misses the one that ended says nothing
-    assert ranks == 1 or "<NO_OTHER_FAILURES>" in done.stderr  # torchrun's closing lines name that one alone
+    assert len(told) == 1, done.stderr  # the rank that misses the ended one is silent
+    assert ranks == 1 or "<NO_OTHER_FAILURES>" in done.stderr  # torchrun's last lines name only that one
     assert "a loader process (pid" in told[0]
     assert "killed by signal: Killed" in told[0] or "exited" in told[0]  # torch may see the closed pipe first
     assert "data.num_workers" in told[0]

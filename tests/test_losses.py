@@ -1,4 +1,4 @@
-"""Coefficients of every loss mode by hand, labels that stay inside documents, token losses in fp32."""
+"""Coefficients of every loss mode computed by hand, labels that stay inside documents, token losses in fp32."""
 
 import numpy as np
 import pytest
@@ -71,7 +71,7 @@ def test_a_pack_without_a_target_adds_nothing(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_document_without_a_target_and_padding_change_no_other_token(mode):
-    # Padding is a last pseudo-document; documents=2 says that it is none.
+    # Padding is a last pseudo-document; documents=2 excludes it.
     longer = np.append(OFFSETS, 12)
     padded = [np.append(x, np.zeros(5, x.dtype)) for x in (MASK, CATEGORY, WEIGHT)]
     spec = LossSpec(mode, CATEGORY_WEIGHTS)
@@ -86,7 +86,7 @@ documents = st.lists(st.integers(1, 9), min_size=1, max_size=5).map(lambda targe
 
 
 def _steps(packs: list[list[int]], mode: str, per_pack: int = 30) -> tuple[list[list[float]], float]:
-    """Each document's loss (a_t·ℓ_t with ℓ = 1 + its number), before Z; and Z. Lists hold targets a document."""
+    """Return each document's loss (a_t·ℓ_t with ℓ = 1 + its number) before Z, and Z. Lists hold documents' targets."""
     terms, normaliser, number = [], 0.0, 0
     for targets in packs:
         lengths = [n + 1 for n in targets]
@@ -184,7 +184,7 @@ def test_token_nll_is_fp32_cross_entropy_in_value_and_gradient(rows, dtype, inpl
     logits = (torch.randn(11, 37, generator=generator) * 5).to(dtype)
     labels = torch.randint(37, (11,), generator=generator)
     weights = torch.randn(11, generator=generator)
-    weights[3] = 0.0  # a token that is no target
+    weights[3] = 0.0  # not a target
 
     own, plain = logits.clone().requires_grad_(), logits.clone().requires_grad_()
     found = token_nll(own * 1, labels, inplace_backward=inplace, rows=rows)

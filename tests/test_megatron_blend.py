@@ -1,4 +1,4 @@
-"""The order of a blend: counts within the chairman assignment's bound at every prefix, and Megatron's rule."""
+"""The order of a blend: at every prefix, counts keep the chairman assignment's bound; and Megatron's rule."""
 
 from fractions import Fraction
 
@@ -17,7 +17,7 @@ WEIGHTS = st.lists(
 
 
 def tijdeman(weights, n):
-    """The rule as it is stated, step by step, in fractions."""
+    """Apply the rule as stated, step by step, in fractions."""
     total = sum(Fraction(str(weight)) for weight in weights)
     shares = [Fraction(str(weight)) / total for weight in weights]
     least = Fraction(1, 2 * len(weights) - 2)

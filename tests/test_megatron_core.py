@@ -1,4 +1,4 @@
-"""Both ways with megatron-core: files, sample indices for the same seed, and blends."""
+"""Compatibility with megatron-core in both directions: files, sample indices for the same seed, and blends."""
 
 import pickle
 import struct
@@ -38,7 +38,7 @@ def our_file(prefix, sequences, dtype):
 
 
 def megatron_indices(lengths, documents, seq_len, num_samples, seed):
-    """What GPTDataset builds, as a tuple in the order of ARRAYS, for lengths alone."""
+    """Return GPTDataset's arrays for lengths alone, as a tuple in the order of ARRAYS."""
     config = types.SimpleNamespace(
         sequence_length=seq_len,
         random_seed=seed,
@@ -99,7 +99,7 @@ def test_a_document_may_have_more_tokens_than_a_sequence_can(tmp_path):
             + struct.pack("<3i3q3q", LONGEST, 5, LONGEST, 0, LONGEST, LONGEST + 5, 0, 2, 3)
         )
     with open(tmp_path / "long.bin", "wb") as file:
-        file.truncate(2 * LONGEST + 5)  # no block is written
+        file.truncate(2 * LONGEST + 5)  # sparse, so no block is written
     index = TokenIndex(tmp_path / "long")
     assert index.lengths.tolist() == [LONGEST + 5, LONGEST]
     samples = build_sample_indices(index.lengths, None, 2**24, None, seed=1)
@@ -109,7 +109,7 @@ def test_a_document_may_have_more_tokens_than_a_sequence_can(tmp_path):
 
 
 def test_documents_without_a_sequence_leave_megatrons_indices_as_they_are(tmp_path):
-    documents = [[[1, 2, 3]], [], [[4, 5]], [[6, 7, 8, 9]], [], []]  # as its tools write empty texts
+    documents = [[[1, 2, 3]], [], [[4, 5]], [[6, 7, 8, 9]], [], []]  # as its tools store empty texts
     prefix = str(megatron_file(tmp_path / "theirs", documents, np.int32))
     assert TokenIndex(prefix).num_documents == 3
     assert_reads_what_the_builder_reads([prefix], None, 5, seed=2, seq_len=2)
@@ -198,7 +198,7 @@ def test_megatrons_blend_leaves_out_sources_of_weight_0():
 
 @pytest.fixture(scope="module")
 def prefixes(tmp_path_factory):
-    """Five indices of about 100 to 600 tokens."""
+    """Write five indices of about 100 to 600 tokens."""
     rng = np.random.default_rng(3)
     folder = tmp_path_factory.mktemp("blend")
     return [

@@ -1,4 +1,4 @@
-"""PREFIX.bin and PREFIX.idx: what IndexWriter writes, what TokenIndex reads, and what it refuses."""
+"""PREFIX.bin and PREFIX.idx: the output of IndexWriter, and the input and refusals of TokenIndex."""
 
 import pickle
 import struct
@@ -13,7 +13,7 @@ from verl_ext.text.plain_text import optimal_dtype
 
 DOCUMENTS = [[5, 6, 7], [], [65535], [1, 2, 3, 4]]
 HEADER = 34
-LENGTHS, POINTERS, ENDS = HEADER, HEADER + 16, HEADER + 48  # bytes of their first value, for DOCUMENTS
+LENGTHS, POINTERS, ENDS = HEADER, HEADER + 16, HEADER + 48  # offsets of their first values, for DOCUMENTS
 
 
 def write(prefix, documents, dtype=np.uint16, batch=2, block=BLOCK):
@@ -42,7 +42,7 @@ def patch(path, at, data):
 
 
 def refusal(prefix, key="data.train_dir", block=BLOCK):
-    """The line that opening raises: one line, naming the key."""
+    """Return the error of opening, which is one line and names the key."""
     with pytest.raises(ValueError, match=key.replace(".", r"\.")) as error:
         TokenIndex(prefix, key, block=block)
     line = str(error.value)
@@ -157,7 +157,7 @@ def test_the_writer_overwrites_nothing(corpus, tmp_path):
 
 def test_an_unfinished_corpus_opens_nowhere_and_a_finished_one_is_not_abandoned(tmp_path, corpus):
     writer = IndexWriter(tmp_path / "half", np.uint16)
-    writer.add(np.ones(10_000, np.uint16), np.ones(10_000, np.int64))  # more than Python keeps in memory of a file
+    writer.add(np.ones(10_000, np.uint16), np.ones(10_000, np.int64))  # more than Python buffers of a file
     assert (tmp_path / "half.idx").stat().st_size > HEADER
     assert "begin with b'MMIDIDX" in refusal(tmp_path / "half")
     writer.close()

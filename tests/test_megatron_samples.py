@@ -1,4 +1,4 @@
-"""Samples of a stream of documents: Megatron's indices, windows at random and in order. Pure functions."""
+"""Samples of a stream of documents: Megatron's indices, random and ordered windows. Pure functions."""
 
 from types import SimpleNamespace
 
@@ -13,12 +13,12 @@ from verl_ext.data.multidoc_samples import TokenStream, WindowPlan, random_start
 
 
 def tokens_of(lengths, documents):
-    """(document, offset) of every token, one after the other."""
+    """Return (document, offset) of every token in order."""
     return [(int(document), offset) for document in documents for offset in range(lengths[document])]
 
 
 def source_of(lengths, documents=None):
-    """What a plan asks of a source."""
+    """Make a source with the attributes that a plan needs."""
     return SimpleNamespace(index=SimpleNamespace(lengths=lengths), documents=documents, key="data.train_dir")
 
 
@@ -54,7 +54,7 @@ def test_samples_are_the_shuffled_stream_cut_every_seq_len_tokens(corpus, num_sa
 def test_epochs_are_as_few_as_give_the_samples():
     assert epochs_needed(101, 10, None) == 1
     assert epochs_needed(101, 10, 10) == 1
-    assert epochs_needed(100, 10, 10) == 2  # the last target needs a token more
+    assert epochs_needed(100, 10, 10) == 2  # the last target needs one more token
     assert epochs_needed(10**12, 4096, 10**9) == 5
 
 
@@ -150,7 +150,7 @@ def test_a_stream_of_one_sample_has_one_start():
 def test_every_place_is_a_start_as_often_as_any_other_in_any_order(num_tokens, seq_len):
     drawn = np.array([random_starts(num_tokens, seq_len, seed) for seed in range(4000)])
     candidates = num_tokens - seq_len + 1
-    for column in drawn.T:  # the first start, the second one, …
+    for column in drawn.T:  # the first start, the second start, …
         counts = np.bincount(column, minlength=candidates)
         assert len(counts) == candidates
         assert abs(counts - 4000 / candidates).max() < 6 * (4000 / candidates) ** 0.5

@@ -1,4 +1,4 @@
-"""The file of a trained memory: what it holds, how it is written, and which files are refused."""
+"""The file of a trained memory: its content, its writing, and refused files."""
 
 import os
 

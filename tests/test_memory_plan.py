@@ -1,4 +1,4 @@
-"""The memory of a step predicted on fake tensors: equal to that of real ranks, and what a plan says of it."""
+"""The memory of a step predicted on fake tensors equals that of real ranks; and a plan's lines about memory."""
 
 import copy
 import os
@@ -32,7 +32,7 @@ CHECKPOINTING = "model.enable_gradient_checkpointing"
 
 
 def job_of(model, ranks, tokens, micro_batches, *overrides):
-    """CPU ranks; packs of two documents whose tokens are all targets."""
+    """Make a job of CPU ranks, with packs of two documents whose tokens are all targets."""
     config = compose([f"model.path={model}", "data.train_dir=unused", *overrides])
     resolve_device(config, None)
     pack = {
@@ -46,7 +46,7 @@ def job_of(model, ranks, tokens, micro_batches, *overrides):
 
 
 def tracked(jobs):
-    """Bytes at the peak of each job's steps, of real tensors on a real rank."""
+    """Return the peak bytes of each job's steps, with real tensors on a real rank."""
     peaks = []
     for job in jobs:
         tracker = MemoryTracker("cpu", fake=False)
@@ -71,7 +71,7 @@ def test_a_prediction_on_fake_tensors_is_what_real_ranks_allocate(tmp_path):
 def test_a_prediction_counts_a_frozen_tower(tmp_path, tiny_model):
     model = write_small_models(["gemma3"], tmp_path, tiny_model)["gemma3"]
     jobs = [job_of(model, 2, 96, 1), job_of(model, 2, 96, 2, f"{CHECKPOINTING}=false")]
-    _assert_predicted(jobs, within=0.03)  # 26 kB of the ranks' 5.8 MB are freed in time in some runs and not in others
+    _assert_predicted(jobs, within=0.03)  # in some runs, 26 kB of the ranks' 5.8 MB are freed late
 
 
 def _assert_predicted(jobs, within=0.02):
@@ -86,14 +86,14 @@ def _assert_predicted(jobs, within=0.02):
 
 
 def planned(folder, overrides):
-    """What a plan says of memory, each time that it says more."""
+    """Return a plan's lines about memory, each time that there are more."""
     os.chdir(folder)
     return [copy.deepcopy(facts) for facts in memory_facts(prepare(compose(overrides)))]
 
 
 def test_a_plan_says_what_a_gpu_would_need_and_which_override_lowers_it(tmp_path):
     model = write_tiny_model(tmp_path / "model")
-    (model / "model.safetensors").unlink()  # a plan reads the config alone
+    (model / "model.safetensors").unlink()  # a plan reads only the config
     data = write_tokenized(tmp_path / "data", random_documents(np.random.default_rng(0), [60] * 40, 100, 1))
     reports = run_ranks(
         planned,
@@ -108,7 +108,7 @@ def test_a_plan_says_what_a_gpu_would_need_and_which_override_lowers_it(tmp_path
     first, last = reports[0], reports[-1]
     assert (first["world_size"], first["micro_batch_tokens"], first["fits"]) == (8, 60, False)
     assert first["peak"] == sum(first["kinds"].values())
-    assert first["kinds"]["optimizer state"] > 1.8 * first["kinds"]["parameters"]  # which has buffers too
+    assert first["kinds"]["optimizer state"] > 1.8 * first["kinds"]["parameters"]  # it has buffers too
     peaks = {remedy["override"]: remedy["peak"] for remedy in last["remedies"]}
     alone = [override for override in peaks if " " not in override]
     assert alone == [
@@ -126,7 +126,7 @@ def test_a_plan_says_what_a_gpu_would_need_and_which_override_lowers_it(tmp_path
     reserved = first["reserved_by_allocator"]
     assert all(
         first["peak"] < size < first["peak"] + 200 * 2**20 for size in reserved.values()
-    )  # a segment a stream, or two
+    )  # one segment or two for each stream
     assert "PyTorch's allocator reserves" in list(memory_lines(first))[-2]
     assert "memory: it does not fit" in list(memory_lines(first))[-1]
     assert f"{together[-1]} does not fit: peak 0.00" in remedy_line(last["remedies"][-1])

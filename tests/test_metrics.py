@@ -1,4 +1,4 @@
-"""The numbers of a step: exact sums, one reduction, every category's slot on every rank, perplexities at validation."""
+"""A step's numbers: exact sums, one reduction, a slot for every category on every rank, perplexities at validation."""
 
 import math
 
@@ -57,7 +57,7 @@ def test_validation_has_perplexities_of_all_targets_and_of_each_category():
     #                       weighted  none gsm8k code   Z   tokens targets packs none gsm8k code
     sums = _sums(12.0, [5.0, 6.0, 2.0], [4.0, 100, 9, 3, 1, 4, 4])
     report = sums.report("val", NAMES)
-    assert report["val/perplexity"] == pytest.approx(math.exp(13 / 9))  # not of val/loss, which is weighted
+    assert report["val/perplexity"] == pytest.approx(math.exp(13 / 9))  # not exp(val/loss), which is weighted
     assert report["val/gsm8k_perplexity"] == pytest.approx(math.exp(report["val/gsm8k_loss"]))
     assert report["val/code_perplexity"] == pytest.approx(math.exp(report["val/code_loss"]))
     assert not any("perplexity" in name for name in sums.report("train", NAMES))
@@ -77,7 +77,7 @@ def test_nothing_seen_has_no_perplexity():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_perplexity_is_unweighted_over_all_targets_whatever_the_loss_mode(mode):
-    """Log-probabilities −t of the pack's token t, targets at 1, 2, 3 and 5; that at 3 is of no category."""
+    """The log-probability of the pack's token t is −t; targets are at 1, 2, 3 and 5; that at 3 has no category."""
     pack = pack_row(
         [
             Document([10, 11, 12, 13], [0, 1, 1, 1], [0, 7, 9, 0], [1, 2, 3, 4]),
@@ -113,7 +113,7 @@ def test_no_two_metrics_share_a_name_unless_it_is_reserved(names):
 
 
 def test_a_reserved_name_would_be_another_metric():
-    others = {"val/total_tokens", "val/total_target_tokens"}  # of a run, beside those of a step
+    others = {"val/total_tokens", "val/total_target_tokens"}  # the run's, beside those of a step
     for name in RESERVED:
         assert len(others | StepSums.zeros(1, "cpu").report("val", (name,)).keys()) < 5 + 1 + len(others)
 
@@ -124,7 +124,7 @@ def test_accuracy_and_entropy_are_means_over_targets_where_the_engine_gives_them
     slots, is_target = torch.tensor([0, 1, 1, 2, 1]), torch.tensor([True, True, True, True, False])
     sums.add_measures(slots, is_target, torch.tensor([1.0, 1, 0, 1, 1]), torch.tensor([0.5, 1, 2, 3, torch.nan]))
     report = (sums + StepSums.zeros(2, "cpu")).report("val", NAMES)
-    assert "val/entropy" not in report  # a part of the set without them
+    assert "val/entropy" not in report  # part of the set lacks them
     report = sums.report("val", NAMES)
     assert (report["val/token_accuracy"], report["val/entropy"]) == (3 / 9, 6.5 / 9)
     assert (report["val/gsm8k_token_accuracy"], report["val/gsm8k_entropy"]) == (1 / 4, 3 / 4)
@@ -143,7 +143,7 @@ def test_parts_add_up_in_place():
 
 
 def test_counts_past_what_float32_holds_stay_exact():
-    # float32 has no 2^24 + 1; a long validation set gets there within minutes.
+    # float32 cannot represent 2^24 + 1, which a long validation set reaches within minutes.
     many = 2**24 + 1
     sums = StepSums.zeros(1, "cpu")
     for _ in range(3):
@@ -170,7 +170,7 @@ def _reduce_on_rank() -> tuple[dict[str, float], int]:
         calls += 1
         dist.all_reduce(tensor)
 
-    # gsm8k is on rank 0 alone, code on rank 1 alone.
+    # gsm8k is only on rank 0, code only on rank 1.
     mine = [
         _sums(1.0, [0, 6.0, 0], [2.0, 10, 4, 1, 0, 4, 0]),
         _sums(3.0, [7.0, 0, 1.0], [3.0, 20, 3, 2, 1, 0, 2]),

@@ -1,4 +1,4 @@
-"""`verl-ext migrate`: an old command with the names of today, its words, quotes and variables as they were written."""
+"""`verl-ext migrate` renames an old command's keys, and keeps its words, quotes and variables as written."""
 
 import re
 import shlex
@@ -32,7 +32,7 @@ torchrun --standalone --nnodes=1 --nproc_per_node=$nproc_per_node \
 
 
 def migrated(capsys, *arguments: str) -> tuple[str, list[str]]:
-    """(the new command, its comments)"""
+    """Return (the new command, its comments)."""
     assert main(["migrate", *arguments]) == 0
     lines = capsys.readouterr().out.splitlines()
     comments = [line for line in lines if line.startswith("# ")]
@@ -71,7 +71,7 @@ def test_a_script_keeps_its_words_quotes_and_variables(capsys):
 def test_the_new_command_composes_and_is_one_that_migrates_to_itself(trainer, capsys):
     overrides = "+data.train_dir='a b' model.partial_pretrain=M optim.warmup_steps_ratio=.1 optim.lr=1"
     old = f"torchrun --nproc_per_node=2 {trainer} {overrides}"
-    command, comments = migrated(capsys, *shlex.split(old))  # unquoted on the command line: words, not one text
+    command, comments = migrated(capsys, *shlex.split(old))  # unquoted on the command line: separate words
     words = shlex.split(command.replace("\\\n", " "))
     assert words[:4] == ["torchrun", "--nproc_per_node=2", "-m", "verl_ext.fsdp_sft_trainer"]
     config = compose(words[4:])

@@ -1,4 +1,4 @@
-"""A mixture in SFTDataSet: its sources and folders, and the packs that come of it."""
+"""A mixture in SFTDataSet: its sources, its folders and its packs."""
 
 import pickle
 
@@ -14,7 +14,7 @@ from verl_ext.packing import STRATEGIES, plan_packs
 
 @pytest.fixture
 def folders(tmp_path):
-    """Two folders; every document begins with its own token: 1.. in the first, 501.. in the second."""
+    """Write two folders; every document begins with its own token: 1.. in the first, 501.. in the second."""
     rng = np.random.default_rng(0)
     paths = []
     for first_token, sizes in ((1, rng.integers(2, 40, 60)), (501, rng.integers(2, 20, 30))):
@@ -26,7 +26,7 @@ def folders(tmp_path):
 
 
 def documents_of(dataset):
-    """(first token, length) of every document of every pack."""
+    """Return (first token, length) of every document of every pack."""
     found = []
     for row in dataset:
         begins = np.flatnonzero(row["position_ids"].numpy() == 0)
@@ -65,7 +65,7 @@ def test_a_source_draws_from_its_own_folder_or_from_train_dir(folders, mixture):
     dataset = SFTDataSet(folders[0], 50, mixture=mixture)
     assert dataset.folders == tuple(folders)
     of_papers = [token for token, _ in documents_of(dataset) if token > 500]
-    assert len(of_papers) == len(set(of_papers)) == 30  # the weighted source shares the tokens that it holds
+    assert len(of_papers) == len(set(of_papers)) == 30  # the weighted source draws each of its documents once
     papers = dataset.mixture_report[-1]
     assert (papers.source, papers.low, papers.high, papers.epochs, papers.off) == ("papers", None, None, 1.0, 0.0)
 

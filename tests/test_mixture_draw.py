@@ -1,4 +1,4 @@
-"""Budgets in tokens, balanced length intervals, whole documents: the draw of a mixture. Pure."""
+"""The draw of a mixture: budgets in tokens, balanced length intervals, whole documents. Pure functions."""
 
 from itertools import combinations, pairwise
 
@@ -23,7 +23,7 @@ EDGES = (8, 16, 32, 64, 128)
 
 @pytest.fixture
 def lengths():
-    """2,000 documents of 1 to 128 tokens, short ones more often."""
+    """Draw lengths of 2,000 documents of 1 to 128 tokens, short ones more often."""
     return np.exp(np.random.default_rng(0).uniform(0, np.log(128), 2000)).astype(np.int32) + 1
 
 

@@ -1,4 +1,4 @@
-"""What `data.mixture` may say, and the line for what it may not."""
+"""Valid values of `data.mixture`, and the one-line error for each invalid value."""
 
 import pytest
 from omegaconf import OmegaConf

@@ -21,7 +21,7 @@ def test_the_ratio_is_that_of_the_operations_that_torch_counts():
     config = Qwen3Config(**SIZES, **HEADS, intermediate_size=160, attn_implementation="eager")
     model = Qwen3ForCausalLM(config)
     short, long = counted(model, 32), counted(model, 64)
-    quadratic = (long - 2 * short) / (64**2 - 2 * 32**2)  # of the eager attention, which computes what is masked too
+    quadratic = (long - 2 * short) / (64**2 - 2 * 32**2)  # of eager attention, which also computes masked scores
     linear = short / 32 - quadratic * 32
     cost = cost_model("flops", config, 1)
     unit = 2 * 4 * 32

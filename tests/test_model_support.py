@@ -1,4 +1,4 @@
-"""Which architectures keep the documents of a pack apart, told from their config alone."""
+"""Tell from its config alone whether an architecture keeps the documents of a pack apart."""
 
 import pytest
 import transformers
@@ -43,7 +43,7 @@ def test_places_that_a_layer_counts_from_the_packs_first_token_are_found_by_a_tr
 
 
 def _configs_of_encoders() -> list[type]:
-    """Config classes in transformers' causal-LM mapping whose architecture can also be an encoder."""
+    """Return config classes in transformers' causal-LM mapping whose architecture can also be an encoder."""
     classes = {cls for cls in transformers.MODEL_FOR_CAUSAL_LM_MAPPING if hasattr(cls, "is_decoder")}
     supported = [cls for cls in classes if transformers.MODEL_FOR_CAUSAL_LM_MAPPING[cls]._supports_attention_backend]
     return sorted(supported, key=lambda cls: cls.__name__)
@@ -52,7 +52,7 @@ def _configs_of_encoders() -> list[type]:
 @pytest.mark.parametrize("cls", _configs_of_encoders(), ids=lambda cls: cls.__name__)
 def test_an_encoder_is_refused_from_its_config(cls):
     problems = support_problems(cls(num_hidden_layers=1))
-    if cls is transformers.GPTNeoXConfig:  # has the option, and is causal whatever it says
+    if cls is transformers.GPTNeoXConfig:  # has the option, but is always causal
         assert problems == []
     else:
         assert problems == [f"model.path: {cls.__name__} must have causal attention; got is_decoder=false"]

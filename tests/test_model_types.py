@@ -1,4 +1,4 @@
-"""Every model type that transformers has for text is trained exactly on packs, or refused with the cause."""
+"""Every model type that transformers has for text trains exactly on packs, or is refused with the reason."""
 
 import re
 from pathlib import Path
@@ -16,14 +16,14 @@ PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 
 
 def named(part):
-    """The model types that a part of the page names."""
+    """Return the model types that a part of the page names."""
     text = PAGE.read_text(encoding="utf-8").split("\n## ")
     (found,) = (body for body in text if body.startswith(part))
     return [kind for kind in re.findall(r"`([^`]+)`", found) if kind in KINDS]
 
 
 def _errors(kinds, layouts):
-    """By type: an error for each layout, or how it failed."""
+    """Return by type an error for each layout, or the failure."""
     errors = {}
     for kind in kinds:
         try:
@@ -38,7 +38,7 @@ def _wrong(errors):
 
 
 def _verdicts_and_errors(kinds):
-    """The verdict of each of this rank's types, and the errors on one rank of those that are trained."""
+    """Return the verdict on each of this rank's types, and the one-rank errors of those that are trained."""
     own = kinds[torch.distributed.get_rank() :: 2]
     verdicts = {kind: refusal(kind) for kind in own}
     return verdicts, _errors([kind for kind in own if verdicts[kind] is None], [(1, 1)])
@@ -60,7 +60,7 @@ def test_every_type_is_exact_on_one_rank_and_on_two_or_refused_with_the_cause():
 
 
 def parts(kinds: list[str], size: int = 40) -> list[list[str]]:
-    """Parts whose ranks answer within the limit of `run_ranks` on a busy machine."""
+    """Split the types into parts whose ranks answer within the limit of `run_ranks` on a busy machine."""
     return [kinds[first : first + size] for first in range(0, len(kinds), size)]
 
 

@@ -1,4 +1,4 @@
-"""Every model type that is trained takes a step in the engine, sharded over two ranks, as plain transformers does."""
+"""Every supported model type takes a step in the engine, sharded over two ranks, as in plain transformers."""
 
 from pathlib import Path
 
@@ -16,15 +16,15 @@ from verl_ext.data import CategoryTable
 from verl_ext.losses import LossSpec
 from verl_ext.trainer.batch import StepCollator
 
-# In fp32, where other formulas than transformers' round otherwise; test_model_types.py compares in fp64. Biases of keys
-# have no gradient but for rounding.
+# In fp32, in which formulas that differ from transformers' round differently; test_model_types.py compares in fp64.
+# Gradients of key biases are only rounding.
 TOLERANCE = 2e-3
 DOCUMENTS = documents_of_answers(21, 2, 13, 30, 9, 17)
 PACKS = [DOCUMENTS[:3], DOCUMENTS[3:]]
 
 
 def _off(kind, folder, tokenizer):
-    """The largest relative error of the loss and of a gradient of a step; 0 but on rank 0."""
+    """Return the largest relative error of a step's loss and gradients on rank 0; 0 on other ranks."""
     from tests.packed_engine import build_worker, train_step
 
     if dist.get_rank() == 0:
@@ -40,7 +40,7 @@ def _off(kind, folder, tokenizer):
     given = {"dtype": torch.float32, "attn_implementation": "eager"}
     plain = model_class(kind).from_pretrained(folder, **given).eval()
     for name, parameter in plain.named_parameters():
-        parameter.requires_grad_(name in step.gradients)  # no text reaches the others: test_model_types.py
+        parameter.requires_grad_(name in step.gradients)  # text does not reach the others: test_model_types.py
     expected = Reference(plain, DOCUMENTS).step(PACKS, "token", {})
     errors = expected.gradient_errors(step.gradients)
     return max(abs(step.report["train/loss"] / expected.loss - 1), *errors.values())

@@ -1,4 +1,4 @@
-"""MultiDocDataset: samples of a stream of documents, against streams put together by hand."""
+"""MultiDocDataset: samples of a stream of documents equal those of streams built by hand."""
 
 import gzip
 import json
@@ -26,7 +26,7 @@ from verl_ext.show.report import report_lines
 from verl_ext.trainer.report import data_facts, step_facts
 from verl_ext.trainer.step_plan import StepPlan
 
-LENGTHS = (7, 1, 30, 12, 15, 16, 2, 40, 9, 25)  # with EOS some are of 16 tokens and of 2
+LENGTHS = (7, 1, 30, 12, 15, 16, 2, 40, 9, 25)  # with EOS, some have 16 tokens and some 2
 TEXTS = random_words(LENGTHS)
 STREAM = stream_of(TEXTS)
 
@@ -52,7 +52,7 @@ def opened(tokenizer, texts, tmp_path_factory):
 
 
 def write_index(prefix, documents):
-    """An index of these lists of token ids."""
+    """Write an index of these lists of token ids."""
     prefix.parent.mkdir(exist_ok=True)
     writer = IndexWriter(prefix, np.uint16)
     writer.add(np.concatenate([np.asarray(d, np.uint16) for d in documents]), np.array([len(d) for d in documents]))
@@ -281,7 +281,7 @@ def test_epochs_say_how_often_the_tokens_are_seen(opened, tmp_path):
 
 @pytest.fixture(scope="module")
 def sentences(tmp_path_factory):
-    """An index of 10 documents of 4 sentences of 2 to 6 tokens; document d holds the token d + 1 alone."""
+    """Write 10 documents of 4 sentences of 2 to 6 tokens; document d holds only the token d + 1."""
     documents = [[[number + 1] * ((number + part) % 5 + 2) for part in range(4)] for number in range(10)]
     return str(megatron_file(tmp_path_factory.mktemp("sentences") / "corpus", documents, np.uint16))
 
@@ -357,7 +357,7 @@ def test_texts_are_tokenized_once_and_again_when_they_change(tokenizer, tmp_path
 
 
 class ThreadRanks:
-    """The ranks of a run as threads of this process."""
+    """A run's ranks, as threads of this process."""
 
     def __init__(self, rank, values, barrier):
         self.rank, self.size, self.values, self.barrier = rank, len(values), values, barrier
@@ -395,7 +395,7 @@ def test_the_token_range_is_read_in_shares_and_kept(tmp_path):
 
 
 def _documents(stream):
-    """The documents of a stream of texts, as JSON for counting."""
+    """Return the documents of a stream of texts, as JSON for counting."""
     found, document = [], []
     for token in stream:
         document.append(token)

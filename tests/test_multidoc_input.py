@@ -1,4 +1,4 @@
-"""What MultiDocDataset refuses: one line that names the key and what was received, and nothing is overwritten."""
+"""Inputs that MultiDocDataset refuses: one line names the key and the value received; nothing is overwritten."""
 
 import logging
 import struct
@@ -23,7 +23,7 @@ def tokenizer(tiny_model):
 
 @pytest.fixture
 def prefix(tmp_path):
-    """A corpus of 4 documents and 90 tokens, uint16."""
+    """Write a uint16 corpus of 4 documents and 90 tokens."""
     writer = IndexWriter(tmp_path / "corpus", np.uint16)
     writer.add(np.arange(90, dtype=np.uint16), np.array([30, 20, 0, 40]))
     writer.close()
@@ -32,7 +32,7 @@ def prefix(tmp_path):
 
 @pytest.fixture
 def refused(tokenizer, tmp_path):
-    """Checks that the samples of some paths are refused in one line that matches."""
+    """Assert that the samples of some paths are refused in one matching line."""
 
     def check(paths, match, **options):
         options = {"config": {"cache_dir": str(tmp_path / "cache")}, **options}
@@ -187,7 +187,7 @@ def test_an_empty_document_is_a_bad_record(tmp_path, refused, tokenizer):
 def test_records_whose_special_tokens_are_text_are_counted(tmp_path):
     path = write_jsonl(tmp_path / "texts.jsonl", ["Mary <eos> went <eos> home", "to the garden", "<pad>"])
     config = {"seq_len": 8, "cache_dir": str(tmp_path / "cache"), "add_eos": False}
-    for _ in range(2):  # made, and opened again
+    for _ in range(2):  # written, then opened again
         dataset = MultiDocDataset(path, byte_tokenizer(), config=config)
         (row,) = dataset.changed_documents()
         assert (row.category, row.reason, row.documents) == ("texts", "special tokens encoded as text", 2)
@@ -205,7 +205,7 @@ def test_a_number_of_samples_is_of_a_document_stream(prefix, refused):
 
 
 def test_a_folder_of_an_index_and_of_texts(tmp_path, prefix, refused):
-    (tmp_path / "report.json").write_text("{}")  # as the index command leaves one
+    (tmp_path / "report.json").write_text("{}")  # like the index command's
     refused(str(tmp_path), r"data\.train_dir: corpus must have", seq_len=1000)
     (tmp_path / "more.txt").write_text("w1")
     refused(str(tmp_path), r"data\.train_dir must name a folder of indices or of texts; .* holds more\.txt as well")

@@ -1,4 +1,4 @@
-"""Streams of documents through the trainer, against plain Hugging Face sample by sample."""
+"""Streams of documents through the trainer equal plain Hugging Face, sample by sample."""
 
 import json
 import re
@@ -28,7 +28,7 @@ LAYOUTS = {"1 rank": (1, 1), "2 ranks": (2, 1), "2 ranks share a sample": (2, 2)
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """Two texts, as records, whose documents cross samples; a is about twice b."""
+    """Write two texts as records whose documents cross samples; a is about twice as long as b."""
     folder = tmp_path_factory.mktemp("sources")
     a = write_jsonl(folder / "a.jsonl", random_words((7, 1, 30, 12, 15, 16, 40, 3, 9) * 3, seed=1))
     b = write_jsonl(folder / "b.jsonl", random_words((5, 20, 2, 33, 16, 1) * 2, seed=2))
@@ -55,7 +55,7 @@ def options(model, sources, folder, *more, sequence_parallel=1):
 
 
 def _rows_and_metrics(overrides):
-    """The rows of the first step and of validation, and what the run said."""
+    """Return the rows of the first step and of validation, and the run's metrics."""
     from pathlib import Path
 
     trainer = train(overrides)
@@ -66,8 +66,8 @@ def _rows_and_metrics(overrides):
 
 
 def _sums(model, rows):
-    """(Σ ℓ_t, targets) by category of rows, in which attention stops where positions restart; and the gradient of the
-    mean over all."""
+    """Return (Σ ℓ_t, targets) by category of rows, with attention that stops where positions restart, and the gradient
+    of the mean over all."""
     sums: dict[int, list] = {}
     for row in rows:
         ids, category, mask = row["input_ids"], row["category_ids"], row["loss_mask"]
@@ -92,7 +92,7 @@ def test_a_step_and_validation_are_those_of_plain_hugging_face(layout, across, t
         tiny_model,
         sources,
         tmp_path,
-        "optim.lr=1e-12",  # validation comes after the last step
+        "optim.lr=1e-12",  # validation follows the last step
         f"data.attend_across_documents={across}",
         sequence_parallel=sequence_parallel,
     )
@@ -136,7 +136,7 @@ def test_a_resume_on_other_samples_is_refused(tiny_model, sources, tmp_path):
     a, b = sources
     changes = {
         "data.attend_across_documents=false": r"attend_across_documents is False, but the run in .* was trained with",
-        # more than an epoch: another order
+        # more than an epoch needs another order
         "trainer.total_training_steps=20": r"number of samples of the run \(.*\) is 80, but .* with 8",
         "data.blend_rule=megatron": r"data\.blend_rule is megatron, but the run in .* with tijdeman",
         f"data.blend=[[0.5,{a}],[0.5,{b}]]": r"the weights of data\.blend is \[0\.5, 0\.5\], but .* \[0\.7, 0\.3\]",

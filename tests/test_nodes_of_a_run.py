@@ -1,4 +1,4 @@
-"""What ends a run of several nodes: options, data or models that differ from node to node, and ranks that are lost."""
+"""Causes that end a run of several nodes: options, data or models that differ between nodes, and lost ranks."""
 
 import contextlib
 import io
@@ -23,7 +23,7 @@ from verl_ext.trainer.setup import prepare
 
 
 def prepared(folders: list[str], cases: list[list[list[str]]]) -> list[str]:
-    """What is said when this rank, which is a node with a folder of its own, prepares its overrides of each case."""
+    """Return the messages when this rank, a node with its own folder, prepares its overrides of each case."""
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     os.chdir(folders[dist.get_rank()])
     told = []
@@ -75,7 +75,7 @@ def test_a_lost_rank_is_one_line_and_an_exit_code(error, monkeypatch):
 
 
 def fail(folder: Path, ranks: list[int]) -> None:
-    """These ranks have a bug; the others wait for them."""
+    """Raise an error on these ranks, for which the others wait."""
     os.dup2(os.open(folder / f"stderr-{dist.get_rank()}", os.O_CREAT | os.O_WRONLY), 2)
     with failures_reported():
         if dist.get_rank() in ranks:

@@ -1,4 +1,4 @@
-"""Which implementation of Adam a run takes, and that its steps over FSDP2's shards leave nothing behind."""
+"""The implementation of Adam that a run takes; its steps over FSDP2's shards leave no objects behind."""
 
 import gc
 
@@ -35,7 +35,7 @@ def test_the_users_word_comes_before_device_and_version(optim, run, chosen):
 
 
 def _steps(options: dict) -> tuple[int, list[torch.Tensor]]:
-    """Objects that 30 steps left behind, and the parameters after them."""
+    """Return the number of objects that 30 steps left behind, and the parameters after them."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     for part in (*model, model):
@@ -64,5 +64,5 @@ def _all_steps() -> list[tuple[int, list[torch.Tensor]]]:
 def test_steps_over_shards_leave_no_objects_behind_and_agree():
     (_, loop), *others = run_ranks(_all_steps, 2)[0]
     for left, parameters in others:
-        assert left < 30  # one a step
+        assert left < 30  # fewer than one per step
         torch.testing.assert_close(parameters, loop, rtol=1e-5, atol=1e-7)

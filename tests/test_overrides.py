@@ -1,4 +1,4 @@
-"""Names of any script on a command line, and the line that says what is wrong with a word."""
+"""Names in any script on a command line, and the one-line error for a wrong word."""
 
 import json
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Named(OutputOptions):
     sources: dict[str, Any] = option({}, "name: file")
 
 
-# What Hydra's grammar has no meaning for, and no name that it would read as a number, a flag or null.
+# Text without special meaning in Hydra's grammar, which it would not read as a number, a flag or null.
 _LETTERS = st.characters(codec="utf-8", categories=["Lu", "Ll", "Lo", "Lm", "Mn", "So"])
 _NAMES = st.text(_LETTERS, min_size=1, max_size=6).map(lambda name: f"n{name}")
 
@@ -99,7 +99,7 @@ def test_a_missing_bracket_or_quote_is_named_on_every_command_line(words, line):
         ("g.jsonl", "g:g.jsonl"),
         ("[g.jsonl]", "g:[g.jsonl]"),
         ("[d/g.jsonl,h.jsonl]", "g:[d/g.jsonl,h.jsonl]"),
-        ("gsm8k:g.jsonl", "gsm8k:g.jsonl"),  # what a shell makes of braces without quotes
+        ("gsm8k:g.jsonl", "gsm8k:g.jsonl"),  # a shell's expansion of braces without quotes
         ("https://host/g.jsonl", "g:https://host/g.jsonl"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Dataset classes of the user's in the trainer: a PackDataset without options, and documents from three members."""
+"""The user's own dataset classes in the trainer: a PackDataset without options, and documents by three members."""
 
 import json
 from functools import cached_property
@@ -123,7 +123,7 @@ def documents():
 
 @pytest.fixture
 def of_documents(tmp_path, tiny_model, documents):
-    """(overrides of a run on a file of documents, of one on the tokenized folder of the same documents)."""
+    """Return (overrides of a run on a file of documents, of one on the tokenized folder of the same documents)."""
     rows = [{name: np.asarray(values).tolist() for name, values in document.items()} for document in documents]
     (tmp_path / "documents.json").write_text(json.dumps(rows))
     (tmp_path / "documents.py").write_text(DOCUMENTS)
@@ -169,7 +169,7 @@ def test_a_resume_on_changed_documents_is_refused(of_documents, tmp_path):
 
 
 class Own(DocumentDataset):
-    """Documents that stand in its config."""
+    """A dataset of the documents in its config."""
 
     categories = CategoryTable((1, 2), ("one", "two"))
 

@@ -1,4 +1,4 @@
-"""A loss mode of the user's own: exact on every layout as the built-in ones are, and refused in one line."""
+"""A user's own loss mode is as exact on every layout as the built-in ones; errors in it are one line."""
 
 import numpy as np
 import pytest
@@ -38,7 +38,7 @@ def own(mask, weights, lengths):
     share = np.maximum(targets, 1) ** -0.75 * lengths
     return weights * np.repeat(share, lengths), (targets > 0).sum()
 '''
-LAYOUTS = [(1, 1), (2, 1), (2, 2)]  # ranks, of which share a sequence
+LAYOUTS = [(1, 1), (2, 1), (2, 2)]  # (ranks, ranks that share a sequence)
 NAMES = CategoryTable(tuple(CATEGORIES), tuple(CATEGORIES.values()))
 
 
@@ -50,7 +50,7 @@ def file(tmp_path_factory):
 
 
 def _steps(model, file, sequence_parallel):
-    """On every rank: a step of each loss for each packing, by both."""
+    """Take, on every rank, a step of each loss for each packing."""
     from tests.packed_engine import build_worker, train_step
 
     engine = build_worker(model, sequence_parallel).engine
@@ -88,7 +88,7 @@ def test_a_function_that_repeats_a_built_in_mode_gives_its_loss_and_gradients(st
 def expected(tiny_model):
     reference = Reference(load_eager(str(tiny_model)), DOCUMENTS)
     weights = {c: CATEGORY_WEIGHTS[name] for c, name in CATEGORIES.items() if name in CATEGORY_WEIGHTS}
-    return reference.step([[document] for document in DOCUMENTS], "own", weights)  # no pack has a part in it
+    return reference.step([[document] for document in DOCUMENTS], "own", weights)  # no pack is involved
 
 
 @pytest.mark.parametrize("packing", ["none", "packed", "padded"])

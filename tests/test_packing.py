@@ -23,7 +23,7 @@ def packs_of(plan):
 
 
 def seed_next_fit(lengths, max_tokens):
-    """The loop of the original TokenAwareBatchPack."""
+    """Pack by the loop of the original TokenAwareBatchPack."""
     packs, pack, pack_tokens = [], [], 0
     for index, length in enumerate(lengths):
         if pack and pack_tokens + length > max_tokens:

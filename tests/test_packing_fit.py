@@ -1,4 +1,4 @@
-"""The fits by length against plain loops over documents, their order of documents, and the lower bound."""
+"""The fits by length equal plain loops over documents; also their order of documents, and the lower bound."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from verl_ext.packing.best_fit import best_fit, fewest_packs, fit, plan_from_pla
 
 @st.composite
 def repeated_lengths(draw):
-    """Few distinct lengths, many documents of each."""
+    """Draw few distinct lengths, with many documents of each."""
     max_tokens = draw(st.integers(2, 60))
     distinct = draw(st.lists(st.integers(1, max_tokens), min_size=1, max_size=6))
     lengths = [length for length in distinct for _ in range(draw(st.integers(1, 40)))]
@@ -23,7 +23,7 @@ inputs_of_every_kind = st.one_of(packing_inputs(min_size=1), repeated_lengths())
 
 
 def best_fit_loop(lengths, max_tokens):
-    """The lengths in each pack: the longest document first, into the earliest of the packs with the least room."""
+    """Return the lengths in each pack: the longest document goes first, into the earliest pack with the least room."""
     packs = []
     for length in sorted(lengths, reverse=True):
         rooms = [(max_tokens - sum(pack), number) for number, pack in enumerate(packs)]
@@ -36,7 +36,7 @@ def best_fit_loop(lengths, max_tokens):
 
 
 def first_fit_loop(lengths, max_tokens):
-    """The lengths in each pack: the longest document first, into the earliest pack that holds it."""
+    """Return the lengths in each pack: the longest document goes first, into the earliest pack that holds it."""
     packs = []
     for length in sorted(lengths, reverse=True):
         for pack in packs:
@@ -49,7 +49,7 @@ def first_fit_loop(lengths, max_tokens):
 
 
 def fewest_packs_by_search(lengths, max_tokens):
-    """The optimum, by trying every pack for every document."""
+    """Find the optimum by trying every pack for every document."""
     lengths = sorted(lengths, reverse=True)
     best = len(lengths)
 
@@ -147,5 +147,5 @@ def test_documents_of_equal_length_are_shuffled_without_preference():
 
 
 def test_the_order_of_a_seed_is_the_same_everywhere():
-    """A run that is resumed elsewhere must find the same packs."""
+    """A run that resumes on another machine must find the same packs."""
     assert sort_by_length(np.asarray([3, 9, 3, 3, 9, 3]), seed=5)[0].tolist() == [4, 1, 3, 5, 2, 0]

@@ -27,7 +27,7 @@ CATEGORY_WEIGHTS = {"gsm8k": 0.5, "code": 3.0}
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks, how many of them share a sequence (Ulysses × groups), and what else is asked of the engine."""
+    """The number of ranks, how many of them share a sequence (Ulysses × groups), and further engine overrides."""
 
     ranks: int
     ulysses: int
@@ -42,7 +42,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Case:
-    """One step: its loss mode, how its documents are packed, and in how many micro-batches a rank runs it."""
+    """One step: its loss mode, the packing of its documents, and a rank's number of micro-batches."""
 
     mode: str
     packing: str
@@ -57,8 +57,8 @@ CASES = [Case(mode, packing, k) for mode in MODES for packing in ("none", "packe
 CASES += [Case(mode, packing, 4) for mode in MODES for packing in ("padded", "labelled")]
 CASES += [Case("sequence", "packed", 2)]
 CASES += [Case("sequence", packing, 4, head) for packing in ("packed", "labelled") for head in ("targets", "plain")]
-# Modes meet a layout in Z, accumulation and idle ranks, which data-parallel ranks alone run in every case; those with
-# sequence parallelism run each mode, packing, accumulation and head.
+# Modes and layouts interact in Z, accumulation and idle ranks, so purely data-parallel layouts run every case; those
+# with sequence parallelism run each mode, packing, accumulation and head.
 MANY_CASES = [Case(mode, "packed", 4) for mode in MODES] + [Case("sequence", "packed", k) for k in (1, 2)]
 MANY_CASES += [Case("token", packing, 4) for packing in ("none", "padded", "labelled")]
 MANY_CASES += [Case("longwriter", "padded", 4), Case("longwriter", "none", 1)]
@@ -67,9 +67,9 @@ FEW_CASES = [Case("token", packing, 4) for packing in ("none", "labelled")]
 FEW_CASES += [Case("longwriter", packing, 4) for packing in ("packed", "padded")]
 CONTEXT_CASES = [Case("token", packing, 4) for packing in ("packed", "labelled", "padded")]
 CONTEXT_CASES += [Case("sequence", "packed", 4, head) for head in ("targets", "plain")]
-# Gradients reduced after the last micro-batch alone, without what verl recomputes by default.
+# Gradients are reduced only after the last micro-batch, without verl's default recomputation.
 _LEAN = ("engine.use_no_sync_for_gradient_accumulation=true", "model.enable_gradient_checkpointing=false")
-LAYOUTS = {  # the fifth and sixth have more ranks than key/value heads, and packs shorter than it has ranks
+LAYOUTS = {  # the fifth and sixth have more ranks than key/value heads, and packs shorter than the number of ranks
     Layout(1, 1): CASES,
     Layout(2, 1): CASES,
     Layout(2, 2): MANY_CASES,
@@ -82,7 +82,7 @@ LAYOUTS = {  # the fifth and sixth have more ranks than key/value heads, and pac
     Layout(4, 2, _LEAN, groups=2): CONTEXT_CASES,
     Layout(3, 1, groups=3): CONTEXT_CASES[:2],
 }
-# What is kept of activations: on the host, of tiles of 5 tokens.
+# Kept activations: on the host, of tiles of 5 tokens.
 _ON_HOST, _TILED = ("model.activation_offload=true",), ("model.tile_tokens=5",)
 _KEPT = {(2, 1): [_ON_HOST, _TILED + _ON_HOST], (2, 2): [_TILED, _TILED + _ON_HOST]}
 for shape, asked in _KEPT.items():
@@ -92,7 +92,7 @@ RUNS = [pytest.param(layout, case, id=f"{layout}-{case}") for layout, cases in L
 
 
 def _documents() -> list[Document]:
-    """Thirteen documents, among them every special one that a mask can get wrong."""
+    """Make thirteen documents, including every special case that a mask can get wrong."""
     rng = np.random.default_rng(5)
 
     def document(loss_mask: list[int], category_ids: list[int]) -> Document:
@@ -130,7 +130,7 @@ def _packs(packing: str) -> list[list[Document]]:
 
 
 def _train(model: str, ranks: int) -> dict:
-    """The cases of all layouts of these ranks, one engine for each layout; gradients come from rank 0 alone."""
+    """Train the cases of all layouts of these ranks, with one engine for each; gradients come only from rank 0."""
     from tests.packed_engine import build_worker
 
     answers = {}
@@ -155,7 +155,7 @@ def _train_case(engine, case: Case):
 
 @pytest.fixture(scope="module")
 def expected(tiny_model):
-    """The reference of a case, computed when it is first asked for."""
+    """Return a function that computes a case's reference on its first use."""
     reference = Reference(load_eager(str(tiny_model)), DOCUMENTS)
     weights = {c: CATEGORY_WEIGHTS[name] for c, name in CATEGORIES.items() if name in CATEGORY_WEIGHTS}
     found: dict[tuple[str, str], Expected] = {}
@@ -171,7 +171,7 @@ def expected(tiny_model):
 
 @pytest.fixture(scope="module")
 def measured(tiny_model):
-    """Every rank's answer to a case on a layout; so many ranks start once."""
+    """Return a function for every rank's result of a case on a layout; each number of ranks starts once."""
     runs: dict[int, list[dict]] = {}
 
     def of(layout: Layout, case: Case) -> list:

@@ -1,4 +1,4 @@
-"""The time of a plan against its formula, and the bytes of a step against those of docs/parallelism.md and FSDP."""
+"""A plan's time equals its formula, and a step's bytes equal those of docs/parallelism.md and FSDP."""
 
 import json
 import os
@@ -26,7 +26,7 @@ TOKENS = 128
 
 
 def planned(folder, overrides):
-    """The facts of a plan, its report, and the lengths of the documents of the packs in an epoch's order."""
+    """Return a plan's facts, its report, and the document lengths of the packs in an epoch's order."""
     os.chdir(folder)
     run = prepare(compose(overrides))
     (*_, facts) = memory_facts(run)

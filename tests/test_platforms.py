@@ -1,4 +1,4 @@
-"""What is only on Linux is not needed to import the package: macOS has the rest."""
+"""Importing the package needs nothing that exists only on Linux, so it works on macOS."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ from packaging.requirements import Requirement
 
 pytestmark = pytest.mark.slow
 
-# Every module, where the functions are gone that only Linux has.
+# Imports every module without the functions that only Linux has.
 IMPORT_ALL = """
 import importlib, os, pkgutil, select, signal, warnings
 warnings.simplefilter("ignore")
@@ -35,8 +35,8 @@ def test_no_module_needs_what_only_linux_has_to_be_imported():
     assert int(done.stdout.splitlines()[-1]) > 50
 
 
-# What publishes wheels for every Python that this package takes, or builds without torch. flash-attn does not:
-# its setup.py imports torch, which pip's isolated build lacks, and takes all of an extra with it.
+# Packages with wheels for every Python that this package supports, or that build without torch. flash-attn does not:
+# its setup.py imports torch, which pip's isolated build lacks, and so makes a whole extra fail.
 BUILDS_WITHOUT_TORCH = {
     *(
         "datasketch",

@@ -1,6 +1,6 @@
 """Installing the package changes nothing for other verl programs; asking for it by name is what selects it.
 
-Each program is a process of its own, because what is asked is what `import verl` does in a fresh one.
+Each program is a process of its own, because the tests observe `import verl` in a fresh process.
 """
 
 import json
@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-# On a GPU host: torch sees a device and nvidia-smi answers, before verl is imported; then the GPU is gone.
+# As on a GPU host: torch sees a device and nvidia-smi answers before verl is imported; then the GPU is gone.
 _OTHER_PROGRAM = """
 import json, os, sys
 import torch
@@ -92,7 +92,7 @@ def _start(program: str, path: str, **environment: str) -> subprocess.Popen:
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
-    """What three programs see: verl without plugins, verl with this package installed, and one that asks for it."""
+    """Return the view of three programs: without plugins, with this package installed, and one that asks for it."""
     folder = tmp_path_factory.mktemp("gpu_host")
     smi = folder / "nvidia-smi"
     smi.write_text("#!/bin/sh\nexit 0\n")

@@ -1,4 +1,4 @@
-"""`verl-ext preflight`: nodes that ask each other, as threads of this process on the loopback."""
+"""`verl-ext preflight`: nodes that query each other, as threads of this process on the loopback."""
 
 import contextlib
 import json
@@ -20,13 +20,13 @@ from verl_ext.values import UsageError
 
 pytestmark = pytest.mark.slow
 
-SECONDS = 120  # in which what is waited for must come about
+SECONDS = 120  # the limit of every wait
 
 _of_this_thread = threading.local()
 
 
 def nodes(port: str, *ranks: int, ahead: int = 0, **options) -> list[str]:
-    """What each node says, or the problems that end it; the clocks of all but node 0 are so many seconds `ahead`."""
+    """Return each node's output, or the problems that end it; all clocks but node 0's are `ahead` by some seconds."""
 
     def node(rank: int) -> str:
         given = {"nnodes": 3, "master_port": int(port), "timeout": 20, **options}

@@ -1,4 +1,4 @@
-"""Options that are settled before training and seen only in its steps: the order of documents, the steps that log."""
+"""Options that are settled before training but show only in its steps: the order of documents, the logged steps."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ LENGTHS = (9, 30, 4, 17, 12, 22, 7, 26, 14, 5)
 
 @pytest.fixture
 def options(tmp_path, tiny_model):
-    """A run of two documents a step, five steps an epoch."""
+    """Return options of a run with two documents a step and five steps an epoch."""
     documents = random_documents(np.random.default_rng(0), LENGTHS, VOCABULARY, 1)
     return [
         f"data.train_dir={write_tokenized(tmp_path / 'data', documents)}",
@@ -23,7 +23,7 @@ def options(tmp_path, tiny_model):
 
 
 def _lengths_read(options):
-    """Lengths of the documents that this rank is given in each of two epochs, in their order."""
+    """Return the lengths of this rank's documents in each of two epochs, in order."""
     trainer = build(options)
     run, steps = trainer.run, trainer.run.plan.steps_per_epoch
     batches = [batch.pack_lengths for batch in trainer.rank.batches(run.train_set, run.plan, 0, 2 * steps)]
@@ -53,6 +53,6 @@ def test_a_shuffle_is_another_order_each_epoch(options):
     ],
 )
 def test_steps_are_logged_every_so_many_batches_of_a_rank(options, tmp_path, ranks, batches, logged):
-    # log_freq is what log_every_batches takes the place of
+    # log_every_batches replaces log_freq
     run_ranks(train_alone, ranks, [*options, f"trainer.log_every_batches={batches}", "trainer.log_freq=50"])
     assert {step for step, name in metrics(tmp_path / "run") if name == "train/loss"} == logged

@@ -1,4 +1,4 @@
-"""PreTrainDataset's rows against a plain construction, document by document; splits, reports, and both collators."""
+"""PreTrainDataset's rows equal a plain construction, document by document; splits, reports, and both collators."""
 
 import pickle
 from pathlib import Path
@@ -44,7 +44,7 @@ def cache(tmp_path_factory):
 
 @pytest.fixture
 def opened(tmp_path, cache):
-    """A dataset of these texts, written to data/web.jsonl."""
+    """Open a dataset of these texts, written to data/web.jsonl."""
 
     def open_texts(texts, tokenizer=TOKENIZER, max_length=8, **options):
         path = write_jsonl(tmp_path / "data/web.jsonl", texts)
@@ -54,7 +54,7 @@ def opened(tmp_path, cache):
 
 
 def documents_of(row):
-    """(input_ids, labels) of each document of a row, the padding left out."""
+    """Return (input_ids, labels) of each document of a row, without padding."""
     tokens = int(row["attention_mask"].sum()) if "attention_mask" in row else len(row["input_ids"])
     begins = [at for at, position in enumerate(row["position_ids"][:tokens].tolist()) if position == 0]
     ids, labels = row["input_ids"].tolist(), row["labels"].tolist()
@@ -98,7 +98,7 @@ def test_rows_are_a_plain_construction_of_every_document(
 
 
 def test_padded_and_packed_rows_hold_the_same_targets_of_a_byte_tokenizer(opened):
-    tokenizer = byte_tokenizer()  # which adds <bos> and <eos> of its own to a text, unless told not to
+    tokenizer = byte_tokenizer()  # adds its own <bos> and <eos> to a text, unless told not to
     texts = ["Mary went to the kitchen.\n\nJohn", "日本 <eos> é", "x"]
     rows = opened(texts, tokenizer, max_length=12, rows="padded")
     padded = [document for row in rows for document in documents_of(row)]

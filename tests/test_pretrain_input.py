@@ -1,4 +1,4 @@
-"""What PreTrainDataset reads and what it refuses, each mistake in one line: formats, records, options, tokenizers."""
+"""Input that PreTrainDataset reads or refuses in one line: formats, records, options, tokenizers."""
 
 import json
 import logging
@@ -26,7 +26,7 @@ def opened(tmp_path):
 
 @pytest.fixture
 def refusal(opened):
-    """The message of the ValueError, one line."""
+    """Return the message of the ValueError, which is one line."""
 
     def refused(path, *arguments, **options):
         with pytest.raises(ValueError, match=r"\S") as raised:
@@ -38,7 +38,7 @@ def refusal(opened):
 
 
 def tokens_of(dataset):
-    """The documents in the order of the files."""
+    """Return the documents in the order of the files."""
     columns = dataset._data.columns["input_ids"]
     return [columns.block(row, row + 1)[1].tolist() for row in range(len(columns))]
 

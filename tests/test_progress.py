@@ -1,4 +1,4 @@
-"""What a run and a command show: lines of 80 columns, bars on terminals alone, no control characters elsewhere."""
+"""Output of runs and commands: lines of 80 columns, bars only on terminals, no control characters elsewhere."""
 
 import os
 import pty
@@ -49,7 +49,7 @@ for total in (1000, None):
 
 
 def on_terminal(code: str, columns: int, lines: int) -> str:
-    """What a program writes on a terminal of its own."""
+    """Return a program's output on a terminal of its own."""
     ours, theirs = pty.openpty()
     ioctl(theirs, TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
@@ -134,7 +134,7 @@ def test_a_tall_terminal_has_the_categories_below_a_step():
 
 
 def test_other_ranks_show_nothing_and_a_run_without_steps_has_no_total():
-    quiet = STEPS.format(total=3, visible=False).replace("progress.log(", "(")  # verl's tracking is rank 0's
+    quiet = STEPS.format(total=3, visible=False).replace("progress.log(", "(")  # only rank 0 has verl's tracking
     assert on_terminal(quiet, 80, 24) == ""
     nothing = "from verl_ext.progress import StepProgress\nStepProgress(3, 3, True).close()\n"
     assert in_pipes(nothing).stdout == ""

@@ -1,4 +1,4 @@
-"""Chats of a shape that a template is proven for have the text and targets that rendering gives."""
+"""Chats of a shape that was proven for a template get the text and targets that rendering gives."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from verl_ext.text.records import parse_record
 HEAD = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
 TAIL = "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 TRIMS = HEAD + "{{ m.content | trim }}" + TAIL
-# Templates by whose text a word of the message is seen, each in another way.
+# Templates whose text depends on a word of the message, each in a different way.
 LOOKS = {
     "contains": "{{ 'X' if 'cat' in m.content }}{{ m.content }}",
     "starts": "{{ 'X' if m.content.startswith('cat') }}{{ m.content }}",

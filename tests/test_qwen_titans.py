@@ -1,4 +1,4 @@
-"""A Qwen with a memory: its start, what passes from chunk to chunk, its gradients."""
+"""A Qwen with a memory: its start, the states that pass between chunks, its gradients."""
 
 import copy
 
@@ -29,7 +29,7 @@ def _same_state(own, exact) -> None:
 
 
 def _base_folder(folder, name: str = "qwen3", **fields):
-    """A plain Qwen's folder, and its logits chunk by chunk for ``ids``."""
+    """Write a plain Qwen, and return its folder and its logits chunk by chunk for ``ids``."""
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(tiny_base(name, **fields)).eval()
     model.save_pretrained(folder)
@@ -44,8 +44,8 @@ def _by_chunk(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])
 @each_form
 def test_a_new_memory_leaves_the_base_model_run_by_chunk_as_it_is(tmp_path, name, form, attention):
-    """The layers run the same operations on the same shapes: equal to the last bit. The head sees all chunks at once,
-    and how a kernel sums depends on its shapes: equal to fp32's precision."""
+    """The layers run the same operations on the same shapes, so they are equal to the last bit. The head sees all
+    chunks at once, and a kernel's sums depend on its shapes, so the logits are equal to fp32's precision."""
     base = _base_folder(tmp_path, name)
     base.set_attn_implementation(attention)
     config = tiny_config(tiny_base(name), **form, layers=[0, 2])
@@ -201,7 +201,7 @@ def test_the_head_sees_the_kept_positions_alone():
 
 
 def _gradients(model: torch.nn.Module, ids: torch.Tensor, last: int) -> dict[str, torch.Tensor]:
-    """Of the loss on the ``last`` tokens, by parameter name; 0 where there is none."""
+    """Return gradients of the loss on the ``last`` tokens by parameter name; 0 for a missing one."""
     labels = ids.clone()
     labels[:, :-last] = -100
     model.zero_grad()
@@ -211,7 +211,7 @@ def _gradients(model: torch.nn.Module, ids: torch.Tensor, last: int) -> dict[str
 
 @each_form
 def test_the_first_chunks_writes_are_trained_by_the_last_chunks_loss(form):
-    # One write a chunk: what the last chunk reads was written by earlier chunks alone.
+    # With one write a chunk, the last chunk reads only the writes of earlier chunks.
     ids = random_tokens(1, 3 * CHUNK)
     full, cut = (
         _gradients(tiny_titans(**form, sub_chunk=CHUNK, bptt_chunks=chunks), ids, CHUNK // 2) for chunks in (None, 1)
@@ -223,7 +223,7 @@ def test_the_first_chunks_writes_are_trained_by_the_last_chunks_loss(form):
 
 
 def test_gradients_reach_back_as_many_chunks_as_asked_for():
-    ids = torch.arange(4).repeat_interleave(CHUNK)[None]  # a token for each chunk, so that its embedding tells
+    ids = torch.arange(4).repeat_interleave(CHUNK)[None]  # one token a chunk, whose embedding identifies it
     reached = {}
     for chunks in (None, 1, 2, 3, 4, 9):
         gradients = _gradients(tiny_titans(bptt_chunks=chunks), ids, CHUNK // 2)

@@ -1,4 +1,4 @@
-"""A run on a Ray cluster of two nodes: the losses of torchrun's ranks, and what becomes of ranks that are killed."""
+"""A run on a Ray cluster of two nodes: it has the losses of torchrun's ranks, and survives killed ranks."""
 
 import contextlib
 import http.server
@@ -57,7 +57,7 @@ def overrides(tiny_model, tmp_path_factory) -> list[str]:
 
 
 def run(monkeypatch, arguments: list[str]) -> int:
-    """The command `python -m verl_ext.fsdp_sft_trainer_ray …` in this process; its exit code."""
+    """Run `python -m verl_ext.fsdp_sft_trainer_ray …` in this process, and return its exit code."""
     monkeypatch.setattr(sys, "argv", ["fsdp_sft_trainer_ray", *arguments])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -144,7 +144,7 @@ def test_a_rank_ends_with_its_actor(cluster, overrides, tmp_path, monkeypatch, c
 
     def kill_actor(found: dict[int, psutil.Process]) -> None:
         ranks.update(found)
-        found[1].suspend()  # it notices nothing by itself
+        found[1].suspend()  # it cannot react by itself
         found[1].parent().kill()
 
     killed = once_saved(folder, kill_actor)
@@ -197,14 +197,14 @@ def test_ranks_end_with_their_driver_and_the_same_command_goes_on(cluster, overr
     command += [f"trainer.default_local_dir={folder}", "trainer.total_training_steps=1000000"]
 
     def ended(number: int) -> tuple[int, str]:
-        """Exit code and errors of the command when its driver gets a signal after a checkpoint."""
+        """Return the command's exit code and errors after its driver gets a signal after a checkpoint."""
         with (tmp_path / "errors").open("w+") as errors:
             driver = subprocess.Popen(command, stdout=errors, stderr=errors)
 
             def end(found: dict[int, psutil.Process]) -> None:
                 ranks.update(found)
                 for process in found.values() if number == signal.SIGKILL else ():
-                    process.suspend()  # it does not notice by itself, as one deep in a kernel would not
+                    process.suspend()  # it cannot react by itself, like a rank deep in a kernel
                 driver.send_signal(number)
 
             once_saved(folder, end).join()
@@ -247,7 +247,7 @@ def test_an_address_where_another_service_listens_is_told(overrides, monkeypatch
 
 
 class Refuses(grpc.ServerInterceptor):
-    """Every call of a service is refused with this code."""
+    """A service that refuses every call with this code."""
 
     def __init__(self, code: grpc.StatusCode) -> None:
         self._handler = grpc.unary_unary_rpc_method_handler(lambda _, call: call.abort(code, "refused"))
@@ -292,7 +292,7 @@ def test_a_cluster_that_wants_a_token_and_another_service_of_grpcs_are_told_at_o
     ],
 )
 def test_a_restart_says_that_there_is_no_checkpoint_to_go_on_from(options, start, tmp_path, monkeypatch, capfd):
-    """The ranks of the first attempt are lost, as the stand-in for their placement has it; the second ones end well."""
+    """The stand-in for placement loses the ranks of the first attempt; those of the second end well."""
     ends = iter([Ends((), ("rank 0 was killed",)), Ends((0,), ())])
     ranks = types.SimpleNamespace(run=lambda *_: next(ends))
     monkeypatch.setattr(driver, "placed_ranks", lambda *_: contextlib.nullcontext(ranks))

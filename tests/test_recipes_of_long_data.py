@@ -1,4 +1,4 @@
-"""recipes/longalign and recipes/longwriter: the small forms, from nothing to a judged model."""
+"""recipes/longalign and recipes/longwriter: the small forms, from scratch to a judged model."""
 
 import json
 import os

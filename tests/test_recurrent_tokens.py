@@ -1,4 +1,4 @@
-"""Memory tokens handed from chunk to chunk: values, gradients and answers of a plain loop over chunks."""
+"""Memory tokens passed between chunks give the values, gradients and answers of a plain loop over chunks."""
 
 import torch
 from transformers import Qwen3ForCausalLM
@@ -13,7 +13,7 @@ def _model(**memory):
 
 
 def _plain_loop(model, ids: torch.Tensor) -> torch.Tensor:
-    """Logits of a plain Qwen3 that is given each chunk between its memory tokens as embeddings."""
+    """Return the logits of a plain Qwen3 whose input is each chunk between its memory tokens, as embeddings."""
     plain = Qwen3ForCausalLM(tiny_base()).double()
     own = dict(model.named_parameters())
     state = own["memory.recurrent_tokens.initial"].expand(len(ids), -1, -1)

@@ -1,4 +1,4 @@
-"""A model of code that its folder brings is trained if it keeps the documents of a pack apart, and refused if not."""
+"""A model with code from its folder is trained if it keeps the documents of a pack apart, and refused otherwise."""
 
 import json
 

@@ -34,7 +34,7 @@ LINES = "".join(json.dumps(record) + "\n" for record in TEXTS).encode()
 
 
 class Files(SimpleHTTPRequestHandler):
-    """Files of a folder, whole: a server without ranges."""
+    """A server of whole files of a folder, without ranges."""
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -42,7 +42,7 @@ class Files(SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The same records in every format."""
+    """Write the same records in every format."""
     root = tmp_path / "data"
     (root / "more").mkdir(parents=True)
     (root / "a.jsonl").write_bytes(LINES)
@@ -147,7 +147,7 @@ def test_a_missing_package_is_one_line_that_says_what_to_install(monkeypatch: py
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A Hub that has one dataset, owner/name, in a folder."""
+    """Make a Hub with one dataset, owner/name, from a folder."""
     root = tmp_path / "hub"
     for split in ("train", "test"):
         (root / split).mkdir(parents=True)

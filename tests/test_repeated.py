@@ -1,4 +1,4 @@
-"""Packs of documents that a mixture draws several times: copies lie in different ones. Pure."""
+"""Packs of documents that a mixture draws several times: copies lie in different packs. Pure functions."""
 
 import numpy as np
 from hypothesis import given

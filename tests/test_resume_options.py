@@ -1,4 +1,4 @@
-"""Options that a resumed run must share with its checkpoint say so where they stand."""
+"""The definitions of options that a resumed run must share with its checkpoint say so."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Rotary embeddings of every type: a pack gives what its documents give alone, also on ranks that share it."""
+"""Rotary embeddings of every type: packed documents compute as if alone, also on ranks that share the pack."""
 
 import copy
 import functools
@@ -15,7 +15,7 @@ from verl_ext.attention import PACKED_ATTENTION, document_layout
 from verl_ext.attention.rope import choose_rope_by_document
 
 POSITIONS = 16  # beyond these, dynamic and longrope choose other frequencies
-# Short and long documents in turn, two of them as long as a type's limit and one token longer; 80 tokens.
+# Short and long documents in turn, including one at a type's limit and one a token longer; 80 tokens.
 PACKS = [(7, 30, 16, 17, 10), (3, 40, 5, 32)]
 SHAPE = {
     "vocab_size": 64,
@@ -77,7 +77,7 @@ CONFIGS = {
 }
 
 
-# Its rotary embedding also scales by the length; its router draws in training, so it is compared in evaluation.
+# Its rotary embedding also scales with the length; its router is random in training, so eval mode is compared.
 _PHIMOE = PhimoeConfig(
     **_EXTENDED,
     num_local_experts=2,
@@ -97,7 +97,7 @@ def _ids(pack: int) -> torch.Tensor:
 def _steps(
     folders: dict[str, str], tokenizer: str, ulysses: int, groups: int
 ) -> dict[str, tuple[list[torch.Tensor], dict]]:
-    """By model: this rank's log-probabilities of next tokens, a tensor a pack, and the gradients of their sum."""
+    """Return by model this rank's log-probabilities of next tokens, a tensor per pack, and their sum's gradients."""
     from tests.packed_engine import build_worker
     from verl_ext.data import CategoryTable
     from verl_ext.losses import LossSpec
@@ -130,7 +130,7 @@ def _steps(
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Random models of :data:`CONFIGS`, saved."""
+    """Save random models of :data:`CONFIGS`."""
     root = tmp_path_factory.mktemp("rope")
     for name, config in CONFIGS.items():
         torch.manual_seed(0)
@@ -140,9 +140,9 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(folders):
-    """By model: log-probabilities of next tokens and gradients of plain transformers, one document at a time.
+    """Return by model plain transformers' log-probabilities of next tokens and gradients, one document at a time.
 
-    Each document meets a rotary embedding as it was loaded: a forward changes what the next one finds there.
+    Each document gets a freshly loaded rotary embedding, because a forward changes its state for the next one.
     """
     found = {}
     for name, folder in folders.items():
@@ -158,7 +158,7 @@ def alone(folders):
     return found
 
 
-# By layout of two ranks: the ranks of a Ulysses group and the groups that share a pack, models.
+# Models by layout of two ranks: (ranks of a Ulysses group, groups that share a pack).
 LAYOUTS = {
     "data_parallel": (1, 1, tuple(CONFIGS)),
     "ulysses": (2, 1, tuple(CONFIGS)),
@@ -169,7 +169,7 @@ RUNS = [(layout, name) for layout, (_, _, names) in LAYOUTS.items() for name in 
 
 @pytest.fixture(scope="module")
 def packed(folders, tiny_model):
-    """By model: what the engine gave for the packs, on two ranks of which each has a pack or half of each."""
+    """Return by model the engine's results for the packs, on two ranks that have a pack each or half of each pack."""
 
     @functools.cache
     def of(layout: str) -> dict:
@@ -218,7 +218,7 @@ def test_a_scale_that_depends_on_the_length_is_the_documents_own():
 
 @pytest.mark.parametrize("name", ["dynamic", "phi3", "gemma3_dynamic", "gemma3_longrope"])
 def test_frequencies_are_chosen_without_reading_the_device_or_waiting_for_it(name):
-    """The device is torch's ``meta``, which holds no values: whatever would read one raises."""
+    """The device is torch's ``meta``, which holds no values, so code that reads one raises."""
     model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name])).model
     choose_rope_by_document(model)
     rotary, positions = model.rotary_emb, torch.cat([torch.arange(n) for n in PACKS[0]])

@@ -1,4 +1,4 @@
-"""The router loss of a mixture of experts: that of all real tokens of a step, whatever packs, ranks and accumulation.
+"""The router loss of a mixture of experts covers all real tokens of a step, for any packs, ranks and accumulation.
 
 The reference is plain Hugging Face: one forward of all documents, padded, whose ``aux_loss`` transformers computes.
 """
@@ -51,7 +51,7 @@ LAYOUTS = {  # ranks, of which so many are a Ulysses group: cases, overrides
 
 @pytest.fixture(scope="module")
 def moe_models(tmp_path_factory):
-    """Folders of all models, by name."""
+    """Write all models, and return their folders by name."""
     folders = {
         name: write_tiny_model(tmp_path_factory.mktemp("moe"), 0, config_class, **MOE, **fields)
         for name, (config_class, fields) in MODELS.items()
@@ -65,12 +65,12 @@ def moe_models(tmp_path_factory):
 
 
 def _train(models: dict[str, str], layout: tuple[int, int]) -> dict:
-    """:func:`_train_one` of every model."""
+    """Call :func:`_train_one` for every model."""
     return {name: _train_one(model, layout[1], *LAYOUTS[layout]) for name, model in models.items()}
 
 
 def _train_one(model: str, sequence_parallel: int, cases: list[tuple[str, int]], overrides: tuple[str, ...]) -> dict:
-    """By case: the step's router loss, as its rank sees it, and on rank 0 the gradients of loss and router loss."""
+    """Return by case the step's router loss on this rank, and on rank 0 the gradients of loss and router loss."""
     import torch.distributed as dist
 
     from tests.packed_engine import build_worker
@@ -107,7 +107,7 @@ def _train_one(model: str, sequence_parallel: int, cases: list[tuple[str, int]],
 
 
 def _reference(model: str, packing: str) -> tuple[float, dict[str, torch.Tensor]]:
-    """The router loss of the tokens that are read, and the gradients of loss and router loss together."""
+    """Return the router loss of the input tokens, and the gradients of loss and router loss together."""
     plain = load_eager(model)
     for parameter in (p for name, p in plain.named_parameters() if ".visual." in name):
         parameter.requires_grad_(False)
@@ -130,7 +130,7 @@ def _reference(model: str, packing: str) -> tuple[float, dict[str, torch.Tensor]
 
 @pytest.fixture(scope="module")
 def references(moe_models):
-    """:func:`_reference` by model and packing, computed once."""
+    """Compute :func:`_reference` once for each model and packing."""
     return functools.cache(lambda name, packing: _reference(moe_models[name], packing))
 
 
@@ -149,7 +149,7 @@ def test_loss_and_gradients_are_those_of_all_real_tokens_in_plain_transformers(m
 
 
 def _drawn(model: str) -> list[torch.Tensor]:
-    """The state of the random numbers after the micro-batches of a step, with the router loss and without."""
+    """Return the random state after the micro-batches of a step, with and without the router loss."""
     from tests.packed_engine import build_worker
     from verl_ext.data import CategoryTable
     from verl_ext.losses import LossSpec
@@ -181,7 +181,7 @@ def test_counting_the_choices_of_experts_draws_no_random_numbers_of_the_step(tmp
 
 @pytest.fixture
 def run(tmp_path):
-    """Overrides of a run of three steps over a mixture of experts whose config leaves its router loss off."""
+    """Return overrides of three steps on a mixture of experts whose config turns the router loss off."""
     config_class, fields = MODELS["mixtral"]
     model = write_tiny_model(tmp_path / "model", 0, config_class, **{**MOE, "output_router_logits": False}, **fields)
     documents = random_documents(np.random.default_rng(0), [20] * 12, VOCABULARY, 1)

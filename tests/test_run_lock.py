@@ -1,4 +1,4 @@
-"""One run at a time in a folder: the lock, who is told of it, and the end of ranks whose torchrun was killed."""
+"""One run at a time in a folder: the lock, its messages, and the end of ranks whose torchrun was killed."""
 
 import contextlib
 import errno
@@ -31,12 +31,12 @@ from verl_ext.trainer.trainer import SFTTrainer
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parent.parent
-SECONDS = 120  # in which what is waited for must come about
+SECONDS = 120  # the limit of every wait
 
 
 @pytest.fixture(scope="module")
 def options(tiny_model, tmp_path_factory):
-    """A run of two packs a step, but for its folder."""
+    """Return overrides of a run of two packs a step, without its folder."""
     documents = random_documents(np.random.default_rng(0), [20] * 4, VOCABULARY, 1)
     folder = write_tokenized(tmp_path_factory.mktemp("data") / "train", documents)
     return [f"data.train_dir={folder}", f"model.path={tiny_model}", "data.strategy=none", "data.train_batch_size=2"]
@@ -50,7 +50,7 @@ def hold_until_killed(folder: Path, held: Connection) -> None:
 
 @pytest.fixture
 def other_run(tmp_path):
-    """(folder, process that holds it)"""
+    """Return (folder, the process that holds it)."""
     receiver, sender = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.Process(target=hold_until_killed, args=(tmp_path / "run", sender))
     process.start()
@@ -66,7 +66,7 @@ def test_a_folder_in_use_is_refused_with_who_holds_it_and_free_when_that_process
         rf"^trainer\.default_local_dir must be a folder that no other run is writing in; got {folder}, which is held "
         rf"by process {process.pid} on {socket.gethostname()} since \d\d\d\d-\d\d-\d\d \S+: end that run, or .*folder$"
     )
-    for attempt in (lock_folder, refuse_locked, lock_folder):  # an attempt leaves what the holder wrote
+    for attempt in (lock_folder, refuse_locked, lock_folder):  # an attempt keeps the holder's text
         with pytest.raises(ValueError, match=told):
             attempt(folder)
     process.kill()
@@ -103,7 +103,7 @@ def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch, cap
 
 
 def starts(runs: list[list[str]]) -> list[tuple[object, str]]:
-    """Exit code and error of each start; (None, "") where a model is built or a plan is made."""
+    """Return the exit code and error of each start; (None, "") if it builds a model or makes a plan."""
     ends: list[tuple[object, str]] = []
     for overrides in runs:
         words, code = io.StringIO(), None
@@ -142,7 +142,7 @@ def is_free(folder: Path) -> bool:
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Also where nobody has asked for its exit code yet."""
+    """Return whether a process has ended, even if its exit code is not collected yet."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -173,13 +173,13 @@ def test_ranks_and_loaders_end_when_their_torchrun_is_killed_and_leave_the_folde
         metrics = run / "metrics.jsonl"
         wait_for(lambda: torchrun.poll() is not None or (metrics.is_file() and metrics.stat().st_size))
         started = psutil.Process(torchrun.pid).children(recursive=True)
-        assert len(started) >= 4, said.read_text()  # two ranks, a loader process each
+        assert len(started) >= 4, said.read_text()  # two ranks with a loader process each
         with pytest.raises(ValueError, match="held by process"):
             refuse_locked(run)
         torchrun.kill()
         torchrun.wait()
         wait_for(lambda: all(has_ended(process) for process in started))
-        wait_for(lambda: is_free(run))  # a zombie's last threads may still hold its files for a moment
+        wait_for(lambda: is_free(run))  # a zombie's last threads may hold its files for a moment
         assert f"torchrun (process {torchrun.pid}) is gone, which ends its ranks" in said.read_text()
     finally:
         torchrun.kill()

@@ -1,4 +1,4 @@
-"""The numbers of a run beside its loss: totals over a resume, FLOPs, accuracy and entropy of a validation set."""
+"""A run's numbers besides its loss: totals over a resume, FLOPs, accuracy and entropy of a validation set."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ def overrides(tiny_model, documents, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(overrides, tmp_path_factory):
-    """A run of 4 steps on 2 ranks."""
+    """Execute a run of 4 steps on 2 ranks."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
     run_ranks(train_alone, 2, [*overrides, f"trainer.default_local_dir={folder}"])
     return folder
@@ -50,7 +50,7 @@ def test_totals_are_sums_over_all_steps_also_those_before_a_resume(run, override
 
 
 def test_mfu_is_that_of_the_documents_lengths(run, tiny_model):
-    """FLOPs a token, which no clock decides, lie between those of the shortest and of the longest document."""
+    """FLOPs per token, which no clock affects, lie between those of the shortest and the longest document."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     flops = train_flops(model, model.config)
     by_length = {length: flops.documents([length])[0] / length for length in LENGTHS}

@@ -1,4 +1,4 @@
-"""The scan over ranks, each with a share of the tokens, and what the cache keeps of it."""
+"""The scan over ranks, each with a share of the tokens, and its entries in the cache."""
 
 import itertools
 import os
@@ -25,12 +25,12 @@ LENGTHS = (5, 1, 9, 16, 3, 7, 2, 12, 30, 4)
 
 @pytest.fixture
 def cache(tmp_path):
-    """Where the ranks keep scans: see `shared_scan`."""
+    """Set the folder in which the ranks keep scans: see `shared_scan`."""
     return tmp_path / "cache" / "verl_ext_facts"
 
 
 def kept(cache):
-    """The folders that the cache has."""
+    """Return the folders in the cache."""
     return [path for path in cache.glob("*") if path.is_dir()]
 
 
@@ -45,7 +45,7 @@ def folder(tmp_path, documents):
 
 
 def shared_scan(folder, **options):
-    """On a rank: (scan as a tuple, tokens that this rank read, what it printed before it left or None)."""
+    """Return, on a rank, (scan as a tuple, tokens that this rank read, its output before it left or None)."""
     from contextlib import redirect_stderr
     from io import StringIO
 
@@ -136,11 +136,11 @@ def test_a_share_without_a_target_is_no_mistake(tmp_path, documents):
     assert [scan for scan, _, _ in results] == [as_tuple(SFTDataSet(folder, 100).scan)] * 2
 
 
-# What is kept
+# Entries of the cache
 
 
 def start(folder, **options):
-    """What a start of one rank reads: (scan as a tuple, tokens read)."""
+    """Start one rank, and return (scan as a tuple, tokens read)."""
     (result,) = run_ranks(run_shared, 1, folder, options)
     return result[:2]
 
@@ -217,7 +217,7 @@ def test_nothing_is_written_beside_the_data(folder):
 
 @pytest.fixture
 def ours(tmp_path, documents):
-    """The same documents, each of one category, as `verl-ext tokenize` writes them; and the same by another writer."""
+    """Write documents of one category each as `verl-ext tokenize` does, and the same ones by another writer."""
     ours, other = tmp_path / "ours", tmp_path / "other"
     ours.mkdir()
     writer = DatasetWriter(ours)

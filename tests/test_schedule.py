@@ -1,8 +1,8 @@
-"""Schedules against formulas of others: verl's, transformers' and Megatron's; over a resume; a decay that begins early.
+"""Schedules equal the formulas of verl, transformers and Megatron, also over a resume and with an early decay.
 
-The first is `lr/10 + lr/2·(1 + cos(π·step/total))`, as verl's own cosine. It begins at 1.1·lr and ends at lr/10: a
-cosine with peak `optim.lr` = 1.1·lr and `optim.min_lr_ratio` = 1/11. Step s of a run, counted from 1 as its metrics
-are, trains at the formula's value for s − 1: the first step at exactly 1.1·lr, the last one a step short of lr/10.
+The first is `lr/10 + lr/2·(1 + cos(π·step/total))`, like verl's own cosine. It begins at 1.1·lr and ends at lr/10: a
+cosine with peak `optim.lr` = 1.1·lr and `optim.min_lr_ratio` = 1/11. Step s of a run, counted from 1 like its metrics,
+trains at the formula's value for s − 1: the first step at exactly 1.1·lr, the last one a step short of lr/10.
 """
 
 import math
@@ -39,9 +39,9 @@ def formula(step: int, total: int) -> float:
 
 
 def _rates(model: str, more: tuple[str, ...] = ()) -> list[float]:
-    """The engine's learning rate before any step, and after each of TOTAL."""
+    """Return the engine's learning rate before any step, and after each of TOTAL steps."""
     engine = build_worker(model, overrides=[*OVERRIDES, *more]).engine
-    engine.optimizer_step()  # torch asks for one before the first step of a schedule
+    engine.optimizer_step()  # torch requires one before the first step of a schedule
     return [engine.lr_scheduler.get_last_lr()[0], *(engine.lr_scheduler_step() for _ in range(TOTAL))]
 
 
@@ -59,7 +59,7 @@ def _factors(total: int, **options) -> list[float]:
 
 
 def _of_others(schedule, total: int, *args, **options) -> list[float]:
-    """The rates of a schedule of another library over an optimizer whose rate is 1."""
+    """Return the rates of another library's schedule over an optimizer whose rate is 1."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler, rates = schedule(optimizer, *args, **options), []
     for _ in range(total + 1):
@@ -92,7 +92,7 @@ def test_a_cosine_with_restarts_is_that_of_transformers():
 @pytest.mark.parametrize("style", DECAYS)
 def test_the_decays_of_wsd_are_those_of_megatron(style):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of parts that need a GPU
+        warnings.simplefilter("ignore")  # about parts that need a GPU
         scheduler = pytest.importorskip("megatron.core.optimizer_param_scheduler").OptimizerParamScheduler
     optimizer = SimpleNamespace(param_groups=[{"lr": 1.0, "weight_decay": 0.0, "is_decoupled_lr": False}])
     peer = scheduler(optimizer, 0.0, 1.0, 0.1, 4, 40, "WSD", 0.0, 0.0, 40, "constant", False, False, 12, style)

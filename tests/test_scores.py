@@ -1,4 +1,4 @@
-"""Soft caps and sinks: values and gradients of every kernel form equal the formula over all scores of a document."""
+"""Soft caps and sinks: values and gradients of every kernel equal the formula over all scores of a document."""
 
 from itertools import pairwise
 
@@ -11,7 +11,7 @@ from verl_ext.attention.head_groups import backward_by_groups_of_heads, by_group
 from verl_ext.attention.kernels import KernelOptions, choose_backend, sdpa
 from verl_ext.attention.scores import FLASH, LseAttention, LseKernel, flash_with_sinks
 
-# Queries and keys of each document: as many, or more keys, as with the keys of other groups of ranks.
+# Queries and keys of each document: equal numbers, or more keys, as with keys from other groups of ranks.
 SHAPES = [((5, 3, 9), (5, 3, 9)), ((5, 3, 9), (12, 3, 20)), ((600,), (640,))]
 
 
@@ -23,7 +23,7 @@ def _scores(query, key, options, unseen):
 
 
 def _documents(query, key, value, layout, options):
-    """Yield queries, keys and values of each document, a key head for every query head, and what is not seen."""
+    """Yield each document's queries, keys and values, with a key head for every query head, and its hidden pairs."""
     shared = query.size(1) // key.size(1)
     for queries, keys in zip(pairwise(layout.offsets), pairwise(layout.keys.offsets), strict=True):
         q, k, v = query[slice(*queries)], *(x[slice(*keys)].repeat_interleave(shared, 1) for x in (key, value))
@@ -32,7 +32,7 @@ def _documents(query, key, value, layout, options):
 
 
 def whole(query, key, value, layout, options):
-    """The formula: all scores of a document, the sink as one more of them."""
+    """Apply the formula to all scores of a document, with the sink as one more score."""
     outputs = []
     for q, k, v, unseen in _documents(query, key, value, layout, options):
         logits = _scores(q, k, options, unseen)
@@ -101,7 +101,7 @@ def test_a_backward_over_groups_of_heads_is_that_of_all_heads(group_bytes):
 
 
 def test_the_gradient_of_a_scaled_output_would_be_wrong():
-    """The test of the backward can fail: with the sink outside of the log-sum-exp, queries get other gradients."""
+    """The backward test can fail: with the sink outside the log-sum-exp, queries get other gradients."""
     register_flash_stand_ins()
 
     def backward(grad, query, key, value, output, lse, layout, options):

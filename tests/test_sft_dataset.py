@@ -1,4 +1,4 @@
-"""SFTDataSet: rows drawn by hand, both constructor forms, over-length policies, workers, and verl's own loader."""
+"""SFTDataSet: rows written by hand, both constructor forms, over-length policies, workers, and verl's own loader."""
 
 import multiprocessing
 import pickle
@@ -29,7 +29,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def drawn(tmp_path):
-    """The two documents of the picture in sft.py; A marks its first token and a context token in vain."""
+    """Return the two documents of the drawing in sft.py; A's first and context tokens are marked in vain."""
     documents = [
         {"input_ids": [10, 11, 12], "loss_mask": [1, 0, 1], "category_ids": [1, 1, 1], "loss_weight": [1, 1, 0.5]},
         {"input_ids": [20, 21, 22, 23], "loss_mask": [0, 1, 1, 1], "category_ids": [0, 2, 2, 2]},
@@ -120,7 +120,7 @@ def test_the_plan_is_plan_packs_of_the_lengths(folder):
 
 
 def original_rows(folder, max_tokens, padding_value):
-    """The original TokenAwareBatchPack without its shuffle: its packs and its collate, token by token."""
+    """Return rows of the original TokenAwareBatchPack without its shuffle: its packs and collate, token by token."""
     records = [dict(record) for record in load_from_disk(folder)]
     packs, pack, pack_tokens = [], [], 0
     for record in records:
@@ -191,7 +191,7 @@ def test_packs_are_numbered_like_a_list(folder):
 
 @pytest.fixture
 def over_length(tmp_path):
-    """Row 0 fits in 4 tokens; cut, row 1 loses its last target, row 2 its only one, row 3 none; row 4 is empty."""
+    """Row 0 fits in 4 tokens; a cut takes row 1's last target, row 2's only one, and none of row 3; row 4 is empty."""
     masks = [[0, 1, 1], [0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 1], [0, 1, 0, 0, 0], []]
     categories = [1, 2, 2, 0, 1]
     documents = [
@@ -292,7 +292,7 @@ def test_a_scan_of_another_rank_can_be_set(folder):
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_loader_workers_give_the_same_packs(folder, start):
     dataset = SFTDataSet(folder, max_tokens=20)
-    assert dataset[0] is not None  # the parent has open views
+    assert dataset[0] is not None  # opens views in the parent
     loader = DataLoader(
         dataset, batch_size=None, num_workers=1, multiprocessing_context=multiprocessing.get_context(start)
     )

@@ -1,4 +1,4 @@
-"""The audit of `verl-ext show`: numbers against plain counting, findings with their rows, requirements, bad input."""
+"""The audit of `verl-ext show`: numbers equal plain counting, findings name rows; also requirements and bad input."""
 
 import json
 import subprocess
@@ -46,7 +46,7 @@ def test_counts_by_category_are_those_of_plain_counting(tmp_path):
 
 
 def test_many_categories_of_long_documents_are_counted_too(tmp_path):
-    lengths = [2, 1 << 17] + [3 + n % 7 for n in range(298)]  # by category, more than fit in one array
+    lengths = [2, 1 << 17] + [3 + n % 7 for n in range(298)]  # more per category than fit in one array
     documents = [document([7] * length, [1], 1 + n % 150) for n, length in enumerate(lengths)]
     found = audit_of(tmp_path, write_data(tmp_path / "data", documents), "scan=false")["categories"]
     for number, row in enumerate(found.values()):
@@ -62,8 +62,8 @@ def rows_of(findings):
 def test_findings_name_their_rows(tmp_path):
     documents = [
         document([5, 6, 7, 8], [2, 3]),
-        document([5, 6, 7], []),  # no target; a marked first token is none
-        document([5, 6, 7, 9], [1, 2, 3]),  # targets alone
+        document([5, 6, 7], []),  # no target: a marked first token does not count
+        document([5, 6, 7, 9], [1, 2, 3]),  # only targets
         document([5, 6, 7, 8], [3]),  # the tokens of row 0
         document([5, 6, 7, 8, 0], [3]),
     ]
@@ -99,7 +99,7 @@ def test_bos_twice_empty_reasoning_and_another_tokenizer_are_found(tmp_path, tok
     bos = other.bos_token_id
     empty = other("<think>\n\n</think>", add_special_tokens=False)["input_ids"]
     documents = [document([bos, bos, 30], [2]), document([30, *empty, 31], [*range(1, len(empty) + 1)])]
-    documents.append(document([30, *empty, 31], [len(empty) + 1]))  # shown, not learnt
+    documents.append(document([30, *empty, 31], [len(empty) + 1]))  # shown, but no targets
     folder = write_data(tmp_path / "data", documents, {"tokenizer": str(tokenizer)})
     found = audit_of(tmp_path, folder, f"model.path={tmp_path / 'other'}")["findings"]
     assert [row for _, row in found["double_bos"]["rows"]] == [0]

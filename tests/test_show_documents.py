@@ -1,4 +1,4 @@
-"""What `verl-ext show` shows of documents, packs and differences: the text of the tokens that are really fed."""
+"""Documents, packs and differences in `verl-ext show`: the text of the tokens that the model really gets."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def ids_of(text):
 
 @pytest.fixture
 def data(tmp_path):
-    """Three documents of a tokenizer: two chats of other lengths, one without a target."""
+    """Write three documents of a tokenizer: two chats of different lengths, and one document without a target."""
     TOKENIZER.save_pretrained(tmp_path / "model")
     prompt, answer = ids_of("<|im_start|>user\n你好<|im_end|>\n"), ids_of("the cat sat<|im_end|>")
     targets = range(len(prompt), len(prompt) + len(answer))

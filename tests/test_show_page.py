@@ -1,4 +1,4 @@
-"""The pages of `verl-ext show` in headless Chromium: no error, figures drawn, numbers of the metrics, text escaped."""
+"""The pages of `verl-ext show` in headless Chromium: no errors, drawn figures, the metrics' numbers, escaped text."""
 
 import html
 import json
@@ -20,7 +20,7 @@ SCRIPT = "<script>document.title='run by a document'</script>"
 
 
 def browse(page: Path, *options: str) -> tuple[str, list[str]]:
-    """The page's DOM when it is drawn, and the lines of its console."""
+    """Return the page's DOM once drawn, and the lines of its console."""
     command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", *options]
     command += ["--virtual-time-budget=20000", "--dump-dom", page.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -59,7 +59,7 @@ def test_long_curves_are_drawn_by_their_lowest_and_highest_points_and_the_page_h
     text = page.read_text()
     data = json.loads(re.search(r'id="data">(.*?)</script>', text)[1])
     assert len(data["runs"][0]["curves"]["train/loss"]["steps"]) == 6000
-    data["runs"][0]["curves"]["train/loss"]["values"][3333] = 99.0  # a step that stands out
+    data["runs"][0]["curves"]["train/loss"]["values"][3333] = 99.0  # a spike
     body = f'id="data">{json.dumps(data)}</script>'
     text = text[: text.index('id="data">')] + body + text[text.index("</script>", text.index('id="data">')) + 9 :]
     ask = "document.body.dataset.rows = JSON.stringify(rows(page.charts[0]).filter(row => row.kind === 'train'));"

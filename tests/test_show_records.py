@@ -1,4 +1,4 @@
-"""What `verl-ext show` shows of raw files, of the records behind documents, and of the answers of a run."""
+"""Raw files, the records behind documents, and a run's answers in `verl-ext show`."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What `verl-ext show` says of runs: curves of the metrics, steps with the packs that the trainer feeds, spikes."""
+"""Runs in `verl-ext show`: curves of the metrics, steps with the packs that the trainer feeds, spikes."""
 
 import json
 from pathlib import Path
@@ -116,7 +116,7 @@ def test_the_documents_of_a_spike_are_shown(tmp_path):
 
 
 def describe(overrides: list[str], folder: str) -> None:
-    """Write what a run writes of itself, and for every step and rank the rows that it trains on."""
+    """Write a run's description, and for every step and rank the rows that it trains on."""
     run = prepare(compose(overrides))
     rows = [
         [

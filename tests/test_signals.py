@@ -1,4 +1,4 @@
-"""Requests to stop: one checkpoint after the current step on all ranks, and a second one that ends a rank at once."""
+"""Requests to stop: the first saves a checkpoint after the current step on all ranks, a second ends a rank at once."""
 
 import contextlib
 import filecmp
@@ -31,7 +31,7 @@ from verl_ext.trainer.signals import SIGNALS, STOPPED, requests
 
 pytestmark = pytest.mark.slow
 
-SECONDS = 120  # in which what is waited for must come about
+SECONDS = 120  # the limit of every wait
 STEPS = 5
 
 
@@ -44,7 +44,7 @@ def wait_for(condition) -> None:
 
 @pytest.fixture(scope="module")
 def options(tiny_model, tmp_path_factory):
-    """A run of two sequence-parallel ranks, but for its folder."""
+    """Return overrides of a run on two sequence-parallel ranks, without its folder."""
     documents = random_documents(np.random.default_rng(0), [20] * 40, VOCABULARY, 1)
     folder = write_tokenized(tmp_path_factory.mktemp("data") / "train", documents)
     run = (f"data.train_dir={folder}", f"model.path={tiny_model}", "engine.ulysses_sequence_parallel_size=2")
@@ -52,8 +52,8 @@ def options(tiny_model, tmp_path_factory):
 
 
 def asked(overrides: list[str], at: int) -> tuple[bool, int, str]:
-    """A run whose rank 1 is signalled during step `at`, if there is one: whether it is complete, the
-    code that it would exit with, and what this rank printed."""
+    """Execute a run whose rank 1 gets signals during step `at`, if there is one; return whether it is complete, its
+    exit code, and this rank's output."""
     requests.listen()
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
@@ -75,7 +75,7 @@ def asked(overrides: list[str], at: int) -> tuple[bool, int, str]:
 
 @pytest.fixture(scope="module")
 def whole(options, tmp_path_factory):
-    """The folder of the run without a signal."""
+    """Return the folder of the run without a signal."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     run_ranks(train_alone, 2, [*options, f"trainer.default_local_dir={folder}"])
     return folder
@@ -185,7 +185,7 @@ def test_a_rank_whose_torchrun_was_killed_before_it_listened_ends(tmp_path):
 def test_a_script_between_torchrun_and_a_rank_is_no_sign_that_torchrun_is_gone(tmp_path):
     with started_ranks(listen_below, 1, os.getpid(), tmp_path) as ((rank,), _):  # a server lies between them
         wait_for((tmp_path / "ready").exists)
-        rank.join(2.5)  # the watch looks every second
+        rank.join(2.5)  # the watch checks every second
         assert rank.exitcode is None
 
 
@@ -208,7 +208,7 @@ sys.exit(int(os.environ["ENDS_WITH"]))
 @pytest.mark.parametrize(
     ("sent", "ends_with", "code"),
     [
-        ([signal.SIGTERM], 143, STOPPED),  # it is not finished, whatever torchrun makes of the ranks' codes
+        ([signal.SIGTERM], 143, STOPPED),  # it is not finished, whatever code torchrun returns
         ([signal.SIGUSR1], 0, 0),  # it was in its last step
         (["Ctrl-C", "Ctrl-C"], 1, STOPPED),
         ([], 3, 3),
@@ -221,7 +221,7 @@ def test_the_launcher_passes_requests_on_past_torchrun_and_says_whether_to_run_a
     ends = {"OUT": str(out), "ENDS_AFTER": str(len(sent)), "ENDS_WITH": str(ends_with), "TMPDIR": str(tmp_path)}
     pid, terminal = pty.fork()
     if pid == 0:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # background jobs ignore it: bash could not trap it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # background jobs ignore it, so bash could not trap it
         node = str(LAUNCH / "node.sh")
         os.execve(node, [node], {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "", **ends})
     for number, what in enumerate(sent, start=1):
@@ -231,13 +231,13 @@ def test_the_launcher_passes_requests_on_past_torchrun_and_says_whether_to_run_a
     _, status = os.waitpid(pid, 0)
     os.close(terminal)
     assert os.waitstatus_to_exitcode(status) == code
-    assert not sent or out.read_text() == "started"  # Ctrl-C, too, was for the launcher alone
+    assert not sent or out.read_text() == "started"  # only the launcher got the signal, even Ctrl-C
     assert not list(tmp_path.glob("verl-ext-*"))
 
 
 @contextlib.contextmanager
 def node(folder: Path, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """launch/node.sh of the second of two nodes, until the block ends; programs in `folder` come first."""
+    """Start launch/node.sh of the second of two nodes for the block; programs in `folder` come first in PATH."""
     port = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "NPROC_PER_NODE": "1", "PREFLIGHT": "0"}
     path = {"PATH": f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}", "TMPDIR": str(folder)}
     command = [str(LAUNCH / "node.sh"), "data.train_dir=nowhere"]
@@ -255,7 +255,7 @@ def node(folder: Path, **environment: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def child_of(launcher: subprocess.Popen[str], name: str) -> psutil.Process:
-    """The process that node.sh has started with this word in its command."""
+    """Return the process of node.sh with this word in its command."""
     found: list[psutil.Process] = []
 
     def look() -> bool:

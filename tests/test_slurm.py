@@ -56,7 +56,7 @@ pytestmark = pytest.mark.cluster
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory) -> Iterator[Callable[..., str]]:
-    """A cluster of two nodes; calling it runs one of slurm's programs and returns what it prints."""
+    """Start a cluster of two nodes; return a function that runs one of slurm's programs and returns its output."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin"
     if missing := [name for name in PROGRAMS if shutil.which(name, path=path) is None]:
         pytest.skip(f"slurm needs {', '.join(missing)}")
@@ -117,7 +117,7 @@ def state(run: Callable[..., str], job: str) -> str:
 
 @pytest.fixture
 def submit(slurm, tiny_model, tmp_path) -> Iterator[Callable[..., str]]:
-    """Submit launch/slurm.sbatch with these overrides on both nodes; the job's number. Its logs are removed."""
+    """Submit launch/slurm.sbatch with these overrides on both nodes, and return the job's number. Removes its logs."""
     documents = random_documents(np.random.default_rng(0), range(2, 60), VOCABULARY, 1)
     write_tokenized(tmp_path / "data", documents)
     jobs = []
@@ -162,12 +162,12 @@ def test_a_job_that_is_preempted_is_queued_again_and_resumes(slurm, submit, tmp_
 def test_a_job_that_is_told_of_its_end_saves_and_is_queued_again(slurm, submit, tmp_path):
     job = submit("trainer.total_training_steps=60", "data.num_workers=1")
     wait(lambda: (tmp_path / "run" / "metrics.jsonl").is_file() and metrics(tmp_path / "run"))
-    slurm("scancel", "--batch", "--signal=USR1", job)  # as --signal=B:USR1@600 of the script does
+    slurm("scancel", "--batch", "--signal=USR1", job)  # as the script's --signal=B:USR1@600 does
     wait(lambda: state(slurm, job) == "PENDING after 1 restarts")
     saved = int((tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text())
     assert max(step for step, _ in metrics(tmp_path / "run")) == saved < 60  # nothing is lost
     wait(lambda: _idle_nodes(slurm) == 2)
-    slurm("scontrol", "update", f"JobId={job}", "StartTime=now+3")  # not in the second in which it was put back
+    slurm("scontrol", "update", f"JobId={job}", "StartTime=now+3")  # not in the second in which it was requeued
     wait(lambda: state(slurm, job) == "COMPLETED after 1 restarts")
     logs = ROOT / "logs" / f"test-run-{job}"
     said = f"SIGUSR1: stopping after step {saved} of 60"

@@ -1,4 +1,4 @@
-"""Names of special tokens in data are text: in plain texts, and in chats whose template writes the same tokens."""
+"""Names of special tokens in data are text, both in plain texts and in chats whose template writes the same tokens."""
 
 import json
 import logging
@@ -28,13 +28,13 @@ from verl_ext.text.records import parse_record
 from verl_ext.values import DataError, UsageError
 
 TOKENIZER = tiny_tokenizer()
-TOKENIZER.add_tokens(["<think>", "</think>"])  # added, not special, as Qwen3's
+TOKENIZER.add_tokens(["<think>", "</think>"])  # added but not special, like Qwen3's
 START, END = TOKENIZER.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
 SPECIAL_IDS = {TOKENIZER.convert_tokens_to_ids(name) for name in SPECIAL_TOKENS}
 
 
 def without_special_tokens() -> Tokenizer:
-    """The same model, which knows of no added token but <think> and </think>."""
+    """Return the same tokenizer model with no added tokens except <think> and </think>."""
     fields = json.loads(TOKENIZER.backend_tokenizer.to_str())
     fields["added_tokens"] = [token for token in fields["added_tokens"] if not token["special"]]
     return Tokenizer.from_str(json.dumps(fields))
@@ -49,7 +49,7 @@ def encoded_chat(
     on_found: str = "encode",
     windows: Windows = Windows(),  # noqa: B008
 ) -> tuple[list[int], list[int], int]:
-    """(ids, mask, names of special tokens encoded as text) of a chat."""
+    """Return a chat's (ids, mask, names of special tokens encoded as text)."""
     encoder = TextEncoder(tokenizer, RecordOptions(on_found), windows=windows)
     chats = ProvenChats(ChatTemplate(tokenizer, None, {}))
     chat = encoder.special.chat_text(chats, parse_record(record).content, on_found)

@@ -1,4 +1,4 @@
-"""Losses that stand out, and steps without a finite one: every rank agrees, and the documents are named."""
+"""Loss spikes, and steps without a finite loss: every rank agrees, and the documents are named."""
 
 import json
 from pathlib import Path
@@ -20,13 +20,13 @@ from verl_ext.trainer.hooks.spikes import worst_line
 pytestmark = pytest.mark.slow
 
 VOCABULARY, STEPS = 100, 11
-ODD = 18  # the row of the document that is like no other: of the 10th step
-LAYOUTS = {"one rank": (1, 1), "two groups of two": (4, 2)}  # ranks, those that share a pack
+ODD = 18  # the row of the unusual document, in the 10th step
+LAYOUTS = {"one rank": (1, 1), "two groups of two": (4, 2)}  # (ranks, ranks that share a pack)
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> str:
-    """Documents that repeat themselves, which is soon learned, and a random one: a pack is a document."""
+    """Write repetitive documents, which are learned quickly, and a random one; each pack is a document."""
     documents = random_documents(np.random.default_rng(0), [12 + n % 3 for n in range(2 * STEPS)], VOCABULARY, 1)
     for number, document in enumerate(documents):
         if number != ODD:
@@ -69,7 +69,7 @@ def test_a_spike_is_written_with_the_document_that_made_it(runs, data, layout):
     mean = np.array([worst["loss"], other["loss"]]) @ targets / targets.sum()
     assert found["loss"] == pytest.approx(mean, rel=1e-6)
     (alone,) = spikes(runs["one rank"])
-    assert found["loss"] == pytest.approx(alone["loss"], rel=1e-3)  # Adam enlarges the last digits
+    assert found["loss"] == pytest.approx(alone["loss"], rel=1e-3)  # Adam amplifies rounding
     assert metrics(runs[layout])[STEPS, "train/spikes"] == 1
 
 

@@ -1,4 +1,4 @@
-"""A rank's packs of a step as flat tensors: shifted coefficients, counts without padding, cuts into micro-batches."""
+"""A rank's packs of a step as flat tensors: shifted coefficients, counts without padding, splits into micro-batches."""
 
 import numpy as np
 import pytest
@@ -88,7 +88,7 @@ def test_a_one_token_document_predicts_nothing_and_is_predicted_by_nothing():
 
 
 def test_the_category_of_a_token_that_is_no_target_is_not_counted():
-    # Whoever wrote the folder, SFTDataSet cleans this; a dataset of a user's own may not.
+    # SFTDataSet cleans this whatever wrote the folder; a user's own dataset may not.
     stray = Document([1, 2, 3], [0, 0, 1], [7, 7, 9], [1, 1, 1])
     batch = _collate([stray])
     assert _counts(batch)["slots"] == [0, 0, 1]

@@ -1,4 +1,4 @@
-"""Which packs each rank runs in each step: every pack once an epoch, the same steps whatever the ranks."""
+"""The packs of each rank in each step: every pack once an epoch, the same steps for any number of ranks."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ sizes = {"num_packs": st.integers(1, 60), "batch_size": st.integers(1, 20), "see
 
 
 def _with_costs(plan: StepPlan, group_size: int, seed: int) -> StepPlan:
-    """The same steps, balanced by random costs."""
+    """Return the same steps, balanced by random costs."""
     costs = np.random.default_rng(seed).integers(1, 9, plan.num_packs).astype(np.float64)
     return replace(plan, costs=costs, group_size=group_size)
 

@@ -1,4 +1,4 @@
-"""Our datasets and engine inside verl's own trainer: what a team that keeps its verl deployment gets."""
+"""Our datasets and engine inside verl's own trainer, for a team that keeps its verl deployment."""
 
 import numpy as np
 import pytest

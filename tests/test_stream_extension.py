@@ -1,4 +1,4 @@
-"""A longer stream of documents goes on from a shorter one where the samples seen stay the same, and only there."""
+"""A longer stream of documents continues a shorter one if, and only if, the samples seen stay the same."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ DIGEST = "the digest of the documents in data.train_dir"
 
 @pytest.fixture(scope="module")
 def stream(tiny_model, tmp_path_factory):
-    """A stream of so many samples, of one source or of two that are blended."""
+    """Make a stream of a number of samples, from one source or a blend of two."""
     folder = tmp_path_factory.mktemp("texts")
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     a = write_jsonl(folder / "a.jsonl", random_words((7, 1, 30, 12, 15, 16, 40, 3, 9) * 3, seed=1))
@@ -30,7 +30,7 @@ def stream(tiny_model, tmp_path_factory):
 
 
 def saved(dataset: MultiDocDataset) -> dict:
-    """What a checkpoint says of it."""
+    """Return its entry in a checkpoint."""
     return {**dataset.plan_options(), DIGEST: dataset.digest}
 
 

@@ -1,4 +1,4 @@
-"""`verl-ext synthesize`: records that tokenize reads, the same whatever the order, and one line for each mistake."""
+"""`verl-ext synthesize`: records for `tokenize`, the same in any order of answers, and a line for each mistake."""
 
 import json
 import random
@@ -32,7 +32,7 @@ def write_lines(path, records):
 
 @pytest.fixture
 def documents(tmp_path):
-    """12 documents, 4 in each of the intervals 100–200, 200–300 and 300–400 tokens; one shorter, one longer."""
+    """Write 12 documents, 4 in each interval (100–200, 200–300, 300–400 tokens), plus one shorter and one longer."""
     lengths = [120, 220, 320] * 4 + [50, 500]
     records = [{"text": f"{words(length, i)}"} for i, length in enumerate(lengths)]
     return write_lines(tmp_path / "documents.jsonl", records)
@@ -289,7 +289,7 @@ def test_the_cost_follows_the_prices(tmp_path, documents, tiny_model, capsys):
     given = (f"sources={{docs:{documents}}}", f"model.path={tiny_model}", "records=3")
     with chat_server(longalign_reply) as server:
         assert run(server, tmp_path, *given, f"endpoint.prices={tmp_path}/prices.yaml") == 0
-    assert "cost 0.36" in capsys.readouterr().out  # 6 requests of 10 prompt tokens and 5 written ones
+    assert "cost 0.36" in capsys.readouterr().out  # 6 requests of 10 prompt tokens and 5 output tokens
 
 
 def glm_long_reply(request):

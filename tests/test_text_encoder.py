@@ -1,4 +1,4 @@
-"""Long texts: tokenized in pieces, with the tokens that they have as one piece, for every kind of tokenizer."""
+"""Long texts tokenized in pieces have the same tokens as in one piece, for every kind of tokenizer."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -51,11 +51,11 @@ LLAMA2 = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace("
 
 
 def bpe(pre: Any = None, normalizer: Any = None, spans_spaces: bool = False) -> Tokenizer:
-    """A BPE trained on the corpus; `spans_spaces`: some of its tokens have a space after another character."""
+    """Train a BPE on the corpus; with `spans_spaces`, some of its tokens have a space after another character."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=False))
     if spans_spaces:
         tokenizer.normalizer = normalizer
-    else:  # trained on words, also where it is to be used without them
+    else:  # trained on words, even if used without them
         tokenizer.pre_tokenizer = METASPACE["always"] if pre is None else pre
     alphabet = pre_tokenizers.ByteLevel.alphabet() if pre in (GPT2, PREFIX_SPACE, QWEN, LLAMA3) else ["▁"]
     trainer = trainers.BpeTrainer(
@@ -180,9 +180,9 @@ TEXTS = st.lists(PARTS, min_size=1, max_size=120).map("".join)
 @pytest.mark.parametrize("on_found", ["encode", "keep"])
 @settings(max_examples=40, deadline=None)
 @given(text=TEXTS, window=st.sampled_from([64, 100, 150, 1000]))
-@example(text="e\u0301e\u0301e\u0301 the \u0958 cat", window=1000)  # as many bytes after NFC as before
+@example(text="e\u0301e\u0301e\u0301 the \u0958 cat", window=1000)  # NFC keeps the number of bytes
 @example(text="e\u0301 the cat", window=1000)  # the same with a prefix
-@example(text="the <pad>", window=1000)  # a prefix, and a special token that swallows a space
+@example(text="the <pad>", window=1000)  # a prefix, and a special token that absorbs a space
 def test_a_text_in_pieces_has_the_tokens_of_one_piece(kind: str, on_found: str, text: str, window: int) -> None:
     tokenizer = tokenizer_of(kind)
     whole = tokenizer(

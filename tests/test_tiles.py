@@ -1,4 +1,4 @@
-"""Layers and MLPs over tiles of tokens: the values and gradients of the whole sequence, in the memory of a tile."""
+"""Layers and MLPs over tiles of tokens give the values and gradients of the whole sequence in a tile's memory."""
 
 import copy
 import types
@@ -42,7 +42,7 @@ SIZES = {
 }
 GPT2 = {"vocab_size": 64, "n_embd": H, "n_layer": 2, "n_head": 4, "n_inner": INTERMEDIATE, "resid_pdrop": 0.0}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-FAMILIES = {  # what transformers calls a kind of model: fields of its config
+FAMILIES = {  # transformers' model type: fields of its config
     **dict.fromkeys(["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "phi"], SIZES),
     "gpt2": GPT2,
     "qwen3_moe_with_a_dense_layer": {**SIZES, **EXPERTS, "mlp_only_layers": [1]},
@@ -64,7 +64,7 @@ def mlps_of(model: nn.Module) -> list[nn.Module]:
 
 
 def gradients(module: nn.Module, output: torch.Tensor, *inputs: torch.Tensor) -> list[torch.Tensor]:
-    """Of a weighted sum of the output, with respect to the inputs and the parameters."""
+    """Return the output, and gradients of its weighted sum with respect to the inputs and the parameters."""
     weights = torch.linspace(-1, 1, output.numel()).view(output.shape).to(output.dtype)
     wanted = [*inputs, *(p for p in module.parameters() if p.requires_grad)]
     return [output.detach(), *torch.autograd.grad((output * weights).sum(), wanted)]
@@ -73,7 +73,7 @@ def gradients(module: nn.Module, output: torch.Tensor, *inputs: torch.Tensor) ->
 def assert_models_close(
     model: nn.Module, expected: nn.Module, ids: torch.Tensor, tolerance: float = 1e-5, **more: object
 ) -> None:
-    """The logits, and the gradients of all parameters."""
+    """Assert that the logits and the gradients of all parameters are close."""
     assert_close(
         *(gradients(m, m(input_ids=ids, use_cache=False, **more).logits) for m in (model, expected)), tolerance
     )
@@ -149,7 +149,7 @@ def test_documents_of_a_pack_stay_apart_and_keep_their_positions():
 
 @pytest.mark.parametrize("adapted", [False, True])
 def test_dropout_draws_the_same_masks_again(adapted):
-    """Of its own, or of adapters inside; the reference runs the same tiles one by one and keeps them all."""
+    """The dropout is the layer's own or an adapter's; the reference runs the same tiles in turn and keeps them all."""
     model = model_of("gpt2", resid_pdrop=0.4)
     mlp = mlps_of(model)[0]
     if adapted:
@@ -161,7 +161,7 @@ def test_dropout_draws_the_same_masks_again(adapted):
     expected = torch.cat([reference(part) for part in x.split(6, dim=1)], dim=1)
     torch.manual_seed(3)
     output = mlp(x)
-    torch.rand(5)  # what is drawn in between
+    torch.rand(5)  # other random draws in between
     drawn = torch.get_rng_state()
     assert_close(gradients(mlp, output, x), gradients(reference, expected, x))
     assert torch.equal(torch.get_rng_state(), drawn)
@@ -197,7 +197,7 @@ def test_under_autocast_values_and_gradients_are_those_of_the_whole_sequence():
 
 
 def test_a_forward_that_a_kernel_package_has_put_in_its_place_is_tiled():
-    """As liger does: a method bound to the instance, whose backward writes its gradients over what it saved."""
+    """Like liger: a method bound to the instance, whose backward overwrites its saved tensors with gradients."""
 
     class SiLUMul(torch.autograd.Function):
         @staticmethod
@@ -227,7 +227,7 @@ def test_a_forward_that_a_kernel_package_has_put_in_its_place_is_tiled():
 
 
 class Largest(TorchDispatchMode):
-    """The largest tensor with so many features that any operation gives."""
+    """A record of the largest output tensor with a given number of features."""
 
     def __init__(self, features: int) -> None:
         super().__init__()
@@ -272,7 +272,7 @@ def test_each_tile_is_computed_twice_also_where_the_layer_is_recomputed(checkpoi
 
 
 def test_what_a_layer_gave_its_attention_is_freed_when_the_layer_has_its_gradients():
-    """Not kept by the graph of a tile, or a step would need the memory of all layers at once."""
+    """A tile's graph must not keep it, or a step would need the memory of all layers at once."""
     model = model_of("qwen3", attn_implementation=PACKED_ATTENTION, num_hidden_layers=3)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     tile(model, 7)
@@ -294,12 +294,12 @@ def test_what_a_layer_gave_its_attention_is_freed_when_the_layer_has_its_gradien
         model(input_ids=torch.randint(64, (1, 40)), use_cache=False).logits.sum().backward()
     finally:
         AttentionInterface.register(PACKED_ATTENTION, attention)
-    assert len(given) == 6  # in the forward, and when the layer is recomputed
+    assert len(given) == 6  # in the forward and in the layer's recomputation
     assert alive == [0, 0, 0]
 
 
 class Collectives(TorchDispatchMode):
-    """How often each collective is called."""
+    """A counter of the calls of each collective."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -312,7 +312,7 @@ class Collectives(TorchDispatchMode):
 
 
 def _collectives(options: ActivationOptions) -> dict[str, int]:
-    """Those of a step of two micro-batches on FSDP2, with gradient checkpointing."""
+    """Count the collectives of a step of two micro-batches on FSDP2, with gradient checkpointing."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -352,13 +352,13 @@ def _backward_of_a_part_that_fsdp_wraps() -> str:
 
 
 def test_a_parameter_that_is_not_gathered_around_the_tiles_is_an_error():
-    """As where FSDP wraps a part of it: no gradient is lost in silence."""
+    """This happens if FSDP wraps a part of it; no gradient may be lost in silence."""
     assert "FSDP must gather around the tiles" in run_ranks(_backward_of_a_part_that_fsdp_wraps, 1)[0]
 
 
 @pytest.fixture(scope="module")
 def told():
-    """What is said of 64 tokens a tile for a model: (problems, notices)."""
+    """Return (problems, notices) for a model with tiles of 64 tokens."""
     composed = compose(["model.path=unused", "data.train_dir=unused", "parallel=cpu", "model.tile_tokens=64"])
     config = typed(composed)
 

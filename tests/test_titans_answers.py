@@ -1,4 +1,4 @@
-"""Answers that transformers' `generate` draws from a Qwen with a memory: those of recomputing every sequence."""
+"""Answers of transformers' `generate` from a Qwen with a memory equal those of recomputing every sequence."""
 
 import pytest
 import torch
@@ -10,14 +10,14 @@ from tests.tiny_titans import CHUNK, VOCABULARY, random_tokens, tiny_titans
 
 pytestmark = pytest.mark.slow
 
-STEPS = 2 * CHUNK + 3  # tokens of an answer that crosses chunks, and sub-chunks in each
-LENGTHS = (3, CHUNK - 2, 2 * CHUNK, 2 * CHUNK + 1, 45)  # of prompts; one ends on a border
+STEPS = 2 * CHUNK + 3  # tokens of an answer that crosses chunks and their sub-chunks
+LENGTHS = (3, CHUNK - 2, 2 * CHUNK, 2 * CHUNK + 1, 45)  # of prompts; one ends on a border of chunks
 FORMS = [{}, {"depth": 1}, {"conv_tokens": 1}, {"conv_tokens": CHUNK + 3}]  # convolutions of one token, and over chunks
 each_form = pytest.mark.parametrize("form", FORMS, ids=str)
 
 
 def _prompts(lengths=LENGTHS, padding: str = "left") -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
-    """The rows, and them padded to one length with their mask."""
+    """Return the rows, and the rows padded to one length with their mask."""
     rows = [random_tokens(length, seed=number) for number, length in enumerate(lengths)]
     ids, mask = (
         torch.nn.utils.rnn.pad_sequence(of_rows, batch_first=True, padding_side=padding)
@@ -27,14 +27,14 @@ def _prompts(lengths=LENGTHS, padding: str = "left") -> tuple[list[torch.Tensor]
 
 
 def _answers(model, ids: torch.Tensor, mask: torch.Tensor | None = None, steps: int = STEPS, **options) -> torch.Tensor:
-    mask = torch.ones_like(ids) if mask is None else mask  # else transformers takes pad_token_id for padding
+    mask = torch.ones_like(ids) if mask is None else mask  # else transformers treats pad_token_id as padding
     options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, **options}
     return model.generate(ids, attention_mask=mask, max_new_tokens=steps, **options)[:, ids.shape[1] :]
 
 
 @torch.no_grad()
 def _likeliest(model, row: torch.Tensor, answer: torch.Tensor) -> torch.Tensor:
-    """The likeliest token at each place of an answer, of one reading of the whole text without a cache."""
+    """Return the likeliest token at each place of an answer, from one forward of the whole text without a cache."""
     return model(torch.cat([row, answer])[None], logits_to_keep=len(answer) + 1).logits[0, :-1].argmax(-1)
 
 
@@ -84,7 +84,7 @@ def test_padding_on_either_side_leaves_each_row_as_it_is_alone(form, padding):
 
 
 def _read(model) -> list[tuple[int, ...]]:
-    """The shapes of tokens that the model will read."""
+    """Return a list of the shapes of the tokens that the model reads from now on."""
     shapes: list[tuple[int, ...]] = []
     model.model.embed_tokens.register_forward_pre_hook(lambda module, inputs: shapes.append(tuple(inputs[0].shape)))
     return shapes
@@ -126,7 +126,7 @@ def test_a_conversation_goes_on_from_its_cache():
     whole_mask = torch.cat([mask, mask.new_ones(2, 11)], 1)
     shapes = _read(model)
     went_on = _answers(model, more, whole_mask, 6, past_key_values=first.past_key_values)
-    assert shapes[0] == (2, 8)  # 7 new tokens, and the last of the first answer, which nothing had read
+    assert shapes[0] == (2, 8)  # 7 new tokens, and the last token of the first answer, which was not read yet
     assert torch.equal(went_on, _answers(model, more, whole_mask, 6))
 
 

@@ -1,4 +1,4 @@
-"""What a run with long-term memory is refused for, in one line each, and how its options are read."""
+"""Refusals of runs with long-term memory, in one line each, and the reading of their options."""
 
 import json
 
@@ -25,7 +25,7 @@ MEMORY = ("model.memory.chunk_size=32", "model.memory.sub_chunk=16", "model.memo
 
 @pytest.fixture
 def checked(tmp_path, tiny_model):
-    """check_run over a sound run, changed by overrides."""
+    """Call check_run on a sound run, changed by overrides."""
     files = write_babilong(tmp_path / "qa1" / "1k.json", 3, 20)
 
     def check(*overrides):
@@ -192,7 +192,7 @@ def test_a_memory_of_other_settings_is_refused_by_the_file_beside_it(checked, ti
     save_memory_checkpoint(path, {name: torch.zeros(tensor.shape) for name, tensor in names.items()}, 3)
     checked(
         f"model.memory_checkpoint={path}", "model.memory.max_surprise=1"
-    )  # the same shapes: nothing tells them apart
+    )  # the same shapes, so nothing distinguishes them
     path.with_suffix(".json").write_text(json.dumps({"max_surprise": 4.0}))
     checked(f"model.memory_checkpoint={path}")
     with pytest.raises(ValueError, match=r"model\.memory\.max_surprise must be 4\.0, as in .*; got 1"):

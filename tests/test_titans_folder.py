@@ -1,4 +1,4 @@
-"""A Qwen with a memory on disk: its folder, its configuration, and settings that cannot be."""
+"""A Qwen with a memory on disk: its folder, its configuration, and impossible settings."""
 
 import pytest
 import torch

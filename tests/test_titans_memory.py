@@ -1,4 +1,4 @@
-"""The memory's maths: gradients in closed form, the recurrence of a sub-chunk, what reads and what writes."""
+"""The memory's mathematics: gradients in closed form, the recurrence of a sub-chunk, reads and writes."""
 
 import math
 
@@ -24,7 +24,7 @@ SETTINGS = MemoryOptions(chunk_size=16, layers=(0,), heads=2, head_dim=3, expans
 
 
 def _memory(seed: int = 0, dtype: torch.dtype = torch.float64, **fields) -> LongTermMemory:
-    """A memory whose parameters are all away from their start."""
+    """Build a memory whose parameters are all moved from their start."""
     torch.manual_seed(seed)
     memory = LongTermMemory(HIDDEN, MemoryOptions(**{**vars(SETTINGS), **fields})).to(dtype)
     with torch.no_grad():
@@ -38,13 +38,13 @@ def _hidden(batch: int, length: int, seed: int = 0) -> torch.Tensor:
 
 
 def _state(w1, w2, s1, s2) -> torch.Tensor:
-    """The tensor of a state, of its four parts; None for those that a memory of depth 1 lacks."""
+    """Join a state's tensor from its four parts; a part is None if a memory of depth 1 lacks it."""
     layers = [torch.cat([w1, s1], -2)] + ([] if w2 is None else [torch.cat([w2.mT, s2.mT], -2)])
     return torch.stack(layers, 2)
 
 
 def _parts(state: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """W1, W2, S1 and S2 of a state."""
+    """Return W1, W2, S1 and S2 of a state."""
     (w1, s1), (w2, s2) = state[:, :, 0].chunk(2, -2), state[:, :, -1].mT.chunk(2, -1)
     return (w1, None, s1, None) if state.shape[2] == 1 else (w1, w2, s1, s2)
 
@@ -54,7 +54,7 @@ def _random_state(generator: torch.Generator, heads: int = 2, size: int = 3, hid
 
 
 def _matrix_state(generator: torch.Generator) -> torch.Tensor:
-    """A random state of depth 1."""
+    """Draw a random state of depth 1."""
     return torch.randn(1, 2, 1, 6, 3, dtype=torch.float64, generator=generator)
 
 
@@ -63,7 +63,7 @@ def _plain_recall(x, w1, w2=None) -> torch.Tensor:
 
 
 def _token_gradients(k, v, *weights) -> tuple[torch.Tensor, ...]:
-    """By autograd, ``[s, ...]``: the gradient of ‖M(k_t) - v_t‖² for each token t of ``k, v [1, H, s, dk]``."""
+    """Return ``[s, ...]`` by autograd: the gradient of ‖M(k_t) - v_t‖² for each token t of ``k, v [1, H, s, dk]``."""
     gradients = []
     for t in range(k.shape[2]):
         leaves = [w.detach().clone().requires_grad_() for w in weights if w is not None]
@@ -73,7 +73,7 @@ def _token_gradients(k, v, *weights) -> tuple[torch.Tensor, ...]:
 
 
 def _gradients(k, v, state, limit=math.inf) -> tuple[torch.Tensor, ...]:
-    """The closed form's gradients as ``[s, 1, H, ...]``, as the weights W1 and W2 lie."""
+    """Return the closed form's gradients as ``[s, 1, H, ...]``, in the layout of the weights W1 and W2."""
     gradient = surprise(k, v, state, limit)
     left = gradient.left * gradient.shrink[:, :, None, :, None]
     first, *second = (left.unsqueeze(-1) * gradient.right.unsqueeze(-2)).permute(2, 3, 0, 1, 4, 5)
@@ -109,7 +109,7 @@ def test_surprise_is_scaled_down_to_its_largest_norm_and_never_turned(state_of):
 
 
 def _by_token(state, k, v, theta, eta, alpha, written, max_surprise=1e9) -> torch.Tensor:
-    """The recurrence S_t = η S - θ u_t, W_t = (1 - α) W + S_t, a token at a time, all u_t at ``state``'s weights."""
+    """Apply S_t = η S - θ u_t, W_t = (1 - α) W + S_t token by token, with all u_t at ``state``'s weights."""
     gradients = _gradients(k, v, state, max_surprise)
     w1, w2, s1, s2 = _parts(state)
     weights, momenta = [w1, w2], [s1, s2]
@@ -161,7 +161,7 @@ def test_a_momentum_that_forgets_soon_has_no_subnormal_coefficients():
 
 
 def _limit(k, state, theta, eta, alpha) -> torch.Tensor:
-    """``[1, H, 1]``: what holds the tokens' common change of their errors to 1."""
+    """Return ``[1, H, 1]``: the factor that limits the tokens' common change of their errors to 1."""
     w1, w2, *_ = _parts(state)
     z = k if w2 is None else 2 * F.silu(k @ w1)
     c = write_coefficients(WriteRates(theta, eta.log(), (1 - alpha).log()), torch.tensor(True)).rates[..., 0]
@@ -176,13 +176,13 @@ def _seen_by(memory: LongTermMemory) -> list[tuple[torch.nn.Module, torch.nn.Con
 
 
 def _plain_convolution(x: torch.Tensor, projection: torch.nn.Module, convolution: torch.nn.Conv1d) -> torch.Tensor:
-    """Each token's projection and those of the tokens before it, by the channels' weights of each lag."""
+    """Sum the projections of each token and the tokens before it, by the channels' weights for each lag."""
     weights = convolution.weight[:, 0].flip(-1).unbind(-1)  # of the token itself first
     return sum(w * F.pad(projection(x), (0, 0, lag, 0))[:, : x.shape[1]] for lag, w in enumerate(weights))
 
 
 def _plain_rates(memory: LongTermMemory, x: torch.Tensor) -> torch.Tensor:
-    """θ, η and α ``[3, 1, H, T]`` of ``x[1, T, d]``, token by token from it and the tokens before it."""
+    """Return θ, η and α ``[3, 1, H, T]`` of ``x[1, T, d]``, each from its token and the tokens before it."""
     weights = memory.rates.weight.flip(-1).unbind(-1)  # of the token itself first
     raw = torch.stack(
         [
@@ -197,7 +197,7 @@ def _plain_rates(memory: LongTermMemory, x: torch.Tensor) -> torch.Tensor:
 
 
 def _naive_forward(memory: LongTermMemory, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """One row ``[1, T, d]`` with plain loops over sub-chunks and tokens."""
+    """Process one row ``[1, T, d]`` with plain loops over sub-chunks and tokens."""
     x = F.rms_norm(hidden, (HIDDEN,), memory.norm.weight, 1e-6)
     heads, size = memory.options.heads, memory.options.sub_chunk
     q, k = (_plain_convolution(x, *layers) for layers in _seen_by(memory))
@@ -275,7 +275,7 @@ def test_a_token_is_read_by_later_sub_chunks_alone():
 
 
 def _with_rates(memory: LongTermMemory, theta: float, eta: float, alpha: float) -> LongTermMemory:
-    """The same rates (as logits) for every token."""
+    """Set the same rates (as logits) for every token."""
     with torch.no_grad():
         memory.rates.weight.zero_()
         memory.rates.bias.copy_(torch.tensor([theta, eta, alpha]).repeat_interleave(2))

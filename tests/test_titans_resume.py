@@ -1,4 +1,4 @@
-"""A run with memory goes on as it began: other answers, another memory or other weights to train are refused."""
+"""A run with memory resumes as it began: other answers, another memory or other trained weights are refused."""
 
 import contextlib
 import io
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 
 def _trained_and_refused(options, changes):
-    """What is told of each change to a run that has saved a checkpoint; "" where it is allowed."""
+    """Return the error for each change of a run that has saved a checkpoint; "" if it is allowed."""
     train(options)
     told = []
     for change in changes:

@@ -1,4 +1,4 @@
-"""`verl-ext tokenize format=megatron`: the documents of the Arrow folder, by our reader and by megatron-core's."""
+"""`verl-ext tokenize format=megatron` writes the Arrow folder's documents, by our reader and megatron-core's."""
 
 from pathlib import Path
 

@@ -20,12 +20,12 @@ SECONDS = 300
 
 
 def tasks_at_work() -> int:
-    """Return how many of Ray's processes tokenize: Ray names a process by its task."""
+    """Return the number of Ray's processes that tokenize; Ray names a process by its task."""
     return sum((process.info["name"] or "").startswith("ray::_do_on_ray") for process in psutil.process_iter(["name"]))
 
 
 def test_a_killed_node_costs_no_row(tmp_path: Path) -> None:
-    from ray.cluster_utils import Cluster  # it imports Ray, which the tests that are collected with this one need not
+    from ray.cluster_utils import Cluster  # imports Ray, which other collected tests do not need
 
     tiny_tokenizer(CHATML).save_pretrained(tmp_path / "model")
     with open(tmp_path / "a.jsonl", "w") as file:

@@ -1,4 +1,4 @@
-"""The preview of written documents: runs of targets decoded whole, shortened, and marked."""
+"""The preview of written documents: runs of targets are decoded whole, shortened, and marked."""
 
 import io
 from typing import Any

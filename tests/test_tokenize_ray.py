@@ -1,4 +1,4 @@
-"""`tokenize backend=ray` on a Ray cluster of this machine: the local backend's rows and reports, deaths, errors."""
+"""`tokenize backend=ray` on this machine's Ray cluster: it has the local backend's rows and reports; deaths, errors."""
 
 import csv
 import gzip
@@ -39,9 +39,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    """One cluster for all tests: each would start its own."""
+    """Start one cluster for all tests, each of which would otherwise start its own."""
     with pytest.MonkeyPatch.context() as patch, ray_nodes(1):
-        # As in a command, whose process has no torch and whose workers then need none: importing it takes seconds.
+        # As in a command: its process and so its workers do not import torch, which takes seconds.
         patch.setattr(command, "tokenizer_module", lambda: "verl_ext.text.torchless_tokenizers")
         with ray_cluster(2):
             yield
@@ -54,7 +54,7 @@ def write_jsonl(path: Path, records: list[Any]) -> Path:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Records in every format: some bad, some with a weight late in their source, files of one chunk and of several."""
+    """Write records in every format: some bad, some with a late weight, in files of one chunk and of several."""
     folder = tmp_path_factory.mktemp("sources")
     lines = [*QA[:9], {"text": ""}, *QA[9:], {"text": "the cat", "loss_weight": 0.5, "kind": "late"}, {"x": 1}]
     write_jsonl(folder / "lines.jsonl", lines)
@@ -130,7 +130,7 @@ def test_a_node_with_another_tokenizer_is_refused(tmp_path: Path, model: Path, m
 
 
 def die_at_seven(tries: Path, job: int) -> int:
-    """The job; its process ends where it is 7, as often as the folder's name says."""
+    """Return the job; on job 7 the process ends, as often as the folder's name says."""
     if job == 7 and len([*tries.iterdir()]) < int(tries.name):
         (tries / os.urandom(4).hex()).touch()
         os._exit(1)
@@ -156,7 +156,7 @@ def test_a_source_without_records_is_refused(tmp_path: Path, model: Path) -> Non
 
 @pytest.fixture
 def killed_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine on which `ray start` has been killed: the address that it has written down leads nowhere."""
+    """Imitate a machine on which `ray start` was killed: its recorded address leads nowhere."""
     (tmp_path / "ray").mkdir()
     (tmp_path / "ray" / "ray_current_cluster").write_text("127.0.0.1:1")
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))

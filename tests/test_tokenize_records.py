@@ -1,4 +1,4 @@
-"""Record shapes: which chat or text a record's fields stand for, and which records are refused."""
+"""Record shapes: the chat or text that a record's fields stand for, and refused records."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Sources to dataset, in this process: formats, columns, policies, reports, and what a failed run leaves."""
+"""From sources to a dataset in this process: formats, columns, policies, reports, and leftovers of failed runs."""
 
 import csv
 import gzip
@@ -45,7 +45,7 @@ def write_jsonl(path: Path, records: list[Any]) -> Path:
 
 
 def rows(output: Path) -> list[dict[str, Any]]:
-    """The columns of tokens; those of documents follow from them."""
+    """Return the columns of tokens; those of documents follow from them."""
     return load_from_disk(str(output)).remove_columns(list(DOCUMENT_COLUMNS)).to_list()
 
 
@@ -342,7 +342,7 @@ def test_a_sample_depends_on_seed_source_and_place_alone(tmp_path: Path, model: 
     assert f"a: sampled: {len(drawn)} of 200 records" in report.table()
     options, small = (f"sample={len(drawn)}", "num_workers=2"), ChunkSize(records=7)
     tokenize_files({"a": sources["a"]}, tmp_path / "count", model, *options, chunk_size=small)
-    assert sampled(tmp_path / "count") == drawn  # the lowest numbers, which are those below the fraction
+    assert sampled(tmp_path / "count") == drawn  # the lowest numbers, which are also below the fraction
     tokenize_files({"a": sources["a"]}, tmp_path / "more", model, "sample=100")
     assert set(drawn) < set(sampled(tmp_path / "more"))
     assert len(rows(tmp_path / "more")) == 100

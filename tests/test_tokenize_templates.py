@@ -1,4 +1,4 @@
-"""Which tokens of a chat are targets, for the kinds of chat template that exist."""
+"""The target tokens of a chat, for the existing kinds of chat template."""
 
 import functools
 import json
@@ -35,7 +35,7 @@ GENERATION = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 GENERATION_WITHOUT_END = GENERATION.replace("<|im_end|>\n{% endgeneration %}", "{% endgeneration %}<|im_end|>\n", 1)
-# As Qwen3's: thinking is taken out of every turn but those after the last user's; the last always shows some.
+# Like Qwen3's: only turns after the last user's turn keep their thinking; the last turn always shows some.
 STRIPS_THINKING = (
     "{% set ns = namespace(last=-1) %}"
     "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
@@ -47,7 +47,7 @@ STRIPS_THINKING = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
-# As minimind's: the generation prompt itself holds an empty thinking block.
+# Like minimind's: the generation prompt itself holds an empty thinking block.
 PREFILLED_THINKING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.role == 'assistant' %}{% set parts = m.content.split('</think>') %}"
@@ -63,17 +63,17 @@ NO_GENERATION_PROMPT = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>"
     "{% if not loop.last %}\n{% endif %}{% endfor %}"
 )
-# As Phi-3's: the document's end follows the last turn's.
+# Like Phi-3's: the document's end follows the last turn's end.
 ENDS_DOCUMENT = (
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% else %}<|endoftext|>{% endif %}"
 )
-# As Llama 2's: no header token, spaces around, one end token.
+# Like Llama 2's: no header token, surrounding spaces, one end token.
 INSTRUCT = (
     "{% for m in messages %}{% if m.role == 'user' %}<s>[INST] {{ m.content }} [/INST]"
     "{% else %} {{ m.content | trim }} </s>{% endif %}{% endfor %}"
 )
-# As gpt-oss's: the last turn ends otherwise than the earlier ones.
+# Like gpt-oss's: the last turn ends differently from earlier ones.
 OTHER_LAST_END = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
     "{{ '<|endoftext|>' if loop.last and m.role == 'assistant' else '<|im_end|>' }}\n{% endfor %}"
@@ -95,7 +95,7 @@ def tiny_tokenizer(
     special_tokens: tuple[str, ...] = tuple(SPECIAL_TOKENS),
     corpus: tuple[str, ...] = tuple(CORPUS),
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of a few hundred tokens, with a chat template."""
+    """Build a byte-level BPE tokenizer of a few hundred tokens with a chat template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -114,7 +114,7 @@ def tiny_tokenizer(
 def target_texts(
     template: str, record: dict[str, Any], last_turn_only: bool = False, **template_kwargs: Any
 ) -> list[str]:
-    """The decoded runs of target tokens of a record."""
+    """Return the decoded runs of target tokens of a record."""
     tokenizer = tiny_tokenizer(template)
     chat = parse_record(record).content
     if last_turn_only:
@@ -141,7 +141,7 @@ def target_texts(
 
 
 def chat(*contents: str, system: str | None = None) -> dict[str, Any]:
-    """A record of alternating user and assistant turns."""
+    """Make a record of alternating user and assistant turns."""
     messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
     return {"messages": ([{"role": "system", "content": system}] if system else []) + messages}
 
@@ -238,7 +238,7 @@ def test_weight_zero_makes_a_turn_no_target() -> None:
 
 
 def documents(tmp_path: Path, template: str, record: dict[str, Any], *options: str) -> list[dict[str, Any]]:
-    """The rows that the command writes of one record."""
+    """Return the rows that the command writes for one record."""
     tiny_tokenizer(template).save_pretrained(tmp_path / "model")
     (tmp_path / "in.jsonl").write_text(json.dumps(record))
     base = [f"sources={{chat:{tmp_path / 'in.jsonl'}}}", f"output_dir={tmp_path / 'out'}", "num_workers=1"]
@@ -247,7 +247,7 @@ def documents(tmp_path: Path, template: str, record: dict[str, Any], *options: s
 
 
 def learnt(row: dict[str, Any]) -> str:
-    """A row's targets, decoded."""
+    """Return a row's targets, decoded."""
     tokens = zip(row["input_ids"], row["loss_mask"], strict=True)
     return tiny_tokenizer().decode([token for token, target in tokens if target])
 
@@ -341,7 +341,7 @@ def test_targets_decode_to_the_assistant_contents_and_their_end_tokens(turns: li
 
 
 def target_texts_or_straddled(template: str, record: dict[str, Any]) -> list[str]:
-    """As target_texts, without the prefix check, which a newline bound to the header's own rightly fails."""
+    """Like target_texts, but without the prefix check, which a newline merged with the header's rightly fails."""
     tokenizer = tiny_tokenizer(template)
     rendered = locate(ChatTemplate(tokenizer, None, {}), parse_record(record).content)
     text, spans = rendered.text, rendered.spans

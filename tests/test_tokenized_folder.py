@@ -1,4 +1,4 @@
-"""Opening tokenized folders, whoever wrote them: the scan, the category table, and one line for each that is wrong."""
+"""Opening tokenized folders of any writer: the scan, the category table, and one line for each bad folder."""
 
 import pickle
 from collections import Counter
@@ -20,7 +20,7 @@ from verl_ext.packing import cut_spans
 
 
 def document(mask, category=1, tokens=None, **more):
-    """A document with this loss_mask; its targets have `category`."""
+    """Make a document with this loss_mask; its targets have `category`."""
     tokens = list(range(1, len(mask) + 1)) if tokens is None else tokens
     return {"input_ids": tokens, "loss_mask": mask, "category_ids": [category * bit for bit in mask], **more}
 
@@ -31,7 +31,7 @@ def documents():
 
 
 def slow_scan(documents, spans):
-    """The scan's definition, token by token."""
+    """Apply the scan's definition, token by token."""
     targets, categories, ids = [], set(), []
     for row, start, length in zip(spans.row, spans.start, spans.length, strict=True):
         part = slice(start + 1, start + length)
@@ -80,7 +80,7 @@ def test_a_first_token_is_never_a_target_and_its_category_does_not_occur(tmp_pat
 
 
 def slow_count(documents, rows, max_tokens, policy):
-    """The definition of the over-length counts, document by document."""
+    """Apply the definition of the over-length counts, document by document."""
     counts = []
     for row in rows:
         mask, categories = (np.asarray(documents[row][name]) for name in ("loss_mask", "category_ids"))
@@ -121,7 +121,7 @@ def test_over_length_counts_are_those_of_each_document(
         }
         for length in lengths
     ]
-    documents.append(document([0, 1]))  # which fits and has a target
+    documents.append(document([0, 1]))  # it fits and has a target
     folder = write_tokenized(tmp_path_factory.mktemp("over") / "data", documents, num_shards=min(2, len(documents)))
     data = TokenizedData([folder])
     over = longer_than(data, max_tokens, policy)

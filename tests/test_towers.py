@@ -1,4 +1,4 @@
-"""Checkpoints with a vision tower train on text as plain transformers does, and their towers stay as they are."""
+"""Checkpoints with a vision tower train on text as in plain transformers, and their towers stay unchanged."""
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ def _mrope(*sections):
 
 
 _HYBRID = {"layer_types": ["linear_attention", "full_attention"] * 2, "num_hidden_layers": 4}
-# model type: (its config where released checkpoints differ from the defaults, the sizes of its small model)
+# model type: (config fields in which released checkpoints differ from the defaults, the sizes of its small model)
 FAMILIES = {
     "gemma3": ({}, {}),
     "gemma4": ({"vision_config": {"model_type": "gemma4_vision"}}, {}),
@@ -81,7 +81,7 @@ def _is_outside(name, outside):
 
 
 def _errors(families):
-    """By family: the largest error of a loss or gradient in a pack, relative to documents alone, in fp64."""
+    """Return by family the largest fp64 error of a loss or gradient in a pack, relative to documents alone."""
     generator = torch.Generator().manual_seed(7)
     documents = [torch.randint(3, 190, (length,), generator=generator) for length in LENGTHS]
     ids, positions = torch.cat(documents), torch.cat([torch.arange(length) for length in LENGTHS])
@@ -129,7 +129,7 @@ PACKS = [DOCUMENTS[:3], DOCUMENTS[3:]]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory, tiny_model):
-    """Folders of small models with towers, by family."""
+    """Write small models with towers, and return their folders by family."""
     written = {}
     for family in ("gemma3", "qwen2_5_vl", "qwen3_5"):
         folder = tmp_path_factory.mktemp(family)
@@ -182,7 +182,7 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def runs(folders, tmp_path_factory):
-    """The folder of runs on two ranks, two steps with weight decay each, exported by training too."""
+    """Return the folder of runs on two ranks, of two steps with weight decay each, which training also exported."""
     folder = tmp_path_factory.mktemp("runs")
     documents = random_documents(np.random.default_rng(0), [40, 30, 20, 60, 25], VOCABULARY, 1)
     data = write_tokenized(folder / "data", documents)

@@ -1,4 +1,4 @@
-"""Tracked runs: one id from the first step to the last, whatever was resumed between, and never a question asked."""
+"""Tracked runs keep one id from the first step to the last over any resumes, and never prompt the user."""
 
 import json
 import os
@@ -25,7 +25,7 @@ TRACKERS = ["wandb", "swanlab"]
 
 
 def _alone(folder: Path, **more: str) -> None:
-    """An environment in which trackers write below `folder`, and find no login of this machine's."""
+    """Set an environment in which trackers write below `folder`, and find no login of this machine."""
     for name in [name for name in os.environ if name.startswith(("WANDB", "SWANLAB"))]:
         del os.environ[name]
     os.environ.update(HOME=str(folder), WANDB_DIR=str(folder), SWANLAB_LOG_DIR=str(folder / "swanlog"), **more)
@@ -33,7 +33,7 @@ def _alone(folder: Path, **more: str) -> None:
 
 
 def _ids_of(folder: Path, tracker: str, first_steps: list[int]) -> list[str]:
-    """The ids of runs begun one after the other, each after a step; the last with an id from the environment."""
+    """Return the ids of runs begun in turn, each after a step; the last gets its id from the environment."""
     _alone(folder, WANDB_MODE="offline", WANDB_SILENT="true", SWANLAB_MODE="offline")
     sys.argv = ["train.py", "data.train_dir=https://me:a_secret_of_mine@host/a.jsonl", "trainer.seed=3"]
     config = compose([f"trainer.logger=[{tracker}]", f"trainer.default_local_dir={folder / 'out'}"])
@@ -48,7 +48,7 @@ def _ids_of(folder: Path, tracker: str, first_steps: list[int]) -> list[str]:
         assert seen[-1] == json.loads((folder / "out" / RUN_IDS).read_text())[tracker]
         tracking.finish()
         if tracker == "wandb":
-            run.teardown()  # as a new process: wandb reads its environment once in each
+            run.teardown()  # as in a new process, as wandb reads its environment once per process
     return seen
 
 
@@ -57,14 +57,14 @@ def test_a_resumed_run_keeps_its_id_and_a_fresh_one_has_its_own(tracker, tmp_pat
     ((first, resumed, fresh, chosen),) = run_ranks(_ids_of, 1, tmp_path, tracker, [0, 3, 0, 3])
     assert resumed == first
     assert fresh != first
-    assert chosen == "chosen"  # the environment's, also on a resume
+    assert chosen == "chosen"  # the environment's id, also on a resume
     written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert tracker != "wandb" or b"trainer.seed=3" in written  # the command line is uploaded
     assert b"a_secret_of_mine" not in written
 
 
 def _told_on_a_terminal(folder: Path, tracker: str) -> str:
-    """What is told of a tracker without a login, where there is a terminal to ask on."""
+    """Return the error about a tracker without a login, on a terminal that could be asked."""
     _alone(folder)
     _, terminal = pty.openpty()
     with os.fdopen(terminal, "r+b", buffering=0) as raw:

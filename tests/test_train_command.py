@@ -1,4 +1,4 @@
-"""`verl-ext train`: tokenized once into a cache, the trainer's overrides untouched, mistakes before long work."""
+"""`verl-ext train` tokenizes once into a cache, keeps the trainer's overrides, and finds mistakes before long work."""
 
 import json
 import os
@@ -32,7 +32,7 @@ SOURCES = "data.sources={gsm8k:train.jsonl,code:code.json}"
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with train.jsonl, code.json and MODEL, whose tokenizer is trained on them."""
+    """Make a folder with train.jsonl, code.json and MODEL, whose tokenizer is trained on them."""
     folder = tmp_path_factory.mktemp("train")
     sums = [{"question": f"What is {i} + {i}?", "answer": f"It is {2 * i}."} for i in range(40)]
     (folder / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in sums))
@@ -48,7 +48,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the inputs, which is the working directory."""
+    """Make a copy of the inputs, and enter it."""
     shutil.copytree(inputs, tmp_path / "work")
     monkeypatch.chdir(tmp_path / "work")
     return tmp_path / "work"
@@ -56,7 +56,7 @@ def folder(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """torchrun's arguments of each run, which trains nothing."""
+    """Return a list of torchrun's arguments for each run, which trains nothing."""
     lines: list[list[str]] = []
     monkeypatch.setattr(train, "run_torchrun", lambda arguments: lines.append(list(arguments)) or 0)
     return lines
@@ -81,7 +81,7 @@ def test_a_second_run_tokenizes_nothing_until_a_file_or_an_option_changes(
     assert main(COMMAND) == 0
     files = written(folder)
     with monkeypatch.context() as patch:
-        patch.setattr(train, "write_dataset", None)  # would fail where anything is tokenized
+        patch.setattr(train, "write_dataset", None)  # fails if anything is tokenized
         assert main([*COMMAND, "data.strategy=none"]) == 0
     assert written(folder) == files
     first, second = (value_of("data.train_dir", line) for line in started)
@@ -108,7 +108,7 @@ def test_overrides_reach_the_trainer_word_for_word_and_those_of_tokenize_do_not(
     assert (train_dir.partition("=")[0], val_dir.partition("=")[0]) == ("data.train_dir", "data.val_dir")
     assert overrides == ["model.path=MODEL", *SMALL, *SHORT, *own, "trainer.test_freq=1"]
     reports = [json.loads(Path(word.partition("=")[2], "report.json").read_text()) for word in (train_dir, val_dir)]
-    assert [report["total"]["records"] for report in reports] == [20, 40]  # a sample is of what is trained on
+    assert [report["total"]["records"] for report in reports] == [20, 40]  # samples come from the training data
 
 
 def test_training_data_alone_is_trained_on_as_it_is(folder: Path, started: list[list[str]]) -> None:
@@ -201,7 +201,7 @@ while not (folder / "stop").exists():
 def test_torchrun_ends_with_the_code_of_its_ranks_and_without_a_report(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], words: list[str], code: int, said: str | None
 ) -> None:
-    """A rank's code goes through; a rank that is killed is named; a request goes to the ranks by their file."""
+    """A rank's code is passed on; a killed rank is named; a request reaches the ranks by their file."""
     (tmp_path / "rank.py").write_text(RANK)
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     try:

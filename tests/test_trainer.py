@@ -1,4 +1,4 @@
-"""Whole runs on gloo ranks: validation, metrics, checkpoints, exports, and steps that go wrong."""
+"""Whole runs on gloo ranks: validation, metrics, checkpoints, exports, and failing steps."""
 
 import re
 import shutil
@@ -31,7 +31,7 @@ LENGTHS = (2, 3, 64, 17, 9, 30, 31, 5, 48, 12, 7, 22, 40, 11, 19, 26, 33, 8, 14,
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Training and validation folders, and the validation documents; 13 of them, so that no rank count divides."""
+    """Write training and validation folders with 13 validation documents, which no rank count divides."""
     folder = tmp_path_factory.mktemp("data")
     rng = np.random.default_rng(0)
     validation = random_documents(rng, LENGTHS[:13], VOCABULARY, 2)
@@ -50,7 +50,7 @@ def run_of(data, model: Path, output: Path, *overrides: str) -> list[str]:
     ]
 
 
-LAYOUTS = {  # ranks, those of a Ulysses group, groups that share a pack
+LAYOUTS = {  # (ranks, ranks of a Ulysses group, groups that share a pack)
     "one_rank": (1, 1, 1),
     "two_data_parallel": (2, 1, 1),
     "two_groups_of_two": (4, 2, 2),
@@ -59,7 +59,7 @@ LAYOUTS = {  # ranks, those of a Ulysses group, groups that share a pack
 
 @pytest.fixture(scope="module")
 def runs(data, tiny_model, tmp_path_factory):
-    """The same two epochs on three layouts of ranks: output folder and metrics of each."""
+    """Run the same two epochs on three layouts of ranks; return each output folder and metrics."""
     folder, _ = data
     results = {}
     for name, (ranks, ulysses, groups) in LAYOUTS.items():
@@ -73,7 +73,7 @@ def runs(data, tiny_model, tmp_path_factory):
             f"parallel.context_parallel_size={groups}",
             "trainer.total_epochs=2",
             "checkpoint.save_contents=[hf_model]",
-            *("data.balance_group=2", "data.cost=tokens"),  # what would follow from the layout
+            *("data.balance_group=2", "data.cost=tokens"),  # their defaults would depend on the layout
         )
         run_ranks(train_alone, ranks, overrides)
         results[name] = output, metrics(output)
@@ -98,7 +98,7 @@ def test_a_run_is_the_same_on_any_layout_of_ranks(runs, layout):
     assert logged.keys() == alone.keys()
     for (step, name), value in alone.items():
         if not name.endswith(MEASURED):
-            tolerance = 1e-5 if step == 1 else 1e-3  # Adam enlarges the last digits from step to step
+            tolerance = 1e-5 if step == 1 else 1e-3  # Adam amplifies rounding from step to step
             assert logged[step, name] == pytest.approx(value, rel=tolerance), (step, name)
 
 
@@ -132,7 +132,7 @@ def test_a_lora_export_holds_the_merged_weights(data, tiny_model, tmp_path):
     assert logged[last, "val/loss"] != pytest.approx(plain_losses(tiny_model, documents)[0], rel=1e-3)
 
 
-OTHER_PACKS = {  # a change, and what it is answered with
+OTHER_PACKS = {  # a change, and the answer to it
     "data.train_batch_size=2": r"data\.train_batch_size is 2, but the run in .* was trained with 4",
     "data.balance=none": r"data\.balance is none, but the run in .* was trained with sorted",
     "data.cost=tokens": r"data\.cost is tokens, but the run in .* was trained with flops",
@@ -150,7 +150,7 @@ def test_a_resume_on_other_packs_is_refused(finished, data, tiny_model):
 
 @pytest.mark.parametrize(("ranks", "packs"), [(1, 1), (2, 2)])
 def test_a_group_is_one_pack_for_each_data_parallel_rank(data, tiny_model, tmp_path, ranks, packs):
-    """Not those of a micro-batch: on one rank nobody waits, and a step of one group would be of one cost level."""
+    """Groups are not micro-batches: one rank has none to wait for, and a one-group step would have one cost level."""
     overrides = run_of(data, tiny_model, tmp_path / "run", "data.micro_batch_size_per_gpu=2")
     assert run_ranks(grouping_of, ranks, overrides) == [packs] * ranks
 
@@ -170,7 +170,7 @@ def test_a_mixture_is_of_training_alone_and_a_step_of_one_group_is_told(data, ti
 
 
 def prepared(runs: list[list[str]]) -> list[tuple[int, int, int, bool]]:
-    """Of each run (rows of the training set's mixture, of validation's, validation documents, is one group told)."""
+    """Return by run (rows of the training mixture, of the validation mixture, validation documents, group notice)."""
     found = []
     for overrides in runs:
         run = prepare(compose([*SMALL, *overrides]))
@@ -188,7 +188,7 @@ def grouping_of(overrides: list[str]) -> int:
 
 @pytest.fixture(scope="module")
 def finished(data, tiny_model, tmp_path_factory):
-    """The folder of a run on one rank, to be left as it is."""
+    """Return the folder of a run on one rank, which tests must not change."""
     output = tmp_path_factory.mktemp("finished") / "run"
     run_ranks(train_alone, 1, run_of(data, tiny_model, output))
     return output
@@ -206,7 +206,7 @@ def test_overwrite_replaces_what_a_run_wrote_and_nothing_else(data, tiny_model, 
 
 
 def poison_of(tiny_model: Path, folder: Path, token: int) -> Path:
-    """The tiny model with a NaN embedding for one token: any step that reads it has no finite gradient."""
+    """Write the tiny model with a NaN embedding for one token; a step that reads it has no finite gradient."""
     shutil.copytree(tiny_model, folder)
     tensors = load_file(folder / "model.safetensors")
     tensors["model.embed_tokens.weight"][token] = float("nan")
@@ -215,7 +215,7 @@ def poison_of(tiny_model: Path, folder: Path, token: int) -> Path:
 
 
 def poisoned_data(folder: Path, poisoned: set[int], count: int = 6) -> str:
-    """``count`` documents, one a step in their order; those in ``poisoned`` hold token 5, no other does."""
+    """Write ``count`` documents, one a step in order, of which exactly those in ``poisoned`` contain token 5."""
     rng = np.random.default_rng(1)
     documents = random_documents(rng, [10] * count, VOCABULARY, 1)
     for index, document in enumerate(documents):
@@ -237,7 +237,7 @@ def test_a_step_without_a_finite_gradient_is_skipped_and_counted(tiny_model, tmp
     skipped = [logged[step, "train/skipped_steps"] for step in range(1, 7)]
     assert skipped[-1] == 1
     finite = [np.isfinite(logged[step, "train/loss"] or np.nan) for step in range(1, 7)]
-    assert finite.count(False) == 1  # the steps after it train on sound parameters
+    assert finite.count(False) == 1  # later steps train on sound parameters
 
 
 def test_a_step_whose_targets_all_weigh_0_moves_nothing_and_is_counted(tiny_model, tmp_path):
@@ -287,7 +287,7 @@ def test_a_resumed_run_counts_the_skipped_steps_of_the_run_before(tiny_model, tm
 
 
 def wait_alone(group: dist.ProcessGroup | None = None) -> None:
-    """Rank 0 asks for a sum that no other rank joins."""
+    """Let rank 0 start a sum that no other rank joins."""
     if dist.get_rank() == 0:
         dist.all_reduce(torch.zeros(1), group=group)
     signal.pause()  # until run_ranks ends this rank
@@ -324,11 +324,11 @@ def test_metrics_are_logged_every_log_freq_steps_and_named_as_promised(data, tin
     promised |= {f"{name}_{what}" for name in NAMES.values() for what in kinds}
     perf = {f"perf/{name}" for name in ("tokens_per_second_per_gpu", "max_memory_reserved_gb")}
     assert {f"train/{name}" for name in promised} | perf <= {name for _, name in logged}
-    assert "perf/mfu" not in {name for _, name in logged}  # of a device whose peak is not known
+    assert "perf/mfu" not in {name for _, name in logged}  # the device's peak is not known
 
 
 def count_waits(overrides: list[str], logged: bool) -> tuple[int, int]:
-    """Reductions and host reads of one training step, after the first; a counting wrapper around the real calls."""
+    """Count the reductions and host reads of one training step after the first, by wrappers around the real calls."""
     from verl_ext.trainer.batch import StepCollator
     from verl_ext.trainer.loader import pack_loader
 
@@ -359,7 +359,7 @@ def count_waits(overrides: list[str], logged: bool) -> tuple[int, int]:
 
 
 def order_of_a_step(overrides: list[str]) -> list[str]:
-    """The acts of the second step of a run and of the end of the first, as rank 0 does them."""
+    """Return rank 0's operations in the second step of a run and at the end of the first, in order."""
     trainer, acts = build(overrides), []
 
     def noted(name, function):
@@ -405,7 +405,7 @@ def test_a_logged_step_costs_two_reductions_and_two_reads_whatever_the_categorie
     few_output = [*few, "trainer.overwrite=true"]
     ((few_reductions, few_reads),) = run_ranks(count_waits, 1, few_output, True)
     ((many_reductions, many_reads),) = run_ranks(count_waits, 1, many, True)
-    assert few_reductions == many_reductions == silent_reductions + 2  # of sums, and of the peaks of memory
+    assert few_reductions == many_reductions == silent_reductions + 2  # for the sums, and for the memory peaks
     assert few_reads == many_reads == silent_reads + 2
 
 

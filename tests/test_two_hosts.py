@@ -1,6 +1,6 @@
-"""Two hosts for real: launch/node.sh in two network namespaces, sequence parallel inside a host, data parallel across.
+"""Two hosts: launch/node.sh in two network namespaces, sequence parallel inside a host, data parallel across hosts.
 
-Run by `make cluster`. Each run starts four ranks on however few cores there are: a minute or two.
+Run by `make cluster`. Each run starts four ranks, even on few cores, and takes a minute or two.
 """
 
 import os
@@ -51,14 +51,14 @@ def overrides(tiny_model, tmp_path_factory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def on_one_host(overrides, tmp_path_factory) -> dict[tuple[int, str], float]:
-    """The losses of the same four ranks on one host."""
+    """Return the losses of the same four ranks on one host."""
     output = tmp_path_factory.mktemp("one_host")
     run_ranks(train_alone, 4, [*overrides, f"trainer.default_local_dir={output}"])
     return metrics(output)
 
 
 def start(hosts: tuple[Host, Host], overrides: list[str], output: Path, **more: str) -> list[subprocess.Popen[bytes]]:
-    """launch/node.sh on both hosts; what host i prints is in output/../host-i.log."""
+    """Start launch/node.sh on both hosts; host i's output goes to output/../host-i.log."""
     output.parent.mkdir(exist_ok=True)
     shared = {"NNODES": "2", "NPROC_PER_NODE": "2", "MASTER_ADDR": hosts[0].address, "MASTER_PORT": "29500"}
     shared |= {"PREFLIGHT_TIMEOUT": "60"}
@@ -74,7 +74,7 @@ def start(hosts: tuple[Host, Host], overrides: list[str], output: Path, **more: 
 
 
 def wait(what: Callable[[], bool], runs: list[subprocess.Popen[bytes]] = ()) -> None:  # type: ignore[assignment]
-    """Until `what` is so; an error when that takes too long, or a run ends before."""
+    """Wait until `what` holds; raise an error if that takes too long or a run ends before."""
     end = time.monotonic() + _PATIENCE
     while not what():
         assert time.monotonic() < end
@@ -108,7 +108,7 @@ def test_a_cable_that_is_cut_ends_both_sides_and_the_restart_resumes(hosts, over
     hosts[1].cut()
     cut = time.monotonic()
     codes = exit_codes(runs)
-    assert time.monotonic() - cut < COLLECTIVE + 45  # and what the ranks need to leave, on a busy machine
+    assert time.monotonic() - cut < COLLECTIVE + 45  # plus the time that ranks need to leave on a busy machine
     assert codes == [1, 1]
     for rank, log in enumerate(logs(output)):
         assert "preflight: 2 nodes reach each other; versions and clocks agree" in log
@@ -130,7 +130,7 @@ def test_a_host_out_of_reach_is_named_by_its_ranks(hosts, overrides, tmp_path):
     assert time.monotonic() - cut < HANG + 45
     hosts[1].mend()
     assert codes == [1, 1]
-    first, second = logs(output)  # the store of the ranks is on the first
+    first, second = logs(output)  # the ranks' store is on the first host
     assert f"error: no progress for {HANG} s (trainer.hang_timeout): rank 2 (process " in first
     assert " on host-b), rank 3 (process " in first
     assert first.count("error: ") == 1
@@ -142,7 +142,7 @@ def test_a_signal_to_one_host_stops_both_after_the_same_step(hosts, overrides, o
     runs = start(hosts, overrides, output, MAX_RESTARTS="2")
     wait(saved(output), runs)
     os.kill(launchers_of(hosts[1])[0], signal.SIGTERM)
-    assert exit_codes(runs) == [75, 75]  # also on the host that got no signal, and nothing is started again
+    assert exit_codes(runs) == [75, 75]  # also on the host without a signal; nothing restarts
     done = int((output / "latest_checkpointed_iteration.txt").read_text())
     assert max(step for step, _ in metrics(output)) == done
     assert sum(f"stopping after step {done} of {STEPS}" in log for log in logs(output)) == 1
@@ -161,7 +161,7 @@ def test_a_killed_rank_restarts_all_of_them_in_place(hosts, overrides, on_one_ho
 
 
 def ranks_of(host: Host) -> list[int]:
-    """The processes of a host's ranks."""
+    """Return the processes of a host's ranks."""
     return [
         pid
         for pid, words in commands_of(host).items()
@@ -170,12 +170,12 @@ def ranks_of(host: Host) -> list[int]:
 
 
 def launchers_of(host: Host) -> list[int]:
-    """The process of a host's launch/node.sh."""
+    """Return the process of a host's launch/node.sh."""
     return [pid for pid, words in commands_of(host).items() if b"launch/node.sh" in words[:2]]
 
 
 def commands_of(host: Host) -> dict[int, list[bytes]]:
-    """The words of each process of a host."""
+    """Return the words of each process of a host."""
     found = subprocess.run(["ip", "netns", "pids", host.namespace], check=True, capture_output=True, text=True)
     return {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in found.stdout.split()}
 

@@ -1,4 +1,4 @@
-"""Files that others made run no code, and lead to no file outside their folder."""
+"""Files from others run no code, and lead to no file outside their folder."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from verl_ext.data.categories import CategoryTable
 
 
 class Runs:
-    """A pickle that makes a file when it is read."""
+    """An object whose pickle creates a file when it is read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,6 +1,6 @@
-"""What this package relies on in verl, transformers and torch, so that an upgrade names what moved.
+"""The names in verl, transformers and torch on which this package relies, so that an upgrade names every change.
 
-Each line is one name and the parameters that are used; tests elsewhere show what they do.
+Each line is a name and the used parameters; tests elsewhere cover their behaviour.
 """
 
 import importlib
@@ -16,7 +16,7 @@ from tests.ranks import run_ranks
 
 ENGINE = "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead"
 
-# Callable, and the parameters that are passed to it or that an override of ours takes.
+# A callable, and the parameters that are passed to it or that our override takes.
 CALLABLES = {
     # attention
     "transformers:AttentionInterface.register": ("key", "value"),
@@ -203,7 +203,7 @@ def test_an_engine_has_the_attributes_that_are_read(tiny_model):
     (seen,) = run_ranks(_what_an_engine_has, 1, str(tiny_model))
     assert seen == {
         "inputs": {"input_ids": (1, 5), "attention_mask": None, "position_ids": (1, 5)},
-        "labels": [1, 2, 3, 4, 0],  # rolled over the whole micro-batch: why coefficients are shifted by document
+        "labels": [1, 2, 3, 4, 0],  # rolled over the micro-batch, so coefficients are shifted by document
         "pad_size": 0,
         "scaler": None,
         "autocast": torch.float32,

@@ -1,4 +1,4 @@
-"""The masks of chats beside those of verl's own dataset for SFT, MultiTurnSFTDataset."""
+"""The masks of chats, compared with verl's own SFT dataset, MultiTurnSFTDataset."""
 
 import itertools
 from pathlib import Path
@@ -30,7 +30,7 @@ def record(said: list[str]) -> dict[str, Any]:
 
 
 def of_verl(path: Path, template: str, said: list[str], **config: Any) -> tuple[list[int], list[int]]:
-    """The tokens and the mask that verl gives a chat."""
+    """Return the tokens and the mask that verl gives a chat."""
     from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
 
     pd.DataFrame([record(said)]).to_parquet(path / "chats.parquet")

@@ -1,7 +1,7 @@
 """verl's own offloads with packs: `engine.param_offload`, `engine.optimizer_offload`.
 
-On a CPU both places are host memory, so bits are compared, and the order of verl's transfers is recorded: whatever
-reads weights or the optimizer's state must find them loaded.
+On a CPU both places are host memory, so the tests compare bits and record the order of verl's transfers: code that
+reads weights or optimizer state must find them loaded.
 """
 
 import os
@@ -28,7 +28,7 @@ def options(tmp_path, tiny_model):
 
 def train_one_after_the_other(runs: list[list[str]]) -> None:
     for overrides in runs:
-        os.environ.pop("VERL_FILE_LOGGER_PATH", None)  # of the run before
+        os.environ.pop("VERL_FILE_LOGGER_PATH", None)  # set by the previous run
         train(overrides)
 
 
@@ -45,9 +45,9 @@ def test_an_offloaded_run_and_its_resume_equal_a_plain_one_to_the_last_bit(optio
 
 
 def watched(overrides: list[str]) -> tuple[list[tuple[str, str]], dict[str, str]]:
-    """What used weights or optimizer state and where those were then, and where they are at the end.
+    """Return each use of weights or optimizer state with their place at that time, and the final places.
 
-    verl is told that the device is no CPU, so that it tells loading from offloading.
+    verl is told that the device is no CPU, so that it distinguishes loading from offloading.
     """
     from verl.workers.engine import base
     from verl.workers.engine.fsdp import transformer_impl as verl
@@ -84,6 +84,6 @@ def test_weights_are_loaded_whenever_they_are_used_and_offloaded_at_the_end(mode
     ((uses, at),) = run_ranks(watched, 1, [*exported, *options, *output])
     assert {use for use, _ in uses} == {"forward", "step", "save"}
     assert {place for use, place in uses if use != "save"} == {"device"}
-    # A checkpoint takes shards from where they are; an export gathers them on the device.
+    # A checkpoint reads shards in place; an export gathers them on the device.
     assert ("save", "device") in uses
     assert at == {"weights": "host", "optimizer": "host"}

@@ -1,4 +1,4 @@
-"""Weights that are not those of the model's config are refused by name, before any is read."""
+"""Weights that do not match the model's config are refused by name before any is read."""
 
 import re
 from copy import deepcopy
@@ -51,7 +51,7 @@ def refusal(*arguments, **options) -> str:
 
 
 def rewritten(folder, target, change):
-    """A copy of a model whose weights, name -> tensor, `change` has changed in place."""
+    """Copy a model, and let `change` modify its weights, name -> tensor, in place."""
     weights = load_file(folder / "model.safetensors")
     change(weights)
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})

@@ -1,4 +1,4 @@
-"""Words and length scores as LongBench-Write counts them."""
+"""Word counts and length scores equal those of LongBench-Write."""
 
 import pytest
 

@@ -11,7 +11,7 @@ from verl_ext.values import DataError, UsageError
 
 
 class Counter:
-    """A state that knows its process and how many jobs it did."""
+    """A state that knows its process and its number of finished jobs."""
 
     def __init__(self, step: int) -> None:
         self.step = step

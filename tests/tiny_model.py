@@ -1,4 +1,4 @@
-"""A small Qwen3 or relative of it from random weights, and a word-level tokenizer with a chat template, as a folder."""
+"""A folder with a small random Qwen3 (or a relative of it) and a word-level tokenizer with a chat template."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ _CHAT = (
 def write_tiny_model(
     folder: Path, seed: int = 0, config_class: type[PreTrainedConfig] = Qwen3Config, **config: object
 ) -> Path:
-    """Save model and tokenizer; ``config`` overrides fields of the configuration."""
+    """Save a model and a tokenizer; ``config`` overrides fields of the configuration."""
     special = ["<|pad|>", "<|im_start|>", "<|im_end|>", "<|unk|>"]
     words = special + [f"w{i}" for i in range(VOCABULARY - len(special))]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<|unk|>"))

@@ -1,4 +1,4 @@
-"""Small Qwens with a memory, and one whose memory takes part: every one of its parameters away from its start."""
+"""Small Qwens with a memory, also with an active memory, all of whose parameters are moved from their start."""
 
 from typing import Any
 
@@ -23,19 +23,19 @@ _MEMORY = {"chunk_size": CHUNK, "sub_chunk": 8, "layers": [1], "heads": 2, "head
 
 
 def tiny_base(name: str = "qwen3", **fields: Any) -> PreTrainedConfig:
-    """The configuration of a three-layer Qwen2 or Qwen3."""
+    """Return the configuration of a three-layer Qwen2 or Qwen3."""
     if name == "qwen2":
         return Qwen2Config(**{**_BASE, **fields})
     return Qwen3Config(**{**_BASE, "head_dim": 8, **fields})
 
 
 def tiny_config(base: PreTrainedConfig | None = None, **memory: Any) -> QwenTitansConfig:
-    """Chunks of 16 tokens, a memory of two heads in the middle layer."""
+    """Return a configuration with chunks of 16 tokens and a memory of two heads in the middle layer."""
     return QwenTitansConfig.from_base(base or tiny_base(), **{**_MEMORY, **memory})
 
 
 def tiny_titans(seed: int = 0, perturbed: bool = True, attention: str = "sdpa", **memory: Any) -> QwenTitansForCausalLM:
-    """A model in eval mode; ``perturbed``: its memory's parameters are moved, so that it changes the logits."""
+    """Build a model in eval mode; ``perturbed`` moves the memory's parameters, so that it changes the logits."""
     torch.manual_seed(seed)
     config = tiny_config(**memory)
     config._attn_implementation = attention
@@ -53,5 +53,5 @@ def perturb(model: QwenTitansForCausalLM, scale: float = 0.3) -> QwenTitansForCa
 
 
 def random_tokens(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Token numbers of the small vocabulary."""
+    """Draw token ids of the small vocabulary."""
     return torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))

@@ -1,4 +1,4 @@
-"""What the runs of a model with long-term memory share: their options, and the model that they start from."""
+"""The shared options and initial model of runs with long-term memory."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ TITANS = (
 
 
 def fresh_model(folder: Path, **memory: Any) -> QwenTitansForCausalLM:
-    """The model of a run with TITANS before its first step: the Qwen of ``folder`` and a memory of `trainer.seed`."""
-    torch.manual_seed(1)  # trainer.seed
+    """Build the model of a run with TITANS before its first step: ``folder``'s Qwen and a new memory."""
+    torch.manual_seed(1)  # the value of trainer.seed
     config = QwenTitansConfig.from_base(AutoConfig.from_pretrained(folder), **{**MEMORY, **memory})
     return QwenTitansForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Small tokenized folders for tests: the data contract written by hand, without the tokenize command.
+"""Small tokenized folders for tests, which follow the data contract without the tokenize command.
 
 documents = random_documents(rng, lengths=[5, 9], vocab=100, categories=2)
 write_tokenized(tmp_path / "data", documents, categories={1: "gsm8k", 2: "code"})
@@ -23,8 +23,8 @@ FEATURES = {
 
 
 def random_documents(rng: np.random.Generator, lengths: Iterable[int], vocab: int, categories: int) -> list[Document]:
-    """One document a length: token ids 1..vocab-1, about half of its tokens (never the first, always the last) targets,
-    all of them of one random category 1..categories, and weights 0.5..2 for those who write them."""
+    """Make a document for each length: token ids are 1..vocab-1; about half of its tokens (never the first, always the
+    last) are targets of one random category 1..categories; weights are 0.5..2, for writers that use them."""
     documents = []
     for length in lengths:
         mask = (rng.random(length) < 0.5).astype(np.int8)
@@ -50,9 +50,9 @@ def write_tokenized(
 ) -> str:
     """Write `documents` (input_ids, loss_mask, category_ids, optional length and loss_weight) as a tokenized folder.
 
-    `categories`, id -> name, becomes categories.json; without it there is none. `loss_weight` writes that column too.
-    A missing length is len(input_ids), a missing loss_weight 1. `save` goes to save_to_disk (num_shards=…). Returns
-    the folder as a string.
+    `categories`, id -> name, becomes categories.json, if given. `loss_weight` adds that column. A missing length
+    defaults to len(input_ids), a missing loss_weight to 1. `save` is passed to save_to_disk (num_shards=…). Returns the
+    folder as a string.
     """
     features = dict(FEATURES)
     columns: dict[str, list[Any]] = {

@@ -1,4 +1,4 @@
-"""A whole training run in a test: the trainer's own steps on the ranks that ``run_ranks`` started."""
+"""Whole training runs in tests: the trainer's own steps on the ranks that ``run_ranks`` started."""
 
 import contextlib
 import json
@@ -25,17 +25,17 @@ MEASURED = (
     "_gb",
     "mfu",
     "save_pause",
-)  # ends of metrics that differ between equal runs
+)  # endings of metrics that differ between equal runs
 SMALL = ("data.max_tokens=64", "data.train_batch_size=4", "data.num_workers=0", "optim.lr=1e-2", "parallel=cpu")
 
 
 def build(overrides: Sequence[str]) -> SFTTrainer:
-    """Compose, validate, build. Call it on every rank."""
+    """Compose, validate and build a trainer. Call it on every rank."""
     return SFTTrainer(prepare(compose([*SMALL, "trainer.logger=[file]", *overrides])))
 
 
 def train(overrides: Sequence[str]) -> SFTTrainer:
-    """:func:`build`, resume, fit; quietly. Call it on every rank."""
+    """Build a trainer, resume and fit, quietly. Call it on every rank."""
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
         trainer = build(overrides)
         trainer.resume()
@@ -44,12 +44,12 @@ def train(overrides: Sequence[str]) -> SFTTrainer:
 
 
 def train_alone(overrides: Sequence[str]) -> None:
-    """:func:`train` for ``run_ranks``: gives nothing back."""
+    """Call :func:`train` for ``run_ranks``, and return nothing."""
     train(overrides)
 
 
 def refusals(overrides: Sequence[str], changes: Sequence[Sequence[str]]) -> list[str]:
-    """What :func:`prepare` says to a run under each of some changes, one after the other; "" where nothing."""
+    """Return the errors of :func:`prepare` for a run under each change, one after the other; "" for none."""
     told = []
     for change in changes:
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
@@ -62,18 +62,18 @@ def refusals(overrides: Sequence[str], changes: Sequence[Sequence[str]]) -> list
 
 
 def metrics(folder: Path) -> dict[tuple[int, str], Any]:
-    """What the run wrote to metrics.jsonl, by step and name."""
+    """Read the run's metrics.jsonl, by step and name."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {(line["step"], key): value for line in lines for key, value in line["data"].items()}
 
 
 def exact_metrics(folder: Path) -> dict[tuple[int, str], Any]:
-    """:func:`metrics` that two equal runs have in common: all but what is measured of the machine."""
+    """Return the :func:`metrics` that two equal runs share: all except measurements of the machine."""
     return {key: value for key, value in metrics(folder).items() if not key[1].endswith(MEASURED)}
 
 
 def stopped_at(whole: Path, folder: Path, step: int) -> Path:
-    """A copy of a run as it was after a step."""
+    """Copy a run as it was after a step."""
     shutil.copytree(whole, folder)
     for checkpoint in saved_folders(folder):
         if step_of(checkpoint) > step:
@@ -83,7 +83,7 @@ def stopped_at(whole: Path, folder: Path, step: int) -> Path:
 
 
 def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of the model and the optimizer of a checkpoint, whole."""
+    """Return every tensor of a checkpoint's model and optimizer, whole."""
     folder = checkpoint / "state"
     entries = read_metadata(folder).state_dict_metadata
     state = {name: torch.zeros(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
@@ -92,7 +92,7 @@ def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def differences(folder: Path, expected: Path, step: int) -> list[str]:
-    """Names of metrics, and of tensors of a step's checkpoint, in which two runs do not agree to the last bit."""
+    """Name the metrics, and the tensors of a step's checkpoint, that differ between two runs in any bit."""
     found, wanted = exact_metrics(folder), exact_metrics(expected)
     different = [
         f"{key[1]} of step {key[0]}" for key in found.keys() | wanted.keys() if found.get(key) != wanted.get(key)
@@ -104,7 +104,7 @@ def differences(folder: Path, expected: Path, step: int) -> list[str]:
 
 @torch.no_grad()
 def plain_losses(model_folder: Path, documents: Sequence[dict[str, Any]]) -> dict[int, float]:
-    """Mean loss by category (0: all targets) of plain transformers over documents one by one."""
+    """Return plain transformers' mean loss by category (0 for all targets), one document at a time."""
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
     sums: dict[int, list[float]] = {}
     for document in documents:

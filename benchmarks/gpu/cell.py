@@ -1,4 +1,4 @@
-"""A cell of run.py with verl in its process: ours and stock verl. Prints one JSON line."""
+"""A cell of run.py whose process imports verl: ours or stock verl. Prints one JSON line."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ from verl_ext.trainer.distributed import process_group
 
 
 def prepare(spec: dict[str, Any]) -> dict[str, Any]:
-    """Write the model: random weights in bf16, half as many key/value heads as query heads, tied embeddings."""
+    """Write a model with random bf16 weights, half as many key/value heads as query heads, and tied embeddings."""
     from tokenizers import Tokenizer, models
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -35,7 +35,7 @@ def prepare(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def contestant(spec: dict[str, Any], budget: int, documents: list[Document], steps: int) -> Any:
-    """Ours or stock verl, with the model of the shape."""
+    """Build ours or stock verl, with the model of the shape."""
     from benchmarks.contestants import Setting
     from benchmarks.quiet import no_progress_bars, quiet
     from verl_ext.plugin import register_engine
@@ -64,9 +64,9 @@ def contestant(spec: dict[str, Any], budget: int, documents: list[Document], ste
 
 
 def implementations(built: Any, packed: bool) -> dict[str, Any]:
-    """Name the kernel, head and optimizer of a contestant, by its kind; packed: rows hold several documents.
+    """Name the kernel, head and optimizer of a contestant; `packed` means that rows hold several documents.
 
-    Returns also whether its mask is quadratic in the pack, and whether its head computes the targets' logits alone.
+    Also returns whether its mask is quadratic in the pack, and whether its head computes only the targets' logits.
     """
     from verl.utils import torch_functional
 
@@ -90,7 +90,7 @@ def implementations(built: Any, packed: bool) -> dict[str, Any]:
 
 
 def as_step(documents: list[Document], folder: Path) -> Any:
-    """Documents as a contestant loads them."""
+    """Write documents to disk in the form that a contestant loads."""
     from benchmarks.contestants import Step
 
     write_dataset(documents, folder)
@@ -98,7 +98,7 @@ def as_step(documents: list[Document], folder: Path) -> Any:
 
 
 def throughput(spec: dict[str, Any]) -> dict[str, Any]:
-    """Of the contestant at one size of pack."""
+    """Measure the contestant's throughput at one pack size."""
     documents = setting.steps_of_documents(spec["shape"], spec["pack"], spec["step_tokens"], spec["steps"])
     built = contestant(spec, spec["pack"], documents[0], spec["steps"] + 2)
     found = implementations(built, packed=True)
@@ -109,7 +109,7 @@ def throughput(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def longest(spec: dict[str, Any]) -> dict[str, Any]:
-    """Of the contestant: single documents, a quarter of whose tokens are targets."""
+    """Find the longest single document, a quarter of whose tokens are targets, that the contestant trains on."""
     few = setting.steps_of_documents(spec["shape"], 512, 2048, 0)[0]
     built = contestant(spec, setting.POSITIONS, few, 1000)
     setting.report(**implementations(built, packed=False))
@@ -129,7 +129,7 @@ def longest(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def shares(spec: dict[str, Any]) -> dict[str, Any]:
-    """Of our step's time: modules by CUDA events around them, forward, recomputation and backward."""
+    """Return the parts' shares of our step, by CUDA events around modules in forward, recomputation and backward."""
     documents = setting.steps_of_documents(spec["shape"], spec["pack"], spec["step_tokens"], 1)
     built = contestant(spec, spec["pack"], documents[0], 4)
     own = Path(spec["folder"]) / f"steps-{os.getpid()}"
@@ -148,7 +148,7 @@ def shares(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def _busy(train: Any) -> tuple[float, float]:
-    """(seconds in which kernels ran, seconds of the step)."""
+    """Return (seconds in which kernels ran, seconds of the step)."""
     if not torch.cuda.is_available():
         seconds = setting.timed(train)
         return seconds, seconds
@@ -158,20 +158,20 @@ def _busy(train: Any) -> tuple[float, float]:
 
 
 class Spans:
-    """Time on the GPU's stream by kind: each moment is of the innermost part that is open.
+    """Time on the GPU's stream by kind: each moment belongs to the innermost open part.
 
-    A checkpointed layer is computed again inside the backward pass of its last part, up to the last tensor that is
-    kept: parts open inside others there, and the last one is not closed by itself.
+    A checkpointed layer is recomputed inside the backward pass of its last part, up to the last tensor that is kept.
+    Parts therefore open inside others there, and nothing closes the last one explicitly.
     """
 
     def __init__(self) -> None:
         self._open: list[tuple[Any, str]] = []
-        self._marks: list[tuple[Any, str | None]] = []  # a moment, and the kind from then on
+        self._marks: list[tuple[Any, str | None]] = []  # a moment, and the kind that begins there
 
     def watch(self, module: torch.nn.Module, kind: str) -> None:
-        """Every forward and backward of the module from now on.
+        """Record every forward and backward of the module from now on.
 
-        Tensors carry the marks of the backward pass: torch's own hooks of a module see no keyword arguments.
+        Tensors carry the marks of the backward pass, because torch's own module hooks see no keyword arguments.
         """
 
         def before(_: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -192,7 +192,7 @@ class Spans:
 
     @contextlib.contextmanager
     def around(self, owner: Any, method: str, kind: str) -> Iterator[None]:
-        """Every call of a method inside."""
+        """Record every call of a method inside the block."""
         original = getattr(owner, method)
 
         def marked(*args: Any, **kwargs: Any) -> Any:
@@ -209,7 +209,7 @@ class Spans:
             delattr(owner, method)
 
     def seconds(self, kind: str) -> float:
-        """Of all moments of the kind."""
+        """Return the total seconds of the kind."""
         setting.synchronize()
         spans = [(begin, end) for (begin, name), (end, _) in pairwise(self._marks) if name == kind]
         return sum(begin.elapsed_time(end) / 1e3 if torch.cuda.is_available() else end - begin for begin, end in spans)
@@ -219,7 +219,7 @@ class Spans:
         self._mark()
 
     def _end(self, key: Any) -> None:
-        """Of the part, and of those that were left open inside it."""
+        """End the part, and the parts that were left open inside it."""
         if key in [opened for opened, _ in self._open]:
             while self._open.pop()[0] != key:
                 pass
@@ -234,7 +234,7 @@ class Spans:
 
 
 class _Mark(torch.autograd.Function):
-    """A tensor as it is, whose gradient calls a function on its way back."""
+    """Identity on a tensor, whose backward calls a function."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, call: Any) -> torch.Tensor:

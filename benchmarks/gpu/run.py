@@ -1,12 +1,12 @@
-"""What one GPU gives: tokens per second and MFU beside stock verl and TRL, longest context, where a step's time goes.
+"""Measure one GPU: tokens per second and MFU beside stock verl and TRL, the longest context, and a step's time shares.
 
     python benchmarks/gpu/run.py                 # writes RESULTS.md beside this file
-    python benchmarks/gpu/run.py --quick         # tiny shapes, on a CPU too: whether it runs
+    python benchmarks/gpu/run.py --quick         # tiny shapes, also on a CPU: a check that it runs
 
 TRL cannot be installed beside verl 0.9.1: `pip install --no-deps --target DIR 'trl>=1.16'`, then `--trl DIR`.
 
-Every cell is a process of its own, so that its memory is its own. A contestant that is not installed, or does not fit,
-is a row that says so.
+Every cell runs in a process of its own, so that its memory is its own. The row of a contestant that is not installed,
+or does not fit, says so.
 """
 
 import argparse
@@ -31,7 +31,7 @@ _SMALL: dict[str, Any] = {"hidden_size": 2048, "intermediate_size": 6144, "num_a
 _QWEN3_5 = {"model_type": "qwen3_5_text", "layer_types": [*["linear_attention"] * 3, "full_attention"] * 6}
 _NEMOTRON_H = {"model_type": "nemotron_h", "layers_block_type": [*["mamba", "mlp"] * 5, "attention", "mlp"] * 3}
 _GPT_OSS = {"model_type": "gpt_oss", "num_local_experts": 32, "num_experts_per_tok": 4}
-SHAPES: dict[str, dict[str, Any]] = {  # Qwen3's unless it says another type; tied embeddings, heads of 128
+SHAPES: dict[str, dict[str, Any]] = {  # a Qwen3 unless it names another type; tied embeddings, heads of 128
     "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
     "1.7B": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
     "qwen3_5": {**_SMALL, **_QWEN3_5, "num_hidden_layers": 24},
@@ -64,7 +64,7 @@ that costs, and no ratio is taken of it or to it."""
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
@@ -90,7 +90,7 @@ def arguments() -> argparse.Namespace:
 
 
 def cell(kind: str, folder: Path, trl: str | None = None, **given: Any) -> dict[str, Any]:
-    """What the cell measured, or {"failed": why}; TRL's process alone finds TRL."""
+    """Return the cell's measurements, or {"failed": why}; only TRL's process can import TRL."""
     script = "trl_cell.py" if given.get("contestant") == "trl" else "cell.py"
     spec = json.dumps({"kind": kind, "folder": str(folder), **given})
     print(f"{kind}: {', '.join(f'{key} {value}' for key, value in given.items())}", file=sys.stderr, flush=True)
@@ -105,9 +105,9 @@ def cell(kind: str, folder: Path, trl: str | None = None, **given: Any) -> dict[
 
 
 def outcome(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-    """Return what a cell's process printed before it ended, and "failed": why, where it did."""
+    """Return the output of a cell's process before it ended, with "failed": why if it failed."""
     found: dict[str, Any] = {}
-    lines = [line for line in done.stdout.splitlines() if line.startswith(('{"', "{}"))]  # TRL prints dicts of Python
+    lines = [line for line in done.stdout.splitlines() if line.startswith(('{"', "{}"))]  # TRL prints Python dicts
     for line in lines:
         found |= json.loads(line)
     if done.returncode or not lines:
@@ -117,14 +117,14 @@ def outcome(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 
 
 def allocator() -> dict[str, str]:
-    """Return the caching allocator's setting of every cell: the user's own, else the default of a run."""
+    """Return the caching allocator's setting for every cell: the user's own, else a run's default."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     given = {name: os.environ[name] for name in names if name in os.environ}
     return given or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """The cells of every section."""
+    """Measure the cells of every section."""
     for shape in options.shapes:
         prepared = cell("prepare", folder, shape=shape)
         if "failed" in prepared:
@@ -155,7 +155,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, list[dict[st
 
 
 def report(found: dict[str, list[dict[str, Any]]]) -> str:
-    """RESULTS.md."""
+    """Return the text of RESULTS.md."""
     lines = [
         "# Results on one GPU",
         "",
@@ -188,7 +188,7 @@ def report(found: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def throughput_row(row: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
-    """Return the figures, or why there are none; no ratio is taken of a quadratic mask, or to one."""
+    """Return the figures, or the reason why there are none; rows with quadratic masks enter no ratio."""
     start = [row["shape"], f"{row['pack']:,}", *what_ran(row)]
     if "failed" in row:
         return [*start, row["failed"]]
@@ -202,13 +202,13 @@ def throughput_row(row: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]
 
 
 def what_ran(row: dict[str, Any]) -> list[str]:
-    """Return the contestant, marked where its mask is quadratic, and its implementations, as far as it got."""
+    """Return the contestant, marked if its mask is quadratic, and its implementations as far as they are known."""
     mark = f" {MARK}" if row.get("quadratic") else ""
     return [row["contestant"] + mark, *(row.get(kind, "–") for kind in IMPLEMENTATIONS)]
 
 
 def longest_row(row: dict[str, Any]) -> list[str]:
-    """The figures, or why there are none."""
+    """Return the figures, or the reason why there are none."""
     start = [row["shape"], *what_ran(row)]
     if "failed" in row:
         return [*start, row["failed"]]
@@ -216,7 +216,7 @@ def longest_row(row: dict[str, Any]) -> list[str]:
 
 
 def table(head: tuple[str, ...], rows: list[list[str]]) -> list[str]:
-    """Markdown; a short row's last cell is its reason."""
+    """Return a Markdown table; a short row's last cell is its reason."""
     filled = [row + [""] * (len(head) - len(row)) for row in rows]
     return [f"| {' | '.join(row)} |" for row in [list(head), ["---"] * len(head), *filled]]
 
@@ -239,7 +239,7 @@ def machine() -> str:
 
 
 def main() -> None:
-    """Measure and write."""
+    """Measure, and write the results."""
     options = arguments()
     with tempfile.TemporaryDirectory() as folder:
         text = report(measure(options, Path(folder)))

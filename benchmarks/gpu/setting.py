@@ -1,4 +1,4 @@
-"""What every cell has in common, with or without verl in its process: shapes, documents, FLOPs, the clock."""
+"""The common parts of every cell, with or without verl in its process: shapes, documents, FLOPs, the clock."""
 
 import functools
 import json
@@ -25,12 +25,12 @@ POSITIONS = 2**23
 
 
 def vocabulary(shape: str) -> int:
-    """Of a shape's model."""
+    """Return the vocabulary size of a shape's model."""
     return 1024 if shape.startswith("tiny") else VOCABULARY
 
 
 def steps_of_documents(shape: str, pack: int, step_tokens: int, steps: int) -> list[list[Document]]:
-    """The documents of each step; the first is not measured."""
+    """Make the documents of each step; the first step is not measured."""
     rng = np.random.default_rng(0)
     mean = long_tailed_lengths(10_000, pack, rng)[0].mean()
     count = max(round(step_tokens / mean), 10)
@@ -41,7 +41,7 @@ def flops(shape: str, lengths: Sequence[int], head_tokens: int) -> float:
     """Count the operations of forward and backward over documents of these lengths, without recomputation.
 
     Args:
-        head_tokens: tokens whose logits are computed. Model FLOPs take all of them.
+        head_tokens: the number of tokens whose logits are computed. Model FLOPs count all tokens.
     """
     left_out = 6.0 * SHAPES[shape]["hidden_size"] * vocabulary(shape) * (sum(lengths) - head_tokens)
     return float(_model_flops(shape).documents(lengths).sum()) - left_out
@@ -49,7 +49,7 @@ def flops(shape: str, lengths: Sequence[int], head_tokens: int) -> float:
 
 @functools.cache
 def _model_flops(shape: str) -> Any:
-    """Return the FLOPs of a shape's model by a document's tokens."""
+    """Return the FLOPs of a shape's model as a function of document lengths."""
     config = config_of(shape)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -72,18 +72,18 @@ def config_of(shape: str) -> Any:
 
 
 def head_size(shape: str) -> int:
-    """Of a shape's attention heads."""
+    """Return the size of a shape's attention heads."""
     return 16 if shape.startswith("tiny") else 128
 
 
 def mfu(floating: float, seconds: float) -> float | None:
-    """Share of the GPU's dense bf16 peak; None where that is not known."""
+    """Return the share of the GPU's dense bf16 peak, or None if the peak is not known."""
     peak = peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     return None if peak is None else floating / seconds / peak
 
 
 def timed(train: Callable[[], Any]) -> float:
-    """Seconds, the GPU's work included."""
+    """Return the seconds of a call, including the GPU's work."""
     synchronize()
     began = time.perf_counter()
     train()
@@ -92,7 +92,7 @@ def timed(train: Callable[[], Any]) -> float:
 
 
 def synchronize() -> None:
-    """Wait for the GPU, where there is one."""
+    """Wait for the GPU, if there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
@@ -107,14 +107,14 @@ def peak_memory() -> dict[str, int]:
 
 
 def report(**implementations: Any) -> None:
-    """Print what a contestant runs before it trains, so that a row without figures has it too."""
+    """Print a contestant's implementations before it trains, so that a row without figures has them too."""
     print(json.dumps(implementations), flush=True)
 
 
 def kernel_of(model: Any, packed: bool) -> dict[str, Any]:
     """Name the attention of a Hugging Face model, and say whether its mask is quadratic in the pack.
 
-    transformers gives sdpa a mask of all tokens by all tokens wherever a row holds several documents.
+    transformers gives sdpa a mask of all tokens by all tokens if a row holds several documents.
     """
     name = model.config._attn_implementation
     quadratic = packed and name == "sdpa"
@@ -122,7 +122,7 @@ def kernel_of(model: Any, packed: bool) -> dict[str, Any]:
 
 
 def optimizer_of(optimizer: Any) -> str:
-    """Name an optimizer and its implementation: its options', else the one that torch takes by default."""
+    """Name an optimizer and its implementation: the one that its options set, else torch's default."""
     group = optimizer.param_groups[0]
     fused, foreach = group.get("fused"), group.get("foreach")
     if fused is None and foreach is None:
@@ -149,7 +149,7 @@ def throughput(
 
 
 def figures(shape: str, lengths: Sequence[int], head_tokens: int, seconds: float) -> dict[str, Any]:
-    """Return tokens per second, MFU by model FLOPs and by computed FLOPs, and the peaks of memory in bytes."""
+    """Return tokens per second, MFU by model FLOPs and by computed FLOPs, and peak memory in bytes."""
     return {
         "tokens_per_second": sum(lengths) / seconds,
         "mfu": mfu(flops(shape, lengths, sum(lengths)), seconds),
@@ -159,12 +159,12 @@ def figures(shape: str, lengths: Sequence[int], head_tokens: int, seconds: float
 
 
 def longest(train: Callable[[int], Any], first: int, limit: int = 2**22) -> dict[str, Any]:
-    """The longest document that is trained on, growing by a quarter until memory ends; and that within 80 GB."""
+    """Find the longest document that fits, and the longest in 80 GB; lengths grow by a quarter until memory ends."""
     found = {"longest": 0, "in_80_gb": 0, "tokens_per_second": 0.0}
     length, limit = first, limit if torch.cuda.is_available() else 4 * first
     while length <= limit:
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # what shorter documents left would count as this one's
+            torch.cuda.empty_cache()  # else memory cached for shorter documents would count
         try:
             train(length)
             peak_memory()
@@ -179,5 +179,5 @@ def longest(train: Callable[[int], Any], first: int, limit: int = 2**22) -> dict
 
 
 def spec_of_this_process() -> dict[str, Any]:
-    """The cell that this process is to measure."""
+    """Return the cell that this process is to measure."""
     return json.loads(sys.argv[1])

@@ -1,4 +1,4 @@
-"""A cell of run.py with TRL's SFTTrainer in its process, and no verl: verl 0.9.1's model patches fail beside it."""
+"""A cell of run.py with TRL's SFTTrainer and without verl, because verl 0.9.1's model patches fail beside TRL."""
 
 import json
 import sys
@@ -20,7 +20,7 @@ from verl_ext.attention.kernels import unusable
 
 
 class Counting(SFTTrainer):
-    """TRL's trainer, which keeps positions and labels of each micro-batch by optimizer step, to be read afterwards."""
+    """TRL's trainer, which also keeps each micro-batch's positions and labels by optimizer step, for later counting."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -38,7 +38,7 @@ def lengths_of(position_ids: torch.Tensor) -> list[int]:
 
 
 class Clock(TrainerCallback):
-    """When each optimizer step began and ended."""
+    """A callback that times each optimizer step."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -55,7 +55,7 @@ class Clock(TrainerCallback):
 
 
 def trainer(spec: dict[str, Any], documents: list[dict], budget: int, accumulation: int, steps: int) -> Counting:
-    """Build TRL's best for long packs: best-fit packing without padding, flash-attn if it runs, its own fused head."""
+    """Build TRL's best setting for long packs: best-fit without padding, flash-attn if it runs, its own fused head."""
     cuda = torch.cuda.is_available()
     folder = Path(spec["folder"])
     attention = "flash_attention_2" if cuda and not unusable("flash_attn") else "sdpa"
@@ -90,8 +90,8 @@ def trainer(spec: dict[str, Any], documents: list[dict], budget: int, accumulati
 
 
 def report(built: Counting, packed: bool) -> bool:
-    """Print kernel, head and optimizer; return whether the head computes the logits of targets alone."""
-    targets_only = torch.cuda.is_available()  # TRL's choice: elsewhere its tiles have one shape, of all tokens
+    """Print kernel, head and optimizer; return whether the head computes only the targets' logits."""
+    targets_only = torch.cuda.is_available()  # TRL's choice: on other devices its head's tiles cover all tokens
     head = f"fused, {'targets' if targets_only else 'all tokens'}"
     optimizer = setting.optimizer_of(built.create_optimizer())
     setting.report(**setting.kernel_of(built.model, packed), head=head, optimizer=optimizer)
@@ -114,11 +114,11 @@ def throughput(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def longest(spec: dict[str, Any]) -> dict[str, Any]:
-    """Single documents, a quarter of whose tokens are targets."""
+    """Find the longest single document, a quarter of whose tokens are targets, that TRL trains on."""
     few = setting.steps_of_documents(spec["shape"], 512, 2048, 0)[0]
     built = trainer(spec, few, 512, 1, 1)
     report(built, packed=False)
-    built.current_gradient_accumulation_steps = 1  # set by its train()
+    built.current_gradient_accumulation_steps = 1  # otherwise set by train()
     model = built.accelerator.prepare(built.model)
     model.train()
     if built.args.gradient_checkpointing:

@@ -1,9 +1,9 @@
-"""What the runs start from: short-sentence prose to hide facts in, a word-level tokenizer, a tiny Qwen3 for each seed.
+"""Write the inputs of the runs: prose to hide facts in, a word-level tokenizer, and a tiny Qwen3 for each seed.
 
     python recipes/babilong_cpu/make_inputs.py --output DIR --seeds 1 2 3
 
-The prose has few words, and none of bAbI's actors or places: a model of 100,000 parameters learns to read it in a
-minute. The tokenizer knows the words of prose, facts and questions, and nothing else.
+The prose has short sentences and few words, and none of bAbI's actors or places, so a model of 100,000 parameters
+learns to read it in a minute. The tokenizer knows the words of the prose, facts and questions, and nothing else.
 """
 
 import argparse
@@ -21,8 +21,8 @@ from verl_ext.commands.babilong.stories import ACTORS, OBJECTS, PLACES, VERBS
 from verl_ext.commands.command_line import read_options
 from verl_ext.commands.init_model.command import InitModelOptions, init_model
 
-# Hidden size 64; the spread of the weights is that of narrow models. Tied embeddings would grow with the answers'
-# logits, until the actor that attention adds to a token was a hundredth of the variance that the memory's keys see.
+# Hidden size 64, with the initializer range of narrow models. Tied embeddings would grow with the answers' logits,
+# until the actor that attention adds to a token was a hundredth of the variance that the memory's keys see.
 ARCHITECTURE = (
     "model=tiny",
     "config={hidden_size:64,intermediate_size:128,num_hidden_layers:LAYERS,num_attention_heads:2,"
@@ -49,13 +49,13 @@ SENTENCES = (
 
 
 def sentence(rng: random.Random) -> str:
-    """One sentence of 10 words or more."""
+    """Return one sentence of 10 words or more."""
     words = [rng.choice(WORDS[word].split()) if word in WORDS else word for word in rng.choice(SENTENCES).split()]
     return " ".join(words).replace(" .", ".").capitalize()
 
 
 def vocabulary() -> list[str]:
-    """Every token of prose, facts, questions and the layout around them."""
+    """Return every token of the prose, facts, questions and the layout around them."""
     prose = " ".join([*WORDS.values(), *SENTENCES])
     prose += " " + " ".join(
         text.split()[0].capitalize() for text in [*SENTENCES, *WORDS["D"].split(), *WORDS["P"].split()]
@@ -67,7 +67,7 @@ def vocabulary() -> list[str]:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Words and punctuation marks, white space left out."""
+    """Build a tokenizer of words and punctuation marks that drops white space."""
     ids = {token: number for number, token in enumerate(vocabulary())}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

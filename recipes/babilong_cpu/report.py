@@ -1,4 +1,4 @@
-"""The recipe's tables: generated answers with and without memory, by length and by distance, beside what guesses give.
+"""Print the recipe's tables: the accuracy of answers with and without memory by length and distance, beside guesses.
 
 python recipes/babilong_cpu/report.py --run babilong_cpu_run --task qa1
 """
@@ -28,21 +28,21 @@ KINDS = {"memory": "with memory", "tokens": "with memory tokens", "plain": "with
 VERB = "|".join(verb for kind in ("move", "get", "drop") for verb in VERBS[kind])
 FACT = re.compile(rf"(\w+) ({VERB}) the ({'|'.join((*PLACES, *OBJECTS))})\b")  # actor, verb, place or object
 WORD = re.compile(r"\w+|[^\w\s]")  # a token of the recipe's tokenizer
-BATCH_TOKENS = 200_000  # read together, at most
+BATCH_TOKENS = 200_000  # the most tokens of one batch
 DISTANCES = (0, 32, 128, 512, 2048, 8192, 1 << 30)
 
 
 class Sample(NamedTuple):
-    """A question, what can be guessed without looking at it, and how far back its facts are."""
+    """A question, the guesses that need no look at it, and the distance back to its facts."""
 
     prompt: str
     question: str
     target: str
-    held: list[str]  # the actors' last places, that of the actor who moved last first
-    distance: int  # tokens from the earliest fact that is needed to the answer
+    held: list[str]  # each actor's last place; the actor who moved last comes first
+    distance: int  # tokens from the earliest needed fact to the answer
 
     def guesses(self) -> dict[str, float]:
-        """The expected accuracy of answers that do not look at who or what is asked for."""
+        """Return the expected accuracy of answers that ignore whom or what the question asks for."""
         return {
             "the last place named": float(self.target == self.held[0]),
             "that of the actor before": float(self.target in self.held[1:2]),
@@ -59,7 +59,7 @@ PARTS: dict[str, Callable[[Sample], bool]] = {
 
 
 def read_sample(record: dict[str, str]) -> Sample:
-    """Parse a sample of `verl-ext babilong`, of qa1 or qa2."""
+    """Parse a qa1 or qa2 sample of `verl-ext babilong`."""
     text, question = record["input"], record["question"]
     prompt = prompt_text(text, question)
     facts = list(FACT.finditer(text))
@@ -68,7 +68,7 @@ def read_sample(record: dict[str, str]) -> Sample:
         if verb in VERBS["move"]:
             held.setdefault(actor, place)
     actor, until, needed = question.strip(" ?").split()[-1], len(text), len(text)
-    if actor in OBJECTS:  # needed: the object's last get or drop, and its actor's last move, before a drop or at all
+    if actor in OBJECTS:  # needs the object's last get or drop and its actor's last move (before it, if it is a drop)
         touched = next(fact for fact in reversed(facts) if fact[3] == actor)
         actor, needed = touched[1], touched.start()
         until = needed if touched[2] in VERBS["drop"] else until
@@ -78,14 +78,14 @@ def read_sample(record: dict[str, str]) -> Sample:
 
 
 def read_samples(file: Path) -> list[Sample]:
-    """The samples of a file of `verl-ext babilong`."""
+    """Return the samples of a file of `verl-ext babilong`."""
     return [read_sample(record) for record in json.loads(file.read_text(encoding="utf-8"))]
 
 
 @torch.no_grad()
 def answers(folder: Path, files: list[Path]) -> list[bool]:
-    """Whether an exported model generates the right place, by BABILong's rule, for the samples of the files."""
-    torch.set_num_threads(1)  # a process for each model
+    """Return, for each sample, whether an exported model generates the right place by BABILong's rule."""
+    torch.set_num_threads(1)  # each model has a process of its own
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     right = []
@@ -105,7 +105,7 @@ def answers(folder: Path, files: list[Path]) -> list[bool]:
 
 
 def table(head: str, columns: Iterable[str], rows: dict[str, list[list[float]]]) -> str:
-    """Markdown, in percent: the mean and the range of the seeds, or the one figure of a guess, or nothing."""
+    """Return a Markdown table in percent: the mean and range over seeds, a guess's single figure, or an empty cell."""
 
     def cell(values: list[float]) -> str:
         if len(values) < 2:
@@ -118,7 +118,7 @@ def table(head: str, columns: Iterable[str], rows: dict[str, list[list[float]]])
 
 
 def report(run: Path, task: str) -> str:
-    """Both tables: by length, of all questions and of those whose easy guesses are wrong; and by distance."""
+    """Return both tables: by length (all questions, and those that defeat the easy guesses) and by distance."""
     files = sorted((run / task / "val" / task).glob("*.json"), key=lambda file: int(file.stem))
     samples = [(file.stem, sample) for file in files for sample in read_samples(file)]
     folders = {
@@ -130,7 +130,7 @@ def report(run: Path, task: str) -> str:
         found = dict(zip(folders, pool.map(answers, folders.values(), [files] * len(folders)), strict=True))
 
     def shares(kind: str, chosen: list[bool]) -> list[float]:
-        """Of each seed, the right answers among the chosen samples."""
+        """Return each seed's share of right answers among the chosen samples."""
         rights = [right for (each, _), right in found.items() if each == kind]
         return [
             mean(one for one, wanted in zip(right, chosen, strict=True) if wanted) for right in rights if any(chosen)

@@ -1,4 +1,4 @@
-"""Two sources of documents as {"text": …} lines: the parts of a text that blank lines separate, and problems.
+"""Write two sources of documents as {"text": …} lines: the passages of a text between blank lines, and problems.
 
 python recipes/blend_cpu/prepare.py --plays PLAYS.txt --gsm8k GSM8K.jsonl --output DIR
 """
@@ -11,17 +11,17 @@ from pathlib import Path
 
 
 def passages(text: str) -> Iterator[str]:
-    """What stands between blank lines, as one document each."""
+    """Return each passage between blank lines as a document."""
     return (part.strip() for part in re.split(r"\n\s*\n", text) if part.strip())
 
 
 def problems(lines: Iterator[str]) -> Iterator[str]:
-    """Question and answer of each {"question", "answer"}, one after the other."""
+    """Return each {"question", "answer"} record as a document: the question, then the answer."""
     return (f"{record['question']}\n{record['answer']}" for record in map(json.loads, lines))
 
 
 def write(texts: Iterator[str], path: Path) -> None:
-    """One {"text": …} a line; prints how many."""
+    """Write one {"text": …} a line, and print their number."""
     documents = [json.dumps({"text": text}) for text in texts]
     path.write_text("\n".join(documents) + "\n", encoding="utf-8")
     print(f"  {len(documents):,} documents in {path}")

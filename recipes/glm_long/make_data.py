@@ -1,4 +1,4 @@
-"""Tokenized documents of every length that the two stages ask for, to plan the mixtures on: lengths count, not words.
+"""Write tokenized documents of every length that the two stages ask for, so that their mixtures can be planned.
 
     python recipes/glm_long/make_data.py --output DIR
 
@@ -19,7 +19,7 @@ from datasets.table import InMemoryTable
 VOCABULARY = 1000
 PASSAGE = 97
 
-# (shortest, longest, tokens) of documents spread log-uniformly over each range
+# (shortest, longest, tokens): the lengths are log-uniform over each range
 ORIGINAL = (
     (100, 8_192, 1_000_000),
     (8_193, 16_384, 500_000),
@@ -34,7 +34,7 @@ ARTIFICIAL = tuple((2**power + 1, 2 ** (power + 1), max(500_000, 3 * 2**power)) 
 
 
 def draw_lengths(ranges: tuple[tuple[int, int, int], ...], rng: np.random.Generator) -> np.ndarray:
-    """int64[D]: of every range so many documents as its tokens make, at least one, in random order."""
+    """Return lengths int64[D] in random order: each range has at least one document, and about its number of tokens."""
     lengths = []
     for shortest, longest, tokens in ranges:
         mean = (longest - shortest) / np.log(longest / shortest)
@@ -44,7 +44,7 @@ def draw_lengths(ranges: tuple[tuple[int, int, int], ...], rng: np.random.Genera
 
 
 def write(folder: Path, lengths: np.ndarray, rng: np.random.Generator) -> None:
-    """A tokenized folder of one category, text; every token but a document's first is a target."""
+    """Write a tokenized folder with one category, `text`; every token except a document's first is a target."""
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     passages = rng.integers(1, VOCABULARY, (len(lengths), PASSAGE), dtype=np.int32)
     document = np.repeat(np.arange(len(lengths)), lengths)

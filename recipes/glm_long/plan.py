@@ -1,8 +1,8 @@
-"""What a recipe's mixture draws from your folders, before any GPU or model: the table that the run prints.
+"""Show what a recipe's mixture draws from your folders, without a GPU or a model: the table that the run prints.
 
     python recipes/glm_long/plan.py recipe=glm_long/stage1_128k data.train_dir=DIR data.mixture.scale=0.01
 
-takes the overrides of the training command; those that are not about data change nothing.
+takes the overrides of the training command; overrides that do not concern data have no effect.
 """
 
 import sys

@@ -1,9 +1,9 @@
-"""Split files of records into a training and a held-out part, as jsonl.
+"""Split files of records into a training part and a held-out part, written as jsonl.
 
     python recipes/gsm8k_code/hold_out.py --output DIR gsm8k=train.jsonl code=code.json
 
-writes `gsm8k.train.jsonl`, `gsm8k.val.jsonl`, and so on. Which records are held out depends on the seed and on their
-number alone; both parts keep the file's order.
+writes `gsm8k.train.jsonl`, `gsm8k.val.jsonl`, and so on. The choice of held-out records depends only on the seed and
+on the number of records; both parts keep the file's order.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def read(path: Path) -> list[dict]:
-    """The records of a json list or of a jsonl file."""
+    """Return the records of a json list or of a jsonl file."""
     text = path.read_text(encoding="utf-8")
     if text.lstrip().startswith("["):
         return json.loads(text)
@@ -27,7 +27,7 @@ def write(path: Path, records: list[dict]) -> None:
 
 
 def hold_out(records: list[dict], count: int, seed: int) -> tuple[list[dict], list[dict]]:
-    """(training, held out), with `count` records held out."""
+    """Return (training, held out), with `count` records held out."""
     if not 0 < count < len(records):
         raise ValueError(f"--val must be at least 1 and less than the {len(records)} records of each file; got {count}")
     chosen = set(random.Random(seed).sample(range(len(records)), count))
@@ -36,7 +36,7 @@ def hold_out(records: list[dict], count: int, seed: int) -> tuple[list[dict], li
 
 
 def source(text: str) -> tuple[str, Path]:
-    """`category=file` from the command line."""
+    """Parse `category=file` from the command line."""
     name, _, path = text.partition("=")
     if not name or not Path(path).is_file():
         raise argparse.ArgumentTypeError(f"a source must be CATEGORY=FILE with a file that exists; got {text}")

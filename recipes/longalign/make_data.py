@@ -1,10 +1,9 @@
-"""Documents, short chats and a benchmark for the small form of this recipe, about a few invented towns.
+"""Write documents, short chats and a benchmark about a few invented towns, for the small form of this recipe.
 
     python recipes/longalign/make_data.py --output DIR
 
-writes documents.jsonl (150 to 900 words, spread evenly over the logarithm), chats.jsonl, and cases.json and
-few_shots.json in LongBench-Chat's form, over documents that are not in documents.jsonl. The same seed writes the same
-bytes.
+writes documents.jsonl (150 to 900 words, log-uniform), chats.jsonl, and cases.json and few_shots.json in
+LongBench-Chat's form, whose documents are not in documents.jsonl. The same seed writes the same bytes.
 """
 
 import argparse
@@ -26,7 +25,7 @@ ROUTINE = (
 
 
 def chronicle(rng: random.Random, words: int) -> tuple[str, list[tuple[str, str]]]:
-    """A chronicle of about so many words, and its questions with their answers."""
+    """Return a chronicle of about that many words, and its questions with their answers."""
     town, sentences, asked, count = rng.choice(TOWNS), [], [], 0
     year = rng.randint(1600, 1700)
     while count < words or len(asked) < 5:

@@ -1,9 +1,9 @@
-"""Instructions, short chats and a benchmark for the small form of this recipe.
+"""Write instructions, short chats and a benchmark for the small form of this recipe.
 
     python recipes/longwriter/make_data.py --output DIR
 
-writes instructions.jsonl (`prompt`, each asks for 100 to 600 words), chats.jsonl, and cases.jsonl in LongBench-Write's
-form, of subjects that no instruction has. The same seed writes the same bytes.
+writes instructions.jsonl (each `prompt` asks for 100 to 600 words), chats.jsonl, and cases.jsonl in LongBench-Write's
+form, on subjects that no instruction has. The same seed writes the same bytes.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Small chat data of three categories, with lengths that differ by more than 20 times.
+"""Write small chat data in three categories, with lengths that differ by a factor of more than 20.
 
     arithmetic   one to six short sums, told as stories                       45-270 tokens
     ordering     one to eight questions on weekdays, words and numbers        32-300 tokens
@@ -55,12 +55,12 @@ ROUTINE = (
 
 
 def log_uniform(rng: random.Random, low: int, high: int) -> int:
-    """A whole number from `low` to `high`, small ones more often: the long tail of real data."""
+    """Draw a whole number from `low` to `high`, small ones more often: the long tail of real data."""
     return round(math.exp(rng.uniform(math.log(low), math.log(high))))
 
 
 def arithmetic(rng: random.Random, most: int = 6) -> Conversation:
-    """One to `most` sums, differences and products of small numbers."""
+    """Write one to `most` sums, differences and products of small numbers."""
     turns = []
     for _ in range(log_uniform(rng, 1, most)):
         who, what = rng.choice(PEOPLE), rng.choice(THINGS)
@@ -78,7 +78,7 @@ def arithmetic(rng: random.Random, most: int = 6) -> Conversation:
 
 
 def ordering(rng: random.Random, most: int = 8) -> Conversation:
-    """One to `most` questions on weekdays, on words in order or backwards, and on the largest or smallest number."""
+    """Write one to `most` questions on weekdays, words in order or backwards, and the largest or smallest number."""
     return [rng.choice([weekday, alphabet, backwards, extreme])(rng) for _ in range(log_uniform(rng, 1, most))]
 
 
@@ -105,7 +105,7 @@ def extreme(rng: random.Random) -> tuple[str, str]:
 
 
 def chronicle(rng: random.Random, sentences: int) -> list[str]:
-    """Filler prose in which nobody is a keeper."""
+    """Write filler prose in which nobody is a keeper."""
     return [
         rng.choice(ROUTINE).format(
             season=rng.choice(SEASONS),
@@ -120,7 +120,7 @@ def chronicle(rng: random.Random, sentences: int) -> list[str]:
 
 
 def documents(rng: random.Random, shortest: int = 4, longest: int = 48) -> Conversation:
-    """A chronicle of `shortest` to `longest` sentences (log-uniform) that hides three facts, and a question on each."""
+    """Hide three facts in a chronicle of `shortest` to `longest` sentences (log-uniform), and ask for each."""
     sentences = chronicle(rng, log_uniform(rng, shortest, longest))
     turns = [
         ("Who is the keeper?", f"The keeper is {rng.choice(PEOPLE)}."),
@@ -134,7 +134,7 @@ def documents(rng: random.Random, shortest: int = 4, longest: int = 48) -> Conve
     return [(f"{' '.join(sentences)}\n\n{first}", answer), *turns[1:]]
 
 
-# category → (what makes one conversation, training conversations, validation conversations)
+# category → (the function that makes one conversation, training conversations, validation conversations)
 CATEGORIES: dict[str, tuple[Callable[[random.Random], Conversation], int, int]] = {
     "arithmetic": (arithmetic, 1400, 30),
     "ordering": (ordering, 1000, 30),
@@ -143,7 +143,7 @@ CATEGORIES: dict[str, tuple[Callable[[random.Random], Conversation], int, int]] 
 
 
 def split(make: Callable[[random.Random], Conversation], train: int, val: int, rng: random.Random):
-    """`val` different conversations, then `train` conversations (repeats allowed) of which none is in the first."""
+    """Make `val` different conversations, then `train` conversations (repeats allowed) that are not among the first."""
     held_out: dict[str, Conversation] = {}
     while len(held_out) < val:
         turns = make(rng)
@@ -157,7 +157,7 @@ def split(make: Callable[[random.Random], Conversation], train: int, val: int, r
 
 
 def write(path: Path, conversations: list[Conversation]) -> None:
-    """One `{"messages": [...]}` a line."""
+    """Write one `{"messages": [...]}` a line."""
     with path.open("w", encoding="utf-8") as file:
         for turns in conversations:
             messages = []

@@ -2,10 +2,10 @@
 
     python -m tests.chaos.kills --kills 50 --seconds 1200
 
-Every restart must go on from a whole checkpoint, at least the one that the killed run's tracker named, and the final
-parameters, optimizer and metrics must be those of an uninterrupted run, to the last bit. As torchrun does, a rank's
-death ends the others; a run that completes before there were enough kills begins anew in another folder. Half of the
-kills wait until a checkpoint is being written.
+Every restart must go on from a whole checkpoint that is no older than the one that the killed run's tracker named, and
+the final parameters, optimizer and metrics must equal those of an uninterrupted run to the last bit. A rank's death
+ends the other ranks, as under torchrun; a run that completes before enough kills starts again in another folder. Half
+of the kills wait until a checkpoint is being written.
 """
 
 import argparse
@@ -28,16 +28,16 @@ from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import differences, train_alone
 from verl_ext.checkpoint.layout import changed_file, saved_folders, step_of, tracked_step, whole_checkpoints
 
-_PATIENCE = 120  # seconds that a life may take that nobody ends
+_PATIENCE = 120  # seconds that an attempt may take if nothing kills it
 
 
 @dataclass
 class Chaos:
-    """What happened so far.
+    """The counts so far.
 
     Attributes:
-        kills: ranks that were killed; while_saving: of these, with a checkpoint being written.
-        resumed: the steps that restarts went on from; torn: partial folders that kills left.
+        kills: killed ranks; while_saving: those that were killed while a checkpoint was being written.
+        resumed: the steps from which restarts went on; torn: partial folders that kills left behind.
         completed: runs that reached their end, each equal to the uninterrupted one.
     """
 
@@ -51,15 +51,15 @@ class Chaos:
 def survive(
     options: list[str], whole: Path, folder: Path, kills: int, ranks: int, seed: int, life: float, seconds: float
 ) -> Chaos:
-    """Kill a run of `options` until `kills` are done and the run after them is complete.
+    """Kill a run of `options` until `kills` are done, and let the run after them complete.
 
     Args:
         whole: folder of the uninterrupted run.
-        life: seconds within which a rank is killed; 0: at the first checkpoint that is being written.
-        seconds: no more kills afterwards.
+        life: seconds within which a rank is killed; 0 kills it while the first checkpoint is being written.
+        seconds: the time after which there are no more kills.
 
     Raises:
-        AssertionError: a checkpoint is torn, steps were lost, or a completed run differs.
+        AssertionError: If a checkpoint is torn, steps were lost, or a completed run differs.
     """
     chance, chaos, until = random.Random(seed), Chaos(), time.monotonic() + seconds
     run, attempt = folder / "run0", 0
@@ -89,7 +89,7 @@ def survive(
 
 
 def _kill(victim: Any, run: Path, chance: random.Random, life: float) -> bool:
-    """Whether the rank still ran when it was killed."""
+    """Kill a rank, and return whether it was still running."""
     _wait(victim, lambda: False, chance.uniform(0, life))
     if not life or chance.random() < 0.5:
         _wait(victim, lambda: any(run.glob("global_step_*.partial")), _PATIENCE)
@@ -106,7 +106,7 @@ def _wait(victim: Any, until: Callable[[], bool], seconds: float) -> None:
 
 
 def _end(processes: list[Any], at_once: bool) -> None:
-    """Wait for ranks, or end them as torchrun does when one has died."""
+    """Wait for the ranks, or end them as torchrun does once one has died."""
     for process in processes:
         if at_once:
             process.kill()
@@ -115,7 +115,7 @@ def _end(processes: list[Any], at_once: bool) -> None:
 
 
 def _newest_whole(run: Path) -> int:
-    """The step that a restart goes on from: every visible checkpoint must be whole, and the tracked one visible."""
+    """Return the step from which a restart goes on; visible checkpoints must be whole, the tracked one visible."""
     tracked = tracked_step(run) or 0
     whole, wrong = whole_checkpoints(run)
     assert not wrong, wrong
@@ -126,7 +126,7 @@ def _newest_whole(run: Path) -> int:
 
 
 def options_of(folder: Path, steps: int) -> list[str]:
-    """Data, a tiny model, and the overrides of a run of so many steps, saved at each."""
+    """Write data and a tiny model, and return the overrides of a run that saves at each of its steps."""
     rng = np.random.default_rng(0)
     documents = random_documents(rng, rng.integers(5, 60, 40), VOCABULARY, 2)
     data = write_tokenized(folder / "data", documents, {1: "maths", 2: "code"})

@@ -1,6 +1,6 @@
-"""Tests of what runs on a CUDA GPU: `make test-gpu`. Without a GPU each of them is skipped.
+"""Tests of code that runs on a CUDA GPU: `make test-gpu`. Without a GPU they are skipped.
 
-GPU_TESTS_ON=cpu runs those that have a CPU form there, with sdpa: a check of the tests themselves.
+GPU_TESTS_ON=cpu runs the tests that have a CPU form on the CPU with sdpa, as a check of the tests themselves.
 """
 
 import os
@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 if os.environ.get("GPU_TESTS_ON") != "cpu" and torch.cuda.is_available():
-    os.environ["VERL_PLATFORM"] = "nvidia"  # tests/conftest.py said cpu, and verl has not been imported yet
+    os.environ["VERL_PLATFORM"] = "nvidia"  # tests/conftest.py set cpu; verl is not imported yet
 
 
 @pytest.fixture(scope="session", autouse=True)
 def device():
-    """The GPU; or the CPU where that is asked for."""
+    """Return the GPU, or the CPU if that was asked for."""
     if os.environ.get("GPU_TESTS_ON") == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -27,7 +27,7 @@ def device():
 
 @pytest.fixture
 def gpu(device):
-    """For tests without a CPU form."""
+    """Require a GPU, for tests without a CPU form."""
     if device.type != "cuda":
         pytest.skip("needs a CUDA GPU")
     return device
@@ -35,7 +35,7 @@ def gpu(device):
 
 @pytest.fixture(scope="session")
 def one_rank(device, tmp_path_factory):
-    """A process group of this process alone."""
+    """Open a process group of this process alone."""
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     store = tmp_path_factory.mktemp("group") / "store"
     dist.init_process_group(

@@ -1,6 +1,6 @@
 """The attention kernels on random packs, against attention of single documents in fp64.
 
-A kernel may be twice as far off as the same formula written out in its own precision, and no further.
+A kernel's error may be at most twice that of the same formula written out in the kernel's own precision.
 """
 
 from types import SimpleNamespace
@@ -23,11 +23,11 @@ BACKENDS = [pytest.param("flash_attn", marks=FLASH), "varlen", "sdpa"]
 
 @st.composite
 def packs(draw):
-    """Lengths of documents, (query heads per key/value head, key/value heads, head size), a window or None."""
+    """Draw document lengths, (query heads per key/value head, key/value heads, head size), and a window or None."""
     lengths = draw(
         st.one_of(
             st.lists(st.integers(1, 300), min_size=1, max_size=12),
-            st.lists(st.just(1), min_size=1, max_size=64),  # one-token documents alone
+            st.lists(st.just(1), min_size=1, max_size=64),  # only one-token documents
             st.tuples(st.integers(1000, 3000), st.just(1), st.integers(1, 500)).map(list),
         )
     )
@@ -40,14 +40,14 @@ def packs(draw):
 
 
 def kernel(name: str, device: torch.device):
-    """The kernel; where it does not run on the device, the test is skipped."""
+    """Return the kernel, or skip the test if the kernel does not run on the device."""
     if device.type == "cpu" and name != "sdpa":
         pytest.skip("needs a CUDA GPU")
     return KERNELS[name]
 
 
 def tensors(lengths, shape, device, seed=0):
-    """bf16 queries, keys and values ``[T, heads, E]`` that want gradients, and an upstream gradient."""
+    """Make bf16 queries, keys and values ``[T, heads, E]`` that need gradients, and an upstream gradient."""
     groups, kv_heads, size = shape
     torch.manual_seed(seed)
     tokens = sum(lengths)
@@ -61,8 +61,8 @@ def layout_of(lengths, device):
 
 
 def written_out(query, key, value, lengths, window, key_lengths=None):
-    """Causal attention, softmax and all, document by document, in the tensors' own precision; queries are the last of
-    their document."""
+    """Write out causal attention with its softmax, document by document, in the tensors' own precision; the queries are
+    the last ones of their document."""
     groups = query.size(1) // key.size(1)
     key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     key_lengths = key_lengths or list(lengths)
@@ -149,7 +149,7 @@ def test_a_document_is_untouched_by_its_neighbours_to_the_last_bit(name, device)
 
 
 def test_keys_that_come_while_a_kernel_computes_are_joined_as_exactly(device):
-    """Of two groups that share a document, the one of the chunks 1 and 2; chunk 0 comes, and its gradients leave."""
+    """Run the group of chunks 1 and 2 of two that share a document: chunk 0 arrives, and its gradients leave."""
     if device.type == "cpu":
         register_flash_stand_ins()
     chunk, sent = 130, []

@@ -1,4 +1,4 @@
-"""A step of gated delta nets, Mamba 2 and attention sinks on the GPU: loss and every gradient.
+"""Loss and every gradient of a step with gated delta nets, Mamba 2 and attention sinks on the GPU.
 
 fp32 is compared with plain Hugging Face on the same GPU, document by document; bf16 with the engine in fp32.
 """
@@ -22,12 +22,12 @@ FAMILIES = ("qwen3_5_text", "nemotron_h", "gpt_oss")
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def folder(request, tmp_path_factory, tiny_model):
-    """A folder of a small model of a family."""
+    """Write a small model of a family, and return its folder."""
     return write_small_models([request.param], tmp_path_factory.mktemp("models"), tiny_model)[request.param]
 
 
 def step(folder, overrides=(), backend="auto"):
-    """One step over all packs."""
+    """Take one step over all packs."""
     set_backend(backend)
     engine = build_worker(folder, overrides=overrides, parallel="auto").engine
     collate = StepCollator(LossSpec("token", np.ones(1)), CategoryTable((), ()))

@@ -1,4 +1,4 @@
-"""A run as a user starts it, on the GPU: train, checkpoint, resume."""
+"""A run on the GPU as a user starts it: train, checkpoint, resume."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from tests.tokenized_data import write_tokenized
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    """Overrides that name a small model and its data."""
+    """Return overrides that name a small model and its data."""
     folder = tmp_path_factory.mktemp("inputs")
     shape = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "max_position_embeddings": 4096}
     model = write_tiny_model(folder / "model", **shape, initializer_range=0.05)
@@ -29,7 +29,7 @@ def inputs(tmp_path_factory):
 
 
 def run(inputs, output, *overrides):
-    """Metrics by step and name of ``python -m verl_ext.fsdp_sft_trainer``."""
+    """Run ``python -m verl_ext.fsdp_sft_trainer``, and return its metrics by step and name."""
     command = [sys.executable, "-m", "verl_ext.fsdp_sft_trainer", *inputs, f"trainer.default_local_dir={output}"]
     command += ["data.train_batch_size=4", "trainer.logger=[file]", "optim.lr=1e-3", *overrides]
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}

@@ -1,8 +1,8 @@
 """A whole optimizer step on the GPU: loss, category losses and every gradient.
 
-fp32 is compared with plain Hugging Face on the same GPU, document by document (tests/reference.py); everything in half
-precision with the engine in fp32. Tolerances are relative: fp32 1e-4; half precision 0.5 % of the loss and 5 % of a
-parameter's gradient by its norm, of which rounding of weights and activations to bf16 alone gives about 1 %.
+fp32 is compared with plain Hugging Face on the same GPU, document by document (tests/reference.py), and half precision
+with the engine in fp32. Tolerances are relative: 1e-4 in fp32; in half precision 0.5 % of the loss, and 5 % of a
+parameter's gradient norm, of which rounding weights and activations to bf16 alone gives about 1 %.
 """
 
 import numpy as np
@@ -30,7 +30,7 @@ CASES = {
     "no checkpointing": (*BF16, "model.enable_gradient_checkpointing=false"),
     "gradients reduced at the end": (*BF16, "engine.use_no_sync_for_gradient_accumulation=true"),
     "fp16 with a scaler": FP16,
-    "fsdp1": (*BF16, "engine.strategy=fsdp", "engine.use_orig_params=true"),  # which have gradients of their own
+    "fsdp1": (*BF16, "engine.strategy=fsdp", "engine.use_orig_params=true"),  # separate gradients
     "optimizer offload": (*BF16, "engine.optimizer_offload=true"),
     "parameter offload": (*BF16, "engine.param_offload=true", "engine.optimizer_offload=true"),
     "offload policy": (*BF16, "engine.offload_policy=true"),
@@ -41,7 +41,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Two layers of a Qwen3 whose shape the flash kernels take."""
+    """Write a two-layer Qwen3 whose shape the flash kernels accept."""
     shape = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "max_position_embeddings": 4096}
     return str(write_tiny_model(tmp_path_factory.mktemp("model"), **shape, initializer_range=0.05))
 
@@ -67,7 +67,7 @@ def collator(mode: str = "token") -> StepCollator:
 
 
 def step(model: str, overrides=(), head: str = "fused", backend: str = "auto", mode: str = "token", parallel="auto"):
-    """One step in two micro-batches, from the same weights each time."""
+    """Take one step in two micro-batches, from the same weights each time."""
     set_backend(backend)
     engine = build_worker(model, overrides=overrides, parallel=parallel).engine
     return train_step(engine, [pack_row(pack) for pack in PACKS], collator(mode), 2, head)
@@ -134,14 +134,14 @@ def test_lora_in_half_precision_stays_near_fp32(model, one_rank):
         steps.append(step(model, (*lora, *more)))
     want, found = steps
     moved = {name for name, gradient in want.gradients.items() if bool(gradient.any())}
-    assert moved  # B starts at 0, so that A's gradient is 0
+    assert moved  # B starts at 0, so A's gradient is 0
     assert found.report["train/loss"] == pytest.approx(want.report["train/loss"], rel=5e-3)
     for name in moved:
         assert deviation(found.gradients[name], want.gradients[name]) < 5e-2
 
 
 class HostCopies(TorchDispatchMode):
-    """Records of every copy from the host to the GPU if its source is page-locked."""
+    """A record, for every copy from the host to the GPU, of whether its source is page-locked."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ def test_no_micro_batch_waits_for_the_gpu(model, one_rank, gpu):
     loss = StepLoss(float(batch.normaliser), 1, None)
     batch = batch.pin_memory()  # as the loader does
 
-    for mode in ("default", "error"):  # the first step makes streams and loads kernels
+    for mode in ("default", "error"):  # the first step creates streams and loads kernels
         micro_batches = list(batch.micro_batches(1, head="fused"))
         with engine.train_mode():
             engine.optimizer_zero_grad()
@@ -175,7 +175,7 @@ def test_no_micro_batch_waits_for_the_gpu(model, one_rank, gpu):
                     engine.accumulate(micro_batches, loss)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-    assert copies.pinned  # the debug mode does not see copies of pageable memory, which wait too
+    assert copies.pinned  # the debug mode misses copies of pageable memory, which wait too
     assert all(copies.pinned)
 
 
