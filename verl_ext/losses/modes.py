@@ -274,9 +274,9 @@ def pack_coefficients(
         weights = weights * loss_weight
     real = offsets if documents is None else offsets[: documents + 1]
     found, normaliser = spec.function(targets[: real[-1]], weights[: real[-1]], np.diff(real))
-    coefficients = np.zeros(len(targets))
-    coefficients[: real[-1]] = found
-    return PackCoefficients(coefficients, normaliser)
+    if padding := len(targets) - real[-1]:
+        found = np.pad(found, (0, padding))
+    return PackCoefficients(found, normaliser)
 
 
 def shift_left(values: np.ndarray, offsets: np.ndarray) -> np.ndarray:
