@@ -255,13 +255,13 @@ def node(folder: Path, **environment: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def child_of(launcher: subprocess.Popen[str], name: str) -> psutil.Process:
-    """Return the process of node.sh with this word in its command."""
+    """Return the child of node.sh whose command has a program of this name."""
     found: list[psutil.Process] = []
 
     def look() -> bool:
         with contextlib.suppress(psutil.Error):
             children = psutil.Process(launcher.pid).children()
-            found[:] = [child for child in children if any(name in word for word in child.cmdline())]
+            found[:] = [child for child in children if any(word.endswith(f"/{name}") for word in child.cmdline())]
         return bool(found)
 
     wait_for(look)
