@@ -66,7 +66,7 @@ class FileFacts:
 
     @classmethod
     def from_file(cls, path: Path) -> "FileFacts":
-        """Return the facts of a file, by reading all of it."""
+        """Read a whole file and return its size and checksum."""
         return cls(path.stat().st_size, checksum(path))
 
 

@@ -114,7 +114,7 @@ class DatasetOptions(Options):
 
     @property
     def needs_train_dir(self) -> bool:
-        """Whether data.train_dir must be given; it need not if other options name the data."""
+        """Whether data.train_dir is required; False if other options name the data."""
         return True
 
     @classmethod

@@ -42,7 +42,7 @@ def parse_shards(content: str) -> tuple[Shard, ...]:
 
 
 def read_shards(folder: Path) -> tuple[Shard, ...]:
-    """Return the shards of a local folder. Raises ValueError like `parse_shards`, or if a shard is a link out of it."""
+    """Return the shards of a local folder. Raises ValueError like `parse_shards`, or if a link leads out of it."""
     shards = parse_shards((folder / STATE).read_text(encoding="utf-8"))
     for shard in shards:
         if not is_inside(folder / shard.name, folder):

@@ -92,14 +92,6 @@ class _Encoding(TokenCharacters):
         return bisect_left(self._tokens, character, key=lambda token: self[token][0])
 
 
-def _of_bytes(text: bytes, begins: NDArray[np.int64], ends: NDArray[np.int64]) -> TokenCharacters:
-    """Return the characters of tokens that take bytes begins[T] to ends[T] of a text, at least one each."""
-    if not text.isascii():
-        character = np.cumsum((np.frombuffer(text, np.uint8) & 0xC0) != 0x80) - 1  # the character of each byte
-        begins, ends = character[begins], character[ends - 1] + 1
-    return TokenCharacters(begins, ends)
-
-
 def mask_from_offsets(text: str, offsets: TokenCharacters, spans: Sequence[Span]) -> tuple[np.ndarray, int]:
     """Return mask[T] int8, 1 for the tokens in a span, and the number of these that also hold text from outside it.
 
@@ -224,7 +216,11 @@ class TextEncoder:
             data = text.encode()
             ends = np.cumsum(taken := sizes[ids])
             if self._is_normal(text) and (ends[-1] if len(ends) else 0) == len(data):
-                yield Encoded(ids, _of_bytes(data, ends - taken, ends))
+                begins = ends - taken
+                if not data.isascii():
+                    character = np.cumsum((np.frombuffer(data, np.uint8) & 0xC0) != 0x80) - 1  # of each byte
+                    begins, ends = character[begins], character[ends - 1] + 1
+                yield Encoded(ids, TokenCharacters(begins, ends))
                 continue
             if data.isascii():  # a normalizer, or a special token that swallows spaces, will change other texts too
                 self._bytes_of_tokens = None

@@ -148,7 +148,7 @@ class SpecialTokens:
 
     @cached_property
     def _match_normalized(self) -> bool:
-        """Whether special tokens are found in normalized text, in which other characters may become their names."""
+        """Whether special tokens match normalized text, so that other characters may become their names."""
         normalizer = getattr(getattr(self.tokenizer, "backend_tokenizer", None), "normalizer", None)
         return normalizer is not None and any(token.normalized for token in self._added.values())
 

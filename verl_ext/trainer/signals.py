@@ -75,7 +75,7 @@ class StopRequests:
 
     @property
     def exit_code(self) -> int:
-        """The exit code after a stop request: 0 if the launcher knows of it or torchrun would restart."""
+        """The exit code after a stop request, 0 if the launcher gives its own or torchrun would restart."""
         would_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
         return 0 if self._folder is not None or would_restart else STOPPED
 

@@ -34,7 +34,7 @@ class StepOutcome:
 
     @property
     def skipped(self) -> bool:
-        """Whether the engine left the parameters unchanged."""
+        """Whether the step left the parameters unchanged, because its gradient is not finite."""
         return not math.isfinite(self.grad_norm)
 
 
