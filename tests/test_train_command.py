@@ -148,6 +148,25 @@ def test_a_mistake_is_one_line_before_anything_is_tokenized(
     assert not written(folder)
 
 
+def test_sources_that_change_while_they_are_tokenized_are_refused_and_leave_no_folder(
+    folder: Path, started: list[list[str]], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    original = train.write_dataset
+
+    def changes(*arguments: Any) -> Any:
+        report = original(*arguments)
+        (folder / "code.json").write_text(json.dumps([{"text": "print()"}]))
+        return report
+
+    monkeypatch.setattr(train, "write_dataset", changes)
+    monkeypatch.setattr(train, "check_overrides", lambda *_: None)  # seconds
+    assert main(COMMAND) == 1
+    (error,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert "data.sources must not change" in error
+    assert not [path for path in written(folder) if path.is_dir()]
+    assert not started
+
+
 def test_an_interrupted_tokenization_leaves_nothing(
     folder: Path, started: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
