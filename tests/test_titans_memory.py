@@ -11,10 +11,11 @@ from torch.nn import functional as F
 from verl_ext.models.qwen_titans.configuration import MemoryOptions
 from verl_ext.models.qwen_titans.memory import (
     LongTermMemory,
+    WriteCoefficients,
     WriteRates,
     recall,
-    surprise,
-    write,
+    stream_matrix,
+    stream_network,
     write_coefficients,
     write_limit,
 )
@@ -72,11 +73,23 @@ def _token_gradients(k, v, *weights) -> tuple[torch.Tensor, ...]:
     return tuple(torch.stack(parts) for parts in zip(*gradients, strict=True))
 
 
+def _written(k, v, state, by, limit=math.inf) -> torch.Tensor:
+    """Return the state ``[1, H, L, 2dk, e]`` after one sub-chunk of ``k, v [1, H, s, dk]``."""
+    stream = stream_matrix if state.shape[2] == 1 else stream_network
+    qk, v, *by = (x.flatten(0, 1).unsqueeze(1) for x in (torch.cat([k, k], 2), v, *by))
+    return stream(qk, v, state.flatten(0, 1), WriteCoefficients(*by), limit)[1].view_as(state)
+
+
 def _gradients(k, v, state, limit=math.inf) -> tuple[torch.Tensor, ...]:
-    """Return the closed form's gradients as ``[s, 1, H, ...]``, in the layout of the weights W1 and W2."""
-    gradient = surprise(k, v, state, limit)
-    left = gradient.left * gradient.shrink[:, :, None, :, None]
-    first, *second = (left.unsqueeze(-1) * gradient.right.unsqueeze(-2)).permute(2, 3, 0, 1, 4, 5)
+    """Return the closed form's gradients as ``[s, 1, H, ...]``: what each token alone takes from the momentum."""
+    kept, gradients = torch.eye(2, dtype=k.dtype).expand(1, k.shape[1], 2, 2), []
+    for t in range(k.shape[2]):
+        rates = torch.zeros(1, *k.shape[1:3], 2, dtype=k.dtype)
+        rates[:, :, t, 1] = 1
+        after = _written(k, v, state, WriteCoefficients(kept, rates), limit)
+        assert torch.equal(after.chunk(2, -2)[0], state.chunk(2, -2)[0])
+        gradients.append((state - after).chunk(2, -2)[1])
+    first, *second = torch.stack(gradients).unbind(3)
     return first, *(transposed.mT for transposed in second)
 
 
@@ -138,9 +151,10 @@ def test_a_sub_chunk_at_once_is_the_recurrence_token_by_token(seed, written, sca
     k, v = (torch.randn(1, 2, length, 3, dtype=torch.float64, generator=generator) for _ in range(2))
     raw = scale * torch.randn(3, 1, 2, length, dtype=torch.float64, generator=generator)
     rates = WriteRates(raw[0].sigmoid(), F.logsigmoid(raw[1]), F.logsigmoid(-raw[2]))
-    by = write_coefficients(rates, torch.tensor(written))
-    at_once = write(state, surprise(k, v, state), by)
-    _assert_same(at_once, _by_token(state, k, v, *raw.sigmoid(), written))
+    at_once = _written(k, v, state, write_coefficients(rates, torch.tensor(written)))
+    theta, eta, alpha = raw.sigmoid()
+    theta = theta * _limit(k, state, theta, eta, alpha, written)
+    _assert_same(at_once, _by_token(state, k, v, theta, eta, alpha, written))
 
 
 def test_fp32_coefficients_keep_their_digits_beside_a_token_that_forgets_all():
@@ -160,11 +174,11 @@ def test_a_momentum_that_forgets_soon_has_no_subnormal_coefficients():
     assert not any(((part > 0) & (part < 1e-37)).any() for part in by)
 
 
-def _limit(k, state, theta, eta, alpha) -> torch.Tensor:
+def _limit(k, state, theta, eta, alpha, written=True) -> torch.Tensor:
     """Return ``[1, H, 1]``: the factor that limits the tokens' common change of their errors to 1."""
     w1, w2, *_ = _parts(state)
     z = k if w2 is None else 2 * F.silu(k @ w1)
-    c = write_coefficients(WriteRates(theta, eta.log(), (1 - alpha).log()), torch.tensor(True)).rates[..., 0]
+    c = write_coefficients(WriteRates(theta, eta.log(), (1 - alpha).log()), torch.tensor(written)).rates[..., 0]
     scaled = z * c.sqrt().unsqueeze(-1)
     tokens = range(c.shape[-1])
     sums = [sum(2 * (scaled[:, :, t] * scaled[:, :, j]).sum(-1).abs() for j in tokens) for t in tokens]

@@ -15,9 +15,9 @@ summand of the layer's, so that a pretrained model starts as what it was, in pla
 the segment (MAC) or of a layer before attention (MAL). q, k and the rates have the short convolution, without a SiLU, v
 has none. A small θ is 0, and α = θ σ(…): a token that writes nothing forgets nothing.
 
-Legend: B samples, T tokens, d hidden size of the model, H heads, L weight matrices (the depth), dk key and value size
-of a head, e columns of W1 (dk at depth 1, else the network's hidden size), n sub-chunks, s tokens of a sub-chunk, r
-tokens before a key's own that it sees.
+Legend: B samples, T tokens, d hidden size of the model, H heads, N = B H, L weight matrices (the depth), dk key and
+value size of a head, e columns of W1 (dk at depth 1, else the network's hidden size), n sub-chunks, s tokens of a
+sub-chunk, r tokens before a key's own that it sees.
 """
 
 import math
@@ -83,8 +83,7 @@ def write_coefficients(rates: WriteRates, written: torch.Tensor) -> WriteCoeffic
     η = 1, α = 0, and no "+ S" of its own.
     """
     theta, log_eta, log_keep = (rate.masked_fill(~written, 0.0) for rate in rates)
-    from_behind, size = _sum_from_behind(log_keep[..., 1:]), theta.shape[-1]
-    total = from_behind.exp() * written
+    total, size = _sum_from_behind(log_keep[..., 1:]).exp() * written, theta.shape[-1]
     eta = log_eta.exp()
     factor, reach = F.pad(eta[..., 1:], (0, 1)), 1
     while reach < size:
@@ -107,35 +106,6 @@ def recall(x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
     return 2 * F.silu(x @ first) @ second[0].mT if second else x @ first
 
 
-class Surprise(NamedTuple):
-    """The gradients of a sub-chunk's tokens, each an outer product in every weight matrix: u_t = left_t ⊗ right_t."""
-
-    left: torch.Tensor  # [B, H, L, s, dk]: the keys, and at depth 2 the gradients at M(k)
-    right: torch.Tensor  # [B, H, L, s, e]: the gradients at k W1, and at depth 2 the features z = g(k W1)
-    shrink: torch.Tensor  # [B, H, s], the factor that brings its norm over all weights down to the largest allowed one
-
-
-def surprise(k: torch.Tensor, v: torch.Tensor, state: torch.Tensor, max_surprise: float = math.inf) -> Surprise:
-    """Return the gradient of ‖M(k_t) - v_t‖² for every token, its norm clamped to ``max_surprise``.
-
-    ``k``, ``v``: ``[B, H, s, dk]``; of the state, its weights are enough. The norm of an outer product is the product
-    of the norms. Without the clamp, one outlier would make the weights, and so the next gradients, grow without bound.
-    """
-    first, *second = state[..., : k.shape[-1], :].unbind(2)
-    a = k @ first
-    if second:
-        sigmoid = torch.sigmoid(a)
-        z = 2 * a * sigmoid
-        dp = 2 * (z @ second[0].mT - v)
-        da = (dp @ second[0]) * torch.addcmul(z, sigmoid, 2 - z)  # g'(a) = z + σ(a) (2 - z)
-        left, right = torch.stack([k, dp], 2), torch.stack([da, z], 2)
-    else:
-        left, right = k.unsqueeze(2), 2 * (a - v).unsqueeze(2)
-    norms = torch.linalg.vector_norm(left, dim=-1) * torch.linalg.vector_norm(right, dim=-1)
-    norm = torch.linalg.vector_norm(norms, dim=2)  # its derivative at 0 is 0
-    return Surprise(left, right, (norm / max_surprise).clamp(min=1).reciprocal())
-
-
 @torch.no_grad()
 def write_limit(c: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
     """Return the factor ``[..., 1]`` to θ of a whole sub-chunk with which its tokens together do not overshoot.
@@ -151,18 +121,60 @@ def write_limit(c: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
     return change.amax(-2).clamp(min=1).reciprocal()
 
 
-def write(state: torch.Tensor, gradient: Surprise, by: WriteCoefficients) -> torch.Tensor:
-    """Return the state after a sub-chunk, for coefficients ``[B, H, 2, 2]`` and ``[B, H, s, 2]``."""
-    new = (by.kept.unsqueeze(2) @ state.unflatten(-2, (2, -1)).flatten(-2)).view_as(state)
-    rates = by.rates * gradient.shrink.unsqueeze(-1)
-    left = rates[:, :, None, :, :, None] * gradient.left.unsqueeze(-2)  # [B, H, L, s, 2, dk]
-    left, right = left.flatten(-2).flatten(0, 2), gradient.right.flatten(0, 2)
-    new.flatten(0, 2).baddbmm_(left.mT, right, alpha=-1)
-    return new
+def stream_matrix(
+    qk: torch.Tensor, v: torch.Tensor, state: torch.Tensor, by: WriteCoefficients, max_surprise: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Read and write sub-chunk by sub-chunk at depth 1: return M(q) ``[N, n s, dk]`` and the state after all tokens.
+
+    ``qk`` ``[N, n, 2s, dk]`` has each sub-chunk's queries before its keys: one product reads for both. ``v`` is
+    ``[N, n, s, dk]``, the state ``[N, 1, 2dk, dk]``. The gradient is u_t = k_t ⊗ 2 (M(k_t) - v_t); its norm, at most
+    ``max_surprise``, is the product of both norms. Without the clamp, one outlier would make the weights, and so the
+    next gradients, grow without bound.
+    """
+    size = v.shape[2]
+    k, now, recalled = qk[:, :, size:], state.squeeze(1), []
+    rates = by.rates * (2 * write_limit(by.rates[..., 0], k)).unsqueeze(-1)
+    left = (rates.unsqueeze(-1) * k.unsqueeze(-2)).flatten(-2)  # [N, n, s, 2dk]
+    scale = torch.linalg.vector_norm(k, dim=-1, keepdim=True) * (2 / max_surprise)
+    # One unbind a tensor: the gradient of a slice would fill a tensor of the whole chunk with zeros.
+    for qk_i, v_i, left_i, scale_i, kept in zip(*(x.unbind(1) for x in (qk, v, left, scale, by.kept)), strict=True):
+        values, at_keys = torch.bmm(qk_i, now[:, : v.shape[-1]]).split(size, 1)
+        recalled.append(values)
+        error = at_keys - v_i
+        right = error / (torch.linalg.vector_norm(error, dim=-1, keepdim=True) * scale_i).clamp(min=1)
+        now = torch.bmm(kept, now.view(len(now), 2, -1)).view_as(now).baddbmm_(left_i.mT, right, alpha=-1)
+    return torch.cat(recalled, 1), now.unsqueeze(1)
+
+
+def stream_network(
+    qk: torch.Tensor, v: torch.Tensor, state: torch.Tensor, by: WriteCoefficients, max_surprise: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Do the same at depth 2, for a state ``[N, 2, 2dk, e]``.
+
+    With a = k W1, z = g(a) and p = 2 (M(k) - v), the gradients are k ⊗ (p W2ᵀ ⊙ g'(a)) for W1 and p ⊗ z for W2ᵀ.
+    """
+    size, recalled = v.shape[2], []
+    for qk_i, v_i, kept, rates in zip(*(x.unbind(1) for x in (qk, v, *by)), strict=True):
+        first, second = state[:, :, : v.shape[-1]].unbind(1)
+        inner = torch.bmm(qk_i, first)
+        sigmoid = torch.sigmoid(inner)
+        features = 2 * inner * sigmoid
+        values, at_keys = torch.bmm(features, second.mT).split(size, 1)
+        recalled.append(values)
+        p, z, sigmoid = 2 * (at_keys - v_i), features[:, size:], sigmoid[:, size:]
+        at_inner = torch.bmm(p, second) * torch.addcmul(z, sigmoid, 2 - z)  # g'(a) = z + σ(a) (2 - z)
+        left, right = torch.stack([qk_i[:, size:], p], 1), torch.stack([at_inner, z], 1)
+        norms = torch.linalg.vector_norm(left, dim=-1) * torch.linalg.vector_norm(right, dim=-1)
+        norm = torch.linalg.vector_norm(norms, dim=1)  # its derivative at 0 is 0
+        rates = rates * (write_limit(rates[..., 0], z) / (norm / max_surprise).clamp(min=1)).unsqueeze(-1)
+        left = (rates[:, None, :, :, None] * left.unsqueeze(3)).flatten(3)  # [N, 2, s, 2dk]
+        state = (kept.unsqueeze(1) @ state.unflatten(2, (2, -1)).flatten(3)).view_as(state)
+        state.flatten(0, 1).baddbmm_(left.flatten(0, 1).mT, right.flatten(0, 1), alpha=-1)
+    return torch.cat(recalled, 1), state
 
 
 class LongTermMemory(nn.Module):
-    """The module that reads and writes a :class:`torch.Tensor` from hidden states, in fp32 without autocast.
+    """The module that reads and writes a layer's state from hidden states, in fp32 without autocast.
 
     Its parameters are used inside ``forward`` alone, because FSDP2 gathers them there.
     """
@@ -250,24 +262,14 @@ class LongTermMemory(nn.Module):
         self, q: torch.Tensor, seen: torch.Tensor, state: torch.Tensor, written: torch.Tensor, size: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Read, measure the surprise and write, sub-chunk by sub-chunk; return ``[B, H, T, dk]`` and the state."""
-        x = seen[:, self.options.conv_tokens - 1 :]
-        by = self._coefficients(seen, written, size)
+        v = self._heads(self.v_proj(seen[:, self.options.conv_tokens - 1 :]))
         k = self._directions(self.k_proj, self.k_conv, seen)
-        q, k, v = (each.unflatten(2, (-1, size)) for each in (q, k, self._heads(self.v_proj(x))))  # [B, H, n, s, dk]
-        if self.initial_w2 is None:
-            by = by._replace(rates=by.rates * write_limit(by.rates[..., 0], k).unsqueeze(-1))
-        recalled = []
-        # One unbind a tensor: the gradient of a slice would fill a tensor of the whole chunk with zeros.
-        for q_part, k_part, v_part, *coefficients in zip(*(each.unbind(2) for each in (q, k, v, *by)), strict=True):
-            weights, now = state[..., : k.shape[-1], :], WriteCoefficients(*coefficients)
-            recalled.append(recall(q_part, weights))
-            gradient = surprise(k_part, v_part, weights, self.options.max_surprise)
-            if self.initial_w2 is not None:
-                limit = write_limit(now.rates[..., 0], gradient.right[:, :, 1])
-                now = now._replace(rates=now.rates * limit.unsqueeze(-1))
-            state = write(state, gradient, now)
+        qk, v = torch.cat([x.unflatten(2, (-1, size)) for x in (q, k)], 3), v.unflatten(2, (-1, size))
+        qk, v, new, *by = (x.flatten(0, 1) for x in (qk, v, state, *self._coefficients(seen, written, size)))
+        stream = stream_matrix if self.initial_w2 is None else stream_network
+        recalled, new = stream(qk, v, new, WriteCoefficients(*by), self.options.max_surprise)
         # A copy: FSDP2 warns of a module that returns a view.
-        return torch.cat(recalled, 2), state.clone()
+        return recalled.view_as(q), new.view_as(state).clone()
 
     def _coefficients(self, seen: torch.Tensor, written: torch.Tensor, size: int) -> WriteCoefficients:
         """Return the coefficients ``[B, H, n, …]`` for ``seen[B, r + T, d]``, ``written[B, T]``, T whole sub-chunks."""
@@ -311,9 +313,8 @@ def _merge_heads(recalled: torch.Tensor) -> torch.Tensor:
 
     An empty memory gives 0, a value recalled whole (norm 1) about 0.7 a channel, and an overshoot at most 1.
     """
-    size = recalled.shape[-1]
     norm = torch.linalg.vector_norm(recalled, dim=-1, keepdim=True)
-    scaled = recalled * ((norm.square() + 1) / size).rsqrt()
+    scaled = recalled * ((norm.square() + 1) / recalled.shape[-1]).rsqrt()
     return scaled.transpose(1, 2).flatten(2)
 
 
