@@ -151,10 +151,10 @@ def test_a_sub_chunk_at_once_is_the_recurrence_token_by_token(seed, written, sca
     k, v = (torch.randn(1, 2, length, 3, dtype=torch.float64, generator=generator) for _ in range(2))
     raw = scale * torch.randn(3, 1, 2, length, dtype=torch.float64, generator=generator)
     rates = WriteRates(raw[0].sigmoid(), F.logsigmoid(raw[1]), F.logsigmoid(-raw[2]))
-    at_once = _written(k, v, state, write_coefficients(rates, torch.tensor(written)))
+    by = write_coefficients(rates, torch.tensor(written))
     theta, eta, alpha = raw.sigmoid()
-    theta = theta * _limit(k, state, theta, eta, alpha, written)
-    _assert_same(at_once, _by_token(state, k, v, theta, eta, alpha, written))
+    limited = theta * _limit(k, state, by.rates[..., 0])
+    _assert_same(_written(k, v, state, by), _by_token(state, k, v, limited, eta, alpha, written))
 
 
 def test_fp32_coefficients_keep_their_digits_beside_a_token_that_forgets_all():
@@ -174,11 +174,10 @@ def test_a_momentum_that_forgets_soon_has_no_subnormal_coefficients():
     assert not any(((part > 0) & (part < 1e-37)).any() for part in by)
 
 
-def _limit(k, state, theta, eta, alpha, written=True) -> torch.Tensor:
-    """Return ``[1, H, 1]``: the factor that limits the tokens' common change of their errors to 1."""
+def _limit(k, state, c) -> torch.Tensor:
+    """Return ``[1, H, 1]``: the factor to ``c [1, H, s]`` that limits the tokens' change of their errors to 1."""
     w1, w2, *_ = _parts(state)
     z = k if w2 is None else 2 * F.silu(k @ w1)
-    c = write_coefficients(WriteRates(theta, eta.log(), (1 - alpha).log()), torch.tensor(written)).rates[..., 0]
     scaled = z * c.sqrt().unsqueeze(-1)
     tokens = range(c.shape[-1])
     sums = [sum(2 * (scaled[:, :, t] * scaled[:, :, j]).sum(-1).abs() for j in tokens) for t in tokens]
@@ -225,7 +224,8 @@ def _naive_forward(memory: LongTermMemory, hidden: torch.Tensor) -> tuple[torch.
         part = slice(start, start + size)
         own = [values[:, :, part] for values in (k, v, theta, eta, alpha)]
         recalled.append(_plain_recall(q[:, :, part], *_parts(state)[:2]))
-        own[2] = own[2] * _limit(own[0], state, *own[2:])
+        rates = WriteRates(own[2], own[3].log(), (1 - own[4]).log())
+        own[2] = own[2] * _limit(own[0], state, write_coefficients(rates, torch.tensor(True)).rates[..., 0])
         state = _by_token(state, *own, [True] * own[0].shape[2], memory.options.max_surprise)
     merged = torch.cat(recalled, 2)
     merged = merged / (merged.square().mean(-1, keepdim=True) + 1 / 3).sqrt()
