@@ -350,8 +350,9 @@ def test_reading_alone_leaves_the_state_as_it_was():
     assert state is start
 
 
-def test_gradients_of_every_parameter_are_right_by_finite_differences():
-    memory, hidden = _memory(sub_chunk=2, chunk_size=16, max_surprise=2.0), _hidden(1, 5)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_gradients_of_every_parameter_are_right_by_finite_differences(depth):
+    memory, hidden = _memory(depth=depth, sub_chunk=2, chunk_size=16, max_surprise=2.0), _hidden(1, 5)
     with torch.no_grad():
         memory.rates.bias[:2] -= 5  # writes too weak to be limited: that scale is a constant to back-propagation
     names = [name for name, _ in memory.named_parameters()]
