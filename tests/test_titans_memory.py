@@ -353,8 +353,11 @@ def test_reading_alone_leaves_the_state_as_it_was():
 @pytest.mark.parametrize("depth", [1, 2])
 def test_gradients_of_every_parameter_are_right_by_finite_differences(depth):
     memory, hidden = _memory(depth=depth, sub_chunk=2, chunk_size=16, max_surprise=2.0), _hidden(1, 5)
-    with torch.no_grad():
-        memory.rates.bias[:2] -= 5  # writes too weak to be limited: that scale is a constant to back-propagation
+    with torch.no_grad():  # every token writes, too weakly to be limited: that scale is a constant to back-propagation
+        memory.rates.weight *= 0.02
+        memory.rates.bias[:2] = torch.tensor(memory.least_write + 0.04).logit()
+    theta = _plain_rates(memory, F.rms_norm(hidden, (HIDDEN,), memory.norm.weight, 1e-6))[0]
+    assert ((0 < theta) & (theta < 0.1)).all()
     names = [name for name, _ in memory.named_parameters()]
 
     def call(hidden, *parameters):
