@@ -357,7 +357,7 @@ def test_gradients_of_every_parameter_are_right_by_finite_differences(depth):
         memory.rates.weight *= 0.02
         memory.rates.bias[:2] = torch.tensor(memory.least_write + 0.04).logit()
     theta = _plain_rates(memory, F.rms_norm(hidden, (HIDDEN,), memory.norm.weight, 1e-6))[0]
-    assert ((0 < theta) & (theta < 0.1)).all()
+    assert ((theta > 0) & (theta < 0.1)).all()
     names = [name for name, _ in memory.named_parameters()]
 
     def call(hidden, *parameters):
