@@ -17,6 +17,8 @@ from verl_ext.data.arrow import ListColumn, TokenizedData
 from verl_ext.data.left_out import OverLengthCount
 from verl_ext.data.scan import OverLength, scan_documents, sum_by_category
 from verl_ext.packing import cut_spans
+from verl_ext.text.documents import Counts, Documents
+from verl_ext.text.tokenized import DatasetWriter
 
 
 def document(mask, category=1, tokens=None, **more):
@@ -241,6 +243,22 @@ def test_a_folder_whose_arrow_file_is_missing_or_cut_is_refused(tmp_path, docume
     assert_refused(folder, "data.train_dir must be a complete dataset folder; .* cannot be opened: ")
     arrow.unlink()
     assert_refused(folder, "data.train_dir must be a complete dataset folder; .* cannot be opened: ")
+
+
+@pytest.mark.parametrize(
+    ("damaged", "message"),
+    [(b"gull_length", r"must have the columns .* lacks full_length \("), (b"\xffull_length", "cannot be opened: ")],
+)
+def test_a_folder_of_ours_with_a_damaged_name_of_a_column_is_refused(tmp_path, documents, damaged, message):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    writer = DatasetWriter(folder)
+    tokens = documents[0]["input_ids"]
+    writer.add(Documents(1, 0, tokens, documents[0]["loss_mask"], np.array([len(tokens)], np.int32), None, Counts()))
+    writer.close()
+    arrow = next(folder.glob("*.arrow"))
+    arrow.write_bytes(arrow.read_bytes().replace(b"full_length", damaged))
+    assert_refused(folder, message)
 
 
 def test_a_broken_state_file_is_refused(tmp_path, documents):

@@ -21,7 +21,7 @@ from verl_ext.data.categories import CategoryNumbers
 from verl_ext.data.reading import DataFile
 from verl_ext.packing.plan import offsets_of
 from verl_ext.text.arrow_folder import STATE, Shard, read_shards
-from verl_ext.text.dataset_folder import DOCUMENT_COLUMNS, TOKEN_COLUMNS, has_document_columns
+from verl_ext.text.dataset_folder import DOCUMENT_COLUMNS, MARK, TOKEN_COLUMNS, has_document_columns
 from verl_ext.values import first_line
 
 _END = b"\xff\xff\xff\xff\0\0\0\0"  # the end of a stream of record batches
@@ -44,13 +44,16 @@ def open_folder(folder: str, key: str) -> pa.Table:
         tables = [pa.ipc.open_stream(pa.memory_map(str(path / shard.name))).read_all() for shard in shards]
         table = pa.concat_tables(tables) if tables else pa.table({name: [] for name in TOKEN_COLUMNS})
         table.validate()  # a damaged file may point beyond its own bytes
+        names = table.column_names  # which may not be text either
     except Exception as error:  # damaged bytes can make Arrow raise any error
         reason = first_line(error)
         raise ValueError(f"{key} must be a complete dataset folder; {folder} cannot be opened: {reason}") from error
-    if missing := [name for name in TOKEN_COLUMNS if name not in table.column_names]:
+    ours = MARK.items() <= (table.schema.metadata or {}).items()
+    wanted = [*TOKEN_COLUMNS, *(DOCUMENT_COLUMNS if ours else ())]
+    if missing := [name for name in wanted if name not in names]:
         raise ValueError(
-            f"{key} must have the columns {', '.join(TOKEN_COLUMNS)}; {folder} lacks {', '.join(missing)} "
-            f"(it has {', '.join(table.column_names) or 'none'})"
+            f"{key} must have the columns {', '.join(wanted)}; {folder} lacks {', '.join(missing)} "
+            f"(it has {', '.join(names) or 'none'})"
         )
     if not len(table):
         raise ValueError(f"{key} must hold at least one document; {folder} has none")
