@@ -60,6 +60,7 @@ def test_flash_attn_without_its_package_is_refused():
         ({"head_size": 12}, "multiple of 8"),
         ({"capability": (7, 0)}, r"compute capability 8\.0 \(Ampere\) or newer; got 7\.0"),  # V100
         ({"capability": (7, 5)}, r"got 7\.5"),  # T4
+        ({"altered_sinks": True}, "neither attention dropout nor a soft cap"),
     ],
 )
 def test_what_flash_kernels_cannot_compute_goes_to_sdpa_or_is_refused(given, limit):

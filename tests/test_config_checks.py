@@ -110,7 +110,12 @@ TABLE = [
     ({"engine__forward_only": True}, 1, None, "engine.forward_only must be false: it would not train; got true"),
     ({"engine__max_token_len_per_gpu": 5}, 1, None, "engine.max_token_len_per_gpu must be null: data.max_tokens"),
     ({"engine__fsdp_size": 3}, 2, None, "engine.fsdp_size must divide the number of ranks or be -1; got 3 with 2"),
+    ({"engine__fsdp_size": 0}, 2, None, "engine.fsdp_size must divide the number of ranks or be -1; got 0 with 2"),
     ({"engine__mixed_precision": {"param_dtype": "fp99"}}, 1, None, "engine.mixed_precision.param_dtype must be one"),
+    ({"engine__mixed_precision": "bf16"}, 1, None, "engine.mixed_precision must map param_dtype, reduce_dtype, "),
+    ({"engine__model_dtype": "half"}, 1, None, "engine.model_dtype must be one of fp32, bf16, fp16, float32, "),
+    ({"optim__weight_decay": -1}, 1, None, "optim.weight_decay must be at least 0 and finite; got -1"),
+    ({"trainer__seed": 2**63}, 1, None, "trainer.seed must be at most 9223372036854775807; got 9223372036854775808"),
     (
         {"engine__offload_policy": True, "engine__strategy": "fsdp", "trainer__device": "cuda"},
         1,

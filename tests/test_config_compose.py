@@ -89,6 +89,7 @@ def test_a_recipe_chooses_groups_and_the_command_line_still_wins(tmp_path):
         ("engine.ulysses_sequence_paralel_size", "nearest: engine.ulysses_sequence_parallel_size"),
         ("model.partial_pretrain", "unknown key model.partial_pretrain; nearest: model.path"),
         ("trainer.max_tokens", "unknown key trainer.max_tokens; nearest: data.max_tokens"),
+        ("trainer.foo", "unknown key trainer.foo"),  # the node itself would be no help
         ("attention.backends", "unknown key attention.backends; nearest: attention.backend"),
     ],
 )
@@ -99,7 +100,16 @@ def test_a_typo_in_yaml_names_the_nearest_key(key, line):
     with pytest.raises(ValueError, match=r"\S") as raised:
         schema.check_keys(config)
     assert line in str(raised.value)
+    assert not str(raised.value).endswith("nearest: trainer")
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("word", ["trainer=null", "ray=1", "eval=[1]"])
+def test_a_node_is_given_by_its_keys(word):
+    key = word.partition("=")[0]
+    with pytest.raises(ValueError, match=rf"^{key} must be given by its keys, such as {key}\.\w+; got \S+$"):
+        compose([word])
+    assert compose([f"{key}={{}}"]) == compose([])
 
 
 def test_anything_may_stand_below_free_form_nodes():

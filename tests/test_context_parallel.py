@@ -15,7 +15,7 @@ from tests.collectives import recorded_all_to_alls
 from tests.flash_stand_ins import register_flash_stand_ins
 from tests.ranks import run_ranks
 from verl_ext.attention import DocumentLayout, SequenceShards
-from verl_ext.attention.context import ContextGroups, ContextLayout
+from verl_ext.attention.context import ContextGroups, ContextLayout, _with_returned
 from verl_ext.attention.exchange import KeyExchange
 from verl_ext.attention.kernels import KERNELS, KernelOptions, sdpa
 from verl_ext.attention.packed import packed_attention, set_backend
@@ -283,3 +283,9 @@ def test_ranks_have_the_attention_and_the_gradients_of_the_whole_pack(backend):
                 assert len(half) == _crosses(lengths, window, whole), case
                 across += half
             assert sum(across) == _foreign_keys(lengths, window, whole) * a_key, case
+
+
+def test_returned_parts_of_a_half_precision_gradient_are_rounded_once():
+    exchange = SimpleNamespace(send=(slice(0, 1), slice(0, 1)))
+    own, returned = torch.ones(1, 1, 1).bfloat16(), torch.full((2, 1, 1), 0.75 * 2**-8).bfloat16()
+    assert _with_returned(own, returned, exchange).item() == 1 + 2**-7

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from verl_ext.losses.token_nll import head_terms, row_bytes, token_measures
+from verl_ext.losses.token_nll import _fp16_grad_scale, head_terms, row_bytes, token_measures
 
 
 def plain_terms(factors, labels, coefficients, bias=None):
@@ -168,3 +168,26 @@ def test_on_a_gpu_the_product_itself_gives_a_blocks_logits_in_fp32(dtype, monkey
         )
     assert products.seen == [(torch.float32, (size, vocabulary)) for size in (30, 30, 30, 10)]
     assert terms.dtype == nll.dtype == torch.float32
+
+
+def test_the_factor_of_a_half_precision_gradient_is_not_rounded():
+    torch.manual_seed(0)
+    hidden = torch.randn(256, 64).bfloat16().requires_grad_()
+    weight, labels, gradients = torch.randn(17, 64).bfloat16(), torch.randint(17, (256,)), []
+    for factor in (1.0, 1.5039):  # bf16 has 1.5 and 1.5078
+        terms, _ = head_terms([(hidden, weight)], labels, torch.ones(256))
+        gradients.append(torch.autograd.grad(terms.sum() * factor, hidden)[0].double())
+    one, scaled = gradients
+    assert float((scaled * one).sum() / (one * one).sum()) == pytest.approx(1.5039, rel=5e-4)
+
+
+def test_the_entropy_of_logits_of_minus_infinity_is_finite():
+    logits = torch.tensor([[0.0, 1.0, -torch.inf]])
+    share = logits.softmax(-1)[0, :2]
+    torch.testing.assert_close(token_measures(logits, torch.tensor([1]))[2], -(share * share.log()).sum()[None])
+
+
+@pytest.mark.parametrize("largest", [0.75, 0.5, 1 / 3, 1e-6, 3.0])
+def test_fp16_gradients_are_scaled_to_the_upper_half_of_its_range(largest):
+    weights = torch.tensor([largest])
+    assert 2**7 <= float(_fp16_grad_scale(weights) * largest) <= 2**8

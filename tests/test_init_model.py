@@ -126,6 +126,10 @@ def test_it_tells_parameters_exactly(made, tmp_path):
     ("options", "line"),
     [
         (["model=tyni"], "model must be one of gpt2_124m, "),
+        (
+            ["model=tiny", "config.initializer_range=nan"],
+            "config.initializer_range must be at least 0 and finite; got nan",
+        ),
         (["model="], "a config.json, or a folder with one; got ''"),
         (["model=tiny", "config.hiden_size=8"], "key config.hiden_size of qwen3; nearest: config.hidden_size"),
         (

@@ -244,3 +244,20 @@ def test_options_become_the_loss_over_the_categories_of_the_data():
     spec = options.spec(("gsm8k", "7", "code"))
     assert (spec.mode, spec.category_weights.tolist(), spec.documents_per_pack) == ("sqrt", [1, 1, 0.5, 2], 30)
     assert LossOptions.read({"category_weights": None}) == LossOptions()
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("longwriter", 2 / (30 * 3)), ("pack", 1 / 3)])
+def test_a_document_whose_targets_weigh_nothing_is_still_counted(mode, expected):
+    spec = LossSpec(mode, np.array([1.0, 0.0, 1.0]))
+    targets, categories, documents = np.array([0, 1, 1, 0, 1]), np.array([0, 2, 2, 0, 1]), np.array([0, 3, 5])
+    weights, normaliser = pack_coefficients(spec, targets, categories, documents)
+    np.testing.assert_allclose(weights, [0, expected, expected, 0, 0])
+    assert normaliser == 1
+
+
+@pytest.mark.parametrize("mode", ["longwriter", "pack"])
+def test_a_pack_whose_targets_weigh_nothing_is_still_counted(mode):
+    spec = LossSpec(mode, np.array([1.0, 0.0]))
+    weights, normaliser = pack_coefficients(spec, np.array([0, 1]), np.array([0, 1]), np.array([0, 2]))
+    assert not weights.any()
+    assert normaliser == 1

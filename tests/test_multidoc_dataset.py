@@ -21,6 +21,7 @@ from tests.document_texts import EOS, random_words, stream_of, tokens_of, write_
 from tests.megatron_peer import megatron_file, open_gpt_dataset
 from verl_ext.data import MultiDocDataset
 from verl_ext.data.megatron.index import IndexWriter
+from verl_ext.data.multidoc_samples import random_starts
 from verl_ext.packing import TOKENS
 from verl_ext.show.report import report_lines
 from verl_ext.trainer.report import data_facts, step_facts
@@ -407,3 +408,8 @@ def _documents(stream):
 
 def test_tokens_of_a_text_are_the_tokenizers(tokenizer):
     assert tokens_of(TEXTS[2], eos=False) == tokenizer(TEXTS[2], add_special_tokens=False)["input_ids"]
+
+
+def test_random_starts_reach_the_last_start():
+    assert random_starts(16, 16, 0).tolist() == [0]
+    assert max(int(random_starts(20, 4, seed).max()) for seed in range(50)) == 16

@@ -183,7 +183,7 @@ def test_paths_that_name_no_file(tmp_path, refusal):
         message = refusal(path, key="data.val_dir")
         assert message.startswith("data.val_dir must ")
         assert said in message
-    for path in (None, [], "", [3]):
+    for path in (None, [], "", [3], 3, {"books": "a.jsonl"}):
         assert refusal(path).startswith("data.train_dir must name files of records with a text; got")
     assert "must be given once" in refusal("a.jsonl", parquet_files="b.jsonl")
 

@@ -257,6 +257,29 @@ def test_reentrant_checkpointing_is_refused():
         tiny_titans().gradient_checkpointing_enable({"use_reentrant": True})
 
 
+def test_a_cache_beside_gradient_checkpointing_is_refused():
+    model, ids = tiny_titans().train(), random_tokens(1, CHUNK)
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match=r"^use_cache must be False while gradient checkpointing .*; got a cache$"):
+        model(ids, use_cache=True)
+    assert model.eval()(ids, use_cache=True).past_key_values is not None
+
+
+def test_padding_before_text_is_refused_without_a_cache():
+    model, ids = tiny_titans(), random_tokens(2, CHUNK)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    with pytest.raises(ValueError, match=r"^attention_mask must have padding on the right alone without a cache"):
+        model(ids, attention_mask=mask)
+    assert model(ids, attention_mask=mask, use_cache=True).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_no_position_may_be_kept(use_cache):
+    model, ids = tiny_titans(), random_tokens(2, CHUNK + 3)
+    assert model(ids, logits_to_keep=torch.zeros_like(ids).bool(), use_cache=use_cache).logits.shape[0] == 0
+
+
 @each_form
 def test_training_the_memory_alone_leaves_the_base_without_gradients(form):
     model = tiny_titans(**form, perturbed=False).train()

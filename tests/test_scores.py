@@ -126,3 +126,10 @@ def test_a_soft_cap_is_computed_by_the_kernels_that_know_it():
 def test_chunks_are_counted_from_each_documents_first_token():
     layout = DocumentLayout.from_lengths([5, 3], "cpu").in_chunks(2)
     assert layout.offsets == (0, 2, 4, 5, 7, 8)
+
+
+def test_a_given_scale_holds_for_blocks_of_queries_too():
+    torch.manual_seed(0)
+    query, layout = torch.randn(5, 2, 8), DocumentLayout.from_lengths([5], "cpu")
+    plain, capped = (sdpa(query, query, query, layout, KernelOptions(scale=0.9, softcap=cap)) for cap in (None, 1e6))
+    torch.testing.assert_close(capped, plain, rtol=1e-4, atol=1e-4)

@@ -325,3 +325,8 @@ def test_verls_own_trainer_functions_load_and_collate_the_packs(folder):
     for pack in range(2):
         for name, values in dataset[pack].items():
             assert torch.equal(batch[name][pack], values)
+
+
+def test_the_category_of_a_first_token_is_not_that_of_a_target(tmp_path):
+    document = {"input_ids": [1, 2, 3], "loss_mask": [1, 0, 1], "category_ids": [2, 0, 1]}
+    assert SFTDataSet(write_tokenized(tmp_path / "data", [document]), 8).scan.category_ids == (1,)

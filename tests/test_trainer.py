@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.ranks import run_ranks
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import MEASURED, SMALL, build, metrics, plain_losses, refusals, train, train_alone
+from tests.training import MEASURED, SMALL, build, metrics, plain_losses, refusals, stopped_at, train, train_alone
 from verl_ext.config import compose
 from verl_ext.trainer.distributed import limit_collectives
 from verl_ext.trainer.hooks import TrackingHook
@@ -153,6 +153,22 @@ def test_a_group_is_one_pack_for_each_data_parallel_rank(data, tiny_model, tmp_p
     """Groups are not micro-batches: one rank has none to wait for, and a one-group step would have one cost level."""
     overrides = run_of(data, tiny_model, tmp_path / "run", "data.micro_batch_size_per_gpu=2")
     assert run_ranks(grouping_of, ranks, overrides) == [packs] * ranks
+
+
+def test_a_resume_on_more_ranks_checks_the_steps_of_the_groups_that_it_keeps(tiny_model, tmp_path):
+    """Grouped for two ranks, documents 4 and 5, which have no targets, would share a step."""
+    documents = random_documents(np.random.default_rng(0), range(5, 13), VOCABULARY, 1)
+    for number in (4, 5, 7):
+        documents[number]["loss_mask"][:], documents[number]["category_ids"][:] = 0, 0
+    write_tokenized(tmp_path / "train", documents, {1: "maths"})
+    overrides = run_of((tmp_path, None), tiny_model, tmp_path / "run", "data.strategy=none", "data.cost=tokens")
+    overrides += ["data.train_batch_size=2", "trainer.total_training_steps=4"]
+    new = [*overrides, f"trainer.default_local_dir={tmp_path / 'new'}"]
+    assert all("has no target token" in line for (line,) in run_ranks(refusals, 2, new, [[]]))
+    run_ranks(train_alone, 1, [*overrides, "trainer.save_freq=2"])
+    stopped_at(tmp_path / "run", tmp_path / "resumed", 2)
+    run_ranks(train_alone, 2, [*overrides, f"trainer.default_local_dir={tmp_path / 'resumed'}"])
+    assert (tmp_path / "resumed" / "global_step_4").is_dir()
 
 
 def test_a_mixture_is_of_training_alone_and_a_step_of_one_group_is_told(data, tiny_model, tmp_path):

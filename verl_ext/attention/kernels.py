@@ -216,12 +216,18 @@ def in_autocast_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def flash_limit(
-    dtype: torch.dtype = torch.bfloat16, head_size: int = 128, capability: tuple[int, int] | None = None
+    dtype: torch.dtype = torch.bfloat16,
+    head_size: int = 128,
+    capability: tuple[int, int] | None = None,
+    altered_sinks: bool = False,
 ) -> str | None:
     """Return the requirement of flash kernels that is not met; None if they run.
 
-    capability: the GPU's, as ``torch.cuda.get_device_capability`` gives it; None is taken to be enough.
+    capability: the GPU's, as ``torch.cuda.get_device_capability`` gives it; None is taken to be enough. altered_sinks:
+    whether the attention has sinks, and dropout or a soft cap as well.
     """
+    if altered_sinks:
+        return "a model with sinks to have neither attention dropout nor a soft cap"
     if capability is not None and capability < (8, 0):
         return f"a GPU of compute capability 8.0 (Ampere) or newer; got {_dotted(capability)}"
     if dtype not in (torch.bfloat16, torch.float16):

@@ -106,7 +106,7 @@ def packed_attention(
         document_layout = _rows_layout(query, key, attention_mask)
     rows, length = query.shape[:2]
     capability = gpu_capability(query.device.index) if query.is_cuda else None
-    limit = flash_limit(query.dtype, query.size(-1), capability)
+    limit = flash_limit(query.dtype, query.size(-1), capability, s_aux is not None and bool(dropout or softcap))
     kernel = _requested
     if isinstance(kernel, str):
         kernel = KERNELS[choose_backend(kernel, query.device.type, limit, dropout, capability, query.size(-1), softcap)]

@@ -155,7 +155,7 @@ def _flash_forward(
     options: Any,
     causal: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    assert (options.dropout, options.softcap) == (0, None), "choose_backend refuses both"
+    assert (options.dropout, options.softcap) == (0, None), "flash_limit and choose_backend refuse both"
     padded, lengths = flash_arguments(query, value, layout)
     found = torch.ops.aten._flash_attention_forward(
         query, key, padded, *lengths, 0.0, causal, return_debug_mask=False, **_flash_windows(options)

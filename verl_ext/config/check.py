@@ -112,7 +112,7 @@ def batch_problem(config: Any, ranks: int) -> str | None:
     if ranks % (ulysses * groups):
         return f"{keys} must divide the number of ranks; got {sizes} with {ranks} rank{'s' * (ranks > 1)}"
     shard = config.engine.fsdp_size
-    if shard > 0 and ranks % shard:
+    if shard != -1 and (shard < 1 or ranks % shard):
         return f"engine.fsdp_size must divide the number of ranks or be -1; got {shard} with {ranks}"
     batch, micro = config.data.train_batch_size, config.data.micro_batch_size_per_gpu
     packs = ranks // (ulysses * groups)

@@ -115,6 +115,8 @@ def _known(item: Item, own_class: bool, folders: Sequence[Path]) -> tuple[Item |
         return item, None  # a key for the user's own dataset class
     if unknown:
         raise ValueError(schema.unknown_key(unknown[0]))
+    if item.key in schema.nodes() and override and not isinstance(value, dict):
+        raise ValueError(f"{item.key} must be given by its keys, such as {schema.nodes()[item.key]}; got {show(value)}")
     notice = f"+{item.key}: the key exists, so it is read without the +" if item.prefix == "+" else None
     if group == "recipe" and (value is None or item.prefix == "~"):
         return None, notice  # the default is no recipe

@@ -118,6 +118,8 @@ def resolve_device(config: DictConfig, accelerator: str | None) -> list[str]:
         config.trainer.device = accelerator or "cpu"
     on_cpu = config.trainer.device == "cpu"
     given = OmegaConf.select(config, "engine.mixed_precision") or {}
+    if not OmegaConf.is_dict(given) and given != {}:
+        raise ValueError(f"engine.mixed_precision must map {', '.join(FP32)} to dtypes; got {show(given)}")
     with open_dict(config):  # null or missing values must not become verl's bf16
         kept = {name: dtype for name, dtype in given.items() if dtype is not None}
         config.engine.mixed_precision = {**(FP32 if on_cpu else BF16), **kept}

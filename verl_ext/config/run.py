@@ -54,7 +54,7 @@ class TrainerOptions(Options):
     logger: Any = option(["console"], "trackers: console, file, wandb, swanlab, tensorboard or another of verl's")
     total_epochs: int = option(1, "passes over the training data", least=1)
     total_training_steps: int | None = option(None, "number of steps; null: as many as total_epochs has", least=1)
-    seed: int = option(1, "seed of dropout and of new adapters", least=0, resume="same")
+    seed: int = option(1, "seed of dropout and of new adapters", least=0, most=2**63 - 1, resume="same")
     save_freq: Any = option(-1, f"steps between checkpoints, or {AFTER_EACH_EPOCH}; 0, -1: only at the end")
     test_freq: Any = option(-1, f"steps between validations, or {AFTER_EACH_EPOCH}; 0, -1: only at the end")
     val_before_train: bool = option(

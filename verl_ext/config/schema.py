@@ -157,6 +157,13 @@ def known_keys() -> frozenset[str]:
     return frozenset({key for key in keys if not is_free_form(key)} | set(FREE_FORM))
 
 
+@functools.cache
+def nodes() -> dict[str, str]:
+    """Return a key of every node at the top that is no group of choices, such as ``trainer``."""
+    found = {key.partition(".")[0]: key for key in sorted(known_keys(), reverse=True) if "." in key and "._" not in key}
+    return {name: key for name, key in found.items() if name not in groups() and not is_free_form(name)}
+
+
 def is_free_form(key: str) -> bool:
     """Tell whether a key is a free-form node or lies below one."""
     return any(f"{key}.".startswith(f"{node}.") for node in FREE_FORM)
@@ -193,7 +200,8 @@ def unknown_key(key: str) -> str:
     """Return the error line for a key that the schema lacks."""
     close = legacy.renamed(key)
     if close is None:
-        close = nearest_key(key, [*known_keys(), *groups(), *legacy.RENAMED])
+        names = [*known_keys(), *groups(), *legacy.RENAMED]
+        close = nearest_key(key, [name for name in names if not key.startswith(f"{name}.")])
         close = legacy.RENAMED.get(close, close) if close else None
     return f"unknown key {key}; nearest: {close}" if close else f"unknown key {key}"
 

@@ -31,11 +31,13 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "engine.infer_max_token_len_per_gpu": (None, _PACKS_SET_IT),
 }
 _DTYPES = ("fp32", "bf16", "fp16")
+_MODEL_DTYPES = (*_DTYPES, "float32", "bfloat16", "float16")
 _CONTENTS = ("model", "optimizer", "extra", "hf_model")
 # key: (the check, the requirement in words)
 _BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "engine.ulysses_sequence_parallel_size": (lambda size: size >= 1, "at least 1"),
     "model.lora_rank": (lambda rank: rank >= 0, "at least 0"),
+    "optim.weight_decay": (lambda decay: 0 <= decay < math.inf, "at least 0 and finite"),
     "optim.lr": (lambda lr: 0 < lr < math.inf, "above 0 and finite"),
     "optim.clip_grad": (lambda norm: norm > 0, "above 0"),
     "optim.lr_warmup_steps_ratio": (lambda share: 0 <= share <= 1, "from 0 to 1"),
@@ -59,6 +61,8 @@ def upstream_problems(values: Mapping[str, Any]) -> Iterator[str | None]:
     for name, dtype in (values["engine"].get("mixed_precision") or {}).items():
         if dtype:
             yield choice_problem(f"engine.mixed_precision.{name}", dtype, _DTYPES)
+    if (dtype := values["engine"]["model_dtype"]) is not None:
+        yield choice_problem("engine.model_dtype", dtype, _MODEL_DTYPES)
     if (style := values["optim"]["warmup_style"]) is not None:
         yield choice_problem("optim.warmup_style", style, ("constant", "cosine"))
     betas = values["optim"]["betas"]

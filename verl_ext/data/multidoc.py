@@ -362,7 +362,10 @@ class MultiDocDataset(PackDataset):
         return self._plan.piece_counts()[: self._num]
 
     def pack_targets(self) -> NDArray[np.int64]:
-        """Return the number of targets in each sample, int64[P]: its tokens but the first of each document."""
+        """Return the number of targets in each sample, int64[P]: its tokens but the first of each span of attention.
+
+        A last token that is only a label counts.
+        """
         tokens = self.pack_tokens()
         if not self.options.attend_across_documents:
             return tokens + self.last_is_label - self._piece_counts

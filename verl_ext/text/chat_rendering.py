@@ -24,7 +24,7 @@ RESERVED_TEMPLATE_KWARGS = frozenset(
     (
         *("conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message"),
         *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
-        *("return_assistant_tokens_mask", "tokenizer_kwargs"),
+        *("return_assistant_tokens_mask", "tokenizer_kwargs", "messages"),
     )
 )
 

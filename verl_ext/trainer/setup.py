@@ -250,7 +250,8 @@ def prepare(composed: DictConfig) -> Run:
         visits = 1 if train_set.is_ordered else config.trainer.total_epochs
         total_steps = config.trainer.total_training_steps or plan.steps_per_epoch * visits
         refuse(schedule_problems(config.optim, total_steps))
-        plan.check_targets(train_set.pack_targets(), total_steps)
+        if checkpoint is None:  # a resumed run keeps its packs' groups: Trainer.fit checks those
+            plan.check_targets(train_set.pack_targets(), total_steps)
         validation = None
         if val_set is not None:
             batch, costs = config.data_parallel_size * config.data.micro_batch_size_per_gpu, val_set.pack_costs(cost)
@@ -368,6 +369,10 @@ def _notices(config: RunConfig, train_set: PackDataset, plan: StepPlan) -> Itera
             f"data.balance=sorted with data.train_batch_size={plan.batch_size}: every step is one group of packs of "
             "like cost; raise it for steps that mix costs, or set data.balance=none"
         )
+    model, defaults = config.model_options, {"lora_alpha": 16, "target_modules": "all-linear"}
+    unused = [f"model.{name}" for name, default in defaults.items() if getattr(model, name) != default]
+    if unused and not model.lora_rank:
+        yield f"model.lora_rank=0 trains all parameters: no effect of {', '.join(unused)}"
     saved = config.checkpoint.save_contents
     if missing := [name for name in ("model", "optimizer", "extra") if name not in saved]:
         yield f"checkpoint.save_contents lacks {', '.join(missing)}: this run's checkpoints cannot be resumed"

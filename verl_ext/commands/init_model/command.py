@@ -46,7 +46,7 @@ class InitModelOptions(OutputOptions):
         "architecture keys that replace the model's, e.g. {num_hidden_layers: 4}; null for vocab_size: as many rows "
         "as the tokenizer has tokens; head_dim and layer_types change too if they followed from a changed size",
     )
-    seed: int = option(0, "seed that determines the weights bit for bit", least=0)
+    seed: int = option(0, "seed that determines the weights bit for bit", least=0, most=2**63 - 1)
     dtype: str = option("float32", "data type of the saved weights, drawn in float32", choices=("float32", "bfloat16"))
     tokenizer: TokenizerOptions = option(TokenizerOptions, "exactly one of tokenizer.path and tokenizer.train_on")
 

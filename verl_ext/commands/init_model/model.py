@@ -149,6 +149,9 @@ def _problems(fields: Fields, cls: Any) -> Iterator[str | None]:
         rotated = size // heads if head_dim is None else head_dim
         if hasattr(cls, "rope_parameters") and isinstance(rotated, int) and rotated % 2:
             yield f"{dim_key} must be even for rotary positions; got {rotated}"
+    spread = fields.get("initializer_range")
+    if isinstance(spread, int | float) and not 0 <= spread < math.inf:
+        yield f"config.initializer_range must be at least 0 and finite; got {spread}"
     if fields.get("hidden_act") is not None:
         yield choice_problem("config.hidden_act", fields["hidden_act"], ACT2FN)
 

@@ -210,11 +210,14 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
             logits_to_keep: a number of last positions (0 for all), indices of positions, or bool ``[B, T]``, for logits
                 ``[N, V]`` in row-major order. The head never sees the others.
             past_key_values: the cache to continue from, which this method updates.
-            use_cache: whether to return a cache after the last token; a given cache is always returned.
+            use_cache: whether to return a cache after the last token; a given cache is always returned. Gradients then
+                flow back through all chunks of a call.
             kwargs: ``num_items_in_batch`` reaches the loss; others (position_ids, …) have no effect.
         """
         kept = KeptPositions(logits_to_keep, input_ids.shape[1])
         cached = use_cache or past_key_values is not None
+        if cached and self.training and self.is_gradient_checkpointing:
+            raise ValueError("use_cache must be False while gradient checkpointing recomputes layers; got a cache")
         cache = past_key_values or StreamCache(self.memory)
         read = self._read_on if cached else self._read
         hidden = read(input_ids, attention_mask, cache, kept)
@@ -235,6 +238,10 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, cache: StreamCache, kept: KeptPositions
     ) -> torch.Tensor:
         """Return the last layer's output ``[B, n, d]`` at the kept columns, before the final norm."""
+        if attention_mask is not None and (attention_mask[:, 1:] > attention_mask[:, :-1]).any():
+            raise ValueError(
+                "attention_mask must have padding on the right alone without a cache; got some before text"
+            )
         size = self.options.chunk_size
         chunks = input_ids.split(size, dim=1)
         masks = [None] * len(chunks) if attention_mask is None else attention_mask.bool().split(size, dim=1)
@@ -257,7 +264,7 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
         length = input_ids.shape[1]
         given = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         mask = given[:, -length:].bool()
-        number = (mask.cumsum(1) - 1)[:, torch.tensor(kept.columns, device=mask.device)]  # [B, n]
+        number = (mask.cumsum(1) - 1)[:, torch.tensor(kept.columns, dtype=torch.long, device=mask.device)]  # [B, n]
         chunk_pass = ChunkPass(self.model, self.memory, cache, self.options.chunk_size)
         output: Any = 0.0
         for done, columns, place in cache.passes(mask, self.options.chunk_size, self.agree_passes):
