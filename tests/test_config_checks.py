@@ -93,6 +93,7 @@ def test_what_overrides_a_models_config_is_what_is_checked_and_trained(good):
         ({"hidden_sizes": 5}, "hidden_sizes of Qwen3Config; nearest: model.override_config.hidden_size"),
         ({"output_router_logits": True}, "unknown key model.override_config.output_router_logits of Qwen3Config"),
         ({"max_position_embeddings": "many"}, "model.override_config.max_position_embeddings must be one of a Qwen3Co"),
+        ({"hidden_act": "foo"}, "must give a config that Qwen3ForCausalLM takes; got KeyError: 'foo'"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "model.override_config.rope_parameters must be one of a Qwen3Config"),
     ],
 )
@@ -175,6 +176,7 @@ TABLE = [
     ({"data__train_dir": "/no/such"}, 1, None, "data.train_dir must be an existing folder; got /no/such"),
     ({"data__val_dir": "/no/such"}, 1, None, "data.val_dir must be an existing folder; got /no/such"),
     ({"model__path": None}, 1, None, "model.path is required: a folder or hub name of a model; got null"),
+    ({"model__tokenizer_path": "/dev"}, 1, None, "model.tokenizer_path must hold a tokenizer; got /dev"),
     ({"model__path": "./no/such"}, 1, None, "model.path must be an existing folder or a hub name; got ./no/such"),
     ({"data__custom_cls__path": "/no/x.py", "data__custom_cls__name": "X"}, 1, None, "data.custom_cls.path must be an"),
     ({"data__custom_cls__path": "pkg://x"}, 1, None, "data.custom_cls.name is required with data.custom_cls.path"),

@@ -181,6 +181,9 @@ def path_problems(config: RunConfig) -> Iterator[str]:
         value = getattr(options, name)
         if value and _is_missing(str(value)):
             yield f"model.{name} must be an existing folder or a hub name; got {value}"
+    folder = os.path.expanduser(str(options.tokenizer_path or ""))
+    if os.path.isdir(folder) and not any(re.search(r"token|vocab|\.model$", name) for name in os.listdir(folder)):
+        yield f"model.tokenizer_path must hold a tokenizer; got {options.tokenizer_path}"
     adapter = str(options.lora_adapter_path or "")
     if adapter and not options.lora_rank:
         yield f"model.lora_rank must be at least 1 with model.lora_adapter_path={adapter}; got 0"

@@ -159,8 +159,9 @@ def _layer_problems(model: Architecture) -> list[str]:
     """List problems, in the modules or a trial, with keeping a pack's documents apart."""
     try:
         module = model.module
-    except Exception:  # a class raises any error that its config causes; its loader reports it
-        return []
+    except Exception as error:  # a class raises any error that its config causes
+        cls, reason = model.cls.__name__, f"{type(error).__name__}: {first_line(error)}"
+        return [f"model.path and model.override_config must give a config that {cls} takes; got {reason}"]
     if module is not None and (unknown := unknown_mixers(module)):
         known = "layers whose state over time is known (verl_ext/layers/mixers.py)"
         return [f"model.path: {model.name} must have {known}; got {', '.join(unknown)}"]

@@ -216,7 +216,7 @@ def prepare(composed: DictConfig) -> Run:
                 refuse_locked(Path(config.trainer.default_local_dir))
         output = resume.check_output(composed, config.machine.world_size)
         train_set, val_set = open_sets(config)
-        prompts = None if plans else _open_prompts(config, model.hf_config)
+        prompts = _open_prompts(config, model.hf_config)
     with user_errors_end_the_run():  # every rank reads its share of the files
         checkpoint = None if plans else resume.verified(output, ranks)
     datasets = [dataset for dataset in (train_set, val_set) if dataset is not None]
@@ -327,12 +327,12 @@ def open_sets(config: RunConfig) -> tuple[PackDataset, PackDataset | None]:
 
 
 def _open_prompts(config: RunConfig, hf_config: Any) -> Prompts | None:
-    """Read the prompts of `eval.prompts`, and check that the server of `eval.base_url` has the model."""
+    """Read the prompts of `eval.prompts`; check that the server of `eval.base_url` has the model, except in a plan."""
     options = config.eval
     if options.prompts is None:
         return None
     prompts = Prompts.read(options, _tokenizer(config.model_options))
-    if options.base_url is not None:
+    if options.base_url is not None and not config.trainer.plan_only:
         Server(options)
     positions = model_positions(hf_config) if options.asks_model and config.model.needs_positions else None
     if positions is not None and prompts.longest + options.max_new_tokens > positions:
