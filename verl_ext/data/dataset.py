@@ -54,8 +54,8 @@ class DataOptions(Options):
         resume="may_grow",
     )
     val_dir: Any = option(None, "validation data; null: none, or the part that train_ratio leaves")
-    train_max_samples: int = option(-1, "train on the first N documents only; -1: on all")
-    val_max_samples: int = option(-1, "validate on the first N documents only; -1: on all")
+    train_max_samples: int = option(-1, "train on the first N documents only; 0 or less: on all")
+    val_max_samples: int = option(-1, "validate on the first N documents only; 0 or less: on all")
     train_batch_size: int = option(8, "packs per optimizer step, over all data-parallel ranks", least=1, resume="same")
     micro_batch_size_per_gpu: int = option(1, "packs per forward", least=1)
     shuffle: bool = option(
