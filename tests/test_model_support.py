@@ -1,10 +1,13 @@
 """Tell from its config alone whether an architecture keeps the documents of a pack apart."""
 
+from types import SimpleNamespace
+
 import pytest
 import transformers
 
 from tests.checked import support_problems
 from verl_ext.config.check import read_hf_config
+from verl_ext.config.support import Architecture, chosen_backend
 from verl_ext.layers import MIXERS
 
 PLAIN = ("Qwen2Config", "Qwen3Config", "Qwen3MoeConfig", "LlamaConfig", "MistralConfig")
@@ -86,3 +89,22 @@ def test_a_config_that_transformers_cannot_read_is_told_in_one_line(tmp_path, ca
         read_hf_config(str(tmp_path))
     assert "\n" not in str(told.value)
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_sinks_beside_dropout_run_in_sdpa_and_are_refused_for_flash_by_name(dropout):
+    """Flash kernels give no log-sum-exp of what dropout left, into which a sink could be joined."""
+    model = Architecture(transformers.GptOssConfig(attention_dropout=dropout, num_hidden_layers=1, num_local_experts=2))
+    config = SimpleNamespace(
+        param_dtype="bf16",
+        machine=SimpleNamespace(capability=(8, 0)),
+        trainer=SimpleNamespace(device="cuda"),
+        attention=SimpleNamespace(backend="auto"),
+    )
+    if not dropout:
+        assert chosen_backend(config, model)[0] != "sdpa"
+        return
+    assert chosen_backend(config, model)[0] == "sdpa"
+    config.attention.backend = "flash_attn"
+    with pytest.raises(ValueError, match=r"^attention\.backend=flash_attn needs a model with sinks to have neither"):
+        chosen_backend(config, model)

@@ -91,6 +91,11 @@ class Architecture:
         """The soft cap of the attention logits; None without one."""
         return getattr(self.text, "attn_logit_softcapping", None)
 
+    @property
+    def has_sinks(self) -> bool:
+        """Whether attention has a logit of each head that takes a part of the softmax (GPT-OSS)."""
+        return self.module is not None and any(name.endswith(".sinks") for name, _ in self.module.named_parameters())
+
 
 def model_class(hf_config: Any) -> Any:
     """Return the class of a config in transformers; None for remote code or an unknown config."""
@@ -359,8 +364,8 @@ def chosen_backend(config: "RunConfig", model: Architecture) -> tuple[str, str |
     Raises ValueError if the requested backend cannot run.
     """
     dtype, capability = _DTYPES.get(config.param_dtype, torch.bfloat16), config.machine.capability
-    limit = flash_limit(dtype, model.head_size, capability)
     dropout, device = attention_dropout(model.hf_config), config.trainer.device
+    limit = flash_limit(dtype, model.head_size, capability, model.has_sinks and bool(dropout or model.softcap))
     size, asked = model.head_size, config.attention.backend
     return choose_backend(asked, device, limit, dropout, capability, size, model.softcap), limit
 
