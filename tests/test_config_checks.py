@@ -18,7 +18,7 @@ from transformers import (
     RobertaConfig,
 )
 
-from tests.checked import checked
+from tests.checked import checked, typed
 from verl_ext.config import compose
 from verl_ext.config.check import check_categories, check_positions, model_positions
 from verl_ext.config.support import attention_dropout
@@ -56,6 +56,13 @@ def lines(config, world_size=1, accelerator=None):
     with pytest.raises(ValueError, match=r"\S") as raised:
         checked(config, world_size, accelerator)
     return str(raised.value).splitlines()
+
+
+@pytest.mark.parametrize(("rank", "told"), [(0, True), (4, False)])
+def test_keys_of_lora_without_a_rank_are_told(good, rank, told):
+    notices = typed(changed(good, model__lora_alpha=5, model__lora_rank=rank), 1, None).notices
+    assert ("model.lora_rank=0 trains all parameters: no effect of model.lora_alpha" in notices) == told
+    assert not [notice for notice in typed(good, 1, None).notices if "lora" in notice]
 
 
 def test_a_good_config_passes_and_gives_the_models_config(good):

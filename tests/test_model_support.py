@@ -93,7 +93,6 @@ def test_a_config_that_transformers_cannot_read_is_told_in_one_line(tmp_path, ca
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_sinks_beside_dropout_run_in_sdpa_and_are_refused_for_flash_by_name(dropout):
-    """Flash kernels give no log-sum-exp of what dropout left, into which a sink could be joined."""
     model = Architecture(transformers.GptOssConfig(attention_dropout=dropout, num_hidden_layers=1, num_local_experts=2))
     config = SimpleNamespace(
         param_dtype="bf16",

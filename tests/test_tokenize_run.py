@@ -448,6 +448,7 @@ def test_output_with_files_is_only_replaced_when_asked(tmp_path: Path, model: Pa
         (["num_workers=0"], "num_workers must be at least 1; got 0"),
         (["model.path=/no/such/folder"], "model.path must be a folder that exists; got /no/such/folder"),
         (["apply_chat_template_kwargs={tokenize:true}"], "must not set tokenize"),
+        (["apply_chat_template_kwargs={messages:[]}"], "must not set messages"),
         (
             ["sources={b:x.jsonl,b:y.jsonl}"],
             "sources must have each name once, several values",

@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -65,6 +65,11 @@ def resolve_run(composed: DictConfig, machine: Machine) -> RunConfig:
     unread = [f"ray.{name}" for name in config.ray.changed()]
     if unread and "TORCHELASTIC_RUN_ID" in os.environ:
         notices.append(f"{', '.join(unread)}: without effect here: torchrun has MAX_RESTARTS of its own")
+    defaults = {entry.name: entry.default for entry in fields(config.model)}
+    lora = ("lora_alpha", "target_modules")
+    unused = [f"model.{name}" for name in lora if getattr(config.model_options, name) != defaults[name]]
+    if unused and not config.model_options.lora_rank:
+        notices.append(f"model.lora_rank=0 trains all parameters: no effect of {', '.join(unused)}")
     return replace(config, notices=tuple(notices))
 
 

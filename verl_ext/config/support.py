@@ -93,7 +93,7 @@ class Architecture:
 
     @property
     def has_sinks(self) -> bool:
-        """Whether attention has a logit of each head that takes a part of the softmax (GPT-OSS)."""
+        """Whether attention has sinks, one learned logit per head (GPT-OSS)."""
         return self.module is not None and any(name.endswith(".sinks") for name, _ in self.module.named_parameters())
 
 

@@ -21,7 +21,7 @@ from verl_ext.data.categories import CategoryNumbers
 from verl_ext.data.reading import DataFile
 from verl_ext.packing.plan import offsets_of
 from verl_ext.text.arrow_folder import STATE, Shard, read_shards
-from verl_ext.text.dataset_folder import DOCUMENT_COLUMNS, MARK, TOKEN_COLUMNS, has_document_columns
+from verl_ext.text.dataset_folder import DOCUMENT_COLUMNS, TOKEN_COLUMNS, has_document_columns, is_marked
 from verl_ext.values import first_line
 
 _END = b"\xff\xff\xff\xff\0\0\0\0"  # the end of a stream of record batches
@@ -48,8 +48,7 @@ def open_folder(folder: str, key: str) -> pa.Table:
     except Exception as error:  # damaged bytes can make Arrow raise any error
         reason = first_line(error)
         raise ValueError(f"{key} must be a complete dataset folder; {folder} cannot be opened: {reason}") from error
-    ours = MARK.items() <= (table.schema.metadata or {}).items()
-    wanted = [*TOKEN_COLUMNS, *(DOCUMENT_COLUMNS if ours else ())]
+    wanted = [*TOKEN_COLUMNS, *(DOCUMENT_COLUMNS if is_marked(table.schema) else ())]
     if missing := [name for name in wanted if name not in names]:
         raise ValueError(
             f"{key} must have the columns {', '.join(wanted)}; {folder} lacks {', '.join(missing)} "

@@ -149,9 +149,8 @@ def named_paths(key: str, what: str, **given: Any) -> list[str]:
         received = " and ".join(f"{name}={value!r}" for name, value in given.items())
         raise ValueError(f"{key} must be given once; got {received}")
     named = values[0] if values else None
-    paths = [named] if isinstance(named, (str, os.PathLike)) else []
-    if isinstance(named, Iterable) and not isinstance(named, (str, bytes, Mapping)):
-        paths = list(named)
+    several = list(named) if isinstance(named, Sequence) else []
+    paths = [named] if isinstance(named, (str, os.PathLike)) else several
     if not paths or not all(isinstance(path, (str, os.PathLike)) and os.fspath(path) for path in paths):
         raise ValueError(f"{key} must name {what}; got {named!r}")
     return [os.fspath(path) for path in paths]

@@ -145,9 +145,14 @@ def has_document_columns(folder: Path) -> bool:
     """Return whether every shard of a dataset has MARK, so that its DOCUMENT_COLUMNS are valid."""
     for shard in read_shards(folder):
         with pa.memory_map(str(folder / shard.name)) as source, pa.ipc.open_stream(source) as reader:
-            if not MARK.items() <= (reader.schema.metadata or {}).items():
+            if not is_marked(reader.schema):
                 return False
     return True
+
+
+def is_marked(schema: pa.Schema) -> bool:
+    """Return whether a shard's schema has MARK."""
+    return MARK.items() <= (schema.metadata or {}).items()
 
 
 @cache

@@ -250,7 +250,7 @@ def prepare(composed: DictConfig) -> Run:
         visits = 1 if train_set.is_ordered else config.trainer.total_epochs
         total_steps = config.trainer.total_training_steps or plan.steps_per_epoch * visits
         refuse(schedule_problems(config.optim, total_steps))
-        if checkpoint is None:  # a resumed run keeps its packs' groups: Trainer.fit checks those
+        if checkpoint is None:  # else `_resumed` checks the plan of the groups that the run keeps
             plan.check_targets(train_set.pack_targets(), total_steps)
         validation = None
         if val_set is not None:
@@ -289,7 +289,13 @@ def _resumed(run: Run, checkpoint: Path) -> Run:
     before = saved.get(_SCHEDULE)
     if keeps_rates(run.config.optim, run.total_steps, saved, before, step_of(checkpoint)):
         run = replace(run, keeps_rates=True)
-    run.run_state().check(saved)
+    state = run.run_state()
+    if run.config.trainer.eval_only:
+        state.check(saved)
+        return run
+    state.load_state_dict(saved)
+    plan = run.grouped(state.grouping).plan  # the groups that the run keeps
+    plan.check_targets(run.train_set.pack_targets(), run.total_steps)
     return run
 
 
@@ -369,10 +375,6 @@ def _notices(config: RunConfig, train_set: PackDataset, plan: StepPlan) -> Itera
             f"data.balance=sorted with data.train_batch_size={plan.batch_size}: every step is one group of packs of "
             "like cost; raise it for steps that mix costs, or set data.balance=none"
         )
-    model, defaults = config.model_options, {"lora_alpha": 16, "target_modules": "all-linear"}
-    unused = [f"model.{name}" for name, default in defaults.items() if getattr(model, name) != default]
-    if unused and not model.lora_rank:
-        yield f"model.lora_rank=0 trains all parameters: no effect of {', '.join(unused)}"
     saved = config.checkpoint.save_contents
     if missing := [name for name in ("model", "optimizer", "extra") if name not in saved]:
         yield f"checkpoint.save_contents lacks {', '.join(missing)}: this run's checkpoints cannot be resumed"

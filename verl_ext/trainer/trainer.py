@@ -144,10 +144,7 @@ class SFTTrainer:
         grouping = self.run_state.grouping
         if grouping != self.run.grouping:  # the checkpoint's grouping, from another layout of ranks
             self.progress.say(f"packs stay grouped as the run began: {grouping['group_size']} of like cost")
-        self.run = run = self.run.grouped(grouping)
-        if self.first_step:
-            with user_errors_end_the_run():
-                run.plan.check_targets(run.train_set.pack_targets(), run.total_steps)
+        self.run = self.run.grouped(grouping)
         try:
             self.hooks = [hook(self) for hook in HOOKS]
             with user_errors_end_the_run():  # such as a tracker without a login, or a full disk
