@@ -113,9 +113,8 @@ def test_a_mixture_draws_the_joined_documents_by_their_lengths(tmp_path, documen
     assert rows[200, 512].distinct == sum(length > 200 for length in lengths)
 
 
-@pytest.fixture
-def encoder(tmp_path, tiny_model):
-    """Write a folder with a random BERT that distinguishes words."""
+def write_encoder(folder, tiny_model):
+    """Save a random BERT that distinguishes words."""
     torch.manual_seed(0)
     config = {
         "vocab_size": 128,
@@ -124,11 +123,14 @@ def encoder(tmp_path, tiny_model):
         "num_attention_heads": 2,
         "intermediate_size": 64,
     }
-    BertModel(BertConfig(**config, max_position_embeddings=32, initializer_range=1.0)).save_pretrained(
-        tmp_path / "encoder"
-    )
-    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "encoder")
-    return tmp_path / "encoder"
+    BertModel(BertConfig(**config, max_position_embeddings=32, initializer_range=1.0)).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def encoder(tmp_path, tiny_model):
+    return write_encoder(tmp_path / "encoder", tiny_model)
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_the_page_has_figures_with_intervals_side_by_side_and_the_judges_raw_tex
         given += [f"judge.base_url={server.url}", "judge.model=gpt", f"output_dir={tmp_path / 'out'}"]
         assert main(["judge", "task=longbench_write", *given]) == 0
     charts = _charts(tmp_path / "out")
-    assert list(charts) == ["S_l", "S_l by length", "S_l by type", "S_q", "S_q by length", "S_q by type"]
+    assert list(charts) == ["S_bar", "S_bar by type", "S_l", "S_l by type", "S_q", "S_q by type"]
     figures = {name: of["figures"]["all"]["S_l"] for name, of in _result(tmp_path / "out")["models"].items()}
     assert {row.pop("model"): row for row in charts["S_l"]} == {n: {"group": "", **f} for n, f in figures.items()}
     page = (tmp_path / "out" / "page.html").read_text()

@@ -1,5 +1,6 @@
 """A folder with a small random Qwen3 (or a relative of it) and a word-level tokenizer with a chat template."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -40,4 +41,34 @@ def write_tiny_model(
     }
     torch.manual_seed(seed)
     AutoModelForCausalLM.from_config(config_class(**{**fields, **config})).save_pretrained(folder)
+    return folder
+
+
+def write_scripted_model(folder: Path, said: str) -> Path:
+    """Save a model that answers every prompt with the words ``said``, each once, and then with `on` without end.
+
+    Its tokenizer has the EOS of a base model, `<|endoftext|>`; its template ends a turn with `<|im_end|>`.
+    """
+    words = list(dict.fromkeys(["<|endoftext|>", "<|unk|>", "<|im_end|>", "assistant", *said.split(), "on"]))
+    write_tiny_model(folder, vocab_size=len(words))
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<|unk|>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>", unk_token="<|unk|>")
+    fast.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    fast.chat_template = (
+        "{% for m in messages %}{{ m.role }} {{ m.content }} <|im_end|> {% endfor %}"
+        "{% if add_generation_prompt %}assistant{% endif %}"
+    )
+    fast.save_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    chain = ["assistant", *said.split(), "on", "on"]
+    with torch.no_grad():
+        for layer in model.model.layers:  # the next token follows from the last one alone
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.lm_head.weight.zero_()
+        for last, following in pairwise(chain):
+            vector = model.model.embed_tokens.weight[words.index(last)]
+            model.lm_head.weight[words.index(following)] += vector / vector.norm()
+    model.save_pretrained(folder)
     return folder

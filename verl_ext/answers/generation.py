@@ -10,14 +10,14 @@ ranks that share packs.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import GenerationConfig
+from transformers import GenerationConfig, StoppingCriteria
 
 from verl_ext.attention.kernels import PACKED_ATTENTION
 
@@ -32,6 +32,7 @@ class Sampling:
         temperature: 0 takes the likeliest token.
         top_p: tokens are drawn from the likeliest ones with this total probability.
         seed: the seed of the draws.
+        is_stopped: tells after each token whether nobody waits for the answers any more.
     """
 
     max_new_tokens: int
@@ -39,11 +40,26 @@ class Sampling:
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
+    is_stopped: Callable[[], bool] | None = None
 
     def cut(self, tokens: Sequence[int]) -> list[int]:
         """Return the tokens before the first stop."""
         ends = [place for place, token in enumerate(tokens) if token in self.stops]
         return list(tokens[: ends[0]] if ends else tokens)
+
+
+def end_tokens(tokenizer: Any, ends: Sequence[str], *others: int | None) -> tuple[int, ...]:
+    """Return the tokens that end an answer, in ascending order.
+
+    Args:
+        tokenizer: its EOS is one of them.
+        ends: `ChatTemplate.ends`. The last one ends a chat, if it is one token. An earlier one also ends parts of a
+            turn, such as gpt-oss's reasoning.
+        others: further tokens, such as those of a generation config or of data.
+    """
+    encoded = (tokenizer(end, add_special_tokens=False)["input_ids"] for end in ends[-1:])
+    found = {tokenizer.eos_token_id, *others, *(ids[0] for ids in encoded if len(ids) == 1)}
+    return tuple(sorted(token for token in found if token is not None))
 
 
 def generate(module: Any, prompts: Sequence[Sequence[int]], sampling: Sampling, device: Any) -> list[list[int]]:
@@ -73,8 +89,20 @@ def generate(module: Any, prompts: Sequence[Sequence[int]], sampling: Sampling, 
     devices = [device] if isinstance(device, int) else []
     with torch.random.fork_rng(devices), _model_as_loaded(module, config) as model:
         torch.manual_seed(sampling.seed)
-        output = model.generate(ids.to(device), attention_mask=mask.to(device), synced_gpus=ranks > 1)
+        stopping = {} if sampling.is_stopped is None else {"stopping_criteria": [_Stop(sampling.is_stopped)]}
+        output = model.generate(ids.to(device), attention_mask=mask.to(device), synced_gpus=ranks > 1, **stopping)
     return [sampling.cut(row) for row in output[:, width:].tolist()]
+
+
+class _Stop(StoppingCriteria):
+    """The end of all rows at once, when a function says so."""
+
+    def __init__(self, is_stopped: Callable[[], bool]) -> None:
+        self._is_stopped = is_stopped
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """Return for each row whether it ends."""
+        return torch.full((len(input_ids),), self._is_stopped(), device=input_ids.device)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from verl_ext.answers.generation import end_tokens
 from verl_ext.answers.options import AnswerOptions
 from verl_ext.answers.scores import BUILT_IN
 from verl_ext.data.arrow import TokenizedData
@@ -70,24 +71,20 @@ class Prompts:
             found: Iterator[tuple[Prompt, int | None]] = _documents(
                 [os.path.expanduser(path) for path in paths], tokenizer
             )
-            ends: set[int] = set()
+            ends: list[str] = []
         else:
             template = _template(options, tokenizer)
             found = _records(paths, options, tokenizer, template)
-            encoded = (tokenizer(end, add_special_tokens=False)["input_ids"] for end in template.ends)
-            ends = {ids[0] for ids in encoded if len(ids) == 1}
-        items = []
+            ends = template.ends
+        items, stops = [], set()
         for prompt, end in found:
             items.append(prompt)
-            if end is not None:
-                ends.add(end)
+            stops.add(end)
             if len(items) == options.max_samples:
                 break
         if not items:
             raise DataError(f"{_KEY} must hold a prompt with an answer; {named} has none")
-        if tokenizer.eos_token_id is not None:
-            ends.add(tokenizer.eos_token_id)
-        return cls(items, tuple(sorted(ends)))
+        return cls(items, end_tokens(tokenizer, ends, *stops))
 
     @property
     def longest(self) -> int:

@@ -7,7 +7,7 @@
 | `contains` | it contains the expected answer, in upper or lower case |
 
 The number of a text is the first one after its last `####`, as in GSM8K, or else its last one; 1,234.50 is 1234.5.
-A model's reasoning, up to the last `</think>`, is not part of its answer.
+A model's reasoning is not part of its answer (verl_ext.endpoint.reasoning), for a function of the user's own either.
 """
 
 import math
@@ -17,12 +17,12 @@ from decimal import Decimal
 from typing import Any
 
 from verl_ext.custom import named_object
+from verl_ext.endpoint.reasoning import split_reasoning
 from verl_ext.values import choice_problem, first_line, refuse
 
 Scorer = Callable[[Mapping[str, Any], str, str], float]  # (record, expected answer, answer)
 
 _NUMBER = re.compile(r"(?:(?<!\d)-)?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)")
-_THOUGHT_END = "</think>"
 
 
 class ScoreFailed(ValueError):
@@ -66,7 +66,7 @@ def scorer(name: str) -> Scorer:
 
     def own(record: Mapping[str, Any], expected: str, answer: str) -> float:
         try:
-            score = float(function(record, answer))
+            score = float(function(record, _without_thought(answer)))
         except Exception as error:  # the user's code can raise any exception
             got = f"{type(error).__name__}: {first_line(error)}"
             raise ScoreFailed(f"eval.score={name} must give a number; got {got}") from error
@@ -78,4 +78,4 @@ def scorer(name: str) -> Scorer:
 
 
 def _without_thought(text: str) -> str:
-    return text.rpartition(_THOUGHT_END)[2]
+    return split_reasoning(text)[1]

@@ -115,6 +115,7 @@ def command(
     run: Callable[[Any], str],
     example: str,
     read: Callable[[Sequence[str]], Any] | None = None,
+    loads_models: Callable[[Any], bool] = lambda options: False,
 ) -> Callable[[Sequence[str]], int]:
     """Return a command's `main`, which calls `run(options)`, prints its text and returns the exit code.
 
@@ -127,6 +128,7 @@ def command(
         run: the function that executes the command.
         example: the words of the usage line.
         read: a function that parses the words into the argument of `run`, instead of :func:`read_options`.
+        loads_models: tells of options whether `run` loads a model, for which transformers needs torch.
     """
 
     def main(arguments: Sequence[str]) -> int:
@@ -137,7 +139,8 @@ def command(
         try:
             options = read(arguments) if read else read_options(options_class, arguments)
             if isinstance(model := getattr(options, "model", None), ModelOptions):
-                leave_out_torch(model)
+                if not loads_models(options):
+                    leave_out_torch(model)
                 if model.trust_remote_code:
                     print(f"note: {TRUSTED}", file=sys.stderr)
             if text := run(options):

@@ -6,11 +6,13 @@ outcome.
 
 import base64
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from verl_ext.endpoint.reasoning import split_reasoning
 
 # The outcomes of a question. The store keeps answers with the outcomes in KEPT, because the server may charge for them.
 DONE, REFUSED, CUT, UNPARSABLE, TOO_LONG, FAILED = OUTCOMES = (
@@ -24,7 +26,6 @@ DONE, REFUSED, CUT, UNPARSABLE, TOO_LONG, FAILED = OUTCOMES = (
 KEPT = (DONE, REFUSED, CUT, UNPARSABLE)
 # The finish reasons of a finished answer: from OpenAI and vLLM, from TGI, and from servers in front of Anthropic's API.
 _FINISHED = ("stop", "eos_token", "end_turn", "stop_sequence")
-_OPEN, _CLOSE = "<think>", "</think>"
 
 
 class Unparsable(ValueError):
@@ -71,17 +72,42 @@ class Answer:
         return self.outcome == DONE
 
     @property
+    def is_given(self) -> bool:
+        """Tell whether the model answered at all, be it with nothing or a refusal; the reply may not fit the task."""
+        return self.outcome in KEPT
+
+    @property
+    def given_text(self) -> str:
+        """The text that counts as the answer: what was cut counts as it is, and a refusal is none."""
+        return self.raw if self.outcome in (DONE, CUT) else ""
+
+    @property
     def text(self) -> str:
         """The text of a finished answer; answers with other outcomes have none."""
         assert self.is_done, f"only a finished answer has a text; this one is {self.outcome}"
         return self.raw
 
 
+def answer_from_text(text: str, **facts: Any) -> Answer:
+    """Return the answer in the whole text that a model wrote, its reasoning included.
+
+    facts: other fields of the answer; by default the outcome follows from the text.
+    """
+    reasoning, said = split_reasoning(text)
+    said = said.strip()
+    outcome, reason = DONE, ""
+    if not said:
+        outcome, reason = UNPARSABLE, "the answer is empty"
+    elif any("\ud800" <= character <= "\udfff" for character in said):
+        outcome, reason = UNPARSABLE, "the answer has half a surrogate pair, which is no character"
+    return Answer(**{"outcome": outcome, "reason": reason, "raw": said, "reasoning": reasoning, **facts})
+
+
 def answer_from_completion(body: Any) -> Answer:
     """Return the answer in a chat completion. Raises ValueError if the body is not a chat completion.
 
     The reasoning comes from `reasoning_content` (DeepSeek, vLLM, SGLang) or `reasoning` (OpenRouter, vLLM from 0.12),
-    or from a `<think>` block at the start of the content, whose opening tag some chat templates put into the prompt.
+    or from the content (:func:`split_reasoning`).
     """
     try:
         choice = body["choices"][0]
@@ -96,22 +122,15 @@ def answer_from_completion(body: Any) -> Answer:
         raise ValueError(f"the reply is no chat completion{f', but an error: {found}' if found else ''}") from error
     if not isinstance(content, str) or not isinstance(reasoning, str):
         raise ValueError("the reply is no chat completion: its content must be text")
-    thought, closed, rest = content.partition(_CLOSE)
-    if content.lstrip().startswith(_OPEN) or (closed and _OPEN not in thought):
-        reasoning, content = reasoning + thought.strip().removeprefix(_OPEN).strip(), rest
-    outcome, reason = DONE, ""
-    if refusal or finish == "content_filter":
-        outcome, reason = REFUSED, str(refusal or "finish_reason=content_filter")
-    elif finish == "length":
-        outcome, reason = CUT, "finish_reason=length: max_tokens or the model's context ended the answer"
-    elif finish not in _FINISHED:
-        outcome, reason = FAILED, f"finish_reason={finish}"
-    elif not content.strip():
-        outcome, reason = UNPARSABLE, "the answer is empty"
-    elif any("\ud800" <= character <= "\udfff" for character in content):
-        outcome, reason = UNPARSABLE, "the answer has half a surrogate pair, which is no character"
     model, fingerprint = (str(body.get(name) or "") for name in ("model", "system_fingerprint"))
-    return Answer(outcome, content.strip(), reasoning, reason, usage, model, fingerprint)
+    answer = answer_from_text(content, usage=usage, model=model, fingerprint=fingerprint)
+    answer = replace(answer, reasoning=reasoning + answer.reasoning)
+    if refusal or finish == "content_filter":
+        return replace(answer, outcome=REFUSED, reason=str(refusal or "finish_reason=content_filter"))
+    if finish == "length":
+        why = "finish_reason=length: max_tokens or the model's context ended the answer"
+        return replace(answer, outcome=CUT, reason=why)
+    return answer if finish in _FINISHED else replace(answer, outcome=FAILED, reason=f"finish_reason={finish}")
 
 
 def answer_from_embedding(body: Any) -> Answer:

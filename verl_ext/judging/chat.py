@@ -40,6 +40,7 @@ class LongBenchChat(Task):
     options: ChatOptions
     sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=1.0, max_tokens=1024)
     prompt: ClassVar[str | None] = "chat.txt"
+    worst: ClassVar[Any] = 1.0
     needs_judge: ClassVar[bool] = True
     headlines: ClassVar[tuple[str, ...]] = ("rating",)
 

@@ -162,4 +162,10 @@ async def _judged(
     return judged, costs
 
 
-main = command("judge", JudgeOptions, judge, example="task=longbench_write cases=FILE models.NAME=DIR output_dir=DIR")
+main = command(
+    "judge",
+    JudgeOptions,
+    judge,
+    example="task=longbench_write cases=FILE models.NAME=DIR output_dir=DIR",
+    loads_models=lambda options: bool(options.models),
+)

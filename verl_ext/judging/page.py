@@ -43,7 +43,8 @@ def charts_of(task: Task, judged: JudgedModels, found: Found) -> Iterator[Chart]
                 for group, of_scores in of.items()
                 if group.startswith(f"{kind} ") and score in of_scores
             ]
-            if values and not (task.heat_map and kind == "cell"):
+            several = len({value["group"] for value in values}) > 1  # one alone has the figures of all cases
+            if several and not (task.heat_map and kind == "cell"):
                 yield _intervals(f"{score} by {kind}", values, "group")
     if task.against:
         yield _against(*task.against, judged)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_ext.endpoint.answer import CUT, DONE, Answer
+from verl_ext.endpoint.answer import Answer
 from verl_ext.endpoint.client import Client, SamplingOptions
 from verl_ext.endpoint.spending import Price, QuestionProgress
 from verl_ext.judging.figures import Figure, figures
@@ -72,16 +72,18 @@ async def judge_model(
             answer = await model.ask(case.name, "answer", [message], sampling)
             verdicts: list[Answer] = []
             scores: Scores = {}
-            if answer.outcome in (DONE, CUT):  # a text that was cut is scored as it is
-                if judge is not None:
-                    questions = task.questions(case, answer.raw)
+            if answer.is_given:
+                text = answer.given_text
+                questions = task.questions(case, text) if judge is not None else []
+                parsed = [task.worst] * len(questions)
+                if text:  # no judge need read an empty answer
                     asked = (
                         judge.ask(case.name, f"judge/{number}", question, task.judge_sampling, task.verdict, TRIES)
                         for number, question in enumerate(questions)
                     )
                     verdicts = list(await asyncio.gather(*asked))
-                parsed = [verdict.parsed if verdict.is_done else None for verdict in verdicts]
-                scores = task.scores(case, answer.raw, parsed)
+                    parsed = [verdict.parsed if verdict.is_done else None for verdict in verdicts]
+                scores = task.scores(case, text, parsed)
             bar.item_done()
             return Judged(case, answer, verdicts, scores)
 
@@ -99,13 +101,15 @@ def write_model(folder: Path, task: Task, judged: Sequence[Judged]) -> None:
     """Write the answers of a model with their scores, and the benchmark's own file of predictions if it has one."""
     folder.mkdir()
     _write_lines(folder / ANSWERS, (row.as_dict() for row in judged))
-    published = [row for one in judged if one.scores and (row := task.published(one.case, one.answer.raw)) is not None]
-    if published:
+    rows = (task.published(one.case, one.answer.given_text) for one in judged if one.scores)
+    if published := [row for row in rows if row is not None]:
         _write_lines(folder / PREDICTIONS, published)
 
 
 def _write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    # Half a surrogate pair, which UTF-8 has not, is written as JSON's escape.
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    path.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def figures_of(judged: Mapping[str, Sequence[Judged]], task: Task) -> dict[str, dict[str, dict[str, Figure]]]:

@@ -43,6 +43,7 @@ class Task:
         sampling: how the model under test draws its answers, as published.
         judge_sampling: how the judge draws its verdicts, as published.
         prompt: the file with our own prompt for the judge; None if a rule scores answers.
+        worst: the verdict on an empty answer, which no judge is asked about.
         needs_judge: whether there are no scores without a judge.
         headlines: the scores that a page draws by group, if the answers have them.
         heat_map: two kinds of groups and the score of a heat map as (columns, rows, score); None for no heat map.
@@ -52,6 +53,7 @@ class Task:
     sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=0.0, max_tokens=512)
     judge_sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=0.0, max_tokens=1024)
     prompt: ClassVar[str | None] = None
+    worst: ClassVar[Any] = None
     needs_judge: ClassVar[bool] = False
     headlines: ClassVar[tuple[str, ...]] = ()
     heat_map: ClassVar[tuple[str, str, str] | None] = None
@@ -131,7 +133,7 @@ def read_rows(path: str, key: str, fields: Mapping[str, type]) -> list[dict[str,
         raise DataError(f"{key} must hold an object in every line, or a list of them; got {path}: {error}") from error
     for number, row in enumerate(rows, start=1):
         for name, kind in fields.items():
-            if not isinstance(row, dict) or not isinstance(row.get(name), kind):
+            if not isinstance(row, dict) or not isinstance(row.get(name), kind) or isinstance(row[name], bool):
                 raise DataError(
                     f"{key} must have {name} ({kind.__name__}) in every row; row {number} of {path} has not"
                 )

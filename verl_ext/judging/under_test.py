@@ -3,31 +3,36 @@
 Each has the method `ask` of :class:`verl_ext.endpoint.client.Client`, which serves models behind an endpoint.
 """
 
+import asyncio
 import tempfile
+import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from verl_ext.endpoint.answer import CUT, DONE, FAILED, OUTCOMES, UNPARSABLE, Answer, Usage
+from verl_ext.endpoint.answer import CUT, FAILED, REFUSED, TOO_LONG, Answer, Usage, answer_from_text
 from verl_ext.endpoint.client import Messages, SamplingOptions
+from verl_ext.endpoint.reasoning import decode_answer
 from verl_ext.endpoint.store import Store
 from verl_ext.files import fingerprint
 from verl_ext.judging.task import read_rows
 from verl_ext.text.tokenized import file_facts
 from verl_ext.values import DataError, UsageError, first_line
 
-# The outcomes in an answers.jsonl of cases without an answer; their text is empty or is not an answer.
-_WITHOUT_ANSWER = tuple(outcome for outcome in OUTCOMES if outcome not in (DONE, CUT))
 _MOST_TOKENS = 4096  # most tokens of an answer if the sampling sets no limit
+_NOT_ANSWERED = (TOO_LONG, FAILED)  # outcomes in an answers.jsonl
+_KNOWN = (CUT, REFUSED)  # those that do not follow from the text
+_RULES = 2  # of making an answer from a model's tokens; answers in a store by earlier rules are not used
 
 
 class LocalModel:
     """A folder that plain transformers loads, or a checkpoint of this project, which is exported temporarily.
 
-    The model answers one question at a time, on the GPU if there is one. Finished answers are in the store, so a run
-    that continues does not load the model for them.
+    The model answers one question at a time, on the GPU if there is one, in a thread of its own: the judge reads
+    earlier answers meanwhile. Finished answers are in the store, so a run that continues does not load the model for
+    them.
     """
 
     def __init__(self, path: str, store: Store, key: str) -> None:
@@ -38,6 +43,7 @@ class LocalModel:
         self._facts = file_facts([str(self.path)])
         self._resources = ExitStack()
         self._model: Any = None
+        self._turn, self._is_stopped = asyncio.Lock(), threading.Event()
 
     async def __aenter__(self) -> "LocalModel":
         return self
@@ -48,13 +54,18 @@ class LocalModel:
 
     async def ask(self, record: str, stage: str, messages: Messages, sampling: SamplingOptions) -> Answer:
         """Return the model's answer, from the store if it has it. Raises UsageError if the folder is no model."""
-        question = [self._facts, record, stage, [dict(message) for message in messages], vars(sampling)]
+        question = [_RULES, self._facts, record, stage, [dict(message) for message in messages], vars(sampling)]
         key = fingerprint(question)
-        if stored := self.store.find(key):
-            return stored
-        answer = self._generated(record, messages, sampling)
-        self.store.add(key, record, stage, answer)
-        return answer
+        async with self._turn:
+            if stored := self.store.find(key):
+                return stored
+            try:
+                answer = await asyncio.to_thread(self._generated, record, messages, sampling)
+            except asyncio.CancelledError:  # the thread ends after its token, and nobody waits for its answer
+                self._is_stopped.set()
+                raise
+            self.store.add(key, record, stage, answer)
+            return answer
 
     def _generated(self, record: str, messages: Messages, sampling: SamplingOptions) -> Answer:
         from verl_ext.answers.generation import Sampling, generate
@@ -66,21 +77,22 @@ class LocalModel:
         prompt = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         seed = int.from_bytes(blake2b(f"{sampling.seed}\0{record}".encode(), digest_size=4).digest(), "little")
         most = sampling.max_tokens or _MOST_TOKENS
-        drawn = Sampling(most, self._stops, sampling.temperature or 0.0, sampling.top_p or 1.0, seed)
-        (ids,) = generate(self._model, [prompt], drawn, self._model.device)
-        said = str(self._tokenizer.decode(ids, skip_special_tokens=True)).strip()
-        outcome = UNPARSABLE if not said else DONE if len(ids) < most else CUT  # `ids` leaves out the stop token
-        reason = {CUT: "max_tokens ended the answer", UNPARSABLE: "the answer is empty"}.get(outcome, "")
-        usage = Usage(len(prompt), 0, len(ids))
-        return Answer(outcome, said, reason=reason, usage=usage, model=str(self.path), seed=seed)
+        draws = sampling.temperature or 0.0, sampling.top_p or 1.0, seed, self._is_stopped.is_set
+        (ids,) = generate(self._model, [prompt], Sampling(most, self._ends, *draws), self._model.device)
+        facts: dict[str, Any] = {"usage": Usage(len(prompt), 0, len(ids)), "model": str(self.path), "seed": seed}
+        if len(ids) == most:  # `ids` leaves out the stop token
+            facts |= {"outcome": CUT, "reason": "max_tokens ended the answer"}
+        return answer_from_text(decode_answer(self._tokenizer, ids), **facts)
 
     def _load(self) -> None:
         """Load the folder; first export a checkpoint into a temporary folder, which `__aexit__` removes."""
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
+        from verl_ext.answers.generation import end_tokens
         from verl_ext.checkpoint.export import export_checkpoint
         from verl_ext.checkpoint.layout import EXPORT, saved_folders
+        from verl_ext.text.chat_template import ChatTemplate
 
         folder = self.path
         if not (folder / "config.json").is_file():  # a checkpoint, or a run, whose last checkpoint is taken
@@ -97,9 +109,9 @@ class LocalModel:
             raise UsageError(f"{needed}; got {self.path}: {first_line(error)}") from error
         if self._tokenizer.chat_template is None:
             raise UsageError(f"{self._key} must have a chat template, by which it is asked; {self.path} has none")
-        ends = model.generation_config.eos_token_id
-        ends = [*(ends if isinstance(ends, list) else [ends]), self._tokenizer.eos_token_id]
-        self._stops = tuple(dict.fromkeys(end for end in ends if end is not None))
+        own = model.generation_config.eos_token_id
+        template = ChatTemplate(self._tokenizer, None, {})
+        self._ends = end_tokens(self._tokenizer, template.ends, *(own if isinstance(own, list) else [own]))
         self._model = model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -111,14 +123,16 @@ class Predictions:
 
     def __init__(self, path: str, key: str) -> None:
         self.path, self._key = path, key
-        self._answers: dict[str, str] = {}
+        self._answers: dict[str, Answer] = {}
         for number, row in enumerate(read_rows(path, key, {}), start=1):
             said, asked = row.get("response", row.get("answer")), row.get("case", row.get("prompt"))
             if not isinstance(said, str) or not isinstance(asked, str):
                 needed = f"{key} must have prompt and response, or case and answer, in every row"
                 raise DataError(f"{needed}; row {number} of {path} has not")
-            if row.get("outcome") not in _WITHOUT_ANSWER:
-                self._answers[asked] = said
+            outcome = row.get("outcome")
+            if outcome not in _NOT_ANSWERED:
+                facts = {"outcome": outcome, "reason": str(row.get("reason", ""))} if outcome in _KNOWN else {}
+                self._answers[asked] = answer_from_text(said, **facts)
 
     async def __aenter__(self) -> "Predictions":
         return self
@@ -128,10 +142,8 @@ class Predictions:
 
     async def ask(self, record: str, stage: str, messages: Messages, sampling: SamplingOptions) -> Answer:
         """Return the file's answer to a case; its outcome is `failed` if there is none."""
-        said = self._answers.get(record, self._answers.get(messages[-1]["content"]))
-        if said is None:
-            return Answer(FAILED, reason=f"{self.path} has no answer to case {record}")
-        return Answer(DONE, said)
+        answer = self._answers.get(record, self._answers.get(messages[-1]["content"]))
+        return answer or Answer(FAILED, reason=f"{self.path} has no answer to case {record}")
 
 
 def named_paths(values: Mapping[str, Any], key: str) -> dict[str, str]:

@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 from verl_ext.endpoint.answer import Unparsable
 from verl_ext.endpoint.client import SamplingOptions
 from verl_ext.judging.task import Case, Messages, Scores, Task, read_rows
-from verl_ext.text.word_count import count_words, length_score
+from verl_ext.text.word_count import count_words, language_of, length_score
+from verl_ext.values import DataError
 
 DIMENSIONS = ("Relevance", "Accuracy", "Coherence", "Clarity", "Breadth and Depth", "Reading Experience")
 IMPUTED = 3  # EvalScope's score in each dimension of an answer whose verdict cannot be read
@@ -47,12 +48,16 @@ class LongBenchWrite(Task):
     sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=0.5, max_tokens=32768)
     judge_sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=0.5, max_tokens=1024)
     prompt: ClassVar[str | None] = "writing.txt"
-    headlines: ClassVar[tuple[str, ...]] = ("S_l", "S_q")
+    worst: ClassVar[Any] = dict.fromkeys(DIMENSIONS, 1.0)
+    headlines: ClassVar[tuple[str, ...]] = ("S_bar", "S_l", "S_q")
 
     def cases(self) -> Iterator[Case]:
         """Yield a case for each line. The field `length` gives the length, which 13 published prompts do not name."""
         rows = read_rows(self.path, "cases", {"prompt": str, "type": str, "length": int})
         for number, row in enumerate(rows, start=1):
+            if row["length"] < 1:
+                got = f"row {number} of {self.path} has {row['length']}"
+                raise DataError(f"cases must have a length of at least 1 word in every row; {got}")
             yield Case(str(number), row["prompt"], {"type": row["type"], "length": row["length"]})
 
     def questions(self, case: Case, answer: str) -> list[Messages]:
@@ -64,22 +69,28 @@ class LongBenchWrite(Task):
         return read_quality(text)
 
     def scores(self, case: Case, answer: str, verdicts: Sequence[Any]) -> Scores:
-        """Return S_l, S_q and its dimensions; S_q_imputed counts missing dimensions as 3, as EvalScope does."""
-        scores: Scores = {"S_l": length_score(case.facts["length"], count_words(answer))}
-        if not verdicts:  # no judge was asked
-            return scores
+        """Return S_l, S_q and its dimensions, and S_bar, the mean of S_l and S_q, by which the paper ranks models.
+
+        S_q_imputed counts missing dimensions as 3, as EvalScope does.
+        """
+        of_length = length_score(case.facts["length"], count_words(answer))
+        if not verdicts:  # there is no judge
+            return {"S_l": of_length}
         (verdict,) = verdicts
         found = verdict or {}
         dimensions = {name: quality_score(found[name]) if verdict else None for name in DIMENSIONS}
         imputed = [quality_score(found.get(name, IMPUTED)) for name in DIMENSIONS]
         known = [score for score in dimensions.values() if score is not None]
-        scores |= {"S_q": sum(known) / len(known) if known else None, "S_q_imputed": sum(imputed) / len(imputed)}
-        return scores | dimensions
+        quality = sum(known) / len(known) if known else None
+        overall = None if quality is None else (of_length + quality) / 2
+        scores: Scores = {"S_l": of_length, "S_q": quality, "S_q_imputed": sum(imputed) / len(imputed)}
+        return {**scores, "S_bar": overall, **dimensions}
 
     def groups(self, case: Case) -> dict[str, str]:
-        """Return the case's type and the range of its required length."""
+        """Return the case's language, its type and the range of its required length."""
         low, high = next(ends for ends in _RANGES if ends[1] is None or case.facts["length"] < ends[1])
-        return {"length": f"{low}-{high}" if high else f"≥{low}", "type": case.facts["type"]}
+        length = f"{low}-{high}" if high else f"≥{low}"
+        return {"language": language_of(case.prompt), "length": length, "type": case.facts["type"]}
 
     def published(self, case: Case, answer: str) -> dict[str, Any]:
         """Return the row of LongWriter's and EvalScope's pred.jsonl."""
@@ -103,5 +114,5 @@ class LongWriteRuler(LongBenchWrite):
         return {"words": written, "share": written / required, "S_l": length_score(required, written)}
 
     def groups(self, case: Case) -> dict[str, str]:
-        """Return the required length."""
-        return {"length": str(case.facts["length"])}
+        """Return the language and the required length."""
+        return {"language": language_of(case.prompt), "length": str(case.facts["length"])}

@@ -12,9 +12,9 @@ import re
 from verl_ext.endpoint.answer import UNPARSABLE, Answer, Unparsable
 from verl_ext.endpoint.client import Client
 from verl_ext.synthesis.items import Item, drawn
-from verl_ext.synthesis.prompts import Prompts, language_of
+from verl_ext.synthesis.prompts import Prompts
 from verl_ext.synthesis.records import Made, Making, question_and_answer
-from verl_ext.text.word_count import count_words, length_score
+from verl_ext.text.word_count import count_words, language_of, length_score
 
 LEAST_WORDS = 100  # a smaller number before "words" or 字 is not taken for the length of a long text
 _PLAN_LINE = re.compile(

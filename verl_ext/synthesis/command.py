@@ -141,6 +141,11 @@ class SynthesizeOptions(OutputOptions):
                 yield f"{key} {needed}; got {numbers}"
 
     @property
+    def loads_encoder(self) -> bool:
+        """Tell whether a model on this machine embeds the documents."""
+        return TASKS[str(self.task)].joins and self.encoder.path is not None
+
+    @property
     def store_path(self) -> str:
         """The file of answers."""
         return self.store or f"{self.output_dir.rstrip('/')}.answers.sqlite"
@@ -256,4 +261,5 @@ main = command(
     run,
     example="task=longalign 'sources={books:books/}' output_dir=DIR model.path=TOKENIZER"
     " endpoint.base_url=http://localhost:8000/v1 endpoint.model=NAME",
+    loads_models=lambda options: options.loads_encoder,
 )

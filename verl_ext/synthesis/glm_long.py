@@ -15,8 +15,9 @@ import re
 from verl_ext.endpoint.answer import UNPARSABLE, Answer, Unparsable
 from verl_ext.endpoint.client import Client
 from verl_ext.synthesis.items import Item, drawn
-from verl_ext.synthesis.prompts import Prompts, language_of
+from verl_ext.synthesis.prompts import Prompts
 from verl_ext.synthesis.records import Made, Making, question_and_answer
+from verl_ext.text.word_count import language_of
 
 WAYS = ("chunk", "chunks", "summary")
 STRETCHES = 4  # stretches of a text, for a question over several of them

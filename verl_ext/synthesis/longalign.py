@@ -11,8 +11,9 @@ import re
 from verl_ext.endpoint.answer import Answer, Unparsable
 from verl_ext.endpoint.client import Client
 from verl_ext.synthesis.items import Item, drawn
-from verl_ext.synthesis.prompts import Prompts, language_of
+from verl_ext.synthesis.prompts import Prompts
 from verl_ext.synthesis.records import Made, Making, question_and_answer
+from verl_ext.text.word_count import language_of
 
 _NUMBERED = re.compile(
     r"^[\s*#>-]*(?:Q(?:uestion)?\s*|问题\s*)?(\d+)[\s*]*[:.)、：．）][\s*]*(.+?)[\s*]*$", re.IGNORECASE

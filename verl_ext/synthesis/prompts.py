@@ -13,8 +13,6 @@ from verl_ext.files import fingerprint
 from verl_ext.values import UsageError, first_line, nearest_name, reason_of
 
 LANGUAGES = ("en", "zh")
-_EXAMINED = 20_000  # characters of a text that decide on its language
-_CHINESE, _KANA = re.compile("[\u4e00-\u9fff]"), re.compile("[\u3040-\u30ff]")
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
@@ -32,13 +30,6 @@ class Prompts:
     def below(self, name: str) -> list[str]:
         """Return the names that stand directly below a name, in their order."""
         return [text.removeprefix(f"{name}.") for text in self.texts if text.startswith(f"{name}.")]
-
-
-def language_of(text: str) -> str:
-    """Return "zh" for a text without kana and with over one Chinese character per four ASCII letters, else "en"."""
-    start = text[:_EXAMINED]
-    letters = sum(character.isascii() and character.isalpha() for character in start)
-    return "zh" if len(_CHINESE.findall(start)) > letters / 4 and not _KANA.search(start) else "en"
 
 
 def load_prompts(path: str | None, task: str) -> dict[str, Prompts]:

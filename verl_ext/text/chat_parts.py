@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
+from verl_ext.endpoint.reasoning import REASONING_TAGS
 from verl_ext.text.chat_marks import Place
 from verl_ext.text.chat_template import Span, any_of
 from verl_ext.text.json_records import BadRecord
@@ -25,14 +26,7 @@ from verl_ext.text.messages import REASONING_FIELDS, Chat, Stretch, TurnMask
 ANSWER, REASONING, TOOL_CALL, END_OF_TURN = KINDS = ("answer", "reasoning", "tool_call", "end_of_turn")
 EMPTY_REASONING = "empty_reasoning"  # a block without words; a kind of reasoning
 # The tags that open and close reasoning or a call inside a text.
-TAGS = {
-    ("<think>", "</think>"): REASONING,
-    ("[THINK]", "[/THINK]"): REASONING,
-    ("<seed:think>", "</seed:think>"): REASONING,
-    ("◁think▷", "◁/think▷"): REASONING,
-    ("<|channel>thought", "<channel|>"): REASONING,
-    ("<tool_call>", "</tool_call>"): TOOL_CALL,
-}
+TAGS = {**dict.fromkeys(REASONING_TAGS, REASONING), ("<tool_call>", "</tool_call>"): TOOL_CALL}
 _TAGS = tuple(tag for pair in TAGS for tag in pair)
 _WORDS_OF_TAGS = ("think", "THINK", "channel", "tool_call")  # searched first, because most texts have none
 assert all(any(word in tag for word in _WORDS_OF_TAGS) for tag in _TAGS)

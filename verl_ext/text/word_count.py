@@ -1,11 +1,13 @@
-"""Count the words of a text and score its length against the requested length.
+"""Count the words of a text, score its length against the requested length, and tell its language.
 
-Both follow LongBench-Write (LongWriter, evaluation/eval_length.py; arXiv 2408.07055, section 3.2).
+Words and lengths follow LongBench-Write (LongWriter, evaluation/eval_length.py; arXiv 2408.07055, section 3.2).
 """
 
 import re
 
 _CHINESE, _ENGLISH = re.compile("[\u4e00-\u9fff]"), re.compile(r"\b[a-zA-Z]+\b")
+_KANA = re.compile("[\u3040-\u30ff]")
+_EXAMINED = 20_000  # characters of a text that decide on its language
 
 
 def count_words(text: str) -> int:
@@ -27,3 +29,10 @@ def length_score(asked: float, written: float) -> float:
         return 0.0
     excess = (written / asked - 1) / 3 if written > asked else (asked / written - 1) / 2
     return 100 * max(0.0, 1 - excess)
+
+
+def language_of(text: str) -> str:
+    """Return "zh" for a text without kana and with over one Chinese character per four ASCII letters, else "en"."""
+    start = text[:_EXAMINED]
+    letters = sum(character.isascii() and character.isalpha() for character in start)
+    return "zh" if len(_CHINESE.findall(start)) > letters / 4 and not _KANA.search(start) else "en"

@@ -23,6 +23,7 @@ from verl_ext.answers.generation import Sampling
 from verl_ext.answers.prompts import Prompt, Prompts, prompt_text
 from verl_ext.answers.scores import ScoreFailed, Scorer, scorer
 from verl_ext.answers.server import Server, ServerFailed
+from verl_ext.endpoint.reasoning import decode_answer
 from verl_ext.engines.step import StepEngine
 from verl_ext.trainer.distributed import RunRanks
 from verl_ext.trainer.hang import watch
@@ -107,7 +108,7 @@ def engine_texts(engine: StepEngine, tokenizer: Any, sampling: Sampling) -> Text
     def texts(batch: list[Prompt]) -> list[str]:
         idle = [[tokenizer.eos_token_id or 0]]
         answers = engine.generate_answers([prompt.ids for prompt in batch] or idle, replace(sampling, seed=next(seeds)))
-        return [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in answers[: len(batch)]]
+        return [decode_answer(tokenizer, tokens) for tokens in answers[: len(batch)]]
 
     return texts
 
