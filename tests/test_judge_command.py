@@ -1,5 +1,6 @@
 """`verl-ext judge`, from cases to results.json, with a server and a judge that answer over HTTP."""
 
+import functools
 import json
 import re
 from collections import Counter
@@ -154,6 +155,34 @@ def test_a_case_that_had_no_answer_before_is_none_when_judged_again(tmp_path, ca
     assert found["outcomes"] == {"done": 1, "failed": 1}
 
 
+def test_empty_and_refused_answers_count_as_no_words_wherever_they_come_from(tmp_path, cases):
+    asked = Counter()
+
+    def judge(request):
+        asked["judge"] += 1
+        return _good_judge(request)
+
+    def model(request):
+        return completion("", refusal="No.") if "essay" in request["messages"][0]["content"] else ""
+
+    with chat_server(model) as server, chat_server(judge) as judge_server:
+        rows = [{"case": str(number), "answer": "", "outcome": o} for number, o in enumerate(("done", "refused"), 1)]
+        (tmp_path / "answers.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        arguments = [
+            *("judge", "task=longbench_write", f"cases={cases}", f"endpoint.base_url={server.url}"),
+            *("endpoint.model=m", f"predictions.file={tmp_path}/answers.jsonl", f"output_dir={tmp_path / 'out'}"),
+            *(f"judge.base_url={judge_server.url}", "judge.model=gpt"),
+        ]
+        assert main(arguments) == 0
+    for model_of in _result(tmp_path / "out")["models"].values():
+        assert model_of["outcomes"] == {"unparsable": 1, "refused": 1}
+        means = {name: figure["mean"] for name, figure in model_of["figures"]["all"].items()}
+        assert set(means.values()) == {0}
+        assert {"S_l", "S_q", "S_q_imputed", "S_bar"} <= set(means)
+        assert model_of["figures"]["all"]["S_l"]["cases"] == 2
+    assert not asked
+
+
 def test_verdicts_that_stay_unreadable_are_asked_for_five_times_counted_apart_and_end_with_exit_code_1(
     tmp_path, cases, capsys
 ):
@@ -273,10 +302,15 @@ def test_a_folder_answers_as_plain_transformers_does(tmp_path, tiny_model):
         (["task=needle", "cases=CASES", "models.a=x", "needle.depths=[101]"], "needle.depths"),
         (["task=longbench_write", "cases=CASES", "models.a=x", "judge_prompt=nowhere"], "judge_prompt"),
         (["task=longbench_write", "cases=CASES", "predictions.a=nowhere.jsonl"], "predictions.a"),
+        (["task=longbench_write", "cases=ZERO", "predictions.a=CASES"], "length of at least 1 word"),
+        (["task=longwrite_ruler", "cases=TRUE", "predictions.a=CASES"], "length (int)"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_its_key(tmp_path, cases, capsys, arguments, key):
-    given = [argument.replace("CASES", str(cases)) for argument in arguments]
+    for name, length in (("ZERO", 0), ("TRUE", True)):
+        (tmp_path / name).write_text(json.dumps({"prompt": "x", "type": "t", "length": length}))
+    files = {"CASES": cases, "ZERO": tmp_path / "ZERO", "TRUE": tmp_path / "TRUE"}
+    given = [functools.reduce(lambda text, name: text.replace(name, str(files[name])), files, a) for a in arguments]
     assert main(["judge", *given, f"output_dir={tmp_path / 'out'}"]) in (1, 2)
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
     assert key in line

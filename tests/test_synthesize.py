@@ -222,6 +222,7 @@ def test_an_instruction_without_a_length_is_given_one(tmp_path):
         ("\n".join(f"Paragraph {i} - Main Point: p - Word Count: 200" for i in range(51)), "text", "plan_too_long"),
         (PLAN, "Paragraph 1:", "unparsable"),
         (PLAN, completion("half", "length"), "cut"),
+        (PLAN, "I'm sorry, but I can't continue with this.", "refused"),
     ],
 )
 def test_plans_and_paragraphs_that_cannot_be_used_make_no_record(tmp_path, capsys, plan, paragraph, outcome):
@@ -323,6 +324,54 @@ def test_glm_long_asks_within_the_window_and_records_the_whole_document(tmp_path
         if record["category"] == "glm_long_chunks":
             begins = [begin * 4 // len(text) for begin, _ in record["provenance"]["spans"]]
             assert begins == [0, 1, 2, 3]
+
+
+def test_a_number_of_records_is_drawn_where_the_intervals_together_have_it(tmp_path, tiny_model, capsys):
+    lengths = [150] + [250] * 4 + [350] * 6
+    source = write_lines(tmp_path / "documents.jsonl", [{"text": words(n, i)} for i, n in enumerate(lengths)])
+    given = (f"sources={{docs:{source}}}", f"model.path={tiny_model}")
+    with chat_server(longalign_reply) as server:
+        names = []
+        for count in (6, 7, 11):
+            assert run(server, tmp_path, *given, f"records={count}", out=f"out{count}") == 0
+            names.append({record["provenance"]["item"] for record in records_of(tmp_path, out=f"out{count}")})
+        before = len(server.requests)
+        assert run(server, tmp_path, *given, "records=12") == 1
+        assert len(server.requests) == before
+    assert "records must be at most 11" in capsys.readouterr().err.splitlines()[-1]
+    assert [len(drawn) for drawn in names] == [6, 7, 11]
+    assert names[0] < names[1] < names[2]
+
+
+def test_stretches_are_spread_over_the_documents_of_a_joined_text(tmp_path, tiny_model):
+    records = []
+    for number in range(40):
+        parts = [
+            words(count, number + place) for place, count in enumerate((400, 100, 90, 80, 70, 60)[: 2 + number % 5])
+        ]
+        text, spans = "", []
+        for part in parts:
+            text += "\n\n" if text else ""
+            spans.append({"span": [len(text), len(text) + len(part)]})
+            text += part
+        records.append({"text": text, "provenance": {"documents": spans}})
+    source = write_lines(tmp_path / "documents.jsonl", records)
+    given = (f"sources={{docs:{source}}}", f"model.path={tiny_model}", "intervals=[100,1000]", "window=64")
+    with chat_server(glm_long_reply) as server:
+        assert run(server, tmp_path, *given, "near_duplicates=null", task="glm_long") == 0
+    seen = set()
+    for record in records_of(tmp_path, "glm_long"):
+        if record["category"] == "glm_long_chunks":
+            number = int(record["provenance"]["item"].rpartition(":")[2]) - 1
+            spans = [each["span"] for each in records[number]["provenance"]["documents"]]
+            of_documents = [
+                sum(first <= begin and end <= last for begin, end in record["provenance"]["spans"])
+                for first, last in spans
+            ]
+            assert sum(of_documents) == max(4, len(spans))
+            assert max(of_documents) - min(of_documents) <= 1
+            seen.add(len(spans))
+    assert len(seen) > 2
 
 
 @pytest.mark.slow

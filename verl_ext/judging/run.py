@@ -76,7 +76,7 @@ async def judge_model(
                 text = answer.given_text
                 questions = task.questions(case, text) if judge is not None else []
                 parsed = [task.worst] * len(questions)
-                if text:  # no judge need read an empty answer
+                if judge is not None and text:  # no judge need read an empty answer
                     asked = (
                         judge.ask(case.name, f"judge/{number}", question, task.judge_sampling, task.verdict, TRIES)
                         for number, question in enumerate(questions)

@@ -9,6 +9,7 @@ from verl_ext.synthesis.items import Item, drawn, read_items
 from verl_ext.synthesis.overlap import NearDuplicates, Passages
 from verl_ext.synthesis.token_lengths import TokenLengths
 from verl_ext.text.sources import SourceFile
+from verl_ext.values import DataError
 
 ALL = "all"  # the one group of items whose lengths are not counted
 
@@ -67,7 +68,8 @@ class Corpus:
     def choose(self, records: int | None, seed: int, near: NearDuplicates | None, passages: Passages) -> int:
         """Draw `records` items (None: all), equally many from every interval; return the number of items drawn.
 
-        An interval with too few gives all of its items, and the others do not make up for it.
+        An interval with too few gives all of its items, and the others make up for it. Raises DataError if all of them
+        together have too few.
         """
         names = self._lengths[0].names if self._lengths else [ALL]
         groups: dict[str, list[tuple[int, str]]] = {name: [] for name in names}
@@ -78,10 +80,9 @@ class Corpus:
                 self.left_out["near_duplicate"] += 1
             else:
                 groups[group].append((drawn(seed, item.name), item.name))
-        for place, (group, found) in enumerate(groups.items()):
-            share = len(found) if records is None else (records + len(groups) - 1 - place) // len(groups)
-            self.available[group] = len(found)
-            self.chosen[group] = {name for _, name in sorted(found)[:share]}
+        self.available = {group: len(found) for group, found in groups.items()}
+        for group, share in _shares(list(self.available.values()), records, list(groups)).items():
+            self.chosen[group] = {name for _, name in sorted(groups[group])[:share]}
         return sum(map(len, self.chosen.values()))
 
     def items(self) -> Iterator[Item]:
@@ -100,9 +101,34 @@ class Corpus:
             tokens, most = limit.count(item.text), intervals.edges[-1]
             if tokens > most and self._truncate:
                 left_out["truncated"] += 1
-                item = replace(item, text=limit.shortened(item.text, most))
+                text = limit.shortened(item.text, most)
+                within = [(first, min(end, len(text))) for first, end in item.documents if first < len(text)]
+                item = replace(item, text=text, documents=within)
                 tokens = limit.count(item.text)
             if group := intervals.of(tokens):
                 yield replace(item, tokens=tokens), group
             else:
                 left_out["too_short" if tokens < intervals.edges[0] else "too_long"] += 1
+
+
+def _shares(available: Sequence[int], records: int | None, names: Sequence[str]) -> dict[str, int]:
+    """Return the number of items that each group gives: one after the other gives one more while it has any."""
+    total = sum(available)
+    if records is None or not total:
+        return dict(zip(names, available, strict=True))
+    if records > total:
+        of_each = (
+            ""
+            if names == [ALL]
+            else f" ({', '.join(f'{n:,} of {name}' for n, name in zip(available, names, strict=True))})"
+        )
+        raise DataError(
+            f"records must be at most {total:,}, what the sources have to draw from{of_each}; got {records:,}"
+        )
+    shares, left = [0] * len(available), records
+    while left:
+        for place, most in enumerate(available):
+            if left and shares[place] < most:
+                shares[place] += 1
+                left -= 1
+    return dict(zip(names, shares, strict=True))

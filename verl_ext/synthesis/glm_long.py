@@ -16,23 +16,59 @@ from verl_ext.endpoint.answer import UNPARSABLE, Answer, Unparsable
 from verl_ext.endpoint.client import Client
 from verl_ext.synthesis.items import Item, drawn
 from verl_ext.synthesis.prompts import Prompts
-from verl_ext.synthesis.records import Made, Making, question_and_answer
+from verl_ext.synthesis.records import Made, Making, json_in, question_and_answer, refused_in_words
+from verl_ext.synthesis.token_lengths import TokenLengths
 from verl_ext.text.word_count import language_of
 
 WAYS = ("chunk", "chunks", "summary")
 STRETCHES = 4  # stretches of a text, for a question over several of them
-_PAIR = re.compile(
-    r"^[\s*#]*(?:Question|问题)[\s*]*[:：][\s*]*(.+?)\n[\s*#]*(?:Answer|答案|回答)[\s*]*[:：][\s*]*(.+)",
+MOST_STRETCHES = 16  # of a text that consists of more documents than STRETCHES
+_PAIR = re.compile(  # Question: … Answer: …, on one line or several; ### Question 1; Q: … A: …; 问：… 答：…
+    r"^[\s*#>_\-]*(?P<name>Question|Q|问题|问)\s*\d*[\s*_]*(?:[:：]|\n)[\s*_]*(?P<question>.+?)"
+    r"(?:\n[\s*#>_\-]*(?:Answer|A|答案|回答|答)|(?:[\s*_]+|(?<=[?？。]))(?:Answer|答案|回答))"
+    r"\s*\d*[ \t*_]*(?:[:：]|\n)[\s*_]*(?P<answer>.+?)"
+    r"(?=\n[\s*#>_\-]*(?P=name)\s*\d*[\s*_]*(?:[:：]|\n)|\Z)",  # a second pair is left out
     re.IGNORECASE | re.DOTALL | re.MULTILINE,
 )
 
 
 def parse_pair(text: str) -> tuple[str, str]:
-    """Return the question and the answer of a text of the form `Question: … Answer: …`."""
-    found = _PAIR.search(text)
-    if not found or not found[1].strip() or not found[2].strip():
+    """Return the first question and its answer of a text of the form `Question: … Answer: …`, or of JSON."""
+    given = json_in(text)
+    given = given[0] if isinstance(given, list) and given else given
+    if isinstance(given, dict):
+        given = {str(name).lower(): value for name, value in given.items()}
+        pair = [given.get("question", given.get("问题")), given.get("answer", given.get("答案"))]
+    else:
+        found = _PAIR.search(text)
+        pair = [found["question"], found["answer"]] if found else [None, None]
+    question, answer = (each.strip().strip("*").strip() if isinstance(each, str) else "" for each in pair)
+    if not question or not answer:
         raise Unparsable("the answer is not of the form `Question: …`, `Answer: …`")
-    return found[1].strip(), found[2].strip()
+    return question, answer
+
+
+def stretches(item: Item, number: int, size: int, seed: int, lengths: TokenLengths) -> list[tuple[int, int]]:
+    """Return `number` stretches of at most `size` tokens, as characters, spread evenly over a text.
+
+    The start of each is drawn within its part of the text. If the text consists of several documents, the stretches are
+    shared among them, or each is of another one.
+    """
+    documents = lengths.tokens(item.text, item.documents) or [(0, item.tokens)]
+    spans = []
+    for place in range(number):
+        if len(documents) >= number:
+            begin, stop = documents[place * len(documents) // number]
+            part, parts = 0, 1
+        else:  # document d has the stretches d·number/D up to (d+1)·number/D
+            which = ((place + 1) * len(documents) - 1) // number
+            first, end = (-(-each * number // len(documents)) for each in (which, which + 1))
+            begin, stop = documents[which]
+            part, parts = place - first, end - first
+        begin, stop = (begin + (stop - begin) * each // parts for each in (part, part + 1))
+        start = begin + drawn(seed, item.name, "start", str(place)) % max(stop - begin - size + 1, 1)
+        spans.append((start, min(start + size, stop)))
+    return lengths.characters(item.text, spans)
 
 
 async def make(item: Item, client: Client, prompts: dict[str, Prompts], making: Making) -> Made:
@@ -42,13 +78,10 @@ async def make(item: Item, client: Client, prompts: dict[str, Prompts], making: 
     if way == "summary":
         return await _summary(item, client, own, making)
     assert making.lengths_of is not None
-    number = 1 if way == "chunk" else STRETCHES
-    spans, size = [], making.window // number
-    for stretch in range(number):  # equal parts of the text; the start of a chunk in each part is drawn
-        first, end = item.tokens * stretch // number, item.tokens * (stretch + 1) // number
-        start = first + drawn(making.seed, item.name, "start", str(stretch)) % max(end - first - size + 1, 1)
-        spans.append((start, min(start + size, end)))
-    characters = making.lengths_of.characters(item.text, spans)
+    number = 1
+    if way == "chunks":
+        number = min(max(STRETCHES, len(item.documents)), MOST_STRETCHES)
+    characters = stretches(item, number, making.window // number, making.seed, making.lengths_of)
     text = "\n\n----------\n\n".join(item.text[begin:end] for begin, end in characters)
     tasks = own.below("tasks")
     task = tasks[drawn(making.seed, item.name, "task") % len(tasks)]
@@ -60,6 +93,8 @@ async def make(item: Item, client: Client, prompts: dict[str, Prompts], making: 
     if not answer.is_done:
         return Made.from_answer(way, answer)
     question, reply = answer.parsed
+    if not (answer := refused_in_words(answer, reply)).is_done:
+        return Made.from_answer(way, answer)
     if making.passages.found_in(f"{question}\n{reply}"):
         return Made("contaminated", reason="the question or its answer holds a passage of decontaminate")
     facts = {"task": task, "spans": [list(span) for span in characters]}
@@ -78,7 +113,8 @@ async def _summary(item: Item, client: Client, own: Prompts, making: Making) -> 
         summaries = []
         for number, (begin, end) in enumerate(spans, start=1):
             asked = [{"role": "user", "content": own.filled("part", text=text[begin:end])}]
-            answers.append(await client.ask(item.name, f"part/{level}/{number}", asked, making.sampling))
+            part = await client.ask(item.name, f"part/{level}/{number}", asked, making.sampling)
+            answers.append(refused_in_words(part))
             if not answers[-1].is_done:
                 return Made.from_answer(f"part {number} of {len(spans)}", answers[-1])
             summaries.append(answers[-1].text)
@@ -89,7 +125,7 @@ async def _summary(item: Item, client: Client, own: Prompts, making: Making) -> 
     name = names[drawn(making.seed, item.name, "task") % len(names)]
     instruction = own.texts[f"summaries.{name}"]
     asked = [{"role": "user", "content": own.filled("whole", text=text, instruction=instruction)}]
-    answers.append(await client.ask(item.name, "whole", asked, making.sampling))
+    answers.append(refused_in_words(await client.ask(item.name, "whole", asked, making.sampling)))
     if not answers[-1].is_done:
         return Made.from_answer("whole", answers[-1])
     if making.passages.found_in(answers[-1].text):

@@ -5,10 +5,11 @@ depend neither on the order nor on the number of concurrent requests.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 from verl_ext.text.json_records import BadRecord, check_characters, read_record
 from verl_ext.text.readers import TextFile, read_chunks
@@ -18,13 +19,20 @@ from verl_ext.values import DataError
 
 @dataclass(frozen=True)
 class Item:
-    """A document or an instruction. tokens: the length of the text, 0 if not counted. kind: its class or source."""
+    """A document or an instruction.
+
+    Attributes:
+        tokens: the length of the text, 0 if not counted.
+        kind: its class or source.
+        documents: the characters of each document that a joined text consists of; none for one document.
+    """
 
     name: str
     source: str
     text: str
     tokens: int = 0
     kind: str = ""
+    documents: Sequence[tuple[int, int]] = ()
 
 
 def drawn(seed: int, *facts: str) -> int:
@@ -72,4 +80,16 @@ def read_items(
                         raise DataError(f"{chunk.place(number)}: {error}") from error
                     left_out[error.reason] += 1
                     continue
-                yield Item(f"{name}:{number}", source, text.strip(), kind=kind)
+                yield Item(f"{name}:{number}", source, text.strip(), kind=kind, documents=_documents(record, text))
+
+
+def _documents(record: Mapping[str, Any], text: str) -> list[tuple[int, int]]:
+    """Return the places of a joined text's documents in `text.strip()`, from its `provenance` by glm_long_documents."""
+    provenance = record.get("provenance")
+    documents = provenance.get("documents") if isinstance(provenance, Mapping) else None
+    left_out, end = len(text) - len(text.lstrip()), len(text.strip())
+    try:
+        spans = [tuple(int(place) - left_out for place in document["span"]) for document in documents or ()]
+        return [(max(first, 0), min(last, end)) for first, last in spans if max(first, 0) < min(last, end)]
+    except (LookupError, TypeError, ValueError):  # another program's provenance
+        return []

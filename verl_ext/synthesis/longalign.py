@@ -12,20 +12,53 @@ from verl_ext.endpoint.answer import Answer, Unparsable
 from verl_ext.endpoint.client import Client
 from verl_ext.synthesis.items import Item, drawn
 from verl_ext.synthesis.prompts import Prompts
-from verl_ext.synthesis.records import Made, Making, question_and_answer
+from verl_ext.synthesis.records import Made, Making, json_in, question_and_answer, refused_in_words
 from verl_ext.text.word_count import language_of
 
-_NUMBERED = re.compile(
-    r"^[\s*#>-]*(?:Q(?:uestion)?\s*|问题\s*)?(\d+)[\s*]*[:.)、：．）][\s*]*(.+?)[\s*]*$", re.IGNORECASE
+_NUMBERS = "一二三四五六七八九十"
+_NUMBERED = re.compile(  # 1: … | 2. … | **3:** … | (4) … | [5] … | 6 - … | 七、… | Question 8 | Q9: …
+    rf"^[\s*#>_\-]*(?P<name>Q(?:uestion)?\s*|问题\s*)?(?P<open>[(（\[【])?\s*(?P<number>\d{{1,2}}|[{_NUMBERS}])\s*"
+    r"(?(open)[)）\]】][\s*_]*[:：.、\-–—]?|[\s*_]*(?:[:.)、：．）]|[\-–—](?!\d)|(?(name)$|(?!))))[\s*_]*(?P<text>.*)$",
+    re.IGNORECASE,
 )
 
 
 def parse_questions(text: str) -> list[str]:
-    """Return the questions of a numbered list (`1: `, `2.`, `**3:**`, `4)`), without the text around it."""
-    found = [match[2] for line in text.splitlines() if (match := _NUMBERED.match(line))]
-    if not found:
-        raise Unparsable("the answer has no numbered question")
+    """Return the questions of a list numbered from 1, or of JSON, without the text around them.
+
+    A question ends before the next number or a blank line.
+    """
+    if found := _json_questions(text):
+        return found
+    questions: list[str] = []
+    is_open = False  # whether the next line belongs to the last question
+    for line in text.splitlines():
+        match = _NUMBERED.match(line)
+        if match and _value(match["number"]) == len(questions) + 1:
+            questions.append(match["text"])
+            is_open = True
+        elif is_open and line.strip():
+            questions[-1] += f"\n{line}"
+        elif questions and questions[-1].strip():
+            is_open = False
+    found = [question.strip().strip("*").strip() for question in questions]
+    if not found or not all(found):
+        raise Unparsable("the answer has no questions numbered from 1")
     return found
+
+
+def _value(number: str) -> int:
+    return int(number) if number.isdigit() else _NUMBERS.index(number) + 1
+
+
+def _json_questions(text: str) -> list[str] | None:
+    """Return the questions in a JSON list, of texts or of objects with a question; None if there is none."""
+    found = json_in(text)
+    if isinstance(found, dict):
+        found = next((value for value in found.values() if isinstance(value, list)), list(found.values()))
+    named = [next(iter(each.values()), None) if isinstance(each, dict) else each for each in found or []]
+    texts = [each for each in named if isinstance(each, str) and each.strip()]
+    return texts if texts and len(texts) == len(named) else None
 
 
 async def make(item: Item, client: Client, prompts: dict[str, Prompts], making: Making) -> Made:
@@ -45,7 +78,8 @@ async def make(item: Item, client: Client, prompts: dict[str, Prompts], making: 
     questions = answers[-1].parsed
     question = questions[drawn(making.seed, item.name, "question") % len(questions)]
     content = f"{item.text}\n\n{question}"
-    answers.append(await client.ask(item.name, "answer", [{"role": "user", "content": content}], making.sampling))
+    asked = [{"role": "user", "content": content}]
+    answers.append(refused_in_words(await client.ask(item.name, "answer", asked, making.sampling)))
     if not answers[-1].is_done:
         return Made.from_answer("answer", answers[-1])
     if making.passages.found_in(f"{question}\n{answers[-1].text}"):

@@ -1,6 +1,7 @@
 """Lengths of texts in tokens of one tokenizer, and parts of texts by their tokens."""
 
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from verl_ext.values import UsageError
@@ -24,6 +25,15 @@ class TokenLengths:
         """Return (first character, end) in a text for each span of tokens; a span has at least one token."""
         places = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
         return [(places[first][0], places[end - 1][1]) for first, end in spans]
+
+    def tokens(self, text: str, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return (first token, end) in a text for each span of characters with a token of its own."""
+        if not spans:
+            return []
+        places = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        starts = [first for first, _ in places]
+        found = [(bisect_left(starts, first), bisect_left(starts, end)) for first, end in spans]
+        return [(first, end) for first, end in found if first < end]
 
     def shortened(self, text: str, tokens: int) -> str:
         """Return the start of a text, with at most `tokens` tokens."""

@@ -1,0 +1,115 @@
+"""The length that a writing instruction asks for: read where it is one number, seen where it is in other words."""
+
+import re
+from collections.abc import Iterator
+
+LEAST_WORDS = 100  # a smaller number before "words" or 字 is not taken for the length of a long text
+_SMALL_NAMES = (
+    "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
+    " eighteen nineteen"
+)
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
+_SMALL = {name: value for value, name in enumerate(re.split(" ", _SMALL_NAMES), start=1)}
+_SMALL |= {name: 10 * value for value, name in enumerate(re.split(" ", _TENS), start=2)}
+_LARGE = {"hundred": 100, "thousand": 1000, "million": 1_000_000, "k": 1000}
+_NAMES = "|".join([*_SMALL, "hundred", "thousand", "million"])
+_DIGITS = {character: value for value, character in enumerate("零一二三四五六七八九")} | {"〇": 0, "两": 2}
+_UNITS = {"十": 10, "百": 100, "千": 1000}
+_HAN = "零〇一二两三四五六七八九十百千万"
+
+_DIGITAL = r"\d[\d,]*(?:\.\d+)?(?:\s*(?:k\b|(?:hundred|thousand|million)\b))?"
+_WORDED = rf"\b(?:a|{_NAMES})(?:[\s-]+(?:(?:and[\s-]+)?(?:{_NAMES})\b))*"
+_ENGLISH = rf"(?:{_DIGITAL}|{_WORDED}\b)"
+_CHINESE = rf"[\d,.]*[\d{_HAN}]+"
+# What may stand between a number and "words": 2,000+ words, 1500 (fifteen hundred) words, 2000 English words.
+_BETWEEN = r"[\s+-]*(?:\([^)]*\)[\s-]*)?(?:or (?:so|more)\s+)?(?:(?:english|chinese|written|total|plain)\s+)?"
+_ASKED = re.compile(
+    rf"(?P<before>{_ENGLISH}){_BETWEEN}words?\b"
+    rf"|(?:word\s*(?:count|limit)|number of words)\W*(?:is|of|should be|about|around|at least)?\W*(?P<after>{_ENGLISH})"
+    rf"|(?P<han>{_CHINESE})\s*(?:多|余|左右|以上|以内)?\s*个?(?:英文|中文)?(?:汉?字(?!数|路)|单词)"
+    rf"|字数\W*(?:为|是|约|大约|要求|不少于|在)*\W*(?P<count>{_CHINESE})",
+    re.IGNORECASE,
+)
+_NUMBER_BEFORE = rf"(?:\d\s*k?|\b(?:{_NAMES})|[{_HAN}])\s*(?:words?|字|个字)?\s*"
+_RANGE = re.compile(rf"{_NUMBER_BEFORE}(?:-|–|—|~|～|〜|、|/|,|\b(?:to|or|and)\b|至|到|或者?|和)\s*$", re.IGNORECASE)
+_VAGUE = re.compile(r"[几数]$")  # 几千字
+# The length of a part: each 200 words, 每段200字, 200 words each.
+_PART_BEFORE = re.compile(r"(?:\b(?:each|every|per)\b\W*(?:\w+\W+){0,4}|每[^，。,.；;]{0,6})$", re.IGNORECASE)
+_PART_AFTER = re.compile(
+    r"\s*(?:each\b|apiece|per\b|every\b|an? (?:day|page|paragraph|chapter|section)\b|(?:一|每)[段章节页])"
+)
+_YEAR = re.compile(r"\byear\s*$", re.IGNORECASE)
+_QUANTITY = rf"(?:\d[\d,.]*\s*k?|\b(?:{_NAMES}|hundreds|thousands|dozens?|few|several|half)\b)"
+_UNIT = r"\b(?:words?|length|characters?|letters|pages?|tokens?)\b"
+_MENTIONED = re.compile(
+    rf"{_QUANTITY}\W*(?:\w+\W+){{0,3}}{_UNIT}|{_UNIT}\W*(?:\w+\W+){{0,3}}{_QUANTITY}"
+    rf"|[\d十百千万kK]\s*(?:多|余|来|左右|以上|以内)?\s*个?(?:英文|中文)?(?:汉?字(?!路)|单词|词|页)"
+    rf"|(?:字数|篇幅|长度)[^，。；;]{{0,8}}[\d{_HAN}]",
+    re.IGNORECASE,
+)
+
+
+def asked_words(instruction: str) -> int | None:
+    """Return the number of words or characters that an instruction asks for; None unless it names exactly one.
+
+    A least or a greatest number counts as the number; a range, and the length of each part, do not.
+    """
+    found = set()
+    for match in _ASKED.finditer(instruction):
+        start = min(match.start(group) for group in match.re.groupindex if match[group] is not None)
+        before, after = instruction[:start], instruction[match.end() :]
+        number = next(_values(match))
+        others = (_RANGE.search(before), _VAGUE.search(before), _PART_BEFORE.search(before), _PART_AFTER.match(after))
+        if number is None or any(others):
+            return None
+        if number >= LEAST_WORDS and not _YEAR.search(before):
+            found.add(number)
+    return found.pop() if len(found) == 1 else None
+
+
+def mentions_length(instruction: str) -> bool:
+    """Tell whether an instruction says anything about a length, also in words that are not read."""
+    return bool(_ASKED.search(instruction) or _MENTIONED.search(instruction))
+
+
+def _values(match: re.Match[str]) -> Iterator[int | None]:
+    for group, value in match.groupdict().items():
+        if value is not None:
+            yield _chinese(value) if group in ("han", "count") else _english(value)
+
+
+def _english(text: str) -> int | None:
+    """Return the value of 2000, 2.5k, two thousand or fifteen hundred; None for a number that is none."""
+    total, current, is_one = 0.0, None, False
+    for part in re.findall(r"\d[\d,]*(?:\.\d+)?|[a-z]+", text.lower()):
+        if part[0].isdigit():
+            current = float(part.replace(",", ""))
+        elif part == "a":
+            is_one = True  # in "a thousand", and not in "a two-thousand-word essay"
+        elif part in _SMALL:
+            current = (current or 0.0) + _SMALL[part]
+        elif part in _LARGE:
+            if current is None and not is_one:  # "a few thousand"
+                return None
+            current = (1.0 if current is None else current) * _LARGE[part]
+            if _LARGE[part] > 100:
+                total, current = total + current, 0.0
+    return None if current is None else round(total + current)
+
+
+def _chinese(text: str) -> int | None:
+    """Return the value of 2000, 5千, 1.5万, 两千五百 or 两千五; None for 两三千, which is a range."""
+    total, current, unit, is_digit = 0.0, 0.0, 1, False
+    for part in re.findall(r"[\d.]+|.", text.replace(",", "")):
+        if part[0].isdigit() and part[0].isascii():
+            current, unit, is_digit = float(part.rstrip(".") if part.count(".") < 2 else 0), 1, False
+        elif part in _DIGITS:
+            if is_digit and _DIGITS[part]:
+                return None
+            is_digit, unit = _DIGITS[part] > 0, unit if _DIGITS[part] else 1
+            current = _DIGITS[part]
+        elif part in _UNITS:
+            total, current, unit, is_digit = total + (current or 1) * _UNITS[part], 0.0, _UNITS[part], False
+        elif part == "万":
+            total, current, unit, is_digit = (total + current) * 10_000, 0.0, 10_000, False
+    return round(total + current * (unit / 10 if is_digit and unit > 10 else 1))
