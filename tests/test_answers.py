@@ -49,6 +49,19 @@ def test_answers_end_with_the_templates_end_of_a_turn_beside_the_tokenizers(toke
     assert set(stops) == set(other.convert_tokens_to_ids(["<|pad|>", "<|im_end|>"]))
 
 
+def test_of_two_ends_of_turns_the_one_that_ends_a_chat_ends_an_answer(tokenizer, tmp_path):
+    """As gpt-oss's <|end|>, which also ends its reasoning, and <|return|>."""
+    path = _file(tmp_path / "a.jsonl", {"messages": CHAT})
+    template = (
+        "{% for m in messages %}{{ m.role }} {{ m.content }}"
+        "{{ '<|im_end|>' if loop.last and m.role == 'assistant' else '<|im_start|>' }} {% endfor %}"
+        "{% if add_generation_prompt %}assistant {% endif %}"
+    )
+    other = AutoTokenizer.from_pretrained(tokenizer.name_or_path, eos_token="<|pad|>")
+    stops = Prompts.read(AnswerOptions(prompts=path, chat_template=template), other).stops
+    assert set(stops) == set(other.convert_tokens_to_ids(["<|pad|>", "<|im_end|>"]))
+
+
 def test_the_prompt_of_a_tokenized_document_ends_before_its_last_targets(tokenizer, tmp_path):
     ids, mask = [5, 6, 7, 8, 9, 10, 2, 11], [0, 0, 1, 1, 0, 1, 1, 0]
     document = {"input_ids": np.array(ids), "loss_mask": np.array(mask), "category_ids": 2 * np.array(mask)}
@@ -201,3 +214,4 @@ def test_a_server_must_answer_and_have_the_model():
             Server(AnswerOptions(prompts="a", base_url=url))
         with pytest.raises(ServerFailed, match=r"/nowhere must list its models at /models"):
             Server(AnswerOptions(prompts="a", base_url=f"{url}/nowhere"))
+        Server(AnswerOptions(prompts="a", base_url=f"{url}/nowhere", model="small"))  # some servers have no list

@@ -24,14 +24,13 @@ import verl_ext.data
 from tests.chat_server import chat_server
 from tests.ranks import run_ranks
 from tests.test_babilong_files import write_forms
+from tests.test_joined_documents import write_encoder
 from tests.training import metrics, train_alone
 from verl_ext.__main__ import COMMANDS, main
-from verl_ext.commands.command_line import read_options
 from verl_ext.commands.train import NODES
 from verl_ext.config import compose
 from verl_ext.config.schema import is_known
-from verl_ext.judging.command import JudgeOptions
-from verl_ext.synthesis.command import SynthesizeOptions
+from verl_ext.judging.writing import DIMENSIONS
 from verl_ext.trainer.setup import prepare
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -126,35 +125,57 @@ def folder(inputs, tmp_path, monkeypatch):
     return copy
 
 
+def run_command(*words: str) -> None:
+    """Run a command in a process of its own, as a user does: some commands import what others must leave out."""
+    subprocess.run([sys.executable, "-m", "verl_ext", *words], check=True, timeout=400)
+
+
 def run_data_command(command: Command) -> None:
     _, name, *words = command.words
     if name == "migrate":
-        assert main([name, *words]) == 0
+        run_command(name, *words)
         return
     if name == "train":  # two steps, without the GPUs that a page may assume
         small = ["parallel=cpu", "nproc=1", "data.cache_dir=cache", "trainer.total_training_steps=2"]
         kept = [word for word in words if word.partition("=")[0] not in ("parallel", "nproc")]
-        subprocess.run([sys.executable, "-m", "verl_ext", name, *kept, *small], check=True, timeout=400)
+        run_command(name, *kept, *small)
         return
     if name == "show":
         needed = [words[0], *(word.partition("=")[2] for word in words if word.startswith(("val=", "against=")))]
         if all(map(os.path.exists, needed)):
-            assert main([name, *words]) == 0
+            run_command(name, *words)
         return
     given = dict(word.split("=", 1) for word in words)
-    if name == "judge":  # needs a benchmark's file, which no test has
-        assert read_options(JudgeOptions, [f"{key}={value}" for key, value in {**given, "cases": "web.jsonl"}.items()])
-        return
-    if given.get("task") == "glm_long_documents":  # needs an encoder, which no test has
-        assert read_options(SynthesizeOptions, words)
+    if name == "judge":
+        run_judge(given)
         return
     if name == "synthesize":
-        with chat_server(lambda _: "1: What stands near the river?") as server:
-            small = {"endpoint.base_url": server.url, "intervals": "[8,4096]", "near_duplicates": "null"}
-            assert main([name, *(f"{key}={value}" for key, value in {**given, **small}.items())]) == 0
+        with chat_server(synthesis_reply) as server:
+            small = {"intervals": "[8,4096]", "near_duplicates": "null"}
+            if given.get("task") == "glm_long_documents":
+                books = {"sources": "{books:books/}", "encoder.path": str(write_encoder(Path("encoder"), "MODEL"))}
+                small |= {**books, "class_field": "null"}
+            else:
+                small |= {"endpoint.base_url": server.url, "endpoint.model": "tiny", "records": "null"}
+            run_command(name, *(f"{key}={value}" for key, value in {**given, **small}.items()))
         return
     smaller = {key: SMALLER[key] for key in given if command.is_marked and key in SMALLER}
-    assert main([name, *(f"{key}={value}" for key, value in {**given, **smaller, "overwrite": "true"}.items())]) == 0
+    run_command(name, *(f"{key}={value}" for key, value in {**given, **smaller, "overwrite": "true"}.items()))
+
+
+def synthesis_reply(_: dict) -> str:
+    return "1: What stands near the river?"
+
+
+def run_judge(given: dict[str, str]) -> None:
+    """Run a command of LongBench-Write with one case of our own, and one small model in place of each."""
+    assert given["task"] == "longbench_write"
+    Path("cases.jsonl").write_text(json.dumps({"prompt": "Write 100 words.", "type": "Story", "length": 100}))
+    models = {key: "MODEL" for key in given if key.startswith("models.")}
+    verdict = json.dumps(dict.fromkeys(DIMENSIONS, 3))
+    with chat_server(lambda _: verdict) as server:
+        small = {"cases": "cases.jsonl", "judge.base_url": server.url, "max_tokens": "8"}
+        run_command("judge", *(f"{key}={value}" for key, value in {**given, **models, **small}.items()))
 
 
 def run_module(command: Command) -> None:

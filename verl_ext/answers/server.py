@@ -45,14 +45,16 @@ class Server:
             served = asyncio.run(self._models())
         except (UsageError, DataError) as error:
             raise ServerFailed(str(error)) from error
-        if served is None:
-            raise ServerFailed(f"eval.base_url={options.base_url} must list its models at /models; it does not")
-        if options.model is None and len(served) != 1:
+        if options.model is None and served is None:
+            needed = "must list its models at /models, or eval.model must name one"
+            raise ServerFailed(f"eval.base_url={options.base_url} {needed}; it does not, got null")
+        if options.model is None and served is not None and len(served) != 1:
             names = ", ".join(served) or "none"
             raise ServerFailed(f"eval.model is required: {options.base_url} serves {names}; got null")
-        if options.model is not None and (problem := choice_problem("eval.model", options.model, served)):
+        problem = choice_problem("eval.model", options.model, served) if options.model is not None and served else None
+        if problem:
             raise ServerFailed(f"{problem} at {options.base_url}")
-        self._endpoint = replace(self._endpoint, model=options.model or served[0])
+        self._endpoint = replace(self._endpoint, model=options.model or (served or [None])[0])
 
     async def _models(self) -> list[str] | None:
         async with Client(self._endpoint, NoStore()) as client:

@@ -289,8 +289,11 @@ class Client:
         options, line = self.options, f"status {status}: {message}"
         if status in (400, 403, 422, 451) and _MODERATED.search(message):
             return Answer(REFUSED, reason=line)
-        if status in (401, 403):
+        if status == 401:
             raise UsageError(self._key_problem(line))
+        if status == 403:  # a key without the right, or a country, an address or a project that is not admitted
+            needed = f"{options.prefix}.base_url must admit requests with the key in {options.key_variable}"
+            raise UsageError(f"{needed}; got {options.base_url}: {line}")
         if status == 404:
             near = nearest_name(str(options.model), [name for name in self.models or () if name != options.model])
             got = f"got {options.model}{f' (nearest: {near})' if near else ''} at {options.base_url}: {line}"

@@ -83,7 +83,7 @@ class QuestionProgress:
             rate = four_digits(requests / max(time.monotonic() - self._started, 1e-9))
             line = f" {rate} requests/s, {four_digits(tokens)} tokens,"
         priced = [price.of(client.usage) for client, price in self._asked if price]
-        cost = f" cost {sum(priced):.2f}," if priced else ""
+        cost = f" cost {_amount(sum(priced))}," if priced else ""
         self.bar.bar_format = f"{{desc}}: {{n_fmt}}/{{total_fmt}},{line}{cost} {{remaining}} left"
         self.bar.update(1)
 
@@ -94,5 +94,10 @@ def spent(client: Client, price: Price | None) -> str:
     line = f"{client.requests:,} requests, {client.retries:,} sent again, {client.from_store:,} from the store; "
     line += f"{prompt:,} prompt tokens ({cached:,} cached), {written:,} written"
     if price is not None:
-        line += f", cost {price.of(client.usage):.2f}"
+        line += f", cost {_amount(price.of(client.usage))}"
     return line + (f", {client.without_usage:,} answers not counted" if client.without_usage else "")
+
+
+def _amount(cost: float) -> str:
+    """Return a cost with two decimals, or with two digits if it is small."""
+    return f"{cost:.2f}" if cost >= 0.1 or not cost else f"{cost:.2g}"
