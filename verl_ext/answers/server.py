@@ -54,7 +54,7 @@ class Server:
         problem = choice_problem("eval.model", options.model, served) if options.model is not None and served else None
         if problem:
             raise ServerFailed(f"{problem} at {options.base_url}")
-        self._endpoint = replace(self._endpoint, model=options.model or (served or [None])[0])
+        self._endpoint = replace(self._endpoint, model=options.model or (served[0] if served else None))
 
     async def _models(self) -> list[str] | None:
         async with Client(self._endpoint, NoStore()) as client:
