@@ -91,13 +91,13 @@ def scored_answers(
 def mean_scores(scored: Sequence[Scored]) -> dict[str, float]:
     """Return the mean scores by category, in the order of first prompts, and of all prompts under "".
 
-    The category "" of a prompt means no category.
+    The category "" of a prompt means no category. Without a score there is no mean.
     """
     by_category: dict[str, list[float]] = defaultdict(list)
     for one in scored:
         by_category[one.category].append(one.score)
     by_category[""] = [one.score for one in scored]
-    return {name: fmean(scores) for name, scores in by_category.items()}
+    return {name: fmean(scores) for name, scores in by_category.items() if scores}
 
 
 def engine_texts(engine: StepEngine, tokenizer: Any, sampling: Sampling) -> Texts:
