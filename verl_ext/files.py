@@ -141,6 +141,18 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+@contextlib.contextmanager
+def working_in(folder: str | None) -> Iterator[None]:
+    """Work in a folder if it exists, so that the relative paths of a report mean what they meant to its writer."""
+    before = os.getcwd()
+    if folder and os.path.isdir(folder):
+        os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
 class OutputFolder:
     """A context manager for a hidden sibling of `output_dir`, which `publish()` renames to it.
 

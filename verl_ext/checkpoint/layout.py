@@ -300,6 +300,17 @@ def refuse_locked(folder: Path) -> None:
         _lock(file, fcntl.LOCK_SH)
 
 
+def is_locked(folder: Path) -> bool:
+    """Tell whether a run is writing in a folder; on a file system without locks, whether it has left its lock file."""
+    try:
+        with (folder / RUN_LOCK).open() as file:
+            return not _lock(file, fcntl.LOCK_SH)
+    except OSError:  # there is no such file
+        return False
+    except ValueError:
+        return True
+
+
 def lock_folder(folder: Path) -> Callable[[], None]:
     """Lock ``folder``, created if missing, while this process lives; return a function that unlocks it.
 

@@ -100,6 +100,12 @@ def mean_scores(scored: Sequence[Scored]) -> dict[str, float]:
     return {name: fmean(scores) for name, scores in by_category.items() if scores}
 
 
+def _last_question(prompt: Prompt) -> str | None:
+    """Return the last user message of a prompt; None for a tokenized document, which names no messages."""
+    users = (message["content"] for message in reversed(prompt.messages or ()) if message["role"] == "user")
+    return next(users, None)
+
+
 def engine_texts(engine: StepEngine, tokenizer: Any, sampling: Sampling) -> Texts:
     """Return a function that answers by the model in training; an idle rank answers one token."""
     seeds = itertools.count(sampling.seed)  # each batch has its own seed
@@ -134,6 +140,7 @@ class Answers:
             {
                 "step": step,
                 "category": one.category,
+                "question": _last_question(items[one.number]),
                 "prompt": prompt_text(items[one.number], tokenizer),
                 "answer": one.text,
                 "expected": items[one.number].expected,

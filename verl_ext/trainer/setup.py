@@ -178,6 +178,7 @@ class Run:
         plan = {entry.name: getattr(self.plan, entry.name) for entry in fields(self.plan) if entry.name != "costs"}
         return {
             "config": self.config.values,
+            "working_folder": os.getcwd(),
             "versions": versions(),
             "runs_on": what_runs(self.config, self.model.backend, self.model.head),
             "plan": {**plan, "is_balanced": self.plan.costs is not None},
@@ -234,7 +235,6 @@ def prepare(composed: DictConfig) -> Run:
     content = files.digest(ranks) if trains else None
     # Without adapters, a measurement takes all weights from the checkpoint.
     reads_base = trains or (config.trainer.eval_only and config.model_options.lora_rank and not plans)
-    base = None
     with user_errors_end_the_run():
         base = digest_of_folder(config.model_folder, _WEIGHTS) if reads_base and is_rank0 else None
     base = ranks.broadcast(base)
