@@ -142,7 +142,7 @@ def _spec(title: str, curves: Sequence[Mapping[str, Any]], values: Sequence[floa
     axis = {"format": forms.get(title, ".4~g"), "title": None}
     scale: dict[str, Any] = score_scale(values) if title in _SCORES else {"zero": False}
     if title == "perplexity":  # before training it is thousands of times that of its end
-        scale = {"type": "log", "nice": False}
+        scale, axis = {"type": "log", "nice": False}, {**axis, "tickCount": 6}
     legend = {"orient": "bottom", "columns": 3, "title": None} if len(curves) > 1 else None
     return {
         "title": title,

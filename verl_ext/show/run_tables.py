@@ -78,7 +78,7 @@ def sparkline(curve: Curve, width: int) -> str:
     parts = np.array_split(values, min(width, len(values)))
     means = np.array([part[np.isfinite(part)].mean() if np.isfinite(part).any() else np.nan for part in parts])
     low, high = np.nanmin(means), np.nanmax(means)
-    span = high - low if high > low else 1.0
+    span = high - low if high - low > 1e-9 * abs(high) else 1.0  # the means of a constant differ by rounding
     heights = (np.nan_to_num((means - low) / span) * (len(BLOCKS) - 1)).round().astype(int)
     return "".join(BLOCKS[height] if np.isfinite(mean) else " " for height, mean in zip(heights, means, strict=True))
 
