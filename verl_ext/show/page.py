@@ -94,7 +94,7 @@ def charts_of(runs: Sequence[ShownRun]) -> list[Chart]:
             groups.setdefault(title, []).append((name, name))
     charts: list[Chart] = []
     for title, metrics in groups.items():
-        curves = []
+        curves: list[dict[str, Any]] = []
         for number, run in enumerate(runs):
             for metric, kind in metrics:
                 if metric in run.curves:
@@ -139,11 +139,11 @@ def _spec(title: str, curves: Sequence[Mapping[str, Any]], values: Sequence[floa
         layers.append(points)
     forms = {"lr": ".1e", "tokens per second": "~s", "total tokens": "~s", "perplexity": "~s"}
     # The digits of a form without a precision are those between two ticks, so that 10 to 50 would be 1e+1 to 5e+1.
-    axis = {"format": forms.get(title, ".4~g"), "title": None}
+    axis: dict[str, Any] = {"format": forms.get(title, ".4~g"), "title": None}
     scale: dict[str, Any] = score_scale(values) if title in _SCORES else {"zero": False}
     if title == "perplexity":  # before training it is thousands of times that of its end
         scale, axis = {"type": "log", "nice": False}, {**axis, "tickCount": 6}
-    legend = {"orient": "bottom", "columns": 3, "title": None} if len(curves) > 1 else None
+    legend: dict[str, Any] | None = {"orient": "bottom", "columns": 3, "title": None} if len(curves) > 1 else None
     return {
         "title": title,
         **FIT,

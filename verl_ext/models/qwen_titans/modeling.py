@@ -298,7 +298,7 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> StoppingCriteriaList:
         """Return transformers' criteria without its warning of too few positions, which restart in each chunk."""
-        criteria = super()._get_stopping_criteria(*args, **kwargs)
+        criteria = super()._get_stopping_criteria(*args, **kwargs)  # type: ignore[misc]  # transformers' own self
         for criterion in criteria:
             if isinstance(criterion, MaxLengthCriteria):
                 criterion.max_position_embeddings = None
