@@ -1,6 +1,7 @@
 """Checkpoints are whole or absent: damage is found and named, the previous one is used, a full disk costs nothing."""
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -13,6 +14,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -109,13 +112,15 @@ def test_the_newest_whole_checkpoint_is_gone_on_from_whatever_the_tracker_says(t
     assert whole_checkpoints(tmp_path) == ([saved[1], saved[0]], {saved[2]: "its extra.json has 3 bytes and had 20"})
 
 
-def test_what_a_killed_run_had_begun_is_removed_and_nothing_else(tmp_path):
+def test_what_a_killed_run_had_begun_is_removed_and_neither_users_files_nor_those_of_an_evaluation(tmp_path):
     checkpoint = write_checkpoint(tmp_path, 1)
     shutil.copytree(checkpoint, tmp_path / "global_step_2.partial")
     (tmp_path / "final_memory_checkpoint.pt.node-3-4711.partial").touch()
-    (tmp_path / "thesis.txt").touch()
+    others = ("thesis.txt", "download.tar.partial", "evaluation.json.node-3-4712.partial")
+    for name in others:
+        (tmp_path / name).touch()
     remove_unfinished(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_1", "thesis.txt"]
+    assert {path.name for path in tmp_path.iterdir()} == {"global_step_1", *others}
     assert damage(checkpoint) is None
 
 
@@ -328,3 +333,28 @@ def test_on_a_full_disk_a_run_goes_on_and_its_last_step_ends_it_with_the_old_che
     assert left == ["global_step_1"]
     assert "warning" not in roomy
     assert_same_run(tmp_path / "run", whole)
+
+
+def not_written_by_rank_1(overrides) -> str:
+    """Return the error of a save in verl's own form, during which rank 1 has a full disk."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        trainer = build(overrides)
+        save = torch.save
+
+        def full(content, path, *more, **options):
+            if dist.get_rank() == 1 and "optim" in str(path):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            save(content, path, *more, **options)
+
+        torch.save = full
+        with pytest.raises(RunFailed) as raised:
+            trainer.fit()
+    return str(raised.value)
+
+
+def test_a_write_error_of_a_rank_is_that_of_all_ranks_in_verls_own_form_too(options, tmp_path):
+    own_form = ("optim.optimizer_impl=torch.optim.adamw", "trainer.save_freq=-1", "trainer.total_training_steps=1")
+    words = run_ranks(not_written_by_rank_1, 2, [*options, into(tmp_path / "run"), *own_form])
+    told = f"{tmp_path / 'run' / 'global_step_1'} cannot be written: rank 1: No space left on device"
+    assert words == [f"the end of the run is not saved: {told}"] * 2
+    assert not list((tmp_path / "run").glob("global_step*"))

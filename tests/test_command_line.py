@@ -105,7 +105,7 @@ def test_the_trainer_starts_from_an_installed_wheel_in_an_empty_folder(folder, t
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.startswith(str(tmp_path / "site"))
-    assert "step 1/1  loss " in done.stdout
+    assert "step 1/1 | loss " in done.stdout
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])

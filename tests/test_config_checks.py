@@ -265,6 +265,7 @@ TABLE = [
     ),
     ({"engine__param_offload": 3}, 1, None, "engine.param_offload must be true or false; got 3"),
     ({"trainer__test_freq": 10}, 1, None, "data.val_dir is required with trainer.test_freq=10; got null"),
+    ({"trainer__test_freq": [-1, 3]}, 1, None, "data.val_dir is required with trainer.test_freq=[-1, 3]; got null"),
     ({"trainer__test_freq": "after_each_epoch"}, 1, None, "data.val_dir is required with trainer.test_freq=after_each"),
     ({"trainer__log_freq": 0}, 1, None, "trainer.log_freq must be at least 1; got 0"),
     ({"loss__head": "fuse"}, 1, None, "loss.head must be one of fused, targets, plain; got fuse (nearest: fused)"),

@@ -64,6 +64,8 @@ from verl_ext.losses import LossOptions
         (lambda: TrainerOptions(total_epochs=0), "trainer.total_epochs must be at least 1; got 0"),
         (lambda: TrainerOptions(total_training_steps=0), "trainer.total_training_steps must be at least 1; got 0"),
         (lambda: TrainerOptions(save_freq="often"), "trainer.save_freq must be a whole number of steps or after_"),
+        (lambda: TrainerOptions(save_freq=[]), "trainer.save_freq must be a whole number of steps or after_"),
+        (lambda: TrainerOptions(save_freq=[10, [5]]), r"or a list of both; got [10, [5]]"),
         (lambda: TrainerOptions(test_freq=1.5), "trainer.test_freq must be a whole number of steps or after_each"),
         (lambda: TrainerOptions(resume_mode="no"), "trainer.resume_mode must be one of auto, disable, resume_path"),
         (lambda: TrainerOptions(device="gpu"), "trainer.device must be one of auto, cpu, cuda; got gpu"),

@@ -137,7 +137,7 @@ def test_a_plan_without_training_is_printed_and_written_and_leaves_the_folder_us
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["data_report.json"]
     report = json.loads((tmp_path / "run" / "data_report.json").read_text())
     assert list(report) == ["train", "steps"]
-    assert "step 1/1  loss " in run()
+    assert "step 1/1 | loss " in run()
     assert (tmp_path / "run" / "global_step_1").is_dir()
     assert "holds a run: its data_report.json is left as it is" in run("trainer.plan_only=true", "data.max_tokens=21")
     assert json.loads((tmp_path / "run" / "data_report.json").read_text()) == report

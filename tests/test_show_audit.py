@@ -13,8 +13,11 @@ from tests.test_tokenize_templates import CHATML, tiny_tokenizer
 from tests.tokenized_data import random_documents
 from verl_ext.commands.tokenize import main as tokenize
 from verl_ext.data import SFTDataSet
+from verl_ext.data.dataset import DataOptions
 from verl_ext.data.megatron.index import IndexWriter
+from verl_ext.show.plan import PackOptions
 from verl_ext.trainer.report import data_facts
+from verl_ext.values import options_of
 
 CHAT = {"messages": [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]}
 
@@ -114,6 +117,20 @@ def test_targets_by_kind_of_the_report_are_shown(tmp_path):
     folder = write_data(tmp_path / "data", [document([1, 2, 3], [2])], report)
     assert audit_of(tmp_path, folder)["categories"]["maths"]["kinds"] == {"answer": 30, "reasoning": 10}
     assert "30 (75%)" in show(folder)[1]
+
+
+def test_packs_are_planned_with_the_defaults_of_a_training_run(tmp_path):
+    shown, trained = options_of(PackOptions), options_of(SFTDataSet.Options) | options_of(DataOptions)
+    common = shown.keys() & trained.keys()
+    assert common >= {"over_length", "strategy", "seed", "mixture", "train_batch_size"}
+    assert {name: shown[name].default for name in common - {"max_tokens"}} == {
+        name: trained[name].default for name in common - {"max_tokens"}
+    }
+    folder = write_data(tmp_path / "data", random_documents(np.random.default_rng(1), [3, 65], 50, 2))
+    with pytest.raises(ValueError, match=r"1 of 2 documents are longer") as refused:
+        SFTDataSet(folder, max_tokens=64)
+    code, _, told = show(folder, "max_tokens=64")
+    assert (code, told) == (1, f"error: {str(refused.value).replace('data.train_dir', 'paths')}\n")
 
 
 @pytest.mark.parametrize("over_length", ["drop", "truncate", "split"])

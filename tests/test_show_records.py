@@ -48,9 +48,13 @@ def chats(tmp_path):
 
 
 @pytest.fixture
-def folder(tmp_path, chats, model):
-    words = [f"sources={{chats:{chats}}}", f"output_dir={tmp_path / 'data'}", model, "on_bad_record=skip"]
+def folder(tmp_path, chats, model, monkeypatch):
+    """Tokenize with relative paths; tests look at the folder from another one."""
+    monkeypatch.chdir(tmp_path)
+    words = [f"sources={{chats:{chats.name}}}", "output_dir=data", "model.path=model", "on_bad_record=skip"]
     assert tokenize(words) == 0
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
     return tmp_path / "data"
 
 
@@ -151,6 +155,12 @@ def test_answers_of_a_run_are_shown_by_step_and_category(tmp_path):
     assert "2 answers of step 10" in shown
     assert "mean score 1" in shown
     assert "[red]question" in shown
+    rows = [json.loads(line) for line in (run / "answers.jsonl").read_text().splitlines()[:-1]]
+    rows = [{**row, "question": "and 3+3?"} for row in rows]  # the last user message
+    (run / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown = show(run, "answers")[1]
+    assert "and 3+3?" in shown
+    assert "[red]question" not in shown
     shown = show(run, "answers", "step=0", "category=code")[1]
     assert "1 answers of step 0" in shown
     assert "five" in shown

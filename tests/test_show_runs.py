@@ -1,6 +1,9 @@
 """Runs in `verl-ext show`: curves of the metrics, steps with the packs that the trainer feeds, spikes."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +13,10 @@ from tests.ranks import run_ranks
 from tests.shown import document, show, write_data, write_metrics
 from tests.test_tokenize_templates import CHATML, tiny_tokenizer
 from tests.tokenized_data import random_documents, write_tokenized
+from verl_ext.commands import show as show_command
 from verl_ext.config import compose
 from verl_ext.files import write_json
+from verl_ext.show import runs
 from verl_ext.trainer.setup import prepare
 
 STEPS = 6
@@ -51,7 +56,7 @@ def test_numbers_that_are_not_finite_leave_a_gap(tmp_path):
     assert "2.500" in shown
 
 
-def test_several_runs_show_what_differs_in_their_configs_without_secrets(tmp_path):
+def test_several_runs_show_what_differs_in_their_configs_without_secrets(tmp_path, monkeypatch):
     for name, rate in (("one", 0.1), ("two", 0.2)):
         run = write_metrics(tmp_path / name, 3)
         config = {"optim": {"lr": rate, "betas": [0.9, 0.95]}, "trainer": {"wandb_api_key": f"secret-{name}"}}
@@ -61,6 +66,9 @@ def test_several_runs_show_what_differs_in_their_configs_without_secrets(tmp_pat
     assert ["optim.lr", "0.1", "0.2"] in [line.split() for line in shown.splitlines()]
     assert "betas" not in shown
     assert "secret-" not in shown
+    assert "step 3 of 6 (50%) · not running" in shown
+    monkeypatch.setattr(runs, "is_locked", lambda folder: True)
+    shown = show(tmp_path / "one", tmp_path / "two")[1]
     assert "step 3 of 6 (50%) · 00:06 left" in shown  # 3 steps of 1,000 tokens at 500 a second
 
 
@@ -80,6 +88,58 @@ def test_the_share_of_the_gpus_peak_is_a_curve(tmp_path):
     page = tmp_path / "page.html"
     assert show(tmp_path, f"html={page}")[0] == 0
     assert '"title": "mfu"' in page.read_text()
+
+
+def test_every_metric_of_the_file_is_shown_but_the_details_of_categories(tmp_path):
+    """Answers and their categories, accuracies, entropies, totals and whatever else a hook logged, also on the page."""
+    train = ["loss", "maths_loss", "router_loss", "token_accuracy", "entropy", "total_tokens", "loss_scale", "mine"]
+    shown = [*(f"train/{name}" for name in train), "val/answer", "val/answer/maths", "val/entropy", "val/perplexity"]
+    details = ["train/maths_tokens", "train/maths_entropy", "train/maths_token_accuracy", "val/maths_entropy"]
+    values = dict.fromkeys((*shown, *details), 0.5) | {"val/perplexity": 8e6, "train/skipped_steps": 0}
+    lines = [{"step": step, "data": values} for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows = [line.split()[0] for line in show(tmp_path)[1].splitlines() if "/" in line.split(" ")[0]]
+    assert set(rows) == {*shown, "train/skipped_steps"}
+    page = tmp_path / "page.html"
+    assert show(tmp_path, f"html={page}")[0] == 0
+    charts = json.loads(page.read_text().partition('id="data">')[2].partition("</script>")[0])["charts"]
+    assert {curve["metric"] for chart in charts for curve in chart["curves"]} == set(shown)  # no figure of zeros
+    scales = {chart["title"]: chart["spec"]["encoding"]["y"]["scale"] for chart in charts}
+    assert scales["answer"] == scales["token accuracy"] == {"domain": [0, 1]}
+    assert scales["perplexity"]["type"] == "log"
+    assert scales["loss"] == {"zero": False}
+
+
+def test_following_waits_for_the_first_step_and_ends_with_the_process_that_trains(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    code = (
+        "import sys; from pathlib import Path; from verl_ext.checkpoint.layout import lock_folder; "
+        "release = lock_folder(Path(sys.argv[1])); print('locked', flush=True); sys.stdin.read()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "locked\n"
+
+    def describe() -> None:
+        write_metrics(folder, 3)
+        write_json(folder / "run.json", {"total_steps": 6})
+
+    def kill() -> None:
+        process.kill()
+        process.wait()
+
+    events = iter((describe, kill))
+    monkeypatch.setattr(show_command.time, "sleep", lambda seconds: next(events)())
+    code, shown, errors = show(folder, "follow")
+    assert code == 0, errors
+    assert next(events, None) is None
+    assert "not running" in shown
+    write_metrics(folder, 6)  # a finished run, or one whose metrics were moved: shown once
+    (folder / "run.json").unlink()
+    assert show(folder, "follow")[0] == 0
+    code, _, errors = show(folder, "follow", "html=page.html")
+    assert (code, errors.count("\n")) == (2, 1)
 
 
 def test_bad_runs_are_one_line(tmp_path):
@@ -116,7 +176,8 @@ def test_the_documents_of_a_spike_are_shown(tmp_path):
 
 
 def describe(overrides: list[str], folder: str) -> None:
-    """Write a run's description, and for every step and rank the rows that it trains on."""
+    """Write a run's description, and for every step and rank the rows that it trains on; paths are below `folder`."""
+    os.chdir(folder)
     run = prepare(compose(overrides))
     rows = [
         [
@@ -141,11 +202,11 @@ def test_the_packs_of_a_step_are_those_that_the_run_feeds(tmp_path, tiny_model, 
     data = write_tokenized(
         tmp_path / "data", random_documents(np.random.default_rng(5), [*range(4, 60)], 100, 1), {1: "maths"}
     )
-    overrides = [f"data.train_dir={data}", f"model.path={tiny_model}", "data.max_tokens=64", "data.train_batch_size=4"]
+    overrides = ["data.train_dir=data", f"model.path={tiny_model}", "data.max_tokens=64", "data.train_batch_size=4"]
     overrides += [
         "parallel=cpu",
         f"data.balance={balance}",
-        f"trainer.default_local_dir={tmp_path / 'run'}",
+        "trainer.default_local_dir=run",
         "data.seed=3",
     ]
     run_ranks(describe, 2, [*overrides, f"trainer.total_training_steps={STEPS}"], str(tmp_path))

@@ -1,5 +1,7 @@
 """Answers of transformers' `generate` from a Qwen with a memory equal those of recomputing every sequence."""
 
+import logging
+
 import pytest
 import torch
 from transformers import StoppingCriteriaList
@@ -95,6 +97,14 @@ def test_a_prompt_is_read_once_and_then_each_token_alone():
     shapes = _read(model)
     _answers(model, random_tokens(1, 4 * CHUNK + 5), steps=15)
     assert shapes == [(1, CHUNK)] * 4 + [(1, 5)] + [(1, 1)] * 14
+
+
+def test_no_warning_of_a_maximum_length_that_a_reader_of_chunks_does_not_have(caplog, monkeypatch):
+    model = tiny_titans()
+    most = model.config.max_position_embeddings
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    _answers(model, random_tokens(1, most + 1), steps=2)
+    assert caplog.text == ""
 
 
 def test_rows_with_fewer_chunks_join_later():

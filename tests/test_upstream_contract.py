@@ -74,8 +74,6 @@ CALLABLES = {
     "verl.utils.fsdp_utils:load_fsdp_model_to_gpu": ("model",),
     "verl.utils.fsdp_utils:offload_fsdp_model_to_cpu": ("model",),
     "verl.utils.fsdp_utils:offload_fsdp_optimizer": ("optimizer",),
-    "verl.utils.hdfs_io:makedirs": ("name",),
-    "verl.utils.hdfs_io:copy": ("src", "dst"),
     "torch.distributed.checkpoint:FileSystemWriter.__init__": ("path", "sync_files"),
     "torch.distributed.checkpoint:FileSystemWriter.stage": ("state_dict",),
     "torch.distributed.checkpoint:FileSystemWriter.storage_meta": (),

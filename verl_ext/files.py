@@ -9,6 +9,7 @@ The name of a cached folder is a fingerprint of everything that determines its c
 
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import logging
@@ -140,18 +141,31 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+@contextlib.contextmanager
+def working_in(folder: str | None) -> Iterator[None]:
+    """Work in a folder if it exists, so that the relative paths of a report mean what they meant to its writer."""
+    before = os.getcwd()
+    if folder and os.path.isdir(folder):
+        os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
 class OutputFolder:
     """A context manager for a hidden sibling of `output_dir`, which `publish()` renames to it.
 
     A killed run leaves only the hidden folder, `.NAME.unfinished-HOST-PID`; the next run for the same `output_dir` on
-    that host removes it. A failed write in the folder, as on a full disk, raises `DataError` with one line.
+    that host, and in the same container, removes it. A failed write in the folder, as on a full disk, raises
+    `DataError` with one line.
     """
 
     def __init__(self, output_dir: str, overwrite: bool, key: str = "output_dir", named: str | None = None) -> None:
         """Name the folders; errors name the option `key` and its value `named` (None: `output_dir`)."""
         self.output = Path(os.path.realpath(output_dir))
         self.key, self.named, self.overwrite = key, named or output_dir, overwrite
-        host = re.sub(r"[^\w.]", "_", socket.gethostname())
+        host = re.sub(r"[^\w.]", "_", f"{socket.gethostname()}.{_process_space()}")
         self._prefixes = {kind: f".{self.output.name}.{kind}-{host}-" for kind in ("unfinished", "replaced")}
         self.path, self._aside = (self.output.parent / f"{prefix}{os.getpid()}" for prefix in self._prefixes.values())
 
@@ -204,6 +218,16 @@ class OutputFolder:
                     os.replace(sibling, self.output)  # the run was killed between the two renames
                 else:
                     shutil.rmtree(sibling, ignore_errors=True)
+
+
+@functools.cache
+def _process_space() -> str:
+    """Return a word for the boot and the container that a process number belongs to; "" without /proc (macOS)."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+        return fingerprint(boot, os.readlink("/proc/self/ns/pid"), digits=8)
+    except OSError:
+        return ""
 
 
 def _has_files(folder: Path) -> bool:

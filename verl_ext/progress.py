@@ -7,7 +7,6 @@ import math
 import os
 import shutil
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,9 +15,9 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from verl_ext import __version__
+from verl_ext.values import one_line
 
-_LINE = 80  # columns of the line of a step
-_TALL = 30  # a terminal with at least this many lines shows more than one line per step
+_LINE = 80  # columns of the bar in a log
 _HEADLINES = ("loss", "exact_match", "accuracy", "answer", "perplexity")
 
 
@@ -110,7 +109,11 @@ class Progress:
 class StepProgress:
     """A bar over optimizer steps on a terminal, and a console logger for verl's tracking.
 
-    The logger prints a line for the metrics of each step. Other ranks than rank 0 print nothing.
+    The logger prints one line for the metrics of each step, once :meth:`flush` says that all are there:
+
+        step  20/400 | loss 2.138  maths_loss 2.718 | val loss 2.201 … | lr 1e-05  epoch 0.1 … 00:18 left
+
+    Other ranks than rank 0 print nothing.
 
     Args:
         first_step: the number of steps before this process.
@@ -126,6 +129,8 @@ class StepProgress:
         self.total_tokens = self._tokens = 0  # of the run, and since the last call of `rates`
         self._flops: float | None = 0.0  # since that call
         self._steps = 0
+        self._pending: dict[str, float] = {}  # the metrics of a step whose line is not printed
+        self._pending_step = 0
 
     def step(self, tokens: int, flops: float | None = None) -> None:
         """Count an optimizer step with `tokens` tokens and model `flops` (None: unknown) of all ranks."""
@@ -151,39 +156,46 @@ class StepProgress:
         self.bar.set_postfix_str(f"loss {loss}, {rate} tokens/s")
 
     def log(self, data: Mapping[str, float], step: int) -> None:
-        """Print the metrics of a step on one line of at most 80 columns.
+        """Keep the metrics of a step for its line, which :meth:`flush` prints; print the pause of a save at once."""
+        if (pause := data.get("train/save_pause")) is not None:
+            print(f"{self._count(step)}  saved, training waited {four_digits(pause)} s", flush=True)
+            return
+        if self._pending and step != self._pending_step:
+            self.flush()
+        self._pending, self._pending_step = {**self._pending, **data}, step
 
-        A tall terminal shows the categories below it. Call this method inside :meth:`aside`.
+    def flush(self) -> None:
+        """Print the metrics of a step, of training and of validation, on one line.
+
+        A terminal of fewer columns gets it in several rows; a file or a pipe gets one line with every category.
         """
-        kind = next(iter(data)).partition("/")[0]  # train or val
-        values = {name.removeprefix(f"{kind}/"): value for name, value in data.items()}
-        parts = [f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}", *([kind] if kind != "train" else [])]
-        parts += [f"{name} {four_digits(values[name])}" for name in _HEADLINES if name in values]
-        if "save_pause" in values:
-            parts.append(f"saved, training waited {four_digits(values['save_pause'])} s")
-        elif kind == "train":
-            # The estimate leaves out the first step, which compiles, and includes validations and checkpoints.
-            now = time.perf_counter()
-            seconds = (now - self._first_ended) / (self._steps - 1) if self._steps > 1 else now - self.started
-            parts += [f"{four_digits(values['tokens_per_second'])} tokens/s"]
-            of_rank = data.get("perf/tokens_per_second_per_gpu", values["tokens_per_second"])
-            if (mfu := data.get("perf/mfu")) is not None:
-                parts += [f"MFU {mfu:.1%}"]
-            elif of_rank < values["tokens_per_second"]:
-                parts += [f"{four_digits(of_rank)}/rank"]
-            parts += [f"{four_digits(values['memory_gib'])} GiB"]
-            parts += [f"{tqdm.format_interval(seconds * (self.total_steps - step))} left"]
-        # A very long run makes the line too long: words are shortened first, then the last parts are dropped.
-        shorter = iter((("tokens/s", "tok/s"), ("step ", "")) if kind == "train" else ())
-        while len(line := "  ".join(parts)) > _LINE:
-            if (words := next(shorter, None)) is None:
-                del parts[-1]
-            else:
-                parts = [part.replace(*words) for part in parts]
-        print(line, flush=True)
-        size = shutil.get_terminal_size()
-        if sys.stdout.isatty() and size.lines >= _TALL:
-            print("".join(_category_lines(values, size.columns - 1)), end="", flush=True)
+        if not self._pending:
+            return
+        data, step, self._pending = self._pending, self._pending_step, {}
+        groups = [[self._count(step)], _losses(data, "train"), _losses(data, "val"), self._pace(data, step)]
+        with self.aside():
+            print(_rows([group for group in groups if group]), flush=True)
+
+    def _count(self, step: int) -> str:
+        return f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}"
+
+    def _pace(self, data: Mapping[str, float], step: int) -> list[str]:
+        """Return the schedule, the gradient, the speed, the memory and the time left of a training step."""
+        values = {name.partition("/")[2]: value for name, value in data.items() if not name.startswith("val/")}
+        parts = [f"{name} {values[name]:.4g}" for name in ("lr", "epoch", "grad_norm") if name in values]
+        if (rate := values.get("tokens_per_second")) is None:
+            return parts
+        parts.append(f"{four_digits(rate)} tokens/s")
+        of_rank = values.get("tokens_per_second_per_gpu", rate)
+        if (mfu := values.get("mfu")) is not None:
+            parts.append(f"MFU {mfu:.1%}")
+        elif of_rank < rate:
+            parts.append(f"{four_digits(of_rank)}/rank")
+        # The estimate leaves out the first step, which compiles, and includes validations and checkpoints.
+        now = time.perf_counter()
+        seconds = (now - self._first_ended) / (self._steps - 1) if self._steps > 1 else now - self.started
+        left = tqdm.format_interval(seconds * (self.total_steps - step))
+        return [*parts, f"{four_digits(values['memory_gib'])} GiB", f"{left} left"]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -191,6 +203,9 @@ class StepProgress:
         since = time.perf_counter()
         try:
             yield
+        except BaseException:
+            self.flush()  # the step is trained, though its validation fails
+            raise
         finally:
             self._since += time.perf_counter() - since
 
@@ -213,20 +228,34 @@ class StepProgress:
 
     def close(self) -> None:
         """End the bar and print the run's totals, if anything was trained."""
+        self.flush()
         self.bar.close()
         seconds = time.perf_counter() - self.started
         if self.total_tokens:
             self.say(f"trained on {self.total_tokens:,} tokens in {seconds:.1f} s")
 
 
-def _category_lines(values: Mapping[str, float], width: int) -> Iterator[str]:
-    """Yield a few lines with the category losses of a step."""
-    names = [name.removesuffix("_loss") for name in values if name.endswith("_loss")]
-    losses = [f"{name} {four_digits(values[f'{name}_loss'])}" for name in names if f"{name}_tokens" in values]
-    text = "  ".join(loss.replace(" ", "\0") for loss in losses)  # a name and its loss stay together
-    wrapper = textwrap.TextWrapper(width, "    ", "    ", break_on_hyphens=False, max_lines=4, placeholder="  …")
-    for line in wrapper.wrap(text):
-        yield line.replace("\0", " ") + "\n"
+def _losses(data: Mapping[str, float], kind: str) -> list[str]:
+    """Return the loss, the headlines and every category's loss (or answers' score) of `train` or `val`."""
+    values = {name.removeprefix(f"{kind}/"): value for name, value in data.items() if name.startswith(f"{kind}/")}
+    names = [name for name in _HEADLINES if name in values]
+    names += [name for name in values if name.endswith("_loss") and f"{name.removesuffix('_loss')}_tokens" in values]
+    names += [name for name in values if name.startswith("answer/")]
+    parts = [f"{one_line(name)} {four_digits(values[name])}" for name in names]
+    return [f"{kind} {parts[0]}", *parts[1:]] if parts and kind == "val" else parts
+
+
+def _rows(groups: Sequence[Sequence[str]]) -> str:
+    """Join groups of parts into one line; on a terminal, begin a new row where the next part does not fit."""
+    width = shutil.get_terminal_size().columns - 1 if sys.stdout.isatty() else math.inf
+    text, used = "", 0
+    for group in groups:
+        for number, part in enumerate(group):
+            mark = "" if not text else "  " if number else " | "
+            if text and used + len(mark) + len(part) > width:
+                text, used, mark = f"{text}\n", 0, "    "
+            text, used = f"{text}{mark}{part}", used + len(mark) + len(part)
+    return text
 
 
 Row = dict[str, str]

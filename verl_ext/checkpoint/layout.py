@@ -49,6 +49,9 @@ RESUMABLE = ("model", "optimizer", "extra")  # the contents that a resume needs
 _FORMAT = 1
 _locked: list[TextIO] = []  # the open lock files of this process, whose locks end when they are closed
 _STEP_FOLDER = re.compile(r"global_step_(\d+)")
+_UNFINISHED = re.compile(  # as `save` and `atomic_write` name them
+    rf"({_STEP_FOLDER.pattern}|({'|'.join(map(re.escape, (*NOTES, *_RESULTS)))})\..+-\d+){re.escape(PARTIAL)}"
+)
 _VERL_KINDS = ("model", "optim", "extra_state")  # the files that each rank saves in verl's own format
 _FILE_OF_RANK = re.compile(r"(?:__(\d+)_\d+\.distcp|_rank_(\d+)\.pt)$")
 
@@ -267,10 +270,16 @@ def _ranks_of_verl(checkpoint: Path) -> int | None:
     return None
 
 
+def is_unfinished(name: str) -> bool:
+    """Tell whether a name is that of a partial file or folder of a run, and not of a user's file."""
+    return _UNFINISHED.fullmatch(name) is not None
+
+
 def remove_unfinished(folder: Path) -> None:
     """Remove the partial files and folders of killed runs."""
     for path in folder.glob(f"*{PARTIAL}"):
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if is_unfinished(path.name) and not path.name.startswith(EVALUATION):  # an evaluation may be writing it
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def remove_run_files(folder: Path) -> None:
@@ -289,6 +298,17 @@ def refuse_locked(folder: Path) -> None:
     """
     with suppress(FileNotFoundError), (folder / RUN_LOCK).open() as file:
         _lock(file, fcntl.LOCK_SH)
+
+
+def is_locked(folder: Path) -> bool:
+    """Tell whether a run is writing in a folder; on a file system without locks, whether it has left its lock file."""
+    try:
+        with (folder / RUN_LOCK).open() as file:
+            return not _lock(file, fcntl.LOCK_SH)
+    except OSError:  # there is no such file
+        return False
+    except ValueError:
+        return True
 
 
 def lock_folder(folder: Path) -> Callable[[], None]:

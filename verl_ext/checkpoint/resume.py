@@ -87,7 +87,7 @@ def check_output(config: DictConfig, world_size: int | None = None) -> OutputDec
             "would remove what the run has written"
         )
     names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
-    used = any(name not in (*layout.NOTES, layout.RUN_LOCK) and not name.endswith(layout.PARTIAL) for name in names)
+    used = any(name not in (*layout.NOTES, layout.RUN_LOCK) and not layout.is_unfinished(name) for name in names)
     named = trainer.resume_from_path if trainer.resume_mode != "disable" else None
     if trainer.resume_mode == "resume_path" or named:
         return _resume_named(config, folder, used, named, world_size)

@@ -18,16 +18,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from verl.utils import hdfs_io
+from torch.distributed.fsdp import FSDPModule
 from verl.utils.device import get_torch_device
 
 from verl_ext.checkpoint import layout, state
+from verl_ext.checkpoint.copies import SecondStorage
 from verl_ext.checkpoint.export import Export, adapters_of
 from verl_ext.checkpoint.resume import RunState
 from verl_ext.config.run import RunConfig
 from verl_ext.engines.step import StepEngine
 from verl_ext.files import atomic_write, follow_umask, sync, write_errors, write_json
 from verl_ext.models.qwen_titans import save_memory_checkpoint
+from verl_ext.redaction import redacted_text
 from verl_ext.values import first_line, reason_of
 
 _LONGEST_WRITE = timedelta(hours=10)  # verl's own limit, for ranks that wait for one that writes most
@@ -95,23 +97,42 @@ class Snapshot:
         if later and self.state:
             engine.host_copies = engine.host_copies or state.HostCopies()
             self.state = engine.host_copies.copy(self.state)
-        # verl exports a model itself, but names adapters' weights as PEFT does, which plain transformers cannot load.
-        exports = state.is_elastic(engine) or (engine._is_lora and manager.should_save_hf_model)
+        exports = self._is_plain or (engine._is_lora and manager.should_save_hf_model)
         self.export = Export(engine) if exports else None
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether the export is ours: verl's has other names for adapters and another dtype, and ends unshared."""
+        return isinstance(self.engine.module, FSDPModule)
 
     def _write_as_verl(self) -> None:
         engine, manager = self.engine, self.engine.checkpoint_manager
-        contents = manager.checkpoint_save_contents
-        if engine._is_lora:
+        contents, save = manager.checkpoint_save_contents, manager.save_checkpoint
+        failures: list[OSError] = []
+
+        def save_or_note(**arguments: Any) -> None:
+            try:
+                with write_errors(self.folder):
+                    save(**arguments)
+            except OSError as error:
+                failures.append(error)
+                dist.barrier()  # verl's own, in which the other ranks wait
+
+        if self._is_plain or engine._is_lora:
             manager.checkpoint_save_contents = [content for content in contents if content != "hf_model"]
+        manager.save_checkpoint = save_or_note
         try:
             engine.save_checkpoint(str(self.folder))
         finally:
-            manager.checkpoint_save_contents = contents
+            manager.checkpoint_save_contents, manager.save_checkpoint = contents, save
         with errors_shared(), write_errors(self.folder):
+            if failures:
+                raise failures[0]
             if engine.scaler is not None and manager.should_save_extra and engine.rank == 0:
                 torch.save(engine.scaler.state_dict(), self.folder / state.SCALER)
-            if engine.rank == 0 and (self.folder / layout.EXPORT).is_dir():
+            if engine.rank == 0 and self._is_plain:
+                shutil.rmtree(self.folder / layout.EXPORT)  # :meth:`write` makes it anew
+            elif engine.rank == 0 and (self.folder / layout.EXPORT).is_dir():
                 follow_umask(self.folder / layout.EXPORT)
 
     def write(self, group: dist.ProcessGroup | None = None) -> None:
@@ -163,6 +184,7 @@ class Checkpoints:
         # A writer thread's collectives must not meet those of training.
         self._group = dist.new_group(backend="gloo", timeout=_LONGEST_WRITE)
         self.last = 0  # the step of the last whole checkpoint; 0 before the first
+        self.not_copied: list[str] = []  # the checkpoints that `trainer.default_hdfs_dir` lacks
         self._join = join
         self._writing: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -265,11 +287,24 @@ class Checkpoints:
                     self._track(layout.step_of(folder))
         if self.is_rank0:
             self._remove_oldest()
-            if hdfs := self.options.default_hdfs_dir:
-                hdfs_io.makedirs(hdfs, exist_ok=True)
-                hdfs_io.copy(src=str(folder), dst=hdfs, dirs_exist_ok=True)
         dist.barrier(self._group)
         self.last = layout.step_of(folder)
+        self._copy(folder)
+
+    def _copy(self, folder: Path) -> None:
+        """Copy a checkpoint to `trainer.default_hdfs_dir`; a failure is a warning and stays in `not_copied`."""
+        if not self.options.default_hdfs_dir:
+            return
+        storage = SecondStorage(self.options.default_hdfs_dir)
+        try:
+            with errors_shared(self._group):
+                if self.is_rank0:
+                    storage.put(folder)
+        except NotWritten as error:
+            self.not_copied.append(folder.name)
+            if self.is_rank0:
+                told = f"{folder} is not copied to trainer.default_hdfs_dir={storage.place}: {error}"
+                print(f"warning: {redacted_text(told)}", file=sys.stderr, flush=True)
 
     def _track(self, step: int) -> None:
         with atomic_write(self.folder / layout.TRACKER) as written:

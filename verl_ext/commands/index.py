@@ -1,5 +1,6 @@
 """The command `verl-ext index`, which tokenizes texts into Megatron's indexed format."""
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -95,6 +96,7 @@ def _report(options: IndexOptions, tokenizer: TextTokenizer, counts: Mapping[str
         "eos_token_id": tokenizer.last[0] if tokenizer.last else None,
         "bos_token_id": tokenizer.first[0] if tokenizer.first else None,
         "options": reported_options(options),
+        "working_folder": os.getcwd(),
         "sources": {name: _counted(of_source) for name, of_source in counts.items()},
         "total": in_all,
     }

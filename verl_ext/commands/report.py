@@ -1,5 +1,6 @@
 """The report.json and the closing tables of the tokenize and index commands."""
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -79,6 +80,7 @@ class Report:
         return {
             "tokenizer": self.options.model.tokenizer,
             "options": reported_options(self.options),
+            "working_folder": os.getcwd(),
             "categories": {name: counts.as_dict() for name, counts in self.categories.items()},
             "target_kinds": {
                 name: {kind: counts.target_kinds[kind] for kind in KINDS} for name, counts in self.categories.items()

@@ -21,14 +21,14 @@ from rich.text import Text
 from verl_ext.checkpoint.layout import RUN
 from verl_ext.commands.command_line import as_list, command, read_options
 from verl_ext.commands.raw_data import is_raw, tokenized_raw
-from verl_ext.files import write_json
+from verl_ext.files import working_in, write_json
 from verl_ext.redaction import redacted
 from verl_ext.show.answers import answers_view
 from verl_ext.show.audit import audit
 from verl_ext.show.audit_tables import audit_tables
 from verl_ext.show.compare import comparison
 from verl_ext.show.data import Documents, Row, open_documents
-from verl_ext.show.document import cells_of, document_text, tokens_text
+from verl_ext.show.document import RUN_CELLS, RUN_CELLS_OF_PAGE, cells_of, document_text, tokens_text
 from verl_ext.show.packs import pack_view, packs_of_data, packs_of_run, read_run, step_view
 from verl_ext.show.page import COLUMNS, title_of, write_page
 from verl_ext.show.plan import PackOptions, plan_facts
@@ -93,7 +93,10 @@ class ShowOptions(SelectOptions, PackOptions):
 
 def run(options: ShowOptions) -> str:
     """Show the data, runs or plans on the terminal."""
-    if any(map(is_run, options.paths)):
+    given = {name: getattr(options.model, name) for name in ("path", "tokenizer_path")}
+    here = {name: os.path.abspath(path) for name, path in given.items() if path and os.path.isdir(path)}
+    options = replace(options, model=replace(options.model, **here))
+    if options.follow or any(map(is_run, options.paths)):  # a run that begins has no files yet
         _show_runs(options)
         return ""
     if any(map(is_plan, options.paths)):
@@ -182,7 +185,7 @@ def _show_documents(documents: Documents, options: ShowOptions) -> None:
         facts = one_line(f"row {number} of {path}: {category}, {lengths}")
         read = documents.row(row)
         if options.html:
-            shown.append(_document(facts, read, tokenizer, options.tokens, in_colour=True))
+            shown.append(_document(facts, read, tokenizer, options.tokens, True, RUN_CELLS_OF_PAGE))
         else:
             _show_document(console, facts, read, tokenizer, options.tokens)
         if options.record:
@@ -202,19 +205,21 @@ def _show_document(console: Console, facts: str, row: Row, tokenizer: Any, by_to
     console.print(_document(facts, row, tokenizer, by_token, in_colour), soft_wrap=not by_token)
 
 
-def _document(facts: str, row: Row, tokenizer: Any, by_token: bool, in_colour: bool) -> Text:
+def _document(facts: str, row: Row, tokenizer: Any, by_token: bool, in_colour: bool, longest: int = RUN_CELLS) -> Text:
     """Return a document below its line of facts."""
     cells = cells_of(row, tokenizer)
-    text = tokens_text(cells) if by_token else document_text(cells, in_colour)
+    text = tokens_text(cells) if by_token else document_text(cells, in_colour, longest)
     return Text().append(f"{facts}\n", "bold").append_text(text)
 
 
 def _show_audit(documents: Documents, options: ShowOptions) -> None:
     requirements = read_requirements(options.require) if options.require else []
     validation = open_documents(as_list(options.val), "val") if options.val else None
+    # The plan first: it needs the lengths alone, and refuses at once what the trainer refuses.
+    plan = None if options.max_tokens is None else plan_facts(documents, options, options.paths)
     found = audit(documents, validation, options.model, options.scan)
-    if options.max_tokens is not None:
-        found["plan"] = plan_facts(documents, options, options.paths)
+    if plan is not None:
+        found["plan"] = plan
     found = redacted(found)
     if options.json:
         write_json(Path(options.json), found)
@@ -237,25 +242,35 @@ def _show_runs(options: ShowOptions) -> None:
         _refuse_unread(options, "step", "rank", "tokens", "documents")
         _show_step(options, options.step)
         return
-    _refuse_unread(options, "a run", "follow", "html", "json")
+    if options.follow:
+        _refuse_unread(options, "follow")
+        _follow(options)
+        return
+    _refuse_unread(options, "a run", "html", "json")
     runs = [open_run(path) for path in options.paths]
     if options.json:
         curves = [{"run": str(run.path), "curves": {n: asdict(c) for n, c in run.curves.items()}} for run in runs]
         write_json(Path(options.json), redacted(curves))
-    console = _console()
     if options.html:
         write_page(Path(options.html), title_of(options.paths), run_tables(runs, COLUMNS), runs=runs)
         print(f"written to {options.html}")
         return
-    if not options.follow:
-        _print(run_tables(runs, console.width))
-        return
+    _print(run_tables(runs, _console().width))
+
+
+def _follow(options: ShowOptions) -> None:
+    """Refresh the curves until every run has reached its last step, or no process writes in its folder any more."""
+    console = _console()
     with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
         while True:
-            runs = [open_run(path) for path in options.paths]
-            live.update(Group(*run_tables(runs, console.width)), refresh=True)
-            if all(run.step == run.facts.get("total_steps") for run in runs):
-                return
+            try:
+                runs = [open_run(path) for path in options.paths]
+            except (UsageError, DataError) as error:  # before the first step there are no metrics
+                live.update(Text(f"waiting: {one_line(str(error))}"), refresh=True)
+            else:
+                live.update(Group(*run_tables(runs, console.width)), refresh=True)
+                if not any(run.is_alive and run.step != run.facts.get("total_steps") for run in runs):
+                    return
             time.sleep(REFRESH_SECONDS)
 
 
@@ -284,16 +299,17 @@ def _show_step(options: ShowOptions, step: int) -> None:
         if not (folder / RUN).is_file():
             return
     facts = read_run(folder)
-    tokenizer = _tokenizer(options, ModelOptions.read(facts["config"]["model"]).tokenizer)
-    dataset, plan, cost = packs_of_run(facts)
-    _print(step_view(dataset, plan, cost, facts, step))
-    if options.rank is not None:
-        ranks = facts["data_parallel_size"]
-        if options.rank >= ranks:
-            raise UsageError(f"rank must be below {ranks}, the data-parallel ranks of the run; got {options.rank}")
-        for pack in plan.rank_packs(step - 1, options.rank, ranks):
-            if pack is not None:
-                _print(pack_view(dataset, pack, tokenizer and tokenizer.decode))
+    with working_in(facts.get("working_folder")):
+        tokenizer = _tokenizer(options, ModelOptions.read(facts["config"]["model"]).tokenizer)
+        dataset, plan, cost = packs_of_run(facts)
+        _print(step_view(dataset, plan, cost, facts, step))
+        if options.rank is not None:
+            ranks = facts["data_parallel_size"]
+            if options.rank >= ranks:
+                raise UsageError(f"rank must be below {ranks}, the data-parallel ranks of the run; got {options.rank}")
+            for pack in plan.rank_packs(step - 1, options.rank, ranks):
+                if pack is not None:
+                    _print(pack_view(dataset, pack, tokenizer and tokenizer.decode))
 
 
 def _show_spike(spike: dict[str, Any], options: ShowOptions) -> None:

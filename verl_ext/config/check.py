@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from verl.workers.config.optimizer import build_optimizer
 
 from verl_ext.config.model import ModelFacts, override
-from verl_ext.config.run import AFTER_EACH_EPOCH, RunConfig
+from verl_ext.config.run import AFTER_EACH_EPOCH, RunConfig, frequencies
 from verl_ext.config.schema import foreign_option_problems
 from verl_ext.config.support import CP, SP, model_class
 from verl_ext.config.upstream import fixed_value_problems
@@ -96,9 +96,9 @@ def data_problems(config: RunConfig) -> Iterator[str]:
         yield from family.path_problems("data.train_dir", train_dir)
     yield from family.path_problems("data.val_dir", val_dir)
     test_freq = config.trainer.test_freq
-    validates = test_freq == AFTER_EACH_EPOCH or test_freq > 0
+    validates = any(every == AFTER_EACH_EPOCH or every > 0 for every in frequencies(test_freq))
     if (validates or evaluates) and not val_dir and not family.splits_validation:
-        asks = f"trainer.test_freq={test_freq}" if validates else "trainer.eval_only=true"
+        asks = f"trainer.test_freq={show(test_freq)}" if validates else "trainer.eval_only=true"
         yield f"data.val_dir is required with {asks}; got null"
 
 

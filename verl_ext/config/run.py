@@ -48,15 +48,21 @@ class TrainerOptions(Options):
     default_local_dir: str = option(
         "checkpoints/${trainer.project_name}/${trainer.experiment_name}", "folder of the run's files", required=True
     )
-    default_hdfs_dir: str | None = option(None, "verl's key: another folder, to which checkpoints are copied")
+    default_hdfs_dir: str | None = option(
+        None, "folder or URL (hdfs://, s3://) that also gets each checkpoint, as global_step_N"
+    )
     project_name: str = option("verl_ext", "project name for trackers")
     experiment_name: str = option("sft", "experiment name for trackers")
     logger: Any = option(["console"], "trackers: console, file, wandb, swanlab, tensorboard or another of verl's")
     total_epochs: int = option(1, "passes over the training data", least=1)
     total_training_steps: int | None = option(None, "number of steps; null: as many as total_epochs has", least=1)
     seed: int = option(1, "seed of dropout and of new adapters", least=0, most=2**63 - 1, resume="same")
-    save_freq: Any = option(-1, f"steps between checkpoints, or {AFTER_EACH_EPOCH}; 0, -1: only at the end")
-    test_freq: Any = option(-1, f"steps between validations, or {AFTER_EACH_EPOCH}; 0, -1: only at the end")
+    save_freq: Any = option(
+        -1, f"steps between checkpoints, {AFTER_EACH_EPOCH}, or a list of both; 0, -1: only at the end"
+    )
+    test_freq: Any = option(
+        -1, f"steps between validations, {AFTER_EACH_EPOCH}, or a list of both; 0, -1: only at the end"
+    )
     val_before_train: bool = option(
         True, "true: validate, and answer the prompts of eval.prompts, before step 1 of a new run"
     )
@@ -102,8 +108,10 @@ class TrainerOptions(Options):
         """Yield a line for each wrong frequency, profiler interval or logger."""
         for name in ("save_freq", "test_freq"):
             value = getattr(self, name)
-            if value != AFTER_EACH_EPOCH and (isinstance(value, bool) or not isinstance(value, int)):
-                yield f"trainer.{name} must be a whole number of steps or {AFTER_EACH_EPOCH}; got {show(value)}"
+            kinds = {type(every) for every in frequencies(value) if every != AFTER_EACH_EPOCH}
+            if not frequencies(value) or kinds - {int}:
+                must = f"trainer.{name} must be a whole number of steps or {AFTER_EACH_EPOCH}, or a list of both"
+                yield f"{must}; got {show(value)}"
         interval = self.profile_interval
         is_pair = isinstance(interval, list) and len(interval) == 2 and all(isinstance(step, int) for step in interval)
         if not is_pair or interval[0] > interval[1] or interval[0] < 0 <= interval[1]:
@@ -190,6 +198,18 @@ NODES: tuple[type[Options], ...] = (
     *(LossOptions, AttentionOptions, ParallelOptions, TrainerOptions),
     *(PlanOptions, RayOptions, AnswerOptions),
 )
+
+
+def frequencies(value: Any) -> list[Any]:
+    """Return the entries of a frequency: a number of steps, after_each_epoch, or a list of these."""
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def is_due(frequency: Any, step: int, steps_per_epoch: float) -> bool:
+    """Tell whether a period of a frequency ends with `step`, which is counted from 1."""
+    periods = (steps_per_epoch if every == AFTER_EACH_EPOCH else every for every in frequencies(frequency))
+    # An epoch of a stream may end within a step; the tolerance is for the rounding of whole quotients.
+    return any(int(step / every + 1e-9) > int((step - 1) / every + 1e-9) for every in periods if every > 0)
 
 
 def num_bytes(size: object) -> int | None:

@@ -12,7 +12,7 @@ from verl_ext.judging.figures import Figure
 from verl_ext.judging.run import Judged, shown, table
 from verl_ext.judging.task import Task
 from verl_ext.show.audit_tables import plain_table
-from verl_ext.show.page import FIT, Chart, write_page
+from verl_ext.show.page import FIT, Chart, score_scale, write_page
 from verl_ext.values import one_line
 
 PROMPT_ENDS = 600  # characters that a case shows of each end of its prompt
@@ -24,11 +24,11 @@ JudgedModels = Mapping[str, Sequence[Judged]]
 def write_judged(path: Path, title: str, task: Task, judged: JudgedModels, found: Found) -> None:
     """Write the page; without vl-convert, a note replaces the figures."""
     has_figures = find_spec("vl_convert") is not None
-    parts: list[RenderableType] = [Text(table(judged, found)), *_group_tables(task, found), _case_table(judged)]
+    parts: list[RenderableType] = [Text(table(judged, found)), *_group_tables(task, judged, found)]
     if not has_figures:
         parts.insert(0, Text("Figures need vl-convert-python: pip install 'verl-ext[show]'", "yellow"))
     charts = list(charts_of(task, judged, found)) if has_figures else []
-    write_page(path, title, parts, charts=charts, folded=_case_texts(judged))
+    write_page(path, title, parts, charts=charts, closing=[_case_table(judged)], folded=_case_texts(judged))
 
 
 def charts_of(task: Task, judged: JudgedModels, found: Found) -> Iterator[Chart]:
@@ -64,8 +64,10 @@ def _point(group: str, model: str, figure: Figure) -> dict[str, Any]:
 
 def _intervals(title: str, values: Sequence[Mapping[str, Any]], across: str) -> Chart:
     """Return a chart of means with their intervals; in a chart by group, the models stand side by side."""
-    y = {"type": "quantitative", "axis": {"title": None}}
-    offset: dict[str, Any] = {} if across == "model" else {"xOffset": {"field": "model"}}
+    ends = (value[name] for value in values for name in ("mean", "low", "high"))
+    scale = score_scale(end for end in ends if end is not None)
+    y = {"type": "quantitative", "axis": {"title": None}, "scale": scale}
+    offset: dict[str, Any] = {} if across == "model" else {"xOffset": {"field": "model", "sort": None}}
     tooltip = [{"field": name} for name in ("model", "group", "mean", "low", "high", "cases")]
     spec = {
         "title": title,
@@ -129,16 +131,19 @@ def _heat_map(task: Task, across: str, down: str, score: str, model: str, rows: 
     encoding = {
         "x": {**axes["across"], "axis": {"title": across, "labelAngle": 0}},
         "y": {**axes["down"], "axis": {"title": down}},
-        "color": {**colour, **scale},
-        "tooltip": tooltip,
     }
+    layers = [
+        {"mark": "rect", "encoding": {"color": {**colour, **scale}, "tooltip": tooltip}},
+        {"mark": "text", "encoding": {"text": {**colour, "format": ".2f"}, "color": {"value": "black"}}},
+    ]
     title = f"{model}: {score}"
-    return {"title": title, "spec": {"title": title, **FIT, "mark": "rect", "encoding": encoding}, "values": values}
+    return {"title": title, "spec": {"title": title, **FIT, "encoding": encoding, "layer": layers}, "values": values}
 
 
-def _group_tables(task: Task, found: Found) -> Iterator[RenderableType]:
-    """Yield a table for each headline, with a row per group and a column per model."""
-    groups = list(dict.fromkeys(group for of in found.values() for group in of))
+def _group_tables(task: Task, judged: JudgedModels, found: Found) -> Iterator[RenderableType]:
+    """Yield a table for each headline, with a row per group, those of a kind together, and a column per model."""
+    kinds, named = ["all", *_kinds(task, judged)], dict.fromkeys(group for of in found.values() for group in of)
+    groups = [group for kind in kinds for group in named if group == kind or group.startswith(f"{kind} ")]
     for score in task.headlines:
         if len(groups) > 1 and any(score in of["all"] for of in found.values()):
             rows = plain_table(score, *map(one_line, found))
@@ -157,8 +162,13 @@ def _case_table(judged: JudgedModels) -> RenderableType:
 
 
 def _outcome(row: Judged) -> str:
-    scores = (f"{name} {'–' if score is None else f'{score:.4g}'}" for name, score in row.scores.items())
+    scores = (f"{name} {'–' if score is None else _digits(score)}" for name, score in row.scores.items())
     return "  ".join([row.outcome, *scores])
+
+
+def _digits(score: float) -> str:
+    """Return four digits of a score, and all of a number of words: 0.7312, 10,160."""
+    return f"{score:,.0f}" if abs(score) >= 1000 else f"{score:.4g}"
 
 
 def _case_texts(judged: JudgedModels) -> dict[str, str]:

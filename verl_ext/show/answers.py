@@ -45,7 +45,7 @@ def answers_view(path: str, step: int | None, category: str | None) -> Iterator[
     )
     table = plain_table("category", "score", "prompt", "expected", "answer", left=5)
     for row in rows:
-        prompt = one_line(str(row["prompt"]))
+        prompt = one_line(str(row["prompt"] if row["question"] is None else row["question"]))
         if len(prompt) > OPENING + ENDING:
             prompt = f"{prompt[:OPENING]} … {prompt[-ENDING:]}"
         style = "green" if row["score"] >= 1 else "red" if row["score"] <= 0 else "yellow"
@@ -65,7 +65,8 @@ def _read(path: Path) -> list[dict[str, Any]]:
         try:
             row = json.loads(line)
             row["score"] + row["step"]  # numbers
-            rows.append({name: row[name] for name in ("step", "category", "prompt", "answer", "expected", "score")})
+            names = ("step", "category", "prompt", "answer", "expected", "score")
+            rows.append({"question": row.get("question"), **{name: row[name] for name in names}})
         except (ValueError, TypeError, KeyError) as error:
             if number < len(lines):
                 raise DataError(f"{path}:{number} must be an answer with step and score; {error!r}") from error

@@ -202,4 +202,7 @@ def _read_report(folder: Path) -> Report:
         report = None
     if not isinstance(report, dict):
         raise ValueError(f"{path} must be the report of `verl-ext tokenize`, a JSON object; got another file")
+    if report.get("working_folder") and report.get("tokenizer"):
+        tokenizer = os.path.join(report["working_folder"], report["tokenizer"])
+        report["tokenizer"] = tokenizer if os.path.isdir(tokenizer) else report["tokenizer"]  # else a Hub name
     return report

@@ -21,7 +21,8 @@ from verl_ext.values import one_line
 
 MOST_BYTES = 16  # most tokens of a group, more than one character needs
 BEFORE, AFTER = 12, 24  # tokens shown around the place of a difference
-RUN_CELLS = 400  # cells of a run that `document_text` shows; the middle of a longer run is left out
+# Cells of a run that are shown; the middle of a longer run is left out.
+RUN_CELLS, RUN_CELLS_OF_PAGE = 400, 20_000
 TARGET, SPECIAL, CONTEXT = "bold green", "magenta", ""
 
 Decode = Callable[[list[int]], str]
@@ -81,10 +82,10 @@ def runs_of(cells: Sequence[Cell]) -> Iterator[tuple[int, str, list[Cell]]]:
         position += sum(len(cell.ids) for cell in group)
 
 
-def document_text(cells: Sequence[Cell], in_colour: bool) -> Text:
+def document_text(cells: Sequence[Cell], in_colour: bool, longest: int = RUN_CELLS) -> Text:
     """Return a document with a side column: position, tokens, role or kind, and weight of each run.
 
-    Without colours, targets are marked [[…]]. A note replaces the middle of a long run.
+    Without colours, targets are marked [[…]]. A note replaces the middle of a run of more than `longest` cells.
     """
     text = Text()
     for position, name, run in runs_of(cells):
@@ -92,7 +93,7 @@ def document_text(cells: Sequence[Cell], in_colour: bool) -> Text:
         weight = f" ×{first.weight:g}" if first.is_target and first.weight != 1 else ""
         text.append(f"{position:>8,}  {tokens:>7,}  {name + weight:<12} ", "dim")
         line = Text()
-        for cell in _shortened(run):
+        for cell in _shortened(run, longest):
             style = SPECIAL if cell.is_special and not cell.is_target else TARGET if cell.is_target else CONTEXT
             line.append("\\n\n".join(map(one_line, cell.text.split("\n"))), style)
         if first.is_target and not in_colour:
@@ -115,10 +116,10 @@ def tokens_text(cells: Sequence[Cell]) -> Text:
     return text
 
 
-def _shortened(run: list[Cell]) -> list[Cell]:
-    if len(run) <= RUN_CELLS:
+def _shortened(run: list[Cell], longest: int) -> list[Cell]:
+    if len(run) <= longest:
         return run
-    half = RUN_CELLS // 2
+    half = longest // 2
     left_out = sum(len(cell.ids) for cell in run[half:-half])
     gap = Cell(f" … {left_out:,} tokens … ", (), run[0].is_target, False, run[0].weight)
     return [*run[:half], gap, *run[-half:]]

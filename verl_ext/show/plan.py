@@ -32,10 +32,10 @@ _EVEN_AT = 25_000
 
 @dataclass(frozen=True)
 class PackOptions(Options):
-    """The options that turn documents into packs; they follow the data node of a training run."""
+    """The options that turn documents into packs, with the defaults of a training run's data node."""
 
     max_tokens: int | None = option(None, "budget of packs to plan, as data.max_tokens", least=2, most=MOST_TOKENS)
-    over_length: str = option("split", "documents over max_tokens, as data.over_length", choices=OVER_LENGTH_POLICIES)
+    over_length: str = option("error", "documents over max_tokens, as data.over_length", choices=OVER_LENGTH_POLICIES)
     strategy: str = option("best_fit", "how documents become packs, as data.strategy", choices=STRATEGIES)
     mixture: Any = option(None, "a mixture, as data.mixture: {sources: {NAME: {tokens: 4e9, …}}}")
     seed: int = option(42, "seed of the plan, as data.seed", least=0)

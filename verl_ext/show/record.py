@@ -17,12 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.text import Text
 
+from verl_ext.files import working_in
 from verl_ext.show.data import Report, Row
 from verl_ext.show.document import AFTER, BEFORE, Decode, first_difference
 from verl_ext.text.chat import ChatEncoder, ShownText
 from verl_ext.text.chat_rendering import ChatOptions
 from verl_ext.text.readers import Chunk, read_chunks
-from verl_ext.text.sources import SourceFile, find_source_files
+from verl_ext.text.sources import SourceFile, absolute_path, find_source_files
 from verl_ext.text.tokenizer import ModelOptions
 from verl_ext.values import DataError, UsageError, one_line, options_of
 
@@ -58,11 +59,14 @@ class RecordFinder:
             needed = "record needs a folder whose report.json names sources, as `verl-ext tokenize` writes it"
             raise UsageError(f"{needed}; got one without")
         own = {name: value for name, value in given.items() if name in options_of(ChatOptions)}
-        options = ChatOptions.read({**own, "on_bad_record": "skip"})
-        if model.tokenizer:
-            options = replace(options, model=model)
-        self._files = find_source_files({name: [v] if isinstance(v, str) else list(v) for name, v in sources.items()})
-        self._encoder = ChatEncoder(options, list(sources))
+        with working_in(report.get("working_folder")):
+            listed = {name: [value] if isinstance(value, str) else value for name, value in sources.items()}
+            patterns = {name: [*map(absolute_path, paths)] for name, paths in listed.items()}
+            options = ChatOptions.read({**own, "on_bad_record": "skip"})
+            if model.tokenizer:
+                options = replace(options, model=model)
+            self._files = find_source_files(patterns)
+            self._encoder = ChatEncoder(options, list(sources))
 
     def find(self, row: Row, category: str) -> FoundRecord:
         """Return the record of a document. Raises DataError if no record gives its tokens."""

@@ -16,8 +16,8 @@ from verl_ext.values import leaves, one_line, show
 BLOCKS = "▁▂▃▄▅▆▇█"
 OTHERS = tuple(f"train/{name}" for name in ("grad_norm", "lr", "tokens_per_second", "pack_fill", "memory_gib"))
 OTHERS += ("train/router_loss", "perf/mfu")
-COUNTERS = ("train/skipped_steps", "train/spikes")
 EVALUATIONS = ("exact_match", "accuracy", "perplexity")
+ANSWERS = "val/answer"  # the name of the mean score; a category's follows a slash
 
 
 def run_tables(runs: Sequence[ShownRun], width: int) -> Iterator[RenderableType]:
@@ -50,7 +50,9 @@ def headline(run: ShownRun) -> str:
     """Return the progress of a run (step, share, time left, last checkpoint), its hardware and implementations."""
     total = run.facts.get("total_steps")
     parts = [f"{run.name}: step {run.step:,}" + (f" of {total:,} ({run.step / total:.0%})" if total else "")]
-    if run.seconds_left:
+    if total and run.step != total and not run.is_alive:
+        parts.append("not running")
+    elif run.seconds_left:
         parts.append(f"{tqdm.format_interval(run.seconds_left)} left")
     parts.append("no checkpoint" if run.checkpoint is None else f"last checkpoint at step {run.checkpoint:,}")
     parts += [run.facts["runs_on"]] if "runs_on" in run.facts else []
@@ -58,11 +60,15 @@ def headline(run: ShownRun) -> str:
 
 
 def shown_metrics(run: ShownRun) -> list[str]:
-    """Return the metrics that are shown, in order: losses, categories, evaluation, the rest."""
+    """Return the metrics that are shown, in order: losses, categories, answers, evaluation, the rest of the file."""
     wanted = ["train/loss", "val/loss"]
     wanted += [f"{split}/{name}_loss" for name in run.categories() for split in ("train", "val")]
+    wanted += [key for key in run.curves if key == ANSWERS or key.startswith(f"{ANSWERS}/")]
     wanted += [key for key in run.curves if key.startswith("val/") and key.endswith(EVALUATIONS)]
-    wanted += [*OTHERS, *COUNTERS]
+    wanted += OTHERS
+    kinds = {"train": ("tokens", "entropy", "token_accuracy"), "val": ("tokens", "entropy")}
+    details = {f"{split}/{name}_{kind}" for split in kinds for name in run.categories() for kind in kinds[split]}
+    wanted += [key for key in run.curves if key not in details]
     return [name for name in dict.fromkeys(wanted) if name in run.curves]
 
 
@@ -72,7 +78,7 @@ def sparkline(curve: Curve, width: int) -> str:
     parts = np.array_split(values, min(width, len(values)))
     means = np.array([part[np.isfinite(part)].mean() if np.isfinite(part).any() else np.nan for part in parts])
     low, high = np.nanmin(means), np.nanmax(means)
-    span = high - low if high > low else 1.0
+    span = high - low if high - low > 1e-9 * abs(high) else 1.0  # the means of a constant differ by rounding
     heights = (np.nan_to_num((means - low) / span) * (len(BLOCKS) - 1)).round().astype(int)
     return "".join(BLOCKS[height] if np.isfinite(mean) else " " for height, mean in zip(heights, means, strict=True))
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_ext.checkpoint.layout import METRICS, REPORT, RUN, SPIKES, TRACKER
+from verl_ext.checkpoint.layout import METRICS, REPORT, RUN, SPIKES, TRACKER, is_locked
 from verl_ext.redaction import redacted
 from verl_ext.values import DataError, UsageError
 
@@ -41,6 +41,7 @@ class ShownRun:
         facts: run.json, with secrets masked; {} without it.
         data: data_report.json; {} without it.
         checkpoint: the step of the last checkpoint.
+        is_alive: whether a process holds the lock of the run's folder.
     """
 
     path: Path
@@ -49,6 +50,7 @@ class ShownRun:
     facts: dict[str, Any]
     data: dict[str, Any]
     checkpoint: int | None
+    is_alive: bool
 
     @property
     def name(self) -> str:
@@ -116,7 +118,7 @@ def open_run(path: str) -> ShownRun:
     tracker = folder / TRACKER
     step = tracker.read_text(encoding="utf-8").strip() if tracker.is_file() else ""
     checkpoint = int(step) if step.isdigit() else None
-    return ShownRun(given, curves, torn, _json(folder / RUN), _json(folder / REPORT), checkpoint)
+    return ShownRun(given, curves, torn, _json(folder / RUN), _json(folder / REPORT), checkpoint, is_locked(folder))
 
 
 def read_plan(path: str) -> dict[str, Any]:

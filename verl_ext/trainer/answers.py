@@ -92,13 +92,19 @@ def scored_answers(
 def mean_scores(scored: Sequence[Scored]) -> dict[str, float]:
     """Return the mean scores by category, in the order of first prompts, and of all prompts under "".
 
-    The category "" of a prompt means no category.
+    The category "" of a prompt means no category. Without a score there is no mean.
     """
     by_category: dict[str, list[float]] = defaultdict(list)
     for one in scored:
         by_category[one.category].append(one.score)
     by_category[""] = [one.score for one in scored]
-    return {name: fmean(scores) for name, scores in by_category.items()}
+    return {name: fmean(scores) for name, scores in by_category.items() if scores}
+
+
+def _last_question(prompt: Prompt) -> str | None:
+    """Return the last user message of a prompt; None for a tokenized document, which names no messages."""
+    users = (message["content"] for message in reversed(prompt.messages or ()) if message["role"] == "user")
+    return next(users, None)
 
 
 def engine_texts(engine: StepEngine, tokenizer: Any, sampling: Sampling) -> Texts:
@@ -135,6 +141,7 @@ class Answers:
             {
                 "step": step,
                 "category": one.category,
+                "question": _last_question(items[one.number]),
                 "prompt": prompt_text(items[one.number], tokenizer),
                 "answer": one.text,
                 "expected": items[one.number].expected,

@@ -63,7 +63,8 @@ class ExactMatches:
         all_reduce(total)
         answers, exact = total.tolist()
         metrics: dict[str, float] = {f"{prefix}/answers": int(sum(answers))}
-        metrics[f"{prefix}/exact_match"] = sum(exact) / sum(answers)
+        if any(answers):
+            metrics[f"{prefix}/exact_match"] = sum(exact) / sum(answers)
         for name, right, asked in zip(names, exact[1:], answers[1:], strict=True):
             if asked:
                 metrics[f"{prefix}/{name}_exact_match"] = right / asked

@@ -21,11 +21,12 @@ from verl_ext.answers import Prompts
 from verl_ext.answers.server import Server
 from verl_ext.attention import gpu_capability
 from verl_ext.checkpoint import resume
+from verl_ext.checkpoint.copies import check_copies
 from verl_ext.checkpoint.layout import refuse_locked, saved_run_state, step_of
 from verl_ext.config.check import check_categories, check_positions, check_run, model_positions
 from verl_ext.config.model import ModelFacts
 from verl_ext.config.resolve import resolve_run
-from verl_ext.config.run import AFTER_EACH_EPOCH, Machine, RunConfig, TrainerOptions
+from verl_ext.config.run import Machine, RunConfig, TrainerOptions, is_due
 from verl_ext.config.schema import check_keys
 from verl_ext.data import PackDataset, check_vocabulary
 from verl_ext.data.content import CONTENT, DataFiles
@@ -102,10 +103,9 @@ class Run:
         """The folder of the run's files."""
         return Path(self.config.trainer.default_local_dir)
 
-    def is_due(self, step: int, frequency: int | str) -> bool:
-        """Tell whether `step` is the last one, or is due by `frequency` (steps or after_each_epoch)."""
-        every = round(self.steps_per_epoch) or 1 if frequency == AFTER_EACH_EPOCH else int(frequency)
-        return step == self.total_steps or (every > 0 and step % every == 0)
+    def is_due(self, step: int, frequency: Any) -> bool:
+        """Tell whether `step` is the last one, or due by `frequency`: steps, after_each_epoch, or a list of these."""
+        return step == self.total_steps or is_due(frequency, step, self.steps_per_epoch)
 
     @property
     def memory(self) -> dict[str, Any] | None:
@@ -178,6 +178,7 @@ class Run:
         plan = {entry.name: getattr(self.plan, entry.name) for entry in fields(self.plan) if entry.name != "costs"}
         return {
             "config": self.config.values,
+            "working_folder": os.getcwd(),
             "versions": versions(),
             "runs_on": what_runs(self.config, self.model.backend, self.model.head),
             "plan": {**plan, "is_balanced": self.plan.costs is not None},
@@ -214,6 +215,7 @@ def prepare(composed: DictConfig) -> Run:
             print("reading the data …", flush=True)
             if trains:
                 refuse_locked(Path(config.trainer.default_local_dir))
+                check_copies(config.trainer)
         output = resume.check_output(composed, config.machine.world_size)
         train_set, val_set = open_sets(config)
         prompts = _open_prompts(config, model.hf_config)
@@ -233,7 +235,6 @@ def prepare(composed: DictConfig) -> Run:
     content = files.digest(ranks) if trains else None
     # Without adapters, a measurement takes all weights from the checkpoint.
     reads_base = trains or (config.trainer.eval_only and config.model_options.lora_rank and not plans)
-    base = None
     with user_errors_end_the_run():
         base = digest_of_folder(config.model_folder, _WEIGHTS) if reads_base and is_rank0 else None
     base = ranks.broadcast(base)

@@ -6,7 +6,9 @@ launch/node.sh, which writes it into a file that the ranks read:
     VERL_EXT_REQUESTS/stop         by launch/node.sh: a line for every signal that it received
     VERL_EXT_REQUESTS/unfinished   by the ranks: the run was asked to stop and ended before its last step
 
-Before training, the first request ends a rank at once. In training it sets a flag: the ranks agree on it when they sum
+Before training, the first request ends a rank at once. In training it sets a flag. The ranks agree on it while they sum
+Z of the next step, save the last completed step and end together. A second request ends a rank at once, without a
+checkpoint.
 
 A thread reads the signals, because no Python handler runs while the main thread is in a collective, maybe for hours.
 """

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import GenerationMixin, PreTrainedModel, Qwen2Config, Qwen2Model, Qwen3Config, Qwen3Model
+from transformers.generation import MaxLengthCriteria, StoppingCriteriaList
 from transformers.utils import ModelOutput, can_return_tuple
 
 from verl_ext.models.qwen_titans.configuration import QwenTitansConfig
@@ -294,6 +295,14 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return False  # the first forward makes a StreamCache
+
+    def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> StoppingCriteriaList:
+        """Return transformers' criteria without its warning of too few positions, which restart in each chunk."""
+        criteria = super()._get_stopping_criteria(*args, **kwargs)  # type: ignore[misc]  # transformers' own self
+        for criterion in criteria:
+            if isinstance(criterion, MaxLengthCriteria):
+                criterion.max_position_embeddings = None
+        return criteria
 
     def prepare_inputs_for_generation(  # type: ignore[override]  # no embeddings in place of tokens
         self,

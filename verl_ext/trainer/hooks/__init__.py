@@ -2,6 +2,7 @@
 
 from verl_ext.trainer.hooks.answers import AnswersHook
 from verl_ext.trainer.hooks.base import Hook, StepOutcome
+from verl_ext.trainer.hooks.console import ConsoleHook
 from verl_ext.trainer.hooks.hang import HangHook
 from verl_ext.trainer.hooks.profile import ProfileHook
 from verl_ext.trainer.hooks.progress import ProgressHook
@@ -19,6 +20,7 @@ HOOKS: tuple[type[Hook], ...] = (
     TrackingHook,
     ValidationHook,
     AnswersHook,
+    ConsoleHook,  # after all that logs metrics of a step
     StopHook,
     SavingHook,
     HangHook,  # The last one, because its call starts the time of the next batch.

@@ -1,6 +1,7 @@
 """The hook for answers to prompts: before step 1, every `eval.freq` steps, and after the last step.
 
-    answers.jsonl    the same prompts each time: {"step", "category", "prompt", "answer", "expected", "score"}
+    answers.jsonl    the same prompts each time: {"step", "category", "question" (the last user message or null),
+                     "prompt", "answer", "expected", "score"}
 
 verl gives trackers these rows as tables. A failure of the server, of a user's scorer or of a tracker is a warning, and
 training goes on.

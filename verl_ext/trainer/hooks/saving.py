@@ -5,6 +5,8 @@ import sys
 import time
 from collections.abc import Iterator
 
+import torch.distributed as dist
+
 from verl_ext.checkpoint.save import NotWritten, save_final_memory
 from verl_ext.config.run import AFTER_EACH_EPOCH
 from verl_ext.trainer.distributed import RunFailed, RunRanks
@@ -31,8 +33,8 @@ class SavingHook(Hook):
     def stop(self, step: int) -> None:
         """Save a checkpoint of the last completed step unless there is one."""
         checkpoints = self.trainer.checkpoints
-        with self._training_waits(step), self._tolerate_failed_save("the run ends"):
-            with self._tolerate_failed_save():
+        with self._training_waits(step), tolerate_failed_save("the run ends"):
+            with tolerate_failed_save():
                 checkpoints.finish()
             if checkpoints.last != step:
                 self._refuse_changed_data()
@@ -40,18 +42,23 @@ class SavingHook(Hook):
                 checkpoints.finish()
 
     def post_train(self) -> None:
-        """Write the learned memory of a model that has one."""
+        """Write the learned memory of a model that has one; fail if a checkpoint has no copy."""
         watch.mark("the end of the run", "trainer.save_timeout")
         done = max(self.trainer.first_step, self.run.total_steps)  # an earlier run may have trained further
         with _failed_end():
             save_final_memory(self.trainer.engine, self.run.output, done, self.run.memory)
+        if missing := self.trainer.checkpoints.not_copied:
+            raise RunFailed(
+                f"trainer.default_hdfs_dir={self.options.default_hdfs_dir} lacks {', '.join(missing)}, whose copies "
+                f"failed (warnings above); training is done, and {self.run.output} has what it keeps"
+            )
 
     def _save(self, step: int) -> None:
         checkpoints, since = self.trainer.checkpoints, time.perf_counter()
-        with self._tolerate_failed_save():  # finish the previous checkpoint, which threads write
+        with tolerate_failed_save():  # finish the previous checkpoint, which threads write
             checkpoints.finish()
         is_last = step == self.run.total_steps
-        with _failed_end() if is_last else self._tolerate_failed_save():
+        with _failed_end() if is_last else tolerate_failed_save():
             checkpoints.save(step)
             if is_last:
                 checkpoints.finish()
@@ -68,18 +75,19 @@ class SavingHook(Hook):
         if self.run.content is None:
             return
         if changed := next(filter(None, RunRanks().gather(self.run.files.changed())), None):
-            with self._tolerate_failed_save():
+            with tolerate_failed_save():
                 self.trainer.checkpoints.finish()  # the checkpoint of the unchanged data
             self.run.files.verify_content(self.run.content, changed, RunRanks())
 
-    @contextlib.contextmanager
-    def _tolerate_failed_save(self, then: str = "training goes on") -> Iterator[None]:
-        """Turn NotWritten, which every rank raises, into a warning."""
-        try:
-            yield
-        except NotWritten as error:
-            if self.trainer.is_rank0:
-                print(f"warning: {then} without a checkpoint: {error}", file=sys.stderr, flush=True)
+
+@contextlib.contextmanager
+def tolerate_failed_save(then: str = "training goes on") -> Iterator[None]:
+    """Turn NotWritten, which every rank raises, into a warning."""
+    try:
+        yield
+    except NotWritten as error:
+        if dist.get_rank() == 0:
+            print(f"warning: {then} without a checkpoint: {error}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

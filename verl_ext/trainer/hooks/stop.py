@@ -2,6 +2,7 @@
 
 from verl_ext.trainer.distributed import RunFailed
 from verl_ext.trainer.hooks.base import Hook, StepOutcome
+from verl_ext.trainer.hooks.saving import tolerate_failed_save
 from verl_ext.trainer.signals import requests
 
 
@@ -35,7 +36,8 @@ class SkippedStepsHook(Hook):
             f"step {step} skipped: no finite gradient, or no target of a weight above 0 ({state.skipped_steps} so far)"
         )
         if state.skipped_in_a_row > limit:
-            self.trainer.checkpoints.finish()
+            with tolerate_failed_save("the run ends"):
+                self.trainer.checkpoints.finish()
             raise RunFailed(  # on every rank, because all see the same gradient norms
                 f"stopping after step {step}: {state.skipped_in_a_row} consecutive steps had a non-finite gradient or "
                 f"no weighted target (limit: trainer.max_skipped_steps={limit})"

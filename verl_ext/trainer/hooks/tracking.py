@@ -8,6 +8,7 @@ wandb and swanlab read the id and the permission to continue its run from the en
 import json
 import os
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,9 +25,11 @@ from verl_ext.config.run import RunConfig
 from verl_ext.files import atomic_write, write_json
 from verl_ext.flops import peak_flops
 from verl_ext.redaction import redacted, redacted_text
+from verl_ext.trainer.distributed import last_acts
 from verl_ext.trainer.hooks.base import Hook, StepOutcome
 from verl_ext.values import first_line, reason_of
 
+_CLOSE_SECONDS = 5.0
 # tracker: (the variable of its run's id, the variable that allows it to continue that run)
 _VARIABLES = {"wandb": ("WANDB_RUN_ID", "WANDB_RESUME"), "swanlab": ("SWANLAB_RUN_ID", "SWANLAB_RESUME")}
 
@@ -38,6 +41,7 @@ class TrackingHook(Hook):
         """Open the loggers."""
         trainer = self.trainer
         self.tracking = open_tracking(trainer.config, trainer.first_step) if trainer.is_rank0 else None
+        last_acts.callback(self._close_in_time)
         given = self.options.gpu_peak_tflops
         self.peak_flops = given and given * 1e12
         if given is None and self.options.device == "cuda":
@@ -85,10 +89,17 @@ class TrackingHook(Hook):
                 self.tracking.log(metrics, step)
 
     def close(self) -> None:
-        """End the tracked runs."""
-        if self.tracking is not None:
+        """End the tracked runs, once."""
+        tracking, self.tracking = self.tracking, None
+        if tracking is not None:
             with log_tracker_errors("trainer.logger did not end in order"):
-                self.tracking.finish()
+                tracking.finish()
+
+    def _close_in_time(self) -> None:
+        """End the tracked runs of a run that failed, whose last metrics matter most; a lost server must not hold it."""
+        thread = threading.Thread(target=self.close, name="the end of the trackers", daemon=True)
+        thread.start()
+        thread.join(_CLOSE_SECONDS)
 
 
 def _peaks_of_memory() -> dict[str, float]:

@@ -1,0 +1,119 @@
+"""Hooks by themselves: the profiler's interval, the end after skipped steps, trackers of a run that fails."""
+
+import math
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl_ext.checkpoint.save import NotWritten
+from verl_ext.config.run import AFTER_EACH_EPOCH, is_due
+from verl_ext.trainer.answers import mean_scores
+from verl_ext.trainer.distributed import RunFailed
+from verl_ext.trainer.evaluation import ExactMatches
+from verl_ext.trainer.hooks import tracking
+from verl_ext.trainer.hooks.base import Hook, StepOutcome
+from verl_ext.trainer.hooks.profile import ProfileHook
+from verl_ext.trainer.hooks.saving import dist
+from verl_ext.trainer.hooks.stop import SkippedStepsHook
+from verl_ext.trainer.hooks.tracking import TrackingHook
+
+OUTCOME = StepOutcome(batch=None, grad_norm=math.nan, lr=0.0, sums=None)  # type: ignore[arg-type]
+
+
+def trainer_of(first_step: int = 0, total: int = 6, **options: Any) -> Any:
+    said: list[str] = []
+    return SimpleNamespace(
+        run=SimpleNamespace(total_steps=total),
+        config=SimpleNamespace(trainer=SimpleNamespace(device="cpu", gpu_peak_tflops=None, **options)),
+        first_step=first_step,
+        is_rank0=True,
+        said=said,
+        progress=SimpleNamespace(say=said.append),
+    )
+
+
+def steps_of(hook: Hook, first: int, last: int, stops: bool) -> None:
+    hook.pre_train()
+    for step in range(first + 1, last + 1):
+        hook.pre_step(step)
+        hook.post_step(step, OUTCOME)
+    hook.stop(last) if stops else hook.post_train()
+
+
+@given(st.integers(1, 6), st.integers(0, 5), st.integers(0, 4), st.integers(0, 6), st.booleans())
+def test_the_profile_of_an_interval_is_written_wherever_a_run_begins_and_ends(first, more, done, ended, stops):
+    """It holds the interval's steps of this process; without any, the run says so or does nothing."""
+    calls: list[Any] = []
+    trainer = trainer_of(done, max(done, ended), profile_interval=[first, first + more])
+    trainer.client = SimpleNamespace(
+        start_profile=lambda: calls.append("start"),
+        step_profile=lambda: calls.append("step"),
+        stop_profile=lambda: calls.append("stop"),
+    )
+    steps_of(ProfileHook(trainer), done, ended, stops)
+    inside = [step for step in range(done + 1, ended + 1) if first <= step <= first + more]
+    assert calls == (["start", *["step"] * len(inside), "stop"] if inside else [])
+    planned = set(range(done + 1, max(done, ended) + 1))
+    assert bool(trainer.said) == planned.isdisjoint(range(first, first + more + 1))
+
+
+def test_no_profile_is_asked_for_by_default():
+    trainer = trainer_of(profile_interval=[-1, -1])
+    steps_of(ProfileHook(trainer), 0, 6, stops=False)
+    assert trainer.said == []
+
+
+@given(st.lists(st.one_of(st.integers(-1, 9), st.just(AFTER_EACH_EPOCH)), min_size=1), st.floats(0.3, 20))
+def test_a_frequency_is_due_at_multiples_and_at_the_step_in_which_an_epoch_ends(frequency, steps_per_epoch):
+    ends = {math.ceil(round(epoch * steps_per_epoch, 9)) for epoch in range(1, 200)}
+    for step in range(1, 40):
+        due = [step in ends if every == AFTER_EACH_EPOCH else every > 0 and step % every == 0 for every in frequency]
+        assert is_due(frequency, step, steps_per_epoch) == any(due)
+        assert is_due(frequency[0], step, steps_per_epoch) == due[0]
+
+
+def test_a_validation_set_without_an_answer_has_no_mean_of_scores():
+    assert mean_scores([]) == {}
+    exact = ExactMatches.__new__(ExactMatches)
+    exact.counts = torch.zeros(2, 2, dtype=torch.float64)
+    assert exact.report("val", ["qa1"], lambda _: None) == {"val/answers": 0}
+
+
+def test_too_many_skipped_steps_are_the_reason_even_if_the_checkpoint_before_is_not_written(monkeypatch, capsys):
+    def finish() -> None:
+        raise NotWritten("rank 0: No space left on device")
+
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    trainer = trainer_of(max_skipped_steps=1)
+    trainer.run_state = SimpleNamespace(skipped_steps=0, skipped_in_a_row=0)
+    trainer.checkpoints = SimpleNamespace(finish=finish)
+    hook = SkippedStepsHook(trainer)
+    hook.post_step(1, OUTCOME)
+    with pytest.raises(RunFailed, match="2 consecutive steps had a non-finite gradient"):
+        hook.post_step(2, OUTCOME)
+    assert "the run ends without a checkpoint: rank 0: No space left" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_trackers_of_a_run_that_fails_end_once_and_a_lost_server_does_not_hold_it(is_lost, monkeypatch):
+    ended = []
+
+    def finish() -> None:
+        ended.append(True)
+        time.sleep(60 * is_lost)
+
+    acts = tracking.last_acts.__class__()
+    monkeypatch.setattr(tracking, "last_acts", acts)
+    monkeypatch.setattr(tracking, "_CLOSE_SECONDS", 0.1 if is_lost else 60.0)
+    monkeypatch.setattr(tracking, "open_tracking", lambda *_: SimpleNamespace(logger={}, finish=finish))
+    hook = TrackingHook(trainer_of())
+    hook.pre_train()
+    acts.close()  # what every end of a rank does
+    assert ended == [True]
+    hook.close()
+    assert ended == [True]
