@@ -124,8 +124,7 @@ class Options:
                 except ValueError as error:
                     below += str(error).splitlines()
                     continue
-            if value is not None or field.nullable or field.required:
-                named[name] = field.converted(value)
+            named[name] = field.converted(value)
         if below:  # combinations of options can only be checked if each option is valid
             refuse([*cls._field_problems(named), *below])
         return cls(**named)

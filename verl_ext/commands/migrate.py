@@ -1,4 +1,4 @@
-r"""The command `verl-ext migrate`, which translates commands of verl ≤ 0.6's fsdp_sft_trainer.
+r"""The command `verl-ext migrate`, which translates commands of verl's own SFT trainers.
 
     verl-ext migrate 'torchrun --nproc_per_node=8 -m verl.trainer.fsdp_sft_trainer model.partial_pretrain=$M …'
 
@@ -14,8 +14,10 @@ import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import takewhile
 
 from verl_ext.commands.command_line import command, read_options
+from verl_ext.translation import Item, translate
 from verl_ext.values import REQUIRED, Options, UsageError, option
 
 # A word of a shell command: plain characters, escapes, '…', "…", `…` and $(…) with two levels of parentheses inside
@@ -23,16 +25,17 @@ _WORD = re.compile(
     r"""(?:\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|`[^`]*`|[^\s'"\\`]|\\.|'[^']*'|"(?:\\.|[^"\\])*")+""", re.DOTALL
 )
 _END = re.compile(r"[|;]|&&|&|\|\||\d*[<>].*", re.DOTALL)  # the first word that is not an argument of the command
-_TRAINER = re.compile(r"verl\.trainer\.(?:fsdp_)?sft_trainer|(?:\S*/)?fsdp_sft_trainer\.py")
+_TRAINER = re.compile(r"verl\.trainer\.(?:fsdp_sft_trainer|sft_trainer|sft_trainer_ray)|(?:\S*/)?fsdp_sft_trainer\.py")
+_RANKS = re.compile(r"--nproc[_-]per[_-]node=(.+)")
 _OVERRIDE = re.compile(r"([+~]*)([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class MigrateOptions(Options):
-    """Translate a command of verl ≤ 0.6's fsdp_sft_trainer, with a comment for each key that changed.
+    """Translate a command of verl's own SFT trainers, with a comment for each key that changed.
 
-    A key without an equivalent is left out, and a comment says what to use instead. A command without such keys also
-    runs unchanged, because the trainer reads the old names.
+    A command with raw files becomes one of `verl-ext train`, which tokenizes them first. A key without an equivalent is
+    left out, and a comment says what to use instead.
     """
 
     command: str = option(REQUIRED, "the old command, as it stands in a shell script", required=True)
@@ -41,7 +44,6 @@ class MigrateOptions(Options):
 def run(options: MigrateOptions) -> str:
     """Return the new command and its comments. Raises `UsageError` if the command is not of that trainer."""
     from verl_ext.config import schema  # imports torch and verl, which takes seconds
-    from verl_ext.config.legacy import Item, translate
 
     def is_known(key: str) -> bool:
         return schema.is_known(key) or key in schema.groups()
@@ -53,7 +55,7 @@ def run(options: MigrateOptions) -> str:
     words = _WORD.findall(text)
     start = next((number for number, word in enumerate(words) if _TRAINER.fullmatch(_unquoted(word))), None)
     if start is None:
-        raise UsageError("command must start verl.trainer.fsdp_sft_trainer, or fsdp_sft_trainer.py; got neither")
+        raise UsageError("command must start verl's fsdp_sft_trainer, sft_trainer or sft_trainer_ray; got none of them")
     end = next((number for number, word in enumerate(words) if number > start and _END.fullmatch(word)), len(words))
     items, others = [], []
     for word in words[start + 1 : end]:
@@ -63,17 +65,41 @@ def run(options: MigrateOptions) -> str:
             items.append(Item(match[1], match[2], _unquoted(match[3]), match[3]))
         else:
             others.append(word)
+    items, comments = _without_class(items)
     own_class = any(schema.names_own_class(item.value) for item in items if item.key == "data.custom_cls.name")
-    found = translate(items, own_class, packed=True)
-    lines = [" ".join([*words[:start], *([] if words[:start][-1:] == ["-m"] else ["-m"]), "verl_ext.fsdp_sft_trainer"])]
-    for item in found.items:
+    found = translate(items, own_class, packed=True, is_known=is_known)
+    lines = [_start(words, start, bool(found.sources))]
+    for item in (*found.sources, *found.items):
         prefix = "" if item.prefix.startswith("+") and is_known(item.key) else item.prefix
         lines.append(str(Item(prefix, item.key, item.written or item.value)))
     if others := [*others, *words[end:]]:
         lines.append(" ".join(others))
     unknown = [schema.unknown_key(item.key) for item in found.items if not is_known(item.key)]
-    comments = [f"# {line}" for line in (*found.notices, *found.problems, *unknown)]
+    comments = [f"# {line}" for line in (*comments, *found.notices, *found.problems, *unknown)]
     return "\n".join([" \\\n    ".join(lines), *comments])
+
+
+def _start(words: Sequence[str], start: int, tokenizes: bool) -> str:
+    """Return the first line of the new command: `verl-ext train` where raw files are tokenized, else the trainer."""
+    if tokenizes:
+        before = list(takewhile(lambda word: re.fullmatch(r"\w+=.*", word, re.DOTALL), words))
+        number = next((found[1] for word in words[:start] if (found := _RANKS.fullmatch(word))), None)
+        return " ".join([*before, "verl-ext train", *([] if number is None else [f"nproc={number}"])])
+    module = "verl_ext.fsdp_sft_trainer" + "_ray" * _unquoted(words[start]).endswith("_ray")
+    return " ".join([*words[:start], *([] if words[:start][-1:] == ["-m"] else ["-m"]), module])
+
+
+def _without_class(items: list[Item]) -> tuple[list[Item], list[str]]:
+    """Leave out data.custom_cls.* where the built-in class has the class's name; return comments about it."""
+    given = [item for item in items if item.key in ("data.custom_cls.path", "data.custom_cls.name")]
+    values = {item.key: item.value or "" for item in given}
+    if not given or values.get("data.custom_cls.path", "").startswith("pkg://verl_ext"):
+        return items, []
+    does = "packs tokenized documents by data.max_tokens"
+    if values.get("data.custom_cls.name") == "SFTDataSet":
+        why = f"verl_ext.data.SFTDataSet, the default, {does}; keep both if your class does more"
+        return [item for item in items if item not in given], [f"{' '.join(map(str, given))} is left out: {why}"]
+    return items, [f"leave data.custom_cls.* out if your class {does}, as the default does"]
 
 
 def _unquoted(word: str) -> str:

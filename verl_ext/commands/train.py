@@ -24,10 +24,12 @@ from verl_ext.commands.command_line import command, known_options, read_options
 from verl_ext.commands.tokenize import TokenizeOptions, summary, write_dataset
 from verl_ext.files import default_root, fingerprint, is_complete
 from verl_ext.launcher import run_torchrun
+from verl_ext.legacy import is_name_of_verl
 from verl_ext.text.chat import ChatEncoder
 from verl_ext.text.sources import find_source_files
 from verl_ext.text.tokenized import FORMAT, cached_tokens, file_facts
 from verl_ext.text.tokenizer import leave_out_torch
+from verl_ext.translation import Item, translate
 from verl_ext.values import DataError, Options, UsageError, option
 
 # {the trainer's key of a tokenized folder: the key of its sources}
@@ -51,7 +53,8 @@ class TrainOptions(Options):
 
     Besides the keys below, the command takes the options of `verl-ext tokenize` by their names (turns=last,
     sample=1000) and the overrides of the trainer (docs/training.md); both use model.path. The same files, tokenizer and
-    options are tokenized only once. After Ctrl-C or SIGTERM the ranks save, and the same command goes on.
+    options are tokenized only once. After Ctrl-C or SIGTERM the ranks save, and the same command goes on. Options of
+    verl's own SFT trainers are read too (docs/plugging_in.md).
     """
 
     data: SourceKeys = option(SourceKeys, "data to tokenize")
@@ -60,6 +63,7 @@ class TrainOptions(Options):
 
 def run(words: Sequence[str]) -> str:
     """Tokenize the sources if needed, and train; raise SystemExit with training's code if not 0."""
+    words = _translated(words)
     own, encoding = _those_of(words, ["nproc"]), []
     if _those_of(words, NODES.values()):  # else data.cache_dir belongs to a dataset that reads text itself
         own += _those_of(words, [*NODES.values(), "data.cache_dir"])
@@ -90,6 +94,22 @@ def run(words: Sequence[str]) -> str:
     if code := run_torchrun(line[1:]):
         raise SystemExit(code)
     return ""
+
+
+def _translated(words: Sequence[str]) -> Sequence[str]:
+    """Return the words of a command of verl's by today's names and meanings, with a note for each change."""
+    flags = [word for word in words if word.startswith("-")]
+    items = [Item.read(word) for word in words if word not in flags]
+    if not any(is_name_of_verl(item.key) for item in items):
+        return words
+    values = {item.key: item.value for item in items}
+    own_class = values.get("data.custom_cls.name") not in (None, "null", "SFTDataSet")
+    found = translate(items, own_class, packed=values.get("data", "packed") == "packed")
+    if found.problems:
+        raise UsageError("\n".join(found.problems))
+    for notice in found.notices:
+        print(f"note: {notice}", file=sys.stderr, flush=True)
+    return [*flags, *map(str, (*found.sources, *found.items))]
 
 
 class Texts:

@@ -1,5 +1,7 @@
 """The composition of a config from a command line, with old names translated and typos refused."""
 
+import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -8,9 +10,10 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from verl_ext.config import schema
-from verl_ext.config.legacy import Item, translate
 from verl_ext.config.resolve import resolve_config
+from verl_ext.legacy import is_name_of_verl, is_raw
 from verl_ext.overrides import parsed, readable, repeated_keys, restored
+from verl_ext.translation import Item, translate
 from verl_ext.values import leaves, show
 
 PRIMARY = "sft"
@@ -31,10 +34,12 @@ def prepare_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     flags, words = _split_flags(argv)
     if any(flag in ("-m", "--multirun") for flag in flags):
         raise ValueError("--multirun starts runs one after the other inside one set of ranks; start one run a command")
-    given, folders = [_item(readable(words, number)) for number in range(len(words))], _config_folders(flags)
+    folders = _config_folders(flags)
+    given = [_item(readable(words, number)) for number in range(len(words))]
     classes = [(item.value or "").strip("'\"") for item in given if item.key == "data.custom_cls.name"]
     own_class = any(map(schema.names_own_class, classes))
-    translation = translate(given, own_class, packed=_choice("data", given, folders) in (None, "packed"))
+    packed = _choice("data", given, folders) in (None, "packed")
+    translation = translate(given, own_class, packed, lambda key: schema.is_known(key) or key in schema.groups())
     items, notices = translation.items, translation.notices
     overrides: list[str] = []
     mistakes = [
@@ -53,6 +58,11 @@ def prepare_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         overrides += [str(known)] if known else []
         notices += [notice] if notice else []
     overrides += _chosen_by_recipe(items, folders)
+    if translation.sources:  # last, so that the command to give stands at the end
+        raw = [item.key for item in given if is_raw(item.key)]
+        mistakes.append(f"{', '.join(raw)}: raw files are tokenized first, as this command does before it trains:")
+        words = [*_ranks(given), *flags, *map(str, (*translation.sources, *items))]
+        mistakes.append(shlex.join(["verl-ext", "train", *words]))
     if mistakes:
         raise ValueError(restored("\n".join(mistakes)))
     if any(flag.split("=")[0] in ("--config-name", "-cn") for flag in flags):
@@ -94,14 +104,26 @@ def _config_folders(flags: Sequence[str]) -> list[Path]:
     return [Path(value).expanduser() for name, value in written if name in ("--config-dir", "-cd")]
 
 
+def _ranks() -> list[str]:
+    """Return the option of `verl-ext train` for the ranks of this machine, if torchrun has started them."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE")
+    return [] if ranks is None else [f"nproc={ranks}"]
+
+
+def _ranks(given: Sequence[Item]) -> list[str]:
+    """Return the option of `verl-ext train` for the ranks of this machine, if torchrun or the user says how many."""
+    of_ray = [item.value for item in given if item.key == "trainer.n_gpus_per_node"]
+    ranks = os.environ.get("LOCAL_WORLD_SIZE") or (of_ray[-1] if of_ray else None)
+    return [] if ranks is None else [f"nproc={ranks}"]
+
+
 def _item(word: str) -> Item:
     override = parsed(word)
     assert override is not None, "it is readable"
-    key, equals, value = word.partition("=")
     if override.is_sweep_override():
+        key, _, value = word.partition("=")
         raise ValueError(restored(f"{key} takes one value; got {value}: write {key}=[{value}] for a list"))
-    name = key.lstrip("+~")
-    return Item(key[: len(key) - len(name)], name, value if equals else None)
+    return Item.read(word)
 
 
 def _known(item: Item, own_class: bool, folders: Sequence[Path]) -> tuple[Item | None, str | None]:
@@ -110,7 +132,10 @@ def _known(item: Item, own_class: bool, folders: Sequence[Path]) -> tuple[Item |
     value = override.value() if override else None
     group = item.key.partition("@")[0]
     is_choice = group in schema.groups() and not isinstance(value, dict | list)
-    unknown = [key for key, _ in leaves({item.key: value}) if not is_choice and not schema.is_known(key)]
+    keys = [key for key, _ in leaves({item.key: value}) if not is_choice]
+    if old := next((key for key in keys if key != item.key and is_name_of_verl(key) and not own_class), None):
+        raise ValueError(f"{old} is read as a word of its own, {old}=VALUE; got it inside of {item.key}={{…}}")
+    unknown = [key for key in keys if not schema.is_known(key)]
     if unknown and own_class and item.prefix.startswith("+") and item.key.startswith("data."):
         return item, None  # a key for the user's own dataset class
     if unknown:

@@ -18,7 +18,9 @@ from verl_ext.attention import unusable
 from verl_ext.config.model import model_kind
 from verl_ext.config.run import Machine, PlanOptions, RunConfig, dataset_class
 from verl_ext.data import SFTDataSet
+from verl_ext.engines.schedule import StepOptimizerConfig
 from verl_ext.flops import GPUS
+from verl_ext.legacy import DEPRECATED
 from verl_ext.overrides import restore
 from verl_ext.values import choice_problem, first_line, plain, refuse, show
 
@@ -51,7 +53,7 @@ def resolve_run(composed: DictConfig, machine: Machine) -> RunConfig:
     if planned.gpu_memory is not None:
         machine = replace(machine, accelerator="cuda", capability=None)
     notices = resolve_config(composed) + resolve_device(composed, machine.accelerator)
-    notices += resolve_plan(composed, planned)
+    notices += resolve_plan(composed, planned) + resolve_forwards(composed, machine.world_size)
     config = RunConfig.from_composed(composed, machine)
     if (batches := config.trainer.log_every_batches) is not None:
         packs = max(config.data_parallel_size, 1) * config.data.micro_batch_size_per_gpu
@@ -87,7 +89,7 @@ def resolve_config(config: DictConfig) -> list[str]:
             OmegaConf.update(config, key, show(value))  # the name of the folder is a number
         elif isinstance(value, str) and (value == "" or value.startswith("~")):
             OmegaConf.update(config, key, os.path.expanduser(value) or None)
-    notices = model_kind(config).resolve_attention(config)
+    notices = [*resolve_names(config), *model_kind(config).resolve_attention(config)]
     custom = config.data.custom_cls
     is_ours = custom.name == SFTDataSet.__name__  # verl's scripts name our class with their own path
     if custom.path and is_ours and not custom.path.startswith("pkg://") and not os.path.exists(custom.path):
@@ -102,6 +104,44 @@ def resolve_config(config: DictConfig) -> list[str]:
         config.data.update(family.for_evaluation(data))
     config.data.update(family.implied(data))
     return notices
+
+
+def resolve_names(config: DictConfig) -> list[str]:
+    """Move values from deprecated names of verl's to today's, in place, before anything is checked or remembered.
+
+    Null is read as verl reads it where its engine would fail. Raises ValueError for a key that a command line alone
+    translates (a user's file has it), and for two values.
+    """
+    notices, defaults = [], {entry.name: entry.default for entry in fields(StepOptimizerConfig)}
+    for old, new in DEPRECATED.items():
+        (node, name), today = old.split("."), new.split(".")[1]
+        if (value := config[node].get(name)) is None:
+            continue
+        if config[node][today] not in (defaults[today], value):
+            raise ValueError(f"{new} must be given once; got {show(config[node][today])} and {old}={show(value)}")
+        config[node][today], config[node][name] = value, None
+        notices.append(f"{old} (deprecated in verl) is read as {new}")
+    for key, value in (("optim.lr_warmup_steps", -1), ("optim.min_lr_ratio", 0.0)):
+        if OmegaConf.select(config, key, default="") is None:
+            OmegaConf.update(config, key, value)
+    if config.model.use_remove_padding is False:
+        config.model.use_remove_padding = True
+        notices.append("model.use_remove_padding=false is without effect: packs have no padding to remove or keep")
+    return notices
+
+
+def resolve_forwards(config: DictConfig, ranks: int) -> list[str]:
+    """Set data.micro_batch_size_per_gpu, in place, to as many packs as data.max_token_len_per_gpu holds."""
+    data = config.data
+    values = (data.get("max_token_len_per_gpu"), data.get("max_tokens"), data.train_batch_size)
+    split = config.engine.ulysses_sequence_parallel_size, config.parallel.context_parallel_size
+    if not all(isinstance(value, int) and value > 0 for value in (*values, *split)):
+        return []  # not given, or the checks report it
+    tokens, max_tokens, batch = values
+    of_rank = max(batch // max(ranks // math.prod(split), 1), 1)
+    most = min(max(tokens * math.prod(split) // max_tokens, 1), of_rank)
+    data.micro_batch_size_per_gpu = micro = max(size for size in range(1, most + 1) if of_rank % size == 0)
+    return [f"data.max_token_len_per_gpu={tokens} is read as data.micro_batch_size_per_gpu={micro}"]
 
 
 def resolve_device(config: DictConfig, accelerator: str | None) -> list[str]:

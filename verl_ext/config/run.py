@@ -54,8 +54,12 @@ class TrainerOptions(Options):
     project_name: str = option("verl_ext", "project name for trackers")
     experiment_name: str = option("sft", "experiment name for trackers")
     logger: Any = option(["console"], "trackers: console, file, wandb, swanlab, tensorboard or another of verl's")
-    total_epochs: int = option(1, "passes over the training data", least=1)
-    total_training_steps: int | None = option(None, "number of steps; null: as many as total_epochs has", least=1)
+    total_epochs: int | None = option(
+        None, "passes over the training data; null: 1, or as many as total_training_steps needs", least=1
+    )
+    total_training_steps: int | None = option(
+        None, "number of steps, at most those of total_epochs if that is given; null: those of total_epochs", least=1
+    )
     seed: int = option(1, "seed of dropout and of new adapters", least=0, most=2**63 - 1, resume="same")
     save_freq: Any = option(
         -1, f"steps between checkpoints, {AFTER_EACH_EPOCH}, or a list of both; 0, -1: only at the end"

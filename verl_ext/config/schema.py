@@ -24,14 +24,15 @@ from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_ext.config import legacy
+from verl_ext import legacy
 from verl_ext.config.model import PackedModel
 from verl_ext.config.run import NODES, dataset_class
 from verl_ext.config.weights import ModelOptions
 from verl_ext.data.dataset import DataOptions, PackDataset
+from verl_ext.data.sft import SFTDataSet
 from verl_ext.engines.schedule import ScheduleOptions
 from verl_ext.overrides import restored
-from verl_ext.values import Options, default_values, leaves, nearest_key, nearest_name, options_of, show
+from verl_ext.values import Options, default_values, leaves, nearest_key, nearest_name, options_of, refuse, show
 
 CONF = "verl_ext.conf"
 UPSTREAM_CONF = "verl.trainer.config"
@@ -217,6 +218,20 @@ def check_keys(config: DictConfig) -> None:
     if unknown:
         raise ValueError("\n".join(unknown_key(key) for key in unknown))
     check_interpolations(config)
+    if not own_class:
+        refuse(_untranslated(config))
+
+
+def _untranslated(config: DictConfig) -> Iterator[str]:
+    """Yield a line for each key in a file that only a command line translates, unless it has verl's own default."""
+    classes = {family.__name__: family for family in dataset_families().values()}
+    own = options_of(classes[OmegaConf.select(config, "data.custom_cls.name") or SFTDataSet.__name__].Options)
+    defaults = _upstream()
+    for key in value_keys(config):
+        if not legacy.is_name_of_verl(key) or key in legacy.DEPRECATED or key.removeprefix("data.") in own:
+            continue
+        if (value := OmegaConf.select(config, key)) not in (None, OmegaConf.select(defaults, key)):
+            yield f"{key} must be given on the command line, which translates it for packs; got {show(value)} in a file"
 
 
 def value_keys(config: DictConfig) -> list[str]:

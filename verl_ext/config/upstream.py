@@ -12,7 +12,6 @@ from verl_ext.values import choice_problem, show, type_problems
 _PACKS_SET_IT = "data.max_tokens and data.micro_batch_size_per_gpu decide what a forward holds"
 # key: (the only allowed value, the reason)
 REFUSED: dict[str, tuple[Any, str]] = {
-    "model.use_remove_padding": (True, "packs have no padding to keep"),
     "model.use_fused_kernels": (False, "verl 0.9.1's fused head fails under FSDP2"),
     "model.model_type": ("language_model", "packs train language models"),
     "model.mtp.enable": (False, "packs train the next token alone"),
@@ -41,7 +40,7 @@ _BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "optim.lr": (lambda lr: 0 < lr < math.inf, "above 0 and finite"),
     "optim.clip_grad": (lambda norm: norm > 0, "above 0"),
     "optim.lr_warmup_steps_ratio": (lambda share: 0 <= share <= 1, "from 0 to 1"),
-    "optim.min_lr_ratio": (lambda share: 0 <= (share or 0) <= 1, "from 0 to 1"),
+    "optim.min_lr_ratio": (lambda share: 0 <= share <= 1, "from 0 to 1"),
 }
 
 
@@ -63,8 +62,6 @@ def upstream_problems(values: Mapping[str, Any]) -> Iterator[str | None]:
             yield choice_problem(f"engine.mixed_precision.{name}", dtype, _DTYPES)
     if (dtype := values["engine"]["model_dtype"]) is not None:
         yield choice_problem("engine.model_dtype", dtype, _MODEL_DTYPES)
-    if (style := values["optim"]["warmup_style"]) is not None:
-        yield choice_problem("optim.warmup_style", style, ("constant", "cosine"))
     betas = values["optim"]["betas"]
     is_pair = isinstance(betas, list) and len(betas) == 2
     if not is_pair or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas):

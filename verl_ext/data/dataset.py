@@ -58,6 +58,12 @@ class DataOptions(Options):
     val_max_samples: int = option(-1, "validate on the first N documents only; 0 or less: on all")
     train_batch_size: int = option(8, "packs per optimizer step, over all data-parallel ranks", least=1, resume="same")
     micro_batch_size_per_gpu: int = option(1, "packs per forward", least=1)
+    max_token_len_per_gpu: int | None = option(
+        None,
+        "tokens of a forward on each rank: as many packs as fit and divide a step evenly, at least one, in place of "
+        "micro_batch_size_per_gpu; null: not used",
+        least=1,
+    )
     shuffle: bool = option(
         True, "true: a new order of packs in every epoch; false: the order of the plan", resume="same"
     )

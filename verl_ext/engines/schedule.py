@@ -47,6 +47,12 @@ class ScheduleOptions(Options):
         resume="ahead",
     )
     lr_wsd_decay_style: str = option("cosine", "with wsd: form of the decay", choices=DECAYS, resume="ahead")
+    lr_schedule_span: str = option(
+        "run",
+        "steps of the schedule: run: those of the run; epochs: those of trainer.total_epochs, also if "
+        "trainer.total_training_steps ends the run before, as in verl ≤ 0.6",
+        choices=("run", "epochs"),
+    )
 
 
 @dataclass
@@ -55,7 +61,7 @@ class StepOptimizerConfig(FSDPOptimizerConfig, ScheduleOptions):
 
     def __post_init__(self) -> None:
         # Upstream: verl 0.9.1 asserts that the type is one of its own two. To go when it leaves that to the engine.
-        if self.lr_scheduler_type in OF_VERL or self.warmup_style is not None:
+        if self.lr_scheduler_type in OF_VERL:
             super().__post_init__()
         else:
             OptimizerConfig.__post_init__(self)

@@ -68,7 +68,9 @@ def packs_of_run(facts: Mapping[str, Any]) -> tuple["PackDataset", StepPlan, Cos
         if custom.get("path") or custom.get("name"):
             family = custom_object("data.custom_cls", custom.get("path"), custom.get("name"))
         tokenizer = load_tokenizer(ModelOptions.read(config["model"])) if family.needs_tokenizer else None
-        dataset, _ = family.open_sets(node, tokenizer, RunLength(steps and steps * node["train_batch_size"], epochs))
+        dataset, _ = family.open_sets(
+            node, tokenizer, RunLength(steps and steps * node["train_batch_size"], epochs or 1)
+        )
         is_same = len(dataset) == plan["num_packs"] and dataset.digest == facts["digest"]
     except ValueError as error:
         raise DataError(str(error)) from error

@@ -72,6 +72,7 @@ class Run:
         model: the facts of the model; the built module may need another head than `model.head`.
         prompts: the prompts of `eval.prompts`; None without them.
         checkpoint: the checkpoint to resume from; None for a new run.
+        schedule_steps: the steps that the schedule of the learning rate spans.
         extends: whether the first packs are those of the resumed run, which had fewer or more packs.
         keeps_rates: whether the finished steps had this schedule's learning rates, despite another schedule.
     """
@@ -86,6 +87,7 @@ class Run:
     model: ModelFacts
     validation: Validation | None
     total_steps: int
+    schedule_steps: int
     replaces_output: bool
     notices: tuple[str, ...]
     checkpoint: Path | None = None
@@ -135,7 +137,7 @@ class Run:
             return model  # a measurement may use other data than the training
         optim = values["optim"]
         if optim["lr_scheduler_type"] != "constant" or optim["lr_warmup_steps_ratio"]:
-            model[_SCHEDULE] = self.total_steps
+            model[_SCHEDULE] = self.schedule_steps
         return {
             **resume.shared_options(values, [DataOptions, config.dataset_class.Options]),
             **resume.upstream_options(values),
@@ -248,9 +250,9 @@ def prepare(composed: DictConfig) -> Run:
         check_categories(config.loss, train_set.categories.names)
         cost = cost_model(config.data.cost, model.hf_config, config.engine.ulysses_sequence_parallel_size)
         plan = _step_plan(config, train_set, train_set.pack_costs(cost))
-        visits = 1 if train_set.is_ordered else config.trainer.total_epochs
-        total_steps = config.trainer.total_training_steps or plan.steps_per_epoch * visits
-        refuse(schedule_problems(config.optim, total_steps))
+        length = config.trainer.total_epochs, config.trainer.total_training_steps, config.optim.lr_schedule_span
+        total_steps, schedule_steps = plan.run_steps(*length, train_set.epochs if train_set.is_ordered else None)
+        refuse(schedule_problems(config.optim, schedule_steps))
         if checkpoint is None:  # else `_resumed` checks the plan of the groups that the run keeps
             plan.check_targets(train_set.pack_targets(), total_steps)
         validation = None
@@ -266,6 +268,7 @@ def prepare(composed: DictConfig) -> Run:
             model=model,
             validation=validation,
             total_steps=total_steps,
+            schedule_steps=schedule_steps,
             replaces_output=output.action is resume.OutputAction.REPLACE,
             notices=(*notices, *_notices(config, train_set, plan)),
             checkpoint=checkpoint,
@@ -287,8 +290,7 @@ def _resumed(run: Run, checkpoint: Path) -> Run:
     if not run.config.trainer.eval_only and is_same and run.train_set.extends(saved, seen):
         notice = f"the {seen:,} samples seen stay the same, and {run.plan.num_packs:,} are now planned"
         run = replace(run, extends=True, notices=(*run.notices, notice))
-    before = saved.get(_SCHEDULE)
-    if keeps_rates(run.config.optim, run.total_steps, saved, before, step_of(checkpoint)):
+    if keeps_rates(run.config.optim, run.schedule_steps, saved, saved.get(_SCHEDULE), step_of(checkpoint)):
         run = replace(run, keeps_rates=True)
     state = run.run_state()
     if run.config.trainer.eval_only:
@@ -327,7 +329,7 @@ def _check_nodes(config: RunConfig, output: resume.OutputDecision, datasets: Seq
 def open_sets(config: RunConfig) -> tuple[PackDataset, PackDataset | None]:
     """Open the training and validation sets (None without validation) and plan their packs."""
     steps = config.trainer.total_training_steps
-    length = RunLength(steps and steps * config.data.train_batch_size, config.trainer.total_epochs)
+    length = RunLength(steps and steps * config.data.train_batch_size, config.trainer.total_epochs or 1)
     family = config.dataset_class
     tokenizer = _tokenizer(config.model_options) if family.needs_tokenizer else None
     return family.open_sets(config.values["data"], tokenizer, length, config.trainer.eval_only)
@@ -376,8 +378,7 @@ def _notices(config: RunConfig, train_set: PackDataset, plan: StepPlan) -> Itera
             f"data.balance=sorted with data.train_batch_size={plan.batch_size}: every step is one group of packs of "
             "like cost; raise it for steps that mix costs, or set data.balance=none"
         )
-    saved = config.checkpoint.save_contents
-    if missing := [name for name in ("model", "optimizer", "extra") if name not in saved]:
+    if missing := [name for name in ("model", "optimizer", "extra") if name not in config.checkpoint.save_contents]:
         yield f"checkpoint.save_contents lacks {', '.join(missing)}: this run's checkpoints cannot be resumed"
 
 

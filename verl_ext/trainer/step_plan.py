@@ -47,6 +47,24 @@ class StepPlan:
         full, rest = divmod(self.num_packs, self.batch_size)
         return full if self.drop_last else full + bool(rest)
 
+    def run_steps(self, epochs: int | None, steps: int | None, span: str, passes: float | None) -> tuple[int, int]:
+        """Return the steps of a run, and those that its schedule of the learning rate spans.
+
+        Args:
+            epochs: `trainer.total_epochs`; None: 1, or as many as `steps` needs.
+            steps: `trainer.total_training_steps`; None: those of the epochs. The smaller number ends the run.
+            span: `optim.lr_schedule_span`, whose steps the schedule spans.
+            passes: how often the packs contain the data, if they are the whole run in its order; else None.
+        """
+        if passes is None:
+            of_epochs = self.steps_per_epoch * (epochs or 1)
+        else:  # the dataset has drawn as many samples as `steps` or else `epochs` needs
+            of_epochs = round(self.steps_per_epoch * epochs / passes) if epochs and steps else self.steps_per_epoch
+        total = steps or of_epochs
+        if steps and epochs:
+            total = min(steps, of_epochs)
+        return total, of_epochs if span == "epochs" else total
+
     def order(self, epoch: int) -> NDArray[np.int64]:
         """Return int64[≤ P], the packs in the order of an epoch."""
         return _order(self, epoch if self.shuffle else 0)

@@ -113,7 +113,7 @@ class SFTTrainer:
         set_backend(self.config.attention.backend)
         torch.manual_seed(self.config.trainer.seed)  # new adapters start from it, equally on every rank
         with _upstream_quiet():
-            client = TrainingWorker(worker_config(self.config.values, self.run.total_steps))
+            client = TrainingWorker(worker_config(self.config.values, self.run.schedule_steps))
         if self.config.engine.full_determinism and self.run.model.backend == "varlen":
             torch.use_deterministic_algorithms(True)  # after verl's, whose warn_only leaves varlen's backward as it is
         return client

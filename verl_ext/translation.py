@@ -1,0 +1,338 @@
+"""Command lines of verl's own SFT trainers, read by today's names with the meaning that they have there.
+
+    model.partial_pretrain=M                    → model.path=M
+    data.max_length=512                         → data.max_tokens=512 data.strategy=none data.drop_last=true
+    not given                                   → trainer.total_epochs=4 optim.lr=1e-5 …, verl's defaults
+    data.train_files=/d/gsm8k/train.parquet     → data.sources.gsm8k=/d/gsm8k/train.parquet columns.prompt=q
+        data.prompt_key=q                         of `verl-ext train`, which tokenizes first
+
+Each translation is told once. An option without a translation is refused, so that no request is ignored.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import PurePosixPath
+
+from verl_ext.legacy import (
+    DEFAULTS,
+    DEFAULTS_OF_OLD,
+    DEPRECATED,
+    FORWARDS,
+    MAX_LENGTH,
+    NULLABLE,
+    OFFLOAD,
+    SUPERSEDED,
+    Superseded,
+    is_of_old,
+    is_raw,
+    renamed,
+    superseded,
+)
+
+_SPAN = "optim.lr_schedule_span"
+# Keys that say how documents become packs; a command of verl's without them batches rows.
+_OF_PACKS = ("data.max_tokens", "data.strategy", "data.mixture", "recipe")
+_ROW_KEYS = ("data.max_length", "data.truncation", "data.use_dynamic_bsz", *FORWARDS)
+_ROWS_OF_FORWARD = "data.micro_batch_size_per_gpu"
+_KWARGS = "apply_chat_template_kwargs"
+
+
+@dataclass(frozen=True)
+class Item:
+    """An override of the command line, `<prefix><key>=<value>`, with the prefix "", "+", "++" or "~".
+
+    value: the value for Hydra. written: its spelling in a shell script, if it comes from one.
+    """
+
+    prefix: str
+    key: str
+    value: str | None
+    written: str | None = None
+
+    @classmethod
+    def read(cls, word: str) -> "Item":
+        """Return the override that a word is."""
+        key, equals, value = word.partition("=")
+        name = key.lstrip("+~")
+        return cls(key[: len(key) - len(name)], name, value if equals else None)
+
+    def __str__(self) -> str:
+        return f"{self.prefix}{self.key}" + ("" if self.value is None else f"={self.value}")
+
+
+@dataclass(frozen=True)
+class Translation:
+    """The overrides with today's names, a notice per change, and a line per override without a translation.
+
+    sources: the words of `verl-ext train` for raw files and their records; empty without keys of those.
+    """
+
+    items: list[Item] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    sources: list[Item] = field(default_factory=list)
+
+
+def translate(
+    items: Sequence[Item], own_class: bool, packed: bool, is_known: Callable[[str], bool] = lambda key: True
+) -> Translation:
+    """Translate overrides to today's names and meanings; today's name wins if both are given.
+
+    own_class: whether data.custom_cls names a user's class, which may read any key. packed: whether the data group
+    makes packs, for which even data.max_length has no meaning. is_known: whether today's configuration has a key.
+    """
+    command, found = _Command(items, own_class, packed), Translation()
+    for item in _without_foreign_engine(command, found, is_known):
+        _translate(item, command, found)
+    if command.batches_rows:
+        _read_rows(command, found)
+    elif command.is_verls and "recipe" not in command.values:
+        forward = Item("", _ROWS_OF_FORWARD, FORWARDS[_ROWS_OF_FORWARD])
+        if defaults := [*command.defaults, *([] if command.keys & {*FORWARDS} else [forward])]:
+            found.notices.append(f"not given, and another default in verl: {' '.join(map(str, defaults))}")
+    if command.raw:
+        _read_raw(command, found)
+    return replace(found, notices=list(dict.fromkeys(found.notices)))
+
+
+class _Command:
+    """The overrides of a command, and the trainer that they were written for.
+
+    own_class, packed: as in :func:`translate`. keys: the names that they give, old ones also by today's names.
+    """
+
+    def __init__(self, items: Sequence[Item], own_class: bool, packed: bool) -> None:
+        self.items, self.own_class, self.packed = items, own_class, packed
+        self.given = {item.key: item for item in items}
+        self.values = {item.key: (item.value or "").strip("'\"") for item in items}
+        self.keys = {*self.given, *filter(None, map(renamed, self.given))}
+
+    @cached_property
+    def is_old(self) -> bool:
+        """Whether it was written for verl ≤ 0.6."""
+        return any(map(is_of_old, self.given))
+
+    @cached_property
+    def is_verls(self) -> bool:
+        """Whether it has a key that only verl's trainers read."""
+        return self.is_old or (self.packed and not self.own_class and any(map(self._is_of_verls_data, self.given)))
+
+    @cached_property
+    def batches_rows(self) -> bool:
+        """Whether a step is data.train_batch_size rows, as in verl; else that many packs."""
+        reads = self.packed and not self.own_class and any(map(self._is_of_verls_data, self.given))
+        return reads and not any(map(self.has, _OF_PACKS))
+
+    @staticmethod
+    def _is_of_verls_data(key: str) -> bool:
+        return key.startswith("data.") and (superseded(key) is not None or is_raw(key))
+
+    @cached_property
+    def raw(self) -> list[str]:
+        """The keys of raw files that no folder of tokenized data replaces."""
+        if self.own_class or "data.train_dir" in self.given:
+            files = "data.val_files"
+            needs = not self.own_class and files in self.given and "data.val_dir" not in self.given
+            return [files] if needs and not self.is_nothing(files) else []
+        return [key for key in self.given if is_raw(key) and not self.is_nothing(key)]
+
+    @cached_property
+    def defaults(self) -> list[Item]:
+        """The defaults of its verl for what it leaves out."""
+        every = (*DEFAULTS, *(DEFAULTS_OF_OLD if self.is_old else ()))
+        return [Item("", key, value) for key, value, other in every if not {key, other} & self.keys]
+
+    def has(self, key: str) -> bool:
+        """Tell whether a key or one below it is given."""
+        return any(f"{given}.".startswith(f"{key}.") for given in self.given)
+
+    def is_nothing(self, key: str) -> bool:
+        """Tell whether a key is absent, or has a value that asks for nothing."""
+        return self.values.get(key, "").lower() in ("null", "", "false", "none", "{}")
+
+    def item(self, key: str, default: str, today: str | None = None) -> Item:
+        """Return the override of a key under today's name; the default if it is absent or null."""
+        is_given = self.values.get(key, "null") not in ("null", "")
+        given = self.given[key] if is_given else Item("", key, default)
+        return replace(given, prefix="", key=today or key)
+
+    def value(self, key: str, default: str) -> str:
+        """Return the value of a key without quotes; the default if it is absent or null."""
+        return given if (given := self.values.get(key, "null")) not in ("null", "") else default
+
+
+def _without_foreign_engine(command: _Command, found: Translation, is_known: Callable[[str], bool]) -> Iterator[Item]:
+    """Yield the overrides without those of an engine on which packs do not run, which become one problem."""
+    nodes = ("engine", "optim")
+    foreign = [item for item in command.items if item.key in nodes and command.values[item.key] != "fsdp"]
+    foreign = [item for item in foreign if not (item.value or "").startswith("{")]
+    gone = [item for item in command.items if item.key.startswith(("engine.", "optim.")) and not is_known(item.key)]
+    if foreign:
+        also = f", and with it {', '.join(item.key for item in gone)}" if gone else ""
+        found.problems.append(
+            f"{foreign[0].key} must be fsdp: packs train on verl's FSDP engine; got {foreign[0].value}: leave it out"
+            f"{also}"
+        )
+    yield from (item for item in command.items if not (foreign and item in [*foreign, *gone]))
+
+
+def _translate(item: Item, command: _Command, found: Translation) -> None:
+    """Add an override's translation, notice or problem to `found`; rows and raw files are read as a whole later."""
+    key, value = item.key, command.values[item.key]
+    entry, new = superseded(key), renamed(key)
+    if command.own_class and key.startswith("data.") and (entry or is_raw(key)):
+        found.items.append(replace(item, prefix=item.prefix or "++"))  # it may not be a key of today
+    elif key in command.raw or (command.batches_rows and key in _ROW_KEYS):
+        pass
+    elif is_raw(key):
+        why = "it asks for nothing" if command.is_nothing(key) else "tokenized data is given"
+        found.notices.append(f"{key}={value} is left out: {why}")
+    elif entry and key.startswith("model.fsdp_config."):
+        _read_offload(command, found)
+    elif entry and (command.packed or key != "data.max_length"):
+        _supersede(item, entry, command.keys, found)
+    elif key == "model" and value == "hf_model":
+        found.notices.append("model=hf_model is left out: the default, model=packed, is that model for packs")
+    elif key == "trainer.logger" and "tracking" in re.findall(r"\w+", value):
+        found.notices.append("trainer.logger: tracking, a name of verl 0.1, is read as wandb")
+        found.items.append(replace(item, value=value.replace("tracking", "wandb"), written=None))
+    elif command.batches_rows and (new or key) == "engine.strategy" and value == "fsdp":
+        found.notices.append(f"{key}=fsdp is read as engine.strategy=fsdp2, which computes the same")
+        found.items.append(Item("", "engine.strategy", "fsdp2"))
+    elif new is None:
+        found.items.append(item)
+    elif new in command.given or (value == "null" and key in NULLABLE):
+        why = f"{new} is given" if new in command.given else "it is null"
+        found.notices.append(f"{key} ({_age(key)}) is left out: {why}")
+    else:
+        found.notices.append(f"{key} ({_age(key)}) is read as {new}")
+        found.items.append(replace(item, key=new))
+
+
+def _age(key: str) -> str:
+    return "deprecated in verl" if key in DEPRECATED else "verl ≤ 0.6"
+
+
+def _read_offload(command: _Command, found: Translation) -> None:
+    """Add engine.offload_policy if both of the old keys ask for it."""
+    both = [f"model.fsdp_config.{name}" for name in ("cpu_offload", "offload_params")]
+    said = " ".join(f"{key}={command.values[key]}" for key in both if key in command.given)
+    item = Item("", "engine.offload_policy", "true")
+    if item.key in command.given:
+        found.notices.append(f"{said} is left out: {item.key} is given")
+    elif not all(command.value(key, "false").lower() == "true" for key in both):
+        found.notices.append(f"{said} is left out: {OFFLOAD}")
+    elif item not in found.items:
+        found.notices.append(f"{said} is read as {item}")
+        found.items.append(item)
+
+
+def _supersede(item: Item, entry: Superseded, given: set[str], found: Translation) -> None:
+    """Add a superseded override to `found` as a translation, a notice, or a problem."""
+    said, value = str(replace(item, prefix="")), (item.value or "").strip("'\"")
+    if entry.by in given:
+        found.notices.append(f"{item.key} is left out: {entry.by} is given, and {entry.why}")
+    elif today := entry.read_as.get(value.lower()):
+        key, _, new_value = today.partition("=")
+        found.notices.append(f"{said} is read as {today}")
+        found.items.append(Item(item.prefix, key, new_value))
+    elif value in ("null", "") or entry.neutral is None or value.lower() in entry.neutral or item.prefix == "~":
+        found.notices.append(f"{said} is left out: {entry.why}")
+    else:
+        instead = f"give {entry.by} instead" if entry.by else "leave it out"
+        found.problems.append(f"{item.key} has no equivalent: {entry.why}; got {item.value}: {instead}")
+
+
+def _read_rows(command: _Command, found: Translation) -> None:
+    """Add what makes verl's steps: its rows, its drop of the last part, its forwards, its schedule, its defaults."""
+    length = command.item("data.max_length", MAX_LENGTH, "data.max_tokens")
+    by_tokens = not command.is_old and command.value("data.use_dynamic_bsz", "true").lower() == "true"
+    read, unread = FORWARDS if by_tokens else reversed(FORWARDS)
+    rows = [length, Item("", "data.strategy", "none"), *_over_length(command, found)]
+    rows += [] if "data.drop_last" in command.given else [Item("", "data.drop_last", "true")]
+    rows.append(command.item(read, FORWARDS[read]))
+    found.notices.append(
+        f"as in verl, a step is data.train_batch_size rows of at most {length.value} tokens, and an epoch drops the "
+        f"rows that fill no step: {' '.join(map(str, rows))} (give data.max_tokens for packs of documents)"
+    )
+    if unread in command.given:
+        found.notices.append(f"{unread}={command.values[unread]} is left out: verl reads {read} here")
+    if command.is_old:
+        found.notices.append(
+            "the loss is the mean over a step's target tokens, as in verl since 0.7; in verl ≤ 0.6 it was the mean of "
+            "the micro-batches' means"
+        )
+        if _SPAN not in command.given and "trainer.total_training_steps" in command.given:
+            found.notices.append(f"{_SPAN}=epochs: in verl ≤ 0.6, trainer.total_training_steps ends the run alone")
+            rows.append(Item("", _SPAN, "epochs"))
+    if command.defaults:
+        found.notices.append(f"not given, so verl's defaults: {' '.join(map(str, command.defaults))}")
+    found.items[:] = [*rows, *found.items, *command.defaults]
+
+
+def _over_length(command: _Command, found: Translation) -> list[Item]:
+    """Return data.over_length for data.truncation; rows without padding are always cut at their end."""
+    cut, pads = command.value("data.truncation", "error"), command.value("data.pad_mode", "no_padding") == "right"
+    if cut == "left" and not (command.is_old or pads):
+        found.notices.append("data.truncation=left is read as right: verl cuts rows without padding at their end")
+        cut = "right"
+    if cut not in ("error", "right"):
+        _supersede(Item("", "data.truncation", cut), SUPERSEDED["data.truncation"], command.keys, found)
+    is_given = "data.over_length" in command.given
+    return [Item("", "data.over_length", "truncate")] if cut == "right" and not is_given else []
+
+
+def _read_raw(command: _Command, found: Translation) -> None:
+    """Add the words of `verl-ext train` for raw files: the files, the fields of their records, the template."""
+    words = found.sources
+    if command.raw == ["data.val_files"] and "data.train_dir" in command.given:
+        found.problems.append(
+            "data.val_files has no equivalent: `verl-ext tokenize` reads raw files, and data.val_dir names its "
+            f"folder; got {command.values['data.val_files']}: give data.val_dir instead"
+        )
+        return
+    train = command.item("data.train_files", "~/data/gsm8k/train.parquet")
+    files = {} if command.has("data.sources") else {"data.sources": train}
+    if not (command.has("data.val_sources") or "data.val_dir" in command.given):
+        default = "~/data/gsm8k/test.parquet" if command.is_old else "null"
+        files["data.val_sources"] = command.item("data.val_files", default)
+    name = _category(train.value or "")
+    words += [replace(item, key=f"{key}.{name}") for key, item in files.items() if item.value not in ("null", "")]
+    if command.is_old and command.is_nothing("data.multiturn.enable"):
+        for field_name, default in (("prompt", "question"), ("response", "answer")):
+            node = f"data.{field_name}"
+            path = [command.value(f"{node}_key", default), command.value(f"{node}_dict_keys", "")]
+            words.append(Item("", f"columns.{field_name}", ".".join(each for names in path for each in _names(names))))
+        system = "data.system_prompt_key"
+        words += [] if command.is_nothing(system) else [command.item(system, "", "columns.system")]
+    else:
+        node = "data.multiturn" if command.is_old else "data"
+        words.append(command.item(f"{node}.messages_key", "messages", "columns.messages"))
+        for field_name in ("tools", "enable_thinking"):
+            item = command.item(f"{node}.{field_name}_key", field_name, f"columns.{field_name}")
+            words += [item] if item.value != field_name else []
+    if not command.is_nothing(default := "data.enable_thinking_default"):
+        words.append(command.item(default, "", f"{_KWARGS}.enable_thinking"))
+    if not command.is_nothing(f"data.{_KWARGS}"):
+        words.append(command.item(f"data.{_KWARGS}", "", _KWARGS))
+    words += [
+        replace(item, prefix="", key=item.key.removeprefix("data."))
+        for item in command.items
+        if item.key.startswith(f"data.{_KWARGS}.")
+    ]
+    for key in ("data.chat_template", "model.custom_chat_template"):
+        words += [] if command.is_nothing(key) else [command.item(key, "", "chat_template")]
+
+
+def _names(value: str) -> list[str]:
+    """Return the names in a list as an override writes it, or the one name."""
+    return [name for part in value.strip("[] ").split(",") if (name := part.strip(" '\""))]
+
+
+def _category(files: str) -> str:
+    """Return a name for the records of files: their folder's, else the file's; `data` if both hold variables."""
+    path = PurePosixPath(next(iter(_names(files)), ""))
+    names = (path.parent.name, path.name.partition(".")[0], "data")
+    return next(name.replace("-", "_") for name in names if re.fullmatch(r"[A-Za-z][\w-]*", name))
