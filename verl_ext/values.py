@@ -32,6 +32,7 @@ _KINDS: dict[Any, tuple[str, Any]] = {
     bool: ("true or false", bool),
     str: ("a text", str),
     list: ("a list", (list, tuple)),
+    dict: ("a mapping of names to values", Mapping),
 }
 
 OptionsT = TypeVar("OptionsT", bound="Options")
@@ -209,10 +210,22 @@ def default_values(cls: type[Options]) -> dict[str, Any]:
     return {name: default_values(e.type) if isinstance(e.default, Options) else e.default for name, e in fields}
 
 
-def type_problems(cls: type, values: Mapping[str, Any], prefix: str) -> list[str]:
-    """Return a line for each number or flag of the node `prefix` with a wrong type."""
-    fields = {name: field for name, field in options_of(cls).items() if field.type in (int, float, bool)}
-    lines = (field.problem(f"{prefix}.{name}", values[name]) for name, field in fields.items() if name in values)
+def type_problems(cls: type, values: Mapping[str, Any], prefix: str, skipped: Iterable[str] = ()) -> list[str]:
+    """Return a line for each value of the node `prefix`, or of the nodes below it, with a wrong type.
+
+    cls: a dataclass, also of verl. skipped: the fields that are checked elsewhere.
+    """
+    lines: list[str | None] = []
+    for name, field in options_of(cls).items():
+        if name not in values or name in skipped:
+            continue
+        key, value = f"{prefix}.{name}", values[name]
+        if dataclasses.is_dataclass(field.type) and isinstance(value, Mapping):
+            lines += type_problems(typing.cast(type, field.type), value, key)
+        elif dataclasses.is_dataclass(field.type):
+            lines.append(f"{key} must be given by its keys; got {show(value)}")
+        elif (typing.get_origin(field.type) or field.type) in _KINDS:
+            lines.append(field.problem(key, field.converted(value)))
     return [line for line in lines if line]
 
 

@@ -225,7 +225,7 @@ def device_problems(config: RunConfig) -> Iterator[str]:
 def optimizer_problem(config: RunConfig) -> str | None:
     """Return a line if the optimizer is unknown, or refuses its options for two small tensors."""
     optim, key = config.optim, "optim.optimizer_impl"
-    if not isinstance(optim.optimizer_impl, str):
+    if not isinstance(optim.optimizer_impl, str) or not optim.optimizer_impl:
         return f"{key} must be a module that is installed; got {show(optim.optimizer_impl)}"
     try:
         names = vars(importlib.import_module(optim.optimizer_impl))

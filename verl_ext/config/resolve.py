@@ -10,8 +10,10 @@ import shutil
 import subprocess
 from contextlib import suppress
 from dataclasses import fields, replace
+from typing import Any
 
 import torch
+from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl_ext.attention import unusable
@@ -22,7 +24,7 @@ from verl_ext.engines.schedule import StepOptimizerConfig
 from verl_ext.flops import GPUS
 from verl_ext.legacy import DEPRECATED
 from verl_ext.overrides import restore
-from verl_ext.values import choice_problem, first_line, plain, refuse, show
+from verl_ext.values import choice_problem, first_line, leaves, plain, refuse, show
 
 FP32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 BF16 = {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
@@ -89,6 +91,7 @@ def resolve_config(config: DictConfig) -> list[str]:
             OmegaConf.update(config, key, show(value))  # the name of the folder is a number
         elif isinstance(value, str) and (value == "" or value.startswith("~")):
             OmegaConf.update(config, key, os.path.expanduser(value) or None)
+    check_classes(config)
     notices = [*resolve_names(config), *model_kind(config).resolve_attention(config)]
     custom = config.data.custom_cls
     is_ours = custom.name == SFTDataSet.__name__  # verl's scripts name our class with their own path
@@ -106,6 +109,19 @@ def resolve_config(config: DictConfig) -> list[str]:
     return notices
 
 
+def check_classes(config: DictConfig) -> None:
+    """Raise ValueError if a `_target_` of verl's nodes, which a config group chooses, is no class."""
+    for node in ("model", "engine", "optim", "checkpoint", "profiler"):
+        values: Any = OmegaConf.to_container(config[node], resolve=False)
+        for key, name in leaves(values, f"{node}."):
+            if "_target_" not in key.split("."):
+                continue
+            try:
+                get_class(name)
+            except Exception:  # any value may be given, and any module may be imported
+                raise ValueError(f"{key} must be a class by its dotted name; got {show(name)}") from None
+
+
 def resolve_names(config: DictConfig) -> list[str]:
     """Move values from deprecated names of verl's to today's, in place, before anything is checked or remembered.
 
@@ -118,7 +134,8 @@ def resolve_names(config: DictConfig) -> list[str]:
         if (value := config[node].get(name)) is None:
             continue
         if config[node][today] not in (defaults[today], value):
-            raise ValueError(f"{new} must be given once; got {show(config[node][today])} and {old}={show(value)}")
+            both = f"{show(plain(config[node][today]))} and {old}={show(plain(value))}"
+            raise ValueError(f"{new} must be given once; got {both}")
         config[node][today], config[node][name] = value, None
         notices.append(f"{old} (deprecated in verl) is read as {new}")
     for key, value in (("optim.lr_warmup_steps", -1), ("optim.min_lr_ratio", 0.0)):

@@ -32,6 +32,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
 _DTYPES = ("fp32", "bf16", "fp16")
 _MODEL_DTYPES = (*_DTYPES, "float32", "bfloat16", "float16")
 _CONTENTS = ("model", "optimizer", "extra", "hf_model")
+# Fields whose types in verl are narrower than what it takes, or whose checks are below or in check_run.
+_CHECKED_BELOW = (
+    *("path", "override_config", "exclude_modules", "strategy", "model_dtype", "optimizer", "optimizer_impl"),
+    *("lr_scheduler_type", "override_optimizer_config", "save_contents", "load_contents", "mixed_precision"),
+)
 # key: (the check, the requirement in words)
 _BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "engine.ulysses_sequence_parallel_size": (lambda size: size >= 1, "at least 1"),
@@ -39,6 +44,7 @@ _BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "optim.weight_decay": (lambda decay: 0 <= decay < math.inf, "at least 0 and finite"),
     "optim.lr": (lambda lr: 0 < lr < math.inf, "above 0 and finite"),
     "optim.clip_grad": (lambda norm: norm > 0, "above 0"),
+    "optim.num_cycles": (lambda cycles: 0 <= cycles < math.inf, "at least 0 and finite"),
     "optim.lr_warmup_steps_ratio": (lambda share: 0 <= share <= 1, "from 0 to 1"),
     "optim.min_lr_ratio": (lambda share: 0 <= share <= 1, "from 0 to 1"),
 }
@@ -47,10 +53,11 @@ _BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 def upstream_problems(values: Mapping[str, Any]) -> Iterator[str | None]:
     """Yield a line for each value in verl's nodes with a wrong type or out of bounds."""
     ill_typed: list[str] = []
-    for name in ("model", "engine", "optim", "checkpoint"):
+    for name in ("model", "engine", "optim", "checkpoint", "profiler"):
         cls = get_class(values[name]["_target_"])
         if is_dataclass(cls):
-            ill_typed += type_problems(cls, {key: value for key, value in values[name].items() if value != "???"}, name)
+            given = {key: value for key, value in values[name].items() if value != "???"}
+            ill_typed += type_problems(cls, given, name, _CHECKED_BELOW)
     yield from ill_typed
     for key, (holds, requirement) in _BOUNDS.items():
         value = select(values, key)
