@@ -123,7 +123,6 @@ TABLE = [
     ({"engine__mixed_precision": "bf16"}, 1, None, "engine.mixed_precision must map param_dtype, reduce_dtype, "),
     ({"engine__model_dtype": "half"}, 1, None, "engine.model_dtype must be one of fp32, bf16, fp16, float32, "),
     ({"optim__weight_decay": -1}, 1, None, "optim.weight_decay must be at least 0 and finite; got -1"),
-    ({"trainer__seed": 2**63}, 1, None, "trainer.seed must be at most 9223372036854775807; got 9223372036854775808"),
     (
         {"engine__offload_policy": True, "engine__strategy": "fsdp", "trainer__device": "cuda"},
         1,
@@ -132,10 +131,6 @@ TABLE = [
     ),
     ({"model__enable_activation_offload": True}, 1, None, "model.enable_activation_offload must be false: verl's"),
     ({"model__tiled_mlp__enabled": True}, 1, None, "engine does not apply it; model.tile_tokens is what works"),
-    ({"model__tile_tokens": 0}, 1, None, "model.tile_tokens must be at least 1; got 0"),
-    ({"model__tile_tokens": 1.5}, 1, None, "model.tile_tokens must be a whole number; got 1.5"),
-    ({"model__freeze": [1]}, 1, None, "model.freeze must be a list of texts; got [1]"),
-    ({"model__activation_offload": 3}, 1, None, "model.activation_offload must be true or false; got 3"),
     ({"engine__offload_policy": True}, 1, None, "engine.offload_policy must be false on CPU, where host memory holds"),
     (
         {"model__lora_rank": 4, "model__target_modules": ".*(proj|embed_tokens)"},
@@ -161,7 +156,6 @@ TABLE = [
     ({"optim__optimizer_impl": "no.such"}, 1, None, "optim.optimizer_impl must be a module that is installed; got no."),
     ({"optim__optimizer_impl": None}, 1, None, "optim.optimizer_impl must be a module that is installed; got null"),
     ({"optim__optimizer_impl": "abc"}, 1, None, "optim.optimizer_impl must be a module of optimizers; got abc"),
-    ({"optim__warmup_style": "linear"}, 1, None, "optim.warmup_style must be one of constant, cosine; got linear"),
     ({"checkpoint__save_contents": 3}, 1, None, "checkpoint.save_contents must be a list of model, optimizer, extra"),
     (
         {"optim__override_optimizer_config": {"fussed": True}},
@@ -215,9 +209,6 @@ TABLE = [
         None,
         "2 × 1 = 2 (ranks 4, engine.ulysses_sequence_parallel_size × parallel.context_parallel_size 1 × 2); got 3",
     ),
-    ({"parallel__context_parallel_size": 0}, 4, None, "parallel.context_parallel_size must be at least 1; got 0"),
-    ({"parallel__context_parallel_size": 1.5}, 4, None, "parallel.context_parallel_size must be a whole number; got"),
-    ({"parallel__context_parallel_size": "two"}, 4, None, "parallel.context_parallel_size must be a whole number; got"),
     (
         {"engine__ulysses_sequence_parallel_size": 16},
         16,
@@ -242,15 +233,12 @@ TABLE = [
         "attention.backend must be one of auto, flash_attn, fa3, fa4, varlen, sdpa",
     ),
     ({"model__use_fused_kernels": True}, 1, None, "model.use_fused_kernels must be false"),
-    ({"model__use_remove_padding": False}, 1, None, "model.use_remove_padding must be true"),
     ({"model__lora_rank": -1}, 1, None, "model.lora_rank must be at least 0; got -1"),
     ({"model__lora_rank": "many"}, 1, None, "model.lora_rank must be a whole number; got many"),
-    ({"data__max_tokens": "abc"}, 1, None, "data.max_tokens must be a whole number; got abc"),
     ({"optim__lr": 0}, 1, None, "optim.lr must be above 0 and finite; got 0"),
     ({"optim__lr": "abc"}, 1, None, "optim.lr must be a number; got abc"),
     ({"optim__lr_scheduler_type": "wds"}, 1, None, "got wds (nearest: wsd)"),
     ({"optim__lr_wsd_decay_steps": 5}, 1, None, "optim.lr_wsd_decay_steps needs optim.lr_scheduler_type=wsd; got 5"),
-    ({"optim__lr_wsd_decay_style": "sqrt"}, 1, None, "optim.lr_wsd_decay_style must be one of cosine, linear"),
     (
         {"optim__lr_scheduler_type": "cosine_with_restarts"},
         1,
@@ -267,7 +255,6 @@ TABLE = [
     ({"trainer__test_freq": 10}, 1, None, "data.val_dir is required with trainer.test_freq=10; got null"),
     ({"trainer__test_freq": [-1, 3]}, 1, None, "data.val_dir is required with trainer.test_freq=[-1, 3]; got null"),
     ({"trainer__test_freq": "after_each_epoch"}, 1, None, "data.val_dir is required with trainer.test_freq=after_each"),
-    ({"trainer__log_freq": 0}, 1, None, "trainer.log_freq must be at least 1; got 0"),
     ({"loss__head": "fuse"}, 1, None, "loss.head must be one of fused, targets, plain; got fuse (nearest: fused)"),
     ({"loss__head_block_mib": 0}, 1, None, "loss.head_block_mib must be at least 1; got 0"),
     (

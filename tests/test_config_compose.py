@@ -115,7 +115,7 @@ def test_a_node_is_given_by_its_keys(word):
 def test_anything_may_stand_below_free_form_nodes():
     config = compose([])
     with open_dict(config):
-        for node in ("model.override_config", "loss.category_weights", "data.apply_chat_template_kwargs"):
+        for node in ("model.override_config", "loss.category_weights", "eval.apply_chat_template_kwargs"):
             OmegaConf.update(config, f"{node}.whatever", 1, force_add=True)
     schema.check_keys(config)
 

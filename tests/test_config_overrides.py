@@ -50,7 +50,7 @@ def test_the_seed_command_is_translated_word_for_word(tmp_path, monkeypatch):
     assert "model.partial_pretrain (verl ≤ 0.6) is read as model.path" in said
     assert "ulysses_sequence_parallel_size (verl ≤ 0.6) is read as engine.ulysses_sequence_parallel_size" in said
     assert "use_remove_padding (verl ≤ 0.6) is read as model.use_remove_padding" in said
-    assert "data.micro_batch_size (verl ≤ 0.6) is left out: data.micro_batch_size_per_gpu is given" in said
+    assert "data.micro_batch_size=1 is left out: verl 0.2 to 0.6 did not read it" in said
     assert "+data.train_dir: the key exists" in said
     assert "+data.max_tokens: the key exists" in said
     assert "data.custom_cls.path=sft_data_packer.py does not exist: verl_ext.data.SFTDataSet is used" in said
@@ -68,9 +68,9 @@ def test_a_dataset_file_that_exists_is_kept(tmp_path, monkeypatch):
 UNCHANGED_SINCE_VERL_0_4 = """
 data: custom_cls.name custom_cls.path micro_batch_size_per_gpu train_batch_size train_max_samples val_max_samples
 model: enable_gradient_checkpointing external_lib lora_alpha lora_rank target_modules trust_remote_code
-model: use_liger use_shm
+model: use_liger
 optim: betas clip_grad lr lr_scheduler_type lr_warmup_steps lr_warmup_steps_ratio min_lr_ratio num_cycles optimizer
-optim: optimizer_impl override_optimizer_config total_training_steps warmup_style weight_decay
+optim: optimizer_impl override_optimizer_config total_training_steps weight_decay
 trainer: default_hdfs_dir default_local_dir device experiment_name logger max_ckpt_to_keep n_gpus_per_node nnodes
 trainer: project_name resume_from_path resume_mode save_freq seed test_freq total_epochs total_training_steps
 """
@@ -86,12 +86,10 @@ def test_other_keys_of_verl_0_4_to_0_6_are_read_as_they_are():
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("data.micro_batch_size=4", "data.micro_batch_size_per_gpu=4"),
         ("model.partial_pretrain=/m", "model.path=/m"),
         ("model.strategy=fsdp2", "engine.strategy=fsdp2"),
         ("model.fsdp_config.model_dtype=bf16", "engine.model_dtype=bf16"),
         ("model.fsdp_config.wrap_policy.min_num_params=5", "++engine.wrap_policy.min_num_params=5"),
-        ("model.fsdp_config.cpu_offload=true", "engine.offload_policy=true"),
         ("optim.warmup_steps_ratio=0.1", "optim.lr_warmup_steps_ratio=0.1"),
         ("optim.lr_scheduler=cosine", "optim.lr_scheduler_type=cosine"),
         ("trainer.resume_path=/x", "trainer.resume_from_path=/x"),
@@ -108,40 +106,27 @@ def test_names_of_verl_0_6_become_todays(old, new):
     assert "verl ≤ 0.6" in notices[0]
 
 
-def test_defaults_of_verl_0_6_that_train_otherwise_are_said_for_what_an_old_command_leaves_out():
-    said = "not given, and another default in verl ≤ 0.6: "
+def test_defaults_of_verl_that_train_otherwise_are_said_for_packs_and_taken_for_rows():
+    said = "not given, and another default in verl: "
     _, notices = prepare_overrides(
-        ["model.partial_pretrain=m", "optim.lr_scheduler=constant", "optim.lr_warmup_steps=3"]
+        ["model.partial_pretrain=m", "optim.lr_scheduler=constant", "optim.lr_warmup_steps=3", "data.max_tokens=64"]
     )
-    assert notices[-1] == f"{said}optim.lr=1e-5 optim.betas=[0.9,0.95] trainer.total_epochs=4"
-    given = ["optim.lr=1", "optim.betas=[0.9,0.99]", "optim.warmup_steps_ratio=0", "trainer.total_training_steps=1"]
-    assert prepare_overrides([*given, "optim.lr_scheduler=cosine"])[1][-1].startswith("optim.lr_scheduler (verl ≤ 0.6)")
-    assert not any(said in notice for notice in prepare_overrides(["model.path=m", "data.max_length=null"])[1])
+    assert notices[-1] == (
+        f"{said}data.train_batch_size=256 trainer.total_epochs=4 optim.lr=1e-5 optim.betas=[0.9,0.95] "
+        "data.micro_batch_size_per_gpu=4"
+    )
+    assert not any(said in notice for notice in prepare_overrides(["model.path=m"])[1])
     assert not any(said in notice for notice in prepare_overrides(["recipe=quickstart", "model.partial_pretrain=m"])[1])
+    config, notices = compose_run(["data.max_length=64", "data.train_batch_size=2", "trainer.total_training_steps=9"])
+    assert (config.trainer.total_epochs, config.data.train_batch_size, config.optim.lr) == (4, 2, 1e-3)
+    assert notices[-1] == "not given, so verl's defaults: trainer.total_epochs=4"
 
 
-# Keys without a new name: the override, its replacement, and a word of the reason.
+# Keys without a new name beside a budget of packs: the override, its replacement, and a word of the reason.
 WITHOUT_A_NAME_TODAY = [
-    ("data.train_files=x.parquet", "data.train_dir", "verl-ext tokenize"),
-    ("data.val_files=x.parquet", "data.val_dir", "verl-ext tokenize"),
-    ("data.prompt_key=question", "data.train_dir", "verl-ext tokenize"),
-    ("data.response_key=answer", "data.train_dir", "verl-ext tokenize"),
-    ("data.prompt_dict_keys=[question]", "data.train_dir", "verl-ext tokenize"),
-    ("data.response_dict_keys=[answer]", "data.train_dir", "verl-ext tokenize"),
-    ("data.multiturn.enable=true", "data.train_dir", "verl-ext tokenize"),
-    ("data.multiturn.messages_key=messages", "data.train_dir", "verl-ext tokenize"),
-    ("data.multiturn.tools_key=tools", "data.train_dir", "verl-ext tokenize"),
-    ("data.multiturn.enable_thinking_key=x", "data.train_dir", "verl-ext tokenize"),
-    ("data.chat_template=x", "data.train_dir", "verl-ext tokenize"),
-    ("data.apply_chat_template_kwargs={a:1}", "data.train_dir", "verl-ext tokenize"),
-    ("data.messages_key=m", "data.train_dir", "verl-ext tokenize"),
-    ("data.max_length=1024", "data.max_tokens", "counts packs"),
-    ("data.max_token_len_per_gpu=8192", "data.max_tokens", "budget of a pack"),
     ("data.truncation=left", "data.over_length", "longer than data.max_tokens"),
-    ("model.fsdp_config.offload_params=true", "engine.offload_policy", "offloads parameters"),
     ("trainer.val_freq=1", "trainer.test_freq", "when to validate"),
-    ("data.use_shm=true", None, "memory-mapped"),
-    ("trainer.validate_before_training=true", None, "when to validate"),
+    ("trainer.hub.push_to_hub=true", None, "nothing is uploaded"),
 ]
 
 
@@ -149,43 +134,46 @@ WITHOUT_A_NAME_TODAY = [
 def test_an_option_without_an_equivalent_is_refused_and_left_out_where_its_successor_is_given(override, instead, why):
     key, _, value = override.partition("=")
     with pytest.raises(ValueError, match=why) as raised:
-        prepare_overrides([override])
+        prepare_overrides([override, "data.max_tokens=64"])
     do = f"give {instead} instead" if instead else "leave it out"
     assert str(raised.value).startswith(f"{key} has no equivalent: ")
     assert str(raised.value).endswith(f"; got {value}: {do}")
     if instead:
-        overrides, notices = prepare_overrides([override, f"{instead}=7"])
-        assert overrides == [f"++{instead}=7"]
+        overrides, notices = prepare_overrides([override, "data.max_tokens=64", f"{instead}=7"])
+        assert overrides == ["++data.max_tokens=64", f"++{instead}=7"]
         assert notices[0].startswith(f"{key} is left out: {instead} is given")
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
-        *("data.multiturn.enable=false", "data.chat_template=null", "data.balance_dp_token=True", "data.use_shm=False"),
-        *("data.use_dynamic_bsz=false", "model.fsdp_config.offload_params=False", "data.micro_batch_size=null"),
-        *("trainer.validate_before_training=false", "data.apply_chat_template_kwargs={}", "data.val_files=null"),
-    ],
-)
-def test_an_old_option_that_asks_for_nothing_is_left_out_with_a_notice(override):
-    overrides, notices = prepare_overrides([override])
-    assert overrides == []
+# Keys that ask for nothing here, whatever their value, beside packs of a tokenized folder.
+ASKS_FOR_NOTHING = """
+data.multiturn.enable=false data.chat_template=null data.balance_dp_token=True data.use_shm=True model.use_shm=true
+data.use_dynamic_bsz=false model.fsdp_config.offload_params=True model.fsdp_config.cpu_offload=True model=hf_model
+data.micro_batch_size=null data.micro_batch_size=4 data.apply_chat_template_kwargs={} data.val_files=null
+data.train_files=x.parquet data.prompt_key=question data.messages_key=m data.ignore_input_ids_mismatch=True
+data.val_batch_size=8 trainer.val_only=false trainer.hub.push_to_hub=false optim.grad_clip=null
+"""
+
+
+@pytest.mark.parametrize("override", ASKS_FOR_NOTHING.split())
+def test_an_option_that_asks_for_nothing_is_left_out_with_a_notice(override):
+    packs = ["data.train_dir=d", "data.max_tokens=64", "data.train_batch_size=1", "data.micro_batch_size_per_gpu=1"]
+    overrides, notices = prepare_overrides([*packs, override])
+    assert overrides == [f"++{word}" for word in packs]
     assert ["is left out: " in notice for notice in notices if "not given" not in notice] == [True]
 
 
 @pytest.mark.parametrize(("old", "new"), [("error", "error"), ("right", "truncate"), ("'right'", "truncate")])
 def test_truncation_is_read_as_what_happens_to_over_length_documents(old, new):
-    assert prepare_overrides([f"data.truncation={old}"]) == (
-        [f"++data.over_length={new}"],
-        [f"data.truncation={old} is read as data.over_length={new}"],
-    )
+    overrides, notices = prepare_overrides(["data.max_tokens=64", f"data.truncation={old}"])
+    assert overrides == ["++data.max_tokens=64", f"++data.over_length={new}"]
+    assert notices[0] == f"data.truncation={old} is read as data.over_length={new}"
 
 
-def test_offloading_of_parameters_is_part_of_offloading():
+def test_offloading_needs_both_of_its_old_keys():
     old = ["model.fsdp_config.cpu_offload=True", "model.fsdp_config.offload_params=True"]
     overrides, notices = prepare_overrides(old)
-    assert overrides == ["++engine.offload_policy=True"]
-    assert "engine.offload_policy is given" in notices[1]
+    assert overrides == ["++engine.offload_policy=true"]
+    assert notices[0] == f"{' '.join(old)} is read as engine.offload_policy=true"
 
 
 def test_a_dataset_class_of_the_users_may_have_keys_of_its_own():
@@ -265,8 +253,8 @@ def test_flags_pass_untouched_and_bare_compose_refuses_them():
             "ulysses8",
         ),
         ("loss=squareroot", "available: longwriter, pack, sequence, sqrt, token"),
-        ("model=hf_model", "unknown choice model=hf_model"),
-        ("engine=megatron", "unknown choice engine=megatron; available: fsdp"),
+        ("engine=fspd", "unknown choice engine=fspd; nearest: fsdp; available: fsdp"),
+        ("data={max_length: 7}", "data.max_length is read as a word of its own, data.max_length=VALUE"),
         ("recipe=no_such_recipe", "unknown choice recipe=no_such_recipe"),
         ("foo", "an override is written key=value; got foo"),
         ("data.train_dir=[a", "an override is written key=value; got data.train_dir=[a"),

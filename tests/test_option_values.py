@@ -13,13 +13,14 @@ from transformers import Qwen3Config
 from tests.checked import checked
 from verl_ext.config import compose, schema
 from verl_ext.config.run import NODES, RunConfig
+from verl_ext.config.weights import ModelOptions
 from verl_ext.data.dataset import DataOptions
 from verl_ext.data.sft import SFTOptions
 from verl_ext.engines.schedule import ScheduleOptions
 from verl_ext.legacy import DEPRECATED, RENAMED, RENAMED_NODES
-from verl_ext.values import Options, options_of, plain
+from verl_ext.values import Option, Options, options_of, plain
 
-OURS: tuple[type[Options], ...] = (*NODES, DataOptions, SFTOptions, ScheduleOptions)
+OURS: tuple[type[Options], ...] = (*NODES, DataOptions, SFTOptions, ScheduleOptions, ModelOptions)
 # A value that no option of the type takes, beside null.
 WRONG: dict[Any, Any] = {int: "many", float: [1], bool: "maybe", str: [1], list: {"a": 1}, dict: "abc"}
 
@@ -49,20 +50,33 @@ def lines(config) -> list[str]:
     return str(raised.value).splitlines()
 
 
+def refused_value(option: Option, kind: str) -> Any:
+    """Return a value of a kind that the option must refuse; ... if there is none."""
+    if kind == "null":
+        return ... if option.nullable or option.default is None else None
+    if kind == "wrong type":
+        return WRONG.get(getattr(option.type, "__origin__", option.type), ...)
+    if kind == "too large":
+        return ... if option.most is None else option.most * 2
+    if option.choices:
+        return "nonsense"
+    if option.least is not None:
+        return option.least - 1
+    return option.above if option.above is not None else ...
+
+
 @pytest.mark.parametrize("options", OURS, ids=lambda options: options.__name__)
-@pytest.mark.parametrize("kind", ["null", "wrong"])
+@pytest.mark.parametrize("kind", ["null", "wrong type", "out of bounds", "too large"])
 def test_every_option_that_does_not_take_a_value_refuses_it_in_a_line(good, options, kind):
-    """All options of a node have the value at once; each that does not take it has one line, with key and value."""
-    values = {}
-    for name, option in options_of(options).items():
-        value = None if kind == "null" else WRONG.get(getattr(option.type, "__origin__", option.type))
-        takes_it = option.nullable or option.default is None if kind == "null" else value is None
-        if not takes_it:
-            values[f"{options.prefix}.{name}"] = value
-    found = lines(with_values(good, values))
+    """All options of a node have such a value at once, and each has one line, with its key and the value."""
+    fields = options_of(options).items()
+    values = {f"{options.prefix}.{name}": refused_value(option, kind) for name, option in fields}
+    values = {key: value for key, value in values.items() if value is not ...}
+    found = lines(with_values(good, values)) if values else []
     for key, value in values.items():
         (line,) = [line for line in found if line.startswith((f"{key} must be ", f"{key} is required"))]
-        assert line.endswith(("got null", f"got {value}")), line
+        got = line.partition("; got ")[2].partition(" (nearest")[0]
+        assert got in ("null" if value is None else str(value), f"{value}.0")
 
 
 OLD = {

@@ -148,10 +148,8 @@ def test_a_length_is_no_forgotten_option_where_rows_have_one():
         config, notices = compose_run([chosen, "data.max_length=64"])
         assert config.data.max_tokens == 64
         assert notices == []
-    with pytest.raises(
-        ValueError, match=r"data\.max_length has no equivalent: data\.max_tokens is the budget of a pack"
-    ):
-        compose_run(["data.max_length=64"])
+    config, _ = compose_run(["data.max_length=64"])
+    assert (config.data.max_tokens, config.data.strategy) == (64, "none")
     assert recipe_choice("babilong_qa1_32k/debug", "model") == "qwen_titans"
     assert recipe_choice("quickstart", "data") is None
 

@@ -138,8 +138,6 @@ COMMANDS = {
     "0.7 engine padded": ENGINE_7 + "engine.strategy=fsdp engine.fsdp_size=-1 model.use_remove_padding=False ",
     "0.7 engine fsdp2 sp2": ENGINE_7 + "engine.strategy=fsdp2 engine.ulysses_sequence_parallel_size=2 ",
     "0.7 engine on Ray": ENGINE_7 + "trainer.nnodes=1 trainer.n_gpus_per_node=8 engine.strategy=fsdp ",
-    "0.7 vl 2b": LONG + "data.train_files=/d/pokemon/train.parquet data.max_length=2048 trainer.total_epochs=10 "
-    "engine.ulysses_sequence_parallel_size=2 ",
     "0.8 engine": ENGINE_9 + "engine.strategy=fsdp engine.fsdp_size=1 ",
     "0.8 engine sp2": ENGINE_9 + "engine.strategy=fsdp engine.ulysses_sequence_parallel_size=2 engine.fsdp_size=2 ",
     "0.8 engine fsdp2 sp2": ENGINE_9 + "engine.strategy=fsdp2 engine.ulysses_sequence_parallel_size=2 ",

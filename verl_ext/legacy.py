@@ -39,6 +39,7 @@ DEFAULTS_OF_OLD = (
     ("optim.lr_scheduler_type", "cosine", None),
     ("optim.lr_warmup_steps_ratio", "0.1", "optim.lr_warmup_steps"),
 )
+FOREIGN_ENGINES = ("automodel", "megatron", "mindspeed", "torchtitan", "veomni")
 MAX_LENGTH = "1024"  # tokens of a row
 FORWARDS = {"data.max_token_len_per_gpu": "8192", "data.micro_batch_size_per_gpu": "4"}  # tokens, or rows
 
@@ -83,8 +84,8 @@ SUPERSEDED = {
     "data.use_dynamic_bsz": Superseded(_BY_COST, "data.balance", _FLAGS),
     "data.ignore_input_ids_mismatch": Superseded("chats are rendered and tokenized whole", neutral=_FLAGS),
     "data.val_batch_size": Superseded("data.micro_batch_size_per_gpu is that of validation too", neutral=None),
-    "data.use_shm": Superseded(_SHM, neutral=_FLAGS),
-    "model.use_shm": Superseded(_SHM, neutral=_FLAGS),
+    "data.use_shm": Superseded(_SHM, neutral=None),
+    "model.use_shm": Superseded(_SHM, neutral=None),
     "model.fsdp_config.cpu_offload": Superseded(OFFLOAD, "engine.offload_policy", _FLAGS),
     "model.fsdp_config.offload_params": Superseded(OFFLOAD, "engine.offload_policy", _FLAGS),
     "trainer.val_freq": Superseded(_TEST_FREQ, "trainer.test_freq"),

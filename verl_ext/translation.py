@@ -19,6 +19,7 @@ from verl_ext.legacy import (
     DEFAULTS,
     DEFAULTS_OF_OLD,
     DEPRECATED,
+    FOREIGN_ENGINES,
     FORWARDS,
     MAX_LENGTH,
     NULLABLE,
@@ -112,7 +113,7 @@ class _Command:
     @cached_property
     def is_old(self) -> bool:
         """Whether it was written for verl ≤ 0.6."""
-        return any(map(is_of_old, self.given))
+        return any(is_of_old(key) and not (self.own_class and key.startswith("data.")) for key in self.given)
 
     @cached_property
     def is_verls(self) -> bool:
@@ -165,9 +166,7 @@ class _Command:
 
 def _without_foreign_engine(command: _Command, found: Translation, is_known: Callable[[str], bool]) -> Iterator[Item]:
     """Yield the overrides without those of an engine on which packs do not run, which become one problem."""
-    nodes = ("engine", "optim")
-    foreign = [item for item in command.items if item.key in nodes and command.values[item.key] != "fsdp"]
-    foreign = [item for item in foreign if not (item.value or "").startswith("{")]
+    foreign = [item for item in command.items if item.key in ("engine", "optim") and item.value in FOREIGN_ENGINES]
     gone = [item for item in command.items if item.key.startswith(("engine.", "optim.")) and not is_known(item.key)]
     if foreign:
         also = f", and with it {', '.join(item.key for item in gone)}" if gone else ""

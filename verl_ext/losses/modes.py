@@ -192,9 +192,6 @@ class LossOptions(Options):
         weights = self.category_weights
         if weights is None:
             return
-        if not isinstance(weights, Mapping):
-            yield f"loss.category_weights must map categories to weights; got {show(weights)}"
-            return
         for name, weight in weights.items():
             key = f"loss.category_weights.{name}"
             if isinstance(weight, bool) or not isinstance(weight, int | float):
