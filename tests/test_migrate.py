@@ -39,13 +39,21 @@ def migrated(capsys, *arguments: str) -> tuple[str, list[str]]:
     return "\n".join(lines[: len(lines) - len(comments)]), comments
 
 
-def test_a_script_keeps_its_words_quotes_and_variables(capsys):
+def test_a_script_with_raw_files_is_one_command_that_keeps_its_words_quotes_and_variables(capsys):
     command, comments = migrated(capsys, OLD)
     assert (
         command
-        == r"""torchrun --standalone --nnodes=1 --nproc_per_node=$nproc_per_node -m verl_ext.fsdp_sft_trainer \
-    optim.lr=1e-4 \
+        == r"""verl-ext train nproc=$nproc_per_node \
+    data.sources.gsm8k=$HOME/data/gsm8k/train.parquet \
+    data.val_sources.gsm8k=$HOME/data/gsm8k/test.parquet \
+    columns.prompt=extra_info.question \
+    columns.response=extra_info.answer \
+    data.max_tokens=1024 \
+    data.strategy=none \
+    data.drop_last=true \
     data.micro_batch_size_per_gpu=4 \
+    optim.lr_schedule_span=epochs \
+    optim.lr=1e-4 \
     model.path=Qwen/Qwen2.5-0.5B-Instruct \
     trainer.default_local_dir="$save_path/a b" \
     trainer.project_name=gsm8k-sft \
@@ -54,31 +62,52 @@ def test_a_script_keeps_its_words_quotes_and_variables(capsys):
     trainer.total_training_steps=1 \
     engine.ulysses_sequence_parallel_size=2 \
     model.use_remove_padding=true \
+    data.train_batch_size=256 \
+    trainer.total_epochs=4 \
+    optim.betas=[0.9,0.95] \
+    optim.lr_scheduler_type=cosine \
+    optim.lr_warmup_steps_ratio=0.1 \
     $@ 2>&1 | tee log"""
     )
-    assert "# data.micro_batch_size (verl ≤ 0.6) is read as data.micro_batch_size_per_gpu" in comments
-    gone = ["train_files", "val_files", "prompt_key", "response_key", "prompt_dict_keys", "response_dict_keys"]
-    refused = [line for line in comments if "has no equivalent" in line]
-    assert [line.split()[1] for line in refused] == [f"data.{name}" for name in gone]
-    defaults = "optim.betas=[0.9,0.95] optim.lr_scheduler_type=cosine optim.lr_warmup_steps_ratio=0.1"
-    assert comments[len(comments) - len(gone) - 1] == f"# not given, and another default in verl ≤ 0.6: {defaults}"
-    assert len(comments) == 5 + len(gone)
+    assert "# model.partial_pretrain (verl ≤ 0.6) is read as model.path" in comments
+    assert not any("no equivalent" in line or "unknown" in line for line in comments)
 
 
 @pytest.mark.parametrize(
     "trainer", ["fsdp_sft_trainer.py", "/opt/verl/trainer/fsdp_sft_trainer.py", "-m verl.trainer.sft_trainer"]
 )
 def test_the_new_command_composes_and_is_one_that_migrates_to_itself(trainer, capsys):
-    overrides = "+data.train_dir='a b' model.partial_pretrain=M optim.warmup_steps_ratio=.1 optim.lr=1"
+    overrides = "+data.train_dir='a b' model.partial_pretrain=M optim.warmup_steps_ratio=.1 recipe=quickstart"
     old = f"torchrun --nproc_per_node=2 {trainer} {overrides}"
     command, comments = migrated(capsys, *shlex.split(old))  # unquoted on the command line: separate words
     words = shlex.split(command.replace("\\\n", " "))
     assert words[:4] == ["torchrun", "--nproc_per_node=2", "-m", "verl_ext.fsdp_sft_trainer"]
     config = compose(words[4:])
     assert (config.data.train_dir, config.model.path, config.optim.lr_warmup_steps_ratio) == ("a b", "M", 0.1)
-    assert len(comments) == 3
+    assert len(comments) == 2
     again = command.replace("verl_ext.fsdp_sft_trainer", "verl.trainer.fsdp_sft_trainer")
     assert migrated(capsys, again) == (command, [])
+
+
+def test_a_command_on_ray_stays_on_ray(capsys):
+    command, _ = migrated(capsys, "python -m verl.trainer.sft_trainer_ray data.train_dir=d trainer.nnodes=2")
+    assert command.split()[:3] == ["python", "-m", "verl_ext.fsdp_sft_trainer_ray"]
+
+
+def test_another_engine_is_left_out_with_its_keys_and_a_comment(capsys):
+    foreign = "model=hf_model engine=megatron engine.tp_size=2"
+    command, comments = migrated(capsys, f"python -m verl.trainer.sft_trainer data.train_dir=d {foreign} optim.lr=1")
+    assert command.split(" \\\n    ")[1:] == ["data.train_dir=d", "optim.lr=1"]
+    assert any(line.startswith("# engine must be fsdp: packs train") for line in comments)
+
+
+@pytest.mark.parametrize(("name", "stays"), [("SFTDataSet", False), ("Mine", True)])
+def test_a_dataset_class_that_the_default_replaces_is_left_out(name, stays, capsys):
+    own = f"data.custom_cls.path=own.py data.custom_cls.name={name}"
+    command, comments = migrated(capsys, f"python fsdp_sft_trainer.py data.train_dir=d data.max_tokens=9 {own}")
+    assert ("data.custom_cls.path=own.py" in command) == stays
+    assert "data.custom_cls" in comments[0]
+    assert "packs tokenized documents by data.max_tokens" in comments[0]
 
 
 def test_an_unknown_key_is_named_and_kept(capsys):
@@ -105,7 +134,7 @@ def test_each_value_keeps_its_own_quotes_and_variables_in_braces(capsys):
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("python train.py a=1", "command must start verl.trainer.fsdp_sft_trainer"),
+        ("python train.py a=1", "command must start verl's fsdp_sft_trainer, sft_trainer or sft_trainer_ray"),
         ("set -x\npython fsdp_sft_trainer.py a=1", "command must be one command, from .*; got several lines"),
         ("python fsdp_sft_trainer.py a='1", "command must be one command, from .*; got a quote that is not closed"),
     ],

@@ -20,7 +20,7 @@ COMMANDS = {
     "export": ("verl_ext.commands.export", "a checkpoint as a folder for plain transformers, without GPUs"),
     "init-model": ("verl_ext.commands.init_model.command", "a model with random weights, and its tokenizer"),
     "judge": ("verl_ext.judging.command", "answers to long-context benchmarks, scored by rules or by a judge model"),
-    "migrate": ("verl_ext.commands.migrate", "a command of verl ≤ 0.6 with the names of today"),
+    "migrate": ("verl_ext.commands.migrate", "a command of verl's SFT trainers with the names of today"),
     "preflight": ("verl_ext.commands.preflight", "whether the nodes of a run reach each other, with the same packages"),
 }
 

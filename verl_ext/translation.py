@@ -38,6 +38,7 @@ _OF_PACKS = ("data.max_tokens", "data.strategy", "data.mixture", "recipe")
 _ROW_KEYS = ("data.max_length", "data.truncation", "data.use_dynamic_bsz", *FORWARDS)
 _ROWS_OF_FORWARD = "data.micro_batch_size_per_gpu"
 _KWARGS = "apply_chat_template_kwargs"
+_THINKING = "data.enable_thinking_default"
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,8 @@ class _Command:
 
     def is_nothing(self, key: str) -> bool:
         """Tell whether a key is absent, or has a value that asks for nothing."""
-        return self.values.get(key, "").lower() in ("null", "", "false", "none", "{}")
+        nothing = ("null", "", "none", "{}", *(["false"] if key != _THINKING else []))
+        return self.values.get(key, "").lower() in nothing
 
     def item(self, key: str, default: str, today: str | None = None) -> Item:
         """Return the override of a key under today's name; the default if it is absent or null."""
@@ -264,7 +266,7 @@ def _read_rows(command: _Command, found: Translation) -> None:
             "the micro-batches' means"
         )
         if _SPAN not in command.given and "trainer.total_training_steps" in command.given:
-            found.notices.append(f"{_SPAN}=epochs: in verl ≤ 0.6, trainer.total_training_steps ends the run alone")
+            found.notices.append(f"{_SPAN}=epochs: as in verl ≤ 0.6, trainer.total_training_steps only ends the run")
             rows.append(Item("", _SPAN, "epochs"))
     if command.defaults:
         found.notices.append(f"not given, so verl's defaults: {' '.join(map(str, command.defaults))}")
@@ -296,9 +298,11 @@ def _read_raw(command: _Command, found: Translation) -> None:
     files = {} if command.has("data.sources") else {"data.sources": train}
     if not (command.has("data.val_sources") or "data.val_dir" in command.given):
         default = "~/data/gsm8k/test.parquet" if command.is_old else "null"
-        files["data.val_sources"] = command.item("data.val_files", default)
+        files["data.val_sources"] = command.given.get("data.val_files", Item("", "data.val_files", default))
     name = _category(train.value or "")
-    words += [replace(item, key=f"{key}.{name}") for key, item in files.items() if item.value not in ("null", "")]
+    words += [
+        replace(item, prefix="", key=f"{key}.{name}") for key, item in files.items() if item.value not in ("null", "")
+    ]
     if command.is_old and command.is_nothing("data.multiturn.enable"):
         for field_name, default in (("prompt", "question"), ("response", "answer")):
             node = f"data.{field_name}"
@@ -312,8 +316,8 @@ def _read_raw(command: _Command, found: Translation) -> None:
         for field_name in ("tools", "enable_thinking"):
             item = command.item(f"{node}.{field_name}_key", field_name, f"columns.{field_name}")
             words += [item] if item.value != field_name else []
-    if not command.is_nothing(default := "data.enable_thinking_default"):
-        words.append(command.item(default, "", f"{_KWARGS}.enable_thinking"))
+    if not command.is_nothing(_THINKING):
+        words.append(command.item(_THINKING, "", f"{_KWARGS}.enable_thinking"))
     if not command.is_nothing(f"data.{_KWARGS}"):
         words.append(command.item(f"data.{_KWARGS}", "", _KWARGS))
     words += [
