@@ -138,3 +138,22 @@ def test_an_unshuffled_plan_keeps_the_datasets_order_in_every_epoch():
     plan = StepPlan(7, 3, seed=5, shuffle=False)
     assert [plan.packs(step).tolist() for step in range(4)] == [[0, 1, 2], [3, 4, 5], [6], [0, 1, 2]]
     assert StepPlan(7, 3, seed=5, shuffle=False, drop_last=True).order(1).tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("epochs", "steps", "span", "passes", "expected"),
+    [
+        (None, None, "run", None, (6, 6)),
+        (4, None, "run", None, (24, 24)),
+        (None, 9, "run", None, (9, 9)),  # as many epochs as it needs
+        (1, 12, "run", None, (6, 6)),  # the smaller of both, as in verl
+        (4, 4, "run", None, (4, 4)),
+        (4, 4, "epochs", None, (4, 24)),  # verl ≤ 0.6: the schedule goes on over the epochs
+        (None, None, "run", 3.0, (6, 6)),  # a stream of three passes in its own order
+        (2, 6, "run", 3.0, (4, 4)),
+        (9, 6, "run", 3.0, (6, 6)),
+    ],
+)
+def test_a_run_ends_after_the_smaller_of_its_steps_and_epochs(epochs, steps, span, passes, expected):
+    plan = StepPlan(num_packs=24, batch_size=4, seed=0)
+    assert plan.run_steps(epochs, steps, span, passes) == expected
