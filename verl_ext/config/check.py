@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -48,6 +49,7 @@ def check_run(config: RunConfig, hf_config: Any = None) -> ModelFacts:
         *device_problems(config),
         optimizer_problem(config),
         *schedule_problems(config.optim),
+        *library_problems(config),
         *fixed_value_problems(config.values),
         *config.model.config_problems(config),
     ]
@@ -58,6 +60,7 @@ def check_run(config: RunConfig, hf_config: Any = None) -> ModelFacts:
     if hf_config is not None or (path and not _is_missing(path)):
         try:
             model = config.model.examine(config, _hf_config(config, path) if hf_config is None else hf_config)
+            problems += wrap_problems(config, model.hf_config)
             if config.eval.asks_model and not config.trainer.plan_only:
                 problems += config.model.answer_problems(config, model.hf_config)
         except ValueError as error:
@@ -220,6 +223,29 @@ def device_problems(config: RunConfig) -> Iterator[str]:
         yield NEEDS_CHECKPOINTS
     if config.model_options.use_liger and accelerator and importlib.util.find_spec("liger_kernel") is None:
         yield "model.use_liger=true needs the package liger-kernel, which is not installed: pip install 'verl-ext[gpu]'"
+
+
+def library_problems(config: RunConfig) -> Iterator[str]:
+    """Yield a line for each module of `model.external_lib`, which verl imports, that cannot be imported."""
+    libraries = config.model_options.external_lib or []
+    for name in [libraries] if isinstance(libraries, str) else libraries:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # a user's module may raise anything
+            yield f"model.external_lib must be a module that can be imported; got {show(name)} ({first_line(error)})"
+
+
+def wrap_problems(config: RunConfig, hf_config: Any) -> Iterator[str | None]:
+    """Yield a line for each class of `engine.wrap_policy.transformer_layer_cls_to_wrap` that the model lacks."""
+    key, cls = "transformer_layer_cls_to_wrap", model_class(hf_config)
+    names = (config.engine.wrap_policy or {}).get(key)
+    if cls is None or names is None:
+        return
+    known = [name for name, kind in vars(sys.modules[cls.__module__]).items() if isinstance(kind, type)]
+    for name in [names] if isinstance(names, str) else names:
+        yield choice_problem(
+            f"engine.wrap_policy.{key}", name, sorted(n for n in known if n.endswith(("Layer", "Block")))
+        )
 
 
 def optimizer_problem(config: RunConfig) -> str | None:
