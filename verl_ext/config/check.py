@@ -242,10 +242,9 @@ def wrap_problems(config: RunConfig, hf_config: Any) -> Iterator[str | None]:
     if cls is None or names is None:
         return
     known = [name for name, kind in vars(sys.modules[cls.__module__]).items() if isinstance(kind, type)]
+    layers = sorted(name for name in known if name.endswith(("Layer", "Block")))
     for name in [names] if isinstance(names, str) else names:
-        yield choice_problem(
-            f"engine.wrap_policy.{key}", name, sorted(n for n in known if n.endswith(("Layer", "Block")))
-        )
+        yield None if name in known else choice_problem(f"engine.wrap_policy.{key}", name, layers)
 
 
 def optimizer_problem(config: RunConfig) -> str | None:

@@ -98,6 +98,11 @@ def resolve_config(config: DictConfig) -> list[str]:
     if custom.path and is_ours and not custom.path.startswith("pkg://") and not os.path.exists(custom.path):
         notices.append(f"data.custom_cls.path={custom.path} does not exist: verl_ext.data.{custom.name} is used")
         custom.path = custom.name = None
+    elif custom.path and is_ours and not custom.path.startswith("pkg://"):
+        notices.append(
+            f"data.custom_cls.*: the default, verl_ext.data.{custom.name}, packs tokenized documents by "
+            f"data.max_tokens too: leave both out if {custom.path} does no more"
+        )
     try:
         family = dataset_class(config).Options
     except ValueError:

@@ -369,8 +369,7 @@ def dataset_class(config: Any) -> type[PackDataset]:
     named = custom_object("data.custom_cls", path, name)
     if not (isinstance(named, type) and issubclass(named, PackDataset)):
         raise ValueError(
-            f"data.custom_cls.name must name a subclass of verl_ext.data.PackDataset; got {name} of {path}: leave "
-            "data.custom_cls.* out if it packs tokenized documents by data.max_tokens, as the default does"
+            f"data.custom_cls.name must name a subclass of verl_ext.data.PackDataset; got {name} of {path}"
         )
     return named
 

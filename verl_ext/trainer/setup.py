@@ -330,9 +330,8 @@ def open_sets(config: RunConfig) -> tuple[PackDataset, PackDataset | None]:
     """Open the training and validation sets (None without validation) and plan their packs."""
     steps = config.trainer.total_training_steps
     length = RunLength(steps and steps * config.data.train_batch_size, config.trainer.total_epochs or 1)
-    family = config.dataset_class
-    tokenizer = _tokenizer(config.model_options) if family.needs_tokenizer else None
-    return family.open_sets(config.values["data"], tokenizer, length, config.trainer.eval_only)
+    tokenizer = _tokenizer(config.model_options) if config.dataset_class.needs_tokenizer else None
+    return config.dataset_class.open_sets(config.values["data"], tokenizer, length, config.trainer.eval_only)
 
 
 def _open_prompts(config: RunConfig, hf_config: Any) -> Prompts | None:
