@@ -36,10 +36,10 @@ from verl_ext.layers.towers import auto_class
 from verl_ext.values import DataError, first_line
 
 _GENERATION, _TEMPLATE = "generation_config.json", "chat_template.jinja"
-# Files of a tokenizer or processor that transformers does not write anew, but other programs read.
-_COPIED = (
+# Files of a tokenizer that transformers does not write anew, but other programs read.
+_OF_TOKENIZER = (
     *("*.model", "*.tiktoken", "tekken.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json"),
-    *("special_tokens_map.json", "*processor_config.json"),
+    "special_tokens_map.json",
 )
 # Files of an export that belong to merged weights, not to adapters.
 _OF_WEIGHTS = ("model*.safetensors*", "config.json", _GENERATION, "*.py")
@@ -65,6 +65,7 @@ class Export:
     def write(self, folder: Path) -> None:
         """Write config, tokenizer, remote code and the weights; on rank 0 alone."""
         engine, config = self.engine, copy.deepcopy(self.engine.module.config)
+        folder.mkdir(parents=True, exist_ok=True)
         module = engine.module.get_base_model() if engine._is_lora else engine.module
         if code := [cls for cls in type(module).__mro__ if cls.__module__.startswith("transformers_modules.")]:
             custom_object_save(code[0], folder)  # not of FSDP2's own class around it
@@ -76,8 +77,8 @@ class Export:
         if self.chats.template is not None:
             (folder / _TEMPLATE).write_text(self.chats.template, encoding="utf-8")
         options = engine.model_config
-        for source in (getattr(options, "local_tokenizer_path", None), options.local_path):
-            _copy_missing(Path(source or options.local_path), folder)
+        _copy_missing(Path(options.local_tokenizer_path or options.local_path), folder, _OF_TOKENIZER)
+        _copy_missing(Path(options.local_path), folder)
         tokenizer = getattr(processor, "tokenizer", processor)
         _write_generation_config(options.local_hf_config_path, config, tokenizer, self.chats.ends, folder)
         if self.tensors is not None:
@@ -85,10 +86,10 @@ class Export:
             _write_weights(filled(self.model, self.tensors), folder)
 
 
-def _copy_missing(source: Path, folder: Path) -> None:
-    """Copy the files of a tokenizer or processor that an export lacks."""
+def _copy_missing(source: Path, folder: Path, patterns: Sequence[str] = ()) -> None:
+    """Copy the files of `patterns` that an export lacks, and those of a processor, which verl may not load."""
     has_template = any(folder.glob("chat_template*"))
-    for pattern in (*_COPIED, *(() if has_template else ("chat_template*",))):
+    for pattern in (*patterns, "*processor_config.json", *(() if has_template else ("chat_template*",))):
         for file in source.glob(pattern):
             if file.is_file() and not (folder / file.name).exists():
                 shutil.copyfile(file, folder / file.name)
@@ -115,9 +116,9 @@ def _write_generation_config(source: str, config: Any, tokenizer: Any, ends: Seq
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder} if tokenizer is not None and ends else ()
     encoded = [tokenizer(end, add_special_tokens=False)["input_ids"] for end in ends] if special else []
     trained = [ids[0] for ids in encoded if len(ids) == 1 and ids[0] in special]
-    before = values.get("eos_token_id", getattr(config.get_text_config(), "eos_token_id", None))
-    if before is None:
-        before = getattr(tokenizer, "eos_token_id", None)
+    before = values.get("eos_token_id")
+    for holder in (config.get_text_config(), tokenizer):
+        before = getattr(holder, "eos_token_id", None) if before is None else before
     stops = before if isinstance(before, list) else [] if before is None else [before]
     if new := [token for token in trained if token not in stops]:
         if path is None:
@@ -362,7 +363,7 @@ def _convert(model: Any, dtype: torch.dtype, allocate: Callable[..., torch.Tenso
     plain = model.get_base_model() if hasattr(model, "peft_config") else model
     kept = [name.replace("*", ".*") for name in plain._get_dtype_plan(dtype)]  # the patterns of from_pretrained
     fp32 = re.compile("|".join(kept) or "(?!)")
-    weights: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+    weights: dict[str, Any] = model.state_dict(keep_vars=True)
     for name, tensor in weights.items():
         if tensor.is_floating_point() and not tensor.is_meta and not fp32.search(name):
             tensor.data = allocate(tensor.shape, dtype=dtype).copy_(tensor.data)

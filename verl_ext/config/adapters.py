@@ -123,8 +123,8 @@ def _merge_problems(config: "RunConfig", model: "Architecture", lora: Any) -> It
     except Exception as error:  # PEFT raises any error for modules that it does not adapt
         yield f"{key} must be adapters that a {model.name} can have; got {got} ({first_line(error)})"
         return
-    if error := _trial(model, lora, adapted):
-        yield f"{key} must be adapters with which a {model.name} computes; got {got} ({error})"
+    if failure := _trial(model, lora, adapted):
+        yield f"{key} must be adapters with which a {model.name} computes; got {got} ({failure})"
         return
     if "hf_model" in config.checkpoint.save_contents:
         try:
