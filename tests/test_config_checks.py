@@ -6,11 +6,12 @@ import importlib.util
 import pytest
 import torch
 from omegaconf import OmegaConf
-from peft import LoraConfig
+from peft import IA3Config, LoraConfig
 from safetensors.torch import save_file
 from transformers import (
     BertGenerationConfig,
     DbrxConfig,
+    DeepseekV3Config,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
@@ -422,7 +423,9 @@ def test_adapters_beside_the_embeddings_are_accepted(good):
     for targets in ("all-linear", ["q_proj", "v_proj"], ".*_proj", ["q_proj", "lm_head"]):
         checked(changed(good, model__lora_rank=4, model__target_modules=targets), 1)
     ends = ["lm_head", "embed_tokens"]
-    checked(changed(good, model__lora_rank=4, model__target_modules=".*", model__exclude_modules=ends), 1)
+    checked(
+        changed(good, model__lora_rank=4, model__target_modules=".*(proj|tokens|head)", model__exclude_modules=ends), 1
+    )
 
 
 def test_an_adapter_folder_and_tied_embeddings_are_checked_as_the_options_are(good, tmp_path):
@@ -434,3 +437,48 @@ def test_an_adapter_folder_and_tied_embeddings_are_checked_as_the_options_are(go
     tied = Qwen3Config(**HEADS, tie_word_embeddings=True)
     with pytest.raises(ValueError, match=r"leave out lm_head: tied weights are exported as one"):
         checked(changed(good, model__lora_rank=4, model__target_modules=["lm_head"]), 1, hf_config=tied)
+
+
+MIXTURE = {**HEADS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}
+ADAPTERS = {  # an adapter, or a config with an adapter, that is refused: its folder's values, the model and the line
+    "alora": ({"alora_invocation_tokens": [3]}, {}, "an adapter without alora_invocation_tokens, which packs do not"),
+    "pissa": (
+        {"init_lora_weights": "pissa"},
+        {},
+        "weights in model.path as they are; got .* of init_lora_weights=pissa",
+    ),
+    "tied tokens": ({"trainable_token_indices": [3]}, {"tie_word_embeddings": True}, "trainable_token_indices of tied"),
+    "no bias": ({"lora_bias": True}, {}, "checkpoint.save_contents must leave out hf_model for adapters .* no bias"),
+    "dropout": (
+        {"lora_dropout": 0.5, "target_parameters": ["q_proj.weight"], "target_modules": ["k_proj"]},
+        {},
+        "model.lora_adapter_path must be adapters that a Qwen3Config can have; .*lora_dropout",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_an_adapter_that_cannot_be_trained_or_merged_is_refused_before_weights(good, name, tmp_path):
+    adapter, model, line = ADAPTERS[name]
+    LoraConfig(**{"target_modules": ["q_proj"], **adapter}).save_pretrained(tmp_path)
+    contents = ["model", "hf_model"]
+    given = changed(
+        good, model__lora_rank=8, model__lora_adapter_path=str(tmp_path), checkpoint__save_contents=contents
+    )
+    with pytest.raises(ValueError, match=line) as raised:
+        checked(given, 1, hf_config=Qwen3Config(**HEADS, **model))
+    assert "\n" not in str(raised.value)
+
+
+def test_an_adapter_of_another_kind_is_refused(good, tmp_path):
+    IA3Config(target_modules=["q_proj"], feedforward_modules=[]).save_pretrained(tmp_path)
+    (line,) = lines(changed(good, model__lora_rank=8, model__lora_adapter_path=str(tmp_path)))
+    assert line.startswith("model.lora_adapter_path must hold an adapter of LoRA; got")
+
+
+def test_adapters_of_a_router_whose_buffer_its_layer_reads_are_refused_and_other_layers_accepted(good):
+    mixture = DeepseekV3Config(**MIXTURE)
+    with pytest.raises(ValueError, match=r"model.target_modules must be adapters .*e_score_correction_bias") as raised:
+        checked(changed(good, model__lora_rank=4, model__target_modules="all-linear"), 1, hf_config=mixture)
+    assert "\n" not in str(raised.value)
+    checked(changed(good, model__lora_rank=4, model__target_modules=["q_b_proj"]), 1, hf_config=mixture)

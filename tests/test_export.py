@@ -1,4 +1,4 @@
-"""`verl-ext export` writes the folder that training would have exported, from the shards of any number of ranks."""
+"""Exports compute what training computed, for each kind of adapter, by training and by `verl-ext export`."""
 
 import json
 import shutil
@@ -6,99 +6,237 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, GPT2Config, MixtralConfig
 
 from tests.ranks import run_ranks
-from tests.tiny_model import VOCABULARY
+from tests.test_remote_models import CODE
+from tests.tiny_model import VOCABULARY, write_tiny_model
 from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import stopped_at, train
+from tests.training import metrics, plain_losses, stopped_at, train
 from verl_ext.__main__ import main as judge_main
+from verl_ext.checkpoint.layout import saved_folders
 from verl_ext.commands.export import main
 
 pytestmark = pytest.mark.slow
 
-RUNS = {
-    "plain": [],
-    "lora": ["model=lora", "model.lora_rank=4"],
-    "adapters": ["model=lora", "model.lora_rank=4", "checkpoint.save_lora_only=true"],
+_MLA = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+_ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 16}
+MODELS = {
+    "qwen3": {},
+    "biased": {"attention_bias": True},
+    "tied": {"tie_word_embeddings": True},
+    "mixtral": {"config_class": MixtralConfig, "num_local_experts": 4},
+    "deepseek_v3": {"config_class": DeepseekV3Config, "first_k_dense_replace": 1, **_MLA, **_ROUTED},
+    "gpt2": {"config_class": GPT2Config, "n_inner": 64, "activation_function": "gelu"},
 }
+LORA = ("model=lora", "model.lora_rank=4")
+ALONE = "checkpoint.save_lora_only=true"
+# {run: (model, adapter's own config or None, overrides)}
+RUNS = {
+    **{name: (name, None, []) for name in MODELS if name != "biased"},
+    **{f"lora of {name}": (name, None, [*LORA]) for name in ("qwen3", "tied", "mixtral", "gpt2")},
+    "lora of deepseek_v3": ("deepseek_v3", None, [*LORA, "model.target_modules=[q_b_proj,o_proj]"]),
+    "experts": (
+        "mixtral",
+        None,
+        [*LORA, "model.target_modules=[q_proj]", "model.target_parameters=[experts.down_proj]"],
+    ),
+    "adapters alone": ("qwen3", None, [*LORA, ALONE]),
+    "dora": ("qwen3", {"use_dora": True}, [ALONE]),
+    "rslora": ("qwen3", {"use_rslora": True, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 3}}, []),
+    "bias of factors": ("biased", {"lora_bias": True, "target_modules": ["q_proj"]}, []),
+    "bias": ("biased", {"bias": "all", "target_modules": ["q_proj"]}, [ALONE]),
+    "head": ("qwen3", {"modules_to_save": ["lm_head"]}, [ALONE]),
+    "head of tied": ("tied", {"modules_to_save": ["lm_head"]}, []),
+    "embeddings": ("qwen3", {"modules_to_save": ["embed_tokens"]}, []),
+    "tokens": ("qwen3", {"trainable_token_indices": [5, 7]}, [ALONE]),
+}
+FULL = [name for name in RUNS if name in MODELS]
+# The source of the run "house": a base model with code of its own, whose tokenizer has no template.
+GENERATION = {"temperature": 0.9, "eos_token_id": [4, 0], "repetition_penalty": 1.05}  # no do_sample: save would refuse
+TEMPLATE = "{% for m in messages %}{{ m.content }} <|im_end|> {% endfor %}"
+HOUSE = [*LORA, "model.trust_remote_code=true"]
 
 
 def train_all(runs):
     for overrides in runs:
-        train([*overrides, "trainer.logger=[console]"])
+        train([*overrides, "trainer.total_training_steps=1", "trainer.val_before_train=false"])
+
+
+def write_house(folder):
+    write_tiny_model(folder)
+    described = json.loads((folder / "config.json").read_text())
+    named = {"AutoConfig": "modeling_house.HouseConfig", "AutoModelForCausalLM": "modeling_house.HouseForCausalLM"}
+    described |= {"model_type": "house", "architectures": ["HouseForCausalLM"], "auto_map": named}
+    (folder / "config.json").write_text(json.dumps(described))
+    (folder / "modeling_house.py").write_text(CODE.replace("{output}", "2 * output"))
+    (folder / "generation_config.json").write_text(json.dumps(GENERATION))
+    (folder / "chat_template.jinja").unlink()
+    for name in ("tokenizer.model", "merges.txt"):
+        (folder / name).write_text(name)
 
 
 @pytest.fixture(scope="module")
-def runs(tiny_model, tmp_path_factory):
-    """Return the folder of three one-step runs on two ranks, which training also exported."""
+def documents():
+    return random_documents(np.random.default_rng(0), [40, 30, 20, 60], VOCABULARY, 1)
+
+
+@pytest.fixture(scope="module")
+def runs(documents, tmp_path_factory):
+    """Return the folder of all runs, of a step on two ranks, most of which training also exported."""
     folder = tmp_path_factory.mktemp("runs")
-    documents = random_documents(np.random.default_rng(0), [40, 30, 20, 60], VOCABULARY, 1)
-    data = write_tokenized(folder / "data", documents)
-    common = (f"data.train_dir={data}", f"model.path={tiny_model}", "trainer.total_training_steps=1")
-    contents = "checkpoint.save_contents=[model,optimizer,extra,hf_model]"
-    overrides = [[*common, *own, contents, f"trainer.default_local_dir={folder / name}"] for name, own in RUNS.items()]
-    overrides.append([*common, f"trainer.default_local_dir={folder / 'shards'}"])  # the plain run, without an export
-    run_ranks(train_all, 2, overrides)
+    for data in ("data", "chats"):
+        write_tokenized(folder / data, documents)
+    report = {"chat_template": TEMPLATE, "total": {"end_of_turn": {"<|im_end|>": 4, "": 1, "w1 w2": 1}}}
+    (folder / "chats" / "report.json").write_text(json.dumps(report))
+    for name, config in MODELS.items():
+        write_tiny_model(folder / "models" / name, **config)
+    router = folder / "models" / "deepseek_v3" / "model.safetensors"
+    biased = {
+        k: torch.randn_like(t) if k.endswith("score_correction_bias") else t for k, t in load_file(router).items()
+    }
+    save_file(biased, router, metadata={"format": "pt"})
+    write_house(folder / "models" / "house")
+    torch.manual_seed(1)
+    commands = []
+
+    def add(name, model, data, *overrides):
+        given = [f"data.train_dir={folder / data}", f"data.val_dir={folder / data}"]
+        given += [f"model.path={folder / 'models' / model}", f'trainer.default_local_dir="{folder / name}"']
+        commands.append([*given, *overrides])
+
+    whole = "checkpoint.save_contents=[model,optimizer,extra,hf_model]"
+    for name, (model, adapter, overrides) in RUNS.items():
+        if adapter is not None:
+            base = AutoModelForCausalLM.from_pretrained(folder / "models" / model)
+            given = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False, **adapter}
+            get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **given)).save_pretrained(folder / "of" / name)
+            overrides = [*LORA, f'model.lora_adapter_path="{folder / "of" / name}"', *overrides]
+        add(name, model, "data", *overrides, whole)
+    add("shards", "qwen3", "data")  # the run "qwen3", without an export
+    add("house", "house", "chats", *HOUSE)
+    add("whole house", "house", "chats", *HOUSE, whole)
+    for first in range(0, len(commands), 6):  # ranks have a limit of time
+        run_ranks(train_all, 2, commands[first : first + 6])
     return folder
 
 
+def export(checkpoint, output, *more):
+    assert main([f'checkpoint="{checkpoint}"', f"output_dir={output}", *more]) == 0
+    return output
+
+
 @pytest.mark.parametrize("name", RUNS)
-def test_it_is_what_training_exports_in_shards_of_the_size_asked_for(name, runs, tiny_model, tmp_path, capsys):
-    checkpoint = runs / name / "global_step_1"
-    base = [f"base={tiny_model}"] if name == "adapters" else []
-    asked = [f"checkpoint={checkpoint}", f"output_dir={tmp_path / 'out'}", "shard_gb=2e-5", *base]
-    assert main(asked) == 0, capsys.readouterr().err
-    expected = load_file(checkpoint / "huggingface" / "model.safetensors")
-    files = sorted((tmp_path / "out").glob("*.safetensors"))
+def test_it_computes_what_was_trained_merged_and_beside_its_base(name, runs, documents, tmp_path):
+    model, _, overrides = RUNS[name]
+    base, checkpoint = runs / "models" / model, runs / name / "global_step_1"
+    trained = metrics(runs / name)[1, "val/loss"]
+    assert trained != pytest.approx(plain_losses(base, documents)[0], rel=1e-3)
+    merged = export(checkpoint, tmp_path / "merged", *([f"base={base}"] if ALONE in overrides else []))
+    for folder in (checkpoint / "huggingface", merged):
+        assert plain_losses(folder, documents)[0] == pytest.approx(trained, rel=1e-5)
+    alone = [f'checkpoint="{checkpoint}"', f"output_dir={tmp_path / 'adapter'}", "form=adapter"]
+    assert main(alone) == (name in FULL)
+    if name not in FULL:
+        whole = AutoModelForCausalLM.from_pretrained(merged).eval()
+        beside = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter").eval()
+        ids = torch.arange(5, 30)[None]
+        torch.testing.assert_close(beside(ids).logits, whole(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("model", FULL)
+def test_in_half_precision_it_is_what_transformers_makes_of_the_whole_one(model, dtype, runs, tmp_path):
+    checkpoint, ids = runs / model / "global_step_1", torch.arange(5, 30)[None]
+    half = AutoModelForCausalLM.from_pretrained(export(checkpoint, tmp_path / "out", f"dtype={dtype}")).eval()
+    expected = AutoModelForCausalLM.from_pretrained(checkpoint / "huggingface", dtype=getattr(torch, dtype)).eval()
+    assert half.dtype == getattr(torch, dtype)
+    for name, tensor in expected.state_dict().items():
+        assert half.state_dict()[name].dtype == tensor.dtype, name
+        assert torch.equal(half.state_dict()[name], tensor), name
+    assert torch.equal(half(ids).logits, expected(ids).logits)
+
+
+@pytest.mark.parametrize("by", ["a run", "hf_model", "the command", "the command, of adapters"])
+def test_it_has_the_code_the_template_and_the_ends_that_were_trained_and_the_tokenizers_files(by, runs, tmp_path):
+    folder = runs / ("house" if by == "a run" else "whole house") / "global_step_1" / "huggingface"
+    if by.startswith("the command"):
+        form = "form=adapter" if "adapters" in by else "form=merged"
+        folder = export(runs / "house", tmp_path / "out", "trust_remote_code=true", form)
+    assert (folder / "merges.txt").read_text() == "merges.txt"
+    assert (folder / "tokenizer.model").is_file()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.chat_template == TEMPLATE
+    if "adapters" in by:
+        assert not (folder / "config.json").exists()
+        return
+    assert {path.name for path in folder.glob("*.py")} == {"modeling_house.py"}
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    expected = {**GENERATION, "eos_token_id": [*GENERATION["eos_token_id"], end]}
+    assert json.loads((folder / "generation_config.json").read_text()) == expected
+    if by != "a run":
+        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+        assert type(model).__name__ == "HouseForCausalLM"
+
+
+def test_shards_are_of_the_size_asked_for_and_the_last_checkpoint_of_a_run_is_taken(runs, tmp_path, capsys):
+    stopped_at(runs / "shards", tmp_path / "run", 1)
+    shutil.copytree(tmp_path / "run" / "global_step_1", tmp_path / "run" / "global_step_0")
+    out = export(tmp_path / "run", tmp_path / "out", "shard_gb=2e-5")
+    files = sorted(out.glob("*.safetensors"))
     found = {key: value for file in files for key, value in load_file(file).items()}
+    expected = load_file(runs / "qwen3" / "global_step_1" / "huggingface" / "model.safetensors")
+    assert len(files) > 1
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
-    assert len(files) > 1
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert exported.dtype == torch.float32
-    AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()} == set()
+    assert {path.name for path in out.iterdir() if path.is_dir()} == set()
+    assert json.loads((out / "export.json").read_text())["checkpoint"] == "global_step_1"
 
 
-def test_the_precision_can_be_another_and_what_was_exported_is_written_down(runs, tmp_path):
-    asked = [f"checkpoint={runs / 'plain' / 'global_step_1'}", f"output_dir={tmp_path / 'out'}", "dtype=bfloat16"]
-    assert main(asked) == 0
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert exported.dtype == torch.bfloat16
-    assert json.loads((tmp_path / "out" / "export.json").read_text())["step"] == 1
-
-
-def test_the_last_checkpoint_of_a_run_is_taken_and_a_folder_without_one_is_refused(runs, tmp_path, capsys):
-    stopped_at(runs / "plain", tmp_path / "run", 1)
-    shutil.copytree(tmp_path / "run" / "global_step_1", tmp_path / "run" / "global_step_0")
-    assert main([f"checkpoint={tmp_path / 'run'}", f"output_dir={tmp_path / 'out'}"]) == 0
-    assert json.loads((tmp_path / "out" / "export.json").read_text())["checkpoint"] == "global_step_1"
-    (tmp_path / "empty").mkdir()
-    capsys.readouterr()
-    assert main([f"checkpoint={tmp_path / 'empty'}", f"output_dir={tmp_path / 'none'}"]) == 1
-    error = capsys.readouterr().err
-    assert error.startswith("error: checkpoint must be a folder with manifest.json, or hold global_step_N folders; got")
-    assert error.count("\n") == 1
-
-
-def test_what_is_damaged_or_without_its_base_is_refused_in_one_line(runs, tmp_path, capsys):
-    adapters = runs / "adapters" / "global_step_1"
-    assert main([f"checkpoint={adapters}", f"output_dir={tmp_path / 'out'}"]) == 1
-    assert capsys.readouterr().err.startswith("error: base is required for a checkpoint of adapters alone")
-    stopped_at(runs / "plain", tmp_path / "cut", 1)
-    shard = tmp_path / "cut" / "global_step_1" / "state" / "__1_0.distcp"
+def _cut(runs, folder):
+    (checkpoint,) = saved_folders(stopped_at(runs / "shards", folder / "cut", 1))
+    shard = checkpoint / "state" / "__1_0.distcp"
     shard.write_bytes(shard.read_bytes()[:-1])
-    assert main([f"checkpoint={shard.parent.parent}", f"output_dir={tmp_path / 'out'}"]) == 1
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert "its state/__1_0.distcp has" in error
+    return [f"checkpoint={checkpoint}"]
+
+
+def _empty(runs, folder):
+    (folder / "empty").mkdir()
+    return [f"checkpoint={folder / 'empty'}"]
+
+
+REFUSED = {  # the line of each refusal, and the options that it answers
+    "checkpoint must be a folder with manifest.json, or hold global_step_N folders; got": _empty,
+    "checkpoint must be whole; got": _cut,
+    "base is required for a checkpoint of adapters alone": lambda runs, _: [f'checkpoint="{runs / "dora"}"'],
+    "base must hold the weights that the adapters were trained on": lambda runs, _: [
+        f'checkpoint="{runs / "dora"}"',
+        f"base={runs / 'models' / 'other'}",
+    ],
+    "form must be merged for a checkpoint without adapters": lambda runs, _: [
+        f"checkpoint={runs / 'shards'}",
+        "form=adapter",
+    ],
+    "trust_remote_code must be true for a model with code of its own": lambda runs, _: [f"checkpoint={runs / 'house'}"],
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_what_cannot_be_exported_is_refused_in_one_line(line, runs, tmp_path, capsys):
+    if not (runs / "models" / "other").exists():
+        write_tiny_model(runs / "models" / "other", seed=1)
+    capsys.readouterr()
+    assert main([*REFUSED[line](runs, tmp_path), f"output_dir={tmp_path / 'out'}"]) == 1
+    errors = [text for text in capsys.readouterr().err.splitlines() if not text.startswith("Loading weights")]
+    assert len(errors) == 1
+    assert errors[0].startswith(f"error: {line}")
     assert not (tmp_path / "out").exists()
 
 
 def test_checkpoints_with_and_without_an_export_and_a_run_are_judged_as_the_exported_folder_is(runs, tmp_path, capsys):
-    exported = runs / "plain" / "global_step_1" / "huggingface"
+    exported = runs / "qwen3" / "global_step_1" / "huggingface"
     models = {"folder": exported, "checkpoint": exported.parent, "shards": runs / "shards" / "global_step_1"}
     models["run"] = runs / "shards"
     (tmp_path / "hay.txt").write_text("w1 w2 w3 w4. " * 40)

@@ -79,6 +79,8 @@ def test_columns_categories_and_report_are_those_of_the_data_contract(tmp_path: 
     assert written["categories"]["qa"]["target_tokens"] == sum(sum(row["loss_mask"]) for row in data[:20])
     assert written["total"]["tokens"] == sum(row["length"] for row in data) == report.total.tokens
     assert report.table().splitlines()[1].split()[:3] == ["qa", "20", "0"]
+    assert written["chat_template"] == CHATML
+    assert written["total"]["end_of_turn"] == {"<|im_end|>": 20}
 
 
 @pytest.mark.parametrize(

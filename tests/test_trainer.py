@@ -112,26 +112,6 @@ def test_the_export_generates_with_plain_transformers(runs):
     assert model.generate(**prompt, max_new_tokens=4, do_sample=False).shape[1] > prompt["input_ids"].shape[1]
 
 
-def test_a_lora_export_holds_the_merged_weights(data, tiny_model, tmp_path):
-    folder, documents = data
-    overrides = run_of(
-        data,
-        tiny_model,
-        tmp_path / "run",
-        f"data.val_dir={folder / 'val'}",
-        "model=lora",
-        "model.lora_rank=4",
-        "model.target_modules=[q_proj,down_proj,lm_head]",
-        "checkpoint.save_contents=[model,hf_model]",
-    )
-    run_ranks(train_alone, 2, overrides)
-    logged = metrics(tmp_path / "run")
-    last = max(step for step, _ in logged)
-    expected = plain_losses(tmp_path / "run" / f"global_step_{last}" / "huggingface", documents)
-    assert logged[last, "val/loss"] == pytest.approx(expected[0], rel=1e-5)
-    assert logged[last, "val/loss"] != pytest.approx(plain_losses(tiny_model, documents)[0], rel=1e-3)
-
-
 OTHER_PACKS = {  # a change, and the answer to it
     "data.train_batch_size=2": r"data\.train_batch_size is 2, but the run in .* was trained with 4",
     "data.balance=none": r"data\.balance is none, but the run in .* was trained with sorted",

@@ -83,9 +83,9 @@ CALLABLES = {
     "torch.distributed.checkpoint.state_dict:get_optimizer_state_dict": ("model", "optimizers"),
     "verl.utils.tracking:Tracking.__init__": ("project_name", "experiment_name", "default_backend", "config"),
     "verl.utils.tracking:Tracking.log": ("data", "step"),
-    "verl.utils.fsdp_utils:merged_lora_context": ("actor", "backup_adapters"),
-    "verl.utils.fsdp_utils:normalize_peft_param_name": ("params",),
-    "verl.utils.transformers_compat:drop_tied_target_keys": (),
+    "verl.utils.fsdp_utils:_select_fsdp2_wrap_targets": ("model", "fsdp_transformer_layer_cls_to_wrap"),
+    "peft:get_peft_model": ("model", "peft_config"),
+    "peft:PeftModel.save_pretrained": ("save_directory", "save_embedding_layers"),
     # the fake GPU of a plan
     "torch._guards:active_fake_mode": (),
     "torch._subclasses.fake_tensor:FakeTensorMode.create_symbolic_nested_int": ("nt_tensor_id",),

@@ -1,37 +1,48 @@
 """The export of a checkpoint for plain transformers, by training or by `verl-ext export`.
 
-    global_step_N/state/  ──tensors──►  files mapped into memory  ──►  model-00001-of-0000N.safetensors, …
+    global_step_N/state/  ──tensors──►  a model on the meta device, with PEFT's adapters  ──►  model-0000N.safetensors
 
-The command reads the tensors into memory-mapped files and merges the adapters there; transformers writes the shards. So
-the weights are never in memory as a whole, and no GPU is needed.
+PEFT itself merges adapters, so that each of its variants is merged as it is trained. The command reads the tensors into
+memory-mapped files and merges there; transformers writes the shards. So the weights are never in memory as a whole, and
+no GPU is needed.
 """
 
+import copy
 import json
 import os
+import re
 import shutil
-from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig
 from transformers.dynamic_module_utils import custom_object_save
+from transformers.utils import cached_file
 from transformers.utils.logging import disable_progress_bar
-from verl.utils.fsdp_utils import (
-    load_fsdp_model_to_gpu,
-    merged_lora_context,
-    normalize_peft_param_name,
-    offload_fsdp_model_to_cpu,
-)
-from verl.utils.transformers_compat import drop_tied_target_keys
+from verl.utils.fsdp_utils import load_fsdp_model_to_gpu, offload_fsdp_model_to_cpu
 
 from verl_ext.checkpoint import layout
-from verl_ext.checkpoint.state import ADAPTERS, MODEL, STATE, is_adapter, read_tensors
+from verl_ext.checkpoint.resume import BASE, weights_digest
+from verl_ext.checkpoint.state import ADAPTERS, MODEL, STATE, read_tensors
+from verl_ext.config.adapters import with_adapters
+from verl_ext.data.chats import TrainedChats
 from verl_ext.files import OutputFolder, follow_umask, write_errors, write_json
 from verl_ext.layers.towers import auto_class
-from verl_ext.values import DataError
+from verl_ext.values import DataError, first_line
+
+_GENERATION, _TEMPLATE = "generation_config.json", "chat_template.jinja"
+# Files of a tokenizer that transformers does not write anew, but other programs read.
+_OF_TOKENIZER = (
+    *("*.model", "*.tiktoken", "tekken.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json"),
+    "special_tokens_map.json",
+)
+# Files of an export that belong to merged weights, not to adapters.
+_OF_WEIGHTS = ("model*.safetensors*", "config.json", _GENERATION, "*.py")
 
 
 class Export:
@@ -40,107 +51,179 @@ class Export:
     With `hf_model` in `checkpoint.save_contents` they include the weights, whole in the host memory of rank 0.
     """
 
-    def __init__(self, engine: Any) -> None:
-        """Collect the files; collective."""
-        self.engine = engine
-        self.weights: dict[str, torch.Tensor] | None = None
+    def __init__(self, engine: Any, chats: TrainedChats) -> None:
+        """Collect the files; collective. chats: the form of the chats in the training data."""
+        self.engine, self.chats = engine, chats
+        self.tensors: dict[str, torch.Tensor] | None = None
         if engine.checkpoint_manager.should_save_hf_model:
-            self.weights = _gathered_weights(engine)
+            self.tensors = _gathered_tensors(engine)
             # Built here, because transformers meanwhile changes torch's default dtype, which all threads share.
-            self.plain = plain_model(engine.module.config, engine.model_config.trust_remote_code)
+            self.model = plain_model(engine.module.config, engine.model_config.trust_remote_code)
+            if engine._is_lora:
+                self.model = with_adapters(self.model, engine.module.peft_config["default"])
 
     def write(self, folder: Path) -> None:
         """Write config, tokenizer, remote code and the weights; on rank 0 alone."""
-        engine, config = self.engine, self.engine.module.config
+        engine, config = self.engine, copy.deepcopy(self.engine.module.config)
+        folder.mkdir(parents=True, exist_ok=True)
+        module = engine.module.get_base_model() if engine._is_lora else engine.module
+        if code := [cls for cls in type(module).__mro__ if cls.__module__.startswith("transformers_modules.")]:
+            custom_object_save(code[0], folder)  # not of FSDP2's own class around it
+            config.auto_map = {name: str(at).rpartition("--")[2] for name, at in config.auto_map.items()}
         config.save_pretrained(folder)
-        with suppress(OSError, ValueError):  # many models have no generation config
-            GenerationConfig.from_pretrained(config.name_or_path).save_pretrained(folder)
-        if (processor := engine.checkpoint_manager.processing_class) is not None:
+        processor = engine.checkpoint_manager.processing_class
+        if processor is not None:
             processor.save_pretrained(folder)
-        _copy_processor(Path(engine.model_config.local_path), folder)
-        if hasattr(config, "auto_map"):
-            module = engine.module.get_base_model() if engine._is_lora else engine.module
-            custom_object_save(module, folder, config=config)
-        if self.weights is not None:
+        if self.chats.template is not None:
+            (folder / _TEMPLATE).write_text(self.chats.template, encoding="utf-8")
+        options = engine.model_config
+        _copy_missing(Path(options.local_tokenizer_path or options.local_path), folder, _OF_TOKENIZER)
+        _copy_missing(Path(options.local_path), folder)
+        tokenizer = getattr(processor, "tokenizer", processor)
+        _write_generation_config(options.local_hf_config_path, config, tokenizer, self.chats.ends, folder)
+        if self.tensors is not None:
             disable_progress_bar()  # A thread's bar would wait for the lock that training's bar shares.
-            _write_weights(self.plain, self.weights, folder)
+            _write_weights(filled(self.model, self.tensors), folder)
 
 
-def _copy_processor(model: Path, folder: Path) -> None:
-    """Copy the processor files that an export lacks, because verl may not load a processor."""
+def _copy_missing(source: Path, folder: Path, patterns: Sequence[str] = ()) -> None:
+    """Copy the files of `patterns` that an export lacks, and those of a processor, which verl may not load."""
     has_template = any(folder.glob("chat_template*"))
-    for pattern in ("*processor_config.json", *(() if has_template else ("chat_template*",))):
-        for file in model.glob(pattern):
+    for pattern in (*patterns, "*processor_config.json", *(() if has_template else ("chat_template*",))):
+        for file in source.glob(pattern):
             if file.is_file() and not (folder / file.name).exists():
                 shutil.copyfile(file, folder / file.name)
 
 
-def _gathered_weights(engine: Any) -> dict[str, torch.Tensor]:
-    """Return the weights by transformers' names, with merged LoRA, in rank 0's host memory; collective."""
+def _write_generation_config(source: str, config: Any, tokenizer: Any, ends: Sequence[str], folder: Path) -> None:
+    """Write the source's generation config, whole, with the special tokens that end trained turns as end tokens.
+
+    Without a source, nothing is written for a model whose turns end as its config says.
+    """
+    path = cached_file(
+        source,
+        _GENERATION,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    values: dict[str, Any] = {}
+    if path is not None:
+        try:
+            values = dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            path = None  # transformers cannot read it either
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder} if tokenizer is not None and ends else ()
+    encoded = [tokenizer(end, add_special_tokens=False)["input_ids"] for end in ends] if special else []
+    trained = [ids[0] for ids in encoded if len(ids) == 1 and ids[0] in special]
+    before = values.get("eos_token_id")
+    for holder in (config.get_text_config(), tokenizer):
+        before = getattr(holder, "eos_token_id", None) if before is None else before
+    stops = before if isinstance(before, list) else [] if before is None else [before]
+    if new := [token for token in trained if token not in stops]:
+        if path is None:
+            values = GenerationConfig.from_model_config(config).to_diff_dict()
+            values.pop("_from_model_config", None)  # with it, generate() would take the config's end token again
+        values["eos_token_id"] = [*stops, *new]
+    if path is not None or new:
+        write_json(folder / _GENERATION, values)
+
+
+def _gathered_tensors(engine: Any) -> dict[str, torch.Tensor]:
+    """Return weights and adapters by the engine's names, in rank 0's host memory; collective."""
     if engine._is_offload_param:
         load_fsdp_model_to_gpu(engine.module)
-    with merged_lora_context(engine.module, backup_adapters=True) if engine._is_lora else nullcontext():
-        named = engine.module.state_dict()
-        named = normalize_peft_param_name(named) if engine._is_lora else named
-        weights = {name: engine.gather_to_rank0(tensor) for name, tensor in named.items()}
+    tensors = {name: engine.gather_to_rank0(tensor) for name, tensor in engine.module.state_dict().items()}
     if engine._is_offload_param:
         offload_fsdp_model_to_cpu(engine.module)
-    return weights
+    return tensors
 
 
-def plain_model(config: Any, trusted: bool = False) -> PreTrainedModel:
+def plain_model(config: Any, trusted: bool = False) -> Any:
     """Build the transformers model of a config on the meta device, with its own code if `trusted`."""
     with torch.device("meta"):
         return auto_class(config).from_config(config, trust_remote_code=trusted)
 
 
-def _write_weights(
-    plain: PreTrainedModel, weights: dict[str, torch.Tensor], folder: Path, shard_bytes: int = 5 * 10**9
-) -> None:
-    """Write a model's weights by parameter name, like plain transformers, beside its other files.
+def filled(model: Any, tensors: dict[str, torch.Tensor], merges: bool = True) -> Any:
+    """Give a model its weights by name, without a copy; merge its adapters if it has any and `merges`.
 
-    One name of tied weights is enough. Raises OSError if a file is not written, and ValueError if weights are missing.
+    One name of tied weights is enough; a tied weight of its own value is untied. Raises ValueError if weights do not
+    fit, or if one of those to be written is missing.
     """
-    with suppress(OSError, ValueError):
-        plain.generation_config = GenerationConfig.from_pretrained(folder)
-    drop_tied_target_keys(weights, plain, plain.config)
-    if missing := sorted({name for name, _ in plain.named_parameters()} - weights.keys()):
-        raise ValueError(f"the weights of {type(plain).__name__} must be whole; {missing[0]} is missing")
+    main: dict[int, str] = {}
+    tied = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if (first := main.setdefault(id(parameter), name)) != name:
+            tied[name] = first
+    for name, first in tied.items():
+        if name in tensors and torch.equal(tensors.setdefault(first, tensors[name]), tensors[name]):
+            del tensors[name]
+    try:
+        unknown = model.load_state_dict(tensors, strict=False, assign=True).unexpected_keys
+    except RuntimeError as error:
+        raise ValueError(f"the weights of {_name(model)} must have its shapes: {first_line(error)}") from error
+    for name, first in tied.items():
+        if name in tensors:
+            model.config.tie_word_embeddings = False
+        else:
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, model.get_parameter(first))
+    written = model.state_dict() if merges else {n: p for n, p in model.named_parameters() if p.requires_grad}
+    missing = sorted(name for name, tensor in written.items() if tensor.is_meta)
+    if unknown or missing:
+        what = f"{missing[0]} is missing" if missing else f"{unknown[0]} is none of them"
+        raise ValueError(f"the weights of {_name(model)} must be whole; {what}")
+    return _merged(model) if merges and hasattr(model, "peft_config") else model
+
+
+def _name(model: Any) -> str:
+    return type(model.get_base_model() if hasattr(model, "peft_config") else model).__name__
+
+
+def _merged(model: Any) -> Any:
+    """Merge PEFT's adapters in the memory of the weights; return the plain model."""
+    from peft.tuners.lora import LoraLayer  # heavy, and needed with adapters only
+
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # below, what is merged here already
+        for layer in model.modules():
+            if isinstance(layer, LoraLayer) and layer.lora_variant:  # these replace the weight by a new one
+                weight = layer.get_base_layer().weight
+                memory = weight.data
+                layer.merge()
+                weight.data = memory.copy_(weight.data)
+        return model.merge_and_unload()
+
+
+def _write_weights(model: Any, folder: Path, shard_bytes: int = 5 * 10**9) -> None:
+    """Write a model's weights by parameter name, like plain transformers, beside its other files."""
+    generation = folder / _GENERATION
+    kept = generation.read_bytes() if generation.is_file() else None
     with write_errors(folder):
-        plain.save_pretrained(folder, state_dict=weights, max_shard_size=shard_bytes)
+        model.save_pretrained(folder, max_shard_size=shard_bytes)
+        if kept is not None:
+            generation.write_bytes(kept)  # transformers writes one made of the config
     follow_umask(folder)
 
 
-def adapters_of(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the factor names, scale and orientation of each LoRA adapter, by the plain weight's name.
-
-    An adapter with more than two factors of a linear layer (DoRA, a bias, an embedding) has no factor names here.
-    """
-    from peft.tuners.lora import LoraLayer  # heavy, but a run with adapters has loaded it
-
-    found = {}
-    for name, layer in module.named_modules():
-        if not isinstance(layer, LoraLayer):
-            continue
-        simple = "default" in layer.lora_A and not layer.lora_variant and layer.lora_B["default"].bias is None
-        found[_plain_name(f"{name}.weight")] = {
-            "a": f"{name}.lora_A.default.weight" if simple else None,
-            "b": f"{name}.lora_B.default.weight" if simple else None,
-            "scale": float(layer.scaling["default"]),
-            "transposed": bool(getattr(layer, "fan_in_fan_out", False)),
-        }
-    return found
-
-
-def _plain_name(name: str) -> str:
-    """Convert PEFT's name of a base model's parameter to that of plain transformers."""
-    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+def adapter_config(module: Any) -> dict[str, Any]:
+    """Return PEFT's config of an engine's adapters for JSON."""
+    values = module.peft_config["default"].to_dict()
+    return {name: sorted(value) if isinstance(value, set) else value for name, value in values.items()}
 
 
 def export_checkpoint(
-    folder: str, output_dir: str, overwrite: bool, base: str | None, dtype: str, shard_gb: float
+    folder: str,
+    output_dir: str,
+    overwrite: bool = False,
+    base: str | None = None,
+    dtype: str = "saved",
+    shard_gb: float = 5.0,
+    form: str = "merged",
+    trust_remote_code: bool = False,
 ) -> str:
-    """Write a checkpoint as a folder for plain transformers; return a line that describes it.
+    """Write a checkpoint as a folder for plain transformers or PEFT; return a line that describes it.
 
     The arguments are the options of `verl-ext export`.
 
@@ -150,24 +233,33 @@ def export_checkpoint(
     import verl_ext.models.qwen_titans  # noqa: F401  (its Auto classes)
 
     transformers.utils.logging.set_verbosity_error()
-    checkpoint, step = _whole_checkpoint(Path(folder))
+    checkpoint, manifest = _whole_checkpoint(Path(folder))
+    merges = form == "merged"
     with OutputFolder(output_dir, overwrite) as output:
-        weights = _saved_weights(checkpoint, base, dtype, output.path / "mapped")
-        weights_of_run = shutil.ignore_patterns("model*.safetensors*")
-        shutil.copytree(checkpoint / layout.EXPORT, output.path, dirs_exist_ok=True, ignore=weights_of_run)
-        config = AutoConfig.from_pretrained(output.path)
-        config.dtype = next(iter(weights.values())).dtype
-        parameters = sum(tensor.numel() for tensor in weights.values())
-        _write_weights(plain_model(config), weights, output.path, shard_bytes=int(shard_gb * 1e9))
-        write_json(
-            output.path / layout.EXPORT_MARKER, {"checkpoint": checkpoint.name, "step": step, "parameters": parameters}
-        )
+        mapped = partial(_mapped, output.path / "mapped")
+        try:
+            model = _saved_model(checkpoint, manifest, base, dtype, merges, trust_remote_code, mapped)
+        except ValueError as error:
+            raise DataError(" ".join(str(error).split())) from error
+        left = shutil.ignore_patterns("model*.safetensors*", *(() if merges else _OF_WEIGHTS))
+        shutil.copytree(checkpoint / layout.EXPORT, output.path, dirs_exist_ok=True, ignore=left)
+        written = [p for p in model.parameters() if merges or p.requires_grad]
+        if merges:
+            _write_weights(model, output.path, shard_bytes=int(shard_gb * 1e9))
+        else:
+            with write_errors(output.path):
+                model.save_pretrained(output.path, save_embedding_layers=False)
+            follow_umask(output.path)
+        parameters = sum(parameter.numel() for parameter in written)
+        facts = {"checkpoint": checkpoint.name, "step": manifest.step, "form": form, "parameters": parameters}
+        write_json(output.path / layout.EXPORT_MARKER, facts)
         output.publish()
-    return f"step {step}: {parameters:,} parameters in {config.dtype}, written to {output_dir}"
+    what = "parameters" if merges else "parameters of adapters"
+    return f"step {manifest.step}: {parameters:,} {what} in {written[0].dtype}, written to {output_dir}"
 
 
-def _whole_checkpoint(checkpoint: Path) -> tuple[Path, int]:
-    """Return a checkpoint (or a run's last one) and its step; raise DataError unless it is whole and in our format."""
+def _whole_checkpoint(checkpoint: Path) -> tuple[Path, layout.Manifest]:
+    """Return a checkpoint (or a run's last one) and its manifest; raise DataError unless it is whole and ours."""
     checkpoint = (layout.saved_folders(checkpoint) or [checkpoint])[-1]
     try:
         manifest = layout.Manifest.from_folder(checkpoint)
@@ -184,43 +276,94 @@ def _whole_checkpoint(checkpoint: Path) -> tuple[Path, int]:
         )
     if wrong := layout.changed_file(checkpoint, 0, 1, needed=("model",)):
         raise DataError(f"checkpoint must be whole; got {checkpoint}: {wrong}")
-    return checkpoint, manifest.step
+    return checkpoint, manifest
 
 
-def _saved_weights(checkpoint: Path, base: str | None, dtype: str, scratch: Path) -> dict[str, torch.Tensor]:
-    """Return the plain weights by name, with merged adapters, each in a memory-mapped file.
+def _mapped(scratch: Path, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor in a memory-mapped file, which is created at `scratch` and has no name once it is mapped."""
+    if 0 in size:
+        return torch.empty(size, dtype=dtype)
+    tensor = torch.from_file(str(scratch), shared=True, size=torch.Size(size).numel(), dtype=dtype).view(size)
+    os.unlink(scratch)  # its space is freed together with the tensor
+    return tensor
 
-    Each file is created at the path `scratch`, and has no name once it is mapped.
-    """
 
-    def mapped(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        if 0 in size:
-            return torch.empty(size, dtype=dtype)
-        tensor = torch.from_file(str(scratch), shared=True, size=torch.Size(size).numel(), dtype=dtype).view(size)
-        os.unlink(scratch)  # its space is freed together with the tensor
-        return tensor
+def _saved_model(
+    checkpoint: Path,
+    manifest: layout.Manifest,
+    base: str | None,
+    dtype: str,
+    merges: bool,
+    trusted: bool,
+    allocate: Callable[..., torch.Tensor],
+) -> Any:
+    """Return a checkpoint's model in `dtype`, plain or with its adapters. Raises ValueError if it cannot be built."""
+    adapters = _saved_adapters(checkpoint)
+    if adapters is None and not merges:
+        raise DataError("form must be merged for a checkpoint without adapters; got adapter")
+    model = _plain_of(checkpoint / layout.EXPORT, manifest.run_state.get("model.config.tie_word_embeddings"), trusted)
+    tensors = read_tensors(checkpoint / STATE, MODEL, allocate)
+    kind = next(iter(tensors.values())).dtype if dtype == "saved" else getattr(torch, dtype)
+    if adapters is not None:
+        model = with_adapters(model, adapters)
+        frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+        if merges and frozen.isdisjoint(tensors):  # checkpoint.save_lora_only
+            model = with_adapters(_base_model(base, manifest, kind, trusted), adapters)
+    model = filled(model, tensors, merges)
+    if dtype != "saved":
+        _convert(model, kind, allocate)
+    return model
 
-    saved = read_tensors(checkpoint / STATE, MODEL, mapped)
-    weights = {_plain_name(name): tensor for name, tensor in saved.items() if not is_adapter(name)}
-    if not weights:
-        if base is None:
-            raise DataError("base is required for a checkpoint of adapters alone: the folder of its model")
-        weights = auto_class(AutoConfig.from_pretrained(base)).from_pretrained(base, dtype="auto").state_dict()
+
+def _saved_adapters(checkpoint: Path) -> Any:
+    """Read PEFT's config of a checkpoint's adapters; return None without adapters."""
     path = checkpoint / ADAPTERS
-    adapters = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    if lost := sorted(adapters.keys() - weights.keys()):
-        raise DataError(f"base must be the model that the adapters are of; got {base}, without {lost[0]}")
-    for name, weight in weights.items():
-        kind = getattr(torch, dtype) if dtype != "saved" and weight.is_floating_point() else weight.dtype
-        if adapter := adapters.get(name):
-            if adapter["a"] is None:
-                raise DataError(
-                    f"the adapter of {name} is more than two factors (DoRA, a bias, an embedding's) and is merged by "
-                    "training: checkpoint.save_contents=[model,optimizer,extra,hf_model]"
-                )
-            delta = saved[adapter["b"]] @ saved[adapter["a"]]  # W + scale · B A, in the precision of W, as in PEFT
-            delta = (delta.T if adapter["transposed"] else delta) * adapter["scale"]
-            weight = weight + delta.to(weight.dtype)
-        if adapter or kind != weight.dtype:
-            weights[name] = mapped(weight.shape, kind).copy_(weight)
-    return weights
+    if path.is_file():
+        from peft import LoraConfig  # heavy, and needed with adapters only
+
+        return LoraConfig.from_peft_type(**json.loads(path.read_text(encoding="utf-8")))
+    if (checkpoint / "adapters.json").is_file():
+        raise DataError(
+            f"checkpoint must hold {ADAPTERS}, by which PEFT merges adapters; got {checkpoint} of an earlier version: "
+            "resume its run for a step, whose checkpoint has one"
+        )
+    return None
+
+
+def _plain_of(folder: Path, tied: bool | None, trusted: bool) -> Any:
+    """Build the model of a folder's config on the meta device; raise DataError for code that is not trusted.
+
+    tied: whether embeddings were tied when they were trained; the config of merged weights may untie them.
+    """
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trusted)
+        if tied is not None:
+            config.tie_word_embeddings = tied
+        return plain_model(config, trusted)
+    except ValueError as error:
+        if not trusted and "trust_remote_code" in str(error):
+            needed = f"trust_remote_code must be true for a model with code of its own, {folder}"
+            raise DataError(f"{needed}; got false") from error
+        raise
+
+
+def _base_model(base: str | None, manifest: layout.Manifest, dtype: torch.dtype, trusted: bool) -> Any:
+    """Load the model that a checkpoint's adapters were trained on; raise DataError for another one."""
+    if base is None:
+        raise DataError("base is required for a checkpoint of adapters alone: the folder of its model")
+    trained, found = manifest.run_state.get(BASE), weights_digest(base)
+    if trained not in (None, found):
+        raise DataError(f"base must hold the weights that the adapters were trained on, {trained}; got {base}, {found}")
+    config = AutoConfig.from_pretrained(base, trust_remote_code=trusted)
+    return auto_class(config).from_pretrained(base, dtype=dtype, trust_remote_code=trusted)
+
+
+def _convert(model: Any, dtype: torch.dtype, allocate: Callable[..., torch.Tensor]) -> None:
+    """Convert the floating-point weights that are written, but for those that the architecture keeps in fp32."""
+    plain = model.get_base_model() if hasattr(model, "peft_config") else model
+    kept = [name.replace("*", ".*") for name in plain._get_dtype_plan(dtype)]  # the patterns of from_pretrained
+    fp32 = re.compile("|".join(kept) or "(?!)")
+    weights: dict[str, Any] = model.state_dict(keep_vars=True)
+    for name, tensor in weights.items():
+        if tensor.is_floating_point() and not tensor.is_meta and not fp32.search(name):
+            tensor.data = allocate(tensor.shape, dtype=dtype).copy_(tensor.data)

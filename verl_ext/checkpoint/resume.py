@@ -21,6 +21,7 @@ from verl_ext.checkpoint import layout
 from verl_ext.config.resolve import PATHS
 from verl_ext.data.reading import Ranks
 from verl_ext.files import writable_problem
+from verl_ext.nodes import content
 from verl_ext.text.sources import local_path
 from verl_ext.values import Options, nearest_name, options_of, show
 
@@ -37,8 +38,15 @@ _KEYS_OF_VERL = {
 _FREE_MODEL_KEYS = (
     *("dtype", "torch_dtype", "transformers_version", "architectures", "use_cache", "output_router_logits"),
 )
+BASE = "the weights in model.path"  # the key of their digest in a checkpoint
+_WEIGHTS = (".safetensors", ".bin", ".pt")  # not a model card or a template, whose edit must not prevent a resume
 _GROUPING_KEYS = ("data.balance", "data.cost", "data.shuffle")
 _COUNTERS = ("skipped_steps", "skipped_in_a_row", "spikes", "total_tokens", "total_target_tokens")
+
+
+def weights_digest(path: str) -> str:
+    """Describe the weights in a model's folder by their digest, which distinguishes models of the same shape."""
+    return content(path, _WEIGHTS)
 
 
 class OutputAction(Enum):

@@ -23,9 +23,10 @@ from verl.utils.device import get_torch_device
 
 from verl_ext.checkpoint import layout, state
 from verl_ext.checkpoint.copies import SecondStorage
-from verl_ext.checkpoint.export import Export, adapters_of
+from verl_ext.checkpoint.export import Export, adapter_config
 from verl_ext.checkpoint.resume import RunState
 from verl_ext.config.run import RunConfig
+from verl_ext.data.chats import TrainedChats
 from verl_ext.engines.step import StepEngine
 from verl_ext.files import atomic_write, follow_umask, sync, write_errors, write_json
 from verl_ext.models.qwen_titans import save_memory_checkpoint
@@ -33,6 +34,7 @@ from verl_ext.redaction import redacted_text
 from verl_ext.values import first_line, reason_of
 
 _LONGEST_WRITE = timedelta(hours=10)  # verl's own limit, for ranks that wait for one that writes most
+_NO_CHATS = TrainedChats()
 _SETTINGS_OF_A_RUN = ("chunk_size", "output_std")  # settings that another run of the same memory may change
 
 
@@ -76,13 +78,14 @@ class Snapshot:
     each kind per rank, which are written at once.
     """
 
-    def __init__(self, engine: StepEngine, folder: Path, later: bool = False) -> None:
+    def __init__(self, engine: StepEngine, folder: Path, later: bool = False, chats: TrainedChats = _NO_CHATS) -> None:
         """Collect the content; collective.
 
         Args:
             engine: an initialised engine.
             folder: the folder to write into.
             later: whether training goes on before :meth:`write`, so that tensors are copied to the host.
+            chats: the form of the chats in the training data, for the export.
         """
         get_torch_device().synchronize()  # verl offloads weights and states without waiting for their copies
         self.engine, self.folder = engine, folder
@@ -98,7 +101,7 @@ class Snapshot:
             engine.host_copies = engine.host_copies or state.HostCopies()
             self.state = engine.host_copies.copy(self.state)
         exports = self._is_plain or (engine._is_lora and manager.should_save_hf_model)
-        self.export = Export(engine) if exports else None
+        self.export = Export(engine, chats) if exports else None
 
     @property
     def _is_plain(self) -> bool:
@@ -151,7 +154,7 @@ class Snapshot:
                 if self.extra is not None:
                     write_json(self.folder / state.EXTRA, self.extra)
                 if self.state and self.engine._is_lora:
-                    write_json(self.folder / state.ADAPTERS, adapters_of(self.engine.module))
+                    write_json(self.folder / state.ADAPTERS, adapter_config(self.engine.module))
                 if self.export is not None:
                     self.export.write(self.folder / layout.EXPORT)
 
@@ -165,6 +168,7 @@ class Checkpoints:
         run_state: the facts and the progress of the run, for its checkpoints.
         resumed: the verified checkpoint from which the run resumes; None for a new run.
         join: a function that waits for the thread that writes a checkpoint.
+        chats: the form of the chats in the training data.
     """
 
     def __init__(
@@ -174,6 +178,7 @@ class Checkpoints:
         run_state: RunState,
         resumed: Path | None,
         join: Callable[[threading.Thread], None] = threading.Thread.join,
+        chats: TrainedChats = _NO_CHATS,
     ) -> None:
         self.folder = Path(config.trainer.default_local_dir)
         self.options = config.trainer
@@ -186,6 +191,7 @@ class Checkpoints:
         self.last = 0  # the step of the last whole checkpoint; 0 before the first
         self.not_copied: list[str] = []  # the checkpoints that `trainer.default_hdfs_dir` lacks
         self._join = join
+        self._chats = chats
         self._writing: threading.Thread | None = None
         self._failure: BaseException | None = None
 
@@ -225,7 +231,7 @@ class Checkpoints:
                 if self.is_rank0:
                     shutil.rmtree(_partial(folder), ignore_errors=True)
                     _partial(folder).mkdir(parents=True)
-            snapshot = Snapshot(self.engine, _partial(folder), self._later)
+            snapshot = Snapshot(self.engine, _partial(folder), self._later, self._chats)
         run_state = self.run_state.state_dict()
         if not self._later:
             self._complete(folder, snapshot, run_state)

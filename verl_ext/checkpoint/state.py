@@ -5,7 +5,7 @@
       model.<name>                      parameters and persistent buffers; tied ones only once
       optimizer.<name>.<exp_avg, …>     the optimizer state of a parameter; absent if it had no gradient so far
     extra.json                 the learning-rate schedule, and the scale of fp16's gradients
-    adapters.json              in a LoRA run, the facts for merging the adapters (verl_ext.checkpoint.export)
+    adapter_config.json        in a LoRA run, PEFT's config of the adapters (verl_ext.checkpoint.export)
 
 Options of the optimizer (lr, betas) come from the configuration and are not saved. Neither is the state of random
 numbers, which follow from `trainer.seed`, the step and the rank. Reading runs no code:
@@ -35,7 +35,7 @@ from verl_ext.files import is_inside, write_errors
 from verl_ext.text.json_records import parse_json
 from verl_ext.values import first_line, refuse
 
-STATE, EXTRA, ADAPTERS = "state", "extra.json", "adapters.json"
+STATE, EXTRA, ADAPTERS = "state", "extra.json", "adapter_config.json"
 SCALER = "gradient_scaler.pt"  # beside verl's files, instead of extra.json
 MODEL, OPTIMIZER = "model.", "optimizer."
 _METADATA_CLASSES = {
@@ -69,19 +69,16 @@ def collected_tensors(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def model_state(module: torch.nn.Module, adapters_only: bool = False) -> dict[str, torch.Tensor]:
-    """Return the tensors of an FSDP2 model or of its LoRA adapter; they share the model's memory."""
+    """Return the tensors of an FSDP2 model, which share its memory.
+
+    adapters_only: of a model with adapters, those alone that are trained. They are more than the factors: with PEFT's
+    modules_to_save, trainable_token_indices and bias, whole layers, rows of embeddings and biases.
+    """
     tensors = module.state_dict()  # FSDP2 first replaces gathered parameters by its sharded ones
-    once = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
-    return {
-        MODEL + name: tensor
-        for name, tensor in tensors.items()
-        if name in once and (not adapters_only or is_adapter(name))
-    }
-
-
-def is_adapter(name: str) -> bool:
-    """Tell whether a tensor belongs to PEFT, by verl's rule."""
-    return "lora_" in name or ".adapter_" in name
+    names = {name for name, parameter in module.named_parameters() if parameter.requires_grad or not adapters_only}
+    if not adapters_only:
+        names |= {name for name, _ in module.named_buffers()}
+    return {MODEL + name: tensor for name, tensor in tensors.items() if name in names}
 
 
 def optimizer_state(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -261,7 +258,9 @@ def load_engine(engine: Any, folder: Path, allow_pickles: bool = False) -> None:
 def _load_model(folder: Path, module: torch.nn.Module) -> None:
     """Copy a saved model into a model under FSDP2."""
     saved = _entries(folder, MODEL)
-    state = model_state(module, adapters_only=bool(saved) and all(map(is_adapter, saved)))
+    state = model_state(module)
+    if hasattr(module, "peft_config") and saved.keys() <= (adapters := model_state(module, adapters_only=True)).keys():
+        state = adapters  # of checkpoint.save_lora_only
     _refuse(folder, "lacks", state.keys() - saved.keys())
     _refuse(folder, "has the unknown", saved.keys() - state.keys())
     _refuse(folder, "has another shape of", (name for name in state if state[name].shape != saved[name].size))

@@ -9,6 +9,7 @@ from verl_ext.checkpoint.layout import EXPORT_MARKER
 from verl_ext.commands.command_line import OutputOptions, command
 from verl_ext.values import REQUIRED, option
 
+_FORMS = ("merged", "adapter")
 _DTYPES = ("saved", "float32", "bfloat16", "float16")
 
 
@@ -16,16 +17,25 @@ _DTYPES = ("saved", "float32", "bfloat16", "float16")
 class ExportOptions(OutputOptions):
     """Export a checkpoint as a folder for plain transformers: sharded safetensors, config, tokenizer, merged adapters.
 
-    The export runs offline and without GPUs, one tensor at a time; a checkpoint of adapters alone
-    (checkpoint.save_lora_only) needs the memory of its base model. Meanwhile the disk holds the weights twice.
+    form=adapter writes the adapters of a LoRA run as they are instead, as a folder that PEFT and vLLM load beside the
+    base model. The export runs offline and without GPUs, one tensor at a time; to merge a checkpoint of adapters alone
+    (checkpoint.save_lora_only), it needs the memory of the base model. Meanwhile the disk holds the weights twice.
     """
 
     marker: ClassVar[str] = EXPORT_MARKER
 
     checkpoint: str = option(REQUIRED, "a global_step_N folder, or a run's folder for its last one", required=True)
-    base: str | None = option(None, "folder of the base model, for a checkpoint of adapters alone")
-    dtype: str = option("saved", "data type of the weights; saved: as in the checkpoint", choices=_DTYPES)
+    base: str | None = option(None, "folder of the base model, to merge a checkpoint of adapters alone")
+    form: str = option(
+        "merged", "adapters of a LoRA run: merged into the weights | adapter: a folder of their own", choices=_FORMS
+    )
+    dtype: str = option(
+        "saved",
+        "data type of the weights, but for those that the model keeps in fp32; saved: as in the checkpoint",
+        choices=_DTYPES,
+    )
     shard_gb: float = option(5.0, "maximum size of a weight file in gigabytes", above=0)
+    trust_remote_code: bool = option(False, "true: run Python code that comes with the model")
 
     def problems(self) -> Iterator[str]:
         """Yield a line for every mistake that is visible without reading the checkpoint."""
@@ -41,7 +51,14 @@ def export(options: ExportOptions) -> str:
     from verl_ext.checkpoint.export import export_checkpoint  # imports torch, so only after the checks
 
     return export_checkpoint(
-        options.checkpoint, options.output_dir, options.overwrite, options.base, options.dtype, options.shard_gb
+        options.checkpoint,
+        options.output_dir,
+        options.overwrite,
+        options.base,
+        options.dtype,
+        options.shard_gb,
+        options.form,
+        options.trust_remote_code,
     )
 
 

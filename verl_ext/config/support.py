@@ -5,7 +5,6 @@ It is read from the config.json and the classes, before weights are loaded.
 
 import copy
 import inspect
-import os
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from importlib.util import find_spec
@@ -16,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from verl_ext.answers.generation import generation_problem as answer_problem
 from verl_ext.attention import HeadPadding, choose_backend, fallback_notices, flash_limit
+from verl_ext.config.adapters import lora_problems
 from verl_ext.engines.head import supported_head
 from verl_ext.engines.router import asks_for_router_loss, has_router_loss
 from verl_ext.engines.tiles import tileable, untileable
@@ -25,7 +25,7 @@ from verl_ext.layers.experts import experts_problem, has_experts
 from verl_ext.layers.probe import isolation_problem, trial_model
 from verl_ext.layers.towers import auto_class, freeze, outside_text
 from verl_ext.losses import HEADS, row_bytes
-from verl_ext.values import first_line, nearest_name, show
+from verl_ext.values import first_line, show
 
 if TYPE_CHECKING:
     from verl_ext.config.run import RunConfig
@@ -242,46 +242,6 @@ def _freeze_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:
             yield str(error)
         if config.engine.strategy == "fsdp" and not all(p.requires_grad for p in model.module.parameters()):
             yield f"engine.strategy must be fsdp2 for a {model.name} of which parameters are frozen; got fsdp"
-
-
-def lora_problems(config: "RunConfig", model: Architecture) -> list[str]:
-    """List adapters whose modules are missing, or cannot be trained or exported.
-
-    The latter are the input embeddings, and a head that shares their weights.
-    """
-    options, adapter = config.model_options, config.model_options.lora_adapter_path
-    tied = getattr(model.hf_config, "tie_word_embeddings", False)
-    if not options.lora_rank or (adapter and not os.path.isfile(os.path.join(adapter, "adapter_config.json"))):
-        return []  # path_problems reports it, or it is a Hub name
-    from peft import LoraConfig  # here, because it takes seconds and only such a run needs it
-    from peft.tuners.tuners_utils import check_target_module_exists as targets_module
-
-    if adapter:
-        key, lora = "model.lora_adapter_path: target_modules", LoraConfig.from_pretrained(adapter)
-    else:
-        key = "model.target_modules"
-        lora = LoraConfig(target_modules=options.target_modules, exclude_modules=options.exclude_modules)
-    given = lora.target_modules if isinstance(lora.target_modules, str) else sorted(lora.target_modules or ())
-    if model.cls is not None and given and given != "all-linear":
-        outside = tuple(f"{name}." for name in outside_text(model.module))
-        modules = [name for name, _ in model.module.named_modules() if not f"{name}.".startswith(outside)]
-        for target in [given] if isinstance(given, str) else given:
-            alone = LoraConfig(target_modules=given if isinstance(given, str) else [target])
-            if not any(targets_module(alone, name) for name in modules):
-                nearest = nearest_name(target, {name.rpartition(".")[2] for name in modules})
-                hint = f" (nearest: {nearest})" if nearest else ""
-                whose = f"the text model of a {model.cls.__name__}" if outside else f"a {model.cls.__name__}"
-                return [f"{key} must name modules of {whose}; got {target}{hint}"]
-    embedding = "model.embed_tokens"
-    if model.module is not None:
-        ids = model.module.get_input_embeddings()
-        embedding = next(name for name, module in model.module.named_modules() if module is ids)
-    refused = ["lm_head", embedding] if tied else [embedding]
-    named = [name for name in refused if lora.target_modules and targets_module(lora, name)]
-    if not named or not (tied or config.engine.strategy == "fsdp2"):
-        return []
-    why = "tied weights are exported as one" if tied else "verl 0.9.1's FSDP2 cannot shard an adapter there"
-    return [f"{key} must leave out {' and '.join(named)}: {why}; got {given}"]
 
 
 def head_in_use(config: "RunConfig", model: Architecture) -> str:

@@ -6,7 +6,6 @@ Legend: T tokens of a micro-batch with padding, n the sequence-parallel size, V 
 """
 
 import copy
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,7 +31,7 @@ from verl_ext.engines.router import RouterLoss, RoutingSums, asks_for_router_los
 from verl_ext.engines.step import StepEngine, asks_for_measures, on_device
 from verl_ext.layers import RunningPack, attach, install
 from verl_ext.layers.experts import choose_experts
-from verl_ext.layers.towers import freeze, outside_text, text_parts
+from verl_ext.layers.towers import freeze, text_alone, text_parts
 from verl_ext.losses import BLOCK_BYTES, HEADS, MEASURES, token_measures
 
 # The outputs that only verl's reinforcement learning asks for; verl's own code computes them.
@@ -87,14 +86,9 @@ class PackedEngine(StepEngine):
 
     def _build_lora_module(self, module: Any) -> Any:
         """Add verl's adapters to the text model alone."""
-        given, outside = self.model_config.exclude_modules, "|".join(map(re.escape, outside_text(module)))
-        if not outside:
-            return super()._build_lora_module(module)
-        if given is not None and not isinstance(given, str):
-            given = "|".join(rf"(.*\.)?{re.escape(name)}" for name in given)  # as PEFT reads a list of names
         config = self.model_config
         self.model_config = copy.copy(config)
-        vars(self.model_config)["exclude_modules"] = rf"({outside})(\..*)?" + (f"|{given}" if given else "")
+        vars(self.model_config)["exclude_modules"] = text_alone(module, config.exclude_modules)
         try:
             return super()._build_lora_module(module)
         finally:

@@ -114,14 +114,23 @@ class StepEngine(FSDPEngineWithLMHead):
         # Upstream: verl 0.9.1 wraps modules whose class derives from ABC by assigning __class__ (`fully_shard_module`).
         # Python rejects that for PEFT's layers, so a head with adapters could not be wrapped. FSDP2 itself takes such
         # classes; to go when verl calls fully_shard for them.
-        # It also casts all of a layer's parameters alike; to go when it takes a precision by parameter.
+        # It also casts all of a layer's parameters alike; to go when it takes a precision by parameter. And it shards
+        # PEFT's wrappers of embeddings (modules_to_save, trainable tokens) and then the embeddings in them.
         verls, impl, apply = cast(Any, fsdp_utils), cast(Any, transformer_impl), transformer_impl.apply_fsdp2
 
         def apply_fsdp2(module: Any, fsdp_kwargs: dict[str, Any], config: Any) -> None:
             keep_decays_precise(module, fsdp_kwargs)
             apply(module, fsdp_kwargs, config)
 
+        select = verls._select_fsdp2_wrap_targets
+
+        def outermost(module: Any, names: Any) -> list[Any]:
+            chosen = select(module, names)
+            inner = {part for outer in chosen for part in outer.modules() if part is not outer}
+            return [part for part in chosen if part not in inner]
+
         before, verls.fully_shard_module, impl.apply_fsdp2 = verls.fully_shard_module, None, apply_fsdp2
+        verls._select_fsdp2_wrap_targets = outermost
         module._no_split_modules = sharded_apart(module)
         states = sum(mixer.state_flops(layer) for layer, mixer in mixers_of(module))
         self.train_flops = train_flops(module, self.model_config.hf_config, states)
@@ -129,6 +138,7 @@ class StepEngine(FSDPEngineWithLMHead):
             return super()._build_fsdp_module(module)
         finally:
             verls.fully_shard_module, impl.apply_fsdp2 = before, apply
+            verls._select_fsdp2_wrap_targets = select
 
     def _build_optimizer(self, module: Any) -> Any:
         """Build verl's optimizer in the implementation that suits this run's device and torch."""

@@ -7,6 +7,7 @@
 Packs contain text alone, which reaches neither towers nor projectors.
 """
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -71,6 +72,16 @@ def outside_text(model: Any) -> list[str]:
                 yield prefix + name
 
     return list(names(model, ""))
+
+
+def text_alone(model: Any, excluded: Any) -> Any:
+    """Return PEFT's `exclude_modules` with, beside those in `excluded`, all modules outside the text model."""
+    outside = "|".join(map(re.escape, outside_text(model)))
+    if not outside:
+        return excluded
+    if excluded is not None and not isinstance(excluded, str):
+        excluded = "|".join(rf"(.*\.)?{re.escape(name)}" for name in excluded)  # as PEFT reads a list of names
+    return rf"({outside})(\..*)?" + (f"|{excluded}" if excluded else "")
 
 
 def freeze(model: Any, patterns: Iterable[str]) -> None:

@@ -121,6 +121,8 @@ class ChatEncoder:
                 counts.add_bad(bad.reason, line)
         documents = joined(found.documents, chunk.category_id, chunk.num_bytes, of_source)
         documents.preview = found.preview
+        if "_chats" in vars(self):
+            documents.chat_template = self._chats.template
         if self.options.category_field:
             documents.category_names, documents.category_counts = found.categories, dict(found.counts)
         return documents

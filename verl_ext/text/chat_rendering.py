@@ -133,6 +133,12 @@ class ChatRenderer:
         """The names that occur in the template."""
         return set(re.findall(r"\w+", self._chats.template.source))
 
+    @property
+    def template(self) -> str | None:
+        """The Jinja source of the template; None if the tokenizer has several by name."""
+        chosen = self._chats.template.template or self._chats.template.tokenizer.chat_template
+        return chosen if isinstance(chosen, str) else None
+
     def texts(self, chat: Chat) -> list[ChatText]:
         """Render a chat, or with `turns=each` every turn to be learnt. Raises `BadRecord`.
 

@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import astuple, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from verl_ext.config.resolve import resolve_run
 from verl_ext.config.run import Machine, RunConfig, TrainerOptions, is_due
 from verl_ext.config.schema import check_keys
 from verl_ext.data import PackDataset, check_vocabulary
+from verl_ext.data.chats import TrainedChats
 from verl_ext.data.content import CONTENT, DataFiles
 from verl_ext.data.dataset import DIGEST, DataOptions, RunLength
 from verl_ext.data.mixture import mixture_notices
@@ -48,8 +49,6 @@ from verl_ext.values import first_line, leaves, refuse, show
 
 _TOTAL = "trainer.total_training_steps"
 _SCHEDULE = f"the length of the learning rate's schedule ({_TOTAL})"
-_BASE = "the weights in model.path"
-_WEIGHTS = (".safetensors", ".bin", ".pt")  # not a model card or a template, whose edit must not prevent a resume
 
 
 @dataclass(frozen=True)
@@ -71,6 +70,7 @@ class Run:
         cost: the cost of a document to the model.
         model: the facts of the model; the built module may need another head than `model.head`.
         prompts: the prompts of `eval.prompts`; None without them.
+        chats: the chat template and the ends of turns of the training data.
         checkpoint: the checkpoint to resume from; None for a new run.
         schedule_steps: the steps that the schedule of the learning rate spans.
         extends: whether the first packs are those of the resumed run, which had fewer or more packs.
@@ -94,6 +94,7 @@ class Run:
     extends: bool = False
     keeps_rates: bool = False
     prompts: Prompts | None = None
+    chats: TrainedChats = field(default_factory=TrainedChats)
 
     @property
     def steps_per_epoch(self) -> float:
@@ -132,7 +133,7 @@ class Run:
             model["model.memory"] = self.memory
         model |= resume.shared_options(values, [config.model])
         if self.base is not None:
-            model[_BASE] = self.base
+            model[resume.BASE] = self.base
         if config.trainer.eval_only:
             return model  # a measurement may use other data than the training
         optim = values["optim"]
@@ -238,7 +239,7 @@ def prepare(composed: DictConfig) -> Run:
     # Without adapters, a measurement takes all weights from the checkpoint.
     reads_base = trains or (config.trainer.eval_only and config.model_options.lora_rank and not plans)
     with user_errors_end_the_run():
-        base = digest_of_folder(config.model_folder, _WEIGHTS) if reads_base and is_rank0 else None
+        base = resume.weights_digest(config.model_folder) if reads_base and is_rank0 else None
     base = ranks.broadcast(base)
     with user_errors_end_the_run():
         for dataset in datasets:
@@ -248,6 +249,8 @@ def prepare(composed: DictConfig) -> Run:
             if reserved := [name for name in dataset.categories.names if name in RESERVED]:
                 raise ValueError(f"{dataset.key}: no category may be named {reserved[0]}, which is a metric")
         check_categories(config.loss, train_set.categories.names)
+        chats = TrainedChats.of_folders(train_set.folders)
+        refuse([chats.template_problem(config.model_options.custom_chat_template, train_set.key)])
         cost = cost_model(config.data.cost, model.hf_config, config.engine.ulysses_sequence_parallel_size)
         plan = _step_plan(config, train_set, train_set.pack_costs(cost))
         length = config.trainer.total_epochs, config.trainer.total_training_steps, config.optim.lr_schedule_span
@@ -270,12 +273,13 @@ def prepare(composed: DictConfig) -> Run:
             total_steps=total_steps,
             schedule_steps=schedule_steps,
             replaces_output=output.action is resume.OutputAction.REPLACE,
-            notices=(*notices, *_notices(config, train_set, plan)),
+            notices=(*notices, *_notices(config, train_set, plan), *chats.notices(train_set.key)),
             checkpoint=checkpoint,
             files=files,
             content=content,
             base=base,
             prompts=prompts,
+            chats=chats,
         )
         if not config.trainer.eval_only:  # whose fingerprint has fewer keys
             run.run_state().check_allowed()

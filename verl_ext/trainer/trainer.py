@@ -94,7 +94,7 @@ class SFTTrainer:
             remove_unfinished(run.output)
         dist.barrier()
         self.run_state = run.run_state()
-        self.checkpoints = Checkpoints(self.config, self.engine, self.run_state, run.checkpoint, watch.join)
+        self.checkpoints = Checkpoints(self.config, self.engine, self.run_state, run.checkpoint, watch.join, run.chats)
         self.first_step = 0
         limit = max(map(self.config.trainer.collective_timeout, (True, False)))
         self.hosts = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit))

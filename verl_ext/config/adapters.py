@@ -1,0 +1,154 @@
+"""LoRA adapters of PEFT: those that can be trained and exported, and a plain model with them."""
+
+import copy
+import os
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from verl_ext.layers.probe import isolation_problem, trial_model
+from verl_ext.layers.towers import outside_text, text_alone
+from verl_ext.values import first_line, nearest_name, plain, show
+
+if TYPE_CHECKING:
+    from verl_ext.config.run import RunConfig
+    from verl_ext.config.support import Architecture
+
+# Variants of LoRA whose training needs more than the layers' own forward, or an input that packs lack.
+_NOT_TRAINED = (
+    *("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "megatron_config"),
+    *("monteclora_config", "use_bdlora", "use_qalora", "velora_config"),
+)
+_CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # values of init_lora_weights
+
+
+def with_adapters(model: torch.nn.Module, peft_config: Any) -> Any:
+    """Return PEFT's model around a plain one, in place, with new adapters.
+
+    Around a model on the meta device the adapters are there too, so that nothing is computed.
+    """
+    from peft import get_peft_model  # here and below, because it takes seconds and only a run with adapters needs it
+
+    peft_config, device = copy.deepcopy(peft_config), next(model.parameters()).device
+    if device.type == "meta":
+        peft_config.init_lora_weights = False
+    with warnings.catch_warnings(), device:
+        warnings.simplefilter("ignore")  # about tied weights, which an export writes as they are
+        return get_peft_model(model, peft_config)
+
+
+def lora_problems(config: "RunConfig", model: "Architecture") -> list[str]:
+    """List adapters whose modules are missing, or cannot be trained or exported.
+
+    The latter are the input embeddings, and a head that shares their weights.
+    """
+    options, adapter = config.model_options, config.model_options.lora_adapter_path
+    tied = getattr(model.hf_config, "tie_word_embeddings", False)
+    if not options.lora_rank or (adapter and not os.path.isfile(os.path.join(adapter, "adapter_config.json"))):
+        return []  # path_problems reports it, or it is a Hub name
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import check_target_module_exists as targets_module
+
+    if adapter:
+        key = "model.lora_adapter_path: target_modules"
+        try:
+            lora: Any = LoraConfig.from_pretrained(adapter)
+        except (OSError, TypeError, ValueError) as error:
+            return [f"model.lora_adapter_path must hold an adapter of LoRA; got {adapter}: {first_line(error)}"]
+        if problems := list(_variant_problems(lora, adapter)):
+            return problems
+    else:
+        key = "model.target_modules"
+        lora = LoraConfig(
+            r=options.lora_rank,
+            lora_alpha=options.lora_alpha,
+            target_modules=plain(options.target_modules),
+            target_parameters=plain(config.values["model"].get("target_parameters")),
+            exclude_modules=plain(options.exclude_modules),
+        )
+    given = lora.target_modules if isinstance(lora.target_modules, str) else sorted(lora.target_modules or ())
+    if model.cls is not None and given and given != "all-linear":
+        outside = tuple(f"{name}." for name in outside_text(model.module))
+        modules = [name for name, _ in model.module.named_modules() if not f"{name}.".startswith(outside)]
+        for target in [given] if isinstance(given, str) else given:
+            alone = LoraConfig(target_modules=given if isinstance(given, str) else [target])
+            if not any(targets_module(alone, name) for name in modules):
+                nearest = nearest_name(target, {name.rpartition(".")[2] for name in modules})
+                hint = f" (nearest: {nearest})" if nearest else ""
+                whose = f"the text model of a {model.cls.__name__}" if outside else f"a {model.cls.__name__}"
+                return [f"{key} must name modules of {whose}; got {target}{hint}"]
+    embedding = "model.embed_tokens"
+    if model.module is not None:
+        ids = model.module.get_input_embeddings()
+        embedding = next(name for name, module in model.module.named_modules() if module is ids)
+    refused = ["lm_head", embedding] if tied else [embedding]
+    named = [name for name in refused if lora.target_modules and targets_module(lora, name)]
+    if named and (tied or config.engine.strategy == "fsdp2"):
+        why = "tied weights are exported as one" if tied else "verl 0.9.1's FSDP2 cannot shard an adapter there"
+        return [f"{key} must leave out {' and '.join(named)}: {why}; got {given}"]
+    if tied and lora.trainable_token_indices and config.engine.strategy == "fsdp2":
+        of_tied = "trainable_token_indices of tied embeddings, which verl 0.9.1's FSDP2 cannot load"
+        return [f"model.lora_adapter_path must hold an adapter without {of_tied}; got {adapter}"]
+    return [] if model.module is None else list(_merge_problems(config, model, lora))
+
+
+def _variant_problems(lora: Any, adapter: str) -> Iterator[str]:
+    """Yield a line for each property of an adapter's config that training does not compute."""
+    needed = "model.lora_adapter_path must hold an adapter"
+    if (kind := str(lora.peft_type.value)) != "LORA":
+        yield f"{needed} of LoRA; got {adapter}, of {kind}"
+        return
+    for name in _NOT_TRAINED:
+        if getattr(lora, name, None):
+            yield f"{needed} without {name}, which packs do not train; got {adapter}"
+    if str(lora.init_lora_weights).startswith(_CHANGE_BASE):
+        yield (
+            f"{needed} of the weights in model.path as they are; got {adapter} of init_lora_weights="
+            f"{lora.init_lora_weights}, which takes a part of them (PEFT's save_pretrained converts it: "
+            "path_initial_model_for_weight_conversion)"
+        )
+
+
+def _merge_problems(config: "RunConfig", model: "Architecture", lora: Any) -> Iterator[str]:
+    """Yield a line if the model cannot have the adapters, or an export with `hf_model` could not merge them."""
+    module: Any = copy.deepcopy(model.module)
+    key, got = "model.lora_adapter_path", config.model_options.lora_adapter_path
+    if got is None:
+        key, got = "model.target_modules", show(plain(config.model_options.target_modules))
+        lora.exclude_modules = text_alone(module, lora.exclude_modules)
+    try:
+        adapted = with_adapters(module, lora)
+    except Exception as error:  # PEFT raises any error for modules that it does not adapt
+        yield f"{key} must be adapters that a {model.name} can have; got {got} ({first_line(error)})"
+        return
+    if failure := _trial(model, lora, adapted):
+        yield f"{key} must be adapters with which a {model.name} computes; got {got} ({failure})"
+        return
+    if "hf_model" in config.checkpoint.save_contents:
+        try:
+            adapted.merge_and_unload()
+        except Exception as error:
+            yield (
+                "checkpoint.save_contents must leave out hf_model for adapters that cannot be merged "
+                f"({first_line(error)}); got {show(list(config.checkpoint.save_contents))}: "
+                "verl-ext export form=adapter writes them as they are"
+            )
+
+
+def _trial(model: "Architecture", lora: Any, adapted: Any) -> str | None:
+    """Return the error of a small model with adapters of parameters, around whose modules PEFT puts others; or None."""
+    from peft.tuners.lora.layer import ParamWrapper
+
+    if not any(isinstance(module, ParamWrapper) for module in adapted.modules()):
+        return None
+    try:
+        trial = with_adapters(trial_model(model.hf_config, model.cls), lora)
+    except Exception:  # small sizes do not suit the config, or lack the layers that are named
+        return None
+    try:
+        isolation_problem(trial)
+    except Exception as error:  # a DeepSeek's layer reads its router's buffer, which a wrapper does not show
+        return f"PEFT's model fails: {first_line(error)}"
+    return None

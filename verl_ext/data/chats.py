@@ -1,0 +1,57 @@
+"""The chat template and the ends of turns that tokenized folders were made with, by their report.json."""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from verl_ext.files import REPORT
+
+
+@dataclass(frozen=True)
+class TrainedChats:
+    """The form of the chats that a model is trained on.
+
+    Attributes:
+        templates: the chat templates of the folders, each once; none if no report names one.
+        ends: the texts that end the turns which are targets.
+    """
+
+    templates: tuple[str, ...] = ()
+    ends: tuple[str, ...] = ()
+
+    @classmethod
+    def of_folders(cls, folders: Iterable[str]) -> "TrainedChats":
+        """Read the reports of folders; a folder without one, as of another program, says nothing."""
+        templates: dict[str, None] = {}
+        ends: dict[str, None] = {}
+        for folder in folders:
+            try:
+                report = json.loads(Path(folder, REPORT).read_text(encoding="utf-8"))
+                template, closed = report.get("chat_template"), report.get("total", {}).get("end_of_turn", {})
+            except (OSError, ValueError, AttributeError):
+                continue
+            if isinstance(template, str):
+                templates[template] = None
+            ends.update(dict.fromkeys(filter(None, closed)))
+        return cls(tuple(templates), tuple(ends))
+
+    @property
+    def template(self) -> str | None:
+        """The template that all chats were made with; None without one, or with several."""
+        return self.templates[0] if len(self.templates) == 1 else None
+
+    def template_problem(self, given: str | None, key: str) -> str | None:
+        """Return a line if a run's own template, `model.custom_chat_template`, is not that of the data in `key`."""
+        if given is None or given == self.template:
+            return None
+        made = "has another" if self.templates else "names none"
+        return (
+            f"model.custom_chat_template must be the template that {key} was made with; got one that its {REPORT}, "
+            f"which {made}, does not hold: verl-ext tokenize chat_template=FILE makes data with it"
+        )
+
+    def notices(self, key: str) -> Iterator[str]:
+        """Yield a line if the data does not say which template a trained model is to be asked with."""
+        if len(self.templates) > 1:
+            yield f"the folders of {key} were made with {len(self.templates)} chat templates: exports keep model.path's"
