@@ -166,7 +166,7 @@ def model_positions(hf_config: Any) -> int | None:
     ropes = [getattr(text, name, None) for name in ("rope_parameters", "rope_scaling")]
     ropes += [inner for rope in ropes if isinstance(rope, dict) for inner in rope.values()]  # one per layer type
     for rope in ropes:
-        if isinstance(rope, dict) and rope.get("factor"):
+        if isinstance(rope, dict) and rope.get("factor") and rope.get("rope_type", rope.get("type")) != "default":
             positions = max(positions, int(rope["factor"] * (rope.get("original_max_position_embeddings") or base)))
     cls = model_class(hf_config)
     return int(positions) - (positions_of_padding(cls, text) if cls is not None else 0)
