@@ -33,6 +33,12 @@ from verl_ext.attention.kernels import (
 from verl_ext.attention.layout import DocumentLayout
 from verl_ext.attention.scores import LseAttention
 
+# Keyword arguments that change nothing here: boundaries that the layout holds already, and what models return.
+_READ_ELSEWHERE = {
+    *("position_ids", "cache_position", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+    *("use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
+    *("logits_to_keep", "is_causal", "num_items_in_batch", "deterministic"),
+}
 _requested: str | Kernel = "auto"
 _layout_required = False
 
@@ -128,7 +134,8 @@ def packed_attention(
 
 def _refuse_unsupported(module: torch.nn.Module, kwargs: dict, masked: bool) -> None:
     """Raise ValueError if a layer asks for something that no backend computes, rather than leave it out."""
-    unsupported = ["an attention mask of its own"] if masked else []
+    unread = sorted(name for name, value in kwargs.items() if value is not None and name not in _READ_ELSEWHERE)
+    unsupported = ["an attention mask of its own"] * masked + unread
     if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
         unsupported.append("bidirectional attention")
     if unsupported:

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
@@ -31,6 +32,7 @@ from verl.workers.engine.utils import detach_tree
 from verl_ext.answers.generation import Sampling, generate
 from verl_ext.attention.layout import pinned
 from verl_ext.engines.activations import ActivationOptions, apply_activation_options
+from verl_ext.engines.clipping import clip_gradients
 from verl_ext.engines.optimizer import take_threads, with_implementation
 from verl_ext.engines.router import RouterLoss
 from verl_ext.engines.schedule import OF_VERL, rate_factor
@@ -190,7 +192,14 @@ class StepEngine(FSDPEngineWithLMHead):
         """Take verl's step, after the copies to the host of a checkpoint that is still being saved."""
         if self.host_copies is not None:
             self.host_copies.hold_device()
-        return super().optimizer_step()
+        # Upstream: verl 0.9.1 sums squares of gradients in their own type, so that the norm depends on the number of
+        # ranks. To go when it sums in fp64.
+        impl = cast(Any, transformer_impl)
+        clip, impl.fsdp2_clip_grad_norm_ = impl.fsdp2_clip_grad_norm_, partial(clip_gradients, device=get_device_id())
+        try:
+            return super().optimizer_step()
+        finally:
+            impl.fsdp2_clip_grad_norm_ = clip
 
     def generate_answers(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[int]]:
         """Continue prompts in eval mode, as a collective. Ranks may have different prompts and numbers of prompts."""
