@@ -21,6 +21,7 @@ from verl_ext.checkpoint import layout
 from verl_ext.config.resolve import PATHS
 from verl_ext.data.reading import Ranks
 from verl_ext.files import writable_problem
+from verl_ext.nodes import UNKNOWN
 from verl_ext.text.sources import local_path
 from verl_ext.values import Options, nearest_name, options_of, show
 
@@ -302,7 +303,9 @@ class RunState:
         """
         for key, value in self.fingerprint.items():
             name = _option_of(key)
-            if key in state and _as_json(state[key]) != value and name not in self.allowed:
+            if key not in state or state[key] == UNKNOWN:  # an earlier version did not know the weights of a Hub model
+                continue
+            if _as_json(state[key]) != value and name not in self.allowed:
                 raise ValueError(
                     f"{key} is {value}, but the run in {self.folder} was trained with {state[key]}: resume with that, "
                     f"or allow the change by trainer.allow_resume_mismatch=[{name}], or choose another "

@@ -27,6 +27,7 @@ from verl_ext.config.model import ModelFacts
 from verl_ext.config.resolve import resolve_run
 from verl_ext.config.run import AFTER_EACH_EPOCH, Machine, RunConfig, TrainerOptions
 from verl_ext.config.schema import check_keys
+from verl_ext.config.weights import digest_of_weights, revision
 from verl_ext.data import PackDataset, check_vocabulary
 from verl_ext.data.content import CONTENT, DataFiles
 from verl_ext.data.dataset import DIGEST, DataOptions, RunLength
@@ -48,7 +49,6 @@ from verl_ext.values import first_line, leaves, refuse, show
 _TOTAL = "trainer.total_training_steps"
 _SCHEDULE = f"the length of the learning rate's schedule ({_TOTAL})"
 _BASE = "the weights in model.path"
-_WEIGHTS = (".safetensors", ".bin", ".pt")  # not a model card or a template, whose edit must not prevent a resume
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ def prepare(composed: DictConfig) -> Run:
     reads_base = trains or (config.trainer.eval_only and config.model_options.lora_rank and not plans)
     base = None
     with user_errors_end_the_run():
-        base = digest_of_folder(config.model_folder, _WEIGHTS) if reads_base and is_rank0 else None
+        base = digest_of_weights(config.model_folder) if reads_base and is_rank0 else None
     base = ranks.broadcast(base)
     with user_errors_end_the_run():
         for dataset in datasets:
@@ -317,7 +317,7 @@ def _check_nodes(config: RunConfig, output: resume.OutputDecision, datasets: Seq
                 f"the content of {dataset.key}, folder {n}": digest_of_folder(p)
                 for n, p in enumerate(dataset.folders, start=1)
             }
-        facts["the content of model.path"] = digest_of_folder(config.model_folder)
+        facts["the content of model.path"] = revision(config.model_folder)
     gathered = RunRanks().gather((socket.gethostname(), facts))
     nodes = [(host, facts) for host, facts in gathered if facts]
     refuse(differences({f"node {number} ({host})": facts for number, (host, facts) in enumerate(nodes)}))
