@@ -115,7 +115,8 @@ def packed_attention(
     limit = flash_limit(query.dtype, query.size(-1), capability, s_aux is not None and bool(dropout or softcap))
     kernel = _requested
     if isinstance(kernel, str):
-        kernel = KERNELS[choose_backend(kernel, query.device.type, limit, dropout, capability, query.size(-1), softcap)]
+        given = (dropout, capability, query.size(-1), softcap, torch.are_deterministic_algorithms_enabled())
+        kernel = KERNELS[choose_backend(kernel, query.device.type, limit, *given)]
     query, key, value = (x.flatten(0, 1) for x in (query, key, value))
     sinks = s_aux
     if sinks is not None and ranks > 1:  # those of the heads that this rank computes, zero heads included

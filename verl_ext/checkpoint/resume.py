@@ -9,7 +9,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -38,6 +38,11 @@ _KEYS_OF_VERL = {
 _FREE_MODEL_KEYS = (
     *("dtype", "torch_dtype", "transformers_version", "architectures", "use_cache", "output_router_logits"),
 )
+_ANEW = {  # checkpoint.load_contents: what a resumed run does without an entry
+    "model": "the weights are those of model.path",
+    "optimizer": "the optimizer's state begins empty",
+    "extra": "the learning rate's schedule begins at its first step",
+}
 _GROUPING_KEYS = ("data.balance", "data.cost", "data.shuffle")
 _COUNTERS = ("skipped_steps", "skipped_in_a_row", "spikes", "total_tokens", "total_target_tokens")
 
@@ -200,6 +205,12 @@ def verified(output: OutputDecision, ranks: Ranks) -> Path | None:
     if damaged:
         raise ValueError("; ".join(damaged) + ": choose another trainer.default_local_dir, or trainer.overwrite=true")
     return None
+
+
+def begins_anew(loaded: Iterable[str], evaluates: bool = False) -> Iterator[str]:
+    """Yield what a checkpoint does not give to a resumed run, or to a measurement, with `checkpoint.load_contents`."""
+    parts = ("model",) if evaluates else tuple(_ANEW)
+    yield from (_ANEW[part] for part in parts if part not in loaded)
 
 
 def options_that(rule: str, classes: Iterable[type]) -> list[str]:

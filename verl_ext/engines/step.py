@@ -35,7 +35,7 @@ from verl_ext.engines.activations import ActivationOptions, apply_activation_opt
 from verl_ext.engines.clipping import clip_gradients
 from verl_ext.engines.optimizer import take_threads, with_implementation
 from verl_ext.engines.router import RouterLoss
-from verl_ext.engines.schedule import OF_VERL, rate_factor
+from verl_ext.engines.schedule import rate_factor
 from verl_ext.engines.sharding import keep_decays_precise, sharded_apart
 from verl_ext.flops import train_flops
 from verl_ext.layers import mixers_of
@@ -142,9 +142,10 @@ class StepEngine(FSDPEngineWithLMHead):
         return super()._build_optimizer(module)
 
     def _build_lr_scheduler(self, optimizer: Any) -> Any:
-        """Build verl's schedule, or one of ours by the same options."""
+        """Build verl's cosine, or a schedule of ours by the same options."""
+        # Upstream: the constant schedule of verl 0.9.1 ignores zero_indexed_step. To go when it reads it.
         config: Any = self.optimizer_config
-        if config.lr_scheduler_type in OF_VERL:
+        if config.lr_scheduler_type == "cosine":
             return super()._build_lr_scheduler(optimizer)
         return LambdaLR(optimizer, rate_factor(config, config.total_training_steps))
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from transformers.activations import ACT2FN
 
 from verl_ext.attention.layout import DocumentLayout, SequenceShards, pieces, pinned
-from verl_ext.layers.pack import RunningPack, fla_lengths
+from verl_ext.layers.pack import RunningPack, fla_lengths, import_fla
 
 _INSIDE = ("silu", "swish")  # activations that flash-linear-attention's kernel computes; it ignores all others
 
@@ -107,7 +107,7 @@ def convolution_kernel(device: str) -> Callable[..., torch.Tensor]:
     """Return flash-linear-attention's kernel if it is installed and the device has it, else torch's."""
     if device == "cuda":
         try:
-            from fla.modules.causal_conv1d import causal_conv1d
+            causal_conv1d = import_fla("modules.causal_conv1d").causal_conv1d
         except ImportError:
             return by_document
 

@@ -17,7 +17,7 @@ from verl.utils.ulysses import get_ulysses_sequence_parallel_group, set_ulysses_
 
 from verl_ext.attention.layout import document_layout
 from verl_ext.attention.packed import PACKED_ATTENTION
-from verl_ext.layers.mixers import install
+from verl_ext.layers.mixers import install, torch_forms
 from verl_ext.layers.pack import RunningPack, attach
 from verl_ext.layers.shrink import shrunk
 
@@ -37,7 +37,7 @@ def trial_model(config: Any, cls: Any, **sizes: Any) -> nn.Module:
     Raises ValueError if the small config's model is still too large to be tried.
     """
     small = shrunk(config, **sizes)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), torch_forms(cls):
         torch.manual_seed(0)
         given: dict[str, Any] = {"attn_implementation": PACKED_ATTENTION}
         if hasattr(cls, "_from_config"):

@@ -281,6 +281,10 @@ def prepare(composed: DictConfig) -> Run:
 def _resumed(run: Run, checkpoint: Path) -> Run:
     """Resume from a checkpoint. Raises ValueError if the checkpoint's fingerprint differs from this run's."""
     saved = saved_run_state(checkpoint)
+    loaded, evaluates = run.config.checkpoint.load_contents, run.config.trainer.eval_only
+    if anew := list(resume.begins_anew(loaded, evaluates)):
+        notice = f"checkpoint.load_contents={show(list(loaded))}: from {checkpoint.name} on, {' and '.join(anew)}"
+        run = replace(run, notices=(*run.notices, notice))
     seen = step_of(checkpoint) * run.plan.batch_size
     is_same = saved.get(CONTENT, run.content) == run.content
     if not run.config.trainer.eval_only and is_same and run.train_set.extends(saved, seen):
