@@ -52,11 +52,12 @@ def build_worker(
 
 @dataclass(frozen=True)
 class Measured:
-    """The result of a step: its metrics, the norm of its gradients, and on rank 0 the gradients."""
+    """The result of a step: its metrics, the norm of its gradients, and on rank 0 the gradients, then clipped."""
 
     report: dict[str, float]
     grad_norm: float
     gradients: dict[str, torch.Tensor]
+    clipped: dict[str, torch.Tensor]
 
 
 def train_step(engine: Any, packs: Sequence[Pack], collate: StepCollator, accumulation: int, head: str) -> Measured:
@@ -83,8 +84,9 @@ def train_step(engine: Any, packs: Sequence[Pack], collate: StepCollator, accumu
         engine.accumulate(micro_batches, StepLoss(float(normaliser), ranks, sums))
         gradients = _gradients(engine)
         grad_norm = engine.optimizer_step()
+        clipped = _gradients(engine)
     report = sums.reduced(all_reduce).report("train", collate.categories.names)
-    return Measured(report, grad_norm, gradients if dist.get_rank() == 0 else {})
+    return Measured(report, grad_norm, *((gradients, clipped) if dist.get_rank() == 0 else ({}, {})))
 
 
 def _gradients(engine: Any) -> dict[str, torch.Tensor]:

@@ -201,6 +201,16 @@ def test_a_module_that_says_it_is_not_causal_is_refused():
         packed_attention(module, query, query, query)
 
 
+@pytest.mark.parametrize("name", ["position_bias", "sinks", "indices", "block_indices", "a_name_of_the_future"])
+def test_a_keyword_that_nothing_reads_is_refused_by_name_unless_it_is_none(name):
+    query = torch.randn(1, 4, 5, 8)
+    module = torch.nn.Linear(1, 1)
+    plain, _ = packed_attention(module, query, query, query)
+    assert torch.equal(packed_attention(module, query, query, query, **{name: None})[0], plain)
+    with pytest.raises(ValueError, match=rf"^model\.path: Linear needs {name}, which verl_ext_packed does not compute"):
+        packed_attention(module, query, query, query, **{name: torch.zeros(1)})
+
+
 # --- on ranks -------------------------------------------------------------------------------------------------------
 
 

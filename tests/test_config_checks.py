@@ -112,6 +112,7 @@ def test_an_override_that_a_model_cannot_have_is_told_in_one_line(good, values, 
     assert "\n" not in str(raised.value)
 
 
+_TAKES_STEPS = "an optimizer that takes steps of FSDP2's shards of matrices and vectors, with a weight decay"
 TABLE = [
     # (updates, ranks, accelerator, line)
     ({"model__lora_adapter_path": "/tmp"}, 1, None, "model.lora_rank must be at least 1 with model.lora_adapter_path"),
@@ -164,7 +165,10 @@ TABLE = [
         None,
         "optim.override_optimizer_config must be options of AdamW; got {'fussed': True} (",
     ),
-    ({"optim__optimizer": "Muon"}, 1, None, "optim.override_optimizer_config must be options of Muon; got {} (Muon"),
+    *[
+        ({"optim__optimizer": name}, 1, None, f"optim.optimizer must be {_TAKES_STEPS}; got {name} (")
+        for name in ("Adafactor", "LBFGS", "Muon", "Rprop", "SparseAdam")
+    ],
     ({"optim__clip_grad": 0}, 1, None, "optim.clip_grad must be above 0; got 0"),
     ({"optim__betas": [0.9]}, 1, None, "optim.betas must be two numbers from 0 to below 1; got [0.9]"),
     ({"trainer__device": "auto"}, 1, "npu", "NPUs are not supported: trainer.device must be cuda or cpu"),

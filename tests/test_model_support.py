@@ -3,7 +3,9 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 import transformers
+from transformers.models.olmo2 import modeling_olmo2
 
 from tests.checked import support_problems
 from verl_ext.config.check import read_hf_config
@@ -43,6 +45,18 @@ def test_places_that_a_layer_counts_from_the_packs_first_token_are_found_by_a_tr
     monkeypatch.delitem(MIXERS, "Llama4TextAttention")
     (problem,) = support_problems(transformers.Llama4TextConfig(max_position_embeddings=4096))  # not tried before
     assert "a document's logits in a pack differ from those that it has alone" in problem
+
+
+def test_attention_that_differs_from_a_models_own_is_found_by_a_trial(monkeypatch):
+    plain = modeling_olmo2.eager_attention_forward
+
+    def with_bias(module, query, key, value, attention_mask, **given):
+        places = torch.arange(query.size(2))
+        return plain(module, query, key, value, attention_mask - 0.1 * (places[:, None] - places).abs(), **given)
+
+    monkeypatch.setattr(modeling_olmo2, "eager_attention_forward", with_bias)
+    (problem,) = support_problems(transformers.Olmo2Config(max_position_embeddings=4096))  # not tried before
+    assert "its own attention (attn_implementation=eager) gives a document other logits" in problem
 
 
 def _configs_of_encoders() -> list[type]:

@@ -1,6 +1,7 @@
 """The implementation of Adam that a run takes; its steps over FSDP2's shards leave no objects behind."""
 
 import gc
+import os
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from tests.ranks import run_ranks
-from verl_ext.engines.optimizer import implementation
+from verl_ext.engines.optimizer import implementation, step_problem, take_threads
 
 OPTIM = {"optimizer": "AdamW", "optimizer_impl": "torch.optim", "override_optimizer_config": None}
 
@@ -32,6 +33,29 @@ OPTIM = {"optimizer": "AdamW", "optimizer_impl": "torch.optim", "override_optimi
 )
 def test_the_users_word_comes_before_device_and_version(optim, run, chosen):
     assert implementation({**OPTIM, **optim}, **run) == chosen
+
+
+def test_a_machine_that_tells_no_affinity_gives_a_rank_its_share_of_all_cores(monkeypatch):
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    before = torch.get_num_threads()
+    try:
+        take_threads()
+        assert torch.get_num_threads() == max(before, 3)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _problems(names: list[str]) -> list[str | None]:
+    return [step_problem(lambda p, name=name: getattr(torch.optim, name)(p, lr=0.1), shards=True) for name in names]
+
+
+def test_optimizers_that_take_no_steps_over_shards_are_found_by_any_number_of_ranks_and_by_none():
+    sound = ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "SGD"]
+    for found in _problems([*sound, "Adafactor", "Rprop"]), *run_ranks(_problems, 2, [*sound, "Adafactor", "Rprop"]):
+        assert found[:-2] == [None] * len(sound)
+        assert all("in-place operations that require placement changes" in problem for problem in found[-2:])
 
 
 def _steps(options: dict) -> tuple[int, list[torch.Tensor]]:

@@ -20,6 +20,7 @@ from verl_ext.losses import MODES, LossSpec, category_weight_table
 from verl_ext.trainer.batch import StepCollator
 
 TOLERANCE = 1e-5
+CLIPPED = 1e-3  # the norm to which every step's gradients are scaled
 MAX_TOKENS = 24
 CATEGORIES = {7: "gsm8k", 9: "code", 11: "absent"}  # no document has a token of the last
 CATEGORY_WEIGHTS = {"gsm8k": 0.5, "code": 3.0}
@@ -137,7 +138,8 @@ def _train(model: str, ranks: int) -> dict:
     for layout, cases in LAYOUTS.items():
         if layout.ranks == ranks:
             context = f"parallel.context_parallel_size={layout.groups}"
-            engine = build_worker(model, layout.ulysses, (*layout.overrides, context)).engine
+            clipping = f"optim.clip_grad={CLIPPED}"
+            engine = build_worker(model, layout.ulysses, (*layout.overrides, context, clipping)).engine
             assert engine.get_data_parallel_size() * layout.ulysses * layout.groups == layout.ranks
             answers |= {(layout, case): _train_case(engine, case) for case in cases}
     return answers
@@ -206,7 +208,9 @@ def test_a_step_equals_single_documents_in_plain_hugging_face(layout, case, expe
     deviations = {name: _deviation(ranks[0].gradients[name], gradient) for name, gradient in want.gradients.items()}
     worst = max(deviations, key=deviations.get)
     assert deviations[worst] < TOLERANCE, f"{worst} is off by {deviations[worst]:.1e} of its norm"
-    assert ranks[0].grad_norm == pytest.approx(want.grad_norm, rel=TOLERANCE)
+    assert all(rank.grad_norm == pytest.approx(want.grad_norm, rel=1e-6) for rank in ranks)
+    for name, gradient in want.gradients.items():
+        assert _deviation(ranks[0].clipped[name], gradient * (CLIPPED / want.grad_norm)) < TOLERANCE
 
 
 @pytest.mark.parametrize(("layout", "case"), RUNS)

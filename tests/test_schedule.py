@@ -112,8 +112,10 @@ def test_verls_cosine_has_as_many_waves_as_it_has_cycles(tiny_model):
     assert {step: rates[step] for step in ends} == pytest.approx(ends, rel=1e-4)
 
 
-def test_steps_are_counted_from_one_where_verls_option_says_so():
-    options = {"lr_scheduler_type": "linear", "lr_warmup_steps": 4}
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine_with_restarts", "wsd"])
+def test_steps_are_counted_from_one_where_verls_option_says_so(kind):
+    options = {"lr_scheduler_type": kind, "lr_warmup_steps": 4, "num_cycles": 1}
+    assert _factors(20, **options)[:5] == [0.0, 0.25, 0.5, 0.75, 1.0]
     assert _factors(20, **options, zero_indexed_step=False)[:-1] == _factors(20, **options)[1:]
 
 

@@ -1,6 +1,11 @@
 """Weights that do not match the model's config are refused by name before any is read."""
 
+import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 from copy import deepcopy
 
 import numpy as np
@@ -13,6 +18,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, Phi3Config, Qwen3Conf
 from transformers.utils import logging as transformers_logging
 
 from tests.ranks import run_ranks
+from tests.reference import Reference, documents_of_answers, load_eager, pack_row
 from tests.tiny_model import write_tiny_model
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import build
@@ -156,6 +162,74 @@ def test_a_plain_qwen_may_lack_a_memory_and_an_exported_one_no_part_of_it(folder
     del weights[gone]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert f"lacks 1: {gone}" in refusal(tmp_path)
+
+
+def tied_twice(folder, difference, config_class=Qwen3Config, pickled=False):
+    """Save a model whose config ties its head, with weights of both names that differ by `difference`."""
+    write_tiny_model(folder, 0, config_class, tie_word_embeddings=True)
+    weights = load_file(folder / "model.safetensors")
+    embedding = next(weights[name] for name in weights if name.endswith(("embed_tokens.weight", "wte.weight")))
+    weights["lm_head.weight"] = embedding + difference
+    if pickled:
+        (folder / "model.safetensors").unlink()
+        torch.save(weights, folder / "pytorch_model.bin")
+    else:
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("config_class", [Qwen3Config, GPT2Config])
+@pytest.mark.parametrize("difference", [0.0, 0.5])
+@pytest.mark.parametrize("pickled", [False, True])
+def test_weights_of_both_names_of_a_tie_pass_with_a_notice(config_class, difference, pickled, tmp_path):
+    (notice,) = check(tied_twice(tmp_path, difference, config_class, pickled))
+    assert notice.startswith("model.path holds lm_head.weight and ")
+
+
+def _gradients(folders):
+    from tests.packed_engine import build_worker, train_step
+    from verl_ext.data import CategoryTable
+    from verl_ext.losses import LossSpec
+    from verl_ext.trainer.batch import StepCollator
+
+    collate = StepCollator(LossSpec("token", np.ones(1)), CategoryTable((), ()))
+    packs = [pack_row(DOCUMENTS)]
+    return [train_step(build_worker(folder).engine, packs, collate, 1, "fused").gradients for folder in folders]
+
+
+DOCUMENTS = documents_of_answers(20, 9)
+
+
+def test_equal_weights_of_a_tie_train_as_one_and_others_apart_as_in_transformers(tmp_path):
+    folders = [str(tied_twice(tmp_path / str(difference), difference)) for difference in (0.0, 0.5)]
+    for folder, found in zip(folders, run_ranks(_gradients, 2, folders)[0], strict=True):
+        expected = Reference(load_eager(folder), DOCUMENTS).step([DOCUMENTS], "token", {})
+        assert found.keys() == expected.gradients.keys()
+        assert ("lm_head.weight" in found) is (folder == folders[1])
+        assert max(expected.gradient_errors(found).values()) < 1e-5
+
+
+_IDENTITIES = """
+import json, sys
+from verl_ext.config.weights import digest_of_weights, revision
+print(json.dumps([[digest_of_weights(name), revision(name)] for name in sys.argv[1:]]))
+"""
+
+
+def test_a_hub_model_has_the_identity_of_its_weights_and_each_machine_its_revision(folders, tmp_path):
+    hub, found = tmp_path / "models--team--model", []
+    snapshots = {"a" * 40: folders["untied"], "b" * 40: write_tiny_model(tmp_path / "other", 1)}
+    for commit, folder in snapshots.items():
+        shutil.copytree(folder, hub / "snapshots" / commit)
+        (hub / "snapshots" / commit / "pytorch_model.bin").write_bytes(b"not read")
+        (hub / "refs").mkdir(exist_ok=True)
+        (hub / "refs" / "main").write_text(commit)
+        command = [sys.executable, "-c", _IDENTITIES, "team/model", str(folder)]
+        environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+        found.append(json.loads(subprocess.check_output(command, env=environment, text=True)))
+    for ((weights, revision), (alone, _)), commit in zip(found, snapshots, strict=True):
+        assert (weights, revision) == (alone, commit)
+    assert found[0][0][0] != found[1][0][0] != "nothing"
 
 
 def _exit(options):

@@ -6,13 +6,14 @@ torch must be the same on every node; got 2.13.0 on node 0 (a), 2.12.1 on node 1
 
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from verl_ext.files import fingerprint
 
 PACKAGES = ("verl-ext", "verl", "torch", "transformers", "numpy", "datasets")
+UNKNOWN = "nothing"  # the content of a path that does not exist
 _SAMPLE = 1 << 16  # bytes that are compared at the start and at the end of a file
 _NAMED = 4  # nodes that a message names for each value
 
@@ -36,13 +37,18 @@ def content(path: str, endings: tuple[str, ...] = ("",)) -> str:
     names have none of the `endings` do not count.
     """
     if not os.path.exists(path):
-        return "nothing"
+        return UNKNOWN
+    return content_of([Path(path)] if os.path.isfile(path) else _files(path, endings), path)
+
+
+def content_of(files: Iterable[Path], folder: str | Path) -> str:
+    """Describe files of a folder as :func:`content` describes the folder."""
     sizes: list[int] = []
 
     def facts() -> Iterator[str | bytes]:
-        for file in [Path(path)] if os.path.isfile(path) else _files(path, endings):
+        for file in files:
             sizes.append(file.stat().st_size)
-            yield f"{'' if file == Path(path) else file.relative_to(path)}\0{sizes[-1]}\0"
+            yield f"{'' if file == Path(folder) else file.relative_to(folder)}\0{sizes[-1]}\0"
             with file.open("rb") as opened:
                 yield opened.read(_SAMPLE)
                 opened.seek(max(0, sizes[-1] - _SAMPLE))

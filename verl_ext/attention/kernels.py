@@ -184,17 +184,25 @@ KERNEL_NAMES = {"varlen": "varlen (FA2)", "fa3": "varlen (FA3)", "fa4": "varlen 
 
 
 class _TorchKernels(NamedTuple):
-    """A kernel that torch's varlen attention can use: its name in torch, module, GPUs and widest head."""
+    """A kernel that torch's varlen attention can use: its name in torch, module, GPUs and widest head.
+
+    exact_head_size: the widest head of a backward pass that adds in one order.
+    """
 
     name: str
     module: str
     capability: tuple[int, int]
     head_size: int
+    exact_head_size: int
+
+    def widest(self, deterministic: bool) -> int:
+        """Return the size of the widest head that it computes."""
+        return self.exact_head_size if deterministic else self.head_size
 
 
 _TORCH_KERNELS = {
-    "fa3": _TorchKernels("FA3", "flash_attn_interface", (9, 0), 256),
-    "fa4": _TorchKernels("FA4", "flash_attn.cute", (10, 0), 128),
+    "fa3": _TorchKernels("FA3", "flash_attn_interface", (9, 0), 256, 192),
+    "fa4": _TorchKernels("FA4", "flash_attn.cute", (10, 0), 128, 128),
 }
 
 
@@ -245,18 +253,21 @@ def choose_backend(
     capability: tuple[int, int] | None = None,
     head_size: int = 128,
     softcap: float | None = None,
+    deterministic: bool = False,
 ) -> str:
     """Return the backend that `attention.backend` stands for: ``auto`` takes the fastest one that runs here.
 
     limit is the answer of :func:`flash_limit`, dropout that of attention weights, capability the GPU's, None to ask;
-    softcap is the bound of the logits, which like dropout only flash-attn and sdpa compute.
+    softcap is the bound of the logits, which like dropout only flash-attn and sdpa compute; deterministic: whether
+    backward passes must add in one order (`engine.full_determinism`).
     Raises ValueError if there is no backend of that name, or it cannot run here.
     """
     check_choice("attention.backend", requested, ("auto", *BACKENDS))
     if requested == "auto":
         if device_type != "cuda" or limit:
             return "sdpa"
-        usable = (name for name in _of_packages(dropout or softcap, capability, head_size) if not unusable(name))
+        names = _of_packages(dropout or softcap, capability, head_size, deterministic)
+        usable = (name for name in names if not unusable(name))
         return next(usable, "sdpa" if dropout or softcap else "varlen")
     if requested == "sdpa":
         return requested
@@ -270,8 +281,9 @@ def choose_backend(
     if kernels := _TORCH_KERNELS.get(requested):
         if capability not in (None, kernels.capability):
             limit = f"a GPU of compute capability {_dotted(kernels.capability)}; got {_dotted(capability)}"
-        elif head_size > kernels.head_size:
-            limit = limit or f"a head size of at most {kernels.head_size}; the model's is {head_size}"
+        elif head_size > (widest := kernels.widest(deterministic)):
+            exact = " with engine.full_determinism=true" * (widest < kernels.head_size)
+            limit = limit or f"a head size of at most {widest}{exact}; the model's is {head_size}"
     if limit:
         raise ValueError(f"attention.backend={requested} needs {limit}; attention.backend=auto uses one that runs")
     if why := unusable(requested):
@@ -284,11 +296,15 @@ def choose_backend(
 
 
 def fallback_notices(
-    chosen: str, restriction: float | None, capability: tuple[int, int] | None, head_size: int
+    chosen: str,
+    restriction: float | None,
+    capability: tuple[int, int] | None,
+    head_size: int,
+    deterministic: bool = False,
 ) -> list[str]:
     """Name the installed packages that ``auto`` prefers to the kernel that it chose, and why they failed."""
     notices = []
-    for name in _of_packages(restriction, capability, head_size):
+    for name in _of_packages(restriction, capability, head_size, deterministic):
         if name == chosen:
             break
         module = _TORCH_KERNELS[name].module if name in _TORCH_KERNELS else name
@@ -298,7 +314,9 @@ def fallback_notices(
     return notices
 
 
-def _of_packages(restriction: float | None, capability: tuple[int, int] | None, head_size: int) -> list[str]:
+def _of_packages(
+    restriction: float | None, capability: tuple[int, int] | None, head_size: int, deterministic: bool
+) -> list[str]:
     """Return the backends of packages that suit a GPU and a model, the fastest first.
 
     restriction: dropout or a soft cap, which torch's own flash attention does not have.
@@ -307,7 +325,7 @@ def _of_packages(restriction: float | None, capability: tuple[int, int] | None, 
     suited = [
         name
         for name, kernels in _TORCH_KERNELS.items()
-        if capability == kernels.capability and head_size <= kernels.head_size and not restriction
+        if capability == kernels.capability and head_size <= kernels.widest(deterministic) and not restriction
     ]
     return [*suited, "flash_attn"]
 

@@ -16,6 +16,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar
 
@@ -59,6 +60,11 @@ class DocumentLayout:
         cu_seqlens = pinned(torch.tensor(offsets, dtype=torch.int32), device).to(device, non_blocking=True)
         longer = None if keys is None or list(keys) == list(lengths) else cls.from_lengths(keys, device)
         return cls(offsets, cu_seqlens, max(lengths), longer)
+
+    @cached_property
+    def boundaries(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The offsets as int64[D + 1], on the device and on the host; made once, as caches know them by identity."""
+        return self.cu_seqlens.long(), torch.tensor(self.offsets)
 
     @property
     def keys(self) -> "DocumentLayout":

@@ -33,6 +33,12 @@ from verl_ext.attention.kernels import (
 from verl_ext.attention.layout import DocumentLayout
 from verl_ext.attention.scores import LseAttention
 
+# Keyword arguments that change nothing here: boundaries that the layout holds already, and what models return.
+_READ_ELSEWHERE = {
+    *("position_ids", "cache_position", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+    *("use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
+    *("logits_to_keep", "is_causal", "num_items_in_batch", "deterministic"),
+}
 _requested: str | Kernel = "auto"
 _layout_required = False
 
@@ -109,7 +115,8 @@ def packed_attention(
     limit = flash_limit(query.dtype, query.size(-1), capability, s_aux is not None and bool(dropout or softcap))
     kernel = _requested
     if isinstance(kernel, str):
-        kernel = KERNELS[choose_backend(kernel, query.device.type, limit, dropout, capability, query.size(-1), softcap)]
+        given = (dropout, capability, query.size(-1), softcap, torch.are_deterministic_algorithms_enabled())
+        kernel = KERNELS[choose_backend(kernel, query.device.type, limit, *given)]
     query, key, value = (x.flatten(0, 1) for x in (query, key, value))
     sinks = s_aux
     if sinks is not None and ranks > 1:  # those of the heads that this rank computes, zero heads included
@@ -128,7 +135,8 @@ def packed_attention(
 
 def _refuse_unsupported(module: torch.nn.Module, kwargs: dict, masked: bool) -> None:
     """Raise ValueError if a layer asks for something that no backend computes, rather than leave it out."""
-    unsupported = ["an attention mask of its own"] if masked else []
+    unread = sorted(name for name, value in kwargs.items() if value is not None and name not in _READ_ELSEWHERE)
+    unsupported = ["an attention mask of its own"] * masked + unread
     if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
         unsupported.append("bidirectional attention")
     if unsupported:

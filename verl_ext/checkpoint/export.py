@@ -27,9 +27,10 @@ from transformers.utils.logging import disable_progress_bar
 from verl.utils.fsdp_utils import load_fsdp_model_to_gpu, offload_fsdp_model_to_cpu
 
 from verl_ext.checkpoint import layout
-from verl_ext.checkpoint.resume import BASE, weights_digest
+from verl_ext.checkpoint.resume import BASE
 from verl_ext.checkpoint.state import ADAPTERS, MODEL, STATE, read_tensors
 from verl_ext.config.adapters import with_adapters
+from verl_ext.config.weights import digest_of_weights
 from verl_ext.data.chats import TrainedChats
 from verl_ext.files import OutputFolder, follow_umask, write_errors, write_json
 from verl_ext.layers.towers import auto_class
@@ -351,7 +352,7 @@ def _base_model(base: str | None, manifest: layout.Manifest, dtype: torch.dtype,
     """Load the model that a checkpoint's adapters were trained on; raise DataError for another one."""
     if base is None:
         raise DataError("base is required for a checkpoint of adapters alone: the folder of its model")
-    trained, found = manifest.run_state.get(BASE), weights_digest(base)
+    trained, found = manifest.run_state.get(BASE), digest_of_weights(base)
     if trained not in (None, found):
         raise DataError(f"base must hold the weights that the adapters were trained on, {trained}; got {base}, {found}")
     config = AutoConfig.from_pretrained(base, trust_remote_code=trusted)

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -21,7 +21,7 @@ from verl_ext.checkpoint import layout
 from verl_ext.config.resolve import PATHS
 from verl_ext.data.reading import Ranks
 from verl_ext.files import writable_problem
-from verl_ext.nodes import content
+from verl_ext.nodes import UNKNOWN
 from verl_ext.text.sources import local_path
 from verl_ext.values import Options, nearest_name, options_of, show
 
@@ -39,14 +39,13 @@ _FREE_MODEL_KEYS = (
     *("dtype", "torch_dtype", "transformers_version", "architectures", "use_cache", "output_router_logits"),
 )
 BASE = "the weights in model.path"  # the key of their digest in a checkpoint
-_WEIGHTS = (".safetensors", ".bin", ".pt")  # not a model card or a template, whose edit must not prevent a resume
+_ANEW = {  # checkpoint.load_contents: what a resumed run does without an entry
+    "model": "the weights are those of model.path",
+    "optimizer": "the optimizer's state begins empty",
+    "extra": "the learning rate's schedule begins at its first step",
+}
 _GROUPING_KEYS = ("data.balance", "data.cost", "data.shuffle")
 _COUNTERS = ("skipped_steps", "skipped_in_a_row", "spikes", "total_tokens", "total_target_tokens")
-
-
-def weights_digest(path: str) -> str:
-    """Describe the weights in a model's folder by their digest, which distinguishes models of the same shape."""
-    return content(path, _WEIGHTS)
 
 
 class OutputAction(Enum):
@@ -209,6 +208,12 @@ def verified(output: OutputDecision, ranks: Ranks) -> Path | None:
     return None
 
 
+def begins_anew(loaded: Iterable[str], evaluates: bool = False) -> Iterator[str]:
+    """Yield what a checkpoint does not give to a resumed run, or to a measurement, with `checkpoint.load_contents`."""
+    parts = ("model",) if evaluates else tuple(_ANEW)
+    yield from (_ANEW[part] for part in parts if part not in loaded)
+
+
 def options_that(rule: str, classes: Iterable[type]) -> list[str]:
     """Return the dotted keys of options with ``resume=rule``; redefined options inherit the rule."""
     keys = [
@@ -310,7 +315,9 @@ class RunState:
         """
         for key, value in self.fingerprint.items():
             name = _option_of(key)
-            if key in state and _as_json(state[key]) != value and name not in self.allowed:
+            if key not in state or state[key] == UNKNOWN:  # an earlier version did not know the weights of a Hub model
+                continue
+            if _as_json(state[key]) != value and name not in self.allowed:
                 raise ValueError(
                     f"{key} is {value}, but the run in {self.folder} was trained with {state[key]}: resume with that, "
                     f"or allow the change by trainer.allow_resume_mismatch=[{name}], or choose another "

@@ -10,10 +10,10 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.nn import Parameter
 from verl.workers.config.optimizer import build_optimizer
 
 from verl_ext.config.model import ModelFacts, override
@@ -23,11 +23,15 @@ from verl_ext.config.support import CP, SP, model_class
 from verl_ext.config.upstream import fixed_value_problems
 from verl_ext.config.weights import held_back, weight_problems
 from verl_ext.engines.activations import NEEDS_CHECKPOINTS
+from verl_ext.engines.optimizer import step_problem
 from verl_ext.engines.router import asks_for_router_loss
 from verl_ext.engines.schedule import schedule_problems
 from verl_ext.layers.mixers import positions_of_padding
 from verl_ext.values import choice_problem, first_line, refuse, show
 
+_ON_GPU_ALONE = ("bitsandbytes", "torchao")  # packages whose optimizers take no steps on a CPU
+_OF_GPU = ("capturable", "foreach", "fused")  # options that are refused on a CPU
+_SOUND = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.01}  # in a trial, because they have checks of their own
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -169,7 +173,7 @@ def model_positions(hf_config: Any) -> int | None:
     ropes = [getattr(text, name, None) for name in ("rope_parameters", "rope_scaling")]
     ropes += [inner for rope in ropes if isinstance(rope, dict) for inner in rope.values()]  # one per layer type
     for rope in ropes:
-        if isinstance(rope, dict) and rope.get("factor"):
+        if isinstance(rope, dict) and rope.get("factor") and rope.get("rope_type", rope.get("type")) != "default":
             positions = max(positions, int(rope["factor"] * (rope.get("original_max_position_embeddings") or base)))
     cls = model_class(hf_config)
     return int(positions) - (positions_of_padding(cls, text) if cls is not None else 0)
@@ -248,7 +252,7 @@ def wrap_problems(config: RunConfig, hf_config: Any) -> Iterator[str | None]:
 
 
 def optimizer_problem(config: RunConfig) -> str | None:
-    """Return a line if the optimizer is unknown, or refuses its options for two small tensors."""
+    """Return a line if the optimizer is unknown, refuses its options, or takes no steps of small shards."""
     optim, key = config.optim, "optim.optimizer_impl"
     if not isinstance(optim.optimizer_impl, str) or not optim.optimizer_impl:
         return f"{key} must be a module that is installed; got {show(optim.optimizer_impl)}"
@@ -261,14 +265,19 @@ def optimizer_problem(config: RunConfig) -> str | None:
         return f"{key} must be a module of optimizers; got {optim.optimizer_impl}"
     if show(optim.optimizer) not in names:  # a list is unhashable
         return choice_problem("optim.optimizer", optim.optimizer, sorted(kinds - {"Optimizer"}))
-    try:
-        build_optimizer([Parameter(torch.zeros(2, 2)), Parameter(torch.zeros(2))], optim)
-    except (TypeError, ValueError) as error:
-        given = show(optim.override_optimizer_config or {})
-        return (
-            f"optim.override_optimizer_config must be options of {optim.optimizer}; got {given} ({first_line(error)})"
-        )
-    return None
+    steps, shards = 0 if optim.optimizer_impl.split(".")[0] in _ON_GPU_ALONE else 2, config.engine.strategy != "fsdp"
+    given, ignored = dict(optim.override_optimizer_config or {}), _OF_GPU if config.trainer.device != "cpu" else ()
+
+    def problem_of(options: dict[str, Any]) -> str | None:
+        trial = replace(optim, **_SOUND, override_optimizer_config=options)
+        return step_problem(lambda parameters: build_optimizer(parameters, trial), shards, steps)
+
+    if not (problem := problem_of({name: value for name, value in given.items() if name not in ignored})):
+        return None
+    if given and not problem_of({}):
+        return f"optim.override_optimizer_config must be options of {optim.optimizer}; got {show(given)} ({problem})"
+    must = "an optimizer that takes steps of FSDP2's shards of matrices and vectors, with a weight decay"
+    return f"optim.optimizer must be {must}; got {optim.optimizer} ({problem})"
 
 
 def _is_missing(path: str) -> bool:

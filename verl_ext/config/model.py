@@ -18,6 +18,7 @@ from verl.workers.config import HFModelConfig
 
 from verl_ext.attention import PACKED_ATTENTION
 from verl_ext.config import support
+from verl_ext.config.rope import set_rope_parameters
 from verl_ext.config.upstream import fixed_value_problems
 from verl_ext.config.weights import ModelOptions, check_weights, dequantize
 from verl_ext.models.qwen_titans import MemoryOptions, QwenTitansConfig, QwenTitansForCausalLM, load_memory_checkpoint
@@ -246,8 +247,8 @@ def override(hf_config: Any, values: Mapping[str, Any]) -> None:
     """Set the values of `model.override_config` on a model's config, in place.
 
     verl sets each value as an attribute, so `rope_theta` and misspelt keys change nothing. Here a dict updates the
-    existing one, and `rope_theta` updates the rotary parameters, whose other entries stay. If the config of a model
-    with towers lacks a key, the key belongs to its text model.
+    existing one, and rotary parameters are read as in a config.json (:func:`set_rope_parameters`). If the config of a
+    model with towers lacks a key, the key belongs to its text model.
 
     Raises:
         ValueError: If the architecture has no such key or refuses the value.
@@ -258,22 +259,20 @@ def override(hf_config: Any, values: Mapping[str, Any]) -> None:
             if isinstance(given.get(part), dict) and getattr(hf_config, part) is not None:
                 override(getattr(hf_config, part), given.pop(part))
         override(text, {key: given.pop(key) for key in list(given) if not hasattr(hf_config, key)})
+    asked = dict(given)
     if isinstance(getattr(hf_config, "rope_parameters", None), dict):
-        rope = {**(given.pop("rope_scaling", None) or {}), **(given.pop("rope_parameters", None) or {})}
-        if "rope_theta" in given:
-            rope["rope_theta"] = given.pop("rope_theta")
-        given = {"rope_parameters": rope, **given} if rope else given
+        given = set_rope_parameters(hf_config, given, _OVERRIDE)
     kinds = getattr(hf_config, "layer_types", None) or ()
     for key, value in given.items():
         _set(hf_config, key, value)
     if "num_hidden_layers" in given and "layer_types" not in given and len(set(kinds)) == 1:
         hf_config.layer_types = list(kinds[:1]) * hf_config.num_hidden_layers
-    if given and hasattr(hf_config, "validate"):
+    if asked and hasattr(hf_config, "validate"):
         try:
             hf_config.validate()  # checks the values together
         except (StrictDataclassError, TypeError, ValueError) as error:
             must = f"{_OVERRIDE} must give values that fit together"
-            raise ValueError(f"{must}; got {show(given)} ({_reason(error)})") from error
+            raise ValueError(f"{must}; got {show(asked)} ({_reason(error)})") from error
 
 
 def _set(hf_config: Any, key: str, value: Any) -> None:
@@ -289,10 +288,7 @@ def _set(hf_config: Any, key: str, value: Any) -> None:
         value = float(value)
     try:
         setattr(hf_config, key, value)
-        if key == "rope_parameters":
-            hf_config.standardize_rope_params()
-            hf_config.validate_rope()
-    except (StrictDataclassError, TypeError, ValueError, KeyError) as error:
+    except (StrictDataclassError, TypeError, ValueError) as error:
         must = f"{_OVERRIDE}.{key} must be one of a {type(hf_config).__name__}"
         raise ValueError(f"{must}; got {show(value)} ({_reason(error)})") from error
 

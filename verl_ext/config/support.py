@@ -20,10 +20,11 @@ from verl_ext.engines.head import supported_head
 from verl_ext.engines.router import asks_for_router_loss, has_router_loss
 from verl_ext.engines.tiles import tileable, untileable
 from verl_ext.flops import windowed_layers
-from verl_ext.layers import MIXERS, SCANS, mixers_of, unknown_mixers
+from verl_ext.layers import MIXERS, SCANS, mixers_of, torch_forms, unknown_mixers
 from verl_ext.layers.experts import experts_problem, has_experts
 from verl_ext.layers.probe import isolation_problem, trial_model
-from verl_ext.layers.towers import auto_class, freeze, outside_text
+from verl_ext.layers.scans import kernels_problem
+from verl_ext.layers.towers import auto_class, freeze, model_class, outside_text
 from verl_ext.losses import HEADS, row_bytes
 from verl_ext.values import first_line, show
 
@@ -68,7 +69,7 @@ class Architecture:
         """The model on the meta device; None without a class."""
         if self.cls is None:
             return None
-        with torch.device("meta"):
+        with torch.device("meta"), torch_forms(self.cls):
             return self.cls(copy.deepcopy(self.hf_config))
 
     @property
@@ -95,17 +96,6 @@ class Architecture:
     def has_sinks(self) -> bool:
         """Whether attention has sinks, one learned logit per head (GPT-OSS)."""
         return self.module is not None and any(name.endswith(".sinks") for name, _ in self.module.named_parameters())
-
-
-def model_class(hf_config: Any) -> Any:
-    """Return the class of a config in transformers; None for remote code or an unknown config."""
-    if getattr(hf_config, "auto_map", None):
-        return None
-    try:
-        cls = auto_class(hf_config)._model_mapping[type(hf_config)]
-    except KeyError:
-        return None
-    return cls[0] if isinstance(cls, tuple) else cls
 
 
 def model_support_problems(model: Architecture) -> list[str]:
@@ -219,6 +209,13 @@ def option_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:
         yield f"{problem}; got {config.model_options.experts}"
     yield from _freeze_problems(config, model)
     yield from lora_problems(config, model)
+    if has_scans(model) and config.trainer.device == "cuda":
+        has_kernels = find_spec("fla") is not None
+        if has_kernels and (problem := kernels_problem(config.machine.capability)):
+            yield f"{problem}, for the recurrences of a {model.name}"
+        if not has_kernels and config.engine.full_determinism:
+            why = "torch's code of its recurrences sums in any order on a GPU (pip install '.[hybrid]' has kernels)"
+            yield f"engine.full_determinism must be false for a {model.name}: {why}; got true"
     if config.plan.gpu_memory is not None and model.module is not None:
         stateless = ("attention", "positions")
         states = {type(layer).__name__ for layer, mixer in mixers_of(model.module) if mixer.time not in stateless}
@@ -244,6 +241,11 @@ def _freeze_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:
             yield f"engine.strategy must be fsdp2 for a {model.name} of which parameters are frozen; got fsdp"
 
 
+def has_scans(model: Architecture) -> bool:
+    """Tell whether an architecture has recurrences that this project computes."""
+    return model.module is not None and any(mixer.time in SCANS for _, mixer in mixers_of(model.module))
+
+
 def head_in_use(config: "RunConfig", model: Architecture) -> str:
     """Return the head of `loss.head`, or the next best one that the model allows."""
     asked = config.loss.head
@@ -264,7 +266,7 @@ def model_notices(config: "RunConfig", model: Architecture, head: str) -> Iterat
         )
     if model.module is not None and not config.model_options.lora_rank:
         yield from _frozen_notice(model, config.model_options.freeze)
-    scans = model.module is not None and any(mixer.time in SCANS for _, mixer in mixers_of(model.module))
+    scans = has_scans(model)
     if scans and config.trainer.device == "cuda" and find_spec("fla") is None:
         kernels = "the kernels of flash-linear-attention are not installed (pip install '.[hybrid]')"
         yield f"a {model.name}'s recurrences run torch's code, document by document, which is slow: {kernels}"
@@ -313,9 +315,9 @@ def _kernel_notices(config: "RunConfig", model: Architecture) -> Iterator[str]:
             f"document's length: flash attention needs {limit}"
         )
     if not limit and asked == "auto":
-        yield from fallback_notices(
-            backend, attention_dropout(model.hf_config) or model.softcap, capability, model.head_size
-        )
+        restriction = attention_dropout(model.hf_config) or model.softcap
+        exact = bool(config.engine.full_determinism)
+        yield from fallback_notices(backend, restriction, capability, model.head_size, exact)
 
 
 def chosen_backend(config: "RunConfig", model: Architecture) -> tuple[str, str | None]:
@@ -326,8 +328,8 @@ def chosen_backend(config: "RunConfig", model: Architecture) -> tuple[str, str |
     dtype, capability = _DTYPES.get(config.param_dtype, torch.bfloat16), config.machine.capability
     dropout, device = attention_dropout(model.hf_config), config.trainer.device
     limit = flash_limit(dtype, model.head_size, capability, model.has_sinks and bool(dropout or model.softcap))
-    size, asked = model.head_size, config.attention.backend
-    return choose_backend(asked, device, limit, dropout, capability, size, model.softcap), limit
+    given = (capability, model.head_size, model.softcap, bool(config.engine.full_determinism))
+    return choose_backend(config.attention.backend, device, limit, dropout, *given), limit
 
 
 def attention_dropout(hf_config: Any) -> float:

@@ -12,15 +12,18 @@ from logging import WARNING, LogRecord, getLogger
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import utils
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from verl_ext.engines.activations import ActivationOptions
 from verl_ext.layers.towers import FreezeOptions, outside_text
+from verl_ext.nodes import UNKNOWN, content, content_of
 from verl_ext.text.json_records import parse_json
 from verl_ext.values import first_line, option, refuse, show
 
 _NAMED = 3  # the number of weights that a line names
+_ENDINGS = (".safetensors", ".bin", ".pt")  # not a model card or a template, whose edit must not prevent a resume
 _OPTION = "model.allow_weight_mismatch"
 
 
@@ -110,7 +113,7 @@ def check_weights(
     """
     may_lack = re.compile("|".join(model_class._keys_to_ignore_on_load_missing or ["(?!)"]))
     model_class = type(model_class.__name__, (model_class,), {"_keys_to_ignore_on_load_missing": None})
-    with _without_bars(), held_back("modeling_utils") as reports:
+    with _without_bars(), _ties_of_headers() as compared, held_back("modeling_utils") as reports:
         try:
             model, found = model_class.from_pretrained(
                 None,
@@ -128,6 +131,11 @@ def check_weights(
         found["missing_keys"] -= new
     reshaped = [f"{name} {list(has)} for {list(must)}" for name, has, must in found.get("mismatched_keys", ())]
     notices, problems = [], []
+    if compared:
+        ties = ", ".join(f"{target} and {source}" for target, source in model.all_tied_weights_keys.items())
+        notices.append(
+            f"model.path holds {ties}, which its config ties: equal weights are trained as one, others apart"
+        )
     for has, names, then in (
         ("lacks", found.get("missing_keys", ()), "begin random"),
         ("also holds", found.get("unexpected_keys", ()), "are left out"),
@@ -151,24 +159,64 @@ def check_weights(
     return notices
 
 
+@contextmanager
+def _ties_of_headers() -> Iterator[list[torch.Size]]:
+    """Let transformers compare the two weights of a tie, if files hold both, by their shapes; yield these."""
+    equal, compared = torch.equal, []
+
+    def of_shapes(x: torch.Tensor, y: torch.Tensor) -> bool:
+        if not (x.is_meta and y.is_meta):
+            return equal(x, y)
+        compared.append(x.shape)
+        return x.shape == y.shape
+
+    torch.equal = of_shapes  # type: ignore[assignment]
+    try:
+        yield compared
+    finally:
+        torch.equal = equal
+
+
+def digest_of_weights(path: str) -> str:
+    """Describe the weights in a folder, or those of a Hub model, which are downloaded, by their content.
+
+    A Hub model has the digest of a folder with the same files.
+    """
+    if os.path.exists(path):
+        return content(path, _ENDINGS)
+    files = [Path(file) for file in _weight_files(path)]
+    return content_of(sorted(files), files[0].parent)
+
+
+def revision(path: str) -> str:
+    """Return the commit of a Hub model that this machine reads, or the content of a folder."""
+    if os.path.exists(path):
+        return content(path)
+    file = utils.cached_file(path, utils.CONFIG_NAME)
+    return Path(file).parent.name if file else UNKNOWN
+
+
 def _headers(path: str) -> dict[str, Any]:
     """Read {name: tensor without storage} from the files that transformers would read; download them if needed."""
     from transformers.modeling_utils import load_state_dict
 
     state: dict[str, Any] = {}
+    for file in _weight_files(path):
+        try:
+            state |= load_state_dict(file, map_location="meta")
+        except Exception as error:  # a pickle may raise any error
+            raise ValueError(
+                f"model.path must hold weights that can be read; got {file}: {first_line(error)}"
+            ) from error
+    return state
+
+
+def _weight_files(path: str) -> list[str]:
+    """Return the files with weights that transformers would read; download them if needed."""
     for name in (utils.SAFE_WEIGHTS_NAME, utils.SAFE_WEIGHTS_INDEX_NAME, utils.WEIGHTS_NAME, utils.WEIGHTS_INDEX_NAME):
-        if not utils.hub.has_file(path, name):
-            continue
-        file = utils.cached_file(path, name)
-        files = utils.hub.get_checkpoint_shard_files(path, file)[0] if name.endswith(".index.json") else [file]
-        for file in files:
-            try:
-                state |= load_state_dict(file, map_location="meta")
-            except Exception as error:  # a pickle may raise any error
-                raise ValueError(
-                    f"model.path must hold weights that can be read; got {file}: {first_line(error)}"
-                ) from error
-        return state
+        if utils.hub.has_file(path, name):
+            file = utils.cached_file(path, name)
+            return utils.hub.get_checkpoint_shard_files(path, file)[0] if name.endswith(".index.json") else [file]
     names = f"{utils.SAFE_WEIGHTS_NAME} or {utils.WEIGHTS_NAME}, or shards with an index"
     raise ValueError(f"model.path must hold {names}; got {path}")
 

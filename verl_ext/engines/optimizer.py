@@ -7,12 +7,21 @@ With 100 parameters on two gloo ranks, on torch 2.11: 506 objects and 51 KiB a s
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from packaging.version import Version
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from verl_ext.text.workers import available_cpus
+from verl_ext.values import first_line
 
 FUSED, FOREACH, LOOP = "fused", "foreach", "loop"
 _OPTIONS = {FUSED: {"fused": True}, FOREACH: {"foreach": True}, LOOP: {"foreach": False, "fused": False}}
@@ -51,10 +60,51 @@ def with_implementation(config: Any, device: str, offloads: bool, half: bool) ->
     return replace(config, override_optimizer_config={**_OPTIONS[chosen], **(config.override_optimizer_config or {})})
 
 
+def step_problem(
+    build: Callable[[list[nn.Parameter]], torch.optim.Optimizer], shards: bool, steps: int = 2
+) -> str | None:
+    """Return why an optimizer cannot be built for two small parameters or take steps; None if it can.
+
+    Args:
+        build: makes it for parameters.
+        shards: whether parameters are FSDP2's shards; the ranks of an open process group then take the steps together.
+        steps: their number; 0 for an optimizer that takes none on a CPU.
+    """
+    with _mesh() if shards else nullcontext() as mesh:
+        own = [torch.zeros(2, 2), torch.zeros(2)]
+        try:
+            parameters = [nn.Parameter(_sharded(tensor, mesh)) for tensor in own]
+            optimizer = build(parameters)
+            for _ in range(steps):
+                for parameter, tensor in zip(parameters, own, strict=True):
+                    parameter.grad = _sharded(torch.ones_like(tensor), mesh)
+                optimizer.step()
+        except Exception as error:  # an optimizer may raise any error
+            return first_line(error)
+    return None
+
+
+@contextmanager
+def _mesh() -> Iterator[DeviceMesh]:
+    """Yield a mesh of all ranks, or of two imagined ones if there is no process group."""
+    is_alone = not dist.is_initialized()
+    if is_alone:
+        dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        yield DeviceMesh("cpu", torch.arange(dist.get_world_size()))
+    finally:
+        if is_alone:
+            dist.destroy_process_group()
+
+
+def _sharded(tensor: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
+    return tensor if mesh is None else DTensor.from_local(tensor, mesh, [Shard(0)])
+
+
 def take_threads() -> None:
     """Let the steps of an optimizer on the host use this rank's share of the node's cores.
 
     Launchers give a rank one thread, since everything else runs on its GPU.
     """
-    share = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    share = available_cpus() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     torch.set_num_threads(max(share, torch.get_num_threads()))

@@ -29,9 +29,9 @@ from verl_ext.attention.rope import choose_rope_by_document, restore_rope_precis
 from verl_ext.engines.head import FusedHead, HeadInputs, TargetRows, supported_head
 from verl_ext.engines.router import RouterLoss, RoutingSums, asks_for_router_loss
 from verl_ext.engines.step import StepEngine, asks_for_measures, on_device
-from verl_ext.layers import RunningPack, attach, install
+from verl_ext.layers import UNAWARE, RunningPack, attach, install, torch_forms
 from verl_ext.layers.experts import choose_experts
-from verl_ext.layers.towers import freeze, text_alone, text_parts
+from verl_ext.layers.towers import freeze, model_class, text_alone, text_parts
 from verl_ext.losses import BLOCK_BYTES, HEADS, MEASURES, token_measures
 
 # The outputs that only verl's reinforcement learning asks for; verl's own code computes them.
@@ -70,7 +70,8 @@ class PackedEngine(StepEngine):
         verls: Any = transformer_impl
         patch, verls.apply_monkey_patch = verls.apply_monkey_patch, _patch_fused_kernels
         try:
-            module: Any = super()._build_module()
+            with torch_forms(model_class(self.model_config.hf_config), UNAWARE):
+                module: Any = super()._build_module()
         finally:
             verls.apply_monkey_patch = patch
         choose_experts(module, getattr(self.model_config, "experts", "auto"))  # verl's own config has none

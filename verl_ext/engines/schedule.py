@@ -1,5 +1,6 @@
-"""Schedules of the learning rate beside verl's `constant` and `cosine`: factors of `optim.lr` by step.
+"""Schedules of the learning rate beside verl's `cosine`: factors of `optim.lr` by step.
 
+    constant               1 after the warm-up
     linear                 1 → m over all steps after the warm-up
     cosine_with_restarts   1 → m as half a cosine, `optim.num_cycles` times, each beginning at 1 again
     wsd                    1, and 1 → m over the last `optim.lr_wsd_decay_steps` steps (warm-up, stable, decay)
@@ -83,7 +84,7 @@ def schedule_problems(optim: Any, total_steps: int | None = None) -> Iterator[st
 
 
 def rate_factor(optim: Any, total_steps: int) -> Callable[[int], float]:
-    """Return the factor of `optim.lr` by the number of steps done, for a schedule that is not verl's.
+    """Return the factor of `optim.lr` by the number of steps done, for all schedules but verl's cosine.
 
     Args:
         optim: the values of the optim node, as attributes.
@@ -95,10 +96,12 @@ def rate_factor(optim: Any, total_steps: int) -> Callable[[int], float]:
     style, cycles = "linear", 1
     if optim.lr_scheduler_type == "cosine_with_restarts":
         style, cycles = "cosine", int(optim.num_cycles)
-    stable = 0
+    stable: float = 0
     if optim.lr_scheduler_type == "wsd":
         style, decay = optim.lr_wsd_decay_style, optim.lr_wsd_decay_steps
         stable = int(length * STABLE_SHARE) if decay is None else length - decay
+    elif optim.lr_scheduler_type == "constant":
+        stable = math.inf
 
     def factor(steps_done: int) -> float:
         step = steps_done + shift

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
@@ -31,9 +32,10 @@ from verl.workers.engine.utils import detach_tree
 from verl_ext.answers.generation import Sampling, generate
 from verl_ext.attention.layout import pinned
 from verl_ext.engines.activations import ActivationOptions, apply_activation_options
+from verl_ext.engines.clipping import clip_gradients
 from verl_ext.engines.optimizer import take_threads, with_implementation
 from verl_ext.engines.router import RouterLoss
-from verl_ext.engines.schedule import OF_VERL, rate_factor
+from verl_ext.engines.schedule import rate_factor
 from verl_ext.engines.sharding import keep_decays_precise, sharded_apart
 from verl_ext.flops import train_flops
 from verl_ext.layers import mixers_of
@@ -150,9 +152,10 @@ class StepEngine(FSDPEngineWithLMHead):
         return super()._build_optimizer(module)
 
     def _build_lr_scheduler(self, optimizer: Any) -> Any:
-        """Build verl's schedule, or one of ours by the same options."""
+        """Build verl's cosine, or a schedule of ours by the same options."""
+        # Upstream: the constant schedule of verl 0.9.1 ignores zero_indexed_step. To go when it reads it.
         config: Any = self.optimizer_config
-        if config.lr_scheduler_type in OF_VERL:
+        if config.lr_scheduler_type == "cosine":
             return super()._build_lr_scheduler(optimizer)
         return LambdaLR(optimizer, rate_factor(config, config.total_training_steps))
 
@@ -200,7 +203,14 @@ class StepEngine(FSDPEngineWithLMHead):
         """Take verl's step, after the copies to the host of a checkpoint that is still being saved."""
         if self.host_copies is not None:
             self.host_copies.hold_device()
-        return super().optimizer_step()
+        # Upstream: verl 0.9.1 sums squares of gradients in their own type, so that the norm depends on the number of
+        # ranks. To go when it sums in fp64.
+        impl = cast(Any, transformer_impl)
+        clip, impl.fsdp2_clip_grad_norm_ = impl.fsdp2_clip_grad_norm_, partial(clip_gradients, device=get_device_id())
+        try:
+            return super().optimizer_step()
+        finally:
+            impl.fsdp2_clip_grad_norm_ = clip
 
     def generate_answers(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[int]]:
         """Continue prompts in eval mode, as a collective. Ranks may have different prompts and numbers of prompts."""

@@ -22,7 +22,9 @@ import torch.nn.functional as F
 from transformers.activations import ACT2FN
 
 from verl_ext.attention.layout import DocumentLayout, SequenceShards, pieces, pinned
-from verl_ext.layers.pack import RunningPack, fla_lengths
+from verl_ext.layers.pack import RunningPack, fla_lengths, import_fla
+
+_INSIDE = ("silu", "swish")  # activations that flash-linear-attention's kernel computes; it ignores all others
 
 
 @dataclass(frozen=True)
@@ -105,12 +107,22 @@ def convolution_kernel(device: str) -> Callable[..., torch.Tensor]:
     """Return flash-linear-attention's kernel if it is installed and the device has it, else torch's."""
     if device == "cuda":
         try:
-            from fla.modules.causal_conv1d import causal_conv1d
+            causal_conv1d = import_fla("modules.causal_conv1d").causal_conv1d
         except ImportError:
             return by_document
-        return lambda x, weight, bias, activation, layout: causal_conv1d(
-            x.unsqueeze(0), weight, bias, activation=activation, **fla_lengths(layout)
-        )[0].squeeze(0)
+
+        def kernel(
+            x: torch.Tensor,
+            weight: torch.Tensor,
+            bias: torch.Tensor | None,
+            activation: str | None,
+            layout: DocumentLayout,
+        ) -> torch.Tensor:
+            inside = activation if activation in _INSIDE else None
+            output = causal_conv1d(x.unsqueeze(0), weight, bias, activation=inside, **fla_lengths(layout))[0].squeeze(0)
+            return output if activation == inside else ACT2FN[activation](output)
+
+        return kernel
     return by_document
 
 

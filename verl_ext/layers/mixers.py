@@ -21,7 +21,7 @@ import math
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,11 @@ from verl_ext.layers.scans import delta_rule, state_space
 _MIXER_NAMES = re.compile(
     r"(Mixer|MambaLayer|Mamba|ShortConv(olution)?|GatedDeltaNet|DeltaNet|DeltaAttention|LightningAttention|LinearAttention"
     r"|RecurrentBlock|RetentionLayer|SSM)$"
+)
+UNAWARE = ("ShortConvolution",)  # of flash-linear-attention; it convolves over the ends of documents
+_OF_PACKAGES = (  # names in modeling modules, which are None where the packages are not installed
+    *("causal_conv1d_fn", "causal_conv1d_update", "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"),
+    *("FusedRMSNormGated", *UNAWARE),
 )
 SCANS = ("delta", "state_space")  # the values of Mixer.time for layers whose recurrence this project computes
 _swapped = threading.RLock()  # the names of a modeling module are shared by all threads of the process
@@ -246,6 +251,14 @@ def _names(scope: dict[str, Any], names: dict[str, Any]) -> Iterator[None]:
             yield
         finally:
             scope.update(before)
+
+
+@contextlib.contextmanager
+def torch_forms(cls: Any, names: Sequence[str] = _OF_PACKAGES) -> Iterator[None]:
+    """Let models of a class be built of torch's code, without flash-linear-attention's parts, which need a GPU."""
+    scope = {} if cls is None else vars(sys.modules[cls.__module__])  # None: code of its own
+    with _names(scope, {name: None for name in names if name in scope}):
+        yield
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ Layers with a state over time must know where documents begin. Some models (Falc
 to their layers, so the layout reaches layers through an object that all modules of a model share.
 """
 
+import importlib
 from collections.abc import Callable, Hashable
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from verl_ext.attention.layout import DocumentLayout, SequenceShards, pinned
 
@@ -57,8 +59,24 @@ class RunningPack:
 
 
 def fla_lengths(layout: DocumentLayout) -> dict[str, torch.Tensor]:
-    """Return the boundaries for flash-linear-attention, which would wait for the device without those on the host."""
-    return {"cu_seqlens": layout.cu_seqlens.long(), "cu_seqlens_cpu": torch.tensor(layout.offsets)}
+    """Return the boundaries for flash-linear-attention, which would wait for the device without those on the host.
+
+    All layers of a micro-batch get the same tensors: for others, it would copy the indices of its chunks again.
+    """
+    return dict(zip(("cu_seqlens", "cu_seqlens_cpu"), layout.boundaries, strict=True))
+
+
+def import_fla(module: str) -> Any:
+    """Import a module of flash-linear-attention; raise ImportError if the package is not installed."""
+    # Upstream: any import of flash-linear-attention 0.6 replaces configs of transformers (mamba2, bitnet) by its own in
+    # transformers' Auto classes, so that a later read gives another class. To go when it leaves them.
+    try:
+        return importlib.import_module(f"fla.{module}")
+    finally:
+        known = CONFIG_MAPPING._extra_content
+        for kind in [kind for kind, config in known.items() if config.__module__.startswith("fla.")]:
+            if kind in CONFIG_MAPPING._mapping:
+                del known[kind]
 
 
 def attach(model: nn.Module, pack: RunningPack) -> None:

@@ -1,8 +1,9 @@
 """A trial that shows whether an architecture keeps the documents of a pack apart.
 
 Two documents go through a small random model of the same class. A token of the first changes: the logits of the second
-must stay equal to the last bit, and equal those that it has alone. The trial covers all that a model does across
-tokens: attention that is not dispatched, masks without positions, remote code, layers of a new release.
+must stay equal to the last bit, and equal those that it has alone, in packed attention as in the model's own. The trial
+covers all that a model does across tokens: attention that is not dispatched, masks without positions, biases that the
+model's own attention adds, remote code, layers of a new release.
 """
 
 import functools
@@ -16,7 +17,7 @@ from verl.utils.ulysses import get_ulysses_sequence_parallel_group, set_ulysses_
 
 from verl_ext.attention.layout import document_layout
 from verl_ext.attention.packed import PACKED_ATTENTION
-from verl_ext.layers.mixers import install
+from verl_ext.layers.mixers import install, torch_forms
 from verl_ext.layers.pack import RunningPack, attach
 from verl_ext.layers.shrink import shrunk
 
@@ -36,7 +37,7 @@ def trial_model(config: Any, cls: Any, **sizes: Any) -> nn.Module:
     Raises ValueError if the small config's model is still too large to be tried.
     """
     small = shrunk(config, **sizes)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), torch_forms(cls):
         torch.manual_seed(0)
         given: dict[str, Any] = {"attn_implementation": PACKED_ATTENTION}
         if hasattr(cls, "_from_config"):
@@ -87,13 +88,30 @@ def isolation_problem(model: nn.Module) -> str | None:
     alone = _logits(model, ids[first:], (second,))
     if not torch.equal(together, other):
         return "another document's tokens change a document's logits"
-    if not bool((together - alone).abs().max() <= _TOLERANCE * alone.abs().max()):
+    if not _agree(together, alone):
         return "a document's logits in a pack differ from those that it has alone"
+    _use_own_attention(model)
+    # Packed attention alone reads a module's `attention_needs`; without a layout, the module itself computes them.
+    has_needs = any(hasattr(module, "attention_needs") for module in model.modules())
+    if not _agree(alone, _logits(model, ids[first:], (second,), has_layout=not has_needs)):
+        return "its own attention (attn_implementation=eager) gives a document other logits than packed attention"
     return None
 
 
-def _logits(model: nn.Module, ids: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
+def _agree(logits: torch.Tensor, others: torch.Tensor) -> bool:
+    return bool((logits - others).abs().max() <= _TOLERANCE * others.abs().max())
+
+
+def _use_own_attention(model: nn.Module) -> None:
+    """Let a model compute the attention of its own code; its other layers still compute packs."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "_attn_implementation", None) == PACKED_ATTENTION:
+            config._attn_implementation_internal = "eager"  # type: ignore[union-attr]
+
+
+def _logits(model: nn.Module, ids: torch.Tensor, lengths: tuple[int, ...], has_layout: bool = True) -> torch.Tensor:
     positions = torch.cat([torch.arange(length) for length in lengths])
-    layout = document_layout(positions)
+    layout = document_layout(positions) if has_layout else None
     given: dict[str, Any] = {"input_ids": ids[None], "position_ids": positions[None], "attention_mask": None}
     return model(**given, document_layout=layout, use_cache=False).logits[0]

@@ -10,15 +10,21 @@ Gated delta rule: https://arxiv.org/abs/2412.06464. State-space duality: https:/
 
 from collections.abc import Callable
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from packaging.version import Version
 
 from verl_ext.attention.heads import join_heads, split_heads
-from verl_ext.layers.pack import RunningPack, fla_lengths
+from verl_ext.layers.pack import RunningPack, fla_lengths, import_fla
 
+_HOPPER = (9, 0)
+# Upstream: flash-linear-attention 0.6 raises in the backward passes of its recurrences on Hopper with these versions of
+# Triton, which compile them wrongly. To go when torch 2.13 is the oldest.
+_WRONG_ON_HOPPER = (Version("3.4.0"), Version("3.7.1"))
 CHUNK = 64  # tokens whose pairs torch's state space computes at once
 
 
@@ -157,12 +163,22 @@ def _tokens_of_this_rank(pack: RunningPack, output: torch.Tensor, heads: int) ->
     return join_heads(by_rank.contiguous(), pack.group)[:, :, :heads]
 
 
+def kernels_problem(capability: tuple[int, int] | None) -> str | None:
+    """Return a line if flash-linear-attention's recurrences would raise with this machine's Triton."""
+    try:
+        triton = version("triton")
+    except PackageNotFoundError:
+        return None
+    if capability != _HOPPER or not _WRONG_ON_HOPPER[0] <= Version(triton) < _WRONG_ON_HOPPER[1]:
+        return None
+    right, has = f"{_WRONG_ON_HOPPER[1]} or newer on a Hopper GPU (torch 2.13 brings it)", f"triton {triton}"
+    return f"flash-linear-attention needs triton {right}, or to be uninstalled; got {has} and torch {torch.__version__}"
+
+
 @cache
 def _fla(module: str, name: str) -> Callable[..., Any] | None:
     """Return a function of flash-linear-attention's `ops`; None if the package is not installed."""
-    from importlib import import_module
-
     try:
-        return getattr(import_module(f"fla.ops.{module}"), name)
+        return getattr(import_fla(f"ops.{module}"), name)
     except ImportError:
         return None

@@ -40,6 +40,17 @@ def auto_class(hf_config: Any) -> Any:
     return AutoModelForImageTextToText if of_images else AutoModelForCausalLM
 
 
+def model_class(hf_config: Any) -> Any:
+    """Return the class of a config in transformers; None for remote code or an unknown config."""
+    if getattr(hf_config, "auto_map", None):
+        return None
+    try:
+        cls = auto_class(hf_config)._model_mapping[type(hf_config)]  # type: ignore[attr-defined]
+    except KeyError:
+        return None
+    return cls[0] if isinstance(cls, tuple) else cls
+
+
 _IMAGE_TEXT: Any = AutoModelForImageTextToText._model_mapping  # type: ignore[attr-defined]
 
 

@@ -28,6 +28,7 @@ from verl_ext.config.model import ModelFacts
 from verl_ext.config.resolve import resolve_run
 from verl_ext.config.run import Machine, RunConfig, TrainerOptions, is_due
 from verl_ext.config.schema import check_keys
+from verl_ext.config.weights import digest_of_weights, revision
 from verl_ext.data import PackDataset, check_vocabulary
 from verl_ext.data.chats import TrainedChats
 from verl_ext.data.content import CONTENT, DataFiles
@@ -239,7 +240,7 @@ def prepare(composed: DictConfig) -> Run:
     # Without adapters, a measurement takes all weights from the checkpoint.
     reads_base = trains or (config.trainer.eval_only and config.model_options.lora_rank and not plans)
     with user_errors_end_the_run():
-        base = resume.weights_digest(config.model_folder) if reads_base and is_rank0 else None
+        base = digest_of_weights(config.model_folder) if reads_base and is_rank0 else None
     base = ranks.broadcast(base)
     with user_errors_end_the_run():
         for dataset in datasets:
@@ -289,6 +290,10 @@ def prepare(composed: DictConfig) -> Run:
 def _resumed(run: Run, checkpoint: Path) -> Run:
     """Resume from a checkpoint. Raises ValueError if the checkpoint's fingerprint differs from this run's."""
     saved = saved_run_state(checkpoint)
+    loaded, evaluates = run.config.checkpoint.load_contents, run.config.trainer.eval_only
+    if anew := list(resume.begins_anew(loaded, evaluates)):
+        notice = f"checkpoint.load_contents={show(list(loaded))}: from {checkpoint.name} on, {' and '.join(anew)}"
+        run = replace(run, notices=(*run.notices, notice))
     seen = step_of(checkpoint) * run.plan.batch_size
     is_same = saved.get(CONTENT, run.content) == run.content
     if not run.config.trainer.eval_only and is_same and run.train_set.extends(saved, seen):
@@ -324,7 +329,7 @@ def _check_nodes(config: RunConfig, output: resume.OutputDecision, datasets: Seq
                 f"the content of {dataset.key}, folder {n}": digest_of_folder(p)
                 for n, p in enumerate(dataset.folders, start=1)
             }
-        facts["the content of model.path"] = digest_of_folder(config.model_folder)
+        facts["the content of model.path"] = revision(config.model_folder)
     gathered = RunRanks().gather((socket.gethostname(), facts))
     nodes = [(host, facts) for host, facts in gathered if facts]
     refuse(differences({f"node {number} ({host})": facts for number, (host, facts) in enumerate(nodes)}))
