@@ -18,7 +18,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -135,7 +135,8 @@ def _prepare_process() -> None:
     from verl_ext.engines import tiles
 
     slices = tiles.slices
-    tiles.slices = lambda *given: slices(*given)[:2] + slices(*given)[2:][-1:]  # those left out take equal memory
+    # Those left out take equal memory: a layer's first tile, another, and a shorter one if there is any.
+    tiles.slices = lambda tokens, tile: slices(tokens, tile)[:2] + slices(tokens, tile)[2:][-1:] * bool(tokens % tile)
     set_platform(FakePlatform())  # before the import of verl's engines, which read the device's name
     import transformers
     import verl.workers.engine.fsdp.transformer_impl as engine
@@ -172,6 +173,11 @@ def predicted(job: Job, send: Callable[[Layers], None] = lambda layers: None) ->
     os.environ.update(RANK=str(job.rank), WORLD_SIZE=str(job.world_size))
     dist.init_process_group("fake", rank=job.rank, world_size=job.world_size)
     tracker = MemoryTracker(GPU, block=512 if job.on_gpu else 1)
+    # torch derives the placements of an operation on DTensors anew each time that its tensors are fake: seconds for an
+    # optimizer's step.
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    derive = partial(type(propagator).propagate_op_sharding_non_cached, propagator)
+    propagator.propagate_op_sharding_non_cached = lru_cache(None)(derive)  # type: ignore[method-assign]
     try:
         with torch.autograd.set_multithreading_enabled(False), tracker:
             with torch.device("meta"):
