@@ -8,6 +8,7 @@
 # make verl-versions  the datasets in verl 0.7.1 and 0.8.0, each in a .venv-verl-VERSION of its own
 # make lint         ruff, format check, type check of the public API, line budgets, shellcheck of the launchers
 # make bench        the benchmarks of benchmarks/README.md
+# make bench-quick  every benchmark on its smallest shape, also benchmarks/gpu on the CPU: whether it runs
 # make clean        remove caches, builds and quickstart_run/; make distclean removes .venv too
 #
 # Each target creates .venv and installs what it needs, once; pyproject.toml's changes install again.
@@ -22,7 +23,7 @@ VENV := .venv$(TORCH:%=-torch-%)
 BIN := $(CURDIR)/$(VENV)/bin
 export PATH := $(BIN):$(PATH)
 
-.PHONY: help quickstart test test-all test-gpu test-chaos fuzz cluster verl-versions lint bench clean distclean
+.PHONY: help quickstart test test-all test-gpu test-chaos fuzz cluster verl-versions lint bench bench-quick clean distclean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -83,6 +84,25 @@ bench: $(VENV)/.installed-test
 	$(BIN)/python benchmarks/titans_memory.py
 	$(BIN)/python benchmarks/tokenizing.py
 	$(BIN)/python benchmarks/index.py
+
+bench-quick: export OMP_NUM_THREADS ?= 1
+bench-quick: $(VENV)/.installed-test
+	$(BIN)/python benchmarks/packing.py --quick
+	$(BIN)/python benchmarks/loading.py --quick
+	$(BIN)/python benchmarks/train_throughput.py --documents 8 --budget 256 --hidden 128 --layers 1 --repeats 1 --cost-pairs 1
+	$(BIN)/python benchmarks/train_throughput.py --table longalign --documents 16 --budget 256 --hidden 128 --layers 1 \
+		--repeats 1 --steps 2 --ranks 1
+	$(BIN)/python benchmarks/head_memory.py --tokens 128 --targets 0.3 --hidden 64 --vocabulary 1000
+	$(BIN)/python benchmarks/activation_memory.py --tokens 512 --hidden 64 --intermediate 128 --layers 1
+	$(BIN)/python benchmarks/memory_plan.py --cases 0
+	$(BIN)/python benchmarks/scaling.py --documents 20000 --check 1
+	$(BIN)/python benchmarks/checkpointing.py --hidden 128 --layers 1 --repeats 1
+	$(BIN)/python benchmarks/leaks.py --kinds llama
+	$(BIN)/python benchmarks/titans_memory.py --quick
+	$(BIN)/python benchmarks/tokenizing.py --chats 200 --workers 1 --backends local --repeats 1
+	$(BIN)/python benchmarks/index.py --megabytes 0.5 --repeats 1 --workers 1 --tokens 50000 --seq-len 32 \
+		--mean-tokens 20 --read-tokens 20000 --reads 10 --blend-samples 200 --blend-sources 4
+	$(BIN)/python benchmarks/gpu/run.py --quick --output /dev/null
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis quickstart_run

@@ -69,6 +69,7 @@ def measure(folder: Path, repeats: int) -> dict[str, float]:
     """Return the median seconds of each part over `repeats`, and the checkpoint's GB."""
     import torch.distributed as dist
 
+    from benchmarks.steps import take_step
     from verl_ext.checkpoint.layout import changed_file
     from verl_ext.checkpoint.state import load_engine
 
@@ -76,7 +77,7 @@ def measure(folder: Path, repeats: int) -> dict[str, float]:
     batches = list(trainer.rank.batches(trainer.run.train_set, trainer.run.plan, 0, 2 * repeats + 2))
 
     def steps(count: int) -> float:
-        return statistics.median(seconds(partial(trainer.train_step, batches[k], False)) for k in range(count))
+        return statistics.median(seconds(partial(take_step, trainer, batches[k], False)) for k in range(count))
 
     found = {"a step": steps(repeats + 1)}
     found["saved"] = statistics.median(seconds(lambda: trainer.checkpoints.save(1)) for _ in range(repeats))
@@ -93,11 +94,11 @@ def measure(folder: Path, repeats: int) -> dict[str, float]:
     files = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
     aside = build(folder, "aside", "checkpoint.async_save=true")
     trainer.checkpoints = aside.checkpoints
-    aside.train_step(batches[0], False)
+    take_step(aside, batches[0], False)
     waits, during = [], []
     for _ in range(repeats):
         waits.append(seconds(lambda: aside.checkpoints.save(1)))
-        during += [seconds(partial(aside.train_step, batches[k], False)) for k in range(2)]
+        during += [seconds(partial(take_step, aside, batches[k], False)) for k in range(2)]
         aside.checkpoints.finish()
     found["saved aside: the copy"] = statistics.median(waits)
     found["saved aside: a step meanwhile"] = statistics.median(during)

@@ -34,6 +34,7 @@ from verl.workers.utils.losses import sft_loss
 from benchmarks.forwards import Forwards
 from benchmarks.lengths import Document
 from benchmarks.quiet import quiet
+from benchmarks.steps import take_step
 from verl_ext.attention import PACKED_ATTENTION, has_flash_attn
 from verl_ext.config import compose
 from verl_ext.config.run import worker_config
@@ -42,7 +43,7 @@ from verl_ext.plugin import PACKED as OURS
 from verl_ext.plugin import register_engine
 from verl_ext.trainer.batch import StepBatch, StepCollator
 from verl_ext.trainer.setup import Run, prepare
-from verl_ext.trainer.trainer import SFTTrainer, UpcomingStep
+from verl_ext.trainer.trainer import SFTTrainer
 
 NAMES = ("padded", "dynamic", "next_fit", "ours", "dynamic_ours", "single")
 STOCK = "stock"
@@ -158,8 +159,7 @@ class PackedContestant:
 
     def train(self, batch: StepBatch, logged: bool = True) -> float:
         """Take the trainer's step; the loss is NaN if the step is not logged, because nothing is collected then."""
-        counts = self.trainer.engine.is_mp_src_rank_with_outputs()
-        outcome = self.trainer.train_step(UpcomingStep(batch, counts, self.trainer.hosts), summed=logged)
+        outcome = take_step(self.trainer, batch, summed=logged)
         if outcome.sums is None:
             return float("nan")
         group = self.trainer.engine.get_data_parallel_group()

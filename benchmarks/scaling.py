@@ -257,6 +257,7 @@ def measure(folder: Path, output: Path) -> None:
         import torch.distributed as dist
 
         from benchmarks.quiet import no_progress_bars
+        from benchmarks.steps import take_step
         from verl_ext.config import compose
         from verl_ext.trainer.setup import prepare
         from verl_ext.trainer.trainer import SFTTrainer
@@ -278,7 +279,7 @@ def measure(folder: Path, output: Path) -> None:
         for batch in trainer.rank.batches(run.train_set, run.plan, 0, STEPS + 1):
             dist.barrier()
             began = time.perf_counter()
-            trainer.train_step(batch, summed=True)
+            take_step(trainer, batch, summed=True)
             dist.barrier()
             seconds.append(time.perf_counter() - began)
         packs = np.concatenate([run.plan.packs(step) for step in range(1, STEPS + 1)])  # the first step warms up

@@ -118,6 +118,12 @@ TABLE = [
     ({"model__lora_adapter_path": "/tmp"}, 1, None, "model.lora_rank must be at least 1 with model.lora_adapter_path"),
     ({"model__lora__rank": 8}, 1, None, "model.lora.rank must be 0: it is Megatron's; model.lora_rank is the one"),
     ({"engine__forward_only": True}, 1, None, "engine.forward_only must be false: it would not train; got true"),
+    (
+        {"engine__use_torch_compile": True},
+        1,
+        None,
+        "engine.use_torch_compile must be false: verl's compiles the entropy",
+    ),
     ({"engine__max_token_len_per_gpu": 5}, 1, None, "engine.max_token_len_per_gpu must be null: data.max_tokens"),
     ({"engine__fsdp_size": 3}, 2, None, "engine.fsdp_size must divide the number of ranks or be -1; got 3 with 2"),
     ({"engine__fsdp_size": 0}, 2, None, "engine.fsdp_size must divide the number of ranks or be -1; got 0 with 2"),

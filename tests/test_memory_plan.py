@@ -68,6 +68,16 @@ def test_a_prediction_on_fake_tensors_is_what_real_ranks_allocate(tmp_path):
     _assert_predicted(jobs)
 
 
+def test_layers_over_tiles_with_an_offload_add_weights_alone_to_a_prediction(tmp_path):
+    options = ["model.activation_offload=true", "model.tile_tokens=512", f"{CHECKPOINTING}=true"]
+    models = [write_tiny_model(tmp_path / str(layers), num_hidden_layers=layers) for layers in (2, 4)]
+    with Predictor() as predictor:
+        fewer, more = (predictor.predict(job_of(model, 2, 4096, 1, *options)) for model in models)
+    assert more.kinds["activations"] == fewer.kinds["activations"]
+    assert more.kinds["backward pass"] < fewer.kinds["backward pass"] + 4096 * 32  # a hidden state is four times that
+    assert more.host == 2 * fewer.host
+
+
 def test_a_prediction_counts_a_frozen_tower(tmp_path, tiny_model):
     model = write_small_models(["gemma3"], tmp_path, tiny_model)["gemma3"]
     jobs = [job_of(model, 2, 96, 1), job_of(model, 2, 96, 2, f"{CHECKPOINTING}=false")]

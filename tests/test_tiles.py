@@ -2,7 +2,6 @@
 
 import copy
 import types
-import weakref
 from collections import Counter
 
 import pytest
@@ -14,8 +13,6 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AttentionInterface
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.checked import checked, typed
 from tests.ranks import run_ranks
@@ -26,6 +23,7 @@ from verl_ext.config import compose
 from verl_ext.config.support import Architecture, model_notices, option_problems
 from verl_ext.engines.activations import ActivationOptions, apply_activation_options
 from verl_ext.engines.tiles import TiledModule, tile, tileable
+from verl_ext.memory_plan.fake_gpu import MemoryTracker
 
 H, INTERMEDIATE = 24, 80
 SIZES = {
@@ -271,31 +269,33 @@ def test_each_tile_is_computed_twice_also_where_the_layer_is_recomputed(checkpoi
     assert sorted(calls) == sorted([10, 10, 5] * 2 * times)
 
 
-def test_what_a_layer_gave_its_attention_is_freed_when_the_layer_has_its_gradients():
-    """A tile's graph must not keep it, or a step would need the memory of all layers at once."""
-    model = model_of("qwen3", attn_implementation=PACKED_ATTENTION, num_hidden_layers=3)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    tile(model, 7)
-    given: list[weakref.ref] = []
-    alive: list[int] = []
-
-    attention = ALL_ATTENTION_FUNCTIONS[PACKED_ATTENTION]
-
-    def seen(*args: object, **kwargs: object) -> tuple[torch.Tensor, None]:
-        output, _ = attention(*args, **kwargs)
-        output = output.clone()
-        given.append(weakref.ref(output.untyped_storage()))
-        return output, None
-
-    AttentionInterface.register(PACKED_ATTENTION, seen)
-    try:
-        for layer in model.model.layers:
-            layer.register_full_backward_hook(lambda *_: alive.append(sum(one() is not None for one in given)))
-        model(input_ids=torch.randint(64, (1, 40)), use_cache=False).logits.sum().backward()
-    finally:
-        AttentionInterface.register(PACKED_ATTENTION, attention)
-    assert len(given) == 6  # in the forward and in the layer's recomputation
-    assert alive == [0, 0, 0]
+@pytest.mark.parametrize(
+    ("family", "offload"),
+    [("llama", False), ("llama", True), ("gpt2", True), ("qwen3_moe_with_a_dense_layer", False)],
+)
+def test_a_layer_adds_one_hidden_state_and_its_gradients_to_the_peak_of_a_step(family, offload):
+    """With an offload, that hidden state is the copy on the host, which the same tracker counts on a CPU."""
+    tokens, sizes = 900, [2, 4]
+    positions = torch.arange(tokens)[None]
+    peaks, weights = [], []
+    for layers in sizes:
+        depth = {"n_layer" if family == "gpt2" else "num_hidden_layers": layers}
+        dense = {"mlp_only_layers": list(range(layers))} if "moe" in family else {}
+        model = model_of(family, attn_implementation=PACKED_ATTENTION, **depth, **dense)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        apply_activation_options(model, ActivationOptions(tile_tokens=450, activation_offload=offload))
+        given = {"document_layout": document_layout(positions[0], torch.device("cpu")), "position_ids": positions}
+        tracker = MemoryTracker("cpu", fake=False)
+        with tracker:
+            tracker.assign("parameters", [*model.parameters(), *model.buffers()])
+            output = model(input_ids=torch.zeros_like(positions), **given, use_cache=False, logits_to_keep=1)
+            output.logits.sum().backward()
+        peaks.append(sum(tracker.peak.values()))
+        weights.append(2 * sum(parameter.nbytes for parameter in model.parameters()))  # and their gradients
+    (fewer, more), (of_fewer, of_more) = peaks, weights
+    one = tokens * H * 4
+    grown = (more - fewer - (of_more - of_fewer)) / one / (sizes[1] - sizes[0])
+    assert grown < 1.1, grown
 
 
 class Collectives(TorchDispatchMode):

@@ -10,6 +10,7 @@ from transformers import AutoConfig
 from tests.babilong_data import write_babilong
 from tests.checked import checked as checked_run
 from tests.checked import typed
+from tests.ranks import run_ranks
 from verl_ext.config import compose, compose_run
 from verl_ext.config.model import titans_config
 from verl_ext.config.run import RunConfig
@@ -125,6 +126,23 @@ def test_an_exported_folder_keeps_its_memory_but_for_what_is_given(tiny_model):
     exported = titans_config(AutoConfig.from_pretrained(tiny_model), {"chunk_size": 64, "heads": 2, "depth": None})
     read = titans_config(exported, {"chunk_size": 128, "heads": None})
     assert (read.chunk_size, read.memory_options.heads) == (128, 2)
+
+
+def _busy_share(overrides):
+    from verl_ext.trainer.setup import prepare
+
+    return prepare(compose(overrides)).data_report()["steps"]["busy"]
+
+
+@pytest.mark.slow
+def test_ranks_that_all_run_the_longest_row_wait_for_no_other(tmp_path, tiny_model):
+    files = write_babilong(tmp_path / "qa1" / "1k.json", 6, 20)
+    overrides = [
+        *("data=babilong", "model=qwen_titans", *MEMORY, "data.max_length=64", "data.train_batch_size=2"),
+        *("data.answer_reserve_tokens=8", f"data.train_dir={files}", f"model.path={tiny_model}", "data.train_ratio=1"),
+        *(f"trainer.default_local_dir={tmp_path}", "parallel=cpu"),
+    ]
+    assert run_ranks(_busy_share, 2, overrides) == [1.0, 1.0]
 
 
 def test_batches_between_logs_become_steps():

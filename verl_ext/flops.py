@@ -20,11 +20,13 @@ from torch import nn
 
 from verl_ext.packing import CostModel
 
-# Dense bf16 FLOP/s from the data sheets of NVIDIA and AMD. The first key that is part of a device's name applies.
+# Dense bf16 FLOP/s from the data sheets of NVIDIA and AMD. The first key that is in a device's name as whole words
+# applies: "A10" is neither an A100 nor an A10G, nor the workstation card RTX A1000.
 PEAK_FLOPS = {
     **{"GB300": 2500e12, "B300": 2250e12, "GB200": 2500e12, "B200": 2250e12},
-    **{"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "H800": 989e12, "H20": 148e12},
-    **{"A100": 312e12, "A800": 312e12, "A30": 165e12, "A10": 125e12, "A40-": 149.7e12, "NVIDIA A40": 149.7e12},
+    **{"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "GH200": 989e12, "H20": 148e12},
+    **{"H800 PCIe": 756e12, "H800": 989e12},
+    **{"A100": 312e12, "A800": 312e12, "A30": 165e12, "A10G": 70e12, "A10": 125e12, "A40": 149.7e12},
     **{"L40S": 362e12, "L40": 181e12, "L20": 119.5e12, "L4": 121e12},
     **{"MI300X": 1307e12, "MI325X": 1307e12, "MI355X": 2500e12, "MI350X": 2300e12},
 }
@@ -59,8 +61,9 @@ _EXPERT = re.compile(r"(^|\.)experts\.\d+(\.|$)")
 
 
 def peak_flops(device: str) -> float | None:
-    """Return the peak FLOP/s of a device by its name, or None if it is unknown."""
-    return next((peak for name, peak in PEAK_FLOPS.items() if name in device), None)
+    """Return the peak FLOP/s of a device by its name; None if it is unknown, or a slice of a GPU (MIG)."""
+    known = {} if re.search(r"\bMIG\b", device) else PEAK_FLOPS
+    return next((peak for name, peak in known.items() if re.search(rf"\b{name}\b", device)), None)
 
 
 def train_flops(model: nn.Module, hf_config: Any, of_states: float = 0, recomputes: bool = False) -> CostModel | None:

@@ -58,6 +58,7 @@ class PackedModel(HFModelConfig, ModelOptions):
 
     engine_vendor: the name of its engine in `verl_ext.plugin`.
     needs_positions: whether a document must not be longer than the model's positions.
+    runs_longest: whether every rank computes as many tokens as the longest row of all ranks in a micro-step.
     config_options: the options of the model's own config; each class fills the node of its prefix, and null means the
     value in the folder at `model.path`.
     memory_not_predicted: the reason why a plan cannot predict the memory of a step.
@@ -66,6 +67,7 @@ class PackedModel(HFModelConfig, ModelOptions):
     _mutable_fields = HFModelConfig._mutable_fields | {"override_config"}
     engine_vendor: ClassVar[str] = PACKED
     needs_positions: ClassVar[bool] = True
+    runs_longest: ClassVar[bool] = False
     config_options: ClassVar[tuple[type[Options], ...]] = ()
     memory_not_predicted: ClassVar[str | None] = None
 
@@ -160,6 +162,7 @@ class QwenTitansModel(PackedModel):
 
     engine_vendor: ClassVar[str] = CHUNKED
     needs_positions: ClassVar[bool] = False  # positions restart with every chunk
+    runs_longest: ClassVar[bool] = True
     config_options: ClassVar[tuple[type[Options], ...]] = (MemoryOptions,)
     memory_not_predicted: ClassVar[str | None] = "model=qwen_titans chooses what it computes by the values of its masks"
 

@@ -177,7 +177,7 @@ class PlanOptions(Options):
         None, "memory of each node for its ranks, e.g. 2TiB, which must hold their data on the host; null: not checked"
     )
     ranks_per_node: int = option(8, "ranks that share a node's memory; a smaller run has fewer", least=1)
-    reserve: Any = option("5GiB", "part of gpu_memory for unpredicted use: CUDA's context, NCCL, fragmentation")
+    reserve: Any = option("5GiB", "part of gpu_memory outside PyTorch: CUDA's context, NCCL's buffers, workspaces")
 
     def problems(self) -> Iterable[str | None]:
         """Yield a line for each value that is not a size, or does not fit the others."""

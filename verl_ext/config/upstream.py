@@ -22,6 +22,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "model.lora.rank": (0, "it is Megatron's; model.lora_rank is the one that works here"),
     "engine.forward_only": (False, "it would not train"),
+    "engine.use_torch_compile": (False, "verl's compiles the entropy alone, which SFT never computes; no layer is"),
     "engine.qat.enable": (False, "it was never run with packs"),
     "engine.use_dynamic_bsz": (True, _PACKS_SET_IT),
     "engine.micro_batch_size_per_gpu": (None, _PACKS_SET_IT),

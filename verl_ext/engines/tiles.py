@@ -68,7 +68,8 @@ class TiledLayer:
     def _forward(self, hidden: torch.Tensor, *others: Any, **kwargs: Any) -> Any:
         """Run the layer on ``hidden[B, T, H]``; `others` that have a row for each token are cut with it."""
         kwargs |= dict(zip(self.names, others, strict=False))
-        tokens, cache = hidden.shape[1], kwargs.get("past_key_values", kwargs.get("layer_past"))
+        rows, tokens = hidden.shape[:2]
+        cache = kwargs.get("past_key_values", kwargs.get("layer_past"))
         if tokens <= self.tile or cache is not None:
             return self.whole(hidden, **kwargs)
         parts: Any = self.layer.modules()
@@ -80,7 +81,7 @@ class TiledLayer:
         def cut(at: slice) -> dict[str, Any]:
             def of_tile(x: torch.Tensor) -> torch.Tensor:
                 assert not x.requires_grad, "gradients of a layer go through its hidden states"
-                if x.dim() > 2 and x.shape[1:3] == hidden.shape[:2]:  # angles of time, height and width: [3, B, T, …]
+                if x.dim() > 2 and x.shape[1:3] == (rows, tokens):  # angles of time, height and width: [3, B, T, …]
                     return x[:, :, at]
                 return x[:, at] if x.dim() > 1 and x.shape[1] == tokens else x
 

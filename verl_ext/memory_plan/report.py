@@ -25,8 +25,9 @@ from verl_ext.config.run import Machine, RunConfig, num_bytes, sequence_parallel
 from verl_ext.config.support import CP as _CP
 from verl_ext.config.support import SP as _SP
 from verl_ext.config.upstream import select
-from verl_ext.memory_plan.run import REPLAYED, Job, Prediction
+from verl_ext.memory_plan.run import REPLAYED, Job, Layers, Prediction
 from verl_ext.memory_plan.time import time_facts
+from verl_ext.progress import progress_bar
 from verl_ext.trainer.batch import StepBatch, StepCollator
 from verl_ext.trainer.setup import Run
 from verl_ext.values import show
@@ -89,7 +90,8 @@ def memory_facts(run: Run) -> Iterator[dict[str, Any]]:
         facts |= {"host_memory": num_bytes(plan.host_memory), "ranks_of_node": min(world_size, plan.ranks_per_node)}
         facts |= {"kinds": prediction.kinds, "peak": prediction.peak, "host": prediction.host}
         facts |= {"reserved_by_allocator": prediction.reserved, "replayed_steps": REPLAYED}
-        facts |= {"fits": _fits(prediction, facts)}
+        facts |= {"gaps": max(prediction.reserved["expandable"] / prediction.peak, 1) if prediction.reserved else 1}
+        facts |= {"needed": needed(prediction, facts), "fits": _fits(prediction, facts)}
         if plan.gpu is not None:
             facts["time"] = time_facts(run, run.config, job, prediction)
         yield facts
@@ -103,7 +105,7 @@ def memory_facts(run: Run) -> Iterator[dict[str, Any]]:
             tried: dict[str, Any] = {"override": trial.override, "costs": trial.costs}
             facts["remedies"].append(tried)
             try:
-                found = predictor.predict(job_of(run, trial.config.values))
+                found = predictor.predict(job_of(run, trial.config.values), trial.override)
             except PredictionFailed as error:
                 tried["failed"] = str(error)
             else:
@@ -132,7 +134,7 @@ def sizes(run: Run, predictor: "Predictor", facts: Mapping[str, Any]) -> list[di
         row: dict[str, Any] = {"ulysses": shape[0], "context": shape[1], "own": False}
         job = job_of(run, trial.config.values)
         try:
-            found = predictor.predict(job)
+            found = predictor.predict(job, f"{shape[0]} × {shape[1]} ranks a pack")
         except PredictionFailed as error:
             rows.append(row | {"failed": str(error)})
         else:
@@ -143,11 +145,18 @@ def sizes(run: Run, predictor: "Predictor", facts: Mapping[str, Any]) -> list[di
     return sorted(rows, key=lambda row: ("failed" in row, not row.get("fits"), row.get("step_seconds", 0)))
 
 
+def needed(prediction: Prediction, facts: Mapping[str, Any]) -> int:
+    """Return the bytes of a GPU that a step takes: what PyTorch's allocator reserves, and what lies outside PyTorch.
+
+    The allocator is replayed for the run itself; `gaps`, its share above the peak there, counts for trials too.
+    """
+    return round(prediction.peak * facts["gaps"]) + facts["reserve"]
+
+
 def _fits(prediction: Prediction, facts: Mapping[str, Any]) -> bool:
-    """Tell whether the peak and the reserve fit a GPU, and whether the host memory of a node's ranks fits the node."""
+    """Tell whether a step fits a GPU, and whether the host memory of a node's ranks fits the node."""
     on_node = prediction.host * facts["ranks_of_node"]
-    on_gpu = prediction.peak + facts["reserve"]
-    return on_gpu <= facts["gpu_memory"] and on_node <= (facts["host_memory"] or on_node)
+    return needed(prediction, facts) <= facts["gpu_memory"] and on_node <= (facts["host_memory"] or on_node)
 
 
 def gpu_memory(run: Run) -> int | None:
@@ -275,12 +284,18 @@ class Predictor:
         self._process.wait()
         self._errors.close()
 
-    def predict(self, job: Job) -> Prediction:
-        """Return the prediction. Raises PredictionFailed if the engine fails on the fake GPU or the process ends."""
+    def predict(self, job: Job, name: str = "this run") -> Prediction:
+        """Return the prediction, after a bar over its layers.
+
+        Raises PredictionFailed if the engine fails on the fake GPU or the process ends.
+        """
         try:
             pickle.dump(job, self._jobs)
             self._jobs.flush()
-            answer = pickle.load(self._answers)
+            with progress_bar(f"plan {name}", None, unit=" layers", leave=False) as bar:
+                while isinstance(answer := pickle.load(self._answers), Layers):
+                    bar.total = answer.of
+                    bar.update(answer.done - bar.n)
         except (OSError, EOFError):
             self._errors.seek(0)
             last = self._errors.read().decode(errors="replace").strip().splitlines()[-1:]

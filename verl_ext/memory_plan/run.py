@@ -1,7 +1,7 @@
 """A step of the real engine on a fake GPU, and the memory that a rank takes for it.
 
 :mod:`verl_ext.memory_plan.report` starts this module in a separate process, sends one :class:`Job` after another and
-gets a :class:`Prediction` for each:
+gets the number of layers that have run (:class:`Layers`) now and then, and a :class:`Prediction` for each:
 
     model from its config alone ─► verl's worker, our engine, FSDP2 over a fake process group ─► forward, backward, step
 
@@ -10,6 +10,7 @@ The prediction uses no formula: it counts each allocation, operation by operatio
 
 import contextlib
 import gc
+import itertools
 import os
 import pickle
 import random
@@ -17,7 +18,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from verl_ext.memory_plan.attention_memory import LSE_MEMORY, fake_sdpa, flash_memory
 from verl_ext.memory_plan.caching_allocator import reserved
@@ -92,9 +94,22 @@ class Prediction:
         return sum(self.kinds.values())
 
 
+@dataclass(frozen=True)
+class Layers:
+    """The layers that have run, of all layers of a job's steps; a recomputation counts as a layer."""
+
+    done: int
+    of: int
+
+
 def main() -> None:
     """Answer jobs from standard input until it ends; the answer to a job that fails is its exception."""
-    answers, sys.stdout = sys.stdout.buffer, sys.stderr  # verl prints while it builds
+    output, sys.stdout = sys.stdout.buffer, sys.stderr  # verl prints while it builds
+
+    def send(answer: Any) -> None:
+        pickle.dump(answer, output)
+        output.flush()
+
     _prepare_process()
     while True:
         try:
@@ -102,12 +117,11 @@ def main() -> None:
         except EOFError:
             return
         try:
-            answer: Any = predicted(job)
+            answer: Any = predicted(job, send)
         except Exception as error:
             traceback.print_exc()
             answer = RuntimeError(f"{type(error).__name__}: {error}")
-        pickle.dump(answer, answers)
-        answers.flush()
+        send(answer)
 
 
 def _prepare_process() -> None:
@@ -121,7 +135,8 @@ def _prepare_process() -> None:
     from verl_ext.engines import tiles
 
     slices = tiles.slices
-    tiles.slices = lambda *given: slices(*given)[:2] + slices(*given)[2:][-1:]  # those left out take equal memory
+    # Those left out take equal memory: a layer's first tile, another, and a shorter one if there is any.
+    tiles.slices = lambda tokens, tile: slices(tokens, tile)[:2] + slices(tokens, tile)[2:][-1:] * bool(tokens % tile)
     set_platform(FakePlatform())  # before the import of verl's engines, which read the device's name
     import transformers
     import verl.workers.engine.fsdp.transformer_impl as engine
@@ -148,8 +163,8 @@ def _place(model: Any, full_state: Any, mesh: Any = None, cpu_offload: Any = Non
             module._buffers[name] = buffer.to(device)
 
 
-def predicted(job: Job) -> Prediction:
-    """Run a job on the fake GPU."""
+def predicted(job: Job, send: Callable[[Layers], None] = lambda layers: None) -> Prediction:
+    """Run a job on the fake GPU, and send the number of layers that have run."""
     from verl_ext.attention import packed
     from verl_ext.attention.kernels import KERNELS, Kernel
 
@@ -158,11 +173,17 @@ def predicted(job: Job) -> Prediction:
     os.environ.update(RANK=str(job.rank), WORLD_SIZE=str(job.world_size))
     dist.init_process_group("fake", rank=job.rank, world_size=job.world_size)
     tracker = MemoryTracker(GPU, block=512 if job.on_gpu else 1)
+    # torch derives the placements of an operation on DTensors anew each time that its tensors are fake: seconds for an
+    # optimizer's step.
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    derive = partial(type(propagator).propagate_op_sharding_non_cached, propagator)
+    propagator.propagate_op_sharding_non_cached = lru_cache(None)(derive)  # type: ignore[method-assign]
     try:
         with torch.autograd.set_multithreading_enabled(False), tracker:
             with torch.device("meta"):
                 engine = build_engine(job)
             fill_optimizer(engine, tracker)
+            _count_layers(engine, job, send)
             standing = sum(tracker.now.values())
             tracker.forget_peak()
             events = [tracker.take_events()]
@@ -189,6 +210,22 @@ def predicted(job: Job) -> Prediction:
     finally:
         dist.destroy_process_group()
         gc.collect()
+
+
+def _count_layers(engine: Any, job: Job, send: Callable[[Layers], None]) -> None:
+    """Send the number of layers at the start of each, about a hundred times in all."""
+    layers = [part for part in engine.module.modules() if isinstance(part, GradientCheckpointingLayer)]
+    passes = 2 if any(part.gradient_checkpointing for part in layers) else 1
+    of = len(layers) * passes * sum(map(len, (*job.steps, *job.others)))
+    count = itertools.count(1)
+
+    def begin(*_: Any) -> None:
+        done = next(count)
+        if done % max(of // 100, 1) == 0:
+            send(Layers(min(done, of), of))
+
+    for part in layers:
+        part.register_forward_pre_hook(begin)
 
 
 def build_engine(job: Job) -> Any:

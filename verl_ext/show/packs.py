@@ -129,6 +129,8 @@ def step_view(
         raise UsageError(f"step must be 1 to {facts['total_steps']:,}, the steps of the run; got {step}")
     ranks, micro = facts["data_parallel_size"], facts["config"]["data"]["micro_batch_size_per_gpu"]
     costs, tokens = dataset.pack_costs(cost), dataset.pack_tokens()
+    if facts.get("runs_longest"):
+        costs = np.ones(len(costs))  # of the ranks of a micro-step, each computes as much as the longest row asks for
     yield Text(f"step {step}: {len(plan.packs(step - 1))} packs on {ranks} data-parallel ranks", "bold")
     table = plain_table("rank", "micro-step", "pack", "tokens", "fill", "cost / mean", left=0)
     for rank in range(ranks):

@@ -104,10 +104,13 @@ def memory_lines(facts: Facts) -> Iterator[str]:
         f"memory: over {facts['replayed_steps']} steps, the heaviest and others in random order, PyTorch's "
         f"allocator reserves {expandable} with expandable segments, {fixed} with segments of fixed size"
     )
-    left = (facts["gpu_memory"] - facts["reserve"] - facts["peak"]) / _GIB
-    of = f"of {facts['gpu_memory'] / _GIB:.2f}, {facts['reserve'] / _GIB:.2f} of it reserved (plan.reserve)"
+    needed = facts.get("needed", facts["peak"] + facts["reserve"])  # reports of earlier versions lack it
+    left, outside = (facts["gpu_memory"] - needed) / _GIB, facts["reserve"] / _GIB
     verdict = "fits" if facts["fits"] else "does not fit"
-    yield f"memory: it {verdict}, {abs(left):.2f} {'left' if left >= 0 else 'over'} {of}"
+    yield (
+        f"memory: it {verdict}, {abs(left):.2f} {'left' if left >= 0 else 'over'} of {facts['gpu_memory'] / _GIB:.2f}: "
+        f"the allocator's {needed / _GIB - outside:.2f} and {outside:.2f} outside PyTorch (plan.reserve)"
+    )
 
 
 def time_lines(facts: Facts) -> Iterator[str]:

@@ -174,6 +174,8 @@ class Run:
         if self.config.trainer.eval_only:
             return validated
         costs, micro = self.train_set.pack_costs(self.cost), self.config.data.micro_batch_size_per_gpu
+        if self.config.model.runs_longest:
+            costs = np.ones(len(costs))  # no rank waits for another's longer row, because it computes as much itself
         steps = step_facts(self.train_set, self.plan, costs, self.config.data_parallel_size, micro)
         return {"train": data_facts(self.train_set), **validated, "steps": steps}
 
@@ -187,6 +189,7 @@ class Run:
             "runs_on": what_runs(self.config, self.model.backend, self.model.head),
             "plan": {**plan, "is_balanced": self.plan.costs is not None},
             "cost": astuple(self.cost),
+            "runs_longest": self.config.model.runs_longest,
             "digest": self.train_set.digest,
             "data_parallel_size": self.config.data_parallel_size,
             "total_steps": self.total_steps,
