@@ -29,6 +29,7 @@ from verl_ext.text.chat_rendering import ChatOptions
 from verl_ext.text.dataset_folder import SHARD_BYTES, DatasetWriter
 from verl_ext.text.documents import Documents, previews_text
 from verl_ext.text.readers import CHUNK, Chunk, ChunkSize, read_chunks
+from verl_ext.text.records import read_columns
 from verl_ext.text.sources import SourceFile, find_source_files, total_bytes
 from verl_ext.text.tokenized import write_documents
 from verl_ext.text.tokenizer import tokenizer_module
@@ -188,12 +189,13 @@ def _sampled_chunks(
     files: Sequence[SourceFile], options: TokenizeOptions, read: Counter[str], size: ChunkSize
 ) -> Iterator[Chunk]:
     """Yield the chunks of the files with the drawn records alone; `read` counts all records by source."""
+    columns = read_columns(options.columns, options.category_field)
     for number, name in enumerate(options.sources, start=1):
         own = [file for file in files if file.category_id == number]
         limit = _sample_limit(options, name, own)
         for place, file in enumerate(own):
             numbers = _numbers(options.seed, name, place)
-            for chunk in read_chunks(file, size):
+            for chunk in read_chunks(file, size, columns):
                 read[name] += len(chunk.records)
                 if limit is not None:
                     chunk = replace(chunk, records=[record for record in chunk.records if next(numbers) < limit])
@@ -210,7 +212,7 @@ def _sample_limit(options: TokenizeOptions, name: str, files: Sequence[SourceFil
         return None
     if isinstance(part, float):
         return round(part * (1 << BITS))
-    in_files = (sum(len(chunk.records) for chunk in read_chunks(file)) for file in files)
+    in_files = (sum(len(chunk.records) for chunk in read_chunks(file, columns=())) for file in files)
     drawn = (islice(_numbers(options.seed, name, place), records) for place, records in enumerate(in_files))
     lowest = heapq.nsmallest(part, chain.from_iterable(drawn))
     return lowest[-1] + 1 if lowest else 0
