@@ -171,7 +171,11 @@ def test_a_table_row_that_is_not_utf8_is_a_bad_record_that_names_its_column(tmp_
     for path in (tmp_path / "a.parquet", tmp_path / "arrow"):
         (_, first), (_, second), (_, third) = read(path)
         assert (first, third) == ({"id": 1, "text": "a"}, {"id": 3, "text": "c"})
-        assert (second["id"], second["text"].reason, str(second["text"])) == (2, "not_utf8", "column text must be UTF-8")
+        assert (second["id"], second["text"].reason, str(second["text"])) == (
+            2,
+            "not_utf8",
+            "column text must be UTF-8",
+        )
 
 
 def test_tables_of_other_types_are_read(tmp_path: Path) -> None:

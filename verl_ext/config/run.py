@@ -367,6 +367,9 @@ def dataset_class(config: Any) -> type[PackDataset]:
         raise ValueError(
             f"data.custom_cls.name must name a subclass of verl_ext.data.PackDataset; got {name} of {path}"
         )
+    if lacking := sorted(named.__abstractmethods__):
+        members = f"all members of {PackDataset.__name__}"
+        raise ValueError(f"data.custom_cls.name must be a class with {members}; {name} lacks {', '.join(lacking)}")
     return named
 
 

@@ -5,7 +5,7 @@ conf/data/NAME.yaml, which names the class.
 """
 
 import os
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -185,7 +185,7 @@ def split_rows(samples: int, split: str | None, train_ratio: float, seed: int) -
     return rows
 
 
-class PackDataset(torch.utils.data.Dataset):
+class PackDataset(torch.utils.data.Dataset, ABC):
     """A dataset of P packs, which are planned before any of them is read.
 
     Pack k is a dict of 1-D tensors of one length: input_ids, position_ids (from 0 in every document), loss_mask and

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from verl_ext.files import atomic_write, checksum_by_blocks, fingerprint, write_json
+from verl_ext.files import ChecksumFile, atomic_write, fingerprint, write_json
 from verl_ext.text.arrow_folder import STATE, Shard, read_shards
 from verl_ext.text.documents import Documents
 
@@ -51,7 +51,7 @@ class DatasetWriter:
     def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES, texts: Sequence[str] = ()) -> None:
         self.folder, self.shard_bytes, self.texts = folder, shard_bytes, tuple(texts)
         self.weighted = False
-        self._shards: list[tuple[Path, bool]] = []  # path, has loss_weight
+        self._shards: list[tuple[Path, bool, ChecksumFile]] = []  # path, has loss_weight, what was written
         self._pending: list[pa.RecordBatch] = []
         self._pending_tokens = 0
         self._sink: Any = None
@@ -76,12 +76,12 @@ class DatasetWriter:
         self._write_pending()
         self.abandon()
         shards = []
-        for number, (path, has_weights) in enumerate(self._shards):
+        for number, (path, has_weights, written) in enumerate(self._shards):
             if self.weighted and not has_weights:
-                _add_weights(path, _schema(True, self.texts))
+                written = _add_weights(path, _schema(True, self.texts))
             named = self.folder / f"data-{number:05d}-of-{len(self._shards):05d}.arrow"
             os.replace(path, named)
-            shards.append(Shard(named.name, os.path.getsize(named), checksum_by_blocks(named)))
+            shards.append(Shard(named.name, written.tell(), written.checksum))
         _write_metadata(self.folder, shards, _schema(self.weighted, self.texts))
 
     def abandon(self) -> None:
@@ -97,8 +97,8 @@ class DatasetWriter:
         self._pending, self._pending_tokens = [], 0
         if self._stream is None:
             path = self.folder / f"part-{len(self._shards):05d}.arrow"
-            self._shards.append((path, self.weighted))
-            self._sink = self._open.enter_context(pa.OSFile(str(path), "wb"))
+            self._sink = self._open.enter_context(ChecksumFile(path))
+            self._shards.append((path, self.weighted, self._sink))
             schema = _schema(self.weighted, self.texts)
             self._stream = self._open.enter_context(pa.ipc.new_stream(self._sink, schema))
         self._stream.write_table(table)
@@ -164,16 +164,17 @@ def _schema(weighted: bool, texts: tuple[str, ...]) -> pa.Schema:
     return schema.with_metadata({**schema.metadata, **MARK})
 
 
-def _add_weights(shard: Path, schema: pa.Schema) -> None:
-    """Rewrite a shard, batch by batch, with the column loss_weight = 1."""
+def _add_weights(shard: Path, schema: pa.Schema) -> ChecksumFile:
+    """Rewrite a shard, batch by batch, with the column loss_weight = 1; return what was written."""
     with (
         atomic_write(shard) as partial,
         pa.memory_map(str(shard)) as source,
         pa.ipc.open_stream(source) as reader,
-        pa.OSFile(str(partial), "wb") as sink,
+        ChecksumFile(partial) as sink,
         pa.ipc.new_stream(sink, schema) as writer,
     ):
         for batch in reader:
             ids = batch.column("input_ids")
             weights = pa.ListArray.from_arrays(ids.offsets, pa.array(np.ones(len(ids.values), np.float32)))
             writer.write_batch(pa.RecordBatch.from_arrays([*batch.columns, weights], schema=schema))
+    return sink
