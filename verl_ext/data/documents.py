@@ -48,6 +48,9 @@ class DocumentOptions(SFTOptions):
     def problems(self) -> Iterable[str | None]:
         if self.mixture is not None:
             yield f"data.mixture must be null for a dataset class of one's own; got {show(self.mixture)}"
+        yield from self.document_problems()
+        if self.category_names is not None:
+            yield "data.category_names must be null for a dataset class of one's own, whose `categories` has the names"
 
     @override
     def path_problems(self, key: str, paths: Any) -> Iterable[str]:

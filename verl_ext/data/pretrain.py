@@ -75,6 +75,7 @@ class PreTrainOptions(TextSetOptions, DocumentOptions):
         if self.mixture is not None:
             yield "data.mixture must be null for data=pretrain, which reads text; got a mixture"
         yield from DocumentOptions.problems(self)
+        yield from self.document_problems()
 
     @override
     def path_problems(self, key: str, paths: Any) -> Iterable[str]:
