@@ -153,8 +153,8 @@ def parquet_tables(
             if not owners:
                 raise pa.ArrowInvalid(f"its schema has no column {path}")
             leaves[max(owners, key=len)].append(leaf)
-        others = names if columns is not None else []
-        known = {name: _presence(leaves[name], facts.num_rows) for name in others if name not in columns}
+        unread = [] if columns is None else [name for name in names if name not in columns]
+        known = {name: _presence(leaves[name], facts.num_rows) for name in unread}
         fills = {name: pa.scalar(True if it_is else None) for name, it_is in known.items() if it_is is not None}
         read = [name for name in names if name not in fills]
         size = sum(leaf.total_uncompressed_size for name in read for leaf in leaves[name])
