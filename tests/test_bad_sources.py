@@ -169,8 +169,13 @@ def test_a_table_row_that_is_not_utf8_is_a_bad_record_that_names_its_column(tmp_
     pq.write_table(table, tmp_path / "a.parquet")
     Dataset(table).save_to_disk(tmp_path / "arrow")
     for path in (tmp_path / "a.parquet", tmp_path / "arrow"):
-        records = [record for _, record in read(path)]
-        assert records == [{"id": 1, "text": "a"}, "not_utf8: column text must be UTF-8", {"id": 3, "text": "c"}]
+        (_, first), (_, second), (_, third) = read(path)
+        assert (first, third) == ({"id": 1, "text": "a"}, {"id": 3, "text": "c"})
+        assert (second["id"], second["text"].reason, str(second["text"])) == (
+            2,
+            "not_utf8",
+            "column text must be UTF-8",
+        )
 
 
 def test_tables_of_other_types_are_read(tmp_path: Path) -> None:
@@ -186,7 +191,8 @@ def test_tables_of_other_types_are_read(tmp_path: Path) -> None:
     pq.write_table(table, tmp_path / "a.parquet")
     (_, first), (_, second) = read(tmp_path / "a.parquet")
     assert {**first, "when": 0} == {"text": "a", "large": "x", "binary": b"x", "nested": {"a": [1]}, "when": 0}
-    assert second.startswith("unreadable_row: column when cannot be read: ")
+    assert str(second.pop("when")).startswith("column when cannot be read: ")
+    assert second == {"text": "b", "large": None, "binary": b"\xff", "nested": {}}
 
 
 def test_columns_of_one_name_are_refused(tmp_path: Path) -> None:
@@ -321,3 +327,12 @@ def test_a_chat_template_that_is_no_jinja_is_refused_with_its_line(tmp_path: Pat
     base = [f"sources={{a:{source}}}", f"output_dir={tmp_path}/out", f"model.path={tmp_path}/model", "num_workers=1"]
     with pytest.raises(UsageError, match=r"chat_template must be a Jinja template; got .*a\.jinja, line [0-9]+: "):
         tokenize(read_options(TokenizeOptions, [*base, f"chat_template={tmp_path}/a.jinja"]))
+
+
+def test_a_zst_file_with_a_window_that_is_not_read_says_how_to_unpack_it(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd\x00\xa8" + b"\x01\x00\x00")  # a window of 2 GiB
+    told = refusal(tmp_path / "a.jsonl.zst")
+    assert told == (
+        f"{tmp_path}/a.jsonl.zst: cannot be read: it was packed with a window above 128 MiB: "
+        "unpack it with zstd -d --long=31"
+    )

@@ -26,21 +26,25 @@ def steps_of(order, batch_size):
     return [order[at : at + batch_size] for at in range(0, len(order), batch_size)]
 
 
-@given(st.lists(st.integers(0, 1000), min_size=1, max_size=20))
-def test_the_cost_of_a_document_is_linear_plus_quadratic(lengths):
-    assert CostModel(3, 2).documents(lengths).tolist() == [3 * n + 2 * n * n for n in lengths]
-
-
 @pytest.mark.parametrize(("length", "window", "cost"), [(4, 4, 16), (5, 4, 24), (7, 1, 13), (3, None, 9)])
 def test_a_window_makes_the_cost_linear_beyond_it(length, window, cost):
     assert CostModel(0, 0, 1, window).documents([length]).tolist() == [cost]
 
 
-@given(st.lists(st.integers(1, 50), max_size=40))
-def test_the_cost_of_a_pack_is_the_sum_over_its_documents(lengths):
-    plan = plan_packs(lengths, 50)
-    expected = [sum(3 * lengths[d] + lengths[d] ** 2 for d in plan.documents(p)) for p in range(plan.num_packs)]
-    assert CostModel(3, 1).packs(plan, lengths).tolist() == expected
+@given(
+    st.lists(st.integers(1, 10**6), max_size=40),
+    st.sampled_from([CostModel(3, 1), CostModel(70 * 10**9, 10**6, 10**5, 4096), CostModel(6 * 10**12, 10**7)]),
+)
+def test_the_cost_of_a_pack_is_the_exact_sum_over_its_documents_rounded_once(lengths, cost):
+    plan = plan_packs(lengths, 10**6)
+    reach = [length if cost.window is None else min(length, cost.window) for length in lengths]
+    exact = [
+        cost.linear * length + cost.quadratic * length**2 + cost.windowed * within * (2 * length - within)
+        for length, within in zip(lengths, reach, strict=True)
+    ]
+    assert cost.documents(lengths).tolist() == [float(value) for value in exact]
+    expected = [float(sum(exact[d] for d in plan.documents(p))) for p in range(plan.num_packs)]
+    assert cost.packs(plan, lengths).tolist() == expected
 
 
 @settings(deadline=None)

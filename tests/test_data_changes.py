@@ -17,7 +17,8 @@ from verl_ext.checkpoint.layout import saved_folders
 from verl_ext.data import SFTDataSet
 from verl_ext.data.content import DataFiles
 from verl_ext.data.reading import ONE_RANK, DataFile
-from verl_ext.files import checksum, fingerprint, joined
+from verl_ext.files import checksum, checksum_by_blocks, fingerprint, joined
+from verl_ext.text.arrow_folder import read_shards
 from verl_ext.text.documents import Counts, Documents
 from verl_ext.text.tokenized import DatasetWriter
 
@@ -78,6 +79,21 @@ def test_a_tokenized_folder_whose_content_changed_is_refused(tmp_path):
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(ValueError, match=r"bytes and had .* when it was tokenized"):
         SFTDataSet(folder, 64)
+
+
+def test_shards_are_recorded_with_the_sizes_and_checksums_of_their_files(tmp_path, monkeypatch):
+    monkeypatch.setattr("verl_ext.files.BLOCK", 700)
+    writer = DatasetWriter(tmp_path, shard_bytes=900)
+    for number in range(6):  # weights come late, so that the first shards are written once more
+        ids, mask = np.arange(300, dtype=np.int32), np.ones(300, np.int8)
+        weights = np.full(300, 0.5, np.float32) if number == 4 else None
+        writer.add(Documents(1, 0, ids, mask, np.array([300], np.int32), weights, Counts()))
+    writer.close()
+    shards = read_shards(tmp_path)
+    assert len(shards) == 6
+    for shard in shards:
+        assert shard.bytes == (tmp_path / shard.name).stat().st_size > 700
+        assert shard.xxh3_128 == checksum_by_blocks(tmp_path / shard.name)
 
 
 def test_the_checksum_of_a_long_file_is_that_of_its_blocks(tmp_path, monkeypatch):

@@ -29,6 +29,7 @@ from tests.document_texts import random_words, write_texts
 from tests.pretrain_files import texts_of, word_tokenizer, write_jsonl
 from tests.tokenized_data import random_documents, write_tokenized
 from verl_ext.data import BABILongDataset, MultiDocDataset, PreTrainDataset, SFTDataSet
+from verl_ext.values import options_of
 
 pytestmark = pytest.mark.slow
 
@@ -141,3 +142,25 @@ def test_verls_own_trainer_trains_on_packs(files, tmp_path, monkeypatch):
     losses = [line["train/loss"] for line in lines if "train/loss" in line]
     assert len(losses) == 8
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("dataset", OPTIONS, ids=lambda dataset: dataset.__name__)
+def test_a_key_that_resembles_an_option_is_refused_with_its_name(dataset, files, tmp_path):
+    taken = set(composed(dataset, files[dataset], tmp_path).data) | {"cost", "seed"}  # too short to be told apart
+    for name in set(options_of(dataset.Options)) - taken:
+        swapped = f"{name[:3]}{name[4]}{name[3]}{name[5:]}" if len(name) > 5 else f"{name}{name[-1]}"
+        if swapped == name or swapped in taken:
+            continue
+        with pytest.raises(ValueError, match=rf"^unknown key data\.{swapped}; nearest: data\.{name}$"):
+            rows_of(dataset, files[dataset], tmp_path, f"+data.{swapped}=1")
+
+
+def test_what_verl_would_cut_is_refused_and_other_keys_without_effect_are_said(files, tmp_path, caplog):
+    for cut in ("left", "right"):
+        with pytest.raises(ValueError, match=rf"^data\.truncation must be error; data\.over_length=.*; got {cut}$"):
+            rows_of(SFTDataSet, files[SFTDataSet], tmp_path, f"data.truncation={cut}")
+    rows_of(SFTDataSet, files[SFTDataSet], tmp_path, "data.max_length=100", "+data.apply_chat_template_kwargs.a=1")
+    assert [line.split(" has no effect")[0] for line in caplog.messages if "no effect" in line] == [
+        "data.max_length=100",
+        "data.apply_chat_template_kwargs={'a': 1}",
+    ]

@@ -161,6 +161,50 @@ def test_documents_come_from_files_folders_globs_and_records_alike(opened, texts
     assert all(ids(opened(form, sampling="in_order", seq_len=1000)[0]) == STREAM for form in forms)
 
 
+@pytest.mark.parametrize("sampling", ["random_starts", "document_stream", "in_order"])
+def test_a_single_document_is_cut_in_two_whose_samples_never_overlap(opened, tmp_path, sampling):
+    path = write_index(tmp_path / "one" / "book", [range(1, 1001)])  # a token is its place, from 1
+    parts = {
+        part: opened(path, split=part, train_ratio=0.8, sampling=sampling, validates=part == "val")
+        for part in ("train", "val")
+    }
+    cut = int(0.8 * (1000 - 16))
+    for part, (first, last) in {"train": (1, cut), "val": (cut + 17, 1000)}.items():
+        rows = [ids(parts[part][k]) for k in range(len(parts[part]))]
+        if part == "val" or sampling != "document_stream":  # whose epochs go on at the beginning
+            assert all(row == list(range(row[0], row[0] + len(row))) for row in rows)
+        seen = {token for row in rows for token in row}
+        assert first <= min(seen)
+        assert max(seen) <= last
+        assert parts[part].token_range == (first, last)
+        (place,) = parts[part].documents_of(0)[:1]
+        assert (place.row, place.start) == (0, rows[0][0] - 1)
+        copy = pickle.loads(pickle.dumps(parts[part]))
+        assert ids(copy[len(copy) - 1]) == rows[-1]
+        (row,) = parts[part].changed_documents()
+        assert (row.reason, row.tokens_kept, row.tokens_removed) == (
+            "cut into training and validation",
+            last - first + 1,
+            16,
+        )
+    assert {token for k in range(len(parts["val"])) for token in ids(parts["val"][k])} == set(range(cut + 17, 1001))
+    assert parts["train"].digest != parts["val"].digest
+
+
+def test_a_single_document_too_short_for_two_parts_is_refused(opened, tmp_path):
+    path = write_index(tmp_path / "one" / "book", [range(1, 17)])
+    with pytest.raises(
+        ValueError, match=r"book: data\.train_ratio must leave two parts .*seq_len=16 .* got 0\.8 of 16"
+    ):
+        opened(path, split="train", train_ratio=0.8)
+
+
+def test_a_stream_counts_samples_and_documents_by_their_names(opened):
+    dataset = opened(seq_len=8)
+    (line, *_) = report_lines({"train": data_facts(dataset)})
+    assert line.startswith(f"train: {len(dataset)} samples of {len(TEXTS)} documents, {8 * len(dataset)} tokens")
+
+
 def test_a_split_by_document_shares_none(opened):
     parts = {
         part: opened(split=part, train_ratio=0.7, sampling="in_order", seq_len=1000, validates=part == "val")

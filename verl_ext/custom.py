@@ -1,11 +1,13 @@
 """Classes and functions of the user, given by file and name: `data.custom_cls`, `loss.custom_cls`, `eval.score`."""
 
-import functools
 import importlib
 import importlib.util
 import os
+import re
 import sys
 import traceback
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +19,8 @@ _PACKAGE = "pkg://"
 def custom_object(node: str, path: str | None, name: str | None) -> Any:
     """Return the object that `node`.path and `node`.name refer to.
 
-    path: a Python file, or pkg://module for an installed module. A process executes a file only once.
+    path: a Python file, or pkg://module for an installed module. A process executes a file only once, whatever options
+    name it, and the name of its module is the same in all processes.
 
     Raises:
         ValueError: If one of the two is missing, if the file or the name does not exist, or if the file raises.
@@ -46,7 +49,22 @@ def _member(key: str, module: ModuleType, path: str, name: str) -> Any:
     return getattr(module, name)
 
 
-@functools.cache
+class _Files(MetaPathFinder):
+    """A finder of users' files by their modules' names, for another process that unpickles their objects."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Return the module of a file, or None for a name that is no file's."""
+        below = name.removeprefix(f"{__name__}.")
+        if below == name or not re.fullmatch("([0-9a-f]{2})+", below):
+            return None
+        return importlib.util.spec_from_file_location(name, bytes.fromhex(below).decode())
+
+
+__path__: list[str] = []  # so that modules may have names below this one
+sys.meta_path.append(_Files)
+
+
 def _module(key: str, path: str) -> ModuleType:
     file = path.removeprefix("file://")
     if not path.startswith(_PACKAGE) and not os.path.isfile(file):
@@ -54,13 +72,9 @@ def _module(key: str, path: str) -> ModuleType:
     try:
         if path.startswith(_PACKAGE):
             return importlib.import_module(path.removeprefix(_PACKAGE).replace("/", "."))
-        name = f"verl_ext_custom_{abs(hash(os.path.abspath(file)))}"
-        spec = importlib.util.spec_from_file_location(name, file)
-        if spec is None or spec.loader is None:
+        if not file.endswith(".py"):
             raise ImportError("its name must end in .py")
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses and pickle look there
-        spec.loader.exec_module(module)
-        return module
+        return importlib.import_module(f"{__name__}.{os.path.abspath(file).encode().hex()}")
     except Exception as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename.endswith(file)]
         line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None

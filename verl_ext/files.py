@@ -11,6 +11,7 @@ import contextlib
 import errno
 import functools
 import hashlib
+import io
 import json
 import logging
 import os
@@ -68,6 +69,46 @@ def checksum(path: str | os.PathLike[str], begin: int = 0, most: int | None = No
 def checksum_by_blocks(path: str | os.PathLike[str]) -> str:
     """Return the :func:`checksum` of a file up to 1 GiB, or the :func:`joined` ones of a larger file's 1 GiB blocks."""
     return joined([checksum(path, begin, BLOCK) for begin in range(0, max(os.path.getsize(path), 1), BLOCK)])
+
+
+class ChecksumFile(io.RawIOBase):
+    """A new file that computes its :func:`checksum_by_blocks` while it is written."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__()
+        self._file = open(path, "wb", buffering=0)  # noqa: SIM115 (`close` closes it)
+        self._size = 0
+        self._blocks = [xxhash.xxh3_128()]
+
+    def writable(self) -> bool:
+        """Return True."""
+        return True
+
+    def write(self, data: Any) -> int:
+        """Write all bytes of `data`."""
+        view = memoryview(data).cast("B")
+        done = 0
+        while done < len(view):
+            if self._size and self._size % BLOCK == 0:
+                self._blocks.append(xxhash.xxh3_128())
+            written = self._file.write(view[done : done + BLOCK - self._size % BLOCK])
+            self._blocks[-1].update(view[done : done + written])
+            self._size, done = self._size + written, done + written
+        return done
+
+    def tell(self) -> int:
+        """Return the number of bytes written."""
+        return self._size
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+        super().close()
+
+    @property
+    def checksum(self) -> str:
+        """The checksum of what was written."""
+        return joined([block.hexdigest() for block in self._blocks])
 
 
 def joined(blocks: Sequence[str]) -> str:

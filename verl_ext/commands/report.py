@@ -48,6 +48,8 @@ class Report:
         name = list(self.sources)[documents.category_id - 1]
         self.sources[name].add(documents.counts)
         self.chat_template = self.chat_template or documents.chat_template
+        if documents.token_categories is not None:  # whose numbers have no names
+            self.numbers = {}
         self.previews[name] += documents.preview[: self._preview - len(self.previews[name])]
         for category, own in documents.category_counts.items():
             self.categories.setdefault(category, Counts()).add(own)

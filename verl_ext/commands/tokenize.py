@@ -29,11 +29,13 @@ from verl_ext.text.chat_rendering import ChatOptions
 from verl_ext.text.dataset_folder import SHARD_BYTES, DatasetWriter
 from verl_ext.text.documents import Documents, previews_text
 from verl_ext.text.readers import CHUNK, Chunk, ChunkSize, read_chunks
+from verl_ext.text.records import read_columns
 from verl_ext.text.sources import SourceFile, find_source_files, total_bytes
+from verl_ext.text.token_records import COLUMNS, TokenRecordEncoder, has_tokens
 from verl_ext.text.tokenized import write_documents
 from verl_ext.text.tokenizer import tokenizer_module
 from verl_ext.text.workers import available_cpus, ordered_results, ray_results
-from verl_ext.values import DataError, option
+from verl_ext.values import DataError, UsageError, option
 
 BITS = 128
 RAY_CHUNK = ChunkSize(1024, 1 << 20)  # a task costs the driver a millisecond or two
@@ -44,7 +46,7 @@ class TokenizeOptions(ChatOptions, SourceOptions):
     """Tokenize chats and texts once, with a loss mask and categories, into memory-mapped files or Megatron's format.
 
     The fields of a record determine its shape (verl_ext/text/shapes.py lists the shapes). The name of a source is the
-    category of its records.
+    category of its records. Records with input_ids, loss_mask and category_ids are copied.
     """
 
     backend: str = option(
@@ -128,17 +130,18 @@ def write_dataset(
     num_bytes = total_bytes(files)
     report = Report(options, list(options.sources), options.preview)
     chunks = _sampled_chunks(files, options, report.read, chunk_size)
-    make_encoder = partial(ChatEncoder, options, list(options.sources), options.preview)
+    encoder: type[ChatEncoder | TokenRecordEncoder] = TokenRecordEncoder if has_tokens(files) else ChatEncoder
+    if encoder is TokenRecordEncoder and options.format == "megatron":
+        raise UsageError("format must be arrow for tokenized records, whose category_ids it stores; got megatron")
+    make_encoder = partial(encoder, options, list(options.sources), options.preview)
     if options.backend == "ray":
-        results = _on_ray(options, make_encoder, chunks)
+        results = _on_ray(options, encoder, make_encoder, chunks)
     else:
         num_workers = options.num_workers or available_cpus()
         if num_bytes is not None:
             num_workers = min(num_workers, max(math.ceil(num_bytes / chunk_size.bytes), 1))
         preload = [tokenizer_module()]
-        results = ordered_results(
-            make_encoder, ChatEncoder.encode, chunks, num_workers, name="tokenize", preload=preload
-        )
+        results = ordered_results(make_encoder, encoder.encode, chunks, num_workers, name="tokenize", preload=preload)
     writer: DatasetWriter | MaskedIndexes
     if options.format == "megatron":
         writer = MaskedIndexes({f"sources.{name}": folder / name for name in options.sources})
@@ -156,13 +159,18 @@ def write_dataset(
     return report
 
 
-def _on_ray(options: TokenizeOptions, make: Callable[[], ChatEncoder], chunks: Iterator[Chunk]) -> Iterator[Documents]:
+def _on_ray(
+    options: TokenizeOptions,
+    encoder: type[ChatEncoder | TokenRecordEncoder],
+    make: Callable[[], Any],
+    chunks: Iterator[Chunk],
+) -> Iterator[Documents]:
     """Yield the documents of the chunks in order, encoded by tasks of a Ray cluster."""
     make_same = partial(_same_encoder, make, make().fingerprint(), versions(), gethostname())
     with ray_cluster(options.num_workers or available_cpus()):
         yield from ray_results(
             make_same,
-            ChatEncoder.encode,
+            encoder.encode,
             chunks,
             options.num_workers,
             name="tokenize",
@@ -170,9 +178,7 @@ def _on_ray(options: TokenizeOptions, make: Callable[[], ChatEncoder], chunks: I
         )
 
 
-def _same_encoder(
-    make: Callable[[], ChatEncoder], fingerprint: str, driver_versions: Mapping[str, str], driver: str
-) -> ChatEncoder:
+def _same_encoder(make: Callable[[], Any], fingerprint: str, driver_versions: Mapping[str, str], driver: str) -> Any:
     """Return the encoder of a Ray worker; raise `DataError` if packages or tokenizer differ from the driver's."""
     if lines := differences({driver: driver_versions, f"{gethostname()}, a worker": versions()}):
         raise DataError("; ".join(lines))
@@ -188,12 +194,13 @@ def _sampled_chunks(
     files: Sequence[SourceFile], options: TokenizeOptions, read: Counter[str], size: ChunkSize
 ) -> Iterator[Chunk]:
     """Yield the chunks of the files with the drawn records alone; `read` counts all records by source."""
+    columns = {*read_columns(options.columns, options.category_field), *COLUMNS}
     for number, name in enumerate(options.sources, start=1):
         own = [file for file in files if file.category_id == number]
         limit = _sample_limit(options, name, own)
         for place, file in enumerate(own):
             numbers = _numbers(options.seed, name, place)
-            for chunk in read_chunks(file, size):
+            for chunk in read_chunks(file, size, columns):
                 read[name] += len(chunk.records)
                 if limit is not None:
                     chunk = replace(chunk, records=[record for record in chunk.records if next(numbers) < limit])
@@ -210,7 +217,7 @@ def _sample_limit(options: TokenizeOptions, name: str, files: Sequence[SourceFil
         return None
     if isinstance(part, float):
         return round(part * (1 << BITS))
-    in_files = (sum(len(chunk.records) for chunk in read_chunks(file)) for file in files)
+    in_files = (sum(len(chunk.records) for chunk in read_chunks(file, columns=())) for file in files)
     drawn = (islice(_numbers(options.seed, name, place), records) for place, records in enumerate(in_files))
     lowest = heapq.nsmallest(part, chain.from_iterable(drawn))
     return lowest[-1] + 1 if lowest else 0

@@ -24,6 +24,7 @@ from verl_ext.config.model import PackedModel, model_kind
 from verl_ext.config.upstream import upstream_problems
 from verl_ext.config.weights import ModelOptions
 from verl_ext.custom import custom_object
+from verl_ext.data.collated import CollatedDataset, is_collated
 from verl_ext.data.dataset import DataOptions, DatasetOptions, PackDataset
 from verl_ext.data.sft import SFTDataSet
 from verl_ext.engines.schedule import ScheduleOptions, StepOptimizerConfig
@@ -359,8 +360,10 @@ def worker_config(values: Mapping[str, Any], total_steps: int) -> Any:
 def dataset_class(config: Any) -> type[PackDataset]:
     """Return `SFTDataSet`, or the `PackDataset` of `data.custom_cls.path` and `data.custom_cls.name`.
 
+    A class with a `collate_fn`, which packs by itself, is read through a `CollatedDataset`.
+
     Raises:
-        ValueError: If there is no such class, or it is no `PackDataset`, whose packs and categories the trainer needs.
+        ValueError: If there is no such class, or it is neither, or lacks a member that the trainer needs.
     """
     custom = config["data"]["custom_cls"]
     path, name = custom.get("path"), custom.get("name")
@@ -368,9 +371,13 @@ def dataset_class(config: Any) -> type[PackDataset]:
         return SFTDataSet
     named = custom_object("data.custom_cls", path, name)
     if not (isinstance(named, type) and issubclass(named, PackDataset)):
-        raise ValueError(
-            f"data.custom_cls.name must name a subclass of verl_ext.data.PackDataset; got {name} of {path}"
-        )
+        if is_collated(named):
+            return CollatedDataset
+        known = "a subclass of verl_ext.data.PackDataset, or a class with __len__, __getitem__ and a collate_fn"
+        raise ValueError(f"data.custom_cls.name must name {known}; got {name} of {path}")
+    if lacking := sorted(named.__abstractmethods__):
+        members = f"all members of {PackDataset.__name__}"
+        raise ValueError(f"data.custom_cls.name must be a class with {members}; {name} lacks {', '.join(lacking)}")
     return named
 
 

@@ -83,6 +83,7 @@ class BABILongOptions(TextSetOptions, SampleOptions):
     @override
     def problems(self) -> Iterable[str | None]:
         yield from SampleOptions.problems(self)
+        yield from self.document_problems()
         if self.max_tokens not in (None, self.max_length):
             yield f"data.max_tokens must be data.max_length={self.max_length} for BABILong; got {self.max_tokens}"
         if self.mixture is not None:

@@ -122,18 +122,31 @@ def _read_file(path: Path) -> dict[int, str]:
         raise ValueError(f"{path} must be JSON; {first_line(error)}") from error
     if not isinstance(pairs, list) or not all(isinstance(pair, tuple) for pair in pairs):
         raise ValueError(f'{path} must be an object like {{"1": "gsm8k"}}; got {str(pairs)[:60]}')
+    return _names_of(path, pairs)
+
+
+def read_names(given: Any) -> dict[int, str]:
+    """Return the names of {number: name}, whose keys may be texts; {} for None. Raises ValueError."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise ValueError(f"it must be a mapping; got {given!r}")
+    return _names_of("it", [(str(number), name) for number, name in given.items()])
+
+
+def _names_of(source: object, pairs: Iterable[tuple[str, Any]]) -> dict[int, str]:
     names: dict[int, str] = {}
     for text, name in pairs:
         is_number = text.isascii() and text.isdigit() and len(text) <= len(str(_HIGHEST))
         number = int(text) if is_number else 0
         if not 0 < number <= _HIGHEST:
-            raise ValueError(f"{path} must have category numbers of 1 to {_HIGHEST} as its keys; got {text[:80]!r}")
+            raise ValueError(f"{source} must have category numbers of 1 to {_HIGHEST} as its keys; got {text[:80]!r}")
         if number in names:
-            raise ValueError(f"{path} must name each category once; got {text!r} twice")
+            raise ValueError(f"{source} must name each category once; got {text!r} twice")
         if not isinstance(name, str) or not name.strip():
-            raise ValueError(f"{path} must give category {text} a name; got {name!r}")
+            raise ValueError(f"{source} must give category {text} a name; got {name!r}")
         names[number] = name
-    _check_names(path, names)
+    _check_names(source, names)
     return names
 
 
@@ -173,13 +186,21 @@ class CategoryTable:
         return _Lookup({number: index for index, number in enumerate((0, *self.ids))}, missing=-1)
 
     @classmethod
-    def read(cls, folders: str | Sequence[str], category_ids: Iterable[int] = ()) -> "CategoryTable":
+    def read(
+        cls,
+        folders: str | Sequence[str],
+        category_ids: Iterable[int] = (),
+        given: Mapping[int, str] | None = None,
+    ) -> "CategoryTable":
         """Return the table of categories.json and `category_ids`; an id without a name is named by its number.
+
+        given: names of these numbers, which win.
 
         Raises:
             ValueError: if a file is not {"1": "name", …}, or two ids have the same name.
         """
         names = CategoryNumbers.read([folders] if isinstance(folders, str) else folders).names
-        named = {number: names.get(number, str(number)) for number in sorted({*names, *category_ids})}
-        _check_names(CATEGORIES, named)
+        numbers, names = sorted({*names, *category_ids}), {**names, **(given or {})}
+        named = {number: names.get(number, str(number)) for number in numbers}
+        _check_names(f"data.category_names and {CATEGORIES}" if given else CATEGORIES, named)
         return cls(tuple(named), tuple(named.values()))

@@ -4,10 +4,13 @@ A family is one module of this package, with a PackDataset and the dataclass of 
 conf/data/NAME.yaml, which names the class.
 """
 
+import logging
 import os
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -21,9 +24,12 @@ from verl_ext.data.left_out import DroppedDocuments
 from verl_ext.data.mixture import MixtureRow
 from verl_ext.data.reading import DataFile, Ranks
 from verl_ext.packing import CostModel
-from verl_ext.values import REQUIRED, Options, OptionsT, check_choice, option, options_of
+from verl_ext.values import REQUIRED, Options, OptionsT, check_choice, option, options_of, plain, refuse
 
 DIGEST = "the digest of the documents in data.train_dir"  # the key of `PackDataset.digest` in a checkpoint
+
+
+_logger = logging.getLogger(__name__)
 
 
 class RunLength(NamedTuple):
@@ -108,7 +114,12 @@ class DatasetOptions(Options):
 
     @classmethod
     def read(cls: type[OptionsT], values: Mapping[str, Any], **given: Any) -> OptionsT:
-        """Read options like Options.read; raise TypeError for a name in `given` that is not an option."""
+        """Read options like Options.read; raise TypeError for a name in `given` that is not an option.
+
+        In verl's own trainer nothing else checks the data node: a key that resembles an option, and a way to cut that
+        has no effect, are refused, and other keys without effect are logged.
+        """
+        refuse(_foreign_problems(cls, plain(values)))
         if unknown := given.keys() - options_of(cls).keys():
             raise TypeError(f"{cls.__name__} has no option {', '.join(sorted(unknown))}")
         return super().read(values, **given)  # type: ignore[misc]
@@ -142,6 +153,34 @@ class DatasetOptions(Options):
     def path_problems(self, key: str, paths: Any) -> Iterable[str]:
         """Yield a line for each path that the family cannot read; called before a model is read."""
         return ()
+
+
+# Keys of verl's data node, in any version, that resemble options of a family that has no such option.
+_VERLS = ("train_files", "val_files", "truncation", "max_length", "messages_key", "tools_key", "pad_mode", "use_shm")
+_VERLS_LENGTH = 1024  # the default of data.max_length there
+_NEAR = 0.85  # the least likeness of two names that are taken for one
+
+
+def _foreign_problems(family: type[DatasetOptions], node: Mapping[str, Any]) -> Iterator[str]:
+    known = {**options_of(DataOptions), **options_of(family)}
+    for name in node:
+        if name not in known and name not in _VERLS:
+            for near in get_close_matches(str(name), known, 1, _NEAR):
+                yield f"unknown key data.{name}; nearest: data.{near}"
+    if "truncation" not in known and (cut := node.get("truncation")) not in (None, "error"):
+        yield f"data.truncation must be error; data.over_length=drop|truncate|split says what is cut; got {cut}"
+    length = node.get("max_length")
+    if "max_length" not in known and length not in (None, _VERLS_LENGTH, node.get("max_tokens")):
+        _notice(
+            f"data.max_length={length} has no effect: the data is tokenized, and data.max_tokens is a pack's budget"
+        )
+    if template := node.get("apply_chat_template_kwargs"):
+        _notice(f"data.apply_chat_template_kwargs={template} has no effect: the data is tokenized, or is no chat")
+
+
+@cache
+def _notice(line: str) -> None:
+    _logger.warning("%s", line)
 
 
 def named_paths(key: str, what: str, **given: Any) -> list[str]:
@@ -186,12 +225,13 @@ def split_rows(samples: int, split: str | None, train_ratio: float, seed: int) -
     rows = np.sort(shuffled[:train] if split == "train" else shuffled[train:])
     if len(rows) == 0:
         raise ValueError(
-            f"data.train_ratio must leave samples for training and for validation; got {train_ratio} of {samples}"
+            f"data.train_ratio must leave samples for training and for validation; got {train_ratio} of {samples}: "
+            "give data.val_dir, or data.train_ratio=1"
         )
     return rows
 
 
-class PackDataset(torch.utils.data.Dataset):
+class PackDataset(torch.utils.data.Dataset, ABC):
     """A dataset of P packs, which are planned before any of them is read.
 
     Pack k is a dict of 1-D tensors of one length: input_ids, position_ids (from 0 in every document), loss_mask and

@@ -13,8 +13,8 @@
 Packing, over-length documents, padding, reports and data checks work as for a tokenized folder.
 """
 
+import copyreg
 import os
-from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -48,6 +48,9 @@ class DocumentOptions(SFTOptions):
     def problems(self) -> Iterable[str | None]:
         if self.mixture is not None:
             yield f"data.mixture must be null for a dataset class of one's own; got {show(self.mixture)}"
+        yield from self.document_problems()
+        if self.category_names is not None:
+            yield "data.category_names must be null for a dataset class of one's own, whose `categories` has the names"
 
     @override
     def path_problems(self, key: str, paths: Any) -> Iterable[str]:
@@ -98,12 +101,12 @@ class DocumentDataset(SFTDataSet):
         self.paths = tuple(map(absolute_path, paths))
         return _Rows(self, key), None
 
-    @abstractmethod
     def row(self, document: int) -> Mapping[str, ArrayLike]:
         """Return one document: input_ids, loss_mask, category_ids and, in all rows or in none, loss_weight.
 
         Each has as many values as `lengths` says, or is one number for all tokens. The first token is never a target.
         """
+        raise NotImplementedError(f"{type(self).__name__} lacks row")
 
     def read_together(self, ranks: Ranks) -> None:
         """Scan all documents, each rank its share; this call is collective."""
@@ -149,6 +152,10 @@ class _Rows(TokenizedData):
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @override
+    def __reduce__(self) -> Any:
+        return copyreg.__newobj__, (type(self),), vars(self)  # type: ignore[attr-defined]
 
     def first_rows(self) -> NDArray[np.int64]:
         return np.array([0, len(self)])

@@ -33,7 +33,8 @@ class DroppedDocuments:
     packs, with nothing to learn from; cut documents are included).
 
     A cut BABILong prompt has the reason `context truncated` or `question truncated`, and a cut pretraining text has
-    `truncated to max_length`; their tokens are those before the cut. A record without a document has `bad record: …`,
+    `truncated to max_length`; their tokens are those before the cut. The only document of a stream may be `cut into
+    training and validation`; the tokens removed lie between the two. A record without a document has `bad record: …`,
     and one with names of special tokens has `special tokens encoded as text`. For reasons other than length, the
     category is known if verl-ext tokenized the documents.
     """

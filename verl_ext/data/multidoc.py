@@ -59,7 +59,8 @@ class MultiDocOptions(DatasetOptions, TextOptions):
     )
     train_ratio: float = option(
         1.0,
-        "share of each source's documents for training if val_dir is null; 1: no validation",
+        "share of each source's documents (of the tokens, if it is one document) for training if val_dir is null; "
+        "1: no validation",
         above=0,
         most=1,
         resume="same",
@@ -177,7 +178,7 @@ class MultiDocDataset(PackDataset):
         finder = SourceFinder(tokenizer, options, options.max_corpus_tokens, self._root, self.key)
         sources = finder.blended(options.blend) if uses_blend else finder.listed(paths)
         if split is not None:
-            sources = [source.part(split, options.train_ratio, options.seed) for source in sources]
+            sources = [source.part(split, options.train_ratio, options.seed, options.seq_len) for source in sources]
         self.sources = sources
         self.max_tokens = options.seq_len
         self.sampling = options.val_sampling if validates else self._train_sampling(node.get("num_samples"))
@@ -249,7 +250,7 @@ class MultiDocDataset(PackDataset):
             return {"token_range": np.array([min(low for low, _ in found), max(high for _, high in found)])}
 
         with ranks.guard():
-            files = [file_state(path) for source in self.sources for path in source.index.files]
+            files = [[*map(file_state, source.index.files), source.index.digest] for source in self.sources]
         found = found_once(f"range-{fingerprint(files)}", ranks, read, self._root)
         lowest, highest = found["token_range"].tolist()
         return lowest, highest
@@ -283,9 +284,9 @@ class MultiDocDataset(PackDataset):
     @override
     def documents_of(self, pack: int) -> list[PackedDocument]:
         source, (document, start, stop) = self._plan.pieces(range(len(self))[pack])
-        prefix = self.sources[source].index.prefix
-        pieces = zip(document.tolist(), start.tolist(), (stop - start).tolist(), strict=True)
-        return [PackedDocument(prefix, *piece) for piece in pieces]
+        index = self.sources[source].index
+        pieces = zip(document.tolist(), (start + index.first_token).tolist(), (stop - start).tolist(), strict=True)
+        return [PackedDocument(index.prefix, *piece) for piece in pieces]
 
     @property
     @override
@@ -372,14 +373,30 @@ class MultiDocDataset(PackDataset):
         return tokens if self.last_is_label else tokens - 1
 
     def changed_documents(self) -> list[DroppedDocuments]:
-        """Return, by source, the text records that gave no document and those with special tokens encoded as text."""
+        """Return, by source, the text records that gave no document and those with special tokens encoded as text.
+
+        A document of which this set has a part is named with the tokens between the two parts.
+        """
         found = [
             (source.name, f"bad record: {reason}", count)
             for source in self.sources
             for reason, count in sorted(source.bad_records.items())
         ]
         found += [(source.name, "special tokens encoded as text", source.special_tokens) for source in self.sources]
-        return [DroppedDocuments(*row) for row in found if row[2]]
+        changed = [DroppedDocuments(*row) for row in found if row[2]]
+        changed += [
+            DroppedDocuments(
+                source.name,
+                "cut into training and validation",
+                1,
+                source.num_tokens + source.left_out_tokens,
+                tokens_kept=source.num_tokens,
+                tokens_removed=source.left_out_tokens,
+            )
+            for source in self.sources
+            if source.left_out_tokens
+        ]
+        return changed
 
     @override
     def facts(self) -> dict[str, Any]:
@@ -393,4 +410,5 @@ class MultiDocDataset(PackDataset):
                 "epochs": round(samples * self.options.seq_len / max(source.num_tokens, 1), 3),
             }
             rows.append(row if source.weight is None else {**row, "weight": source.weight})
-        return {"sampling": self.sampling, "sources": rows}
+        documents = sum(row["documents"] for row in rows)
+        return {"sampling": self.sampling, "sources": rows, "samples": self._num, "documents": documents}

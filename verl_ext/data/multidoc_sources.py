@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from verl_ext.data.dataset import split_rows
 from verl_ext.data.megatron.blend import check_weights
-from verl_ext.data.megatron.index import SUFFIXES, TokenIndex
+from verl_ext.data.megatron.index import SUFFIXES, IndexPart, TokenIndex
 from verl_ext.data.megatron.samples import count_tokens
 from verl_ext.data.megatron.text_index import write_text_indexes
 from verl_ext.files import REPORT, fingerprint, write_json
@@ -37,7 +37,7 @@ class Source:
 
     weight: its share of a blend, None without a blend. documents: the numbers of its part of the split, None for all.
     For texts, bad_records counts the records without a document by reason, and special_tokens the records with names of
-    special tokens, which are encoded as text.
+    special tokens, which are encoded as text. left_out_tokens: those between the two parts of a single document.
     """
 
     name: str
@@ -47,6 +47,7 @@ class Source:
     bad_records: Mapping[str, int] = field(default_factory=dict)
     special_tokens: int = 0
     documents: NDArray[np.int64] | None = None
+    left_out_tokens: int = 0
 
     @property
     def key(self) -> str:
@@ -58,16 +59,32 @@ class Source:
         """The number of tokens."""
         return self.index.num_tokens if self.documents is None else count_tokens(self.index.lengths, self.documents)
 
-    def part(self, split: str, train_ratio: float, seed: int) -> "Source":
-        """Return the source with its documents of "train" or "val"."""
+    def part(self, split: str, train_ratio: float, seed: int, seq_len: int) -> "Source":
+        """Return the source with its documents of "train" or "val".
+
+        A single document is cut in two, with `seq_len` tokens between that neither part has.
+        """
         try:
+            if self.index.num_documents == 1:
+                return self._part_of_document(split, train_ratio, seq_len)
             return replace(self, documents=split_rows(self.index.num_documents, split, train_ratio, seed))
         except ValueError as error:
             raise ValueError(f"{self.key}: {error}") from error
 
+    def _part_of_document(self, split: str, train_ratio: float, seq_len: int) -> "Source":
+        tokens = self.index.num_tokens
+        cut = int(train_ratio * (tokens - seq_len))
+        if not 0 < cut < tokens - seq_len:
+            parts = f"two parts of the one document and data.seq_len={seq_len} tokens between them"
+            raise ValueError(f"data.train_ratio must leave {parts}; got {train_ratio} of {tokens} tokens")
+        first, last = (0, cut) if split == "train" else (cut + seq_len, tokens)
+        index = IndexPart(self.index.prefix, self.index.key, first, last, check=False)
+        return replace(self, index=index, left_out_tokens=seq_len)
+
     def token_range(self, part: int, parts: int) -> tuple[int, int]:
         """Return (lowest, highest) token id of one of `parts` nearly equal shares of the index; (0, -1) for none."""
         edges = np.arange(part, part + 2) * self.index.num_tokens // parts * self.index.dtype.itemsize
+        edges += self.index.pointers[:1].sum()
         return self.index.token_range(*np.searchsorted(self.index.pointers, edges).tolist())
 
 

@@ -75,6 +75,7 @@ class PreTrainOptions(TextSetOptions, DocumentOptions):
         if self.mixture is not None:
             yield "data.mixture must be null for data=pretrain, which reads text; got a mixture"
         yield from DocumentOptions.problems(self)
+        yield from self.document_problems()
 
     @override
     def path_problems(self, key: str, paths: Any) -> Iterable[str]:
@@ -104,7 +105,8 @@ class PreTrainEncoder(Encoder):
         if self.tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer must have an eos_token, which every document of data=pretrain ends with")
         tokenizer = TextTokenizer(self.tokenizer, self.options, add_bos=self.has_bos)
-        return (self._documents(batch, tokenizer) for batch in read_batches(files, lambda source: False, batch_bytes))
+        batches = read_batches(files, lambda source: False, batch_bytes, self.options.read_columns)
+        return (self._documents(batch, tokenizer) for batch in batches)
 
     @property
     def has_bos(self) -> bool:

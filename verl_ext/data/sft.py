@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from verl_ext.data.arrow import TokenizedData
-from verl_ext.data.categories import CategoryNumbers, CategoryTable
+from verl_ext.data.categories import CategoryNumbers, CategoryTable, read_names
 from verl_ext.data.dataset import (
     DatasetOptions,
     PackDataset,
@@ -46,11 +46,13 @@ from verl_ext.packing import (
     cut_spans,
     plan_packs,
 )
+from verl_ext.packing.plan import index_type
 from verl_ext.packing.strategies import plan_repeated
 from verl_ext.text.sources import absolute_path
 from verl_ext.values import option, whole_number
 
 PAD_MODES = ("no_padding", "right")
+_ORDERED = ("next_fit", "none")  # the strategies that keep the order of the documents
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,12 @@ class SFTOptions(DatasetOptions):
         "error", "treatment of documents longer than max_tokens", choices=OVER_LENGTH_POLICIES, resume="same"
     )
     pad_mode: str = option("no_padding", "right: every pack is padded to max_tokens", choices=PAD_MODES)
+    shuffle_documents: bool = option(
+        False, "true: strategy=next_fit or none takes the documents in an order drawn by the seed", resume="same"
+    )
+    category_names: Any = option(
+        None, "{NUMBER: NAME}, before the names of categories.json; null: these names alone", resume="same"
+    )
     mixture: Any = option(
         None, "{sources: {NAME: {tokens: 4e9, intervals: [8192, 32768], …}}}; null: every document once", resume="same"
     )
@@ -82,6 +90,20 @@ class SFTOptions(DatasetOptions):
             _ = self.mixture_options
         except ValueError as error:
             yield from str(error).splitlines()
+        yield from self.document_problems()
+
+    def document_problems(self) -> Iterable[str]:
+        """Yield a line for each mistake in the order and the categories of documents."""
+        strategy = self.implied(vars(self)).get("strategy", self.strategy)
+        if self.shuffle_documents and strategy not in _ORDERED:
+            got = f"got {strategy}, which orders them itself"
+            yield f"data.strategy must be {' or '.join(_ORDERED)} with data.shuffle_documents=true; {got}"
+        if self.shuffle_documents and self.mixture is not None:
+            yield "data.shuffle_documents must be false with data.mixture, which draws the documents; got true"
+        try:
+            read_names(self.category_names)
+        except ValueError as error:
+            yield f"data.category_names must be {{NUMBER: NAME}}, e.g. {{1: gsm8k}}: {error}"
 
     @override
     def path_problems(self, key: str, paths: Any) -> Iterable[str]:
@@ -167,7 +189,9 @@ class SFTDataSet(PackDataset):
         how = packing.max_tokens, packing.strategy, packing.seed
         self.plan: PackPlan
         if mixture is None:
-            self.plan = plan_packs(spans.length, *how)
+            order = self._document_order() if self.options.shuffle_documents else slice(None)
+            plan = plan_packs(spans.length[order], *how)
+            self.plan = plan if isinstance(order, slice) else plan.renumbered(order)
         else:
             train_dirs = [absolute_path(path) for path in paths]
             drawn, self.mixture_report = draw_spans(
@@ -180,6 +204,13 @@ class SFTDataSet(PackDataset):
         folders = [absolute_path(path) for path in paths]
         mixture = self.options.mixture_options
         return TokenizedData(folders if mixture is None else mixture.all_folders(folders), key), None
+
+    def _document_order(self) -> NDArray[np.integer]:
+        """Return the spans in the order of shuffled documents, that of `datasets.Dataset.shuffle(seed)`."""
+        rows = np.arange(len(self._data))[self._in_use] if self._rows is None else self._in_use
+        place = np.empty(len(self._data), np.int64)
+        place[rows[np.random.default_rng(self.options.packing.seed).permutation(len(rows))]] = np.arange(len(rows))
+        return np.argsort(place[self.spans.row], kind="stable").astype(index_type(len(self.spans)))
 
     def __len__(self) -> int:
         return self.plan.num_packs
@@ -210,6 +241,25 @@ class SFTDataSet(PackDataset):
             out["attention_mask"] = np.zeros(size, np.int64)
             out["attention_mask"][:tokens] = 1
         return {name: torch.from_numpy(values) for name, values in out.items()}
+
+    def collate_fn(self, items: Sequence[Mapping[str, torch.Tensor] | int]) -> dict[str, torch.Tensor]:
+        """Return packs, given as rows or by their numbers, as tensors [B, max_tokens], each padded on its right.
+
+        They are input_ids, position_ids, loss_mask, category_ids and attention_mask int64, and loss_weight float32 if
+        the dataset has it: what verl's TokenAwareBatchPack makes, for a DataLoader outside of this package's trainer.
+        """
+        rows = [item if isinstance(item, Mapping) else self[int(item)] for item in items]
+        batch: dict[str, torch.Tensor] = {}
+        for name in [name for name in rows[0] if name != "labels"]:
+            padding = self._padding_value if name == "input_ids" else 0
+            batch[name] = torch.full((len(rows), self.max_tokens), padding, dtype=rows[0][name].dtype)
+        batch["attention_mask"] = torch.zeros((len(rows), self.max_tokens), dtype=torch.int64)
+        for at, row in enumerate(rows):
+            tokens = len(row["input_ids"])
+            for name, values in batch.items():
+                values[at, :tokens] = row.get(name, torch.tensor(1))
+            batch["position_ids"][at, tokens:] = torch.arange(self.max_tokens - tokens)
+        return batch
 
     @override
     def documents_of(self, pack: int) -> list[PackedDocument]:
@@ -260,12 +310,12 @@ class SFTDataSet(PackDataset):
     @cached_property
     def categories(self) -> CategoryTable:
         """The ids of categories.json and those that occur on targets (needs the scan)."""
-        return CategoryTable.read(self.folders, self.scan.category_ids)
+        return CategoryTable.read(self.folders, self.scan.category_ids, read_names(self.options.category_names))
 
     @cached_property
     def category_names(self) -> dict[int, str]:
-        """The names of categories.json by number."""
-        return CategoryNumbers.read(self.folders).names
+        """The names of data.category_names and categories.json by number."""
+        return {**CategoryNumbers.read(self.folders).names, **read_names(self.options.category_names)}
 
     @cached_property
     def _dropped(self) -> DroppedReport:

@@ -16,12 +16,13 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from transformers.activations import ACT2FN
 
-from verl_ext.attention.layout import DocumentLayout, SequenceShards, pieces, pinned
+from verl_ext.attention.layout import DocumentLayout, SequenceShards, pinned
 from verl_ext.layers.pack import RunningPack, fla_lengths, import_fla
 
 _INSIDE = ("silu", "swish")  # activations that flash-linear-attention's kernel computes; it ignores all others
@@ -53,24 +54,27 @@ class Halo:
         width = max(map(len, sent))
         held = tokens // shards.ranks
         gathered = {t: held + rank * width + i for rank, tails in enumerate(sent) for i, t in enumerate(tails)}
+        ends = np.asarray(offsets)
         rows: list[int] = []
-        read: list[torch.Tensor] = []
-        kept: list[torch.Tensor] = []
+        read: list[np.ndarray] = []
+        kept: list[np.ndarray] = []
         lengths: list[int] = []
-        row = 0  # the row of a token among the L
+        row = at = 0  # of a token among the L, and among the T'
         for first, last in shards.spans(tokens):
             rows += range(row + max(last - first - taps + 1, 0), row + last - first)
-            for document, start, end in pieces(offsets, first, last):
-                halo = [gathered[t] for t in range(max(offsets[document], start - taps + 1), start)]
-                read += [torch.tensor(halo, dtype=torch.long), torch.arange(row, row + end - start)]
-                at = sum(lengths) + len(halo)
-                kept.append(torch.arange(at, at + end - start))
-                lengths.append(len(halo) + end - start)
-                row += end - start
+            # Only the span's first piece has tokens of its document before it.
+            document = int(np.searchsorted(ends, first, side="right")) - 1
+            halo = [gathered[t] for t in range(max(offsets[document], first - taps + 1), first)]
+            read += [np.array(halo, np.int64), np.arange(row, row + last - first)]
+            kept.append(np.arange(at + len(halo), at + len(halo) + last - first))
+            inside = ends[document + 1 : int(np.searchsorted(ends, last))]
+            sizes = np.diff(inside, prepend=first, append=last)
+            lengths += [len(halo) + int(sizes[0]), *sizes[sizes > 0][1:].tolist()]
+            row, at = row + last - first, at + len(halo) + last - first
         rows += [0] * (width - len(rows))
         sent_rows, read_rows, kept_rows = (
             pinned(x, device).to(device, non_blocking=True)
-            for x in (torch.tensor(rows), torch.cat(read), torch.cat(kept))
+            for x in (torch.tensor(rows), *(torch.from_numpy(np.concatenate(parts)) for parts in (read, kept)))
         )
         return cls(sent_rows, read_rows, kept_rows, DocumentLayout.from_lengths(lengths, device))
 

@@ -9,6 +9,7 @@ accumulation, a step has several groups, which removes the bias of steps of simi
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -27,7 +28,8 @@ class CostModel:
     """The cost of running a document: cost(l) = linear·l + quadratic·l² + windowed·a(l), in any one unit.
 
     a(l) = l² up to `window` tokens and 2·l·window − window² beyond: twice the area under a causal mask of that width.
-    The factors are whole numbers, so that sums below 2^53 are exact, and an order by cost the same on every machine.
+    The factors are whole numbers, which are summed as such and rounded once, so that an order by cost is the same on
+    every machine.
     """
 
     linear: int
@@ -41,18 +43,28 @@ class CostModel:
 
     def documents(self, lengths: ArrayLike) -> NDArray[np.float64]:
         """Return float64[D] of lengths integer[D], in tokens."""
-        length = np.asarray(lengths, np.float64)
-        cost = self.linear * length + self.quadratic * length**2
-        if self.windowed:
-            reach = length if self.window is None else np.minimum(length, self.window)
-            cost += self.windowed * reach * (2 * length - reach)
-        return cost
+        length = np.asarray(lengths, np.int64)
+        return self._whole(length, int(length.max(initial=0))).astype(np.float64)
 
     def packs(self, plan: PackPlan, lengths: ArrayLike) -> NDArray[np.float64]:
         """Return float64[P]: the documents' costs summed over each pack of `plan`; lengths integer[D]."""
         if plan.num_packs == 0:
             return np.zeros(0)
-        return np.add.reduceat(self.documents(lengths)[plan.document_index], plan.pack_offsets[:-1])
+        length = np.asarray(lengths, np.int64)
+        # A document of all of a pack's tokens costs at least as much as the pack.
+        cost = self._whole(length, int(plan.pack_sums(length).max()))
+        return np.add.reduceat(cost[plan.document_index], plan.pack_offsets[:-1]).astype(np.float64)
+
+    def _whole(self, length: NDArray[np.int64], longest: int) -> NDArray[Any]:
+        """Return whole costs of documents; those of Python if the cost of `longest` tokens is beyond int64."""
+        linear, quadratic, windowed = (round(factor) for factor in (self.linear, self.quadratic, self.windowed))
+        if linear * longest + (quadratic + windowed) * longest**2 >= 1 << 63:
+            length = length.astype(object)
+        cost = linear * length + quadratic * length**2
+        if windowed:
+            reach = length if self.window is None else np.minimum(length, self.window)
+            cost += windowed * reach * (2 * length - reach)
+        return cost
 
 
 TOKENS = CostModel(linear=1, quadratic=0)

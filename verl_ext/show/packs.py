@@ -56,17 +56,14 @@ def packs_of_run(facts: Mapping[str, Any]) -> tuple["PackDataset", StepPlan, Cos
     Raises:
         DataError: the data cannot be opened any more, or differs from the data that the run was trained on.
     """
-    from verl_ext.custom import custom_object
-    from verl_ext.data import SFTDataSet
+    from verl_ext.config.run import dataset_class
     from verl_ext.data.dataset import RunLength
 
     config, plan = facts["config"], dict(facts["plan"])
     node, steps, epochs = config["data"], config["trainer"]["total_training_steps"], config["trainer"]["total_epochs"]
     custom = node.get("custom_cls") or {}
     try:
-        family: Any = SFTDataSet
-        if custom.get("path") or custom.get("name"):
-            family = custom_object("data.custom_cls", custom.get("path"), custom.get("name"))
+        family: Any = dataset_class({"data": {"custom_cls": custom}})
         tokenizer = load_tokenizer(ModelOptions.read(config["model"])) if family.needs_tokenizer else None
         dataset, _ = family.open_sets(
             node, tokenizer, RunLength(steps and steps * node["train_batch_size"], epochs or 1)

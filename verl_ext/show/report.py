@@ -21,8 +21,11 @@ def report_lines(report: Mapping[str, Facts]) -> Iterator[str]:
 
 
 def _data_lines(name: str, facts: Facts) -> Iterator[str]:
+    documents = f"{facts['documents']:,} documents"
+    if "samples" in facts:  # of a stream
+        documents = f"{facts['samples']:,} samples of {documents}"
     yield (
-        f"{name}: {facts['documents']:,} documents, {facts['tokens']:,} tokens ({facts['target_tokens']:,} targets) "
+        f"{name}: {documents}, {facts['tokens']:,} tokens ({facts['target_tokens']:,} targets) "
         f"in {facts['packs']:,} packs of {facts['max_tokens']:,}, {facts['fill']:.1%} full"
     )
     if facts["mixture"]:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from verl_ext.files import atomic_write, checksum_by_blocks, fingerprint, write_json
+from verl_ext.files import ChecksumFile, atomic_write, fingerprint, write_json
 from verl_ext.text.arrow_folder import STATE, Shard, read_shards
 from verl_ext.text.documents import Documents
 
@@ -45,13 +45,14 @@ class DatasetWriter:
     """A writer of documents to the shards of `folder`, which loads only after `close()`.
 
     texts: the names of further columns. The column `loss_weight` exists only if a target has a weight. Shards written
-    before the first such record get the column, filled with 1, in `close()`.
+    before the first such record get the column, filled with 1, in `close()`. Documents with categories of their own
+    tokens have no category as a whole, so that a folder of them has no MARK.
     """
 
     def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES, texts: Sequence[str] = ()) -> None:
         self.folder, self.shard_bytes, self.texts = folder, shard_bytes, tuple(texts)
-        self.weighted = False
-        self._shards: list[tuple[Path, bool]] = []  # path, has loss_weight
+        self.weighted, self.marked = False, True
+        self._shards: list[tuple[Path, bool, ChecksumFile]] = []  # path, has loss_weight, what was written
         self._pending: list[pa.RecordBatch] = []
         self._pending_tokens = 0
         self._sink: Any = None
@@ -62,6 +63,7 @@ class DatasetWriter:
         """Append a batch of documents."""
         if not len(documents.lengths):
             return
+        self.marked = documents.token_categories is None
         if documents.weights is not None and not self.weighted:
             self._write_pending()
             self.weighted = True
@@ -76,13 +78,13 @@ class DatasetWriter:
         self._write_pending()
         self.abandon()
         shards = []
-        for number, (path, has_weights) in enumerate(self._shards):
+        for number, (path, has_weights, written) in enumerate(self._shards):
             if self.weighted and not has_weights:
-                _add_weights(path, _schema(True, self.texts))
+                written = _add_weights(path, _schema(True, self.texts, self.marked))
             named = self.folder / f"data-{number:05d}-of-{len(self._shards):05d}.arrow"
             os.replace(path, named)
-            shards.append(Shard(named.name, os.path.getsize(named), checksum_by_blocks(named)))
-        _write_metadata(self.folder, shards, _schema(self.weighted, self.texts))
+            shards.append(Shard(named.name, written.tell(), written.checksum))
+        _write_metadata(self.folder, shards, _schema(self.weighted, self.texts, self.marked))
 
     def abandon(self) -> None:
         """Close the open shard, at its end or after an error."""
@@ -97,9 +99,9 @@ class DatasetWriter:
         self._pending, self._pending_tokens = [], 0
         if self._stream is None:
             path = self.folder / f"part-{len(self._shards):05d}.arrow"
-            self._shards.append((path, self.weighted))
-            self._sink = self._open.enter_context(pa.OSFile(str(path), "wb"))
-            schema = _schema(self.weighted, self.texts)
+            self._sink = self._open.enter_context(ChecksumFile(path))
+            self._shards.append((path, self.weighted, self._sink))
+            schema = _schema(self.weighted, self.texts, self.marked)
             self._stream = self._open.enter_context(pa.ipc.new_stream(self._sink, schema))
         self._stream.write_table(table)
         if self._sink.tell() >= self.shard_bytes:
@@ -113,7 +115,10 @@ class DatasetWriter:
         category = np.full(len(lengths), documents.category_id, np.int32)
         if documents.category_ids is not None:
             category = documents.category_ids.astype(np.int32)
-        tokens = [documents.input_ids, mask, np.where(mask == 1, np.repeat(category, lengths), np.int32(0))]
+        of_tokens = documents.token_categories
+        if of_tokens is None:
+            of_tokens = np.where(mask == 1, np.repeat(category, lengths), np.int32(0))
+        tokens = [documents.input_ids, mask, of_tokens]
         if self.weighted:
             tokens.append(np.ones(len(mask), np.float32) if documents.weights is None else documents.weights)
         rows = pa.array(np.concatenate([[0], ends]).astype(np.int32))
@@ -126,7 +131,7 @@ class DatasetWriter:
         numbers = [pa.array(values.astype(np.int32, copy=False)) for values in facts]
         texts = [pa.array(documents.texts[name], pa.large_string()) for name in self.texts]
         columns = [*lists[:3], *numbers, *texts, *lists[3:]]
-        return pa.RecordBatch.from_arrays(columns, schema=_schema(self.weighted, self.texts))
+        return pa.RecordBatch.from_arrays(columns, schema=_schema(self.weighted, self.texts, self.marked))
 
 
 def _write_metadata(folder: Path, shards: Sequence[Shard], schema: pa.Schema) -> None:
@@ -156,24 +161,25 @@ def is_marked(schema: pa.Schema) -> bool:
 
 
 @cache
-def _schema(weighted: bool, texts: tuple[str, ...]) -> pa.Schema:
+def _schema(weighted: bool, texts: tuple[str, ...], marked: bool) -> pa.Schema:
     from datasets import Features  # here, because importing it takes a second
 
     columns = {**TOKEN_COLUMNS, **DOCUMENT_COLUMNS, **dict.fromkeys(texts, pa.large_string())}
     schema = Features.from_arrow_schema(pa.schema({**columns, **WEIGHT_COLUMN} if weighted else columns)).arrow_schema
-    return schema.with_metadata({**schema.metadata, **MARK})
+    return schema.with_metadata({**schema.metadata, **(MARK if marked else {})})
 
 
-def _add_weights(shard: Path, schema: pa.Schema) -> None:
-    """Rewrite a shard, batch by batch, with the column loss_weight = 1."""
+def _add_weights(shard: Path, schema: pa.Schema) -> ChecksumFile:
+    """Rewrite a shard, batch by batch, with the column loss_weight = 1; return what was written."""
     with (
         atomic_write(shard) as partial,
         pa.memory_map(str(shard)) as source,
         pa.ipc.open_stream(source) as reader,
-        pa.OSFile(str(partial), "wb") as sink,
+        ChecksumFile(partial) as sink,
         pa.ipc.new_stream(sink, schema) as writer,
     ):
         for batch in reader:
             ids = batch.column("input_ids")
             weights = pa.ListArray.from_arrays(ids.offsets, pa.array(np.ones(len(ids.values), np.float32)))
             writer.write_batch(pa.RecordBatch.from_arrays([*batch.columns, weights], schema=schema))
+    return sink

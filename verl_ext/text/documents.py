@@ -122,7 +122,8 @@ class Document:
     """A document: input_ids[T] int32, loss_mask[T] int8, and weights[T] float32 if a target has one.
 
     full_length: the number of tokens before the document was cut; None if it was not cut. parts: the first token and
-    the kind of each learnt part of a chat, in order; empty for a plain text.
+    the kind of each learnt part of a chat, in order; empty for a plain text. category_ids[T] int32: those of a record
+    that was tokenized already.
     """
 
     input_ids: np.ndarray
@@ -130,6 +131,7 @@ class Document:
     weights: np.ndarray | None = None
     full_length: int | None = None
     parts: Sequence[tuple[int, str]] = ()
+    category_ids: np.ndarray | None = None
 
     def part(self, start: int, stop: int) -> "Document":
         """Return tokens start..stop-1 as a document, whose first token is not a target."""
@@ -137,7 +139,8 @@ class Document:
         mask[:1] = 0
         weights = None if self.weights is None else self.weights[start:stop]
         parts = [(max(first - start, 0), kind) for first, kind in self.parts if first < stop]
-        return Document(self.input_ids[start:stop], mask, weights, len(self.input_ids), parts)
+        own = None if self.category_ids is None else self.category_ids[start:stop] * mask
+        return Document(self.input_ids[start:stop], mask, weights, len(self.input_ids), parts, own)
 
     def tokens_by_kind(self) -> Iterator[tuple[str, int]]:
         """Yield the kind of each part and the number of its targets, without the context that follows it."""
@@ -163,6 +166,7 @@ class Documents:
     full_lengths: NDArray[np.int32] | None = None  # [D], the tokens before a cut; None if none was cut
     category_names: list[str] | None = None  # one for each document, if records name their categories
     category_counts: dict[str, Counts] = field(default_factory=dict)  # the counts of each of these categories
+    token_categories: NDArray[np.int32] | None = None  # [ΣT], of records that were tokenized already
     category_ids: NDArray[np.int32] | None = None  # [D], the numbers that the writing process gives to category_names
     preview: list[list[Run]] = field(default_factory=list)  # the first documents, decoded
     chat_template: str | None = None  # of the chats; None for texts alone, or for several templates by name
@@ -187,6 +191,7 @@ def joined(documents: Sequence[Document], category_id: int, num_bytes: int, coun
             [np.ones(len(d.input_ids), np.float32) if d.weights is None else d.weights for d in documents]
         )
     lengths = np.array([len(d.input_ids) for d in documents], np.int32)
+    categories = [d.category_ids for d in documents if d.category_ids is not None]
     return Documents(
         category_id,
         num_bytes,
@@ -196,6 +201,7 @@ def joined(documents: Sequence[Document], category_id: int, num_bytes: int, coun
         weights,
         counts,
         np.array([d.full_length or len(d.input_ids) for d in documents], np.int32),
+        token_categories=np.concatenate(categories) if categories else None,
     )
 
 

@@ -8,7 +8,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from io import TextIOWrapper
 from typing import Any, BinaryIO, NoReturn
@@ -39,7 +39,10 @@ class RecordOptions(Options):
 
 
 class BadRecord(ValueError):
-    """An unusable record. It ends the run under `on_bad_record=error` and is counted by `reason` under `skip`."""
+    """An unusable record. It ends the run under `on_bad_record=error` and is counted by `reason` under `skip`.
+
+    As the value of a field it stands for one that cannot be read, and makes the record bad if something reads it.
+    """
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(one_line(message))  # the message has fields and values of the data
@@ -115,6 +118,18 @@ def read_record(raw: Any) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise BadRecord("not_an_object", f"a record must be an object with fields; got {type(record).__name__}")
     return record
+
+
+def readable(value: Any) -> Any:
+    """Return the value of a field. Raises `BadRecord` if it cannot be read."""
+    if isinstance(value, BadRecord):
+        raise value
+    return value
+
+
+def repeated_name(names: Iterable[Any]) -> Any:
+    """Return the first name that occurs more than once; None if all differ."""
+    return next((name for name, times in Counter(names).items() if times > 1), None)
 
 
 def check_characters(text: str) -> None:

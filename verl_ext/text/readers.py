@@ -9,9 +9,10 @@ To add a format, add a function to READERS and a suffix to `sources.SUFFIXES`.
 import codecs
 import csv
 import io
+import mmap
+import os
 import sys
-from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,13 +22,13 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from verl_ext.text.arrow_folder import STATE, parse_shards, read_shards
-from verl_ext.text.json_records import BadRecord, json_list, parse_line
-from verl_ext.text.sources import SourceFile, encoding_problem, hub_tables, is_url, open_source
+from verl_ext.text.json_records import BadRecord, json_list, parse_line, repeated_name
+from verl_ext.text.sources import OpenedFile, SourceFile, encoding_problem, hub_tables, is_url, open_source
 from verl_ext.values import DataError, first_line
 
 BLOCK = 1 << 20  # bytes of a text file read at once
-# ArrowInvalid is a ValueError, as are Python's errors for impossible dates and for text that is not UTF-8.
-_ROW_ERRORS = (ValueError, OverflowError, NotImplementedError)
+
+Columns = Collection[str] | None  # the columns of a table that are read; None: all
 
 Place = int  # the line of JSONL and CSV, else the number of the record
 NumberedRecord = tuple[Place, Any]  # bytes are a record that is not parsed yet
@@ -92,16 +93,19 @@ class TextFile:
 
 
 def read_batches(
-    files: Sequence[SourceFile], is_full: Callable[[int], bool], batch_bytes: int = CHUNK.bytes
+    files: Sequence[SourceFile],
+    is_full: Callable[[int], bool],
+    batch_bytes: int = CHUNK.bytes,
+    columns: Columns = None,
 ) -> Iterator[Batch]:
     """Yield the files' chunks, in order, in batches of at most about `batch_bytes` of text.
 
     `is_full(source)` is called before each chunk, and nothing more of a full source is read. An unreadable file becomes
     its batch's `failure` and ends its source. It is therefore reported only if the documents before it do not fill the
-    source, however far ahead of them it was found.
+    source, however far ahead of them it was found. columns: those of `read_chunks`.
     """
     for source, own in groupby(files, key=lambda file: file.category_id):
-        chunks = (chunk for file in own for chunk in read_chunks(file))
+        chunks = (chunk for file in own for chunk in read_chunks(file, columns=columns))
         batch = Batch(source)
         while batch.failure is None and not is_full(source):
             try:
@@ -118,21 +122,25 @@ def read_batches(
             yield batch
 
 
-def read_chunks(source: SourceFile, size: ChunkSize = CHUNK) -> Iterator[Chunk]:
+def read_chunks(source: SourceFile, size: ChunkSize = CHUNK, columns: Columns = None) -> Iterator[Chunk]:
     """Yield a file's records in chunks, with the memory of one chunk.
+
+    columns: the fields that are read (None: all). Of a table, the values of others are replaced by `UNREAD`.
 
     Raises `DataError` with path and line if the rest of a file cannot be read (a JSON list or CSV with broken syntax, a
     truncated compressed file).
     """
     is_text = source.kind == "text"
     try:
-        for records, num_bytes, text_bytes in READERS[source.kind](source, size):
+        for records, num_bytes, text_bytes in READERS[source.kind](source, size, columns):
             yield Chunk(source.category_id, source.path, records, num_bytes, is_text, text_bytes)
     except OSError as error:
         raise DataError(f"{source.path}: cannot be read: {first_line(error)}") from error
 
 
-def _pieces(source: SourceFile, limit: ChunkSize, read: Callable[[SourceFile, BinaryIO], Records]) -> Pieces:
+def _pieces(
+    source: SourceFile, limit: ChunkSize, _: Columns = None, *, read: Callable[[SourceFile, BinaryIO], Records]
+) -> Pieces:
     """Yield the records that `read` finds in the file's bytes."""
     with open_source(source.path) as file:
         if problem := encoding_problem(file.stream.peek(4)[:4]):
@@ -160,7 +168,7 @@ def _has_text(line: bytes) -> bool:
     return bool(line.removeprefix(codecs.BOM_UTF8).strip())
 
 
-def _json(source: SourceFile, limit: ChunkSize) -> Pieces:
+def _json(source: SourceFile, limit: ChunkSize, _: Columns) -> Pieces:
     """Read a list, or one object per line if the file begins with an object, as many published .json files do."""
     with open_source(source.path) as file:
         blocks = iter(lambda: file.stream.readline(BLOCK), b"")
@@ -168,7 +176,7 @@ def _json(source: SourceFile, limit: ChunkSize) -> Pieces:
     if first is None:
         raise DataError(f"{source.path}: must be JSON; it is empty")
     if not first.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{"):
-        return _pieces(source, limit, lambda source, stream: json_list(source.path, stream))
+        return _pieces(source, limit, read=lambda source, stream: json_list(source.path, stream))
     try:
         parse_line(first)
     except BadRecord as error:
@@ -176,7 +184,7 @@ def _json(source: SourceFile, limit: ChunkSize) -> Pieces:
         if first.endswith(b"\n") and isinstance(cause, JSONDecodeError) and cause.pos >= len(cause.doc.rstrip()):
             what = "a list of records, or one object on each line"
             raise DataError(f"{source.path}: must be {what}; its first object goes on after its first line") from error
-    return _pieces(source, limit, _lines)
+    return _pieces(source, limit, read=_lines)
 
 
 def _rows(source: SourceFile, stream: BinaryIO) -> Records:
@@ -186,7 +194,7 @@ def _rows(source: SourceFile, stream: BinaryIO) -> Records:
     reader = csv.reader(text, delimiter="\t" if source.kind == "tsv" else ",", strict=True)
     try:
         header = next(filter(None, reader), [])
-        if repeated := _repeated(name for name in header if name):
+        if repeated := repeated_name(name for name in header if name):
             got = f"got {repeated!r} more than once"
             raise DataError(f"{source.path}:{reader.line_num}: the header's columns must have different names; {got}")
         line = reader.line_num + 1
@@ -197,11 +205,6 @@ def _rows(source: SourceFile, stream: BinaryIO) -> Records:
         text.detach()  # it would close the file, whose end is yet to be checked
     except (csv.Error, UnicodeDecodeError) as error:
         raise DataError(f"{source.path}:{reader.line_num}: malformed CSV: {first_line(error)}") from error
-
-
-def _repeated(names: Iterable[str]) -> str | None:
-    """Return the first name that occurs more than once."""
-    return next((name for name, times in Counter(names).items() if times > 1), None)
 
 
 def _row_record(header: list[str], row: list[str]) -> Any:
@@ -220,7 +223,7 @@ def _row_record(header: list[str], row: list[str]) -> Any:
     return record
 
 
-def _text(source: SourceFile, _: ChunkSize) -> Pieces:
+def _text(source: SourceFile, _: ChunkSize, __: Columns) -> Pieces:
     """Read the file as one record: its text, or a `TextFile` if that is more than a block."""
     text, is_long = "", False
     try:
@@ -265,28 +268,37 @@ def text_blocks(path: str) -> Generator[tuple[str, int], None, None]:
             position += len(data)
 
 
-def _parquet(source: SourceFile, limit: ChunkSize) -> Pieces:
+def _parquet(source: SourceFile, limit: ChunkSize, columns: Columns) -> Pieces:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    from verl_ext.text.table_records import check_names, parquet_tables, table_records
+
+    # Without a buffer, Arrow reads a column of a row group as a whole. A host's own blocks come on top of each read.
+    buffer = BLOCK << 4 if is_url(source.path) else BLOCK
     try:
-        with open_source(source.path) as opened, pq.ParquetFile(opened.stream) as file:
-            rows, found = file.metadata.num_rows, 0
-            for records, size in _table_records(source.path, file.iter_batches(limit.records), limit, count(1)):
-                yield records, (source.num_bytes or 0) * len(records) // max(rows, 1), size
-                found += len(records)
+        with open_source(source.path) as opened, pq.ParquetFile(opened.stream, buffer_size=buffer) as file:
+            check_names(source.path, file.schema_arrow.names)
+            rows, found, numbers = file.metadata.num_rows, 0, count(1)
+            for table in parquet_tables(file, *limit, columns):
+                for records, size in table_records(table, *limit, columns):
+                    share = (source.num_bytes or 0) * len(records) // max(rows, 1)
+                    yield [(next(numbers), record) for record in records], share, size
+                found += len(table)
             if found != rows:
                 raise DataError(f"{source.path}: cannot be read as parquet: it has {found} of its {rows} rows")
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: of a column's name
         raise DataError(f"{source.path}: cannot be read as parquet: {first_line(error)}") from error
 
 
-def _arrow(source: SourceFile, limit: ChunkSize) -> Pieces:
+def _arrow(source: SourceFile, limit: ChunkSize, columns: Columns) -> Pieces:
     """Read the shards that an Arrow folder's state.json names, each a stream of record batches.
 
     `load_from_disk` would accept a shard that is cut off between two batches.
     """
     import pyarrow as pa
+
+    from verl_ext.text.table_records import check_bytes, check_names, table_records
 
     numbers, schema, end = count(1), None, b"\xff\xff\xff\xff\0\0\0\0"
     for shard in arrow_shards(source.path):
@@ -295,20 +307,41 @@ def _arrow(source: SourceFile, limit: ChunkSize) -> Pieces:
                 opened.stream.seek(-len(end), io.SEEK_END)
                 is_whole = opened.stream.read() == end
                 opened.stream.seek(0)
-                position = 0
-                with pa.ipc.open_stream(opened.stream) as batches:
+                stream, whole, mapped = opened.stream, None, None
+                if not is_url(shard):  # read without a copy, as a record batch may be larger than the memory
+                    mapped = mmap.mmap(opened.stream.fileno(), 0, access=mmap.ACCESS_READ)
+                    whole = pa.py_buffer(mapped)
+                    stream = pa.BufferReader(whole)
+                read = position = 0
+                with pa.ipc.open_stream(stream) as batches:
                     schema = schema or batches.schema
                     if not batches.schema.equals(schema):
                         raise DataError(f"{shard}: must have the columns of the folder's first file")
-                    for records, size in _table_records(shard, batches, limit, numbers):
-                        yield records, opened.position - position, size
-                        position = opened.position
-                if not is_whole or opened.stream.read():
+                    check_names(shard, schema.names)
+                    for batch in batches:
+                        check_bytes(shard, batch, whole)
+                        first, position, done = position, stream.tell(), 0
+                        for records, size in table_records(pa.Table.from_batches([batch]), *limit, columns):
+                            done += len(records)
+                            reached = first + (position - first) * done // len(batch)
+                            yield [(next(numbers), record) for record in records], reached - read, size
+                            read = reached
+                            if mapped is not None:
+                                _release(mapped, opened)
+                if not is_whole or stream.read(1):
                     raise DataError(
                         f"{shard}: cannot be read as Arrow: it does not end where its stream of records does"
                     )
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: of a column's name
             raise DataError(f"{shard}: cannot be read as Arrow: {first_line(error)}") from error
+
+
+def _release(mapped: mmap.mmap, file: OpenedFile) -> None:
+    """Give back the memory of what was read; raise `DataError` if the file has shrunk, whose end would be a fault."""
+    if hasattr(mmap, "MADV_DONTNEED"):
+        mapped.madvise(mmap.MADV_DONTNEED)
+    if os.fstat(file.stream.fileno()).st_size != file.size:
+        raise DataError(f"{file.path}: must not change while it is read; it did")
 
 
 def arrow_shards(folder: str) -> list[str]:
@@ -326,56 +359,17 @@ def arrow_shards(folder: str) -> list[str]:
     return [f"{folder}/{shard.name}" for shard in shards]
 
 
-def _hub(source: SourceFile, limit: ChunkSize) -> Pieces:
-    for records, size in _table_records(source.path, hub_tables(source.path, limit.records), limit, count(1)):
-        yield records, size, size
+def _hub(source: SourceFile, limit: ChunkSize, columns: Columns) -> Pieces:
+    from verl_ext.text.table_records import check_names, table_records
+
+    numbers = count(1)
+    for table in hub_tables(source.path, *limit):
+        check_names(source.path, table.schema.names)
+        for records, size in table_records(table, *limit, columns):
+            yield [(next(numbers), record) for record in records], size, size
 
 
-def _table_records(
-    path: str, tables: Iterable[Any], limit: ChunkSize, numbers: Iterator[int]
-) -> Iterator[tuple[list[NumberedRecord], int]]:
-    """Yield (numbered records, their bytes) of each table or record batch."""
-    for table in tables:
-        if repeated := _repeated(table.schema.names):
-            raise DataError(f"{path}: must have columns of different names; got {repeated!r} more than once")
-        for start in range(0, table.num_rows, limit.records):
-            part = table.slice(start, limit.records)
-            yield [(next(numbers), record) for record in _rows_of(part)], part.nbytes
-
-
-def _rows_of(table: Any) -> list[Any]:
-    """Return a table's rows as records; an unreadable row, such as one with non-UTF-8 text, is a `BadRecord`."""
-    try:
-        return _read_rows(table)
-    except _ROW_ERRORS:
-        if table.num_rows > 1:
-            return [record for row in range(table.num_rows) for record in _rows_of(table.slice(row, 1))]
-    for name in table.schema.names:
-        try:
-            _read_rows(table.select([name]))
-        except _ROW_ERRORS as error:
-            if isinstance(error, UnicodeDecodeError) or "UTF8" in str(error):
-                return [BadRecord("not_utf8", f"column {name} must be UTF-8")]
-            return [BadRecord("unreadable_row", f"column {name} cannot be read: {first_line(error)}")]
-    return [BadRecord("unreadable_row", "the row cannot be read")]
-
-
-def _read_rows(table: Any) -> list[Any]:
-    table.validate(full=True)  # a damaged Arrow file may point beyond its own bytes
-    # A record's own null fields are kept, because the column exists.
-    return [{key: _without_none(value) for key, value in row.items()} for row in table.to_pylist()]
-
-
-def _without_none(value: Any) -> Any:
-    """Return a value without the null fields of its structs, because Arrow adds every key that any row has."""
-    if isinstance(value, dict):
-        return {key: _without_none(child) for key, child in value.items() if child is not None}
-    if isinstance(value, list):
-        return [_without_none(child) for child in value]
-    return value
-
-
-READERS: dict[str, Callable[[SourceFile, ChunkSize], Pieces]] = {
+READERS: dict[str, Callable[[SourceFile, ChunkSize, Columns], Pieces]] = {
     "jsonl": partial(_pieces, read=_lines),
     "json": _json,
     "parquet": _parquet,

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_ext.text.json_records import BadRecord, read_record
+from verl_ext.text.json_records import BadRecord, read_record, readable
 from verl_ext.text.messages import Chat, Content, as_weight, shown, without_placeholders
 from verl_ext.text.shapes import (
     FIELDS,
@@ -75,6 +75,12 @@ def parse_record(raw: Any, columns: Mapping[str, str | None] | None = None, drop
     return Record(content, weight, unused, fields.message_fields, fields.reader.dropped)
 
 
+def read_columns(columns: Mapping[str, str | None], *more: str | None) -> set[str]:
+    """Return the columns of a table that `parse_record` may read, and the ones of `more` fields."""
+    fields = {*FIELDS} - columns.keys() | {column for column in (*columns.values(), *more) if column}
+    return {name for field in fields for name in (field, field.partition(".")[0])}
+
+
 def _renamed(raw: dict[str, Any], columns: Mapping[str, str | None]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the fields under this module's names, and the original name of each renamed field."""
     values, own_names = {}, {}
@@ -104,13 +110,14 @@ def _drop_media_fields(fields: Fields) -> None:
 def field_of(raw: dict[str, Any], name: str) -> tuple[bool, Any]:
     """Return whether the record has a field, and its value; `a.b` is field b of a unless a field is named `a.b`."""
     if name in raw:
-        return True, raw[name]
+        return True, readable(raw[name])
     value: Any = raw
     for part in name.split("."):
+        value = readable(value)
         if not isinstance(value, dict) or part not in value:
             return False, None
         value = value[part]
-    return True, value
+    return True, readable(value)
 
 
 def category_of(raw: Any, name: str) -> str | None:

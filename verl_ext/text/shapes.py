@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from verl_ext.text.json_records import BadRecord
+from verl_ext.text.json_records import BadRecord, readable
 from verl_ext.text.messages import (
     MEDIA,
     TEMPLATE_FIELDS,
@@ -49,7 +49,7 @@ class Fields:
     def take(self, name: str, default: Any = None) -> Any:
         """Read a field."""
         self.unread.pop(name, None)
-        return self.values.get(name, default)
+        return readable(self.values.get(name, default))
 
     def string(self, name: str) -> str:
         """Read a field that must be a string."""
@@ -107,6 +107,8 @@ def content_of(fields: Fields, mapped: list[str]) -> Content:
             if shape.comes_first:
                 break
     if not fitting:
+        for name in FIELDS:
+            readable(fields.values.get(name))  # it may be what no shape was found without
         found = ", ".join(map(str, fields.values)) or "none"
         known = f"known shapes: {KNOWN_SHAPES}; columns={{…}} renames"
         raise BadRecord("unknown_fields", f"no known shape among the fields: {found}; {known}")

@@ -276,9 +276,15 @@ def _hub_split(url: str, key: str) -> tuple[str, str, int | None]:
     return url if url.endswith(f":{split}") else f"{url}:{split}", "hub", (info.num_bytes if info else None) or None
 
 
-def hub_tables(url: str, rows: int) -> Iterator[Any]:
-    """Yield tables of at most `rows` rows of a Hub dataset, as named by `find_source_files`, while they download."""
-    _, splits, split = _hub_dataset(url)
+def hub_tables(url: str, rows: int, num_bytes: int) -> Iterator[Any]:
+    """Yield tables of a Hub dataset, as named by `find_source_files`, while they download.
+
+    They have at most `rows` rows and, if the dataset's size is known, about `num_bytes`.
+    """
+    builder, splits, split = _hub_dataset(url)
+    info = (builder.info.splits or {}).get(split)
+    if info and info.num_bytes and info.num_examples:
+        rows = min(max(num_bytes * info.num_examples // info.num_bytes, 1), rows)
     with _host_errors(url):
         yield from splits[split].with_format("arrow").iter(batch_size=rows)
 
@@ -344,6 +350,9 @@ def open_source(path: str) -> Iterator[OpenedFile]:
     except (DataError, UsageError, BadRecord):
         raise
     except Exception as error:
+        if "Frame requires too much memory" in str(error):
+            needed = "it was packed with a window above 128 MiB: unpack it with zstd -d --long=31"
+            raise DataError(f"{path}: cannot be read: {needed}") from error
         if not is_url(path) and not isinstance(error, _READ_ERRORS):  # a remote file system raises errors of its own
             raise
         reason = getattr(error, "strerror", None) or first_line(error)

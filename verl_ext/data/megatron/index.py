@@ -131,6 +131,8 @@ class TokenIndex:
         ValueError: if a file is missing or does not follow the format, or the two do not belong together.
     """
 
+    first_token = 0  # the place in its document at which a first document begins
+
     def __init__(
         self, prefix: str | Path, key: str = "data.train_dir", check: bool = True, *, block: int = BLOCK
     ) -> None:
@@ -262,6 +264,29 @@ class TokenIndex:
 
     def _idx_error(self, requirement: str, found: object) -> ValueError:
         return ValueError(f"{self.key} must {requirement} in {self.files[1]}; got {found}")
+
+
+class IndexPart(TokenIndex):
+    """Tokens first..last-1 of an index of one document, as a document of its own."""
+
+    def __init__(self, prefix: str | Path, key: str, first: int, last: int, check: bool = True) -> None:
+        super().__init__(prefix, key, check)
+        assert self.num_documents == 1, "only a single document is cut"
+        self.first_token = first
+        self.pointers = self.pointers[:1] + first * self.dtype.itemsize
+        self.lengths = np.array([last - first], np.int32 if last - first <= MAX_LENGTH else np.int64)
+        self.num_tokens = last - first
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return IndexPart, (self.prefix, self.key, self.first_token, self.first_token + self.num_tokens, False)
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest (16 hex digits) of that of the whole index and of the part."""
+        return fingerprint([super().digest, self.first_token, self.num_tokens], digits=16)
+
+    def _first_token(self, document: int) -> int:
+        return self.first_token + document * self.num_tokens
 
 
 def _offsets(sequences: int, borders: int) -> tuple[int, int, int, int]:

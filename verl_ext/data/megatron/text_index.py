@@ -111,7 +111,7 @@ def write_text_indexes(
         DataError: if a record is bad under on_bad_record=error, a file cannot be read, or a source has no document.
     """
     indexes = TextIndexes(prefixes, tokenizer.dtype, max_tokens)
-    batches = read_batches(files, indexes.is_full, batch_bytes)
+    batches = read_batches(files, indexes.is_full, batch_bytes, tokenizer.options.read_columns)
     results = map(tokenizer.tokenize, batches) if tokenized is None else tokenized(batches)
     write_documents(results, indexes.add, indexes, total_bytes(files), "index")
     return indexes.counts

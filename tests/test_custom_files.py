@@ -1,0 +1,79 @@
+"""Files of the user: executed once in a process, and their objects unpickled by another one."""
+
+import multiprocessing
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl_ext.config import compose
+from verl_ext.config.run import dataset_class
+from verl_ext.custom import custom_object, named_object
+
+FILE = """
+from pathlib import Path
+
+from verl_ext.data import CategoryTable, DocumentDataset, PackDataset
+
+with Path(__file__).with_suffix(".log").open("a") as log:
+    log.write("executed\\n")
+
+
+class Documents(DocumentDataset):
+    categories = CategoryTable((1,), ("a",))
+    lengths = [3, 4]
+
+    def row(self, document):
+        return {"input_ids": [5 + document] * self.lengths[document], "loss_mask": 1, "category_ids": 1}
+
+
+class Lacking(PackDataset):
+    digest = "0"
+
+    def __len__(self):
+        return 1
+
+
+def loss(nll):
+    return nll
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "own.py").write_text(FILE)
+    return tmp_path / "own.py"
+
+
+def _first_pack(pickled: bytes) -> tuple[str, list[int]]:
+    dataset = pickle.loads(pickled)
+    return type(dataset).__module__, dataset[0]["input_ids"].tolist()
+
+
+def test_a_file_that_several_options_name_is_executed_once_and_its_objects_pickle(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents = custom_object("data.custom_cls", str(file), "Documents")
+    monkeypatch.chdir(file.parent)
+    assert named_object("eval.score", f"{file.name}:Documents") is documents
+    loss = custom_object("loss.custom_cls", f"file://{file}", "loss")
+    assert pickle.loads(pickle.dumps((documents, loss))) == (documents, loss)
+    assert file.with_suffix(".log").read_text() == "executed\n"
+    dataset = documents("unread", max_tokens=8)
+    assert _first_pack(pickle.dumps(dataset)) == (documents.__module__, dataset[0]["input_ids"].tolist())
+
+
+@pytest.mark.slow
+def test_a_dataset_of_ones_own_reaches_a_process_that_is_spawned(file: Path) -> None:
+    dataset = custom_object("data.custom_cls", str(file), "Documents")("unread", max_tokens=8)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        found = pool.apply(_first_pack, (pickle.dumps(dataset),))
+    assert found == (type(dataset).__module__, dataset[0]["input_ids"].tolist())
+
+
+def test_a_dataset_class_without_all_members_is_refused_in_one_line(file: Path) -> None:
+    config: Any = compose([f"data.custom_cls.path={file}", "data.custom_cls.name=Lacking"])
+    with pytest.raises(ValueError, match=r"^data\.custom_cls\.name must be a class with [^\n]*$") as error:
+        dataset_class(config)
+    assert "Lacking lacks __getitem__, categories, folders, longest_document, pack_costs, " in str(error.value)
