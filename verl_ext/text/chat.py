@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from verl_ext.files import fingerprint
-from verl_ext.text.chat_parts import EMPTY_REASONING, KINDS, REASONING
+from verl_ext.text.chat_parts import EMPTY_REASONING, KINDS, REASONING, closes_again
 from verl_ext.text.chat_rendering import ChatOptions, ChatRenderer, stop_tokens
 from verl_ext.text.documents import Counts, Document, Documents, Run, fit, joined, preview_of
 from verl_ext.text.encoders import Encoded, TextEncoder
@@ -185,6 +185,7 @@ class ChatEncoder:
 
     def _count_fields(self, record: Record, counts: Counts) -> None:
         """Count the fields that nothing reads; a message's field counts if the template does not name it."""
+        counts.text_calls += record.text_calls
         if not (record.unused or record.message_fields or record.dropped):
             return
         category = self.options.category_field or ""
@@ -217,6 +218,7 @@ class ChatEncoder:
                 counts.context_parts.update(part.kind for part in chat.parts if not part.weight)
             counts.dropped_reasoning += chat.dropped_reasoning
             counts.dropped_blocks += chat.dropped_blocks
+            counts.closed_again += sum(closes_again(chat.text, part) for part in chat.parts)
         try:
             pieces = fit(document, self.options.max_tokens, self.options.over_length, counts.over_length)
         except DataError as error:

@@ -21,7 +21,7 @@ from verl_ext.endpoint.reasoning import REASONING_TAGS
 from verl_ext.text.chat_marks import Place
 from verl_ext.text.chat_template import Span, any_of
 from verl_ext.text.json_records import BadRecord
-from verl_ext.text.messages import REASONING_FIELDS, Chat, Stretch, TurnMask
+from verl_ext.text.messages import REASONING_FIELDS, REASONING_TAGS, Chat, Stretch, TurnMask
 
 ANSWER, REASONING, TOOL_CALL, END_OF_TURN = KINDS = ("answer", "reasoning", "tool_call", "end_of_turn")
 EMPTY_REASONING = "empty_reasoning"  # a block without words; a kind of reasoning
@@ -239,6 +239,13 @@ def blocks(text: str, start: int, stop: int, is_opened: bool) -> tuple[list[Bord
 def is_opened(before: str) -> bool:
     """Return whether the text before a turn ends with a tag that opens reasoning."""
     return before.rstrip().endswith(tuple(_OPENER.values()))
+
+
+def closes_again(text: str, part: Part) -> bool:
+    """Tell whether a part's first tag closes reasoning that the text before it has closed."""
+    if part.kind not in (ANSWER, EMPTY_REASONING) or not (tag := _THINK_TAG.search(text, part.start, part.stop)):
+        return False
+    return tag[0] in _OPENER and text[max(part.start - 64, 0) : part.start].rstrip().endswith(tag[0])
 
 
 @dataclass(frozen=True)

@@ -231,7 +231,7 @@ class ProvenChats:
         notes = _Notes()
         messages: list[Message] = []
         for index, message in enumerate(chat.messages):
-            said = {name: message[name] for name in SPOKEN_FIELDS if message.get(name)}
+            said = [name for name in SPOKEN_FIELDS if (message.get(name) or "").strip()]  # blank words are in the key
             stand_ins = {name: str(notes.words(_NEW, (index, name))) for name in said}
             messages.append({**message, **stand_ins})
 

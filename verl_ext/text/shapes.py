@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from verl_ext.text.json_records import BadRecord
+from verl_ext.text.json_records import BadRecord, from_json
 from verl_ext.text.messages import (
     MEDIA,
     TEMPLATE_FIELDS,
@@ -21,11 +21,9 @@ from verl_ext.text.messages import (
     MessageReader,
     PlainText,
     Turn,
-    called,
-    from_json,
-    tool_list,
 )
 from verl_ext.text.readers import TextFile
+from verl_ext.text.tool_calls import called, tool_list
 
 WEIGHT_FIELDS = ("loss_weight", "weight")
 SYSTEM_FIELDS = ("system", "system_prompt")
@@ -260,6 +258,7 @@ def _chat(raw_messages: list[Any], fields: Fields, first_target: int = 0, system
     weights = {i: 1.0 if turn.weight is None else turn.weight for i, turn in enumerate(turns) if i >= first_target}
     targets = {i: weight for i, weight in weights.items() if weight and messages[i]["role"] == "assistant"}
     masks = {i: turn.mask for i, turn in enumerate(turns) if turn.mask is not None}
+    texts = {(i, number): text for i, turn in enumerate(turns) for number, text in turn.argument_texts.items()}
     if not targets:
         raise BadRecord("no_target", "no assistant turn to learn from")
     learnt = [messages[i] for i in targets]
@@ -269,7 +268,7 @@ def _chat(raw_messages: list[Any], fields: Fields, first_target: int = 0, system
     for message in messages:
         if not TEMPLATE_FIELDS.issuperset(message):
             fields.message_fields.update(str(key) for key in message if key not in TEMPLATE_FIELDS)
-    return Chat(messages, targets, _tools(fields, turns), masks)
+    return Chat(messages, targets, _tools(fields, turns), masks, texts)
 
 
 def _system(fields: Fields, first: Message) -> str:

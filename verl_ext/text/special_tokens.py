@@ -131,7 +131,8 @@ class SpecialTokens:
             if first is not None:
                 raise self.refused(first, "beside private-use characters, which encoding it as text needs")
             return ChatText(chats.located(chat))
-        rendered = chats.located(replace(chat, messages=self._hide(chat.messages), tools=self._hide(chat.tools)))
+        names = ("messages", "tools", "argument_texts")
+        rendered = chats.located(replace(chat, **{name: self._hide(getattr(chat, name)) for name in names}))
         hidden = rendered.text
         count = len(self._hidden_pattern.findall(hidden))
         text = rendered.text = self._shown(hidden)
