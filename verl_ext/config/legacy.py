@@ -48,9 +48,10 @@ _TOKENIZED = "the data is tokenized beforehand by `verl-ext tokenize`, and {} na
 # Keys of verl's own dataset, which reads raw files.
 _RAW = (
     "prompt_key response_key prompt_dict_keys response_dict_keys system_prompt_key multiturn chat_template train_files "
-    "messages_key tools_key enable_thinking_key enable_thinking_default apply_chat_template_kwargs "
+    "messages_key tools_key apply_chat_template_kwargs "
     "ignore_input_ids_mismatch"
 )
+_THINKING = "a record's enable_thinking is read, and columns={enable_thinking: NAME} names another column"
 _BUDGET = "data.max_tokens is the budget of a pack"
 _BY_COST = "packs are cut to data.max_tokens, and data.balance shares those of like cost among ranks"
 _TEST_FREQ = "trainer.test_freq says when to validate: a number of steps or after_each_epoch"
@@ -60,6 +61,14 @@ SUPERSEDED = {
     **{
         f"data.{name}": Superseded(_TOKENIZED.format("data.train_dir"), "data.train_dir", ("false", "none", "{}"))
         for name in _RAW.split()
+    },
+    **{
+        f"data.{name}": Superseded(f"{_TOKENIZED.format('data.train_dir')}; {why}", "data.train_dir", ("none",))
+        for name, why in {
+            "multiturn.enable_thinking_key": _THINKING,
+            "enable_thinking_key": _THINKING,
+            "enable_thinking_default": "apply_chat_template_kwargs={enable_thinking: …} holds for records without one",
+        }.items()
     },
     "data.val_files": Superseded(_TOKENIZED.format("data.val_dir"), "data.val_dir"),
     "data.max_length": Superseded(f"{_BUDGET}, and data.train_batch_size counts packs", "data.max_tokens"),

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from functools import cached_property
 from typing import Any
 
@@ -57,6 +58,7 @@ class ChatTemplate:
         end_of_turn: str | None = None,
         stop_tokens: Sequence[str] = (),
         left_out: re.Pattern[str] | None = None,
+        today: str | None = None,
     ) -> None:
         """Probe the template. Raises `UsageError` if it cannot render a user's and an assistant's turn.
 
@@ -67,16 +69,16 @@ class ChatTemplate:
             end_of_turn: the end of a turn, which replaces those that are found.
             stop_tokens: the stop tokens of the model's generation config.
             left_out: a pattern that is removed from every rendered text.
+            today: the day that the template prints as today's, 2026-11-25; None: the present day.
         """
-        from transformers.utils import chat_template_utils  # here and below: the writing process does not need it
-
         self.tokenizer = tokenizer
         self.template = template
         self._left_out = left_out
         self.kwargs = template_kwargs
-        if "strftime_now" in self.source and "strftime_now" not in template_kwargs:
+        if prints_date(self.source):
             # All renderings get the same time, because they must give the same text.
-            self.kwargs = {"strftime_now": chat_template_utils.datetime.now().strftime, **template_kwargs}
+            now = datetime.fromisoformat(today) if today else datetime.now()
+            self.kwargs = {"strftime_now": now.strftime, **template_kwargs}
         added = [str(token) for token in getattr(tokenizer, "added_tokens_decoder", {}).values()]
         self.special = any_of({*tokenizer.all_special_tokens, *added} - {""})
         stops = {tokenizer.eos_token or "", *stop_tokens} - {""}
@@ -138,7 +140,7 @@ class ChatTemplate:
 
     def render_with_generation(self, chat: Chat) -> tuple[str, list[Span]]:
         """Return the text with the spans that `apply_chat_template(return_assistant_tokens_mask=True)` marks."""
-        from transformers.utils import chat_template_utils
+        from transformers.utils import chat_template_utils  # here: the writing process does not need it
 
         with _template_errors():
             rendered: Any = chat_template_utils.render_jinja_template(
@@ -294,6 +296,11 @@ def _in_parts(message: Message) -> Message:
     """Return the message with its content as a list of one part, as templates of vision models expect."""
     content = message.get("content")
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+
+
+def prints_date(source: Any) -> bool:
+    """Tell whether a template, or one of several by name, may print today's date."""
+    return "strftime_now" in str(source)
 
 
 def any_of(names: Iterable[str]) -> re.Pattern[str]:

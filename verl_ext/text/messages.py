@@ -85,7 +85,7 @@ class Chat:
     targets: {index of an assistant turn that is trained on: the weight of its tokens, above 0}, in order.
     masks: {index of a message: the weights of its parts}, for the messages whose parts have weights.
     argument_texts: {(index of a message, of its call): the JSON text}, for calls whose arguments the record has as
-    text; in `messages` all arguments are objects.
+    text; in `messages` all arguments are objects. template_kwargs: the record's own arguments of the template.
     """
 
     messages: list[Message]
@@ -93,6 +93,7 @@ class Chat:
     tools: list[Any] | None = None
     masks: dict[int, TurnMask] = field(default_factory=dict)
     argument_texts: dict[tuple[int, int], str] = field(default_factory=dict)
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def keep_last_target(self) -> None:
         """Make the last assistant turn the only target; there is none if its weight is 0."""

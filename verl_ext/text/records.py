@@ -5,6 +5,8 @@ The fields of one of the SHAPES (shapes.py), which `columns` may rename, make a 
     system, system_prompt     the system message, if the chat has none
     tools, functions          the template's `tools`, also when a system message holds them
     history, context          earlier turns, and the start of the user turn, in shapes with a single user turn
+    enable_thinking           an argument of the chat template for this record
+    chat_template_kwargs      {argument: value}, the same for any argument
     loss_weight, weight       the weight of the record's target tokens
     image, audios, ...        a bad record, or left out with `media=drop`
 
