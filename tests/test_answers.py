@@ -55,7 +55,7 @@ def _tokenized(folder, tokenizer, *options):
 
 def test_the_prompt_of_a_chat_follows_the_options_of_the_training_data(tokenizer, tmp_path):
     template = tmp_path / "dated.jinja"
-    template.write_text("{{ strftime_now('w%d') }} {{ style }}" + tokenizer.chat_template)
+    template.write_text("{{ strftime_now('w%d') }} {{ style }} " + tokenizer.chat_template)
     folder = _tokenized(
         tmp_path / "data",
         tokenizer,

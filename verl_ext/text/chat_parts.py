@@ -21,7 +21,7 @@ from verl_ext.endpoint.reasoning import REASONING_TAGS
 from verl_ext.text.chat_marks import Place
 from verl_ext.text.chat_template import Span, any_of
 from verl_ext.text.json_records import BadRecord
-from verl_ext.text.messages import REASONING_FIELDS, REASONING_TAGS, Chat, Stretch, TurnMask
+from verl_ext.text.messages import REASONING_FIELDS, Chat, Stretch, TurnMask
 
 ANSWER, REASONING, TOOL_CALL, END_OF_TURN = KINDS = ("answer", "reasoning", "tool_call", "end_of_turn")
 EMPTY_REASONING = "empty_reasoning"  # a block without words; a kind of reasoning

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
+from verl_ext.endpoint.reasoning import REASONING_TAGS
 from verl_ext.text.json_records import BadRecord, from_json, parse_json, shown
 from verl_ext.text.readers import TextFile
 from verl_ext.text.tool_calls import called, function_of, read_calls
@@ -36,14 +37,6 @@ ROLES = {
 }
 _LEARN_FIELDS = ("weight", "loss", "loss_mask", "train", "training", "trainable")
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
-# The tags that open and close reasoning inside a text.
-REASONING_TAGS = (
-    ("<think>", "</think>"),
-    ("[THINK]", "[/THINK]"),
-    ("<seed:think>", "</seed:think>"),
-    ("◁think▷", "◁/think▷"),
-    ("<|channel>thought", "<channel|>"),
-)
 _THOUGHT = re.compile("|".join(rf"\s*{re.escape(a)}.*?{re.escape(b)}" for a, b in REASONING_TAGS), re.DOTALL)
 _PART_FIELDS = ("train_on_reasoning", "train_on_tool_calls", "train_detail", *REASONING_FIELDS)
 TEMPLATE_FIELDS = frozenset(("role", "content", "name", "tool_calls", "tool_call_id", *REASONING_FIELDS))
