@@ -13,6 +13,9 @@ from tests.tokenized_data import write_tokenized
 from verl_ext.answers import AnswerOptions, Prompts
 from verl_ext.answers.scores import number_of, scorer
 from verl_ext.answers.server import Server, ServerFailed
+from verl_ext.commands.command_line import read_options
+from verl_ext.commands.tokenize import TokenizeOptions, tokenize
+from verl_ext.data.arrow import TokenizedData
 
 CHAT = [
     {"role": "user", "content": "w1 w2"},
@@ -40,6 +43,68 @@ def test_the_prompt_of_a_chat_is_what_its_template_renders_before_the_last_answe
     asked = [{"role": "user", "content": "w7"}]
     assert second.ids == tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
     assert second.record == {"question": "w7", "answer": "w8"}
+
+
+def _tokenized(folder, tokenizer, *options):
+    """Tokenize chats whose messages are in the column `chat`; return the folder."""
+    source = _file(folder.with_suffix(".jsonl"), {"chat": CHAT})
+    given = [f"sources={{a:{source}}}", f"output_dir={folder}", f"model.path={tokenizer.name_or_path}"]
+    tokenize(read_options(TokenizeOptions, [*given, "columns={messages: chat}", "num_workers=1", *options]))
+    return str(folder)
+
+
+def test_the_prompt_of_a_chat_follows_the_options_of_the_training_data(tokenizer, tmp_path):
+    template = tmp_path / "dated.jinja"
+    template.write_text("{{ strftime_now('w%d') }} {{ style }} " + tokenizer.chat_template)
+    folder = _tokenized(
+        tmp_path / "data",
+        tokenizer,
+        f"chat_template={template}",
+        "chat_date=2026-01-11",
+        "apply_chat_template_kwargs={style: w9}",
+        "reasoning=drop",
+    )
+    thought = [CHAT[0], {**CHAT[1], "content": "<think>w8</think>w3"}, *CHAT[2:]]
+    path = _file(tmp_path / "a.jsonl", {"chat": thought})
+    (prompt,) = Prompts.read(AnswerOptions(prompts=path), tokenizer, [str(tmp_path), folder]).items
+    row = TokenizedData([folder]).block(0, 1)["input_ids"].tolist()
+    assert prompt.ids == row[: len(prompt.ids)]
+    assert prompt.ids[:2] == tokenizer.convert_tokens_to_ids(["w11", "w9"])
+    assert (prompt.template_kwargs, prompt.expected) == ({"style": "w9"}, "w5 w6")
+    own = AnswerOptions(prompts=path, apply_chat_template_kwargs={"style": "w1"}, chat_date="2026-01-12")
+    (other,) = Prompts.read(own, tokenizer, [folder]).items
+    assert other.ids[:2] == tokenizer.convert_tokens_to_ids(["w12", "w1"])
+    plain = _file(tmp_path / "b.jsonl", {"messages": CHAT})
+    with pytest.raises(ValueError, match=r"columns\.messages must name .*; eval\.columns=\{\} reads none"):
+        Prompts.read(AnswerOptions(prompts=plain), tokenizer, [folder])
+    assert len(Prompts.read(AnswerOptions(prompts=plain, columns={}), tokenizer, [folder]).items) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"chat_date": "now"}, "eval.chat_date must be a day such as"),
+        ({"chat_template": "{% x"}, "eval.chat_template must be a Jinja template"),
+        ({"apply_chat_template_kwargs": {"tokenize": True}}, "eval.apply_chat_template_kwargs must not set tokenize"),
+        ({"columns": {"mesages": "m"}}, "a name in eval.columns must be"),
+    ],
+)
+def test_options_of_prompts_that_cannot_be_used_are_one_line(given, line, tokenizer, tmp_path):
+    path = _file(tmp_path / "a.jsonl", {"messages": CHAT})
+    with pytest.raises(ValueError, match=f"^{line}") as raised:
+        Prompts.read(AnswerOptions(prompts=path, **given), tokenizer)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_server_is_sent_calls_with_text_and_a_records_own_template_arguments(tokenizer, tmp_path):
+    calling = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"n": 1}}}]}
+    record = {"messages": [CHAT[0], calling, {"role": "tool", "content": "w9"}, CHAT[1]], "enable_thinking": False}
+    with answer_server(lambda body: "w3", ("small",)) as (url, asked):
+        options = AnswerOptions(prompts=_file(tmp_path / "a.jsonl", record), base_url=url)
+        Server(options).answers(Prompts.read(options, tokenizer).items)
+    ((_, body),) = asked
+    assert body["messages"][1]["tool_calls"][0]["function"]["arguments"] == '{"n": 1}'
+    assert body["chat_template_kwargs"] == {"enable_thinking": False}
 
 
 def test_answers_end_with_the_templates_end_of_a_turn_beside_the_tokenizers(tokenizer, tmp_path):

@@ -1,6 +1,7 @@
 """BABILongDataset: rows written by hand, truncation, split, reports, constructor forms, both trainers' collators."""
 
 import pickle
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
+from tokenizers import AddedToken
 from torch.utils.data import DataLoader, default_collate, random_split
 from transformers import BatchEncoding
 
@@ -263,6 +265,10 @@ def test_a_slow_tokenizer_serves_prompts_that_fit_and_is_refused_for_others(open
         """A tokenizer that returns a fast tokenizer's output without offsets."""
 
         pad_token_id, eos_token_id, all_special_tokens = 0, 2, ("<pad>",)
+        bos_token = unk_token = None
+        eos_token = None
+        added_tokens_decoder: ClassVar = {0: AddedToken("<pad>", special=True)}
+        convert_tokens_to_ids = TOKENIZER.convert_tokens_to_ids
 
         def get_vocab(self):
             return TOKENIZER.get_vocab()
@@ -276,6 +282,9 @@ def test_a_slow_tokenizer_serves_prompts_that_fit_and_is_refused_for_others(open
         ValueError, match=r"^prompts over 24 tokens need a fast tokenizer [^\n]* got Slow, and record 0"
     ):
         opened([record(9)], Slow(), max_length=32)
+    named = {**record(1), "question": "What is <pad>?"}
+    with pytest.raises(ValueError, match=r"must hold no name of a special token .*; record 0.* has <pad>"):
+        opened([named], Slow())
 
 
 def test_the_scan_needs_no_token_and_is_that_of_a_tokenized_folder(opened):

@@ -365,3 +365,12 @@ def test_kinds_are_counted_of_what_is_left_of_a_document(folder: Path) -> None:
     assert Counter(cut.counts.target_kinds).total() == cut.counts.target_tokens == int(cut.result.loss_mask.sum())
     assert cut.counts.target_kinds["end_of_turn"] == 0
     assert whole.counts.target_kinds["end_of_turn"] == 1
+
+
+def test_answers_that_close_a_block_which_is_closed_already_are_counted(folder: Path) -> None:
+    empty = "{% if m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}"
+    closes = HEAD + empty + "{{ m.content }}" + TAIL
+    counted = [Tokenized(folder, closes, turn(text)).counts.closed_again for text in ("a", "hm</think>a", "</think>a")]
+    assert counted == [0, 1, 1]
+    assert Tokenized(folder, CHATML, turn("hm</think>a")).counts.closed_again == 0
+    assert Tokenized(folder, closes, turn("<think>b</think>a")).counts.closed_again == 0

@@ -212,18 +212,17 @@ def test_arguments_are_printed_as_the_record_has_them_or_as_the_template_takes_t
     assert learnt(template, with_arguments(arguments)) == [f"<call>sit {printed}</call><|im_end|>", "ok<|im_end|>"]
 
 
-def test_the_form_of_one_chats_arguments_does_not_change_that_of_the_next() -> None:
-    template = ChatTemplate(tiny_tokenizer(HEADERS, special_tokens=TOKENS), None, {})
-    for arguments in (TEXT, OBJECT, TEXT, "{}", OBJECT):
-        found = locate(template, parse_record(with_arguments(arguments)).content)
-        printed = "{}" if arguments == "{}" else AS_JSON
-        assert found.text[found.targets[0].start :].startswith(f"<call>sit {printed}</call><|im_end|>")
+def test_what_a_message_says_is_not_taken_for_arguments_that_the_template_prints_as_python_does() -> None:
+    record = with_arguments(TEXT)
+    record["messages"][0]["content"] = str(OBJECT)
+    assert learnt(HEADERS, record)[0] == f"<call>sit {AS_JSON}</call><|im_end|>"
+    assert learnt(PRINTS_ARGUMENTS, record)[0] == f"<call>sit {TEXT}</call><|im_end|>"
 
 
-def test_arguments_that_are_no_json_are_refused_where_the_template_takes_only_objects() -> None:
-    with pytest.raises(BadRecord, match="no strings") as error:
-        learnt(HEADERS.replace("</call>", NO_STRINGS), with_arguments('{"on": '))
-    assert error.value.reason == "template_error"
+def test_arguments_that_a_template_refuses_are_not_given_as_text_if_it_takes_others() -> None:
+    no_null = "{% if none in c.function.arguments.values() %}{{ raise_exception('no null') }}{% endif %}</call>"
+    with pytest.raises(BadRecord, match="no null"):
+        learnt(HEADERS.replace(" | tojson }}</call>", " }}" + no_null), with_arguments('{"n": null}'))
 
 
 def test_a_template_that_needs_tools_is_tried_with_tools() -> None:

@@ -15,6 +15,11 @@ from verl_ext.text.records import FIELDS, category_of, parse_record
 TOOL = {"name": "sit", "parameters": {"on": {"type": "str"}}}
 QUESTION = {"question": "q", "answer": "a"}
 SINGLE_TURN = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+CALL = {"name": "sit", "arguments": {"on": "mat"}}
+
+
+def with_answer(**fields: Any) -> dict[str, Any]:
+    return {"messages": [SINGLE_TURN[0], {**SINGLE_TURN[1], **fields}]}
 
 
 @pytest.mark.parametrize(
@@ -71,7 +76,7 @@ def test_context_stands_before_the_question_a_blank_line_between(record: dict[st
 
 
 def test_calls_of_every_form_become_tool_calls_and_tools_are_found_where_they_stand() -> None:
-    call = {"name": "sit", "arguments": {"on": "mat"}}
+    call = CALL
     old = {"name": "sit", "arguments": '{"on": "mat"}'}
     asked, answered = {"role": "user", "content": "q"}, {"role": "function", "name": "sit", "content": "done"}
     wrapped = [{"type": "function", "function": TOOL}]
@@ -80,14 +85,38 @@ def test_calls_of_every_form_become_tool_calls_and_tools_are_found_where_they_st
     in_system = {"role": "system", "content": "s", "tools": json.dumps(wrapped)}
     records = [xlam, {**openai, "functions": [TOOL]}, {"messages": [in_system, *openai["messages"]]}]
     chats = [parse_record(record).content for record in records]
-    assert [chat.tools for chat in chats] == [[TOOL], wrapped, wrapped]
+    assert [chat.tools for chat in chats] == [wrapped] * 3
     for chat in chats:
         (turn,) = (chat.messages[i] for i in chat.targets)
         (found,) = turn["tool_calls"]
         assert turn["content"] == ""
-        assert found == {"type": "function", "function": call if chat is chats[0] else old}
+        assert found == {"type": "function", "function": call}
+        assert chat.with_argument_texts().messages[1 + (chat is chats[2])]["tool_calls"][0]["function"] == old
     assert chats[1].messages[2] == {"role": "tool", "name": "sit", "content": "done"}
     assert chats[2].messages[0] == {"role": "system", "content": "s"}
+
+
+@pytest.mark.parametrize("names", [("function_call", "observation"), ("tool_call", "tool_response")])
+def test_messages_of_calls_continue_the_assistants_turn_with_their_thought(names: tuple[str, str]) -> None:
+    call = CALL
+    as_text, thought = json.dumps(call), "<think>Press it.</think>"
+    said = [("user", "q"), ("assistant", "Look:"), (names[0], as_text), (names[0], as_text), (names[1], "done")]
+    said += [(names[0], f"{thought}\n{as_text}"), (names[1], "done"), (names[0], "sit(on='mat')"), (names[0], "{}")]
+    record = parse_record({"messages": [{"role": role, "content": text} for role, text in said]})
+    made = {"type": "function", "function": call}
+    assert record.content.messages == [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "Look:", "tool_calls": [made, made]},
+        {"role": "tool", "content": "done"},
+        {"role": "assistant", "content": thought, "tool_calls": [made]},
+        {"role": "tool", "content": "done"},
+        {"role": "assistant", "content": "sit(on='mat')"},
+        {"role": "assistant", "content": "{}"},
+    ]
+    assert list(record.content.targets) == [1, 3, 5, 6]
+    assert record.text_calls == 2
+    record = parse_record({"messages": [*SINGLE_TURN, {"role": names[0], "content": as_text, "loss": True}]})
+    assert record.content.messages[1] == {**SINGLE_TURN[1], "tool_calls": [made]}
 
 
 def test_glaive_text_becomes_turns_and_its_system_text_loses_its_head() -> None:
@@ -278,12 +307,46 @@ def test_message_weights_may_be_fractions_and_zero_is_no_target() -> None:
             "ambiguous",
             "system and system_prompt",
         ),
-        ({"messages": SINGLE_TURN, "tools": [TOOL], "functions": [TOOL]}, "bad_tools", "more than once, and differ"),
+        ({"messages": SINGLE_TURN, "tools": [{}], "functions": [TOOL]}, "bad_tools", "more than once, and differ"),
         ({"messages": [{**SINGLE_TURN[1], "function_call": 3}]}, "bad_tools", "function_call"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
             "vision",
             "message 1 has a part of type image",
+        ),
+        (with_answer(loss_mask=0), "no_target", "no assistant turn"),
+        (
+            with_answer(reasoning_content={"text": "hm"}),
+            "non_string_content",
+            "reasoning_content must be text; got dict",
+        ),
+        (with_answer(thinking=True), "non_string_content", "thinking must be text; got bool"),
+        (with_answer(content=["a"]), "non_string_content", "part 1 of content must be an object with a text; got str"),
+        (
+            with_answer(content=[{"type": "text", "text": "a"}, {"type": "text", "text": None}]),
+            "non_string_content",
+            "message 2: part 2 of content (type 'text') must have a string in `text`; it has none",
+        ),
+        (
+            with_answer(content=[{"type": "tool_use", "name": "f", "input": {}}]),
+            "non_string_content",
+            "part 1 of content (type 'tool_use')",
+        ),
+        (with_answer(tool_calls=[{"function": "sit"}]), "bad_tools", "a list of objects, each with a function"),
+        (
+            with_answer(tool_calls=[{"name": "sit", "arguments": None, "parameters": {"n": 1}}]),
+            "bad_arguments",
+            "got null beside parameters",
+        ),
+        (
+            {"messages": [*SINGLE_TURN, {"role": "tool_call", "content": json.dumps(CALL), "loss": False}]},
+            "bad_weight",
+            "message 3 continues the assistant's turn",
+        ),
+        (
+            {"messages": [*SINGLE_TURN, {"role": "ipython", "content": "r"}]},
+            "unknown_role",
+            "such as tool for a tool's",
         ),
         ({"question": "q", "answer": "a", "image": "x.png"}, "vision", "the record has image, and only text"),
         ({"text": "a", "loss_weight": -1}, "bad_weight", "-1"),

@@ -16,8 +16,9 @@ from verl_ext.commands.command_line import read_options
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
 from verl_ext.text.chat_spans import locate
 from verl_ext.text.chat_template import ChatTemplate
-from verl_ext.text.encoders import TokenCharacters, mask_from_offsets, mask_from_prefixes
+from verl_ext.text.encoders import TokenCharacters, mask_from_offsets
 from verl_ext.text.json_records import BadRecord
+from verl_ext.text.prefixes import mask_from_prefixes
 from verl_ext.text.records import parse_record
 from verl_ext.values import DataError
 

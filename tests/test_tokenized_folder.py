@@ -1,7 +1,9 @@
 """Opening tokenized folders of any writer: the scan, the category table, and one line for each bad folder."""
 
 import pickle
+import shutil
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +19,7 @@ from verl_ext.data.arrow import ListColumn, TokenizedData
 from verl_ext.data.left_out import OverLengthCount
 from verl_ext.data.scan import OverLength, scan_documents, sum_by_category
 from verl_ext.packing import cut_spans
+from verl_ext.text import tokenized
 from verl_ext.text.documents import Counts, Documents
 from verl_ext.text.tokenized import DatasetWriter
 
@@ -358,3 +361,15 @@ def assert_same_packs(ours, theirs):
             assert left[name].dtype == right[name].dtype
     assert ours.scan.targets.tolist() == theirs.scan.targets.tolist()
     assert ours.scan.category_ids == theirs.scan.category_ids
+
+
+def test_the_name_of_cached_documents_follows_the_code_that_makes_them(tmp_path, monkeypatch):
+    digests = [tokenized.code_digest()]
+    for change in ("", "# mended"):
+        package = tmp_path / f"text{len(digests)}"
+        shutil.copytree(Path(tokenized.__file__).parent, package)
+        (package / "chat_spans.py").write_text((package / "chat_spans.py").read_text() + change)
+        monkeypatch.setattr(tokenized, "__file__", str(package / "tokenized.py"))
+        digests.append(tokenized.code_digest.__wrapped__())
+    assert digests[0] == digests[1]
+    assert digests[1] != digests[2]

@@ -23,8 +23,18 @@ class AnswerOptions(Options):
     score: str = option("exact", f"{', '.join(BUILT_IN)}, or your own module:function, (record, answer) -> float")
     max_samples: int | None = option(None, "number of first prompts to answer; null: all", least=1)
     category_field: str | None = option(None, "field that holds a record's category; null: its file's name")
-    chat_template: str | None = option(None, "a Jinja template, or a file with one; null: the tokenizer's own")
-    apply_chat_template_kwargs: dict[str, Any] = option({}, "template arguments, e.g. {enable_thinking: false}")
+    columns: dict[str, Any] | None = option(
+        None, "{known field: its name in the records}, as in `verl-ext tokenize`; null: as the training data was made"
+    )
+    chat_template: str | None = option(
+        None, "a Jinja template, or a file with one; null: that of the training data, or else the tokenizer's own"
+    )
+    apply_chat_template_kwargs: dict[str, Any] | None = option(
+        None, "template arguments, e.g. {enable_thinking: false}; null: those of the training data"
+    )
+    chat_date: str | None = option(
+        None, "day that the template prints as today's; null: that of the training data, or else the day of the run"
+    )
     max_new_tokens: int = option(256, "maximum number of tokens of an answer", least=1)
     temperature: float = option(0.0, "sampling temperature; 0: always the likeliest token", least=0)
     top_p: float = option(1.0, "total probability of the likeliest tokens to sample from", above=0, most=1)

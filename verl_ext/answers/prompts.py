@@ -1,13 +1,14 @@
 """Prompts and the answers that are expected, from records or from tokenized documents.
 
 record       user, assistant, user, assistant    the chat up to its last assistant turn, rendered with the
-             ------- prompt -----  -expected-    template's generation prompt, as a server renders it
+             ------- prompt -----  -expected-    template's generation prompt, and tokenized as for training
 document     c c c t t c c c t t                 the tokens before the last run of targets
              ----prompt----- ---
 """
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,16 +21,19 @@ from verl_ext.answers.options import AnswerOptions
 from verl_ext.answers.scores import BUILT_IN
 from verl_ext.data.arrow import TokenizedData
 from verl_ext.data.categories import CategoryTable
-from verl_ext.text.chat_template import ChatTemplate
+from verl_ext.files import REPORT
+from verl_ext.text.chat import ChatEncoder
+from verl_ext.text.chat_rendering import ChatOptions
 from verl_ext.text.json_records import BadRecord, read_record
 from verl_ext.text.messages import Message
 from verl_ext.text.readers import read_chunks
-from verl_ext.text.records import Chat, category_of, parse_record
+from verl_ext.text.records import category_of
 from verl_ext.text.sources import file_name, find_source_files, without_compression
-from verl_ext.text.tokenizer import check_template, read_template
-from verl_ext.values import DataError, UsageError
+from verl_ext.values import DataError, UsageError, options_of
 
 _KEY = "eval.prompts"
+_OWN = ("columns", "chat_template", "apply_chat_template_kwargs", "chat_date")  # options of `eval` and of chats
+_OF_EVAL = re.compile(rf"(?<![\w.])(?:{'|'.join(_OWN)})\b")
 _PROMPT_TOKENS = 400  # tokens of a prompt's end that are shown
 
 
@@ -43,7 +47,8 @@ class Prompt:
         category: the category whose metric includes the score.
         record: the input of a user's own scorer: the record of the file, or the texts of a tokenized document.
         place: the place in the data, for messages.
-        messages, tools: the request to a server; None for a tokenized document, whose tokens the server gets.
+        messages, tools, template_kwargs: the request to a server; no messages for a tokenized document, whose tokens
+            the server gets.
     """
 
     ids: Sequence[int]
@@ -53,6 +58,7 @@ class Prompt:
     place: str = ""
     messages: list[Message] | None = None
     tools: list[Any] | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -63,8 +69,12 @@ class Prompts:
     stops: tuple[int, ...]
 
     @classmethod
-    def read(cls, options: AnswerOptions, tokenizer: Any) -> "Prompts":
-        """Read the prompts that the options name. Raises ValueError, in one line, for data that cannot be used."""
+    def read(cls, options: AnswerOptions, tokenizer: Any, folders: Sequence[str] = ()) -> "Prompts":
+        """Read the prompts that the options name. Raises ValueError, in one line, for data that cannot be used.
+
+        folders: those of the training data. Records are rendered and tokenized by the options of the first one that
+        `verl-ext tokenize` made of chats.
+        """
         named = options.prompts
         paths = [named] if isinstance(named, str) else named
         if isinstance(paths, list) and any(_is_tokenized(path) for path in paths):
@@ -73,9 +83,8 @@ class Prompts:
             )
             ends: list[str] = []
         else:
-            template = _template(options, tokenizer)
-            found = _records(paths, options, tokenizer, template)
-            ends = template.ends
+            encoder, ends = _encoder(options, tokenizer, folders)
+            found = _records(paths, options, encoder)
         items, stops = [], set()
         for prompt, end in found:
             items.append(prompt)
@@ -106,19 +115,31 @@ def _is_tokenized(path: str) -> bool:
         return False
 
 
-def _template(options: AnswerOptions, tokenizer: Any) -> ChatTemplate:
-    given = options.chat_template
-    template = None if given is None else read_template(given, "eval.chat_template")
-    if template is not None:
-        check_template(template, "one" if template == given else str(given), "eval.chat_template")
-    elif not tokenizer.chat_template:
-        raise UsageError("eval.chat_template must be given: the model's tokenizer has none; got null")
-    return ChatTemplate(tokenizer, template, dict(options.apply_chat_template_kwargs))
+def _encoder(options: AnswerOptions, tokenizer: Any, folders: Sequence[str]) -> tuple[ChatEncoder, list[str]]:
+    """Return the encoder of the training data, changed by the options that are given, and the ends of its turns."""
+    made: dict[str, Any] = {}
+    for folder in folders:
+        try:
+            report = json.loads(Path(folder, REPORT).read_text(encoding="utf-8"))
+            made = {name: value for name, value in report["options"].items() if name in options_of(ChatOptions)}
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+            continue
+        if "turns" in made:
+            break
+        made = {}
+    own = {name: getattr(options, name) for name in _OWN if getattr(options, name) is not None}
+    model = {"path": tokenizer.name_or_path}
+    try:
+        encoder = ChatEncoder(ChatOptions.read({**made, **own, "model": model, "turns": "last"}), tokenizer=tokenizer)
+        if not tokenizer.chat_template and encoder.options.chat_template is None:
+            raise UsageError("chat_template must be given: the model's tokenizer has none; got null")
+        return encoder, encoder.ends
+    except ValueError as error:
+        named = (_OF_EVAL.sub(r"eval.\g<0>", line, count=1) for line in str(error).splitlines())
+        raise UsageError("\n".join(named)) from error
 
 
-def _records(
-    named: Any, options: AnswerOptions, tokenizer: Any, template: ChatTemplate
-) -> Iterator[tuple[Prompt, int | None]]:
+def _records(named: Any, options: AnswerOptions, encoder: ChatEncoder) -> Iterator[tuple[Prompt, int | None]]:
     if isinstance(named, Mapping):
         patterns = {str(name): [paths] if isinstance(paths, str) else list(paths) for name, paths in named.items()}
     else:
@@ -134,27 +155,23 @@ def _records(
                     record = read_record(raw)
                     own = category_of(record, options.category_field) if options.category_field else None
                     category = names[file.category_id - 1] if own is None else own
-                    yield _of_record(record, category, place, options, tokenizer, template), None
+                    yield _of_record(record, category, place, options, encoder), None
                 except BadRecord as error:
-                    raise DataError(f"{_KEY} must hold chats with an answer; {place}: {error}") from error
+                    is_of_data = error.reason == "missing_column" and options.columns is None
+                    hint = "; eval.columns={} reads none of the training data's columns" if is_of_data else ""
+                    raise DataError(f"{_KEY} must hold chats with an answer; {place}: {error}{hint}") from error
 
 
 def _of_record(
-    record: dict[str, Any], category: str, place: str, options: AnswerOptions, tokenizer: Any, template: ChatTemplate
+    record: dict[str, Any], category: str, place: str, options: AnswerOptions, encoder: ChatEncoder
 ) -> Prompt:
-    chat = parse_record(record).content
-    if not isinstance(chat, Chat):
-        raise BadRecord("no_target", "the record is a text, and no chat")
-    last = max(number for number, message in enumerate(chat.messages) if message["role"] == "assistant")
-    before, expected = chat.messages[:last], chat.messages[last]["content"]
-    if not before:
-        raise BadRecord("no_prompt", "nothing stands before the answer")
+    chat, last, ids = encoder.prompt(record)
+    expected = chat.messages[last]["content"]
     if options.score in BUILT_IN and not expected.strip():
         raise BadRecord("empty", f"the last assistant turn has no words that eval.score={options.score} compares")
-    asked, _ = template.with_arguments_as_printed(Chat(before, {}, chat.tools))
-    text = template.render(asked.messages, asked.tools, generation=True)
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return Prompt(ids, expected, category, record, place, before, chat.tools)
+    kwargs = {**encoder.options.apply_chat_template_kwargs, **chat.template_kwargs}
+    asked = chat.with_argument_texts().messages[:last]  # as servers take them
+    return Prompt(ids, expected, category, record, place, asked, chat.tools, kwargs)
 
 
 def _documents(folders: list[str], tokenizer: Any) -> Iterator[tuple[Prompt, int | None]]:

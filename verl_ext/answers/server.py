@@ -31,14 +31,13 @@ class Server:
 
     def __init__(self, options: AnswerOptions) -> None:
         """Find the model. Raises ServerFailed."""
-        kwargs = options.apply_chat_template_kwargs
+        self._kwargs = options.apply_chat_template_kwargs or {}
         self._endpoint = _Endpoint(
             base_url=options.base_url,
             model=options.model,
             concurrency=options.batch_size,
             retries=_RETRIES,
             timeout=_SECONDS,
-            extra_body={"chat_template_kwargs": kwargs} if kwargs else {},
         )
         self._sampling = SamplingOptions(options.temperature, options.top_p, options.max_new_tokens, seed=None)
         try:
@@ -77,7 +76,10 @@ class Server:
             async def asked(number: int, prompt: Prompt) -> Answer:
                 if prompt.messages is None:
                     return await client.complete(str(number), "answer", prompt.ids, self._sampling)
-                tools = prompt.tools or ()
-                return await client.ask(str(number), "answer", prompt.messages, self._sampling, tools=tools)
+                tools, kwargs = prompt.tools or (), {**prompt.template_kwargs, **self._kwargs}
+                extra = {"chat_template_kwargs": kwargs} if kwargs else {}
+                return await client.ask(
+                    str(number), "answer", prompt.messages, self._sampling, tools=tools, extra_body=extra
+                )
 
             return list(await asyncio.gather(*(asked(*each) for each in enumerate(prompts))))

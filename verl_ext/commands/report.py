@@ -142,6 +142,10 @@ class Report:
             yield f"left out: the reasoning of {counts.dropped_reasoning:,} turns"
         if counts.dropped_blocks:
             yield f"left out: empty thinking blocks of {counts.dropped_blocks:,} chats drawn by drop_empty_reasoning"
+        if counts.text_calls:
+            yield f"{counts.text_calls:,} messages of function_call are no JSON of a call, and are learnt as text"
+        if counts.closed_again:
+            yield f"{counts.closed_again:,} answers close a thinking block that is closed before them already"
         if counts.unprinted:
             yield f"not printed by the chat template: {_most(counts.unprinted, ' records')}"
         if counts.dropped_media:

@@ -127,7 +127,7 @@ def write_dataset(
     """
     if chunk_size is None:
         chunk_size = RAY_CHUNK if options.backend == "ray" else CHUNK
-    num_bytes = total_bytes(files)
+    num_bytes, options = total_bytes(files), options.dated()
     report = Report(options, list(options.sources), options.preview)
     chunks = _sampled_chunks(files, options, report.read, chunk_size)
     encoder: type[ChatEncoder | TokenRecordEncoder] = TokenRecordEncoder if has_tokens(files) else ChatEncoder

@@ -27,7 +27,7 @@ from verl_ext.launcher import run_torchrun
 from verl_ext.legacy import is_name_of_verl
 from verl_ext.text.chat import ChatEncoder
 from verl_ext.text.sources import find_source_files
-from verl_ext.text.tokenized import FORMAT, cached_tokens, file_facts
+from verl_ext.text.tokenized import cached_tokens, code_digest, file_facts
 from verl_ext.text.tokenizer import leave_out_torch
 from verl_ext.translation import Item, translate
 from verl_ext.values import DataError, Options, UsageError, option
@@ -122,12 +122,17 @@ class Texts:
         """
         self._node, self._words = node, list(words)
         with self._errors_name_the_key():
-            self._options = options = read_options(TokenizeOptions, [*words, f"output_dir={root / 'new'}"])
+            self._options = options = read_options(TokenizeOptions, [*words, f"output_dir={root / 'new'}"]).dated()
             for name, needed in (("backend", "local"), ("format", "arrow")):
                 if (given := getattr(options, name)) != needed:
                     raise UsageError(f"{name} must be {needed} here; got {given}: use `verl-ext tokenize`")
             leave_out_torch(options.model)
             self._encoder = ChatEncoder(options, list(options.sources), options.preview)
+            if self._encoder.prints_date and not _those_of(words, ["chat_date"]):
+                self._words.append(f"chat_date={options.chat_date}")  # the same command on another day
+                print(
+                    f"{node}: the chat template prints the date; {self._words[-1]} keeps it on another day", flush=True
+                )
             self.folder = root / self._fingerprint()
         self.are_tokenized = is_complete(self.folder)
 
@@ -158,7 +163,7 @@ class Texts:
         options, files = self._options, find_source_files(self._options.patterns)
         read = [file_facts(file.path for file in files), [(file.category_id, file.kind) for file in files]]
         drawn = [list(options.sources), options.sample, options.seed]
-        return fingerprint([FORMAT, self._encoder.fingerprint(), read, drawn])
+        return fingerprint([code_digest(), self._encoder.fingerprint(), read, drawn])
 
     @contextmanager
     def _errors_name_the_key(self) -> Iterator[None]:

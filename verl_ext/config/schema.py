@@ -46,6 +46,7 @@ FREE_FORM = (
     "engine.turbo_config",
     "engine.wrap_policy",
     "eval.apply_chat_template_kwargs",
+    "eval.columns",
     "eval.prompts",
     "hydra",
     "loss.category_weights",

@@ -33,7 +33,7 @@ from verl_ext.text.documents import Counts, Document, Documents, joined
 from verl_ext.text.json_records import BadRecord
 from verl_ext.text.readers import read_batches
 from verl_ext.text.sources import SourceFile, absolute_path
-from verl_ext.text.special_tokens import as_plain_text
+from verl_ext.text.special_tokens import SpecialTokens, as_plain_text
 from verl_ext.text.tokenized import Encoder, number_categories
 from verl_ext.values import Options, option, plain
 
@@ -199,6 +199,14 @@ class BABILongEncoder(Encoder):
         """
         if self.options.append_eos and self.tokenizer.eos_token_id is None:
             raise ValueError("data.append_eos=true needs a tokenizer with an eos_token; it has none")
+        if not getattr(
+            self.tokenizer, "is_fast", False
+        ):  # it would take the names of special tokens for the tokens themselves
+            special = SpecialTokens(self.tokenizer, self.key)
+            for record in records:
+                if found := special.found(f"{record.input}\n{record.question}\n{record.target}"):
+                    needed = "must hold no name of a special token for a tokenizer that is not a fast one"
+                    raise ValueError(f"{self.key} {needed}; {record} has {found[0][0]}")
         how = {"padding": False, "truncation": False, "return_attention_mask": False, "return_token_type_ids": False}
         how |= {"verbose": False, **as_plain_text(self.tokenizer)}  # avoids a warning above model_max_length
         prompts = self.tokenizer([prompt_text(record.input, record.question) for record in records], **how)

@@ -152,6 +152,7 @@ class Client:
         parse: Callable[[str], Any] | None = None,
         tries: int = 1,
         tools: Sequence[Mapping[str, Any]] = (),
+        extra_body: Mapping[str, Any] | None = None,
     ) -> Answer:
         """Return the model's answer to `messages`, from the store if it has it.
 
@@ -166,12 +167,13 @@ class Client:
             parse: turns the text into `Answer.parsed`; if it raises `Unparsable`, the outcome is `unparsable`.
             tries: the most requests until an answer can be parsed, each with another seed.
             tools: the functions that the model may call.
+            extra_body: further fields of this request, beside those of the options.
         """
         request: dict[str, Any] = {"model": self.options.model, "messages": [dict(message) for message in messages]}
         if tools:
             request["tools"] = [dict(tool) for tool in tools]
-        if self.options.extra_body:
-            request["extra_body"] = dict(self.options.extra_body)
+        if self.options.extra_body or extra_body:
+            request["extra_body"] = {**self.options.extra_body, **(extra_body or {})}
         characters = sum(len(str(message.get("content"))) for message in messages)
         create = self._api.chat.completions.with_raw_response.create
         for attempt in range(tries):

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from verl_ext.files import fingerprint
-from verl_ext.text.chat_parts import EMPTY_REASONING, KINDS, REASONING
+from verl_ext.text.chat_parts import EMPTY_REASONING, KINDS, REASONING, closes_again
 from verl_ext.text.chat_rendering import ChatOptions, ChatRenderer, stop_tokens
+from verl_ext.text.chat_template import prints_date
 from verl_ext.text.documents import Counts, Document, Documents, Run, fit, joined, preview_of
 from verl_ext.text.encoders import Encoded, TextEncoder
 from verl_ext.text.json_records import BadRecord, check_characters, parse_line
@@ -64,35 +65,45 @@ class _Found:
 class ChatEncoder:
     """An encoder of chat and text records, with one tokenizer and one set of options."""
 
-    def __init__(self, options: ChatOptions, sources: Sequence[str] = (), preview: int = 0) -> None:
+    def __init__(
+        self, options: ChatOptions, sources: Sequence[str] = (), preview: int = 0, tokenizer: Any = None
+    ) -> None:
         """Load the tokenizer. Raises `UsageError` if there is none.
 
         Args:
             options: the options.
             sources: the names of the chunks' sources, for `category_field`.
             preview: the number of documents of a chunk to decode for a preview.
+            tokenizer: the tokenizer; None: that of the options.
         """
-        self.options, self.sources, self._preview = options, sources, preview
-        self.tokenizer = load_tokenizer(options.model)
-        self._encoder = TextEncoder(self.tokenizer, options)
+        self.options, self.sources, self._preview = options.dated(), sources, preview
+        self.tokenizer = load_tokenizer(options.model) if tokenizer is None else tokenizer
+        self._encoder = TextEncoder(self.tokenizer, self.options)
         self._is_one_token = cache(lambda text: len(self._encoder.ids(text)) == 1)
 
     def fingerprint(self) -> str:
         """Return a digest of all that decides a record's documents. Raises `UsageError` if a template cannot be read.
 
-        It covers the options, the tokenizer, the template and the stop tokens, wherever they were read from.
+        It covers the options, the tokenizer, the template and the stop tokens, wherever they were read from, and the
+        date if the template may print it.
         """
         options = {each.name: getattr(self.options, each.name) for each in fields(ChatOptions) if each.name != "model"}
         if (template := self.options.chat_template) is not None:
             options["chat_template"] = read_template(template, "chat_template")
+        if not self.prints_date:
+            del options["chat_date"]
         ends = [
             self.tokenizer.bos_token_id,
             self.tokenizer.eos_token_id,
             stop_tokens(self.tokenizer, self.options.model),
         ]
-        return fingerprint(
-            [tokenizer_facts(self.tokenizer), self.tokenizer.chat_template, ends, options, self._preview]
-        )
+        return fingerprint([tokenizer_facts(self.tokenizer), self.tokenizer.chat_template, ends, options])
+
+    @property
+    def prints_date(self) -> bool:
+        """Whether the chat template may print today's date."""
+        given = self.options.chat_template
+        return prints_date(self.tokenizer.chat_template if given is None else read_template(given, "chat_template"))
 
     def encode(self, chunk: Chunk) -> Documents:
         """Encode a chunk. Raises `DataError` for the first bad record under `on_bad_record=error`."""
@@ -142,9 +153,33 @@ class ChatEncoder:
             prompts: list[tuple[int, str]] = []
             if isinstance(item.text, ChatText) and isinstance(chat := item.content, Chat):
                 turns = dict.fromkeys(target.message for target in item.text.rendered.targets)
-                prompts = [(turn, self._chats.prompt(chat, turn)) for turn in turns]
+                prompts = [(turn, self._chats.prompt(chat, turn).text) for turn in turns]
             text = item.text.text if isinstance(item.text, ChatText) else str(item.text)
             yield ShownText(text, documents, prompts)
+
+    def prompt(self, raw: Any) -> tuple[Chat, int, list[int]]:
+        """Return (chat, number of its last assistant turn, tokens from which that turn is generated).
+
+        The tokens begin the document that the record gives, up to what the template prints only before an answer.
+        Raises `BadRecord`.
+        """
+        record = parse_record(raw, self.options.columns, drop_media=self.options.media == "drop")
+        if not isinstance(chat := record.content, Chat):
+            raise BadRecord("no_target", "the record is a text, and no chat")
+        last = max(number for number, message in enumerate(chat.messages) if message["role"] == "assistant")
+        if not last:
+            raise BadRecord("no_prompt", "nothing stands before the answer")
+        text = self._chats.prompt(chat, last)
+        check_characters(text.text)
+        (encoded,) = self._encoder.encode_chats([text])
+        if isinstance(encoded, BadRecord):
+            raise encoded
+        return chat, last, encoded.ids.tolist()
+
+    @property
+    def ends(self) -> list[str]:
+        """The texts that end an assistant's turn."""
+        return self._chats.template.ends
 
     def ids(self, text: str) -> list[int]:
         """Return the token ids of a text, without those that the tokenizer adds at either end."""
@@ -186,11 +221,14 @@ class ChatEncoder:
         return ChatRenderer(self.tokenizer, self._encoder.special, self.options)
 
     def _count_fields(self, record: Record, counts: Counts) -> None:
-        """Count the fields that nothing reads; a message's field counts if the template does not name it."""
-        if not (record.unused or record.message_fields or record.dropped):
+        """Count the fields that nothing reads; one that the template gets counts if the template does not name it."""
+        counts.text_calls += record.text_calls
+        arguments = record.content.template_kwargs if isinstance(record.content, Chat) else {}
+        if not (record.unused or record.message_fields or record.dropped or arguments):
             return
         category = self.options.category_field or ""
         unused = Counter(one_line(name) for name in record.unused if name not in (category, category.partition(".")[0]))
+        unused.update(one_line(name) for name in arguments if name not in self._chats.template_words)
         for name, messages in record.message_fields.items():
             if name not in self._chats.template_words:
                 unused[one_line(f"messages.{name}")] += messages
@@ -219,6 +257,7 @@ class ChatEncoder:
                 counts.context_parts.update(part.kind for part in chat.parts if not part.weight)
             counts.dropped_reasoning += chat.dropped_reasoning
             counts.dropped_blocks += chat.dropped_blocks
+            counts.closed_again += sum(closes_again(chat.text, part) for part in chat.parts)
         try:
             pieces = fit(document, self.options.max_tokens, self.options.over_length, counts.over_length)
         except DataError as error:
@@ -240,7 +279,7 @@ class ChatEncoder:
         if isinstance(chat := item.text, ChatText):
             mask, chat.border_tokens = self._encoder.mask(encoded, chat.text, chat.spans)
             learnt = chat.learnt
-            firsts = [self._first_token(encoded, chat.text, part.start) for part in learnt]
+            firsts = self._encoder.first_tokens(encoded, chat.text, [part.start for part in learnt])
             parts = [(first, KIND_OF_TARGET[part.kind]) for first, part in zip(firsts, learnt, strict=True)]
             if any(part.weight != 1 for part in learnt):
                 weights = np.ones(len(ids), np.float64)
@@ -261,9 +300,3 @@ class ChatEncoder:
             weights = item.weight * (np.ones(len(ids), np.float64) if weights is None else weights)
         weights = None if weights is None else weights.astype(np.float32)
         return Document(ids, mask, weights, parts=parts)
-
-    def _first_token(self, encoded: Encoded, text: str, character: int) -> int:
-        """Return the first token that holds a character at or after this one."""
-        if encoded.offsets is not None:
-            return encoded.offsets.first_after(character)
-        return len(self._encoder.ids(text[:character]))

@@ -241,6 +241,13 @@ def is_opened(before: str) -> bool:
     return before.rstrip().endswith(tuple(_OPENER.values()))
 
 
+def closes_again(text: str, part: Part) -> bool:
+    """Tell whether a part's first tag closes reasoning that the text before it has closed."""
+    if part.kind not in (ANSWER, EMPTY_REASONING) or not (tag := _THINK_TAG.search(text, part.start, part.stop)):
+        return False
+    return tag[0] in _OPENER and text[max(part.start - 64, 0) : part.start].rstrip().endswith(tag[0])
+
+
 @dataclass(frozen=True)
 class Learnt:
     """The kinds of parts that are learnt, unless a message says otherwise."""

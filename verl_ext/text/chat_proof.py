@@ -200,6 +200,10 @@ class ProvenChats:
         self._prompt_ends = tuple(prompt[at:] for at in range(len(prompt)))
         self._count = 0
 
+    def text(self, chat: Chat) -> str:
+        """Render a chat without looking for its targets."""
+        return self.template.with_arguments_as_printed(chat)[1]
+
     def located(self, chat: Chat) -> RenderedChat:
         """Render a chat like `locate`, which is called if the chat has no proven shape."""
         key = _shape_key(chat) if self._is_usable else None
@@ -231,7 +235,7 @@ class ProvenChats:
         notes = _Notes()
         messages: list[Message] = []
         for index, message in enumerate(chat.messages):
-            said = {name: message[name] for name in SPOKEN_FIELDS if message.get(name)}
+            said = [name for name in SPOKEN_FIELDS if (message.get(name) or "").strip()]  # blank words are in the key
             stand_ins = {name: str(notes.words(_NEW, (index, name))) for name in said}
             messages.append({**message, **stand_ins})
 

@@ -4,29 +4,25 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from datetime import date
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple, TypeVar
 
 from verl_ext.files import fingerprint
 from verl_ext.packing import OVER_LENGTH_POLICIES
-from verl_ext.text.chat_parts import EMPTY_BLOCK, Learnt, is_opened, without_empty_blocks
+from verl_ext.text.chat_parts import EMPTY_BLOCK, Learnt, RenderedChat, is_opened, without_empty_blocks
 from verl_ext.text.chat_proof import ProvenChats
 from verl_ext.text.chat_template import ChatTemplate
 from verl_ext.text.json_records import BadRecord, RecordOptions
 from verl_ext.text.messages import Chat
 from verl_ext.text.records import column_problems
+from verl_ext.text.shapes import RESERVED_TEMPLATE_KWARGS
 from verl_ext.text.special_tokens import ChatText, SpecialTokens, strings_of
 from verl_ext.text.tokenizer import ModelOptions, check_template, read_template
 from verl_ext.values import UsageError, first_line, option
 
-# The arguments of `apply_chat_template` that are set here.
-RESERVED_TEMPLATE_KWARGS = frozenset(
-    (
-        *("conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message"),
-        *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
-        *("return_assistant_tokens_mask", "tokenizer_kwargs", "messages"),
-    )
-)
+OptionsT = TypeVar("OptionsT", bound="ChatOptions")
+VARIANTS = 64  # the number of template arguments of records for which the template is kept
 
 
 @dataclass(frozen=True)
@@ -36,6 +32,9 @@ class ChatOptions(RecordOptions):
     model: ModelOptions = option(ModelOptions, "the tokenizer")
     chat_template: str | None = option(None, "a Jinja template, or a file with one; null: the tokenizer's own")
     apply_chat_template_kwargs: dict[str, Any] = option({}, "template arguments, e.g. {enable_thinking: false}")
+    chat_date: str | None = option(
+        None, "day that the template prints as today's, such as 2026-11-25; null: the day on which the command runs"
+    )
     end_of_turn: str | None = option(
         None, "text that ends an assistant turn, and is a target; null: found from template and stop tokens"
     )
@@ -85,8 +84,13 @@ class ChatOptions(RecordOptions):
     max_tokens: int | None = option(None, "maximum number of tokens of a document; null: any length", least=2)
     over_length: str = option("error", "treatment of longer documents", choices=OVER_LENGTH_POLICIES)
 
+    def dated(self: OptionsT) -> OptionsT:
+        """Return the options with today's date if they have none, so that all workers and nodes print the same."""
+        return self if self.chat_date else replace(self, chat_date=date.today().isoformat())
+
     def problems(self) -> Iterable[str | None]:
         """Yield a line for each mistake that can be seen without opening a source."""
+        yield date_problem("chat_date", self.chat_date)
         yield from self.model.tokenizer_problems()
         yield from column_problems(self.columns)
         if self.category_field == "":
@@ -104,6 +108,40 @@ class ChatOptions(RecordOptions):
                 yield str(error)
 
 
+def date_problem(key: str, given: str | None) -> str | None:
+    """Return a line if a date is given that is no day of the calendar."""
+    try:
+        if given is None or (len(given) == 10 and date.fromisoformat(given)):
+            return None
+    except ValueError:
+        pass
+    return f"{key} must be a day such as 2026-11-25, or null; got {given}"
+
+
+class _Prompts:
+    """A renderer of the messages before an answer as the prompt that a server gives the model."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self.template = template
+
+    def located(self, chat: Chat) -> RenderedChat:
+        """Render the messages; a prompt has no targets."""
+        return RenderedChat(self.text(chat), [])
+
+    def text(self, chat: Chat) -> str:
+        """Render the messages with the generation prompt."""
+        asked, _ = self.template.with_arguments_as_printed(chat)
+        return self.template.render(asked.messages, asked.tools, generation=True)
+
+
+class _Variant(NamedTuple):
+    """The template with the arguments of some records; the second renderer leaves out empty thinking blocks."""
+
+    chats: ProvenChats
+    without_blocks: ProvenChats | None
+    opens_reasoning: bool  # the generation prompt does
+
+
 class ChatRenderer:
     """A renderer of chats as texts with targets, with one template and one set of options."""
 
@@ -117,21 +155,34 @@ class ChatRenderer:
             raise UsageError(
                 f"chat_template must be given for chat records: the tokenizer of {options.model.tokenizer} has none"
             )
-        self._special, self._options = special, options
-        stops = stop_tokens(tokenizer, options.model)
-        given_to_all = (tokenizer, template, options.apply_chat_template_kwargs, options.end_of_turn, stops)
-        self._chats = ProvenChats(ChatTemplate(*given_to_all))
-        if options.drop_empty_reasoning:
-            self._without_blocks = ProvenChats(ChatTemplate(*given_to_all, left_out=EMPTY_BLOCK))
+        self._special, self._options, self._tokenizer, self._source = special, options, tokenizer, template
+        self._stops = stop_tokens(tokenizer, options.model)
         self._learnt = Learnt(
             options.reasoning == "learn", options.tool_calls == "learn", options.empty_reasoning == "learn"
         )
-        self._opens_reasoning = is_opened(self._chats.template.generation_prompt)
+        self._cached_variant = lru_cache(VARIANTS)(self._new_variant)
+        self.template = self._cached_variant("{}").chats.template  # for records without arguments of their own
+
+    def _new_variant(self, arguments: str) -> _Variant:
+        """Probe the template with a record's arguments in JSON. Raises `UsageError` as `ChatTemplate` does."""
+        given, options = {**self._options.apply_chat_template_kwargs, **json.loads(arguments)}, self._options
+        given_to_all = (self._tokenizer, self._source, given, options.end_of_turn, self._stops)
+        chats = ProvenChats(ChatTemplate(*given_to_all, today=options.chat_date))
+        without_blocks = None
+        if options.drop_empty_reasoning:
+            without_blocks = ProvenChats(ChatTemplate(*given_to_all, left_out=EMPTY_BLOCK, today=options.chat_date))
+        return _Variant(chats, without_blocks, is_opened(chats.template.generation_prompt))
+
+    def _variant(self, chat: Chat) -> _Variant:
+        try:
+            return self._cached_variant(json.dumps(chat.template_kwargs, sort_keys=True))
+        except UsageError as error:
+            raise BadRecord("template_error", f"with the record's template arguments, {error}") from error
 
     @cached_property
     def template_words(self) -> set[str]:
         """The names that occur in the template."""
-        return set(re.findall(r"\w+", self._chats.template.source))
+        return set(re.findall(r"\w+", self.template.source))
 
     @property
     def template(self) -> str | None:
@@ -146,13 +197,9 @@ class ChatRenderer:
         """
         on_found = self._options.special_tokens_in_text
         texts = []
-        chats, is_drawn = self._chats, self._is_drawn(chat)
-        if is_drawn:
-            chats, chat = self._without_blocks, without_empty_blocks(chat)
+        chats, chat, is_drawn = self._chosen(chat)
         for part in self._turns(chat):
-            dropped = 0
-            if self._options.reasoning == "drop":
-                part, dropped = self._learnt.without_reasoning(part, self._opens_reasoning)
+            part, dropped = self._without_reasoning(part)
             text = self._special.chat_text(chats, part, on_found)
             text.parts, text.dropped_reasoning = self._learnt.parts(text.rendered, part), dropped
             text.learnt = [part for part in text.parts if part.weight]
@@ -172,19 +219,34 @@ class ChatRenderer:
         learnt[0].unprinted = unprinted
         return learnt
 
-    def prompt(self, chat: Chat, turn: int) -> str:
-        """Return the text from which a server generates message `turn`. Raises `BadRecord`."""
+    def prompt(self, chat: Chat, turn: int) -> ChatText:
+        """Return the text from which message `turn` is generated, with the changes that `texts` makes of the chat.
+
+        Raises `BadRecord`.
+        """
+        chats, chat, _ = self._chosen(chat)
+        chat, _ = self._without_reasoning(chat)
         before = replace(chat, messages=chat.messages[:turn], targets={})
-        as_printed, _ = self._chats.template.with_arguments_as_printed(before)
-        return self._chats.template.render(as_printed.messages, chat.tools, generation=True)
+        return self._special.chat_text(_Prompts(chats.template), before, self._options.special_tokens_in_text)
+
+    def _chosen(self, chat: Chat) -> tuple[ProvenChats, Chat, bool]:
+        """Return the renderer for a chat, the chat that it gets, and whether empty thinking blocks are left out."""
+        variant = self._variant(chat)
+        if variant.without_blocks is not None and self._is_drawn(chat):
+            return variant.without_blocks, without_empty_blocks(chat), True
+        return variant.chats, chat, False
+
+    def _without_reasoning(self, chat: Chat) -> tuple[Chat, int]:
+        """Return a chat as the option `reasoning` asks, and the number of target turns that lost some."""
+        if self._options.reasoning != "drop":
+            return chat, 0
+        return self._learnt.without_reasoning(chat, self._variant(chat).opens_reasoning)
 
     def _is_drawn(self, chat: Chat) -> bool:
         """Decide, by a chat's own text, whether its empty thinking blocks are left out.
 
         If text of others than the assistant has such a block, as in a question about thinking, all blocks are kept.
         """
-        if not self._options.drop_empty_reasoning:
-            return False
         number = int(fingerprint(repr(chat.messages), digits=16), 16) / 16**16
         if number >= self._options.drop_empty_reasoning:
             return False
@@ -208,6 +270,8 @@ def stop_tokens(tokenizer: Any, model: ModelOptions) -> list[str]:
     """Read the tokens that stop generation from the model's generation_config.json, if there is one."""
     from transformers.utils import cached_file  # heavy, and needed in worker processes only
 
+    if not model.tokenizer:
+        return []
     path = cached_file(
         model.path or model.tokenizer,
         "generation_config.json",

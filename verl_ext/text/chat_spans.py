@@ -29,7 +29,8 @@ from verl_ext.text.chat_marks import TOOLS, WAYS, Marks, Place, framing_key, unm
 from verl_ext.text.chat_parts import RenderedChat, Target, add_borders
 from verl_ext.text.chat_template import ChatTemplate, common_prefix, joined_spans, longest_prefix_in
 from verl_ext.text.json_records import BadRecord
-from verl_ext.text.messages import Chat, Message, functions_called
+from verl_ext.text.messages import Chat, Message
+from verl_ext.text.tool_calls import functions_called
 
 _ANSWER = "Zq7a"  # marks the start of a plain answer
 _PLAIN_ANSWER = {"role": "assistant", "content": f"{_ANSWER}ok"}

@@ -4,12 +4,13 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from datetime import datetime
 from functools import cached_property
 from typing import Any
 
-from verl_ext.text.json_records import BadRecord, parse_json
-from verl_ext.text.messages import Chat, Message, functions_called
+from verl_ext.text.json_records import BadRecord
+from verl_ext.text.messages import Chat, Message
+from verl_ext.text.tool_calls import functions_called
 from verl_ext.values import UsageError, first_line
 
 Span = tuple[int, int]
@@ -57,6 +58,7 @@ class ChatTemplate:
         end_of_turn: str | None = None,
         stop_tokens: Sequence[str] = (),
         left_out: re.Pattern[str] | None = None,
+        today: str | None = None,
     ) -> None:
         """Probe the template. Raises `UsageError` if it cannot render a user's and an assistant's turn.
 
@@ -67,21 +69,21 @@ class ChatTemplate:
             end_of_turn: the end of a turn, which replaces those that are found.
             stop_tokens: the stop tokens of the model's generation config.
             left_out: a pattern that is removed from every rendered text.
+            today: the day that the template prints as today's, 2026-11-25; None: the present day.
         """
-        from transformers.utils import chat_template_utils  # here and below: the writing process does not need it
-
         self.tokenizer = tokenizer
         self.template = template
         self._left_out = left_out
         self.kwargs = template_kwargs
-        if "strftime_now" in self.source and "strftime_now" not in template_kwargs:
+        if prints_date(self.source):
             # All renderings get the same time, because they must give the same text.
-            self.kwargs = {"strftime_now": chat_template_utils.datetime.now().strftime, **template_kwargs}
+            now = datetime.fromisoformat(today) if today else datetime.now()
+            self.kwargs = {"strftime_now": now.strftime, **template_kwargs}
         added = [str(token) for token in getattr(tokenizer, "added_tokens_decoder", {}).values()]
         self.special = any_of({*tokenizer.all_special_tokens, *added} - {""})
         stops = {tokenizer.eos_token or "", *stop_tokens} - {""}
         self.stops = any_of(stops)
-        self._other_arguments = self._content_in_parts = False
+        self._content_in_parts = False
         self._watched: Callable[[Message], Message] | None = None
         try:
             self.ends = self._probe(end_of_turn)
@@ -138,7 +140,7 @@ class ChatTemplate:
 
     def render_with_generation(self, chat: Chat) -> tuple[str, list[Span]]:
         """Return the text with the spans that `apply_chat_template(return_assistant_tokens_mask=True)` marks."""
-        from transformers.utils import chat_template_utils
+        from transformers.utils import chat_template_utils  # here: the writing process does not need it
 
         with _template_errors():
             rendered: Any = chat_template_utils.render_jinja_template(
@@ -160,26 +162,30 @@ class ChatTemplate:
         return text, [(moved(start), moved(stop)) for start, stop in spans]
 
     def with_arguments_as_printed(self, chat: Chat) -> tuple[Chat, str]:
-        """Return the chat and its text, with the arguments of tool calls in a form that the template prints.
+        """Return the chat and its text, with the arguments of tool calls in the form that the template takes.
 
-        That is the record's form, or the other one of object and JSON text. Some templates print an object as JSON and
-        would quote a string; others print a string and fail for an object.
+        That is an object, or JSON text if the template fails for any object, or prints it as Python does. The form
+        follows from the template and the chat alone, so that equal chats give equal texts in any order.
         """
-        if not any(message.get("tool_calls") for message in chat.messages):
+        objects = [call.get("arguments") for call in functions_called(chat.messages)]
+        if not objects:
             return chat, self.render(chat.messages, chat.tools)
-        other = replace(chat, messages=[_other_arguments(message) for message in chat.messages])
-        first, second = (other, chat) if self._other_arguments else (chat, other)
-        text = self.try_render(first.messages, first.tools)
-        strings = [
-            call["arguments"] for call in functions_called(first.messages) if isinstance(call.get("arguments"), str)
-        ]
-        if text is not None and all(string.strip() in text for string in strings):  # not quoted twice or in pieces
-            return first, text
-        if (other_text := self.try_render(second.messages, second.tools)) is not None:
-            if text is not None:
-                self._other_arguments = second is other
-            return second, other_text
-        return first, self.render(first.messages, first.tools) if text is None else text  # raises its error again
+        text = self.try_render(chat.messages, chat.tools)
+        # As Python prints an object, {'n': True}; some look alike in JSON.
+        as_python = {repr(each) for each in objects if repr(each) != json.dumps(each, ensure_ascii=False)}
+        if text is not None and not any(printed in text for printed in as_python):
+            return chat, text
+        with_texts = chat.with_argument_texts()
+        other = self.try_render(with_texts.messages, chat.tools)
+        if text is None:
+            plain = chat.with_arguments(lambda place, given: {"n": "1"})
+            if other is None or self.try_render(plain.messages, chat.tools) is not None:
+                return chat, self.render(chat.messages, chat.tools)  # raises its error again
+            return with_texts, other
+        # A message may hold such a text too, which is there in both forms.
+        if other is not None and any(text.count(printed) > other.count(printed) for printed in as_python):
+            return with_texts, other
+        return chat, text
 
     def header_at_start_of(self, text: str) -> int:
         """Return the length of the assistant's header that the template's `text` begins with, or 0."""
@@ -292,24 +298,9 @@ def _in_parts(message: Message) -> Message:
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
-def _other_arguments(message: Message) -> Message:
-    """Return the message with the arguments of tool calls in the other form: JSON text for objects, and vice versa."""
-    if not message.get("tool_calls"):
-        return message
-    return {**message, "tool_calls": [_other_call(call) for call in message["tool_calls"]]}
-
-
-def _other_call(call: dict[str, Any]) -> dict[str, Any]:
-    if isinstance(call.get("function"), dict):
-        return {**call, "function": _other_call(call["function"])}
-    arguments = call.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = parse_json(arguments)
-        except BadRecord:
-            return call
-        return {**call, "arguments": arguments} if isinstance(arguments, dict) else call
-    return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)} if arguments is not None else call
+def prints_date(source: Any) -> bool:
+    """Tell whether a template, or one of several by name, may print today's date."""
+    return "strftime_now" in str(source)
 
 
 def any_of(names: Iterable[str]) -> re.Pattern[str]:

@@ -49,6 +49,8 @@ class Counts:
     context_parts: Counter[str] = field(default_factory=Counter)  # parts of target turns that are not targets, by kind
     dropped_reasoning: int = 0  # target turns whose reasoning was left out
     dropped_blocks: int = 0  # texts of chats that `drop_empty_reasoning` selected
+    text_calls: int = 0  # messages of calls (`function_call`) that are no JSON, and are read as text
+    closed_again: int = 0  # parts of target turns that close a thinking block that is closed already
     unprinted: Counter[str] = field(default_factory=Counter)  # records by the kind of words that the template omits
     # Records (or messages, as `messages.<field>`) with a field that nothing reads.
     unused_fields: Counter[str] = field(default_factory=Counter)
@@ -108,9 +110,8 @@ class Counts:
             "target_share": round(self.target_share, 4),
             "length": {"median": self.length_quantile(0.5), "p95": self.length_quantile(0.95), "max": longest},
             "special_tokens_in_text": {name: self.special_tokens[name] for name in ("records", "occurrences")},
-            "border_tokens": self.border_tokens,
-            "dropped_reasoning": self.dropped_reasoning,
-            "dropped_blocks": self.dropped_blocks,
+            **{name: getattr(self, name) for name in ("border_tokens", "dropped_reasoning", "dropped_blocks")},
+            **{name: getattr(self, name) for name in ("text_calls", "closed_again")},
             "bad_records": dict(sorted(self.bad.items())),
             **{name: dict(sorted(getattr(self, name).items())) for name in ("over_length", *CHAT_COUNTS)},
             "examples": dict(sorted(self.examples.items())),

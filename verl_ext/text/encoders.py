@@ -16,7 +16,7 @@ place, a text is tokenized as one piece of at most `longest` characters.
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from verl_ext.text.chat_template import Span
 from verl_ext.text.json_records import BadRecord, RecordOptions
+from verl_ext.text.prefixes import Prefixes, mask_from_prefixes
 from verl_ext.text.readers import TextFile
 from verl_ext.text.special_tokens import ChatText, SpecialTokens, as_plain_text
 from verl_ext.values import DataError
@@ -109,21 +110,6 @@ def mask_from_offsets(text: str, offsets: TokenCharacters, spans: Sequence[Span]
     return mask, across
 
 
-def mask_from_prefixes(
-    ids: list[int], text: str, spans: Sequence[Span], encode: Callable[[str], list[int]]
-) -> np.ndarray:
-    """Return mask[T] int8 without offsets: the text up to a span's border must give a prefix of the tokens."""
-    mask = np.zeros(len(ids), dtype=np.int8)
-    for start, end in spans:
-        before, through = encode(text[:start]), encode(text[:end])
-        if ids[: len(before)] != before:  # a space before the turn may be merged with its first word, as above
-            before = encode(text[:start].rstrip())
-        if ids[: len(before)] != before or ids[: len(through)] != through:
-            raise BadRecord("template_mismatch", f"tokens change at the border of the turn at character {start}")
-        mask[len(before) : len(through)] = 1
-    return mask
-
-
 @dataclass
 class Encoded:
     """A text's ids int32[T], a chat's token characters, and the number of special tokens' names encoded as text."""
@@ -193,6 +179,13 @@ class TextEncoder:
         if encoded.offsets is None:
             return mask_from_prefixes(encoded.ids.tolist(), text, spans, self.ids), 0
         return mask_from_offsets(text, encoded.offsets, spans)
+
+    def first_tokens(self, encoded: Encoded, text: str, characters: Sequence[int]) -> list[int]:
+        """Return the first token of a chat's text that holds a character at or after each of these, in order."""
+        if encoded.offsets is not None:
+            return [encoded.offsets.first_after(character) for character in characters]
+        prefixes = Prefixes(encoded.ids.tolist(), text, self.ids)
+        return [prefixes.about(character) for character in characters]
 
     def _short(self, texts: list[str]) -> Iterator[Encoded]:
         """Yield the tokens of short texts.

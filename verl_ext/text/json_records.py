@@ -132,6 +132,26 @@ def repeated_name(names: Iterable[Any]) -> Any:
     return next((name for name, times in Counter(names).items() if times > 1), None)
 
 
+def from_json(value: Any, name: str) -> Any:
+    """Decode a string, such as a cell of a table's column, as JSON; return other values unchanged."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_json(value)
+    except BadRecord as error:
+        raise BadRecord(error.reason, f"{name} is a string that is no JSON: {error}") from error
+
+
+def shown(value: Any) -> str:
+    """Return a short text of a value for an error, even of a very long integer or a whole list."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return "an integer of more than 256 bits"
+    if isinstance(value, (list, dict)):
+        return "a list" if isinstance(value, list) else "an object"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:60]}… ({len(text):,} characters)"
+
+
 def check_characters(text: str) -> None:
     """Raise `BadRecord` if UTF-8 cannot hold a text."""
     try:

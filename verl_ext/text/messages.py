@@ -1,8 +1,9 @@
 """Read a record's messages for chat templates, with their loss weights.
 
-A message's weight is given by `weight` (a number of at least 0) or by `loss`, `train`, `training` or `trainable` (true
-or false); these fields are removed. The default is 1. Only assistant turns can be learnt: another message may say 0 or
-false. It may say 1 or true only if every message of the record does, because some programs always write the field.
+A message's weight is given by `weight` (a number of at least 0) or by `loss`, `loss_mask`, `train`, `training` or
+`trainable` (true or false); these fields are removed. The default is 1. Only assistant turns can be learnt: another
+message may say 0 or false. It may say 1 or true only if every message of the record does, because some programs always
+write the field.
 
 Parts of a turn may have weights of their own, which multiply the message's weight; names and meanings follow axolotl:
 
@@ -11,28 +12,32 @@ Parts of a turn may have weights of their own, which multiply the message's weig
 
 `train_on_reasoning` and `train_on_tool_calls` (true or false) override the command's options for one message.
 
-Every other field is passed to the template.
+Every other field is passed to the template. The arguments of tool calls are objects there, however they are written.
 """
 
+import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
-from verl_ext.text.json_records import BadRecord, parse_json
+from verl_ext.endpoint.reasoning import REASONING_TAGS
+from verl_ext.text.json_records import BadRecord, from_json, parse_json, shown
 from verl_ext.text.readers import TextFile
+from verl_ext.text.tool_calls import called, function_of, read_calls
 
 ROLES = {
     **{name: name for name in ("system", "developer", "user")},
     "human": "user",
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model"), "assistant"),
-    "function_call": "function_call",
-    **dict.fromkeys(("tool", "function", "function_response", "observation"), "tool"),
+    **dict.fromkeys(("function_call", "tool_call"), "function_call"),
+    **dict.fromkeys(("tool", "function", "function_response", "observation", "tool_response"), "tool"),
 }
-_LEARN_FIELDS = ("weight", "loss", "train", "training", "trainable")
+_LEARN_FIELDS = ("weight", "loss", "loss_mask", "train", "training", "trainable")
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+_THOUGHT = re.compile("|".join(rf"\s*{re.escape(a)}.*?{re.escape(b)}" for a, b in REASONING_TAGS), re.DOTALL)
 _PART_FIELDS = ("train_on_reasoning", "train_on_tool_calls", "train_detail", *REASONING_FIELDS)
 TEMPLATE_FIELDS = frozenset(("role", "content", "name", "tool_calls", "tool_call_id", *REASONING_FIELDS))
 TOOL_FIELDS = ("tools", "functions")
@@ -62,6 +67,8 @@ class Turn:
     weight: float | None = None
     mask: TurnMask | None = None
     tools: dict[str, Any] = field(default_factory=dict)
+    argument_texts: dict[int, str] = field(default_factory=dict)  # as in `Chat`, by the call's index in the turn
+    is_call: bool = False  # a message of its own for calls, which continues the assistant's turn before it
 
 
 @dataclass
@@ -70,17 +77,41 @@ class Chat:
 
     targets: {index of an assistant turn that is trained on: the weight of its tokens, above 0}, in order.
     masks: {index of a message: the weights of its parts}, for the messages whose parts have weights.
+    argument_texts: {(index of a message, of its call): the JSON text}, for calls whose arguments the record has as
+    text; in `messages` all arguments are objects. template_kwargs: the record's own arguments of the template.
     """
 
     messages: list[Message]
     targets: dict[int, float]
     tools: list[Any] | None = None
     masks: dict[int, TurnMask] = field(default_factory=dict)
+    argument_texts: dict[tuple[int, int], str] = field(default_factory=dict)
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def keep_last_target(self) -> None:
         """Make the last assistant turn the only target; there is none if its weight is 0."""
         last = max((i for i, m in enumerate(self.messages) if m["role"] == "assistant"), default=-1)
         self.targets = {i: weight for i, weight in self.targets.items() if i == last}
+
+    def with_argument_texts(self) -> "Chat":
+        """Return the chat with the arguments of its calls as text: the record's own, or JSON."""
+        return self.with_arguments(
+            lambda place, given: self.argument_texts.get(place) or json.dumps(given, ensure_ascii=False)
+        )
+
+    def with_arguments(self, change: Callable[[tuple[int, int], Any], Any]) -> "Chat":
+        """Return the chat with `change(place as in argument_texts, arguments)` as the arguments of each call."""
+        messages = list(self.messages)
+        for index, message in enumerate(messages):
+            calls = list(message.get("tool_calls") or ())
+            for number, call in enumerate(calls):
+                function = function_of(call)
+                if "arguments" in function:
+                    changed = {**function, "arguments": change((index, number), function["arguments"])}
+                    calls[number] = changed if function is call else {**call, "function": changed}
+            if calls:
+                messages[index] = {**message, "tool_calls": calls}
+        return replace(self, messages=messages)
 
 
 @dataclass
@@ -94,15 +125,26 @@ Content = Chat | PlainText
 
 
 class MessageReader:
-    """A reader of messages; `dropped` counts the images, audio and video left out."""
+    """A reader of messages, which counts what it changes.
+
+    dropped: the images, audio and video left out. text_calls: the messages of calls (`function_call`) that are no JSON
+    of a call, and are read as text.
+    """
 
     def __init__(self, drop_media: bool = False) -> None:
         self.drop_media = drop_media
         self.dropped: Counter[str] = Counter()
+        self.text_calls = 0
 
     def turns(self, raw_messages: list[Any]) -> list[Turn]:
         """Read all messages. Raises `BadRecord`, with the message's number and the reason, if one cannot be used."""
-        turns = [self._turn(raw, f"message {number}") for number, raw in enumerate(raw_messages, start=1)]
+        turns: list[Turn] = []
+        for number, raw in enumerate(raw_messages, start=1):
+            turn = self._turn(raw, f"message {number}")
+            if turn.is_call and turns and turns[-1].message["role"] == "assistant":
+                _continue(turns[-1], turn, f"message {number}")
+            else:
+                turns.append(turn)
         others = (i for i, turn in enumerate(turns) if turn.weight and turn.message["role"] != "assistant")
         if (other := next(others, None)) is not None and any(turn.weight != 1 for turn in turns):
             role = turns[other].message["role"]
@@ -114,12 +156,13 @@ class MessageReader:
             raise BadRecord("non_string_content", f"{where} must be an object; got {type(raw).__name__}")
         name, text = raw.get("role"), raw.get("content")
         is_plain = len(raw) == 2 and isinstance(name, str) and isinstance(text, str)  # as in most messages
-        if is_plain and name in ROLES and name != "function_call":
+        if is_plain and ROLES.get(name, "function_call") != "function_call":
             return Turn({"role": ROLES[name], "content": text})
         fields = {key: value for key, value in raw.items() if value is not None}
         name = fields.pop("role", None) or fields.pop("from", None)
         if not isinstance(name, str) or name.lower() not in ROLES:
-            raise BadRecord("unknown_role", f"{where} has role {shown(name)}; known roles: {', '.join(ROLES)}")
+            known = f"known roles: {', '.join(ROLES)}; give others one of these, such as tool for a tool's result"
+            raise BadRecord("unknown_role", f"{where} has role {shown(name)}; {known}")
         role = ROLES[name.lower()]
         weight = _learnt(fields, where)
         tools = {key: fields.pop(key) for key in TOOL_FIELDS if key in fields} if role == "system" else {}
@@ -138,26 +181,27 @@ class MessageReader:
         weighed = mask.stretches.values() if mask else ()
         if role != "assistant" and any(weight for found in weighed for _, weight in found):
             raise BadRecord("bad_weight", f"{where} ({role}) has a part to be learnt; only assistant turns can be")
-        message = {"role": role, "content": content, **fields}
-        if role == "function_call":
-            message |= {"role": "assistant"}
-            try:  # ShareGPT: JSON with a name and arguments, or otherwise plain text
-                calls = parse_json(message["content"])
+        message, texts, is_call = {"role": role, "content": content, **fields}, {}, False
+        if role == "function_call":  # ShareGPT: a thought, if any, and JSON with a name and arguments
+            message["role"] = "assistant"
+            thought = _THOUGHT.match(content)
+            try:
+                calls = parse_json(content[thought.end() if thought else 0 :])
                 message |= called(calls if isinstance(calls, list) else [calls], "function_call")
+                message["content"] = thought[0] if thought else ""
+                is_call = thought is None and mask is None
             except BadRecord:
-                pass
+                self.text_calls += 1
         if message.get("tool_calls"):
-            calls = message["tool_calls"] = from_json(message["tool_calls"], f"{where}: tool_calls")
-            if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-                raise BadRecord("bad_tools", f"{where}: tool_calls must be a list of objects")
-        return Turn(message, weight, mask, tools)
+            message["tool_calls"], texts = read_calls(message["tool_calls"], where)
+        return Turn(message, weight, mask, tools, texts, is_call)
 
     def _parts(self, fields: dict[str, Any], text: Any, where: str) -> tuple[str, TurnMask | None]:
         """Return a message's text and the weights of its parts, if any; remove their fields from `fields`."""
         mask = TurnMask()
         content = self._text(text, mask, "content", where)
         for name in REASONING_FIELDS:
-            if isinstance(fields.get(name), list):
+            if name in fields:
                 fields[name] = self._text(fields[name], mask, name, where)
         for name in ("reasoning", "tool_calls"):
             if (value := fields.pop(f"train_on_{name}", None)) is not None:
@@ -173,16 +217,28 @@ class MessageReader:
         """Return a field's text; join text parts (`{"type": "text", "text": …}`) and put their weights in `mask`."""
         if isinstance(text, str):
             return text
-        if isinstance(text, list) and all(isinstance(part, dict) for part in text):
-            parts = [part for part in text if not self._is_media(part, where)]
-            if all(isinstance(part.get("text"), str) for part in parts):
-                weights = [_learnt(dict(part), f"{where}: a part of {name}") for part in parts]
-                if any(weight is not None for weight in weights):
-                    ends = accumulate(len(part["text"]) for part in parts)
-                    weighed = (1.0 if weight is None else weight for weight in weights)
-                    mask.stretches[name] = list(zip(ends, weighed, strict=True))
-                return "".join(part["text"] for part in parts)
-        raise BadRecord("non_string_content", f"{where}: {name} must be text; got {type(text).__name__}")
+        if not isinstance(text, list):
+            raise BadRecord("non_string_content", f"{where}: {name} must be text; got {type(text).__name__}")
+        parts: list[dict[str, Any]] = []
+        for number, part in enumerate(text, start=1):
+            if not isinstance(part, dict):
+                needed = f"must be an object with a text; got {type(part).__name__}"
+                raise BadRecord("non_string_content", f"{where}: part {number} of {name} {needed}")
+            if self._is_media(part, where):
+                continue
+            if not isinstance(part.get("text"), str):
+                got = f"got {shown(part['text'])}" if part.get("text") is not None else "it has none"
+                kind = f"(type {shown(part['type'])}) " if "type" in part else ""
+                raise BadRecord(
+                    "non_string_content", f"{where}: part {number} of {name} {kind}must have a string in `text`; {got}"
+                )
+            parts.append(part)
+        weights = [_learnt(dict(part), f"{where}: a part of {name}") for part in parts]
+        if any(weight is not None for weight in weights):
+            ends = accumulate(len(part["text"]) for part in parts)
+            weighed = (1.0 if weight is None else weight for weight in weights)
+            mask.stretches[name] = list(zip(ends, weighed, strict=True))
+        return "".join(part["text"] for part in parts)
 
     def _is_media(self, part: dict[str, Any], where: str) -> bool:
         kind = part.get("type")
@@ -217,9 +273,13 @@ def without_placeholders(value: Any) -> Any:
     return map_strings(value, lambda text: _PLACEHOLDER.sub("", text))
 
 
-def functions_called(messages: Iterable[Message]) -> Iterator[dict[str, Any]]:
-    """Yield the function of each tool call in the messages, with its name and arguments."""
-    return (call.get("function", call) for message in messages for call in message.get("tool_calls") or [])
+def _continue(before: Turn, turn: Turn, where: str) -> None:
+    """Add a message of calls to the assistant's turn before it, which the template prints as one turn."""
+    if (1 if before.weight is None else before.weight) != (1 if turn.weight is None else turn.weight):
+        raise BadRecord("bad_weight", f"{where} continues the assistant's turn before it, and must have its weight")
+    calls = before.message.get("tool_calls") or []
+    before.argument_texts |= {len(calls) + number: text for number, text in turn.argument_texts.items()}
+    before.message["tool_calls"] = [*calls, *turn.message["tool_calls"]]
 
 
 def _learnt(fields: dict[str, Any], where: str) -> float | None:
@@ -272,44 +332,3 @@ def as_weight(value: Any, where: str) -> float:
         return float(value)
     needed = "must be a number that is at least 0 and fits in float32"
     raise BadRecord("bad_weight", f"{where} {needed}; got {shown(value)}")
-
-
-def shown(value: Any) -> str:
-    """Return a short text of a value for an error, even of a very long integer or a whole list."""
-    if isinstance(value, int) and value.bit_length() > 256:
-        return "an integer of more than 256 bits"
-    if isinstance(value, (list, dict)):
-        return "a list" if isinstance(value, list) else "an object"
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:60]}… ({len(text):,} characters)"
-
-
-def from_json(value: Any, name: str) -> Any:
-    """Decode a string, such as a cell of a table's column, as JSON; return other values unchanged."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return parse_json(value)
-    except BadRecord as error:
-        raise BadRecord(error.reason, f"{name} is a string that is no JSON: {error}") from error
-
-
-def called(calls: Any, name: str) -> Message:
-    """Return the assistant's message with these calls (a list or its JSON text), each with `name` and `arguments`."""
-    calls = from_json(calls, name)
-    if not isinstance(calls, list) or not all(isinstance(call, dict) and "name" in call for call in calls):
-        raise BadRecord("bad_tools", f"{name} must be a list of tool calls, each with a name")
-    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": c} for c in calls]}
-
-
-def tool_list(raw: Any, name: str) -> list[Any] | None:
-    """Read tool definitions from objects or JSON text; convert OpenAI's older `functions` to the form of `tools`."""
-    if raw in (None, "", []):
-        return None
-    tools = from_json(raw, name)
-    tools = [from_json(tool, name) for tool in tools] if isinstance(tools, list) else tools
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise BadRecord("bad_tools", f"{name} must be a list of JSON schemas")
-    if name == "functions":
-        tools = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
-    return tools or None

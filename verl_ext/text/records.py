@@ -5,6 +5,8 @@ The fields of one of the SHAPES (shapes.py), which `columns` may rename, make a 
     system, system_prompt     the system message, if the chat has none
     tools, functions          the template's `tools`, also when a system message holds them
     history, context          earlier turns, and the start of the user turn, in shapes with a single user turn
+    enable_thinking           an argument of the chat template for this record
+    chat_template_kwargs      {argument: value}, the same for any argument
     loss_weight, weight       the weight of the record's target tokens
     image, audios, ...        a bad record, or left out with `media=drop`
 
@@ -16,8 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_ext.text.json_records import BadRecord, read_record, readable
-from verl_ext.text.messages import Chat, Content, as_weight, shown, without_placeholders
+from verl_ext.text.json_records import BadRecord, read_record, readable, shown
+from verl_ext.text.messages import Chat, Content, as_weight, without_placeholders
 from verl_ext.text.shapes import (
     FIELDS,
     KNOWN_SHAPES,
@@ -38,7 +40,8 @@ class Record:
     """The content of a record, and its loss weight (None if not given).
 
     unused: names of fields that nothing reads. message_fields: names of message fields that only a template may read,
-    with the number of messages. dropped: the counts of images, audio and video that were left out.
+    with the number of messages. dropped: the counts of images, audio and video that were left out. text_calls: the
+    number of messages of calls that are no JSON, and are text.
     """
 
     content: Content
@@ -46,6 +49,7 @@ class Record:
     unused: list[str] = field(default_factory=list)
     message_fields: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
+    text_calls: int = 0
 
 
 def parse_record(raw: Any, columns: Mapping[str, str | None] | None = None, drop_media: bool = False) -> Record:
@@ -72,7 +76,8 @@ def parse_record(raw: Any, columns: Mapping[str, str | None] | None = None, drop
                 as_weight(target * part * (1 if weight is None else weight), "a weight in a turn times the record's")
     replaced = [name for name in columns if raw.get(name) is not None and name not in own_names.values()]
     unused = list(dict.fromkeys([*(own_names.get(name, name) for name in fields.unread), *replaced]))
-    return Record(content, weight, unused, fields.message_fields, fields.reader.dropped)
+    reader = fields.reader
+    return Record(content, weight, unused, fields.message_fields, reader.dropped, reader.text_calls)
 
 
 def read_columns(columns: Mapping[str, str | None], *more: str | None) -> set[str]:

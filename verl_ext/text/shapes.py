@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from verl_ext.text.json_records import BadRecord, readable
+from verl_ext.text.json_records import BadRecord, from_json, readable, shown
 from verl_ext.text.messages import (
     MEDIA,
     TEMPLATE_FIELDS,
@@ -21,16 +21,23 @@ from verl_ext.text.messages import (
     MessageReader,
     PlainText,
     Turn,
-    called,
-    from_json,
-    tool_list,
 )
 from verl_ext.text.readers import TextFile
+from verl_ext.text.tool_calls import called, tool_list
 
 WEIGHT_FIELDS = ("loss_weight", "weight")
 SYSTEM_FIELDS = ("system", "system_prompt")
 MEDIA_FIELDS = tuple(name for medium in MEDIA for name in (medium, f"{medium}s"))
-SIDE_FIELDS = (*SYSTEM_FIELDS, *TOOL_FIELDS, "history", "context", *WEIGHT_FIELDS, *MEDIA_FIELDS)
+TEMPLATE_ARGUMENTS = ("enable_thinking", "chat_template_kwargs")
+SIDE_FIELDS = (*SYSTEM_FIELDS, *TOOL_FIELDS, "history", "context", *TEMPLATE_ARGUMENTS, *WEIGHT_FIELDS, *MEDIA_FIELDS)
+# The arguments of `apply_chat_template` that the package sets itself.
+RESERVED_TEMPLATE_KWARGS = frozenset(
+    (
+        *("conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message"),
+        *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+        *("return_assistant_tokens_mask", "tokenizer_kwargs", "messages"),
+    )
+)
 
 
 class Fields:
@@ -262,6 +269,7 @@ def _chat(raw_messages: list[Any], fields: Fields, first_target: int = 0, system
     weights = {i: 1.0 if turn.weight is None else turn.weight for i, turn in enumerate(turns) if i >= first_target}
     targets = {i: weight for i, weight in weights.items() if weight and messages[i]["role"] == "assistant"}
     masks = {i: turn.mask for i, turn in enumerate(turns) if turn.mask is not None}
+    texts = {(i, number): text for i, turn in enumerate(turns) for number, text in turn.argument_texts.items()}
     if not targets:
         raise BadRecord("no_target", "no assistant turn to learn from")
     learnt = [messages[i] for i in targets]
@@ -271,7 +279,25 @@ def _chat(raw_messages: list[Any], fields: Fields, first_target: int = 0, system
     for message in messages:
         if not TEMPLATE_FIELDS.issuperset(message):
             fields.message_fields.update(str(key) for key in message if key not in TEMPLATE_FIELDS)
-    return Chat(messages, targets, _tools(fields, turns), masks)
+    return Chat(messages, targets, _tools(fields, turns), masks, texts, _template_kwargs(fields))
+
+
+def _template_kwargs(fields: Fields) -> dict[str, Any]:
+    """Return the record's own arguments of the chat template."""
+    thinking, name = fields.take("enable_thinking"), "chat_template_kwargs"
+    given = from_json(fields.take(name) or {}, name)
+    if not isinstance(given, dict):
+        raise BadRecord("bad_template_kwargs", f"{name} must be an object; got {shown(given)}")
+    kwargs = {key: value for key, value in given.items() if value is not None}
+    if reserved := RESERVED_TEMPLATE_KWARGS.intersection(kwargs):
+        raise BadRecord("bad_template_kwargs", f"{name} must not set {', '.join(sorted(reserved))}")
+    if thinking is None:
+        return kwargs
+    if thinking not in (0, 1) or not isinstance(thinking, (bool, int, float)):
+        raise BadRecord("bad_template_kwargs", f"enable_thinking must be true or false; got {shown(thinking)}")
+    if kwargs.setdefault("enable_thinking", bool(thinking)) != bool(thinking):
+        raise BadRecord("bad_template_kwargs", f"enable_thinking and {name} must agree; got {thinking} beside another")
+    return kwargs
 
 
 def _system(fields: Fields, first: Message) -> str:

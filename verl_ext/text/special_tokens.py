@@ -18,14 +18,13 @@ from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import AddedToken
 
 from verl_ext.text.chat_parts import Part, RenderedChat
-from verl_ext.text.chat_proof import ProvenChats
 from verl_ext.text.chat_template import Span, any_of, joined_spans
 from verl_ext.text.json_records import BadRecord
 from verl_ext.text.messages import Chat
@@ -65,6 +64,16 @@ class ChatText:
     def spans(self) -> list[Span]:
         """The characters that are learnt, with touching spans joined."""
         return joined_spans((part.start, part.stop) for part in self.learnt)
+
+
+class Renderer(Protocol):
+    """A renderer of chats, with or without their targets."""
+
+    def located(self, chat: Chat) -> RenderedChat:
+        """Render a chat."""
+
+    def text(self, chat: Chat) -> str:
+        """Render a chat without targets."""
 
 
 class SpecialTokens:
@@ -115,7 +124,7 @@ class SpecialTokens:
             name = self.tokenizer.convert_ids_to_tokens(int(ids[control][0]))
             raise self.refused(name, "and this tokenizer cannot encode it as text")
 
-    def chat_text(self, chats: ProvenChats, chat: Chat, on_found: str) -> ChatText:
+    def chat_text(self, chats: Renderer, chat: Chat, on_found: str) -> ChatText:
         """Render a chat; `on_found` is the option special_tokens_in_text.
 
         Raises `BadRecord` under `error` if a rendered message holds the name of a special token, and under `encode` if
@@ -131,11 +140,12 @@ class SpecialTokens:
             if first is not None:
                 raise self.refused(first, "beside private-use characters, which encoding it as text needs")
             return ChatText(chats.located(chat))
-        rendered = chats.located(replace(chat, messages=self._hide(chat.messages), tools=self._hide(chat.tools)))
+        names = ("messages", "tools", "argument_texts")
+        rendered = chats.located(replace(chat, **{name: self._hide(getattr(chat, name)) for name in names}))
         hidden = rendered.text
         count = len(self._hidden_pattern.findall(hidden))
         text = rendered.text = self._shown(hidden)
-        if first is not None and text != chats.template.with_arguments_as_printed(chat)[1]:
+        if first is not None and text != chats.text(chat):
             raise self.refused(first, "and the chat template changes it, so that its place cannot be found")
         if first is not None and count and on_found == "error":
             raise self.refused(first)

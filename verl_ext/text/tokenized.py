@@ -15,10 +15,12 @@ import hashlib
 import json
 import logging
 import os
+import sys
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -32,7 +34,6 @@ from verl_ext.text.dataset_folder import DatasetWriter
 from verl_ext.text.documents import Counts, Documents
 from verl_ext.text.sources import SourceFile, is_url, remote_facts, total_bytes
 
-FORMAT = 4  # raise it when the same files give another output
 BATCH_BYTES = 4 << 20  # bytes of text tokenized together, enough work for the tokenizer's threads
 
 _logger = logging.getLogger(__name__)
@@ -203,7 +204,19 @@ def _fingerprint(files: Sequence[SourceFile], names: Mapping[int, str], encoder:
     tokenizer, categories = encoder.tokenizer, [[file.kind, names[file.category_id]] for file in files]
     ends = [getattr(tokenizer, f"{end}_token_id", None) for end in ("bos", "eos")]
     made_by = [tokenizer_facts(tokenizer), ends, type(encoder).__name__, vars(encoder.options)]
-    return fingerprint([FORMAT, file_facts(file.path for file in files), categories, *made_by])
+    return fingerprint([code_digest(type(encoder)), file_facts(file.path for file in files), categories, *made_by])
+
+
+@cache
+def code_digest(encoder: type[Any] | None = None) -> str:
+    """Return a digest of the code that makes documents, so that no cache outlives a change of it.
+
+    That is this package, and the module of a family's `encoder`.
+    """
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    if encoder is not None and (own := sys.modules[encoder.__module__].__file__):
+        files.append(Path(own))
+    return fingerprint([[path.name, hashlib.sha256(path.read_bytes()).hexdigest()] for path in files])
 
 
 def _write(

@@ -225,7 +225,7 @@ def prepare(composed: DictConfig) -> Run:
                 check_copies(config.trainer)
         output = resume.check_output(composed, config.machine.world_size)
         train_set, val_set = open_sets(config)
-        prompts = _open_prompts(config, model.hf_config)
+        prompts = _open_prompts(config, model.hf_config, train_set.folders)
     with user_errors_end_the_run():  # every rank reads its share of the files
         checkpoint = None if plans else resume.verified(output, ranks)
     datasets = [dataset for dataset in (train_set, val_set) if dataset is not None]
@@ -346,12 +346,15 @@ def open_sets(config: RunConfig) -> tuple[PackDataset, PackDataset | None]:
     return config.dataset_class.open_sets(config.values["data"], tokenizer, length, config.trainer.eval_only)
 
 
-def _open_prompts(config: RunConfig, hf_config: Any) -> Prompts | None:
-    """Read the prompts of `eval.prompts`; check that the server of `eval.base_url` has the model, except in a plan."""
+def _open_prompts(config: RunConfig, hf_config: Any, folders: Sequence[str]) -> Prompts | None:
+    """Read the prompts of `eval.prompts`; check that the server of `eval.base_url` has the model, except in a plan.
+
+    folders: those of the training data.
+    """
     options = config.eval
     if options.prompts is None:
         return None
-    prompts = Prompts.read(options, _tokenizer(config.model_options))
+    prompts = Prompts.read(options, _tokenizer(config.model_options), folders)
     if options.base_url is not None and not config.trainer.plan_only:
         Server(options)
     positions = model_positions(hf_config) if options.asks_model and config.model.needs_positions else None
