@@ -1,32 +1,43 @@
 """launch/: the torchrun line for every topology, and the slurm script around it."""
 
+import contextlib
+import io
 import os
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-pytestmark = pytest.mark.slow
+from verl_ext.__main__ import main
+from verl_ext.launch.run import preflight_command
+from verl_ext.launch.topology import Topology
 
 LAUNCH = Path(__file__).resolve().parent.parent / "launch"
 MODULE = ["-m", "verl_ext.fsdp_sft_trainer"]
 ONE_NODE = ["torchrun", "--standalone", "--local_addr=127.0.0.1"]
 
 
-def launch(*words: str, script: str = "node.sh", **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a script with DRY_RUN and without this process's topology."""
+def launch(*words: str, command: str = "launch", **environment: str) -> tuple[int, str, str]:
+    """Return the code, the output and the errors of a dry run without this process's topology."""
     clean = {"PATH": os.environ["PATH"], "CUDA_VISIBLE_DEVICES": "", "DRY_RUN": "1"}
-    command = ["bash", str(LAUNCH / script), *words]
-    return subprocess.run(command, env=clean | environment, capture_output=True, text=True, check=False)
+    output, errors = io.StringIO(), io.StringIO()
+    with (
+        mock.patch.dict(os.environ, clean | environment, clear=True),
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(errors),
+    ):
+        code = main([command, *words])
+    return code, output.getvalue(), errors.getvalue()
 
 
 def line(*overrides: str, **environment: str) -> list[str]:
-    """Return the words of the line that node.sh would run."""
-    result = launch(*overrides, **environment)
-    assert result.returncode == 0, result.stderr
-    return shlex.split(result.stdout)
+    """Return the words of the line that a node would run."""
+    code, output, errors = launch(*overrides, **environment)
+    assert code == 0, errors
+    return shlex.split(output)
 
 
 def test_one_host_without_gpus_gets_one_process_and_a_free_port():
@@ -51,14 +62,8 @@ def test_processes_follow_nvidia_smi_where_no_device_list_is_set(tmp_path):
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\necho 'GPU 0: A (UUID: x)'\necho 'GPU 1: A (UUID: y)'\n")
     program.chmod(0o755)
-    result = subprocess.run(
-        ["bash", str(LAUNCH / "node.sh")],
-        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "DRY_RUN": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "--nproc_per_node=2" in shlex.split(result.stdout)
+    assert Topology.of({"PATH": f"{tmp_path}:{os.environ['PATH']}"}, 29500).processes == 2
+    assert Topology.of({"PATH": ""}, 29500).processes == 1
 
 
 def test_a_named_port_on_one_node_is_used():
@@ -120,43 +125,43 @@ def test_one_host_restarts_by_itself():
     assert line(MAX_RESTARTS="2") == [*ONE_NODE, "--max_restarts=2", "--nproc_per_node=1", *MODULE]
 
 
-def node_with_programs(
-    tmp_path: Path, preflight: str, torchrun: str = 'echo "torchrun $*"', **environment: str
-) -> subprocess.CompletedProcess[str]:
-    """Run node.sh for real with stand-ins: torchrun prints its words, verl-ext runs the commands in `preflight`."""
-    for name, body in {"torchrun": torchrun, "verl-ext": preflight}.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
-        (tmp_path / name).chmod(0o755)
-    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
-    command = ["bash", str(LAUNCH / "node.sh"), "a=1"]
-    return subprocess.run(command, env=path | environment, capture_output=True, text=True, check=False)
-
-
 TWO = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "host0", "NPROC_PER_NODE": "4"}
 
 
-def test_several_nodes_are_checked_before_torchrun(tmp_path):
-    done = node_with_programs(tmp_path, 'echo "verl-ext $*"', **TWO, local_addr="10.0.0.1", PREFLIGHT_TIMEOUT="9")
-    assert done.stderr.split() == [
-        *("verl-ext", "preflight", "nnodes=2", "node_rank=1", "master_addr=host0", "master_port=29500"),
-        *("processes=4", "timeout=9", "local_addr=10.0.0.1"),
+def test_the_check_of_several_nodes_has_the_topology_of_torchrun():
+    words = preflight_command(Topology.of({**TWO, "local_addr": "10.0.0.1", "MAX_RESTARTS": "1"}, 29500), "9")
+    assert words[-9:] == [
+        *("preflight", "nnodes=2", "node_rank=1", "master_addr=host0", "master_port=29500"),
+        *("processes=4", "timeout=9", "local_addr=10.0.0.1", "rdzv_id=verl-ext-29500"),
     ]
-    assert done.stdout.startswith("torchrun --nnodes=2 --node_rank=1")
-    done = node_with_programs(tmp_path, 'echo "$*"', **TWO, MAX_RESTARTS="1")
-    assert done.stderr.split()[-1] == "rdzv_id=verl-ext-29500"  # as in torchrun's line
-    assert "--rdzv_id=verl-ext-29500" in done.stdout
+    assert "--rdzv_id=verl-ext-29500" in line(**TWO, MAX_RESTARTS="1")
+    assert preflight_command(Topology.of(TWO, 29500), "9")[-1] == "timeout=9"
 
 
-def test_torchrun_is_not_started_where_the_check_fails(tmp_path):
-    done = node_with_programs(tmp_path, "exit 2", **TWO)
+COMMANDS = """
+import sys
+from verl_ext.launch.run import supervise
+sys.exit(supervise([["sh", "-c", text] for text in sys.argv[1:]], {"ADDED": "1"}))
+"""
+
+
+def supervised(*commands: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run shell commands one after another, as `verl-ext launch` runs preflight and torchrun."""
+    command = [sys.executable, "-c", COMMANDS, *commands]
+    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
+
+
+def test_torchrun_is_started_after_a_check_and_only_where_it_passes():
+    done = supervised("echo checked", "echo $ADDED; exit 3")
+    assert (done.returncode, done.stdout, done.stderr) == (3, "1\n", "checked\n")
+    done = supervised("exit 2", "echo started")
     assert (done.returncode, done.stdout) == (2, "")
-    assert node_with_programs(tmp_path, "exit 2", **TWO, PREFLIGHT="0").returncode == 0
-    assert node_with_programs(tmp_path, "exit 2").returncode == 0  # a single node has no other to check
+    assert supervised("kill -KILL $$").returncode == 137
 
 
-def test_torchrun_finds_no_other_topology_in_its_own_variables(tmp_path):
+def test_torchrun_finds_no_other_topology_in_its_own_variables():
     pod = {"PET_NNODES": "4", "PET_RDZV_BACKEND": "c10d", "PET_MAX_RESTARTS": "3", "PET_NODE_RANK": "1"}
-    done = node_with_programs(tmp_path, "exit 2", "env | grep ^PET_ | sort", **pod, NNODES="1", MAX_RESTARTS="0")
+    done = supervised("env | grep ^PET_ | sort", **pod)
     kept = [line.partition("=")[0] for line in done.stdout.splitlines()]
     assert kept == ["PET_SHUTDOWN_TIMEOUT", "PET_SIGNALS_TO_HANDLE"]
 
@@ -202,10 +207,10 @@ def test_ambiguous_world_size_and_rank_are_not_read():
     ],
 )
 def test_a_topology_that_cannot_be_is_refused_in_one_line(environment, message):
-    result = launch(**environment)
-    assert result.returncode == 2
-    assert result.stderr.count("\n") == 1
-    assert message in result.stderr
+    code, output, errors = launch(**environment)
+    assert (code, output) == (2, "")
+    assert errors.count("\n") == 1
+    assert message in errors
 
 
 @pytest.mark.parametrize("script", [path.name for path in sorted(LAUNCH.iterdir()) if path.suffix != ".yaml"])
@@ -269,10 +274,10 @@ RAY = ["python", "-m", "verl_ext.fsdp_sft_trainer_ray"]
 
 
 def ray_lines(*words: str, **environment: str) -> list[list[str]]:
-    """Return the words of the lines that ray.sh would run."""
-    result = launch(*words, script="ray.sh", **{"RAY_AUTH_MODE": "token", **environment})
-    assert result.returncode == 0, result.stderr
-    return [shlex.split(text) for text in result.stdout.splitlines()]
+    """Return the words of the lines that a node of a Ray cluster would run."""
+    code, output, errors = launch(*words, command="launch-ray", **{"RAY_AUTH_MODE": "token", **environment})
+    assert code == 0, errors
+    return [shlex.split(text) for text in output.splitlines()]
 
 
 def test_the_first_node_of_a_ray_cluster_runs_the_head_and_the_run_on_it():
@@ -335,6 +340,5 @@ def test_a_ray_job_has_the_overrides_as_they_are():
     ],
 )
 def test_a_ray_line_that_cannot_be_is_refused_in_one_line(words, environment, message):
-    result = launch(*words, script="ray.sh", **environment)
-    assert result.returncode == 2
-    assert result.stderr == f"launch/ray.sh: {message}\n"
+    code, output, errors = launch(*words, command="launch-ray", **environment)
+    assert (code, output, errors) == (2, "", f"error: {message}\n")

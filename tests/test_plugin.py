@@ -128,7 +128,13 @@ def test_ppo_and_grpo_find_the_same_algorithms_and_compose_the_same_configuratio
     assert installed["RL"] == stock["RL"]
     assert stock["RL configurations"]["ppo_trainer grpo"]["algorithm"]["adv_estimator"] == "grpo"
     assert installed["RL configurations"] == stock["RL configurations"]
-    assert installed["RL modules"] == ["verl_ext", "verl_ext.cpu_platform", "verl_ext.launcher", "verl_ext.plugin"]
+    assert installed["RL modules"] == [
+        "verl_ext",
+        "verl_ext.cpu_platform",
+        "verl_ext.launch",
+        "verl_ext.launch.torchrun",
+        "verl_ext.plugin",
+    ]
 
 
 def test_verls_own_platforms_are_as_before_and_one_is_added(programs):

@@ -221,9 +221,8 @@ def test_the_launcher_passes_requests_on_past_torchrun_and_says_whether_to_run_a
     ends = {"OUT": str(out), "ENDS_AFTER": str(len(sent)), "ENDS_WITH": str(ends_with), "TMPDIR": str(tmp_path)}
     pid, terminal = pty.fork()
     if pid == 0:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # background jobs ignore it, so bash could not trap it
-        node = str(LAUNCH / "node.sh")
-        os.execve(node, [node], {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "", **ends})
+        supervised = "import sys; from verl_ext.launch.run import supervise; sys.exit(supervise([sys.argv[1:]], {}))"
+        os.execve(sys.executable, [sys.executable, "-c", supervised, str(torchrun)], {**os.environ, **ends})
     for number, what in enumerate(sent, start=1):
         wait_for(out.exists)
         os.write(terminal, b"\x03") if what == "Ctrl-C" else os.kill(pid, what)
@@ -237,54 +236,56 @@ def test_the_launcher_passes_requests_on_past_torchrun_and_says_whether_to_run_a
 
 @contextlib.contextmanager
 def node(folder: Path, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """Start launch/node.sh of the second of two nodes for the block; programs in `folder` come first in PATH."""
-    port = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "NPROC_PER_NODE": "1", "PREFLIGHT": "0"}
-    path = {"PATH": f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}", "TMPDIR": str(folder)}
+    """Start launch/node.sh of the second of two nodes for the block; node 0 never comes."""
+    port = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "NPROC_PER_NODE": "1"}
+    path = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "TMPDIR": str(folder)}
     command = [str(LAUNCH / "node.sh"), "data.train_dir=nowhere"]
     everything = {**os.environ, **path, **port, "CUDA_VISIBLE_DEVICES": "", **environment}
     with subprocess.Popen(
         command, env=everything, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as launcher:
+        children: list[psutil.Process] = []
         try:
+            children += child_of(launcher)
             yield launcher
         finally:
-            for process in psutil.process_iter():
+            for process in (launcher, *children):
                 with contextlib.suppress(psutil.Error, ProcessLookupError):
-                    if os.getsid(process.pid) == launcher.pid:
-                        process.kill()
+                    process.kill()
 
 
-def child_of(launcher: subprocess.Popen[str], name: str) -> psutil.Process:
-    """Return the child of node.sh whose command has a program of this name."""
+def child_of(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
+    """Return the process that the launcher waits for, once it runs."""
     found: list[psutil.Process] = []
 
     def look() -> bool:
         with contextlib.suppress(psutil.Error):
-            children = psutil.Process(launcher.pid).children()
-            found[:] = [child for child in children if any(word.endswith(f"/{name}") for word in child.cmdline())]
+            found[:] = [
+                each for each in psutil.Process(launcher.pid).children() if "VERL_EXT_REQUESTS" in each.environ()
+            ]
         return bool(found)
 
     wait_for(look)
-    return found[0]
+    return found
 
 
-@pytest.mark.parametrize("program", ["torchrun", "verl-ext"])
+@pytest.mark.parametrize("preflight", ["0", "1"])
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_before_there_are_ranks_ends_the_launcher_and_what_it_waits_for(program, number, tmp_path):
-    (tmp_path / program).write_text(f"#!{sys.executable}\nimport signal\nsignal.pause()\n")
-    (tmp_path / program).chmod(0o755)
-    with node(tmp_path, PREFLIGHT="1" if program == "verl-ext" else "0") as launcher:
-        child = child_of(launcher, program)
+def test_a_signal_before_there_are_ranks_ends_the_launcher_and_what_it_waits_for(
+    preflight, number, free_port, tmp_path
+):
+    with node(tmp_path, PREFLIGHT=preflight, MASTER_PORT=free_port) as launcher:
+        (child,) = child_of(launcher)
         launcher.send_signal(number)
         _, said = launcher.communicate(timeout=SECONDS)
         assert not child.is_running()
     assert launcher.returncode == STOPPED
-    assert said == f"launch/node.sh: {number.name}: ended before the first step\n"
+    assert f"{number.name}: ended before the first step\n" in said
 
 
 def test_torchrun_ends_with_a_launcher_that_is_killed_also_while_it_waits_for_other_nodes(free_port, tmp_path):
-    with node(tmp_path, MASTER_PORT=free_port) as launcher:
-        torchrun = child_of(launcher, "torchrun")
+    with node(tmp_path, PREFLIGHT="0", MASTER_PORT=free_port) as launcher:
+        (torchrun,) = child_of(launcher)
         launcher.kill()
         assert not psutil.wait_procs([torchrun], SECONDS)[1]
 

@@ -15,7 +15,7 @@ import pytest
 from tests.training import metrics
 from verl_ext.__main__ import main
 from verl_ext.commands import train
-from verl_ext.launcher import run_torchrun
+from verl_ext.launch.run import run_torchrun
 
 pytestmark = pytest.mark.slow
 

@@ -165,13 +165,15 @@ def ranks_of(host: Host) -> list[int]:
     return [
         pid
         for pid, words in commands_of(host).items()
-        if b"verl_ext.fsdp_sft_trainer" in words and b"torchrun" not in words[1]
+        if b"verl_ext.fsdp_sft_trainer" in words and not any(b"torchrun" in word for word in words[:3])
     ]
 
 
 def launchers_of(host: Host) -> list[int]:
-    """Return the process of a host's launch/node.sh."""
-    return [pid for pid, words in commands_of(host).items() if b"launch/node.sh" in words[:2]]
+    """Return the process of a host's launch/node.sh, which becomes `verl-ext launch`."""
+    return [
+        pid for pid, words in commands_of(host).items() if words[1].endswith(b"verl-ext") and words[2:3] == [b"launch"]
+    ]
 
 
 def commands_of(host: Host) -> dict[int, list[bytes]]:

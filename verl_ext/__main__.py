@@ -21,6 +21,8 @@ COMMANDS = {
     "init-model": ("verl_ext.commands.init_model.command", "a model with random weights, and its tokenizer"),
     "judge": ("verl_ext.judging.command", "answers to long-context benchmarks, scored by rules or by a judge model"),
     "migrate": ("verl_ext.commands.migrate", "a command of verl's SFT trainers with the names of today"),
+    "launch": ("verl_ext.launch.run", "a node of a run: torchrun with the topology of the environment"),
+    "launch-ray": ("verl_ext.launch.ray", "a run on a Ray cluster of these nodes, or as a job of one"),
     "preflight": ("verl_ext.commands.preflight", "whether the nodes of a run reach each other, with the same packages"),
 }
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import xxhash
 
-from verl_ext.launcher import is_running
+from verl_ext.launch.torchrun import is_running
 from verl_ext.values import DataError, file_of, first_line, reason_of
 
 CONTENTS = "contents.json"

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from verl_ext.commands.command_line import command
-from verl_ext.launcher import end_with_launcher
+from verl_ext.launch.torchrun import end_with_launcher
 from verl_ext.nodes import differences, versions
 from verl_ext.values import REQUIRED, Options, UsageError, option, reason_of
 

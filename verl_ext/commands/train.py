@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 from verl_ext.commands.command_line import command, known_options, read_options
 from verl_ext.commands.tokenize import TokenizeOptions, summary, write_dataset
 from verl_ext.files import default_root, fingerprint, is_complete
-from verl_ext.launcher import run_torchrun
+from verl_ext.launch.run import run_torchrun
 from verl_ext.legacy import is_name_of_verl
 from verl_ext.text.chat import ChatEncoder
 from verl_ext.text.sources import find_source_files

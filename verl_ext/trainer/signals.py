@@ -1,10 +1,7 @@
 """Signals that ask a run to stop, and the end of torchrun or of the launcher.
 
 A request is a SIGTERM, SIGINT or SIGUSR1 to any rank, to torchrun, which forwards it to the ranks of its node, or to
-launch/node.sh, which writes it into a file that the ranks read:
-
-    VERL_EXT_REQUESTS/stop         by launch/node.sh: a line for every signal that it received
-    VERL_EXT_REQUESTS/unfinished   by the ranks: the run was asked to stop and ended before its last step
+the launcher, which writes it into a file that the ranks read (verl_ext/launch/run.py).
 
 Before training, the first request ends a rank at once. In training it sets a flag. The ranks agree on it while they sum
 Z of the next step, save the last completed step and end together. A second request ends a rank at once, without a
@@ -24,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from verl_ext.launcher import STOPPED, is_running
+from verl_ext.launch.torchrun import STOPPED, is_running
 from verl_ext.trainer.distributed import TRAINING_FAILED, exit_at_once, exit_this_rank, wait_unless_local_rank0
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -121,7 +118,7 @@ class StopRequests:
         if self._torchrun is not None and os.getppid() != self._torchrun:
             exit_this_rank(f"torchrun (process {self._torchrun}) is gone, which ends its ranks", TRAINING_FAILED)
         if self._launcher is not None and not is_running(self._launcher):
-            exit_this_rank(f"launch/node.sh (process {self._launcher}) is gone, which ends it", TRAINING_FAILED)
+            exit_this_rank(f"the launcher (process {self._launcher}) is gone, which ends its ranks", TRAINING_FAILED)
 
 
 def end_for_parent_alone(*_: object) -> None:

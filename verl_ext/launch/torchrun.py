@@ -1,9 +1,5 @@
 """A torchrun that ends with our commands, prints no tracebacks, and forwards stop requests.
 
-    launch/node.sh    ─►  verl-ext preflight
-                      ─►  torchrun                  ─►  python -m verl_ext.fsdp_sft_trainer, once a rank
-    verl-ext train    ─►  torchrun, by run_torchrun ─►  the same
-
 torchrun loads `torchrun_plugin` through this package's entry point ``torchrun.handlers``. It is meant for rendezvous
 backends, but it is the only way for a package to run code in torchrun's process. Other programs' ranks are unaffected.
 """
@@ -12,51 +8,25 @@ import ctypes
 import logging
 import os
 import signal
-import subprocess
 import sys
-import tempfile
-from collections.abc import Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
 import psutil
 
-STOPPED = os.EX_TEMPFAIL  # 75, as in launch/node.sh; the same command resumes the run
+STOPPED = os.EX_TEMPFAIL  # 75; the same command resumes the run
 _OUR_RANKS = ("verl_ext.fsdp_sft_trainer", "verl_ext/fsdp_sft_trainer.py")
 _PR_SET_PDEATHSIG = 1  # Linux: sys/prctl.h
 
 
-def run_torchrun(arguments: Sequence[str]) -> int:
-    """Run torchrun; return 0, the first failed rank's exit code, or STOPPED after a stop request.
-
-    SIGTERM, SIGINT and SIGUSR1 become stop requests, which this machine's ranks read (verl_ext/trainer/signals.py):
-    they save and end together, whereas torchrun would end them. The signal handlers stay after the call.
-    """
-    with tempfile.TemporaryDirectory(prefix="verl-ext-") as folder:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
-        environment |= {"VERL_EXT_REQUESTS": folder, "VERL_EXT_LAUNCHER": str(os.getpid())}
-
-        def ask(number: int, _: object) -> None:
-            name = signal.Signals(number).name
-            with open(Path(folder) / "stop", "a") as requests:
-                requests.write(f"{name}\n")
-            print(f"\n{name}: the ranks are asked to save and to end", file=sys.stderr, flush=True)
-
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, ask)
-        line = [sys.executable, "-c", f"from {__name__} import main; main()", *arguments]
-        # In a session of its own, torchrun does not receive the terminal's Ctrl-C, which is for this process alone.
-        code = subprocess.Popen(line, env=environment, start_new_session=True).wait()
-        return STOPPED if (Path(folder) / "unfinished").exists() else code
-
-
 def main() -> None:
     """Run torchrun here; exit with the code of the first failed rank, which has printed its error."""
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # takes seconds to import
+    end_with_launcher()  # now, because the imports below take seconds
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as run_ranks
 
-    logging.disable(logging.ERROR)
+    if not any(word.startswith("--max_restarts") for word in sys.argv):  # whose starts torchrun reports
+        logging.disable(logging.ERROR)
     try:
         run_ranks(sys.argv[1:])
     except ChildFailedError as error:

@@ -1,0 +1,157 @@
+"""The commands of a node as child processes, and the requests to stop that reach its ranks.
+
+    verl-ext launch (launch/node.sh)  ─►  verl-ext preflight, on several nodes
+                                      ─►  torchrun  ─►  python -m verl_ext.fsdp_sft_trainer, once a rank
+    verl-ext train                    ─►  the same torchrun
+
+A request is a SIGTERM, SIGINT or SIGUSR1 to this process. torchrun would end with an error, so requests go past it
+through a folder, which the ranks read (verl_ext/trainer/signals.py):
+
+    VERL_EXT_REQUESTS/stop         by this process: a line for every signal that it received
+    VERL_EXT_REQUESTS/unfinished   by the ranks: the run was asked to stop and ended before its last step
+
+Without a rank to read the request, as in preflight or while torchrun waits for other nodes, the child itself ends.
+"""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TextIO
+
+import psutil
+
+from verl_ext.launch.topology import Topology
+from verl_ext.launch.torchrun import STOPPED, is_running
+from verl_ext.values import UsageError
+
+PROGRAM = ("-m", "verl_ext.fsdp_sft_trainer")
+PORT = 29500
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_TORCHRUN = (sys.executable, "-c", "from verl_ext.launch.torchrun import main; main()")
+# A scheduler may signal torchrun too, which passes the signal on and gives the ranks this many seconds to save.
+_TORCHRUN_VARIABLES = {
+    "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+    "PET_SHUTDOWN_TIMEOUT": "3600",
+}
+_USAGE = """\
+usage: [NNODES=4 NODE_RANK=0 MASTER_ADDR=host0] verl-ext launch [key=value …]
+
+One node of a training run: torchrun with the topology of the environment, and the overrides of the trainer as they are.
+DRY_RUN=1 prints torchrun's line and starts nothing. docs/launching.md lists the variables. After SIGTERM, SIGINT or
+SIGUSR1 the ranks of all nodes save at the end of their step, and the command ends with 75: run it again to resume."""
+
+
+def main(words: Sequence[str]) -> int:
+    """Run this node's part of a training run; return the exit code."""
+    if {"-h", "--help"} & set(words):
+        print(_USAGE)
+        return 0
+    try:
+        topology = Topology.of(os.environ, PORT)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    arguments = [*topology.torchrun_options(), *PROGRAM, *words]
+    if os.environ.get("DRY_RUN", "0") != "0":
+        print(shlex.join(["torchrun", *arguments]))
+        return 0
+    environment = {
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # torchrun's own value, without its warning
+        "NNODES": str(topology.nodes),  # recipes may derive the packs per step from it
+    }
+    if topology.restarts:  # restarted ranks must not find the addresses of earlier ranks, which the shared store keeps
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    commands = [[*_TORCHRUN, *arguments]]
+    if topology.nodes > 1 and os.environ.get("PREFLIGHT", "1") != "0":
+        commands.insert(0, preflight_command(topology, os.environ.get("PREFLIGHT_TIMEOUT", "600")))
+    return supervise(commands, environment)
+
+
+def preflight_command(topology: Topology, timeout: str) -> list[str]:
+    """Return the command by which a node checks, with the others, that torchrun can start."""
+    words = [f"nnodes={topology.nodes}", f"node_rank={topology.node_rank}", f"master_addr={topology.address}"]
+    words += [f"master_port={topology.port}", f"processes={topology.processes}", f"timeout={timeout}"]
+    if topology.local_address:
+        words.append(f"local_addr={topology.local_address}")
+    if topology.restarts:
+        words.append(f"rdzv_id={topology.id}")
+    return [sys.executable, "-m", "verl_ext", "preflight", *words]
+
+
+def run_torchrun(arguments: Sequence[str]) -> int:
+    """Run torchrun; return 0, the first failed rank's exit code, or STOPPED after a stop request."""
+    return supervise([[*_TORCHRUN, *arguments]], {})
+
+
+def supervise(commands: Sequence[Sequence[str]], environment: Mapping[str, str]) -> int:
+    """Run commands one after another, until one fails, and pass requests to stop on to their ranks.
+
+    The handlers of SIGTERM, SIGINT and SIGUSR1 stay after the call.
+
+    Args:
+        commands: the last starts ranks; those before it are checks, whose output goes to stderr.
+        environment: variables of the commands in addition to this process's, of which the topology that torchrun
+            would read from PET_* is left out, so that only the command says where ranks meet.
+
+    Returns:
+        The exit code of the last command that ran, or STOPPED if it was asked to stop before its last step.
+    """
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
+    torchrun = {name: os.environ.get(name, value) for name, value in _TORCHRUN_VARIABLES.items()}
+    with tempfile.TemporaryDirectory(prefix="verl-ext-") as folder:
+        ours = {"VERL_EXT_REQUESTS": folder, "VERL_EXT_LAUNCHER": str(os.getpid())}
+        child = _Child(Path(folder), {**kept, **torchrun, **environment, **ours})
+        for number in SIGNALS:
+            signal.signal(number, child.ask)
+        *checks, ranks = commands
+        for command in checks:
+            if code := child.run(command, sys.stderr):
+                return code
+        return child.run(ranks)
+
+
+class _Child:
+    """The running command, and the requests that it was sent."""
+
+    def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
+        self._folder, self._environment = folder, environment
+        self._process: subprocess.Popen[bytes] | None = None
+        self._signal: str | None = None
+
+    def run(self, command: Sequence[str], stdout: TextIO | None = None) -> int:
+        """Run a command to its end; return its exit code, or STOPPED."""
+        # In a session of its own, it does not receive the terminal's Ctrl-C, which is for this process alone.
+        self._process = subprocess.Popen(command, env=self._environment, stdout=stdout, start_new_session=True)
+        self._end_without_ranks()  # a signal may have come before there was a process
+        code = self._process.wait()
+        if (self._folder / "unfinished").exists():
+            return STOPPED
+        return 128 - code if code < 0 else code
+
+    def ask(self, number: int, _: object) -> None:
+        """Ask the ranks to save and to end."""
+        self._signal = signal.Signals(number).name
+        with suppress(OSError), open(self._folder / "stop", "a") as requests:  # the folder goes when all has ended
+            requests.write(f"{self._signal}\n")
+        if self._process is not None and not self._end_without_ranks():
+            print(f"\n{self._signal}: the ranks are asked to save and to end", file=sys.stderr, flush=True)
+
+    def _end_without_ranks(self) -> bool:
+        """End a signalled command that has no ranks; tell whether it was ended."""
+        process = self._process
+        if self._signal is None or process is None or not is_running(process.pid):
+            return False
+        with suppress(psutil.Error):
+            if psutil.Process(process.pid).children():
+                return False
+        print(f"{self._signal}: ended before the first step", file=sys.stderr, flush=True)
+        (self._folder / "unfinished").touch()
+        process.terminate()
+        return True
