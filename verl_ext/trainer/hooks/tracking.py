@@ -37,6 +37,8 @@ _VARIABLES = {"wandb": ("WANDB_RUN_ID", "WANDB_RESUME"), "swanlab": ("SWANLAB_RU
 class TrackingHook(Hook):
     """The hook that logs metrics on rank 0, every `trainer.log_freq` steps and for other hooks."""
 
+    _is_closed = False
+
     def pre_train(self) -> None:
         """Open the loggers."""
         trainer = self.trainer
@@ -90,10 +92,10 @@ class TrackingHook(Hook):
 
     def close(self) -> None:
         """End the tracked runs, once."""
-        tracking, self.tracking = self.tracking, None
-        if tracking is not None:
+        if self.tracking is not None and not self._is_closed:
+            self._is_closed = True
             with log_tracker_errors("trainer.logger did not end in order"):
-                tracking.finish()
+                self.tracking.finish()
 
     def _close_in_time(self) -> None:
         """End the tracked runs of a run that failed, whose last metrics matter most; a lost server must not hold it."""
