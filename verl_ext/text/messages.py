@@ -155,9 +155,9 @@ class MessageReader:
         if not isinstance(raw, dict):
             raise BadRecord("non_string_content", f"{where} must be an object; got {type(raw).__name__}")
         name, text = raw.get("role"), raw.get("content")
-        is_plain = len(raw) == 2 and isinstance(name, str) and isinstance(text, str)  # as in most messages
-        if is_plain and ROLES.get(name, "function_call") != "function_call":
-            return Turn({"role": ROLES[name], "content": text})
+        role = ROLES.get(name, "function_call") if isinstance(name, str) else "function_call"
+        if len(raw) == 2 and isinstance(text, str) and role != "function_call":  # as most messages are
+            return Turn({"role": role, "content": text})
         fields = {key: value for key, value in raw.items() if value is not None}
         name = fields.pop("role", None) or fields.pop("from", None)
         if not isinstance(name, str) or name.lower() not in ROLES:
@@ -181,7 +181,9 @@ class MessageReader:
         weighed = mask.stretches.values() if mask else ()
         if role != "assistant" and any(weight for found in weighed for _, weight in found):
             raise BadRecord("bad_weight", f"{where} ({role}) has a part to be learnt; only assistant turns can be")
-        message, texts, is_call = {"role": role, "content": content, **fields}, {}, False
+        message = {"role": role, "content": content, **fields}
+        texts: dict[int, str] = {}
+        is_call = False
         if role == "function_call":  # ShareGPT: a thought, if any, and JSON with a name and arguments
             message["role"] = "assistant"
             thought = _THOUGHT.match(content)

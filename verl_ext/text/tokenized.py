@@ -204,17 +204,19 @@ def _fingerprint(files: Sequence[SourceFile], names: Mapping[int, str], encoder:
     tokenizer, categories = encoder.tokenizer, [[file.kind, names[file.category_id]] for file in files]
     ends = [getattr(tokenizer, f"{end}_token_id", None) for end in ("bos", "eos")]
     made_by = [tokenizer_facts(tokenizer), ends, type(encoder).__name__, vars(encoder.options)]
-    return fingerprint([code_digest(type(encoder)), file_facts(file.path for file in files), categories, *made_by])
+    return fingerprint(
+        [code_digest(type(encoder).__module__), file_facts(file.path for file in files), categories, *made_by]
+    )
 
 
 @cache
-def code_digest(encoder: type[Any] | None = None) -> str:
+def code_digest(module: str | None = None) -> str:
     """Return a digest of the code that makes documents, so that no cache outlives a change of it.
 
-    That is this package, and the module of a family's `encoder`.
+    That is this package, and the module of a family's encoder.
     """
     files = sorted(Path(__file__).parent.glob("*.py"))
-    if encoder is not None and (own := sys.modules[encoder.__module__].__file__):
+    if module is not None and (own := sys.modules[module].__file__):
         files.append(Path(own))
     return fingerprint([[path.name, hashlib.sha256(path.read_bytes()).hexdigest()] for path in files])
 
