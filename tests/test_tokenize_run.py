@@ -80,6 +80,7 @@ def test_columns_categories_and_report_are_those_of_the_data_contract(tmp_path: 
     assert written["total"]["tokens"] == sum(row["length"] for row in data) == report.total.tokens
     assert report.table().splitlines()[1].split()[:3] == ["qa", "20", "0"]
     assert written["chat_template"] == CHATML
+    assert written["end_of_chat"] == "<|im_end|>"
     assert written["total"]["end_of_turn"] == {"<|im_end|>": 20}
 
 

@@ -11,13 +11,18 @@ def write(folder, report):
     return str(folder)
 
 
-def test_folders_of_one_template_give_it_and_all_ends(tmp_path):
-    first = write(tmp_path / "a", {"chat_template": "T", "total": {"end_of_turn": {"<end>": 3, "": 1}}})
-    second = write(tmp_path / "b", {"chat_template": "T", "total": {"end_of_turn": {"<call>": 1}}})
-    texts = write(tmp_path / "c", {"chat_template": None, "total": {"end_of_turn": {}}})
+def test_folders_of_one_template_give_it_and_the_ends_of_chats_that_were_trained(tmp_path):
+    first = write(
+        tmp_path / "a",
+        {"chat_template": "T", "end_of_chat": "<end>", "total": {"end_of_turn": {"<end>": 3, "<part>": 1, "": 1}}},
+    )
+    second = write(
+        tmp_path / "b", {"chat_template": "T", "end_of_chat": "<stop>", "total": {"end_of_turn": {"<part>": 1}}}
+    )
+    texts = write(tmp_path / "c", {"chat_template": None, "end_of_chat": None, "total": {"end_of_turn": {}}})
     (tmp_path / "d").mkdir()  # of another program
     chats = TrainedChats.of_folders([first, second, texts, str(tmp_path / "d")])
-    assert (chats.template, chats.ends) == ("T", ("<end>", "<call>"))
+    assert (chats.template, chats.ends) == ("T", ("<end>",))
     assert list(chats.notices("data.train_dir")) == []
 
 

@@ -188,8 +188,9 @@ def _merged(model: Any) -> Any:
 
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # below, what is merged here already
-        for layer in model.modules():
-            if isinstance(layer, LoraLayer) and layer.lora_variant:  # these replace the weight by a new one
+        layers: list[Any] = [module for module in model.modules() if isinstance(module, LoraLayer)]
+        for layer in layers:
+            if layer.lora_variant:  # it replaces the weight by a new one
                 weight = layer.get_base_layer().weight
                 memory = weight.data
                 layer.merge()
@@ -364,7 +365,7 @@ def _convert(model: Any, dtype: torch.dtype, allocate: Callable[..., torch.Tenso
     plain = model.get_base_model() if hasattr(model, "peft_config") else model
     kept = [name.replace("*", ".*") for name in plain._get_dtype_plan(dtype)]  # the patterns of from_pretrained
     fp32 = re.compile("|".join(kept) or "(?!)")
-    weights: dict[str, Any] = model.state_dict(keep_vars=True)
+    weights: dict[str, Any] = dict(model.state_dict(keep_vars=True))
     for name, tensor in weights.items():
         if tensor.is_floating_point() and not tensor.is_meta and not fp32.search(name):
             tensor.data = allocate(tensor.shape, dtype=dtype).copy_(tensor.data)

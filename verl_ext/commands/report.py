@@ -39,6 +39,7 @@ class Report:
         self.read: Counter[str] = Counter()
         self.previews: dict[str, list[list[Run]]] = {name: [] for name in sources}
         self.chat_template: str | None = None
+        self.end_of_chat: str | None = None
 
     def add(self, documents: Documents) -> None:
         """Count a chunk; if records name their category, number the categories of its documents.
@@ -50,6 +51,7 @@ class Report:
         self.chat_template = self.chat_template or documents.chat_template
         if documents.token_categories is not None:  # whose numbers have no names
             self.numbers = {}
+        self.end_of_chat = self.end_of_chat or documents.end_of_chat
         self.previews[name] += documents.preview[: self._preview - len(self.previews[name])]
         for category, own in documents.category_counts.items():
             self.categories.setdefault(category, Counts()).add(own)
@@ -86,6 +88,7 @@ class Report:
             "options": reported_options(self.options),
             "working_folder": os.getcwd(),
             "chat_template": self.chat_template,
+            "end_of_chat": self.end_of_chat,
             "categories": {name: counts.as_dict() for name, counts in self.categories.items()},
             "target_kinds": {
                 name: {kind: counts.target_kinds[kind] for kind in KINDS} for name, counts in self.categories.items()

@@ -14,7 +14,7 @@ class TrainedChats:
 
     Attributes:
         templates: the chat templates of the folders, each once; none if no report names one.
-        ends: the texts that end the turns which are targets.
+        ends: the texts that end chats and are targets; a turn before the last may end otherwise.
     """
 
     templates: tuple[str, ...] = ()
@@ -28,12 +28,14 @@ class TrainedChats:
         for folder in folders:
             try:
                 report = json.loads(Path(folder, REPORT).read_text(encoding="utf-8"))
-                template, closed = report.get("chat_template"), report.get("total", {}).get("end_of_turn", {})
-            except (OSError, ValueError, AttributeError):
+                template, end = report.get("chat_template"), report.get("end_of_chat")
+                is_trained = report.get("total", {}).get("end_of_turn", {}).get(end, 0) > 0
+            except (OSError, ValueError, AttributeError, TypeError):
                 continue
             if isinstance(template, str):
                 templates[template] = None
-            ends.update(dict.fromkeys(filter(None, closed)))
+            if is_trained:
+                ends[end] = None
         return cls(tuple(templates), tuple(ends))
 
     @property

@@ -190,6 +190,11 @@ class ChatRenderer:
         chosen = self._chats.template.template or self._chats.template.tokenizer.chat_template
         return chosen if isinstance(chosen, str) else None
 
+    @property
+    def end(self) -> str | None:
+        """The text that ends a chat, after its last turn; None if the template writes none."""
+        return next(reversed(self._chats.template.ends), None)
+
     def texts(self, chat: Chat) -> list[ChatText]:
         """Render a chat, or with `turns=each` every turn to be learnt. Raises `BadRecord`.
 

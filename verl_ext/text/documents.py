@@ -171,6 +171,7 @@ class Documents:
     category_ids: NDArray[np.int32] | None = None  # [D], the numbers that the writing process gives to category_names
     preview: list[list[Run]] = field(default_factory=list)  # the first documents, decoded
     chat_template: str | None = None  # of the chats; None for texts alone, or for several templates by name
+    end_of_chat: str | None = None  # the text after the last turn; earlier turns, or parts of turns, may end otherwise
     texts: dict[str, list[str]] = field(default_factory=dict)  # further columns, with one text for each document
 
     @property
