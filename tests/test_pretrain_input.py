@@ -11,7 +11,7 @@ from tests.tiny_model import write_tiny_model
 from verl_ext.config import compose
 from verl_ext.config.run import RunConfig
 from verl_ext.data.pretrain import PreTrainDataset
-from verl_ext.trainer.setup import open_sets
+from verl_ext.trainer.inputs import open_sets
 
 TOKENIZER = word_tokenizer()
 

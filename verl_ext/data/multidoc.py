@@ -377,26 +377,7 @@ class MultiDocDataset(PackDataset):
 
         A document of which this set has a part is named with the tokens between the two parts.
         """
-        found = [
-            (source.name, f"bad record: {reason}", count)
-            for source in self.sources
-            for reason, count in sorted(source.bad_records.items())
-        ]
-        found += [(source.name, "special tokens encoded as text", source.special_tokens) for source in self.sources]
-        changed = [DroppedDocuments(*row) for row in found if row[2]]
-        changed += [
-            DroppedDocuments(
-                source.name,
-                "cut into training and validation",
-                1,
-                source.num_tokens + source.left_out_tokens,
-                tokens_kept=source.num_tokens,
-                tokens_removed=source.left_out_tokens,
-            )
-            for source in self.sources
-            if source.left_out_tokens
-        ]
-        return changed
+        return [changed for source in self.sources for changed in source.changed_documents()]
 
     @override
     def facts(self) -> dict[str, Any]:

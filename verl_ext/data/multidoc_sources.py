@@ -7,7 +7,7 @@ scenes/*.txt         texts (files, folders, globs) become one index in the cache
 import glob
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_ext.data.dataset import split_rows
+from verl_ext.data.dataset import DroppedDocuments, split_rows
 from verl_ext.data.megatron.blend import check_weights
 from verl_ext.data.megatron.index import SUFFIXES, IndexPart, TokenIndex
 from verl_ext.data.megatron.samples import count_tokens
@@ -80,6 +80,19 @@ class Source:
         first, last = (0, cut) if split == "train" else (cut + seq_len, tokens)
         index = IndexPart(self.index.prefix, self.index.key, first, last, check=False)
         return replace(self, index=index, left_out_tokens=seq_len)
+
+    def changed_documents(self) -> Iterator[DroppedDocuments]:
+        """Yield the records without a document, those with special tokens encoded as text, and a document cut in two.
+
+        The latter is named with the tokens between the two parts.
+        """
+        for reason, count in sorted(self.bad_records.items()):
+            yield DroppedDocuments(self.name, f"bad record: {reason}", count)
+        if self.special_tokens:
+            yield DroppedDocuments(self.name, "special tokens encoded as text", self.special_tokens)
+        if left_out := self.left_out_tokens:
+            kept = {"tokens_kept": self.num_tokens, "tokens_removed": left_out}
+            yield DroppedDocuments(self.name, "cut into training and validation", 1, self.num_tokens + left_out, **kept)
 
     def token_range(self, part: int, parts: int) -> tuple[int, int]:
         """Return (lowest, highest) token id of one of `parts` nearly equal shares of the index; (0, -1) for none."""

@@ -12,18 +12,18 @@ only when they are used, so that a command that reads local files starts without
 import codecs
 import contextlib
 import glob
-import gzip
 import io
 import lzma
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 from urllib.parse import urlsplit
 
+from verl_ext.text.compression import COMPRESSIONS
 from verl_ext.text.json_records import BadRecord
 from verl_ext.values import DataError, UsageError, first_line
 
@@ -44,7 +44,6 @@ _URL = re.compile(r"[A-Za-z][\w+.-]*://")
 _HUB = re.compile(
     r"hf://datasets/(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[^@:/]+))?(:(?P<config>[^:/]+))??(:(?P<split>[^:/]+))?"
 )
-_BLOCK = 1 << 16  # bytes of a compressed file read at once
 _READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, MemoryError)
 _Sizes = dict[str, int | None]  # bytes of files by path or URL; None if unknown
 
@@ -362,48 +361,6 @@ def open_source(path: str) -> Iterator[OpenedFile]:
 def _state(status: os.stat_result) -> tuple[int, int, int]:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
-
-class _XzStreams(io.RawIOBase):
-    """The concatenated streams of an xz file; LZMAFile takes a damaged one after the first for the end."""
-
-    def __init__(self, raw: BinaryIO) -> None:
-        self._raw, self._stream = raw, lzma.LZMADecompressor(lzma.FORMAT_XZ)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        data = b""
-        while not data:
-            compressed = b""
-            if self._stream.eof:
-                compressed = self._stream.unused_data.lstrip(b"\0")  # zeros between streams are padding
-                while not compressed:
-                    if not (block := self._raw.read(_BLOCK)):
-                        return 0
-                    compressed = block.lstrip(b"\0")
-                self._stream = lzma.LZMADecompressor(lzma.FORMAT_XZ)
-            elif self._stream.needs_input and not (compressed := self._raw.read(_BLOCK)):
-                raise EOFError("it ends before its end-of-stream marker")
-            data = self._stream.decompress(compressed, len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
-
-
-def _arrow_stream(raw: BinaryIO, codec: str) -> BinaryIO:
-    import pyarrow as pa  # heavy; unlike Python's readers it refuses a truncated file and a damaged later member
-
-    stream: Any = pa.CompressedInputStream(pa.PythonFile(raw, "r"), codec)
-    return io.BufferedReader(stream, _BLOCK)
-
-
-# Readers of whole files, which read all members or frames of a file as one stream.
-COMPRESSIONS: dict[str, Callable[[BinaryIO], Any]] = {
-    ".gz": lambda raw: gzip.GzipFile(fileobj=raw, mode="rb"),
-    ".bz2": lambda raw: _arrow_stream(raw, "bz2"),
-    ".xz": lambda raw: io.BufferedReader(_XzStreams(raw), _BLOCK),
-    ".zst": lambda raw: _arrow_stream(raw, "zstd"),
-}
 
 FORMATS = f"{', '.join(SUFFIXES)} (all but .parquet also as {', '.join(COMPRESSIONS)}), Arrow folders of save_to_disk"
 KNOWN_FORMATS = f"{FORMATS}, a folder of these, a URL of these, or a Hub dataset (hf://datasets/owner/name)"

@@ -18,12 +18,11 @@ from omegaconf import DictConfig
 from verl.utils.torch_dtypes import PrecisionType
 
 from verl_ext.answers import Prompts
-from verl_ext.answers.server import Server
 from verl_ext.attention import gpu_capability
 from verl_ext.checkpoint import resume
 from verl_ext.checkpoint.copies import check_copies
 from verl_ext.checkpoint.layout import refuse_locked, saved_run_state, step_of
-from verl_ext.config.check import check_categories, check_positions, check_run, model_positions
+from verl_ext.config.check import check_categories, check_positions, check_run
 from verl_ext.config.model import ModelFacts
 from verl_ext.config.resolve import resolve_run
 from verl_ext.config.run import Machine, RunConfig, TrainerOptions, is_due
@@ -32,7 +31,7 @@ from verl_ext.config.weights import digest_of_weights, revision
 from verl_ext.data import PackDataset, check_vocabulary
 from verl_ext.data.chats import TrainedChats
 from verl_ext.data.content import CONTENT, DataFiles
-from verl_ext.data.dataset import DIGEST, DataOptions, RunLength
+from verl_ext.data.dataset import DIGEST, DataOptions
 from verl_ext.data.mixture import mixture_notices
 from verl_ext.engines.activations import check_host_memory
 from verl_ext.engines.schedule import ScheduleOptions, keeps_rates, schedule_problems
@@ -44,9 +43,10 @@ from verl_ext.packing import CostModel
 from verl_ext.text.tokenizer import TRUSTED
 from verl_ext.trainer.cost import cost_model
 from verl_ext.trainer.distributed import RunRanks, accelerator, user_errors_end_the_run
+from verl_ext.trainer.inputs import open_prompts, open_sets
 from verl_ext.trainer.report import data_facts, step_facts, what_runs
 from verl_ext.trainer.step_plan import StepPlan
-from verl_ext.values import first_line, leaves, refuse, show
+from verl_ext.values import leaves, refuse, show
 
 _TOTAL = "trainer.total_training_steps"
 _SCHEDULE = f"the length of the learning rate's schedule ({_TOTAL})"
@@ -225,7 +225,7 @@ def prepare(composed: DictConfig) -> Run:
                 check_copies(config.trainer)
         output = resume.check_output(composed, config.machine.world_size)
         train_set, val_set = open_sets(config)
-        prompts = _open_prompts(config, model.hf_config, train_set.folders)
+        prompts = open_prompts(config, model.hf_config, train_set.folders)
     with user_errors_end_the_run():  # every rank reads its share of the files
         checkpoint = None if plans else resume.verified(output, ranks)
     datasets = [dataset for dataset in (train_set, val_set) if dataset is not None]
@@ -336,50 +336,6 @@ def _check_nodes(config: RunConfig, output: resume.OutputDecision, datasets: Seq
     gathered = RunRanks().gather((socket.gethostname(), facts))
     nodes = [(host, facts) for host, facts in gathered if facts]
     refuse(differences({f"node {number} ({host})": facts for number, (host, facts) in enumerate(nodes)}))
-
-
-def open_sets(config: RunConfig) -> tuple[PackDataset, PackDataset | None]:
-    """Open the training and validation sets (None without validation) and plan their packs."""
-    steps = config.trainer.total_training_steps
-    length = RunLength(steps and steps * config.data.train_batch_size, config.trainer.total_epochs or 1)
-    tokenizer = _tokenizer(config.model_options) if config.dataset_class.needs_tokenizer else None
-    return config.dataset_class.open_sets(config.values["data"], tokenizer, length, config.trainer.eval_only)
-
-
-def _open_prompts(config: RunConfig, hf_config: Any, folders: Sequence[str]) -> Prompts | None:
-    """Read the prompts of `eval.prompts`; check that the server of `eval.base_url` has the model, except in a plan.
-
-    folders: those of the training data.
-    """
-    options = config.eval
-    if options.prompts is None:
-        return None
-    prompts = Prompts.read(options, _tokenizer(config.model_options), folders)
-    if options.base_url is not None and not config.trainer.plan_only:
-        Server(options)
-    positions = model_positions(hf_config) if options.asks_model and config.model.needs_positions else None
-    if positions is not None and prompts.longest + options.max_new_tokens > positions:
-        raise ValueError(
-            f"eval.max_new_tokens must be at most {positions - prompts.longest}, what the longest prompt of "
-            f"eval.prompts leaves of the model's {positions} positions; got {options.max_new_tokens}"
-        )
-    return prompts
-
-
-def _tokenizer(model: Any) -> Any:
-    from verl.utils import hf_tokenizer
-
-    from verl_ext.text.tokenizer import check_round_trip, check_tokenizer  # here, because only some datasets read text
-
-    key = "model.tokenizer_path" if model.tokenizer_path else "model.path"
-    path = model.tokenizer_path or model.path
-    try:
-        tokenizer = hf_tokenizer(path, trust_remote_code=model.trust_remote_code)
-    except Exception as error:  # files of no tokenizer, or of one of a later version, fail in many ways
-        raise ValueError(f"{key} must hold a tokenizer; got {path} ({first_line(error)})") from None
-    check_tokenizer(tokenizer, path, key)
-    check_round_trip(tokenizer, path, key)
-    return tokenizer
 
 
 def _notices(config: RunConfig, train_set: PackDataset, plan: StepPlan) -> Iterator[str]:

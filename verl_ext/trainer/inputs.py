@@ -1,0 +1,56 @@
+"""The data that a run reads: its training and validation sets, and the prompts of its answers."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from verl_ext.answers.prompts import Prompts
+from verl_ext.answers.server import Server
+from verl_ext.config.check import model_positions
+from verl_ext.config.run import RunConfig
+from verl_ext.data import PackDataset
+from verl_ext.data.dataset import RunLength
+from verl_ext.values import first_line
+
+
+def open_sets(config: RunConfig) -> tuple[PackDataset, PackDataset | None]:
+    """Open the training and validation sets (None without validation) and plan their packs."""
+    steps = config.trainer.total_training_steps
+    length = RunLength(steps and steps * config.data.train_batch_size, config.trainer.total_epochs or 1)
+    tokenizer = _tokenizer(config.model_options) if config.dataset_class.needs_tokenizer else None
+    return config.dataset_class.open_sets(config.values["data"], tokenizer, length, config.trainer.eval_only)
+
+
+def open_prompts(config: RunConfig, hf_config: Any, folders: Sequence[str]) -> Prompts | None:
+    """Read the prompts of `eval.prompts`; check that the server of `eval.base_url` has the model, except in a plan.
+
+    folders: those of the training data.
+    """
+    options = config.eval
+    if options.prompts is None:
+        return None
+    prompts = Prompts.read(options, _tokenizer(config.model_options), folders)
+    if options.base_url is not None and not config.trainer.plan_only:
+        Server(options)
+    positions = model_positions(hf_config) if options.asks_model and config.model.needs_positions else None
+    if positions is not None and prompts.longest + options.max_new_tokens > positions:
+        raise ValueError(
+            f"eval.max_new_tokens must be at most {positions - prompts.longest}, what the longest prompt of "
+            f"eval.prompts leaves of the model's {positions} positions; got {options.max_new_tokens}"
+        )
+    return prompts
+
+
+def _tokenizer(model: Any) -> Any:
+    from verl.utils import hf_tokenizer
+
+    from verl_ext.text.tokenizer import check_round_trip, check_tokenizer  # here, because only some datasets read text
+
+    key = "model.tokenizer_path" if model.tokenizer_path else "model.path"
+    path = model.tokenizer_path or model.path
+    try:
+        tokenizer = hf_tokenizer(path, trust_remote_code=model.trust_remote_code)
+    except Exception as error:  # files of no tokenizer, or of one of a later version, fail in many ways
+        raise ValueError(f"{key} must hold a tokenizer; got {path} ({first_line(error)})") from None
+    check_tokenizer(tokenizer, path, key)
+    check_round_trip(tokenizer, path, key)
+    return tokenizer
