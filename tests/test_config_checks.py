@@ -78,6 +78,12 @@ def test_a_good_config_passes_and_gives_the_models_config(good):
     checked(changed(good, engine__strategy="fsdp", trainer__device="cuda"), 8, "cuda")
 
 
+def test_weights_in_bf16_are_told_with_the_steps_that_they_lose(good):
+    (notice,) = [x for x in checked(changed(good, engine__model_dtype="bf16"), 1).notices if "model_dtype" in x]
+    assert "a step below 1/512 of a weight is lost" in notice
+    assert not [notice for notice in checked(good, 1).notices if "model_dtype" in notice]
+
+
 def overridden(good, **values):
     return checked(
         changed(good, **{f"model__override_config__{key}": value for key, value in values.items()}), 1

@@ -2,12 +2,13 @@
 
 import pytest
 
-from verl_ext.checkpoint.resume import options_that, shared_options, upstream_options
+from verl_ext.checkpoint.resume import RunState, begins_anew, options_that, shared_options, upstream_options
 from verl_ext.config import compose
 from verl_ext.config.model import PackedModel, QwenTitansModel
 from verl_ext.config.resolve import resolve_device
 from verl_ext.config.run import TrainerOptions
 from verl_ext.config.schema import dataset_families
+from verl_ext.data import SFTDataSet
 from verl_ext.data.dataset import DataOptions
 from verl_ext.losses import LossOptions
 from verl_ext.values import plain
@@ -20,7 +21,8 @@ OF_PACKS = OF_EVERY_FAMILY | {"max_tokens", "strategy", "over_length", "mixture"
 def test_the_options_that_decide_the_packs_are_shared_in_every_family_that_has_them(family):
     keys = set(options_that("same", [DataOptions, family.Options]))
     splits = {"train_ratio"} if hasattr(family.Options, "train_ratio") else set()
-    assert keys == {f"data.{name}" for name in OF_PACKS | splits}
+    documents = {"shuffle_documents", "category_names"} if issubclass(family, SFTDataSet) else set()
+    assert keys == {f"data.{name}" for name in OF_PACKS | splits | documents}
 
 
 def test_a_longer_stream_may_change_what_the_data_is_and_how_much_of_it_is_drawn():
@@ -48,3 +50,20 @@ def test_values_are_those_of_the_configuration_and_verls_own_keys_are_there():
     upstream = upstream_options(values)
     assert upstream["optim.lr"] == 1e-3
     assert {key.partition(".")[0] for key in upstream} == {"model", "optim", "engine"}
+
+
+def test_a_partial_load_says_what_begins_anew():
+    assert list(begins_anew(["model", "optimizer", "extra"])) == []
+    weights, moments, schedule = begins_anew([])
+    assert (weights, moments) == ("the weights are those of model.path", "the optimizer's state begins empty")
+    assert list(begins_anew(["model"])) == [moments, schedule]
+    assert list(begins_anew(["optimizer"], evaluates=True)) == [weights]  # the measured ones
+    assert list(begins_anew(["model"], evaluates=True)) == []
+
+
+def test_weights_that_an_earlier_version_did_not_know_are_no_difference():
+    key = "the weights in model.path"
+    run = RunState({key: "1 file of 8 bytes (ab)"}, {}, "run")
+    run.check({key: "nothing"})
+    with pytest.raises(ValueError, match=r"trainer\.allow_resume_mismatch=\[model\.path\]"):
+        run.check({key: "1 file of 8 bytes (cd)"})

@@ -25,7 +25,7 @@ from tests.training import build
 from verl_ext.config.check import read_hf_config
 from verl_ext.config.model import override as apply_override
 from verl_ext.config.support import model_class
-from verl_ext.config.weights import check_weights
+from verl_ext.config.weights import check_weights, digest_of_weights, weight_problems
 from verl_ext.models.qwen_titans import QwenTitansConfig, QwenTitansForCausalLM
 
 MODELS = {
@@ -200,6 +200,7 @@ def _gradients(folders):
 DOCUMENTS = documents_of_answers(20, 9)
 
 
+@pytest.mark.slow
 def test_equal_weights_of_a_tie_train_as_one_and_others_apart_as_in_transformers(tmp_path):
     folders = [str(tied_twice(tmp_path / str(difference), difference)) for difference in (0.0, 0.5)]
     for folder, found in zip(folders, run_ranks(_gradients, 2, folders)[0], strict=True):
@@ -211,25 +212,37 @@ def test_equal_weights_of_a_tie_train_as_one_and_others_apart_as_in_transformers
 
 _IDENTITIES = """
 import json, sys
+from pathlib import Path
 from verl_ext.config.weights import digest_of_weights, revision
-print(json.dumps([[digest_of_weights(name), revision(name)] for name in sys.argv[1:]]))
+found = {}
+for commit in "a" * 40, "b" * 40:
+    Path(sys.argv[1], "refs", "main").write_text(commit)
+    found[commit] = [digest_of_weights("team/model"), revision("team/model")]
+print(json.dumps(found))
 """
 
 
+def test_a_model_with_an_adapter_in_its_folder_is_one_line(folders, tmp_path):
+    shutil.copytree(folders["untied"], tmp_path, dirs_exist_ok=True)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    line = f"model.path must hold a model without an adapter; got {tmp_path}, which has adapter_config.json"
+    assert refusal(tmp_path).startswith(line)
+    assert weight_problems(str(tmp_path))[0].startswith(line)
+
+
+@pytest.mark.slow
 def test_a_hub_model_has_the_identity_of_its_weights_and_each_machine_its_revision(folders, tmp_path):
-    hub, found = tmp_path / "models--team--model", []
+    hub = tmp_path / "models--team--model"
     snapshots = {"a" * 40: folders["untied"], "b" * 40: write_tiny_model(tmp_path / "other", 1)}
     for commit, folder in snapshots.items():
         shutil.copytree(folder, hub / "snapshots" / commit)
         (hub / "snapshots" / commit / "pytorch_model.bin").write_bytes(b"not read")
-        (hub / "refs").mkdir(exist_ok=True)
-        (hub / "refs" / "main").write_text(commit)
-        command = [sys.executable, "-c", _IDENTITIES, "team/model", str(folder)]
-        environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-        found.append(json.loads(subprocess.check_output(command, env=environment, text=True)))
-    for ((weights, revision), (alone, _)), commit in zip(found, snapshots, strict=True):
-        assert (weights, revision) == (alone, commit)
-    assert found[0][0][0] != found[1][0][0] != "nothing"
+    (hub / "refs").mkdir()
+    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    told = subprocess.check_output([sys.executable, "-c", _IDENTITIES, str(hub)], env=environment, text=True)
+    alone = {commit: digest_of_weights(str(folder)) for commit, folder in snapshots.items()}
+    assert json.loads(told) == {commit: [alone[commit], commit] for commit in snapshots}
+    assert len({*alone.values(), "nothing"}) == 3
 
 
 def _exit(options):

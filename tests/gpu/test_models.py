@@ -3,6 +3,8 @@
 fp32 is compared with plain Hugging Face on the same GPU, document by document; bf16 with the engine in fp32.
 """
 
+from importlib.util import find_spec
+
 import numpy as np
 import pytest
 import torch
@@ -17,6 +19,8 @@ from verl_ext.data import CategoryTable
 from verl_ext.losses import LossSpec
 from verl_ext.trainer.batch import StepCollator
 
+# On a GPU flash-linear-attention multiplies fp32 in TF32, which has 10 bits.
+TOLERANCE = 5e-3 if find_spec("fla") else 1e-3
 FAMILIES = ("qwen3_5_text", "nemotron_h", "gpt_oss")
 
 
@@ -42,7 +46,7 @@ def test_in_fp32_a_step_equals_single_documents_in_plain_hugging_face(folder, de
     largest = max(float(truth.norm()) for truth in want.gradients.values())
     for name, truth in want.gradients.items():
         if float(truth.norm()) > 1e-5 * largest:
-            assert deviation(found.gradients[name], truth.cpu()) < 1e-3, name
+            assert deviation(found.gradients[name], truth.cpu()) < TOLERANCE, name
 
 
 def test_half_precision_stays_near_fp32(folder, gpu, one_rank):

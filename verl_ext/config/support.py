@@ -272,6 +272,13 @@ def model_notices(config: "RunConfig", model: Architecture, head: str) -> Iterat
         yield f"a {model.name}'s recurrences run torch's code, document by document, which is slow: {kernels}"
     if scans and config.engine.strategy == "fsdp" and config.param_dtype != "fp32":
         yield f"engine.strategy=fsdp rounds A_log and dt_bias of a {model.name} to {config.param_dtype}; fsdp2 does not"
+    dtype = config.engine.model_dtype
+    if dtype in ("bf16", "bfloat16") and config.optim.optimizer_impl == "torch.optim":
+        yield (
+            f"engine.model_dtype={dtype} keeps the weights that the optimizer changes in eight bits: a step below 1/512 "
+            f"of a weight is lost (with optim.lr={config.optim.lr}, of weights above {512 * config.optim.lr:.0e}); fp32 "
+            "keeps all of it"
+        )
     ulysses, heads = config.engine.ulysses_sequence_parallel_size, model.heads
     if heads and (zero := HeadPadding.from_heads(*heads, ulysses).zero_heads):
         yield (
@@ -296,6 +303,7 @@ def _frozen_notice(model: Architecture, patterns: Sequence[str]) -> Iterator[str
     if counts[0]:
         outside, asked = ", ".join(outside_text(model.module)), f"model.freeze={show(patterns)}"
         why = [f"a text does not reach {outside}"] * bool(outside) + [asked] * bool(patterns)
+        why = why or ["as the model's class has them"]
         yield f"{counts[0]:,} of {sum(counts):,} parameters are frozen ({'; '.join(why)}), {counts[1]:,} are trained"
 
 

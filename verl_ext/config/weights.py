@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import utils
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 
 from verl_ext.engines.activations import ActivationOptions
 from verl_ext.layers.towers import FreezeOptions, outside_text
@@ -62,13 +63,13 @@ def dequantize(hf_config: Any) -> None:
 
 
 def weight_problems(folder: str) -> list[str]:
-    """Return one line if ``folder`` (model.path) has no weights or a truncated safetensors file."""
+    """Return one line if ``folder`` (model.path) has no weights, a truncated safetensors file or an adapter."""
     from safetensors import SafetensorError, safe_open
 
     files = sorted(glob(os.path.join(folder, "*.safetensors")))
     if not files and not any(glob(os.path.join(folder, kind)) for kind in ("pytorch_model*.bin", "model*.bin")):
         return [f"model.path must hold weights (*.safetensors or pytorch_model*.bin); got {folder}"]
-    if problem := _index_problem(Path(folder)):
+    if problem := _index_problem(Path(folder)) or _adapter_problem(folder):
         return [problem]
     for file in files:
         try:
@@ -77,6 +78,16 @@ def weight_problems(folder: str) -> list[str]:
         except (SafetensorError, OSError) as error:
             return [f"model.path must hold weights that can be read; got {file}: {error}"]
     return []
+
+
+def _adapter_problem(path: str) -> str | None:
+    """Return one line if a folder or Hub model holds an adapter, which transformers loads by itself."""
+    if not utils.hub.has_file(path, ADAPTER_CONFIG_NAME):
+        return None
+    return (
+        f"model.path must hold a model without an adapter; got {path}, which has adapter_config.json "
+        "(model.lora_adapter_path names an adapter)"
+    )
 
 
 def _index_problem(folder: Path) -> str | None:
@@ -111,6 +122,8 @@ def check_weights(
     Returns a line for each kind of allowed difference. Raises ValueError with a line for each other difference, and
     OSError if the Hub does not answer.
     """
+    if problem := _adapter_problem(path):
+        raise ValueError(problem)
     may_lack = re.compile("|".join(model_class._keys_to_ignore_on_load_missing or ["(?!)"]))
     model_class = type(model_class.__name__, (model_class,), {"_keys_to_ignore_on_load_missing": None})
     with _without_bars(), _ties_of_headers() as compared, held_back("modeling_utils") as reports:
