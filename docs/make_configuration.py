@@ -64,7 +64,10 @@ def _lines() -> Iterator[str]:
         yield from _table(cls)
     for name, (module, _) in COMMANDS.items():
         held = [value for value in vars(import_module(module)).values() if isinstance(value, type)]
-        cls = [value for value in held if issubclass(value, Options) and value.__module__ == module][-1]  # nodes first
+        own = [value for value in held if issubclass(value, Options) and value.__module__ == module]
+        if not own:  # it reads the environment, and passes its words on
+            continue
+        cls = own[-1]  # nodes first
         yield from ("", f"## `verl-ext {name}`", "")
         yield from _table(cls)
 

@@ -113,6 +113,7 @@ def test_sinks_beside_dropout_run_in_sdpa_and_are_refused_for_flash_by_name(drop
         machine=SimpleNamespace(capability=(8, 0)),
         trainer=SimpleNamespace(device="cuda"),
         attention=SimpleNamespace(backend="auto"),
+        engine=SimpleNamespace(full_determinism=False),
     )
     if not dropout:
         assert chosen_backend(config, model)[0] != "sdpa"

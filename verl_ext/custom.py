@@ -50,10 +50,9 @@ def _member(key: str, module: ModuleType, path: str, name: str) -> Any:
 
 
 class _Files(MetaPathFinder):
-    """A finder of users' files by their modules' names, for another process that unpickles their objects."""
+    """The finder of users' files by their modules' names, for another process that unpickles their objects."""
 
-    @staticmethod
-    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Return the module of a file, or None for a name that is no file's."""
         below = name.removeprefix(f"{__name__}.")
         if below == name or not re.fullmatch("([0-9a-f]{2})+", below):
@@ -62,7 +61,7 @@ class _Files(MetaPathFinder):
 
 
 __path__: list[str] = []  # so that modules may have names below this one
-sys.meta_path.append(_Files)
+sys.meta_path.append(_Files())
 
 
 def _module(key: str, path: str) -> ModuleType:

@@ -275,9 +275,9 @@ def model_notices(config: "RunConfig", model: Architecture, head: str) -> Iterat
     dtype = config.engine.model_dtype
     if dtype in ("bf16", "bfloat16") and config.optim.optimizer_impl == "torch.optim":
         yield (
-            f"engine.model_dtype={dtype} keeps the weights that the optimizer changes in eight bits: a step below 1/512 "
-            f"of a weight is lost (with optim.lr={config.optim.lr}, of weights above {512 * config.optim.lr:.0e}); fp32 "
-            "keeps all of it"
+            f"engine.model_dtype={dtype} keeps the weights that the optimizer changes in eight bits: a step below "
+            f"1/512 of a weight is lost (with optim.lr={config.optim.lr}, of weights above "
+            f"{512 * config.optim.lr:.0e}); fp32 keeps all of it"
         )
     ulysses, heads = config.engine.ulysses_sequence_parallel_size, model.heads
     if heads and (zero := HeadPadding.from_heads(*heads, ulysses).zero_heads):

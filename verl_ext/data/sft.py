@@ -49,7 +49,7 @@ from verl_ext.packing import (
 from verl_ext.packing.plan import index_type
 from verl_ext.packing.strategies import plan_repeated
 from verl_ext.text.sources import absolute_path
-from verl_ext.values import option, whole_number
+from verl_ext.values import option, plain, whole_number
 
 PAD_MODES = ("no_padding", "right")
 _ORDERED = ("next_fit", "none")  # the strategies that keep the order of the documents
@@ -161,6 +161,8 @@ class SFTDataSet(PackDataset):
 
         Raises ValueError with a line for each option or folder that cannot be used.
         """
+        if parquet_files is not None and config is not None and config.get("seed", 0) is None:
+            config = {name: value for name, value in plain(config).items() if name != "seed"}  # verl's null names none
         self.options = self.Options.read(config or {}, max_tokens=max_tokens, **options)  # type: ignore[assignment]
         if self.requires_max_tokens and max_tokens is None and (config or {}).get("max_tokens") is None:
             raise ValueError("data.max_tokens must be given (tokens of a pack); got nothing")

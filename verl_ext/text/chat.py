@@ -133,7 +133,7 @@ class ChatEncoder:
         documents = joined(found.documents, chunk.category_id, chunk.num_bytes, of_source)
         documents.preview = found.preview
         if "_chats" in vars(self):
-            documents.chat_template, documents.end_of_chat = self._chats.template, self._chats.end
+            documents.chat_template, documents.end_of_chat = self._chats.jinja, self._chats.end
         if self.options.category_field:
             documents.category_names, documents.category_counts = found.categories, dict(found.counts)
         return documents

@@ -185,15 +185,15 @@ class ChatRenderer:
         return set(re.findall(r"\w+", self.template.source))
 
     @property
-    def template(self) -> str | None:
+    def jinja(self) -> str | None:
         """The Jinja source of the template; None if the tokenizer has several by name."""
-        chosen = self._chats.template.template or self._chats.template.tokenizer.chat_template
+        chosen = self.template.template or self.template.tokenizer.chat_template
         return chosen if isinstance(chosen, str) else None
 
     @property
     def end(self) -> str | None:
         """The text that ends a chat, after its last turn; None if the template writes none."""
-        return next(reversed(self._chats.template.ends), None)
+        return next(reversed(self.template.ends), None)
 
     def texts(self, chat: Chat) -> list[ChatText]:
         """Render a chat, or with `turns=each` every turn to be learnt. Raises `BadRecord`.
