@@ -77,7 +77,7 @@ def test_a_commands_error_and_report_name_no_secret(capsys, tmp_path):
 def test_trackers_are_given_no_secret(monkeypatch, tmp_path):
     given = []
     monkeypatch.setattr(tracking, "Tracking", lambda *args, **kwargs: given.append(kwargs["config"]) or Mock(logger={}))
-    secret = f"data.apply_chat_template_kwargs={{hf_token:{SECRET}}}"
+    secret = f"model.override_config={{hf_token:{SECRET}}}"
     config = compose([f"data.train_dir={tmp_path}", "model.path=m", f"trainer.default_local_dir={tmp_path}", secret])
     tracking.open_tracking(RunConfig.from_composed(config), 0)
     text = json.dumps(given, default=str)
