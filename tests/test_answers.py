@@ -16,6 +16,7 @@ from verl_ext.answers.server import Server, ServerFailed
 from verl_ext.commands.command_line import read_options
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
 from verl_ext.data.arrow import TokenizedData
+from verl_ext.trainer.answers import Scored, mean_scores
 
 CHAT = [
     {"role": "user", "content": "w1 w2"},
@@ -137,6 +138,23 @@ def test_the_prompt_of_a_tokenized_document_ends_before_its_last_targets(tokeniz
     assert prompts.stops == (2,)
 
 
+def test_a_text_is_gone_on_with_without_a_template_and_has_no_score(tiny_model, tmp_path):
+    base = AutoTokenizer.from_pretrained(tiny_model)
+    base.chat_template = None
+    path = _file(tmp_path / "a.jsonl", {"text": "w1 w2 w3", "kind": "own"}, {"text": "w4"})
+    prompts = Prompts.read(AnswerOptions(prompts=path, category_field="kind"), base)
+    first, second = prompts.items
+    assert [prompt.expected for prompt in prompts.items] == [None, None]
+    assert (first.ids, first.category, second.category) == (base("w1 w2 w3")["input_ids"], "own", "a")
+    assert prompts.stops == (base.eos_token_id,)
+    assert scorer("exact")(first.record, first.expected, "w4") is None
+    scored = [Scored(0, "own", None, None), Scored(1, "a", 1.0, None)]
+    assert mean_scores(scored) == {"a": 1.0, "": 1.0}
+    chat = _file(tmp_path / "b.jsonl", {"messages": CHAT})
+    with pytest.raises(ValueError, match=r"^eval\.chat_template must be given"):
+        Prompts.read(AnswerOptions(prompts=chat), base)
+
+
 def test_categories_are_those_of_the_option_or_of_a_field(tokenizer, tmp_path):
     path = _file(tmp_path / "a.jsonl", {"messages": CHAT, "kind": "own"}, {"messages": CHAT})
     options = AnswerOptions(prompts={"named": [path]}, category_field="kind")
@@ -148,7 +166,7 @@ def test_categories_are_those_of_the_option_or_of_a_field(tokenizer, tmp_path):
     ("record", "problem"),
     [
         ({"messages": CHAT[:1]}, "no assistant turn"),
-        ({"text": "w1 w2"}, "no chat"),
+        ({"text": ""}, "empty"),
         ({"messages": CHAT[1:2]}, "nothing stands before"),
         ({"messages": [CHAT[0], {**CHAT[1], "content": "", "tool_calls": [{"name": "f"}]}]}, "no words"),
     ],

@@ -16,8 +16,8 @@ class AnswerOptions(Options):
 
     prompts: Any = option(
         None,
-        "chats whose last answer is generated: files or folders of records, a tokenized folder, or {category: files}; "
-        "null: none",
+        "chats whose last answer is generated, or texts that are gone on with: files or folders of records, a "
+        "tokenized folder, or {category: files}; null: none",
     )
     freq: int | None = option(None, "steps between two evaluations by answers; null: only at the end", least=1)
     score: str = option("exact", f"{', '.join(BUILT_IN)}, or your own module:function, (record, answer) -> float")

@@ -4,12 +4,15 @@ record       user, assistant, user, assistant    the chat up to its last assista
              ------- prompt -----  -expected-    template's generation prompt, and tokenized as for training
 document     c c c t t c c c t t                 the tokens before the last run of targets
              ----prompt----- ---
+text         Once upon a time                    the text, with which a base model goes on: no answer is expected
+             -----prompt-----
 """
 
 import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,16 +46,16 @@ class Prompt:
 
     Attributes:
         ids: the tokens of the prompt, with the template's generation prompt.
-        expected: the text of the answer in the data.
+        expected: the text of the answer in the data; None for a text that is gone on with, which has no score.
         category: the category whose metric includes the score.
         record: the input of a user's own scorer: the record of the file, or the texts of a tokenized document.
         place: the place in the data, for messages.
-        messages, tools, template_kwargs: the request to a server; no messages for a tokenized document, whose tokens
-            the server gets.
+        messages, tools, template_kwargs: the request to a server; no messages for a tokenized document or a text,
+            whose tokens the server gets.
     """
 
     ids: Sequence[int]
-    expected: str
+    expected: str | None
     category: str
     record: Mapping[str, Any] = field(default_factory=dict)
     place: str = ""
@@ -81,9 +84,9 @@ class Prompts:
             found: Iterator[tuple[Prompt, int | None]] = _documents(
                 [os.path.expanduser(path) for path in paths], tokenizer
             )
-            ends: list[str] = []
+            encoder = None
         else:
-            encoder, ends = _encoder(options, tokenizer, folders)
+            encoder = _encoder(options, tokenizer, folders)
             found = _records(paths, options, encoder)
         items, stops = [], set()
         for prompt, end in found:
@@ -93,7 +96,7 @@ class Prompts:
                 break
         if not items:
             raise DataError(f"{_KEY} must hold a prompt with an answer; {named} has none")
-        return cls(items, end_tokens(tokenizer, ends, *stops))
+        return cls(items, end_tokens(tokenizer, encoder.ends if encoder else [], *stops))
 
     @property
     def longest(self) -> int:
@@ -115,8 +118,8 @@ def _is_tokenized(path: str) -> bool:
         return False
 
 
-def _encoder(options: AnswerOptions, tokenizer: Any, folders: Sequence[str]) -> tuple[ChatEncoder, list[str]]:
-    """Return the encoder of the training data, changed by the options that are given, and the ends of its turns."""
+def _encoder(options: AnswerOptions, tokenizer: Any, folders: Sequence[str]) -> ChatEncoder:
+    """Return the encoder of the training data, changed by the options that are given."""
     made: dict[str, Any] = {}
     for folder in folders:
         try:
@@ -129,11 +132,17 @@ def _encoder(options: AnswerOptions, tokenizer: Any, folders: Sequence[str]) -> 
         made = {}
     own = {name: getattr(options, name) for name in _OWN if getattr(options, name) is not None}
     model = {"path": tokenizer.name_or_path}
+    with _keys_of_eval():
+        return ChatEncoder(ChatOptions.read({**made, **own, "model": model, "turns": "last"}), tokenizer=tokenizer)
+
+
+@contextmanager
+def _keys_of_eval() -> Iterator[None]:
+    """Name the options of chats in errors by their keys below `eval`."""
     try:
-        encoder = ChatEncoder(ChatOptions.read({**made, **own, "model": model, "turns": "last"}), tokenizer=tokenizer)
-        if not tokenizer.chat_template and encoder.options.chat_template is None:
-            raise UsageError("chat_template must be given: the model's tokenizer has none; got null")
-        return encoder, encoder.ends
+        yield
+    except (BadRecord, DataError):
+        raise
     except ValueError as error:
         named = (_OF_EVAL.sub(r"eval.\g<0>", line, count=1) for line in str(error).splitlines())
         raise UsageError("\n".join(named)) from error
@@ -155,17 +164,22 @@ def _records(named: Any, options: AnswerOptions, encoder: ChatEncoder) -> Iterat
                     record = read_record(raw)
                     own = category_of(record, options.category_field) if options.category_field else None
                     category = names[file.category_id - 1] if own is None else own
-                    yield _of_record(record, category, place, options, encoder), None
+                    with _keys_of_eval():
+                        prompt = _of_record(record, category, place, options, encoder)
+                    yield prompt, None
                 except BadRecord as error:
                     is_of_data = error.reason == "missing_column" and options.columns is None
                     hint = "; eval.columns={} reads none of the training data's columns" if is_of_data else ""
-                    raise DataError(f"{_KEY} must hold chats with an answer; {place}: {error}{hint}") from error
+                    must = f"{_KEY} must hold chats with an answer, or texts"
+                    raise DataError(f"{must}; {place}: {error}{hint}") from error
 
 
 def _of_record(
     record: dict[str, Any], category: str, place: str, options: AnswerOptions, encoder: ChatEncoder
 ) -> Prompt:
     chat, last, ids = encoder.prompt(record)
+    if chat is None:
+        return Prompt(ids, None, category, record, place)
     expected = chat.messages[last]["content"]
     if options.score in BUILT_IN and not expected.strip():
         raise BadRecord("empty", f"the last assistant turn has no words that eval.score={options.score} compares")

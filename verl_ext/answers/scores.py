@@ -20,7 +20,7 @@ from verl_ext.custom import named_object
 from verl_ext.endpoint.reasoning import split_reasoning
 from verl_ext.values import choice_problem, first_line, refuse
 
-Scorer = Callable[[Mapping[str, Any], str, str], float]  # (record, expected answer, answer)
+Scorer = Callable[[Mapping[str, Any], str | None, str], float | None]  # (record, expected answer or None, answer)
 
 _NUMBER = re.compile(r"(?:(?<!\d)-)?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)")
 
@@ -57,14 +57,18 @@ BUILT_IN: dict[str, Callable[[str, str], bool]] = {"exact": _exact, "number": _s
 def scorer(name: str) -> Scorer:
     """Return the scorer that `eval.score` names. Raises ValueError if there is no such scorer."""
     if rule := BUILT_IN.get(name):
-        return lambda record, expected, answer: float(rule(_without_thought(expected), _without_thought(answer)))
+
+        def compared(record: Mapping[str, Any], expected: str | None, answer: str) -> float | None:
+            return None if expected is None else float(rule(_without_thought(expected), _without_thought(answer)))
+
+        return compared
     if ":" not in name:
         refuse([choice_problem("eval.score", name, [*BUILT_IN, "module:function"])])
     function = named_object("eval.score", name)
     if not callable(function):
         raise ValueError(f"eval.score must name a function; got {name}")
 
-    def own(record: Mapping[str, Any], expected: str, answer: str) -> float:
+    def own(record: Mapping[str, Any], expected: str | None, answer: str) -> float:
         try:
             score = float(function(record, _without_thought(answer)))
         except Exception as error:  # the user's code can raise any exception

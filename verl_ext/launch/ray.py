@@ -103,7 +103,7 @@ def _line(words: Sequence[str]) -> int:
     if _is_dry():
         print(shlex.join(words))
         return 0
-    os.execvp(words[0], words)
+    os.execvp(words[0], list(words))
 
 
 def _joined(topology: Topology, join: Sequence[str]) -> int:

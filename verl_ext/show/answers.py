@@ -39,21 +39,23 @@ def answers_view(path: str, step: int | None, category: str | None) -> Iterator[
         if problem := choice_problem("category", category, {row["category"] for row in rows}):
             raise UsageError(problem)
         rows = [row for row in rows if row["category"] == category]
-    mean = sum(row["score"] for row in rows) / len(rows)
-    yield Text(
-        f"{len(rows):,} answers of step {step:,} in {one_line(str(folder / ANSWERS))}: mean score {mean:.3g}", "bold"
-    )
+    scores = [row["score"] for row in rows if row["score"] is not None]
+    mean = f": mean score {sum(scores) / len(scores):.3g}" if scores else ""
+    yield Text(f"{len(rows):,} answers of step {step:,} in {one_line(str(folder / ANSWERS))}{mean}", "bold")
     table = plain_table("category", "score", "prompt", "expected", "answer", left=5)
     for row in rows:
         prompt = one_line(str(row["prompt"] if row["question"] is None else row["question"]))
         if len(prompt) > OPENING + ENDING:
             prompt = f"{prompt[:OPENING]} … {prompt[-ENDING:]}"
-        style = "green" if row["score"] >= 1 else "red" if row["score"] <= 0 else "yellow"
-        words = (one_line(str(row[name]))[:WORDS] for name in ("expected", "answer"))
-        table.add_row(
-            one_line(str(row["category"])), Text(f"{row['score']:.3g}", style), Text(prompt), *map(Text, words)
-        )
+        words = ("" if row[name] is None else one_line(str(row[name]))[:WORDS] for name in ("expected", "answer"))
+        table.add_row(one_line(str(row["category"])), _score(row["score"]), Text(prompt), *map(Text, words))
     yield table
+
+
+def _score(score: float | None) -> Text:
+    if score is None:
+        return Text("")
+    return Text(f"{score:.3g}", "green" if score >= 1 else "red" if score <= 0 else "yellow")
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
@@ -64,7 +66,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-            row["score"] + row["step"]  # numbers
+            (row["score"] or 0) + row["step"]  # numbers, and null for a text that is gone on with
             names = ("step", "category", "prompt", "answer", "expected", "score")
             rows.append({"question": row.get("question"), **{name: row[name] for name in names}})
         except (ValueError, TypeError, KeyError) as error:

@@ -157,15 +157,24 @@ class ChatEncoder:
             text = item.text.text if isinstance(item.text, ChatText) else str(item.text)
             yield ShownText(text, documents, prompts)
 
-    def prompt(self, raw: Any) -> tuple[Chat, int, list[int]]:
+    def prompt(self, raw: Any) -> tuple[Chat | None, int, list[int]]:
         """Return (chat, number of its last assistant turn, tokens from which that turn is generated).
 
-        The tokens begin the document that the record gives, up to what the template prints only before an answer.
-        Raises `BadRecord`.
+        A plain text, without a chat, is gone on with. The tokens begin the document that the record gives, up to what
+        the template prints only before an answer. Raises `BadRecord`.
         """
         record = parse_record(raw, self.options.columns, drop_media=self.options.media == "drop")
         if not isinstance(chat := record.content, Chat):
-            raise BadRecord("no_target", "the record is a text, and no chat")
+            self._texts(chat)
+            (encoded,) = self._encoder.encode([chat.text], add_special_tokens=True)
+            if isinstance(encoded, Exception):
+                raise encoded
+            ids = encoded.ids.tolist()
+            while ids and ids[-1] == self.tokenizer.eos_token_id:  # it ends the documents of training
+                ids.pop()
+            if not ids:
+                raise BadRecord("empty", "the text is empty")
+            return None, 0, ids
         last = max(number for number, message in enumerate(chat.messages) if message["role"] == "assistant")
         if not last:
             raise BadRecord("no_prompt", "nothing stands before the answer")
@@ -178,8 +187,8 @@ class ChatEncoder:
 
     @property
     def ends(self) -> list[str]:
-        """The texts that end an assistant's turn."""
-        return self._chats.template.ends
+        """The texts that end an assistant's turn; none before the first chat."""
+        return self._chats.template.ends if "_chats" in vars(self) else []
 
     def ids(self, text: str) -> list[int]:
         """Return the token ids of a text, without those that the tokenizer adds at either end."""

@@ -42,11 +42,11 @@ class PromptList(Protocol):
 
 
 class Scored(NamedTuple):
-    """An answer and its score; `text` is None if no table shows the answer."""
+    """An answer and its score, None without one; `text` is None if no table shows the answer."""
 
     number: int
     category: str
-    score: float
+    score: float | None
     text: str | None
 
 
@@ -86,7 +86,7 @@ def scored_answers(
     gathered = ranks.gather((found, failure))
     if failed := next((failure for _, failure in gathered if failure is not None), None):
         raise NoAnswers(failed)
-    return sorted(scored for found, _ in gathered for scored in found)
+    return sorted((scored for found, _ in gathered for scored in found), key=lambda scored: scored.number)
 
 
 def mean_scores(scored: Sequence[Scored]) -> dict[str, float]:
@@ -95,9 +95,10 @@ def mean_scores(scored: Sequence[Scored]) -> dict[str, float]:
     The category "" of a prompt means no category. Without a score there is no mean.
     """
     by_category: dict[str, list[float]] = defaultdict(list)
-    for one in scored:
-        by_category[one.category].append(one.score)
-    by_category[""] = [one.score for one in scored]
+    scores = [(one.category, one.score) for one in scored if one.score is not None]
+    for category, score in scores:
+        by_category[category].append(score)
+    by_category[""] = [score for _, score in scores]
     return {name: fmean(scores) for name, scores in by_category.items() if scores}
 
 

@@ -89,7 +89,7 @@ class Questions:
         name = table.names[category - 1] if category else ""
         return Prompt(row["input_ids"][:first].tolist(), "", name, {"pack": pack})
 
-    def score(self, record: Mapping[str, Any], expected: str, answer: str) -> float:
+    def score(self, record: Mapping[str, Any], expected: str | None, answer: str) -> float:
         """Return 1 if the data accepts the answer as right, else 0."""
         return float(self._dataset.is_right_answer(record["pack"], answer))
 
