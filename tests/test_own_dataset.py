@@ -284,7 +284,7 @@ def test_a_class_that_lacks_a_member_and_a_mixture_are_refused():
         ({"path": "FILE", "name": "Documants"}, r"data\.custom_cls\.name must be .* Documants \(nearest: Documents\)"),
         (
             {"path": "FILE", "name": "json"},
-            r"data\.custom_cls\.name must name a subclass of .*PackDataset; got json of .*",
+            r"data\.custom_cls\.name must name a subclass of .*PackDataset, or a class with .*; got json of .*",
         ),
         ({"path": "no/such.py", "name": "X"}, r"data\.custom_cls\.path must be an existing file .* got no/such\.py"),
         ({"path": "BROKEN", "name": "X"}, r"data\.custom_cls\.path must be Python .* ZeroDivisionError in line 2: .*"),
