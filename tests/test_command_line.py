@@ -69,7 +69,7 @@ def test_the_seeds_command_runs_word_for_word(folder, tiny_model, tmp_path, free
     assert line == "2 × CPU (gloo) · fp32 · attention sdpa · head fused · AdamW loop"
     assert done.stdout.count("verl-ext ") == done.stdout.count("reading the weights of") == 1  # only rank 0 prints it
     assert not set("\r\x1b") & set(done.stdout + done.stderr)
-    assert re.search(r"^step +1/\d+  loss \d", done.stdout, re.MULTILINE)
+    assert re.search(r"^step +1/\d+ \| loss \d", done.stdout, re.MULTILINE)
     assert "note: model.partial_pretrain (verl ≤ 0.6) is read as model.path" in done.stderr
     assert (tmp_path / "out" / "global_step_1").is_dir()
     assert not (tmp_path / "out" / "run.lock").exists()

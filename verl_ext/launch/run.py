@@ -40,11 +40,12 @@ _TORCHRUN_VARIABLES = {
     "PET_SHUTDOWN_TIMEOUT": "3600",
 }
 _USAGE = """\
-usage: [NNODES=4 NODE_RANK=0 MASTER_ADDR=host0] verl-ext launch [key=value …]
+usage: verl-ext launch [key=value …]
 
-One node of a training run: torchrun with the topology of the environment, and the overrides of the trainer as they are.
-DRY_RUN=1 prints torchrun's line and starts nothing. docs/launching.md lists the variables. After SIGTERM, SIGINT or
-SIGUSR1 the ranks of all nodes save at the end of their step, and the command ends with 75: run it again to resume."""
+One node of a training run: torchrun with the topology of the environment (NNODES=4 NODE_RANK=0 MASTER_ADDR=host0 on the
+first of four), and the overrides of the trainer as they are. DRY_RUN=1 prints torchrun's line and starts nothing.
+docs/launching.md lists the variables. After SIGTERM, SIGINT or SIGUSR1 the ranks of all nodes save at the end of their
+step, and the command ends with 75: run it again to resume."""
 
 
 def main(words: Sequence[str]) -> int:
