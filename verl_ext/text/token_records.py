@@ -33,7 +33,7 @@ def has_tokens(files: Iterable[SourceFile]) -> bool:
         is_tokens = False
         if file.kind not in ("text", "csv", "tsv"):
             first = (record for chunk in read_chunks(file, ChunkSize(1, 1), REQUIRED) for _, record in chunk.records)
-            with suppress(BadRecord):
+            with suppress(BadRecord, DataError):  # which the reading of all files raises, in their order
                 is_tokens = read_record(next(first, None)).keys() >= set(REQUIRED)
         found.setdefault(is_tokens, file.path)
     if len(found) == 2:
