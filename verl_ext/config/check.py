@@ -9,7 +9,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +31,8 @@ from verl_ext.values import choice_problem, first_line, refuse, show
 
 _ON_GPU_ALONE = ("bitsandbytes", "torchao")  # packages whose optimizers take no steps on a CPU
 _OF_GPU = ("capturable", "foreach", "fused")  # options that are refused on a CPU
-_SOUND = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.01}  # in a trial, because they have checks of their own
+# In a trial of an optimizer, because they have checks of their own.
+_SOUND: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.01}
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -232,7 +233,7 @@ def device_problems(config: RunConfig) -> Iterator[str]:
 def library_problems(config: RunConfig) -> Iterator[str]:
     """Yield a line for each module of `model.external_lib`, which verl imports, that cannot be imported."""
     libraries = config.model_options.external_lib or []
-    for name in [libraries] if isinstance(libraries, str) else libraries:
+    for name in libraries if isinstance(libraries, (list, tuple)) else [libraries]:
         try:
             importlib.import_module(name)
         except Exception as error:  # a user's module may raise anything
@@ -247,7 +248,7 @@ def wrap_problems(config: RunConfig, hf_config: Any) -> Iterator[str | None]:
         return
     known = [name for name, kind in vars(sys.modules[cls.__module__]).items() if isinstance(kind, type)]
     layers = sorted(name for name in known if name.endswith(("Layer", "Block")))
-    for name in [names] if isinstance(names, str) else names:
+    for name in names if isinstance(names, (list, tuple)) else [names]:
         yield None if name in known else choice_problem(f"engine.wrap_policy.{key}", name, layers)
 
 
@@ -266,7 +267,9 @@ def optimizer_problem(config: RunConfig) -> str | None:
     if show(optim.optimizer) not in names:  # a list is unhashable
         return choice_problem("optim.optimizer", optim.optimizer, sorted(kinds - {"Optimizer"}))
     steps, shards = 0 if optim.optimizer_impl.split(".")[0] in _ON_GPU_ALONE else 2, config.engine.strategy != "fsdp"
-    given, ignored = dict(optim.override_optimizer_config or {}), _OF_GPU if config.trainer.device != "cpu" else ()
+    if not isinstance(given := optim.override_optimizer_config or {}, Mapping):
+        return f"optim.override_optimizer_config must be a mapping of names to values; got {show(given)}"
+    ignored = _OF_GPU if config.trainer.device != "cpu" else ()
 
     def problem_of(options: dict[str, Any]) -> str | None:
         trial = replace(optim, **_SOUND, override_optimizer_config=options)

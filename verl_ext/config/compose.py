@@ -104,12 +104,6 @@ def _config_folders(flags: Sequence[str]) -> list[Path]:
     return [Path(value).expanduser() for name, value in written if name in ("--config-dir", "-cd")]
 
 
-def _ranks() -> list[str]:
-    """Return the option of `verl-ext train` for the ranks of this machine, if torchrun has started them."""
-    ranks = os.environ.get("LOCAL_WORLD_SIZE")
-    return [] if ranks is None else [f"nproc={ranks}"]
-
-
 def _ranks(given: Sequence[Item]) -> list[str]:
     """Return the option of `verl-ext train` for the ranks of this machine, if torchrun or the user says how many."""
     of_ray = [item.value for item in given if item.key == "trainer.n_gpus_per_node"]

@@ -229,6 +229,7 @@ def _weight_files(path: str) -> list[str]:
     for name in (utils.SAFE_WEIGHTS_NAME, utils.SAFE_WEIGHTS_INDEX_NAME, utils.WEIGHTS_NAME, utils.WEIGHTS_INDEX_NAME):
         if utils.hub.has_file(path, name):
             file = utils.cached_file(path, name)
+            assert file is not None, "has_file says that it is there"
             return utils.hub.get_checkpoint_shard_files(path, file)[0] if name.endswith(".index.json") else [file]
     names = f"{utils.SAFE_WEIGHTS_NAME} or {utils.WEIGHTS_NAME}, or shards with an index"
     raise ValueError(f"model.path must hold {names}; got {path}")

@@ -161,7 +161,7 @@ _VERLS_LENGTH = 1024  # the default of data.max_length there
 _NEAR = 0.85  # the least likeness of two names that are taken for one
 
 
-def _foreign_problems(family: type[DatasetOptions], node: Mapping[str, Any]) -> Iterator[str]:
+def _foreign_problems(family: type[Options], node: Mapping[str, Any]) -> Iterator[str]:
     known = {**options_of(DataOptions), **options_of(family)}
     for name in node:
         if name not in known and name not in _VERLS:
