@@ -46,6 +46,7 @@ BUILDS_WITHOUT_TORCH = {
         "import-linter",
         "kubernetes-validate",
         "liger-kernel",
+        "triton",
         "megatron-core",
         "openai",
     ),

@@ -130,7 +130,7 @@ def write_dataset(
     num_bytes, options = total_bytes(files), options.dated()
     report = Report(options, list(options.sources), options.preview)
     chunks = _sampled_chunks(files, options, report.read, chunk_size)
-    encoder: type[Any] = TokenRecordEncoder if has_tokens(files) else ChatEncoder
+    encoder: Any = TokenRecordEncoder if has_tokens(files) else ChatEncoder
     if encoder is TokenRecordEncoder and options.format == "megatron":
         raise UsageError("format must be arrow for tokenized records, whose category_ids it stores; got megatron")
     make_encoder = partial(encoder, options, list(options.sources), options.preview)

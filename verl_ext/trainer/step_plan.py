@@ -61,9 +61,8 @@ class StepPlan:
         else:  # the dataset has drawn as many samples as `steps` or else `epochs` needs
             of_epochs = round(self.steps_per_epoch * epochs / passes) if epochs and steps else self.steps_per_epoch
         total = steps or of_epochs
-        if steps and epochs:
-            total = min(steps, of_epochs)
-        return total, of_epochs if span == "epochs" else total
+        # verl's schedule spans the steps that are asked for, even if the epochs end before.
+        return min(total, of_epochs) if epochs else total, of_epochs if span == "epochs" else total
 
     def order(self, epoch: int) -> NDArray[np.int64]:
         """Return int64[≤ P], the packs in the order of an epoch."""
