@@ -146,11 +146,11 @@ def test_an_unshuffled_plan_keeps_the_datasets_order_in_every_epoch():
         (None, None, "run", None, (6, 6)),
         (4, None, "run", None, (24, 24)),
         (None, 9, "run", None, (9, 9)),  # as many epochs as it needs
-        (1, 12, "run", None, (6, 6)),  # the smaller of both, as in verl
+        (1, 12, "run", None, (6, 12)),  # it ends with the smaller of both, and spans the steps, as in verl
         (4, 4, "run", None, (4, 4)),
         (4, 4, "epochs", None, (4, 24)),  # verl ≤ 0.6: the schedule goes on over the epochs
         (None, None, "run", 3.0, (6, 6)),  # a stream of three passes in its own order
-        (2, 6, "run", 3.0, (4, 4)),
+        (2, 6, "run", 3.0, (4, 6)),
         (9, 6, "run", 3.0, (6, 6)),
     ],
 )

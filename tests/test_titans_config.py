@@ -140,7 +140,7 @@ def test_ranks_that_all_run_the_longest_row_wait_for_no_other(tmp_path, tiny_mod
     overrides = [
         *("data=babilong", "model=qwen_titans", *MEMORY, "data.max_length=64", "data.train_batch_size=2"),
         *("data.answer_reserve_tokens=8", f"data.train_dir={files}", f"model.path={tiny_model}", "data.train_ratio=1"),
-        *(f"trainer.default_local_dir={tmp_path}", "parallel=cpu"),
+        *(f"trainer.default_local_dir={tmp_path / 'run'}", "parallel=cpu"),
     ]
     assert run_ranks(_busy_share, 2, overrides) == [1.0, 1.0]
 

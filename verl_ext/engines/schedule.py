@@ -50,8 +50,8 @@ class ScheduleOptions(Options):
     lr_wsd_decay_style: str = option("cosine", "with wsd: form of the decay", choices=DECAYS, resume="ahead")
     lr_schedule_span: str = option(
         "run",
-        "steps of the schedule: run: those of the run; epochs: those of trainer.total_epochs, also if "
-        "trainer.total_training_steps ends the run before, as in verl ≤ 0.6",
+        "steps of the schedule: run: trainer.total_training_steps, or else those of the epochs; epochs: those of "
+        "trainer.total_epochs, also if trainer.total_training_steps ends the run before, as in verl ≤ 0.6",
         choices=("run", "epochs"),
     )
 
