@@ -109,3 +109,14 @@ def test_expandable_segments_reserve_at_most_a_page_a_pool_more_where_the_last_b
                 allocator.free(names.pop())
     pools = {(stream, size <= MIB) for size, stream, _ in steps}
     assert both[0].reserved <= both[1].reserved + sum(2 * MIB if small else 20 * MIB for _, small in pools)
+
+
+_EVENTS = st.lists(st.tuples(st.sampled_from("abcdefgh"), st.sampled_from([0, 1, 3, 12, 30, 31]), st.integers(0, 1)))
+
+
+@given(_EVENTS, st.lists(_EVENTS, min_size=1, max_size=3), st.lists(st.integers(0, 2), max_size=12), st.booleans())
+def test_steps_that_are_not_played_again_would_reserve_no_more(standing, steps, order, expandable):
+    scaled = [[(name, size * MIB, stream) for name, size, stream in step] for step in (standing, *steps)]
+    run = [scaled[1 + which % len(steps)] for which in order]
+    played_each_time = [list(step) for step in run]  # no two are the same list
+    assert reserved(scaled[0], run, expandable) == reserved(scaled[0], played_each_time, expandable)

@@ -1,6 +1,7 @@
 """The memory of a step predicted on fake tensors equals that of real ranks; and a plan's lines about memory."""
 
 import copy
+import dataclasses
 import os
 
 import numpy as np
@@ -17,6 +18,7 @@ from verl_ext.config.run import num_bytes
 from verl_ext.data import CategoryTable
 from verl_ext.flops import GPUS
 from verl_ext.losses import LossSpec
+from verl_ext.memory_plan.caching_allocator import reserved
 from verl_ext.memory_plan.fake_gpu import MemoryTracker
 from verl_ext.memory_plan.report import Predictor, memory_facts
 from verl_ext.memory_plan.run import KINDS, Job, build_engine, fill_optimizer, take_step
@@ -78,6 +80,22 @@ def test_layers_over_tiles_with_an_offload_add_weights_alone_to_a_prediction(tmp
     assert more.host == 2 * fewer.host
 
 
+def test_steps_of_a_second_process_are_replayed_as_if_one_process_had_run_them(tmp_path):
+    model = write_tiny_model(tmp_path / "model")
+    job, other = (job_of(model, 2, tokens, 1) for tokens in (256, 512))
+    with Predictor() as predictor:
+        own, others = predictor.predict(job), predictor.predict(other)
+        both = predictor.predict(dataclasses.replace(job, steps=[*job.steps, *other.steps]))
+        apart = predictor.predict(job, others=other.steps)
+    assert own.events[0] == others.events[0] == both.events[0]  # a step's blocks come after them
+    assert own.events[1] == apart.events[1] != others.events[1]
+    before, *steps = both.events
+    assert apart.peak == own.peak < both.peak
+    assert apart.reserved == {
+        kind: reserved(before, steps * 3, kind == "expandable") for kind in ("expandable", "fixed")
+    }
+
+
 def test_a_prediction_counts_a_frozen_tower(tmp_path, tiny_model):
     model = write_small_models(["gemma3"], tmp_path, tiny_model)["gemma3"]
     jobs = [job_of(model, 2, 96, 1), job_of(model, 2, 96, 2, f"{CHECKPOINTING}=false")]
@@ -133,9 +151,9 @@ def test_a_plan_says_what_a_gpu_would_need_and_which_override_lowers_it(tmp_path
     assert peaks["engine.ulysses_sequence_parallel_size=2"] < first["peak"]
     together = [override for override in peaks if " " in override]
     assert peaks[together[-1]] < min(peaks[override] for override in alone)
-    reserved = first["reserved_by_allocator"]
+    of_allocator = first["reserved_by_allocator"]
     assert all(
-        first["peak"] < size < first["peak"] + 200 * 2**20 for size in reserved.values()
+        first["peak"] < size < first["peak"] + 200 * 2**20 for size in of_allocator.values()
     )  # one segment or two for each stream
     assert "PyTorch's allocator reserves" in list(memory_lines(first))[-2]
     assert "memory: it does not fit" in list(memory_lines(first))[-1]

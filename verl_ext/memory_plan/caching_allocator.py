@@ -106,6 +106,12 @@ class CachingAllocator:
         self.live -= asked
         pool.add(start, size)
 
+    @property
+    def layout(self) -> Hashable:
+        """All that decides where blocks go from now on."""
+        free = frozenset((key, tuple(pool.by_size)) for key, pool in self._pools.items())
+        return self.reserved, free, frozenset((name, *place[1:]) for name, place in self._used.items())
+
     def _reserve(self, pool: _Pool, size: int) -> None:
         """Add a segment, or pages of one, so that a block of this size is free."""
         if self.expandable:
@@ -122,11 +128,17 @@ class CachingAllocator:
 def reserved(standing: Sequence[Event], steps: Sequence[Sequence[Event]], expandable: bool) -> int:
     """Return the bytes reserved after the standing allocations and all steps.
 
-    A step may occur several times. Blocks that it leaves allocated are freed at its end.
+    A step may occur several times. Blocks that it leaves allocated are freed at its end. A step that left the blocks as
+    it found them is not played again until another step has changed them.
     """
     allocator = CachingAllocator(expandable)
     allocator.play(standing)
+    layout, settled = allocator.layout, set[int]()
     for step in steps:
+        if id(step) in settled:
+            continue
         allocator.play(step)
         allocator.play((name, 0, None) for name in {name for name, size, _ in step if size})
+        before, layout = layout, allocator.layout
+        settled = settled | {id(step)} if layout == before else set()
     return allocator.reserved

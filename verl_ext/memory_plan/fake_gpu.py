@@ -143,7 +143,8 @@ class MemoryTracker(TorchDispatchMode):
         kind: the kind of allocations from now on; :meth:`allocating` sets it temporarily.
         now, peak: bytes by kind on the device, at present and when their sum was highest.
         host_now, host_peak: bytes of copies from the device to the host.
-        events: each change of a block on the device, its bytes after it and the stream, until :meth:`take_events`.
+        events: each change of a block on the device: its number, its bytes after it and the number of the stream, until
+            :meth:`take_events`. Blocks and streams are numbered in the order in which they are first seen.
         on_range: is called with the name of each profiler range (``torch.profiler.record_function``) that begins, and
             may return a function to call when that range ends.
         on_collective: is called with each operation of ``c10d`` and its arguments.
@@ -163,6 +164,8 @@ class MemoryTracker(TorchDispatchMode):
         self._total = self._peak_total = 0
         self._fake = _NoData() if fake else None
         self._blocks: dict[int, _Block] = {}
+        self._numbers = itertools.count()
+        self._streams: dict[Any, int] = {}
 
     def __enter__(self) -> "MemoryTracker":
         self._resize = resize = torch.UntypedStorage.resize_
@@ -216,6 +219,8 @@ class MemoryTracker(TorchDispatchMode):
                 block.kind = kind
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor and active_fake_mode() is None:
+            return args[0].fake_device  # without the rest: half of all calls are autograd's, which asks for devices
         if any(map(_is_wrapper, types)):
             return NotImplemented  # torch calls the operation again on the tensors inside
         kwargs = kwargs or {}
@@ -273,7 +278,7 @@ class MemoryTracker(TorchDispatchMode):
         key = id(storage)
         if key in self._blocks:
             return
-        block = _Block(kind, tensor.device.type != self.device)
+        block = _Block(kind, tensor.device.type != self.device, next(self._numbers))
         block.reference = weakref.ref(storage, lambda _: self._add(self._blocks.pop(key), -block.bytes))
         self._blocks[key] = block
         self._add(block, self._rounded(storage.nbytes(), block))
@@ -289,7 +294,8 @@ class MemoryTracker(TorchDispatchMode):
             self.host_now += size
             self.host_peak = max(self.host_peak, self.host_now)
             return
-        self.events.append((block, block.bytes, torch.cpu.current_stream()))
+        stream = self._streams.setdefault(torch.cpu.current_stream(), len(self._streams))
+        self.events.append((block.number, block.bytes, stream))
         self.now[block.kind] += size
         self._total += size
         self._keep_peak()
@@ -305,6 +311,7 @@ class _Block:
 
     kind: str
     on_host: bool
+    number: int
     bytes: int = 0
     reference: Any = None
 

@@ -7,12 +7,15 @@ fit, trials of each of :data:`REMEDIES` follow, then of those that save most tog
 
 import os
 import pickle
+import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import IO, Any
 
 import numpy as np
@@ -25,14 +28,16 @@ from verl_ext.config.run import Machine, RunConfig, num_bytes, sequence_parallel
 from verl_ext.config.support import CP as _CP
 from verl_ext.config.support import SP as _SP
 from verl_ext.config.upstream import select
-from verl_ext.memory_plan.run import REPLAYED, Job, Layers, Prediction
+from verl_ext.memory_plan.caching_allocator import reserved
+from verl_ext.memory_plan.run import Job, Layers, Prediction
 from verl_ext.memory_plan.time import time_facts
 from verl_ext.progress import progress_bar
 from verl_ext.trainer.batch import StepBatch, StepCollator
 from verl_ext.trainer.setup import Run
 from verl_ext.values import show
 
-OTHERS = 3  # steps beside the heaviest that are replayed on the model of PyTorch's allocator; each takes seconds
+REPLAYED = 40  # steps that the model of PyTorch's allocator replays
+OTHERS = 2  # steps beside the heaviest that are replayed on the model of PyTorch's allocator; each takes seconds
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,7 @@ def memory_facts(run: Run) -> Iterator[dict[str, Any]]:
         tokens = max(len(batch.input_ids) for step in job.steps for batch in step)
         facts |= {"micro_batch_tokens": tokens, "sequence_parallel_rank": job.rank, "backend": job.backend}
         try:
-            prediction = predictor.predict(replace(job, others=other_steps(run)))
+            prediction = predictor.predict(job, others=other_steps(run))
         except PredictionFailed as error:
             yield facts | {"failed": str(error)}
             return
@@ -191,9 +196,11 @@ def job_of(run: Run, values: Mapping[str, Any]) -> Job:
 
 
 def other_steps(run: Run) -> list[list[StepBatch]]:
-    """Return :data:`OTHERS` steps of one micro-batch, of packs from the shortest to the longest."""
+    """Return :data:`OTHERS` steps of one micro-batch, of packs from the shortest towards the longest."""
     order, size = np.argsort(run.train_set.pack_tokens()), run.config.data.micro_batch_size_per_gpu
-    spread = order[np.linspace(0, len(order) - 1, OTHERS * size).round().astype(int)].reshape(OTHERS, size)
+    spread = order[np.linspace(0, len(order) - 1, OTHERS * size, endpoint=False).round().astype(int)].reshape(
+        OTHERS, size
+    )
     return [[_micro_batch(run, step)] for step in spread]
 
 
@@ -261,9 +268,54 @@ class PredictionFailed(RuntimeError):
 
 
 class Predictor:
-    """A process that runs jobs on a fake GPU until the context ends."""
+    """Processes that run jobs on a fake GPU until the context ends."""
 
     def __enter__(self) -> "Predictor":
+        self._stack = ExitStack()
+        self._processes: list[_Process] = []
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    def predict(self, job: Job, name: str = "this run", others: Sequence[Sequence[StepBatch]] = ()) -> Prediction:
+        """Return the prediction, after a bar over its layers.
+
+        With `others`, steps of other packs that a second process runs meanwhile, it has what PyTorch's allocator
+        reserves over :data:`REPLAYED` steps of all packs.
+
+        Raises PredictionFailed if the engine fails on the fake GPU or a process ends.
+        """
+        jobs = [job, replace(job, steps=others)] if others else [job]
+        while len(self._processes) < len(jobs):
+            self._processes.append(self._stack.enter_context(_Process()))
+        with progress_bar(f"plan {name}", None, unit=" layers", leave=False) as bar, ThreadPoolExecutor() as threads:
+            seen = [Layers(0, 0) for _ in jobs]
+
+            def see(index: int, layers: Layers) -> None:
+                seen[index] = layers
+                bar.total = sum(one.of for one in seen)
+                bar.update(sum(one.done for one in seen) - bar.n)
+
+            answers = [
+                threads.submit(process.run, job, partial(see, index))
+                for index, (process, job) in enumerate(zip(self._processes, jobs, strict=False))
+            ]
+        prediction, *rest = (answer.result() for answer in answers)
+        if not rest:
+            return prediction
+        # Blocks have equal numbers in both processes until their steps begin, and a step leaves none of its own.
+        (before, *steps), (_, *more) = prediction.events, rest[0].events
+        steps += more
+        steps += random.Random(0).choices(steps, k=REPLAYED - len(steps))
+        segments = {name: reserved(before, steps, name == "expandable") for name in ("expandable", "fixed")}
+        return replace(prediction, reserved=segments)
+
+
+class _Process:
+    """A process that runs one job after another."""
+
+    def __enter__(self) -> "_Process":
         self._errors: IO[bytes] = tempfile.TemporaryFile()
         command = [sys.executable, "-c", f"from {Job.__module__} import main; main()"]
         # The process must not touch an accelerator, and must not join the ranks that torchrun has started.
@@ -284,18 +336,13 @@ class Predictor:
         self._process.wait()
         self._errors.close()
 
-    def predict(self, job: Job, name: str = "this run") -> Prediction:
-        """Return the prediction, after a bar over its layers.
-
-        Raises PredictionFailed if the engine fails on the fake GPU or the process ends.
-        """
+    def run(self, job: Job, see: Callable[[Layers], None]) -> Prediction:
+        """Return the prediction, after calls of `see`. Raises PredictionFailed."""
         try:
             pickle.dump(job, self._jobs)
             self._jobs.flush()
-            with progress_bar(f"plan {name}", None, unit=" layers", leave=False) as bar:
-                while isinstance(answer := pickle.load(self._answers), Layers):
-                    bar.total = answer.of
-                    bar.update(answer.done - bar.n)
+            while isinstance(answer := pickle.load(self._answers), Layers):
+                see(answer)
         except (OSError, EOFError):
             self._errors.seek(0)
             last = self._errors.read().decode(errors="replace").strip().splitlines()[-1:]

@@ -13,7 +13,6 @@ import gc
 import itertools
 import os
 import pickle
-import random
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +28,7 @@ from torch.nn import functional
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from verl_ext.memory_plan.attention_memory import LSE_MEMORY, fake_sdpa, flash_memory
-from verl_ext.memory_plan.caching_allocator import reserved
+from verl_ext.memory_plan.caching_allocator import Event
 from verl_ext.memory_plan.fake_gpu import GPU, FakePlatform, MemoryTracker, register_gpu
 from verl_ext.memory_plan.traffic import Received, Traffic
 from verl_ext.packing import CostModel
@@ -37,7 +36,6 @@ from verl_ext.packing import CostModel
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer state"
 ACTIVATIONS, HEAD, GATHERED, BACKWARD = "activations", "head and loss", "gathered by FSDP", "backward pass"
 KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, HEAD, GATHERED, BACKWARD)
-REPLAYED = 40  # steps that the model of PyTorch's allocator replays
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,6 @@ class Job:
         backend: the attention backend; sdpa takes one kernel call per document.
         vendor: the vendor of the engine, in :mod:`verl_ext.plugin`.
         on_gpu: False for the memory of CPU ranks, which do not round blocks and whose optimizer does not use foreach.
-        others: steps of other packs, which PyTorch's allocator meets in the same run.
     """
 
     values: Mapping[str, Any]
@@ -62,7 +59,6 @@ class Job:
     backend: str
     vendor: str
     on_gpu: bool = True
-    others: Sequence[Sequence[Any]] = ()
 
 
 @dataclass(frozen=True)
@@ -76,8 +72,9 @@ class Prediction:
         flops, computed: model FLOPs by the lengths of documents, and the FLOPs that are computed, with recomputation
             and zero heads; None if they are unknown.
         received: bytes that the rank receives in the job's steps, by content.
-        reserved: for a job with other packs, the memory that PyTorch's allocator reserves over :data:`REPLAYED` steps
-            of all packs, with `expandable` segments and with segments of `fixed` size.
+        events: the changes of blocks before the steps, and in each of them.
+        reserved: the memory that PyTorch's allocator reserves over steps of different packs, with `expandable` segments
+            and with segments of `fixed` size; None if one job ran alone.
     """
 
     kinds: dict[str, int]
@@ -86,6 +83,7 @@ class Prediction:
     flops: CostModel | None
     computed: CostModel | None
     received: Mapping[str, Received]
+    events: Sequence[Sequence[Event]]
     reserved: dict[str, int] | None = None
 
     @property
@@ -183,6 +181,7 @@ def predicted(job: Job, send: Callable[[Layers], None] = lambda layers: None) ->
             with torch.device("meta"):
                 engine = build_engine(job)
             fill_optimizer(engine, tracker)
+            gc.freeze()  # the collector would look through every module of the process again and again
             _count_layers(engine, job, send)
             standing = sum(tracker.now.values())
             tracker.forget_peak()
@@ -193,22 +192,12 @@ def predicted(job: Job, send: Callable[[Layers], None] = lambda layers: None) ->
             for step in job.steps:
                 take_step(engine, job, step, tracker)
                 events.append(tracker.take_events())
-            tracker.on_collective = lambda func, args: None
-            kinds, host = {kind: tracker.peak.get(kind, 0) for kind in KINDS}, tracker.host_peak
-            for step in job.others:
-                take_step(engine, job, step, tracker)
-                events.append(tracker.take_events())
-        prediction = Prediction(
-            kinds, standing, host, engine.train_flops, computed_flops(engine, ulysses), dict(traffic.received)
-        )
-        if not job.others:
-            return prediction
-        before, *steps = events
-        steps += random.Random(0).choices(steps, k=REPLAYED - len(steps))
-        segments = {name: reserved(before, steps, name == "expandable") for name in ("expandable", "fixed")}
-        return replace(prediction, reserved=segments)
+        kinds = {kind: tracker.peak.get(kind, 0) for kind in KINDS}
+        flops = engine.train_flops, computed_flops(engine, ulysses)
+        return Prediction(kinds, standing, tracker.host_peak, *flops, dict(traffic.received), events)
     finally:
         dist.destroy_process_group()
+        gc.unfreeze()
         gc.collect()
 
 
@@ -216,7 +205,7 @@ def _count_layers(engine: Any, job: Job, send: Callable[[Layers], None]) -> None
     """Send the number of layers at the start of each, about a hundred times in all."""
     layers = [part for part in engine.module.modules() if isinstance(part, GradientCheckpointingLayer)]
     passes = 2 if any(part.gradient_checkpointing for part in layers) else 1
-    of = len(layers) * passes * sum(map(len, (*job.steps, *job.others)))
+    of = len(layers) * passes * sum(map(len, job.steps))
     count = itertools.count(1)
 
     def begin(*_: Any) -> None:
