@@ -1,6 +1,9 @@
 """Every model type that transformers has for text trains exactly on packs, or is refused with the reason."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,6 +45,18 @@ def _verdicts_and_errors(kinds):
     own = kinds[torch.distributed.get_rank() :: 2]
     verdicts = {kind: refusal(kind) for kind in own}
     return verdicts, _errors([kind for kind in own if verdicts[kind] is None], [(1, 1)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_rounding_of_experts_is_no_leak(threads):
+    """As MKL divides a product among the threads of a fresh process, a row is rounded by the other rows of its expert."""
+    code = (
+        "from tests.small_models import refusal; print([refusal(k) for k in ('flex_olmo', 'qwen3_omni_moe_thinker')])"
+    )
+    command, environment = [sys.executable, "-c", code], {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    done = subprocess.run(command, env=environment, cwd=PAGE.parents[1], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[None, None]"
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
 """A trial that shows whether an architecture keeps the documents of a pack apart.
 
 Two documents go through a small random model of the same class. A token of the first changes: the logits of the second
-must stay equal to the last bit, and equal those that it has alone, in packed attention as in the model's own. The trial
+must stay equal to the last bit (of a mixture of experts, but for rounding: an expert's product has rows of both), and
+equal those that it has alone, in packed attention as in the model's own. The trial
 covers all that a model does across tokens: attention that is not dispatched, masks without positions, biases that the
 model's own attention adds, remote code, layers of a new release.
 """
@@ -17,6 +18,7 @@ from verl.utils.ulysses import get_ulysses_sequence_parallel_group, set_ulysses_
 
 from verl_ext.attention.layout import document_layout
 from verl_ext.attention.packed import PACKED_ATTENTION
+from verl_ext.layers.experts import has_experts
 from verl_ext.layers.mixers import install, torch_forms
 from verl_ext.layers.pack import RunningPack, attach
 from verl_ext.layers.shrink import shrunk
@@ -24,6 +26,7 @@ from verl_ext.layers.shrink import shrunk
 _LENGTHS = (21, 18)  # longer than the windows and chunks of a shrunk config
 _MOST_PARAMETERS = 50_000_000  # of a trial model; a config whose names of sizes are not in the table stays large
 _TOLERANCE = 1e-4  # relative to the largest logit; matrices of other sizes round differently
+_ROUNDING = 1e-6  # of products of experts, 1e-7 by MKL with two threads; a leak is above 1e-2
 
 
 def trial_model(config: Any, cls: Any, **sizes: Any) -> nn.Module:
@@ -86,7 +89,7 @@ def isolation_problem(model: nn.Module) -> str | None:
     first, second = _LENGTHS
     together, other = (_logits(model, x, _LENGTHS)[first:] for x in (ids, changed))
     alone = _logits(model, ids[first:], (second,))
-    if not torch.equal(together, other):
+    if not (_agree(together, other, _ROUNDING) if has_experts(model) else torch.equal(together, other)):
         return "another document's tokens change a document's logits"
     if not _agree(together, alone):
         return "a document's logits in a pack differ from those that it has alone"
@@ -98,8 +101,8 @@ def isolation_problem(model: nn.Module) -> str | None:
     return None
 
 
-def _agree(logits: torch.Tensor, others: torch.Tensor) -> bool:
-    return bool((logits - others).abs().max() <= _TOLERANCE * others.abs().max())
+def _agree(logits: torch.Tensor, others: torch.Tensor, tolerance: float = _TOLERANCE) -> bool:
+    return bool((logits - others).abs().max() <= tolerance * others.abs().max())
 
 
 def _use_own_attention(model: nn.Module) -> None:
