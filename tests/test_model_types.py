@@ -50,10 +50,9 @@ def _verdicts_and_errors(kinds):
 @pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
 def test_the_rounding_of_experts_is_no_leak(threads):
-    """As MKL divides a product among the threads of a fresh process, a row is rounded by the other rows of its expert."""
-    code = (
-        "from tests.small_models import refusal; print([refusal(k) for k in ('flex_olmo', 'qwen3_omni_moe_thinker')])"
-    )
+    """As MKL divides a product among the threads of a fresh process, a row is rounded by the expert's other rows."""
+    kinds = ("flex_olmo", "qwen3_omni_moe_thinker")
+    code = f"from tests.small_models import refusal; print([refusal(kind) for kind in {kinds}])"
     command, environment = [sys.executable, "-c", code], {**os.environ, "OMP_NUM_THREADS": str(threads)}
     done = subprocess.run(command, env=environment, cwd=PAGE.parents[1], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[None, None]"
