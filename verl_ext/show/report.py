@@ -140,7 +140,7 @@ def time_lines(facts: Facts) -> Iterator[str]:
         f"{four_digits(facts['tokens_per_second'])} tokens/s of a rank, an MFU of {facts['mfu']:.1%}"
     )
     yield (
-        f"time: {facts['steps']:,} steps, {facts['hours']:,.2f} hours, {facts['gpu_hours']:,.1f} GPU hours; not in "
+        f"time: {facts['steps']:,} steps, {four_digits(facts['hours'])} hours, {four_digits(facts['gpu_hours'])} GPU hours; not in "
         "them: start, optimizer, validation, checkpoints, jitter"
     )
 
