@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from transformers import PreTrainedTokenizerFast
 
-from verl_ext.commands.init_model.tokenizer import TokenizerOptions, trained_tokenizer
+from verl_ext.tools.init_model.tokenizer import TokenizerOptions, trained_tokenizer
 
 WORDS = 3000
 TOKENIZER = 4096  # vocabulary size

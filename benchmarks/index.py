@@ -107,7 +107,7 @@ def measure_build(options: argparse.Namespace, folder: Path, with_peer: bool) ->
 
 
 def _trained_tokenizer(texts: list[str], folder: Path) -> Path:
-    from verl_ext.commands.init_model.tokenizer import TokenizerOptions, trained_tokenizer
+    from verl_ext.tools.init_model.tokenizer import TokenizerOptions, trained_tokenizer
 
     trained_tokenizer(texts[:TRAINED_ON], TokenizerOptions(vocab_size=VOCABULARY)).save_pretrained(folder / "tokenizer")
     return folder / "tokenizer"

@@ -29,9 +29,9 @@ from verl_ext.config import compose
 from verl_ext.config.resolve import resolve_device
 from verl_ext.data import CategoryTable
 from verl_ext.losses import LossSpec
-from verl_ext.memory_plan.report import Predictor
-from verl_ext.memory_plan.run import Job, build_engine, fill_optimizer, take_step
 from verl_ext.plugin import PACKED
+from verl_ext.tools.plan.report import Predictor
+from verl_ext.tools.plan.run import Job, build_engine, fill_optimizer, take_step
 from verl_ext.trainer.batch import StepBatch, StepCollator
 from verl_ext.values import plain
 
@@ -136,7 +136,7 @@ def write_model(name: str, folder: Path) -> None:
 
 def measure(job: Job) -> float:
     """Return the bytes by which a step's peak exceeds this rank's resident memory before the step."""
-    from verl_ext.memory_plan.fake_gpu import MemoryTracker
+    from verl_ext.tools.plan.fake_gpu import MemoryTracker
     from verl_ext.trainer.distributed import process_group
 
     torch.set_num_threads(1)

@@ -10,11 +10,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from verl_ext.show.data import open_documents
-from verl_ext.show.document import cells_of, document_text
-from verl_ext.show.run_tables import run_tables
-from verl_ext.show.runs import open_run
 from verl_ext.text.tokenizer import ModelOptions, load_tokenizer
+from verl_ext.tools.show.data import open_documents
+from verl_ext.tools.show.document import cells_of, document_text
+from verl_ext.tools.show.run_tables import run_tables
+from verl_ext.tools.show.runs import open_run
 
 ROW, WIDTH = 3, 116  # of the quickstart, a short conversation; columns
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tests.tokenized_data import write_tokenized
-from verl_ext.commands.show import main
+from verl_ext.tools.show.command import main
 
 
 def show(*words: object) -> tuple[int, str, str]:

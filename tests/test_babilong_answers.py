@@ -2,8 +2,8 @@
 
 import pytest
 
-from verl_ext.commands.babilong.babi import TASKS
 from verl_ext.data.babilong_answers import TASK_LABELS, compare_answers, is_right_answer
+from verl_ext.tools.babilong.babi import TASKS
 
 WHERE = "Where is Mary? "
 

@@ -10,9 +10,9 @@ import pytest
 
 from tests.test_babilong_samples import byte_level, words
 from tests.test_babilong_worlds import ANY_FACT, replay
-from verl_ext.commands.babilong import command
-from verl_ext.commands.babilong.samples import SampleMaker
 from verl_ext.commands.command_line import read_options
+from verl_ext.tools.babilong import command
+from verl_ext.tools.babilong.samples import SampleMaker
 
 
 @pytest.fixture(scope="module")

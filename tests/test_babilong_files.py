@@ -8,10 +8,10 @@ import pytest
 
 from tests.babilong_files import byte_tokenizer
 from tests.test_babilong_samples import byte_level
-from verl_ext.commands.babilong import command
-from verl_ext.commands.babilong.babi import TASKS, read_samples
 from verl_ext.data import BABILongDataset
 from verl_ext.data.babilong_answers import TASK_LABELS, is_right_answer
+from verl_ext.tools.babilong import command
+from verl_ext.tools.babilong.babi import TASKS, read_samples
 from verl_ext.values import UsageError
 
 MOVE = "Mary moved to the bathroom.|John went to the hallway.|Where is {}? \tbathroom\t1"

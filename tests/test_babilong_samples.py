@@ -15,8 +15,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from tests.test_babilong_worlds import ANY_FACT, replay
-from verl_ext.commands.babilong.babi import Sample
-from verl_ext.commands.babilong.samples import (
+from verl_ext.data.babilong_answers import TASK_LABELS
+from verl_ext.tools.babilong.babi import Sample
+from verl_ext.tools.babilong.samples import (
     MIN_TOKENS,
     Background,
     SampleMaker,
@@ -28,8 +29,7 @@ from verl_ext.commands.babilong.samples import (
     split_sentences,
     target_tokens,
 )
-from verl_ext.commands.babilong.stories import ACTORS, GIVERS, OBJECTS, PLACES, TASKS, StoryOptions
-from verl_ext.data.babilong_answers import TASK_LABELS
+from verl_ext.tools.babilong.stories import ACTORS, GIVERS, OBJECTS, PLACES, TASKS, StoryOptions
 from verl_ext.values import UsageError
 
 CORPUS = [*filler_sentences(150), "Mary went back to the kitchen. John took the apple there. The office is south."]

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_ext.commands.babilong.stories import ACTORS, GIVERS, TASKS, Story, StoryOptions, make_story
 from verl_ext.data.babilong_answers import TASK_LABELS
+from verl_ext.tools.babilong.stories import ACTORS, GIVERS, TASKS, Story, StoryOptions, make_story
 
 MOVE = r"(?P<move>\w+) (?:moved|went|journeyed|travelled|went back) to the (?P<to>\w+)\."
 GET = r"(?P<get>\w+) (?:took|got|grabbed|picked up) the (?P<got>\w+)(?: there)?\."

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_ext.memory_plan.caching_allocator import CachingAllocator, reserved
+from verl_ext.tools.plan.caching_allocator import CachingAllocator, reserved
 
 MIB = 2**20
 

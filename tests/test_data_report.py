@@ -17,8 +17,8 @@ from tests.tokenized_data import random_documents, write_tokenized
 from verl_ext.data import SFTDataSet
 from verl_ext.fsdp_sft_trainer import train
 from verl_ext.packing import TOKENS
-from verl_ext.show.report import report_lines
 from verl_ext.trainer.report import data_facts, step_facts, write_report
+from verl_ext.trainer.report_lines import report_lines
 from verl_ext.trainer.step_plan import StepPlan
 
 

@@ -30,7 +30,7 @@ from verl_ext.__main__ import COMMANDS, main
 from verl_ext.commands.train import NODES
 from verl_ext.config import compose
 from verl_ext.config.schema import is_known
-from verl_ext.judging.writing import DIMENSIONS
+from verl_ext.tools.judging.writing import DIMENSIONS
 from verl_ext.trainer.setup import prepare
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verl_ext.endpoint.client import Client, EndpointOptions, SamplingOptions
 from verl_ext.endpoint.store import Store
-from verl_ext.synthesis.command import main
+from verl_ext.tools.synthesis.command import main
 
 pytestmark = pytest.mark.slow
 

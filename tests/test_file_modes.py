@@ -12,7 +12,7 @@ from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import train_alone
 from verl_ext.commands import export, tokenize
-from verl_ext.commands.init_model import command as init_model
+from verl_ext.tools.init_model import command as init_model
 
 pytestmark = pytest.mark.slow
 

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.tiny_model import write_tiny_model
 from verl_ext.commands.command_line import read_options
-from verl_ext.commands.init_model.command import InitModelOptions, init_model
 from verl_ext.files import OutputFolder
+from verl_ext.tools.init_model.command import InitModelOptions, init_model
 from verl_ext.values import DataError, UsageError
 
 SMALL = "config={hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, initializer_range: 0.1}"

@@ -3,7 +3,8 @@
 import pytest
 
 from tests.checked import support_problems
-from verl_ext.commands.init_model.model import (
+from verl_ext.engines.router import asks_for_router_loss
+from verl_ext.tools.init_model.model import (
     PRESETS,
     changed,
     count_parameters,
@@ -13,7 +14,6 @@ from verl_ext.commands.init_model.model import (
     random_model,
     read_fields,
 )
-from verl_ext.engines.router import asks_for_router_loss
 
 # Parameters with and without embeddings, at MiniMind's vocabulary of 6,400 if the preset names none.
 COUNTS = {

@@ -13,16 +13,16 @@ from tokenizers import Tokenizer, models
 from transformers import ByT5Tokenizer, PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from verl_ext.commands.command_line import read_options
-from verl_ext.commands.init_model.command import InitModelOptions, init_model
-from verl_ext.commands.init_model.tokenizer import (
+from verl_ext.text import readers as chunks
+from verl_ext.text.tokenizer import check_round_trip, check_tokenizer, read_tokenizer
+from verl_ext.tools.init_model.command import InitModelOptions, init_model
+from verl_ext.tools.init_model.tokenizer import (
     CHATML_TEMPLATE,
     TokenizerOptions,
     TrainingText,
     train_bpe,
     trained_tokenizer,
 )
-from verl_ext.text import readers as chunks
-from verl_ext.text.tokenizer import check_round_trip, check_tokenizer, read_tokenizer
 from verl_ext.values import DataError, UsageError
 
 SENTENCES = ["low lower lowest", "new newer newest", "wide wider widest"] * 30

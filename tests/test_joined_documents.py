@@ -13,7 +13,7 @@ from tests.chat_server import chat_server
 from tests.test_synthesize import write_lines
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
 from verl_ext.data import SFTDataSet
-from verl_ext.synthesis.command import main
+from verl_ext.tools.synthesis.command import main
 
 TOPICS = 4
 

@@ -10,7 +10,7 @@ import vl_convert
 
 from tests.chat_server import chat_server, completion
 from verl_ext.__main__ import main
-from verl_ext.judging.writing import DIMENSIONS
+from verl_ext.tools.judging.writing import DIMENSIONS
 
 CASES = [
     {"prompt": "a story of 100 words", "type": "Story", "length": 100},
@@ -274,7 +274,7 @@ def test_a_folder_answers_as_plain_transformers_does(tmp_path, tiny_model):
     assert main(["judge", "task=babilong", "max_tokens=8", *given]) == 0
     (answer,) = map(json.loads, (tmp_path / "out" / "tiny" / "answers.jsonl").read_text().splitlines())
     tokenizer, model = (cls.from_pretrained(tiny_model) for cls in (AutoTokenizer, AutoModelForCausalLM))
-    from verl_ext.judging.recall import BABILong
+    from verl_ext.tools.judging.recall import BABILong
 
     (case,) = BABILong(str(tmp_path / "qa1")).cases()
     inputs = tokenizer.apply_chat_template(

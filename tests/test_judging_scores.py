@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from verl_ext.endpoint.answer import Unparsable
-from verl_ext.judging.chat import ChatOptions, LongBenchChat
-from verl_ext.judging.figures import figure, figures
-from verl_ext.judging.recall import BABILong, Needle, NeedleOptions
-from verl_ext.judging.writing import (
+from verl_ext.tools.judging.chat import ChatOptions, LongBenchChat
+from verl_ext.tools.judging.figures import figure, figures
+from verl_ext.tools.judging.recall import BABILong, Needle, NeedleOptions
+from verl_ext.tools.judging.writing import (
     DIMENSIONS,
     LongBenchWrite,
     LongWriteRuler,

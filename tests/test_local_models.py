@@ -13,7 +13,7 @@ from tests.test_synthesize import words, write_lines
 from tests.tiny_model import write_scripted_model
 from verl_ext.endpoint.client import Client, EndpointOptions, SamplingOptions
 from verl_ext.endpoint.store import Store
-from verl_ext.judging.under_test import LocalModel
+from verl_ext.tools.judging.under_test import LocalModel
 
 SAID = "<think> kitchen or office </think> the garden is it <|im_end|> no more"
 

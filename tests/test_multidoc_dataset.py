@@ -23,8 +23,8 @@ from verl_ext.data import MultiDocDataset
 from verl_ext.data.megatron.index import IndexWriter
 from verl_ext.data.multidoc_samples import random_starts
 from verl_ext.packing import TOKENS
-from verl_ext.show.report import report_lines
 from verl_ext.trainer.report import data_facts, step_facts
+from verl_ext.trainer.report_lines import report_lines
 from verl_ext.trainer.step_plan import StepPlan
 
 LENGTHS = (7, 1, 30, 12, 15, 16, 2, 40, 9, 25)  # with EOS, some have 16 tokens and some 2

@@ -13,8 +13,8 @@ from tests.test_flops import counted
 from tests.tiny_model import write_tiny_model
 from tests.tokenized_data import random_documents, write_tokenized
 from verl_ext.config import compose
-from verl_ext.memory_plan.report import memory_facts
-from verl_ext.show.report import plan_lines
+from verl_ext.tools.plan.report import memory_facts
+from verl_ext.tools.plan_lines import plan_lines
 from verl_ext.trainer.report import write_report
 from verl_ext.trainer.setup import prepare
 

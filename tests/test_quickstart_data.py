@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from verl_ext.commands.command_line import read_options
-from verl_ext.commands.init_model.command import InitModelOptions, init_model
+from verl_ext.tools.init_model.command import InitModelOptions, init_model
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ from verl_ext.answers.scores import scorer
 from verl_ext.endpoint.answer import CUT, DONE, UNPARSABLE, answer_from_completion
 from verl_ext.endpoint.client import SamplingOptions
 from verl_ext.endpoint.reasoning import REASONING_TAGS, decode_answer, split_reasoning
-from verl_ext.judging.under_test import Predictions
+from verl_ext.tools.judging.under_test import Predictions
 
 
 @pytest.mark.parametrize(("opener", "closer"), REASONING_TAGS)

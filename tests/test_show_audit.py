@@ -15,7 +15,7 @@ from verl_ext.commands.tokenize import main as tokenize
 from verl_ext.data import SFTDataSet
 from verl_ext.data.dataset import DataOptions
 from verl_ext.data.megatron.index import IndexWriter
-from verl_ext.show.plan import PackOptions
+from verl_ext.tools.show.plan import PackOptions
 from verl_ext.trainer.report import data_facts
 from verl_ext.values import options_of
 
@@ -209,6 +209,6 @@ def test_bad_input_is_one_line(tmp_path, tokenizer):
 
 def test_the_command_imports_no_torch(tmp_path, tokenizer):
     folder = write_data(tmp_path / "data", [document([30, 31, 32], [2])], {"tokenizer": str(tokenizer)})
-    code = "import sys; from verl_ext.commands.show import main; "
+    code = "import sys; from verl_ext.tools.show.command import main; "
     code += f"main([{folder!r}]); main([{folder!r}, 'row=0']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

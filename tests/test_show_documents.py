@@ -9,8 +9,8 @@ from tests.shown import document, show, write_data
 from tests.test_tokenize_templates import CHATML, tiny_tokenizer
 from tests.tokenized_data import random_documents, write_tokenized
 from verl_ext.data import SFTDataSet
-from verl_ext.show.data import Row
-from verl_ext.show.document import cells_of
+from verl_ext.tools.show.data import Row
+from verl_ext.tools.show.document import cells_of
 
 TOKENIZER = tiny_tokenizer(CHATML)
 

@@ -16,7 +16,7 @@ from tests.tokenized_data import random_documents, write_tokenized
 from verl_ext.commands import show as show_command
 from verl_ext.config import compose
 from verl_ext.files import write_json
-from verl_ext.show import runs
+from verl_ext.tools.show import runs
 from verl_ext.trainer.setup import prepare
 
 STEPS = 6

@@ -13,7 +13,7 @@ import yaml
 from tests.chat_server import chat_server, completion
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
 from verl_ext.endpoint.store import Store
-from verl_ext.synthesis.command import main
+from verl_ext.tools.synthesis.command import main
 
 PLAN = (
     "# Plan\nParagraph 1 - Main Point: one - Word Count: 200\n**Paragraph 2** - Main Point: two - Word Count: 200 words"

@@ -23,7 +23,7 @@ from verl_ext.config import compose
 from verl_ext.config.support import Architecture, model_notices, option_problems
 from verl_ext.engines.activations import ActivationOptions, apply_activation_options
 from verl_ext.engines.tiles import TiledModule, tile, tileable
-from verl_ext.memory_plan.fake_gpu import MemoryTracker
+from verl_ext.tools.plan.fake_gpu import MemoryTracker
 
 H, INTERMEDIATE = 24, 80
 SIZES = {

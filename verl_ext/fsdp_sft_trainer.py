@@ -7,9 +7,7 @@ It also starts by file path, like the ``fsdp_sft_trainer.py`` of verl ≤ 0.6, w
 
 import os
 import sys
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__":
     if sys.path and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
@@ -28,8 +26,14 @@ from omegaconf import DictConfig
 
 from verl_ext.config.compose import prepare_overrides
 from verl_ext.files import write_json
-from verl_ext.redaction import redacted, redacted_text
-from verl_ext.trainer.distributed import exit_with_all_ranks, failures_reported, process_group, user_errors_end_the_run
+from verl_ext.redaction import redacted
+from verl_ext.trainer.distributed import (
+    exit_with_all_ranks,
+    failures_reported,
+    print_on_rank0,
+    process_group,
+    user_errors_end_the_run,
+)
 from verl_ext.trainer.signals import requests
 
 
@@ -38,8 +42,8 @@ from verl_ext.trainer.signals import requests
 def train(composed: DictConfig) -> None:
     """Prepare the run of a composed configuration, then train, evaluate or plan it."""
     from verl_ext.checkpoint.layout import RUN
-    from verl_ext.show.report import report_lines
     from verl_ext.trainer.report import write_report
+    from verl_ext.trainer.report_lines import report_lines
     from verl_ext.trainer.setup import prepare
     from verl_ext.trainer.trainer import SFTTrainer
 
@@ -48,6 +52,8 @@ def train(composed: DictConfig) -> None:
     report = run.data_report() if dist.get_rank() == 0 else {}
     print_on_rank0(report_lines(report))
     if run.config.trainer.plan_only:
+        from verl_ext.tools.plan.command import plan
+
         plan(run, report)
         return
     print_on_rank0([f"reading the weights of {run.config.model_options.path} …"])
@@ -61,32 +67,6 @@ def train(composed: DictConfig) -> None:
         trainer.evaluate_only()
     elif not trainer.fit():
         exit_with_all_ranks(requests.exit_code)
-
-
-def plan(run: Any, report: dict[str, Any]) -> None:
-    """Predict a run's memory and time on rank 0, and write them with the data report."""
-    from verl_ext.checkpoint.layout import saved_folders
-    from verl_ext.memory_plan.report import memory_facts
-    from verl_ext.show.report import plan_lines
-    from verl_ext.trainer.report import write_report
-
-    printed = 0
-    for facts in memory_facts(run) if report else ():
-        lines = list(plan_lines(facts))
-        print_on_rank0(lines[printed:])
-        report["memory"], printed = facts, len(lines)
-    with user_errors_end_the_run():
-        if saved_folders(run.output):
-            print_on_rank0([f"{run.output} holds a run: its data_report.json is left as it is"])
-        elif report and not run.config.trainer.eval_only:
-            write_report(report, run.output)
-
-
-def print_on_rank0(lines: Iterable[str], stream: Any = None) -> None:
-    """Print lines on rank 0 alone, with secrets masked."""
-    if dist.get_rank() == 0:
-        for line in lines:
-            print(redacted_text(line), file=stream or sys.stdout, flush=True)
 
 
 def main() -> None:

@@ -17,9 +17,9 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from verl_ext.commands.babilong.stories import ACTORS, OBJECTS, PLACES, VERBS
 from verl_ext.commands.command_line import read_options
-from verl_ext.commands.init_model.command import InitModelOptions, init_model
+from verl_ext.tools.babilong.stories import ACTORS, OBJECTS, PLACES, VERBS
+from verl_ext.tools.init_model.command import InitModelOptions, init_model
 
 # Hidden size 64, with the initializer range of narrow models. Tied embeddings would grow with the answers' logits,
 # until the actor that attention adds to a token was a hundredth of the variance that the memory's keys see.

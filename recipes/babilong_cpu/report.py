@@ -20,9 +20,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import verl_ext.models.qwen_titans  # noqa: F401 - registers the model type
-from verl_ext.commands.babilong.stories import OBJECTS, PLACES, VERBS
 from verl_ext.data.babilong import prompt_text
 from verl_ext.data.babilong_answers import PLACE_LABELS, compare_answers
+from verl_ext.tools.babilong.stories import OBJECTS, PLACES, VERBS
 
 KINDS = {"memory": "with memory", "tokens": "with memory tokens", "plain": "without"}
 VERB = "|".join(verb for kind in ("move", "get", "drop") for verb in VERBS[kind])

@@ -318,3 +318,10 @@ def _silence_this_rank() -> None:
     warnings.simplefilter("ignore")
     disable_progress_bar()  # of transformers
     os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # datasets reads it during its import
+
+
+def print_on_rank0(lines: Iterable[str], stream: Any = None) -> None:
+    """Print lines on rank 0 alone, with secrets masked."""
+    if dist.get_rank() == 0:
+        for line in lines:
+            print(redacted_text(line), file=stream or sys.stdout, flush=True)

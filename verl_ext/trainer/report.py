@@ -1,7 +1,7 @@
 """The report of the data: packs and their fill, changed documents, mixtures and steps.
 
-It is a dict of plain numbers, which rank 0 prints once (:mod:`verl_ext.show.report`) and writes beside the run as
-data_report.json.
+It is a dict of plain numbers, which rank 0 prints once (:mod:`verl_ext.trainer.report_lines`) and writes beside the
+run as data_report.json.
 """
 
 from collections.abc import Mapping

@@ -1,0 +1,1 @@
+"""Tools: looking, planning, making data and models, judging. The core never imports them."""

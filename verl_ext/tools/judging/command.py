@@ -1,0 +1,171 @@
+"""The command `verl-ext judge`: benchmarks of long understanding and long writing, over one model or several."""
+
+import asyncio
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, ClassVar
+
+from verl_ext.commands.command_line import OutputOptions, command
+from verl_ext.endpoint.client import Client, EndpointOptions
+from verl_ext.endpoint.spending import read_price, spent
+from verl_ext.endpoint.store import Store
+from verl_ext.files import OutputFolder, write_json
+from verl_ext.text.tokenizer import ModelOptions, load_tokenizer
+from verl_ext.tools.judging.chat import ChatOptions, LongBenchChat
+from verl_ext.tools.judging.page import write_judged
+from verl_ext.tools.judging.recall import BABILong, Needle, NeedleOptions
+from verl_ext.tools.judging.run import Judged, figures_of, judge_model, results, table, write_model
+from verl_ext.tools.judging.task import Case, Task
+from verl_ext.tools.judging.under_test import LocalModel, Predictions, named_paths
+from verl_ext.tools.judging.writing import LongBenchWrite, LongWriteRuler
+from verl_ext.values import REQUIRED, DataError, option
+
+RESULTS, PAGE = "results.json", "page.html"
+TASKS: dict[str, type[Task]] = {
+    "longbench_write": LongBenchWrite,
+    "longwrite_ruler": LongWriteRuler,
+    "longbench_chat": LongBenchChat,
+    "needle": Needle,
+    "babilong": BABILong,
+}
+
+
+@dataclass(frozen=True)
+class JudgeEndpoint(EndpointOptions):
+    """The server and the model that judge."""
+
+    prefix: ClassVar[str] = "judge"
+
+
+@dataclass(frozen=True)
+class JudgeOptions(OutputOptions):
+    """The scores of answers to a benchmark: results.json, page.html, and each model's answers with their scores.
+
+    A model under test is behind `endpoint`, in a folder (`models`), or has answered before (`predictions`). `store`
+    keeps finished answers and verdicts, so the same command continues a run that stopped and pays for none twice.
+    """
+
+    marker: ClassVar[str] = RESULTS
+
+    task: str = option(REQUIRED, "the benchmark", choices=tuple(TASKS), required=True)
+    cases: str = option(
+        REQUIRED,
+        "longbench_write.jsonl, longwrite_ruler.jsonl or test_cases.json; for needle a text or a folder of texts; for"
+        " babilong its JSON files",
+        required=True,
+    )
+    limit: int | None = option(None, "number of first cases to run; null: all", least=1)
+    endpoint: EndpointOptions = option(EndpointOptions, "the server of the model under test")
+    models: dict[str, Any] = option({}, "name: folder of a model with a chat template, or checkpoint of a run")
+    predictions: dict[str, Any] = option({}, "name: pred.jsonl of LongWriter or EvalScope, or an answers.jsonl")
+    judge: JudgeEndpoint = option(JudgeEndpoint, "the judge; without one longbench_write scores lengths alone")
+    judge_prompt: str | None = option(
+        None,
+        "file with the judge's prompt, with $INST$ and $RESPONSE$, or $QUESTION$, $REFERENCE$, $SHOTS$ and $ANSWER$;"
+        " null: the built-in prompt",
+    )
+    temperature: float | None = option(None, "temperature of the models under test; null: the benchmark's own", least=0)
+    max_tokens: int | None = option(None, "maximum number of tokens of an answer; null: the benchmark's own", least=1)
+    seed: int = option(42, "seed of the answers", least=0)
+    store: str | None = option(None, "file of finished answers and verdicts; null: OUTPUT_DIR.store")
+    max_failed: float = option(0.0, "share of a model's cases that may lack a score with exit code 0", least=0, most=1)
+    chat: ChatOptions = option(ChatOptions, "options of longbench_chat")
+    needle: NeedleOptions = option(NeedleOptions, "options of needle")
+    model: ModelOptions = option(ModelOptions, "the tokenizer of needle.lengths and chat.max_prompt_tokens")
+
+    def problems(self) -> Iterator[str]:
+        """Yield a line for every mistake that can be found without a request to a server."""
+        yield from self.output_problems("the cases", self.cases)
+        if not (self.models or self.predictions or self.endpoint.base_url):
+            yield "models, predictions or endpoint.base_url must name a model to judge; got none of them"
+        if self.endpoint.base_url or self.endpoint.model:
+            yield from self.endpoint.endpoint_problems()
+        if self.judge.base_url or self.judge.model or TASKS[self.task].needs_judge:
+            yield from self.judge.endpoint_problems()
+        if self.judge_prompt is not None and not Path(self.judge_prompt).is_file():
+            yield f"judge_prompt must be an existing file; got {self.judge_prompt}"
+        if self.task == "longbench_chat" and not self.chat.shots:
+            yield "chat.shots must be the benchmark's few_shots.json; got nothing"
+        if self.task == "needle" or (self.task == "longbench_chat" and self.chat.max_prompt_tokens):
+            yield from self.model.tokenizer_problems()
+        if not os.path.exists(self.cases):
+            yield f"cases must exist; got {self.cases}"
+        names = [*self.models, *self.predictions, *([str(self.endpoint.model)] if self.endpoint.base_url else [])]
+        for name in names:
+            if names.count(name) > 1 or ("/" in name and name != self.endpoint.model):
+                yield f"models and predictions must have names of their own, without a slash; got {name}"
+
+
+def judge(options: JudgeOptions) -> str:
+    """Ask, judge and write; return the table of all cases. Raises UsageError and DataError with one-line messages."""
+    kind = TASKS[options.task]
+    for endpoint in (options.endpoint, options.judge):  # a mistake in the prices ends the run before any request
+        if endpoint.base_url:
+            read_price(endpoint)
+    counts_tokens = options.model.tokenizer and options.task in ("needle", "longbench_chat")
+    own = {"needle": options.needle, "longbench_chat": options.chat}.get(options.task)
+    tokenizer = load_tokenizer(options.model) if counts_tokens else None
+    task = kind(options.cases, own, tokenizer, options.judge_prompt)
+    cases = list(islice(task.cases(), options.limit))
+    with Store(options.store or f"{options.output_dir}.store", "store") as store:
+        judged, costs = asyncio.run(_judged(options, task, cases, store))
+    found = figures_of(judged, task)
+    with OutputFolder(options.output_dir, options.overwrite) as folder:
+        for name, rows in judged.items():
+            write_model(folder.path / name.replace("/", "_"), task, rows)
+        facts = {"task": options.task, "cases": len(cases), "judge": options.judge.model}
+        write_json(folder.path / RESULTS, {**facts, "models": results(judged, found)})
+        write_judged(folder.path / PAGE, f"verl-ext judge {options.task}", task, judged, found)
+        folder.publish()
+    text = "\n".join([table(judged, found), "", *costs, f"written to {options.output_dir}"])
+    for name, rows in judged.items():
+        missing = [row for row in rows if not row.scores or None in row.scores.values()]
+        if len(missing) > options.max_failed * len(rows):
+            print(text)
+            first = missing[0]
+            reason = next((v.reason for v in first.verdicts if not v.is_done), first.answer.reason)
+            raise DataError(
+                f"{len(missing)} of {len(rows)} cases of {name} have no score, more than max_failed="
+                f"{options.max_failed:g}; the first: case {first.case.name}, {first.outcome}: {reason}"
+            )
+    return text
+
+
+async def _judged(
+    options: JudgeOptions, task: Task, cases: Sequence[Case], store: Store
+) -> tuple[Mapping[str, Sequence[Judged]], list[str]]:
+    """Return the judged cases of each model, and a line about the requests and the cost of each server."""
+    given: dict[str, Any] = {"temperature": options.temperature, "max_tokens": options.max_tokens}
+    sampling = replace(task.sampling, seed=options.seed, **{k: v for k, v in given.items() if v is not None})
+    models: dict[str, Any] = {}
+    for name, path in named_paths(options.predictions, "predictions").items():
+        models[name] = Predictions(path, f"predictions.{name}")
+    for name, path in named_paths(options.models, "models").items():
+        models[name] = LocalModel(path, store, f"models.{name}")
+    if options.endpoint.base_url:
+        models[str(options.endpoint.model)] = Client(options.endpoint, store)
+    judged, costs = {}, []
+    async with AsyncExitStack() as stack:
+        asks_judge = options.judge.base_url and task.prompt is not None
+        judge = await stack.enter_async_context(Client(options.judge, store)) if asks_judge else None
+        judge_asked = [(judge, read_price(options.judge))] if judge else []
+        for name, model in models.items():
+            asked = [(model, read_price(options.endpoint))] if isinstance(model, Client) else []
+            async with model:
+                judged[name] = await judge_model(name, task, cases, model, sampling, judge, [*asked, *judge_asked])
+            costs += [f"{name}: {spent(*each)}" for each in asked]
+        costs += [f"judge {options.judge.model}: {spent(*each)}" for each in judge_asked]
+    return judged, costs
+
+
+main = command(
+    "judge",
+    JudgeOptions,
+    judge,
+    example="task=longbench_write cases=FILE models.NAME=DIR output_dir=DIR",
+    loads_models=lambda options: bool(options.models),
+)

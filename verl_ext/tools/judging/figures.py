@@ -1,0 +1,56 @@
+"""Means over cases with bootstrap intervals, for all cases and by group."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from verl_ext.tools.judging.task import Scores
+
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A mean over cases with its 95 % bootstrap interval.
+
+    Attributes:
+        low: the interval's lower end; None for fewer than two cases.
+        high: its upper end.
+        cases: the number of cases in the mean.
+    """
+
+    mean: float
+    low: float | None
+    high: float | None
+    cases: int
+
+
+def figure(values: Sequence[float], seed: int = 0) -> Figure:
+    """Return the mean and its 95 % interval from the percentiles of `RESAMPLES` bootstrap samples of the cases.
+
+    Source: Efron and Tibshirani, An Introduction to the Bootstrap (1993), chapter 13.
+    """
+    array = np.asarray(values, np.float64)
+    if len(array) < 2:
+        return Figure(float(array.mean()), None, None, len(array))
+    drawn = np.random.default_rng(seed).integers(0, len(array), (RESAMPLES, len(array)))
+    low, high = np.percentile(array[drawn].mean(axis=1), [2.5, 97.5])
+    return Figure(float(array.mean()), float(low), float(high), len(array))
+
+
+def figures(rows: Iterable[tuple[Mapping[str, str], Scores]], seed: int = 0) -> dict[str, dict[str, Figure]]:
+    """Return {group: {score: its figure}}; the group of all cases is "all", others are "kind name".
+
+    rows: the groups of each case by kind, and its scores. No mean includes a score of None.
+    """
+    values: dict[str, dict[str, list[float]]] = {"all": {}}
+    for groups, scores in rows:
+        for group in ("all", *(f"{kind} {name}" for kind, name in groups.items())):
+            of_group = values.setdefault(group, {})
+            for name, score in scores.items():
+                if score is not None:
+                    of_group.setdefault(name, []).append(score)
+    return {
+        group: {name: figure(scores, seed) for name, scores in of_group.items()} for group, of_group in values.items()
+    }

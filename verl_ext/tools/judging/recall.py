@@ -1,0 +1,142 @@
+"""Retrieval of facts from long texts: a needle at any depth of a text of any length, and BABILong's questions."""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any, ClassVar
+
+from verl_ext.data.babilong_answers import is_right_answer
+from verl_ext.endpoint.client import SamplingOptions
+from verl_ext.tools.judging.task import Case, Scores, Task, token_ends
+from verl_ext.values import DataError, Options, option
+
+_SENTENCE_ENDS = re.compile(r"(?<=[.!?。！？])\s*")
+
+
+@dataclass(frozen=True)
+class NeedleOptions(Options):
+    """The options of a needle in a haystack."""
+
+    prefix: ClassVar[str] = "needle"
+
+    text: str | None = option(None, "sentence to hide; null: the published one, about San Francisco")
+    question: str | None = option(None, "question that the sentence answers; null: the published one")
+    expected: list[str] = option([], "words of a right answer; the score is the share found; []: the published ones")
+    lengths: list[int] = option([1000, 4000, 16000, 32000, 64000], "tokens of the haystacks, the needle included")
+    depths: list[int] = option([0, 25, 50, 75, 100], "positions of the needle, in percent of the haystack")
+
+    def problems(self) -> Iterator[str]:
+        """Yield a line for a depth or a length that no haystack can have."""
+        for depth in self.depths:
+            if not 0 <= depth <= 100:
+                yield f"needle.depths must be percentages from 0 to 100; got {depth}"
+        for length in self.lengths:
+            if length < 1:
+                yield f"needle.lengths must be at least 1 token; got {length}"
+        given = [bool(self.text), bool(self.question), bool(self.expected) and all(self.expected)]
+        if any(given) and not all(given):
+            yield "needle.text, needle.question and needle.expected must be given together, or none of them"
+
+    @property
+    def published(self) -> "NeedleOptions":
+        """These options, with the sentence of the published test if they give none."""
+        if self.text:
+            return self
+        text = "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day."
+        question, expected = "What is the best thing to do in San Francisco?", ["sandwich", "Dolores Park", "sunny"]
+        return replace(self, text=text, question=question, expected=expected)
+
+
+class Needle(Task):
+    """A sentence hidden in a long text, and a question about it; a rule scores the answer."""
+
+    options: NeedleOptions
+    sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=0.0, max_tokens=128)
+    headlines: ClassVar[tuple[str, ...]] = ("found",)
+    heat_map: ClassVar[tuple[str, str, str] | None] = ("length", "depth", "found")
+
+    def cases(self) -> Iterator[Case]:
+        """Yield a case for each length and depth. Raises DataError if the texts are shorter than a length."""
+        given, path = self.options.published, Path(self.path)
+        files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
+        try:
+            text = "\n\n".join(file.read_text(encoding="utf-8").strip() for file in files)
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"cases must be a text file or a folder of .txt files; got {path}: {error}") from error
+        ends = [0, *token_ends(self.tokenizer, text)]
+        needle = len(token_ends(self.tokenizer, str(given.text)))
+        if (longest := max(given.lengths) - needle) >= len(ends):
+            needed = f"cases must hold {longest:,} tokens for needle.lengths={max(given.lengths)}"
+            raise DataError(f"{needed}; {path} has {len(ends) - 1:,}")
+        for length, depth in product(given.lengths, given.depths):
+            hay = text[: ends[max(length - needle, 0)]]
+            before, after = _split_at_sentence(hay, depth)
+            document = " ".join(part for part in (before, given.text, after) if part)
+            prompt = f"{document}\n\n{given.question}"
+            yield Case(f"{length}-{depth}", prompt, {"length": length, "depth": depth})
+
+    def scores(self, case: Case, answer: str, verdicts: Sequence[Any]) -> Scores:
+        """Return the share of the expected words that the answer contains, ignoring case."""
+        said = answer.lower()
+        expected = self.options.published.expected
+        return {"found": sum(word.lower() in said for word in expected) / len(expected)}
+
+    def groups(self, case: Case) -> dict[str, str]:
+        """Return the length, the depth, and both together as a cell of the heat map."""
+        length, depth = case.facts["length"], case.facts["depth"]
+        return {"length": str(length), "depth": f"{depth}%", "cell": f"{length} at {depth}%"}
+
+
+def _split_at_sentence(text: str, depth: int) -> tuple[str, str]:
+    """Split a text at the last end of a sentence before `depth` percent of its characters, or at its end for 100."""
+    if depth == 100:
+        return text.rstrip(), ""
+    ends = [end.end() for end in _SENTENCE_ENDS.finditer(text, 0, round(len(text) * depth / 100))]
+    place = ends[-1] if ends else 0
+    return text[:place].rstrip(), text[place:]
+
+
+class BABILong(Task):
+    """BABILong's questions over long texts, scored by the published rule and a corrected one."""
+
+    sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=0.0, max_tokens=20)
+    headlines: ClassVar[tuple[str, ...]] = ("right",)
+    heat_map: ClassVar[tuple[str, str, str] | None] = ("length", "task", "right")
+    instruction: ClassVar[str] = (
+        "Somewhere in the text below are facts about people, places and things. Answer the question about them in as "
+        "few words as possible: the word or the name that is asked for."
+    )
+
+    def cases(self) -> Iterator[Case]:
+        """Yield the questions of the files by task and length. Raises DataError if a file is not BABILong's."""
+        from verl_ext.data.babilong import FIELDS, find_files  # imports torch, which --help does not need
+
+        try:
+            files, names = find_files([self.path], "cases")
+        except ValueError as error:
+            raise DataError(str(error)) from error
+        for file in files:
+            category = names[file.category_id]
+            try:
+                rows = json.loads(Path(file.path).read_text(encoding="utf-8"))
+                asked = [[row[name] for name in FIELDS] for row in rows]
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                fields = ", ".join(FIELDS)
+                raise DataError(f"cases must be JSON lists of {{{fields}}}; {file.path} is not: {error!r}") from error
+            for number, (text, question, target) in enumerate(asked):
+                prompt = f"{self.instruction}\n\n<context>\n{text}\n</context>\n\nQuestion: {question}\nAnswer:"
+                facts = {"question": question, "target": target, "category": category}
+                yield Case(f"{category}-{number}", prompt, facts)
+
+    def scores(self, case: Case, answer: str, verdicts: Sequence[Any]) -> Scores:
+        """Return 1 or 0 by the published rule and by the rule for whole words."""
+        asked = [answer, *(case.facts[name] for name in ("target", "question", "category"))]
+        return {"right": float(is_right_answer(*asked)), "right_words": float(is_right_answer(*asked, words=True))}
+
+    def groups(self, case: Case) -> dict[str, str]:
+        """Return the task, the length, and both together as a cell of the benchmark's table."""
+        task, _, size = case.facts["category"].partition("_")
+        return {"task": task, "cell": f"{task} {size}"} | ({"length": size} if size else {})

@@ -1,0 +1,156 @@
+"""A benchmark over models: answers, verdicts, scores, and the files that hold them."""
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from verl_ext.endpoint.answer import Answer
+from verl_ext.endpoint.client import Client, SamplingOptions
+from verl_ext.endpoint.spending import Price, QuestionProgress
+from verl_ext.progress import Row, aligned
+from verl_ext.tools.judging.figures import Figure, figures
+from verl_ext.tools.judging.task import Case, Scores, Task
+
+ANSWERS, PREDICTIONS = "answers.jsonl", "pred.jsonl"
+TRIES = 5  # most requests for a verdict until one can be read, as in LongWriter and LongAlign
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A case with its answer, the judge's verdicts on that answer, and its scores."""
+
+    case: Case
+    answer: Answer
+    verdicts: Sequence[Answer]
+    scores: Scores
+
+    @property
+    def outcome(self) -> str:
+        """The answer's outcome; `verdict …` if a verdict of the judge is missing."""
+        missing = [verdict.outcome for verdict in self.verdicts if not verdict.is_done]
+        return f"verdict {missing[0]}" if missing else self.answer.outcome
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return a line of answers.jsonl."""
+        facts = {"case": self.case.name, **self.case.facts, "answer": self.answer.raw, "outcome": self.outcome}
+        about = {name: getattr(self.answer, name) for name in ("reason", "reasoning", "model")}
+        verdicts = [
+            {"verdict": verdict.raw, **{name: getattr(verdict, name) for name in ("outcome", "reason", "model")}}
+            for verdict in self.verdicts
+        ]
+        return {**facts, **about, "judge": verdicts, "scores": self.scores}
+
+
+async def judge_model(
+    name: str,
+    task: Task,
+    cases: Sequence[Case],
+    model: Any,
+    sampling: SamplingOptions,
+    judge: Client | None,
+    asked: Sequence[tuple[Client, Price | None]] = (),
+) -> list[Judged]:
+    """Ask a model about every case, and the judge about every answer.
+
+    Args:
+        name: the model's name, for the progress bar and the store.
+        task: the benchmark.
+        cases: its cases.
+        model: a Client, LocalModel or Predictions.
+        sampling: how the model draws its answers.
+        judge: the client that gives verdicts; None if there is no judge.
+        asked: the clients among `model` and `judge` with their prices, for the progress bar.
+    """
+    with QuestionProgress(asked, len(cases), f"judge {name}") as bar:
+
+        async def judged(case: Case) -> Judged:
+            message = {"role": "user", "content": case.prompt}
+            answer = await model.ask(case.name, "answer", [message], sampling)
+            verdicts: list[Answer] = []
+            scores: Scores = {}
+            if answer.is_given:
+                text = answer.given_text
+                questions = task.questions(case, text) if judge is not None else []
+                parsed = [task.worst] * len(questions)
+                if judge is not None and text:  # no judge need read an empty answer
+                    asked = (
+                        judge.ask(case.name, f"judge/{number}", question, task.judge_sampling, task.verdict, TRIES)
+                        for number, question in enumerate(questions)
+                    )
+                    verdicts = list(await asyncio.gather(*asked))
+                    parsed = [verdict.parsed if verdict.is_done else None for verdict in verdicts]
+                scores = task.scores(case, text, parsed)
+            bar.item_done()
+            return Judged(case, answer, verdicts, scores)
+
+        tasks = [asyncio.create_task(judged(case)) for case in cases]
+        try:
+            return list(await asyncio.gather(*tasks))
+        except BaseException:
+            for waiting in tasks:
+                waiting.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+
+
+def write_model(folder: Path, task: Task, judged: Sequence[Judged]) -> None:
+    """Write the answers of a model with their scores, and the benchmark's own file of predictions if it has one."""
+    folder.mkdir()
+    _write_lines(folder / ANSWERS, (row.as_dict() for row in judged))
+    rows = (task.published(one.case, one.answer.given_text) for one in judged if one.scores)
+    if published := [row for row in rows if row is not None]:
+        _write_lines(folder / PREDICTIONS, published)
+
+
+def _write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    # Half a surrogate pair, which UTF-8 has not, is written as JSON's escape.
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    path.write_text(text, encoding="utf-8", errors="backslashreplace")
+
+
+def figures_of(judged: Mapping[str, Sequence[Judged]], task: Task) -> dict[str, dict[str, dict[str, Figure]]]:
+    """Return {model: {group: {score: its figure}}}."""
+    return {
+        name: figures((task.groups(row.case), row.scores) for row in rows if row.scores)
+        for name, rows in judged.items()
+    }
+
+
+def results(judged: Mapping[str, Sequence[Judged]], found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return each model's part of results.json: figures by group, outcomes, and sums if no score is missing."""
+    by_model = {}
+    for name, rows in judged.items():
+        complete = all(row.scores and None not in row.scores.values() for row in rows)
+        scores = rows[0].scores if complete else ()
+        by_model[name] = {
+            "figures": {group: {s: asdict(figure) for s, figure in of.items()} for group, of in found[name].items()},
+            "outcomes": dict(Counter(row.outcome for row in rows)),
+            "sums": {score: sum(float(row.scores[score] or 0) for row in rows) for score in scores},
+        }
+    return by_model
+
+
+def table(judged: Mapping[str, Sequence[Judged]], found: Mapping[str, Any]) -> str:
+    """Return a table of the figures of all cases, with a row per score and a column per model, and the outcomes."""
+    of_all = {name: by_group["all"] for name, by_group in found.items()}
+    scores = list(dict.fromkeys(score for of_model in of_all.values() for score in of_model))
+    rows: list[Row] = [
+        {"score": score, **{model: shown(of_model.get(score)) for model, of_model in of_all.items()}}
+        for score in scores
+    ]
+    for outcome in sorted({row.outcome for of_model in judged.values() for row in of_model}):
+        counts = {model: str(sum(row.outcome == outcome for row in of_model)) for model, of_model in judged.items()}
+        rows.append({"score": f"cases {outcome}", **counts})
+    return aligned(rows, left={"score"})
+
+
+def shown(figure: Figure | None) -> str:
+    """Return a mean with its interval; a dash if there is no figure."""
+    if figure is None:
+        return "–"
+    interval = "" if figure.low is None else f" [{figure.low:.2f}, {figure.high:.2f}]"
+    return f"{figure.mean:.2f}{interval}"

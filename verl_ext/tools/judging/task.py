@@ -1,0 +1,144 @@
+"""A benchmark as a table of cases, and the scores of answers to them.
+
+    cases ──► answers of a model ──► requests to the judge ──► verdicts ──► scores of a case ──► figures
+              (judging/under_test)   (none for a rule)        (or none)                       (judging/figures)
+
+A benchmark defines these steps in a subclass of :class:`Task`; :mod:`verl_ext.tools.judging.run` runs them.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any, ClassVar
+
+from verl_ext.endpoint.client import SamplingOptions
+from verl_ext.values import DataError, UsageError
+
+Messages = list[dict[str, str]]
+Scores = dict[str, float | None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A question to the model under test.
+
+    Attributes:
+        name: the unique name of the case in the benchmark.
+        prompt: the user's message.
+        facts: the values beside the answer that the scores need; they are written beside the answer.
+    """
+
+    name: str
+    prompt: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Task:
+    """The base class of benchmarks. A subclass defines the questions and the scores of answers.
+
+    Attributes:
+        sampling: how the model under test draws its answers, as published.
+        judge_sampling: how the judge draws its verdicts, as published.
+        prompt: the file with our own prompt for the judge; None if a rule scores answers.
+        worst: the verdict on an empty answer, which no judge is asked about.
+        needs_judge: whether there are no scores without a judge.
+        headlines: the scores that a page draws by group, if the answers have them.
+        heat_map: two kinds of groups and the score of a heat map as (columns, rows, score); None for no heat map.
+        against: a fact of a case and a score in the same unit, drawn as points around the line on which they are equal.
+    """
+
+    sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=0.0, max_tokens=512)
+    judge_sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=0.0, max_tokens=1024)
+    prompt: ClassVar[str | None] = None
+    worst: ClassVar[Any] = None
+    needs_judge: ClassVar[bool] = False
+    headlines: ClassVar[tuple[str, ...]] = ()
+    heat_map: ClassVar[tuple[str, str, str] | None] = None
+    against: ClassVar[tuple[str, str] | None] = None
+
+    def __init__(self, path: str, options: Any = None, tokenizer: Any = None, judge_prompt: str | None = None) -> None:
+        """Keep the sources of the cases.
+
+        Args:
+            path: the benchmark's file or folder.
+            options: the benchmark's own options, if it has any.
+            tokenizer: counts tokens if the benchmark has lengths or limits in tokens.
+            judge_prompt: a file that replaces our own prompt for the judge.
+        """
+        self.path, self.options, self.tokenizer = path, options, tokenizer
+        self._judge_prompt = judge_prompt
+
+    def filled(self, parts: Mapping[str, str]) -> str:
+        """Return the judge's prompt with parts in place of their $NAMES$; a part may itself contain such a name."""
+        if self._judge_prompt is not None:
+            prompt = Path(self._judge_prompt).read_text(encoding="utf-8")
+        else:
+            prompt = (
+                resources.files("verl_ext.tools.judging").joinpath(f"prompts/{self.prompt}").read_text(encoding="utf-8")
+            )
+        return "".join(parts.get(piece, piece) for piece in re.split(r"(\$[A-Z]+\$)", prompt))
+
+    def cases(self) -> Iterator[Case]:
+        """Yield the cases. Raises DataError if the file is not the benchmark's."""
+        raise NotImplementedError
+
+    def questions(self, case: Case, answer: str) -> list[Messages]:
+        """Return the requests to the judge about an answer; none if a rule scores it."""
+        return []
+
+    def verdict(self, text: str) -> Any:
+        """Return the verdict in the judge's text. Raises Unparsable if the text cannot be read."""
+        raise NotImplementedError
+
+    def scores(self, case: Case, answer: str, verdicts: Sequence[Any]) -> Scores:
+        """Return the scores of an answer by name; a score whose verdict is missing is None."""
+        raise NotImplementedError
+
+    def groups(self, case: Case) -> dict[str, str]:
+        """Return the groups of a case by kind; each group has figures beside those of all cases."""
+        return {}
+
+    def published(self, case: Case, answer: str) -> dict[str, Any] | None:
+        """Return the row of a case in the benchmark's own file of predictions; None if it has no such file."""
+        return None
+
+
+def token_ends(tokenizer: Any, text: str) -> list[int]:
+    """Return the place at which each token of a text ends. Raises UsageError for a slow tokenizer."""
+    if not tokenizer.is_fast:
+        raise UsageError(f"model.path must hold a fast tokenizer to cut texts by; got {type(tokenizer).__name__}")
+    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    return [end for _, end in offsets]
+
+
+def read_rows(path: str, key: str, fields: Mapping[str, type]) -> list[dict[str, Any]]:
+    """Return the objects of a JSON Lines file, or of a JSON list.
+
+    Args:
+        path: the file.
+        key: the option that names it.
+        fields: the fields that every row must have, and their types.
+
+    Raises:
+        DataError: the file is missing, a line is not an object, or a field is missing or of another type.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{key} must be a readable file of JSON; got {path}: {error}") from error
+    try:
+        rows = json.loads(text) if text.lstrip().startswith("[") else list(map(json.loads, text.splitlines()))
+    except json.JSONDecodeError as error:
+        raise DataError(f"{key} must hold an object in every line, or a list of them; got {path}: {error}") from error
+    for number, row in enumerate(rows, start=1):
+        for name, kind in fields.items():
+            if not isinstance(row, dict) or not isinstance(row.get(name), kind) or isinstance(row[name], bool):
+                raise DataError(
+                    f"{key} must have {name} ({kind.__name__}) in every row; row {number} of {path} has not"
+                )
+    if not rows:
+        raise DataError(f"{key} must hold a case; {path} is empty")
+    return rows

@@ -1,0 +1,154 @@
+"""The models whose answers are judged: behind an endpoint, in a transformers folder, in a checkpoint, or in a file.
+
+Each has the method `ask` of :class:`verl_ext.endpoint.client.Client`, which serves models behind an endpoint.
+"""
+
+import asyncio
+import tempfile
+import threading
+from collections.abc import Mapping
+from contextlib import ExitStack
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from verl_ext.endpoint.answer import CUT, FAILED, REFUSED, TOO_LONG, Answer, Usage, answer_from_text
+from verl_ext.endpoint.client import Messages, SamplingOptions
+from verl_ext.endpoint.reasoning import decode_answer
+from verl_ext.endpoint.store import Store
+from verl_ext.files import fingerprint
+from verl_ext.text.tokenized import file_facts
+from verl_ext.tools.judging.task import read_rows
+from verl_ext.values import DataError, UsageError, first_line
+
+_MOST_TOKENS = 4096  # most tokens of an answer if the sampling sets no limit
+_NOT_ANSWERED = (TOO_LONG, FAILED)  # outcomes in an answers.jsonl
+_KNOWN = (CUT, REFUSED)  # those that do not follow from the text
+_RULES = 2  # of making an answer from a model's tokens; answers in a store by earlier rules are not used
+
+
+class LocalModel:
+    """A folder that plain transformers loads, or a checkpoint of this project, which is exported temporarily.
+
+    The model answers one question at a time, on the GPU if there is one, in a thread of its own: the judge reads
+    earlier answers meanwhile. Finished answers are in the store, so a run that continues does not load the model for
+    them.
+    """
+
+    def __init__(self, path: str, store: Store, key: str) -> None:
+        """Take an existing folder. `key`: the name of the option in error messages."""
+        self.path, self.store, self._key = Path(path), store, key
+        if not self.path.is_dir():
+            raise UsageError(f"{key} must be an existing folder of a model or a checkpoint; got {path}")
+        self._facts = file_facts([str(self.path)])
+        self._resources = ExitStack()
+        self._model: Any = None
+        self._turn, self._is_stopped = asyncio.Lock(), threading.Event()
+
+    async def __aenter__(self) -> "LocalModel":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._resources.close()
+        self._model = None
+
+    async def ask(self, record: str, stage: str, messages: Messages, sampling: SamplingOptions) -> Answer:
+        """Return the model's answer, from the store if it has it. Raises UsageError if the folder is no model."""
+        question = [_RULES, self._facts, record, stage, [dict(message) for message in messages], vars(sampling)]
+        key = fingerprint(question)
+        async with self._turn:
+            if stored := self.store.find(key):
+                return stored
+            try:
+                answer = await asyncio.to_thread(self._generated, record, messages, sampling)
+            except asyncio.CancelledError:  # the thread ends after its token, and nobody waits for its answer
+                self._is_stopped.set()
+                raise
+            self.store.add(key, record, stage, answer)
+            return answer
+
+    def _generated(self, record: str, messages: Messages, sampling: SamplingOptions) -> Answer:
+        from verl_ext.answers.generation import Sampling, generate
+
+        if self._model is None:
+            self._load()
+        chat: Any = list(messages)
+        text = self._tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        prompt = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        seed = int.from_bytes(blake2b(f"{sampling.seed}\0{record}".encode(), digest_size=4).digest(), "little")
+        most = sampling.max_tokens or _MOST_TOKENS
+        draws = sampling.temperature or 0.0, sampling.top_p or 1.0, seed, self._is_stopped.is_set
+        (ids,) = generate(self._model, [prompt], Sampling(most, self._ends, *draws), self._model.device)
+        facts: dict[str, Any] = {"usage": Usage(len(prompt), 0, len(ids)), "model": str(self.path), "seed": seed}
+        if len(ids) == most:  # `ids` leaves out the stop token
+            facts |= {"outcome": CUT, "reason": "max_tokens ended the answer"}
+        return answer_from_text(decode_answer(self._tokenizer, ids), **facts)
+
+    def _load(self) -> None:
+        """Load the folder; first export a checkpoint into a temporary folder, which `__aexit__` removes."""
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        from verl_ext.answers.generation import end_tokens
+        from verl_ext.checkpoint.export import export_checkpoint
+        from verl_ext.checkpoint.layout import EXPORT, saved_folders
+        from verl_ext.text.chat_template import ChatTemplate
+
+        folder = self.path
+        if not (folder / "config.json").is_file():  # a checkpoint, or a run, whose last checkpoint is taken
+            folder = [self.path, *saved_folders(self.path)][-1] / EXPORT
+        if not any(folder.glob("*.safetensors")) and folder != self.path:
+            exported = Path(self._resources.enter_context(tempfile.TemporaryDirectory())) / "model"
+            export_checkpoint(str(self.path), str(exported), False, None, "saved", 5.0)
+            folder = exported
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(folder)
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+        except (OSError, ValueError) as error:
+            needed = f"{self._key} must hold a model that transformers loads"
+            raise UsageError(f"{needed}; got {self.path}: {first_line(error)}") from error
+        if self._tokenizer.chat_template is None:
+            raise UsageError(f"{self._key} must have a chat template, by which it is asked; {self.path} has none")
+        own = model.generation_config.eos_token_id
+        template = ChatTemplate(self._tokenizer, None, {})
+        self._ends = end_tokens(self._tokenizer, template.ends, *(own if isinstance(own, list) else [own]))
+        self._model = model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+class Predictions:
+    """Answers that were made elsewhere: LongWriter's and EvalScope's pred.jsonl, or an answers.jsonl of this command.
+
+    An answer belongs to the case with the same name or the same prompt.
+    """
+
+    def __init__(self, path: str, key: str) -> None:
+        self.path, self._key = path, key
+        self._answers: dict[str, Answer] = {}
+        for number, row in enumerate(read_rows(path, key, {}), start=1):
+            said, asked = row.get("response", row.get("answer")), row.get("case", row.get("prompt"))
+            if not isinstance(said, str) or not isinstance(asked, str):
+                needed = f"{key} must have prompt and response, or case and answer, in every row"
+                raise DataError(f"{needed}; row {number} of {path} has not")
+            outcome = row.get("outcome")
+            if outcome not in _NOT_ANSWERED:
+                facts = {"outcome": outcome, "reason": str(row.get("reason", ""))} if outcome in _KNOWN else {}
+                self._answers[asked] = answer_from_text(said, **facts)
+
+    async def __aenter__(self) -> "Predictions":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def ask(self, record: str, stage: str, messages: Messages, sampling: SamplingOptions) -> Answer:
+        """Return the file's answer to a case; its outcome is `failed` if there is none."""
+        answer = self._answers.get(record, self._answers.get(messages[-1]["content"]))
+        return answer or Answer(FAILED, reason=f"{self.path} has no answer to case {record}")
+
+
+def named_paths(values: Mapping[str, Any], key: str) -> dict[str, str]:
+    """Return an option's {name: path}. Raises UsageError if a path is not a text."""
+    for name, path in values.items():
+        if not isinstance(path, str) or not path:
+            raise UsageError(f"{key}.{name} must be a path; got {path!r}")
+    return dict(values)

@@ -1,0 +1,118 @@
+"""LongBench-Write and LongWrite-Ruler: the length and the quality of long texts that a model writes on request.
+
+Source: LongWriter (arXiv 2408.07055) and evaluation/ in its repository, whose rules apply here with all their quirks.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+from verl_ext.endpoint.answer import Unparsable
+from verl_ext.endpoint.client import SamplingOptions
+from verl_ext.text.word_count import count_words, language_of, length_score
+from verl_ext.tools.judging.task import Case, Messages, Scores, Task, read_rows
+from verl_ext.values import DataError
+
+DIMENSIONS = ("Relevance", "Accuracy", "Coherence", "Clarity", "Breadth and Depth", "Reading Experience")
+IMPUTED = 3  # EvalScope's score in each dimension of an answer whose verdict cannot be read
+_RANGES = ((0, 500), (500, 2000), (2000, 4000), (4000, None))  # ranges of required lengths in the paper's table
+
+
+def quality_score(dimension: float) -> float:
+    """Map a score of a dimension from 1..5 to 0..100."""
+    return (dimension - 1) * 25
+
+
+def read_quality(text: str) -> dict[str, float]:
+    """Return the six dimensions, each 1 to 5, in a judge's text. Raises Unparsable if it cannot be read.
+
+    The text contains a JSON object: alone, in a code block, or among other words.
+    """
+    block = re.search(r"```(?:json)?\s*(\{.*\})\s*```", text, re.DOTALL)
+    text = block[1] if block else text
+    try:
+        # Judges write line breaks inside the analysis, which strict JSON forbids.
+        found, _ = json.JSONDecoder(strict=False).raw_decode(text[text.index("{") :])
+        given = {name: float(found[name]) for name in DIMENSIONS}
+    except (ValueError, KeyError, TypeError) as error:
+        raise Unparsable(f"no object with the six dimensions: {error!r}") from error
+    if not all(1 <= score <= 5 for score in given.values()):
+        raise Unparsable(f"a dimension is not from 1 to 5: {given}")
+    return given
+
+
+class LongBenchWrite(Task):
+    """Texts of a required length, scored by their length and by a judge in six dimensions."""
+
+    sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=0.5, max_tokens=32768)
+    judge_sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=0.5, max_tokens=1024)
+    prompt: ClassVar[str | None] = "writing.txt"
+    worst: ClassVar[Any] = dict.fromkeys(DIMENSIONS, 1.0)
+    headlines: ClassVar[tuple[str, ...]] = ("S_bar", "S_l", "S_q")
+
+    def cases(self) -> Iterator[Case]:
+        """Yield a case for each line. The field `length` gives the length, which 13 published prompts do not name."""
+        rows = read_rows(self.path, "cases", {"prompt": str, "type": str, "length": int})
+        for number, row in enumerate(rows, start=1):
+            if row["length"] < 1:
+                got = f"row {number} of {self.path} has {row['length']}"
+                raise DataError(f"cases must have a length of at least 1 word in every row; {got}")
+            yield Case(str(number), row["prompt"], {"type": row["type"], "length": row["length"]})
+
+    def questions(self, case: Case, answer: str) -> list[Messages]:
+        """Return one request, in which the judge reads the user's request and the answer."""
+        return [[{"role": "user", "content": self.filled({"$INST$": case.prompt, "$RESPONSE$": answer})}]]
+
+    def verdict(self, text: str) -> dict[str, float]:
+        """Return the six dimensions, each from 1 to 5."""
+        return read_quality(text)
+
+    def scores(self, case: Case, answer: str, verdicts: Sequence[Any]) -> Scores:
+        """Return S_l, S_q and its dimensions, and S_bar, the mean of S_l and S_q, by which the paper ranks models.
+
+        S_q_imputed counts missing dimensions as 3, as EvalScope does.
+        """
+        of_length = length_score(case.facts["length"], count_words(answer))
+        if not verdicts:  # there is no judge
+            return {"S_l": of_length}
+        (verdict,) = verdicts
+        found = verdict or {}
+        dimensions = {name: quality_score(found[name]) if verdict else None for name in DIMENSIONS}
+        imputed = [quality_score(found.get(name, IMPUTED)) for name in DIMENSIONS]
+        known = [score for score in dimensions.values() if score is not None]
+        quality = sum(known) / len(known) if known else None
+        overall = None if quality is None else (of_length + quality) / 2
+        scores: Scores = {"S_l": of_length, "S_q": quality, "S_q_imputed": sum(imputed) / len(imputed)}
+        return {**scores, "S_bar": overall, **dimensions}
+
+    def groups(self, case: Case) -> dict[str, str]:
+        """Return the case's language, its type and the range of its required length."""
+        low, high = next(ends for ends in _RANGES if ends[1] is None or case.facts["length"] < ends[1])
+        length = f"{low}-{high}" if high else f"≥{low}"
+        return {"language": language_of(case.prompt), "length": length, "type": case.facts["type"]}
+
+    def published(self, case: Case, answer: str) -> dict[str, Any]:
+        """Return the row of LongWriter's and EvalScope's pred.jsonl."""
+        return {"prompt": case.prompt, **case.facts, "response_length": count_words(answer), "response": answer}
+
+
+class LongWriteRuler(LongBenchWrite):
+    """The same requests at growing lengths. No scorer was published; these scores of lengths are our own."""
+
+    prompt: ClassVar[str | None] = None
+    headlines: ClassVar[tuple[str, ...]] = ("words", "S_l")
+    against: ClassVar[tuple[str, str] | None] = ("length", "words")
+
+    def questions(self, case: Case, answer: str) -> list[Messages]:
+        """Return no requests, because no judge is asked."""
+        return []
+
+    def scores(self, case: Case, answer: str, verdicts: Sequence[Any]) -> Scores:
+        """Return the number of words, its ratio to the required number, and S_l."""
+        required, written = case.facts["length"], count_words(answer)
+        return {"words": written, "share": written / required, "S_l": length_score(required, written)}
+
+    def groups(self, case: Case) -> dict[str, str]:
+        """Return the language and the required length."""
+        return {"language": language_of(case.prompt), "length": str(case.facts["length"])}

@@ -1,0 +1,352 @@
+"""The memory that each GPU of a run would need, the time of its steps, and the overrides that would make it fit.
+
+The heaviest packs of the run go through the real engine on a fake GPU (:mod:`verl_ext.tools.plan.run`), in a separate
+process. For a named GPU (`plan.gpu`), trials with other numbers of ranks that share a pack follow. If the run does not
+fit, trials of each of :data:`REMEDIES` follow, then of those that save most together, until one trial fits.
+"""
+
+import os
+import pickle
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import IO, Any
+
+import numpy as np
+import torch
+from omegaconf import OmegaConf
+
+from verl_ext.attention import SequenceShards
+from verl_ext.config.check import check_run
+from verl_ext.config.run import Machine, RunConfig, num_bytes, sequence_parallel_size
+from verl_ext.config.support import CP as _CP
+from verl_ext.config.support import SP as _SP
+from verl_ext.config.upstream import select
+from verl_ext.progress import progress_bar
+from verl_ext.tools.plan.caching_allocator import reserved
+from verl_ext.tools.plan.run import Job, Layers, Prediction
+from verl_ext.tools.plan.time import time_facts
+from verl_ext.trainer.batch import StepBatch, StepCollator
+from verl_ext.trainer.setup import Run
+from verl_ext.values import show
+
+REPLAYED = 40  # steps that the model of PyTorch's allocator replays
+OTHERS = 2  # steps beside the heaviest that are replayed on the model of PyTorch's allocator; each takes seconds
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """An override that lowers the peak; its values are tried in order, except the run's own."""
+
+    key: str
+    values: tuple[Any, ...]
+    costs: str
+
+
+# Ordered by their cost in a step.
+REMEDIES = (
+    Remedy("loss.head", ("fused",), "nothing"),
+    Remedy("model.tile_tokens", (4096,), "about a tenth of what a step costs without attention"),
+    Remedy("engine.use_no_sync_for_gradient_accumulation", (False,), "a reduction of gradients every micro-batch"),
+    Remedy("data.micro_batch_size_per_gpu", (1,), "smaller forwards, more of them"),
+    Remedy("model.enable_gradient_checkpointing", (True,), "every layer's forward once more"),
+    Remedy("model.activation_offload", (True,), "copies of each layer's hidden state beside the computation"),
+    Remedy(_SP, (2, 4, 8, 16, 32, 64), "all-to-alls over more ranks, fewer packs at a time"),
+    Remedy(_CP, (2, 4, 8), "keys and values between groups of ranks, fewer packs at a time"),
+    Remedy("engine.offload_policy", (True,), "parameters, gradients and optimizer on the host: copies every step"),
+)
+
+
+_SHARED = tuple(next(remedy for remedy in REMEDIES if remedy.key == key) for key in (_SP, _CP))
+
+
+def memory_facts(run: Run) -> Iterator[dict[str, Any]]:
+    """Yield the facts about a run on GPUs each time there are more: first its own, then `sizes`, then `remedies`.
+
+    Yields nothing if the plan has no GPU. `failed` is a line with the reason why there is no prediction.
+    """
+    memory = gpu_memory(run)
+    if memory is None:
+        return
+    plan, world_size = run.config.plan, run.config.machine.world_size
+    reserve = num_bytes(plan.reserve) or 0
+    facts: dict[str, Any] = {"world_size": world_size, "gpu_memory": memory, "reserve": reserve, "remedies": []}
+    failed = run.config.model.memory_not_predicted
+    if run.config.engine.strategy != "fsdp2":
+        failed = f"engine.strategy must be fsdp2; got {run.config.engine.strategy}"
+    if failed:
+        yield facts | {"failed": failed}
+        return
+    with Predictor() as predictor:
+        job = job_of(run, run.config.values)
+        tokens = max(len(batch.input_ids) for step in job.steps for batch in step)
+        facts |= {"micro_batch_tokens": tokens, "sequence_parallel_rank": job.rank, "backend": job.backend}
+        try:
+            prediction = predictor.predict(job, others=other_steps(run))
+        except PredictionFailed as error:
+            yield facts | {"failed": str(error)}
+            return
+        facts |= {"host_memory": num_bytes(plan.host_memory), "ranks_of_node": min(world_size, plan.ranks_per_node)}
+        facts |= {"kinds": prediction.kinds, "peak": prediction.peak, "host": prediction.host}
+        facts |= {"reserved_by_allocator": prediction.reserved, "replayed_steps": REPLAYED}
+        facts |= {"gaps": max(prediction.reserved["expandable"] / prediction.peak, 1) if prediction.reserved else 1}
+        facts |= {"needed": needed(prediction, facts), "fits": _fits(prediction, facts)}
+        if plan.gpu is not None:
+            facts["time"] = time_facts(run, run.config, job, prediction)
+        yield facts
+        if plan.gpu is not None and "failed" not in facts["time"] and world_size > 1:
+            facts["sizes"] = sizes(run, predictor, facts)
+            yield facts
+        if facts["fits"]:
+            return
+        saved: list[tuple[int, Trial]] = []
+        for trial in _trials(run, saved):
+            tried: dict[str, Any] = {"override": trial.override, "costs": trial.costs}
+            facts["remedies"].append(tried)
+            try:
+                found = predictor.predict(job_of(run, trial.config.values), trial.override)
+            except PredictionFailed as error:
+                tried["failed"] = str(error)
+            else:
+                tried |= {"peak": found.peak, "host": found.host, "fits": _fits(found, facts)}
+                saved.append((prediction.peak - found.peak, trial))
+            yield facts
+            if tried.get("fits"):
+                return
+
+
+def sizes(run: Run, predictor: "Predictor", facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return a row for each number of ranks that may share a pack: those that fit first, by the time of a step.
+
+    Each row has the most Ulysses ranks inside a node that the checks accept; context parallelism covers the rest.
+    """
+    ulysses, context = run.config.engine.ulysses_sequence_parallel_size, run.config.parallel.context_parallel_size
+    own: dict[str, Any] = {"ulysses": ulysses, "context": context, "own": True}
+    rows = [own | {name: facts[name] for name in ("peak", "fits")} | facts["time"]]
+    for ranks in (2**power for power in range(run.config.machine.world_size.bit_length())):
+        widest = min(ranks, 1 << (run.config.plan.ranks_per_node.bit_length() - 1))
+        shapes = [(u, ranks // u) for u in (widest >> halved for halved in range(widest.bit_length()))]
+        trials = ((shape, trial) for shape in shapes for trial in _trial(run, tuple(zip(_SHARED, shape, strict=True))))
+        shape, trial = next(trials, ((ulysses, context), None))
+        if trial is None or shape == (ulysses, context):
+            continue
+        row: dict[str, Any] = {"ulysses": shape[0], "context": shape[1], "own": False}
+        job = job_of(run, trial.config.values)
+        try:
+            found = predictor.predict(job, f"{shape[0]} × {shape[1]} ranks a pack")
+        except PredictionFailed as error:
+            rows.append(row | {"failed": str(error)})
+        else:
+            time = time_facts(run, trial.config, job, found)
+            rows.append(row | {"peak": found.peak, "fits": _fits(found, facts)} | time)
+    kept = ("ulysses", "context", "own", "peak", "fits", "failed", "step_seconds", "hours")
+    rows = [{name: row[name] for name in kept if name in row} for row in rows]
+    return sorted(rows, key=lambda row: ("failed" in row, not row.get("fits"), row.get("step_seconds", 0)))
+
+
+def needed(prediction: Prediction, facts: Mapping[str, Any]) -> int:
+    """Return the bytes of a GPU that a step takes: what PyTorch's allocator reserves, and what lies outside PyTorch.
+
+    The allocator is replayed for the run itself; `gaps`, its share above the peak there, counts for trials too.
+    """
+    return round(prediction.peak * facts["gaps"]) + facts["reserve"]
+
+
+def _fits(prediction: Prediction, facts: Mapping[str, Any]) -> bool:
+    """Tell whether a step fits a GPU, and whether the host memory of a node's ranks fits the node."""
+    on_node = prediction.host * facts["ranks_of_node"]
+    return needed(prediction, facts) <= facts["gpu_memory"] and on_node <= (facts["host_memory"] or on_node)
+
+
+def gpu_memory(run: Run) -> int | None:
+    """Return the bytes of `plan.gpu_memory`, or else of the visible GPU; None for a run on the CPU."""
+    if run.config.plan.gpu_memory is not None:
+        return num_bytes(run.config.plan.gpu_memory)
+    if run.config.trainer.device != "cuda" or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_properties(0).total_memory
+
+
+def job_of(run: Run, values: Mapping[str, Any]) -> Job:
+    """Return the heaviest micro-batches that a rank of the run may meet under a configuration.
+
+    These are the packs with the most tokens and, if others have more targets, those as well, because an epoch may put
+    them together. The heaviest of several micro-batches come last, when gradients are already in memory.
+    """
+    dataset, data = run.train_set, values["data"]
+    sp, context = sequence_parallel_size(values), values["parallel"]["context_parallel_size"]
+    size, world_size = data["micro_batch_size_per_gpu"], run.config.machine.world_size
+    micro_steps = data["train_batch_size"] * sp // world_size // size
+    tokens, targets = dataset.pack_tokens(), dataset.pack_targets()
+    longest = _micro_batch(run, np.lexsort((targets, tokens))[::-1][:size])
+    widest = _micro_batch(run, np.lexsort((tokens, targets))[::-1][:size])
+    others = [widest] if _is_target(widest).sum() > _is_target(longest).sum() else []
+    alone = [[batch] for batch in (longest, *others)]
+    steps = alone if micro_steps == 1 else [[*others, longest, *(others or [longest])]]
+    shards, is_target = SequenceShards(sp // context, context), _is_target(longest)
+    padded = torch.nn.functional.pad(is_target, (0, -len(is_target) % shards.multiple))
+    rank = int(shards.by_rank(padded).view(shards.ranks, -1).sum(1).argmax())  # the first rank with the most targets
+    return Job(values, steps, world_size, rank, run.model.backend, run.config.model.engine_vendor)
+
+
+def other_steps(run: Run) -> list[list[StepBatch]]:
+    """Return :data:`OTHERS` steps of one micro-batch, of packs from the shortest towards the longest."""
+    order, size = np.argsort(run.train_set.pack_tokens()), run.config.data.micro_batch_size_per_gpu
+    spread = order[np.linspace(0, len(order) - 1, OTHERS * size, endpoint=False).round().astype(int)].reshape(
+        OTHERS, size
+    )
+    return [[_micro_batch(run, step)] for step in spread]
+
+
+def _micro_batch(run: Run, packs: np.ndarray) -> StepBatch:
+    dataset = run.train_set
+    collate = StepCollator(run.loss_for(dataset), dataset.categories, last_is_label=dataset.last_is_label)
+    return collate([dataset[int(index)] for index in packs])
+
+
+def _is_target(batch: StepBatch) -> torch.Tensor:
+    return batch.category_index >= 0
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Remedies with their values, and the resulting configuration."""
+
+    chosen: tuple[tuple[Remedy, Any], ...]
+    config: RunConfig
+
+    @property
+    def override(self) -> str:
+        """The overrides as on the command line."""
+        return " ".join(f"{remedy.key}={show(value)}" for remedy, value in self.chosen)
+
+    @property
+    def costs(self) -> str:
+        """The cost of each remedy."""
+        return "; ".join(remedy.costs for remedy, _ in self.chosen)
+
+
+def _trials(run: Run, saved: list[tuple[int, Trial]]) -> Iterator[Trial]:
+    """Yield each value of each remedy alone, then the best values together, one remedy more at a time.
+
+    The caller appends to `saved` the bytes that each trial saves. Trials that the checks refuse are left out.
+    """
+    for remedy in REMEDIES:
+        own = select(run.config.values, remedy.key)
+        for value in remedy.values:
+            if value != own and not (remedy.key in (_SP, _CP) and value < own):
+                yield from _trial(run, ((remedy, value),))
+    chosen: tuple[tuple[Remedy, Any], ...] = ()
+    for gain, trial in sorted(saved, key=lambda one: -one[0]):
+        ((remedy, value),) = trial.chosen
+        if gain > 0 and remedy not in [other for other, _ in chosen]:
+            for together in _trial(run, (*chosen, (remedy, value))):
+                chosen = together.chosen
+                if len(chosen) > 1:
+                    yield together
+
+
+def _trial(run: Run, chosen: tuple[tuple[Remedy, Any], ...]) -> Iterator[Trial]:
+    """Yield the trial unless the checks refuse it."""
+    config = OmegaConf.create(dict(run.config.values))
+    for remedy, value in chosen:
+        OmegaConf.update(config, remedy.key, value)
+    with suppress(ValueError):
+        trial = RunConfig.from_composed(config, Machine(run.config.machine.world_size, "cuda"))
+        check_run(trial)
+        yield Trial(chosen, trial)
+
+
+class PredictionFailed(RuntimeError):
+    """A failed prediction; its message is the reason in one line."""
+
+
+class Predictor:
+    """Processes that run jobs on a fake GPU until the context ends."""
+
+    def __enter__(self) -> "Predictor":
+        self._stack = ExitStack()
+        self._processes: list[_Process] = []
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    def predict(self, job: Job, name: str = "this run", others: Sequence[Sequence[StepBatch]] = ()) -> Prediction:
+        """Return the prediction, after a bar over its layers.
+
+        With `others`, steps of other packs that a second process runs meanwhile, it has what PyTorch's allocator
+        reserves over :data:`REPLAYED` steps of all packs.
+
+        Raises PredictionFailed if the engine fails on the fake GPU or a process ends.
+        """
+        jobs = [job, replace(job, steps=others)] if others else [job]
+        while len(self._processes) < len(jobs):
+            self._processes.append(self._stack.enter_context(_Process()))
+        with progress_bar(f"plan {name}", None, unit=" layers", leave=False) as bar, ThreadPoolExecutor() as threads:
+            seen = [Layers(0, 0) for _ in jobs]
+
+            def see(index: int, layers: Layers) -> None:
+                seen[index] = layers
+                bar.total = sum(one.of for one in seen)
+                bar.update(sum(one.done for one in seen) - bar.n)
+
+            answers = [
+                threads.submit(process.run, job, partial(see, index))
+                for index, (process, job) in enumerate(zip(self._processes, jobs, strict=False))
+            ]
+        prediction, *rest = (answer.result() for answer in answers)
+        if not rest:
+            return prediction
+        # Blocks have equal numbers in both processes until their steps begin, and a step leaves none of its own.
+        (before, *steps), (_, *more) = prediction.events, rest[0].events
+        steps += more
+        steps += random.Random(0).choices(steps, k=REPLAYED - len(steps))
+        segments = {name: reserved(before, steps, name == "expandable") for name in ("expandable", "fixed")}
+        return replace(prediction, reserved=segments)
+
+
+class _Process:
+    """A process that runs one job after another."""
+
+    def __enter__(self) -> "_Process":
+        self._errors: IO[bytes] = tempfile.TemporaryFile()
+        command = [sys.executable, "-c", f"from {Job.__module__} import main; main()"]
+        # The process must not touch an accelerator, and must not join the ranks that torchrun has started.
+        hidden = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC")} | hidden
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._errors, env=environment)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._jobs, self._answers = self._process.stdin, self._process.stdout
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        with suppress(OSError):
+            self._jobs.close()
+        if error[0] is not None:
+            self._process.kill()
+        self._process.wait()
+        self._errors.close()
+
+    def run(self, job: Job, see: Callable[[Layers], None]) -> Prediction:
+        """Return the prediction, after calls of `see`. Raises PredictionFailed."""
+        try:
+            pickle.dump(job, self._jobs)
+            self._jobs.flush()
+            while isinstance(answer := pickle.load(self._answers), Layers):
+                see(answer)
+        except (OSError, EOFError):
+            self._errors.seek(0)
+            last = self._errors.read().decode(errors="replace").strip().splitlines()[-1:]
+            raise PredictionFailed(f"its process ended; last line: {' '.join(last)}") from None
+        if isinstance(answer, Prediction):
+            return answer
+        raise PredictionFailed(str(answer).splitlines()[0])

@@ -1,0 +1,100 @@
+"""The time of a step on GPUs that are not present, from FLOPs of real lengths, bytes and a given efficiency.
+
+    micro-step    the computation of its most expensive pack, or FSDP's traffic if that takes longer
+                  + the exchange of heads, keys and values, which no computation hides
+
+The FLOPs are those of every pack of the epoch in its order over the ranks. The bytes are those of the heaviest packs on
+the fake GPU: parameters count for each micro-step, gradients for each step, the others for each token of a pack.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from verl_ext.config.run import RunConfig, num_bytes
+from verl_ext.flops import peak_flops
+from verl_ext.packing import micro_step_costs
+from verl_ext.tools.plan.run import Job, Prediction
+from verl_ext.tools.plan.traffic import EXCHANGES, GATHERED, REDUCED, Received
+from verl_ext.trainer.setup import Run
+
+LINK_SHARE = 0.75  # the share of a link's rate that collectives of large tensors reach
+
+
+def time_facts(run: Run, config: RunConfig, job: Job, prediction: Prediction) -> dict[str, Any]:
+    """Return the time of a mean step and of the run as plain values; `failed` is a line with the reason for none.
+
+    Args:
+        run: the planned run.
+        config: the config of the run, or one with another number of ranks that share a pack.
+        job: the steps that ran under that config.
+        prediction: the prediction for these steps.
+    """
+    if prediction.flops is None or prediction.computed is None:
+        return {"failed": "the FLOPs of the model are not known: of its experts, or attention in chunks"}
+    plan, data, ranks = config.plan, config.data, config.machine.world_size
+    peak = config.trainer.gpu_peak_tflops
+    peak = peak * 1e12 if peak else peak_flops(str(plan.gpu))
+    link, network = (LINK_SHARE * (num_bytes(rate) or 0) for rate in (plan.link, plan.network))
+    assert peak is not None, "the options are checked"
+    groups, micro_batch = config.data_parallel_size, data.micro_batch_size_per_gpu
+    steps = replace(run.plan, group_size=data.balance_group or groups)
+
+    def of_epoch(values: np.ndarray) -> np.ndarray:
+        return values[steps.order(0)]
+
+    def slowest(values: np.ndarray) -> np.ndarray:
+        return micro_step_costs(of_epoch(values), groups, data.train_batch_size, micro_batch)
+
+    tokens, flops, computed = (
+        run.train_set.pack_tokens().astype(float),
+        run.train_set.pack_costs(prediction.flops),
+        run.train_set.pack_costs(prediction.computed),
+    )
+    speed = plan.efficiency * peak * config.sequence_parallel_size
+    computing = slowest(computed) / speed
+    micro_steps = computing.size
+
+    def seconds(received: Received) -> float:
+        return max(received.bytes / link, received.remote / network)
+
+    batches = [batch for step in job.steps for batch in step]
+    of_batches, of_tokens = len(batches), sum(len(batch.input_ids) for batch in batches)
+    reductions = len(job.steps) if config.engine.use_no_sync_for_gradient_accumulation else of_batches
+    got = {name: prediction.received.get(name, Received()) for name in (GATHERED, REDUCED, *EXCHANGES)}
+    reduced_a_step = 1 if config.engine.use_no_sync_for_gradient_accumulation else computing.shape[1]
+    fsdp = np.full(computing.shape, seconds(got[GATHERED]) / of_batches)
+    fsdp[:, -reduced_a_step:] += seconds(got[REDUCED]) / reductions
+    exchange = slowest(tokens) * sum(seconds(got[name]) for name in EXCHANGES) / of_tokens
+    shown = np.maximum(fsdp - computing, 0)
+    count = len(computing)
+    ideal = of_epoch(computed).sum() / (groups * speed)
+    step_seconds = float((computing + shown + exchange).sum()) / count
+    model_flops, step_tokens = float(of_epoch(flops).sum()) / count, float(of_epoch(tokens).sum()) / count
+    hours = step_seconds * run.total_steps / 3600
+    return {
+        "gpu": str(plan.gpu),
+        "peak_flops": peak,
+        "efficiency": plan.efficiency,
+        "tokens": step_tokens,
+        "model_flops": model_flops,
+        "computed_flops": float(of_epoch(computed).sum()) / count,
+        "received": {
+            GATHERED: got[GATHERED].bytes / of_batches * micro_steps / count,
+            REDUCED: got[REDUCED].bytes / reductions * reduced_a_step,
+            **{name: got[name].bytes / of_tokens * step_tokens / groups for name in EXCHANGES},
+        },
+        "seconds": {
+            "computing": float(ideal) / count,
+            "waiting for the rank with the dearest packs": float(computing.sum() - ideal) / count,
+            "FSDP's traffic that no computation hides": float(shown.sum()) / count,
+            "exchanging heads, keys and values": float(exchange.sum()) / count,
+        },
+        "step_seconds": step_seconds,
+        "tokens_per_second": step_tokens / step_seconds / ranks,
+        "mfu": model_flops / step_seconds / (ranks * peak),
+        "steps": run.total_steps,
+        "hours": hours,
+        "gpu_hours": hours * ranks,
+    }

@@ -1,0 +1,265 @@
+"""The audit of a set of documents: totals by category, and common mistakes with row numbers.
+
+The audit uses the columns alone if a folder has them; checks that need the tokens read each token once. A finding
+counts documents (or records of `report.json`, which has no rows). It asks for a look, not for a change: all tokens
+after the first are targets both in a text for pretraining and in a chat whose prompt was lost.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verl_ext.text.tokenizer import ModelOptions, load_tokenizer
+from verl_ext.tools.show.data import Documents
+from verl_ext.tools.show.tokens import TokenFacts, read_tokens, repeated
+
+NAMED_ROWS = 5  # rows that a finding names, in the terminal and in the JSON
+READ_UP_TO = 100_000_000  # tokens that an audit reads without scan=true, which takes some seconds
+_DENSE = 1 << 24  # size of the largest array that counts pairs of group and length
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+# finding: (its meaning, its input: "columns", "tokens", "tokenizer", "report" or "validation")
+CHECKS = {
+    "no_target": ("documents without a target: nothing is learnt", "columns"),
+    "all_targets": ("documents of targets alone: texts, or chats whose prompt is lost", "columns"),
+    "cut": ("documents that were cut to max_tokens when they were tokenized", "columns"),
+    "cut_in_target": ("documents cut inside a target: its end is not learnt", "tokens"),
+    "duplicates": ("documents whose tokens an earlier document has", "tokens"),
+    "leaked": ("validation documents whose tokens a training document has", "validation"),
+    "no_end": ("documents whose last target is no end of turn", "tokenizer"),
+    "double_bos": ("documents that begin with BOS twice", "tokenizer"),
+    "empty_reasoning": ("documents that learn an empty <think></think>", "tokenizer"),
+    "other_tokenizer": ("documents of another tokenizer than that of model.path", "tokenizer"),
+    "open_turns": ("turns of targets without an end-of-turn token", "report"),
+    "special_tokens": ("records with names of special tokens in their text", "report"),
+    "bad_records": ("records that could not be used", "report"),
+    "unused_fields": ("records with a field that nothing read", "report"),
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of a check: `count` of `of` documents or records, the first (path, row) pairs, details by name."""
+
+    name: str
+    count: int
+    of: int
+    rows: list[tuple[str, int]]
+    details: dict[str, int]
+
+    @property
+    def share(self) -> float:
+        """The share of the checked documents or records."""
+        return self.count / self.of if self.of else 0.0
+
+
+def audit(
+    documents: Documents,
+    validation: Documents | None = None,
+    model: ModelOptions | None = None,
+    read: bool | None = None,
+) -> dict[str, Any]:
+    """Return the audit as plain values: totals, `categories`, `findings` by name, `not_checked` with the reasons.
+
+    model: names the tokenizer; None: the reports name it.
+    read: whether the tokens are read; None: they are read if there are at most READ_UP_TO.
+    """
+    tokens = int(documents.lengths.sum(dtype=np.int64))
+    facts, ids, tokenizer = None, _TokenIds(), None
+    not_checked: dict[str, str] = {}
+    if read or (read is None and tokens <= READ_UP_TO):
+        path = (model.tokenizer if model else "") or documents.tokenizer
+        if path:
+            tokenizer = load_tokenizer(replace(model or ModelOptions(), path=path, tokenizer_path=None))
+            ids = _TokenIds.of(tokenizer, documents)
+        else:
+            not_checked |= _reasons("tokenizer", "no report names a tokenizer: model.path=FOLDER does")
+        facts = read_tokens(documents, ids.bos, ids.empty_reasoning)
+    else:
+        reason = f"{tokens:,} tokens are read with scan=true alone"
+        not_checked |= _reasons("tokens", reason) | _reasons("tokenizer", reason) | _reasons("validation", reason)
+    if validation is None:
+        not_checked |= _reasons("validation", "val=FOLDER names validation data")
+    if not any(documents.reports):
+        not_checked |= _reasons("report", "the data has no report.json")
+    found = [*_of_columns(documents), *_of_reports(documents)]
+    if facts is not None:
+        found += _of_tokens(documents, facts, ids)
+        if tokenizer is not None and model is not None and model.tokenizer:
+            found.append(_other_tokenizer(documents, tokenizer))
+        else:
+            not_checked.setdefault("other_tokenizer", "model.path=FOLDER names the model")
+        if validation is not None:
+            leaked = np.isin(read_tokens(validation).hashes, facts.hashes)
+            found.append(_finding(validation, "leaked", leaked))
+    if "no_end" not in not_checked and not any(f.name == "no_end" for f in found):
+        not_checked["no_end"] = "no end of turn is known: text, or a report from an older version"
+    return {
+        "paths": list(documents.paths),
+        "tokenizer": documents.tokenizer,
+        "documents": len(documents),
+        "tokens": tokens,
+        "targets": int(documents.targets.sum(dtype=np.int64)),
+        "categories": _categories(documents),
+        "findings": {finding.name: {**asdict(finding), "share": finding.share} for finding in found},
+        "not_checked": not_checked,
+    }
+
+
+@dataclass(frozen=True)
+class _TokenIds:
+    """The token ids of BOS, of the ends of turns that the reports name, and of an empty reasoning block."""
+
+    bos: int | None = None
+    ends: tuple[int, ...] = ()
+    empty_reasoning: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, tokenizer: Any, documents: Documents) -> "_TokenIds":
+        texts = {text.strip() for report in documents.reports for text in _counts(report, "end_of_turn")} - {""}
+        ends = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in sorted(texts)]
+        empty: list[int] = []
+        if "<think>" in tokenizer.get_vocab():
+            empty = tokenizer("<think>\n\n</think>", add_special_tokens=False)["input_ids"]
+        return cls(tokenizer.bos_token_id, tuple(ids[-1] for ids in ends if ids), tuple(empty))
+
+
+def _of_columns(documents: Documents) -> list[Finding]:
+    targets, lengths = documents.targets, documents.lengths
+    masks = {"no_target": targets == 0, "cut": documents.full_lengths > lengths}
+    if not documents.all_targets:
+        masks["all_targets"] = (targets == lengths - 1) & (lengths > 1)
+    return [_finding(documents, name, mask) for name, mask in masks.items()]
+
+
+def _of_tokens(documents: Documents, facts: TokenFacts, ids: _TokenIds) -> list[Finding]:
+    masks = {
+        "cut_in_target": (documents.full_lengths > documents.lengths) & facts.ends_in_target,
+        "duplicates": repeated(facts.hashes),
+    }
+    if ids.bos is not None:
+        masks["double_bos"] = facts.double_start
+    if ids.ends:
+        # Plain text is not a chat: all its tokens after the first are targets, and it needs no end of turn.
+        is_chat = (documents.targets > 0) & (documents.targets < documents.lengths - 1)
+        masks["no_end"] = is_chat & ~np.isin(facts.last_target, ids.ends)
+    if ids.empty_reasoning:
+        masks["empty_reasoning"] = facts.sequence
+    return [_finding(documents, name, mask) for name, mask in masks.items()]
+
+
+def _other_tokenizer(documents: Documents, tokenizer: Any) -> Finding:
+    """Compare the vocabulary of the model's tokenizer with the vocabularies of the tokenizers in the reports."""
+    vocabulary = tokenizer.get_vocab()
+    differs = np.zeros(len(documents), bool)
+    details = {}
+    for number, report in enumerate(documents.reports):
+        if not (named := report.get("tokenizer")):
+            continue
+        other = load_tokenizer(ModelOptions(named)).get_vocab()
+        if other != vocabulary:
+            differs[slice(*documents.first_rows[number : number + 2].tolist())] = True
+            changed = sum(vocabulary.get(token) != id_ for token, id_ in other.items())
+            details[f"{named}: tokens with another id"] = changed
+    return _finding(documents, "other_tokenizer", differs, details)
+
+
+def _of_reports(documents: Documents) -> list[Finding]:
+    """Return the findings of the reports, which count records and name no rows."""
+    if not any(documents.reports):
+        return []
+    records = sum(_total(report, "records") for report in documents.reports)
+    found = []
+    for name in (name for name, (_, source) in CHECKS.items() if source == "report"):
+        details: dict[str, int] = {}
+        key = {"special_tokens": "special_tokens_in_text", "open_turns": "end_of_turn"}.get(name, name)
+        for report in documents.reports:
+            for each, count in _counts(report, key).items():
+                if (name == "open_turns") == (each == ""):
+                    details[each] = details.get(each, 0) + count
+        of, count = records, max(details.values(), default=0) if name == "unused_fields" else sum(details.values())
+        if name == "special_tokens":
+            count = details.get("records", 0)
+        if name == "open_turns":
+            of, details = sum(sum(_counts(report, key).values()) for report in documents.reports), {}
+        found.append(Finding(name, count, of, [], {each: n for each, n in details.items() if n}))
+    return found
+
+
+def _counts(report: Mapping[str, Any], key: str) -> dict[str, int]:
+    """Return the counts of a key over all records of a report; {} in a report that has no such key."""
+    counts = report.get("total", {}).get(key, {})
+    return counts if isinstance(counts, dict) else {}
+
+
+def _total(report: Mapping[str, Any], key: str) -> int:
+    return int(report.get("total", {}).get(key, 0))
+
+
+def _reasons(source: str, reason: str) -> dict[str, str]:
+    return {name: reason for name, (_, of) in CHECKS.items() if of == source}
+
+
+def _finding(
+    documents: Documents, name: str, mask: NDArray[np.bool_], details: dict[str, int] | None = None
+) -> Finding:
+    rows = np.flatnonzero(mask)
+    places = [documents.place(row) for row in rows[:NAMED_ROWS].tolist()]
+    return Finding(name, len(rows), len(documents), places, details or {})
+
+
+def _categories(documents: Documents) -> dict[str, dict[str, Any]]:
+    """Return documents, tokens, targets, their share, length quantiles and kinds of targets by category name."""
+    numbers, group = _groups(documents.categories)
+    of, length, count = _pairs(group, documents.lengths)
+    begins = np.searchsorted(of, np.arange(len(numbers)))  # every category has a document
+    targets = np.bincount(group, documents.targets, len(numbers))
+    kinds = _kinds(documents)
+    every = max(int(targets.sum()), 1)
+    found = {}
+    for at, number in enumerate(numbers.tolist()):
+        part = slice(begins[at], None if at + 1 == len(numbers) else begins[at + 1])
+        lengths, upto = length[part], np.cumsum(count[part])
+        name = documents.names.get(number, str(number) if number else "(none)")
+        row: dict[str, Any] = {"documents": int(upto[-1]), "tokens": int(lengths @ count[part])}
+        row |= {"targets": int(targets[at]), "share": int(targets[at]) / every}
+        nearest = {key: int(lengths[np.searchsorted(upto, share * upto[-1])]) for key, share in QUANTILES.items()}
+        row["length"] = nearest | {"max": int(lengths[-1])}
+        found[name] = row | ({"kinds": kinds[name]} if name in kinds else {})
+    return found
+
+
+def _pairs(group: NDArray[Any], lengths: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """Return (group, length, documents) of each pair that occurs, ascending; without a sort if the keys are small."""
+    bits = int(lengths.max(initial=0)).bit_length()
+    keys = group.astype(np.int64) << bits
+    keys |= lengths
+    if keys.max(initial=0) < _DENSE:
+        count = np.bincount(keys)
+        found = np.flatnonzero(count)
+        count = count[found]
+    else:
+        found, count = np.unique(keys, return_counts=True)
+    return found >> bits, found & ((1 << bits) - 1), count
+
+
+def _groups(category: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return (numbers, inverse) as np.unique does, but without a sort if the numbers are small."""
+    if category.max(initial=0) >= 1 << 20:
+        numbers, inverse = np.unique(category, return_inverse=True)
+        return numbers, inverse
+    present = np.bincount(category) > 0
+    return np.flatnonzero(present), (np.cumsum(present, dtype=np.int32) - 1)[category]
+
+
+def _kinds(documents: Documents) -> dict[str, dict[str, int]]:
+    """Sum `target_kinds` of the reports by category: tokens of answers, reasoning, tool calls and ends of turns."""
+    found: dict[str, dict[str, int]] = {}
+    for report in documents.reports:
+        for category, kinds in (report.get("target_kinds") or {}).items():
+            row = found.setdefault(category, {})
+            for kind, count in kinds.items():
+                row[kind] = row.get(kind, 0) + count
+    return found

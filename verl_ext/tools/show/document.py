@@ -1,0 +1,134 @@
+r"""A document as groups of tokens that read as text, and as lines for a terminal or a page.
+
+ids      151644         872    198   a b   151645        a group is a token, or the byte tokens a b of one character
+text     <|im_start|> | user | \n  | 你  | <|im_end|>
+targets  no             no     no    no    yes
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.text import Text
+
+from verl_ext.text.documents import CUT, decoded
+from verl_ext.tools.show.data import Row
+from verl_ext.tools.show.roles import names_of
+from verl_ext.values import one_line
+
+MOST_BYTES = 16  # most tokens of a group, more than one character needs
+BEFORE, AFTER = 12, 24  # tokens shown around the place of a difference
+# Cells of a run that are shown; the middle of a longer run is left out.
+RUN_CELLS, RUN_CELLS_OF_PAGE = 400, 20_000
+TARGET, SPECIAL, CONTEXT = "bold green", "magenta", ""
+
+Decode = Callable[[list[int]], str]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A group of tokens, `ids`, that decodes to one piece of text.
+
+    `weight` is 0 if it is not a target, and 1 if the data has no weights. `is_special` marks special and added tokens.
+    """
+
+    text: str
+    ids: tuple[int, ...]
+    is_target: bool
+    is_special: bool
+    weight: float
+
+
+def cells_of(row: Row, tokenizer: Any) -> list[Cell]:
+    """Group tokens into the smallest readable pieces, which mix neither targets nor special tokens with others."""
+    special = set(tokenizer.all_special_ids) | _markers(tokenizer)
+    cells: list[Cell] = []
+    ids, mask = row.input_ids.tolist(), row.loss_mask.tolist()
+    weights = [1.0] * len(ids) if row.weights is None else row.weights.tolist()
+    begin = 0
+    while begin < len(ids):
+        end = begin + 1
+        is_special = ids[begin] in special
+        text = decoded(row.input_ids, begin, end, tokenizer.decode)
+        while CUT in text and not is_special and end < len(ids) and end - begin < MOST_BYTES:
+            if ids[end] in special or mask[end] != mask[begin]:
+                break
+            end += 1
+            text = decoded(row.input_ids, begin, end, tokenizer.decode)
+        if CUT in text and end > begin + 1:  # the bytes form no character, so each is shown alone
+            end = begin + 1
+            text = decoded(row.input_ids, begin, end, tokenizer.decode)
+        weight = weights[begin] if mask[begin] else 0.0
+        cells.append(Cell(text, tuple(ids[begin:end]), mask[begin], is_special, weight))
+        begin = end
+    return cells
+
+
+def _markers(tokenizer: Any) -> set[int]:
+    """Return the ids of added tokens, such as <think>, which not every tokenizer marks as special."""
+    return set(getattr(tokenizer, "added_tokens_decoder", {}))
+
+
+def runs_of(cells: Sequence[Cell]) -> Iterator[tuple[int, str, list[Cell]]]:
+    """Yield (position of the first token, name, cells) of each run of cells with equal target, weight and name."""
+    position = 0
+    named = zip(cells, names_of(cells), strict=True)
+    for (_, _, name), run in groupby(named, key=lambda pair: (pair[0].is_target, pair[0].weight, pair[1])):
+        group = [cell for cell, _ in run]
+        yield position, name, group
+        position += sum(len(cell.ids) for cell in group)
+
+
+def document_text(cells: Sequence[Cell], in_colour: bool, longest: int = RUN_CELLS) -> Text:
+    """Return a document with a side column: position, tokens, role or kind, and weight of each run.
+
+    Without colours, targets are marked [[…]]. A note replaces the middle of a run of more than `longest` cells.
+    """
+    text = Text()
+    for position, name, run in runs_of(cells):
+        tokens, first = sum(len(cell.ids) for cell in run), run[0]
+        weight = f" ×{first.weight:g}" if first.is_target and first.weight != 1 else ""
+        text.append(f"{position:>8,}  {tokens:>7,}  {name + weight:<12} ", "dim")
+        line = Text()
+        for cell in _shortened(run, longest):
+            style = SPECIAL if cell.is_special and not cell.is_target else TARGET if cell.is_target else CONTEXT
+            line.append("\\n\n".join(map(one_line, cell.text.split("\n"))), style)
+        if first.is_target and not in_colour:
+            line = Text("[[").append_text(line).append("]]")
+        indent = " " * 32
+        for number, part in enumerate(line.split("\n", allow_blank=False)):
+            text.append(indent if number else "").append_text(part).append("\n")
+    return text
+
+
+def tokens_text(cells: Sequence[Cell]) -> Text:
+    """Return each group of tokens with its ids, as in `hello·31373`; targets are underlined and start with `*`."""
+    text = Text()
+    for cell in cells:
+        shown = one_line(cell.text).replace(" ", "␣") or "∅"
+        style = "underline green" if cell.is_target else SPECIAL if cell.is_special else CONTEXT
+        mark = "*" if cell.is_target else ""
+        text.append(f"{mark}{shown}", style).append(f"·{'+'.join(map(str, cell.ids))}", "dim").append("  ")
+    text.append("\n")
+    return text
+
+
+def _shortened(run: list[Cell], longest: int) -> list[Cell]:
+    if len(run) <= longest:
+        return run
+    half = longest // 2
+    left_out = sum(len(cell.ids) for cell in run[half:-half])
+    gap = Cell(f" … {left_out:,} tokens … ", (), run[0].is_target, False, run[0].weight)
+    return [*run[:half], gap, *run[-half:]]
+
+
+def first_difference(one: NDArray[Any], other: NDArray[Any]) -> int | None:
+    """Return the first place at which two arrays differ or one of them ends; None if they are equal."""
+    most = min(len(one), len(other))
+    differs = np.flatnonzero(one[:most] != other[:most])
+    if len(differs):
+        return int(differs[0])
+    return None if len(one) == len(other) else most

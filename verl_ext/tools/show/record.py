@@ -1,0 +1,146 @@
+"""The source record of a document: its fields, its rendered text, and the prompts that a model gets at inference.
+
+document     <|im_start|>user 2+2? <|im_end|> <|im_start|>assistant <think> </think> 4 <|im_end|>
+prompt       <|im_start|>user 2+2? <|im_end|> <|im_start|>assistant              the document begins with it
+
+A tokenized folder does not store the record that a document comes from. The finder reads the records of the sources in
+order and tokenizes those that hold words of the document's targets, until one gives the same tokens.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.text import Text
+
+from verl_ext.files import working_in
+from verl_ext.text.chat import ChatEncoder, ShownText
+from verl_ext.text.chat_rendering import ChatOptions
+from verl_ext.text.readers import Chunk, read_chunks
+from verl_ext.text.sources import SourceFile, absolute_path, find_source_files
+from verl_ext.text.tokenizer import ModelOptions
+from verl_ext.tools.show.data import Report, Row
+from verl_ext.tools.show.document import AFTER, BEFORE, Decode, first_difference
+from verl_ext.values import DataError, UsageError, one_line, options_of
+
+LONGEST_STRING = 2000  # characters of a record's string that are shown
+_WORD = re.compile(r"[A-Za-z0-9]{3,}")
+_WORDS = 8  # words of a document's targets that the search for its record uses
+
+
+@dataclass(frozen=True)
+class FoundRecord:
+    """The record of a document, its place, and its rendered text."""
+
+    place: str
+    raw: Any
+    text: ShownText
+
+
+class RecordFinder:
+    """The records of a tokenized folder's sources.
+
+    Args:
+        report: the folder's report.
+        model: replaces the tokenizer of the report if it names one.
+
+    Raises:
+        UsageError: the report names no sources, or they cannot be found.
+    """
+
+    def __init__(self, report: Report, model: ModelOptions) -> None:
+        given = report.get("options", {})
+        sources = given.get("sources") or {}
+        if not sources or "turns" not in given:
+            needed = "record needs a folder whose report.json names sources, as `verl-ext tokenize` writes it"
+            raise UsageError(f"{needed}; got one without")
+        own = {name: value for name, value in given.items() if name in options_of(ChatOptions)}
+        with working_in(report.get("working_folder")):
+            listed = {name: [value] if isinstance(value, str) else value for name, value in sources.items()}
+            patterns = {name: [*map(absolute_path, paths)] for name, paths in listed.items()}
+            options = ChatOptions.read({**own, "on_bad_record": "skip"})
+            if model.tokenizer:
+                options = replace(options, model=model)
+            self._files = find_source_files(patterns)
+            self._encoder = ChatEncoder(options, list(sources))
+
+    def find(self, row: Row, category: str) -> FoundRecord:
+        """Return the record of a document. Raises DataError if no record gives its tokens."""
+        ids = row.input_ids.tolist()
+        words = self._words(row)
+        own = [file for file in self._files if self._encoder.sources[file.category_id - 1] == category]
+        for file in [*own, *(file for file in self._files if file not in own)]:
+            for number, raw in _candidates(file, words):
+                chunk = Chunk(file.category_id, file.path, [(number, raw)], 0, file.kind == "text")
+                for text in self._encoder.shown(chunk):
+                    if any(document.input_ids.tolist() == ids for document in text.documents):
+                        return FoundRecord(chunk.place(number), raw, text)
+        needed = "record needs the sources, tokenizer and template with which the document was made"
+        raise DataError(f"{needed}; no record gives its tokens now")
+
+    def _words(self, row: Row) -> list[bytes]:
+        """Return the longest words of a document's targets, or of all its tokens if it has no target."""
+        ids = row.input_ids[row.loss_mask] if row.loss_mask.any() else row.input_ids
+        text = self._encoder.tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+        found = sorted(dict.fromkeys(_WORD.findall(text)), key=len, reverse=True)
+        return [word.encode() for word in found[:_WORDS]]
+
+    def view(self, row: Row, category: str) -> Text:
+        """Return the text beside a document: its record, rendered text, and the prompts of its turns at inference."""
+        found = self.find(row, category)
+        text = Text().append(f"record {one_line(found.place)}\n", "bold")
+        text.append(f"{_fields(found.raw)}\n")
+        text.append("rendered text\n", "bold")
+        text.append("\n".join(map(one_line, found.text.text.split("\n"))) + "\n")
+        decode = self._encoder.tokenizer.decode
+        for turn, prompt in found.text.prompts:
+            given = _prompt_view(np.array(self._encoder.ids(prompt)), row, decode)
+            text.append(f"message {turn} at inference: ", "bold").append_text(given)
+        return text
+
+
+def _candidates(file: SourceFile, words: Sequence[bytes]) -> Iterator[tuple[int, Any]]:
+    """Yield the records that hold at least half of the words; a template or a cut may have made the other words."""
+    for chunk in read_chunks(file):
+        for number, raw in chunk.records:
+            content = raw if isinstance(raw, bytes) else json.dumps(raw, ensure_ascii=False, default=str).encode()
+            if 2 * sum(word in content for word in words) >= len(words):
+                yield number, raw
+
+
+def _fields(raw: Any) -> str:
+    """Return a record as indented JSON with its long strings cut."""
+    value = json.loads(raw) if isinstance(raw, bytes) else raw
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, str) and len(value) > LONGEST_STRING:
+            return f"{value[:LONGEST_STRING]} … {len(value) - LONGEST_STRING:,} characters"
+        if isinstance(value, dict):
+            return {name: cut(below) for name, below in value.items()}
+        return [cut(below) for below in value] if isinstance(value, list) else value
+
+    written = json.dumps(cut(value), ensure_ascii=False, indent=2, default=str)
+    return "\n".join(map(one_line, written.split("\n")))
+
+
+def _prompt_view(prompt: NDArray[Any], row: Row, decode: Decode) -> Text:
+    """Return a line that the document begins with the prompt, or the text of both around the first difference."""
+    place = first_difference(prompt, row.input_ids[: len(prompt)])
+    text = Text()
+    if place is None:
+        learnt = int(np.count_nonzero(row.loss_mask[: len(prompt)]))
+        text.append(f"the document begins with its {len(prompt):,} tokens", "green")
+        return text.append(f"; {learnt:,} of them are targets of turns before\n" if learnt else "\n")
+    text.append(f"its {len(prompt):,} tokens differ from the document's at token {place:,}\n", "yellow")
+    for name, ids in (("given  ", prompt), ("trained", row.input_ids)):
+        before, after = (
+            decode(part.tolist()) for part in (ids[max(place - BEFORE, 0) : place], ids[place : place + AFTER])
+        )
+        text.append(f"  {name} ").append(one_line(before), "dim").append(" » ", "bold yellow").append(
+            f"{one_line(after)}\n"
+        )
+    return text

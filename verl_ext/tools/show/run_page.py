@@ -1,0 +1,93 @@
+"""Runs as a page: the tables of the terminal, their curves as figures, and their facts."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from verl_ext.tools.page import COLUMNS, FIT, Chart, score_scale, write_page
+from verl_ext.tools.show.answers import heat_chart
+from verl_ext.tools.show.run_tables import ANSWERS, EVALUATIONS, run_tables, shown_metrics
+from verl_ext.tools.show.runs import ShownRun
+
+_SCORES = ("answer", "exact match", "accuracy", "token accuracy")
+_UNDRAWN = ("tokens", "target tokens", "packs", "epoch", "answers", "total target tokens")  # counts, in the table alone
+_COUNTERS = ("skipped steps", "spikes")  # drawn if anything was counted
+
+
+def write_run_page(path: Path, title: str, runs: Sequence[ShownRun]) -> None:
+    """Write the page of runs. Raises DataError if there are figures to draw, but vl-convert is not installed."""
+    files = {
+        f"{run.name}: {name}": json.dumps(facts, indent=2, ensure_ascii=False)
+        for run in runs
+        for name, facts in {"run.json": run.facts, "data_report.json": run.data}.items()
+        if facts
+    }
+    curves = [{"name": run.name, "curves": {n: vars(curve) for n, curve in run.curves.items()}} for run in runs]
+    write_page(path, title, run_tables(runs, COLUMNS), charts=charts_of(runs), runs=curves, folded=files)
+
+
+def charts_of(runs: Sequence[ShownRun]) -> list[Chart]:
+    """Return the figures: loss, loss of each category, answers, evaluation, other metrics, BABILong's heat maps."""
+    groups: dict[str, list[tuple[str, str]]] = {"loss": [("train/loss", "train"), ("val/loss", "validation")]}
+    for name in dict.fromkeys(category for run in runs for category in run.categories()):
+        groups[f"loss of {name}"] = [(f"train/{name}_loss", "train"), (f"val/{name}_loss", "validation")]
+    losses = {name for metrics in groups.values() for name, _ in metrics}
+    for name in dict.fromkeys(key for run in runs for key in shown_metrics(run) if key not in losses):
+        if (title := _figure_of(name)) not in _UNDRAWN:
+            groups.setdefault(title, []).append((name, name))
+    charts: list[Chart] = []
+    for title, metrics in groups.items():
+        curves: list[dict[str, Any]] = []
+        for number, run in enumerate(runs):
+            for metric, kind in metrics:
+                if metric in run.curves:
+                    series = _series(runs, run, kind, len(metrics))
+                    curves.append({"run": number, "metric": metric, "series": series, "kind": metric.split("/")[0]})
+        values = [value for one in curves for value in runs[one["run"]].curves[one["metric"]].finite]
+        if values and (title not in _COUNTERS or any(values)):
+            charts.append({"title": title, "curves": curves, "spec": _spec(title, curves, values)})
+    return [*charts, *filter(None, map(heat_chart, runs))]
+
+
+def _figure_of(name: str) -> str:
+    """Return the title of the figure that shows a metric; scores of all categories share one."""
+    plain = name.partition("/")[2]
+    kinds = ("token_accuracy", *EVALUATIONS)
+    kind = "answer" if name.startswith(ANSWERS) else next((kind for kind in kinds if plain.endswith(kind)), plain)
+    return kind.replace("_", " ")
+
+
+def _series(runs: Sequence[ShownRun], run: ShownRun, kind: str, metrics: int) -> str:
+    """Return the name in the legend: the run if there are several, the kind if there are several or only one run."""
+    return " ".join(([run.name] if len(runs) > 1 else []) + ([kind] if metrics > 1 or len(runs) == 1 else []))
+
+
+def _spec(title: str, curves: Sequence[Mapping[str, Any]], values: Sequence[float]) -> dict[str, Any]:
+    """Return a vega-lite figure without its data: lines, and points for validation, which is measured rarely."""
+    shown = (("series", "nominal"), ("step", "quantitative"), ("value", "quantitative"))
+    layers: list[dict[str, Any]] = [{"mark": {"type": "line", "strokeWidth": 1.5}}]
+    if any(curve["kind"] == "val" for curve in curves):
+        points = {
+            "mark": {"type": "point", "filled": True, "size": 40},
+            "transform": [{"filter": "datum.kind == 'val'"}],
+            "encoding": {"tooltip": [{"field": name, "type": kind} for name, kind in shown]},
+        }
+        layers.append(points)
+    forms = {"lr": ".1e", "tokens per second": "~s", "total tokens": "~s", "perplexity": "~s"}
+    # The digits of a form without a precision are those between two ticks, so that 10 to 50 would be 1e+1 to 5e+1.
+    axis: dict[str, Any] = {"format": forms.get(title, ".4~g"), "title": None}
+    scale: dict[str, Any] = score_scale(values) if title in _SCORES else {"zero": False}
+    if title == "perplexity":  # before training it is thousands of times that of its end
+        scale, axis = {"type": "log", "nice": False}, {**axis, "tickCount": 6}
+    legend: dict[str, Any] | None = {"orient": "bottom", "columns": 3, "title": None} if len(curves) > 1 else None
+    return {
+        "title": title,
+        **FIT,
+        "encoding": {
+            "x": {"field": "step", "type": "quantitative", "axis": {"format": "~s"}, "scale": {"nice": False}},
+            "y": {"field": "value", "type": "quantitative", "axis": axis, "scale": scale},
+            "color": {"field": "series", "type": "nominal", "legend": legend},
+        },
+        "layer": layers,
+    }

@@ -1,0 +1,96 @@
+"""Runs in a terminal: the progress and the curves of each, and the differences between their configs."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from rich.console import RenderableType
+from rich.text import Text
+from tqdm import tqdm
+
+from verl_ext.progress import four_digits
+from verl_ext.tools.show.answers import heat_table
+from verl_ext.tools.show.runs import Curve, ShownRun
+from verl_ext.tools.tables import plain_table
+from verl_ext.values import leaves, one_line, show
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+OTHERS = tuple(f"train/{name}" for name in ("grad_norm", "lr", "tokens_per_second", "pack_fill", "memory_gib"))
+OTHERS += ("train/router_loss", "perf/mfu")
+EVALUATIONS = ("exact_match", "accuracy", "perplexity")
+ANSWERS = "val/answer"  # the name of the mean score; a category's follows a slash
+
+
+def run_tables(runs: Sequence[ShownRun], width: int) -> Iterator[RenderableType]:
+    """Yield the tables of runs for a terminal of `width` columns."""
+    for run in runs:
+        yield Text(one_line(headline(run)), "bold")
+        if run.torn is not None:
+            yield Text(f"shown up to line {run.torn - 1:,}: line {run.torn:,} of its metrics is not whole", "yellow")
+    if len(runs) > 1 and (table := config_differences(runs)):
+        yield table
+    names = list(dict.fromkeys(name for run in runs for name in shown_metrics(run)))
+    longest = max(map(len, names), default=0)
+    words = ["metric", "run"] if len(runs) > 1 else ["metric"]
+    table = plain_table(*words, "first", "last", "least", left=len(words))
+    table.add_column("curve", no_wrap=True)
+    taken = longest + 3 * 9 + 4 * 2 + (max(len(run.name) for run in runs) + 2 if len(runs) > 1 else 0)
+    for name in names:
+        for run in runs:
+            curve = run.curves.get(name)
+            if curve is None or not (values := curve.finite):
+                continue
+            numbers = (four_digits(value) for value in (values[0], values[-1], min(values)))
+            of_run = [Text(one_line(run.name))] if len(runs) > 1 else []
+            table.add_row(Text(one_line(name)), *of_run, *numbers, sparkline(curve, max(width - taken, 10)))
+    yield table
+    yield from filter(None, map(heat_table, runs))
+
+
+def headline(run: ShownRun) -> str:
+    """Return the progress of a run (step, share, time left, last checkpoint), its hardware and implementations."""
+    total = run.facts.get("total_steps")
+    parts = [f"{run.name}: step {run.step:,}" + (f" of {total:,} ({run.step / total:.0%})" if total else "")]
+    if total and run.step != total and not run.is_alive:
+        parts.append("not running")
+    elif run.seconds_left:
+        parts.append(f"{tqdm.format_interval(run.seconds_left)} left")
+    parts.append("no checkpoint" if run.checkpoint is None else f"last checkpoint at step {run.checkpoint:,}")
+    parts += [run.facts["runs_on"]] if "runs_on" in run.facts else []
+    return " · ".join(parts)
+
+
+def shown_metrics(run: ShownRun) -> list[str]:
+    """Return the metrics that are shown, in order: losses, categories, answers, evaluation, the rest of the file."""
+    wanted = ["train/loss", "val/loss"]
+    wanted += [f"{split}/{name}_loss" for name in run.categories() for split in ("train", "val")]
+    wanted += [key for key in run.curves if key == ANSWERS or key.startswith(f"{ANSWERS}/")]
+    wanted += [key for key in run.curves if key.startswith("val/") and key.endswith(EVALUATIONS)]
+    wanted += OTHERS
+    kinds = {"train": ("tokens", "entropy", "token_accuracy"), "val": ("tokens", "entropy")}
+    details = {f"{split}/{name}_{kind}" for split in kinds for name in run.categories() for kind in kinds[split]}
+    wanted += [key for key in run.curves if key not in details]
+    return [name for name in dict.fromkeys(wanted) if name in run.curves]
+
+
+def sparkline(curve: Curve, width: int) -> str:
+    """Return a curve as blocks of eight heights, each the mean of some steps; a space if no value is finite."""
+    values = np.array([np.nan if value is None else value for value in curve.values], float)
+    parts = np.array_split(values, min(width, len(values)))
+    means = np.array([part[np.isfinite(part)].mean() if np.isfinite(part).any() else np.nan for part in parts])
+    low, high = np.nanmin(means), np.nanmax(means)
+    span = high - low if high - low > 1e-9 * abs(high) else 1.0  # the means of a constant differ by rounding
+    heights = (np.nan_to_num((means - low) / span) * (len(BLOCKS) - 1)).round().astype(int)
+    return "".join(BLOCKS[height] if np.isfinite(mean) else " " for height, mean in zip(heights, means, strict=True))
+
+
+def config_differences(runs: Sequence[ShownRun]) -> RenderableType | None:
+    """Return a table of the keys in which the configs of runs differ; None if they are equal."""
+    runs = [run for run in runs if "config" in run.facts]
+    configs = [dict(leaves(run.facts["config"])) for run in runs]
+    keys = list(dict.fromkeys(key for config in configs for key in config))
+    table = plain_table("differs", *(one_line(run.name) for run in runs), left=1 + len(runs))
+    for key in keys:
+        values = [show(config[key]) if key in config else "-" for config in configs]
+        if len(set(values)) > 1:
+            table.add_row(key, *(Text(one_line(value)) for value in values))
+    return table if table.row_count else None

@@ -1,0 +1,93 @@
+"""Facts about documents that only their tokens show, found in one vectorised pass.
+
+document       <bos> a b | c d <eot>      the targets are c d <eot>
+hash           Σ mix(id_t + 1) · r_t      mod 2^64, with a random odd r_t for every position
+last_target    <eot>                      -1 without a target
+ends_in_target yes                        the last token is a target
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verl_ext.packing.plan import offsets_of
+from verl_ext.tools.show.data import Documents
+
+_MIX = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: spreads small ids over all bits
+
+
+@dataclass(frozen=True)
+class TokenFacts:
+    """Facts of each document.
+
+    Attributes:
+        hashes: uint64[D]; equal documents have equal hashes, different ones with a probability of about 2^-63.
+        last_target: integer[D], the id of the last target token, -1 without one.
+        ends_in_target: bool[D], whether the last token is a target.
+        double_start: bool[D], whether the document begins with the same token `bos` twice.
+        sequence: bool[D], whether the targets contain the whole given sequence of tokens.
+    """
+
+    hashes: NDArray[np.uint64]
+    last_target: NDArray[np.int64]
+    ends_in_target: NDArray[np.bool_]
+    double_start: NDArray[np.bool_]
+    sequence: NDArray[np.bool_]
+
+
+def read_tokens(documents: Documents, bos: int | None = None, sequence: Sequence[int] = ()) -> TokenFacts:
+    """Read every token once. bos: the token of `double_start`. sequence: the token ids to find among the targets."""
+    count = len(documents)
+    longest = int(documents.lengths.max(initial=0))
+    factors = np.random.default_rng(0).integers(0, 2**63, longest, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+    hashes, last = np.zeros(count, np.uint64), np.full(count, -1)
+    at_end, double, found = (np.zeros(count, bool) for _ in range(3))
+    for block in documents.blocks():
+        has_tokens = block.lengths > 0
+        rows, lengths = block.first + np.flatnonzero(has_tokens), block.lengths[has_tokens]
+        if not len(rows):
+            continue
+        offsets = offsets_of(lengths)
+        starts, ends, ids = offsets[:-1], offsets[1:], block.input_ids
+        position = np.arange(len(ids)) - np.repeat(starts, lengths)
+        mixed = (ids.astype(np.uint64) + np.uint64(1)) * _MIX
+        mixed ^= mixed >> np.uint64(29)
+        hashes[rows] = np.add.reduceat(mixed * factors[position], starts)
+        mask = block.loss_mask != 0
+        mask[starts] = False
+        places = np.where(mask, np.arange(len(ids)), -1)
+        last_place = np.maximum.reduceat(places, starts)
+        has_target = last_place >= 0
+        last[rows[has_target]] = ids[last_place[has_target]]
+        at_end[rows] = mask[ends - 1]
+        if bos is not None:
+            second = np.minimum(starts + 1, ends - 1)
+            double[rows] = (lengths > 1) & (ids[starts] == bos) & (ids[second] == bos)
+        found[rows] = _has_sequence(ids, mask, starts, sequence)
+    return TokenFacts(hashes, last, at_end, double, found)
+
+
+def _has_sequence(
+    ids: NDArray[Any], mask: NDArray[np.bool_], starts: NDArray[np.int64], sequence: Sequence[int]
+) -> NDArray[np.bool_]:
+    """Return bool[documents]: whether targets contain `sequence`, which cannot cross the non-target first tokens."""
+    if not sequence or len(ids) < len(sequence):
+        return np.zeros(len(starts), bool)
+    last = len(ids) - len(sequence) + 1
+    begins = np.ones(last, bool)
+    for offset, token in enumerate(sequence):
+        begins &= (ids[offset : offset + last] == token) & mask[offset : offset + last]
+    whole = np.zeros(len(ids), bool)
+    whole[:last] = begins
+    return np.logical_or.reduceat(whole, starts)
+
+
+def repeated(hashes: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """Return bool[D]: whether an earlier document has the same hash."""
+    order = np.argsort(hashes, kind="stable")
+    again = np.zeros(len(hashes), bool)
+    again[order[1:]] = hashes[order[1:]] == hashes[order[:-1]]
+    return again

@@ -1,0 +1,106 @@
+"""The making of a run's records: many requests run at a time, and records are written in the order of the items."""
+
+import asyncio
+import json
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from verl_ext.endpoint.client import Client, EndpointOptions
+from verl_ext.endpoint.spending import QuestionProgress, read_price, spent
+from verl_ext.endpoint.store import Store
+from verl_ext.tools.synthesis.corpus import Corpus, Intervals
+from verl_ext.tools.synthesis.encoder import EncoderOptions
+from verl_ext.tools.synthesis.items import Item
+from verl_ext.tools.synthesis.prompts import Prompts
+from verl_ext.tools.synthesis.records import Made, Making
+
+AHEAD = 4  # items that are in progress for each concurrent request
+
+Make = Callable[[Item, Client, dict[str, Prompts], Making], Coroutine[Any, Any, Made]]
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True)
+class Work:
+    """The inputs of a run, and the file that it writes."""
+
+    corpus: Corpus
+    total: int
+    prompts: dict[str, Prompts]
+    making: Making
+    endpoint: EndpointOptions
+    encoder: EncoderOptions
+    intervals: Intervals | None
+    store_path: str
+    path: Path
+
+
+@dataclass
+class Written:
+    """The outcomes of the items of a run.
+
+    outcomes: the number of items by outcome. without: the items without a record, with reasons. lengths: the rows of
+    the table of lengths as numbers; if empty, the report shows those of the corpus. cost: a line about the requests.
+    """
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    without: list[dict[str, str]] = field(default_factory=list)
+    lengths: dict[str, dict[str, int]] = field(default_factory=dict)
+    cost: str = ""
+
+    def add(self, item: Item, outcome: str, reason: str, has_record: bool) -> None:
+        """Count an item, and list it unless it has a record."""
+        self.outcomes[outcome] += 1
+        if not has_record:
+            self.without.append({"item": item.name, "outcome": outcome, "reason": reason})
+
+
+async def write_records(make: Make, work: Work) -> Written:
+    """Write the records that `make` makes of the items, in their order."""
+    written, price = Written(), read_price(work.endpoint)
+    free = asyncio.Semaphore(work.endpoint.concurrency)
+    with Store(work.store_path) as store:
+        async with Client(work.endpoint, store) as client:
+
+            async def made_of(item: Item) -> Made:
+                async with free:  # an item's requests follow each other, while the server still caches its document
+                    return await make(item, client, work.prompts, work.making)
+
+            begun = ((item, made_of(item)) for item in work.corpus.items())
+            with (
+                open(work.path, "w", encoding="utf-8") as file,
+                QuestionProgress([(client, price)], work.total, "records") as bar,
+            ):
+                async with aclosing(in_order(begun, AHEAD * work.endpoint.concurrency)) as results:
+                    async for item, made in results:
+                        written.add(item, made.outcome, made.reason, made.record is not None)
+                        if made.record is not None:
+                            file.write(json.dumps(made.record, ensure_ascii=False) + "\n")
+                        bar.item_done()
+            written.cost = spent(client, price)
+    return written
+
+
+async def in_order(
+    begun: Iterator[tuple[Item, Coroutine[Any, Any, ResultT]]], ahead: int
+) -> AsyncGenerator[tuple[Item, ResultT], None]:
+    """Yield the results of coroutines in their order while up to `ahead` of them run."""
+    running: deque[tuple[Item, asyncio.Task[ResultT]]] = deque()
+    try:
+        for item, coroutine in begun:
+            running.append((item, asyncio.ensure_future(coroutine)))
+            await asyncio.sleep(0)  # requests are sent while documents are read
+            if len(running) >= ahead:
+                item, task = running.popleft()
+                yield item, await task
+        while running:
+            item, task = running.popleft()
+            yield item, await task
+    finally:
+        for _, task in running:
+            task.cancel()
+        await asyncio.gather(*(task for _, task in running), return_exceptions=True)

@@ -1,0 +1,265 @@
+"""The command `verl-ext synthesize`: choose documents or instructions, ask about them, write records."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import yaml  # type: ignore[import-untyped]
+
+from verl_ext.commands.command_line import OutputOptions, as_list, command, is_names
+from verl_ext.endpoint.answer import DONE, OUTCOMES
+from verl_ext.endpoint.client import EndpointOptions, SamplingOptions
+from verl_ext.endpoint.spending import read_price
+from verl_ext.files import OutputFolder
+from verl_ext.progress import aligned
+from verl_ext.redaction import redacted
+from verl_ext.text.json_records import BadRecord, read_record
+from verl_ext.text.readers import TextFile, read_chunks
+from verl_ext.text.sources import FORMATS, find_source_files, local_path
+from verl_ext.text.tokenizer import ModelOptions, load_tokenizer
+from verl_ext.tools.synthesis import agentwrite, glm_long, longalign
+from verl_ext.tools.synthesis.asking import Work, Written, write_records
+from verl_ext.tools.synthesis.corpus import Corpus, Intervals
+from verl_ext.tools.synthesis.encoder import EncoderOptions
+from verl_ext.tools.synthesis.joined import write_joined
+from verl_ext.tools.synthesis.overlap import NearDuplicates, Passages
+from verl_ext.tools.synthesis.prompts import load_prompts
+from verl_ext.tools.synthesis.records import Making
+from verl_ext.tools.synthesis.token_lengths import TokenLengths
+from verl_ext.values import DataError, option
+
+REPORT = "report.yaml"  # `tokenize` does not take a file of this name for records
+NOT_REPORTED = ("output_dir", "overwrite", "store")
+
+
+@dataclass(frozen=True)
+class Task:
+    """A way to make records: from documents of chosen lengths or from instructions, by questions or by joining."""
+
+    write: Callable[[Work], Coroutine[Any, Any, Written]]
+    text_key: str
+    of_documents: bool
+    joins: bool = False
+
+
+TASKS = {
+    "longalign": Task(partial(write_records, longalign.make), "text", of_documents=True),
+    "glm_long": Task(partial(write_records, glm_long.make), "text", of_documents=True),
+    "glm_long_documents": Task(write_joined, "text", of_documents=True, joins=True),
+    "agentwrite": Task(partial(write_records, agentwrite.make), "prompt", of_documents=False),
+}
+
+
+@dataclass(frozen=True)
+class SynthesizeOptions(OutputOptions):
+    """Long instruction data, made by the model of an OpenAI-compatible server, for `verl-ext tokenize`.
+
+    task=longalign asks for five questions about a document and for the answer to one of them; task=glm_long makes
+    questions about, and summaries of, documents longer than the model's context; task=glm_long_documents joins similar
+    documents into long ones; task=agentwrite plans and writes a long text paragraph by paragraph. `store` keeps every
+    answer, so the same command continues a run that stopped, and no answer is paid for twice.
+    """
+
+    marker: ClassVar[str] = REPORT
+
+    task: str | None = option(None, "method that makes the records", choices=tuple(TASKS), required=True)
+    sources: dict[str, Any] = option({}, f"name: file, folder, glob or list of them; {FORMATS}", required=True)
+    endpoint: EndpointOptions = option(EndpointOptions, "server that receives the requests")
+    sampling: SamplingOptions = option(SamplingOptions, "sampling options of the requests")
+    model: ModelOptions = option(ModelOptions, "the tokenizer of the model to be trained, which counts tokens")
+    store: str | None = option(None, "file of answers, which runs can share; null: OUTPUT_DIR.answers.sqlite")
+    prompts: str | None = option(None, "YAML file with the prompts of the task; null: built-in, in English and Chinese")
+    text_key: str | None = option(None, "field that holds a record's text; null: text, or prompt for instructions")
+    class_field: str | None = option(
+        None,
+        "glm_long_documents: field with a record's class; only documents of one class are joined; null: its source",
+    )
+    encoder: EncoderOptions = option(EncoderOptions, "glm_long_documents: encoder that embeds documents")
+    records: int | None = option(
+        None, "documents or instructions to draw, equally many documents per interval; null: all", least=1
+    )
+    intervals: list[Any] = option(
+        [8192, 16384, 32768, 65536],
+        "edges of the length intervals of documents, in tokens; glm_long_documents: of joined documents",
+    )
+    over_length: str = option(
+        "drop",
+        "a document with more tokens than the last of `intervals`: drop: left out | truncate: its start is used",
+        choices=("drop", "truncate"),
+    )
+    window: int = option(
+        12288,
+        "glm_long: tokens of a document in a request; the model's context needs room for the answer too",
+        least=64,
+    )
+    lengths: list[Any] = option([], "agentwrite: lengths in words, one of which is drawn if an instruction names none")
+    min_length_score: float = option(
+        80.0, "agentwrite: minimum S_l, 0 to 100, of a text that is kept", least=0, most=100
+    )
+    max_paragraphs: int = option(50, "agentwrite: maximum number of paragraphs of a plan", least=1)
+    near_duplicates: float | None = option(
+        0.8,
+        "similarity from which a text is left out as a copy of an earlier one; null: no search",
+        above=0,
+        most=1,
+    )
+    decontaminate: list[Any] = option([], "benchmark files; no record may hold 13 words in a row of them")
+    on_bad_record: str = option(
+        "error", "bad record: error: ends the run | skip: left out, counted by reason", choices=("error", "skip")
+    )
+    parse_tries: int = option(3, "maximum number of requests for an answer that arrives in a wrong form", least=1)
+    max_failed_share: float = option(
+        0.1, "share of items without a usable answer (refused, cut, failed, …) above which nothing is written", least=0
+    )
+    seed: int = option(42, "seed of all draws: items, kinds, questions, lengths")
+
+    def problems(self) -> Iterable[str | None]:
+        """Yield a line for each mistake that can be seen without a file or a server."""
+        task = TASKS[str(self.task)]
+        if not task.joins or self.encoder.path is None:
+            yield from self.endpoint.endpoint_problems()
+        if task.joins and self.prompts is not None:
+            yield f"prompts must be null with task={self.task}, which asks no questions; got {self.prompts}"
+        named = {f"sources.{name}": value for name, value in self.sources.items()}
+        if self.decontaminate:
+            named["decontaminate"] = self.decontaminate
+        for key, value in named.items():
+            if not is_names(value):
+                yield f"{key} must be a path, a glob or a list of them; got {value!r}"
+        paths = [local_path(path) for value in named.values() if is_names(value) for path in as_list(value)]
+        yield from self.output_problems("a source, the store", self.store, self.prompts, self.encoder.path, *paths)
+        if task.of_documents:
+            yield from self.model.tokenizer_problems()
+        for key, least in (("intervals", 2), ("lengths", 0)):
+            numbers = getattr(self, key)
+            right = all(type(number) is int and number > 0 for number in numbers) and len(numbers) >= least
+            if not right or sorted(set(numbers)) != numbers:
+                needed = f"must be a list of {least or 'no'} or more whole numbers, each above the last"
+                yield f"{key} {needed}; got {numbers}"
+
+    @property
+    def loads_encoder(self) -> bool:
+        """Tell whether a model on this machine embeds the documents."""
+        return TASKS[str(self.task)].joins and self.encoder.path is not None
+
+    @property
+    def store_path(self) -> str:
+        """The file of answers."""
+        return self.store or f"{self.output_dir.rstrip('/')}.answers.sqlite"
+
+
+def run(options: SynthesizeOptions) -> str:
+    """Make the records; return the closing tables. Raises `UsageError` and `DataError`, each one line."""
+    task = TASKS[str(options.task)]
+    prompts = {} if task.joins else load_prompts(options.prompts, str(options.task))
+    read_price(options.endpoint)  # here too, so that a mistake in the prices ends the run before documents are read
+    files = find_source_files({name: as_list(value) for name, value in options.sources.items()})
+    passages = Passages(_benchmark_texts(options.decontaminate))
+    lengths, intervals = None, Intervals(tuple(options.intervals))
+    if task.of_documents:
+        read = Intervals((1, options.intervals[-1])) if task.joins else intervals
+        lengths = read, TokenLengths(load_tokenizer(options.model))
+    skip_bad, truncate = options.on_bad_record == "skip", options.over_length == "truncate"
+    key = options.text_key or task.text_key
+    corpus = Corpus(files, list(options.sources), key, options.class_field, skip_bad, lengths, truncate)
+    near = None if options.near_duplicates is None else NearDuplicates(options.near_duplicates)
+    total = corpus.choose(options.records, options.seed, near, passages)
+    if not total:
+        left_out = _listed(corpus.left_out) or "nothing was there"
+        raise DataError(f"sources must hold something to ask about, in its field {key}; left out: {left_out}")
+    making = Making(
+        options.seed,
+        options.sampling,
+        options.parse_tries,
+        passages,
+        options.min_length_score,
+        options.max_paragraphs,
+        options.lengths,
+        options.window,
+        lengths[1] if lengths else None,
+    )
+
+    with OutputFolder(options.output_dir, options.overwrite) as folder:
+        work = Work(
+            corpus,
+            total,
+            prompts,
+            making,
+            options.endpoint,
+            options.encoder,
+            intervals,
+            options.store_path,
+            folder.path / f"{options.task}.jsonl",
+        )
+        written = asyncio.run(task.write(work))
+        _check_outcomes(written.outcomes, written.without, options)
+        found = {n: {"found": corpus.available[n], "drawn": len(own)} for n, own in corpus.chosen.items()}
+        report = {
+            "options": redacted({name: value for name, value in asdict(options).items() if name not in NOT_REPORTED}),
+            "lengths": written.lengths or found,
+            "left_out": dict(corpus.left_out),
+            "outcomes": dict(written.outcomes),
+            "without_record": written.without,
+        }
+        (folder.path / REPORT).write_text(yaml.safe_dump(report, allow_unicode=True, sort_keys=False), "utf-8")
+        folder.publish()
+    rows = [
+        {"length": name, **{key: f"{count:,}" for key, count in row.items()}} for name, row in report["lengths"].items()
+    ]
+    lines = [
+        aligned(rows, ["length"]),
+        f"left out: {_listed(corpus.left_out) or 'none'}",
+        f"items: {_listed(written.outcomes)}",
+        *([written.cost] if written.cost else []),
+    ]
+    return "\n".join([*lines, f"written to {options.output_dir}"])
+
+
+def _benchmark_texts(paths: Sequence[str]) -> Iterator[str]:
+    """Yield every text in the records of files."""
+    for file in find_source_files({"decontaminate": list(paths)}, "decontaminate") if paths else ():
+        for chunk in read_chunks(file):
+            for number, raw in chunk.records:
+                try:
+                    yield from _texts_in(read_record(raw))
+                except BadRecord as error:
+                    raise DataError(f"{chunk.place(number)}: {error}") from error
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, TextFile):
+        yield "".join(value.blocks())
+    elif isinstance(value, (list, dict)):
+        for child in value.values() if isinstance(value, dict) else value:
+            yield from _texts_in(child)
+
+
+def _check_outcomes(outcomes: Counter[str], without: Sequence[dict[str, str]], options: SynthesizeOptions) -> None:
+    """Raise `DataError` if too many items have no usable answer, or none has a record."""
+    failed = Counter({name: outcomes[name] for name in OUTCOMES if name != DONE})
+    kept = f"nothing was written; the answers are kept in {options.store_path}"
+    first = "; ".join(f"{each['item']}: {each['outcome']}: {each['reason']}" for each in without[:3])
+    if failed.total() > options.max_failed_share * outcomes.total():
+        share = f"{failed.total():,} of {outcomes.total():,} items are without an answer to use ({_listed(failed)})"
+        raise DataError(f"{share}, max_failed_share is {options.max_failed_share}: {kept}. {first}")
+    if not outcomes[DONE]:
+        raise DataError(f"no item has a record ({_listed(outcomes)}): {kept}. {first}")
+
+
+def _listed(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} {name}" for name, count in sorted(counts.items()) if count)
+
+
+main = command(
+    "synthesize",
+    SynthesizeOptions,
+    run,
+    example="task=longalign 'sources={books:books/}' output_dir=DIR model.path=TOKENIZER"
+    " endpoint.base_url=http://localhost:8000/v1 endpoint.model=NAME",
+    loads_models=lambda options: options.loads_encoder,
+)

@@ -1,0 +1,134 @@
+"""The items of a run: items of a right length that repeat no others, drawn evenly over intervals of lengths."""
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from verl_ext.text.sources import SourceFile
+from verl_ext.tools.synthesis.items import Item, drawn, read_items
+from verl_ext.tools.synthesis.overlap import NearDuplicates, Passages
+from verl_ext.tools.synthesis.token_lengths import TokenLengths
+from verl_ext.values import DataError
+
+ALL = "all"  # the one group of items whose lengths are not counted
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """The lengths of documents in tokens: edges[i] up to edges[i + 1], the last edge included."""
+
+    edges: tuple[int, ...]
+
+    def of(self, tokens: int) -> str | None:
+        """Return the interval of a length; None if it is in none."""
+        if not self.edges[0] <= tokens <= self.edges[-1]:
+            return None
+        place = min(bisect_right(self.edges, tokens), len(self.edges) - 1)
+        return f"{self.edges[place - 1]:,}–{self.edges[place]:,}"
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all intervals, the shortest first."""
+        return [str(self.of(edge)) for edge in self.edges[:-1]]
+
+
+class Corpus:
+    """The items of files by interval of length; the files are read twice, to choose items and to ask about them.
+
+    The seed and the name of an item give a number, and the items of an interval with the lowest numbers are chosen. So
+    the choice does not depend on the order of reading, and a larger choice contains a smaller one.
+
+    Args:
+        files: the files of all sources, in order.
+        sources: the names of the sources.
+        text_key: the field of a record with its text.
+        class_field: the field with its class; None: a document's class is its source.
+        skip_bad: leave out and count bad records, instead of ending the run.
+        lengths: the intervals and the counter of tokens; None: all items are one group.
+        truncate: shorten documents that are too long to the end of the last interval, instead of leaving them out.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[SourceFile],
+        sources: Sequence[str],
+        text_key: str,
+        class_field: str | None,
+        skip_bad: bool,
+        lengths: tuple[Intervals, TokenLengths] | None,
+        truncate: bool,
+    ) -> None:
+        self._read = (files, sources, text_key, class_field)
+        self._skip_bad, self._lengths, self._truncate = skip_bad, lengths, truncate
+        self.left_out: Counter[str] = Counter()
+        self.available: dict[str, int] = {}
+        self.chosen: dict[str, set[str]] = {}
+
+    def choose(self, records: int | None, seed: int, near: NearDuplicates | None, passages: Passages) -> int:
+        """Draw `records` items (None: all), equally many from every interval; return the number of items drawn.
+
+        An interval with too few gives all of its items, and the others make up for it. Raises DataError if all of them
+        together have too few.
+        """
+        names = self._lengths[0].names if self._lengths else [ALL]
+        groups: dict[str, list[tuple[int, str]]] = {name: [] for name in names}
+        for item, group in self._items(self.left_out):
+            if passages.found_in(item.text):
+                self.left_out["contaminated"] += 1
+            elif near and near.repeats(item.name, item.text):
+                self.left_out["near_duplicate"] += 1
+            else:
+                groups[group].append((drawn(seed, item.name), item.name))
+        self.available = {group: len(found) for group, found in groups.items()}
+        for group, share in _shares(list(self.available.values()), records, list(groups)).items():
+            self.chosen[group] = {name for _, name in sorted(groups[group])[:share]}
+        return sum(map(len, self.chosen.values()))
+
+    def items(self) -> Iterator[Item]:
+        """Yield the chosen items in the order of the files."""
+        for item, group in self._items(Counter()):
+            if item.name in self.chosen[group]:
+                yield item
+
+    def _items(self, left_out: Counter[str]) -> Iterator[tuple[Item, str]]:
+        """Yield each item of a right length, shortened if `truncate`, with its interval; count the others."""
+        for item in read_items(*self._read, left_out, self._skip_bad):
+            if self._lengths is None:
+                yield item, ALL
+                continue
+            intervals, limit = self._lengths
+            tokens, most = limit.count(item.text), intervals.edges[-1]
+            if tokens > most and self._truncate:
+                left_out["truncated"] += 1
+                text = limit.shortened(item.text, most)
+                within = [(first, min(end, len(text))) for first, end in item.documents if first < len(text)]
+                item = replace(item, text=text, documents=within)
+                tokens = limit.count(item.text)
+            if group := intervals.of(tokens):
+                yield replace(item, tokens=tokens), group
+            else:
+                left_out["too_short" if tokens < intervals.edges[0] else "too_long"] += 1
+
+
+def _shares(available: Sequence[int], records: int | None, names: Sequence[str]) -> dict[str, int]:
+    """Return the number of items that each group gives: one after the other gives one more while it has any."""
+    total = sum(available)
+    if records is None or not total:
+        return dict(zip(names, available, strict=True))
+    if records > total:
+        of_each = (
+            ""
+            if names == [ALL]
+            else f" ({', '.join(f'{n:,} of {name}' for n, name in zip(available, names, strict=True))})"
+        )
+        raise DataError(
+            f"records must be at most {total:,}, what the sources have to draw from{of_each}; got {records:,}"
+        )
+    shares, left = [0] * len(available), records
+    while left:
+        for place, most in enumerate(available):
+            if left and shares[place] < most:
+                shares[place] += 1
+                left -= 1
+    return dict(zip(names, shares, strict=True))

@@ -1,0 +1,135 @@
+"""GLM-Long's instructions from a model with a short context, about documents longer than that context.
+
+One of three ways is drawn for a document (Zhipu AI, "GLM Long: Scaling Pre-trained Model Contexts to Millions", 2024):
+
+    chunk     one stretch as long as the window                       →  a question and its answer
+    chunks    stretches from all over the text, a window in total     →  a question over several of them, and its answer
+    summary   summaries of all parts of a window's length, summarized
+              again while they are longer than a window together      →  the answer to an instruction to summarize
+
+The record asks the same question about the whole document.
+"""
+
+import re
+
+from verl_ext.endpoint.answer import UNPARSABLE, Answer, Unparsable
+from verl_ext.endpoint.client import Client
+from verl_ext.text.word_count import language_of
+from verl_ext.tools.synthesis.items import Item, drawn
+from verl_ext.tools.synthesis.prompts import Prompts
+from verl_ext.tools.synthesis.records import Made, Making, json_in, question_and_answer, refused_in_words
+from verl_ext.tools.synthesis.token_lengths import TokenLengths
+
+WAYS = ("chunk", "chunks", "summary")
+STRETCHES = 4  # stretches of a text, for a question over several of them
+MOST_STRETCHES = 16  # of a text that consists of more documents than STRETCHES
+_PAIR = re.compile(  # Question: … Answer: …, on one line or several; ### Question 1; Q: … A: …; 问：… 答：…
+    r"^[\s*#>_\-]*(?P<name>Question|Q|问题|问)\s*\d*[\s*_]*(?:[:：]|\n)[\s*_]*(?P<question>.+?)"
+    r"(?:\n[\s*#>_\-]*(?:Answer|A|答案|回答|答)|(?:[\s*_]+|(?<=[?？。]))(?:Answer|答案|回答))"
+    r"\s*\d*[ \t*_]*(?:[:：]|\n)[\s*_]*(?P<answer>.+?)"
+    r"(?=\n[\s*#>_\-]*(?P=name)\s*\d*[\s*_]*(?:[:：]|\n)|\Z)",  # a second pair is left out
+    re.IGNORECASE | re.DOTALL | re.MULTILINE,
+)
+
+
+def parse_pair(text: str) -> tuple[str, str]:
+    """Return the first question and its answer of a text of the form `Question: … Answer: …`, or of JSON."""
+    given = json_in(text)
+    given = given[0] if isinstance(given, list) and given else given
+    if isinstance(given, dict):
+        given = {str(name).lower(): value for name, value in given.items()}
+        pair = [given.get("question", given.get("问题")), given.get("answer", given.get("答案"))]
+    else:
+        found = _PAIR.search(text)
+        pair = [found["question"], found["answer"]] if found else [None, None]
+    question, answer = (each.strip().strip("*").strip() if isinstance(each, str) else "" for each in pair)
+    if not question or not answer:
+        raise Unparsable("the answer is not of the form `Question: …`, `Answer: …`")
+    return question, answer
+
+
+def stretches(item: Item, number: int, size: int, seed: int, lengths: TokenLengths) -> list[tuple[int, int]]:
+    """Return `number` stretches of at most `size` tokens, as characters, spread evenly over a text.
+
+    The start of each is drawn within its part of the text. If the text consists of several documents, the stretches are
+    shared among them, or each is of another one.
+    """
+    documents = lengths.tokens(item.text, item.documents) or [(0, item.tokens)]
+    spans = []
+    for place in range(number):
+        if len(documents) >= number:
+            begin, stop = documents[place * len(documents) // number]
+            part, parts = 0, 1
+        else:  # document d has the stretches d·number/D up to (d+1)·number/D
+            which = ((place + 1) * len(documents) - 1) // number
+            first, end = (-(-each * number // len(documents)) for each in (which, which + 1))
+            begin, stop = documents[which]
+            part, parts = place - first, end - first
+        begin, stop = (begin + (stop - begin) * each // parts for each in (part, part + 1))
+        start = begin + drawn(seed, item.name, "start", str(place)) % max(stop - begin - size + 1, 1)
+        spans.append((start, min(start + size, stop)))
+    return lengths.characters(item.text, spans)
+
+
+async def make(item: Item, client: Client, prompts: dict[str, Prompts], making: Making) -> Made:
+    """Return the record of a document, or the reason why there is none."""
+    way = WAYS[drawn(making.seed, item.name, "way") % len(WAYS)]
+    own = prompts[language_of(item.text)]
+    if way == "summary":
+        return await _summary(item, client, own, making)
+    assert making.lengths_of is not None
+    number = 1
+    if way == "chunks":
+        number = min(max(STRETCHES, len(item.documents)), MOST_STRETCHES)
+    characters = stretches(item, number, making.window // number, making.seed, making.lengths_of)
+    text = "\n\n----------\n\n".join(item.text[begin:end] for begin, end in characters)
+    tasks = own.below("tasks")
+    task = tasks[drawn(making.seed, item.name, "task") % len(tasks)]
+    name = "question" if way == "chunk" else "questions_over_parts"
+    content = own.filled(name, text=text, task=own.texts[f"tasks.{task}"])
+    answer = await client.ask(
+        item.name, way, [{"role": "user", "content": content}], making.sampling, parse_pair, making.parse_tries
+    )
+    if not answer.is_done:
+        return Made.from_answer(way, answer)
+    question, reply = answer.parsed
+    if not (answer := refused_in_words(answer, reply)).is_done:
+        return Made.from_answer(way, answer)
+    if making.passages.found_in(f"{question}\n{reply}"):
+        return Made("contaminated", reason="the question or its answer holds a passage of decontaminate")
+    facts = {"task": task, "spans": [list(span) for span in characters]}
+    content = f"{item.text}\n\n{question}"
+    return question_and_answer(item, f"glm_long_{way}", content, reply, own, [answer], facts)
+
+
+async def _summary(item: Item, client: Client, own: Prompts, making: Making) -> Made:
+    """Return the record of a summary, for which the model reads the text window by window."""
+    assert making.lengths_of is not None
+    count, answers, text, level = making.lengths_of, list[Answer](), item.text, 0
+    while (tokens := count.count(text)) > making.window:
+        level += 1
+        starts = range(0, tokens, making.window)
+        spans = count.characters(text, [(start, min(start + making.window, tokens)) for start in starts])
+        summaries = []
+        for number, (begin, end) in enumerate(spans, start=1):
+            asked = [{"role": "user", "content": own.filled("part", text=text[begin:end])}]
+            part = await client.ask(item.name, f"part/{level}/{number}", asked, making.sampling)
+            answers.append(refused_in_words(part))
+            if not answers[-1].is_done:
+                return Made.from_answer(f"part {number} of {len(spans)}", answers[-1])
+            summaries.append(answers[-1].text)
+        text = "\n\n".join(summaries)
+        if count.count(text) >= tokens:
+            return Made(UNPARSABLE, reason="the summaries of the parts are as long as the parts")
+    names = own.below("summaries")
+    name = names[drawn(making.seed, item.name, "task") % len(names)]
+    instruction = own.texts[f"summaries.{name}"]
+    asked = [{"role": "user", "content": own.filled("whole", text=text, instruction=instruction)}]
+    answers.append(refused_in_words(await client.ask(item.name, "whole", asked, making.sampling)))
+    if not answers[-1].is_done:
+        return Made.from_answer("whole", answers[-1])
+    if making.passages.found_in(answers[-1].text):
+        return Made("contaminated", reason="the summary holds a passage of decontaminate")
+    facts = {"task": name, "levels": level, "spans": [[0, len(item.text)]]}
+    content = f"{item.text}\n\n{instruction}"
+    return question_and_answer(item, "glm_long_summary", content, answers[-1].text, own, answers, facts)

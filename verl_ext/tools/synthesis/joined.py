@@ -1,0 +1,188 @@
+"""GLM-Long's artificial long documents: similar documents, joined into one text.
+
+    documents of a class  ──►  embeddings  ──►  a start, and its nearest neighbours up to a drawn length  ──►  one text
+
+Each document is used at most once. The seed and the names of documents give the order in which they become starts. A
+start goes to the interval of lengths with the fewest tokens so far, so that all intervals get about equally many (Zhipu
+AI, "GLM Long: Scaling Pre-trained Model Contexts to Millions", 2024). The search for neighbours is exact: it multiplies
+all embeddings of a class by the start's, which is quick enough for about 100,000 documents in a class.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from tempfile import TemporaryFile
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verl_ext.endpoint.answer import DONE
+from verl_ext.endpoint.client import Client
+from verl_ext.endpoint.spending import QuestionProgress, read_price, spent
+from verl_ext.endpoint.store import Store
+from verl_ext.tools.synthesis.asking import AHEAD, Work, Written, in_order
+from verl_ext.tools.synthesis.corpus import Intervals
+from verl_ext.tools.synthesis.encoder import LocalEncoder
+from verl_ext.tools.synthesis.items import Item, drawn
+from verl_ext.values import DataError
+
+SEPARATOR = "\n\n"
+
+
+@dataclass(frozen=True)
+class Document:
+    """A document of a class: its tokens with the separator after it, and the place of its text in the file of texts."""
+
+    name: str
+    tokens: int
+    vector: NDArray[np.float32]
+    place: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """The documents of a text, the start first, and the similarity of each to the start."""
+
+    interval: str
+    numbers: Sequence[int]
+    similarities: Sequence[float]
+
+
+def groups_of(
+    documents: Sequence[Document], intervals: Intervals, seed: int, filled: dict[str, int]
+) -> Iterator[Group]:
+    """Yield the groups of a class; a document is in at most one group.
+
+    Args:
+        documents: the documents of the class, in the order in which they become starts.
+        intervals: the intervals of the lengths of joined texts.
+        seed: the seed of the target lengths.
+        filled: the tokens of each interval so far, which this function updates.
+    """
+    tokens = np.array([document.tokens for document in documents])
+    vectors = np.stack([document.vector for document in documents])
+    vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+    free, left = np.ones(len(documents), bool), int(tokens.sum())
+    ranges = list(zip(intervals.names, intervals.edges, intervals.edges[1:], strict=False))
+    for start, document in enumerate(documents):
+        possible = [each for each in ranges if free[start] and document.tokens < each[2] and left > each[1]]
+        if not possible:
+            continue
+        similarities = vectors @ vectors[start]
+        nearest = np.argsort(-similarities, kind="stable")
+        nearest = nearest[free[nearest] & (nearest != start)].tolist()
+        place = drawn(seed, document.name, "target") / 2**64
+        for name, low, high in sorted(possible, key=lambda each: (filled[each[0]], -each[1])):
+            target, total, chosen = low * (high / low) ** place, document.tokens, [start]
+            for number in nearest:
+                if len(chosen) > 1 and total >= target:
+                    break
+                if total + tokens[number] <= high:
+                    total += int(tokens[number])
+                    chosen.append(number)
+            if total > low and len(chosen) > 1:
+                free[chosen] = False
+                filled[name] += total
+                left -= total
+                yield Group(name, chosen, [float(similarities[number]) for number in chosen])
+                break
+
+
+async def write_joined(work: Work) -> Written:
+    """Write the joined documents of all classes."""
+    assert work.intervals is not None
+    written = Written()
+    names = work.intervals.names
+    filled = dict.fromkeys(names, 0)
+    written.lengths = {name: {"documents": 0, "tokens": 0} for name in names}
+    with TemporaryFile(dir=work.path.parent) as texts, open(work.path, "w", encoding="utf-8") as file:
+        classes = await _embedded(work, texts, written)
+        for kind in sorted(classes):
+            documents = sorted(classes[kind], key=lambda each: (drawn(work.making.seed, each.name, "start"), each.name))
+            used = 0
+            for group in groups_of(documents, work.intervals, work.making.seed, filled):
+                record = _record(kind, group, documents, texts, work)
+                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+                row = written.lengths[group.interval]
+                row["documents"] += 1
+                row["tokens"] += record["provenance"]["tokens"]
+                used += len(group.numbers)
+            written.outcomes[DONE] += used
+            written.outcomes["left_over"] += len(documents) - used
+    if classes and not written.outcomes[DONE]:
+        shortest = work.intervals.edges[0]
+        raise DataError(
+            f"intervals must begin below what a class's documents have together; got {shortest:,}, and no two documents"
+            f" of {', '.join(sorted(classes))} make a text that long and no longer than the last"
+        )
+    return written
+
+
+async def _embedded(work: Work, texts: IO[bytes], written: Written) -> dict[str, list[Document]]:
+    """Embed the documents and write their texts to a file; return them by class, and set the cost in `written`."""
+    count = work.making.lengths_of
+    assert count is not None
+    classes: dict[str, list[Document]] = defaultdict(list)
+    of_server = work.encoder.path is None
+    price = read_price(work.endpoint) if of_server else None
+    with Store(work.store_path) as store:
+        encoder = Client(work.endpoint, store) if of_server else LocalEncoder(work.encoder, store)
+        clients = [(encoder, price)] if isinstance(encoder, Client) else []
+        async with encoder:
+            most = work.encoder.max_tokens
+            begun = (
+                (
+                    item,
+                    encoder.embed(item.name, work.encoder.start + count.shortened(item.text, min(most, item.tokens))),
+                )
+                for item in work.corpus.items()
+            )
+            with QuestionProgress(clients, work.total, "embed") as bar:
+                async with aclosing(in_order(begun, AHEAD * work.endpoint.concurrency)) as results:
+                    async for item, answer in results:
+                        if answer.is_done:
+                            tokens = count.count(item.text + SEPARATOR)
+                            classes[item.kind].append(_kept(item, tokens, answer.parsed, texts))
+                        else:
+                            written.add(item, answer.outcome, answer.reason, has_record=False)
+                        bar.item_done()
+            written.cost = spent(encoder, price) if isinstance(encoder, Client) else ""
+    for documents in classes.values():
+        sizes = {document.vector.size for document in documents}
+        if len(sizes) > 1:
+            raise DataError(f"the encoder must give embeddings of one length; got {sorted(sizes)}")
+    return classes
+
+
+def _kept(item: Item, tokens: int, vector: NDArray[np.float32], texts: IO[bytes]) -> Document:
+    """Write a document's text to the file, from which its group reads it later, and return its place there."""
+    place, text = texts.tell(), item.text.encode()
+    texts.write(text)
+    return Document(item.name, tokens, vector, place, len(text))
+
+
+def _record(kind: str, group: Group, documents: Sequence[Document], texts: IO[bytes], work: Work) -> dict[str, Any]:
+    """Return the record of a joined text, with the place of each of its documents."""
+    assert work.making.lengths_of is not None
+    text, parts = "", []
+    for number, similarity in zip(group.numbers, group.similarities, strict=True):
+        document = documents[number]
+        texts.seek(document.place)
+        own = texts.read(document.num_bytes).decode()
+        text += SEPARATOR if text else ""
+        span = [len(text), len(text) + len(own)]
+        text += own
+        parts.append({"item": document.name, "span": span, "similarity": round(similarity, 4)})
+    provenance = {
+        "class": kind,
+        "interval": group.interval,
+        "tokens": work.making.lengths_of.count(text),
+        "documents": parts,
+        "encoder": work.encoder.path or work.endpoint.model,
+        "seed": work.making.seed,
+    }
+    return {"text": text, "category": kind, "provenance": provenance}

@@ -1,0 +1,88 @@
+"""LongAlign: a question about a long document, and its answer (arXiv 2401.18058, section 3.1 and appendix A).
+
+Both requests start with the same document, byte for byte:
+
+    document, "write five questions of this kind"  →  five questions, one is drawn
+    document, that question                        →  the answer over the whole document
+"""
+
+import re
+
+from verl_ext.endpoint.answer import Answer, Unparsable
+from verl_ext.endpoint.client import Client
+from verl_ext.text.word_count import language_of
+from verl_ext.tools.synthesis.items import Item, drawn
+from verl_ext.tools.synthesis.prompts import Prompts
+from verl_ext.tools.synthesis.records import Made, Making, json_in, question_and_answer, refused_in_words
+
+_NUMBERS = "一二三四五六七八九十"
+_NUMBERED = re.compile(  # 1: … | 2. … | **3:** … | (4) … | [5] … | 6 - … | 七、… | Question 8 | Q9: …
+    rf"^[\s*#>_\-]*(?P<name>Q(?:uestion)?\s*|问题\s*)?(?P<open>[(（\[【])?\s*(?P<number>\d{{1,2}}|[{_NUMBERS}])\s*"
+    r"(?(open)[)）\]】][\s*_]*[:：.、\-–—]?|[\s*_]*(?:[:.)、：．）]|[\-–—](?!\d)|(?(name)$|(?!))))[\s*_]*(?P<text>.*)$",
+    re.IGNORECASE,
+)
+
+
+def parse_questions(text: str) -> list[str]:
+    """Return the questions of a list numbered from 1, or of JSON, without the text around them.
+
+    A question ends before the next number or a blank line.
+    """
+    if found := _json_questions(text):
+        return found
+    questions: list[str] = []
+    is_open = False  # whether the next line belongs to the last question
+    for line in text.splitlines():
+        match = _NUMBERED.match(line)
+        if match and _value(match["number"]) == len(questions) + 1:
+            questions.append(match["text"])
+            is_open = True
+        elif is_open and line.strip():
+            questions[-1] += f"\n{line}"
+        elif questions and questions[-1].strip():
+            is_open = False
+    found = [question.strip().strip("*").strip() for question in questions]
+    if not found or not all(found):
+        raise Unparsable("the answer has no questions numbered from 1")
+    return found
+
+
+def _value(number: str) -> int:
+    return int(number) if number.isdigit() else _NUMBERS.index(number) + 1
+
+
+def _json_questions(text: str) -> list[str] | None:
+    """Return the questions in a JSON list, of texts or of objects with a question; None if there is none."""
+    found = json_in(text)
+    if isinstance(found, dict):
+        found = next((value for value in found.values() if isinstance(value, list)), list(found.values()))
+    named = [next(iter(each.values()), None) if isinstance(each, dict) else each for each in found or []]
+    texts = [each for each in named if isinstance(each, str) and each.strip()]
+    return texts if texts and len(texts) == len(named) else None
+
+
+async def make(item: Item, client: Client, prompts: dict[str, Prompts], making: Making) -> Made:
+    """Return the record of a document, or the reason why there is none."""
+    own = prompts[language_of(item.text)]
+    kinds = own.below("kinds")
+    kind = kinds[drawn(making.seed, item.name, "kind") % len(kinds)]
+    answers: list[Answer] = []
+
+    instruction = own.filled("questions", kind=own.texts[f"kinds.{kind}"])
+    message = {"role": "user", "content": f"{item.text}\n\n{instruction}"}
+    answers.append(
+        await client.ask(item.name, "questions", [message], making.sampling, parse_questions, making.parse_tries)
+    )
+    if not answers[-1].is_done:
+        return Made.from_answer("questions", answers[-1])
+    questions = answers[-1].parsed
+    question = questions[drawn(making.seed, item.name, "question") % len(questions)]
+    content = f"{item.text}\n\n{question}"
+    asked = [{"role": "user", "content": content}]
+    answers.append(refused_in_words(await client.ask(item.name, "answer", asked, making.sampling)))
+    if not answers[-1].is_done:
+        return Made.from_answer("answer", answers[-1])
+    if making.passages.found_in(f"{question}\n{answers[-1].text}"):
+        return Made("contaminated", reason="the question or its answer holds a passage of decontaminate")
+    facts = {"questions": len(questions), "spans": [[0, len(item.text)]]}
+    return question_and_answer(item, f"longalign_{kind}", content, answers[-1].text, own, answers, facts)

@@ -1,0 +1,72 @@
+"""The prompts of a task, ours or those of the user's file, in the language of the text."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from verl_ext.files import fingerprint
+from verl_ext.values import UsageError, first_line, nearest_name, reason_of
+
+LANGUAGES = ("en", "zh")
+_PLACEHOLDER = re.compile(r"\{(\w+)\}")
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The prompts of one language by dotted name, and a version that changes with any of them."""
+
+    texts: Mapping[str, str]
+    version: str
+
+    def filled(self, name: str, **values: str) -> str:
+        """Return a prompt with its placeholders replaced; braces in the values stay as they are."""
+        return _PLACEHOLDER.sub(lambda found: values.get(found[1], found[0]), self.texts[name])
+
+    def below(self, name: str) -> list[str]:
+        """Return the names that stand directly below a name, in their order."""
+        return [text.removeprefix(f"{name}.") for text in self.texts if text.startswith(f"{name}.")]
+
+
+def load_prompts(path: str | None, task: str) -> dict[str, Prompts]:
+    """Return the prompts of a task by language: ours, or those of a file for every language.
+
+    Raises `UsageError` if the file lacks one of our prompts or placeholders, or has an unknown prompt.
+    """
+    folder = resources.files("verl_ext.tools.synthesis") / "prompts"
+    ours = {name: _texts(yaml.safe_load((folder / f"{name}.yaml").read_text("utf-8"))[task]) for name in LANGUAGES}
+    if path is None:
+        return {name: Prompts(texts, fingerprint(texts, digits=8)) for name, texts in ours.items()}
+    try:
+        found = yaml.safe_load(Path(path).read_text("utf-8"))
+        texts = _texts(found[task])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError) as error:
+        why = reason_of(error) if isinstance(error, OSError) else first_line(error)
+        raise UsageError(f"prompts must be a YAML file with the prompts of {task}; got {path}: {why}") from error
+    for name, own in ours["en"].items():
+        if name not in texts:
+            raise UsageError(f"prompts must have {task}.{name}; got {path}, which has {', '.join(texts)}")
+        if missing := set(_PLACEHOLDER.findall(own)) - set(_PLACEHOLDER.findall(texts[name])):
+            raise UsageError(f"prompts: {task}.{name} must contain {{{sorted(missing)[0]}}}; got {path}")
+    if unknown := set(texts) - set(ours["en"]):
+        name = sorted(unknown)[0]
+        near = nearest_name(name, ours["en"])
+        raise UsageError(f"prompts: {task} has no prompt {name}{f'; nearest: {near}' if near else ''}; got {path}")
+    return dict.fromkeys(LANGUAGES, Prompts(texts, fingerprint(texts, digits=8)))
+
+
+def _texts(node: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return {dotted name: prompt} for nested mappings. Raises ValueError if a prompt is not a text."""
+    found: dict[str, str] = {}
+    for name, value in node.items():
+        if isinstance(value, Mapping):
+            found |= _texts(value, f"{prefix}{name}.")
+        elif isinstance(value, str) and value.strip():
+            found[f"{prefix}{name}"] = value
+        else:
+            raise ValueError(f"{prefix}{name} must be a text")
+    return found

@@ -1,0 +1,110 @@
+"""The result of a task for an item: a record for `verl-ext tokenize`, or the reason why there is none."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
+from typing import Any
+
+from verl_ext.endpoint.answer import DONE, REFUSED, Answer, Usage
+from verl_ext.endpoint.client import SamplingOptions
+from verl_ext.tools.synthesis.items import Item
+from verl_ext.tools.synthesis.overlap import Passages
+from verl_ext.tools.synthesis.prompts import Prompts
+from verl_ext.tools.synthesis.token_lengths import TokenLengths
+from verl_ext.values import one_line
+
+_LONGEST_REFUSAL = 600  # characters; a longer text is an answer, whatever it begins with
+_SORRY = r"(?:i['’]m|i am) (?:so |very |really )?(?:sorry|afraid)|(?:my )?apologies|sorry|i apologi[sz]e|unfortunately"
+_MODEL = r"as an ai(?: language)?(?: model| assistant)?"
+_CANNOT = (
+    r"i (?:\w+ly )?(?:can(?:no|['’])?t|can not|will not|won['’]t|(?:must|have to) decline to)"
+    r"|i(?:['’]m| am) (?:\w+ly )?(?:unable|not able|not allowed) to"
+)
+_ASKED = (
+    "assist|help|comply|fulfill?|provide|support|engage|continue|do (?:this|that)|write|create|generate|discuss|produce"
+    "|accommodate|participate|answer (?:this|that|the) (?:request|question)"
+)
+_CHINESE = (
+    r"(?:(?:很|非常|十分)?(?:抱歉|遗憾)|对不起|作为(?:一个|一名)?(?:AI|人工智能)[^，。,]{0,12})?[，,、。\s]*(?:但是?)?我?(?:目前)?"
+    r"(?:不能|无法|不可以|没法)(?:协助|帮助|帮您|帮你|为您|为你|提供|满足|回答|处理|完成|继续|生成|撰写|写|讨论)"
+)
+_REFUSAL = re.compile(
+    rf"^\W*(?:(?:(?:{_SORRY}|{_MODEL})\W+(?:but )?(?:that )?)*(?:{_CANNOT}) (?:\w+ly )?(?:{_ASKED})\b|{_CHINESE})",
+    re.IGNORECASE,
+)
+
+
+def refused_in_words(answer: Answer, text: str | None = None) -> Answer:
+    """Return a finished answer as refused if its text, or a given part of it, says so instead of answering."""
+    if not answer.is_done:
+        return answer
+    said = answer.text if text is None else text
+    if len(said) > _LONGEST_REFUSAL or not _REFUSAL.match(said):
+        return answer
+    return replace(answer, outcome=REFUSED, reason=f"the answer is a refusal: {one_line(said[:80])}")
+
+
+def json_in(text: str) -> Any:
+    """Return the JSON list or object that a text is, alone or in a block of code; None if it is none."""
+    block = re.fullmatch(r"(?:.*?```(?:json)?\s*\n)?\s*([\[{].*[\]}])\s*(?:```.*)?", text.strip(), re.DOTALL)
+    try:
+        return json.loads(block[1], strict=False) if block else None
+    except ValueError:
+        return None
+
+
+@dataclass(frozen=True)
+class Making:
+    """The settings that all items of a run share."""
+
+    seed: int
+    sampling: SamplingOptions
+    parse_tries: int
+    passages: Passages
+    min_length_score: float = 80.0
+    max_paragraphs: int = 50
+    lengths: Sequence[int] = ()
+    window: int = 0
+    lengths_of: TokenLengths | None = None  # of documents
+
+
+@dataclass(frozen=True)
+class Made:
+    """A record, or the outcome without one: that of an answer, or the name of a filter."""
+
+    outcome: str
+    record: dict[str, Any] | None = None
+    reason: str = ""
+
+    @classmethod
+    def from_answer(cls, stage: str, answer: Answer) -> "Made":
+        """Return a result without a record, because a question has no answer."""
+        return cls(answer.outcome, reason=f"{stage}: {answer.reason}")
+
+
+def question_and_answer(
+    item: Item,
+    category: str,
+    question: str,
+    answer: str,
+    prompts: Prompts,
+    answers: Sequence[Answer],
+    facts: Mapping[str, Any],
+) -> Made:
+    """Return the record of a user turn and an assistant turn, with their provenance."""
+    usage = reduce(add, (each.usage for each in answers), Usage())
+    provenance = {
+        "item": item.name,
+        "source": item.source,
+        **({"document_tokens": item.tokens} if item.tokens else {}),
+        **facts,
+        "prompts": prompts.version,
+        "models": sorted({each.model for each in answers}),
+        "seeds": [each.seed for each in answers],
+        "usage": dict(zip(("prompt_tokens", "cached_tokens", "completion_tokens"), usage.as_tuple(), strict=True)),
+    }
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return Made(DONE, {"messages": messages, "category": category, "provenance": provenance})
