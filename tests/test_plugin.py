@@ -68,9 +68,7 @@ verl_ext.plugin.register_engine()  # again: idempotent
 seen = {
     "registered by importing verl": registered,
     "platform": type(get_platform()).__name__,
-    "engines": {
-        backend: EngineRegistry.get_engine_cls("language_model", backend).__name__ for backend in ("fsdp", "fsdp2")
-    },
+    "engine": EngineRegistry.get_engine_cls("language_model", "fsdp2").__name__,
     "attention": "verl_ext_packed" in AttentionInterface().valid_keys(),
 }
 print("SEEN" + json.dumps(seen))
@@ -161,6 +159,6 @@ def test_two_environment_variables_select_the_platform_and_the_engine(programs):
     assert programs["selecting"] == {
         "registered by importing verl": True,
         "platform": "CPUPlatform",
-        "engines": {"fsdp": "PackedEngine", "fsdp2": "PackedEngine"},
+        "engine": "PackedEngine",
         "attention": True,
     }

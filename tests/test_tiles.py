@@ -406,10 +406,6 @@ REFUSED = [
         ["model.activation_offload=true", "model.enable_gradient_checkpointing=false"],
         "model.activation_offload=true needs model.enable_gradient_checkpointing=true; got false",
     ),
-    (
-        ["model.tile_tokens=64", "engine.strategy=fsdp"],
-        "model.tile_tokens needs engine.strategy=fsdp2, which keeps parameters apart; got fsdp",
-    ),
 ]
 
 

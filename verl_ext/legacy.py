@@ -100,6 +100,9 @@ SUPERSEDED = {
         ("false",),
         {"true": "trainer.eval_only=true"},
     ),
+    "trainer.allow_pickled_checkpoints": Superseded(
+        "checkpoints hold tensors and plain values, and no other pickle is read", neutral=("false",)
+    ),
     "trainer.hub": Superseded("nothing is uploaded; `verl-ext export` writes a folder for the Hub", neutral=("false",)),
 }
 

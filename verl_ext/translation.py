@@ -199,8 +199,8 @@ def _translate(item: Item, command: _Command, found: Translation) -> None:
     elif key == "trainer.logger" and "tracking" in re.findall(r"\w+", value):
         found.notices.append("trainer.logger: tracking, a name of verl 0.1, is read as wandb")
         found.items.append(replace(item, value=value.replace("tracking", "wandb"), written=None))
-    elif command.batches_rows and (new or key) == "engine.strategy" and value == "fsdp":
-        found.notices.append(f"{key}=fsdp is read as engine.strategy=fsdp2, which computes the same")
+    elif (new or key) == "engine.strategy" and value == "fsdp":
+        found.notices.append(f"{key}=fsdp is read as engine.strategy=fsdp2: FSDP1 has no packs")
         found.items.append(Item("", "engine.strategy", "fsdp2"))
     elif new is None:
         found.items.append(item)

@@ -30,7 +30,6 @@ CASES = {
     "no checkpointing": (*BF16, "model.enable_gradient_checkpointing=false"),
     "gradients reduced at the end": (*BF16, "engine.use_no_sync_for_gradient_accumulation=true"),
     "fp16 with a scaler": FP16,
-    "fsdp1": (*BF16, "engine.strategy=fsdp", "engine.use_orig_params=true"),  # separate gradients
     "optimizer offload": (*BF16, "engine.optimizer_offload=true"),
     "parameter offload": (*BF16, "engine.param_offload=true", "engine.optimizer_offload=true"),
     "offload policy": (*BF16, "engine.offload_policy=true"),

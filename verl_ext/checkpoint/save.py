@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.fsdp import FSDPModule
 from verl.utils.device import get_torch_device
 
 from verl_ext.checkpoint import layout, state
@@ -28,7 +27,7 @@ from verl_ext.checkpoint.resume import RunState
 from verl_ext.config.run import RunConfig
 from verl_ext.data.chats import TrainedChats
 from verl_ext.engines.step import StepEngine
-from verl_ext.files import atomic_write, follow_umask, sync, write_errors, write_json
+from verl_ext.files import atomic_write, sync, write_errors, write_json
 from verl_ext.models.qwen_titans import save_memory_checkpoint
 from verl_ext.redaction import redacted_text
 from verl_ext.values import first_line, reason_of
@@ -74,8 +73,8 @@ def errors_shared(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 class Snapshot:
     """The content of a checkpoint at one step, which is written at once or later.
 
-    FSDP1, and optimizers of packages other than torch, whose states have their own forms, keep verl's files, one of
-    each kind per rank, which are written at once.
+    Optimizers of packages other than torch, whose states have their own forms, keep verl's files, one of each kind per
+    rank, which are written at once.
     """
 
     def __init__(self, engine: StepEngine, folder: Path, later: bool = False, chats: TrainedChats = _NO_CHATS) -> None:
@@ -100,13 +99,7 @@ class Snapshot:
         if later and self.state:
             engine.host_copies = engine.host_copies or state.HostCopies()
             self.state = engine.host_copies.copy(self.state)
-        exports = self._is_plain or (engine._is_lora and manager.should_save_hf_model)
-        self.export = Export(engine, chats) if exports else None
-
-    @property
-    def _is_plain(self) -> bool:
-        """Whether the export is ours: verl's has other names for adapters and another dtype, and ends unshared."""
-        return isinstance(self.engine.module, FSDPModule)
+        self.export = Export(engine, chats)
 
     def _write_as_verl(self) -> None:
         engine, manager = self.engine, self.engine.checkpoint_manager
@@ -121,8 +114,8 @@ class Snapshot:
                 failures.append(error)
                 dist.barrier()  # verl's own, in which the other ranks wait
 
-        if self._is_plain or engine._is_lora:
-            manager.checkpoint_save_contents = [content for content in contents if content != "hf_model"]
+        # The export is ours: verl's has other names for adapters and another dtype, and ends unshared.
+        manager.checkpoint_save_contents = [content for content in contents if content != "hf_model"]
         manager.save_checkpoint = save_or_note
         try:
             engine.save_checkpoint(str(self.folder))
@@ -133,10 +126,8 @@ class Snapshot:
                 raise failures[0]
             if engine.scaler is not None and manager.should_save_extra and engine.rank == 0:
                 torch.save(engine.scaler.state_dict(), self.folder / state.SCALER)
-            if engine.rank == 0 and self._is_plain:
+            if engine.rank == 0:
                 shutil.rmtree(self.folder / layout.EXPORT)  # :meth:`write` makes it anew
-            elif engine.rank == 0 and (self.folder / layout.EXPORT).is_dir():
-                follow_umask(self.folder / layout.EXPORT)
 
     def write(self, group: dist.ProcessGroup | None = None) -> None:
         """Write the content; collective over a group, or all ranks if it is None.
@@ -203,7 +194,7 @@ class Checkpoints:
         """
         if self.resumed is None:
             return 0
-        state.load_engine(self.engine, self.resumed, self.options.allow_pickled_checkpoints)
+        state.load_engine(self.engine, self.resumed)
         self.run_state.load_state_dict(layout.saved_run_state(self.resumed))
         self.last = step = layout.step_of(self.resumed)
         if self.is_rank0 and not self.options.eval_only and self.resumed.parent.resolve() == self.folder.resolve():

@@ -27,7 +27,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from verl.utils.fsdp_utils import offload_fsdp_optimizer
 
@@ -54,7 +53,7 @@ _log = logging.getLogger(__name__)
 
 def is_elastic(engine: Any) -> bool:
     """Tell whether any number of ranks can read an engine's checkpoints."""
-    return isinstance(engine.module, FSDPModule) and engine.optimizer_config.optimizer_impl == "torch.optim"
+    return engine.optimizer_config.optimizer_impl == "torch.optim"
 
 
 def collected_tensors(engine: Any) -> dict[str, torch.Tensor]:
@@ -233,15 +232,15 @@ def _read(state: dict[str, torch.Tensor], folder: Path, **options: Any) -> None:
         raise ValueError(f"{folder} must hold whole tensors; they cannot be read: {first_line(cause)}") from error
 
 
-def load_engine(engine: Any, folder: Path, allow_pickles: bool = False) -> None:
+def load_engine(engine: Any, folder: Path) -> None:
     """Read the parts of a checkpoint in `checkpoint.load_contents` into an engine; collective.
 
     Raises:
-        ValueError: If the checkpoint cannot be read, is of another model, or holds pickles that are not allowed.
+        ValueError: If the checkpoint cannot be read, is of another model, or holds pickles.
     """
     manager = engine.checkpoint_manager
     if not (folder / STATE).is_dir():
-        _load_as_verl(engine, folder, allow_pickles)
+        _load_as_verl(engine, folder)
         return
     if manager.should_load_optimizer:  # before the weights, because it runs a step with learning rate 0 on them
         _load_optimizer(folder / STATE, engine.module, engine.optimizer)
@@ -323,12 +322,12 @@ def _resume_scaler(engine: Any, saved: dict[str, Any] | None, folder: Path) -> N
         _log.warning("%s is not of an fp16 run: the loss scale starts anew", folder)
 
 
-def _load_as_verl(engine: Any, folder: Path, allow_pickles: bool) -> None:
+def _load_as_verl(engine: Any, folder: Path) -> None:
     """Read verl's own files; keep the configuration's options of optimizer and schedule."""
     problem = None
     try:
         for path in sorted(folder.glob(f"*_world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt")):
-            check_file_of_verl(path, allow_pickles)
+            check_file_of_verl(path)
     except ValueError as error:
         problem = str(error)
     told: list[str | None] = [None] * dist.get_world_size()
@@ -347,19 +346,18 @@ def _load_as_verl(engine: Any, folder: Path, allow_pickles: bool) -> None:
         _resume_scaler(engine, torch.load(path, weights_only=True) if path.is_file() else None, folder)
 
 
-def check_file_of_verl(path: Path, allow_pickles: bool = False) -> None:
-    """Raise ValueError if a file of verl's form is unreadable, or holds pickles that are not allowed.
+def check_file_of_verl(path: Path) -> None:
+    """Raise ValueError if a file of verl's form is unreadable, or calls other code.
 
-    verl then reads it as any pickle. Unless `allow_pickles`, it calls only the builders of tensors and numpy's state.
+    verl then reads it as any pickle. It may call the builders of tensors and of numpy's state alone.
     """
     try:
         with torch.serialization.safe_globals(_NUMPY_RNG_GLOBALS):
-            torch.load(path, map_location="cpu", mmap=True, weights_only=not allow_pickles)
+            torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:
         unknown = re.search(r"(?<=GLOBAL )[\w.]+", str(error)) if isinstance(error, pickle.UnpicklingError) else None
         if unknown is None:
             raise ValueError(f"a checkpoint must be whole; {path} cannot be read: {first_line(error)}") from error
         raise ValueError(
-            f"a checkpoint must hold tensors and plain values alone; {path} has a pickle of {unknown[0]}: "
-            "trainer.allow_pickled_checkpoints=true reads it, and runs the code that is in it"
+            f"a checkpoint must hold tensors and plain values alone; {path} has a pickle of {unknown[0]}"
         ) from error

@@ -85,10 +85,10 @@ def lora_problems(config: "RunConfig", model: "Architecture") -> list[str]:
         embedding = next(name for name, module in model.module.named_modules() if module is ids)
     refused = ["lm_head", embedding] if tied else [embedding]
     named = [name for name in refused if lora.target_modules and targets_module(lora, name)]
-    if named and (tied or config.engine.strategy == "fsdp2"):
+    if named:
         why = "tied weights are exported as one" if tied else "verl 0.9.1's FSDP2 cannot shard an adapter there"
         return [f"{key} must leave out {' and '.join(named)}: {why}; got {given}"]
-    if tied and lora.trainable_token_indices and config.engine.strategy == "fsdp2":
+    if tied and lora.trainable_token_indices:
         of_tied = "trainable_token_indices of tied embeddings, which verl 0.9.1's FSDP2 cannot load"
         return [f"model.lora_adapter_path must hold an adapter without {of_tied}; got {adapter}"]
     return [] if model.module is None else list(_merge_problems(config, model, lora))

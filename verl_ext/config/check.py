@@ -217,13 +217,6 @@ def device_problems(config: RunConfig) -> Iterator[str]:
         )
     if engine.offload_policy and on_cpu:
         yield "engine.offload_policy must be false on CPU, where host memory holds everything; got true"
-    if engine.strategy == "fsdp":
-        if on_cpu:
-            yield "engine.strategy must be fsdp2 on CPU, where FSDP1 does not run; got fsdp"
-        elif engine.offload_policy:
-            yield "engine.offload_policy=true needs engine.strategy=fsdp2: verl's FSDP1 ignores it; got fsdp"
-        if config.model_options.tile_tokens is not None:
-            yield "model.tile_tokens needs engine.strategy=fsdp2, which keeps parameters apart; got fsdp"
     if config.model_options.activation_offload and not config.model_options.enable_gradient_checkpointing:
         yield NEEDS_CHECKPOINTS
     if config.model_options.use_liger and accelerator and importlib.util.find_spec("liger_kernel") is None:
@@ -266,14 +259,14 @@ def optimizer_problem(config: RunConfig) -> str | None:
         return f"{key} must be a module of optimizers; got {optim.optimizer_impl}"
     if show(optim.optimizer) not in names:  # a list is unhashable
         return choice_problem("optim.optimizer", optim.optimizer, sorted(kinds - {"Optimizer"}))
-    steps, shards = 0 if optim.optimizer_impl.split(".")[0] in _ON_GPU_ALONE else 2, config.engine.strategy != "fsdp"
+    steps = 0 if optim.optimizer_impl.split(".")[0] in _ON_GPU_ALONE else 2
     if not isinstance(given := optim.override_optimizer_config or {}, Mapping):
         return f"optim.override_optimizer_config must be a mapping of names to values; got {show(given)}"
     ignored = _OF_GPU if config.trainer.device != "cpu" else ()
 
     def problem_of(options: dict[str, Any]) -> str | None:
         trial = replace(optim, **_SOUND, override_optimizer_config=options)
-        return step_problem(lambda parameters: build_optimizer(parameters, trial), shards, steps)
+        return step_problem(lambda parameters: build_optimizer(parameters, trial), steps)
 
     if not (problem := problem_of({name: value for name, value in given.items() if name not in ignored})):
         return None

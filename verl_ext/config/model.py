@@ -142,8 +142,6 @@ class PackedModel(HFModelConfig, ModelOptions):
     @classmethod
     def answer_problems(cls, config: "RunConfig", hf_config: Any) -> Iterable[str | None]:
         """Yield a line for each reason why this model cannot answer `eval.prompts` during training."""
-        if config.engine.strategy != "fsdp2":
-            yield f"engine.strategy must be fsdp2 with eval.prompts; got {config.engine.strategy}"
         yield support.generation_problem(support.Architecture(hf_config))
 
     @classmethod
@@ -229,7 +227,6 @@ _CHUNK_ATTENTION = {"auto": "sdpa", "sdpa": "sdpa", "flash_attn": "flash_attenti
 _ONLY_WITH_MEMORY: dict[str, tuple[Any, str]] = {  # key: (the one value it may have, why)
     "engine.ulysses_sequence_parallel_size": (1, "the memory reads a row's chunks one after the other on one rank"),
     "parallel.context_parallel_size": (1, "the memory reads a row's chunks one after the other on one rank"),
-    "engine.strategy": ("fsdp2", "its engine shards the memory by FSDP2"),
     "model.lora_rank": (0, "model.train=memory is what trains few parameters"),
     "model.lora_adapter_path": (None, "it has no adapters"),
     "model.experts": ("auto", "its Qwen has no experts"),

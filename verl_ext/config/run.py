@@ -76,9 +76,6 @@ class TrainerOptions(Options):
         "auto", "auto: resume from the last checkpoint, if any", choices=("auto", "disable", "resume_path")
     )
     resume_from_path: str | None = option(None, "a global_step_N folder to resume from")
-    allow_pickled_checkpoints: bool = option(
-        False, "true: read checkpoints in verl's own form with pickle, which may run code in them"
-    )
     allow_resume_mismatch: list[str] = option([], "config keys that may differ from the resumed run's")
     balance_batch: bool = option(True, "verl's key, without effect on packs; see data.balance")
     nnodes: int = option(1, "number of nodes on Ray; not used under torchrun", least=1)

@@ -237,8 +237,6 @@ def _freeze_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:
             freeze(model.module, options.freeze)
         except ValueError as error:
             yield str(error)
-        if config.engine.strategy == "fsdp" and not all(p.requires_grad for p in model.module.parameters()):
-            yield f"engine.strategy must be fsdp2 for a {model.name} of which parameters are frozen; got fsdp"
 
 
 def has_scans(model: Architecture) -> bool:
@@ -270,8 +268,6 @@ def model_notices(config: "RunConfig", model: Architecture, head: str) -> Iterat
     if scans and config.trainer.device == "cuda" and find_spec("fla") is None:
         kernels = "the kernels of flash-linear-attention are not installed (pip install '.[hybrid]')"
         yield f"a {model.name}'s recurrences run torch's code, document by document, which is slow: {kernels}"
-    if scans and config.engine.strategy == "fsdp" and config.param_dtype != "fp32":
-        yield f"engine.strategy=fsdp rounds A_log and dt_bias of a {model.name} to {config.param_dtype}; fsdp2 does not"
     dtype = config.engine.model_dtype
     if dtype in ("bf16", "bfloat16") and config.optim.optimizer_impl == "torch.optim":
         yield (

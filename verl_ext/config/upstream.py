@@ -64,7 +64,7 @@ def upstream_problems(values: Mapping[str, Any]) -> Iterator[str | None]:
         value = select(values, key)
         if not any(line.startswith(f"{key} ") for line in ill_typed) and not holds(value):
             yield f"{key} must be {requirement}; got {show(value)}"
-    yield choice_problem("engine.strategy", values["engine"]["strategy"], ("fsdp", "fsdp2"))
+    yield choice_problem("engine.strategy", values["engine"]["strategy"], ("fsdp2",))
     for name, dtype in (values["engine"].get("mixed_precision") or {}).items():
         if dtype:
             yield choice_problem(f"engine.mixed_precision.{name}", dtype, _DTYPES)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
 
 from verl_ext.attention import SequenceShards
 from verl_ext.losses import head_terms
@@ -167,7 +167,6 @@ def supported_head(module: Any) -> str:
     scale would change the terms. A model of the same class without its layers shows that. `targets` needs a model that
     takes ``logits_to_keep``.
     """
-    module = module.module if isinstance(module, FullyShardedDataParallel) else module
     model = module.get_base_model() if hasattr(module, "get_base_model") else module
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         return "plain"
@@ -175,7 +174,7 @@ def supported_head(module: Any) -> str:
     base = head.get_base_layer() if hasattr(head, "get_base_layer") else head
     is_linear = isinstance(base, nn.Linear) and type(base).forward is nn.Linear.forward
     is_plain = head is base or (
-        hasattr(head, "lora_A")  # neither DoRA, nor a bias in the adapter, nor FSDP1 around it
+        hasattr(head, "lora_A")  # neither DoRA, nor a bias in the adapter
         and not getattr(head, "lora_variant", None)
         and all(type(adapter) is nn.Linear and adapter.bias is None for adapter in head.lora_B.values())
     )

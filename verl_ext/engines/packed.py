@@ -39,7 +39,7 @@ _VERL_OUTPUTS = ("use_fused_kernels", "calculate_entropy", "calculate_sum_pi_squ
 
 
 @EngineRegistry.register(
-    model_type="language_model", backend=["fsdp", "fsdp2"], device=["cpu", "cuda"], vendor="verl_ext"
+    model_type="language_model", backend=["fsdp2"], device=["cpu", "cuda"], vendor="verl_ext"
 )
 class PackedEngine(StepEngine):
     """The engine of packs, whose documents restart ``position_ids`` at 0."""

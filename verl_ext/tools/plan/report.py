@@ -77,10 +77,7 @@ def memory_facts(run: Run) -> Iterator[dict[str, Any]]:
     plan, world_size = run.config.plan, run.config.machine.world_size
     reserve = num_bytes(plan.reserve) or 0
     facts: dict[str, Any] = {"world_size": world_size, "gpu_memory": memory, "reserve": reserve, "remedies": []}
-    failed = run.config.model.memory_not_predicted
-    if run.config.engine.strategy != "fsdp2":
-        failed = f"engine.strategy must be fsdp2; got {run.config.engine.strategy}"
-    if failed:
+    if failed := run.config.model.memory_not_predicted:
         yield facts | {"failed": failed}
         return
     with Predictor() as predictor:
