@@ -140,8 +140,8 @@ def time_lines(facts: Facts) -> Iterator[str]:
         f"{four_digits(facts['tokens_per_second'])} tokens/s of a rank, an MFU of {facts['mfu']:.1%}"
     )
     yield (
-        f"time: {facts['steps']:,} steps, {four_digits(facts['hours'])} hours, {four_digits(facts['gpu_hours'])} GPU hours; not in "
-        "them: start, optimizer, validation, checkpoints, jitter"
+        f"time: {facts['steps']:,} steps, {four_digits(facts['hours'])} hours, {four_digits(facts['gpu_hours'])} GPU "
+        "hours; not in them: start, optimizer, validation, checkpoints, jitter"
     )
 
 
