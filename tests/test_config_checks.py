@@ -83,6 +83,12 @@ def test_weights_in_bf16_are_told_with_the_steps_that_they_lose(good):
     assert not [notice for notice in checked(good, 1).notices if "model_dtype" in notice]
 
 
+def test_an_adapter_that_is_nowhere_is_one_line(good, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (line,) = lines(changed(good, model__lora_rank=8, model__lora_adapter_path="adapters/of_mine"))
+    assert line.startswith("model.lora_adapter_path must hold an adapter of LoRA; got adapters/of_mine: ")
+
+
 def overridden(good, **values):
     return checked(
         changed(good, **{f"model__override_config__{key}": value for key, value in values.items()}), 1

@@ -160,8 +160,16 @@ def test_what_verl_would_cut_is_refused_and_other_keys_without_effect_are_said(f
         with pytest.raises(ValueError, match=rf"^data\.truncation must be error; data\.over_length=.*; got {cut}$"):
             rows_of(SFTDataSet, files[SFTDataSet], tmp_path, f"data.truncation={cut}")
     # A line is said once in a process: these values are no other test's.
-    rows_of(SFTDataSet, files[SFTDataSet], tmp_path, "data.max_length=101", "+data.apply_chat_template_kwargs.cut=1")
+    rows_of(
+        SFTDataSet,
+        files[SFTDataSet],
+        tmp_path,
+        "data.max_length=101",
+        "+data.apply_chat_template_kwargs.cut=1",
+        "+data.loss=sequence",
+    )
     assert [line.split(" has no effect")[0] for line in caplog.messages if "no effect" in line] == [
         "data.max_length=101",
+        "data.loss=sequence",
         "data.apply_chat_template_kwargs={'cut': 1}",
     ]

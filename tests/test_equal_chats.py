@@ -1,6 +1,7 @@
 """Equal chats give equal rows and counts, whatever came before them and whichever worker encodes them."""
 
 import functools
+import json
 import pickle
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -143,6 +144,53 @@ def test_the_arguments_of_a_call_mean_the_same_however_they_are_written(folder: 
             {"bad_arguments": 1},
             True,
         ), wrong
+
+
+CALLS = "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+# Like Qwen's: the thought of a content and that of a field are printed alike. Like gpt-oss': tags stay in the content.
+THOUGHTS = {
+    "splits": "{% for m in messages %}<|im_start|>{{ m.role }}\n{% set c = m.content %}"
+    "{% set t = m.reasoning_content or '' %}{% if '</think>' in c %}"
+    "{% set t = c.split('</think>')[0].split('<think>')[-1] %}{% set c = c.split('</think>')[-1] %}{% endif %}"
+    "{% if t.strip() %}<think>\n{{ t.strip() }}\n</think>\n\n{% endif %}{{ c.strip() }}" + CALLS + "<|im_end|>\n"
+    "{% endfor %}",
+    "field": "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.thinking %}<|analysis|>{{ m.thinking }}"
+    "<|end|>{% endif %}{{ m.content }}" + CALLS + "<|im_end|>\n{% endfor %}",
+    "content": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}" + CALLS + "<|im_end|>\n{% endfor %}",
+}
+CALL = {"name": "sit", "arguments": {"on": "mat"}}
+
+
+@pytest.mark.parametrize("name", THOUGHTS)
+def test_a_thought_before_a_call_is_a_thought_and_a_call_in_any_form(folder: Path, name: str) -> None:
+    def chat(thought: str, calling: Message) -> dict[str, Any]:
+        answer = {"role": "assistant", "content": f"<think>{thought}</think>done"}
+        asked = {"role": "user", "content": "q"}
+        return {"messages": [asked, calling, {"role": "tool", "content": "ok"}, answer]}
+
+    def sharegpt(text: str) -> dict[str, Any]:
+        return chat("ok then", {"from": "function_call", "value": text + json.dumps(CALL)})
+
+    def openai(**said: str) -> dict[str, Any]:
+        call = {"type": "function", "function": CALL}
+        return chat("ok then", {"role": "assistant", "content": "", **said, "tool_calls": [call]})
+
+    encoder = worker(folder, THOUGHTS[name])
+    own = {
+        "splits": {"reasoning_content": "a b"},
+        "field": {"thinking": "a b"},
+        "content": {"content": "<think>a b</think>"},
+    }
+    row, counts = encoded(encoder, openai(**own[name]))
+    assert counts.bad == {}
+    assert encoder.tokenizer.decode(row[0]) == encoder.tokenizer.apply_chat_template(
+        openai(**own[name])["messages"], chat_template=THOUGHTS[name], tokenize=False
+    )
+    assert encoded(encoder, sharegpt("<think>a b</think>"))[0] == row
+    if name == "splits":
+        assert encoded(encoder, openai(content="<think>a b</think>"))[0] == row
+    without = encoded(encoder, openai())[0]
+    assert [encoded(encoder, sharegpt(text))[0] for text in ("", "<think>\n\n</think>\n\n")] == [without] * 2
 
 
 @settings(max_examples=40, deadline=None)

@@ -118,6 +118,7 @@ def test_experts_that_the_config_does_not_describe_have_no_flops():
         ("NVIDIA H200", 989e12),
         ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200 NVL", 835e12),
         ("NVIDIA A100-SXM4-80GB", 312e12),
         ("NVIDIA GB200", 2500e12),
         ("NVIDIA L40S", 362e12),

@@ -43,6 +43,8 @@ OTHER_LENGTHS = [
         "几千字",
         "hundreds of words",
         "five parts of 200 words each",
+        "from 3000 up to 4000 words",
+        "half a million words",
     ),
     *("每段200字", "3 pages", "half a page", "no more than 500 characters", "length: 1500", "the year 1984 words"),
 ]
@@ -78,7 +80,15 @@ LABELS = [
         "Paragraph 1 (400 words):\n",
         "Paragraph 1 (Word Count: 4):\n",
     ),
-    *("[Paragraph 1]\n", "[Paragraph 4]", "(Paragraph 1) ", "Paragraph 1. ", "Paragraph One: ", "### Paragraph 1:\n"),
+    *(
+        "[Paragraph 1]\n",
+        "[Paragraph 4]",
+        "(Paragraph 1) ",
+        "Paragraph 1. ",
+        "Paragraph One: ",
+        "Paragraph Twenty-One: ",
+        "### Paragraph 1:\n",
+    ),
     *(
         "**Paragraph 1**\n",
         "**Paragraph 1:** ",

@@ -13,9 +13,9 @@ from tests.ranks import run_ranks
 from tests.shown import document, show, write_data, write_metrics
 from tests.test_tokenize_templates import CHATML, tiny_tokenizer
 from tests.tokenized_data import random_documents, write_tokenized
-from verl_ext.commands import show as show_command
 from verl_ext.config import compose
 from verl_ext.files import write_json
+from verl_ext.tools.show import command as show_command
 from verl_ext.tools.show import runs
 from verl_ext.trainer.setup import prepare
 
@@ -212,6 +212,10 @@ def test_the_packs_of_a_step_are_those_that_the_run_feeds(tmp_path, tiny_model, 
     run_ranks(describe, 2, [*overrides, f"trainer.total_training_steps={STEPS}"], str(tmp_path))
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "data": {"train/loss": 1.0}}\n')
     rows = json.loads((tmp_path / "rows.json").read_text())
+    # A process of its own has nothing of what other tests imported.
+    program = [sys.executable, "-m", "verl_ext", "show", str(tmp_path), "step=1", "rank=0"]
+    alone = subprocess.run(program, cwd=tmp_path.parent, capture_output=True, text=True, check=True).stdout
+    assert alone.count("data row") == len(rows[0][0])
     for step in (1, STEPS):
         for rank in range(2):
             code, shown, errors = show(tmp_path, f"step={step}", f"rank={rank}")

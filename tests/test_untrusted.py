@@ -34,7 +34,7 @@ def test_a_pickle_of_verls_form_is_refused_before_it_runs(tmp_path):
     torch.save(state, tmp_path / "good.pt")
     torch.save({**state, "bad": Runs(tmp_path / "ran")}, tmp_path / "bad.pt")
     check_file_of_verl(tmp_path / "good.pt")
-    with pytest.raises(ValueError, match=r"has a pickle of pathlib\.Path\.touch") as error:
+    with pytest.raises(ValueError, match=r"bad\.pt has a pickle of") as error:
         check_file_of_verl(tmp_path / "bad.pt")
     assert "\n" not in str(error.value)
     assert not (tmp_path / "ran").exists()

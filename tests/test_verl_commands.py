@@ -135,6 +135,15 @@ def test_columns_template_truncation_and_lengths_come_from_the_keys(trained):
         assert refusal(["data.train_files=x", f"data.truncation={cut}", *old])[0].startswith(line)
 
 
+def test_what_asks_for_nothing_and_arguments_that_are_false_are_told_apart(trained, capsys):
+    words = "data.train_files=/d/mine/a.parquet data.val_files=[] data.train_batch_size=16 model.path=M "
+    words += "data.apply_chat_template_kwargs.enable_thinking=false data.enable_thinking_default=true"
+    texts, _ = trained(words.split())
+    assert [*texts] == ["data.sources"]
+    assert texts["data.sources"].apply_chat_template_kwargs == {"enable_thinking": False}
+    assert "enable_thinking=false is left out" not in "".join(capsys.readouterr())
+
+
 def test_packs_are_made_where_their_budget_is_given():
     _, notices = prepare_overrides(["data.train_dir=d", "data.max_tokens=64", "data.max_length=9", "optim.lr=1"])
     assert [notice.partition(" is left out")[0] for notice in notices[:-1]] == ["data.max_length"]

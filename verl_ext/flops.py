@@ -24,7 +24,15 @@ from verl_ext.packing import CostModel
 # applies: "A10" is neither an A100 nor an A10G, nor the workstation card RTX A1000.
 PEAK_FLOPS = {
     **{"GB300": 2500e12, "B300": 2250e12, "GB200": 2500e12, "B200": 2250e12},
-    **{"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "GH200": 989e12, "H20": 148e12},
+    **{
+        "H100 PCIe": 756e12,
+        "H100 NVL": 835e12,
+        "H100": 989e12,
+        "H200 NVL": 835e12,
+        "H200": 989e12,
+        "GH200": 989e12,
+        "H20": 148e12,
+    },
     **{"H800 PCIe": 756e12, "H800": 989e12},
     **{"A100": 312e12, "A800": 312e12, "A30": 165e12, "A10G": 70e12, "A10": 125e12, "A40": 149.7e12},
     **{"L40S": 362e12, "L40": 181e12, "L20": 119.5e12, "L4": 121e12},

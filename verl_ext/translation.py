@@ -152,7 +152,9 @@ class _Command:
 
     def is_nothing(self, key: str) -> bool:
         """Tell whether a key is absent, or has a value that asks for nothing."""
-        nothing = ("null", "", "none", "{}", *(["false"] if key != _THINKING else []))
+        if key.startswith(f"data.{_KWARGS}."):
+            return False  # a template may ask whether an argument is false, or whether it is null
+        nothing = ("null", "", "none", "{}", "[]", *(["false"] if key != _THINKING else []))
         return self.values.get(key, "").lower() in nothing
 
     def item(self, key: str, default: str, today: str | None = None) -> Item:
@@ -301,7 +303,9 @@ def _read_raw(command: _Command, found: Translation) -> None:
         files["data.val_sources"] = command.given.get("data.val_files", Item("", "data.val_files", default))
     name = _category(train.value or "")
     words += [
-        replace(item, prefix="", key=f"{key}.{name}") for key, item in files.items() if item.value not in ("null", "")
+        replace(item, prefix="", key=f"{key}.{name}")
+        for key, item in files.items()
+        if item.value not in ("null", "", "[]")
     ]
     if command.is_old and command.is_nothing("data.multiturn.enable"):
         for field_name, default in (("prompt", "question"), ("response", "answer")):
@@ -316,7 +320,7 @@ def _read_raw(command: _Command, found: Translation) -> None:
         for field_name in ("tools", "enable_thinking"):
             item = command.item(f"{node}.{field_name}_key", field_name, f"columns.{field_name}")
             words += [item] if item.value != field_name else []
-    if not command.is_nothing(_THINKING):
+    if not command.is_nothing(_THINKING) and f"data.{_KWARGS}.enable_thinking" not in command.given:
         words.append(command.item(_THINKING, "", f"{_KWARGS}.enable_thinking"))
     if not command.is_nothing(f"data.{_KWARGS}"):
         words.append(command.item(f"data.{_KWARGS}", "", _KWARGS))

@@ -195,7 +195,10 @@ def _merged(model: Any) -> Any:
                 memory = weight.data
                 layer.merge()
                 weight.data = memory.copy_(weight.data)
-        return model.merge_and_unload()
+        try:
+            return model.merge_and_unload()
+        except RuntimeError as error:  # a bias of factors beside a layer without one
+            raise ValueError(f"form=adapter must be given for adapters that PEFT does not merge: {error}") from error
 
 
 def _write_weights(model: Any, folder: Path, shard_bytes: int = 5 * 10**9) -> None:

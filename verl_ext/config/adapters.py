@@ -46,8 +46,9 @@ def lora_problems(config: "RunConfig", model: "Architecture") -> list[str]:
     """
     options, adapter = config.model_options, config.model_options.lora_adapter_path
     tied = getattr(model.hf_config, "tie_word_embeddings", False)
-    if not options.lora_rank or (adapter and not os.path.isfile(os.path.join(adapter, "adapter_config.json"))):
-        return []  # path_problems reports it, or it is a Hub name
+    is_local = adapter and (os.path.exists(adapter) or adapter.startswith((".", "/", "~")))
+    if not options.lora_rank or (is_local and not os.path.isfile(os.path.join(adapter, "adapter_config.json"))):
+        return []  # path_problems reports it
     from peft import LoraConfig
     from peft.tuners.tuners_utils import check_target_module_exists as targets_module
 

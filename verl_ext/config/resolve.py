@@ -24,6 +24,7 @@ from verl_ext.engines.schedule import StepOptimizerConfig
 from verl_ext.flops import GPUS
 from verl_ext.legacy import DEPRECATED
 from verl_ext.overrides import restore
+from verl_ext.text.tokenizer import read_template
 from verl_ext.values import choice_problem, first_line, leaves, plain, refuse, show
 
 FP32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
@@ -92,6 +93,9 @@ def resolve_config(config: DictConfig) -> list[str]:
         elif isinstance(value, str) and (value == "" or value.startswith("~")):
             OmegaConf.update(config, key, os.path.expanduser(value) or None)
     check_classes(config)
+    template = OmegaConf.select(config, "model.custom_chat_template")
+    if isinstance(template, str) and os.path.isfile(template):  # verl takes the text alone
+        OmegaConf.update(config, "model.custom_chat_template", read_template(template, "model.custom_chat_template"))
     notices = [*resolve_names(config), *model_kind(config).resolve_attention(config)]
     custom = config.data.custom_cls
     is_ours = custom.name == SFTDataSet.__name__  # verl's scripts name our class with their own path

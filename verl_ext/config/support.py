@@ -269,6 +269,9 @@ def model_notices(config: "RunConfig", model: Architecture, head: str) -> Iterat
         kernels = "the kernels of flash-linear-attention are not installed (pip install '.[hybrid]')"
         yield f"a {model.name}'s recurrences run torch's code, document by document, which is slow: {kernels}"
     dtype = config.engine.model_dtype
+    kept = sorted(getattr(model.cls, "_keep_in_fp32_modules_strict", None) or ())
+    if kept and dtype is not None and dtype not in ("fp32", "float32"):
+        yield f"engine.model_dtype={dtype} rounds what a {model.name} keeps in fp32: {', '.join(kept)}; fp32 does not"
     if dtype in ("bf16", "bfloat16") and config.optim.optimizer_impl == "torch.optim":
         yield (
             f"engine.model_dtype={dtype} keeps the weights that the optimizer changes in eight bits: a step below "

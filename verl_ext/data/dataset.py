@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -164,9 +166,14 @@ _NEAR = 0.85  # the least likeness of two names that are taken for one
 def _foreign_problems(family: type[Options], node: Mapping[str, Any]) -> Iterator[str]:
     known = {**options_of(DataOptions), **options_of(family)}
     for name in node:
-        if name not in known and name not in _VERLS:
-            for near in get_close_matches(str(name), known, 1, _NEAR):
-                yield f"unknown key data.{name}; nearest: data.{near}"
+        if name in known or name in _VERLS:
+            continue
+        if near := get_close_matches(str(name), known, 1, _NEAR):
+            yield f"unknown key data.{name}; nearest: data.{near[0]}"
+        elif name not in _keys_of_verl():
+            _notice(
+                f"data.{name}={node[name]} has no effect: it is no option of {family.__name__}, and none of verl's data"
+            )
     if "truncation" not in known and (cut := node.get("truncation")) not in (None, "error"):
         yield f"data.truncation must be error; data.over_length=drop|truncate|split says what is cut; got {cut}"
     length = node.get("max_length")
@@ -176,6 +183,15 @@ def _foreign_problems(family: type[Options], node: Mapping[str, Any]) -> Iterato
         )
     if template := node.get("apply_chat_template_kwargs"):
         _notice(f"data.apply_chat_template_kwargs={template} has no effect: the data is tokenized, or is no chat")
+
+
+@cache
+def _keys_of_verl() -> frozenset[str]:
+    """Return the keys of the data node in the configs of verl's SFT trainers."""
+    spec = find_spec("verl")
+    folders = spec.submodule_search_locations if spec else None
+    files = [file for folder in folders or () for file in Path(folder, "trainer", "config").glob("sft_trainer*.yaml")]
+    return frozenset(str(key) for file in files for key in OmegaConf.load(file).get("data") or ())
 
 
 @cache

@@ -38,9 +38,7 @@ from verl_ext.losses import BLOCK_BYTES, HEADS, MEASURES, token_measures
 _VERL_OUTPUTS = ("use_fused_kernels", "calculate_entropy", "calculate_sum_pi_squared", "distillation_use_topk")
 
 
-@EngineRegistry.register(
-    model_type="language_model", backend=["fsdp2"], device=["cpu", "cuda"], vendor="verl_ext"
-)
+@EngineRegistry.register(model_type="language_model", backend=["fsdp2"], device=["cpu", "cuda"], vendor="verl_ext")
 class PackedEngine(StepEngine):
     """The engine of packs, whose documents restart ``position_ids`` at 0."""
 

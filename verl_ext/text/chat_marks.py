@@ -13,6 +13,7 @@ the rendered text must equal the text of the chat itself; otherwise the next one
 import re
 from typing import Any, NamedTuple
 
+from verl_ext.text.chat_template import common_prefix
 from verl_ext.text.messages import REASONING_FIELDS, Chat, Message, map_strings
 
 SPOKEN_FIELDS = ("content", *REASONING_FIELDS)
@@ -56,6 +57,13 @@ class Place(NamedTuple):
     first: int
     last: int
     reaches_end: bool  # True if the words end at `last`
+
+    def rest_in(self, text: str) -> int:
+        """Return the length of the words behind a mark in their middle, 0 if the text has others there.
+
+        A template may change white space in them, as Qwen's do around the thought of a content.
+        """
+        return length_but_space(self.words.second_half, text[self.last : self.last + 2 * len(self.words.text) + 64])
 
 
 class Marks:
@@ -137,6 +145,19 @@ class Marks:
                 places.append(Place(number, self.words[number], first, last, number in ends))
         places.sort(key=lambda place: (place.first, place.last))
         return "".join([*parts, marked[at:]]), places
+
+
+def length_but_space(given: str, text: str) -> int:
+    """Return the length of the start of `text` that equals `given` but for inner white space, 0 if none does."""
+    core = given.rstrip()
+    at = 0
+    for char in "".join(core.split()):
+        while at < len(text) and text[at].isspace():
+            at += 1
+        if not text.startswith(char, at):
+            return 0
+        at += 1
+    return at + common_prefix(given[len(core) :], text[at:]) if at else 0
 
 
 def framing_key(message: Message, with_unmarked: bool = False) -> tuple[Any, ...]:

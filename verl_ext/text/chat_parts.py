@@ -141,8 +141,7 @@ def _borders(text: str, target: Target, places: Sequence[Place], special: re.Pat
 
 def _end(text: str, place: Place) -> int:
     """Return the end of words whose last known character is at `place`."""
-    rest = "" if place.reaches_end else place.words.second_half
-    return place.last + (len(rest) if text.startswith(rest, place.last) else 0)
+    return place.last + (0 if place.reaches_end else place.rest_in(text))
 
 
 def _begin(text: str, place: Place, least: int) -> int | None:

@@ -237,6 +237,8 @@ class ChatRenderer:
     def _chosen(self, chat: Chat) -> tuple[ProvenChats, Chat, bool]:
         """Return the renderer for a chat, the chat that it gets, and whether empty thinking blocks are left out."""
         variant = self._variant(chat)
+        if chat.thoughts and (name := variant.chats.template.thought_field):
+            chat = chat.with_thoughts_in(name)
         if variant.without_blocks is not None and self._is_drawn(chat):
             return variant.without_blocks, without_empty_blocks(chat), True
         return variant.chats, chat, False

@@ -25,9 +25,9 @@ from collections.abc import Iterator
 from itertools import groupby, pairwise
 from typing import Any
 
-from verl_ext.text.chat_marks import TOOLS, WAYS, Marks, Place, framing_key, unmarked_fields
+from verl_ext.text.chat_marks import TOOLS, WAYS, Marks, Place, framing_key, length_but_space, unmarked_fields
 from verl_ext.text.chat_parts import RenderedChat, Target, add_borders
-from verl_ext.text.chat_template import ChatTemplate, common_prefix, joined_spans, longest_prefix_in
+from verl_ext.text.chat_template import ChatTemplate, joined_spans, longest_prefix_in
 from verl_ext.text.json_records import BadRecord
 from verl_ext.text.messages import Chat, Message
 from verl_ext.text.tool_calls import functions_called
@@ -148,7 +148,7 @@ class _Located:
         for given, before_header in self._prompts_before(before, index):
             if self.text.startswith(given, begin):  # the words may begin inside the prompt, with their own <think>
                 starts.append(len(given))
-            elif length := _length_but_space(given, self.text[begin:first]):
+            elif length := length_but_space(given, self.text[begin:first]):
                 starts.append(length)
             else:
                 length = self.template.common_prefix(given, self.text[begin:first])
@@ -222,9 +222,9 @@ class _Located:
         """Return the end of a target with last words at `place`, before `limit`, and the text that ends its turn."""
         begin = place.last
         if not place.reaches_end:
-            if not self.text.startswith(place.words.second_half, begin):
+            if not (length := place.rest_in(self.text)):
                 raise _mismatch(index, "is changed by the chat template")
-            begin += len(place.words.second_half)
+            begin += length
         tail = self.text[begin:limit]
         found = self.template.end.search(tail)
         if found and not tail[: found.start()].strip():
@@ -290,7 +290,7 @@ class _Located:
             same = next((number for number, other in enumerate(places) if other.number == place.number), None)
             if same is not None:
                 stop = places[same + 1].first if same + 1 < len(places) else len(text)
-                return text[places[same].last + (0 if place.reaches_end else len(place.words.second_half)) : stop]
+                return text[places[same].last + (0 if place.reaches_end else places[same].rest_in(text)) : stop]
         return None
 
     def _empty_turn(self, index: int) -> Target | None:
@@ -327,19 +327,6 @@ class _Located:
                 turn.stop, turn.closed_by = end, turn.closed_by and ""
             targets.append(turn)
         return RenderedChat(self.text, targets, turns.unprinted)
-
-
-def _length_but_space(given: str, text: str) -> int:
-    """Return the length of the start of `text` that equals `given` but for inner white space, 0 if none does."""
-    core = given.rstrip()
-    at = 0
-    for char in "".join(core.split()):
-        while at < len(text) and text[at].isspace():
-            at += 1
-        if not text.startswith(char, at):
-            return 0
-        at += 1
-    return at + common_prefix(given[len(core) :], text[at:]) if at else 0
 
 
 def _mismatch(index: int, what: str) -> BadRecord:

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from verl_ext.text.json_records import BadRecord
-from verl_ext.text.messages import Chat, Message
+from verl_ext.text.messages import REASONING_FIELDS, Chat, Message
 from verl_ext.text.tool_calls import functions_called
 from verl_ext.values import UsageError, first_line
 
@@ -101,6 +101,17 @@ class ChatTemplate:
     def marks_generation(self) -> bool:
         """Whether the template itself marks the generated text, with `{% generation %}`."""
         return bool(re.search(r"\{%-?\s*generation\s*-?%\}", self.source))
+
+    @cached_property
+    def thought_field(self) -> str | None:
+        """The field whose words the template prints before a call, as a thought; None if it prints none of them."""
+        for name in REASONING_FIELDS:
+            for arguments in ({"n": "1"}, '{"n": "1"}'):
+                call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+                turn = {"role": "assistant", "content": "", name: "Zq7thought", "tool_calls": [call]}
+                if "Zq7thought" in (self.try_render([{"role": "user", "content": "hi"}, turn]) or ""):
+                    return name
+        return None
 
     def render(self, messages: Sequence[Message], tools: list[Any] | None = None, generation: bool = False) -> str:
         """Render a chat, with the generation prompt if asked. Raises `BadRecord` if the template refuses it."""

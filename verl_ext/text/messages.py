@@ -37,7 +37,7 @@ ROLES = {
 }
 _LEARN_FIELDS = ("weight", "loss", "loss_mask", "train", "training", "trainable")
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
-_THOUGHT = re.compile("|".join(rf"\s*{re.escape(a)}.*?{re.escape(b)}" for a, b in REASONING_TAGS), re.DOTALL)
+_THOUGHT = re.compile("|".join(rf"\s*{re.escape(a)}(.*?){re.escape(b)}" for a, b in REASONING_TAGS), re.DOTALL)
 _PART_FIELDS = ("train_on_reasoning", "train_on_tool_calls", "train_detail", *REASONING_FIELDS)
 TEMPLATE_FIELDS = frozenset(("role", "content", "name", "tool_calls", "tool_call_id", *REASONING_FIELDS))
 TOOL_FIELDS = ("tools", "functions")
@@ -69,6 +69,7 @@ class Turn:
     tools: dict[str, Any] = field(default_factory=dict)
     argument_texts: dict[int, str] = field(default_factory=dict)  # as in `Chat`, by the call's index in the turn
     is_call: bool = False  # a message of its own for calls, which continues the assistant's turn before it
+    has_thought: bool = False  # its content is a thought in tags, which a call follows
 
 
 @dataclass
@@ -79,6 +80,7 @@ class Chat:
     masks: {index of a message: the weights of its parts}, for the messages whose parts have weights.
     argument_texts: {(index of a message, of its call): the JSON text}, for calls whose arguments the record has as
     text; in `messages` all arguments are objects. template_kwargs: the record's own arguments of the template.
+    thoughts: the indices of messages whose content is a thought in tags, and a call follows.
     """
 
     messages: list[Message]
@@ -87,6 +89,16 @@ class Chat:
     masks: dict[int, TurnMask] = field(default_factory=dict)
     argument_texts: dict[tuple[int, int], str] = field(default_factory=dict)
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    thoughts: tuple[int, ...] = ()
+
+    def with_thoughts_in(self, name: str) -> "Chat":
+        """Return the chat with its `thoughts` in a field, without their tags."""
+        messages = list(self.messages)
+        for index in self.thoughts:
+            mask = self.masks.get(index)
+            if (thought := thought_in(messages[index]["content"])) and not (mask and mask.stretches):
+                messages[index] = {**messages[index], "content": "", name: thought}
+        return replace(self, messages=messages, thoughts=())
 
     def keep_last_target(self) -> None:
         """Make the last assistant turn the only target; there is none if its weight is 0."""
@@ -183,20 +195,21 @@ class MessageReader:
             raise BadRecord("bad_weight", f"{where} ({role}) has a part to be learnt; only assistant turns can be")
         message = {"role": role, "content": content, **fields}
         texts: dict[int, str] = {}
-        is_call = False
+        is_call = has_thought = False
         if role == "function_call":  # ShareGPT: a thought, if any, and JSON with a name and arguments
             message["role"] = "assistant"
             thought = _THOUGHT.match(content)
             try:
                 calls = parse_json(content[thought.end() if thought else 0 :])
                 message |= called(calls if isinstance(calls, list) else [calls], "function_call")
-                message["content"] = thought[0] if thought else ""
-                is_call = thought is None and mask is None
+                has_thought = bool(thought and thought_in(thought[0]))
+                message["content"] = thought[0] if thought and has_thought else ""
+                is_call = not has_thought and mask is None
             except BadRecord:
                 self.text_calls += 1
         if message.get("tool_calls"):
             message["tool_calls"], texts = read_calls(message["tool_calls"], where)
-        return Turn(message, weight, mask, tools, texts, is_call)
+        return Turn(message, weight, mask, tools, texts, is_call, has_thought)
 
     def _parts(self, fields: dict[str, Any], text: Any, where: str) -> tuple[str, TurnMask | None]:
         """Return a message's text and the weights of its parts, if any; remove their fields from `fields`."""
@@ -257,6 +270,12 @@ class MessageReader:
             kept = "media=drop leaves it out and keeps the text"
             raise BadRecord("vision", f"{found}, and only text is tokenized; {kept}")
         self.dropped[medium] += 1
+
+
+def thought_in(content: str) -> str:
+    """Return the thought with which a content begins, without its tags; empty if there is none or it has no words."""
+    match = _THOUGHT.match(content)
+    return next((words.strip() for words in match.groups() if words), "") if match else ""
 
 
 def map_strings(value: Any, change: Callable[[str], Any]) -> Any:

@@ -275,9 +275,9 @@ def _parquet(source: SourceFile, limit: ChunkSize, columns: Columns) -> Pieces:
     from verl_ext.text.table_records import check_names, parquet_tables, table_records
 
     # Without a buffer, Arrow reads a column of a row group as a whole. A host's own blocks come on top of each read.
-    buffer = BLOCK << 4 if is_url(source.path) else BLOCK
+    by_blocks = {"buffer_size": BLOCK << 4 if is_url(source.path) else BLOCK, "pre_buffer": False}
     try:
-        with open_source(source.path) as opened, pq.ParquetFile(opened.stream, buffer_size=buffer) as file:
+        with open_source(source.path) as opened, pq.ParquetFile(opened.stream, **by_blocks) as file:
             check_names(source.path, file.schema_arrow.names)
             rows, found, numbers = file.metadata.num_rows, 0, count(1)
             for table in parquet_tables(file, *limit, columns):

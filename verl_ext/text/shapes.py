@@ -279,7 +279,8 @@ def _chat(raw_messages: list[Any], fields: Fields, first_target: int = 0, system
     for message in messages:
         if not TEMPLATE_FIELDS.issuperset(message):
             fields.message_fields.update(str(key) for key in message if key not in TEMPLATE_FIELDS)
-    return Chat(messages, targets, _tools(fields, turns), masks, texts, _template_kwargs(fields))
+    thoughts = tuple(i for i, turn in enumerate(turns) if turn.has_thought)
+    return Chat(messages, targets, _tools(fields, turns), masks, texts, _template_kwargs(fields), thoughts)
 
 
 def _template_kwargs(fields: Fields) -> dict[str, Any]:
@@ -291,6 +292,8 @@ def _template_kwargs(fields: Fields) -> dict[str, Any]:
     kwargs = {key: value for key, value in given.items() if value is not None}
     if reserved := RESERVED_TEMPLATE_KWARGS.intersection(kwargs):
         raise BadRecord("bad_template_kwargs", f"{name} must not set {', '.join(sorted(reserved))}")
+    if isinstance(thinking, str):  # of a CSV file
+        thinking = {"true": True, "false": False, "": None}.get(thinking.lower(), thinking)
     if thinking is None:
         return kwargs
     if thinking not in (0, 1) or not isinstance(thinking, (bool, int, float)):

@@ -27,6 +27,7 @@ from verl_ext.config.model import ModelFacts
 from verl_ext.config.resolve import resolve_run
 from verl_ext.config.run import Machine, RunConfig, TrainerOptions, is_due
 from verl_ext.config.schema import check_keys
+from verl_ext.config.upstream import select
 from verl_ext.config.weights import digest_of_weights, revision
 from verl_ext.data import PackDataset, check_vocabulary
 from verl_ext.data.chats import TrainedChats
@@ -348,6 +349,9 @@ def _notices(config: RunConfig, train_set: PackDataset, plan: StepPlan) -> Itera
             f"data.balance=sorted with data.train_batch_size={plan.batch_size}: every step is one group of packs of "
             "like cost; raise it for steps that mix costs, or set data.balance=none"
         )
+    if config.trainer.profile_interval[1] > 0 and not select(config.values, "profiler.enable"):
+        interval = show(list(config.trainer.profile_interval))
+        yield f"trainer.profile_interval={interval} needs profiler.enable=true, which is false: no profile is written"
     if missing := [name for name in ("model", "optimizer", "extra") if name not in config.checkpoint.save_contents]:
         yield f"checkpoint.save_contents lacks {', '.join(missing)}: this run's checkpoints cannot be resumed"
 

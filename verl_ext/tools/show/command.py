@@ -306,8 +306,8 @@ def _show_step(options: ShowOptions, step: int) -> None:
             return
     facts = read_run(folder)
     with working_in(facts.get("working_folder")):
+        dataset, plan, cost = packs_of_run(facts)  # first: a tokenizer is loaded without torch, which this needs
         tokenizer = _tokenizer(options, ModelOptions.read(facts["config"]["model"]).tokenizer)
-        dataset, plan, cost = packs_of_run(facts)
         _print(step_view(dataset, plan, cost, facts, step))
         if options.rank is not None:
             ranks = facts["data_parallel_size"]

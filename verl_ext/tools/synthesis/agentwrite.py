@@ -14,11 +14,11 @@ from verl_ext.endpoint.answer import UNPARSABLE, Answer, Unparsable
 from verl_ext.endpoint.client import Client
 from verl_ext.text.word_count import count_words, language_of, length_score
 from verl_ext.tools.synthesis.items import Item, drawn
-from verl_ext.tools.synthesis.lengths import asked_words, mentions_length
+from verl_ext.tools.synthesis.lengths import SMALL_NUMBER, asked_words, mentions_length
 from verl_ext.tools.synthesis.prompts import Prompts
 from verl_ext.tools.synthesis.records import Made, Making, question_and_answer, refused_in_words
 
-_NUMBER = r"(?:\d+|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|[一二三四五六七八九十百]+)"
+_NUMBER = rf"(?:\d+|{SMALL_NUMBER}|[一二三四五六七八九十百]+)"
 _NAME = rf"(?:(?:paragraph|section|part|段落)\s*{_NUMBER}|第\s*{_NUMBER}\s*(?:段落|段|部分))"
 _POINT, _COUNT = r"(?:main\s+points?|要点|主要内容)\W*[:：]", r"(?:word\s+count|字数)\W*[:：]?"
 _START = r"^[\s*#>_\-•]*(?:\d+\s*[.)、:：]\s*)?[\s*#_\[(（【]*"

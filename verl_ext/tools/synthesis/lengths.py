@@ -11,6 +11,7 @@ _SMALL_NAMES = (
 _TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
 _SMALL = {name: value for value, name in enumerate(re.split(" ", _SMALL_NAMES), start=1)}
 _SMALL |= {name: 10 * value for value, name in enumerate(re.split(" ", _TENS), start=2)}
+SMALL_NUMBER = rf"(?:{'|'.join(_SMALL)})(?:[\s-]+(?:{'|'.join(_SMALL)}))?"  # thirteen, twenty-one
 _LARGE = {"hundred": 100, "thousand": 1000, "million": 1_000_000, "k": 1000}
 _NAMES = "|".join([*_SMALL, "hundred", "thousand", "million"])
 _DIGITS = {character: value for value, character in enumerate("零一二三四五六七八九")} | {"〇": 0, "两": 2}
@@ -31,13 +32,16 @@ _ASKED = re.compile(
     re.IGNORECASE,
 )
 _NUMBER_BEFORE = rf"(?:\d\s*k?|\b(?:{_NAMES})|[{_HAN}])\s*(?:words?|字|个字)?\s*"
-_RANGE = re.compile(rf"{_NUMBER_BEFORE}(?:-|–|—|~|～|〜|、|/|,|\b(?:to|or|and)\b|至|到|或者?|和)\s*$", re.IGNORECASE)
+_RANGE = re.compile(
+    rf"{_NUMBER_BEFORE}(?:-|–|—|~|～|〜|、|/|,|\b(?:up to|to|or|and)\b|至|到|或者?|和)\s*$", re.IGNORECASE
+)
 _VAGUE = re.compile(r"[几数]$")  # 几千字
 # The length of a part: each 200 words, 每段200字, 200 words each.
 _PART_BEFORE = re.compile(r"(?:\b(?:each|every|per)\b\W*(?:\w+\W+){0,4}|每[^，。,.；;]{0,6})$", re.IGNORECASE)
 _PART_AFTER = re.compile(
     r"\s*(?:each\b|apiece|per\b|every\b|an? (?:day|page|paragraph|chapter|section)\b|(?:一|每)[段章节页])"
 )
+_PART_OF_A_NUMBER = re.compile(r"\b(?:half|quarter\s+of)\s*$", re.IGNORECASE)  # half a million
 _YEAR = re.compile(r"\byear\s*$", re.IGNORECASE)
 _QUANTITY = rf"(?:\d[\d,.]*\s*k?|\b(?:{_NAMES}|hundreds|thousands|dozens?|few|several|half)\b)"
 _UNIT = r"\b(?:words?|length|characters?|letters|pages?|tokens?)\b"
@@ -59,8 +63,8 @@ def asked_words(instruction: str) -> int | None:
         start = min(match.start(group) for group in match.re.groupindex if match[group] is not None)
         before, after = instruction[:start], instruction[match.end() :]
         number = next(_values(match))
-        others = (_RANGE.search(before), _VAGUE.search(before), _PART_BEFORE.search(before), _PART_AFTER.match(after))
-        if number is None or any(others):
+        others = (pattern.search(before) for pattern in (_RANGE, _VAGUE, _PART_OF_A_NUMBER, _PART_BEFORE))
+        if number is None or any(others) or _PART_AFTER.match(after):
             return None
         if number >= LEAST_WORDS and not _YEAR.search(before):
             found.add(number)
