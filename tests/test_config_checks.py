@@ -238,8 +238,8 @@ TABLE = [
         "parallel=fsdp2 (trainer.device=cuda) needs a GPU; none is visible; use parallel=cpu",
     ),
     ({}, 1, "cuda", "start it with CUDA_VISIBLE_DEVICES="),
-    ({"engine__strategy": "megatron"}, 1, None, "engine.strategy must be one of fsdp, fsdp2; got megatron"),
-    ({"engine__strategy": "fsdp"}, 1, None, "engine.strategy must be one of fsdp2; got fsdp"),
+    ({"engine__strategy": "megatron"}, 1, None, "engine.strategy must be fsdp2; got megatron"),
+    ({"engine__strategy": "fsdp"}, 1, None, "engine.strategy must be fsdp2; got fsdp"),
     ({"attention__backend": "flash_attn"}, 1, None, "attention.backend=flash_attn needs a CUDA GPU"),
     ({"attention__backend": "varlen"}, 1, None, "attention.backend=varlen needs a CUDA GPU"),
     (

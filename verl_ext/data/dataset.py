@@ -191,7 +191,7 @@ def _keys_of_verl() -> frozenset[str]:
     spec = find_spec("verl")
     folders = spec.submodule_search_locations if spec else None
     files = [file for folder in folders or () for file in Path(folder, "trainer", "config").glob("sft_trainer*.yaml")]
-    return frozenset(str(key) for file in files for key in OmegaConf.load(file).get("data") or ())
+    return frozenset(str(key) for file in files for key in OmegaConf.select(OmegaConf.load(file), "data") or ())
 
 
 @cache
