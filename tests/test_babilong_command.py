@@ -14,6 +14,8 @@ from verl_ext.commands.command_line import read_options
 from verl_ext.tools.babilong import command
 from verl_ext.tools.babilong.samples import SampleMaker
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -20,6 +20,8 @@ from verl_ext.data import CategoryTable
 from verl_ext.losses import LossSpec
 from verl_ext.trainer.batch import StepCollator
 
+pytestmark = pytest.mark.slow
+
 
 def _recorded(kernel: LseKernel, events: list[str]) -> LseKernel:
     """Wrap the kernel so that it records whether its keys are the group's own."""

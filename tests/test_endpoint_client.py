@@ -11,6 +11,8 @@ from verl_ext.endpoint.client import Client, EndpointOptions, SamplingOptions
 from verl_ext.endpoint.store import Store
 from verl_ext.values import DataError, UsageError
 
+pytestmark = pytest.mark.slow
+
 QUESTION = [{"role": "user", "content": "how many?"}]
 HALF = b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n{"choices": [{'
 CUT_JSON = b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nConnection: close\r\n\r\n{"choices": [{'

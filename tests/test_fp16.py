@@ -20,6 +20,8 @@ from verl_ext.engines.step import StepEngine
 from verl_ext.losses import LossSpec
 from verl_ext.trainer.batch import StepCollator, StepLoss
 
+pytestmark = pytest.mark.slow
+
 FP16 = "engine.mixed_precision={param_dtype:fp16,reduce_dtype:fp32,buffer_dtype:fp32}"
 # Plain SGD steps show a wrong scale or a late clip in the update; Adam would hide both.
 CLIPPED_SGD = ("optim.optimizer=SGD", "optim.lr=0.5", "optim.weight_decay=0", "optim.clip_grad=0.01")

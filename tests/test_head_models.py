@@ -10,7 +10,6 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import distribute_tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -26,6 +25,8 @@ from verl_ext.data import CategoryTable
 from verl_ext.engines.head import FusedHead, HeadInputs, TargetRows, supported_head
 from verl_ext.losses import LossSpec
 from verl_ext.trainer.batch import StepCollator
+
+pytestmark = pytest.mark.slow
 
 TOLERANCE = 1e-5
 # name: (config class, its fields, the head that it allows)
@@ -226,24 +227,6 @@ def test_an_adapter_that_is_more_than_a_product_is_not_fused(folder):
     for more in ({"use_dora": True}, {"lora_bias": True}):
         base = AutoModelForCausalLM.from_pretrained(folder("llama"))
         assert supported_head(get_peft_model(base, LoraConfig(r=4, target_modules=["lm_head"], **more))) == "targets"
-
-
-def test_a_head_inside_fsdp1_is_fused_and_an_adapter_that_fsdp1_wraps_is_not(folder):
-    """FSDP1 only runs on a GPU, but its wrapper is enough here."""
-
-    def wrapped(module):
-        wrapper = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
-        torch.nn.Module.__init__(wrapper)
-        wrapper._fsdp_wrapped_module = module
-        return wrapper
-
-    base = AutoModelForCausalLM.from_pretrained(folder("llama"))
-    assert supported_head(wrapped(base)) == "fused"
-    model = get_peft_model(base, LoraConfig(r=4, target_modules=["lm_head"]))
-    assert supported_head(wrapped(model)) == "fused"
-    adapters = model.get_output_embeddings().lora_B
-    adapters["default"] = wrapped(adapters["default"])  # as verl's policy does with every trainable layer
-    assert supported_head(wrapped(model)) == "targets"
 
 
 def test_an_adapter_on_the_head_has_the_gradients_of_its_logits(folder):

@@ -16,6 +16,8 @@ from verl_ext.files import OutputFolder
 from verl_ext.tools.init_model.command import InitModelOptions, init_model
 from verl_ext.values import DataError, UsageError
 
+pytestmark = pytest.mark.slow
+
 SMALL = "config={hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, initializer_range: 0.1}"
 TEXT = "The cat sat on the mat. The dog sat on the cat.\n" * 20
 

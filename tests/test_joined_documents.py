@@ -15,6 +15,8 @@ from verl_ext.commands.tokenize import TokenizeOptions, tokenize
 from verl_ext.data import SFTDataSet
 from verl_ext.tools.synthesis.command import main
 
+pytestmark = pytest.mark.slow
+
 TOPICS = 4
 
 

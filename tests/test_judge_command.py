@@ -12,6 +12,8 @@ from tests.chat_server import chat_server, completion
 from verl_ext.__main__ import main
 from verl_ext.tools.judging.writing import DIMENSIONS
 
+pytestmark = pytest.mark.slow
+
 CASES = [
     {"prompt": "a story of 100 words", "type": "Story", "length": 100},
     {"prompt": "an essay of 200 words", "type": "Essay", "length": 200},
@@ -262,7 +264,6 @@ def test_a_needle_is_asked_for_at_every_length_and_depth(tmp_path, tiny_model):
     }  # fmt: skip
 
 
-@pytest.mark.slow
 def test_a_folder_answers_as_plain_transformers_does(tmp_path, tiny_model):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -48,7 +48,7 @@ def test_a_machine_that_tells_no_affinity_gives_a_rank_its_share_of_all_cores(mo
 
 
 def _problems(names: list[str]) -> list[str | None]:
-    return [step_problem(lambda p, name=name: getattr(torch.optim, name)(p, lr=0.1), shards=True) for name in names]
+    return [step_problem(lambda p, name=name: getattr(torch.optim, name)(p, lr=0.1)) for name in names]
 
 
 def test_optimizers_that_take_no_steps_over_shards_are_found_by_any_number_of_ranks_and_by_none():

@@ -8,6 +8,8 @@ from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import build, metrics, train_alone
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = (9, 30, 4, 17, 12, 22, 7, 26, 14, 5)
 
 

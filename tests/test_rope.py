@@ -14,6 +14,8 @@ from tests.test_device_copies import Copies
 from verl_ext.attention import PACKED_ATTENTION, document_layout
 from verl_ext.attention.rope import choose_rope_by_document
 
+pytestmark = pytest.mark.slow
+
 POSITIONS = 16  # beyond these, dynamic and longrope choose other frequencies
 # Short and long documents in turn, including one at a type's limit and one a token longer; 80 tokens.
 PACKS = [(7, 30, 16, 17, 10), (3, 40, 5, 32)]

@@ -15,6 +15,8 @@ from verl_ext.commands.tokenize import TokenizeOptions, tokenize
 from verl_ext.endpoint.store import Store
 from verl_ext.tools.synthesis.command import main
 
+pytestmark = pytest.mark.slow
+
 PLAN = (
     "# Plan\nParagraph 1 - Main Point: one - Word Count: 200\n**Paragraph 2** - Main Point: two - Word Count: 200 words"
 )
@@ -374,7 +376,6 @@ def test_stretches_are_spread_over_the_documents_of_a_joined_text(tmp_path, tiny
     assert len(seen) > 2
 
 
-@pytest.mark.slow
 def test_the_command_does_not_import_torch(tmp_path, documents, tiny_model):
     program = (
         "import sys; from verl_ext.__main__ import main; code = main(sys.argv[1:]); print('torch' in sys.modules);"

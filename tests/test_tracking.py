@@ -21,6 +21,8 @@ from verl_ext.trainer.hooks.tracking import (
     read_run_ids,
 )
 
+pytestmark = pytest.mark.slow
+
 TRACKERS = ["wandb", "swanlab"]
 
 
