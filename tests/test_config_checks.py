@@ -22,7 +22,7 @@ from transformers import (
 from tests.checked import checked, typed
 from verl_ext.config import compose
 from verl_ext.config.check import check_categories, check_positions, model_positions
-from verl_ext.config.support import attention_dropout
+from verl_ext.config.support import Architecture, attention_dropout, model_notices
 from verl_ext.config.weights import weight_problems
 from verl_ext.losses import LossOptions
 
@@ -81,6 +81,18 @@ def test_weights_in_bf16_are_told_with_the_steps_that_they_lose(good):
     (notice,) = [x for x in checked(changed(good, engine__model_dtype="bf16"), 1).notices if "model_dtype" in x]
     assert "a step below 1/512 of a weight is lost" in notice
     assert not [notice for notice in checked(good, 1).notices if "model_dtype" in notice]
+
+
+def test_what_a_class_keeps_in_fp32_is_told_to_be_rounded(good):
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 8, "kv_lora_rank": 8}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    config = DeepseekV3Config(vocab_size=100, **sizes, **heads, **experts)
+    model = Architecture(config)
+    for dtype, is_told in (("bf16", True), ("fp32", False), (None, False)):
+        run = typed(changed(good, engine__model_dtype=dtype), 1)
+        told = [line for line in model_notices(run, model, "fused") if "e_score_correction_bias" in line]
+        assert bool(told) is is_told
 
 
 def test_an_adapter_that_is_nowhere_is_one_line(good, monkeypatch):

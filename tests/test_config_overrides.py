@@ -83,6 +83,13 @@ def test_other_keys_of_verl_0_4_to_0_6_are_read_as_they_are():
             assert prepare_overrides([f"{node}.{name}=1"]) == ([f"++{node}.{name}=1"], [])
 
 
+@pytest.mark.parametrize("key", ["engine.strategy", "model.strategy"])
+def test_fsdp1_is_read_as_fsdp2_with_a_notice(key):
+    config, notices = compose_run([f"{key}=fsdp", "model.path=M", "data.train_dir=D"])
+    assert config.engine.strategy == "fsdp2"
+    assert [notice for notice in notices if notice.startswith(f"{key}=fsdp is read as engine.strategy=fsdp2")]
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [

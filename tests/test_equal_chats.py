@@ -256,6 +256,11 @@ def test_a_records_own_template_arguments_hold_for_it_alone(folder: Path) -> Non
     assert encoded(worker(folder, plain.CHATML), {**told, "enable_thinking": True})[1].unused_fields == {
         "enable_thinking": 1
     }
+    for text, value in (("False", False), ("true", True)):  # of a CSV file
+        assert (
+            encoded(encoder, {**told, "enable_thinking": text})[0]
+            == encoded(encoder, {**told, "enable_thinking": value})[0]
+        )
     renamed = worker(folder, SAYS_NO_THINK, columns={"enable_thinking": "think"})
     assert encoded(renamed, {**told, "think": False})[0] == encoded(encoder, {**told, "enable_thinking": False})[0]
 

@@ -2,6 +2,7 @@
 
 import json
 
+from verl_ext.config import compose_run
 from verl_ext.data.chats import TrainedChats
 
 
@@ -41,3 +42,11 @@ def test_a_template_that_the_data_was_not_made_with_is_a_problem():
         line = chats.template_problem("S", "data.train_dir")
         assert line is not None
         assert line.startswith("model.custom_chat_template must be the template that data.train_dir was made with; got")
+
+
+def test_a_template_may_be_given_as_its_file(tmp_path):
+    file = tmp_path / "template.jinja"
+    file.write_text("{{ messages }}")
+    for given in (file, "'{{ messages }}'"):
+        config, _ = compose_run([f"model.custom_chat_template={given}", "model.path=M", "data.train_dir=D"])
+        assert config.model.custom_chat_template == "{{ messages }}"

@@ -146,8 +146,7 @@ class Snapshot:
                     write_json(self.folder / state.EXTRA, self.extra)
                 if self.state and self.engine._is_lora:
                     write_json(self.folder / state.ADAPTERS, adapter_config(self.engine.module))
-                if self.export is not None:
-                    self.export.write(self.folder / layout.EXPORT)
+                self.export.write(self.folder / layout.EXPORT)
 
 
 class Checkpoints:

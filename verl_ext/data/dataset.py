@@ -187,7 +187,7 @@ def _foreign_problems(family: type[Options], node: Mapping[str, Any]) -> Iterato
 
 @cache
 def _keys_of_verl() -> frozenset[str]:
-    """Return the keys of the data node in the configs of verl's SFT trainers."""
+    """Return the keys of the data node of verl's SFT trainers."""
     spec = find_spec("verl")
     folders = spec.submodule_search_locations if spec else None
     files = [file for folder in folders or () for file in Path(folder, "trainer", "config").glob("sft_trainer*.yaml")]

@@ -59,7 +59,7 @@ class Place(NamedTuple):
     reaches_end: bool  # True if the words end at `last`
 
     def rest_in(self, text: str) -> int:
-        """Return the length of the words behind a mark in their middle, 0 if the text has others there.
+        """Return the length of the words behind a mark in their middle; 0 for others.
 
         A template may change white space in them, as Qwen's do around the thought of a content.
         """
@@ -148,7 +148,7 @@ class Marks:
 
 
 def length_but_space(given: str, text: str) -> int:
-    """Return the length of the start of `text` that equals `given` but for inner white space, 0 if none does."""
+    """Return the length of the start of `text` that equals `given` but for inner white space."""
     core = given.rstrip()
     at = 0
     for char in "".join(core.split()):

@@ -104,7 +104,7 @@ class ChatTemplate:
 
     @cached_property
     def thought_field(self) -> str | None:
-        """The field whose words the template prints before a call, as a thought; None if it prints none of them."""
+        """The field whose words the template prints as a thought before a call, if any."""
         for name in REASONING_FIELDS:
             for arguments in ({"n": "1"}, '{"n": "1"}'):
                 call = {"type": "function", "function": {"name": "f", "arguments": arguments}}

@@ -202,7 +202,7 @@ class MessageReader:
             try:
                 calls = parse_json(content[thought.end() if thought else 0 :])
                 message |= called(calls if isinstance(calls, list) else [calls], "function_call")
-                has_thought = bool(thought and thought_in(thought[0]))
+                has_thought = bool(thought_in(content))
                 message["content"] = thought[0] if thought and has_thought else ""
                 is_call = not has_thought and mask is None
             except BadRecord:
@@ -273,7 +273,7 @@ class MessageReader:
 
 
 def thought_in(content: str) -> str:
-    """Return the thought with which a content begins, without its tags; empty if there is none or it has no words."""
+    """Return the words of the thought that begins a content, if any."""
     match = _THOUGHT.match(content)
     return next((words.strip() for words in match.groups() if words), "") if match else ""
 
