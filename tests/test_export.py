@@ -78,6 +78,12 @@ def write_house(folder):
         (folder / name).write_text(name)
 
 
+def write_adapter(base, folder, **config):
+    given = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False, **config}
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(task_type="CAUSAL_LM", **given))
+    model.save_pretrained(folder)
+
+
 @pytest.fixture(scope="module")
 def documents():
     return random_documents(np.random.default_rng(0), [40, 30, 20, 60], VOCABULARY, 1)
@@ -111,12 +117,12 @@ def runs(documents, tmp_path_factory):
     whole = "checkpoint.save_contents=[model,optimizer,extra,hf_model]"
     for name, (model, adapter, overrides) in RUNS.items():
         if adapter is not None:
-            base = AutoModelForCausalLM.from_pretrained(folder / "models" / model)
-            given = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False, **adapter}
-            get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **given)).save_pretrained(folder / "of" / name)
+            write_adapter(folder / "models" / model, folder / "of" / name, **adapter)
             overrides = [*LORA, f'model.lora_adapter_path="{folder / "of" / name}"', *overrides]
         add(name, model, "data", *overrides, whole)
     add("shards", "qwen3", "data")  # the run "qwen3", without an export
+    write_adapter(folder / "models" / "qwen3", folder / "of" / "unmergeable", lora_bias=True, target_modules=["q_proj"])
+    add("unmergeable", "qwen3", "data", *LORA, f"model.lora_adapter_path={folder / 'of' / 'unmergeable'}")
     add("house", "house", "chats", *HOUSE)
     add("whole house", "house", "chats", *HOUSE, whole)
     for first in range(0, len(commands), 6):  # ranks have a limit of time
@@ -215,6 +221,9 @@ REFUSED = {  # the line of each refusal, and the options that it answers
     "base must hold the weights that the adapters were trained on": lambda runs, _: [
         f'checkpoint="{runs / "dora"}"',
         f"base={runs / 'models' / 'other'}",
+    ],
+    "form=adapter must be given for adapters that PEFT does not merge": lambda runs, _: [
+        f"checkpoint={runs / 'unmergeable'}"
     ],
     "form must be merged for a checkpoint without adapters": lambda runs, _: [
         f"checkpoint={runs / 'shards'}",

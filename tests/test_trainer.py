@@ -160,21 +160,27 @@ def test_a_mixture_is_of_training_alone_and_a_step_of_one_group_is_told(data, ti
         f"data.val_dir={folder / 'val'}",
         "data.mixture={sources: {all: {tokens: 200}}}",
     )
-    steps = ["data.train_batch_size=4"], ["data.train_batch_size=2"], ["data.train_batch_size=2", "data.balance=none"]
+    profiled = "trainer.profile_interval=[1,2]"
+    steps = (
+        ["data.train_batch_size=4"],
+        ["data.train_batch_size=2", profiled],
+        ["data.train_batch_size=2", "data.balance=none", profiled, "profiler.enable=true"],
+    )
     said = run_ranks(prepared, 2, [[*overrides, *step] for step in steps])
-    assert said == [[(1, 0, len(documents), is_told) for is_told in (False, True, False)]] * 2
+    told = (False, False), (True, True), (False, False)
+    assert said == [[(1, 0, len(documents), *notices) for notices in told]] * 2
 
 
-def prepared(runs: list[list[str]]) -> list[tuple[int, int, int, bool]]:
-    """Return by run (rows of the training mixture, of the validation mixture, validation documents, group notice)."""
+def prepared(runs: list[list[str]]) -> list[tuple[int, int, int, bool, bool]]:
+    """Return by run the rows of both mixtures, validation documents, and if groups and profile have a notice."""
     found = []
     for overrides in runs:
         run = prepare(compose([*SMALL, *overrides]))
         assert run.validation is not None
         validation = run.validation.dataset
-        told = any("every step is one group" in notice for notice in run.notices)
+        told = [any(words in notice for notice in run.notices) for words in ("is one group", "no profile is written")]
         mixtures = len(run.train_set.mixture_report), len(validation.mixture_report)
-        found.append((*mixtures, int(validation.pack_documents().sum()), told))
+        found.append((*mixtures, int(validation.pack_documents().sum()), *told))
     return found
 
 

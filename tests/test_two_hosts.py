@@ -86,6 +86,16 @@ def exit_codes(runs: list[subprocess.Popen[bytes]]) -> list[int]:
     return [run.wait(_PATIENCE) for run in runs]
 
 
+def codes_after_cut(host: Host, runs: list[subprocess.Popen[bytes]]) -> tuple[list[int], float]:
+    """Cut a host off until the runs have ended; return their exit codes and the seconds until then."""
+    start = time.monotonic()
+    host.cut()
+    try:
+        return exit_codes(runs), time.monotonic() - start
+    finally:
+        host.mend()
+
+
 def saved(output: Path) -> Callable[[], bool]:
     return (output / "latest_checkpointed_iteration.txt").is_file
 
@@ -105,16 +115,13 @@ def test_a_cable_that_is_cut_ends_both_sides_and_the_restart_resumes(hosts, over
     output = tmp_path / "cut" / "run"
     runs = start(hosts, overrides, output)
     wait(saved(output), runs)
-    hosts[1].cut()
-    cut = time.monotonic()
-    codes = exit_codes(runs)
-    assert time.monotonic() - cut < COLLECTIVE + 45  # plus the time that ranks need to leave on a busy machine
-    assert codes == [1, 1]
+    codes, seconds = codes_after_cut(hosts[1], runs)
+    assert seconds < COLLECTIVE + 45  # plus the time that ranks need to leave on a busy machine
+    assert codes == [3, 3]
     for rank, log in enumerate(logs(output)):
         assert "preflight: 2 nodes reach each other; versions and clocks agree" in log
         assert f"error: rank {2 * rank}: a collective failed or took longer than trainer.nccl_timeout (Timed out" in log
         assert "the same command resumes from the last checkpoint" in log
-    hosts[1].mend()
     assert exit_codes(start(hosts, overrides, output)) == [0, 0]
     assert "resumed after step " in logs(output)[0]
     assert_same_losses(metrics(output), on_one_host)
@@ -124,12 +131,9 @@ def test_a_host_out_of_reach_is_named_by_its_ranks(hosts, overrides, tmp_path):
     output = tmp_path / "out" / "run"
     runs = start(hosts, [*overrides, "trainer.nccl_timeout=600", f"trainer.hang_timeout={HANG}"], output)
     wait(saved(output), runs)
-    hosts[1].cut()
-    cut = time.monotonic()
-    codes = exit_codes(runs)
-    assert time.monotonic() - cut < HANG + 45
-    hosts[1].mend()
-    assert codes == [1, 1]
+    codes, seconds = codes_after_cut(hosts[1], runs)
+    assert seconds < HANG + 45
+    assert codes == [3, 3]
     first, second = logs(output)  # the ranks' store is on the first host
     assert f"error: no progress for {HANG} s (trainer.hang_timeout): rank 2 (process " in first
     assert " on host-b), rank 3 (process " in first
