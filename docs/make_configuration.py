@@ -8,7 +8,7 @@ from typing import Any
 from verl_ext.__main__ import COMMANDS
 from verl_ext.answers import AnswerOptions
 from verl_ext.attention import AttentionOptions, ParallelOptions
-from verl_ext.config.run import PlanOptions, RayOptions, TrainerOptions
+from verl_ext.config.run import RayOptions, TrainerOptions
 from verl_ext.config.schema import dataset_families, model_kinds
 from verl_ext.config.weights import ModelOptions
 from verl_ext.data.dataset import DataOptions
@@ -54,7 +54,6 @@ def _lines() -> Iterator[str]:
         "`optim`, beside verl's": ScheduleOptions,
         "`trainer`": TrainerOptions,
         "`eval`": AnswerOptions,
-        "`plan`, with `trainer.plan_only=true`": PlanOptions,
         "`ray`, for `verl_ext.fsdp_sft_trainer_ray`": RayOptions,
     }
     for name, kind in model_kinds().items():

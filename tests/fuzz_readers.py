@@ -250,8 +250,8 @@ def _sign_checkpoint(folder: Path) -> None:
 
 
 def _read_checkpoint(folder: Path) -> None:
+    from verl_ext.checkpoint.identity import RunState
     from verl_ext.checkpoint.layout import Damaged, changed_file, resumable_ranks, saved_run_state
-    from verl_ext.checkpoint.resume import RunState
     from verl_ext.checkpoint.state import STATE, read_extra, read_tensors
 
     if wrong := changed_file(folder, 0, 1):

@@ -177,7 +177,6 @@ def _refusal(options):
 @pytest.mark.parametrize(
     ("given", "line"),
     [
-        ("eval.prompts=none.jsonl trainer.plan_only=true", "eval.prompts must name files that exist"),
         ("eval.prompts=none.jsonl", "eval.prompts must name files that exist"),
         ("eval.max_new_tokens=600", "eval.max_new_tokens must be at most"),
         ("eval.base_url=http://127.0.0.1:9/v1", "eval.base_url must be a server that answers"),

@@ -23,6 +23,7 @@ from tests.ranks import run_ranks
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import SMALL, build, differences, stopped_at
+from verl_ext.checkpoint.identity import RunState
 from verl_ext.checkpoint.layout import (
     MANIFEST,
     TRACKER,
@@ -34,7 +35,6 @@ from verl_ext.checkpoint.layout import (
     remove_unfinished,
     whole_checkpoints,
 )
-from verl_ext.checkpoint.resume import RunState
 from verl_ext.checkpoint.state import read_metadata
 from verl_ext.config import compose
 from verl_ext.files import write_errors

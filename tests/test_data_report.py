@@ -17,8 +17,11 @@ from tests.tokenized_data import random_documents, write_tokenized
 from verl_ext.data import SFTDataSet
 from verl_ext.fsdp_sft_trainer import train
 from verl_ext.packing import TOKENS
+from verl_ext.tools.plan.command import plan as plan_run
+from verl_ext.tools.plan.options import PlanOptions
 from verl_ext.trainer.report import data_facts, step_facts, write_report
 from verl_ext.trainer.report_lines import report_lines
+from verl_ext.trainer.setup import compose_and_run
 from verl_ext.trainer.step_plan import StepPlan
 
 
@@ -113,31 +116,34 @@ def test_the_report_is_json_that_replaces_an_older_one(folder, tmp_path):
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["data_report.json"]
 
 
-def command(folder, overrides):
+def command(folder, act, overrides):
     """Return the output of the command on its only rank."""
     os.chdir(folder)
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["train", *overrides])
-        train()
+    with contextlib.redirect_stdout(io.StringIO()) as printed, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["command"])
+        compose_and_run(overrides, act)
     return printed.getvalue()
 
 
+def plan(composed):
+    plan_run(composed, PlanOptions())
+
+
 def test_a_plan_without_training_is_printed_and_written_and_leaves_the_folder_usable(folder, tiny_model, tmp_path):
-    def run(*overrides):
-        return run_ranks(command, 1, tmp_path, [*given, *overrides])[0]
+    def run(act, *overrides):
+        return run_ranks(command, 1, tmp_path, act, [*given, *overrides])[0]
 
     given = (
         *(f"data.train_dir={folder}", "data.max_tokens=20", "data.train_batch_size=2", "data.num_workers=0"),
         *(f"model.path={tiny_model}", "parallel=cpu", f"trainer.default_local_dir={tmp_path / 'run'}"),
     )
-    planned = run("trainer.plan_only=true")
+    planned = run(plan)
     assert "train: 5 documents, 39 tokens" in planned
     assert "steps: 1 an epoch of 2 packs" in planned
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["data_report.json"]
     report = json.loads((tmp_path / "run" / "data_report.json").read_text())
     assert list(report) == ["train", "steps"]
-    assert "step 1/1 | loss " in run()
+    assert "step 1/1 | loss " in run(train)
     assert (tmp_path / "run" / "global_step_1").is_dir()
-    assert "holds a run: its data_report.json is left as it is" in run("trainer.plan_only=true", "data.max_tokens=21")
+    assert "holds a run: its data_report.json is left as it is" in run(plan, "data.max_tokens=21")
     assert json.loads((tmp_path / "run" / "data_report.json").read_text()) == report

@@ -31,7 +31,6 @@ from verl_ext.commands.train import NODES
 from verl_ext.config import compose
 from verl_ext.config.schema import is_known
 from verl_ext.tools.judging.writing import DIMENSIONS
-from verl_ext.trainer.setup import prepare
 
 ROOT = Path(__file__).resolve().parent.parent
 MARKS = ("# needs GPUs", "# needs data")
@@ -132,7 +131,7 @@ def run_command(*words: str) -> None:
 
 def run_data_command(command: Command) -> None:
     _, name, *words = command.words
-    if name == "migrate":
+    if name in ("migrate", "plan"):
         run_command(name, *words)
         return
     if name == "train":  # two steps, without the GPUs that a page may assume
@@ -194,20 +193,12 @@ def run_module(command: Command) -> None:
         config = compose(command.overrides)
         assert config.model.path
         assert config.data.get("train_dir") or config.data.get("blend")
-    elif "trainer.plan_only=true" in command.overrides:
-        (report,) = run_ranks(plan, 1, os.getcwd(), command.overrides)
-        assert report["train"]["packs"] > 0
     else:
         run_ranks(train, 1, os.getcwd(), command.overrides)
         logged = metrics(Path("run"))
         assert [step for step, name in logged if name == "train/loss"] == [1, 2, 3, 4]
         for name in {name for _, name in logged}:
             assert mentions_metric(name), f"{name} is not in docs/training.md"
-
-
-def plan(folder: str, overrides: list[str]) -> dict:
-    os.chdir(folder)
-    return prepare(compose(overrides)).data_report()
 
 
 def train(folder: str, overrides: list[str]) -> None:

@@ -1,7 +1,9 @@
 """The memory of a step predicted on fake tensors equals that of real ranks; and a plan's lines about memory."""
 
+import contextlib
 import copy
 import dataclasses
+import io
 import os
 
 import numpy as np
@@ -13,19 +15,19 @@ from tests.small_models import write_small_models
 from tests.tiny_model import write_tiny_model
 from tests.tokenized_data import random_documents, write_tokenized
 from verl_ext.config import compose
-from verl_ext.config.resolve import plan_options, resolve_device
-from verl_ext.config.run import num_bytes
+from verl_ext.config.resolve import resolve_device
 from verl_ext.data import CategoryTable
 from verl_ext.flops import GPUS
 from verl_ext.losses import LossSpec
 from verl_ext.plugin import PACKED
 from verl_ext.tools.plan.caching_allocator import reserved
 from verl_ext.tools.plan.fake_gpu import MemoryTracker
+from verl_ext.tools.plan.machine import planned_run
+from verl_ext.tools.plan.options import PlanOptions, num_bytes
 from verl_ext.tools.plan.report import Predictor, memory_facts
 from verl_ext.tools.plan.run import KINDS, Job, build_engine, fill_optimizer, take_step
 from verl_ext.tools.plan_lines import memory_lines, remedy_line
 from verl_ext.trainer.batch import StepCollator
-from verl_ext.trainer.setup import prepare
 from verl_ext.values import plain
 
 pytestmark = pytest.mark.slow
@@ -113,10 +115,10 @@ def _assert_predicted(jobs, within=0.02):
             assert kinds[kind] > 0
 
 
-def planned(folder, overrides):
-    """Return a plan's lines about memory, each time that there are more."""
+def planned(folder, of_plan, overrides):
+    """Return a plan's facts about memory, each time that there are more."""
     os.chdir(folder)
-    return [copy.deepcopy(facts) for facts in memory_facts(prepare(compose(overrides)))]
+    return [copy.deepcopy(facts) for facts in memory_facts(*planned_run(compose(overrides), PlanOptions.read(of_plan)))]
 
 
 def test_a_plan_says_what_a_gpu_would_need_and_which_override_lowers_it(tmp_path):
@@ -127,9 +129,9 @@ def test_a_plan_says_what_a_gpu_would_need_and_which_override_lowers_it(tmp_path
         planned,
         1,
         tmp_path,
+        {"gpu_memory": "1GiB", "reserve": "1GiB", "world_size": 8},
         [
             *(f"data.train_dir={data}", f"model.path={model}", "data.max_tokens=64", "data.train_batch_size=16"),
-            *("trainer.plan_only=true", "plan.gpu_memory=1GiB", "plan.reserve=1GiB", "plan.world_size=8"),
             *("loss.head=plain", f"{CHECKPOINTING}=false"),
         ],
     )[0]
@@ -167,10 +169,10 @@ def test_a_plan_compares_what_a_nodes_ranks_keep_on_the_host(tmp_path):
         planned,
         1,
         tmp_path,
+        {"gpu_memory": "8GiB", "host_memory": "1KiB", "world_size": 16, "ranks_per_node": 4},
         [
             *(f"data.train_dir={data}", f"model.path={model}", "data.max_tokens=64", "data.train_batch_size=16"),
-            *("trainer.plan_only=true", "plan.gpu_memory=8GiB", "plan.host_memory=1KiB", "plan.world_size=16"),
-            *("model.activation_offload=true", "plan.ranks_per_node=4"),
+            "model.activation_offload=true",
         ],
     )[0]
     first = reports[0]
@@ -183,52 +185,44 @@ def test_a_plan_compares_what_a_nodes_ranks_keep_on_the_host(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "line"),
+    ("given", "line"),
     [
+        ({"host_memory": "much"}, "plan.host_memory must be a size such as 80GiB, 80GB or a number of bytes; got much"),
+        ({"gpu_memory": 80}, "plan.gpu_memory must be at least 1GiB; got 80"),
         (
-            ["trainer.plan_only=true", "plan.host_memory=much"],
-            "plan.host_memory must be a size such as 80GiB, 80GB or a number of bytes; got much",
-        ),
-        (["plan.world_size=8"], "plan.world_size needs trainer.plan_only=true; got 8 without it"),
-        (["plan.gpu_memory=80GiB"], "plan.gpu_memory needs trainer.plan_only=true; got 80GiB without it"),
-        (["trainer.plan_only=true", "plan.gpu_memory=80"], "plan.gpu_memory must be at least 1GiB; got 80"),
-        (
-            ["trainer.plan_only=true", "plan.gpu_memory=eighty"],
+            {"gpu_memory": "eighty"},
             "plan.gpu_memory must be a size such as 80GiB, 80GB or a number of bytes; got eighty",
         ),
+        ({"gpu_memory": "4GiB"}, "plan.reserve must be at most plan.gpu_memory=4GiB; got 5GiB"),
+        ({"world_size": 0}, "plan.world_size must be at least 1; got 0"),
         (
-            ["trainer.plan_only=true", "plan.gpu_memory=4GiB"],
-            "plan.reserve must be at most plan.gpu_memory=4GiB; got 5GiB",
-        ),
-        (["trainer.plan_only=true", "plan.world_size=0"], "plan.world_size must be at least 1; got 0"),
-        (
-            ["trainer.plan_only=true", "plan.gpu_memory=80GiB", "parallel=cpu"],
-            "plan.gpu_memory must be null with trainer.device=cpu (parallel=cpu); got 80GiB",
-        ),
-        (
-            ["trainer.plan_only=true", "plan.gpu=H100-80G", "parallel=cpu"],
-            "plan.gpu must be null with trainer.device=cpu (parallel=cpu); got H100-80G",
-        ),
-        (
-            ["trainer.plan_only=true", "plan.gpu=H100-80", "plan.gpu_memory=80GiB"],
+            {"gpu": "H100-80", "gpu_memory": "80GiB"},
             f"plan.gpu must be one of {', '.join(GPUS)}; got H100-80 (nearest: H100-80G); another GPU needs "
             "trainer.gpu_peak_tflops, plan.link, plan.network",
         ),
-        (
-            ["trainer.plan_only=true", "plan.gpu=H100-80G", "plan.efficiency=1.2"],
-            "plan.efficiency must be at most 1; got 1.2",
-        ),
-        (
-            ["trainer.plan_only=true", "plan.gpu=H100-80G", "plan.link=fast"],
-            "plan.link must be the bytes of a second, such as 450GB; got fast",
-        ),
-        (["plan.gpu=H100-80G"], "plan.gpu needs trainer.plan_only=true; got H100-80G without it"),
+        ({"gpu": "H100-80G", "efficiency": 1.2}, "plan.efficiency must be at most 1; got 1.2"),
+        ({"gpu": "H100-80G", "link": "fast"}, "plan.link must be the bytes of a second, such as 450GB; got fast"),
     ],
 )
-def test_a_plan_that_cannot_be_made_is_one_line(overrides, line):
+def test_a_plan_that_cannot_be_made_is_one_line(given, line):
     with pytest.raises(ValueError, match="plan") as error:
-        plan_options(compose(["model.path=unused", "data.train_dir=unused", *overrides]))
+        PlanOptions.read(given).with_values_of_gpu(None)
     assert str(error.value) == line
+
+
+def test_a_gpu_of_a_plan_is_refused_beside_a_cpu_and_before_a_run(tiny_model):
+    for key, value in {"gpu_memory": "80GiB", "gpu": "H100-80G"}.items():
+        heard = run_ranks(refusal, 1, ["parallel=cpu", f"model.path={tiny_model}"], {key: value})[0]
+        assert heard == f"error: plan.{key} must be null with trainer.device=cpu (parallel=cpu); got {value}\n"
+    for word in ("plan.world_size=8", "trainer.plan_only=true"):
+        with pytest.raises(ValueError, match="`verl-ext plan` plans a run"):
+            compose([word])
+
+
+def refusal(overrides, of_plan):
+    with contextlib.redirect_stderr(io.StringIO()) as heard, contextlib.suppress(SystemExit):
+        planned_run(compose(overrides), PlanOptions.read(of_plan))
+    return heard.getvalue()
 
 
 def test_sizes_are_read_with_their_units():

@@ -13,10 +13,11 @@ from tests.test_flops import counted
 from tests.tiny_model import write_tiny_model
 from tests.tokenized_data import random_documents, write_tokenized
 from verl_ext.config import compose
+from verl_ext.tools.plan.machine import planned_run
+from verl_ext.tools.plan.options import PlanOptions
 from verl_ext.tools.plan.report import memory_facts
 from verl_ext.tools.plan_lines import plan_lines
 from verl_ext.trainer.report import write_report
-from verl_ext.trainer.setup import prepare
 
 pytestmark = pytest.mark.slow
 
@@ -25,11 +26,11 @@ TFLOPS, EFFICIENCY, LINK = 0.001, 0.5, 3e6
 TOKENS = 128
 
 
-def planned(folder, overrides):
+def planned(folder, of_plan, overrides):
     """Return a plan's facts, its report, and the document lengths of the packs in an epoch's order."""
     os.chdir(folder)
-    run = prepare(compose(overrides))
-    (*_, facts) = memory_facts(run)
+    run, options = planned_run(compose(overrides), PlanOptions.read(of_plan))
+    (*_, facts) = memory_facts(run, options)
     report = {**run.data_report(), "memory": facts}
     write_report(report, run.output)
     dataset = run.train_set
@@ -50,17 +51,11 @@ def plan(tmp_path_factory):
             f"data.max_tokens={TOKENS}",
             f"data.train_batch_size={BATCH}",
         ),
-        *("trainer.plan_only=true", f"plan.world_size={RANKS}", "parallel=ulysses2", "trainer.total_epochs=3"),
-        *("plan.gpu=mine", f"trainer.gpu_peak_tflops={TFLOPS}", f"plan.efficiency={EFFICIENCY}"),
-        *(
-            "plan.gpu_memory=80GiB",
-            f"plan.link={LINK:.0f}",
-            "plan.network=1GB",
-            f"trainer.default_local_dir={folder}/out",
-        ),
-        "model.enable_gradient_checkpointing=true",
+        *("parallel=ulysses2", "trainer.total_epochs=3", f"trainer.gpu_peak_tflops={TFLOPS}"),
+        *(f"trainer.default_local_dir={folder}/out", "model.enable_gradient_checkpointing=true"),
     ]
-    facts, packs, steps = run_ranks(planned, 1, folder, overrides)[0]
+    of_plan = {"world_size": RANKS, "gpu": "mine", "gpu_memory": "80GiB", "link": f"{LINK:.0f}", "network": "1GB"}
+    facts, packs, steps = run_ranks(planned, 1, folder, {**of_plan, "efficiency": EFFICIENCY}, overrides)[0]
     return folder, facts, packs, steps
 
 

@@ -103,15 +103,13 @@ def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch, cap
 
 
 def starts(runs: list[list[str]]) -> list[tuple[object, str]]:
-    """Return the exit code and error of each start; (None, "") if it builds a model or makes a plan."""
+    """Return the exit code and error of each start; (None, "") if it builds a model."""
     ends: list[tuple[object, str]] = []
     for overrides in runs:
         words, code = io.StringIO(), None
         try:
             with contextlib.redirect_stderr(words):
-                run = prepare(compose([*SMALL, *overrides]))
-                if not run.config.trainer.plan_only:
-                    SFTTrainer(run)
+                SFTTrainer(prepare(compose([*SMALL, *overrides])))
         except SystemExit as ended:
             code = ended.code
         errors = [line for line in words.getvalue().splitlines() if line.startswith("error: ")]
@@ -119,17 +117,16 @@ def starts(runs: list[list[str]]) -> list[tuple[object, str]]:
     return ends
 
 
-def test_a_start_in_a_folder_in_use_is_refused_and_a_measurement_or_a_plan_is_not(other_run, options, tmp_path):
+def test_a_start_in_a_folder_in_use_is_refused_and_a_measurement_is_not(other_run, options, tmp_path):
     folder, process = other_run
     val = write_tokenized(tmp_path / "val", random_documents(np.random.default_rng(1), [20], VOCABULARY, 1))
     run = [*options, f"trainer.default_local_dir={folder}"]
-    changes = [(), ("trainer.overwrite=true",), ("trainer.plan_only=true",)]
-    changes += [("trainer.eval_only=true", f"data.val_dir={val}")]
-    *refused, planned, measured = run_ranks(starts, 2, [[*run, *change] for change in changes])[0]
+    changes = [(), ("trainer.overwrite=true",), ("trainer.eval_only=true", f"data.val_dir={val}")]
+    *refused, measured = run_ranks(starts, 2, [[*run, *change] for change in changes])[0]
     for code, error in refused:
         assert code == USER_ERROR
         assert f"held by process {process.pid}" in error
-    assert planned == measured == (None, "")
+    assert measured == (None, "")
     assert [path.name for path in folder.iterdir()] == [RUN_LOCK]
 
 

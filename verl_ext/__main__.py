@@ -14,6 +14,7 @@ COMMANDS = {
     "train": ("verl_ext.commands.train", "raw files to a trained model: tokenize and torchrun in one command"),
     "tokenize": ("verl_ext.commands.tokenize", "chats and texts to a tokenized dataset with targets and categories"),
     "index": ("verl_ext.commands.index", "texts to Megatron's .bin and .idx, for data=multidoc"),
+    "plan": ("verl_ext.tools.plan.command", "the packs, memory and time of a run, before it starts and without GPUs"),
     "show": ("verl_ext.tools.show.command", "an audit of data, a look at any document or pack, the curves of runs"),
     "babilong": ("verl_ext.tools.babilong.command", "BABILong samples of any length"),
     "synthesize": (

@@ -20,42 +20,27 @@ if __name__ == "__main__":
 
     announce(f"starting, ranks {os.environ.get('WORLD_SIZE', 1)}; importing torch and verl")
 
-import hydra
 import torch.distributed as dist
 from omegaconf import DictConfig
 
-from verl_ext.config.compose import prepare_overrides
 from verl_ext.files import write_json
 from verl_ext.redaction import redacted
-from verl_ext.trainer.distributed import (
-    exit_with_all_ranks,
-    failures_reported,
-    print_on_rank0,
-    process_group,
-    user_errors_end_the_run,
-)
+from verl_ext.trainer.distributed import exit_with_all_ranks, print_on_rank0, process_group, user_errors_end_the_run
+from verl_ext.trainer.setup import compose_and_run, prepare
 from verl_ext.trainer.signals import requests
 
 
-@hydra.main(version_base="1.3", config_path="pkg://verl_ext.conf", config_name="sft")
-@failures_reported()
 def train(composed: DictConfig) -> None:
-    """Prepare the run of a composed configuration, then train, evaluate or plan it."""
+    """Prepare the run of a composed configuration, then train or evaluate it."""
     from verl_ext.checkpoint.layout import RUN
     from verl_ext.trainer.report import write_report
     from verl_ext.trainer.report_lines import report_lines
-    from verl_ext.trainer.setup import prepare
     from verl_ext.trainer.trainer import SFTTrainer
 
     run = prepare(composed)
     print_on_rank0((f"note: {notice}" for notice in run.notices), sys.stderr)
     report = run.data_report() if dist.get_rank() == 0 else {}
     print_on_rank0(report_lines(report))
-    if run.config.trainer.plan_only:
-        from verl_ext.tools.plan.command import plan
-
-        plan(run, report)
-        return
     print_on_rank0([f"reading the weights of {run.config.model_options.path} …"])
     trainer = SFTTrainer(run)
     with user_errors_end_the_run():
@@ -70,14 +55,10 @@ def train(composed: DictConfig) -> None:
 
 
 def main() -> None:
-    """Join the process group, translate the command line, and hand over to Hydra."""
+    """Join the process group, and train by the command line."""
     requests.listen()
     with process_group():
-        with user_errors_end_the_run():
-            overrides, notices = prepare_overrides(sys.argv[1:])
-        print_on_rank0((f"note: {notice}" for notice in notices), sys.stderr)
-        sys.argv[1:] = overrides
-        train()
+        compose_and_run(sys.argv[1:], train)
 
 
 if __name__ == "__main__":

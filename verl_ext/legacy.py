@@ -63,6 +63,7 @@ _BY_COST = "packs are cut to data.max_tokens, and data.balance shares those of l
 _TEST_FREQ = "trainer.test_freq says when to validate: a number of steps or after_each_epoch"
 _OVER_LENGTH = "data.over_length says what happens to documents longer than data.max_tokens"
 _SHM = "files are read where they are, memory-mapped"
+_PLAN = "`verl-ext plan` plans a run: the same overrides, plan.gpu=… and plan.world_size=…"
 OFFLOAD = "verl ≤ 0.6 offloads if cpu_offload and offload_params are both true"
 SUPERSEDED = {
     "data.max_length": Superseded(
@@ -103,6 +104,8 @@ SUPERSEDED = {
     "trainer.allow_pickled_checkpoints": Superseded(
         "checkpoints hold tensors and plain values, and no other pickle is read", neutral=("false",)
     ),
+    "trainer.plan_only": Superseded(_PLAN, neutral=("false",)),
+    "plan": Superseded(_PLAN),
     "trainer.hub": Superseded("nothing is uploaded; `verl-ext export` writes a folder for the Hub", neutral=("false",)),
 }
 

@@ -27,7 +27,7 @@ from transformers.utils.logging import disable_progress_bar
 from verl.utils.fsdp_utils import load_fsdp_model_to_gpu, offload_fsdp_model_to_cpu
 
 from verl_ext.checkpoint import layout
-from verl_ext.checkpoint.resume import BASE
+from verl_ext.checkpoint.identity import BASE
 from verl_ext.checkpoint.state import ADAPTERS, MODEL, STATE, read_tensors
 from verl_ext.config.adapters import with_adapters
 from verl_ext.config.weights import digest_of_weights

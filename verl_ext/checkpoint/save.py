@@ -23,7 +23,7 @@ from verl.utils.device import get_torch_device
 from verl_ext.checkpoint import layout, state
 from verl_ext.checkpoint.copies import SecondStorage
 from verl_ext.checkpoint.export import Export, adapter_config
-from verl_ext.checkpoint.resume import RunState
+from verl_ext.checkpoint.identity import RunState
 from verl_ext.config.run import RunConfig
 from verl_ext.data.chats import TrainedChats
 from verl_ext.engines.step import StepEngine

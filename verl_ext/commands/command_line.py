@@ -21,7 +21,7 @@ import shutil
 import signal
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, get_origin
@@ -154,6 +154,12 @@ def command(
         return 0
 
     return main
+
+
+def words_of(words: Iterable[str], keys: Iterable[str]) -> list[str]:
+    """Return the overrides of these keys and of the keys below them."""
+    nodes = tuple(f"{key}." for key in keys)
+    return [word for word in words if f"{word.partition('=')[0].lstrip('+~')}.".startswith(nodes)]
 
 
 def read_options(options_class: type[OptionsT], arguments: Sequence[str], **more: Any) -> OptionsT:

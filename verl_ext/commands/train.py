@@ -14,13 +14,13 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from verl_ext.commands.command_line import command, known_options, read_options
+from verl_ext.commands.command_line import command, known_options, read_options, words_of
 from verl_ext.commands.tokenize import TokenizeOptions, summary, write_dataset
 from verl_ext.files import default_root, fingerprint, is_complete
 from verl_ext.launch.run import run_torchrun
@@ -64,20 +64,20 @@ class TrainOptions(Options):
 def run(words: Sequence[str]) -> str:
     """Tokenize the sources if needed, and train; raise SystemExit with training's code if not 0."""
     words = _translated(words)
-    own, encoding = _those_of(words, ["nproc"]), []
-    if _those_of(words, NODES.values()):  # else data.cache_dir belongs to a dataset that reads text itself
-        own += _those_of(words, [*NODES.values(), "data.cache_dir"])
+    own, encoding = words_of(words, ["nproc"]), []
+    if words_of(words, NODES.values()):  # else data.cache_dir belongs to a dataset that reads text itself
+        own += words_of(words, [*NODES.values(), "data.cache_dir"])
         given_here = {"model", "sources", "output_dir", "overwrite"}
-        encoding = _those_of(words, known_options(TokenizeOptions).keys() - given_here)
-    of_both = _those_of(encoding, ["model"])
+        encoding = words_of(words, known_options(TokenizeOptions).keys() - given_here)
+    of_both = words_of(encoding, ["model"])
     overrides = [word for word in words if word not in own and (word not in encoding or word in of_both)]
     options, texts = read_options(TrainOptions, own), {}
     for key, node in NODES.items():
-        if not (sources := [word.replace(node, "sources", 1) for word in _those_of(own, [node])]):
+        if not (sources := [word.replace(node, "sources", 1) for word in words_of(own, [node])]):
             continue
-        if given := _those_of(overrides, [key]):
+        if given := words_of(overrides, [key]):
             raise UsageError(f"{key} must not be given beside {node}, which it would be made of; got {given[0]}")
-        others = encoding if key == "data.train_dir" else [w for w in encoding if not _those_of([w], ["sample"])]
+        others = encoding if key == "data.train_dir" else [w for w in encoding if not words_of([w], ["sample"])]
         texts[key] = Texts(node, [*sources, *others], default_root("verl_ext_tokenized", options.data.cache_dir))
     ranks = options.nproc or _num_gpus() or 1
     if not all(each.are_tokenized for each in texts.values()):
@@ -128,7 +128,7 @@ class Texts:
                     raise UsageError(f"{name} must be {needed} here; got {given}: use `verl-ext tokenize`")
             leave_out_torch(options.model)
             self._encoder = ChatEncoder(options, list(options.sources), options.preview)
-            if self._encoder.prints_date and not _those_of(words, ["chat_date"]):
+            if self._encoder.prints_date and not words_of(words, ["chat_date"]):
                 self._words.append(f"chat_date={options.chat_date}")  # the same command on another day
                 print(
                     f"{node}: the chat template prints the date; {self._words[-1]} keeps it on another day", flush=True
@@ -174,12 +174,6 @@ class Texts:
             raise (UsageError if isinstance(error, UsageError) else DataError)(message) from error
 
 
-def _those_of(words: Iterable[str], keys: Iterable[str]) -> list[str]:
-    """Return the overrides of these keys and of the keys below them."""
-    nodes = tuple(f"{key}." for key in keys)
-    return [word for word in words if f"{word.partition('=')[0].lstrip('+~')}.".startswith(nodes)]
-
-
 def _num_gpus() -> int:
     import torch  # here, because importing it takes seconds
 
@@ -206,7 +200,7 @@ def check() -> None:
     logging.disable(logging.WARNING)
     from verl_ext.attention import gpu_capability
     from verl_ext.checkpoint.resume import check_output
-    from verl_ext.config.check import check_categories, check_run
+    from verl_ext.config.check import check_categories, check_run, check_weight_files
     from verl_ext.config.compose import compose_run, prepare_overrides
     from verl_ext.config.resolve import resolve_run
     from verl_ext.config.run import Machine, dataset_class
@@ -225,6 +219,7 @@ def check() -> None:
         if typed.trainer.device == "cuda" and ranks > _num_gpus():
             raise ValueError(f"nproc must be at most the number of GPUs, {_num_gpus()}; got {ranks}")
         check_run(typed)
+        check_weight_files(typed)
         check_output(config, ranks)
         if categories:
             check_categories(typed.loss, categories)

@@ -66,12 +66,10 @@ def check_run(config: RunConfig, hf_config: Any = None) -> ModelFacts:
         try:
             model = config.model.examine(config, _hf_config(config, path) if hf_config is None else hf_config)
             problems += wrap_problems(config, model.hf_config)
-            if config.eval.asks_model and not config.trainer.plan_only:
+            if config.eval.asks_model:
                 problems += config.model.answer_problems(config, model.hf_config)
         except ValueError as error:
             problems += str(error).splitlines()
-        if hf_config is None and config.plan.gpu_memory is None and os.path.isdir(config.model_folder):
-            problems += weight_problems(config.model_folder)  # else only the config is needed to predict memory
     refuse(problems)
     assert model is not None, "path_problems says why there is none"
     return model
@@ -200,6 +198,12 @@ def path_problems(config: RunConfig) -> Iterator[str]:
     resume = config.trainer.resume_from_path
     if resume and config.trainer.resume_mode != "disable" and not os.path.isdir(os.path.expanduser(resume)):
         yield f"trainer.resume_from_path must be an existing global_step_N folder; got {resume}"
+
+
+def check_weight_files(config: RunConfig) -> None:
+    """Raise ValueError with one line if a local folder of `model.path` has no whole weights."""
+    if os.path.isdir(config.model_folder):
+        refuse(weight_problems(config.model_folder))
 
 
 def device_problems(config: RunConfig) -> Iterator[str]:

@@ -4,7 +4,6 @@ verl builds its model node as a dataclass. Our subclasses add class methods, whi
 """
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,7 +60,7 @@ class PackedModel(HFModelConfig, ModelOptions):
     runs_longest: whether every rank computes as many tokens as the longest row of all ranks in a micro-step.
     config_options: the options of the model's own config; each class fills the node of its prefix, and null means the
     value in the folder at `model.path`.
-    memory_not_predicted: the reason why a plan cannot predict the memory of a step.
+    memory_not_predicted: the reason why the memory of a step cannot be predicted without real tensors.
     """
 
     _mutable_fields = HFModelConfig._mutable_fields | {"override_config"}
@@ -134,8 +133,6 @@ class PackedModel(HFModelConfig, ModelOptions):
         model_class = support.model_class(hf_config)
         if model_class is None or getattr(hf_config, "quantization_config", None):
             return []
-        if config.trainer.plan_only and not os.path.isdir(path):
-            return []  # a plan downloads nothing
         override.pop(_ATTENTION, None)
         return check_weights(model_class, hf_config, path, config.model_options.allow_weight_mismatch, override)
 

@@ -16,12 +16,10 @@ import torch
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from verl_ext.attention import unusable
 from verl_ext.config.model import model_kind
-from verl_ext.config.run import Machine, PlanOptions, RunConfig, dataset_class
+from verl_ext.config.run import Machine, RunConfig, dataset_class
 from verl_ext.data import SFTDataSet
 from verl_ext.engines.schedule import StepOptimizerConfig
-from verl_ext.flops import GPUS
 from verl_ext.legacy import DEPRECATED
 from verl_ext.overrides import restore
 from verl_ext.text.tokenizer import read_template
@@ -47,16 +45,10 @@ PATHS = (
 def resolve_run(composed: DictConfig, machine: Machine) -> RunConfig:
     """Resolve the open values of a composed configuration in place, and type it.
 
-    A planned machine replaces `machine` if there is one. Raises ValueError with a line for each value that is not
-    allowed.
+    Raises ValueError with a line for each value that is not allowed.
     """
-    planned = plan_options(composed)
-    if planned.world_size is not None:
-        machine = replace(machine, world_size=planned.world_size)
-    if planned.gpu_memory is not None:
-        machine = replace(machine, accelerator="cuda", capability=None)
     notices = resolve_config(composed) + resolve_device(composed, machine.accelerator)
-    notices += resolve_plan(composed, planned) + resolve_forwards(composed, machine.world_size)
+    notices += resolve_forwards(composed, machine.world_size)
     config = RunConfig.from_composed(composed, machine)
     if (batches := config.trainer.log_every_batches) is not None:
         packs = max(config.data_parallel_size, 1) * config.data.micro_batch_size_per_gpu
@@ -218,42 +210,3 @@ def idle_gpu() -> str | None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         return first_line(error) + ("" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})")
     return None
-
-
-def plan_options(config: DictConfig) -> PlanOptions:
-    """Read the node `plan` of a composed config, and fill in a named GPU's values in place.
-
-    Raises ValueError if a value is not allowed, or is given without trainer.plan_only.
-    """
-    options = PlanOptions.read(plain(config.plan))
-    for name, value in options.changed().items():
-        if config.trainer.plan_only is not True:
-            raise ValueError(f"plan.{name} needs trainer.plan_only=true; got {show(value)} without it")
-    for name in ("gpu", "gpu_memory"):
-        if (value := getattr(options, name)) is not None and config.trainer.device == "cpu":
-            raise ValueError(f"plan.{name} must be null with trainer.device=cpu (parallel=cpu); got {value}")
-    if options.gpu is None:
-        return options
-    known = GPUS.get(options.gpu)
-    given = {"trainer.gpu_peak_tflops": config.trainer.gpu_peak_tflops} if known is None else {}
-    for name, of_gpu in (("gpu_memory", "memory"), ("link", "link"), ("network", "network")):
-        if config.plan[name] is None and known is not None:
-            config.plan[name] = getattr(known, of_gpu)
-        given[f"plan.{name}"] = config.plan[name]
-    if missing := [key for key, value in given.items() if value is None]:
-        problem = choice_problem("plan.gpu", options.gpu, GPUS)
-        raise ValueError(f"{problem}; another GPU needs {', '.join(missing)}")
-    return PlanOptions.read(plain(config.plan))
-
-
-def resolve_plan(config: DictConfig, options: PlanOptions) -> list[str]:
-    """Turn off, in place, Liger's kernels and attention packages that a plan for GPUs cannot use here."""
-    if options.gpu_memory is None:
-        return []
-    notices = []
-    if config.model.use_liger is True:
-        config.model.use_liger = False
-        notices.append("model.use_liger=true is planned without Liger's kernels, which need less memory")
-    if unusable(config.attention.backend):
-        config.attention.backend = "auto"  # torch's own flash attention, which needs the same memory
-    return notices

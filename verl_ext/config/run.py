@@ -7,7 +7,6 @@ It is typed once: after `RunConfig.from_composed` there is no DictConfig, except
 
 import functools
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -28,15 +27,11 @@ from verl_ext.data.collated import CollatedDataset, is_collated
 from verl_ext.data.dataset import DataOptions, DatasetOptions, PackDataset
 from verl_ext.data.sft import SFTDataSet
 from verl_ext.engines.schedule import ScheduleOptions, StepOptimizerConfig
-from verl_ext.flops import GPUS
 from verl_ext.losses import LossOptions
 from verl_ext.values import Options, choice_problem, option, plain, refuse, show
 
 AFTER_EACH_EPOCH = "after_each_epoch"
 _HANG_TIMEOUT = 1200
-_UNITS = {"": 1, "B": 1, **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", start=1)}}
-_UNITS |= {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", start=1)}
-_LEAST = 2**30  # a smaller number lacks its unit
 _OPTIM = {"_target_": "verl_ext.engines.schedule.StepOptimizerConfig"}  # instead of verl's class
 
 
@@ -100,7 +95,6 @@ class TrainerOptions(Options):
         None, "timeout in seconds of training's collectives (gloo on CPU); null: hang_timeout + 600", least=1
     )
     overwrite: bool = option(False, "true: replace a default_local_dir that holds files")
-    plan_only: bool = option(False, "true: check everything, print and write the plan, train nothing")
     eval_only: bool = option(False, "true: measure data.val_dir with the run's last checkpoint, or with model.path")
     answer_tokens: int | None = option(
         None, "tokens to generate for an answer of data=babilong; null: the longest answer + 4; 0: none", least=0
@@ -150,55 +144,10 @@ class RayOptions(Options):
     timeout: float = option(600, "seconds to wait for trainer.nnodes nodes; after that a restart takes fewer", least=0)
 
 
-@dataclass(frozen=True)
-class PlanOptions(Options):
-    """The machine for which `trainer.plan_only=true` plans: its ranks, its GPUs, their memory and speed."""
-
-    prefix: ClassVar[str] = "plan"
-
-    world_size: int | None = option(None, "ranks of the planned run; null: as many as this process group has", least=1)
-    gpu: str | None = option(
-        None,
-        f"GPU on which the time of a step is planned too: {', '.join(GPUS)}; another needs trainer.gpu_peak_tflops, "
-        "plan.gpu_memory, plan.link and plan.network",
-    )
-    efficiency: float = option(
-        0.4, "share of the GPU's peak that a step's computation reaches, recomputation included", above=0, most=1
-    )
-    link: Any = option(None, "bytes per second that a GPU receives in its node, e.g. 450GB; null: those of plan.gpu")
-    network: Any = option(None, "bytes per second from other nodes, e.g. 50GB; null: those of plan.gpu")
-    gpu_memory: Any = option(
-        None,
-        "memory of each GPU, e.g. 80GiB, for which the peak is predicted; null: that of plan.gpu, or of a visible GPU",
-    )
-    host_memory: Any = option(
-        None, "memory of each node for its ranks, e.g. 2TiB, which must hold their data on the host; null: not checked"
-    )
-    ranks_per_node: int = option(8, "ranks that share a node's memory; a smaller run has fewer", least=1)
-    reserve: Any = option("5GiB", "part of gpu_memory outside PyTorch: CUDA's context, NCCL's buffers, workspaces")
-
-    def problems(self) -> Iterable[str | None]:
-        """Yield a line for each value that is not a size, or does not fit the others."""
-        for name in ("gpu_memory", "host_memory", "reserve"):
-            value = getattr(self, name)
-            size = num_bytes(value)
-            if size is None and (value is not None or name == "reserve"):
-                yield f"plan.{name} must be a size such as 80GiB, 80GB or a number of bytes; got {show(value)}"
-            elif name == "gpu_memory" and size is not None and size < _LEAST:
-                yield f"plan.gpu_memory must be at least 1GiB; got {show(value)}"
-        for name in ("link", "network"):
-            value = getattr(self, name)
-            if value is not None and not num_bytes(value):
-                yield f"plan.{name} must be the bytes of a second, such as 450GB; got {show(value)}"
-        memory, reserve = num_bytes(self.gpu_memory), num_bytes(self.reserve)
-        if memory is not None and reserve is not None and reserve > memory >= _LEAST:
-            yield f"plan.reserve must be at most plan.gpu_memory={show(self.gpu_memory)}; got {show(self.reserve)}"
-
-
 # The options whose nodes depend on no dataset family or kind of model. DataOptions share a node with a family's.
 NODES: tuple[type[Options], ...] = (
     *(LossOptions, AttentionOptions, ParallelOptions, TrainerOptions),
-    *(PlanOptions, RayOptions, AnswerOptions),
+    *(RayOptions, AnswerOptions),
 )
 
 
@@ -214,14 +163,6 @@ def is_due(frequency: Any, step: int, steps_per_epoch: float) -> bool:
     return any(int(step / every + 1e-9) > int((step - 1) / every + 1e-9) for every in periods if every > 0)
 
 
-def num_bytes(size: object) -> int | None:
-    """Return the bytes of "80GiB", "80 GB" or a whole number; None for other values."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)", str(size).strip())
-    if isinstance(size, bool) or found is None or found[2] not in _UNITS:
-        return None
-    return int(float(found[1]) * _UNITS[found[2]])
-
-
 @dataclass(frozen=True)
 class Machine:
     """The machine of a run.
@@ -230,11 +171,13 @@ class Machine:
         world_size: the number of ranks.
         accelerator: the accelerator that is visible to a rank: "cuda", "npu" or None.
         capability: the compute capability of the GPU; None if it is unknown.
+        gpu: the name of the GPU, such as "NVIDIA H200"; None if it is unknown.
     """
 
     world_size: int = 1
     accelerator: str | None = None
     capability: tuple[int, int] | None = None
+    gpu: str | None = None
 
 
 @dataclass(frozen=True)
@@ -259,7 +202,6 @@ class RunConfig:
     attention: AttentionOptions
     parallel: ParallelOptions
     trainer: TrainerOptions
-    plan: PlanOptions
     ray: RayOptions
     eval: AnswerOptions
     model: type[PackedModel]

@@ -216,12 +216,6 @@ def option_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:
         if not has_kernels and config.engine.full_determinism:
             why = "torch's code of its recurrences sums in any order on a GPU (pip install '.[hybrid]' has kernels)"
             yield f"engine.full_determinism must be false for a {model.name}: {why}; got true"
-    if config.plan.gpu_memory is not None and model.module is not None:
-        stateless = ("attention", "positions")
-        states = {type(layer).__name__ for layer, mixer in mixers_of(model.module) if mixer.time not in stateless}
-        if states:  # a plan would measure torch's code, which needs other memory
-            why = f"the GPU kernels of {', '.join(sorted(states))} run on no fake GPU"
-            yield f"plan.gpu_memory must be null for a {model.name}: {why}; got {config.plan.gpu_memory}"
 
 
 def _freeze_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from verl_ext.answers.prompts import Prompts
-from verl_ext.answers.server import Server
 from verl_ext.config.check import model_positions
 from verl_ext.config.run import RunConfig
 from verl_ext.data import PackDataset
@@ -21,16 +20,11 @@ def open_sets(config: RunConfig) -> tuple[PackDataset, PackDataset | None]:
 
 
 def open_prompts(config: RunConfig, hf_config: Any, folders: Sequence[str]) -> Prompts | None:
-    """Read the prompts of `eval.prompts`; check that the server of `eval.base_url` has the model, except in a plan.
-
-    folders: those of the training data.
-    """
+    """Read the prompts of `eval.prompts`; None without them. `folders` are those of the training data."""
     options = config.eval
     if options.prompts is None:
         return None
     prompts = Prompts.read(options, _tokenizer(config.model_options), folders)
-    if options.base_url is not None and not config.trainer.plan_only:
-        Server(options)
     positions = model_positions(hf_config) if options.asks_model and config.model.needs_positions else None
     if positions is not None and prompts.longest + options.max_new_tokens > positions:
         raise ValueError(

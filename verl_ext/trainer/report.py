@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from verl_ext.attention.kernels import KERNEL_NAMES
@@ -26,10 +25,7 @@ Facts = dict[str, Any]
 
 def what_runs(config: RunConfig, backend: str, head: str) -> str:
     """Describe the run in one line: `8 × NVIDIA H200 · bf16 · attention varlen (FA3) · head fused · AdamW fused`."""
-    name = "CPU (gloo)"
-    if config.trainer.device != "cpu":
-        planned = config.plan.gpu or (config.plan.gpu_memory and f"GPU of {config.plan.gpu_memory}")
-        name = planned or torch.cuda.get_device_name()
+    name = "CPU (gloo)" if config.trainer.device == "cpu" else config.machine.gpu
     kernel, head, optimizer = implementations(config, backend, head)
     ranks, dtype = config.machine.world_size, config.param_dtype
     return " · ".join((f"{ranks} × {name}", dtype, f"attention {kernel}", f"head {head}", optimizer))

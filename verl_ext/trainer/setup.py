@@ -7,35 +7,39 @@ used, and only caches have been written, which the next start reuses: scans of t
 import os
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+import hydra
 import numpy as np
+import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 from verl.utils.torch_dtypes import PrecisionType
 
 from verl_ext.answers import Prompts
+from verl_ext.answers.server import Server
 from verl_ext.attention import gpu_capability
 from verl_ext.checkpoint import resume
 from verl_ext.checkpoint.copies import check_copies
+from verl_ext.checkpoint.identity import SCHEDULE, RunState, allowed_changes, fingerprint
 from verl_ext.checkpoint.layout import refuse_locked, saved_run_state, step_of
-from verl_ext.config.check import check_categories, check_positions, check_run
+from verl_ext.config.check import check_categories, check_positions, check_run, check_weight_files
+from verl_ext.config.compose import PRIMARY, prepare_overrides
 from verl_ext.config.model import ModelFacts
 from verl_ext.config.resolve import resolve_run
-from verl_ext.config.run import Machine, RunConfig, TrainerOptions, is_due
-from verl_ext.config.schema import check_keys
+from verl_ext.config.run import Machine, RunConfig, is_due
+from verl_ext.config.schema import CONF, check_keys
 from verl_ext.config.upstream import select
 from verl_ext.config.weights import digest_of_weights, revision
 from verl_ext.data import PackDataset, check_vocabulary
 from verl_ext.data.chats import TrainedChats
 from verl_ext.data.content import CONTENT, DataFiles
-from verl_ext.data.dataset import DIGEST, DataOptions
 from verl_ext.data.mixture import mixture_notices
 from verl_ext.engines.activations import check_host_memory
-from verl_ext.engines.schedule import ScheduleOptions, keeps_rates, schedule_problems
+from verl_ext.engines.schedule import keeps_rates, schedule_problems
 from verl_ext.losses import LossSpec
 from verl_ext.metrics import RESERVED
 from verl_ext.nodes import content as digest_of_folder
@@ -43,14 +47,17 @@ from verl_ext.nodes import differences, versions
 from verl_ext.packing import CostModel
 from verl_ext.text.tokenizer import TRUSTED
 from verl_ext.trainer.cost import cost_model
-from verl_ext.trainer.distributed import RunRanks, accelerator, user_errors_end_the_run
+from verl_ext.trainer.distributed import (
+    RunRanks,
+    accelerator,
+    failures_reported,
+    print_on_rank0,
+    user_errors_end_the_run,
+)
 from verl_ext.trainer.inputs import open_prompts, open_sets
 from verl_ext.trainer.report import data_facts, step_facts, what_runs
 from verl_ext.trainer.step_plan import StepPlan
 from verl_ext.values import leaves, refuse, show
-
-_TOTAL = "trainer.total_training_steps"
-_SCHEDULE = f"the length of the learning rate's schedule ({_TOTAL})"
 
 
 @dataclass(frozen=True)
@@ -67,31 +74,32 @@ class Run:
 
     Attributes:
         files: the data files of the training set.
-        content: the digest of these files; None if the run does not train.
-        base: the digest of the weights in model.path, which distinguishes models of the same shape.
         cost: the cost of a document to the model.
         model: the facts of the model; the built module may need another head than `model.head`.
-        prompts: the prompts of `eval.prompts`; None without them.
-        chats: the chat template and the ends of turns of the training data.
-        checkpoint: the checkpoint to resume from; None for a new run.
         schedule_steps: the steps that the schedule of the learning rate spans.
+        content: the digest of `files`; None if the run does not train.
+        base: the digest of the weights in model.path, which distinguishes models of the same shape.
+        replaces_output: whether the run begins by removing the run in its folder.
+        checkpoint: the checkpoint to resume from; None for a new run.
         extends: whether the first packs are those of the resumed run, which had fewer or more packs.
         keeps_rates: whether the finished steps had this schedule's learning rates, despite another schedule.
+        prompts: the prompts of `eval.prompts`; None without them.
+        chats: the chat template and the ends of turns of the training data.
     """
 
     config: RunConfig
     train_set: PackDataset
     files: DataFiles
-    content: str | None
-    base: str | None
     plan: StepPlan
     cost: CostModel
     model: ModelFacts
     validation: Validation | None
     total_steps: int
     schedule_steps: int
-    replaces_output: bool
     notices: tuple[str, ...]
+    content: str | None = None
+    base: str | None = None
+    replaces_output: bool = False
     checkpoint: Path | None = None
     extends: bool = False
     keeps_rates: bool = False
@@ -112,47 +120,13 @@ class Run:
         """Tell whether `step` is the last one, or due by `frequency`: steps, after_each_epoch, or a list of these."""
         return step == self.total_steps or is_due(frequency, step, self.steps_per_epoch)
 
-    @property
-    def memory(self) -> dict[str, Any] | None:
-        """The settings of the model's memory, to which its weights belong; None without a memory."""
-        return self.config.model.memory_settings(self.model.hf_config)
-
-    def run_state(self) -> resume.RunState:
+    def run_state(self) -> RunState:
         """Return the facts that this run's checkpoints hold and that a resumed checkpoint must share."""
-        allowed = list(self.config.trainer.allow_resume_mismatch)
-        if self.extends:  # PackDataset.extends compares the rest
-            allowed += resume.options_that("may_grow", [DataOptions, self.config.dataset_class.Options])
-        if self.keeps_rates:
-            allowed += [_TOTAL, *resume.options_that("ahead", [ScheduleOptions])]
-        return resume.RunState(self._fingerprint(), self.grouping, str(self.output), allowed)
-
-    def _fingerprint(self) -> dict[str, Any]:
-        """Return the values that determine the packs of each step, and the model of the weights."""
-        config, values = self.config, self.config.values
-        model = {f"model.config.{key}": value for key, value in resume.model_shape(self.model.hf_config).items()}
-        if self.memory is not None:
-            model.pop("model.config.memory", None)  # contains settings that another run of the same weights may change
-            model["model.memory"] = self.memory
-        model |= resume.shared_options(values, [config.model])
-        if self.base is not None:
-            model[resume.BASE] = self.base
-        if config.trainer.eval_only:
-            return model  # a measurement may use other data than the training
-        optim = values["optim"]
-        if optim["lr_scheduler_type"] != "constant" or optim["lr_warmup_steps_ratio"]:
-            model[_SCHEDULE] = self.schedule_steps
-        return {
-            **resume.shared_options(values, [DataOptions, config.dataset_class.Options]),
-            **resume.upstream_options(values),
-            **resume.shared_options(values, [TrainerOptions, ScheduleOptions]),
-            **resume.shared_options(values, [ScheduleOptions], "ahead"),
-            **config.loss.fingerprint,
-            **self.train_set.plan_options(),
-            "packs in data.train_dir": self.plan.num_packs,
-            DIGEST: self.train_set.digest,
-            **({} if self.content is None else {CONTENT: self.content}),
-            **model,
-        }
+        facts = fingerprint(
+            *(self.config, self.model.hf_config, self.train_set, self.schedule_steps, self.content, self.base)
+        )
+        allowed = allowed_changes(self.config, self.extends, self.keeps_rates)
+        return RunState(facts, self.grouping, str(self.output), allowed)
 
     @property
     def grouping(self) -> dict[str, Any]:
@@ -168,6 +142,10 @@ class Run:
         cost = CostModel(*grouping["cost"])
         plan = replace(self.plan, costs=self.train_set.pack_costs(cost), group_size=grouping["group_size"])
         return replace(self, cost=cost, plan=plan)
+
+    def check_targets(self) -> None:
+        """Raise ValueError if a step of the run has no target token."""
+        self.plan.check_targets(self.train_set.pack_targets(), self.total_steps)
 
     def data_report(self) -> dict[str, dict[str, Any]]:
         """Describe the packs and steps of the data, for rank 0 to print and write."""
@@ -201,51 +179,92 @@ class Run:
         return self.config.loss.spec(dataset.categories.names)
 
 
+def compose_and_run(words: Sequence[str], act: Callable[[DictConfig], Any]) -> None:
+    """Compose the config of a command line with Hydra, and call `act` with it; a mistake ends all ranks."""
+    with user_errors_end_the_run():
+        overrides, notices = prepare_overrides(words)
+    print_on_rank0((f"note: {notice}" for notice in notices), sys.stderr)
+    sys.argv[1:] = overrides
+    hydra.main(version_base="1.3", config_path=f"pkg://{CONF}", config_name=PRIMARY)(failures_reported()(act))()
+
+
 def prepare(composed: DictConfig) -> Run:
-    """Check the configuration, open the data, and plan packs and steps; a mistake ends all ranks.
+    """Prepare a run that trains or measures on this machine; a mistake ends all ranks.
 
     Every rank leaves each block, with or without a mistake, before the ranks communicate again.
     """
     ranks, is_rank0 = RunRanks(), dist.get_rank() == 0
+    config, model = checked(composed, this_machine())
+    trains = not config.trainer.eval_only
+
+    # Before the data is read, which may take long: weights, folders and servers.
     with user_errors_end_the_run():
-        check_keys(composed)
-        if composed.model.trust_remote_code and is_rank0:  # printed before remote code runs
-            print(f"note: {TRUSTED}", file=sys.stderr, flush=True)
-        config = resolve_run(composed, Machine(ranks.size, accelerator(), gpu_capability()))
-        model = check_run(config)
-        plans = config.trainer.plan_only
-        trains = not (plans or config.trainer.eval_only)
-        notices = [*config.notices, *model.notices]
         if is_rank0:
-            print(what_runs(config, model.backend, model.head), flush=True)
-            if config.plan.gpu_memory is None:  # else only the config is needed to predict memory
-                notices += config.model.check_weights(config, model.hf_config)
-            print("reading the data …", flush=True)
+            check_weight_files(config)
+            config = replace(config, notices=(*config.notices, *config.model.check_weights(config, model.hf_config)))
             if trains:
                 refuse_locked(Path(config.trainer.default_local_dir))
                 check_copies(config.trainer)
+        if config.eval.base_url is not None and config.eval.prompts is not None:
+            Server(config.eval)
         output = resume.check_output(composed, config.machine.world_size)
-        train_set, val_set = open_sets(config)
-        prompts = open_prompts(config, model.hf_config, train_set.folders)
     with user_errors_end_the_run():  # every rank reads its share of the files
-        checkpoint = None if plans else resume.verified(output, ranks)
-    datasets = [dataset for dataset in (train_set, val_set) if dataset is not None]
+        checkpoint = resume.verified(output, ranks)
+
+    run = opened(config, model)
     with user_errors_end_the_run():
-        _check_nodes(config, output, datasets)
-        if config.model_options.activation_offload and not plans:
+        _check_nodes(run, output)
+        if config.model_options.activation_offload:
             text, dtype = model.hf_config.get_text_config(), PrecisionType.to_dtype(config.param_dtype)
-            tokens = config.data.micro_batch_size_per_gpu * train_set.max_tokens // config.sequence_parallel_size
+            tokens = config.data.micro_batch_size_per_gpu * run.train_set.max_tokens // config.sequence_parallel_size
             on_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             check_host_memory(text.num_hidden_layers, text.hidden_size, dtype, tokens, on_node)
-        files = DataFiles(train_set.data_files, train_set.key)
-    for dataset in datasets:
-        dataset.read_together(ranks)
-    content = files.digest(ranks) if trains else None
+    content = run.files.digest(ranks) if trains else None
+
     # Without adapters, a measurement takes all weights from the checkpoint.
-    reads_base = trains or (config.trainer.eval_only and config.model_options.lora_rank and not plans)
     with user_errors_end_the_run():
+        reads_base = trains or config.model_options.lora_rank
         base = digest_of_weights(config.model_folder) if reads_base and is_rank0 else None
     base = ranks.broadcast(base)
+    replaces = output.action is resume.OutputAction.REPLACE
+    run = replace(run, content=content, base=base, checkpoint=checkpoint, replaces_output=replaces)
+    with user_errors_end_the_run():
+        if checkpoint is None:  # else `_resumed` checks the plan of the groups that the run keeps
+            run.check_targets()
+        if trains:  # the fingerprint of a measurement has fewer keys
+            run.run_state().check_allowed()
+        return run if checkpoint is None else _resumed(run, checkpoint)
+
+
+def this_machine() -> Machine:
+    """Return the machine of these ranks."""
+    found = accelerator()
+    name = torch.cuda.get_device_name() if found == "cuda" else None
+    return Machine(dist.get_world_size(), found, gpu_capability(), name)
+
+
+def checked(composed: DictConfig, machine: Machine) -> tuple[RunConfig, ModelFacts]:
+    """Check and type a composed configuration for a machine; a mistake ends all ranks."""
+    with user_errors_end_the_run():
+        check_keys(composed)
+        if composed.model.trust_remote_code:  # printed before remote code runs
+            print_on_rank0([f"note: {TRUSTED}"], sys.stderr)
+        config = resolve_run(composed, machine)
+        model = check_run(config)
+    print_on_rank0([what_runs(config, model.backend, model.head)])
+    return config, model
+
+
+def opened(config: RunConfig, model: ModelFacts) -> Run:
+    """Open the data of a checked configuration and plan packs and steps; a mistake ends all ranks."""
+    with user_errors_end_the_run():
+        print_on_rank0(["reading the data …"])
+        train_set, val_set = open_sets(config)
+        prompts = open_prompts(config, model.hf_config, train_set.folders)
+        files = DataFiles(train_set.data_files, train_set.key)
+    datasets = [dataset for dataset in (train_set, val_set) if dataset is not None]
+    for dataset in datasets:
+        dataset.read_together(RunRanks())
     with user_errors_end_the_run():
         for dataset in datasets:
             check_vocabulary(dataset.token_range, model.hf_config.get_text_config().vocab_size, dataset.key)
@@ -261,34 +280,26 @@ def prepare(composed: DictConfig) -> Run:
         length = config.trainer.total_epochs, config.trainer.total_training_steps, config.optim.lr_schedule_span
         total_steps, schedule_steps = plan.run_steps(*length, train_set.epochs if train_set.is_ordered else None)
         refuse(schedule_problems(config.optim, schedule_steps))
-        if checkpoint is None:  # else `_resumed` checks the plan of the groups that the run keeps
-            plan.check_targets(train_set.pack_targets(), total_steps)
         validation = None
         if val_set is not None:
             batch, costs = config.data_parallel_size * config.data.micro_batch_size_per_gpu, val_set.pack_costs(cost)
             steps = StepPlan(len(val_set), batch, config.dataset.seed, shuffle=False, costs=costs)
             validation = Validation(val_set, steps)
-        run = Run(
-            config=config,
-            train_set=train_set,
-            plan=plan,
-            cost=cost,
-            model=model,
-            validation=validation,
-            total_steps=total_steps,
-            schedule_steps=schedule_steps,
-            replaces_output=output.action is resume.OutputAction.REPLACE,
-            notices=(*notices, *_notices(config, train_set, plan), *chats.notices(train_set.key)),
-            checkpoint=checkpoint,
-            files=files,
-            content=content,
-            base=base,
-            prompts=prompts,
-            chats=chats,
-        )
-        if not config.trainer.eval_only:  # whose fingerprint has fewer keys
-            run.run_state().check_allowed()
-        return run if run.checkpoint is None else _resumed(run, run.checkpoint)
+    notices = *config.notices, *model.notices, *_notices(config, train_set, plan), *chats.notices(train_set.key)
+    return Run(
+        config=config,
+        train_set=train_set,
+        files=files,
+        plan=plan,
+        cost=cost,
+        model=model,
+        validation=validation,
+        total_steps=total_steps,
+        schedule_steps=schedule_steps,
+        notices=notices,
+        prompts=prompts,
+        chats=chats,
+    )
 
 
 def _resumed(run: Run, checkpoint: Path) -> Run:
@@ -303,32 +314,32 @@ def _resumed(run: Run, checkpoint: Path) -> Run:
     if not run.config.trainer.eval_only and is_same and run.train_set.extends(saved, seen):
         notice = f"the {seen:,} samples seen stay the same, and {run.plan.num_packs:,} are now planned"
         run = replace(run, extends=True, notices=(*run.notices, notice))
-    if keeps_rates(run.config.optim, run.schedule_steps, saved, saved.get(_SCHEDULE), step_of(checkpoint)):
+    if keeps_rates(run.config.optim, run.schedule_steps, saved, saved.get(SCHEDULE), step_of(checkpoint)):
         run = replace(run, keeps_rates=True)
     state = run.run_state()
     if run.config.trainer.eval_only:
         state.check(saved)
         return run
     state.load_state_dict(saved)
-    plan = run.grouped(state.grouping).plan  # the groups that the run keeps
-    plan.check_targets(run.train_set.pack_targets(), run.total_steps)
+    run.grouped(state.grouping).check_targets()  # in the groups that the run keeps
     return run
 
 
-def _check_nodes(config: RunConfig, output: resume.OutputDecision, datasets: Sequence[PackDataset]) -> None:
+def _check_nodes(run: Run, output: resume.OutputDecision) -> None:
     """Refuse nodes that differ in options, packages, data or model.
 
     The ranks share the scan of the data and the plan. Collective; on one node there is nothing to compare.
     """
     if dist.get_world_size() == int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())):
         return
+    config = run.config
     facts: dict[str, str] = {}
     if os.environ["LOCAL_RANK"] == "0":
         stated = {**dict(leaves(config.values)), **config.loss.fingerprint}  # includes the code of a custom loss mode
         facts |= {key: show(value) for key, value in stated.items()} | versions()
         resumed = next((path.name for path in output.checkpoints), "no checkpoint")
         facts["what trainer.default_local_dir holds"] = f"{resumed} ({output.action.value})"
-        for dataset in datasets:
+        for dataset in [run.train_set, *([run.validation.dataset] if run.validation else [])]:
             facts |= {
                 f"the content of {dataset.key}, folder {n}": digest_of_folder(p)
                 for n, p in enumerate(dataset.folders, start=1)

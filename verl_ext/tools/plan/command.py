@@ -1,24 +1,76 @@
-"""The plan of a run, `trainer.plan_only=true`: its memory and time, printed and written beside its data report."""
+"""The command `verl-ext plan`: the data, packs, memory and time of a run on GPUs that need not be here.
 
+    the trainer's overrides, word for word     plan.gpu=H100-80G plan.world_size=64
+                  └────────────┬────────────────────────────┘
+    prepared as for training   →   the data report   →   memory and time on a fake GPU (`report`)
+
+The command is one process. It reads no weights and no checkpoint, and asks no server.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from verl_ext.checkpoint.layout import saved_folders
-from verl_ext.tools.plan.report import memory_facts
-from verl_ext.tools.plan_lines import plan_lines
-from verl_ext.trainer.distributed import print_on_rank0, user_errors_end_the_run
-from verl_ext.trainer.report import write_report
-from verl_ext.trainer.setup import Run
+from verl_ext.commands.command_line import command, read_options, words_of
+from verl_ext.tools.plan.options import PlanOptions
+from verl_ext.values import Options, option
 
 
-def plan(run: Run, report: dict[str, Any]) -> None:
-    """Predict a run's memory and time on rank 0, and write them with the data report."""
+@dataclass(frozen=True)
+class PlanCommand(Options):
+    """Print what a training run would do: its packs and steps, and the memory and time of its steps on GPUs.
+
+    Besides the keys below, the command takes the trainer's overrides (docs/training.md) word for word. The plan is
+    written as data_report.json into trainer.default_local_dir, unless that holds a run.
+    """
+
+    plan: PlanOptions = option(PlanOptions, "the machine of the run")
+
+
+def run(words: Sequence[str]) -> str:
+    """Plan the run of a command line; a mistake ends the process with one line and code 2."""
+    own = words_of(words, [PlanOptions.prefix])
+    options = read_options(PlanCommand, own).plan
+    print("planning; importing torch and verl …", file=sys.stderr, flush=True)
+    from verl_ext.trainer.distributed import process_group
+    from verl_ext.trainer.setup import compose_and_run
+
+    with process_group():
+        compose_and_run([word for word in words if word not in own], lambda composed: plan(composed, options))
+    return ""
+
+
+def plan(composed: Any, options: PlanOptions) -> dict[str, Any]:
+    """Print the plan of a composed run, write it beside the run, and return its facts."""
+    from verl_ext.checkpoint.layout import saved_folders
+    from verl_ext.tools.plan.machine import planned_run
+    from verl_ext.tools.plan.report import memory_facts
+    from verl_ext.tools.plan_lines import plan_lines
+    from verl_ext.trainer.distributed import print_on_rank0, user_errors_end_the_run
+    from verl_ext.trainer.report import write_report
+    from verl_ext.trainer.report_lines import report_lines
+
+    run, options = planned_run(composed, options)
+    report: dict[str, Any] = run.data_report()
+    print_on_rank0(report_lines(report))
     printed = 0
-    for facts in memory_facts(run) if report else ():
+    for facts in memory_facts(run, options):
         lines = list(plan_lines(facts))
         print_on_rank0(lines[printed:])
         report["memory"], printed = facts, len(lines)
     with user_errors_end_the_run():
         if saved_folders(run.output):
             print_on_rank0([f"{run.output} holds a run: its data_report.json is left as it is"])
-        elif report and not run.config.trainer.eval_only:
+        elif not run.config.trainer.eval_only:
             write_report(report, run.output)
+    return report
+
+
+main = command(
+    "plan",
+    PlanCommand,
+    run,
+    example="data.train_dir=DIR model.path=MODEL plan.gpu=H100-80G plan.world_size=8 [key=value …]",
+    read=list,
+)

@@ -24,12 +24,14 @@ from omegaconf import OmegaConf
 
 from verl_ext.attention import SequenceShards
 from verl_ext.config.check import check_run
-from verl_ext.config.run import Machine, RunConfig, num_bytes, sequence_parallel_size
+from verl_ext.config.run import RunConfig, sequence_parallel_size
 from verl_ext.config.support import CP as _CP
 from verl_ext.config.support import SP as _SP
 from verl_ext.config.upstream import select
 from verl_ext.progress import progress_bar
 from verl_ext.tools.plan.caching_allocator import reserved
+from verl_ext.tools.plan.machine import gpu_memory
+from verl_ext.tools.plan.options import PlanOptions, num_bytes
 from verl_ext.tools.plan.run import Job, Layers, Prediction
 from verl_ext.tools.plan.time import time_facts
 from verl_ext.trainer.batch import StepBatch, StepCollator
@@ -66,22 +68,22 @@ REMEDIES = (
 _SHARED = tuple(next(remedy for remedy in REMEDIES if remedy.key == key) for key in (_SP, _CP))
 
 
-def memory_facts(run: Run) -> Iterator[dict[str, Any]]:
+def memory_facts(run: Run, plan: PlanOptions) -> Iterator[dict[str, Any]]:
     """Yield the facts about a run on GPUs each time there are more: first its own, then `sizes`, then `remedies`.
 
     Yields nothing if the plan has no GPU. `failed` is a line with the reason why there is no prediction.
     """
-    memory = gpu_memory(run)
+    memory = gpu_memory(run, plan)
     if memory is None:
         return
-    plan, world_size = run.config.plan, run.config.machine.world_size
+    world_size = run.config.machine.world_size
     reserve = num_bytes(plan.reserve) or 0
     facts: dict[str, Any] = {"world_size": world_size, "gpu_memory": memory, "reserve": reserve, "remedies": []}
     if failed := run.config.model.memory_not_predicted:
         yield facts | {"failed": failed}
         return
     with Predictor() as predictor:
-        job = job_of(run, run.config.values)
+        job = job_of(run, run.config.values, plan.ranks_per_node)
         tokens = max(len(batch.input_ids) for step in job.steps for batch in step)
         facts |= {"micro_batch_tokens": tokens, "sequence_parallel_rank": job.rank, "backend": job.backend}
         try:
@@ -95,10 +97,10 @@ def memory_facts(run: Run) -> Iterator[dict[str, Any]]:
         facts |= {"gaps": max(prediction.reserved["expandable"] / prediction.peak, 1) if prediction.reserved else 1}
         facts |= {"needed": needed(prediction, facts), "fits": _fits(prediction, facts)}
         if plan.gpu is not None:
-            facts["time"] = time_facts(run, run.config, job, prediction)
+            facts["time"] = time_facts(run, run.config, plan, job, prediction)
         yield facts
         if plan.gpu is not None and "failed" not in facts["time"] and world_size > 1:
-            facts["sizes"] = sizes(run, predictor, facts)
+            facts["sizes"] = sizes(run, plan, predictor, facts)
             yield facts
         if facts["fits"]:
             return
@@ -107,7 +109,7 @@ def memory_facts(run: Run) -> Iterator[dict[str, Any]]:
             tried: dict[str, Any] = {"override": trial.override, "costs": trial.costs}
             facts["remedies"].append(tried)
             try:
-                found = predictor.predict(job_of(run, trial.config.values), trial.override)
+                found = predictor.predict(job_of(run, trial.config.values, plan.ranks_per_node), trial.override)
             except PredictionFailed as error:
                 tried["failed"] = str(error)
             else:
@@ -118,7 +120,7 @@ def memory_facts(run: Run) -> Iterator[dict[str, Any]]:
                 return
 
 
-def sizes(run: Run, predictor: "Predictor", facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+def sizes(run: Run, plan: PlanOptions, predictor: "Predictor", facts: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return a row for each number of ranks that may share a pack: those that fit first, by the time of a step.
 
     Each row has the most Ulysses ranks inside a node that the checks accept; context parallelism covers the rest.
@@ -127,20 +129,20 @@ def sizes(run: Run, predictor: "Predictor", facts: Mapping[str, Any]) -> list[di
     own: dict[str, Any] = {"ulysses": ulysses, "context": context, "own": True}
     rows = [own | {name: facts[name] for name in ("peak", "fits")} | facts["time"]]
     for ranks in (2**power for power in range(run.config.machine.world_size.bit_length())):
-        widest = min(ranks, 1 << (run.config.plan.ranks_per_node.bit_length() - 1))
+        widest = min(ranks, 1 << (plan.ranks_per_node.bit_length() - 1))
         shapes = [(u, ranks // u) for u in (widest >> halved for halved in range(widest.bit_length()))]
         trials = ((shape, trial) for shape in shapes for trial in _trial(run, tuple(zip(_SHARED, shape, strict=True))))
         shape, trial = next(trials, ((ulysses, context), None))
         if trial is None or shape == (ulysses, context):
             continue
         row: dict[str, Any] = {"ulysses": shape[0], "context": shape[1], "own": False}
-        job = job_of(run, trial.config.values)
+        job = job_of(run, trial.config.values, plan.ranks_per_node)
         try:
             found = predictor.predict(job, f"{shape[0]} × {shape[1]} ranks a pack")
         except PredictionFailed as error:
             rows.append(row | {"failed": str(error)})
         else:
-            time = time_facts(run, trial.config, job, found)
+            time = time_facts(run, trial.config, plan, job, found)
             rows.append(row | {"peak": found.peak, "fits": _fits(found, facts)} | time)
     kept = ("ulysses", "context", "own", "peak", "fits", "failed", "step_seconds", "hours")
     rows = [{name: row[name] for name in kept if name in row} for row in rows]
@@ -161,16 +163,7 @@ def _fits(prediction: Prediction, facts: Mapping[str, Any]) -> bool:
     return needed(prediction, facts) <= facts["gpu_memory"] and on_node <= (facts["host_memory"] or on_node)
 
 
-def gpu_memory(run: Run) -> int | None:
-    """Return the bytes of `plan.gpu_memory`, or else of the visible GPU; None for a run on the CPU."""
-    if run.config.plan.gpu_memory is not None:
-        return num_bytes(run.config.plan.gpu_memory)
-    if run.config.trainer.device != "cuda" or not torch.cuda.is_available():
-        return None
-    return torch.cuda.get_device_properties(0).total_memory
-
-
-def job_of(run: Run, values: Mapping[str, Any]) -> Job:
+def job_of(run: Run, values: Mapping[str, Any], ranks_of_node: int) -> Job:
     """Return the heaviest micro-batches that a rank of the run may meet under a configuration.
 
     These are the packs with the most tokens and, if others have more targets, those as well, because an epoch may put
@@ -189,7 +182,7 @@ def job_of(run: Run, values: Mapping[str, Any]) -> Job:
     shards, is_target = SequenceShards(sp // context, context), _is_target(longest)
     padded = torch.nn.functional.pad(is_target, (0, -len(is_target) % shards.multiple))
     rank = int(shards.by_rank(padded).view(shards.ranks, -1).sum(1).argmax())  # the first rank with the most targets
-    return Job(values, steps, world_size, rank, run.model.backend, run.config.model.engine_vendor)
+    return Job(values, steps, world_size, rank, run.model.backend, run.config.model.engine_vendor, ranks_of_node)
 
 
 def other_steps(run: Run) -> list[list[StepBatch]]:
@@ -255,7 +248,7 @@ def _trial(run: Run, chosen: tuple[tuple[Remedy, Any], ...]) -> Iterator[Trial]:
     for remedy, value in chosen:
         OmegaConf.update(config, remedy.key, value)
     with suppress(ValueError):
-        trial = RunConfig.from_composed(config, Machine(run.config.machine.world_size, "cuda"))
+        trial = RunConfig.from_composed(config, run.config.machine)
         check_run(trial)
         yield Trial(chosen, trial)
 

@@ -49,6 +49,7 @@ class Job:
         rank: the rank whose steps run.
         backend: the attention backend; sdpa takes one kernel call per document.
         vendor: the vendor of the engine, in :mod:`verl_ext.plugin`.
+        ranks_of_node: the ranks of a node, between which nothing crosses the network.
         on_gpu: False for the memory of CPU ranks, which do not round blocks and whose optimizer does not use foreach.
     """
 
@@ -58,6 +59,7 @@ class Job:
     rank: int
     backend: str
     vendor: str
+    ranks_of_node: int = 8
     on_gpu: bool = True
 
 
@@ -187,7 +189,7 @@ def predicted(job: Job, send: Callable[[Layers], None] = lambda layers: None) ->
             tracker.forget_peak()
             events = [tracker.take_events()]
             ulysses = job.values["engine"]["ulysses_sequence_parallel_size"]
-            traffic = Traffic(ulysses, job.values["plan"]["ranks_per_node"])
+            traffic = Traffic(ulysses, job.ranks_of_node)
             tracker.on_collective = traffic.see
             for step in job.steps:
                 take_step(engine, job, step, tracker)

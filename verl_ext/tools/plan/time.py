@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from verl_ext.config.run import RunConfig, num_bytes
+from verl_ext.config.run import RunConfig
 from verl_ext.flops import peak_flops
 from verl_ext.packing import micro_step_costs
+from verl_ext.tools.plan.options import PlanOptions, num_bytes
 from verl_ext.tools.plan.run import Job, Prediction
 from verl_ext.tools.plan.traffic import EXCHANGES, GATHERED, REDUCED, Received
 from verl_ext.trainer.setup import Run
@@ -22,18 +23,19 @@ from verl_ext.trainer.setup import Run
 LINK_SHARE = 0.75  # the share of a link's rate that collectives of large tensors reach
 
 
-def time_facts(run: Run, config: RunConfig, job: Job, prediction: Prediction) -> dict[str, Any]:
+def time_facts(run: Run, config: RunConfig, plan: PlanOptions, job: Job, prediction: Prediction) -> dict[str, Any]:
     """Return the time of a mean step and of the run as plain values; `failed` is a line with the reason for none.
 
     Args:
         run: the planned run.
         config: the config of the run, or one with another number of ranks that share a pack.
+        plan: the GPUs, with the properties of `plan.gpu`.
         job: the steps that ran under that config.
         prediction: the prediction for these steps.
     """
     if prediction.flops is None or prediction.computed is None:
         return {"failed": "the FLOPs of the model are not known: of its experts, or attention in chunks"}
-    plan, data, ranks = config.plan, config.data, config.machine.world_size
+    data, ranks = config.data, config.machine.world_size
     peak = config.trainer.gpu_peak_tflops
     peak = peak * 1e12 if peak else peak_flops(str(plan.gpu))
     link, network = (LINK_SHARE * (num_bytes(rate) or 0) for rate in (plan.link, plan.network))

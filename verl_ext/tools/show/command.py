@@ -57,7 +57,7 @@ class ShowOptions(SelectOptions, PackOptions):
     DATA alone shows the audit: documents, tokens and targets by category, and common mistakes with row numbers. A
     selection (row=7, longest, category=NAME …) shows documents with their targets; pack=K shows one pack of max_tokens;
     against=OTHER shows the differences between two sets. RUN shows curves; step=S shows the packs of one of its steps.
-    The folder of a plan (trainer.plan_only=true) shows its numbers again.
+    The folder of a plan (verl-ext plan) shows its numbers again.
     """
 
     paths: list[str] = option([], "DATA or RUN: a list of paths; words without `=` are paths too", required=True)

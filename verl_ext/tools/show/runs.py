@@ -98,7 +98,7 @@ def _has_metrics(path: Path) -> bool:
 
 
 def is_plan(path: str) -> bool:
-    """Return whether a path is the folder of a plan (`trainer.plan_only=true`), which has a report and no run."""
+    """Return whether a path is the folder of a plan (`verl-ext plan`), which has a report and no run."""
     return (Path(path) / REPORT).is_file() and not is_run(path)
 
 

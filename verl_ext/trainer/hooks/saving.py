@@ -46,7 +46,8 @@ class SavingHook(Hook):
         watch.mark("the end of the run", "trainer.save_timeout")
         done = max(self.trainer.first_step, self.run.total_steps)  # an earlier run may have trained further
         with _failed_end():
-            save_final_memory(self.trainer.engine, self.run.output, done, self.run.memory)
+            memory = self.run.config.model.memory_settings(self.run.model.hf_config)
+            save_final_memory(self.trainer.engine, self.run.output, done, memory)
         if missing := self.trainer.checkpoints.not_copied:
             raise RunFailed(
                 f"trainer.default_hdfs_dir={self.options.default_hdfs_dir} lacks {', '.join(missing)}, whose copies "

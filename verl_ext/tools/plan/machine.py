@@ -1,0 +1,68 @@
+"""A run that is prepared for the GPUs of a plan, of which this machine may have none."""
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+
+from verl_ext.attention import unusable
+from verl_ext.config.run import Machine
+from verl_ext.config.support import Architecture
+from verl_ext.layers import mixers_of
+from verl_ext.tools.plan.options import PlanOptions, num_bytes
+from verl_ext.trainer.distributed import print_on_rank0, user_errors_end_the_run
+from verl_ext.trainer.setup import Run, checked, opened, this_machine
+from verl_ext.values import refuse
+
+
+def planned_run(composed: DictConfig, plan: PlanOptions) -> tuple[Run, PlanOptions]:
+    """Prepare a run on the planned machine; return it, and the plan with the properties of its GPU.
+
+    Liger's kernels, and attention packages that are not installed here, are turned off in `composed`. A mistake ends
+    the process.
+    """
+    with user_errors_end_the_run():
+        trainer = composed.trainer
+        for name in ("gpu", "gpu_memory"):
+            if (value := getattr(plan, name)) is not None and trainer.device == "cpu":
+                raise ValueError(f"plan.{name} must be null with trainer.device=cpu (parallel=cpu); got {value}")
+        plan = plan.with_values_of_gpu(trainer.gpu_peak_tflops)
+        if plan.gpu_memory is None:
+            machine = replace(this_machine(), world_size=plan.world_size)
+        else:
+            machine = Machine(plan.world_size, "cuda", gpu=plan.gpu or f"GPU of {plan.gpu_memory}")
+            if composed.model.use_liger is True:
+                composed.model.use_liger = False
+                less = "note: model.use_liger=true is planned without Liger's kernels, which need less memory"
+                print_on_rank0([less], sys.stderr)
+            if unusable(composed.attention.backend):
+                composed.attention.backend = "auto"  # torch's own flash attention, which needs the same memory
+    config, model = checked(composed, machine)
+    with user_errors_end_the_run():
+        if plan.gpu_memory is not None:
+            refuse([_state_problem(model.hf_config, plan.gpu_memory)])
+    run = opened(config, model)
+    with user_errors_end_the_run():
+        run.check_targets()
+    print_on_rank0((f"note: {notice}" for notice in run.notices), sys.stderr)
+    return run, plan
+
+
+def _state_problem(hf_config: Any, gpu_memory: Any) -> str | None:
+    """Return a line if layers of the model carry a state: a plan would measure torch's code, not the GPU's kernels."""
+    module = (model := Architecture(hf_config)).module
+    mixers = () if module is None else mixers_of(module)
+    states = {type(layer).__name__ for layer, mixer in mixers if mixer.time not in ("attention", "positions")}
+    why = f"the GPU kernels of {', '.join(sorted(states))} run on no fake GPU"
+    return f"plan.gpu_memory must be null for a {model.name}: {why}; got {gpu_memory}" if states else None
+
+
+def gpu_memory(run: Run, plan: PlanOptions) -> int | None:
+    """Return the bytes of `plan.gpu_memory`, or else of the visible GPU; None for a run on the CPU."""
+    if plan.gpu_memory is not None:
+        return num_bytes(plan.gpu_memory)
+    if run.config.trainer.device != "cuda" or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_properties(0).total_memory
