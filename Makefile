@@ -69,6 +69,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.line_budgets
+	$(BIN)/python -m tests.public_names
 	$(BIN)/shellcheck launch/*.sh launch/*.sbatch
 
 bench: $(VENV)/.installed-test

@@ -60,11 +60,11 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     Raises:
         RuntimeError: If methods did not train on the same targets, or ranks ran different numbers of forwards.
     """
-    from transformers import AutoConfig
+    from transformers import AutoModelForCausalLM
 
     from benchmarks.contestants import Setting
     from benchmarks.methods import build_methods
-    from verl_ext.trainer.cost import cost_model
+    from verl_ext.engines.cost import balancing_cost
 
     no_progress_bars()
     torch.set_num_threads(options.threads)
@@ -79,7 +79,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         overrides=(NO_LEARNING,),
     )
     methods = build_methods(names, setting, documents, options.steps, options.micro_batch_size, options.seed)
-    model = cost_model("flops", AutoConfig.from_pretrained(setting.model), ulysses=1)
+    whole = AutoModelForCausalLM.from_pretrained(setting.model)
+    model = balancing_cost(whole, whole.config, ulysses=1)
     rows = {name: _row(methods[name], passes) for name, passes in _compete(methods, options.repeats, model).items()}
     _check_targets(rows)
     tokens = sum(len(document["input_ids"]) for document in documents)

@@ -22,12 +22,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # lets the script run by its path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.length_distributions import DISTRIBUTIONS
+from verl_ext.engines.cost import balancing_cost
 from verl_ext.packing import balanced_order, epoch_order, plan_packs
-from verl_ext.trainer.cost import cost_model
 
 RANKS = (8, 16, 32, 64, 128, 256, 512)
 ACCUMULATION = 4  # a rank's packs in a step
@@ -140,7 +141,8 @@ def step_time(work: Work, cluster: Cluster, ranks: int, seed: int = 0) -> dict[s
 
 def simulated(lengths: NDArray[np.integer], max_tokens: int, hf_config: Any, cluster: Cluster) -> list[dict[str, Any]]:
     """Simulate a row for each number of ranks and each order of the packs, shuffled and balanced."""
-    cost = cost_model("flops", hf_config, ulysses=1)
+    with torch.device("meta"):
+        cost = balancing_cost(AutoModelForCausalLM.from_config(hf_config), hf_config, ulysses=1)
     packs = cost.packs(plan_packs(lengths, max_tokens), lengths)
     text = hf_config.get_text_config()
     unit = 2.0 * text.num_attention_heads * text.head_dim

@@ -3,12 +3,26 @@
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+)
 
-from verl_ext.trainer.cost import cost_model
+from verl_ext.engines.cost import balancing_cost
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 96}
 HEADS = {"num_key_value_heads": 2, "head_dim": 32}
+
+
+def cost_of(config, ranks=1):
+    with torch.device("meta"):
+        return balancing_cost(AutoModelForCausalLM.from_config(config), config, ranks)
 
 
 def counted(model, tokens):
@@ -23,26 +37,27 @@ def test_the_ratio_is_that_of_the_operations_that_torch_counts():
     short, long = counted(model, 32), counted(model, 64)
     quadratic = (long - 2 * short) / (64**2 - 2 * 32**2)  # of eager attention, which also computes masked scores
     linear = short / 32 - quadratic * 32
-    cost = cost_model("flops", config, 1)
+    cost = cost_of(config)
     unit = 2 * 4 * 32
     assert cost.quadratic * unit * 2 == quadratic
     assert cost.linear * unit == pytest.approx(linear, abs=unit / 2)
 
 
-def test_cost_by_tokens_asks_nothing_of_the_model():
-    assert cost_model("tokens", None, 8).documents([5, 7]).tolist() == [5, 7]
+def test_without_attention_every_token_costs_the_same():
+    config = MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=96)
+    assert cost_of(config).documents([5, 7]).tolist() == [5, 7]
 
 
 def test_sequence_parallelism_adds_its_communication_to_every_token():
     config = Qwen3Config(**SIZES, **HEADS, intermediate_size=160)
-    alone, shared, wide = (cost_model("flops", config, ranks) for ranks in (1, 2, 4))
+    alone, shared, wide = (cost_of(config, ranks) for ranks in (1, 2, 4))
     assert alone.linear < shared.linear < wide.linear
     assert alone.quadratic == shared.quadratic == wide.quadratic
 
 
 def test_zero_heads_of_sequence_parallelism_cost_what_they_compute():
     config = LlamaConfig(hidden_size=100, num_attention_heads=25, intermediate_size=10**6, vocab_size=2)
-    alone, shared = (cost_model("flops", config, ranks).linear for ranks in (1, 8))
+    alone, shared = (cost_of(config, ranks).linear for ranks in (1, 8))
     assert shared / alone == pytest.approx(25 / 32, rel=0.01)  # in units of one layer's attention
 
 
@@ -51,7 +66,10 @@ def test_a_token_costs_the_experts_that_it_visits():
     sparse = Qwen3MoeConfig(
         **SIZES, **HEADS, intermediate_size=999, moe_intermediate_size=40, num_experts_per_tok=4, num_experts=64
     )
-    assert cost_model("flops", sparse, 1) == cost_model("flops", dense, 1)
+    found, expected = cost_of(sparse), cost_of(dense)
+    assert found.quadratic == expected.quadratic
+    router = 3 * 64 * 64 * 2 / (2 * 4 * 32)  # in units of one layer's attention
+    assert found.linear == pytest.approx(expected.linear + router, abs=1)
 
 
 def test_sliding_window_layers_cost_their_window():
@@ -59,15 +77,15 @@ def test_sliding_window_layers_cost_their_window():
     config = Qwen3Config(
         **SIZES, **HEADS, intermediate_size=160, use_sliding_window=True, sliding_window=16, layer_types=kinds
     )
-    cost = cost_model("flops", config, 1)
+    cost = cost_of(config)
     assert (cost.quadratic, cost.windowed, cost.window) == (1, 2, 16)
 
 
 def test_a_window_without_layer_types_is_that_of_every_layer():
-    cost = cost_model("flops", MistralConfig(**SIZES, **HEADS, sliding_window=16), 1)
+    cost = cost_of(MistralConfig(**SIZES, **HEADS, sliding_window=16))
     assert (cost.quadratic, cost.windowed, cost.window) == (0, 3, 16)
 
 
 @pytest.mark.parametrize("config", [GPT2Config(), LlamaConfig()])
 def test_configs_without_head_or_mlp_sizes_have_a_cost(config):
-    assert cost_model("flops", config, 1).linear > 0
+    assert cost_of(config).linear > 0

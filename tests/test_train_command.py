@@ -7,6 +7,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import pytest
 from tests.training import metrics
 from verl_ext.__main__ import main
 from verl_ext.commands import train
-from verl_ext.launch.run import run_torchrun
+from verl_ext.launch.run import Awaited, run_torchrun
 
 pytestmark = pytest.mark.slow
 
@@ -58,7 +60,13 @@ def folder(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Return a list of torchrun's arguments for each run, which trains nothing."""
     lines: list[list[str]] = []
-    monkeypatch.setattr(train, "run_torchrun", lambda arguments: lines.append(list(arguments)) or 0)
+
+    def run_torchrun(arguments: Sequence[str], work: Callable[[], None], awaited: Awaited | None) -> int:
+        work()
+        lines.append(list(arguments))
+        return 0
+
+    monkeypatch.setattr(train, "run_torchrun", run_torchrun)
     return lines
 
 
@@ -77,7 +85,6 @@ COMMAND = ("train", SOURCES, "model.path=MODEL", "data.cache_dir=cache", "num_wo
 def test_a_second_run_tokenizes_nothing_until_a_file_or_an_option_changes(
     folder: Path, started: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train, "check_overrides", lambda *_: None)  # seconds
     assert main(COMMAND) == 0
     files = written(folder)
     with monkeypatch.context() as patch:
@@ -129,10 +136,6 @@ def test_training_data_alone_is_trained_on_as_it_is(folder: Path, started: list[
         (["data.train_dir=data/train"], ["data.train_dir", "data.sources"]),
         (["backend=ray"], ["backend", "local", "got ray"]),
         (["model.path="], ["model.path", "got nothing"]),
-        (["trainer.total_steps=3"], ["unknown key trainer.total_steps", "nearest"]),
-        (["data.train_batch_size=3", "nproc=2"], ["data.train_batch_size", "got 3"]),
-        (["loss.category_weights={cod: 2}"], ["loss.category_weights", "nearest: code"]),
-        (["data=pretrain"], ["data.sources", "files of text records"]),
     ],
 )
 def test_a_mistake_is_one_line_before_anything_is_tokenized(
@@ -148,6 +151,46 @@ def test_a_mistake_is_one_line_before_anything_is_tokenized(
     assert not written(folder)
 
 
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["trainer.total_steps=3"], ["unknown key trainer.total_steps", "nearest"]),
+        (["data.train_batch_size=3", "nproc=2"], ["data.train_batch_size", "got 3"]),
+        (["loss.category_weights={cod: 2}"], ["loss.category_weights", "nearest: code"]),
+        (["data=pretrain"], ["data.sources", "files of text records"]),
+    ],
+)
+def test_a_mistake_that_the_ranks_find_interrupts_the_tokenizing(
+    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str], parts: list[str]
+) -> None:
+    def endless(*_: Any) -> None:
+        while True:
+            time.sleep(0.1)
+
+    monkeypatch.setattr(train, "write_dataset", endless)
+    given = {word.partition("=")[0] for word in words}
+    with pytest.raises(SystemExit) as ended:
+        main([*(word for word in COMMAND if word.partition("=")[0] not in given), *words])
+    assert ended.value.code == 2
+    errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert all(part in errors[0] for part in parts), errors
+    assert not [path for path in written(folder) if path.is_dir()]
+
+
+def test_ranks_that_wait_for_data_end_silently_with_a_mistake_in_it(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "train.jsonl").write_text("{}\n")
+    assert main(COMMAND) == 1
+    heard = capfd.readouterr()
+    assert [line for line in heard.err.splitlines() if "Traceback" in line or "SIG" in line] == []
+    (error,) = [line for line in heard.err.splitlines() if line.startswith("error: ")]
+    assert "train.jsonl" in error
+    assert "step 1/" not in heard.out
+    assert not Path("run").exists()
+
+
 def test_sources_that_change_while_they_are_tokenized_are_refused_and_leave_no_folder(
     folder: Path, started: list[list[str]], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,7 +202,6 @@ def test_sources_that_change_while_they_are_tokenized_are_refused_and_leave_no_f
         return report
 
     monkeypatch.setattr(train, "write_dataset", changes)
-    monkeypatch.setattr(train, "check_overrides", lambda *_: None)  # seconds
     assert main(COMMAND) == 1
     (error,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
     assert "data.sources must not change" in error
@@ -174,7 +216,6 @@ def test_an_interrupted_tokenization_leaves_nothing(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("verl_ext.commands.tokenize.Report.write", interrupted)  # after the shards
-    monkeypatch.setattr(train, "check_overrides", lambda *_: None)  # seconds
     assert main(COMMAND) == 130
     assert not [path for path in written(folder) if path.is_dir()]
     assert not started
@@ -225,7 +266,7 @@ def test_torchrun_ends_with_the_code_of_its_ranks_and_without_a_report(
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     try:
         line = ["--standalone", "--local_addr=127.0.0.1", "--nproc_per_node=2", str(tmp_path / "rank.py"), *words]
-        assert run_torchrun(line) == code
+        assert run_torchrun(line, lambda: None, None) == code
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -64,7 +64,7 @@ class Texts:
 def trained(monkeypatch):
     """Return a function from words of `verl-ext train` to (tokenizing options by key, the run on 8 GPUs)."""
     lines: list[list[str]] = []
-    monkeypatch.setattr(train, "run_torchrun", lambda arguments: lines.append(list(arguments)) or 0)
+    monkeypatch.setattr(train, "run_torchrun", lambda arguments, *_: lines.append(list(arguments)) or 0)
     monkeypatch.setattr(train, "Texts", Texts)
 
     def run(words: list[str]) -> tuple[dict[str, TokenizeOptions], RunConfig]:

@@ -7,6 +7,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from verl_ext.progress import announce
 from verl_ext.values import choice_problem
 
 # command: (its module, its description)
@@ -32,6 +33,7 @@ COMMANDS = {
     "launch-ray": ("verl_ext.launch.ray", "a run on a Ray cluster of these nodes, or as a job of one"),
     "preflight": ("verl_ext.commands.preflight", "whether the nodes of a run reach each other, with the same packages"),
 }
+SLOW = ("train", "plan")  # to import: seconds, before which a line is printed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,6 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     name, *rest = arguments or ["--help"]
     if name in COMMANDS:
+        if name in SLOW and rest and not {"-h", "--help"} & set(rest):
+            announce(name)
         return importlib.import_module(COMMANDS[name][0]).main(rest)
     if name not in ("-h", "--help"):
         print(f"error: {choice_problem('the command', name, COMMANDS)}", file=sys.stderr)

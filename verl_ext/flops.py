@@ -93,10 +93,7 @@ def train_flops(model: nn.Module, hf_config: Any, of_states: float = 0, recomput
         return None
     if (heads := getattr(text, "num_attention_heads", None)) is None:
         return CostModel(round(per_token), 0)
-    keys = getattr(text, "head_dim", None) or text.hidden_size // heads
-    if rotated := getattr(text, "qk_rope_head_dim", None):  # latent attention has keys in two parts
-        keys = text.qk_nope_head_dim + rotated
-    width = (3 + recomputes) * heads * (keys + (getattr(text, "v_head_dim", None) or keys))
+    width = (3 + recomputes) * heads * head_width(text)
     windowed, window = windowed_layers(text)
     return CostModel(round(per_token), width * (attention_layers(text) - windowed), width * windowed, window)
 
@@ -121,6 +118,14 @@ def _of_matrices(model: nn.Module, text: Any, recomputes: bool) -> Iterator[floa
                     raise LookupError(f"{path}.{name}")
                 share = chosen / experts
             yield share * parameter.numel() * ((6 if parameter.requires_grad else 4) + again)
+
+
+def head_width(text: Any) -> int:
+    """Return d_qk + d_v, the sizes of a head's keys and values."""
+    keys = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    if rotated := getattr(text, "qk_rope_head_dim", None):  # latent attention has keys in two parts
+        keys = text.qk_nope_head_dim + rotated
+    return keys + (getattr(text, "v_head_dim", None) or keys)
 
 
 def attention_layers(text: Any) -> int:

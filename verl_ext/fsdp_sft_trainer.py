@@ -25,6 +25,7 @@ from omegaconf import DictConfig
 
 from verl_ext.files import write_json
 from verl_ext.redaction import redacted
+from verl_ext.trainer.awaiting import await_data
 from verl_ext.trainer.distributed import exit_with_all_ranks, print_on_rank0, process_group, user_errors_end_the_run
 from verl_ext.trainer.setup import compose_and_run, prepare
 from verl_ext.trainer.signals import requests
@@ -58,6 +59,7 @@ def main() -> None:
     """Join the process group, and train by the command line."""
     requests.listen()
     with process_group():
+        await_data(sys.argv[1:])
         compose_and_run(sys.argv[1:], train)
 
 

@@ -5,14 +5,12 @@
                      └───────────────┬───────────────────┴───────────────────┘
     CACHE/<fingerprint>/, tokenized unless it is there   →   torchrun … data.train_dir=CACHE/<fingerprint> …
 
-A process of its own checks the trainer's overrides before any text is tokenized, because this process loads no torch.
+The ranks start first: while this process tokenizes, without torch, they import the trainer, check its overrides, and
+then wait for the folders (verl_ext/trainer/awaiting.py).
 """
 
-import json
-import logging
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +21,7 @@ from typing import Any, ClassVar
 from verl_ext.commands.command_line import command, known_options, read_options, words_of
 from verl_ext.commands.tokenize import TokenizeOptions, summary, write_dataset
 from verl_ext.files import default_root, fingerprint, is_complete
-from verl_ext.launch.run import run_torchrun
+from verl_ext.launch.run import Awaited, run_torchrun
 from verl_ext.legacy import is_name_of_verl
 from verl_ext.text.chat import ChatEncoder
 from verl_ext.text.sources import find_source_files
@@ -80,18 +78,21 @@ def run(words: Sequence[str]) -> str:
         others = encoding if key == "data.train_dir" else [w for w in encoding if not words_of([w], ["sample"])]
         texts[key] = Texts(node, [*sources, *others], default_root("verl_ext_tokenized", options.data.cache_dir))
     ranks = options.nproc or _num_gpus() or 1
-    if not all(each.are_tokenized for each in texts.values()):
-        categories = texts["data.train_dir"].categories if "data.train_dir" in texts else []
-        not_yet = [f"{key}=." for key in texts]  # an existing folder stands for the one to come
-        check_overrides(ranks, categories, [*not_yet, *overrides])
-    for each in texts.values():
-        each.tokenize()
     line = ["torchrun", "--standalone", "--local_addr=127.0.0.1", f"--nproc_per_node={ranks}"]
     line += ["-m", "verl_ext.fsdp_sft_trainer", *(f"{key}={each.folder}" for key, each in texts.items()), *overrides]
-    print("The same in single commands:", flush=True)
-    for command_line in (*(each.command for each in texts.values()), line):
-        print(f"  {shlex.join(command_line)}", flush=True)
-    if code := run_torchrun(line[1:]):
+
+    def tokenize() -> None:
+        for each in texts.values():
+            each.tokenize()
+        print("The same in single commands:", flush=True)
+        for command_line in (*(each.command for each in texts.values()), line):
+            print(f"  {shlex.join(command_line)}", flush=True)
+
+    awaited = None
+    if not all(each.are_tokenized for each in texts.values()):
+        categories = texts["data.train_dir"].categories if "data.train_dir" in texts else []
+        awaited = Awaited(tuple(texts), tuple(categories))
+    if code := run_torchrun(line[1:], tokenize, awaited):
         raise SystemExit(code)
     return ""
 
@@ -147,7 +148,10 @@ class Texts:
         return ["verl-ext", "tokenize", *self._words, f"output_dir={self.folder}", "overwrite=true"]
 
     def tokenize(self) -> None:
-        """Tokenize the sources unless this is done; print tables, or a line about the existing folder."""
+        """Tokenize the sources unless this is done; print tables, or a line about the existing folder.
+
+        Raises DataError if the sources change meanwhile, so that the folder has the name that it was given before.
+        """
         if self.are_tokenized:
             print(f"{self._node}: tokenized before, into {self.folder}", flush=True)
             return
@@ -178,54 +182,6 @@ def _num_gpus() -> int:
     import torch  # here, because importing it takes seconds
 
     return torch.cuda.device_count()
-
-
-def check_overrides(ranks: int, categories: Sequence[str], overrides: Sequence[str]) -> None:
-    """Raise UsageError if the trainer would refuse the overrides; `check` finds this in another process."""
-    print("checking the trainer's options", file=sys.stderr, flush=True)
-    line = [sys.executable, "-c", f"from {__name__} import check; check()", str(ranks), json.dumps(categories)]
-    # In a session of its own, because Ctrl-C is for this process.
-    done = subprocess.run([*line, *overrides], stdout=subprocess.PIPE, text=True, start_new_session=True)
-    if done.returncode:
-        raise UsageError(done.stdout.strip()) if done.returncode == 2 else SystemExit(done.returncode)
-
-
-def check() -> None:
-    """Print the mistakes in sys.argv that need no data to find; exit with 2 if there are any.
-
-    sys.argv: the number of ranks, the categories of the training data in JSON, the overrides.
-    """
-    output, sys.stdout = sys.stdout, sys.stderr
-    sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]  # verl imports it if it exists, which takes seconds
-    logging.disable(logging.WARNING)
-    from verl_ext.attention import gpu_capability
-    from verl_ext.checkpoint.resume import check_output
-    from verl_ext.config.check import check_categories, check_run, check_weight_files
-    from verl_ext.config.compose import compose_run, prepare_overrides
-    from verl_ext.config.resolve import resolve_run
-    from verl_ext.config.run import Machine, dataset_class
-    from verl_ext.data.sft import SFTOptions
-    from verl_ext.trainer.distributed import accelerator
-
-    ranks, categories, overrides = int(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:]
-    try:
-        if any(word.startswith("-") for word in overrides):  # flags, which only Hydra's main function reads
-            prepare_overrides(overrides)
-            return
-        config, _ = compose_run(overrides)
-        if (reads := dataset_class(config).Options.reads) != SFTOptions.reads:
-            raise ValueError(f"data.sources must be none with a dataset that reads {reads}: data.train_dir names them")
-        typed = resolve_run(config, Machine(ranks, accelerator(), gpu_capability()))
-        if typed.trainer.device == "cuda" and ranks > _num_gpus():
-            raise ValueError(f"nproc must be at most the number of GPUs, {_num_gpus()}; got {ranks}")
-        check_run(typed)
-        check_weight_files(typed)
-        check_output(config, ranks)
-        if categories:
-            check_categories(typed.loss, categories)
-    except (ValueError, OSError) as error:
-        print(error, file=output)
-        raise SystemExit(2) from None
 
 
 main = command(

@@ -39,12 +39,14 @@ class ModelFacts:
         hf_config: the Hugging Face config that the run uses.
         backend: the attention kernel.
         head: the implementation of the output head.
+        module: the model on the meta device; None for remote code.
         notices: lines about settings that are allowed but may be unintended.
     """
 
     hf_config: Any
     backend: str
     head: str
+    module: Any
     notices: list[str]
 
 
@@ -120,7 +122,7 @@ class PackedModel(HFModelConfig, ModelOptions):
             problems.append(str(error))
         refuse(problems)
         head = support.head_in_use(config, model)
-        return ModelFacts(hf_config, backend, head, list(support.model_notices(config, model, head)))
+        return ModelFacts(hf_config, backend, head, model.module, list(support.model_notices(config, model, head)))
 
     @classmethod
     def check_weights(cls, config: "RunConfig", hf_config: Any) -> list[str]:
@@ -205,7 +207,9 @@ class QwenTitansModel(PackedModel):
                 "model.memory.layers must name a layer with model.train=memory, which trains nothing else; got []"
             )
         refuse([*problems, *_memory_problems(config.model_options.memory_checkpoint, titans)])
-        return ModelFacts(titans, backend="sdpa", head="targets", notices=[])  # transformers' own attention
+        with torch.device("meta"):
+            module = QwenTitansForCausalLM(titans)
+        return ModelFacts(titans, backend="sdpa", head="targets", module=module, notices=[])  # transformers' attention
 
     @classmethod
     def answer_problems(cls, config: "RunConfig", hf_config: Any) -> Iterable[str | None]:

@@ -9,18 +9,23 @@ through a folder, which the ranks read (verl_ext/trainer/signals.py):
 
     VERL_EXT_REQUESTS/stop         by this process: a line for every signal that it received
     VERL_EXT_REQUESTS/unfinished   by the ranks: the run was asked to stop and ended before its last step
+    VERL_EXT_REQUESTS/ready        by this process: the folders of data are there, for which the ranks wait
 
 Without a rank to read the request, as in preflight or while torchrun waits for other nodes, the child itself ends.
 """
 
+import _thread
+import json
 import os
 import shlex
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
 
@@ -86,20 +91,43 @@ def preflight_command(topology: Topology, timeout: str) -> list[str]:
     return [sys.executable, "-m", "verl_ext", "preflight", *words]
 
 
-def run_torchrun(arguments: Sequence[str]) -> int:
-    """Run torchrun; return 0, the first failed rank's exit code, or STOPPED after a stop request."""
-    return supervise([[*_TORCHRUN, *arguments]], {})
+@dataclass(frozen=True)
+class Awaited:
+    """Folders of data that are not there yet when the ranks start.
+
+    Attributes:
+        keys: the options that name them, such as data.train_dir.
+        categories: the categories of the training data; () if they are not known yet.
+    """
+
+    keys: tuple[str, ...]
+    categories: tuple[str, ...]
 
 
-def supervise(commands: Sequence[Sequence[str]], environment: Mapping[str, str]) -> int:
+def run_torchrun(arguments: Sequence[str], work: Callable[[], None], awaited: Awaited | None) -> int:
+    """Run `work`, then torchrun; return 0, the first failed rank's exit code, or STOPPED after a stop request.
+
+    With `awaited`, the ranks start before the work, which makes these folders. If the work raises, the ranks are
+    killed; if they end during the work, it is interrupted.
+    """
+    if awaited is None:
+        work()
+        return supervise([[*_TORCHRUN, *arguments]], {})
+    return supervise([[*_TORCHRUN, *arguments]], {"VERL_EXT_AWAITED": json.dumps(asdict(awaited))}, work)
+
+
+def supervise(
+    commands: Sequence[Sequence[str]], environment: Mapping[str, str], work: Callable[[], None] | None = None
+) -> int:
     """Run commands one after another, until one fails, and pass requests to stop on to their ranks.
 
-    The handlers of SIGTERM, SIGINT and SIGUSR1 stay after the call.
+    The handlers of SIGTERM, SIGINT and SIGUSR1 stay after the call; during `work` they are the caller's.
 
     Args:
         commands: the last starts ranks; those before it are checks, whose output goes to stderr.
         environment: variables of the commands in addition to this process's, of which the topology that torchrun
             would read from PET_* is left out, so that only the command says where ranks meet.
+        work: work of this process for which the ranks of the last command wait, see :func:`run_torchrun`.
 
     Returns:
         The exit code of the last command that ran, or STOPPED if it was asked to stop before its last step.
@@ -109,13 +137,19 @@ def supervise(commands: Sequence[Sequence[str]], environment: Mapping[str, str])
     with tempfile.TemporaryDirectory(prefix="verl-ext-") as folder:
         ours = {"VERL_EXT_REQUESTS": folder, "VERL_EXT_LAUNCHER": str(os.getpid())}
         child = _Child(Path(folder), {**kept, **torchrun, **environment, **ours})
+        *checks, ranks = commands
+        if work is not None:
+            child.start(ranks)
+            child.do_meanwhile(work)
         for number in SIGNALS:
             signal.signal(number, child.ask)
-        *checks, ranks = commands
         for command in checks:
-            if code := child.run(command, sys.stderr):
+            child.start(command, sys.stderr)
+            if code := child.wait():
                 return code
-        return child.run(ranks)
+        if work is None:
+            child.start(ranks)
+        return child.wait()
 
 
 class _Child:
@@ -126,10 +160,45 @@ class _Child:
         self._process: subprocess.Popen[bytes] | None = None
         self._signal: str | None = None
 
-    def run(self, command: Sequence[str], stdout: TextIO | None = None) -> int:
-        """Run a command to its end; return its exit code, or STOPPED."""
+    def start(self, command: Sequence[str], stdout: TextIO | None = None) -> None:
+        """Start a command."""
         # In a session of its own, it does not receive the terminal's Ctrl-C, which is for this process alone.
         self._process = subprocess.Popen(command, env=self._environment, stdout=stdout, start_new_session=True)
+
+    def do_meanwhile(self, work: Callable[[], None]) -> None:
+        """Do the work that the ranks of the running command wait for, and tell them."""
+        process, guard = self._process, threading.Lock()
+        assert process is not None, "it is started"
+        is_done = False
+
+        def interrupt_if_ended() -> None:
+            process.wait()
+            with guard:
+                if not is_done:
+                    _thread.interrupt_main()
+
+        threading.Thread(target=interrupt_if_ended, daemon=True).start()
+        try:
+            work()
+            with guard:
+                is_done = True
+        except BaseException:
+            if code := process.poll():  # a rank has told why
+                raise SystemExit(128 - code if code < 0 else code) from None
+            with guard:
+                is_done = True
+            with suppress(psutil.Error):  # silently and at once: a signal to torchrun would let the ranks speak
+                launcher = psutil.Process(process.pid)
+                for one in (launcher, *launcher.children(recursive=True)):
+                    with suppress(psutil.Error):
+                        one.kill()
+            process.wait()
+            raise
+        (self._folder / "ready").touch()
+
+    def wait(self) -> int:
+        """Wait for the end of the command; return its exit code, or STOPPED."""
+        assert self._process is not None, "it is started"
         self._end_without_ranks()  # a signal may have come before there was a process
         code = self._process.wait()
         if (self._folder / "unfinished").exists():

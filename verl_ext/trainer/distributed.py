@@ -80,6 +80,10 @@ def process_group() -> Iterator[None]:
     sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
     if os.environ["RANK"] != "0":
         _silence_this_rank()
+    gpus, ranks = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if accelerator() == "cuda" and ranks > gpus:
+        print(f"error: ranks (nproc) must be at most the node's GPUs, {gpus}; got {ranks}", file=sys.stderr)
+        raise SystemExit(USER_ERROR)
     with failures_reported():
         if accelerator() is None:
             # verl would request "cpu:gloo,cpu:gloo", which torch refuses.

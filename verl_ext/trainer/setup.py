@@ -39,14 +39,14 @@ from verl_ext.data.chats import TrainedChats
 from verl_ext.data.content import CONTENT, DataFiles
 from verl_ext.data.mixture import mixture_notices
 from verl_ext.engines.activations import check_host_memory
+from verl_ext.engines.cost import balancing_cost
 from verl_ext.engines.schedule import keeps_rates, schedule_problems
 from verl_ext.losses import LossSpec
 from verl_ext.metrics import RESERVED
 from verl_ext.nodes import content as digest_of_folder
 from verl_ext.nodes import differences, versions
-from verl_ext.packing import CostModel
+from verl_ext.packing import TOKENS, CostModel
 from verl_ext.text.tokenizer import TRUSTED
-from verl_ext.trainer.cost import cost_model
 from verl_ext.trainer.distributed import (
     RunRanks,
     accelerator,
@@ -275,7 +275,7 @@ def opened(config: RunConfig, model: ModelFacts) -> Run:
         check_categories(config.loss, train_set.categories.names)
         chats = TrainedChats.of_folders(train_set.folders)
         refuse([chats.template_problem(config.model_options.custom_chat_template, train_set.key)])
-        cost = cost_model(config.data.cost, model.hf_config, config.engine.ulysses_sequence_parallel_size)
+        cost, unknown = _cost(config, model)
         plan = _step_plan(config, train_set, train_set.pack_costs(cost))
         length = config.trainer.total_epochs, config.trainer.total_training_steps, config.optim.lr_schedule_span
         total_steps, schedule_steps = plan.run_steps(*length, train_set.epochs if train_set.is_ordered else None)
@@ -285,7 +285,13 @@ def opened(config: RunConfig, model: ModelFacts) -> Run:
             batch, costs = config.data_parallel_size * config.data.micro_batch_size_per_gpu, val_set.pack_costs(cost)
             steps = StepPlan(len(val_set), batch, config.dataset.seed, shuffle=False, costs=costs)
             validation = Validation(val_set, steps)
-    notices = *config.notices, *model.notices, *_notices(config, train_set, plan), *chats.notices(train_set.key)
+    notices = (
+        *config.notices,
+        *model.notices,
+        *unknown,
+        *_notices(config, train_set, plan),
+        *chats.notices(train_set.key),
+    )
     return Run(
         config=config,
         train_set=train_set,
@@ -365,6 +371,20 @@ def _notices(config: RunConfig, train_set: PackDataset, plan: StepPlan) -> Itera
         yield f"trainer.profile_interval={interval} needs profiler.enable=true, which is false: no profile is written"
     if missing := [name for name in ("model", "optimizer", "extra") if name not in config.checkpoint.save_contents]:
         yield f"checkpoint.save_contents lacks {', '.join(missing)}: this run's checkpoints cannot be resumed"
+
+
+def _cost(config: RunConfig, model: ModelFacts) -> tuple[CostModel, list[str]]:
+    """Return the cost model of `data.cost`, and a notice if the model's FLOPs are unknown."""
+    if config.data.cost == "tokens":
+        return TOKENS, []
+    if model.module is not None:
+        if config.model_options.lora_rank:
+            model.module.requires_grad_(False)  # a frozen matrix has no gradient to compute
+        cost = balancing_cost(model.module, model.hf_config, config.engine.ulysses_sequence_parallel_size)
+        if cost is not None:
+            return cost, []
+    name = type(model.hf_config).__name__
+    return TOKENS, [f"data.cost=flops balances packs by their tokens: the FLOPs of a {name} are unknown"]
 
 
 def _step_plan(config: RunConfig, train_set: PackDataset, costs: np.ndarray) -> StepPlan:

@@ -7,7 +7,6 @@
 The command is one process. It reads no weights and no checkpoint, and asks no server.
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +31,6 @@ def run(words: Sequence[str]) -> str:
     """Plan the run of a command line; a mistake ends the process with one line and code 2."""
     own = words_of(words, [PlanOptions.prefix])
     options = read_options(PlanCommand, own).plan
-    print("planning; importing torch and verl …", file=sys.stderr, flush=True)
     from verl_ext.trainer.distributed import process_group
     from verl_ext.trainer.setup import compose_and_run
 

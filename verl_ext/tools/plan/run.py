@@ -16,7 +16,7 @@ import pickle
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -167,6 +167,7 @@ def predicted(job: Job, send: Callable[[Layers], None] = lambda layers: None) ->
     """Run a job on the fake GPU, and send the number of layers that have run."""
     from verl_ext.attention import packed
     from verl_ext.attention.kernels import KERNELS, Kernel
+    from verl_ext.engines.cost import computed_flops
 
     kernel = KERNELS[job.backend]
     packed.set_backend(kernel if job.backend == "sdpa" else Kernel(flash_memory, kernel.lse and LSE_MEMORY))
@@ -195,8 +196,11 @@ def predicted(job: Job, send: Callable[[Layers], None] = lambda layers: None) ->
                 take_step(engine, job, step, tracker)
                 events.append(tracker.take_events())
         kinds = {kind: tracker.peak.get(kind, 0) for kind in KINDS}
-        flops = engine.train_flops, computed_flops(engine, ulysses)
-        return Prediction(kinds, standing, tracker.host_peak, *flops, dict(traffic.received), events)
+        recomputes = bool(engine.model_config.enable_gradient_checkpointing)
+        computed = computed_flops(engine.module, engine.model_config.hf_config, ulysses, recomputes)
+        return Prediction(
+            kinds, standing, tracker.host_peak, engine.train_flops, computed, dict(traffic.received), events
+        )
     finally:
         dist.destroy_process_group()
         gc.unfreeze()
@@ -234,23 +238,6 @@ def build_engine(job: Job) -> Any:
     worker = TrainingWorker(worker_config(values, total_steps=2))
     worker.reset()
     return worker.engine
-
-
-def computed_flops(engine: Any, ulysses: int) -> CostModel | None:
-    """Return the FLOPs that an engine computes by a document's tokens, with recomputation and zero heads."""
-    from verl_ext.attention import HeadPadding
-    from verl_ext.flops import train_flops
-
-    config = engine.model_config.hf_config
-    recomputes = bool(engine.model_config.enable_gradient_checkpointing)
-    if (found := train_flops(engine.module, config, recomputes=recomputes)) is None:
-        return None
-    text = config.get_text_config()
-    if (heads := getattr(text, "num_attention_heads", None)) is None:
-        return found
-    padded = HeadPadding.from_heads(heads, getattr(text, "num_key_value_heads", None) or heads, ulysses).heads
-    quadratic, windowed = (round(of * padded / heads) for of in (found.quadratic, found.windowed))
-    return replace(found, quadratic=quadratic, windowed=windowed)
 
 
 def fill_optimizer(engine: Any, tracker: MemoryTracker) -> None:
