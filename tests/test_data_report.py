@@ -21,7 +21,7 @@ from verl_ext.tools.plan.command import plan as plan_run
 from verl_ext.tools.plan.options import PlanOptions
 from verl_ext.trainer.report import data_facts, step_facts, write_report
 from verl_ext.trainer.report_lines import report_lines
-from verl_ext.trainer.setup import compose_and_run
+from verl_ext.trainer.start import compose_and_run
 from verl_ext.trainer.step_plan import StepPlan
 
 

@@ -107,8 +107,8 @@ def test_trackers_of_a_run_that_fails_end_once_and_a_lost_server_does_not_hold_i
         ended.append(True)
         time.sleep(60 * is_lost)
 
-    acts = tracking.last_acts.__class__()
-    monkeypatch.setattr(tracking, "last_acts", acts)
+    acts = tracking.at_exit.__class__()
+    monkeypatch.setattr(tracking, "at_exit", acts)
     monkeypatch.setattr(tracking, "_CLOSE_SECONDS", 0.1 if is_lost else 60.0)
     monkeypatch.setattr(tracking, "open_tracking", lambda *_: SimpleNamespace(logger={}, finish=finish))
     hook = TrackingHook(trainer_of())

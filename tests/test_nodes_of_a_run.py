@@ -63,7 +63,7 @@ def test_nodes_that_differ_are_told_before_they_share_a_scan(tiny_model, tmp_pat
 )
 def test_a_lost_rank_is_one_line_and_an_exit_code(error, monkeypatch):
     told = []
-    monkeypatch.setattr(distributed, "exit_this_rank", lambda message, code, of_another: told.append((message, code)))
+    monkeypatch.setattr(distributed, "end_rank", lambda code, message, of_another: told.append((message, code)))
     with failures_reported():
         raise error
     ((message, code),) = told

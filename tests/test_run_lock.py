@@ -24,7 +24,7 @@ from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import SMALL
 from verl_ext.checkpoint.layout import RUN_LOCK, lock_folder, refuse_locked
 from verl_ext.config import compose
-from verl_ext.trainer.distributed import USER_ERROR, last_acts
+from verl_ext.trainer.distributed import USER_ERROR, at_exit
 from verl_ext.trainer.setup import prepare
 from verl_ext.trainer.trainer import SFTTrainer
 
@@ -72,17 +72,17 @@ def test_a_folder_in_use_is_refused_with_who_holds_it_and_free_when_that_process
     process.kill()
     process.join()
     refuse_locked(folder)
-    last_acts.callback(lock_folder(folder))
-    last_acts.close()
+    at_exit.callback(lock_folder(folder))
+    at_exit.close()
     assert not (folder / RUN_LOCK).exists()
 
 
 def test_a_lock_that_its_holder_removes_meanwhile_is_not_taken_for_the_folders(tmp_path, monkeypatch):
     lockf, path = fcntl.lockf, tmp_path / RUN_LOCK
     monkeypatch.setattr(fcntl, "lockf", lambda *given: (monkeypatch.undo(), path.unlink(), lockf(*given)))
-    last_acts.callback(lock_folder(tmp_path))
+    at_exit.callback(lock_folder(tmp_path))
     assert str(os.getpid()) in path.read_text()
-    last_acts.close()
+    at_exit.close()
     assert not path.exists()
 
 
@@ -96,8 +96,8 @@ def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch, cap
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "lockf", no_locks)
-    last_acts.callback(lock_folder(tmp_path / "run"))
-    last_acts.close()
+    at_exit.callback(lock_folder(tmp_path / "run"))
+    at_exit.close()
     refuse_locked(tmp_path / "run")
     assert capsys.readouterr().err == (f"note: {tmp_path / 'run'} cannot be locked (its file system has no locks)\n")
 

@@ -25,10 +25,10 @@ from omegaconf import DictConfig
 
 from verl_ext.files import write_json
 from verl_ext.redaction import redacted
-from verl_ext.trainer.awaiting import await_data
-from verl_ext.trainer.distributed import exit_with_all_ranks, print_on_rank0, process_group, user_errors_end_the_run
-from verl_ext.trainer.setup import compose_and_run, prepare
+from verl_ext.trainer.distributed import end_run, print_on_rank0, process_group, user_errors_end_the_run
+from verl_ext.trainer.setup import prepare
 from verl_ext.trainer.signals import requests
+from verl_ext.trainer.start import await_data, compose_and_run
 
 
 def train(composed: DictConfig) -> None:
@@ -52,7 +52,7 @@ def train(composed: DictConfig) -> None:
     if run.config.trainer.eval_only:
         trainer.evaluate_only()
     elif not trainer.fit():
-        exit_with_all_ranks(requests.exit_code)
+        end_run(requests.exit_code)
 
 
 def main() -> None:

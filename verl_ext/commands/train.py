@@ -6,7 +6,7 @@
     CACHE/<fingerprint>/, tokenized unless it is there   →   torchrun … data.train_dir=CACHE/<fingerprint> …
 
 The ranks start first: while this process tokenizes, without torch, they import the trainer, check its overrides, and
-then wait for the folders (verl_ext/trainer/awaiting.py).
+then wait for the folders (verl_ext/trainer/start.py).
 """
 
 import re

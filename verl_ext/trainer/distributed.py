@@ -45,7 +45,7 @@ _TORCHRUN_NOTICES = 5.0  # seconds, with a margin, until torchrun ends the ranks
 _STORE_ANSWERS = 5.0  # seconds
 _TORCHRUN_SETS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _FAILURE = "verl_ext/failure"  # the key in the store of the ranks
-last_acts = ExitStack()  # callbacks for the end of this process, unless it is killed
+at_exit = ExitStack()  # callbacks for the end of this process, unless it is killed
 LONG = timedelta(hours=10)  # as in verl, because ranks wait for one that tokenizes, reads weights or writes files
 
 
@@ -95,7 +95,7 @@ def process_group() -> Iterator[None]:
     try:
         yield
     finally:
-        last_acts.close()
+        at_exit.close()
         dist.destroy_process_group()
 
 
@@ -128,7 +128,7 @@ def user_errors_end_the_run() -> Iterator[None]:
         mistake = str(error)
     first = next((each for each in RunRanks().gather(mistake) if each is not None), None)
     if first is not None:
-        _exit_all_ranks(first, USER_ERROR)
+        end_run(USER_ERROR, first)
 
 
 @contextmanager
@@ -144,9 +144,9 @@ def failures_reported() -> Iterator[None]:
         if os.environ.get("VERL_EXT_FULL_ERROR"):
             raise
         if isinstance(error, RunFailed):
-            _exit_all_ranks(str(error), TRAINING_FAILED)
+            end_run(TRAINING_FAILED, str(error))
         if isinstance(error, RankFailed):
-            exit_this_rank(str(error), TRAINING_FAILED)
+            end_rank(TRAINING_FAILED, str(error))
         words = f"{type(error).__name__}: {first_line(error)}"
 
         def fail_first(store: dist.Store) -> bool:
@@ -159,7 +159,7 @@ def failures_reported() -> Iterator[None]:
             _end_with_the_others(re.sub(r"\[/\S+:\d+\] ", "", first_line(error)).partition(". ")[0])
         elif _ask_store(fail_first) is not False:  # without a store, this rank counts as the first
             print(redacted_text(traceback.format_exc()), end="", file=sys.stderr)
-            exit_this_rank(f"{words} (its traceback is above)", 1)
+            end_rank(1, f"{words} (its traceback is above)")
         else:
             _end_with_the_others(words)
 
@@ -196,7 +196,7 @@ def _end_with_the_others(why: str) -> NoReturn:
         f"a collective failed or took longer than trainer.nccl_timeout ({why}): another rank or host ended, or the "
         "network between them"
     )
-    exit_this_rank(f"{reason}; the same command resumes from the last checkpoint", TRAINING_FAILED, first is not None)
+    end_rank(TRAINING_FAILED, f"{reason}; the same command resumes from the last checkpoint", first is not None)
 
 
 def wait_unless_local_rank0(seconds: float) -> None:
@@ -232,43 +232,38 @@ class RunRanks(Ranks):
         dist.all_reduce(torch.from_numpy(values))
 
 
-def _exit_all_ranks(message: str, code: int) -> NoReturn:
-    """End the run on every rank; all ranks must call this, and rank 0 prints the message."""
-    if dist.get_rank() == 0:
+def end_run(code: int, message: str | None = None) -> NoReturn:
+    """End the run once every rank has called this; rank 0 prints the message.
+
+    torchrun stops the others if a rank leaves earlier. It describes each rank that does not exit with 0, so only the
+    first rank of a node returns the code.
+    """
+    if message is not None and dist.get_rank() == 0:
         print(f"error: {redacted_text(message)}", file=sys.stderr, flush=True)
         _tell_torchrun(message)
-    exit_with_all_ranks(code)
-
-
-def exit_with_all_ranks(code: int) -> NoReturn:
-    """Exit once every rank has called this, because torchrun stops the others if a rank leaves earlier.
-
-    torchrun describes each rank that does not exit with 0, so only the first rank of a node returns the code.
-    """
     dist.barrier()
     is_described = "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["LOCAL_RANK"] == "0"
     raise SystemExit(code if is_described else 0)
 
 
-def exit_this_rank(message: str, code: int, of_another: bool = False) -> NoReturn:
-    """End this rank at once; the others do not know this and wait for it until torchrun stops them.
+def end_rank(code: int, message: str | None = None, of_another: bool = False) -> NoReturn:
+    """End this process and its loaders at once; the other ranks wait for it until torchrun stops them.
 
-    of_another: the message is about another rank and names it.
+    Args:
+        code: the exit code.
+        message: the line to print; None for a silent end.
+        of_another: whether the message is about another rank, which it names.
     """
-    rank = "" if of_another else f"rank {os.environ.get('RANK', 0)}: "
     with suppress(OSError):  # the terminal or the pipe may be gone
-        print(f"\nerror: {rank}{redacted_text(message)}", file=sys.stderr)  # below a progress bar
-    _tell_torchrun(message)
-    exit_at_once(code)
-
-
-def exit_at_once(code: int) -> NoReturn:
-    """End this process and its loaders silently, without waiting for other ranks."""
+        if message is not None:
+            rank = "" if of_another else f"rank {os.environ.get('RANK', 0)}: "
+            print(f"\nerror: {rank}{redacted_text(message)}", file=sys.stderr)  # below a progress bar
+            _tell_torchrun(message)
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()
     with suppress(OSError):
-        last_acts.close()
+        at_exit.close()
     for process in multiprocessing.active_children():
         process.kill()
     os._exit(code)  # an orderly exit from the process group would wait for the others

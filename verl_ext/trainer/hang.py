@@ -30,7 +30,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from verl_ext.trainer.distributed import TRAINING_FAILED, exit_at_once, exit_this_rank, wait_unless_local_rank0
+from verl_ext.trainer.distributed import TRAINING_FAILED, end_rank, wait_unless_local_rank0
 
 _PACKAGE = Path(__file__).parent.parent
 _NAMED = 4  # the number of ranks that the line names
@@ -210,9 +210,9 @@ class HangWatch:
         threading.Thread(target=self._write_recorded, daemon=True).start()  # A device that hangs may block it.
         time.sleep(1.5 * tick)  # The other ranks write theirs before torchrun ends them.
         if is_first:
-            exit_this_rank(line, TRAINING_FAILED, of_another=True)
+            end_rank(TRAINING_FAILED, line, of_another=True)
         time.sleep(1)  # the line must be printed before torchrun ends the node
-        exit_at_once(TRAINING_FAILED)
+        end_rank(TRAINING_FAILED)
 
     def _write_recorded(self) -> None:
         with suppress(OSError):
@@ -225,10 +225,10 @@ class HangWatch:
         while not ended.wait(tick):
             if self._overdue() and time.monotonic() - self._answered > 6 * tick:
                 wait_unless_local_rank0(2.0)
-                exit_this_rank(
+                end_rank(
+                    TRAINING_FAILED,
                     f"{self._no_progress()}, and the store of the ranks does not answer: rank 0 or torchrun is "
                     f"stopped, or {os.environ.get('MASTER_ADDR')} is out of reach; {_RESUMES}",
-                    TRAINING_FAILED,
                 )
 
 

@@ -7,12 +7,11 @@ used, and only caches have been written, which the next start reuses: scans of t
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import astuple, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-import hydra
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -27,11 +26,10 @@ from verl_ext.checkpoint.copies import check_copies
 from verl_ext.checkpoint.identity import SCHEDULE, RunState, allowed_changes, fingerprint
 from verl_ext.checkpoint.layout import refuse_locked, saved_run_state, step_of
 from verl_ext.config.check import check_categories, check_positions, check_run, check_weight_files
-from verl_ext.config.compose import PRIMARY, prepare_overrides
 from verl_ext.config.model import ModelFacts
 from verl_ext.config.resolve import resolve_run
 from verl_ext.config.run import Machine, RunConfig, is_due
-from verl_ext.config.schema import CONF, check_keys
+from verl_ext.config.schema import check_keys
 from verl_ext.config.upstream import select
 from verl_ext.config.weights import digest_of_weights, revision
 from verl_ext.data import PackDataset, check_vocabulary
@@ -50,7 +48,6 @@ from verl_ext.text.tokenizer import TRUSTED
 from verl_ext.trainer.distributed import (
     RunRanks,
     accelerator,
-    failures_reported,
     print_on_rank0,
     user_errors_end_the_run,
 )
@@ -177,15 +174,6 @@ class Run:
     def loss_for(self, dataset: PackDataset) -> LossSpec:
         """Return the configured loss for a dataset's category table."""
         return self.config.loss.spec(dataset.categories.names)
-
-
-def compose_and_run(words: Sequence[str], act: Callable[[DictConfig], Any]) -> None:
-    """Compose the config of a command line with Hydra, and call `act` with it; a mistake ends all ranks."""
-    with user_errors_end_the_run():
-        overrides, notices = prepare_overrides(words)
-    print_on_rank0((f"note: {notice}" for notice in notices), sys.stderr)
-    sys.argv[1:] = overrides
-    hydra.main(version_base="1.3", config_path=f"pkg://{CONF}", config_name=PRIMARY)(failures_reported()(act))()
 
 
 def prepare(composed: DictConfig) -> Run:

@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 
 from verl_ext.launch.torchrun import STOPPED, is_running
-from verl_ext.trainer.distributed import TRAINING_FAILED, exit_at_once, exit_this_rank, wait_unless_local_rank0
+from verl_ext.trainer.distributed import TRAINING_FAILED, end_rank, wait_unless_local_rank0
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _WATCH_SECONDS = 1.0
@@ -99,7 +99,7 @@ class StopRequests:
     def _got(self, name: str, number: int, echo: float = _ECHO_SECONDS) -> None:
         """Handle a request; within `echo` seconds it may be a repetition of the previous one."""
         if number == signal.SIGTERM and self._torchrun is not None and _a_rank_ended(self._torchrun):
-            exit_at_once(0)  # torchrun ends the node's ranks after a failure, and names those that end with an error
+            end_rank(0)  # torchrun ends the node's ranks after a failure, and names those that end with an error
         now = time.monotonic()
         if self.pending is None:
             self.pending, self._at = name, now
@@ -111,14 +111,14 @@ class StopRequests:
     def _end(self, message: str, number: int) -> None:
         self.write_unfinished_marker()
         wait_unless_local_rank0(_WATCH_SECONDS)
-        exit_this_rank(message, 128 + number)
+        end_rank(128 + number, message)
 
     def _end_with_parents(self) -> None:
         """End if torchrun or the launcher is gone, because the rank would train and write beside the next run."""
         if self._torchrun is not None and os.getppid() != self._torchrun:
-            exit_this_rank(f"torchrun (process {self._torchrun}) is gone, which ends its ranks", TRAINING_FAILED)
+            end_rank(TRAINING_FAILED, f"torchrun (process {self._torchrun}) is gone, which ends its ranks")
         if self._launcher is not None and not is_running(self._launcher):
-            exit_this_rank(f"the launcher (process {self._launcher}) is gone, which ends its ranks", TRAINING_FAILED)
+            end_rank(TRAINING_FAILED, f"the launcher (process {self._launcher}) is gone, which ends its ranks")
 
 
 def end_for_parent_alone(*_: object) -> None:

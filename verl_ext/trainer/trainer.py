@@ -26,7 +26,7 @@ from verl_ext.plugin import select_engine
 from verl_ext.progress import StepProgress
 from verl_ext.trainer.answers import Answers
 from verl_ext.trainer.batch import StepBatch, StepLoss
-from verl_ext.trainer.distributed import last_acts, limit_collectives, user_errors_end_the_run
+from verl_ext.trainer.distributed import at_exit, limit_collectives, user_errors_end_the_run
 from verl_ext.trainer.evaluation import Evaluation, write_evaluation
 from verl_ext.trainer.hang import watch
 from verl_ext.trainer.hooks import HOOKS, Hook, StepOutcome
@@ -75,7 +75,7 @@ class SFTTrainer:
         locks = self.is_rank0 and not self.config.trainer.eval_only  # a measurement may run beside a training run
         with user_errors_end_the_run():  # before the weights are read
             if locks:
-                last_acts.callback(lock_folder(run.output))
+                at_exit.callback(lock_folder(run.output))
         self.client = self._build_client()
         assert isinstance(self.client.engine, StepEngine)
         self.engine: StepEngine = self.client.engine

@@ -32,7 +32,7 @@ def run(words: Sequence[str]) -> str:
     own = words_of(words, [PlanOptions.prefix])
     options = read_options(PlanCommand, own).plan
     from verl_ext.trainer.distributed import process_group
-    from verl_ext.trainer.setup import compose_and_run
+    from verl_ext.trainer.start import compose_and_run
 
     with process_group():
         compose_and_run([word for word in words if word not in own], lambda composed: plan(composed, options))

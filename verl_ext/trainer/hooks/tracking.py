@@ -25,7 +25,7 @@ from verl_ext.config.run import RunConfig
 from verl_ext.files import atomic_write, write_json
 from verl_ext.flops import peak_flops
 from verl_ext.redaction import redacted, redacted_text
-from verl_ext.trainer.distributed import last_acts
+from verl_ext.trainer.distributed import at_exit
 from verl_ext.trainer.hooks.base import Hook, StepOutcome
 from verl_ext.values import first_line, reason_of
 
@@ -43,7 +43,7 @@ class TrackingHook(Hook):
         """Open the loggers."""
         trainer = self.trainer
         self.tracking = open_tracking(trainer.config, trainer.first_step) if trainer.is_rank0 else None
-        last_acts.callback(self._close_in_time)
+        at_exit.callback(self._close_in_time)
         given = self.options.gpu_peak_tflops
         self.peak_flops = given and given * 1e12
         if given is None and self.options.device == "cuda":

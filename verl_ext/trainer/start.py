@@ -1,21 +1,35 @@
-"""The wait of the ranks for data that `verl-ext train` tokenizes while they start."""
+"""The start of a run: Hydra composes its command line, after the wait for data that `verl-ext train` tokenizes."""
 
 import json
 import os
+import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
+import hydra
 import torch.distributed as dist
+from omegaconf import DictConfig
 
 from verl_ext.checkpoint.resume import check_output
 from verl_ext.config.check import check_categories, check_run, check_weight_files
-from verl_ext.config.compose import compose_run, prepare_overrides
+from verl_ext.config.compose import PRIMARY, compose_run, prepare_overrides
 from verl_ext.config.resolve import resolve_run
 from verl_ext.config.run import Machine, dataset_class
+from verl_ext.config.schema import CONF
 from verl_ext.data.sft import SFTOptions
-from verl_ext.trainer.distributed import user_errors_end_the_run
+from verl_ext.trainer.distributed import failures_reported, print_on_rank0, user_errors_end_the_run
 from verl_ext.trainer.setup import this_machine
+
+
+def compose_and_run(words: Sequence[str], act: Callable[[DictConfig], Any]) -> None:
+    """Compose the config of a command line with Hydra, and call `act` with it; a mistake ends all ranks."""
+    with user_errors_end_the_run():
+        overrides, notices = prepare_overrides(words)
+    print_on_rank0((f"note: {notice}" for notice in notices), sys.stderr)
+    sys.argv[1:] = overrides
+    hydra.main(version_base="1.3", config_path=f"pkg://{CONF}", config_name=PRIMARY)(failures_reported()(act))()
 
 
 def await_data(words: Sequence[str]) -> None:
