@@ -298,17 +298,11 @@ def nearest_key(key: str, keys: Iterable[str]) -> str | None:
 def unknown(
     key: str, keys: Iterable[str], node: str = "", owner: str = "", renamed: Mapping[str, str] | None = None
 ) -> str:
-    """Return the error line for a key that is not among `keys`.
+    """Return the error line for a key that is not among `keys`, both without the `node` above them.
 
-    Args:
-        key: the unknown key, below `node` if there is one.
-        keys: the known ones, likewise.
-        node: the dotted key of the node above them.
-        owner: what has the keys, if the key alone does not say it.
-        renamed: the names of today by those among `keys` that are older.
+    owner: what has the keys, if the key alone does not say it. renamed: today's name of the older ones among `keys`.
     """
-    keys = list(keys)
-    above = f"{node}." if node else ""
+    keys, above = list(keys), f"{node}." if node else ""
     line = f"unknown key {above}{key}" + (f" of {owner}" if owner else "")
     if nearest := nearest_key(key, keys):
         return f"{line}; nearest: {above}{(renamed or {}).get(nearest, nearest)}"

@@ -326,11 +326,6 @@ def _saved_adapters(checkpoint: Path) -> Any:
         from peft import LoraConfig  # heavy, and needed with adapters only
 
         return LoraConfig.from_peft_type(**json.loads(path.read_text(encoding="utf-8")))
-    if (checkpoint / "adapters.json").is_file():
-        raise DataError(
-            f"checkpoint must hold {ADAPTERS}, by which PEFT merges adapters; got {checkpoint} of an earlier version: "
-            "resume its run for a step, whose checkpoint has one"
-        )
     return None
 
 

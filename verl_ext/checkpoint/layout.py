@@ -108,8 +108,13 @@ class Manifest:
             ValueError: If stock verl or an earlier version wrote the checkpoint.
         """
         path = folder / MANIFEST
+        if not path.is_file() and any(folder.glob("model_world_size_*_rank_*.pt")):
+            raise ValueError(
+                f"a checkpoint must have a {MANIFEST}; {folder} is one of stock verl or of an earlier version, which "
+                "cannot be resumed: start from its weights in another trainer.default_local_dir, by `python -m "
+                f"verl.model_merger merge --backend fsdp --local_dir {folder} --target_dir DIR` and model.path=DIR"
+            )
         if not path.is_file():
-            _refuse_stock_form(folder)
             raise Damaged(f"it has no {MANIFEST}")
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -222,16 +227,6 @@ def whole_checkpoints(folder: Path) -> tuple[list[Path], dict[Path, str]]:
         elif not whole:
             wrong[checkpoint] = reason
     return whole, wrong
-
-
-def _refuse_stock_form(folder: Path) -> None:
-    """Raise ValueError for a checkpoint of stock verl, or of this project before it had manifests."""
-    if any(folder.glob("model_world_size_*_rank_*.pt")):
-        raise ValueError(
-            f"a checkpoint must have a {MANIFEST}; {folder} is one of stock verl or of an earlier version, which "
-            "cannot be resumed: start from its weights in another trainer.default_local_dir, by `python -m "
-            f"verl.model_merger merge --backend fsdp --local_dir {folder} --target_dir DIR` and model.path=DIR"
-        )
 
 
 def is_unfinished(name: str) -> bool:
