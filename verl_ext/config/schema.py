@@ -270,7 +270,8 @@ def choice_path(group: str, choice: str, folders: Sequence[Path] = ()) -> str:
         close = nearest_name(choice, available)
         hint = f"nearest: {close}; " if close else ""
         raise ValueError(f"unknown choice {group}={choice}; {hint}available: {', '.join(available) or 'none'}")
-    if found and not files(CONF).joinpath(group, f"{path}.yaml").is_file():
+    ours = files(CONF).joinpath(group, f"{path}.yaml").is_file() or path in _UPSTREAM_GROUPS.get(group, ())
+    if found and not ours:
         _check_head(found[0], group, choice)
     return path
 
