@@ -251,14 +251,13 @@ def _sign_checkpoint(folder: Path) -> None:
 
 def _read_checkpoint(folder: Path) -> None:
     from verl_ext.checkpoint.identity import RunState
-    from verl_ext.checkpoint.layout import Damaged, changed_file, resumable_ranks, saved_run_state
+    from verl_ext.checkpoint.layout import Damaged, Manifest, changed_file
     from verl_ext.checkpoint.state import STATE, read_extra, read_tensors
 
     if wrong := changed_file(folder, 0, 1):
         raise Damaged(f"{folder}: {wrong}")
-    resumable_ranks(folder)
     state = RunState({"data.max_tokens": 64}, {"group_size": 1, "cost": [1.0, 0.0]}, str(folder))
-    state.load_state_dict(saved_run_state(folder))
+    state.load_state_dict(Manifest.from_folder(folder).run_state)
     json.dumps(state.state_dict(), allow_nan=False)
     read_extra(folder)
     read_tensors(folder / STATE, "model.")

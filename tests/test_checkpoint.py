@@ -166,6 +166,15 @@ def test_a_forged_grouping_is_refused(grouping):
         RunState(*SORTED, "run").load_state_dict({"grouping": grouping})
 
 
+def test_the_memory_of_an_earlier_version_is_compared_by_todays_keys():
+    resumed = RunState({"model.memory": {"heads": 2}}, {}, "run")
+    resumed.check({"model.memory": {"heads": 2, "kind": "titans", "tokens": 16}})
+    with pytest.raises(ValueError, match=r"^model\.memory is \{'heads': 2\}, but the run in run was trained with"):
+        resumed.check({"model.memory": {"heads": 4, "kind": "titans", "tokens": 16}})
+    with pytest.raises(ValueError, match=r"^model\.memory\.kind must be titans, as memory tokens are only in earlier"):
+        resumed.check({"model.memory": {"heads": 2, "kind": "recurrent_tokens", "tokens": 16}})
+
+
 # Whole runs: one start of a rank executes many of them in a row.
 
 STEPS = 4

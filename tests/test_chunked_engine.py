@@ -110,7 +110,7 @@ KEPT = ["model.activation_offload=true", "model.tile_tokens=20"]
 
 @pytest.mark.parametrize(
     ("form", "kept"),
-    [({}, []), ({"depth": 1}, KEPT), ({"conv_tokens": 1}, KEPT[1:]), ({"kind": "recurrent_tokens"}, [])],
+    [({}, []), ({"depth": 1}, KEPT), ({"conv_tokens": 1}, KEPT[1:])],
     ids=str,
 )
 def test_gradients_of_a_step_are_plain_transformers(form, kept, options, tiny_model, files, tmp_path):
@@ -201,14 +201,13 @@ def test_padding_changes_no_answer_and_no_loss(options, files, tiny_model, tmp_p
     assert padded_loss == pytest.approx(loss, rel=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["titans", "recurrent_tokens"])
-def test_two_ranks_with_prompts_of_other_lengths_answer_as_one(options, tiny_model, tmp_path, kind):
+def test_two_ranks_with_prompts_of_other_lengths_answer_as_one(options, tiny_model, tmp_path):
     memory = tmp_path / "memory.pt"
-    save_memory_checkpoint(memory, perturb(fresh_model(tiny_model, kind=kind)).memory_state_dict(), 0)
+    save_memory_checkpoint(memory, perturb(fresh_model(tiny_model)).memory_state_dict(), 0)
     files = [write_babilong(tmp_path / f"{sentences}.json", 3, sentences) for sentences in (20, 90)]
     again = [
         *("trainer.eval_only=true", f"data.val_dir=[{files[0]},{files[1]}]", "data.max_length=192"),
-        *("trainer.answer_tokens=6", f"model.memory_checkpoint={memory}", f"model.memory.kind={kind}"),
+        *("trainer.answer_tokens=6", f"model.memory_checkpoint={memory}"),
         f"trainer.default_local_dir={tmp_path / 'out'}",
     ]
     ((_, alone),) = run_ranks(_loss_and_answers, 1, [*options, *again])

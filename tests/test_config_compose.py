@@ -89,6 +89,7 @@ def test_a_recipe_chooses_groups_and_the_command_line_still_wins(tmp_path):
         ("engine.ulysses_sequence_paralel_size", "nearest: engine.ulysses_sequence_parallel_size"),
         ("model.partial_pretrain", "unknown key model.partial_pretrain; nearest: model.path"),
         ("trainer.max_tokens", "unknown key trainer.max_tokens; nearest: data.max_tokens"),
+        ("model.memory.kind", "model.memory.kind has no equivalent: a memory is of networks that learn"),
         ("trainer.foo", "unknown key trainer.foo"),  # the node itself would be no help
         ("attention.backends", "unknown key attention.backends; nearest: attention.backend"),
     ],

@@ -2,6 +2,7 @@
 
 import pytest
 
+from verl_ext.checkpoint.layout import RESUMABLE, FileFacts, Manifest
 from verl_ext.checkpoint.resume import OutputAction, OutputDecision, check_output
 from verl_ext.config import compose
 
@@ -13,15 +14,23 @@ def run(tmp_path):
     return folder, lambda *more: compose([f"trainer.default_local_dir={folder}", *more])
 
 
-def write_checkpoint(folder, step=3, ranks=2, tracker=True, missing=(), kinds=("model", "optim", "extra_state")):
+def write_checkpoint(folder, step=3, ranks=2, elastic=True):
+    """Write a whole checkpoint of one small file."""
     checkpoint = folder / f"global_step_{step}"
     checkpoint.mkdir(parents=True)
-    for rank in range(ranks):
-        if rank not in missing:
-            for kind in kinds:
-                (checkpoint / f"{kind}_world_size_{ranks}_rank_{rank}.pt").touch()
-    if tracker:
-        (folder / "latest_checkpointed_iteration.txt").write_text(str(step))
+    (checkpoint / "extra.json").write_text("{}")
+    files = {"extra.json": FileFacts.from_file(checkpoint / "extra.json")}
+    Manifest(step, ranks, RESUMABLE, {}, elastic, files).write(checkpoint)
+    return checkpoint
+
+
+def write_stock_checkpoint(folder, step=3):
+    """Write the files of a checkpoint of stock verl by one rank, all empty."""
+    checkpoint = folder / f"global_step_{step}"
+    checkpoint.mkdir(parents=True)
+    for name in (*(f"{kind}_world_size_1_rank_0" for kind in ("model", "optim", "extra_state")), "data_0"):
+        (checkpoint / f"{name}.pt").touch()
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(step))
     return checkpoint
 
 
@@ -49,28 +58,41 @@ def test_a_complete_checkpoint_is_resumed(run):
     assert check_output(config("trainer.overwrite=true")).action is OutputAction.REPLACE
 
 
-@pytest.mark.parametrize(
-    ("broken", "reason"),
-    [
-        (
-            {"tracker": False},
-            r"txt is missing.*resume_mode=resume_path trainer.resume_from_path=.*global_step_3",
-        ),
-        ({"missing": (1,)}, "no whole checkpoint: global_step_3: it lacks model, opt.* of a rank"),
-        ({"kinds": ("model", "optim")}, "no whole checkpoint: global_step_3: it lacks model, opt.* of a rank"),
-        ({"kinds": ()}, "no whole checkpoint: global_step_3: it lacks model, opt.* of a rank"),
-    ],
-)
-def test_an_incomplete_checkpoint_is_not_resumed_and_says_why(run, broken, reason):
+@pytest.mark.parametrize("named", [False, True])
+def test_a_checkpoint_of_stock_verl_is_refused_with_what_to_do(run, named):
     folder, config = run
-    write_checkpoint(folder, **broken)
-    with pytest.raises(ValueError, match=reason):
+    write_checkpoint(folder, step=2)
+    checkpoint = write_stock_checkpoint(folder)
+    words = [f"trainer.resume_from_path={checkpoint}"] if named else []
+    with pytest.raises(ValueError, match=r"\S") as raised:
+        check_output(config(*words))
+    told = f"a checkpoint must have a manifest.json; {checkpoint} is one of stock verl or of an earlier version, which"
+    line = str(raised.value)
+    assert line.startswith(told)
+    assert f"python -m verl.model_merger merge --backend fsdp --local_dir {checkpoint} --target_dir DIR" in line
+    assert "\n" not in line
+    assert check_output(config("trainer.overwrite=true")).action is OutputAction.REPLACE
+
+
+def test_an_older_checkpoint_without_a_manifest_hinders_no_resume(run):
+    folder, config = run
+    write_stock_checkpoint(folder, 2)
+    newer = write_checkpoint(folder)
+    assert check_output(config()) == OutputDecision(OutputAction.RESUME, (newer,))
+
+
+def test_an_incomplete_checkpoint_is_not_resumed_and_says_why(run):
+    folder, config = run
+    (folder / "global_step_3").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"no whole checkpoint: global_step_3: it has no manifest\.json"):
         check_output(config())
+    write_checkpoint(folder, 2)
+    assert check_output(config()).damaged == (f"{folder}/global_step_3 is damaged: it has no manifest.json",)
 
 
-def test_another_number_of_ranks_cannot_resume(run):
+def test_another_number_of_ranks_cannot_resume_files_of_each_rank(run):
     folder, config = run
-    write_checkpoint(folder)
+    write_checkpoint(folder, elastic=False)
     with pytest.raises(ValueError, match=r"was saved by 2 rank\(s\).*got 4"):
         check_output(config(), 4)
 

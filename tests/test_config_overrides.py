@@ -1,5 +1,6 @@
 """The command line: old names are translated, needless plus signs dropped, typos reported with the nearest name."""
 
+import re
 import subprocess
 import sys
 
@@ -286,16 +287,12 @@ def test_all_unknown_keys_of_a_command_line_are_told_together():
 def test_recipes_and_choices_of_a_config_folder_of_the_users_own_are_known(tmp_path):
     for path in ("recipe/mine/config.yaml", "recipe/own.yaml", "parallel/ours.yaml"):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text("# @package _global_\n")
+        (tmp_path / path).write_text("# @package _global_\ndefaults: [auto]\n")
     words = ["recipe=mine", "recipe=own", "parallel=ours", "recipe=quickstart"]
     for flags in ([f"--config-dir={tmp_path}"], ["-cd", str(tmp_path)]):
         overrides, _ = prepare_overrides([*flags, *words])
-        assert overrides[len(flags) :] == [
-            "recipe=mine/config",
-            "recipe=own",
-            "parallel=ours.on_defaults",
-            "recipe=quickstart/config",
-        ]
+        paths = ["recipe=mine/config", "recipe=own", "parallel=ours", "recipe=quickstart/config"]
+        assert overrides[len(flags) :] == paths
     with pytest.raises(ValueError, match=r"unknown choice recipe=mnie; nearest: mine; available: .*glm_long/.* mine, "):
         prepare_overrides(["--config-dir", str(tmp_path), "recipe=mnie"])
 
@@ -310,18 +307,21 @@ def test_a_primary_config_of_the_users_own_finds_ours(tmp_path):
     assert overrides[-1] == "hydra.searchpath=[pkg://verl_ext.conf,pkg://verl.trainer.config]"
 
 
-# A user's plain file of differences: (group, its lines, key, value, another key of the default).
-PLAIN = [
-    ("loss", "mode: sequence\ncategory_weights: {code: 2}\n", {"loss.mode": "sequence", "loss.head_block_mib": None}),
-    ("data", "max_tokens: 333\n", {"data.max_tokens": 333, "data.strategy": "best_fit"}),
-    ("model", "lora_rank: 4\n", {"model.lora_rank": 4, "model.use_remove_padding": True}),
-    ("parallel", "engine:\n  fsdp_size: 2\n", {"engine.fsdp_size": 2, "engine.strategy": "fsdp2"}),
-    ("parallel", "# @package _global_\nengine: {fsdp_size: 2}\n", {"engine.fsdp_size": 2, "engine.strategy": "fsdp2"}),
-    ("recipe", "optim:\n  lr: 3e-4\n", {"optim.lr": 3e-4, "loss.head_block_mib": None}),
-    ("recipe", "defaults:\n  - override /loss: sqrt\noptim: {lr: 3e-4}\n", {"optim.lr": 3e-4, "loss.mode": "sqrt"}),
-    ("engine", "fsdp_size: 2\n", {"engine.fsdp_size": 2, "engine.strategy": "fsdp2"}),
-    ("optim", "lr: 7e-4\n", {"optim.lr": 7e-4, "optim.clip_grad": 1.0}),
-    ("loss", "defaults:\n  - sqrt\ndocuments_per_pack: 9\n", {"loss.mode": "sqrt", "loss.documents_per_pack": 9}),
+# A user's file of differences: (group, its head, its lines, what it sets, another key of the default).
+HEADER = "# @package _global_"
+OWN = [
+    ("loss", ["defaults: [token]"], "mode: sequence\n", {"loss.mode": "sequence", "loss.head_block_mib": None}),
+    ("data", ["defaults: [packed]"], "max_tokens: 333\n", {"data.max_tokens": 333, "data.strategy": "best_fit"}),
+    ("model", ["defaults: [packed]"], "lora_rank: 4\n", {"model.lora_rank": 4, "model.use_remove_padding": True}),
+    (
+        "parallel",
+        [HEADER, "defaults: [auto]"],
+        "engine: {fsdp_size: 2}\n",
+        {"engine.fsdp_size": 2, "engine.strategy": "fsdp2"},
+    ),
+    ("recipe", [HEADER], "optim: {lr: 3e-4}\n", {"optim.lr": 3e-4, "loss.head_block_mib": None}),
+    ("engine", ["defaults: [fsdp]"], "fsdp_size: 2\n", {"engine.fsdp_size": 2, "engine.strategy": "fsdp2"}),
+    ("optim", ["defaults: [fsdp]"], "lr: 7e-4\n", {"optim.lr": 7e-4, "optim.clip_grad": 1.0}),
 ]
 
 
@@ -334,31 +334,49 @@ def composed_with(folder, words):
     return config
 
 
-@pytest.mark.parametrize(("group", "text", "expected"), PLAIN)
-def test_a_plain_file_of_a_config_folder_is_differences_from_the_default(group, text, expected, tmp_path):
-    (tmp_path / group).mkdir()
-    (tmp_path / group / "mine.yaml").write_text(text)
+@pytest.mark.parametrize(("group", "head", "text", "expected"), OWN)
+def test_a_file_of_a_config_folder_adds_to_what_its_head_names_and_is_refused_without(
+    group, head, text, expected, tmp_path
+):
+    file = tmp_path / group / "mine.yaml"
+    file.parent.mkdir()
+    for missing in range(len(head)):
+        file.write_text("\n".join([*head[:missing], *head[missing + 1 :], text]))
+        told = f"{group}=mine must be a file that begins with `{head[missing]}`; got {file}"
+        with pytest.raises(ValueError, match=f"^{re.escape(told)}$"):
+            composed_with(tmp_path, [f"{group}=mine"])
+    file.write_text("\n".join([*head, text]))
     config = composed_with(tmp_path, [f"{group}=mine"])
     assert {key: OmegaConf.select(config, key) for key in expected} == expected
 
 
-def test_a_recipe_of_a_config_folder_chooses_plain_files_of_it(tmp_path):
+def test_a_file_may_add_to_another_choice_than_the_default(tmp_path):
+    (tmp_path / "loss").mkdir()
+    (tmp_path / "loss/mine.yaml").write_text("defaults:\n  - sqrt\ndocuments_per_pack: 9\n")
+    config = composed_with(tmp_path, ["loss=mine"])
+    assert (config.loss.mode, config.loss.documents_per_pack) == ("sqrt", 9)
+
+
+def test_a_recipe_of_a_config_folder_chooses_files_of_it_which_have_a_head(tmp_path):
     for path, text in {
-        "loss/mine.yaml": "mode: sequence",
-        "data/mine.yaml": "max_tokens: 333",
-        "recipe/mine/config.yaml": "defaults: [{override /loss: mine}, {override /data: mine}]\noptim: {lr: 3e-4}",
+        "loss/mine.yaml": "defaults: [token]\nmode: sequence",
+        "data/mine.yaml": "defaults: [packed]\nmax_tokens: 333",
+        "recipe/mine/config.yaml": f"{HEADER}\ndefaults: [{{override /loss: mine}}, {{override /data: mine}}]",
     }.items():
         (tmp_path / path).parent.mkdir(parents=True)
         (tmp_path / path).write_text(text)
     config = composed_with(tmp_path, ["recipe=mine"])
     assert (config.loss.mode, config.loss.head_block_mib, config.data.max_tokens) == ("sequence", None, 333)
     assert composed_with(tmp_path, ["recipe=mine", "loss=pack"]).loss.mode == "pack"
+    (tmp_path / "data/mine.yaml").write_text("max_tokens: 333")
+    with pytest.raises(ValueError, match=r"^data=mine must be a file that begins with `defaults: \[packed\]`; got "):
+        composed_with(tmp_path, ["recipe=mine"])
 
 
 @pytest.mark.slow
-def test_the_trainers_command_takes_a_plain_file_of_a_config_folder(tmp_path):
+def test_the_trainers_command_takes_a_file_of_a_config_folder(tmp_path):
     (tmp_path / "loss").mkdir()
-    (tmp_path / "loss/mine.yaml").write_text("mode: sequence\ncategory_weights: {code: 2}\n")
+    (tmp_path / "loss/mine.yaml").write_text("defaults: [token]\nmode: sequence\ncategory_weights: {code: 2}\n")
     words = ["--config-dir", str(tmp_path), "loss=mine", "--cfg", "job", "--package", "loss"]
     done = subprocess.run(
         [sys.executable, "-m", "verl_ext.fsdp_sft_trainer", *words], capture_output=True, text=True, timeout=240
@@ -368,8 +386,8 @@ def test_the_trainers_command_takes_a_plain_file_of_a_config_folder(tmp_path):
     assert (printed.mode, printed.category_weights, printed.head) == ("sequence", {"code": 2}, "fused")
 
 
-def test_a_plain_file_with_a_key_that_does_not_exist_is_one_line(tmp_path):
+def test_a_file_with_a_key_that_does_not_exist_is_one_line(tmp_path):
     (tmp_path / "loss").mkdir()
-    (tmp_path / "loss/mine.yaml").write_text("moed: sequence\n")
+    (tmp_path / "loss/mine.yaml").write_text("defaults: [token]\nmoed: sequence\n")
     with pytest.raises(ValueError, match=r"^unknown key loss\.moed; nearest: loss\.mode$"):
         composed_with(tmp_path, ["loss=mine"])

@@ -1,28 +1,28 @@
-"""Checkpoints resume on any layout of ranks, with unchanged settings; verl's own format needs as many ranks."""
+"""Checkpoints resume on any layout of ranks, with unchanged settings; files of verl's own form need as many ranks."""
 
 import contextlib
 import io
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 
 from tests.ranks import run_ranks
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import SMALL, build, metrics, stopped_at
-from verl_ext.checkpoint.layout import MANIFEST
+from verl_ext.checkpoint.layout import FileFacts, Manifest
 from verl_ext.config import compose
-from verl_ext.trainer.setup import checked, opened, prepare, this_machine
+from verl_ext.trainer.setup import prepare
 
 pytestmark = pytest.mark.slow
 
 STEPS, SAVED = 6, 2
-OWN_FORM = "optim.optimizer_impl=torch.optim.adamw"  # the same optimizer by another name: verl's own format
+OWN_FORM = "optim.optimizer_impl=torch.optim.adamw"  # the same optimizer by another name: verl's own form
 # name: (ranks, overrides) of runs that resume from the first checkpoint of a run on two data-parallel ranks
 LAYOUTS = {
     "one rank": (1, ()),
@@ -84,38 +84,25 @@ def on_two_ranks(options: list[str], folder: Path) -> dict[str, str]:
     named = (f"trainer.resume_from_path={folder / 'back' / 'global_step_2'}", "trainer.resume_mode=resume_path")
     said = run(options, copied(whole, folder / "back", STEPS), *named)
     run([*options, OWN_FORM], folder / "verl", f"trainer.total_training_steps={SAVED}")
-    copied(folder / "verl", folder / "earlier")
     run([*options, OWN_FORM], copied(folder / "verl", folder / "verl_rate"), *ANOTHER_RATE)
-    as_an_earlier_version_wrote_it(folder / "earlier" / f"global_step_{SAVED}", [*options, OWN_FORM])
-    copied(folder / "earlier", folder / "earlier_refused")
-    torn = copied(folder / "earlier", folder / "torn")
-    if dist.get_rank() == 1:
-        os.truncate(torn / f"global_step_{SAVED}" / "model_world_size_2_rank_1.pt", 20_000)
-    told = run(options, torn)
-    for name in ("verl", "earlier"):
-        run([*options, OWN_FORM] if name == "verl" else options, folder / name)
+    torn = copied(folder / "verl", folder / "torn")
+    if dist.get_rank() == 0:
+        tear(torn / f"global_step_{SAVED}", "model_world_size_2_rank_1.pt")
+    dist.barrier()
+    told = run([*options, OWN_FORM], torn)
+    run([*options, OWN_FORM], folder / "verl")
     return {"back": said, "torn": told}
 
 
-def as_an_earlier_version_wrote_it(checkpoint: Path, overrides: list[str]) -> None:
-    """Leave verl's files, and the plan as a pickle without a count of skipped steps."""
-    if dist.get_rank() == 0:
-        state = prepare_alone(overrides)
-        (checkpoint / MANIFEST).unlink()
-        torch.save(state, checkpoint / "data_0.pt")
-    else:
-        prepare_alone(overrides)
-    dist.barrier()
-
-
-def prepare_alone(overrides: list[str]) -> dict:
-    composed = compose([*SMALL, *overrides, "trainer.logger=[file]"])
-    state = opened(*checked(composed, this_machine())).run_state().state_dict()
-    return {key: value for key, value in state.items() if "skipped" not in key and not key.startswith("optim.")}
+def tear(checkpoint: Path, name: str) -> None:
+    """Cut a file, and write the manifest that it was saved so."""
+    os.truncate(checkpoint / name, 20_000)
+    manifest = Manifest.from_folder(checkpoint)
+    replace(manifest, files={**manifest.files, name: FileFacts.from_file(checkpoint / name)}).write(checkpoint)
 
 
 def on_one_rank(options: list[str], folder: Path, other: str) -> dict[str, str]:
-    """Execute the runs on one rank; return the messages for every change, refused or allowed, and for verl's format."""
+    """Execute the runs on one rank; return the messages for every change, refused or allowed, and for verl's form."""
     whole, said = folder / "whole", {}
     run(options, copied(whole, folder / folder_of("one rank")))
     run(options, copied(whole, folder / "rate"), *ANOTHER_RATE)
@@ -126,8 +113,7 @@ def on_one_rank(options: list[str], folder: Path, other: str) -> dict[str, str]:
         said[f"{key} allowed"] = refusal([*options, *asked, f"trainer.allow_resume_mismatch=[{key}]"])
     begin = f"trainer.default_local_dir={begun}"
     said["unknown"] = refusal([*options, begin, "trainer.allow_resume_mismatch=[optim.rl]"])
-    for name in ("verl", "earlier_refused"):
-        said[name] = refusal([*options, OWN_FORM, f"trainer.default_local_dir={folder / name}"])
+    said["verl"] = refusal([*options, OWN_FORM, f"trainer.default_local_dir={folder / 'verl'}"])
     return said
 
 
@@ -184,12 +170,10 @@ def test_a_checkpoint_is_resumed_on_another_layout_of_ranks_with_the_same_losses
     assert_same_course(folder / folder_of(name), folder / "whole", 1e-5)
 
 
-@pytest.mark.parametrize("name", ["verl", "earlier"])
-def test_verls_own_form_is_resumed_by_as_many_ranks_and_refused_by_others(name, done):
+def test_verls_own_form_is_resumed_by_as_many_ranks_and_refused_by_others(done):
     folder, said = done
-    assert_same_course(folder / name, folder / "whole", 0)
-    refused = said["verl" if name == "verl" else "earlier_refused"]
-    assert "was saved by 2 rank(s) in verl's own form and can only be resumed by as many; got 1" in refused
+    assert_same_course(folder / "verl", folder / "whole", 0)
+    assert "was saved by 2 rank(s) in verl's own form and can only be resumed by as many; got 1" in said["verl"]
 
 
 @pytest.mark.parametrize("key", CHANGES)

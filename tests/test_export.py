@@ -214,9 +214,16 @@ def _empty(runs, folder):
     return [f"checkpoint={folder / 'empty'}"]
 
 
+def _stock(runs, folder):
+    (folder / "stock").mkdir()
+    (folder / "stock" / "model_world_size_1_rank_0.pt").touch()
+    return [f"checkpoint={folder / 'stock'}"]
+
+
 REFUSED = {  # the line of each refusal, and the options that it answers
-    "checkpoint must be a folder with manifest.json, or hold global_step_N folders; got": _empty,
+    "checkpoint must be whole, or hold global_step_N folders; got": _empty,
     "checkpoint must be whole; got": _cut,
+    "a checkpoint must have a manifest.json; ": _stock,
     "base is required for a checkpoint of adapters alone": lambda runs, _: [f'checkpoint="{runs / "dora"}"'],
     "base must hold the weights that the adapters were trained on": lambda runs, _: [
         f'checkpoint="{runs / "dora"}"',

@@ -42,7 +42,7 @@ def nodes(port: str, *ranks: int, ahead: int = 0, **options) -> list[str]:
 
 def test_nodes_that_agree_say_so_in_any_order_of_starting(free_port):
     said = nodes(free_port, 2, 1, 0)
-    assert said == ["preflight: 3 nodes reach each other; versions and clocks agree"] * 3
+    assert said == ["preflight: 3 nodes reach node 0; versions and clocks agree"] * 3
 
 
 def test_other_packages_on_a_node_are_told_on_every_node(free_port, monkeypatch):
@@ -67,15 +67,15 @@ def test_a_node_that_does_not_come_is_named(free_port):
     assert said == f"all 3 nodes must report to 127.0.0.1:{free_port} within 1 s; got nothing from node 2"
 
 
-def test_two_nodes_of_one_rank_are_told(free_port):
-    said = nodes(free_port, 0, 1, 1, timeout=3)
-    assert "NODE_RANK must differ from node to node; got 1 on node 1 (" in said[0]
+def test_two_nodes_of_one_rank_are_told_at_once(free_port):
+    (said,) = set(nodes(free_port, 0, 1, 1, timeout=SECONDS))
+    assert said.startswith("NODE_RANK must differ from node to node; got 1 on node 1 (")
 
 
 def test_a_port_in_use_and_a_node_0_that_is_not_there_are_told(free_port):
     (said,) = nodes(free_port, 1, timeout=1)
     assert said.startswith("MASTER_ADDR:MASTER_PORT must be node 0, reachable from node 1 (")
-    assert said.endswith(f"; got 127.0.0.1:{free_port} (Connection refused, for 1 s)")
+    assert said.endswith(f" within 1 s; got 127.0.0.1:{free_port} (Connection refused)")
     with socket.create_server(("", int(free_port))):
         (said,) = nodes(free_port, 0, timeout=1)
     assert said.startswith(
@@ -83,7 +83,18 @@ def test_a_port_in_use_and_a_node_0_that_is_not_there_are_told(free_port):
     )
 
 
-def test_two_nodes_0_are_told_at_once(free_port):
+def test_two_nodes_0_of_one_host_end_with_a_line_each(free_port):
+    said = nodes(free_port, 0, 0, timeout=1)
+    (one,) = (line for line in said if line.startswith("MASTER_PORT must be a free port of node 0; got "))
+    assert one.endswith("another run, or another node with NODE_RANK=0, may have it")
+    (other,) = (line for line in said if line != one)
+    assert other.endswith("within 1 s; got nothing from node 1, 2")
+
+
+def test_two_nodes_0_of_two_hosts_are_told_at_once(free_port, monkeypatch):
+    real = preflight._store_of_node_0
+    hosts = iter([real, lambda options: None])  # the store of the second is at its own host, where nobody joins it
+    monkeypatch.setattr(preflight, "_store_of_node_0", lambda options: next(hosts)(options))
     (said,) = set(nodes(free_port, 0, 0, timeout=SECONDS))
     assert said.startswith("NODE_RANK must differ from node to node; got 0 on node 0 (")
 
@@ -138,7 +149,7 @@ def test_something_else_that_asks_at_the_port_is_no_node(free_port):
         probed = pool.submit(probe)
         said = nodes(free_port, 0, 1, nnodes=2)
         probed.result()
-    assert said == ["preflight: 2 nodes reach each other; versions and clocks agree"] * 2
+    assert said == ["preflight: 2 nodes reach node 0; versions and clocks agree"] * 2
 
 
 def test_an_interface_that_is_not_there_is_told(free_port, monkeypatch):
@@ -148,7 +159,7 @@ def test_an_interface_that_is_not_there_is_told(free_port, monkeypatch):
     assert "NCCL_SOCKET_IFNAME must name an interface of node 0 (" in said[0]
     assert said[0].endswith("; got ib7")
     monkeypatch.delenv("NCCL_SOCKET_IFNAME")
-    assert nodes(free_port, 0, nnodes=1) == ["preflight: 1 nodes reach each other; versions and clocks agree"]
+    assert nodes(free_port, 0, nnodes=1) == ["preflight: 1 nodes reach node 0; versions and clocks agree"]
 
 
 def test_a_host_name_that_others_cannot_reach_asks_for_an_interface(free_port, monkeypatch):

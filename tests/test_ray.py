@@ -22,8 +22,8 @@ from tests.ranks import run_ranks
 from tests.ray_cluster import ranks_of, ray_nodes
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import SMALL, differences, metrics, train_alone
-from verl_ext.checkpoint.layout import refuse_locked, tracked_step
+from tests.training import SMALL, differences, metrics, tracked_step, train_alone
+from verl_ext.checkpoint.layout import refuse_locked
 from verl_ext.config import compose
 from verl_ext.fsdp_sft_trainer_ray import main
 from verl_ext.trainer.distributed import TRAINING_FAILED

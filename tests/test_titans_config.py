@@ -56,7 +56,6 @@ def test_the_config_that_is_returned_has_the_memory(checked):
         ("model.lora_rank=4", "model.lora_rank must be 0 with model=qwen_titans"),
         ("model.train=memry", "model.train must be one of all, memory; got memry (nearest: memory)"),
         ("model.memory.heads=two", "model.memory.heads must be a whole number; got two"),
-        ("model.memory.kind=rmt", "model.memory.kind must be one of titans, recurrent_tokens; got rmt"),
         ("model.memory.layers=[7]", "model.memory.layers must lie in 0..1 for a base model of 2 layers; got [7]"),
         ("attention.backend=varlen", "attention.backend must be one of auto, sdpa, flash_attn; got varlen"),
         ("data.pad_mode=no_padding", "data.pad_mode must be right"),
@@ -113,6 +112,35 @@ def test_a_memory_of_another_shape_or_no_memory_at_all_is_refused(checked, tiny_
         checked(f"model.memory_checkpoint={path}")
     with pytest.raises(ValueError, match=r"model\.memory_checkpoint: a memory checkpoint must be a file; got"):
         checked(f"model.memory_checkpoint={path}.gone")
+
+
+def test_the_settings_beside_a_memory_of_an_earlier_version_are_compared_by_todays_keys(checked, tiny_model, tmp_path):
+    path = tmp_path / "final_memory_checkpoint.pt"
+    config = checked()
+    with torch.device("meta"):
+        names = QwenTitansForCausalLM(config).memory_state_dict()
+    save_memory_checkpoint(path, {name: torch.zeros(tensor.shape) for name, tensor in names.items()}, 3)
+    for changes, told in (
+        ({}, None),
+        ({"heads": 9}, r"model\.memory\.heads must be 9"),
+        ({"kind": "recurrent_tokens"}, "kind"),
+    ):
+        settings = {**config.memory, "kind": "titans", "tokens": 16, **changes}
+        path.with_suffix(".json").write_text(json.dumps({name: settings[name] for name in ("heads", "kind", "tokens")}))
+        if told is None:
+            checked(f"model.memory_checkpoint={path}")
+        else:
+            with pytest.raises(ValueError, match=told):
+                checked(f"model.memory_checkpoint={path}")
+
+
+@pytest.mark.parametrize("word", ["model.memory.kind=recurrent_tokens", "+model.memory.kind=rmt"])
+def test_memory_tokens_are_refused_in_one_line(word):
+    with pytest.raises(ValueError, match=r"^model\.memory\.kind has no equivalent: [^\n]*; got \w+: leave it out$"):
+        compose(["data=babilong", "model=qwen_titans", word])
+    config, notices = compose_run(["model=qwen_titans", "model.memory.kind=titans", "model.memory.tokens=4"])
+    assert not {"kind", "tokens"} & config.model.memory.keys()
+    assert len(notices) == 2
 
 
 def test_its_options_are_refused_on_another_model(tmp_path, tiny_model):

@@ -1,5 +1,7 @@
 """A Qwen with a memory on disk: its folder, its configuration, and impossible settings."""
 
+import json
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
@@ -54,7 +56,10 @@ def test_a_configuration_answers_for_its_base_and_survives_the_disk(tmp_path):
         ({"expansion": True}, "expansion must be a whole number; got true"),
         ({"conv_tokens": 0}, "conv_tokens must be at least 1; got 0"),
         ({"bptt_chunks": 0}, "bptt_chunks must be at least 1; got 0"),
-        ({"kind": "lmm"}, "kind must be one of titans, recurrent_tokens; got lmm"),
+        (
+            {"kind": "recurrent_tokens"},
+            "kind must be titans, as memory tokens are only in earlier versions; got recur.*",
+        ),
         ({"depth": 3}, "depth must be at most 2; got 3"),
         ({"max_surprise": 0}, "max_surprise must be above 0; got 0"),
         ({"max_surprise": "1"}, "max_surprise must be a number; got 1"),
@@ -63,11 +68,11 @@ def test_a_configuration_answers_for_its_base_and_survives_the_disk(tmp_path):
         ({"layers": [3]}, r"layers must lie in 0\.\.2 for a base model of 3 layers; got \[3\]"),
         ({"layers": [1, 1]}, r"layers must name each layer once; got \[1, 1\]"),
         ({"layers": "1"}, "layers must be a list of layer indices or null; got '1'"),
-        ({"chunks": 3}, "has the keys chunk_size, layers, .*; got chunks"),
+        ({"chunks": 3}, r"chunks; nearest: model\.memory\.chunk_size"),
     ],
 )
 def test_a_wrong_setting_is_answered_with_its_key(fields, message):
-    with pytest.raises(ValueError, match=rf"^model\.memory\.?\s?{message}$"):
+    with pytest.raises(ValueError, match=rf"^(unknown key )?model\.memory\.{message}$"):
         tiny_config(**fields)
 
 
@@ -78,20 +83,34 @@ def test_a_base_that_is_no_qwen_is_refused():
         QwenTitansConfig.from_base(LlamaConfig())
 
 
-@pytest.mark.parametrize(("kind", "seen"), [("titans", 16), ("recurrent_tokens", 20)])
-def test_a_sliding_window_must_cover_what_a_layer_is_given(kind, seen):
+def test_a_sliding_window_must_cover_a_chunk():
     window = {"use_sliding_window": True, "max_window_layers": 1}
-    tiny_config(tiny_base(**window, sliding_window=seen), kind=kind, tokens=2)
-    with pytest.raises(ValueError, match=rf"chunk_size needs {seen} tokens seen by layer 1, .* is {seen - 1}; got 16"):
-        tiny_config(tiny_base(**window, sliding_window=seen - 1), kind=kind, tokens=2)
+    tiny_config(tiny_base(**window, sliding_window=CHUNK))
+    with pytest.raises(ValueError, match=r"chunk_size needs 16 tokens seen by layer 1, .* is 15; got 16"):
+        tiny_config(tiny_base(**window, sliding_window=CHUNK - 1))
 
 
 @pytest.mark.parametrize("rope", [{"rope_type": "dynamic", "factor": 4.0}, {"rope_type": "longrope", **_LONGROPE}])
 def test_a_chunk_may_not_be_so_long_that_its_length_chooses_its_rotary_frequencies(rope):
     base = {"rope_parameters": {"rope_theta": 1e4, **rope}, "max_position_embeddings": CHUNK}
     tiny_config(tiny_base(**base))
-    with pytest.raises(ValueError, match=rf"^model\.memory\.chunk_size needs {CHUNK + 4} positions .* up to {CHUNK};"):
-        tiny_config(tiny_base(**base), kind="recurrent_tokens", tokens=2)
+    with pytest.raises(ValueError, match=rf"^model\.memory\.chunk_size needs {2 * CHUNK} positions .* up to {CHUNK};"):
+        tiny_config(tiny_base(**base), chunk_size=2 * CHUNK)
+
+
+def test_a_folder_of_an_earlier_version_opens_unless_it_is_of_memory_tokens(tmp_path):
+    model = perturb(QwenTitansForCausalLM(tiny_config())).eval()
+    model.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    ids = random_tokens(1, CHUNK + 3)
+    for kind in ("titans", "recurrent_tokens"):
+        saved["memory"] |= {"kind": kind, "tokens": 16}
+        (tmp_path / "config.json").write_text(json.dumps(saved))
+        if kind == "titans":
+            assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path).eval()(ids).logits, model(ids).logits)
+        else:
+            with pytest.raises(ValueError, match=r"^model\.memory\.kind must be titans, .*; got recurrent_tokens$"):
+                AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 def test_a_model_loaded_before_stays_causal_when_its_config_is_read():

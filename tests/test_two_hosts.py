@@ -119,7 +119,7 @@ def test_a_cable_that_is_cut_ends_both_sides_and_the_restart_resumes(hosts, over
     assert seconds < COLLECTIVE + 45  # plus the time that ranks need to leave on a busy machine
     assert codes == [3, 3]
     for rank, log in enumerate(logs(output)):
-        assert "preflight: 2 nodes reach each other; versions and clocks agree" in log
+        assert "preflight: 2 nodes reach node 0; versions and clocks agree" in log
         assert f"error: rank {2 * rank}: a collective failed or took longer than trainer.nccl_timeout (Timed out" in log
         assert "the same command resumes from the last checkpoint" in log
     assert exit_codes(start(hosts, overrides, output)) == [0, 0]

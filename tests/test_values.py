@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from verl_ext.values import Options, nearest_key, option, options_of, whole_number
+from verl_ext.values import Options, nearest_key, option, options_of, unknown, whole_number
 
 
 @dataclass(frozen=True)
@@ -109,3 +109,12 @@ def test_the_nearest_key_prefers_the_same_name_then_the_same_node():
     assert nearest_key("data.max_tokenz", keys) == "data.max_tokens"
     assert nearest_key("nothing.like_it_at_all", keys) is None
     assert nearest_key("path", ["model.lora.path", "model.path", "data.path"]) == "data.path"  # of the shallowest
+
+
+def test_an_unknown_key_is_one_sentence_wherever_it_is_found():
+    many = [f"option_{number}" for number in range(30)]
+    assert unknown("lrr", ["lr", "betas"], node="optim") == "unknown key optim.lrr; nearest: optim.lr"
+    assert unknown("mode", ["loss.mode", *many]) == "unknown key mode; nearest: loss.mode"
+    assert unknown("zzz", ["lr", "betas"], node="optim") == "unknown key optim.zzz; known keys: optim.lr, optim.betas"
+    assert unknown("zzz", many, owner="Qwen3Config") == "unknown key zzz of Qwen3Config"
+    assert unknown("old_nam", ["old_name"], renamed={"old_name": "new"}) == "unknown key old_nam; nearest: new"

@@ -82,6 +82,12 @@ def stopped_at(whole: Path, folder: Path, step: int) -> Path:
     return folder
 
 
+def tracked_step(folder: Path) -> int | None:
+    """Return the step in verl's tracker file, or None without one."""
+    tracker = folder / TRACKER
+    return int(tracker.read_text()) if tracker.is_file() else None
+
+
 def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Return every tensor of a checkpoint's model and optimizer, whole."""
     folder = checkpoint / "state"

@@ -31,7 +31,7 @@ COMMANDS = {
     "migrate": ("verl_ext.commands.migrate", "a command of verl's SFT trainers with the names of today"),
     "launch": ("verl_ext.launch.run", "a node of a run: torchrun with the topology of the environment"),
     "launch-ray": ("verl_ext.launch.ray", "a run on a Ray cluster of these nodes, or as a job of one"),
-    "preflight": ("verl_ext.commands.preflight", "whether the nodes of a run reach each other, with the same packages"),
+    "preflight": ("verl_ext.commands.preflight", "whether the nodes of a run reach node 0, with the same packages"),
 }
 SLOW = ("train", "plan")  # to import: seconds, before which a line is printed
 

@@ -11,7 +11,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from verl_ext.values import first_line, nearest_name, show
+from verl_ext.values import first_line, nearest_hint, show
 
 _PACKAGE = "pkg://"
 
@@ -43,8 +43,7 @@ def named_object(key: str, value: str) -> Any:
 
 def _member(key: str, module: ModuleType, path: str, name: str) -> Any:
     if not hasattr(module, name):
-        nearest = nearest_name(name, [known for known in vars(module) if not known.startswith("_")])
-        hint = f" (nearest: {nearest})" if nearest else ""
+        hint = nearest_hint(name, [known for known in vars(module) if not known.startswith("_")])
         raise ValueError(f"{key} must be a name in {path}; got {name}{hint}")
     return getattr(module, name)
 

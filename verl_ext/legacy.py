@@ -64,6 +64,7 @@ _TEST_FREQ = "trainer.test_freq says when to validate: a number of steps or afte
 _OVER_LENGTH = "data.over_length says what happens to documents longer than data.max_tokens"
 _SHM = "files are read where they are, memory-mapped"
 _PLAN = "`verl-ext plan` plans a run: the same overrides, plan.gpu=… and plan.world_size=…"
+_MEMORY = "a memory is of networks that learn, and memory tokens are only in earlier versions"
 OFFLOAD = "verl ≤ 0.6 offloads if cpu_offload and offload_params are both true"
 SUPERSEDED = {
     "data.max_length": Superseded(
@@ -106,6 +107,8 @@ SUPERSEDED = {
     ),
     "trainer.plan_only": Superseded(_PLAN, neutral=("false",)),
     "plan": Superseded(_PLAN),
+    "model.memory.kind": Superseded(_MEMORY, neutral=("titans",)),
+    "model.memory.tokens": Superseded(_MEMORY, neutral=None),
     "trainer.hub": Superseded("nothing is uploaded; `verl-ext export` writes a folder for the Hub", neutral=("false",)),
 }
 

@@ -1,4 +1,4 @@
-"""`key=value` words in Hydra's grammar with names in any script, and one-line errors.
+"""The `key=value` words of every command line, in Hydra's grammar with names in any script, and their one-line errors.
 
 'sources={数学:math.jsonl}'                    Hydra's grammar allows only ASCII names, so other characters are escaped
 sources={_U006570__U005B66_:math.jsonl}      while Hydra parses the word, and restored in the parsed values
@@ -7,6 +7,7 @@ sources={_U006570__U005B66_:math.jsonl}      while Hydra parses the word, and re
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from antlr4 import CommonTokenStream, InputStream
@@ -24,7 +25,57 @@ _QUOTED = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"")
 _NAME = re.compile(rf"(?<=[{{,])\s*({_QUOTED.pattern})\s*(?=:)")  # a quoted name; Hydra allows quotes only for values
 
 
-def readable(words: Sequence[str], number: int) -> str:
+@dataclass(frozen=True)
+class Item:
+    """An override of a command line, `<prefix><key>=<value>`, with the prefix "", "+", "++" or "~".
+
+    key, value: as Hydra's grammar writes them; value is None without a `=`. written: the spelling of the value in a
+    shell script, if it comes from one.
+    """
+
+    prefix: str
+    key: str
+    value: str | None
+    written: str | None = None
+
+    @classmethod
+    def read(cls, word: str) -> "Item":
+        """Return the override that a word is."""
+        key, equals, value = word.partition("=")
+        name = key.lstrip("+~")
+        return cls(key[: len(key) - len(name)], name, value if equals else None)
+
+    def __str__(self) -> str:
+        return f"{self.prefix}{self.key}" + ("" if self.value is None else f"={self.value}")
+
+    def parsed(self) -> Any:
+        """Return the value with its type and its original characters; None without one."""
+        override = None if self.value is None else _parsed(str(self))
+        return restored(override.value()) if override else None
+
+
+def parsed_words(words: Sequence[str]) -> list[Item]:
+    """Return the overrides that the words of a command line are.
+
+    Raises ValueError with one line for the first word that is no override, has several values, or names a key of a
+    dict twice (Hydra would keep the last).
+    """
+    items = []
+    for number in range(len(words)):
+        word = _readable(words, number)
+        item, override = Item.read(word), _parsed(word)
+        key, value = restored(item.key), restored(item.value)
+        if override is not None and override.is_sweep_override():
+            raise ValueError(f"{key} takes one value; got {value}: write {key}=[{value}] for a list")
+        if repeated := _repeated_keys(word) if "{" in word else []:
+            names = ", ".join(repeated)
+            must = f"{key} must have each name once, several values of it as a list"
+            raise ValueError(f"{must}; got {names} more than once")
+        items.append(item)
+    return items
+
+
+def _readable(words: Sequence[str], number: int) -> str:
     """Return word `number` of a command line in a form that Hydra parses.
 
     Its names are escaped, and a plain value that Hydra's grammar refuses, such as ~/data or /part=1/x, is quoted.
@@ -42,13 +93,13 @@ def readable(words: Sequence[str], number: int) -> str:
         key = spelled.partition("=")[0]
         candidates[1:] = [f"{key}={value}", f"{key}='{escaped}'"]
     for candidate in candidates:
-        if parsed(candidate) is not None:
+        if _parsed(candidate) is not None:
             return candidate
     raise ValueError(f"an override is written key=value; got {word}{_mistake(words, number)}")
 
 
-def parsed(text: str) -> Override | None:
-    """Parse a word that :func:`readable` returned, leaving its names escaped; return None if it is no override."""
+def _parsed(text: str) -> Override | None:
+    """Parse a word that :func:`_readable` returned, leaving its names escaped; return None if it is no override."""
     try:
         return OverridesParser.create().parse_override(text)
     except HydraException:
@@ -72,7 +123,7 @@ def restore(config: DictConfig) -> None:
             config[name] = restored(node)
 
 
-def repeated_keys(override: str) -> list[str]:
+def _repeated_keys(override: str) -> list[str]:
     """Return the keys that a dict of an override repeats, as in sources={a:one,a:two}; Hydra keeps only the last."""
     repeated: list[str] = []
 

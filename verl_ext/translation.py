@@ -31,6 +31,7 @@ from verl_ext.legacy import (
     renamed,
     superseded,
 )
+from verl_ext.overrides import Item
 
 _SPAN = "optim.lr_schedule_span"
 # Keys that say how documents become packs; a command of verl's without them batches rows.
@@ -39,29 +40,6 @@ _ROW_KEYS = ("data.max_length", "data.truncation", "data.use_dynamic_bsz", *FORW
 _ROWS_OF_FORWARD = "data.micro_batch_size_per_gpu"
 _KWARGS = "apply_chat_template_kwargs"
 _THINKING = "data.enable_thinking_default"
-
-
-@dataclass(frozen=True)
-class Item:
-    """An override of the command line, `<prefix><key>=<value>`, with the prefix "", "+", "++" or "~".
-
-    value: the value for Hydra. written: its spelling in a shell script, if it comes from one.
-    """
-
-    prefix: str
-    key: str
-    value: str | None
-    written: str | None = None
-
-    @classmethod
-    def read(cls, word: str) -> "Item":
-        """Return the override that a word is."""
-        key, equals, value = word.partition("=")
-        name = key.lstrip("+~")
-        return cls(key[: len(key) - len(name)], name, value if equals else None)
-
-    def __str__(self) -> str:
-        return f"{self.prefix}{self.key}" + ("" if self.value is None else f"={self.value}")
 
 
 @dataclass(frozen=True)

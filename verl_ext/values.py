@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
 MISSING = "???"  # Hydra's marker of a value that must be given
+_FEW_KEYS = 20  # that an error lists if none of them is near
 REQUIRED: Any = None  # the default of an option that must be given
 # The types whose values are checked: {annotation: (words in errors, allowed classes)}.
 _KINDS: dict[Any, tuple[str, Any]] = {
@@ -248,10 +249,8 @@ def choice_problem(key: str, value: object, options: Iterable[str]) -> str | Non
     options = list(options)
     if value in options:
         return None
-    nearest = nearest_name(str(value), options) if len(options) > 1 else None
-    return f"{key} must be {'one of ' * (len(options) > 1)}{', '.join(options)}; got {show(value)}" + (
-        f" (nearest: {nearest})" if nearest else ""
-    )
+    hint = nearest_hint(str(value), options) if len(options) > 1 else ""
+    return f"{key} must be {'one of ' * (len(options) > 1)}{', '.join(options)}; got {show(value)}{hint}"
 
 
 def check_choice(key: str, value: object, choices: Iterable[str]) -> None:
@@ -271,6 +270,12 @@ def nearest_name(name: str, options: Iterable[str]) -> str | None:
     return found[0] if found else None
 
 
+def nearest_hint(name: str, options: Iterable[str]) -> str:
+    """Return the end of an error line about a name: " (nearest: …)", or "" if no option is close."""
+    nearest = nearest_name(name, options)
+    return f" (nearest: {nearest})" if nearest else ""
+
+
 def nearest_key(key: str, keys: Iterable[str]) -> str | None:
     """Return the dotted key closest to `key`, or None if none is close.
 
@@ -288,6 +293,21 @@ def nearest_key(key: str, keys: Iterable[str]) -> str | None:
         return found[0]
     close = nearest_name(name, by_name)
     return by_name[close] if close else None
+
+
+def unknown(
+    key: str, keys: Iterable[str], node: str = "", owner: str = "", renamed: Mapping[str, str] | None = None
+) -> str:
+    """Return the error line for a key that is not among `keys`, both without the `node` above them.
+
+    owner: what has the keys, if the key alone does not say it. renamed: today's name of the older ones among `keys`.
+    """
+    keys, above = list(keys), f"{node}." if node else ""
+    line = f"unknown key {above}{key}" + (f" of {owner}" if owner else "")
+    if nearest := nearest_key(key, keys):
+        return f"{line}; nearest: {above}{(renamed or {}).get(nearest, nearest)}"
+    few = ", ".join(f"{above}{name}" for name in keys) if len(keys) <= _FEW_KEYS else ""
+    return f"{line}; known keys: {few}" if few else line
 
 
 def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

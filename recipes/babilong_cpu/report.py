@@ -24,7 +24,7 @@ from verl_ext.data.babilong import prompt_text
 from verl_ext.data.babilong_answers import PLACE_LABELS, compare_answers
 from verl_ext.tools.babilong.stories import OBJECTS, PLACES, VERBS
 
-KINDS = {"memory": "with memory", "tokens": "with memory tokens", "plain": "without"}
+KINDS = {"memory": "with memory", "plain": "without"}
 VERB = "|".join(verb for kind in ("move", "get", "drop") for verb in VERBS[kind])
 FACT = re.compile(rf"(\w+) ({VERB}) the ({'|'.join((*PLACES, *OBJECTS))})\b")  # actor, verb, place or object
 WORD = re.compile(r"\w+|[^\w\s]")  # a token of the recipe's tokenizer

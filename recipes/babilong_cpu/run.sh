@@ -5,7 +5,7 @@
 #
 # FOLDER: babilong_cpu_run by default; a folder that this script made is reused. Overrides apply to every training run.
 # TASK=qa2 asks for objects in place of actors. SEEDS="1 2 3 4 5" sets the seeds of weights, memory and order.
-# KINDS="memory plain" names the models to train; tokens means model.memory.kind=recurrent_tokens.
+# KINDS="memory plain" names the models to train.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -19,7 +19,7 @@ case $task in
     *) echo "TASK must be qa1 or qa2; got $task" >&2 && exit 2 ;;
 esac
 for kind in "${kinds[@]}"; do
-    [[ " memory tokens plain " == *" $kind "* ]] || { echo "KINDS must be of memory, tokens, plain; got $kind" >&2 && exit 2; }
+    [[ " memory plain " == *" $kind "* ]] || { echo "KINDS must be of memory, plain; got $kind" >&2 && exit 2; }
 done
 source "$here/../small_run.sh"
 open_run babilong_cpu "${1:-babilong_cpu_run}"
@@ -53,7 +53,6 @@ train() {
     files=$(printf '%s,' "$run/$task"/[1-9])
     case $1 in
         memory) memory="model.memory=$memories" ;;
-        tokens) memory="model.memory.kind=recurrent_tokens" ;;
         plain) memory="model.memory.layers=[]" ;;
     esac
     mkdir -p "$output"

@@ -25,8 +25,8 @@ import numpy as np
 from tests.ranks import run_ranks, started_ranks
 from tests.tiny_model import VOCABULARY, write_tiny_model
 from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import differences, train_alone
-from verl_ext.checkpoint.layout import changed_file, saved_folders, step_of, tracked_step, whole_checkpoints
+from tests.training import differences, tracked_step, train_alone
+from verl_ext.checkpoint.layout import changed_file, saved_folders, step_of, whole_checkpoints
 
 _PATIENCE = 120  # seconds that an attempt may take if nothing kills it
 

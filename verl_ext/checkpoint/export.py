@@ -269,14 +269,13 @@ def _whole_checkpoint(checkpoint: Path) -> tuple[Path, layout.Manifest]:
     try:
         manifest = layout.Manifest.from_folder(checkpoint)
     except layout.Damaged as error:
-        raise DataError(f"checkpoint must be whole; got {checkpoint}: {error}") from error
-    if manifest is None and not layout.resumable_ranks(checkpoint):
+        must = "checkpoint must be whole, or hold global_step_N folders"
+        raise DataError(f"{must}; got {checkpoint}: {error}") from error
+    except ValueError as error:
+        raise DataError(str(error)) from error
+    if not manifest.elastic:
         raise DataError(
-            f"checkpoint must be a folder with {layout.MANIFEST}, or hold global_step_N folders; got {checkpoint}"
-        )
-    if manifest is None or not manifest.elastic:
-        raise DataError(
-            f"checkpoint must be of this project's form; got {checkpoint}, of verl's, which "
+            f"checkpoint must hold its tensors in {STATE}/; got {checkpoint}, whose files of verl's own form "
             "python -m verl.model_merger merge --backend fsdp reads"
         )
     if wrong := layout.changed_file(checkpoint, 0, 1, needed=("model",)):
@@ -327,11 +326,6 @@ def _saved_adapters(checkpoint: Path) -> Any:
         from peft import LoraConfig  # heavy, and needed with adapters only
 
         return LoraConfig.from_peft_type(**json.loads(path.read_text(encoding="utf-8")))
-    if (checkpoint / "adapters.json").is_file():
-        raise DataError(
-            f"checkpoint must hold {ADAPTERS}, by which PEFT merges adapters; got {checkpoint} of an earlier version: "
-            "resume its run for a step, whose checkpoint has one"
-        )
     return None
 
 

@@ -14,8 +14,9 @@ from verl_ext.config.run import RunConfig, TrainerOptions
 from verl_ext.data.content import CONTENT
 from verl_ext.data.dataset import DIGEST, DataOptions, PackDataset
 from verl_ext.engines.schedule import ScheduleOptions
+from verl_ext.models.qwen_titans import settings_of_today
 from verl_ext.nodes import UNKNOWN
-from verl_ext.values import Options, nearest_name, options_of, show
+from verl_ext.values import Options, nearest_hint, options_of, show
 
 # The keys of verl's own dataclasses that affect a step; our options declare this in their definitions.
 _KEYS_OF_VERL = {
@@ -30,6 +31,7 @@ _KEYS_OF_VERL = {
 _FREE_MODEL_KEYS = (
     *("dtype", "torch_dtype", "transformers_version", "architectures", "use_cache", "output_router_logits"),
 )
+MEMORY = "model.memory"
 BASE = "the weights in model.path"  # the key of their digest in a checkpoint
 _TOTAL = "trainer.total_training_steps"
 SCHEDULE = f"the length of the learning rate's schedule ({_TOTAL})"
@@ -54,7 +56,7 @@ def fingerprint(
     model = {f"model.config.{key}": value for key, value in model_shape(hf_config).items()}
     if (memory := config.model.memory_settings(hf_config)) is not None:
         model.pop("model.config.memory", None)  # contains settings that another run of the same weights may change
-        model["model.memory"] = memory
+        model[MEMORY] = memory
     model |= shared_options(values, [config.model])
     if base is not None:
         model[BASE] = base
@@ -176,11 +178,9 @@ class RunState:
         names = [_option_of(key) for key in self.fingerprint]
         for name in self.allowed:
             if name not in names:
-                nearest = nearest_name(name, names)
-                raise ValueError(
-                    f"trainer.allow_resume_mismatch must name what a checkpoint remembers; got {name}"
-                    + (f" (nearest: {nearest})" if nearest else f", not among {', '.join(sorted(set(names)))}")
-                )
+                hint = nearest_hint(name, names) or f", not among {', '.join(sorted(set(names)))}"
+                must = "trainer.allow_resume_mismatch must name what a checkpoint remembers"
+                raise ValueError(f"{must}; got {name}{hint}")
 
     def check(self, state: dict[str, Any]) -> None:
         """Compare this run with the state of a checkpoint.
@@ -192,9 +192,12 @@ class RunState:
             name = _option_of(key)
             if key not in state or state[key] == UNKNOWN:  # an earlier version did not know the weights of a Hub model
                 continue
-            if _as_json(state[key]) != value and name not in self.allowed:
+            saved = _as_json(state[key])
+            if key == MEMORY and isinstance(saved, dict):
+                saved = settings_of_today(saved)
+            if saved != value and name not in self.allowed:
                 raise ValueError(
-                    f"{key} is {value}, but the run in {self.folder} was trained with {state[key]}: resume with that, "
+                    f"{key} is {value}, but the run in {self.folder} was trained with {saved}: resume with that, "
                     f"or allow the change by trainer.allow_resume_mismatch=[{name}], or choose another "
                     "trainer.default_local_dir, or trainer.overwrite=true"
                 )

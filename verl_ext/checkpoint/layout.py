@@ -4,11 +4,12 @@
     global_step_N/            a whole checkpoint, which gets this name when all its files are on the disk
         manifest.json           the step, the run's facts, and the size and checksum of every other file
         state/ extra.json       model and optimizer, schedule (verl_ext.checkpoint.state)
+        *_rank_R.pt             in place of these, verl's own files of optimizers of packages other than torch
         huggingface/            config and tokenizer, weights with `hf_model` (verl_ext.checkpoint.export)
     global_step_N.partial/    a checkpoint in progress, or left by a killed run
     global_step_N.set_aside/  a checkpoint of a step after the resumed one
 
-Checkpoints in verl's own format have no manifest.json; they count as whole if the files of every rank exist.
+A checkpoint of stock verl has no manifest.json and is refused.
 """
 
 import errno
@@ -52,7 +53,6 @@ _STEP_FOLDER = re.compile(r"global_step_(\d+)")
 _UNFINISHED = re.compile(  # as `save` and `atomic_write` name them
     rf"({_STEP_FOLDER.pattern}|({'|'.join(map(re.escape, (*NOTES, *_RESULTS)))})\..+-\d+){re.escape(PARTIAL)}"
 )
-_VERL_KINDS = ("model", "optim", "extra_state")  # the files that each rank saves in verl's own format
 _FILE_OF_RANK = re.compile(r"(?:__(\d+)_\d+\.distcp|_rank_(\d+)\.pt)$")
 
 
@@ -100,15 +100,22 @@ class Manifest:
         write_json(folder / MANIFEST, {**content, "checksum": _checksum(content)})
 
     @classmethod
-    def from_folder(cls, folder: Path) -> "Manifest | None":
-        """Read the manifest of a checkpoint; return None for verl's own format, which has none.
+    def from_folder(cls, folder: Path) -> "Manifest":
+        """Read the manifest of a checkpoint.
 
         Raises:
-            Damaged: If the file cannot be read, or has changed since it was written.
+            Damaged: If the file is missing, cannot be read, or has changed since it was written.
+            ValueError: If stock verl or an earlier version wrote the checkpoint.
         """
         path = folder / MANIFEST
+        if not path.is_file() and any(folder.glob("model_world_size_*_rank_*.pt")):
+            raise ValueError(
+                f"a checkpoint must have a {MANIFEST}; {folder} is one of stock verl or of an earlier version, which "
+                "cannot be resumed: start from its weights in another trainer.default_local_dir, by `python -m "
+                f"verl.model_merger merge --backend fsdp --local_dir {folder} --target_dir DIR` and model.path=DIR"
+            )
         if not path.is_file():
-            return None
+            raise Damaged(f"it has no {MANIFEST}")
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             is_whole = content.pop("checksum") == _checksum(content)
@@ -160,27 +167,19 @@ def step_of(checkpoint: Path) -> int:
     return int(match[1])
 
 
-def tracked_step(folder: Path) -> int | None:
-    """Return the step in verl's tracker file, or None without one."""
-    try:
-        return int((folder / TRACKER).read_text().strip())
-    except (OSError, ValueError):
-        return None
-
-
 def damage(checkpoint: Path, needed: Sequence[str] = RESUMABLE) -> str | None:
     """Describe the damage of a checkpoint by file names and sizes; None if it is whole.
 
     Args:
         checkpoint: the folder of the checkpoint.
         needed: the contents that it must have.
+
+    Raises ValueError if stock verl or an earlier version wrote it.
     """
     try:
         manifest = Manifest.from_folder(checkpoint)
     except Damaged as error:
         return str(error)
-    if manifest is None:
-        return None if _ranks_of_verl(checkpoint) else "it lacks model, optimizer or extra of a rank"
     named = _STEP_FOLDER.search(checkpoint.name)
     if named and manifest.step != int(named[1]):
         return f"its {MANIFEST} is of step {manifest.step}"
@@ -203,7 +202,7 @@ def changed_file(checkpoint: Path, rank: int, ranks: int, needed: Sequence[str] 
     if wrong := damage(checkpoint, needed):
         return wrong
     manifest = Manifest.from_folder(checkpoint)
-    for name, facts in sorted(manifest.files.items() if manifest else ())[rank::ranks]:
+    for name, facts in sorted(manifest.files.items())[rank::ranks]:
         try:
             found = FileFacts.from_file(checkpoint / name)
         except OSError as error:
@@ -213,61 +212,21 @@ def changed_file(checkpoint: Path, rank: int, ranks: int, needed: Sequence[str] 
     return None
 
 
-def resumable_ranks(checkpoint: Path) -> int | None:
-    """Return the number of ranks that a resume of a whole checkpoint needs; None: any number."""
-    manifest = Manifest.from_folder(checkpoint)
-    if manifest is None:
-        return _ranks_of_verl(checkpoint)
-    return None if manifest.elastic else manifest.ranks
-
-
-def saved_run_state(checkpoint: Path) -> dict[str, Any]:
-    """Return the `RunState` of a checkpoint; empty if verl's trainer wrote it."""
-    if manifest := Manifest.from_folder(checkpoint):
-        return manifest.run_state
-    path = checkpoint / "data_0.pt"  # from versions before the manifest
-    if not path.is_file():
-        return {}
-    import torch  # heavy, and not needed to look for checkpoints
-
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # the unpickler may raise any error
-        raise ValueError(f"{path} must be the state of a run of this project; it cannot be read as one") from error
-
-
 def whole_checkpoints(folder: Path) -> tuple[list[Path], dict[Path, str]]:
-    """Return the checkpoints for `trainer.resume_mode=auto`, and why newer ones are unusable.
+    """Return the checkpoints for `trainer.resume_mode=auto`, the newest first, and why newer ones are unusable.
 
-    The newest comes first. Only verl's tracker shows that a checkpoint in verl's format is whole, so one with a later
-    step than the tracker's does not count.
+    Raises ValueError if stock verl or an earlier version wrote one that is newer.
     """
     whole: list[Path] = []
     wrong: dict[Path, str] = {}
-    tracked = tracked_step(folder)
     for checkpoint in reversed(saved_folders(folder)):
-        is_verls = not (checkpoint / MANIFEST).is_file()
-        reason = damage(checkpoint)
-        if reason is None and is_verls and (tracked is None or step_of(checkpoint) > tracked):
-            reason = f"{TRACKER} does not name it"
-        if reason is None:
+        if whole and not (checkpoint / MANIFEST).is_file():
+            continue  # a resume would not reach it
+        if (reason := damage(checkpoint)) is None:
             whole.append(checkpoint)
         elif not whole:
             wrong[checkpoint] = reason
     return whole, wrong
-
-
-def _ranks_of_verl(checkpoint: Path) -> int | None:
-    """Return the number of ranks that saved a checkpoint in verl's format; None if a file is missing.
-
-    Without `extra_state` a resume would restart the learning-rate schedule; without `optim`, the moments.
-    """
-    for shard in sorted(checkpoint.glob("model_world_size_*_rank_0.pt")):
-        ranks = int(shard.name.split("_")[3])
-        names = (f"{kind}_world_size_{ranks}_rank_{r}.pt" for kind in _VERL_KINDS for r in range(ranks))
-        if all((checkpoint / name).is_file() for name in names):
-            return ranks
-    return None
 
 
 def is_unfinished(name: str) -> bool:

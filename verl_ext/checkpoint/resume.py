@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -81,7 +81,9 @@ def check_output(config: DictConfig, world_size: int | None = None) -> OutputDec
     is_auto = trainer.resume_mode == "auto"
     whole, wrong = layout.whole_checkpoints(folder) if is_auto else ([], {})
     if not whole:
-        why = _why_not_resumable(folder, wrong) if is_auto else "trainer.resume_mode is disable"
+        why = "; ".join(f"{path.name}: {reason}" for path, reason in wrong.items())
+        why = f"no whole checkpoint: {why}" if why else "holds no checkpoint to resume from"
+        why = why if is_auto else "trainer.resume_mode is disable"
         raise ValueError(
             f"trainer.default_local_dir must be empty or new; got {folder}, which has files in it and {why}: choose "
             "another folder, or trainer.overwrite=true to replace it"
@@ -89,21 +91,6 @@ def check_output(config: DictConfig, world_size: int | None = None) -> OutputDec
     check_ranks(whole[0], world_size)
     damaged = tuple(f"{checkpoint} is damaged: {reason}" for checkpoint, reason in wrong.items())
     return OutputDecision(OutputAction.RESUME, tuple(whole), damaged)
-
-
-def _why_not_resumable(folder: Path, wrong: Mapping[Path, str]) -> str:
-    """Return the reason why `trainer.resume_mode=auto` cannot resume in a folder with files."""
-    if not wrong:
-        return "holds no checkpoint to resume from"
-    whole = [path for path in wrong if layout.damage(path) is None]  # in verl's format
-    if whole:
-        tracker = folder / layout.TRACKER
-        named = (tracker.read_text().strip() or "empty") if tracker.is_file() else "missing"
-        return (
-            f"whose {tracker.name} is {named}, which names no whole checkpoint; resume the last whole one by "
-            f"trainer.resume_mode=resume_path trainer.resume_from_path={whole[0]}"
-        )
-    return "no whole checkpoint: " + "; ".join(f"{path.name}: {reason}" for path, reason in wrong.items())
 
 
 def _resume_named(
@@ -131,11 +118,11 @@ def _resume_named(
 
 def check_ranks(checkpoint: Path, world_size: int | None) -> None:
     """Raise ValueError if `world_size` ranks cannot read a whole checkpoint."""
-    saved = layout.resumable_ranks(checkpoint)
-    if None not in (world_size, saved) and saved != world_size:
+    saved = layout.Manifest.from_folder(checkpoint)
+    if not saved.elastic and world_size not in (None, saved.ranks):
         raise ValueError(
-            f"the checkpoint {checkpoint} was saved by {saved} rank(s) in verl's own form and can only be resumed by "
-            f"as many; got {world_size} (trainer.overwrite=true starts anew)"
+            f"the checkpoint {checkpoint} was saved by {saved.ranks} rank(s) in verl's own form and can only be "
+            f"resumed by as many; got {world_size} (trainer.overwrite=true starts anew)"
         )
 
 

@@ -194,7 +194,7 @@ class Checkpoints:
         if self.resumed is None:
             return 0
         state.load_engine(self.engine, self.resumed)
-        self.run_state.load_state_dict(layout.saved_run_state(self.resumed))
+        self.run_state.load_state_dict(layout.Manifest.from_folder(self.resumed).run_state)
         self.last = step = layout.step_of(self.resumed)
         if self.is_rank0 and not self.options.eval_only and self.resumed.parent.resolve() == self.folder.resolve():
             # Later checkpoints are damaged, or belong to an abandoned part of the run.

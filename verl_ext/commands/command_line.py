@@ -30,7 +30,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_ext.files import REPORT, output_problems
-from verl_ext.overrides import parsed, readable, repeated_keys, restored
+from verl_ext.overrides import parsed_words, restored
 from verl_ext.redaction import redacted_text
 from verl_ext.text.sources import FORMATS, local_path
 from verl_ext.text.tokenizer import TRUSTED, ModelOptions, leave_out_torch
@@ -42,11 +42,11 @@ from verl_ext.values import (
     UsageError,
     default_values,
     first_line,
-    nearest_key,
     option,
     options_of,
     refuse,
     show,
+    unknown,
 )
 
 OptionsT = TypeVar("OptionsT", bound=Options)
@@ -170,8 +170,10 @@ def read_options(options_class: type[OptionsT], arguments: Sequence[str], **more
     known = known_options(options_class)
     config = OmegaConf.create(default_values(options_class))
     try:
-        for number in range(len(arguments)):
-            key, value = _key_and_value(arguments, number)
+        for item in parsed_words(arguments):
+            key, value = restored(item.key), item.parsed()
+            if item.prefix == "~" or "@" in key:
+                raise ValueError(unknown(restored(f"{item.prefix}{item.key}"), known))
             given = {key: value}
             if key in known and _is_node(known[key]) and isinstance(value, dict):
                 given = {f"{key}.{name}": below for name, below in value.items()}
@@ -231,23 +233,6 @@ def _is_dict(field: Option) -> bool:
     return (get_origin(field.type) or field.type) is dict
 
 
-def _key_and_value(words: Sequence[str], number: int) -> tuple[str, Any]:
-    """Return the key and value of word `number`; raise ValueError unless it is a plain key=value."""
-    text = readable(words, number)
-    override = parsed(text)
-    assert override is not None, "it is readable"
-    key = restored(override.key_or_group)
-    if override.package or override.is_delete():
-        raise ValueError(f"unknown key {words[number].partition('=')[0]}")
-    if override.is_sweep_override():
-        values = words[number].partition("=")[2]
-        raise ValueError(f"{key} takes one value; got {values}: write {key}=[{values}] for a list")
-    if repeated := repeated_keys(text):
-        names = ", ".join(repeated)
-        raise ValueError(f"{key} must have each name once, several values of it as a list; got {names} more than once")
-    return key, restored(override.value())
-
-
 def _problem(key: str, value: Any, known: Mapping[str, Option]) -> str | None:
     """Return a line for an unknown key, or a value that would be merged or ignored silently."""
     field = known.get(key)
@@ -255,8 +240,7 @@ def _problem(key: str, value: Any, known: Mapping[str, Option]) -> str | None:
         parents = (known[node] for node in known if key.startswith(f"{node}."))
         if any(parent.type is Any or _is_dict(parent) for parent in parents):
             return None
-        nearest = nearest_key(key, known)
-        return f"unknown key {key}; " + (f"nearest: {nearest}" if nearest else f"known keys: {', '.join(known)}")
+        return unknown(key, known)
     if _is_node(field):
         keys = ", ".join(other for other in known if other.startswith(f"{key}."))
         return f"{key} must be given by its keys, {keys}; got {show(value)}"

@@ -10,7 +10,7 @@ import torch
 
 from verl_ext.layers.probe import isolation_problem, trial_model
 from verl_ext.layers.towers import outside_text, text_alone
-from verl_ext.values import first_line, nearest_name, plain, show
+from verl_ext.values import first_line, nearest_hint, plain, show
 
 if TYPE_CHECKING:
     from verl_ext.config.run import RunConfig
@@ -76,8 +76,7 @@ def lora_problems(config: "RunConfig", model: "Architecture") -> list[str]:
         for target in [given] if isinstance(given, str) else given:
             alone = LoraConfig(target_modules=given if isinstance(given, str) else [target])
             if not any(targets_module(alone, name) for name in modules):
-                nearest = nearest_name(target, {name.rpartition(".")[2] for name in modules})
-                hint = f" (nearest: {nearest})" if nearest else ""
+                hint = nearest_hint(target, {name.rpartition(".")[2] for name in modules})
                 whose = f"the text model of a {model.cls.__name__}" if outside else f"a {model.cls.__name__}"
                 return [f"{key} must name modules of {whose}; got {target}{hint}"]
     embedding = "model.embed_tokens"

@@ -2,7 +2,7 @@
 
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -12,8 +12,8 @@ from omegaconf import DictConfig
 from verl_ext.config import schema
 from verl_ext.config.resolve import resolve_config
 from verl_ext.legacy import is_name_of_verl, is_raw
-from verl_ext.overrides import parsed, readable, repeated_keys, restored
-from verl_ext.translation import Item, translate
+from verl_ext.overrides import Item, parsed_words, restored
+from verl_ext.translation import translate
 from verl_ext.values import leaves, show
 
 PRIMARY = "sft"
@@ -35,20 +35,14 @@ def prepare_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     if any(flag in ("-m", "--multirun") for flag in flags):
         raise ValueError("--multirun starts runs one after the other inside one set of ranks; start one run a command")
     folders = _config_folders(flags)
-    given = [_item(readable(words, number)) for number in range(len(words))]
+    given = parsed_words(words)
     classes = [(item.value or "").strip("'\"") for item in given if item.key == "data.custom_cls.name"]
     own_class = any(map(schema.names_own_class, classes))
     packed = _choice("data", given, folders) in (None, "packed")
     translation = translate(given, own_class, packed, lambda key: schema.is_known(key) or key in schema.groups())
     items, notices = translation.items, translation.notices
     overrides: list[str] = []
-    mistakes = [
-        f"{item.key} must have each name once; got {name} twice"  # Hydra would keep the last one
-        for item in items
-        if item.value and "{" in item.value
-        for name in repeated_keys(str(item))
-    ]
-    mistakes += translation.problems
+    mistakes = list(translation.problems)
     for item in items:
         try:
             known, notice = _known(item, own_class, folders)
@@ -57,7 +51,7 @@ def prepare_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             continue
         overrides += [str(known)] if known else []
         notices += [notice] if notice else []
-    overrides += _chosen_by_recipe(items, folders)
+    mistakes += _problems_of_recipe(items, folders)
     if translation.sources:  # last, so that the command to give stands at the end
         raw = [item.key for item in given if is_raw(item.key)]
         mistakes.append(f"{', '.join(raw)}: raw files are tokenized first, as this command does before it trains:")
@@ -88,14 +82,14 @@ def _choice(group: str, items: Sequence[Item], folders: Sequence[Path]) -> str |
     return schema.recipe_choice(given["recipe"], group, folders)
 
 
-def _chosen_by_recipe(items: Sequence[Item], folders: Sequence[Path]) -> list[str]:
-    """List a recipe's choices among the user's plain files, which Hydra would use without the defaults."""
-    found = []
+def _problems_of_recipe(items: Sequence[Item], folders: Sequence[Path]) -> Iterator[str]:
+    """Yield a line for each choice of a user's recipe that does not exist, or is a file without its head."""
     for group in sorted({*schema.groups()} - {item.key for item in items}) if folders else ():
-        choice = _choice(group, items, folders)
-        if choice in schema.options(group, folders) and (path := schema.choice_path(group, choice, folders)) != choice:
-            found.append(f"{group}={path}")
-    return found
+        if (choice := _choice(group, items, folders)) is not None:
+            try:
+                schema.choice_path(group, choice, folders)
+            except ValueError as error:
+                yield str(error)
 
 
 def _config_folders(flags: Sequence[str]) -> list[Path]:
@@ -111,19 +105,9 @@ def _ranks(given: Sequence[Item]) -> list[str]:
     return [] if ranks is None else [f"nproc={ranks}"]
 
 
-def _item(word: str) -> Item:
-    override = parsed(word)
-    assert override is not None, "it is readable"
-    if override.is_sweep_override():
-        key, _, value = word.partition("=")
-        raise ValueError(restored(f"{key} takes one value; got {value}: write {key}=[{value}] for a list"))
-    return Item.read(word)
-
-
 def _known(item: Item, own_class: bool, folders: Sequence[Path]) -> tuple[Item | None, str | None]:
     """Return the override for Hydra (None: leave it out), and a notice about a needless plus."""
-    override = None if item.value is None else parsed(str(item))
-    value = override.value() if override else None
+    value = item.parsed()
     group = item.key.partition("@")[0]
     is_choice = group in schema.groups() and not isinstance(value, dict | list)
     keys = [key for key, _ in leaves({item.key: value}) if not is_choice]
@@ -134,7 +118,7 @@ def _known(item: Item, own_class: bool, folders: Sequence[Path]) -> tuple[Item |
         return item, None  # a key for the user's own dataset class
     if unknown:
         raise ValueError(schema.unknown_key(unknown[0]))
-    if item.key in schema.nodes() and override and not isinstance(value, dict):
+    if item.key in schema.nodes() and item.value is not None and not isinstance(value, dict):
         raise ValueError(f"{item.key} must be given by its keys, such as {schema.nodes()[item.key]}; got {show(value)}")
     notice = f"+{item.key}: the key exists, so it is read without the +" if item.prefix == "+" else None
     if group == "recipe" and (value is None or item.prefix == "~"):

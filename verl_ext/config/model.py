@@ -20,9 +20,15 @@ from verl_ext.config import support
 from verl_ext.config.rope import set_rope_parameters
 from verl_ext.config.upstream import fixed_value_problems
 from verl_ext.config.weights import ModelOptions, check_weights, dequantize
-from verl_ext.models.qwen_titans import MemoryOptions, QwenTitansConfig, QwenTitansForCausalLM, load_memory_checkpoint
+from verl_ext.models.qwen_titans import (
+    MemoryOptions,
+    QwenTitansConfig,
+    QwenTitansForCausalLM,
+    load_memory_checkpoint,
+    settings_of_today,
+)
 from verl_ext.plugin import CHUNKED, PACKED
-from verl_ext.values import Options, choice_problem, nearest_name, option, plain, refuse, show
+from verl_ext.values import Options, choice_problem, option, plain, refuse, show, unknown
 
 if TYPE_CHECKING:
     from verl_ext.config.run import RunConfig
@@ -279,9 +285,8 @@ def override(hf_config: Any, values: Mapping[str, Any]) -> None:
 def _set(hf_config: Any, key: str, value: Any) -> None:
     routers = key == "output_router_logits" and hasattr(hf_config, "router_aux_loss_coef")  # Qwen3-VL lacks the former
     if not hasattr(hf_config, key) and not routers and not getattr(hf_config, "auto_map", None):
-        nearest = nearest_name(key, ["rope_theta", *(name for name in hf_config.to_dict() if not name.startswith("_"))])
-        hint = f"; nearest: {_OVERRIDE}.{nearest}" if nearest else ""
-        raise ValueError(f"unknown key {_OVERRIDE}.{key} of {type(hf_config).__name__}{hint}")
+        known = ["rope_theta", *(name for name in hf_config.to_dict() if not name.startswith("_"))]
+        raise ValueError(unknown(key, known, node=_OVERRIDE, owner=type(hf_config).__name__))
     old = getattr(hf_config, key, None)
     if isinstance(old, dict) and isinstance(value, dict):
         value = {**old, **value}
@@ -331,7 +336,7 @@ def _memory_problems(path: str | None, titans: QwenTitansConfig) -> list[str]:
         differing = [
             f"model.memory.{name} must be {show(value)}, as in {settings}, with model.memory_checkpoint={path}; got "
             f"{show(memory.get(name))}"
-            for name, value in trained.items()
+            for name, value in settings_of_today(trained).items()
             if memory.get(name) != value
         ]
         if differing:

@@ -32,7 +32,7 @@ from verl_ext.data.dataset import DataOptions, PackDataset
 from verl_ext.data.sft import SFTDataSet
 from verl_ext.engines.schedule import ScheduleOptions
 from verl_ext.overrides import restored
-from verl_ext.values import Options, default_values, leaves, nearest_key, nearest_name, options_of, refuse, show
+from verl_ext.values import Options, default_values, leaves, nearest_name, options_of, refuse, show, unknown
 
 CONF = "verl_ext.conf"
 UPSTREAM_CONF = "verl.trainer.config"
@@ -200,12 +200,12 @@ def names_own_class(name: Any) -> bool:
 
 def unknown_key(key: str) -> str:
     """Return the error line for a key that the schema lacks."""
-    close = legacy.renamed(key)
-    if close is None:
-        names = [*known_keys(), *groups(), *legacy.RENAMED]
-        close = nearest_key(key, [name for name in names if not key.startswith(f"{name}.")])
-        close = legacy.RENAMED.get(close, close) if close else None
-    return f"unknown key {key}; nearest: {close}" if close else f"unknown key {key}"
+    if entry := legacy.superseded(key):
+        return f"{key} has no equivalent: {entry.why}"
+    if today := legacy.renamed(key):
+        return unknown(key, [key], renamed={key: today})
+    names = [name for name in (*known_keys(), *groups(), *legacy.RENAMED) if not key.startswith(f"{name}.")]
+    return unknown(key, names, renamed=legacy.RENAMED)
 
 
 def check_keys(config: DictConfig) -> None:
@@ -259,51 +259,41 @@ def options(group: str, folders: Sequence[Path] = ()) -> list[str]:
 
 
 def choice_path(group: str, choice: str, folders: Sequence[Path] = ()) -> str:
-    """Return Hydra's name of a choice, such as `NAME/config` for a recipe; see :func:`_on_defaults`.
+    """Return Hydra's name of a choice, such as `NAME/config` for a recipe.
 
-    Raises ValueError, which lists the choices, if the choice does not exist.
+    Raises ValueError, which lists the choices, if the choice does not exist, and for a user's file without its head.
     """
     available = options(group, folders)
-    if choice in available:
-        return _on_defaults(group, f"{choice}/config" if group == "recipe" and "/" not in choice else choice, folders)
-    if group == "recipe" and any(root.joinpath(f"{choice}.yaml").is_file() for root in _roots(group, folders)):
-        return _on_defaults(group, choice, folders)
-    close = nearest_name(choice, available)
-    hint = f"nearest: {close}; " if close else ""
-    raise ValueError(f"unknown choice {group}={choice}; {hint}available: {', '.join(available) or 'none'}")
+    path = f"{choice}/config" if group == "recipe" and choice in available and "/" not in choice else choice
+    found = [file for root in _roots(group, folders) if (file := root.joinpath(f"{path}.yaml")).is_file()]
+    if not found and choice not in available:
+        close = nearest_name(choice, available)
+        hint = f"nearest: {close}; " if close else ""
+        raise ValueError(f"unknown choice {group}={choice}; {hint}available: {', '.join(available) or 'none'}")
+    ours = files(CONF).joinpath(group, f"{path}.yaml").is_file() or path in _UPSTREAM_GROUPS.get(group, ())
+    if found and not ours:
+        _check_head(found[0], group, choice)
+    return path
 
 
-def _on_defaults(group: str, path: str, folders: Sequence[Path]) -> str:
-    """Return the choice `path`, or one that puts a user's plain file over the group's default.
-
-    Our files and files with a defaults list are used unchanged. Files of a recipe and of `parallel` have keys of the
-    whole config, with or without a header.
-    """
-    name = f"{path}.yaml"
-    own = next((folder / group / name for folder in folders if (folder / group / name).is_file()), None)
-    if own is None or files(CONF).joinpath(group, name).is_file() or path in _UPSTREAM_GROUPS.get(group, ()):
-        return path
-    text = own.read_text(encoding="utf-8")
-    base = None if re.search(r"^defaults\s*:", text, re.MULTILINE) else default_choices()[group]
-    lacks_header = group in _GLOBAL_GROUPS and not re.search(r"^#\s*@package", text, re.MULTILINE)
-    entries = [*filter(None, [base]), f"{path}@_global_" if lacks_header else path]
-    if entries == [path]:
-        return path
-    name = f"{path.replace('/', '.')}.on_defaults"
-    package = "_global_" if group in _GLOBAL_GROUPS else None
-    ConfigStore.instance().store(group=group, name=name, node={"defaults": entries}, package=package)
-    return name
+def _check_head(file: Path, group: str, choice: str) -> None:
+    """Raise ValueError unless a user's file names what it starts from, without which Hydra has its keys alone."""
+    text, default = file.read_text(encoding="utf-8"), default_choice(group)
+    lines = [] if group not in _GLOBAL_GROUPS or re.search(r"^#\s*@package", text, re.M) else ["# @package _global_"]
+    lines += [] if default is None or re.search(r"^defaults\s*:", text, re.M) else [f"defaults: [{default}]"]
+    if lines:
+        head = " and ".join(f"`{line}`" for line in lines)
+        raise ValueError(f"{group}={choice} must be a file that begins with {head}; got {file}")
 
 
-@functools.cache
-def default_choices() -> dict[str, str | None]:
-    """Return the default choice of each group from conf/."""
+def default_choice(group: str) -> str | None:
+    """Return the default choice of a group from conf/."""
     chosen: dict[str, str | None] = {group: choices[0] for group, choices in _UPSTREAM_GROUPS.items()}
     for name in ("base.yaml", "sft.yaml"):
         entries = OmegaConf.create(files(CONF).joinpath(name).read_text(encoding="utf-8")).defaults
         for entry in (entry for entry in entries if isinstance(entry, DictConfig)):
-            chosen |= {str(group).removeprefix("override "): choice for group, choice in entry.items()}
-    return chosen
+            chosen |= {str(key).removeprefix("override "): choice for key, choice in entry.items()}
+    return chosen[group]
 
 
 def recipe_choice(recipe: str, group: str, folders: Sequence[Path] = ()) -> str | None:

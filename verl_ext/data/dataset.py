@@ -26,7 +26,7 @@ from verl_ext.data.left_out import DroppedDocuments
 from verl_ext.data.mixture import MixtureRow
 from verl_ext.data.reading import DataFile, Ranks
 from verl_ext.packing import CostModel
-from verl_ext.values import REQUIRED, Options, OptionsT, check_choice, option, options_of, plain, refuse
+from verl_ext.values import REQUIRED, Options, OptionsT, check_choice, option, options_of, plain, refuse, unknown
 
 DIGEST = "the digest of the documents in data.train_dir"  # the key of `PackDataset.digest` in a checkpoint
 
@@ -168,8 +168,8 @@ def _foreign_problems(family: type[Options], node: Mapping[str, Any]) -> Iterato
     for name in node:
         if name in known or name in _VERLS:
             continue
-        if near := get_close_matches(str(name), known, 1, _NEAR):
-            yield f"unknown key data.{name}; nearest: data.{near[0]}"
+        if get_close_matches(str(name), known, 1, _NEAR):
+            yield unknown(str(name), known, node="data")
         elif name not in _keys_of_verl():
             _notice(
                 f"data.{name}={node[name]} has no effect: it is no option of {family.__name__}, and none of verl's data"

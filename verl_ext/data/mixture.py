@@ -22,7 +22,7 @@ from verl_ext.packing import Spans
 from verl_ext.packing.mixture import KEY, IntervalDraw, MixtureSource, draw_mixture
 from verl_ext.progress import aligned
 from verl_ext.text.sources import absolute_path
-from verl_ext.values import MISSING, Options, nearest_name, option, options_of, plain, refuse, show
+from verl_ext.values import MISSING, Options, option, options_of, plain, refuse, show, unknown
 
 MOST = 2**53  # the maximum of a number of tokens, a weight or a scale
 
@@ -141,11 +141,7 @@ class MixtureOptions(Options):
 
 def _unknown_keys(cls: type[Options], key: str, node: Mapping[Any, Any]) -> list[str]:
     """Return a line for each key of a node that is not an option."""
-    lines = []
-    for name in (name for name in node if name not in options_of(cls)):
-        nearest = nearest_name(str(name), options_of(cls))
-        lines.append(f"unknown key {key}.{name}" + (f"; nearest: {key}.{nearest}" if nearest else ""))
-    return lines
+    return [unknown(str(name), options_of(cls), node=key) for name in node if name not in options_of(cls)]
 
 
 @dataclass

@@ -37,7 +37,7 @@ from verl_ext.endpoint.answer import (
 from verl_ext.endpoint.store import NoStore, Store
 from verl_ext.files import fingerprint
 from verl_ext.redaction import redacted_text
-from verl_ext.values import DataError, Options, UsageError, first_line, nearest_name, one_line, option
+from verl_ext.values import DataError, Options, UsageError, first_line, nearest_hint, one_line, option
 
 BODIES_TRIED = 3  # most replies with status 200 that cannot be read, for example from a proxy
 POLL_SECONDS = 0.2  # between checks whether another process has got the answer to the same question
@@ -297,8 +297,8 @@ class Client:
             needed = f"{options.prefix}.base_url must admit requests with the key in {options.key_variable}"
             raise UsageError(f"{needed}; got {options.base_url}: {line}")
         if status == 404:
-            near = nearest_name(str(options.model), [name for name in self.models or () if name != options.model])
-            got = f"got {options.model}{f' (nearest: {near})' if near else ''} at {options.base_url}: {line}"
+            hint = nearest_hint(str(options.model), [name for name in self.models or () if name != options.model])
+            got = f"got {options.model}{hint} at {options.base_url}: {line}"
             raise UsageError(f"{options.prefix}.model must be a model of the server, base_url its /v1; {got}")
         if status == 413 or (status in (400, 422) and _TOO_LONG.search(message) and not _BAD_FIELD.search(message)):
             return Answer(TOO_LONG, reason=line)

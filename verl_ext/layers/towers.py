@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
-from verl_ext.values import Options, nearest_name, option
+from verl_ext.values import Options, nearest_hint, option
 
 
 @dataclass  # not frozen: a base of verl's own dataclass of the model node
@@ -106,8 +106,7 @@ def freeze(model: Any, patterns: Iterable[str]) -> None:
     for pattern in patterns:
         named = [name for name in (*modules, *parameters) if _matches(name, pattern)]
         if not named:
-            nearest = nearest_name(pattern, {end for name in (*modules, *parameters) for end in (name, _last(name))})
-            hint = f" (nearest: {nearest})" if nearest else ""
+            hint = nearest_hint(pattern, {end for name in (*modules, *parameters) for end in (name, _last(name))})
             must = f"model.freeze must name modules or parameters of a {type(model).__name__}"
             raise ValueError(f"{must}; got {pattern}{hint}")
         frozen += named

@@ -24,7 +24,7 @@ from verl_ext.attention import gpu_capability
 from verl_ext.checkpoint import resume
 from verl_ext.checkpoint.copies import check_copies
 from verl_ext.checkpoint.identity import SCHEDULE, RunState, allowed_changes, fingerprint
-from verl_ext.checkpoint.layout import refuse_locked, saved_run_state, step_of
+from verl_ext.checkpoint.layout import Manifest, refuse_locked, step_of
 from verl_ext.config.check import check_categories, check_positions, check_run, check_weight_files
 from verl_ext.config.model import ModelFacts
 from verl_ext.config.resolve import resolve_run
@@ -298,7 +298,7 @@ def opened(config: RunConfig, model: ModelFacts) -> Run:
 
 def _resumed(run: Run, checkpoint: Path) -> Run:
     """Resume from a checkpoint. Raises ValueError if the checkpoint's fingerprint differs from this run's."""
-    saved = saved_run_state(checkpoint)
+    saved = Manifest.from_folder(checkpoint).run_state
     loaded, evaluates = run.config.checkpoint.load_contents, run.config.trainer.eval_only
     if anew := list(resume.begins_anew(loaded, evaluates)):
         notice = f"checkpoint.load_contents={show(list(loaded))}: from {checkpoint.name} on, {' and '.join(anew)}"

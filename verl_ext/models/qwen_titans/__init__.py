@@ -11,7 +11,7 @@ from verl_ext.models.qwen_titans.checkpoint import (
     read_memory_checkpoint,
     save_memory_checkpoint,
 )
-from verl_ext.models.qwen_titans.configuration import MemoryOptions, QwenTitansConfig
+from verl_ext.models.qwen_titans.configuration import MemoryOptions, QwenTitansConfig, settings_of_today
 from verl_ext.models.qwen_titans.modeling import QwenTitansForCausalLM, QwenTitansOutput, is_memory_parameter
 from verl_ext.models.qwen_titans.stream import StreamCache
 

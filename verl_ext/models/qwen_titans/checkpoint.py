@@ -2,7 +2,7 @@
 
     {"memory_state_dict": {name: tensor}, "global_step": int}
 
-The names are those in the model, each with ``long_term_memory.``, ``memory_gate.`` or ``recurrent_tokens.`` in it.
+The names are those in the model, each with ``long_term_memory.`` or ``memory_gate.`` in it.
 """
 
 import os

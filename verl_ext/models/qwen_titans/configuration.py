@@ -9,9 +9,8 @@ from transformers import AutoConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 from transformers.models.auto import CONFIG_MAPPING
 
 from verl_ext.attention.rope import same_frequencies_up_to
-from verl_ext.values import Options, option, options_of
+from verl_ext.values import Options, option, options_of, unknown
 
-KINDS = ("titans", "recurrent_tokens")
 BASE_TYPES = (Qwen2Config.model_type, Qwen3Config.model_type)
 
 
@@ -25,8 +24,6 @@ class MemoryOptions(Options):
     layers: tuple[int, ...] | None = option(
         None, "indices of the decoder layers with a memory; null: up to four, spread over the upper half"
     )
-    kind: str = option("titans", "titans: networks that learn; recurrent_tokens: tokens passed on", choices=KINDS)
-    tokens: int = option(16, "tokens that a chunk passes to the next, with kind=recurrent_tokens", least=1)
     heads: int = option(4, "independent memories of a layer", least=1)
     head_dim: int = option(64, "size of a head's keys and values", least=1)
     depth: int = option(1, "layers of a head's memory; 1: a matrix (learns faster); 2: a network", least=1, most=2)
@@ -50,12 +47,21 @@ class MemoryOptions(Options):
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], num_layers: int) -> "MemoryOptions":
         """Read the options for a base model of ``num_layers`` layers; resolve and sort its memory layers."""
-        names = list(options_of(cls))
+        values = settings_of_today(values)
         for name in values:
-            if name not in names:
-                raise ValueError(f"model.memory has the keys {', '.join(names)}; got {name}")
-        layers = _resolved_layers(values.get("layers"), num_layers)
-        return cls(**{**values, "layers": () if values.get("kind") == "recurrent_tokens" else layers})
+            if name not in options_of(cls):
+                raise ValueError(unknown(name, options_of(cls), node="model.memory"))
+        return cls(**{**values, "layers": _resolved_layers(values.get("layers"), num_layers)})
+
+
+def settings_of_today(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a memory, also of a folder or a checkpoint of an earlier version, by today's keys.
+
+    Raises ValueError if they are of memory tokens, which earlier versions had.
+    """
+    if (kind := values.get("kind", "titans")) != "titans":
+        raise ValueError(f"model.memory.kind must be titans, as memory tokens are only in earlier versions; got {kind}")
+    return {name: value for name, value in values.items() if name not in ("kind", "tokens")}
 
 
 def _resolved_layers(layers: Any, num_layers: int) -> tuple[int, ...]:
@@ -152,12 +158,11 @@ def _base_config(value: Any) -> PreTrainedConfig:
 
 
 def _check_reach(base: PreTrainedConfig, options: MemoryOptions) -> None:
-    """Raise ValueError if a layer does not see its whole input, to which a memory may add tokens.
+    """Raise ValueError if a layer does not see its whole input.
 
     Rotary frequencies must not depend on the number of a chunk's tokens either: the last chunk of a text has fewer.
     """
-    added = 2 * options.tokens if options.kind == "recurrent_tokens" else 0
-    seen, limit = options.chunk_size + added, same_frequencies_up_to(base)
+    seen, limit = options.chunk_size, same_frequencies_up_to(base)
     if limit is not None and limit < seen:
         raise ValueError(
             f"model.memory.chunk_size needs {seen} positions of the same rotary frequencies, which the model's "

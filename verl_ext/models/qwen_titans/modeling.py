@@ -1,8 +1,8 @@
 """Qwen2 or Qwen3 that reads a sequence in chunks and remembers through its memories alone.
 
 The base model's parameters keep their names, so a plain Qwen folder loads. The names of new parameters begin with
-``memory.<layer>.long_term_memory.``, ``memory.<layer>.memory_gate.`` or ``memory.recurrent_tokens.``. No keys or values
-pass from chunk to chunk, and positions restart at 0 in each, so the base model never sees a position beyond a chunk's.
+``memory.<layer>.long_term_memory.`` or ``memory.<layer>.memory_gate.``. No keys or values pass from chunk to chunk, and
+positions restart at 0 in each, so the base model never sees a position beyond a chunk's.
 
 Legend: B samples, T tokens, C tokens of a chunk, d hidden size, V vocabulary, n kept columns, N positions whose logits
 are kept.
@@ -22,7 +22,6 @@ from transformers.utils import ModelOutput, can_return_tuple
 
 from verl_ext.models.qwen_titans.configuration import QwenTitansConfig
 from verl_ext.models.qwen_titans.memory import LongTermMemory, MemoryLayer
-from verl_ext.models.qwen_titans.recurrent_tokens import RecurrentTokens, framed, write_tokens
 from verl_ext.models.qwen_titans.stream import ChunkKeys, Place, StreamCache
 
 
@@ -67,9 +66,8 @@ class KeptPositions:
 class ChunkPass:
     """A pass through the parts of ``model`` (a Qwen2Model or Qwen3Model), chunk after chunk."""
 
-    def __init__(self, model: Any, memory: nn.ModuleDict, cache: StreamCache, chunk_size: int) -> None:
+    def __init__(self, model: Any, memory: nn.ModuleDict, cache: StreamCache) -> None:
         self.model = model
-        self.chunk_size = chunk_size
         self.memory = memory
         self.cache = cache
         self._masks: dict[int, torch.Tensor] = {}
@@ -81,26 +79,12 @@ class ChunkPass:
         if place.resumed:
             assert place.start is not None
             columns = place.start[:, None] + columns
-        if RECURRENT not in self.memory:
-            return self._layers(hidden, columns, place, place.top)
-        stream, size = self.cache.memories[RECURRENT], self.chunk_size
-        if stream.state is None:
-            stream.state = self.memory[RECURRENT](len(hidden))
-        count, width = stream.state.shape[1], hidden.shape[1]
-        hidden, columns, top = framed(stream, hidden, columns, place, size)
-        hidden = self._layers(hidden, columns, place, top)
-        if place.ends:
-            write_tokens(stream, self.model.norm(hidden[:, count + width :]), place, size)
-        return hidden[:, count : count + width]
-
-    def _layers(self, hidden: torch.Tensor, columns: torch.Tensor, place: Place, top: int) -> torch.Tensor:
-        """Run the decoder layers, with ``columns`` among the ``top`` places of each row's chunk."""
         config = self.model.config
         given = config._attn_implementation
         if place.resumed and given != "eager":  # flash kernels do not take its mask of places
             config._attn_implementation = "sdpa"
         try:
-            arguments = self._attention_arguments(hidden, columns, place, top)
+            arguments = self._attention_arguments(hidden, columns, place)
             for index, layer in enumerate(self.model.layers):
                 output = layer(hidden, **arguments)
                 if str(index) in self.memory:
@@ -111,14 +95,12 @@ class ChunkPass:
             config._attn_implementation = given
         return hidden
 
-    def _attention_arguments(
-        self, hidden: torch.Tensor, columns: torch.Tensor, place: Place, top: int
-    ) -> dict[str, Any]:
+    def _attention_arguments(self, hidden: torch.Tensor, columns: torch.Tensor, place: Place) -> dict[str, Any]:
         """Return a causal mask or None, the positions' rotations, and the store of keys and values.
 
-        ``columns``, ``[B or 1, n]``, are the places of these tokens among the ``top`` places of their chunk.
+        ``columns``, ``[B or 1, n]``, are the places of these tokens in their chunk.
         """
-        size, mask = hidden.shape[1], None
+        size, top, mask = hidden.shape[1], place.top, None
         arguments = {"position_embeddings": self.model.rotary_emb(hidden, columns)}
         if place.kept or place.resumed:
             arguments["past_key_values"] = ChunkKeys(self.cache.keys, columns, top, place.resumed)
@@ -135,13 +117,12 @@ class ChunkPass:
         return {**arguments, "attention_mask": mask}
 
 
-RECURRENT = "recurrent_tokens"
 _BASE_MODELS = {Qwen2Config.model_type: Qwen2Model, Qwen3Config.model_type: Qwen3Model}
 
 
 def is_memory_parameter(name: str) -> bool:
     """Tell whether a parameter of that name belongs to a memory rather than to the base model."""
-    return any(f"{part}." in name for part in ("long_term_memory", "memory_gate", RECURRENT))
+    return any(f"{part}." in name for part in ("long_term_memory", "memory_gate"))
 
 
 @dataclass
@@ -178,15 +159,13 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
         self.memory = nn.ModuleDict(
             {str(layer): MemoryLayer(base.hidden_size, options, base.rms_norm_eps) for layer in options.layers or ()}
         )
-        if options.kind == RECURRENT:
-            self.memory[RECURRENT] = RecurrentTokens(options.tokens, base.hidden_size, base.initializer_range)
         self.lm_head = nn.Linear(base.hidden_size, base.vocab_size, bias=False)
         self.options = options
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, LongTermMemory | MemoryLayer | RecurrentTokens):
+        if isinstance(module, LongTermMemory | MemoryLayer):
             module.reset_parameters()
 
     @can_return_tuple
@@ -246,13 +225,13 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
         size = self.options.chunk_size
         chunks = input_ids.split(size, dim=1)
         masks = [None] * len(chunks) if attention_mask is None else attention_mask.bool().split(size, dim=1)
-        chunk_pass = ChunkPass(self.model, self.memory, cache, self.options.chunk_size)
+        chunk_pass = ChunkPass(self.model, self.memory, cache)
         outputs = []
         every = self.options.bptt_chunks  # counted from the end, where the losses are
         for index, (chunk, mask) in enumerate(zip(chunks, masks, strict=True)):
             if every is not None and (len(chunks) - index) % every == 0:
                 cache.detach()
-            outputs.append(kept.of_chunk(chunk_pass(chunk, Place(mask, ends=chunk.shape[1] == size)), index * size))
+            outputs.append(kept.of_chunk(chunk_pass(chunk, Place(mask)), index * size))
         return torch.cat(outputs, dim=1)
 
     def _read_on(
@@ -266,7 +245,7 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
         given = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         mask = given[:, -length:].bool()
         number = (mask.cumsum(1) - 1)[:, torch.tensor(kept.columns, dtype=torch.long, device=mask.device)]  # [B, n]
-        chunk_pass = ChunkPass(self.model, self.memory, cache, self.options.chunk_size)
+        chunk_pass = ChunkPass(self.model, self.memory, cache)
         output: Any = 0.0
         for done, columns, place in cache.passes(mask, self.options.chunk_size, self.agree_passes):
             hidden = chunk_pass(input_ids.gather(1, columns), place)

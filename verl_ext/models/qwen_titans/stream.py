@@ -29,7 +29,6 @@ class Place(NamedTuple):
     top: int = 0  # the most tokens of a chunk after the pass
     resumed: bool = False  # whether a row has read a part of its chunk before
     kept: bool = False  # whether keys and values are needed after the pass
-    ends: bool = False  # whether a row's chunk ends
 
 
 class MemoryStream:
@@ -145,8 +144,7 @@ class StreamCache:
             columns = done[:, None] + torch.arange(width)
             own = order.gather(1, columns.clamp(max=mask.shape[1] - 1).to(mask.device))
             top = int(start.max()) + width
-            ends = bool((start + count == chunk_size).any())
-            place = Place(None, start.to(mask.device), count.to(mask.device), top, resumed, later == 0, ends)
+            place = Place(None, start.to(mask.device), count.to(mask.device), top, resumed, later == 0)
             yield done.to(mask.device), own, place
             done, start = done + count, (start + count) % chunk_size
         self._places = start

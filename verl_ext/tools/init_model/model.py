@@ -13,7 +13,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from verl_ext.values import UsageError, choice_problem, first_line, nearest_name
+from verl_ext.values import UsageError, choice_problem, first_line, nearest_hint, unknown
 
 Fields = dict[str, Any]
 _PRESETS = resources.files("verl_ext.tools.init_model").joinpath("presets")
@@ -65,10 +65,8 @@ def changed(fields: Fields, changes: Mapping[str, Any]) -> Fields:
     names = cls.attribute_map
     known = {key for key in cls.__dataclass_fields__ if not key.startswith("_")} | names.keys() | fields.keys()
     known |= {"rope_theta"} if "rope_parameters" in known else set()
-    for key in changes.keys() - known:
-        nearest = nearest_name(key, sorted(known))
-        hint = f"; nearest: config.{nearest}" if nearest else ""
-        raise UsageError(f"unknown key config.{key} of {cls.model_type}{hint}")
+    for key in sorted(changes.keys() - known):
+        raise UsageError(unknown(key, sorted(known), node="config", owner=cls.model_type))
     own = {names.get(key, key): value for key, value in changes.items()}
     fields = {names.get(key, key): value for key, value in fields.items()}
     heads, head_dim = fields.get("num_attention_heads") or 0, fields.get("head_dim") or 0
@@ -102,9 +100,8 @@ def config_class(model_type: str) -> Any:
 
     if model_type in CAUSAL:
         return CONFIG_MAPPING[model_type]
-    nearest = nearest_name(model_type, CAUSAL)
-    hint = f" (nearest: {nearest})" if nearest else ""
-    raise UsageError(f"model must be a causal language model that transformers has; got model_type {model_type}{hint}")
+    got = f"{model_type}{nearest_hint(model_type, CAUSAL)}"
+    raise UsageError(f"model must be a causal language model that transformers has; got model_type {got}")
 
 
 def hf_config(fields: Fields) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from verl_ext.files import fingerprint
-from verl_ext.values import UsageError, first_line, nearest_name, reason_of
+from verl_ext.values import UsageError, first_line, reason_of, unknown
 
 LANGUAGES = ("en", "zh")
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
@@ -52,10 +52,8 @@ def load_prompts(path: str | None, task: str) -> dict[str, Prompts]:
             raise UsageError(f"prompts must have {task}.{name}; got {path}, which has {', '.join(texts)}")
         if missing := set(_PLACEHOLDER.findall(own)) - set(_PLACEHOLDER.findall(texts[name])):
             raise UsageError(f"prompts: {task}.{name} must contain {{{sorted(missing)[0]}}}; got {path}")
-    if unknown := set(texts) - set(ours["en"]):
-        name = sorted(unknown)[0]
-        near = nearest_name(name, ours["en"])
-        raise UsageError(f"prompts: {task} has no prompt {name}{f'; nearest: {near}' if near else ''}; got {path}")
+    for name in sorted(set(texts) - set(ours["en"])):
+        raise UsageError(unknown(name, ours["en"], node=task, owner=f"prompts={path}"))
     return dict.fromkeys(LANGUAGES, Prompts(texts, fingerprint(texts, digits=8)))
 
 
