@@ -8,11 +8,11 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
+from verl_ext.tables import plain_table
 from verl_ext.tools.judging.figures import Figure
 from verl_ext.tools.judging.run import Judged, shown, table
 from verl_ext.tools.judging.task import Task
 from verl_ext.tools.page import FIT, Chart, score_scale, write_page
-from verl_ext.tools.tables import plain_table
 from verl_ext.values import one_line
 
 PROMPT_ENDS = 600  # characters that a case shows of each end of its prompt

@@ -11,7 +11,7 @@ from typing import Any
 from verl_ext.endpoint.answer import Answer
 from verl_ext.endpoint.client import Client, SamplingOptions
 from verl_ext.endpoint.spending import Price, QuestionProgress
-from verl_ext.progress import Row, aligned
+from verl_ext.tables import Row, aligned
 from verl_ext.tools.judging.figures import Figure, figures
 from verl_ext.tools.judging.task import Case, Scores, Task
 

@@ -10,8 +10,8 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from verl_ext.checkpoint.layout import ANSWERS
+from verl_ext.tables import plain_table
 from verl_ext.tools.show.runs import ShownRun
-from verl_ext.tools.tables import plain_table
 from verl_ext.values import DataError, UsageError, choice_problem, one_line
 
 OPENING, ENDING = 30, 50  # characters of a prompt that its line shows

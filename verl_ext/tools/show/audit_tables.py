@@ -8,8 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from verl_ext.data.mixture import mixture_table
+from verl_ext.tables import plain_table
 from verl_ext.tools.show.audit import CHECKS, QUANTILES
-from verl_ext.tools.tables import plain_table
 from verl_ext.values import one_line
 
 

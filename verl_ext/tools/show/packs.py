@@ -14,10 +14,10 @@ from rich.text import Text
 
 from verl_ext.checkpoint.layout import RUN
 from verl_ext.packing import CostModel
+from verl_ext.tables import plain_table
 from verl_ext.text.tokenizer import ModelOptions, load_tokenizer
 from verl_ext.tools.show.document import Decode
 from verl_ext.tools.show.plan import PackOptions
-from verl_ext.tools.tables import plain_table
 from verl_ext.trainer.step_plan import StepPlan
 from verl_ext.values import DataError, UsageError, one_line
 

@@ -8,9 +8,9 @@ from rich.text import Text
 from tqdm import tqdm
 
 from verl_ext.progress import four_digits
+from verl_ext.tables import plain_table
 from verl_ext.tools.show.answers import heat_table
 from verl_ext.tools.show.runs import Curve, ShownRun
-from verl_ext.tools.tables import plain_table
 from verl_ext.values import leaves, one_line, show
 
 BLOCKS = "▁▂▃▄▅▆▇█"

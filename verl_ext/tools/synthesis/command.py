@@ -14,8 +14,8 @@ from verl_ext.endpoint.answer import DONE, OUTCOMES
 from verl_ext.endpoint.client import EndpointOptions, SamplingOptions
 from verl_ext.endpoint.spending import read_price
 from verl_ext.files import OutputFolder
-from verl_ext.progress import aligned
 from verl_ext.redaction import redacted
+from verl_ext.tables import aligned
 from verl_ext.text.json_records import BadRecord, read_record
 from verl_ext.text.readers import TextFile, read_chunks
 from verl_ext.text.sources import FORMATS, find_source_files, local_path
