@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from verl_ext.data.babilong_answers import is_right_answer
+from verl_ext.data.babilong_measure import BABILongMeasure
 from verl_ext.data.dataset import DatasetOptions, missing_paths
 from verl_ext.data.sft import SFTOptions
 from verl_ext.data.text_set import TextSet, TextSetOptions
@@ -316,7 +316,6 @@ class BABILongDataset(TextSet):
     options: BABILongOptions
     encoder, find_files = BABILongEncoder, staticmethod(find_files)
     paths_are = "a BABILong JSON file, or a folder of them"
-    has_questions = True
 
     def __init__(
         self,
@@ -350,6 +349,5 @@ class BABILongDataset(TextSet):
         return BABILongQuestion(name, *(self._data.text(column, row) for column in BABILongEncoder.texts))
 
     @override
-    def is_right_answer(self, pack: int, answer: str) -> bool:
-        category, question, target = self.question(pack)
-        return is_right_answer(answer, target, question, category)
+    def answer_measure(self, device: Any) -> BABILongMeasure:
+        return BABILongMeasure(self, device)
