@@ -35,7 +35,8 @@ def pivot(
     names = list(dict.fromkeys([*columns, *(column for _, column in cells)]))
     table = plain_table(corner, *names, left=left)
     for row in dict.fromkeys(row for row, _ in cells):
-        table.add_row(Text(row), *(cells.get((row, column), missing) for column in names))
+        values = (cells.get((row, column), missing) for column in names)
+        table.add_row(Text(row), *(Text(value) if isinstance(value, str) else value for value in values))
     return table
 
 
