@@ -182,7 +182,7 @@ def _chart(title: str, values: Sequence[Mapping[str, Any]], **spec: Any) -> Char
 
 def _html(console: Console, part: RenderableType, wrap: bool = True) -> str:
     """Return the terminal's rendering as escaped HTML with inline styles."""
-    console.print(part, soft_wrap=not wrap)
+    console.print(part, soft_wrap=not wrap or bool(isinstance(part, Text) and part.no_wrap))
     return console.export_html(inline_styles=True, code_format="{code}")
 
 

@@ -1,9 +1,11 @@
 """Runs as a page: the tables of the terminal, their curves as figures, and their facts."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from rich.console import RenderableType
 
 from verl_ext.tools.page import COLUMNS, Chart, curve_chart, score_scale, write_page
 from verl_ext.tools.show.answers import score_table
@@ -15,8 +17,11 @@ _UNDRAWN = ("tokens", "target tokens", "packs", "epoch", "answers", "total targe
 _COUNTERS = ("skipped steps", "spikes")  # drawn if anything was counted
 
 
-def write_run_page(path: Path, title: str, runs: Sequence[ShownRun]) -> None:
-    """Write the page of runs. Raises DataError if there are figures to draw, but vl-convert is not installed."""
+def write_run_page(path: Path, title: str, runs: Sequence[ShownRun], closing: Iterable[RenderableType] = ()) -> None:
+    """Write the page of runs, with `closing` below the figures.
+
+    Raises DataError if there are figures to draw, but vl-convert is not installed.
+    """
     files = {
         f"{run.name}: {name}": json.dumps(facts, indent=2, ensure_ascii=False)
         for run in runs
@@ -24,7 +29,9 @@ def write_run_page(path: Path, title: str, runs: Sequence[ShownRun]) -> None:
         if facts
     }
     curves = [{"name": run.name, "curves": {n: vars(curve) for n, curve in run.curves.items()}} for run in runs]
-    write_page(path, title, run_tables(runs, COLUMNS), charts=run_charts(runs), runs=curves, folded=files)
+    write_page(
+        path, title, run_tables(runs, COLUMNS), charts=run_charts(runs), runs=curves, closing=closing, folded=files
+    )
 
 
 def run_charts(runs: Sequence[ShownRun]) -> list[Chart]:
