@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from verl_ext.checkpoint.save import NotWritten
 from verl_ext.config.run import AFTER_EACH_EPOCH, is_due
-from verl_ext.data.babilong_measure import BABILongMeasure
+from verl_ext.data.measure import AnswerMeasure
 from verl_ext.trainer.answers import mean_scores
 from verl_ext.trainer.distributed import RunFailed
 from verl_ext.trainer.hooks import tracking
@@ -79,7 +79,8 @@ def test_a_frequency_is_due_at_multiples_and_at_the_step_in_which_an_epoch_ends(
 def test_a_validation_set_without_an_answer_has_no_mean_of_scores():
     assert mean_scores([]) == {}
     table = SimpleNamespace(ids=[1], names=["qa1"])
-    measure = BABILongMeasure(SimpleNamespace(pack_targets=lambda: [0], categories=table), "cpu")  # type: ignore[arg-type]
+    dataset: Any = SimpleNamespace(pack_targets=lambda: [0], categories=table)
+    measure = AnswerMeasure(dataset, lambda pack, answer: True, "cpu")
     assert (len(measure), measure.report()) == (0, {"answers": 0})
 
 

@@ -24,8 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from verl_ext.data.babilong_measure import BABILongMeasure
+from verl_ext.data.babilong_answers import is_right_answer
 from verl_ext.data.dataset import DatasetOptions, missing_paths
+from verl_ext.data.measure import AnswerMeasure
 from verl_ext.data.sft import SFTOptions
 from verl_ext.data.text_set import TextSet, TextSetOptions
 from verl_ext.packing import MOST_TOKENS
@@ -349,5 +350,10 @@ class BABILongDataset(TextSet):
         return BABILongQuestion(name, *(self._data.text(column, row) for column in BABILongEncoder.texts))
 
     @override
-    def answer_measure(self, device: Any) -> BABILongMeasure:
-        return BABILongMeasure(self, device)
+    def answer_measure(self, device: Any) -> AnswerMeasure:
+        return AnswerMeasure(self, self.is_right_answer, device)
+
+    def is_right_answer(self, pack: int, answer: str) -> bool:
+        """Return whether a text answers the question of a row by the rule of its task."""
+        category, question, target = self.question(pack)
+        return is_right_answer(answer, target, question, category)

@@ -16,11 +16,11 @@ from verl_ext.tools.synthesis.corpus import Corpus, Intervals
 from verl_ext.tools.synthesis.encoder import EncoderOptions
 from verl_ext.tools.synthesis.items import Item
 from verl_ext.tools.synthesis.prompts import Prompts
-from verl_ext.tools.synthesis.records import RecordResult, RecordSettings
+from verl_ext.tools.synthesis.records import Result, Settings
 
 AHEAD = 4  # items that are in progress for each concurrent request
 
-Make = Callable[[Item, Client, dict[str, Prompts], RecordSettings], Coroutine[Any, Any, RecordResult]]
+Make = Callable[[Item, Client, dict[str, Prompts], Settings], Coroutine[Any, Any, Result]]
 ResultT = TypeVar("ResultT")
 
 
@@ -31,7 +31,7 @@ class Work:
     corpus: Corpus
     total: int
     prompts: dict[str, Prompts]
-    settings: RecordSettings
+    settings: Settings
     endpoint: EndpointOptions
     encoder: EncoderOptions
     intervals: Intervals | None
@@ -66,7 +66,7 @@ async def write_records(make: Make, work: Work) -> WriteResult:
     with Store(work.store_path) as store:
         async with Client(work.endpoint, store) as client:
 
-            async def made_of(item: Item) -> RecordResult:
+            async def made_of(item: Item) -> Result:
                 async with free:  # an item's requests follow each other, while the server still caches its document
                     return await make(item, client, work.prompts, work.settings)
 

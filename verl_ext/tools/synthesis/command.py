@@ -27,7 +27,7 @@ from verl_ext.tools.synthesis.encoder import EncoderOptions
 from verl_ext.tools.synthesis.joined import write_joined
 from verl_ext.tools.synthesis.overlap import NearDuplicates, Passages
 from verl_ext.tools.synthesis.prompts import load_prompts
-from verl_ext.tools.synthesis.records import RecordSettings
+from verl_ext.tools.synthesis.records import Settings
 from verl_ext.tools.synthesis.token_lengths import TokenLengths
 from verl_ext.values import DataError, option
 
@@ -173,7 +173,7 @@ def run(options: SynthesizeOptions) -> str:
     if not total:
         left_out = _listed(corpus.left_out) or "nothing was there"
         raise DataError(f"sources must hold something to ask about, in its field {key}; left out: {left_out}")
-    settings = RecordSettings(
+    settings = Settings(
         options.seed,
         options.sampling,
         options.parse_tries,

@@ -17,13 +17,7 @@ from verl_ext.endpoint.client import Client
 from verl_ext.text.word_count import language_of
 from verl_ext.tools.synthesis.items import Item, drawn
 from verl_ext.tools.synthesis.prompts import Prompts
-from verl_ext.tools.synthesis.records import (
-    RecordResult,
-    RecordSettings,
-    json_in,
-    question_and_answer,
-    refused_in_words,
-)
+from verl_ext.tools.synthesis.records import Result, Settings, json_in, question_and_answer, refused_in_words
 from verl_ext.tools.synthesis.token_lengths import TokenLengths
 
 WAYS = ("chunk", "chunks", "summary")
@@ -77,7 +71,7 @@ def stretches(item: Item, number: int, size: int, seed: int, lengths: TokenLengt
     return lengths.characters(item.text, spans)
 
 
-async def make(item: Item, client: Client, prompts: dict[str, Prompts], settings: RecordSettings) -> RecordResult:
+async def make(item: Item, client: Client, prompts: dict[str, Prompts], settings: Settings) -> Result:
     """Return the record of a document, or the reason why there is none."""
     way = WAYS[drawn(settings.seed, item.name, "way") % len(WAYS)]
     own = prompts[language_of(item.text)]
@@ -97,18 +91,18 @@ async def make(item: Item, client: Client, prompts: dict[str, Prompts], settings
         item.name, way, [{"role": "user", "content": content}], settings.sampling, parse_pair, settings.parse_tries
     )
     if not answer.is_done:
-        return RecordResult.from_answer(way, answer)
+        return Result.from_answer(way, answer)
     question, reply = answer.parsed
     if not (answer := refused_in_words(answer, reply)).is_done:
-        return RecordResult.from_answer(way, answer)
+        return Result.from_answer(way, answer)
     if settings.passages.found_in(f"{question}\n{reply}"):
-        return RecordResult("contaminated", reason="the question or its answer holds a passage of decontaminate")
+        return Result("contaminated", reason="the question or its answer holds a passage of decontaminate")
     facts = {"task": task, "spans": [list(span) for span in characters]}
     content = f"{item.text}\n\n{question}"
     return question_and_answer(item, f"glm_long_{way}", content, reply, own, [answer], facts)
 
 
-async def _summary(item: Item, client: Client, own: Prompts, settings: RecordSettings) -> RecordResult:
+async def _summary(item: Item, client: Client, own: Prompts, settings: Settings) -> Result:
     """Return the record of a summary, for which the model reads the text window by window."""
     assert settings.lengths_of is not None
     count, answers, text, level = settings.lengths_of, list[Answer](), item.text, 0
@@ -122,20 +116,20 @@ async def _summary(item: Item, client: Client, own: Prompts, settings: RecordSet
             part = await client.ask(item.name, f"part/{level}/{number}", asked, settings.sampling)
             answers.append(refused_in_words(part))
             if not answers[-1].is_done:
-                return RecordResult.from_answer(f"part {number} of {len(spans)}", answers[-1])
+                return Result.from_answer(f"part {number} of {len(spans)}", answers[-1])
             summaries.append(answers[-1].text)
         text = "\n\n".join(summaries)
         if count.count(text) >= tokens:
-            return RecordResult(UNPARSABLE, reason="the summaries of the parts are as long as the parts")
+            return Result(UNPARSABLE, reason="the summaries of the parts are as long as the parts")
     names = own.below("summaries")
     name = names[drawn(settings.seed, item.name, "task") % len(names)]
     instruction = own.texts[f"summaries.{name}"]
     asked = [{"role": "user", "content": own.filled("whole", text=text, instruction=instruction)}]
     answers.append(refused_in_words(await client.ask(item.name, "whole", asked, settings.sampling)))
     if not answers[-1].is_done:
-        return RecordResult.from_answer("whole", answers[-1])
+        return Result.from_answer("whole", answers[-1])
     if settings.passages.found_in(answers[-1].text):
-        return RecordResult("contaminated", reason="the summary holds a passage of decontaminate")
+        return Result("contaminated", reason="the summary holds a passage of decontaminate")
     facts = {"task": name, "levels": level, "spans": [[0, len(item.text)]]}
     content = f"{item.text}\n\n{instruction}"
     return question_and_answer(item, "glm_long_summary", content, answers[-1].text, own, answers, facts)
