@@ -165,6 +165,10 @@ def test_megatron_corpora_are_audited(tmp_path):
     found = audit_of(tmp_path, tmp_path / "books")
     assert (found["documents"], found["tokens"], found["targets"]) == (3, 9, 6)
     assert found["findings"]["duplicates"]["count"] == 2
+    code, shown, errors = show(tmp_path / "books", "max_tokens=8")  # no family packs such documents
+    assert (code, errors.count("\n")) == (1, 1)
+    assert "paths" in errors
+    assert "3 documents" in shown
 
 
 def test_requirements_decide_the_exit_code(tmp_path):

@@ -1,6 +1,5 @@
 """`verl-ext show run`: the curves of runs, the answers of an evaluation, the packs of a step."""
 
-import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -22,7 +21,7 @@ from verl_ext.tools.show.documents import Row, open_documents, tokenizer_of
 from verl_ext.tools.show.packs import pack_view, step_view
 from verl_ext.tools.show.run_page import write_run_page
 from verl_ext.tools.show.run_tables import run_tables
-from verl_ext.tools.show.runs import open_run, read_spike
+from verl_ext.tools.show.runs import open_run, read_facts, read_spike
 from verl_ext.tools.show.terminal import has_colours, print_parts, terminal
 from verl_ext.values import DataError, Options, UsageError, one_line, option, show
 
@@ -113,7 +112,9 @@ def _step_parts(options: ShowRunOptions, step: int) -> Iterator[RenderableType]:
         yield from _spike_parts(spike, options)
         if not (folder / RUN).is_file():
             return
-    facts = read_run(folder)
+    facts = read_facts(folder / RUN)
+    if not facts.keys() >= {"config", "plan", "cost"}:
+        raise UsageError(f"{folder} must hold the {RUN} of a training run, with config, plan and cost; it does not")
     from verl_ext.trainer.inputs import reopened  # imports torch and verl
 
     with working_in(facts.get("working_folder")):
@@ -147,15 +148,3 @@ def _spike_parts(spike: Mapping[str, Any], options: ShowRunOptions) -> Iterator[
         facts = f"{where}: {place['category']}, pack {place['pack']}, loss {place['loss']}"
         tokenizer = tokenizer_of(options.model, documents.tokenizer, is_needed=True)
         yield document_view(one_line(facts), row, tokenizer, options.tokens, in_colour)
-
-
-def read_run(folder: Path) -> dict[str, Any]:
-    """Return a run's run.json: config, versions, step plan. Raises UsageError if it is missing or incomplete."""
-    path = folder / RUN
-    try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{folder} must hold {RUN}, which a training run writes; {error}") from error
-    if not isinstance(facts, dict) or not facts.keys() >= {"config", "plan", "cost"}:
-        raise UsageError(f"{path} must be of a training run of this version; it lacks config, plan or cost")
-    return facts
