@@ -113,11 +113,12 @@ def _show(options: ShowDataOptions, names: list[str]) -> None:
     requirements = read_requirements(options.require) if options.require else []
     # The packs first: they import torch, which must precede a tokenizer. Data that the trainer refuses has an audit all
     # the same, which ends with the trainer's reason.
-    packs, refused = None, None
+    packs, refused, plan = None, None, {}
     if options.max_tokens is not None:
         try:
             packs = open_packs(documents, options)
-            plan = plan_facts(documents, packs, options)
+            if options.shows_audit:
+                plan = {"plan": plan_facts(documents, packs, options)}
         except DataError as error:
             if options.pack is not None:
                 raise
@@ -125,12 +126,12 @@ def _show(options: ShowDataOptions, names: list[str]) -> None:
     if names != options.paths:  # raw files, tokenized into one folder
         documents.paths = (", ".join(names),)
 
+    # Each view adds its part. Documents come last and one by one, because there may be many long ones.
     parts: list[RenderableType] = []
     found: dict[str, Any] = {}
     if options.shows_audit:
         validation = open_documents(as_list(options.val), "val") if options.val else None
-        found = audit(documents, validation, options.model, options.scan)
-        found = redacted({**found, "plan": plan} if packs is not None and refused is None else found)
+        found = redacted({**audit(documents, validation, options.model, options.scan), **plan})
         parts += audit_tables(found)
     decode = None
     if options.against is not None or options.pack is not None:
@@ -143,6 +144,8 @@ def _show(options: ShowDataOptions, names: list[str]) -> None:
         parts += pack_view(packs, options.pack, decode)
 
     texts = _documents(documents, options) if options.shows_documents else iter(())
+
+    # A requirement that is not met, or packs that the trainer refuses, end with an error below everything else.
     if options.html:
         title = f"verl-ext show {' '.join(names)}"
         write_page(Path(options.html), title, parts, documents=texts)
