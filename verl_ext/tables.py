@@ -7,7 +7,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-Row = Mapping[str, str]  # the cells of a row by column
+Row = dict[str, str]  # the cells of a row by column
 _WIDE = 1 << 16  # columns of a text, whose lines are never wrapped
 
 
