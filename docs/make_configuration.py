@@ -62,13 +62,15 @@ def _lines() -> Iterator[str]:
         yield from ("", f"### {title}", "")
         yield from _table(cls)
     for name, (module, _) in COMMANDS.items():
-        held = [value for value in vars(import_module(module)).values() if isinstance(value, type)]
+        content = vars(import_module(module))
+        held = [value for value in content.values() if isinstance(value, type)]
         own = [value for value in held if issubclass(value, Options) and value.__module__ == module]
-        if not own:  # it reads the environment, and passes its words on
-            continue
-        cls = own[-1]  # nodes first
-        yield from ("", f"## `verl-ext {name}`", "")
-        yield from _table(cls)
+        tables = {name: own[-1]} if own else {}  # nodes stand first; a command without options passes its words on
+        for kind, of in content.get("SUBCOMMANDS", {}).items():
+            tables[f"{name} {kind}"] = of.options
+        for command, cls in tables.items():
+            yield from ("", f"## `verl-ext {command}`", "")
+            yield from _table(cls)
 
 
 def _table(cls: type[Options]) -> Iterator[str]:

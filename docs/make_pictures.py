@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.text import Text
 
 from verl_ext.text.tokenizer import ModelOptions, load_tokenizer
-from verl_ext.tools.show.data import open_documents
 from verl_ext.tools.show.document import cells_of, document_text
+from verl_ext.tools.show.documents import open_documents
 from verl_ext.tools.show.run_tables import run_tables
 from verl_ext.tools.show.runs import open_run
 

@@ -6,15 +6,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_ext.checkpoint.save import NotWritten
 from verl_ext.config.run import AFTER_EACH_EPOCH, is_due
+from verl_ext.data.measure import AnswerMeasure
 from verl_ext.trainer.answers import mean_scores
 from verl_ext.trainer.distributed import RunFailed
-from verl_ext.trainer.evaluation import ExactMatches
 from verl_ext.trainer.hooks import tracking
 from verl_ext.trainer.hooks.base import Hook, StepOutcome
 from verl_ext.trainer.hooks.profile import ProfileHook
@@ -79,9 +78,10 @@ def test_a_frequency_is_due_at_multiples_and_at_the_step_in_which_an_epoch_ends(
 
 def test_a_validation_set_without_an_answer_has_no_mean_of_scores():
     assert mean_scores([]) == {}
-    exact = ExactMatches.__new__(ExactMatches)
-    exact.counts = torch.zeros(2, 2, dtype=torch.float64)
-    assert exact.report("val", ["qa1"], lambda _: None) == {"val/answers": 0}
+    table = SimpleNamespace(ids=[1], names=["qa1"])
+    dataset: Any = SimpleNamespace(pack_targets=lambda: [0], categories=table)
+    measure = AnswerMeasure(dataset, lambda pack, answer: True, "cpu")
+    assert (len(measure), measure.report()) == (0, {"answers": 0})
 
 
 def test_too_many_skipped_steps_are_the_reason_even_if_the_checkpoint_before_is_not_written(monkeypatch, capsys):

@@ -15,7 +15,7 @@ from verl_ext.commands.tokenize import main as tokenize
 from verl_ext.data import SFTDataSet
 from verl_ext.data.dataset import DataOptions
 from verl_ext.data.megatron.index import IndexWriter
-from verl_ext.tools.show.plan import PackOptions
+from verl_ext.tools.show.packs import PackOptions
 from verl_ext.trainer.report import data_facts
 from verl_ext.values import options_of
 
@@ -129,8 +129,10 @@ def test_packs_are_planned_with_the_defaults_of_a_training_run(tmp_path):
     folder = write_data(tmp_path / "data", random_documents(np.random.default_rng(1), [3, 65], 50, 2))
     with pytest.raises(ValueError, match=r"1 of 2 documents are longer") as refused:
         SFTDataSet(folder, max_tokens=64)
-    code, _, told = show(folder, "max_tokens=64")
-    assert (code, told) == (1, f"error: {str(refused.value).replace('data.train_dir', 'paths')}\n")
+    code, shown, errors = show(folder, "max_tokens=64")  # the audit, and what to set
+    assert (code, errors) == (1, f"error: {str(refused.value).replace('data.train_dir', 'paths')}\n")
+    assert "2 documents, 68 tokens" in shown
+    assert show(folder, "max_tokens=64", "pack=0") == (1, "", errors)
 
 
 @pytest.mark.parametrize("over_length", ["drop", "truncate", "split"])
@@ -163,6 +165,10 @@ def test_megatron_corpora_are_audited(tmp_path):
     found = audit_of(tmp_path, tmp_path / "books")
     assert (found["documents"], found["tokens"], found["targets"]) == (3, 9, 6)
     assert found["findings"]["duplicates"]["count"] == 2
+    code, shown, errors = show(tmp_path / "books", "max_tokens=8")  # no family packs such documents
+    assert (code, errors.count("\n")) == (1, 1)
+    assert "paths" in errors
+    assert "3 documents" in shown
 
 
 def test_requirements_decide_the_exit_code(tmp_path):
@@ -191,9 +197,8 @@ def test_bad_input_is_one_line(tmp_path, tokenizer):
         (2, "matches", folder, "matches=("),
         (2, "lonest", folder, "lonest=true"),
         (2, "max_tokens", folder, "ranks=8"),
-        (2, "require", folder, "row=0", "require=no_target=0"),
+        (2, "max_tokens", folder, "over_length=split"),
         (2, "step", folder, "step=3"),
-        (2, "html", folder, "pack=0", "max_tokens=8", "html=page.html"),
         (2, "one order", folder, "longest", "shortest"),
         (2, "model.path", folder, "longest"),
         (1, "over_length", folder, "max_tokens=2", "over_length=error"),

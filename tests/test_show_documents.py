@@ -9,8 +9,8 @@ from tests.shown import document, show, write_data
 from tests.test_tokenize_templates import CHATML, tiny_tokenizer
 from tests.tokenized_data import random_documents, write_tokenized
 from verl_ext.data import SFTDataSet
-from verl_ext.tools.show.data import Row
 from verl_ext.tools.show.document import cells_of
+from verl_ext.tools.show.documents import Row
 
 TOKENIZER = tiny_tokenizer(CHATML)
 
@@ -111,6 +111,20 @@ def test_a_pack_is_the_one_that_the_trainer_feeds(tmp_path):
         assert sum(int(line[5]) for line in lines) == int(dataset[pack]["loss_mask"].sum())
         assert [line[6] for line in lines] == [f"0..{place.tokens - 1}" for place in places]
     assert show(folder, f"pack={len(dataset)}", "max_tokens=64")[0] == 2
+
+
+def test_views_stand_beside_each_other_and_on_a_page(tmp_path, data):
+    words = [data, "pack=0", "max_tokens=64", "row=0", "require=no_target<=1", "documents=1"]
+    code, shown, errors = show(*words)
+    assert code == 0, errors
+    parts = ("3 documents", "pack 0: ", "[[the cat sat]]")
+    assert sorted(map(shown.index, parts)) == list(map(shown.index, parts))
+    page = tmp_path / "page.html"
+    assert show(*words, f"html={page}")[0] == 0
+    text = page.read_text()
+    assert all(part in text for part in ("3 documents", "pack 0: ", "the cat sat"))
+    code, _, errors = show(*words[:4], "require=no_target=0")
+    assert (code, "no_target=0: got 1 of 3" in errors) == (1, True)
 
 
 def test_two_sets_of_the_same_records_are_compared(tmp_path, data):

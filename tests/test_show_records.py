@@ -137,6 +137,16 @@ def test_babilongs_samples_are_audited_as_rows(tmp_path, model):
     assert "qa1_0k" in shown
 
 
+def test_a_folder_is_shown_by_its_kind_alone_or_named(folder, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    named = show("data", "data", "row=1")[1]  # the folder's name is that of its kind
+    assert named == show("data", "row=1")[1] == show("data", "paths=[data]", "row=1")[1]
+    assert "the cat sat" in named
+    for kind in ("data", "run", "plan"):
+        code, told, _ = show(kind, "--help")
+        assert (code, told.startswith(f"usage: verl-ext show {kind} ")) == (0, True)
+
+
 def answers(folder, torn=""):
     folder.mkdir(exist_ok=True)
     common = {"prompt": "[red]question " + "long " * 40, "expected": "4"}
@@ -200,11 +210,16 @@ def test_babilongs_scores_are_a_figure_of_the_page(tmp_path):
         (["chats.jsonl"], "model.path"),
         (["data", "row=0", "tokenize={turns: each}"], "tokenize must be given for raw files alone"),
         (["data", "against={turns: each}"], "against must be paths"),
-        (["data", "answers"], "answers must be of a run"),
+        (["data", "answers"], "answers must be given with `verl-ext show run`; got true with `verl-ext show data`"),
+        (["run", "pack=3"], "pack must be given with `verl-ext show data`; got 3 with `verl-ext show run`"),
+        (["run", "tokenize.turns=each"], "tokenize.turns must be given with `verl-ext show data`; got each"),
+        (["plan", "run"], "run must be the folder of a plan"),
+        (["data", "run"], "paths"),
+        (["run", "category=maths"], "answers is required with category; got false"),
+        (["run", "paths=[run]", "rank=1"], "step is required with rank; got null"),
         (["run", "answers"], "answers.jsonl"),
         (["asked", "answers", "step=7"], "step must be one of those with answers, 0, 10; got 7"),
         (["asked", "answers", "category=math"], "maths"),
-        (["data", "record"], "record"),
     ],
 )
 def test_a_mistake_is_one_line(tmp_path, folder, chats, monkeypatch, words, expected):

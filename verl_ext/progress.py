@@ -1,4 +1,4 @@
-"""Progress bars over files and over steps, and text tables.
+"""Progress bars over files and over steps.
 
 On a terminal, a bar moves; a log file gets a line now and then.
 """
@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -46,6 +46,15 @@ def progress_bar(description: str, total: int | None, **options: Any) -> tqdm:
     if sys.stderr.isatty():
         return tqdm(total=total, desc=description, mininterval=0.2, **options)
     return _LineBar(total=total, desc=description, mininterval=10, ncols=_LINE, delay=10, **options)
+
+
+def terminal_bar(description: str, visible: bool, over: Iterable[Any] | None = None, **options: Any) -> tqdm:
+    """Return a bar for a terminal, which begins after some seconds; logs have none.
+
+    visible: whether this rank may show it, as rank 0 of a run does.
+    """
+    hidden = None if visible else True  # None: unless stderr is a terminal
+    return tqdm(over, desc=description, disable=hidden, **{"delay": 3, "mininterval": 0.2, **options})
 
 
 def four_digits(value: float) -> str:
@@ -123,8 +132,7 @@ class StepProgress:
 
     def __init__(self, first_step: int, total_steps: int, visible: bool) -> None:
         self.visible, self.total_steps = visible, total_steps
-        hidden = not (visible and sys.stderr.isatty())
-        self.bar = progress_bar("train", total_steps, initial=first_step, unit=" step", disable=hidden)
+        self.bar = terminal_bar("train", visible, total=total_steps, initial=first_step, unit=" step", delay=0)
         self.started = self._since = self._first_ended = time.perf_counter()
         self.total_tokens = self._tokens = 0  # of the run, and since the last call of `rates`
         self._flops: float | None = 0.0  # since that call
@@ -256,17 +264,3 @@ def _rows(groups: Sequence[Sequence[str]]) -> str:
                 text, used, mark = f"{text}\n", 0, "    "
             text, used = f"{text}{mark}{part}", used + len(mark) + len(part)
     return text
-
-
-Row = dict[str, str]
-
-
-def aligned(rows: Sequence[Row], left: Collection[str]) -> str:
-    """Format rows with equal keys as lines under a header; the columns named in `left` are left-aligned."""
-    widths = {key: max(len(key), *(len(row[key]) for row in rows)) for key in rows[0]}
-
-    def line(cells: Row) -> str:
-        padded = (cells[k].ljust(w) if k in left else cells[k].rjust(w) for k, w in widths.items())
-        return "  ".join(padded).rstrip()
-
-    return "\n".join([line({key: key for key in widths}), *map(line, rows)])

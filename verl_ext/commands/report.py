@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from verl_ext.files import CATEGORIES, REPORT, write_json
-from verl_ext.progress import Row, aligned
 from verl_ext.redaction import redacted
+from verl_ext.tables import Row, aligned
 from verl_ext.text.chat_parts import KINDS
 from verl_ext.text.chat_rendering import ChatOptions
 from verl_ext.text.documents import Counts, Documents, Run

@@ -26,6 +26,7 @@ from typing_extensions import override
 
 from verl_ext.data.babilong_answers import is_right_answer
 from verl_ext.data.dataset import DatasetOptions, missing_paths
+from verl_ext.data.measure import AnswerMeasure
 from verl_ext.data.sft import SFTOptions
 from verl_ext.data.text_set import TextSet, TextSetOptions
 from verl_ext.packing import MOST_TOKENS
@@ -316,7 +317,6 @@ class BABILongDataset(TextSet):
     options: BABILongOptions
     encoder, find_files = BABILongEncoder, staticmethod(find_files)
     paths_are = "a BABILong JSON file, or a folder of them"
-    has_questions = True
 
     def __init__(
         self,
@@ -350,6 +350,10 @@ class BABILongDataset(TextSet):
         return BABILongQuestion(name, *(self._data.text(column, row) for column in BABILongEncoder.texts))
 
     @override
+    def answer_measure(self, device: Any) -> AnswerMeasure:
+        return AnswerMeasure(self, self.is_right_answer, device)
+
     def is_right_answer(self, pack: int, answer: str) -> bool:
+        """Return whether a text answers the question of a row by the rule of its task."""
         category, question, target = self.question(pack)
         return is_right_answer(answer, target, question, category)

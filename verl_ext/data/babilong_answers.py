@@ -26,6 +26,7 @@ TASK_LABELS: dict[str, tuple[str, ...]] = {
     "qa19": ("e,e", "e,n", "e,s", "n,e", "n,n", "n,w", "s,e", "s,s", "s,w", "w,n", "w,s", "w,w"),
     "qa20": ("bedroom", "bored", "garden", "hungry", "kitchen", "thirsty", "tired"),
 }
+CATEGORY = re.compile(r"(?P<task>qa\d+)_(?P<length>\d+[km]?)", re.IGNORECASE)  # the name of qa1/32k.json
 _ENDS = (".", "<context>", "<example>")  # ends of an answer, after which a model may add an example of its own
 
 

@@ -17,9 +17,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from verl_ext.data.babilong_answers import CATEGORY as BABILONG
 from verl_ext.files import CATEGORIES
 from verl_ext.values import first_line
 
+# The names of families' categories that have fields, by which tables of scores have rows and columns.
+NAMES_WITH_FIELDS = (BABILONG,)
 SMALL = 1 << 16  # smaller numbers are looked up in a table, which is many times faster than searching
 _HIGHEST = (1 << 62) - 1
 _MISSING = np.iinfo(np.int64).min
@@ -204,3 +207,9 @@ class CategoryTable:
         named = {number: names.get(number, str(number)) for number in numbers}
         _check_names(f"data.category_names and {CATEGORIES}" if given else CATEGORIES, named)
         return cls(tuple(named), tuple(named.values()))
+
+
+def category_fields(name: str) -> dict[str, str]:
+    """Return the fields in a category's name, such as task and length; {} if no family declares them."""
+    found = next(filter(None, (pattern.fullmatch(name) for pattern in NAMES_WITH_FIELDS)), None)
+    return {} if found is None else found.groupdict()

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from verl_ext.data.reading import DataFile, Ranks
 from verl_ext.files import BLOCK, cached_folder, checksum, default_root, file_state, fingerprint, is_complete, joined
+from verl_ext.progress import terminal_bar
 from verl_ext.values import reason_of
 
 CONTENT = "the content of the files in data.train_dir"  # the key of `DataFiles.digest` in a checkpoint
@@ -131,9 +131,8 @@ def _read(files: Sequence[tuple[str, int, int]], ranks: Ranks) -> list[str]:
     """Return the checksums of files by their states; each rank reads its share of their blocks."""
     blocks = [(number, begin) for number, (_, size, _) in enumerate(files) for begin in range(0, max(size, 1), BLOCK)]
     mine: list[str] = []
-    hidden = None if ranks.rank == 0 else True  # None hides it unless stderr is a terminal
     own = blocks[ranks.rank :: ranks.size]
-    with ranks.guard(), tqdm(own, desc="checksums", unit="GiB", delay=3, disable=hidden) as bar:
+    with ranks.guard(), terminal_bar("checksums", ranks.rank == 0, own, unit="GiB") as bar:
         mine = [checksum(files[number][0], begin, BLOCK) for number, begin in bar]
     of_file: list[list[str]] = [[] for _ in files]
     shares = ranks.gather(mine)

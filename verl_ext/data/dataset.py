@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from verl_ext.data.categories import CategoryTable
 from verl_ext.data.left_out import DroppedDocuments
+from verl_ext.data.measure import AnswerMeasure
 from verl_ext.data.mixture import MixtureRow
 from verl_ext.data.reading import DataFile, Ranks
 from verl_ext.packing import CostModel
@@ -255,7 +256,7 @@ class PackDataset(torch.utils.data.Dataset, ABC):
 
     key: the config key that messages name for the data; max_tokens: the most tokens of a pack that a model reads.
     last_is_label: a pack's last token is only predicted, so that the model reads one token less than the pack has.
-    needs_tokenizer: the dataset reads text. has_questions: packs ask questions, see `is_right_answer`.
+    needs_tokenizer: the dataset reads text.
     is_ordered: the packs are in the order of the whole run, which the trainer keeps; else an epoch visits each once.
     epochs: how often all packs together contain the data.
     """
@@ -264,7 +265,6 @@ class PackDataset(torch.utils.data.Dataset, ABC):
     key: str
     max_tokens: int
     needs_tokenizer: bool = False
-    has_questions: bool = False
     last_is_label: bool = False
     is_ordered: bool = False
     epochs: float = 1.0
@@ -379,9 +379,9 @@ class PackDataset(torch.utils.data.Dataset, ABC):
         """Return whether a run with the plan options `saved`, longer or shorter, has the same first `seen` packs."""
         return False
 
-    def is_right_answer(self, pack: int, answer: str) -> bool:
-        """Return whether a generated text answers the question of pack `pack`."""
-        raise NotImplementedError(f"{type(self).__name__} has no questions")
+    def answer_measure(self, device: Any) -> AnswerMeasure | None:
+        """Return how answers are scored at validation, with its counts on `device`; None if packs ask nothing."""
+        return None
 
     def changed_documents(self) -> list[DroppedDocuments]:
         """Return the documents that are changed, left out or without a target, by category and reason."""

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from verl_ext.packing import Spans
 from verl_ext.packing.mixture import KEY, IntervalDraw, MixtureSource, draw_mixture
-from verl_ext.progress import aligned
+from verl_ext.tables import aligned
 from verl_ext.text.sources import absolute_path
 from verl_ext.values import MISSING, Options, option, options_of, plain, refuse, show, unknown
 
@@ -197,7 +197,7 @@ def mixture_table(rows: Iterable[Mapping[str, Any]]) -> str:
         cells = {name: f"{value:,}" for name, value in row.items() if isinstance(value, int)}
         rates = {"epochs": f"{row['epochs']:.2f}", "off": f"{row['off']:+.2%}", "": "*" if row["hinders"] else ""}
         lines.append({"source": row["source"], "low": "", "high": "", **cells, **rates})
-    return aligned(lines, left=())
+    return aligned(lines)
 
 
 def mixture_notices(report: Iterable[MixtureRow]) -> Iterator[str]:

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from verl_ext.data.arrow import TokenizedData
 from verl_ext.data.content import Arrays, found_once
@@ -24,6 +23,7 @@ from verl_ext.data.left_out import OverLengthCount
 from verl_ext.data.reading import ONE_RANK, Ranks
 from verl_ext.files import CATEGORIES, file_state, fingerprint
 from verl_ext.packing import Spans, cut_spans
+from verl_ext.progress import terminal_bar
 
 BLOCK_TOKENS = 1 << 22
 FORMAT = 4  # of a cached scan; raise it when the scan's meaning changes
@@ -182,8 +182,7 @@ class _Reader:
 
     def _read_rows(self, rows: NDArray[np.int64], has_bar: bool) -> None:
         total = int(self.data.lengths[rows].sum(dtype=np.int64))
-        hidden = None if has_bar else True  # None: unless stderr is a terminal
-        with tqdm(total=total, desc="reading tokens", unit="tok", unit_scale=True, delay=3, disable=hidden) as bar:
+        with terminal_bar("reading tokens", has_bar, total=total, unit="tok", unit_scale=True) as bar:
             for begin, end in self.data.blocks(int(rows[0]), int(rows[-1]) + 1, self.block_tokens):
                 before = self.tokens_read
                 self._read_block(begin, end)

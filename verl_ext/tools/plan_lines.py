@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from verl_ext.progress import aligned, four_digits
+from verl_ext.progress import four_digits
+from verl_ext.tables import aligned
 
 Facts = Mapping[str, Any]
 _GIB = 2**30

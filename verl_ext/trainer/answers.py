@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch.distributed as dist
-from tqdm import tqdm
 
 from verl_ext.answers.generation import Sampling
 from verl_ext.answers.prompts import Prompt, Prompts, prompt_text
@@ -25,6 +24,7 @@ from verl_ext.answers.scores import ScoreFailed, Scorer, scorer
 from verl_ext.answers.server import Server, ServerFailed
 from verl_ext.endpoint.reasoning import decode_answer
 from verl_ext.engines.step import StepEngine
+from verl_ext.progress import terminal_bar
 from verl_ext.trainer.distributed import RunRanks
 from verl_ext.trainer.hang import watch
 from verl_ext.trainer.setup import Run
@@ -66,9 +66,8 @@ def scored_answers(
     mine, share = list(order[ranks.rank :: ranks.size]), -(-len(order) // ranks.size)
     found: list[Scored] = []
     failure: str | None = None
-    hidden = None if ranks.rank == 0 else True  # None: unless stderr is a terminal
-    bar = tqdm(range(0, share, batch_size), desc="answer", unit="batch", delay=5, leave=False, disable=hidden)
-    for first in bar:
+    batches = range(0, share, batch_size)
+    for first in terminal_bar("answer", ranks.rank == 0, batches, unit="batch", leave=False):
         batch = mine[first : first + batch_size]
         asked = [prompts[number] for number in batch]
         try:

@@ -1,6 +1,6 @@
 """The data that a run reads: its training and validation sets, and the prompts of its answers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl_ext.answers.prompts import Prompts
@@ -8,6 +8,8 @@ from verl_ext.config.check import model_positions
 from verl_ext.config.run import RunConfig
 from verl_ext.data import PackDataset
 from verl_ext.data.dataset import RunLength
+from verl_ext.packing import CostModel
+from verl_ext.trainer.step_plan import StepPlan
 from verl_ext.values import first_line
 
 
@@ -32,6 +34,20 @@ def open_prompts(config: RunConfig, hf_config: Any, folders: Sequence[str]) -> P
             f"eval.prompts leaves of the model's {positions} positions; got {options.max_new_tokens}"
         )
     return prompts
+
+
+def reopened(facts: Mapping[str, Any]) -> tuple[PackDataset, StepPlan, CostModel]:
+    """Open the training set of a run from its run.json (`Run.facts`), with its plan of steps and its cost model.
+
+    Raises:
+        ValueError: the data cannot be opened any more, or differs from the data that the run was trained on.
+    """
+    config, plan, cost = RunConfig.from_composed(facts["config"]), dict(facts["plan"]), CostModel(*facts["cost"])
+    train_set, _ = open_sets(config)
+    if len(train_set) != plan["num_packs"] or train_set.digest != facts["digest"]:
+        raise ValueError(f"{train_set.key} must hold the documents that the run was trained on; they differ")
+    costs = train_set.pack_costs(cost) if plan.pop("is_balanced") else None
+    return train_set, StepPlan(**plan, costs=costs), cost
 
 
 def _tokenizer(model: Any) -> Any:

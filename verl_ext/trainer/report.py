@@ -6,24 +6,24 @@ run as data_report.json.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_ext.attention.kernels import KERNEL_NAMES
 from verl_ext.checkpoint.layout import REPORT
-from verl_ext.config.run import RunConfig
-from verl_ext.data import PackDataset
-from verl_ext.engines.optimizer import implementation
 from verl_ext.files import write_json
 from verl_ext.redaction import redacted
 from verl_ext.trainer.step_plan import StepPlan
 
+if TYPE_CHECKING:
+    from verl_ext.config.run import RunConfig
+    from verl_ext.data import PackDataset
+
 Facts = dict[str, Any]
 
 
-def what_runs(config: RunConfig, backend: str, head: str) -> str:
+def what_runs(config: "RunConfig", backend: str, head: str) -> str:
     """Describe the run in one line: `8 × NVIDIA H200 · bf16 · attention varlen (FA3) · head fused · AdamW fused`."""
     name = "CPU (gloo)" if config.trainer.device == "cpu" else config.machine.gpu
     kernel, head, optimizer = implementations(config, backend, head)
@@ -31,8 +31,11 @@ def what_runs(config: RunConfig, backend: str, head: str) -> str:
     return " · ".join((f"{ranks} × {name}", dtype, f"attention {kernel}", f"head {head}", optimizer))
 
 
-def implementations(config: RunConfig, backend: str, head: str) -> tuple[str, str, str]:
+def implementations(config: "RunConfig", backend: str, head: str) -> tuple[str, str, str]:
     """Name a run's attention kernel, head and optimizer: `("varlen (FA3)", "fused", "AdamW fused")`."""
+    from verl_ext.attention.kernels import KERNEL_NAMES  # here, because facts of data need neither verl nor kernels
+    from verl_ext.engines.optimizer import implementation
+
     engine = config.engine
     form = implementation(
         vars(config.optim), config.trainer.device, engine.offload_policy, config.param_dtype == "fp16"
@@ -40,7 +43,7 @@ def implementations(config: RunConfig, backend: str, head: str) -> tuple[str, st
     return KERNEL_NAMES.get(backend, backend), head, f"{config.optim.optimizer} {form or ''}".strip()
 
 
-def data_facts(dataset: PackDataset) -> Facts:
+def data_facts(dataset: "PackDataset") -> Facts:
     """Return a dataset's documents, tokens, targets, packs, fill and changed documents.
 
     The counts of documents, tokens and target_tokens are those of the packs, as often as a mixture draws each document.
@@ -61,7 +64,7 @@ def data_facts(dataset: PackDataset) -> Facts:
 
 
 def step_facts(
-    dataset: PackDataset, plan: StepPlan, costs: NDArray[np.float64], ranks: int, micro_batch_size: int
+    dataset: "PackDataset", plan: StepPlan, costs: NDArray[np.float64], ranks: int, micro_batch_size: int
 ) -> Facts:
     """Return numbers about the steps of an epoch.
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from verl_ext.data.mixture import mixture_table
-from verl_ext.progress import aligned
+from verl_ext.tables import aligned
 
 Facts = Mapping[str, Any]
 
@@ -58,7 +58,7 @@ def _step_lines(facts: Facts) -> Iterator[str]:
 
 
 def _table(rows: Sequence[Facts]) -> str:
-    return aligned([{name: _cell(name, value) for name, value in row.items()} for row in rows], left=())
+    return aligned([{name: _cell(name, value) for name, value in row.items()} for row in rows])
 
 
 def _cell(name: str, value: Any) -> str:

@@ -113,15 +113,15 @@ def judge(options: JudgeOptions) -> str:
     cases = list(islice(task.cases(), options.limit))
     with Store(options.store or f"{options.output_dir}.store", "store") as store:
         judged, costs = asyncio.run(_judged(options, task, cases, store))
-    found = figures_of(judged, task)
+    figures = figures_of(judged, task)
     with OutputFolder(options.output_dir, options.overwrite) as folder:
         for name, rows in judged.items():
             write_model(folder.path / name.replace("/", "_"), task, rows)
         facts = {"task": options.task, "cases": len(cases), "judge": options.judge.model}
-        write_json(folder.path / RESULTS, {**facts, "models": results(judged, found)})
-        write_judged(folder.path / PAGE, f"verl-ext judge {options.task}", task, judged, found)
+        write_json(folder.path / RESULTS, {**facts, "models": results(judged, figures)})
+        write_judged(folder.path / PAGE, f"verl-ext judge {options.task}", task, judged, figures)
         folder.publish()
-    text = "\n".join([table(judged, found), "", *costs, f"written to {options.output_dir}"])
+    text = "\n".join([table(judged, figures), "", *costs, f"written to {options.output_dir}"])
     for name, rows in judged.items():
         missing = [row for row in rows if not row.scores or None in row.scores.values()]
         if len(missing) > options.max_failed * len(rows):

@@ -11,7 +11,7 @@ from typing import Any
 from verl_ext.endpoint.answer import Answer
 from verl_ext.endpoint.client import Client, SamplingOptions
 from verl_ext.endpoint.spending import Price, QuestionProgress
-from verl_ext.progress import Row, aligned
+from verl_ext.tables import as_text, pivot
 from verl_ext.tools.judging.figures import Figure, figures
 from verl_ext.tools.judging.task import Case, Scores, Task
 
@@ -120,32 +120,29 @@ def figures_of(judged: Mapping[str, Sequence[Judged]], task: Task) -> dict[str, 
     }
 
 
-def results(judged: Mapping[str, Sequence[Judged]], found: Mapping[str, Any]) -> dict[str, Any]:
+def results(judged: Mapping[str, Sequence[Judged]], figures: Mapping[str, Any]) -> dict[str, Any]:
     """Return each model's part of results.json: figures by group, outcomes, and sums if no score is missing."""
     by_model = {}
     for name, rows in judged.items():
         complete = all(row.scores and None not in row.scores.values() for row in rows)
         scores = rows[0].scores if complete else ()
         by_model[name] = {
-            "figures": {group: {s: asdict(figure) for s, figure in of.items()} for group, of in found[name].items()},
+            "figures": {group: {s: asdict(figure) for s, figure in of.items()} for group, of in figures[name].items()},
             "outcomes": dict(Counter(row.outcome for row in rows)),
             "sums": {score: sum(float(row.scores[score] or 0) for row in rows) for score in scores},
         }
     return by_model
 
 
-def table(judged: Mapping[str, Sequence[Judged]], found: Mapping[str, Any]) -> str:
+def table(judged: Mapping[str, Sequence[Judged]], figures: Mapping[str, Any]) -> str:
     """Return a table of the figures of all cases, with a row per score and a column per model, and the outcomes."""
-    of_all = {name: by_group["all"] for name, by_group in found.items()}
-    scores = list(dict.fromkeys(score for of_model in of_all.values() for score in of_model))
-    rows: list[Row] = [
-        {"score": score, **{model: shown(of_model.get(score)) for model, of_model in of_all.items()}}
-        for score in scores
-    ]
-    for outcome in sorted({row.outcome for of_model in judged.values() for row in of_model}):
-        counts = {model: str(sum(row.outcome == outcome for row in of_model)) for model, of_model in judged.items()}
-        rows.append({"score": f"cases {outcome}", **counts})
-    return aligned(rows, left={"score"})
+    cells: dict[tuple[str, str], str] = {}
+    for model, by_group in figures.items():
+        cells |= {(score, model): shown(figure) for score, figure in by_group["all"].items()}
+    for outcome in sorted({row.outcome for rows in judged.values() for row in rows}):
+        counts = {model: sum(row.outcome == outcome for row in rows) for model, rows in judged.items()}
+        cells |= {(f"cases {outcome}", model): str(count) for model, count in counts.items()}
+    return as_text(pivot("score", cells, columns=figures, missing=shown(None)))
 
 
 def shown(figure: Figure | None) -> str:

@@ -1,4 +1,4 @@
-"""The answers of a run's evaluation as a table, and BABILong's scores by task and length."""
+"""The answers of a run's evaluation as a table, and the scores of its categories by two fields of their names."""
 
 import json
 import re
@@ -10,13 +10,16 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from verl_ext.checkpoint.layout import ANSWERS
+from verl_ext.data.categories import category_fields
+from verl_ext.tables import pivot, plain_table
+from verl_ext.tools.page import Chart, heat_map
 from verl_ext.tools.show.runs import ShownRun
-from verl_ext.tools.tables import plain_table
 from verl_ext.values import DataError, UsageError, choice_problem, one_line
 
 OPENING, ENDING = 30, 50  # characters of a prompt that its line shows
 WORDS = 200  # characters of an answer that its line shows
-_CELL = re.compile(r"val/(?:answer/)?(qa\d+)_(\d+[km]?)(?:_(accuracy|exact_match))?", re.IGNORECASE)
+_SCORES = (("val/", "_exact_match"), ("val/", "_accuracy"), ("val/answer/", ""))  # a later one counts
+_NUMBERED = re.compile(r"(.*?)(\d*)([km]?)")
 SHADES = " ░▒▓█"
 
 
@@ -81,71 +84,65 @@ def _listed(steps: list[int]) -> str:
     return ", ".join(map(str, steps)) if len(steps) < 9 else f"{', '.join(map(str, steps[:4]))} … {steps[-1]}"
 
 
-class HeatCell(NamedTuple):
-    """The last score of a task at a length."""
+class ScoreTable(NamedTuple):
+    """The last scores of a run's categories whose names have two fields, such as task and length.
 
-    task: str
-    length: str
-    metric: str
-    step: int
-    value: float
+    records: [{DOWN, ACROSS, metric, step, value}] in the order of the rows; columns: the values of `across` in order.
+    """
+
+    name: str
+    down: str
+    across: str
+    records: list[dict[str, Any]]
+    columns: list[str]
+
+    def table(self) -> RenderableType:
+        """Return the scores as a table for a terminal."""
+        cells = {
+            (record[self.down], record[self.across]): f"{_shade(record['value'])} {record['value']:.0%}"
+            for record in self.records
+        }
+        return pivot(f"{self.name}: right answers", cells, columns=self.columns)
+
+    def chart(self) -> Chart:
+        """Return the scores as a heat map for a page."""
+        return heat_map(
+            f"{self.name}: right answers by {self.down} and {self.across}",
+            self.records,
+            {"field": self.across, "sort": self.columns, "title": None, "axis": {"labelAngle": 0}},
+            {"field": self.down, "title": None},
+            {"field": "value"},
+            form=".0%",
+            colour={"scale": {"domain": [0, 1], "scheme": "blues"}, "legend": None},
+            ink={"condition": {"test": "datum.value > 0.55", "value": "white"}, "value": "black"},
+            size={"width": "container", "height": {"step": 28}},
+        )
 
 
-def heat_map(run: ShownRun) -> list[HeatCell]:
-    """Return BABILong's last scores by task and length: generated answers if there are any, else exact matches."""
-    cells: dict[tuple[str, str], HeatCell] = {}
-    for metric in ("exact_match", "accuracy", None):  # later ones replace earlier ones
+def score_table(run: ShownRun) -> ScoreTable | None:
+    """Return generated answers' scores by the two fields of categories, else exact matches; None for fewer than two."""
+    cells: dict[tuple[str, ...], dict[str, Any]] = {}
+    for prefix, suffix in _SCORES:
         for name, curve in run.curves.items():
-            found = _CELL.fullmatch(name)
-            if found and found[3] == metric and (values := [v for v in curve.values if v is not None]):
-                step = curve.steps[len(curve.values) - 1 - curve.values[::-1].index(values[-1])]
-                task, length = found[1].lower(), found[2].lower()
-                cells[task, length] = HeatCell(task, length, metric or "answer", step, values[-1])
-    return sorted(cells.values(), key=lambda cell: (int(cell.task[2:]), length_of(cell.length)))
-
-
-def length_of(name: str) -> int:
-    """Return the number of tokens of a length such as 32k."""
-    factor = {"k": 1 << 10, "m": 1 << 20}.get(name[-1], 1)
-    return int(name.rstrip("km")) * factor
-
-
-def heat_table(run: ShownRun) -> RenderableType | None:
-    """Return the heat map as a table of tasks by lengths; None with fewer than two scores."""
-    cells = {(cell.task, cell.length): cell for cell in heat_map(run)}
-    lengths = sorted({length for _, length in cells}, key=length_of)
-    if not cells or len(cells) < 2:
+            if not name.startswith(prefix) or not name.endswith(suffix) or not curve.finite:
+                continue
+            fields = category_fields(name.removeprefix(prefix).removesuffix(suffix).lower())
+            if len(fields) == 2:
+                step, value = [pair for pair in zip(curve.steps, curve.values, strict=True) if pair[1] is not None][-1]
+                kind = suffix.removeprefix("_") or "answer"
+                cells[tuple(fields.values())] = {**fields, "metric": kind, "step": step, "value": value}
+    if len(cells) < 2:
         return None
-    table = plain_table(f"{run.name}: right answers", *lengths)
-    for task in dict.fromkeys(task for task, _ in cells):
-        row = (cells.get((task, length)) for length in lengths)
-        table.add_row(task, *("" if cell is None else f"{_shade(cell.value)} {cell.value:.0%}" for cell in row))
-    return table
+    records = [cells[key] for key in sorted(cells, key=lambda key: [*map(_size, key)])]
+    down, across, *_ = records[0]
+    return ScoreTable(run.name, down, across, records, sorted({record[across] for record in records}, key=_size))
+
+
+def _size(name: str) -> tuple[str, int]:
+    """Return the key by which names with a number are sorted: qa2 before qa10, and 32k before 1m."""
+    word, number, unit = _NUMBERED.fullmatch(name).groups()  # type: ignore[union-attr]
+    return word, int(number or 0) << {"k": 10, "m": 20}.get(unit, 0)
 
 
 def _shade(value: float) -> str:
     return SHADES[min(int(max(value, 0) * len(SHADES)), len(SHADES) - 1)]
-
-
-def heat_chart(run: ShownRun) -> dict[str, Any] | None:
-    """Return the heat map as a figure of a page, with its values; None with fewer than two scores."""
-    cells = heat_map(run)
-    if len(cells) < 2:
-        return None
-    lengths = sorted({cell.length for cell in cells}, key=length_of)
-    base = {"x": {"field": "length", "type": "ordinal", "sort": lengths, "title": None, "axis": {"labelAngle": 0}}}
-    base |= {"y": {"field": "task", "type": "ordinal", "sort": None, "title": None}}
-    share = {"field": "value", "type": "quantitative"}
-    scale = {"domain": [0, 1], "scheme": "blues"}
-    ink = {"condition": {"test": "datum.value > 0.55", "value": "white"}, "value": "black"}
-    spec = {
-        "title": f"{run.name}: right answers by task and length",
-        "width": "container",
-        "height": {"step": 28},
-        "encoding": base,
-        "layer": [
-            {"mark": "rect", "encoding": {"color": {**share, "scale": scale, "legend": None}}},
-            {"mark": "text", "encoding": {"text": {**share, "format": ".0%"}, "color": ink}},
-        ],
-    }
-    return {"title": spec["title"], "spec": spec, "values": [cell._asdict() for cell in cells]}

@@ -5,6 +5,7 @@ counts documents (or records of `report.json`, which has no rows). It asks for a
 after the first are targets both in a text for pretraining and in a chat whose prompt was lost.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -13,12 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_ext.text.tokenizer import ModelOptions, load_tokenizer
-from verl_ext.tools.show.data import Documents
+from verl_ext.tools.show.documents import Documents
 from verl_ext.tools.show.tokens import TokenFacts, read_tokens, repeated
 
 NAMED_ROWS = 5  # rows that a finding names, in the terminal and in the JSON
 READ_UP_TO = 100_000_000  # tokens that an audit reads without scan=true, which takes some seconds
-_DENSE = 1 << 24  # size of the largest array that counts pairs of group and length
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 # finding: (its meaning, its input: "columns", "tokens", "tokenizer", "report" or "validation")
 CHECKS = {
@@ -212,46 +212,21 @@ def _finding(
 
 def _categories(documents: Documents) -> dict[str, dict[str, Any]]:
     """Return documents, tokens, targets, their share, length quantiles and kinds of targets by category name."""
-    numbers, group = _groups(documents.categories)
-    of, length, count = _pairs(group, documents.lengths)
-    begins = np.searchsorted(of, np.arange(len(numbers)))  # every category has a document
-    targets = np.bincount(group, documents.targets, len(numbers))
+    order = np.lexsort((documents.lengths, documents.categories))
+    every_length, every_target = documents.lengths[order], documents.targets[order]
+    numbers, begins = np.unique(documents.categories[order], return_index=True)
     kinds = _kinds(documents)
-    every = max(int(targets.sum()), 1)
+    total = max(int(every_target.sum(dtype=np.int64)), 1)
     found = {}
-    for at, number in enumerate(numbers.tolist()):
-        part = slice(begins[at], None if at + 1 == len(numbers) else begins[at + 1])
-        lengths, upto = length[part], np.cumsum(count[part])
+    for number, begin, end in zip(numbers.tolist(), begins, [*begins[1:], len(order)], strict=True):
+        lengths, targets = every_length[begin:end], int(every_target[begin:end].sum(dtype=np.int64))
         name = documents.names.get(number, str(number) if number else "(none)")
-        row: dict[str, Any] = {"documents": int(upto[-1]), "tokens": int(lengths @ count[part])}
-        row |= {"targets": int(targets[at]), "share": int(targets[at]) / every}
-        nearest = {key: int(lengths[np.searchsorted(upto, share * upto[-1])]) for key, share in QUANTILES.items()}
+        row: dict[str, Any] = {"documents": len(lengths), "tokens": int(lengths.sum(dtype=np.int64))}
+        row |= {"targets": targets, "share": targets / total}
+        nearest = {key: int(lengths[math.ceil(share * len(lengths)) - 1]) for key, share in QUANTILES.items()}
         row["length"] = nearest | {"max": int(lengths[-1])}
         found[name] = row | ({"kinds": kinds[name]} if name in kinds else {})
     return found
-
-
-def _pairs(group: NDArray[Any], lengths: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """Return (group, length, documents) of each pair that occurs, ascending; without a sort if the keys are small."""
-    bits = int(lengths.max(initial=0)).bit_length()
-    keys = group.astype(np.int64) << bits
-    keys |= lengths
-    if keys.max(initial=0) < _DENSE:
-        count = np.bincount(keys)
-        found = np.flatnonzero(count)
-        count = count[found]
-    else:
-        found, count = np.unique(keys, return_counts=True)
-    return found >> bits, found & ((1 << bits) - 1), count
-
-
-def _groups(category: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return (numbers, inverse) as np.unique does, but without a sort if the numbers are small."""
-    if category.max(initial=0) >= 1 << 20:
-        numbers, inverse = np.unique(category, return_inverse=True)
-        return numbers, inverse
-    present = np.bincount(category) > 0
-    return np.flatnonzero(present), (np.cumsum(present, dtype=np.int32) - 1)[category]
 
 
 def _kinds(documents: Documents) -> dict[str, dict[str, int]]:

@@ -7,9 +7,9 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from verl_ext.data.mixture import mixture_table
+from verl_ext.tables import plain_table
 from verl_ext.tools.show.audit import CHECKS, QUANTILES
-from verl_ext.tools.tables import plain_table
+from verl_ext.trainer.report_lines import report_lines
 from verl_ext.values import one_line
 
 
@@ -23,7 +23,7 @@ def audit_tables(audit: Mapping[str, Any]) -> Iterator[RenderableType]:
     if kinds := _kinds(audit["categories"]):
         yield kinds
     if plan := audit.get("plan"):
-        yield from _plan(plan)
+        yield Text("\n".join(report_lines({"train": plan, "steps": plan})))
     found = [finding for finding in audit["findings"].values() if finding["count"]]
     if found:
         yield _findings(found)
@@ -57,20 +57,6 @@ def _kinds(categories: Mapping[str, Any]) -> Table | None:
                 Text(one_line(name)), *(f"{of.get(kind, 0):,} ({of.get(kind, 0) / every:.0%})" for kind in kinds)
             )
     return table
-
-
-def _plan(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
-    line = f"{plan['packs']:,} packs of {plan['max_tokens']:,}, {plan['fill']:.1%} full"
-    line += f", {plan['documents_per_pack']:.1f} documents each; {plan['steps']:,} steps an epoch"
-    if plan["ranks"] > 1:
-        line += f"; {plan['ranks']} ranks busy {plan['busy']:.1%} (shuffled: {plan['busy_if_shuffled']:.1%})"
-    yield Text(line)
-    if plan["documents_over"]:
-        lost = f", {plan['tokens_lost']:,} tokens lost" if plan["tokens_lost"] else ""
-        over = f"{plan['documents_over']:,} documents of {plan['tokens_over']:,} tokens are longer"
-        yield Text(f"{over}: over_length={plan['over_length']}{lost}")
-    if plan["mixture"]:
-        yield Text(mixture_table(plan["mixture"]))
 
 
 def _findings(found: list[dict[str, Any]]) -> Table:

@@ -7,9 +7,9 @@ from numpy.typing import NDArray
 from rich.console import RenderableType
 from rich.text import Text
 
-from verl_ext.tools.show.data import Documents
+from verl_ext.tables import plain_table
 from verl_ext.tools.show.document import AFTER, BEFORE, Decode, first_difference
-from verl_ext.tools.tables import plain_table
+from verl_ext.tools.show.documents import Documents
 from verl_ext.values import one_line
 
 

@@ -1,208 +1,180 @@
-"""The documents of DATA as columns and rows: tokenized folders, or corpora in Megatron's indexed form.
+"""`verl-ext show data`: an audit, documents, a pack, or the differences between two sets."""
 
-row        0   1   2  |  3   4         numbers continue over all folders
-folder     train      |  papers
-lengths    812 90  17 |  5000 64       one number per document; targets, full_lengths and categories alike
-"""
-
-import json
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from tempfile import TemporaryDirectory
+from types import MappingProxyType
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
+from rich.console import RenderableType
+from rich.text import Text
 
-from verl_ext.data.arrow import TokenizedData, fitting
-from verl_ext.data.categories import CategoryNumbers
-from verl_ext.data.megatron.index import SUFFIXES, TokenIndex
-from verl_ext.data.scan import main_categories
-from verl_ext.files import REPORT
-from verl_ext.packing.plan import offsets_of
-from verl_ext.text.sources import absolute_path
-from verl_ext.values import DataError, UsageError
+from verl_ext.commands.command_line import as_list
+from verl_ext.files import write_json
+from verl_ext.redaction import redacted
+from verl_ext.text.tokenizer import ModelOptions
+from verl_ext.tools.page import write_page
+from verl_ext.tools.show.audit import audit
+from verl_ext.tools.show.audit_tables import audit_tables
+from verl_ext.tools.show.compare import comparison
+from verl_ext.tools.show.document import RUN_CELLS, RUN_CELLS_OF_PAGE, document_view
+from verl_ext.tools.show.documents import Documents, open_documents, tokenizer_of
+from verl_ext.tools.show.packs import PackOptions, open_packs, pack_view, plan_facts
+from verl_ext.tools.show.raw import is_raw, tokenized_raw
+from verl_ext.tools.show.record import RecordFinder
+from verl_ext.tools.show.require import broken, read_requirements
+from verl_ext.tools.show.select import SelectOptions, selected
+from verl_ext.tools.show.terminal import has_colours, print_parts
+from verl_ext.values import DataError, UsageError, one_line, option, options_of
 
-BLOCK_TOKENS = 1 << 22
-Report = dict[str, Any]
-
-
-class Row(NamedTuple):
-    """A document: input_ids integer[T], loss_mask bool[T] (False at the first token), target weights[T] or None."""
-
-    input_ids: NDArray[Any]
-    loss_mask: NDArray[np.bool_]
-    weights: NDArray[Any] | None
-
-
-class Block(NamedTuple):
-    """Documents first..first+len(lengths)-1, their tokens one after the other."""
-
-    first: int
-    lengths: NDArray[np.int64]
-    input_ids: NDArray[Any]
-    loss_mask: NDArray[Any]  # 1 for targets; a document's first token may have a 1 but is never a target
+_OF_AUDIT = ("val", "scan", "require", "json")
+_OF_DOCUMENTS = (*options_of(SelectOptions), "record", "tokens")
 
 
-class Documents:
-    """Documents of several paths of one kind, numbered one after the other.
+@dataclass(frozen=True)
+class ShowDataOptions(SelectOptions, PackOptions):
+    """Show DATA: tokenized folders, Megatron corpora or raw files.
 
-    Attributes:
-        paths: the absolute paths.
-        first_rows: int64[F+1], the first row of every path, and the number of rows.
-        lengths, targets, full_lengths, categories: integer[D]; full_lengths are those before a cut, -1 if unknown.
-        names: the name of each category number.
-        reports: the `report.json` of each path, {} without one.
-        all_targets: whether every token after a document's first is a target, as in text for pretraining.
+    DATA alone shows the audit: documents, tokens and targets by category, common mistakes with row numbers, and with
+    max_tokens the packs and steps of a run. A selection (row=7, longest, category=NAME …) shows documents with their
+    targets; pack=K shows one pack of max_tokens; against=OTHER shows the differences between two sets.
     """
 
-    paths: tuple[str, ...]
-    first_rows: NDArray[np.int64]
-    lengths: NDArray[Any]
-    targets: NDArray[Any]
-    full_lengths: NDArray[Any]
-    categories: NDArray[Any]
-    names: dict[int, str]
-    reports: tuple[Report, ...]
-    all_targets = False
+    paths: list[str] = option([], "DATA: a list of paths; words without `=` are paths too", required=True)
+    model: ModelOptions = option(ModelOptions, "the tokenizer; by default that of report.json")
+    val: Any = option(None, "validation data, which is searched for training documents")
+    scan: bool | None = option(None, "tokens that the audit reads; true: all; false: none; null: up to 100 million")
+    require: str | None = option(None, "bounds on findings, e.g. no_target=0,duplicates<0.1%; exit code 1 if one fails")
+    tokenize: Any = option({}, "for raw DATA: options of verl-ext tokenize, e.g. {turns: each, chat_template: FILE}")
+    record: bool = option(False, "true: show a document's record, rendered text and prompts of inference too")
+    tokens: bool = option(False, "true: show documents token by token, with ids")
+    pack: int | None = option(None, "number of the pack to show, of max_tokens tokens", least=0)
+    against: Any = option(None, "other DATA of the same records, or other options for raw DATA: show differing rows")
+    html: str | None = option(None, "file for an HTML page in place of the terminal")
+    json: str | None = option(None, "file for the audit's numbers as JSON")
 
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def place(self, row: int) -> tuple[str, int]:
-        """Return the path that holds a row, and the row's number in that path."""
-        folder = int(np.searchsorted(self.first_rows, row, side="right")) - 1
-        return self.paths[folder], row - int(self.first_rows[folder])
-
-    def row(self, row: int) -> Row:
-        """Read one document."""
-        raise NotImplementedError
-
-    def blocks(self) -> Iterator[Block]:
-        """Read all documents that have tokens, in order."""
-        raise NotImplementedError
+    def problems(self) -> Iterable[str | None]:
+        """Yield a line for each mistake that is visible without opening the data."""
+        yield from SelectOptions.problems(self)
+        yield from PackOptions.problems(self)
+        if self.model.tokenizer:
+            yield from self.model.tokenizer_problems()
+        if self.pack is not None and self.max_tokens is None:
+            yield "max_tokens is required with pack; got null"
 
     @property
-    def tokenizer(self) -> str | None:
-        """The tokenizer that the reports name; None if they name none or several."""
-        named = {report.get("tokenizer") for report in self.reports} - {None}
-        return named.pop() if len(named) == 1 else None
+    def shows_documents(self) -> bool:
+        """Whether an option asks for documents; with `against`, their number is that of differing rows."""
+        return bool(self.changed().keys() & {*_OF_DOCUMENTS} - ({"documents"} if self.against is not None else set()))
+
+    @property
+    def shows_audit(self) -> bool:
+        """Whether an option asks for the audit, or none for anything else."""
+        others = self.shows_documents or self.pack is not None or self.against is not None
+        plans = self.max_tokens is not None and self.pack is None
+        return plans or not others or bool(self.changed().keys() & {*_OF_AUDIT})
 
 
-class FolderDocuments(Documents):
-    """The documents of tokenized folders; all tokens are read once if other software than verl-ext wrote a folder."""
-
-    def __init__(self, folders: Sequence[str], key: str) -> None:
-        self.data = data = TokenizedData([absolute_path(folder) for folder in folders], key)
-        self.paths, self.first_rows, self.lengths = data.folders, data.first_rows(), data.lengths
-        self.names = CategoryNumbers.read(data.folders).names
-        self.reports = tuple(_read_report(Path(folder)) for folder in data.folders)
-        columns = data.document_columns
-        if columns is not None and columns.num_targets.min() >= 0:
-            self.targets, self.full_lengths, self.categories = (
-                columns.num_targets,
-                columns.full_length,
-                columns.category,
-            )
-            return
-        self.targets, self.categories = (np.zeros(len(data), np.int32) for _ in range(2))
-        self.full_lengths = np.full(len(data), -1) if columns is None else columns.full_length
-        for begin, end in data.blocks(0, len(data), BLOCK_TOKENS):
-            values, length = data.block(begin, end), data.lengths[begin:end].astype(np.int64)
-            has_tokens = length > 0
-            starts = offsets_of(length)[:-1][has_tokens]
-            if not len(starts):
-                continue
-            mask = values["loss_mask"] != 0
-            mask[starts] = False
-            rows = begin + np.flatnonzero(has_tokens)
-            self.targets[rows] = np.add.reduceat(mask, starts, dtype=np.int32)
-            self.categories[rows] = main_categories(values["category_ids"], starts)
-
-    def row(self, row: int) -> Row:
-        """Read one document."""
-        at, length = np.array([row]), np.array([int(self.lengths[row])])
-        columns = {
-            name: np.empty(length[0], np.float32 if name == "loss_weight" else np.int64) for name in self.data.columns
-        }
-        self.data.gather(at, np.zeros(1, np.int64), length, columns)
-        mask = columns["loss_mask"] != 0
-        mask[:1] = False
-        return Row(columns["input_ids"], mask, columns.get("loss_weight"))
-
-    def blocks(self) -> Iterator[Block]:
-        """Read all documents that have tokens, in order."""
-        for begin, end in self.data.blocks(0, len(self), BLOCK_TOKENS):
-            length = self.lengths[begin:end].astype(np.int64)
-            columns = self.data.columns
-            yield Block(
-                begin, length, columns["input_ids"].block(begin, end)[1], columns["loss_mask"].block(begin, end)[1]
-            )
+def run(options: ShowDataOptions) -> str:
+    """Show the data on the terminal or as a page."""
+    with TemporaryDirectory(prefix="verl-ext-show-") as folder:
+        _show(_tokenized(options, Path(folder)), options.paths)
+    return ""
 
 
-class IndexDocuments(Documents):
-    """The documents of Megatron corpora; each corpus is a category, and all tokens but the first are targets."""
+def _tokenized(options: ShowDataOptions, folder: Path) -> ShowDataOptions:
+    """Tokenize raw files into folders below `folder`; return the options with these folders."""
 
-    all_targets = True
+    def tokenized(value: Any, key: str, more: Mapping[str, Any] = MappingProxyType({})) -> Any:
+        paths = as_list(value)
+        if not paths or not all(map(is_raw, paths)):
+            return value
+        asked = {**options.tokenize, **more}
+        return [tokenized_raw(paths, key, options.model, asked, options.max_tokens, folder / key)]
 
-    def __init__(self, prefixes: Sequence[str], key: str) -> None:
-        self.indices = [TokenIndex(absolute_path(prefix), key) for prefix in prefixes]
-        self.paths = tuple(index.prefix for index in self.indices)
-        self.first_rows = offsets_of(np.array([index.num_documents for index in self.indices]))
-        self.lengths = self.full_lengths = np.concatenate([index.lengths for index in self.indices])
-        self.targets = np.maximum(self.lengths - 1, 0)
-        self.categories = np.repeat(np.arange(1, len(prefixes) + 1), np.diff(self.first_rows))
-        self.names = {number: Path(prefix).name for number, prefix in enumerate(self.paths, start=1)}
-        self.reports = tuple(_read_report(Path(prefix).parent) for prefix in self.paths)
-
-    def row(self, row: int) -> Row:
-        """Read one document."""
-        index = self.indices[int(np.searchsorted(self.first_rows, row, side="right")) - 1]
-        ids = index.tokens(row - int(self.first_rows[self.paths.index(index.prefix)])).astype(np.int64)
-        return Row(ids, np.arange(len(ids)) > 0, None)
-
-    def blocks(self) -> Iterator[Block]:
-        """Read all documents, in order."""
-        for first, index in zip(self.first_rows.tolist(), self.indices, strict=False):
-            for begin, end in fitting(0, index.lengths, BLOCK_TOKENS):
-                rows = np.arange(begin, end)
-                length = index.lengths[begin:end].astype(np.int64)
-                ids = index.gather(rows, np.zeros(len(rows), np.int64), length)
-                yield Block(first + begin, length, ids, np.ones(len(ids), np.int8))
+    against = options.against
+    if isinstance(against, dict):  # the same files with different options
+        if not all(map(is_raw, options.paths)):
+            raise UsageError(f"against must be paths, or options for raw files; got options, and {options.paths[0]}")
+        against = tokenized(options.paths, "against", against)
+    elif against is not None:
+        against = tokenized(against, "against")
+    paths, val = tokenized(options.paths, "paths"), tokenized(options.val, "val")
+    if options.tokenize and paths is options.paths:
+        raise UsageError(f"tokenize must be given for raw files alone; got {options.paths[0]}")
+    return replace(options, paths=paths, val=val, against=against)
 
 
-def open_documents(paths: Sequence[str], key: str = "paths") -> Documents:
-    """Open tokenized folders or Megatron corpora.
+def _show(options: ShowDataOptions, names: list[str]) -> None:
+    """Show what the options ask for. names: the paths that the user gave."""
+    documents = open_documents(options.paths)
+    requirements = read_requirements(options.require) if options.require else []
+    # The packs first: they import torch, which must precede a tokenizer. Data that the trainer refuses has an audit all
+    # the same, which ends with the trainer's reason.
+    packs, refused, plan = None, None, {}
+    if options.max_tokens is not None:
+        try:
+            packs = open_packs(documents, options)
+            if options.shows_audit:
+                plan = {"plan": plan_facts(documents, packs, options)}
+        except DataError as error:
+            if options.pack is not None:
+                raise
+            refused = error
+    if names != options.paths:  # raw files, tokenized into one folder
+        documents.paths = (", ".join(names),)
 
-    Raises:
-        UsageError: the paths are of both kinds.
-        DataError: a folder or corpus cannot be read.
-    """
-    kinds = {path: _is_index(path) for path in paths}
-    if len(set(kinds.values())) != 1:
-        raise UsageError(f"{key} must be of one kind, tokenized folders or Megatron's corpora; got {', '.join(paths)}")
-    try:
-        return (IndexDocuments if kinds[paths[0]] else FolderDocuments)(paths, key)
-    except (ValueError, OSError) as error:
-        raise DataError(str(error)) from error
+    # Each view adds its part. Documents come last and one by one, because there may be many long ones.
+    parts: list[RenderableType] = []
+    found: dict[str, Any] = {}
+    if options.shows_audit:
+        validation = open_documents(as_list(options.val), "val") if options.val else None
+        found = redacted({**audit(documents, validation, options.model, options.scan), **plan})
+        parts += audit_tables(found)
+    decode = None
+    if options.against is not None or options.pack is not None:
+        tokenizer = tokenizer_of(options.model, documents.tokenizer)
+        decode = tokenizer and tokenizer.decode
+    if options.against is not None:
+        other = open_documents(as_list(options.against), "against")
+        parts += comparison(documents, other, decode, max(options.documents, 10))
+    if packs is not None and options.pack is not None:
+        parts += pack_view(packs, options.pack, decode)
+
+    texts = _documents(documents, options) if options.shows_documents else iter(())
+
+    # A requirement that is not met, or packs that the trainer refuses, end with an error below everything else.
+    if options.html:
+        title = f"verl-ext show {' '.join(names)}"
+        write_page(Path(options.html), title, parts, documents=texts)
+        print(f"written to {options.html}")
+    else:
+        print_parts(chain(parts, texts))
+    if options.json:
+        write_json(Path(options.json), found)
+    if lines := list(broken(requirements, found)):
+        raise DataError("require is not met: " + "; ".join(lines))
+    if refused is not None:
+        raise refused
 
 
-def _is_index(path: str) -> bool:
-    return not os.path.isdir(path) and (path.endswith(SUFFIXES) or os.path.exists(f"{path}.idx"))
-
-
-def _read_report(folder: Path) -> Report:
-    """Return the report that `verl-ext tokenize` wrote; {} without one. Raises ValueError if it is no report."""
-    path = folder / REPORT
-    if not path.is_file():
-        return {}
-    try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        report = None
-    if not isinstance(report, dict):
-        raise ValueError(f"{path} must be the report of `verl-ext tokenize`, a JSON object; got another file")
-    if report.get("working_folder") and report.get("tokenizer"):
-        tokenizer = os.path.join(report["working_folder"], report["tokenizer"])
-        report["tokenizer"] = tokenizer if os.path.isdir(tokenizer) else report["tokenizer"]  # else a Hub name
-    return report
+def _documents(documents: Documents, options: ShowDataOptions) -> Iterator[Text]:
+    """Yield the selected documents, each followed by its record if the options ask for it."""
+    tokenizer = tokenizer_of(options.model, documents.tokenizer, is_needed=True)
+    in_colour, longest = (True, RUN_CELLS_OF_PAGE) if options.html else (has_colours(), RUN_CELLS)
+    finders: dict[str, RecordFinder] = {}
+    for row in selected(documents, options, tokenizer.decode):
+        path, number = documents.place(row)
+        category = documents.names.get(int(documents.categories[row]), "")
+        lengths = f"{documents.lengths[row]:,} tokens, {documents.targets[row]:,} targets"
+        if documents.full_lengths[row] > documents.lengths[row]:
+            lengths += f", cut from {documents.full_lengths[row]:,}"
+        facts = one_line(f"row {number} of {path}: {category}, {lengths}")
+        content = documents.row(row)
+        yield document_view(facts, content, tokenizer, options.tokens, in_colour, longest)
+        if options.record:
+            if path not in finders:
+                finders[path] = RecordFinder(documents.reports[documents.paths.index(path)], options.model)
+            yield finders[path].view(content, category)

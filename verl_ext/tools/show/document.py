@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from rich.text import Text
 
 from verl_ext.text.documents import CUT, decoded
-from verl_ext.tools.show.data import Row
+from verl_ext.tools.show.documents import Row
 from verl_ext.tools.show.roles import names_of
 from verl_ext.values import one_line
 
@@ -102,6 +102,15 @@ def document_text(cells: Sequence[Cell], in_colour: bool, longest: int = RUN_CEL
         for number, part in enumerate(line.split("\n", allow_blank=False)):
             text.append(indent if number else "").append_text(part).append("\n")
     return text
+
+
+def document_view(
+    facts: str, row: Row, tokenizer: Any, by_token: bool, in_colour: bool, longest: int = RUN_CELLS
+) -> Text:
+    """Return a document below its line of facts, as its text or token by token."""
+    cells = cells_of(row, tokenizer)
+    text = tokens_text(cells) if by_token else document_text(cells, in_colour, longest)
+    return Text(no_wrap=not by_token).append(f"{facts}\n", "bold").append_text(text)
 
 
 def tokens_text(cells: Sequence[Cell]) -> Text:

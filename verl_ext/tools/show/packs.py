@@ -1,10 +1,7 @@
-"""Packs as the trainer feeds them, from data with given options or from a step of a run.
+"""Packs as the trainer feeds them, and the packs and steps of a run on the data; all by the trainer's own code."""
 
-The run's dataset class makes the packs, and the run's step plan assigns them to ranks; run.json describes both.
-"""
-
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,70 +9,88 @@ import numpy as np
 from rich.console import RenderableType
 from rich.text import Text
 
-from verl_ext.checkpoint.layout import RUN
-from verl_ext.packing import CostModel
-from verl_ext.text.tokenizer import ModelOptions, load_tokenizer
+from verl_ext.packing import MOST_TOKENS, OVER_LENGTH_POLICIES, STRATEGIES, TOKENS, CostModel
+from verl_ext.tables import plain_table
 from verl_ext.tools.show.document import Decode
-from verl_ext.tools.show.plan import PackOptions
-from verl_ext.tools.tables import plain_table
+from verl_ext.tools.show.documents import Documents
 from verl_ext.trainer.step_plan import StepPlan
-from verl_ext.values import DataError, UsageError, one_line
+from verl_ext.values import DataError, Options, UsageError, one_line, option, options_of
 
 if TYPE_CHECKING:
-    from verl_ext.data import PackDataset
+    from verl_ext.data import PackDataset, SFTDataSet
 
 OPENING = 36  # characters of a document that its row shows
+# In a model of about 8 billion parameters, attention to 25,000 tokens costs as much as the rest of a layer.
+_COST = CostModel(linear=25_000, quadratic=TOKENS.linear)
 
 
-def packs_of_data(paths: Sequence[str], options: PackOptions) -> "PackDataset":
-    """Open tokenized folders as the packed dataset of a run with these options. Raises DataError for bad data."""
+@dataclass(frozen=True)
+class PackOptions(Options):
+    """The options that turn documents into packs, with the defaults of a training run's data node."""
+
+    max_tokens: int | None = option(None, "budget of packs to plan, as data.max_tokens", least=2, most=MOST_TOKENS)
+    over_length: str = option("error", "documents over max_tokens, as data.over_length", choices=OVER_LENGTH_POLICIES)
+    strategy: str = option("best_fit", "how documents become packs, as data.strategy", choices=STRATEGIES)
+    mixture: Any = option(None, "a mixture, as data.mixture: {sources: {NAME: {tokens: 4e9, …}}}")
+    seed: int = option(42, "seed of the plan, as data.seed", least=0)
+    ranks: int = option(1, "data-parallel ranks that share the packs", least=1)
+    train_batch_size: int = option(8, "packs per optimizer step, as data.train_batch_size", least=1)
+
+    def problems(self) -> Iterable[str | None]:
+        """Yield a line if options of packs are given without max_tokens."""
+        changed = [name for name in options_of(PackOptions) if name in self.changed()]
+        if self.max_tokens is None and changed:
+            yield f"max_tokens is required with {', '.join(changed)}; got null"
+
+
+def open_packs(documents: Documents, options: PackOptions) -> "SFTDataSet":
+    """Open tokenized folders as the training set of a run with these options.
+
+    Raises:
+        DataError: the trainer refuses the data.
+        UsageError: a folder of the mixture is missing in `documents`.
+    """
     from verl_ext.data import SFTDataSet  # imports torch, as the trainer's class of packs does
 
     names = ("max_tokens", "over_length", "strategy", "mixture", "seed")
     try:
-        return SFTDataSet(list(paths), **{name: getattr(options, name) for name in names}, key="paths")
+        given = {name: getattr(options, name) for name in names}
+        packs = SFTDataSet(list(documents.paths), **given, key="paths")
+    except UsageError:
+        raise
     except ValueError as error:
-        raise DataError(str(error)) from error
+        raise DataError("; ".join(str(error).splitlines())) from error
+    if missing := [folder for folder in packs.folders if folder not in documents.paths]:
+        raise UsageError(f"paths must name the folders of mixture.sources as well; {missing[0]} is missing")
+    return packs
 
 
-def read_run(folder: Path) -> dict[str, Any]:
-    """Return a run's run.json: config, versions, step plan. Raises UsageError if it is missing or incomplete."""
-    path = folder / RUN
-    try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{folder} must hold {RUN}, which a training run writes; {error}") from error
-    if not isinstance(facts, dict) or not facts.keys() >= {"config", "plan", "cost"}:
-        raise UsageError(f"{path} must be of a training run of this version; it lacks config, plan or cost")
-    return facts
+def plan_facts(documents: Documents, packs: "SFTDataSet", options: PackOptions) -> dict[str, Any]:
+    """Return the facts of packs and steps as a run's data_report.json has them, and those of long documents.
 
-
-def packs_of_run(facts: Mapping[str, Any]) -> tuple["PackDataset", StepPlan, CostModel]:
-    """Open the training set of a run with its plan of steps, as the trainer does.
-
-    Raises:
-        DataError: the data cannot be opened any more, or differs from the data that the run was trained on.
+    `busy` is the share of an epoch in which an average rank works; a document of l tokens costs l + l²/25,000.
+    Raises DataError if the trainer refuses the data.
     """
-    from verl_ext.config.run import dataset_class
-    from verl_ext.data.dataset import RunLength
+    from verl_ext.trainer.report import data_facts, step_facts  # imports torch
 
-    config, plan = facts["config"], dict(facts["plan"])
-    node, steps, epochs = config["data"], config["trainer"]["total_training_steps"], config["trainer"]["total_epochs"]
-    custom = node.get("custom_cls") or {}
+    costs = packs.pack_costs(_COST)
+    steps = StepPlan(len(packs), options.train_batch_size, options.seed, costs=costs, group_size=options.ranks)
     try:
-        family: Any = dataset_class({"data": {"custom_cls": custom}})
-        tokenizer = load_tokenizer(ModelOptions.read(config["model"])) if family.needs_tokenizer else None
-        dataset, _ = family.open_sets(
-            node, tokenizer, RunLength(steps and steps * node["train_batch_size"], epochs or 1)
-        )
-        is_same = len(dataset) == plan["num_packs"] and dataset.digest == facts["digest"]
+        facts = {**data_facts(packs), **step_facts(packs, steps, costs, options.ranks, 1)}
     except ValueError as error:
         raise DataError(str(error)) from error
-    if not is_same:
-        raise DataError(f"{dataset.key} must hold the documents that the run was trained on; they differ")
-    cost = CostModel(*facts["cost"])
-    costs = dataset.pack_costs(cost) if plan.pop("is_balanced") else None
-    return dataset, StepPlan(**plan, costs=costs), cost
+    over = documents.lengths[documents.lengths > packs.max_tokens]
+    return {
+        **facts,
+        "over_length": options.over_length,
+        "documents_over": len(over),
+        "tokens_over": int(over.sum(dtype=np.int64)),
+        "tokens_lost": int(documents.lengths.sum(dtype=np.int64)) - int(packs.spans.length.sum(dtype=np.int64)),
+        "spans": len(packs.spans),
+        "documents_per_pack": facts["documents"] / facts["packs"],
+        "ranks": options.ranks,
+        "steps": steps.steps_per_epoch,
+    }
 
 
 def pack_view(dataset: "PackDataset", pack: int, decode: Decode | None) -> Iterator[RenderableType]:

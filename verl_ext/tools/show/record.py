@@ -23,8 +23,8 @@ from verl_ext.text.chat_rendering import ChatOptions
 from verl_ext.text.readers import Chunk, read_chunks
 from verl_ext.text.sources import SourceFile, absolute_path, find_source_files
 from verl_ext.text.tokenizer import ModelOptions
-from verl_ext.tools.show.data import Report, Row
 from verl_ext.tools.show.document import AFTER, BEFORE, Decode, first_difference
+from verl_ext.tools.show.documents import Report, Row
 from verl_ext.values import DataError, UsageError, one_line, options_of
 
 LONGEST_STRING = 2000  # characters of a record's string that are shown
@@ -92,7 +92,7 @@ class RecordFinder:
     def view(self, row: Row, category: str) -> Text:
         """Return the text beside a document: its record, rendered text, and the prompts of its turns at inference."""
         found = self.find(row, category)
-        text = Text().append(f"record {one_line(found.place)}\n", "bold")
+        text = Text(no_wrap=True).append(f"record {one_line(found.place)}\n", "bold")
         text.append(f"{_fields(found.raw)}\n")
         text.append("rendered text\n", "bold")
         text.append("\n".join(map(one_line, found.text.text.split("\n"))) + "\n")

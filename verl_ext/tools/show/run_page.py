@@ -1,12 +1,14 @@
 """Runs as a page: the tables of the terminal, their curves as figures, and their facts."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl_ext.tools.page import COLUMNS, FIT, Chart, score_scale, write_page
-from verl_ext.tools.show.answers import heat_chart
+from rich.console import RenderableType
+
+from verl_ext.tools.page import COLUMNS, Chart, curve_chart, score_scale, write_page
+from verl_ext.tools.show.answers import score_table
 from verl_ext.tools.show.run_tables import ANSWERS, EVALUATIONS, run_tables, shown_metrics
 from verl_ext.tools.show.runs import ShownRun
 
@@ -15,8 +17,11 @@ _UNDRAWN = ("tokens", "target tokens", "packs", "epoch", "answers", "total targe
 _COUNTERS = ("skipped steps", "spikes")  # drawn if anything was counted
 
 
-def write_run_page(path: Path, title: str, runs: Sequence[ShownRun]) -> None:
-    """Write the page of runs. Raises DataError if there are figures to draw, but vl-convert is not installed."""
+def write_run_page(path: Path, title: str, runs: Sequence[ShownRun], closing: Iterable[RenderableType] = ()) -> None:
+    """Write the page of runs, with `closing` below the figures.
+
+    Raises DataError if there are figures to draw, but vl-convert is not installed.
+    """
     files = {
         f"{run.name}: {name}": json.dumps(facts, indent=2, ensure_ascii=False)
         for run in runs
@@ -24,11 +29,13 @@ def write_run_page(path: Path, title: str, runs: Sequence[ShownRun]) -> None:
         if facts
     }
     curves = [{"name": run.name, "curves": {n: vars(curve) for n, curve in run.curves.items()}} for run in runs]
-    write_page(path, title, run_tables(runs, COLUMNS), charts=charts_of(runs), runs=curves, folded=files)
+    write_page(
+        path, title, run_tables(runs, COLUMNS), charts=run_charts(runs), runs=curves, closing=closing, folded=files
+    )
 
 
-def charts_of(runs: Sequence[ShownRun]) -> list[Chart]:
-    """Return the figures: loss, loss of each category, answers, evaluation, other metrics, BABILong's heat maps."""
+def run_charts(runs: Sequence[ShownRun]) -> list[Chart]:
+    """Return the figures: loss, loss of each category, answers, evaluation, other metrics, heat maps of scores."""
     groups: dict[str, list[tuple[str, str]]] = {"loss": [("train/loss", "train"), ("val/loss", "validation")]}
     for name in dict.fromkeys(category for run in runs for category in run.categories()):
         groups[f"loss of {name}"] = [(f"train/{name}_loss", "train"), (f"val/{name}_loss", "validation")]
@@ -46,8 +53,8 @@ def charts_of(runs: Sequence[ShownRun]) -> list[Chart]:
                     curves.append({"run": number, "metric": metric, "series": series, "kind": metric.split("/")[0]})
         values = [value for one in curves for value in runs[one["run"]].curves[one["metric"]].finite]
         if values and (title not in _COUNTERS or any(values)):
-            charts.append({"title": title, "curves": curves, "spec": _spec(title, curves, values)})
-    return [*charts, *filter(None, map(heat_chart, runs))]
+            charts.append(_curve_chart(title, curves, values))
+    return [*charts, *(scores.chart() for scores in map(score_table, runs) if scores)]
 
 
 def _figure_of(name: str) -> str:
@@ -63,31 +70,11 @@ def _series(runs: Sequence[ShownRun], run: ShownRun, kind: str, metrics: int) ->
     return " ".join(([run.name] if len(runs) > 1 else []) + ([kind] if metrics > 1 or len(runs) == 1 else []))
 
 
-def _spec(title: str, curves: Sequence[Mapping[str, Any]], values: Sequence[float]) -> dict[str, Any]:
-    """Return a vega-lite figure without its data: lines, and points for validation, which is measured rarely."""
-    shown = (("series", "nominal"), ("step", "quantitative"), ("value", "quantitative"))
-    layers: list[dict[str, Any]] = [{"mark": {"type": "line", "strokeWidth": 1.5}}]
-    if any(curve["kind"] == "val" for curve in curves):
-        points = {
-            "mark": {"type": "point", "filled": True, "size": 40},
-            "transform": [{"filter": "datum.kind == 'val'"}],
-            "encoding": {"tooltip": [{"field": name, "type": kind} for name, kind in shown]},
-        }
-        layers.append(points)
+def _curve_chart(title: str, curves: Sequence[Mapping[str, Any]], values: Sequence[float]) -> Chart:
     forms = {"lr": ".1e", "tokens per second": "~s", "total tokens": "~s", "perplexity": "~s"}
     # The digits of a form without a precision are those between two ticks, so that 10 to 50 would be 1e+1 to 5e+1.
-    axis: dict[str, Any] = {"format": forms.get(title, ".4~g"), "title": None}
-    scale: dict[str, Any] = score_scale(values) if title in _SCORES else {"zero": False}
+    axis: Chart = {"format": forms.get(title, ".4~g")}
+    scale: Chart = score_scale(values) if title in _SCORES else {"zero": False}
     if title == "perplexity":  # before training it is thousands of times that of its end
         scale, axis = {"type": "log", "nice": False}, {**axis, "tickCount": 6}
-    legend: dict[str, Any] | None = {"orient": "bottom", "columns": 3, "title": None} if len(curves) > 1 else None
-    return {
-        "title": title,
-        **FIT,
-        "encoding": {
-            "x": {"field": "step", "type": "quantitative", "axis": {"format": "~s"}, "scale": {"nice": False}},
-            "y": {"field": "value", "type": "quantitative", "axis": axis, "scale": scale},
-            "color": {"field": "series", "type": "nominal", "legend": legend},
-        },
-        "layer": layers,
-    }
+    return curve_chart(title, curves, axis, scale)

@@ -8,9 +8,9 @@ from rich.text import Text
 from tqdm import tqdm
 
 from verl_ext.progress import four_digits
-from verl_ext.tools.show.answers import heat_table
+from verl_ext.tables import plain_table
+from verl_ext.tools.show.answers import score_table
 from verl_ext.tools.show.runs import Curve, ShownRun
-from verl_ext.tools.tables import plain_table
 from verl_ext.values import leaves, one_line, show
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -43,7 +43,7 @@ def run_tables(runs: Sequence[ShownRun], width: int) -> Iterator[RenderableType]
             of_run = [Text(one_line(run.name))] if len(runs) > 1 else []
             table.add_row(Text(one_line(name)), *of_run, *numbers, sparkline(curve, max(width - taken, 10)))
     yield table
-    yield from filter(None, map(heat_table, runs))
+    yield from (scores.table() for scores in map(score_table, runs) if scores)
 
 
 def headline(run: ShownRun) -> str:

@@ -89,17 +89,11 @@ def is_run(path: str) -> bool:
 
 
 def _has_metrics(path: Path) -> bool:
-    with path.open("rb") as file:
-        first = file.readline(1 << 20)
     try:
-        return {"step", "data"} == json.loads(first).keys()
-    except (ValueError, AttributeError):
+        with path.open("rb") as file:
+            return {"step", "data"} == json.loads(file.readline(1 << 20)).keys()
+    except (OSError, ValueError, AttributeError):
         return False
-
-
-def is_plan(path: str) -> bool:
-    """Return whether a path is the folder of a plan (`verl-ext plan`), which has a report and no run."""
-    return (Path(path) / REPORT).is_file() and not is_run(path)
 
 
 def open_run(path: str) -> ShownRun:
@@ -118,17 +112,9 @@ def open_run(path: str) -> ShownRun:
     tracker = folder / TRACKER
     step = tracker.read_text(encoding="utf-8").strip() if tracker.is_file() else ""
     checkpoint = int(step) if step.isdigit() else None
-    return ShownRun(given, curves, torn, _json(folder / RUN), _json(folder / REPORT), checkpoint, is_locked(folder))
-
-
-def read_plan(path: str) -> dict[str, Any]:
-    """Return the report of a plan. Raises UsageError if the path is no plan, DataError if its report is malformed."""
-    if not is_plan(path):
-        raise UsageError(f"{path} must be the folder of a plan, as the other paths are")
-    report = _json(Path(path) / REPORT)
-    if not report.keys() & {"train", "val"}:
-        raise DataError(f"{Path(path) / REPORT} must be the report of a plan, a JSON object; got another file")
-    return report
+    return ShownRun(
+        given, curves, torn, read_facts(folder / RUN), read_facts(folder / REPORT), checkpoint, is_locked(folder)
+    )
 
 
 def read_spike(folder: Path, step: int) -> dict[str, Any] | None:
@@ -166,7 +152,8 @@ def _read_curves(file: Path) -> tuple[dict[str, Curve], int | None]:
     return curves, torn
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_facts(path: Path) -> dict[str, Any]:
+    """Return the JSON object of a file with its secrets masked; {} without one."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_ext.tools.show.data import Documents
+from verl_ext.tools.show.documents import Documents
 from verl_ext.values import Options, UsageError, choice_problem, option
 
 

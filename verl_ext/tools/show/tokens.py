@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_ext.packing.plan import offsets_of
-from verl_ext.tools.show.data import Documents
+from verl_ext.tools.show.documents import Documents
 
 _MIX = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: spreads small ids over all bits
 

@@ -16,7 +16,7 @@ from verl_ext.text.word_count import count_words, language_of, length_score
 from verl_ext.tools.synthesis.items import Item, drawn
 from verl_ext.tools.synthesis.lengths import SMALL_NUMBER, asked_words, mentions_length
 from verl_ext.tools.synthesis.prompts import Prompts
-from verl_ext.tools.synthesis.records import Made, Making, question_and_answer, refused_in_words
+from verl_ext.tools.synthesis.records import Result, Settings, question_and_answer, refused_in_words
 
 _NUMBER = rf"(?:\d+|{SMALL_NUMBER}|[一二三四五六七八九十百]+)"
 _NAME = rf"(?:(?:paragraph|section|part|段落)\s*{_NUMBER}|第\s*{_NUMBER}\s*(?:段落|段|部分))"
@@ -72,45 +72,45 @@ def cleaned_paragraph(text: str) -> str:
     return _BELOW.sub("", text).strip()
 
 
-async def make(item: Item, client: Client, prompts: dict[str, Prompts], making: Making) -> Made:
+async def make(item: Item, client: Client, prompts: dict[str, Prompts], settings: Settings) -> Result:
     """Return the record of an instruction, or the reason why there is none."""
     own = prompts[language_of(item.text)]
     instruction, words = item.text, asked_words(item.text)
     if words is None:
-        if not making.lengths or mentions_length(instruction):
-            return Made("no_length", reason="the instruction must ask for exactly one number of words")
-        words = making.lengths[drawn(making.seed, item.name, "length") % len(making.lengths)]
+        if not settings.lengths or mentions_length(instruction):
+            return Result("no_length", reason="the instruction must ask for exactly one number of words")
+        words = settings.lengths[drawn(settings.seed, item.name, "length") % len(settings.lengths)]
         instruction = own.filled("with_length", instruction=instruction, words=str(words))
 
     def messages(name: str, **values: str) -> list[dict[str, str]]:
         return [{"role": "user", "content": own.filled(name, instruction=instruction, **values)}]
 
     answers: list[Answer] = [
-        await client.ask(item.name, "plan", messages("plan"), making.sampling, parse_plan, making.parse_tries)
+        await client.ask(item.name, "plan", messages("plan"), settings.sampling, parse_plan, settings.parse_tries)
     ]
     if not answers[0].is_done:
-        return Made.from_answer("plan", answers[0])
+        return Result.from_answer("plan", answers[0])
     steps = answers[0].parsed
-    if len(steps) > making.max_paragraphs:
-        got = f"the plan has {len(steps)} paragraphs, more than max_paragraphs={making.max_paragraphs}"
-        return Made("plan_too_long", reason=got)
-    if (score := length_score(words, planned := planned_words(steps))) < making.min_length_score:
+    if len(steps) > settings.max_paragraphs:
+        got = f"the plan has {len(steps)} paragraphs, more than max_paragraphs={settings.max_paragraphs}"
+        return Result("plan_too_long", reason=got)
+    if (score := length_score(words, planned := planned_words(steps))) < settings.min_length_score:
         got = f"the plan has {planned:,.0f} words where {words:,} are asked for: S_l {score:.1f}"
-        return Made("length_score", reason=got)  # before its paragraphs are paid for
+        return Result("length_score", reason=got)  # before its paragraphs are paid for
     paragraphs: list[str] = []
     for number, step in enumerate(steps, start=1):
         asked = messages("write", plan="\n".join(steps), text="\n\n".join(paragraphs), step=step)
-        answers.append(refused_in_words(await client.ask(item.name, f"write/{number}", asked, making.sampling)))
+        answers.append(refused_in_words(await client.ask(item.name, f"write/{number}", asked, settings.sampling)))
         if not answers[-1].is_done:
-            return Made.from_answer(f"paragraph {number} of {len(steps)}", answers[-1])
+            return Result.from_answer(f"paragraph {number} of {len(steps)}", answers[-1])
         if not (paragraph := cleaned_paragraph(answers[-1].text)):
-            return Made(UNPARSABLE, reason=f"paragraph {number} of {len(steps)} is empty")
+            return Result(UNPARSABLE, reason=f"paragraph {number} of {len(steps)} is empty")
         paragraphs.append(paragraph)
     text = "\n\n".join(paragraphs)
     score = length_score(words, written := count_words(text))
-    if score < making.min_length_score:
-        return Made("length_score", reason=f"{written:,} words where {words:,} were asked for: S_l {score:.1f}")
-    if making.passages.found_in(text):
-        return Made("contaminated", reason="the text holds a passage of decontaminate")
+    if score < settings.min_length_score:
+        return Result("length_score", reason=f"{written:,} words where {words:,} were asked for: S_l {score:.1f}")
+    if settings.passages.found_in(text):
+        return Result("contaminated", reason="the text holds a passage of decontaminate")
     facts = {"words_asked": words, "words_written": written, "length_score": round(score, 1), "paragraphs": len(steps)}
     return question_and_answer(item, "agentwrite", instruction, text, own, answers, facts)

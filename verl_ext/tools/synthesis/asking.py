@@ -16,11 +16,11 @@ from verl_ext.tools.synthesis.corpus import Corpus, Intervals
 from verl_ext.tools.synthesis.encoder import EncoderOptions
 from verl_ext.tools.synthesis.items import Item
 from verl_ext.tools.synthesis.prompts import Prompts
-from verl_ext.tools.synthesis.records import Made, Making
+from verl_ext.tools.synthesis.records import Result, Settings
 
 AHEAD = 4  # items that are in progress for each concurrent request
 
-Make = Callable[[Item, Client, dict[str, Prompts], Making], Coroutine[Any, Any, Made]]
+Make = Callable[[Item, Client, dict[str, Prompts], Settings], Coroutine[Any, Any, Result]]
 ResultT = TypeVar("ResultT")
 
 
@@ -31,7 +31,7 @@ class Work:
     corpus: Corpus
     total: int
     prompts: dict[str, Prompts]
-    making: Making
+    settings: Settings
     endpoint: EndpointOptions
     encoder: EncoderOptions
     intervals: Intervals | None
@@ -40,7 +40,7 @@ class Work:
 
 
 @dataclass
-class Written:
+class WriteResult:
     """The outcomes of the items of a run.
 
     outcomes: the number of items by outcome. without: the items without a record, with reasons. lengths: the rows of
@@ -59,16 +59,16 @@ class Written:
             self.without.append({"item": item.name, "outcome": outcome, "reason": reason})
 
 
-async def write_records(make: Make, work: Work) -> Written:
+async def write_records(make: Make, work: Work) -> WriteResult:
     """Write the records that `make` makes of the items, in their order."""
-    written, price = Written(), read_price(work.endpoint)
+    result, price = WriteResult(), read_price(work.endpoint)
     free = asyncio.Semaphore(work.endpoint.concurrency)
     with Store(work.store_path) as store:
         async with Client(work.endpoint, store) as client:
 
-            async def made_of(item: Item) -> Made:
+            async def made_of(item: Item) -> Result:
                 async with free:  # an item's requests follow each other, while the server still caches its document
-                    return await make(item, client, work.prompts, work.making)
+                    return await make(item, client, work.prompts, work.settings)
 
             begun = ((item, made_of(item)) for item in work.corpus.items())
             with (
@@ -77,12 +77,12 @@ async def write_records(make: Make, work: Work) -> Written:
             ):
                 async with aclosing(in_order(begun, AHEAD * work.endpoint.concurrency)) as results:
                     async for item, made in results:
-                        written.add(item, made.outcome, made.reason, made.record is not None)
+                        result.add(item, made.outcome, made.reason, made.record is not None)
                         if made.record is not None:
                             file.write(json.dumps(made.record, ensure_ascii=False) + "\n")
                         bar.item_done()
-            written.cost = spent(client, price)
-    return written
+            result.cost = spent(client, price)
+    return result
 
 
 async def in_order(

@@ -14,20 +14,20 @@ from verl_ext.endpoint.answer import DONE, OUTCOMES
 from verl_ext.endpoint.client import EndpointOptions, SamplingOptions
 from verl_ext.endpoint.spending import read_price
 from verl_ext.files import OutputFolder
-from verl_ext.progress import aligned
 from verl_ext.redaction import redacted
+from verl_ext.tables import aligned
 from verl_ext.text.json_records import BadRecord, read_record
 from verl_ext.text.readers import TextFile, read_chunks
 from verl_ext.text.sources import FORMATS, find_source_files, local_path
 from verl_ext.text.tokenizer import ModelOptions, load_tokenizer
 from verl_ext.tools.synthesis import agentwrite, glm_long, longalign
-from verl_ext.tools.synthesis.asking import Work, Written, write_records
+from verl_ext.tools.synthesis.asking import Work, WriteResult, write_records
 from verl_ext.tools.synthesis.corpus import Corpus, Intervals
 from verl_ext.tools.synthesis.encoder import EncoderOptions
 from verl_ext.tools.synthesis.joined import write_joined
 from verl_ext.tools.synthesis.overlap import NearDuplicates, Passages
 from verl_ext.tools.synthesis.prompts import load_prompts
-from verl_ext.tools.synthesis.records import Making
+from verl_ext.tools.synthesis.records import Settings
 from verl_ext.tools.synthesis.token_lengths import TokenLengths
 from verl_ext.values import DataError, option
 
@@ -39,7 +39,7 @@ NOT_REPORTED = ("output_dir", "overwrite", "store")
 class Task:
     """A way to make records: from documents of chosen lengths or from instructions, by questions or by joining."""
 
-    write: Callable[[Work], Coroutine[Any, Any, Written]]
+    write: Callable[[Work], Coroutine[Any, Any, WriteResult]]
     text_key: str
     of_documents: bool
     joins: bool = False
@@ -153,11 +153,14 @@ class SynthesizeOptions(OutputOptions):
 
 def run(options: SynthesizeOptions) -> str:
     """Make the records; return the closing tables. Raises `UsageError` and `DataError`, each one line."""
+    # Mistakes in files end the run before documents are read and requests are paid for.
     task = TASKS[str(options.task)]
     prompts = {} if task.joins else load_prompts(options.prompts, str(options.task))
-    read_price(options.endpoint)  # here too, so that a mistake in the prices ends the run before documents are read
+    read_price(options.endpoint)
     files = find_source_files({name: as_list(value) for name, value in options.sources.items()})
     passages = Passages(_benchmark_texts(options.decontaminate))
+
+    # Documents are chosen before any is asked about: by interval of length, without copies and benchmark passages.
     lengths, intervals = None, Intervals(tuple(options.intervals))
     if task.of_documents:
         read = Intervals((1, options.intervals[-1])) if task.joins else intervals
@@ -170,7 +173,7 @@ def run(options: SynthesizeOptions) -> str:
     if not total:
         left_out = _listed(corpus.left_out) or "nothing was there"
         raise DataError(f"sources must hold something to ask about, in its field {key}; left out: {left_out}")
-    making = Making(
+    settings = Settings(
         options.seed,
         options.sampling,
         options.parse_tries,
@@ -182,27 +185,28 @@ def run(options: SynthesizeOptions) -> str:
         lengths[1] if lengths else None,
     )
 
+    # The folder appears only if enough items have records; the answers in the store outlive a run that fails.
     with OutputFolder(options.output_dir, options.overwrite) as folder:
         work = Work(
             corpus,
             total,
             prompts,
-            making,
+            settings,
             options.endpoint,
             options.encoder,
             intervals,
             options.store_path,
             folder.path / f"{options.task}.jsonl",
         )
-        written = asyncio.run(task.write(work))
-        _check_outcomes(written.outcomes, written.without, options)
+        result = asyncio.run(task.write(work))
+        _check_outcomes(result.outcomes, result.without, options)
         found = {n: {"found": corpus.available[n], "drawn": len(own)} for n, own in corpus.chosen.items()}
         report = {
             "options": redacted({name: value for name, value in asdict(options).items() if name not in NOT_REPORTED}),
-            "lengths": written.lengths or found,
+            "lengths": result.lengths or found,
             "left_out": dict(corpus.left_out),
-            "outcomes": dict(written.outcomes),
-            "without_record": written.without,
+            "outcomes": dict(result.outcomes),
+            "without_record": result.without,
         }
         (folder.path / REPORT).write_text(yaml.safe_dump(report, allow_unicode=True, sort_keys=False), "utf-8")
         folder.publish()
@@ -212,8 +216,8 @@ def run(options: SynthesizeOptions) -> str:
     lines = [
         aligned(rows, ["length"]),
         f"left out: {_listed(corpus.left_out) or 'none'}",
-        f"items: {_listed(written.outcomes)}",
-        *([written.cost] if written.cost else []),
+        f"items: {_listed(result.outcomes)}",
+        *([result.cost] if result.cost else []),
     ]
     return "\n".join([*lines, f"written to {options.output_dir}"])
 

@@ -17,7 +17,7 @@ from verl_ext.endpoint.client import Client
 from verl_ext.text.word_count import language_of
 from verl_ext.tools.synthesis.items import Item, drawn
 from verl_ext.tools.synthesis.prompts import Prompts
-from verl_ext.tools.synthesis.records import Made, Making, json_in, question_and_answer, refused_in_words
+from verl_ext.tools.synthesis.records import Result, Settings, json_in, question_and_answer, refused_in_words
 from verl_ext.tools.synthesis.token_lengths import TokenLengths
 
 WAYS = ("chunk", "chunks", "summary")
@@ -71,65 +71,65 @@ def stretches(item: Item, number: int, size: int, seed: int, lengths: TokenLengt
     return lengths.characters(item.text, spans)
 
 
-async def make(item: Item, client: Client, prompts: dict[str, Prompts], making: Making) -> Made:
+async def make(item: Item, client: Client, prompts: dict[str, Prompts], settings: Settings) -> Result:
     """Return the record of a document, or the reason why there is none."""
-    way = WAYS[drawn(making.seed, item.name, "way") % len(WAYS)]
+    way = WAYS[drawn(settings.seed, item.name, "way") % len(WAYS)]
     own = prompts[language_of(item.text)]
     if way == "summary":
-        return await _summary(item, client, own, making)
-    assert making.lengths_of is not None
+        return await _summary(item, client, own, settings)
+    assert settings.lengths_of is not None
     number = 1
     if way == "chunks":
         number = min(max(STRETCHES, len(item.documents)), MOST_STRETCHES)
-    characters = stretches(item, number, making.window // number, making.seed, making.lengths_of)
+    characters = stretches(item, number, settings.window // number, settings.seed, settings.lengths_of)
     text = "\n\n----------\n\n".join(item.text[begin:end] for begin, end in characters)
     tasks = own.below("tasks")
-    task = tasks[drawn(making.seed, item.name, "task") % len(tasks)]
+    task = tasks[drawn(settings.seed, item.name, "task") % len(tasks)]
     name = "question" if way == "chunk" else "questions_over_parts"
     content = own.filled(name, text=text, task=own.texts[f"tasks.{task}"])
     answer = await client.ask(
-        item.name, way, [{"role": "user", "content": content}], making.sampling, parse_pair, making.parse_tries
+        item.name, way, [{"role": "user", "content": content}], settings.sampling, parse_pair, settings.parse_tries
     )
     if not answer.is_done:
-        return Made.from_answer(way, answer)
+        return Result.from_answer(way, answer)
     question, reply = answer.parsed
     if not (answer := refused_in_words(answer, reply)).is_done:
-        return Made.from_answer(way, answer)
-    if making.passages.found_in(f"{question}\n{reply}"):
-        return Made("contaminated", reason="the question or its answer holds a passage of decontaminate")
+        return Result.from_answer(way, answer)
+    if settings.passages.found_in(f"{question}\n{reply}"):
+        return Result("contaminated", reason="the question or its answer holds a passage of decontaminate")
     facts = {"task": task, "spans": [list(span) for span in characters]}
     content = f"{item.text}\n\n{question}"
     return question_and_answer(item, f"glm_long_{way}", content, reply, own, [answer], facts)
 
 
-async def _summary(item: Item, client: Client, own: Prompts, making: Making) -> Made:
+async def _summary(item: Item, client: Client, own: Prompts, settings: Settings) -> Result:
     """Return the record of a summary, for which the model reads the text window by window."""
-    assert making.lengths_of is not None
-    count, answers, text, level = making.lengths_of, list[Answer](), item.text, 0
-    while (tokens := count.count(text)) > making.window:
+    assert settings.lengths_of is not None
+    count, answers, text, level = settings.lengths_of, list[Answer](), item.text, 0
+    while (tokens := count.count(text)) > settings.window:
         level += 1
-        starts = range(0, tokens, making.window)
-        spans = count.characters(text, [(start, min(start + making.window, tokens)) for start in starts])
+        starts = range(0, tokens, settings.window)
+        spans = count.characters(text, [(start, min(start + settings.window, tokens)) for start in starts])
         summaries = []
         for number, (begin, end) in enumerate(spans, start=1):
             asked = [{"role": "user", "content": own.filled("part", text=text[begin:end])}]
-            part = await client.ask(item.name, f"part/{level}/{number}", asked, making.sampling)
+            part = await client.ask(item.name, f"part/{level}/{number}", asked, settings.sampling)
             answers.append(refused_in_words(part))
             if not answers[-1].is_done:
-                return Made.from_answer(f"part {number} of {len(spans)}", answers[-1])
+                return Result.from_answer(f"part {number} of {len(spans)}", answers[-1])
             summaries.append(answers[-1].text)
         text = "\n\n".join(summaries)
         if count.count(text) >= tokens:
-            return Made(UNPARSABLE, reason="the summaries of the parts are as long as the parts")
+            return Result(UNPARSABLE, reason="the summaries of the parts are as long as the parts")
     names = own.below("summaries")
-    name = names[drawn(making.seed, item.name, "task") % len(names)]
+    name = names[drawn(settings.seed, item.name, "task") % len(names)]
     instruction = own.texts[f"summaries.{name}"]
     asked = [{"role": "user", "content": own.filled("whole", text=text, instruction=instruction)}]
-    answers.append(refused_in_words(await client.ask(item.name, "whole", asked, making.sampling)))
+    answers.append(refused_in_words(await client.ask(item.name, "whole", asked, settings.sampling)))
     if not answers[-1].is_done:
-        return Made.from_answer("whole", answers[-1])
-    if making.passages.found_in(answers[-1].text):
-        return Made("contaminated", reason="the summary holds a passage of decontaminate")
+        return Result.from_answer("whole", answers[-1])
+    if settings.passages.found_in(answers[-1].text):
+        return Result("contaminated", reason="the summary holds a passage of decontaminate")
     facts = {"task": name, "levels": level, "spans": [[0, len(item.text)]]}
     content = f"{item.text}\n\n{instruction}"
     return question_and_answer(item, "glm_long_summary", content, answers[-1].text, own, answers, facts)

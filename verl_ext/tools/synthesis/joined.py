@@ -23,7 +23,7 @@ from verl_ext.endpoint.answer import DONE
 from verl_ext.endpoint.client import Client
 from verl_ext.endpoint.spending import QuestionProgress, read_price, spent
 from verl_ext.endpoint.store import Store
-from verl_ext.tools.synthesis.asking import AHEAD, Work, Written, in_order
+from verl_ext.tools.synthesis.asking import AHEAD, Work, WriteResult, in_order
 from verl_ext.tools.synthesis.corpus import Intervals
 from verl_ext.tools.synthesis.encoder import LocalEncoder
 from verl_ext.tools.synthesis.items import Item, drawn
@@ -92,39 +92,39 @@ def groups_of(
                 break
 
 
-async def write_joined(work: Work) -> Written:
+async def write_joined(work: Work) -> WriteResult:
     """Write the joined documents of all classes."""
     assert work.intervals is not None
-    written = Written()
-    names = work.intervals.names
+    result = WriteResult()
+    names, seed = work.intervals.names, work.settings.seed
     filled = dict.fromkeys(names, 0)
-    written.lengths = {name: {"documents": 0, "tokens": 0} for name in names}
+    result.lengths = {name: {"documents": 0, "tokens": 0} for name in names}
     with TemporaryFile(dir=work.path.parent) as texts, open(work.path, "w", encoding="utf-8") as file:
-        classes = await _embedded(work, texts, written)
+        classes = await _embedded(work, texts, result)
         for kind in sorted(classes):
-            documents = sorted(classes[kind], key=lambda each: (drawn(work.making.seed, each.name, "start"), each.name))
+            documents = sorted(classes[kind], key=lambda each: (drawn(seed, each.name, "start"), each.name))
             used = 0
-            for group in groups_of(documents, work.intervals, work.making.seed, filled):
+            for group in groups_of(documents, work.intervals, seed, filled):
                 record = _record(kind, group, documents, texts, work)
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
-                row = written.lengths[group.interval]
+                row = result.lengths[group.interval]
                 row["documents"] += 1
                 row["tokens"] += record["provenance"]["tokens"]
                 used += len(group.numbers)
-            written.outcomes[DONE] += used
-            written.outcomes["left_over"] += len(documents) - used
-    if classes and not written.outcomes[DONE]:
+            result.outcomes[DONE] += used
+            result.outcomes["left_over"] += len(documents) - used
+    if classes and not result.outcomes[DONE]:
         shortest = work.intervals.edges[0]
         raise DataError(
             f"intervals must begin below what a class's documents have together; got {shortest:,}, and no two documents"
             f" of {', '.join(sorted(classes))} make a text that long and no longer than the last"
         )
-    return written
+    return result
 
 
-async def _embedded(work: Work, texts: IO[bytes], written: Written) -> dict[str, list[Document]]:
-    """Embed the documents and write their texts to a file; return them by class, and set the cost in `written`."""
-    count = work.making.lengths_of
+async def _embedded(work: Work, texts: IO[bytes], result: WriteResult) -> dict[str, list[Document]]:
+    """Embed the documents and write their texts to a file; return them by class, and set the cost in `result`."""
+    count = work.settings.lengths_of
     assert count is not None
     classes: dict[str, list[Document]] = defaultdict(list)
     of_server = work.encoder.path is None
@@ -148,9 +148,9 @@ async def _embedded(work: Work, texts: IO[bytes], written: Written) -> dict[str,
                             tokens = count.count(item.text + SEPARATOR)
                             classes[item.kind].append(_kept(item, tokens, answer.parsed, texts))
                         else:
-                            written.add(item, answer.outcome, answer.reason, has_record=False)
+                            result.add(item, answer.outcome, answer.reason, has_record=False)
                         bar.item_done()
-            written.cost = spent(encoder, price) if isinstance(encoder, Client) else ""
+            result.cost = spent(encoder, price) if isinstance(encoder, Client) else ""
     for documents in classes.values():
         sizes = {document.vector.size for document in documents}
         if len(sizes) > 1:
@@ -167,7 +167,7 @@ def _kept(item: Item, tokens: int, vector: NDArray[np.float32], texts: IO[bytes]
 
 def _record(kind: str, group: Group, documents: Sequence[Document], texts: IO[bytes], work: Work) -> dict[str, Any]:
     """Return the record of a joined text, with the place of each of its documents."""
-    assert work.making.lengths_of is not None
+    assert work.settings.lengths_of is not None
     text, parts = "", []
     for number, similarity in zip(group.numbers, group.similarities, strict=True):
         document = documents[number]
@@ -180,9 +180,9 @@ def _record(kind: str, group: Group, documents: Sequence[Document], texts: IO[by
     provenance = {
         "class": kind,
         "interval": group.interval,
-        "tokens": work.making.lengths_of.count(text),
+        "tokens": work.settings.lengths_of.count(text),
         "documents": parts,
         "encoder": work.encoder.path or work.endpoint.model,
-        "seed": work.making.seed,
+        "seed": work.settings.seed,
     }
     return {"text": text, "category": kind, "provenance": provenance}

@@ -13,7 +13,7 @@ from verl_ext.endpoint.client import Client
 from verl_ext.text.word_count import language_of
 from verl_ext.tools.synthesis.items import Item, drawn
 from verl_ext.tools.synthesis.prompts import Prompts
-from verl_ext.tools.synthesis.records import Made, Making, json_in, question_and_answer, refused_in_words
+from verl_ext.tools.synthesis.records import Result, Settings, json_in, question_and_answer, refused_in_words
 
 _NUMBERS = "一二三四五六七八九十"
 _NUMBERED = re.compile(  # 1: … | 2. … | **3:** … | (4) … | [5] … | 6 - … | 七、… | Question 8 | Q9: …
@@ -61,28 +61,28 @@ def _json_questions(text: str) -> list[str] | None:
     return texts if texts and len(texts) == len(named) else None
 
 
-async def make(item: Item, client: Client, prompts: dict[str, Prompts], making: Making) -> Made:
+async def make(item: Item, client: Client, prompts: dict[str, Prompts], settings: Settings) -> Result:
     """Return the record of a document, or the reason why there is none."""
     own = prompts[language_of(item.text)]
     kinds = own.below("kinds")
-    kind = kinds[drawn(making.seed, item.name, "kind") % len(kinds)]
+    kind = kinds[drawn(settings.seed, item.name, "kind") % len(kinds)]
     answers: list[Answer] = []
 
     instruction = own.filled("questions", kind=own.texts[f"kinds.{kind}"])
     message = {"role": "user", "content": f"{item.text}\n\n{instruction}"}
     answers.append(
-        await client.ask(item.name, "questions", [message], making.sampling, parse_questions, making.parse_tries)
+        await client.ask(item.name, "questions", [message], settings.sampling, parse_questions, settings.parse_tries)
     )
     if not answers[-1].is_done:
-        return Made.from_answer("questions", answers[-1])
+        return Result.from_answer("questions", answers[-1])
     questions = answers[-1].parsed
-    question = questions[drawn(making.seed, item.name, "question") % len(questions)]
+    question = questions[drawn(settings.seed, item.name, "question") % len(questions)]
     content = f"{item.text}\n\n{question}"
     asked = [{"role": "user", "content": content}]
-    answers.append(refused_in_words(await client.ask(item.name, "answer", asked, making.sampling)))
+    answers.append(refused_in_words(await client.ask(item.name, "answer", asked, settings.sampling)))
     if not answers[-1].is_done:
-        return Made.from_answer("answer", answers[-1])
-    if making.passages.found_in(f"{question}\n{answers[-1].text}"):
-        return Made("contaminated", reason="the question or its answer holds a passage of decontaminate")
+        return Result.from_answer("answer", answers[-1])
+    if settings.passages.found_in(f"{question}\n{answers[-1].text}"):
+        return Result("contaminated", reason="the question or its answer holds a passage of decontaminate")
     facts = {"questions": len(questions), "spans": [[0, len(item.text)]]}
     return question_and_answer(item, f"longalign_{kind}", content, answers[-1].text, own, answers, facts)

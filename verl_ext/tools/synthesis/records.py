@@ -57,7 +57,7 @@ def json_in(text: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Making:
+class Settings:
     """The settings that all items of a run share."""
 
     seed: int
@@ -72,7 +72,7 @@ class Making:
 
 
 @dataclass(frozen=True)
-class Made:
+class Result:
     """A record, or the outcome without one: that of an answer, or the name of a filter."""
 
     outcome: str
@@ -80,7 +80,7 @@ class Made:
     reason: str = ""
 
     @classmethod
-    def from_answer(cls, stage: str, answer: Answer) -> "Made":
+    def from_answer(cls, stage: str, answer: Answer) -> "Result":
         """Return a result without a record, because a question has no answer."""
         return cls(answer.outcome, reason=f"{stage}: {answer.reason}")
 
@@ -93,7 +93,7 @@ def question_and_answer(
     prompts: Prompts,
     answers: Sequence[Answer],
     facts: Mapping[str, Any],
-) -> Made:
+) -> Result:
     """Return the record of a user turn and an assistant turn, with their provenance."""
     usage = reduce(add, (each.usage for each in answers), Usage())
     provenance = {
@@ -107,4 +107,4 @@ def question_and_answer(
         "usage": dict(zip(("prompt_tokens", "cached_tokens", "completion_tokens"), usage.as_tuple(), strict=True)),
     }
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    return Made(DONE, {"messages": messages, "category": category, "provenance": provenance})
+    return Result(DONE, {"messages": messages, "category": category, "provenance": provenance})

@@ -1,4 +1,4 @@
-"""Raw files tokenized as for training, for `verl-ext show`."""
+"""Raw files tokenized as for training."""
 
 import os
 from collections.abc import Mapping, Sequence

@@ -1,0 +1,73 @@
+"""The scores of answers at validation, which a dataset family declares (`PackDataset.answer_measure`).
+
+exact_match   every target token is the most likely one, given the tokens before it (teacher forcing)
+accuracy      the generated text, up to the tokenizer's EOS or `trainer.answer_tokens`, is right by the family's rule
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from verl_ext.data.dataset import PackDataset
+
+
+class Question(NamedTuple):
+    """The tokens before an answer, and the name of its category ("" for none)."""
+
+    ids: list[int]
+    category: str
+
+
+class AnswerMeasure:
+    """The scores of the answers in a dataset whose packs are questions with an answer each.
+
+    Attributes:
+        generated: the metric of generated answers; that of a category is CATEGORY_generated.
+        counts: float64[2, C + 1], the answers and the exact answers by category slot, 0 for none. `add` fills it;
+            before `report`, the trainer sums it over the data-parallel ranks.
+    """
+
+    generated = "accuracy"
+
+    def __init__(self, dataset: "PackDataset", is_right: Callable[[int, str], bool], device: Any) -> None:
+        """Begin to count on a device. is_right: whether a text answers the question of a pack."""
+        self._dataset, self._is_right = dataset, is_right
+        self._packs = np.flatnonzero(dataset.pack_targets())  # a truncated row may have no answer
+        self.counts = torch.zeros(2, len(dataset.categories.ids) + 1, dtype=torch.float64, device=device)
+
+    def add(self, is_likeliest: torch.Tensor, is_target: torch.Tensor, slots: torch.Tensor) -> None:
+        """Count rows [B, L] by whether the next token is the likeliest and a target, and by the target's category."""
+        slots = slots.amax(1).clamp(min=0)  # int64[B]: 0 for a row without an answer
+        is_answered = is_target.any(1)
+        is_exact = is_answered & (is_likeliest | ~is_target).all(1)
+        for counts, rows in zip(self.counts, (is_answered, is_exact), strict=True):
+            counts.index_add_(0, slots, rows.double())
+
+    def report(self) -> dict[str, float]:
+        """Return the shares of exact answers, in total and by category."""
+        answers, exact = self.counts.tolist()
+        metrics: dict[str, float] = {"answers": int(sum(answers))}
+        if any(answers):
+            metrics["exact_match"] = sum(exact) / sum(answers)
+        for name, right, asked in zip(self._dataset.categories.names, exact[1:], answers[1:], strict=True):
+            if asked:
+                metrics[f"{name}_exact_match"] = right / asked
+        return metrics
+
+    def __len__(self) -> int:
+        """Return the number of questions."""
+        return len(self._packs)
+
+    def question(self, number: int) -> Question:
+        """Read a question."""
+        row, table = self._dataset[int(self._packs[number])], self._dataset.categories
+        first = int(row["loss_mask"].argmax())
+        slot = int(table.index(row["category_ids"][first]))
+        return Question(row["input_ids"][:first].tolist(), table.names[slot - 1] if slot else "")
+
+    def score(self, number: int, answer: str) -> float:
+        """Return 1 if a generated answer is right, else 0."""
+        return float(self._is_right(int(self._packs[number]), answer))

@@ -1,0 +1,221 @@
+"""The documents of DATA as columns and rows: tokenized folders, or corpora in Megatron's indexed form.
+
+row        0   1   2  |  3   4         numbers continue over all folders
+folder     train      |  papers
+lengths    812 90  17 |  5000 64       one number per document; targets, full_lengths and categories alike
+"""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verl_ext.data.arrow import TokenizedData, fitting
+from verl_ext.data.categories import CategoryNumbers
+from verl_ext.data.megatron.index import SUFFIXES, TokenIndex
+from verl_ext.data.scan import main_categories
+from verl_ext.files import REPORT
+from verl_ext.packing.plan import offsets_of
+from verl_ext.text.sources import absolute_path
+from verl_ext.text.tokenizer import ModelOptions, load_tokenizer
+from verl_ext.values import DataError, UsageError
+
+BLOCK_TOKENS = 1 << 22
+Report = dict[str, Any]
+
+
+class Row(NamedTuple):
+    """A document: input_ids integer[T], loss_mask bool[T] (False at the first token), target weights[T] or None."""
+
+    input_ids: NDArray[Any]
+    loss_mask: NDArray[np.bool_]
+    weights: NDArray[Any] | None
+
+
+class Block(NamedTuple):
+    """Documents first..first+len(lengths)-1, their tokens one after the other."""
+
+    first: int
+    lengths: NDArray[np.int64]
+    input_ids: NDArray[Any]
+    loss_mask: NDArray[Any]  # 1 for targets; a document's first token may have a 1 but is never a target
+
+
+class Documents:
+    """Documents of several paths of one kind, numbered one after the other.
+
+    Attributes:
+        paths: the absolute paths.
+        first_rows: int64[F+1], the first row of every path, and the number of rows.
+        lengths, targets, full_lengths, categories: integer[D]; full_lengths are those before a cut, -1 if unknown.
+        names: the name of each category number.
+        reports: the `report.json` of each path, {} without one.
+        all_targets: whether every token after a document's first is a target, as in text for pretraining.
+    """
+
+    paths: tuple[str, ...]
+    first_rows: NDArray[np.int64]
+    lengths: NDArray[Any]
+    targets: NDArray[Any]
+    full_lengths: NDArray[Any]
+    categories: NDArray[Any]
+    names: dict[int, str]
+    reports: tuple[Report, ...]
+    all_targets = False
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def place(self, row: int) -> tuple[str, int]:
+        """Return the path that holds a row, and the row's number in that path."""
+        folder = int(np.searchsorted(self.first_rows, row, side="right")) - 1
+        return self.paths[folder], row - int(self.first_rows[folder])
+
+    def row(self, row: int) -> Row:
+        """Read one document."""
+        raise NotImplementedError
+
+    def blocks(self) -> Iterator[Block]:
+        """Read all documents that have tokens, in order."""
+        raise NotImplementedError
+
+    @property
+    def tokenizer(self) -> str | None:
+        """The tokenizer that the reports name; None if they name none or several."""
+        named = {report.get("tokenizer") for report in self.reports} - {None}
+        return named.pop() if len(named) == 1 else None
+
+
+class FolderDocuments(Documents):
+    """The documents of tokenized folders; all tokens are read once if other software than verl-ext wrote a folder."""
+
+    def __init__(self, folders: Sequence[str], key: str) -> None:
+        self.data = data = TokenizedData([absolute_path(folder) for folder in folders], key)
+        self.paths, self.first_rows, self.lengths = data.folders, data.first_rows(), data.lengths
+        self.names = CategoryNumbers.read(data.folders).names
+        self.reports = tuple(_read_report(Path(folder)) for folder in data.folders)
+        columns = data.document_columns
+        if columns is not None and columns.num_targets.min() >= 0:
+            self.targets, self.full_lengths, self.categories = (
+                columns.num_targets,
+                columns.full_length,
+                columns.category,
+            )
+            return
+        self.targets, self.categories = (np.zeros(len(data), np.int32) for _ in range(2))
+        self.full_lengths = np.full(len(data), -1) if columns is None else columns.full_length
+        for begin, end in data.blocks(0, len(data), BLOCK_TOKENS):
+            values, length = data.block(begin, end), data.lengths[begin:end].astype(np.int64)
+            has_tokens = length > 0
+            starts = offsets_of(length)[:-1][has_tokens]
+            if not len(starts):
+                continue
+            mask = values["loss_mask"] != 0
+            mask[starts] = False
+            rows = begin + np.flatnonzero(has_tokens)
+            self.targets[rows] = np.add.reduceat(mask, starts, dtype=np.int32)
+            self.categories[rows] = main_categories(values["category_ids"], starts)
+
+    def row(self, row: int) -> Row:
+        """Read one document."""
+        at, length = np.array([row]), np.array([int(self.lengths[row])])
+        columns = {
+            name: np.empty(length[0], np.float32 if name == "loss_weight" else np.int64) for name in self.data.columns
+        }
+        self.data.gather(at, np.zeros(1, np.int64), length, columns)
+        mask = columns["loss_mask"] != 0
+        mask[:1] = False
+        return Row(columns["input_ids"], mask, columns.get("loss_weight"))
+
+    def blocks(self) -> Iterator[Block]:
+        """Read all documents that have tokens, in order."""
+        for begin, end in self.data.blocks(0, len(self), BLOCK_TOKENS):
+            length = self.lengths[begin:end].astype(np.int64)
+            columns = self.data.columns
+            yield Block(
+                begin, length, columns["input_ids"].block(begin, end)[1], columns["loss_mask"].block(begin, end)[1]
+            )
+
+
+class IndexDocuments(Documents):
+    """The documents of Megatron corpora; each corpus is a category, and all tokens but the first are targets."""
+
+    all_targets = True
+
+    def __init__(self, prefixes: Sequence[str], key: str) -> None:
+        self.indices = [TokenIndex(absolute_path(prefix), key) for prefix in prefixes]
+        self.paths = tuple(index.prefix for index in self.indices)
+        self.first_rows = offsets_of(np.array([index.num_documents for index in self.indices]))
+        self.lengths = self.full_lengths = np.concatenate([index.lengths for index in self.indices])
+        self.targets = np.maximum(self.lengths - 1, 0)
+        self.categories = np.repeat(np.arange(1, len(prefixes) + 1), np.diff(self.first_rows))
+        self.names = {number: Path(prefix).name for number, prefix in enumerate(self.paths, start=1)}
+        self.reports = tuple(_read_report(Path(prefix).parent) for prefix in self.paths)
+
+    def row(self, row: int) -> Row:
+        """Read one document."""
+        index = self.indices[int(np.searchsorted(self.first_rows, row, side="right")) - 1]
+        ids = index.tokens(row - int(self.first_rows[self.paths.index(index.prefix)])).astype(np.int64)
+        return Row(ids, np.arange(len(ids)) > 0, None)
+
+    def blocks(self) -> Iterator[Block]:
+        """Read all documents, in order."""
+        for first, index in zip(self.first_rows.tolist(), self.indices, strict=False):
+            for begin, end in fitting(0, index.lengths, BLOCK_TOKENS):
+                rows = np.arange(begin, end)
+                length = index.lengths[begin:end].astype(np.int64)
+                ids = index.gather(rows, np.zeros(len(rows), np.int64), length)
+                yield Block(first + begin, length, ids, np.ones(len(ids), np.int8))
+
+
+def open_documents(paths: Sequence[str], key: str = "paths") -> Documents:
+    """Open tokenized folders or Megatron corpora.
+
+    Raises:
+        UsageError: the paths are of both kinds.
+        DataError: a folder or corpus cannot be read.
+    """
+    kinds = {path: _is_index(path) for path in paths}
+    if len(set(kinds.values())) != 1:
+        raise UsageError(f"{key} must be of one kind, tokenized folders or Megatron's corpora; got {', '.join(paths)}")
+    try:
+        return (IndexDocuments if kinds[paths[0]] else FolderDocuments)(paths, key)
+    except (ValueError, OSError) as error:
+        raise DataError(str(error)) from error
+
+
+def tokenizer_of(model: ModelOptions, named: str | None, is_needed: bool = False) -> Any:
+    """Return the tokenizer that the user names, else the one that the data or the run names; None without both.
+
+    is_needed: raise UsageError instead of returning None.
+    """
+    path = model.tokenizer or named
+    if is_needed and not path:
+        raise UsageError("model.path must name the tokenizer of the data, whose report.json names none; got null")
+    return load_tokenizer(replace(model, path=path, tokenizer_path=None)) if path else None
+
+
+def _is_index(path: str) -> bool:
+    return not os.path.isdir(path) and (path.endswith(SUFFIXES) or os.path.exists(f"{path}.idx"))
+
+
+def _read_report(folder: Path) -> Report:
+    """Return the report that `verl-ext tokenize` wrote; {} without one. Raises ValueError if it is no report."""
+    path = folder / REPORT
+    if not path.is_file():
+        return {}
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        report = None
+    if not isinstance(report, dict):
+        raise ValueError(f"{path} must be the report of `verl-ext tokenize`, a JSON object; got another file")
+    if report.get("working_folder") and report.get("tokenizer"):
+        tokenizer = os.path.join(report["working_folder"], report["tokenizer"])
+        report["tokenizer"] = tokenizer if os.path.isdir(tokenizer) else report["tokenizer"]  # else a Hub name
+    return report

@@ -1,0 +1,150 @@
+"""`verl-ext show run`: the curves of runs, the answers of an evaluation, the packs of a step."""
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from verl_ext.checkpoint.layout import RUN
+from verl_ext.files import working_in, write_json
+from verl_ext.redaction import redacted
+from verl_ext.text.tokenizer import ModelOptions
+from verl_ext.tools.show.answers import answers_view
+from verl_ext.tools.show.document import document_view
+from verl_ext.tools.show.documents import Row, open_documents, tokenizer_of
+from verl_ext.tools.show.packs import pack_view, step_view
+from verl_ext.tools.show.run_page import write_run_page
+from verl_ext.tools.show.run_tables import run_tables
+from verl_ext.tools.show.runs import open_run, read_facts, read_spike
+from verl_ext.tools.show.terminal import has_colours, print_parts, terminal
+from verl_ext.values import DataError, Options, UsageError, one_line, option, show
+
+REFRESH_SECONDS = 5  # of follow=true
+_NEEDS = {"category": "answers", "rank": "step", "tokens": "step", "documents": "step"}
+
+
+@dataclass(frozen=True)
+class ShowRunOptions(Options):
+    """Show RUN, the folder or the metrics file of a run: its progress, every curve, and what its config changes.
+
+    answers shows the answers of an evaluation; step=S shows the packs of a step and its documents in spikes.jsonl.
+    Several runs are shown beside each other.
+    """
+
+    paths: list[str] = option([], "RUN: a list of paths; words without `=` are paths too", required=True)
+    answers: bool = option(False, "true: show the answers of the evaluation, by default of the last step that has any")
+    category: str | None = option(None, "with answers: only answers of this category")
+    step: int | None = option(None, "show this step's packs and its documents in spikes.jsonl, or its answers", least=0)
+    rank: int | None = option(None, "with step: show the documents in this data-parallel rank's packs", least=0)
+    documents: int = option(1, "with step: number of its documents in spikes.jsonl to show", least=1)
+    tokens: bool = option(False, "with step: show those documents token by token, with ids")
+    follow: bool = option(False, "true: refresh the curves until the runs have ended")
+    model: ModelOptions = option(ModelOptions, "the tokenizer; by default that of the run or of its data")
+    html: str | None = option(None, "file for an HTML page in place of the terminal")
+    json: str | None = option(None, "file for the curves as JSON")
+
+    def problems(self) -> Iterable[str | None]:
+        """Yield a line for each mistake that is visible without opening the run."""
+        changed = self.changed()
+        if self.model.tokenizer:
+            yield from self.model.tokenizer_problems()
+        for name, needed in _NEEDS.items():
+            if name in changed and needed not in changed:
+                yield f"{needed} is required with {name}; got {show(getattr(self, needed))}"
+            if name in changed and needed == "step" and self.answers:
+                yield f"answers must be false with {name}, which is of a step's packs; got true"
+        if self.step == 0 and not self.answers:
+            yield "step must be at least 1 without answers; got 0"
+        if self.step is not None and not self.answers and len(self.paths) > 1:
+            yield f"step must be of one run; got {', '.join(self.paths)}"
+
+
+def run(options: ShowRunOptions) -> str:
+    """Show the runs on the terminal or as a page."""
+    if options.follow:
+        _follow(options)
+    parts: Iterator[RenderableType] | None = None
+    if options.answers:
+        parts = (part for path in options.paths for part in answers_view(path, options.step, options.category))
+    elif options.step is not None:
+        parts = _step_parts(options, options.step)
+    runs = [open_run(path) for path in options.paths] if options.html or options.json or parts is None else []
+    if options.json:
+        curves = [{"run": str(run.path), "curves": {n: asdict(c) for n, c in run.curves.items()}} for run in runs]
+        write_json(Path(options.json), redacted(curves))
+    if options.html:
+        write_run_page(Path(options.html), f"verl-ext show {' '.join(options.paths)}", runs, parts or ())
+        print(f"written to {options.html}")
+    elif parts is not None:
+        print_parts(parts)
+    elif not options.follow:
+        print_parts(run_tables(runs, terminal().width))
+    return ""
+
+
+def _follow(options: ShowRunOptions) -> None:
+    """Refresh the curves until every run has reached its last step, or no process writes in its folder any more."""
+    console = terminal()
+    with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
+        while True:
+            try:
+                runs = [open_run(path) for path in options.paths]
+            except (UsageError, DataError) as error:  # before the first step there are no metrics
+                live.update(Text(f"waiting: {one_line(str(error))}"), refresh=True)
+            else:
+                live.update(Group(*run_tables(runs, console.width)), refresh=True)
+                if not any(run.is_alive and run.step != run.facts.get("total_steps") for run in runs):
+                    return
+            time.sleep(REFRESH_SECONDS)
+
+
+def _step_parts(options: ShowRunOptions, step: int) -> Iterator[RenderableType]:
+    """Yield a step's documents in spikes.jsonl, its packs, and the documents of a rank's packs."""
+    path = Path(options.paths[0])
+    folder = path if path.is_dir() else path.parent
+    if (spike := read_spike(folder, step)) is not None:
+        yield from _spike_parts(spike, options)
+        if not (folder / RUN).is_file():
+            return
+    facts = read_facts(folder / RUN)
+    if not facts.keys() >= {"config", "plan", "cost"}:
+        raise UsageError(f"{folder} must hold the {RUN} of a training run, with config, plan and cost; it does not")
+    from verl_ext.trainer.inputs import reopened  # imports torch and verl
+
+    with working_in(facts.get("working_folder")):
+        try:
+            train_set, plan, cost = reopened(facts)
+        except KeyError as error:
+            raise DataError(f"{folder / RUN} must be of a run of this version; its config lacks {error}") from error
+        except ValueError as error:
+            raise DataError("; ".join(str(error).splitlines())) from error
+        tokenizer = tokenizer_of(options.model, ModelOptions.read(facts["config"]["model"]).tokenizer)
+        yield from step_view(train_set, plan, cost, facts, step)
+        ranks = facts["data_parallel_size"]
+        if options.rank is not None and options.rank >= ranks:
+            raise UsageError(f"rank must be below {ranks}, the data-parallel ranks of the run; got {options.rank}")
+        for pack in () if options.rank is None else plan.rank_packs(step - 1, options.rank, ranks):
+            if pack is not None:
+                yield from pack_view(train_set, pack, tokenizer and tokenizer.decode)
+
+
+def _spike_parts(spike: Mapping[str, Any], options: ShowRunOptions) -> Iterator[RenderableType]:
+    """Yield a spike's loss, and up to `documents` of its documents, the worst first."""
+    losses = f"loss {spike['loss']}, reference {spike['reference']}"
+    yield Text(one_line(f"step {spike['step']}: {spike['reason']}, {losses}"), "bold")
+    in_colour = bool(options.html) or has_colours()
+    for place in spike["documents"][: options.documents]:
+        documents = open_documents([place["folder"]])
+        whole = documents.row(place["row"])
+        part = slice(place["start"], place["start"] + place["tokens"])
+        row = Row(whole.input_ids[part], whole.loss_mask[part], None if whole.weights is None else whole.weights[part])
+        where = f"row {place['row']} of {place['folder']}"
+        facts = f"{where}: {place['category']}, pack {place['pack']}, loss {place['loss']}"
+        tokenizer = tokenizer_of(options.model, documents.tokenizer, is_needed=True)
+        yield document_view(one_line(facts), row, tokenizer, options.tokens, in_colour)
