@@ -143,25 +143,16 @@ def test_before_the_first_step_a_request_ends_a_rank_at_once_also_inside_a_colle
     assert (tmp_path / "unfinished").exists()
 
 
-def test_the_second_request_of_the_launcher_ends_every_rank_at_once(tmp_path):
-    with started_ranks(wait_in_a_collective, 2, tmp_path, True) as (ranks, _):
-        wait_for(lambda: (tmp_path / "ready-0").exists() and (tmp_path / "ready-1").exists())
-        (tmp_path / "told").write_text("SIGUSR1\nSIGINT\n")
-        (tmp_path / "told").rename(tmp_path / "stop")
-        for rank in ranks:
-            rank.join(SECONDS)
-            assert rank.exitcode == 128 + signal.SIGINT
-    assert "a second signal (SIGINT): ended at once" in (tmp_path / "stderr-0").read_text()
-
-
-def test_a_signal_that_the_launcher_gets_twice_at_once_is_one_request(tmp_path):
+def test_the_second_request_of_the_launcher_ends_every_rank_at_once_and_the_same_signal_again_is_none(tmp_path):
     with started_ranks(wait_in_a_collective, 2, tmp_path, True) as (ranks, _):
         wait_for(lambda: (tmp_path / "ready-0").exists() and (tmp_path / "ready-1").exists())
         for signals, move in (("SIGTERM\nSIGTERM\n", "read"), ("SIGTERM\nSIGTERM\nSIGINT\n", "ended")):
             (tmp_path / "told").write_text(signals)
             (tmp_path / "told").rename(tmp_path / "stop")
-            ranks[0].join(2.5 if move == "read" else SECONDS)
-            assert ranks[0].exitcode == (None if move == "read" else 128 + signal.SIGINT)
+            for rank in ranks:
+                rank.join(2.5 if move == "read" else SECONDS)
+                assert rank.exitcode == (None if move == "read" else 128 + signal.SIGINT)
+    assert "a second signal (SIGINT): ended at once" in (tmp_path / "stderr-0").read_text()
 
 
 def listen_below(torchrun: int, folder: Path) -> None:
@@ -269,8 +260,7 @@ def child_of(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.parametrize("preflight", ["0", "1"])
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize(("preflight", "number"), zip("010", SIGNALS, strict=True))
 def test_a_signal_before_there_are_ranks_ends_the_launcher_and_what_it_waits_for(
     preflight, number, free_port, tmp_path
 ):
