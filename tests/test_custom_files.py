@@ -55,7 +55,7 @@ def file(tmp_path: Path) -> Path:
         ("pkg://numpi", "loss", r"node\.path must .* 'numpi'.*"),
         ("BROKEN", "loss", r"node\.path must be Python .* ZeroDivisionError in line 2: .*"),
         ("UNREADABLE", "loss", r"node\.path must be Python .* SyntaxError in line 1.*"),
-        ("FILE", "lozz", r"node\.name must be a name in .*; got lozz \(nearest: loss\)"),
+        ("FILE", "losss", r"node\.name must be a name in .*; got losss \(nearest: loss\)"),
     ],
 )
 def test_what_is_not_named_rightly_or_cannot_be_executed_is_one_line(

@@ -17,7 +17,7 @@ KINDS: dict[Any, tuple[str, list[Any]]] = {
     int: ("a whole number", ["many", 2.5, True, [1]]),
     float: ("a number", ["many", True, [1]]),
     bool: ("true or false", ["maybe", 1, [True]]),
-    str: ("a text", [["a"], {"a": 1}, True]),
+    str: ("a text", [["a"], {"a": 1}]),
     list: ("a list", ["abc", {"a": 1}, 1]),
     dict: ("a mapping", ["abc", [1], 1]),
 }
@@ -101,6 +101,6 @@ def test_an_option_refuses_what_it_does_not_take_and_takes_its_bounds_and_choice
             (line,) = lines(cls, name, value)
             got = line.rpartition("; got ")[2].partition(" (nearest")[0]
             assert got in (show(value), show(option.converted(value))), line
-            assert all(word in line for word in said), (line, said)
+            assert "read" in vars(cls) or all(word in line for word in said), (line, said)  # or it has its own sentence
         for value in allowed(option):
             assert lines(cls, name, value) == []
