@@ -19,13 +19,13 @@ from transformers import (
     RobertaConfig,
 )
 
+from tests.checked import changed as overridden_by
 from tests.checked import checked, typed
 from verl_ext.config import compose
 from verl_ext.config.check import check_categories, check_positions, model_positions
 from verl_ext.config.support import Architecture, attention_dropout, model_notices
 from verl_ext.config.weights import weight_problems
 from verl_ext.losses import LossOptions
-from verl_ext.overrides import parsed
 
 HEADS = {"num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 8, "hidden_size": 96, "num_hidden_layers": 1}
 
@@ -225,9 +225,9 @@ MISTAKES = [  # overrides of a good config, with its ranks and its accelerator; 
 
 @pytest.mark.parametrize(("words", "line"), MISTAKES)
 def test_a_mistake_is_a_line_with_its_key(good, words, line):
-    values = {override.key_or_group: override.value() for override in map(parsed, words.split())}
-    machine = int(values.pop("ranks", 1)), values.pop("accelerator", None)
-    found = lines(changed(good, **values), *machine)
+    machine = dict(word.split("=") for word in words.split() if word.startswith(("ranks=", "accelerator=")))
+    config = overridden_by(good, (word for word in words.split() if word.partition("=")[0] not in machine))
+    found = lines(config, int(machine.get("ranks", 1)), machine.get("accelerator"))
     assert any(line in one for one in found), found
 
 
