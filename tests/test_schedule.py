@@ -162,6 +162,7 @@ def test_a_resumed_wsd_run_may_begin_its_decay_early_and_is_the_run_that_was_so_
     assert differences(early, tmp_path / "short", 6) == []
 
 
+@pytest.mark.slow
 def test_step_s_of_a_run_trains_at_the_formula_for_s_minus_1(tiny_model, tmp_path):
     documents = random_documents(np.random.default_rng(0), [20] * 8, VOCABULARY, 1)
     folder = write_tokenized(tmp_path / "data", documents)
