@@ -20,7 +20,7 @@ from tests.packed_engine import build_worker
 from tests.ranks import run_ranks
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import differences, metrics, refusals, stopped_at, train_alone
+from tests.training import differences, metrics, refusals, stopped_at, train_alone, train_each
 from verl_ext.config import compose
 from verl_ext.engines.schedule import DECAYS, StepOptimizerConfig, rate_factor
 
@@ -154,8 +154,8 @@ def test_a_resumed_wsd_run_may_begin_its_decay_early_and_is_the_run_that_was_so_
     tiny_model, tmp_path
 ):
     decay = ("optim.lr_wsd_decay_steps=2", "optim.lr_wsd_decay_style=linear")
-    run_ranks(train_alone, 1, _overrides(tiny_model, tmp_path, "long", 8, *_SAVES))
-    run_ranks(train_alone, 1, _overrides(tiny_model, tmp_path, "short", 6, *decay, *_SAVES))
+    whole = ("long", 8), ("short", 6, *decay)
+    run_ranks(train_each, 1, [_overrides(tiny_model, tmp_path, *given, *_SAVES) for given in whole])
     early = stopped_at(tmp_path / "long", tmp_path / "early", 4)
     run_ranks(train_alone, 1, _overrides(tiny_model, tmp_path, "early", 6, *decay, *_SAVES))
     assert _learning_rates(early) == pytest.approx([1e-2] * 5 + [1e-2 * (0.1 + 0.9 / 2)], rel=1e-12)

@@ -48,6 +48,12 @@ def train_alone(overrides: Sequence[str]) -> None:
     train(overrides)
 
 
+def train_each(runs: Sequence[Sequence[str]]) -> None:
+    """Call :func:`train` for one run after the other in one start of ranks."""
+    for overrides in runs:
+        train(overrides)
+
+
 def refusals(overrides: Sequence[str], changes: Sequence[Sequence[str]]) -> list[str]:
     """Return the errors of :func:`prepare` for a run under each change, one after the other; "" for none."""
     told = []
