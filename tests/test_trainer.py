@@ -259,9 +259,7 @@ def test_a_step_whose_targets_all_weigh_0_moves_nothing_and_is_counted(tiny_mode
     assert logged[last, "train/skipped_steps"] == sum(step < last for step in set(range(1, 7)) - trained)
 
 
-def test_steps_without_a_finite_gradient_are_skipped_counted_and_too_many_of_them_end_the_run_also_over_a_resume(
-    tiny_model, tmp_path
-):
+def test_steps_without_a_finite_gradient_are_counted_and_too_many_end_the_run_also_over_a_resume(tiny_model, tmp_path):
     model = poison_of(tiny_model, tmp_path / "model", 5)
     folder = poisoned_data(tmp_path / "data", {1, 2, 4})
     in_order = ("data.shuffle=false", "data.balance=none", "trainer.total_epochs=2")
