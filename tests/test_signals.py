@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from tests.ranks import run_ranks, started_ranks
 from tests.test_launch import LAUNCH
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import build, differences, metrics, train_alone
+from tests.training import build, differences, metrics, train_alone, wait_for
 from verl_ext.checkpoint.layout import saved_folders
 from verl_ext.trainer.distributed import TRAINING_FAILED
 from verl_ext.trainer.signals import SIGNALS, STOPPED, requests
@@ -33,13 +32,6 @@ pytestmark = pytest.mark.slow
 
 SECONDS = 120  # the limit of every wait
 STEPS = 5
-
-
-def wait_for(condition) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {SECONDS} seconds"
-        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")
