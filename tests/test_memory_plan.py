@@ -209,18 +209,22 @@ def test_a_plan_that_cannot_be_made_is_one_line(given, line):
 
 
 def test_a_gpu_of_a_plan_is_refused_beside_a_cpu_and_before_a_run(tiny_model):
-    for key, value in {"gpu_memory": "80GiB", "gpu": "H100-80G"}.items():
-        heard = run_ranks(refusal, 1, ["parallel=cpu", f"model.path={tiny_model}"], {key: value})[0]
-        assert heard == f"error: plan.{key} must be null with trainer.device=cpu (parallel=cpu); got {value}\n"
+    asked = {"gpu_memory": "80GiB", "gpu": "H100-80G"}
+    (heard,) = run_ranks(plan_refusals, 1, ["parallel=cpu", f"model.path={tiny_model}"], asked)
+    for (key, value), line in zip(asked.items(), heard, strict=True):
+        assert line == f"error: plan.{key} must be null with trainer.device=cpu (parallel=cpu); got {value}\n"
     for word in ("plan.world_size=8", "trainer.plan_only=true"):
         with pytest.raises(ValueError, match="`verl-ext plan` plans a run"):
             compose([word])
 
 
-def refusal(overrides, of_plan):
-    with contextlib.redirect_stderr(io.StringIO()) as heard, contextlib.suppress(SystemExit):
-        planned_run(compose(overrides), PlanOptions.read(of_plan))
-    return heard.getvalue()
+def plan_refusals(overrides, asked):
+    told = []
+    for key, value in asked.items():
+        with contextlib.redirect_stderr(io.StringIO()) as heard, contextlib.suppress(SystemExit):
+            planned_run(compose(overrides), PlanOptions.read({key: value}))
+        told.append(heard.getvalue())
+    return told
 
 
 def test_sizes_are_read_with_their_units():
