@@ -142,7 +142,7 @@ def test_the_second_request_of_the_launcher_ends_every_rank_at_once_and_the_same
             (tmp_path / "told").write_text(signals)
             (tmp_path / "told").rename(tmp_path / "stop")
             for rank in ranks:
-                rank.join(2.5 if move == "read" else SECONDS)
+                rank.join(1.25 if move == "read" else SECONDS)
                 assert rank.exitcode == (None if move == "read" else 128 + signal.SIGINT)
     assert "a second signal (SIGINT): ended at once" in (tmp_path / "stderr-0").read_text()
 

@@ -128,7 +128,6 @@ def test_training_data_alone_is_trained_on_as_it_is(folder: Path, started: list[
         (["data.train_dir=data/train"], ["data.train_dir", "data.sources"]),
         (["backend=ray"], ["backend", "local", "got ray"]),
         (["model.path="], ["model.path", "got nothing"]),
-        (["trainer.total_steps=3"], ["unknown key trainer.total_steps", "nearest"]),
         (["data.train_batch_size=3", "nproc=2"], ["data.train_batch_size", "got 3"]),
         (["loss.category_weights={cod: 2}"], ["loss.category_weights", "nearest: code"]),
         (["data=pretrain"], ["data.sources", "files of text records"]),
