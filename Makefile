@@ -1,12 +1,13 @@
 # make quickstart   generate data, train a small model on two CPU ranks, show its losses: under 3 minutes
 # make test         the tests of what a change can break cheaply, parity included
 # make test-all     all tests: programs, signals, Ray, the commands of the docs, benchmarks too
+# make durations    all tests, and how long each file takes: tests/DURATIONS.md
 # make test-gpu     the tests of what runs on a CUDA GPU alone; skipped without one
 # make test-chaos   kill -9 a rank of a run fifty times: within 30 minutes
 # make fuzz         damage what readers read, SECONDS of it (600)
 # make cluster      two hosts as network namespaces, slurm's own daemons, Ray: minutes, as root (what is missing is skipped)
 # make verl-versions  the datasets in verl 0.7.1 and 0.8.0, each in a .venv-verl-VERSION of its own
-# make lint         ruff, format check, type check of the public API, line budgets, shellcheck of the launchers
+# make lint         ruff, format check, type check of the public API, line budgets, durations of tests, shellcheck
 # make bench        the benchmarks of benchmarks/README.md
 # make bench-quick  every benchmark on its smallest shape, also benchmarks/gpu on the CPU: whether it runs
 # make clean        remove caches, builds and quickstart_run/; make distclean removes .venv too
@@ -23,7 +24,7 @@ VENV := .venv$(TORCH:%=-torch-%)
 BIN := $(CURDIR)/$(VENV)/bin
 export PATH := $(BIN):$(PATH)
 
-.PHONY: help quickstart test test-all test-gpu test-chaos fuzz cluster verl-versions lint bench bench-quick clean distclean
+.PHONY: help quickstart test test-all durations test-gpu test-chaos fuzz cluster verl-versions lint bench bench-quick clean distclean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -39,6 +40,11 @@ test: $(VENV)/.installed-test
 test-all: export OMP_NUM_THREADS ?= 1
 test-all: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+
+durations: export OMP_NUM_THREADS ?= 1
+durations: $(VENV)/.installed-test
+	report=$$(mktemp) && { $(BIN)/python -m pytest -n 2 --dist loadfile --junit-xml=$$report $(PYTEST_ARGS); \
+		$(BIN)/python -m tests.durations $$report; code=$$?; rm $$report; exit $$code; }
 
 test-gpu: $(VENV)/.installed-test
 	$(BIN)/python -m pytest tests/gpu $(PYTEST_ARGS)
@@ -70,6 +76,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.line_budgets
 	$(BIN)/python -m tests.public_names
+	$(BIN)/python -m tests.durations
 	$(BIN)/shellcheck launch/*.sh launch/*.sbatch
 
 bench: $(VENV)/.installed-test

@@ -1,14 +1,24 @@
 """Type and check a composed configuration as the trainer does, for a machine of the test's choice."""
 
+from collections.abc import Iterable
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.config.check import check_run
 from verl_ext.config.model import ModelFacts
 from verl_ext.config.resolve import resolve_run
 from verl_ext.config.run import Machine, RunConfig
 from verl_ext.config.support import Architecture, model_support_problems
+from verl_ext.overrides import parsed
+
+
+def changed(composed: DictConfig, words: Iterable[str]) -> DictConfig:
+    """Return a copy of a composed configuration under overrides, without the time of composing another one."""
+    config = composed.copy()
+    for override in filter(None, map(parsed, words)):
+        OmegaConf.update(config, override.key_or_group, override.value(), force_add=True)
+    return config
 
 
 def typed(composed: DictConfig, *machine: Any) -> RunConfig:

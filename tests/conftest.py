@@ -22,6 +22,13 @@ settings.register_profile("tests", deadline=None)  # a busy machine must not fai
 settings.load_profile("tests")
 
 
+def pytest_collection_modifyitems(items):
+    """Say in a report which tests are slow, for tests/durations.py."""
+    for item in items:
+        if item.get_closest_marker("slow"):
+            item.user_properties.append(("slow", "true"))
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
     """Return the folder of a two-layer Qwen3 with 4 heads, 2 key/value heads and a tokenizer of 128 tokens."""

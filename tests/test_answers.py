@@ -183,8 +183,6 @@ def test_a_record_without_prompt_or_answer_is_refused_with_its_line(record, prob
         ({"score": "exakt"}, r"eval\.score .*; got exakt \(nearest: exact\)"),
         ({"score": "no.such.module:f"}, r"eval\.score must be .*no\.such\.module"),
         ({"score": "math:coshh"}, r"eval\.score must be a name in .*coshh \(nearest: cosh\)"),
-        ({"freq": 0}, r"eval\.freq must be at least 1; got 0"),
-        ({"max_new_tokens": 0}, r"eval\.max_new_tokens must be at least 1; got 0"),
         ({"prompts": {"a": {"b": "c"}}}, r"eval\.prompts must be a path"),
         ({"base_url": "localhost:8000"}, r"eval\.base_url must begin with http"),
         ({"model": "m"}, r"eval\.base_url is required with eval\.model=m"),

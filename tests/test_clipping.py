@@ -10,12 +10,17 @@ from tests.ranks import run_ranks
 from verl_ext.engines.clipping import clip_gradients
 
 SHAPES = [(1000, 1500), (7,), (3, 5), (1,)]  # no number of ranks here divides all; some ranks hold nothing
+DTYPES = (torch.float32, torch.bfloat16)
 LIMIT = 0.25
 
 
 def _gradients(dtype: torch.dtype) -> list[torch.Tensor]:
     torch.manual_seed(0)
     return [torch.rand(shape, dtype=torch.float64).to(dtype) for shape in SHAPES]
+
+
+def _clipped_of_each(shape: tuple[int, ...]) -> dict[torch.dtype, tuple[float, list[torch.Tensor]]]:
+    return {dtype: _clipped(shape, dtype) for dtype in DTYPES}
 
 
 def _clipped(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[float, list[torch.Tensor]]:
@@ -36,10 +41,11 @@ def _clipped(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[float, list[to
 
 @pytest.mark.parametrize(("ranks", "shape"), [(2, (2,)), (4, (4,)), (4, (2, 2))])
 def test_the_norm_over_ranks_is_that_of_fp64_and_the_factor_has_full_precision(ranks, shape):
-    for dtype in torch.float32, torch.bfloat16:
+    answers = run_ranks(_clipped_of_each, ranks, shape)
+    for dtype in DTYPES:
         gradients = _gradients(dtype)
         exact = torch.cat([gradient.double().flatten() for gradient in gradients]).norm().item()
-        for norm, clipped in run_ranks(_clipped, ranks, shape, dtype):
+        for norm, clipped in (answer[dtype] for answer in answers):
             assert norm == pytest.approx(exact, rel=1e-12)
             for found, gradient in zip(clipped, gradients, strict=True):
                 expected = (gradient.double() * (LIMIT / (exact + 1e-6))).to(dtype)

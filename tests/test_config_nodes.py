@@ -7,34 +7,15 @@ from verl_ext.config import compose
 from verl_ext.config.run import RunConfig, TrainerOptions
 from verl_ext.data.dataset import DataOptions
 from verl_ext.data.sft import SFTOptions
-from verl_ext.losses import LossOptions
 
 
 @pytest.mark.parametrize(
     ("build", "line"),
     [
-        (
-            lambda: LossOptions(mode="tokn"),
-            "loss.mode must be one of token, sequence, sqrt, pack, longwriter; got tokn",
-        ),
-        (lambda: LossOptions(mode="tokn"), "(nearest: token)"),
-        (
-            lambda: LossOptions(category_weights={"code": -1}),
-            "loss.category_weights.code must be finite and at least 0",
-        ),
-        (lambda: LossOptions(category_weights={"code": float("nan")}), "must be finite and at least 0; got nan"),
-        (lambda: LossOptions(category_weights={"code": "x"}), "loss.category_weights.code must be a number; got x"),
-        (
-            lambda: SFTOptions(strategy="bestfit"),
-            "data.strategy must be one of best_fit, next_fit, none, sorted_batch; got bestfit (nearest: best_fit)",
-        ),
         (lambda: DataOptions(balance_group=9), "data.balance_group must be at most data.train_batch_size=8; got 9"),
         (lambda: SFTOptions(mixture={"sources": {"a": {"weight": 1}}, "scal": 2}), "unknown key data.mixture.sc"),
-        (lambda: TrainerOptions(default_local_dir=""), "trainer.default_local_dir is required"),
         (lambda: TrainerOptions(save_freq="often"), "trainer.save_freq must be a whole number of steps or after_"),
-        (lambda: TrainerOptions(save_freq=[]), "trainer.save_freq must be a whole number of steps or after_"),
         (lambda: TrainerOptions(save_freq=[10, [5]]), r"or a list of both; got [10, [5]]"),
-        (lambda: TrainerOptions(test_freq=1.5), "trainer.test_freq must be a whole number of steps or after_each"),
         (lambda: TrainerOptions(logger=["consol"]), "got consol (nearest: console)"),
         (lambda: TrainerOptions(logger=[]), "trainer.logger must be a list of loggers"),
         (
@@ -73,16 +54,6 @@ def test_the_composed_config_becomes_typed_options():
     assert (run.trainer.test_freq, run.trainer.logger) == ("after_each_epoch", ["console"])
 
 
-def test_a_mistake_in_a_composed_config_is_one_line():
-    with pytest.raises(ValueError, match=r"^loss\.mode must be one of [^\n]*$"):
-        RunConfig.from_composed(compose(["loss.mode=tokens"]))
-
-
 def test_a_mixture_whose_sources_name_their_folders_needs_no_other():
     assert not SFTOptions(mixture={"sources": {"a": {"tokens": 1, "train_dir": "d"}}}).needs_train_dir
     assert SFTOptions(mixture={"sources": {"a": {"tokens": 1}}}).needs_train_dir
-
-
-def test_category_weights_may_be_null_or_absent():
-    assert LossOptions().category_weights is None
-    assert LossOptions.read({"category_weights": None}) == LossOptions()

@@ -2,16 +2,22 @@
 
 import pytest
 
+from tests.checked import changed
 from verl_ext.checkpoint.layout import RESUMABLE, FileFacts, Manifest
 from verl_ext.checkpoint.resume import OutputAction, OutputDecision, check_output
 from verl_ext.config import compose
 
 
+@pytest.fixture(scope="module")
+def composed():
+    return compose([])
+
+
 @pytest.fixture
-def run(tmp_path):
-    """Return (folder of the run, a function that composes its config)."""
+def run(composed, tmp_path):
+    """Return (folder of the run, a function that gives its config under overrides)."""
     folder = tmp_path / "out"
-    return folder, lambda *more: compose([f"trainer.default_local_dir={folder}", *more])
+    return folder, lambda *more: changed(composed, [f"trainer.default_local_dir={folder}", *more])
 
 
 def write_checkpoint(folder, step=3, ranks=2, elastic=True):

@@ -5,9 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.checked import changed
 from verl_ext.checkpoint.resume import OutputAction, check_output
 from verl_ext.config import compose, compose_run
 from verl_ext.config.resolve import BF16, FP32, resolve_device
+
+
+@pytest.fixture(scope="module")
+def default():
+    return compose([])
 
 
 @pytest.mark.parametrize(
@@ -20,8 +26,8 @@ from verl_ext.config.resolve import BF16, FP32, resolve_device
         ("cuda", None, "cuda", BF16),  # refused by check_run
     ],
 )
-def test_device_and_precision_follow_the_accelerator(asked, accelerator, device, precision):
-    config = compose([f"trainer.device={asked}"])
+def test_device_and_precision_follow_the_accelerator(default, asked, accelerator, device, precision):
+    config = changed(default, [f"trainer.device={asked}"])
     resolve_device(config, accelerator)
     assert config.trainer.device == device
     assert config.engine.mixed_precision == precision
@@ -37,7 +43,7 @@ def test_device_and_precision_follow_the_accelerator(asked, accelerator, device,
     ],
 )
 def test_a_gpu_that_torch_cannot_start_is_refused_unless_the_cpu_is_asked_for(
-    tmp_path, monkeypatch, listed, visible, build, why
+    default, tmp_path, monkeypatch, listed, visible, build, why
 ):
     def init():
         raise RuntimeError("The NVIDIA driver on your system is too old\nmore lines")
@@ -52,23 +58,23 @@ def test_a_gpu_that_torch_cannot_start_is_refused_unless_the_cpu_is_asked_for(
     monkeypatch.setattr(torch.version, "cuda", build)
     monkeypatch.setattr(torch.cuda, "init", init)
     if why is None:
-        assert resolve_device(compose([]), None) == []
+        assert resolve_device(default.copy(), None) == []
     else:
         with pytest.raises(
             ValueError, match=r"^trainer\.device=auto .*trainer\.device=cpu \(parallel=cpu\)"
         ) as refusal:
-            resolve_device(compose([]), None)
+            resolve_device(default.copy(), None)
         assert why in str(refusal.value)
         assert "\n" not in str(refusal.value)
-    config = compose(["parallel=cpu"])
+    config = changed(default, ["trainer.device=cpu"])
     assert resolve_device(config, None) == []
     assert config.trainer.device == "cpu"
-    assert resolve_device(compose([]), "cuda") == []
+    assert resolve_device(default.copy(), "cuda") == []
 
 
-def test_an_npu_is_refused():
+def test_an_npu_is_refused(default):
     with pytest.raises(ValueError, match=r"^NPUs are not supported: trainer\.device must be cuda or cpu"):
-        resolve_device(compose([]), "npu")
+        resolve_device(default.copy(), "npu")
 
 
 @pytest.mark.parametrize("given", ["abc", "3", "null"])
@@ -85,24 +91,24 @@ def test_a_folder_may_have_a_number_as_its_name(tmp_path, monkeypatch):
     assert check_output(config).action is OutputAction.FRESH
 
 
-def test_a_precision_that_is_given_is_kept():
-    config = compose(["engine.mixed_precision.param_dtype=fp16"])
+def test_a_precision_that_is_given_is_kept(default):
+    config = changed(default, ["engine.mixed_precision.param_dtype=fp16"])
     assert resolve_device(config, "cuda") == []
     assert config.engine.mixed_precision == {**BF16, "param_dtype": "fp16"}
 
 
-def test_what_a_given_precision_leaves_out_is_that_of_the_device():
-    config = compose(["engine.mixed_precision.reduce_dtype=fp32", "engine.mixed_precision.param_dtype=null"])
+def test_what_a_given_precision_leaves_out_is_that_of_the_device(default):
+    config = changed(default, ["engine.mixed_precision.reduce_dtype=fp32", "engine.mixed_precision.param_dtype=null"])
     resolve_device(config, None)
     assert config.engine.mixed_precision == FP32
 
 
-def test_liger_is_switched_off_without_a_gpu_and_said():
-    config = compose(["model.use_liger=True"])
+def test_liger_is_switched_off_without_a_gpu_and_said(default):
+    config = changed(default, ["model.use_liger=True"])
     notices = resolve_device(config, None)
     assert config.model.use_liger is False
     assert notices == ["model.use_liger=true is off here: liger's kernels need a GPU, and trainer.device is cpu"]
-    config = compose(["model.use_liger=True"])
+    config = changed(default, ["model.use_liger=True"])
     assert resolve_device(config, "cuda") == []
     assert config.model.use_liger is True
 
@@ -126,9 +132,9 @@ def test_two_attentions_at_once_are_refused():
         compose(["model.override_config.attn_implementation=flash_attention_2", "attention.backend=sdpa"])
 
 
-def test_an_unknown_device_is_refused():
+def test_an_unknown_device_is_refused(default):
     with pytest.raises(ValueError, match=r"trainer\.device must be one of auto, cpu, cuda; got gpu"):
-        resolve_device(compose(["trainer.device=gpu"]), None)
+        resolve_device(changed(default, ["trainer.device=gpu"]), None)
 
 
 def test_the_home_directory_is_written_out():

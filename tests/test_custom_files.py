@@ -46,6 +46,29 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "own.py"
 
 
+@pytest.mark.parametrize(
+    ("path", "name", "line"),
+    [
+        (None, "loss", r"node\.path is required with node\.name; got null"),
+        ("FILE", None, r"node\.name is required with node\.path; got null"),
+        ("no/such.py", "loss", r"node\.path must be an existing file or pkg://module; got no/such\.py"),
+        ("pkg://numpi", "loss", r"node\.path must .* 'numpi'.*"),
+        ("BROKEN", "loss", r"node\.path must be Python .* ZeroDivisionError in line 2: .*"),
+        ("UNREADABLE", "loss", r"node\.path must be Python .* SyntaxError in line 1.*"),
+        ("FILE", "losss", r"node\.name must be a name in .*; got losss \(nearest: loss\)"),
+    ],
+)
+def test_what_is_not_named_rightly_or_cannot_be_executed_is_one_line(
+    path: str | None, name: str | None, line: str, file: Path
+) -> None:
+    broken, unreadable = file.with_name("broken.py"), file.with_name("unreadable.py")
+    broken.write_text("\n1 / 0\n")
+    unreadable.write_text("def own(:")
+    files = {"FILE": str(file), "BROKEN": str(broken), "UNREADABLE": str(unreadable)}
+    with pytest.raises(ValueError, match=rf"^{line}$"):
+        custom_object("node", files.get(str(path), path), name)
+
+
 def _first_pack(pickled: bytes) -> tuple[str, list[int]]:
     dataset = pickle.loads(pickled)
     return type(dataset).__module__, dataset[0]["input_ids"].tolist()

@@ -130,6 +130,7 @@ def train_on_changing_data(overrides: list[str], folder: str, how: str) -> list[
     return [line for line in said.getvalue().splitlines() if line.startswith("error: ")]
 
 
+@pytest.mark.slow
 def test_a_change_under_a_run_ends_it_and_refuses_a_resume(tmp_path, tiny_model):
     folder, run = written_by_others(tmp_path / "data"), tmp_path / "run"
     overrides = overrides_of(folder, tiny_model, run, "trainer.save_freq=1", "trainer.spike_factor=null")
@@ -143,6 +144,7 @@ def test_a_change_under_a_run_ends_it_and_refuses_a_resume(tmp_path, tiny_model)
     assert not (run / "spikes.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_a_file_of_the_same_content_ends_no_run(tmp_path, tiny_model):
     folder, run = written_by_us(tmp_path / "data"), tmp_path / "run"
     more = ["trainer.save_freq=1", "trainer.spike_factor=null", "trainer.total_training_steps=2"]

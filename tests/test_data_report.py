@@ -129,6 +129,7 @@ def plan(composed):
     plan_run(composed, PlanOptions())
 
 
+@pytest.mark.slow
 def test_a_plan_without_training_is_printed_and_written_and_leaves_the_folder_usable(folder, tiny_model, tmp_path):
     def run(act, *overrides):
         return run_ranks(command, 1, tmp_path, act, [*given, *overrides])[0]

@@ -1,6 +1,5 @@
 """Dropout: a resumed run draws the masks of an uninterrupted one, and no two ranks draw the same masks."""
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 from tests.ranks import run_ranks
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import build, exact_metrics, train
+from tests.training import build, exact_metrics, train_each
 
 pytestmark = pytest.mark.slow
 
@@ -54,12 +53,6 @@ def run_of(data: str, model: list[str], output: Path, *overrides: str) -> list[s
     return [f"data.train_dir={data}", *model, f"trainer.default_local_dir={output}", *packs, *overrides]
 
 
-def train_one_after_the_other(runs: list[list[str]]) -> None:
-    for overrides in runs:
-        os.environ.pop("VERL_FILE_LOGGER_PATH", None)  # set by the previous run
-        train(overrides)
-
-
 @pytest.mark.parametrize("name", ["gpt2", "lora"])
 def test_a_resumed_run_with_dropout_equals_an_uninterrupted_one_to_the_last_bit(name, data, models, tmp_path):
     def run(output: str, steps: int, *overrides: str) -> list[str]:
@@ -67,7 +60,7 @@ def test_a_resumed_run_with_dropout_equals_an_uninterrupted_one_to_the_last_bit(
         return run_of(data, models[name], tmp_path / output, *measured, *overrides)
 
     other_seed = run("other", 1, "trainer.seed=2")
-    run_ranks(train_one_after_the_other, 2, [run("whole", 4), run("resumed", 1), run("resumed", 4), other_seed])
+    run_ranks(train_each, 2, [run("whole", 4), run("resumed", 1), run("resumed", 4), other_seed])
     whole = exact_metrics(tmp_path / "whole")
     assert exact_metrics(tmp_path / "resumed") == whole
     assert exact_metrics(tmp_path / "other")[1, "train/loss"] != whole[1, "train/loss"]  # dropout is active

@@ -14,7 +14,7 @@ from tests.ranks import run_ranks
 from tests.test_remote_models import CODE
 from tests.tiny_model import VOCABULARY, write_tiny_model
 from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import metrics, plain_losses, stopped_at, train
+from tests.training import metrics, plain_losses, stopped_at, train_each
 from verl_ext.__main__ import main as judge_main
 from verl_ext.checkpoint.layout import saved_folders
 from verl_ext.commands.export import main
@@ -58,11 +58,6 @@ FULL = [name for name in RUNS if name in MODELS]
 GENERATION = {"temperature": 0.9, "eos_token_id": [4, 0], "repetition_penalty": 1.05}  # no do_sample: save would refuse
 TEMPLATE = "{% for m in messages %}{{ m.content }} <|im_end|> {% endfor %}"
 HOUSE = [*LORA, "model.trust_remote_code=true"]
-
-
-def train_all(runs):
-    for overrides in runs:
-        train([*overrides, "trainer.total_training_steps=1", "trainer.val_before_train=false"])
 
 
 def write_house(folder):
@@ -112,7 +107,8 @@ def runs(documents, tmp_path_factory):
     def add(name, model, data, *overrides):
         given = [f"data.train_dir={folder / data}", f"data.val_dir={folder / data}"]
         given += [f"model.path={folder / 'models' / model}", f'trainer.default_local_dir="{folder / name}"']
-        commands.append([*given, *overrides])
+        steps = ("trainer.total_training_steps=1", "trainer.val_before_train=false")
+        commands.append([*given, *overrides, *steps])
 
     whole = "checkpoint.save_contents=[model,optimizer,extra,hf_model]"
     for name, (model, adapter, overrides) in RUNS.items():
@@ -126,7 +122,7 @@ def runs(documents, tmp_path_factory):
     add("house", "house", "chats", *HOUSE)
     add("whole house", "house", "chats", *HOUSE, whole)
     for first in range(0, len(commands), 6):  # ranks have a limit of time
-        run_ranks(train_all, 2, commands[first : first + 6])
+        run_ranks(train_each, 2, commands[first : first + 6])
     return folder
 
 

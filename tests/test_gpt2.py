@@ -9,6 +9,8 @@ from tests.ranks import run_ranks
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import metrics, plain_losses, train_alone
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def gpt2(tiny_model, tmp_path_factory):

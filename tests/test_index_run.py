@@ -174,17 +174,9 @@ def test_a_file_that_cannot_be_read_on_is_named(tmp_path: Path, model: Path) -> 
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        (["sources={}"], "sources is required: name: file, folder"),
         (["sources={a/b:in.txt}"], "sources.a/b must be a file's name"),
         (["sources={.a:in.txt}"], "sources..a must be a file's name"),
-        (["sources={a:[]}"], "sources.a must be a path, a glob or a list of them; got []"),
-        (["sources={a:x.txt, b:y.txt, a:z.txt}"], "sources must have each name once, several values of it as a list;"),
-        (["text_key=[]"], "text_key is required: field of a record that holds its text, or a list of fields"),
-        (["max_corpus_tokens=0"], "max_corpus_tokens must be at least 1; got 0"),
-        (["num_workers=0"], "num_workers must be at least 1; got 0"),
-        (["on_bad_record=skp"], "on_bad_record must be one of error, skip; got skp (nearest: skip)"),
         (["text_keys=a"], "unknown key text_keys; nearest: text_key"),
-        (["output_dir="], "output_dir is required: folder that is written; it appears only when complete; got ''"),
         (["model.path=nowhere"], "model.path must be a folder that exists; got nowhere"),
     ],
 )

@@ -217,18 +217,11 @@ def test_token_nll_of_logits_far_from_zero_stays_finite():
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (
-            {"mode": "tokn"},
-            "loss.mode must be one of token, sequence, sqrt, pack, longwriter; got tokn (nearest: token)",
-        ),
-        ({"documents_per_pack": 0}, "loss.documents_per_pack must be at least 1; got 0"),
-        ({"documents_per_pack": 2.5}, "loss.documents_per_pack must be a whole number; got 2.5"),
         ({"category_weights": {"code": -1}}, "loss.category_weights.code must be finite and at least 0; got -1"),
         (
             {"category_weights": {"code": float("nan")}},
             "loss.category_weights.code must be finite and at least 0; got nan",
         ),
-        ({"category_weights": {"code": "x"}}, "loss.category_weights.code must be a number; got x"),
     ],
 )
 def test_an_option_that_cannot_be_used_is_refused_by_key_and_value(options, line):

@@ -6,7 +6,7 @@ import pytest
 from tests.ranks import run_ranks
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import build, metrics, train_alone
+from tests.training import build, metrics, train_each
 
 pytestmark = pytest.mark.slow
 
@@ -45,16 +45,13 @@ def test_a_shuffle_is_another_order_each_epoch(options):
     assert list(LENGTHS) != first != second != list(LENGTHS)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "batches", "logged"),
-    [
-        (1, 4, {2, 4, 5}),  # a step is two batches of the rank; the last step is always logged
-        (1, 3, {2, 4, 5}),
-        (2, 4, {4, 5}),
-        (1, 1, {1, 2, 3, 4, 5}),
-    ],
-)
-def test_steps_are_logged_every_so_many_batches_of_a_rank(options, tmp_path, ranks, batches, logged):
-    # log_every_batches replaces log_freq
-    run_ranks(train_alone, ranks, [*options, f"trainer.log_every_batches={batches}", "trainer.log_freq=50"])
-    assert {step for step, name in metrics(tmp_path / "run") if name == "train/loss"} == logged
+def test_steps_are_logged_every_so_many_batches_of_a_rank(options, tmp_path):
+    all_steps = {1, 2, 3, 4, 5}
+    # A step is two batches of a single rank; the last step is always logged.
+    for ranks, logged_of in ((1, {4: {2, 4, 5}, 3: {2, 4, 5}, 1: all_steps}), (2, {4: {4, 5}})):
+        runs = {batches: tmp_path / f"{ranks} {batches}" for batches in logged_of}
+        words = {n: [f"trainer.log_every_batches={n}", f"trainer.default_local_dir='{runs[n]}'"] for n in runs}
+        # log_every_batches replaces log_freq
+        run_ranks(train_each, ranks, [[*options, "trainer.log_freq=50", *words[n]] for n in runs])
+        for batches, logged in logged_of.items():
+            assert {step for step, name in metrics(runs[batches]) if name == "train/loss"} == logged

@@ -309,7 +309,6 @@ def test_a_restart_says_that_there_is_no_checkpoint_to_go_on_from(options, start
     ("words", "line"),
     [
         (["optim.lrr=1"], "error: unknown key optim.lrr; nearest: optim.lr\n"),
-        (["trainer.nnodes=0"], "error: trainer.nnodes must be at least 1; got 0\n"),
         (["ray.max_restarts=-1"], "error: ray.max_restarts must be at least 0; got -1\n"),
         (
             ["trainer.overwrite=true", "ray.max_restarts=2"],

@@ -98,12 +98,12 @@ def test_folders_and_globs_behind_urls_are_read_in_order(memory: str) -> None:
 def test_a_web_server_is_read_as_a_stream_by_several_processes(server: str, folder: Path, tmp_path: Path) -> None:
     tiny_tokenizer(CHATML).save_pretrained(tmp_path / "model")
     base = [f"model.path={tmp_path}/model", "num_workers=2"]
-    (folder / "long.txt").write_text("the cat sat on the mat\n" * 60_000)
+    (folder / "long.txt").write_text("the cat sat on the mat\n" * 60_000)  # more than is read at once
     names = ("a.jsonl", "more/b.jsonl.gz", "long.txt")
     for root, out in ((server, "web"), (str(folder), "local")):
         sources = ",".join(f"'{root}/{name}'" for name in names)
         options = read_options(TokenizeOptions, [f"sources={{a:[{sources}]}}", f"output_dir={tmp_path}/{out}", *base])
-        tokenize(options, ChunkSize(bytes=1000))
+        tokenize(options, ChunkSize(bytes=20_000))
     web, local = (load_from_disk(str(tmp_path / out)).data.table for out in ("web", "local"))
     assert web.equals(local)
     assert records(f"{server}/a.jsonl?token=1") == TEXTS

@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -21,7 +20,7 @@ import pytest
 from tests.ranks import run_ranks
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import SMALL
+from tests.training import SMALL, wait_for
 from verl_ext.checkpoint.layout import RUN_LOCK, lock_folder, refuse_locked
 from verl_ext.config import compose
 from verl_ext.trainer.distributed import USER_ERROR, at_exit
@@ -31,7 +30,6 @@ from verl_ext.trainer.trainer import SFTTrainer
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parent.parent
-SECONDS = 120  # the limit of every wait
 
 
 @pytest.fixture(scope="module")
@@ -144,13 +142,6 @@ def has_ended(process: psutil.Process) -> bool:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
-
-
-def wait_for(condition) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {SECONDS} seconds"
-        time.sleep(0.1)
 
 
 def test_ranks_and_loaders_end_when_their_torchrun_is_killed_and_leave_the_folder_free(options, tmp_path, free_port):

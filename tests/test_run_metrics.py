@@ -1,5 +1,7 @@
 """A run's numbers besides its loss: totals over a resume, FLOPs, accuracy and entropy of a validation set."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
@@ -38,11 +40,10 @@ def run(overrides, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("kind", ["tokens", "target_tokens"])
-def test_totals_are_sums_over_all_steps_also_those_before_a_resume(run, overrides, tmp_path, kind):
+def test_totals_are_sums_over_all_steps_also_those_before_a_resume(run, overrides, tmp_path):
     resumed = stopped_at(run, tmp_path / "resumed", 2)
     run_ranks(train_alone, 1, [*overrides, f"trainer.default_local_dir={resumed}"])
-    for folder in (run, resumed):
+    for folder, kind in product((run, resumed), ("tokens", "target_tokens")):
         logged = metrics(folder)
         of_steps = [logged[step, f"train/{kind}"] for step in range(1, 5)]
         assert [logged[step, f"train/total_{kind}"] for step in range(1, 5)] == np.cumsum(of_steps).tolist()

@@ -6,6 +6,7 @@ trains at the formula's value for s − 1: the first step at exactly 1.1·lr, th
 """
 
 import math
+import re
 import warnings
 from types import SimpleNamespace
 
@@ -19,7 +20,7 @@ from tests.packed_engine import build_worker
 from tests.ranks import run_ranks
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import differences, metrics, stopped_at, train_alone
+from tests.training import differences, metrics, refusals, stopped_at, train_alone, train_each
 from verl_ext.config import compose
 from verl_ext.engines.schedule import DECAYS, StepOptimizerConfig, rate_factor
 
@@ -38,15 +39,21 @@ def formula(step: int, total: int) -> float:
     return LR / 10 + 0.5 * LR * (1 + math.cos(math.pi * step / total))
 
 
-def _rates(model: str, more: tuple[str, ...] = ()) -> list[float]:
-    """Return the engine's learning rate before any step, and after each of TOTAL steps."""
-    engine = build_worker(model, overrides=[*OVERRIDES, *more]).engine
-    engine.optimizer_step()  # torch requires one before the first step of a schedule
-    return [engine.lr_scheduler.get_last_lr()[0], *(engine.lr_scheduler_step() for _ in range(TOTAL))]
+def _rates(model: str, *cycles: float) -> list[list[float]]:
+    """Return by number of cycles the engine's learning rate before any step, and after each of TOTAL steps."""
+    found = []
+    for number in cycles:
+        engine = build_worker(model, overrides=[*OVERRIDES, f"optim.num_cycles={number}"]).engine
+        engine.optimizer_step()  # torch requires one before the first step of a schedule
+        found.append([engine.lr_scheduler.get_last_lr()[0], *(engine.lr_scheduler_step() for _ in range(TOTAL))])
+    return found
 
 
-def test_verls_cosine_is_the_schedule_from_the_first_step_to_the_last(tiny_model):
-    (rates,) = run_ranks(_rates, 1, str(tiny_model))
+def test_verls_cosine_is_the_schedule_from_the_first_step_to_the_last_with_as_many_waves_as_cycles(tiny_model):
+    ((rates, waves),) = run_ranks(_rates, 1, str(tiny_model), 0.5, 1.5)
+    low, high = 0.1 * LR, 1.1 * LR
+    ends = {0: high, TOTAL // 3: low, 2 * TOTAL // 3: high, TOTAL: low}
+    assert {step: waves[step] for step in ends} == pytest.approx(ends, rel=1e-4)
     assert rates[0] == pytest.approx(1.1 * LR)
     assert rates[TOTAL // 2] == pytest.approx(0.6 * LR)
     assert rates[TOTAL] == pytest.approx(0.1 * LR)
@@ -105,13 +112,6 @@ def test_the_decays_of_wsd_are_those_of_megatron(style):
     assert found == pytest.approx(wanted, rel=1e-12)
 
 
-def test_verls_cosine_has_as_many_waves_as_it_has_cycles(tiny_model):
-    (rates,) = run_ranks(_rates, 1, str(tiny_model), ("optim.num_cycles=1.5",))
-    low, high = 0.1 * LR, 1.1 * LR
-    ends = {0: high, TOTAL // 3: low, 2 * TOTAL // 3: high, TOTAL: low}
-    assert {step: rates[step] for step in ends} == pytest.approx(ends, rel=1e-4)
-
-
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine_with_restarts", "wsd"])
 def test_steps_are_counted_from_one_where_verls_option_says_so(kind):
     options = {"lr_scheduler_type": kind, "lr_warmup_steps": 4, "num_cycles": 1}
@@ -134,9 +134,17 @@ def _learning_rates(folder) -> list[float]:
 
 
 @pytest.mark.slow
-def test_a_resumed_wsd_run_is_the_uninterrupted_one_to_the_last_bit(tiny_model, tmp_path):
+def test_a_resumed_wsd_run_is_the_uninterrupted_one_to_the_last_bit_and_its_decay_keeps_its_length(
+    tiny_model, tmp_path
+):
     run_ranks(train_alone, 1, _overrides(tiny_model, tmp_path, "whole", 8, "optim.lr_wsd_decay_steps=4", *_SAVES))
     resumed = stopped_at(tmp_path / "whole", tmp_path / "resumed", 6)  # in the middle of the decay
+    shorter = _overrides(tiny_model, tmp_path, "resumed", 8)
+    elsewhere = f"trainer.default_local_dir={tmp_path / 'new'}"
+    changes = [["optim.lr_wsd_decay_steps=2"], ["optim.lr_wsd_decay_steps=9", elsewhere]]
+    ((told_of_decay, told_of_run),) = run_ranks(refusals, 1, shorter, changes)
+    assert re.match(r"optim\.lr_wsd_decay_steps is 2, but the run in .* with 4", told_of_decay)
+    assert re.match(r"optim\.lr_wsd_decay_steps must be at most 8, .*; got 9", told_of_run)
     run_ranks(train_alone, 1, _overrides(tiny_model, tmp_path, "resumed", 8, "optim.lr_wsd_decay_steps=4", *_SAVES))
     assert differences(resumed, tmp_path / "whole", 8) == []
 
@@ -146,8 +154,8 @@ def test_a_resumed_wsd_run_may_begin_its_decay_early_and_is_the_run_that_was_so_
     tiny_model, tmp_path
 ):
     decay = ("optim.lr_wsd_decay_steps=2", "optim.lr_wsd_decay_style=linear")
-    run_ranks(train_alone, 1, _overrides(tiny_model, tmp_path, "long", 8, *_SAVES))
-    run_ranks(train_alone, 1, _overrides(tiny_model, tmp_path, "short", 6, *decay, *_SAVES))
+    whole = ("long", 8), ("short", 6, *decay)
+    run_ranks(train_each, 1, [_overrides(tiny_model, tmp_path, *given, *_SAVES) for given in whole])
     early = stopped_at(tmp_path / "long", tmp_path / "early", 4)
     run_ranks(train_alone, 1, _overrides(tiny_model, tmp_path, "early", 6, *decay, *_SAVES))
     assert _learning_rates(early) == pytest.approx([1e-2] * 5 + [1e-2 * (0.1 + 0.9 / 2)], rel=1e-12)
@@ -155,19 +163,6 @@ def test_a_resumed_wsd_run_may_begin_its_decay_early_and_is_the_run_that_was_so_
 
 
 @pytest.mark.slow
-def test_a_decay_that_has_begun_keeps_its_length(tiny_model, tmp_path):
-    run_ranks(train_alone, 1, _overrides(tiny_model, tmp_path, "long", 8, "optim.lr_wsd_decay_steps=6", *_SAVES))
-    stopped_at(tmp_path / "long", tmp_path / "later", 4)
-    with pytest.raises(AssertionError, match=r"optim\.lr_wsd_decay_steps is 2, but the run in .* with 6"):
-        run_ranks(train_alone, 1, _overrides(tiny_model, tmp_path, "later", 6, "optim.lr_wsd_decay_steps=2"))
-
-
-@pytest.mark.slow
-def test_a_decay_longer_than_the_run_is_refused(tiny_model, tmp_path):
-    with pytest.raises(AssertionError, match=r"optim\.lr_wsd_decay_steps must be at most 6, .*; got 7"):
-        run_ranks(train_alone, 1, _overrides(tiny_model, tmp_path, "run", 6, "optim.lr_wsd_decay_steps=7"))
-
-
 def test_step_s_of_a_run_trains_at_the_formula_for_s_minus_1(tiny_model, tmp_path):
     documents = random_documents(np.random.default_rng(0), [20] * 8, VOCABULARY, 1)
     folder = write_tokenized(tmp_path / "data", documents)

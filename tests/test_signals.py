@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from tests.ranks import run_ranks, started_ranks
 from tests.test_launch import LAUNCH
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import build, differences, metrics, train_alone
+from tests.training import build, differences, metrics, train_alone, wait_for
 from verl_ext.checkpoint.layout import saved_folders
 from verl_ext.trainer.distributed import TRAINING_FAILED
 from verl_ext.trainer.signals import SIGNALS, STOPPED, requests
@@ -33,13 +32,6 @@ pytestmark = pytest.mark.slow
 
 SECONDS = 120  # the limit of every wait
 STEPS = 5
-
-
-def wait_for(condition) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {SECONDS} seconds"
-        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")
@@ -143,25 +135,16 @@ def test_before_the_first_step_a_request_ends_a_rank_at_once_also_inside_a_colle
     assert (tmp_path / "unfinished").exists()
 
 
-def test_the_second_request_of_the_launcher_ends_every_rank_at_once(tmp_path):
-    with started_ranks(wait_in_a_collective, 2, tmp_path, True) as (ranks, _):
-        wait_for(lambda: (tmp_path / "ready-0").exists() and (tmp_path / "ready-1").exists())
-        (tmp_path / "told").write_text("SIGUSR1\nSIGINT\n")
-        (tmp_path / "told").rename(tmp_path / "stop")
-        for rank in ranks:
-            rank.join(SECONDS)
-            assert rank.exitcode == 128 + signal.SIGINT
-    assert "a second signal (SIGINT): ended at once" in (tmp_path / "stderr-0").read_text()
-
-
-def test_a_signal_that_the_launcher_gets_twice_at_once_is_one_request(tmp_path):
+def test_the_second_request_of_the_launcher_ends_every_rank_at_once_and_the_same_signal_again_is_none(tmp_path):
     with started_ranks(wait_in_a_collective, 2, tmp_path, True) as (ranks, _):
         wait_for(lambda: (tmp_path / "ready-0").exists() and (tmp_path / "ready-1").exists())
         for signals, move in (("SIGTERM\nSIGTERM\n", "read"), ("SIGTERM\nSIGTERM\nSIGINT\n", "ended")):
             (tmp_path / "told").write_text(signals)
             (tmp_path / "told").rename(tmp_path / "stop")
-            ranks[0].join(2.5 if move == "read" else SECONDS)
-            assert ranks[0].exitcode == (None if move == "read" else 128 + signal.SIGINT)
+            for rank in ranks:
+                rank.join(1.25 if move == "read" else SECONDS)
+                assert rank.exitcode == (None if move == "read" else 128 + signal.SIGINT)
+    assert "a second signal (SIGINT): ended at once" in (tmp_path / "stderr-0").read_text()
 
 
 def listen_below(torchrun: int, folder: Path) -> None:
@@ -269,8 +252,7 @@ def child_of(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.parametrize("preflight", ["0", "1"])
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize(("preflight", "number"), zip("010", SIGNALS, strict=True))
 def test_a_signal_before_there_are_ranks_ends_the_launcher_and_what_it_waits_for(
     preflight, number, free_port, tmp_path
 ):

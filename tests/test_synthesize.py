@@ -263,7 +263,6 @@ def test_prompts_are_chosen_by_language_and_replaced_by_a_file(tmp_path, tiny_mo
 @pytest.mark.parametrize(
     ("given", "error"),
     [
-        (["task=longaling"], "task must be one of"),
         (["endpoint.model=null"], "endpoint.model"),
         (["intervals=[300,200]"], "intervals"),
         (["sources={docs:missing.jsonl}"], "missing.jsonl"),

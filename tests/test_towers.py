@@ -14,7 +14,7 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from tests.checked import checked
+from tests.checked import changed, checked
 from tests.ranks import run_ranks
 from tests.reference import Reference, documents_of_answers, pack_row
 from tests.small_models import in_float64
@@ -247,8 +247,12 @@ def data(tmp_path_factory):
     return write_tokenized(tmp_path_factory.mktemp("data"), documents)
 
 
-def test_a_notice_counts_what_is_frozen(folders, data):
-    composed = compose([f"data.train_dir={data}", f"model.path={folders['gemma3']}", "parallel=cpu"])
+@pytest.fixture(scope="module")
+def composed(folders, data):
+    return compose([f"data.train_dir={data}", f"model.path={folders['gemma3']}", "parallel=cpu"])
+
+
+def test_a_notice_counts_what_is_frozen(folders, composed):
     model = AutoModelForImageTextToText.from_pretrained(folders["gemma3"])
     inside = model.model.language_model.num_parameters()
     (notice,) = checked(composed, 1).notices
@@ -257,30 +261,37 @@ def test_a_notice_counts_what_is_frozen(folders, data):
     assert notice.endswith(f"{inside:,} are trained")
 
 
+LORA = "model.lora_rank=8"
+
+
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
         (["model.freeze=[vision_towr]"], r"^model\.freeze must name .*; got vision_towr \(nearest: .*vision_tower\)"),
-        (["model=lora", "model.freeze=[lm_head]"], r"^model\.freeze must be \[\] with model\.lora_rank"),
-        (["model=lora", "model.target_modules=[patch_embedding]"], "^model.target_modules must name .* the text model"),
-        (["model=lora", "model.target_modules=[embed_tokens]"], r"must leave out model\.language_model\.embed_tokens"),
+        ([LORA, "model.freeze=[lm_head]"], r"^model\.freeze must be \[\] with model\.lora_rank"),
+        (
+            ["model.lora_rank=8", "model.target_modules=[patch_embedding]"],
+            "^model.target_modules must name .* the text model",
+        ),
+        (
+            ["model.lora_rank=8", "model.target_modules=[embed_tokens]"],
+            r"must leave out model\.language_model\.embed_tokens",
+        ),
         (
             ["model.override_config={sliding_windw:8}"],
             r"unknown key .*; nearest: model\.override_config\.sliding_window",
         ),
     ],
 )
-def test_a_mistake_is_one_line(overrides, line, folders, data):
-    composed = compose([f"data.train_dir={data}", f"model.path={folders['gemma3']}", "parallel=cpu", *overrides])
+def test_a_mistake_is_one_line(overrides, line, composed):
     with pytest.raises(ValueError, match=line) as error:
-        checked(composed, 1)
+        checked(changed(composed, overrides), 1)
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_keys_of_the_text_model_are_overridden_by_their_names(folders, data):
+def test_keys_of_the_text_model_are_overridden_by_their_names(composed):
     keys = "model.override_config={max_position_embeddings:1024,text_config:{rms_norm_eps:1e-3}}"
-    common = [f"data.train_dir={data}", f"model.path={folders['gemma3']}", "parallel=cpu"]
-    text = checked(compose([*common, keys]), 1).hf_config.get_text_config()
+    text = checked(changed(composed, [keys]), 1).hf_config.get_text_config()
     assert (text.max_position_embeddings, text.rms_norm_eps) == (1024, 1e-3)
 
 

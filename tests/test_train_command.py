@@ -127,7 +127,6 @@ def test_training_data_alone_is_trained_on_as_it_is(folder: Path, started: list[
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["nproc=0"], ["nproc", "at least 1", "got 0"]),
         (["data.sources={gsm8k:none.jsonl}"], ["data.sources.gsm8k", "none.jsonl"]),
         (["data.val_sources={gsm8k:none.jsonl}"], ["data.val_sources.gsm8k", "none.jsonl"]),
         (["data.sources=train.jsonl"], ["data.sources={train:train.jsonl}", "got train.jsonl"]),

@@ -16,7 +16,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.ranks import run_ranks
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import MEASURED, SMALL, build, metrics, plain_losses, refusals, stopped_at, train, train_alone
+from tests.training import (
+    MEASURED,
+    SMALL,
+    build,
+    metrics,
+    plain_losses,
+    refusals,
+    stopped_at,
+    train,
+    train_alone,
+    train_each,
+)
 from verl_ext.config import compose
 from verl_ext.trainer.distributed import limit_collectives
 from verl_ext.trainer.hooks import TrackingHook
@@ -121,18 +132,18 @@ OTHER_PACKS = {  # a change, and the answer to it
 
 
 def test_a_resume_on_other_packs_is_refused(finished, data, tiny_model):
-    overrides = run_of(data, tiny_model, finished, "trainer.total_epochs=2")
+    overrides = run_of(data, tiny_model, finished, "trainer.total_epochs=3")
     ((told, *others),) = run_ranks(refusals, 1, overrides, [[], *([change] for change in OTHER_PACKS)])
     assert told == ""
     for line, expected in zip(others, OTHER_PACKS.values(), strict=True):
         assert re.match(expected, line)
 
 
-@pytest.mark.parametrize(("ranks", "packs"), [(1, 1), (2, 2)])
-def test_a_group_is_one_pack_for_each_data_parallel_rank(data, tiny_model, tmp_path, ranks, packs):
+def test_a_group_is_one_pack_for_each_data_parallel_rank(data, tiny_model, tmp_path):
     """Groups are not micro-batches: one rank has none to wait for, and a one-group step would have one cost level."""
     overrides = run_of(data, tiny_model, tmp_path / "run", "data.micro_batch_size_per_gpu=2")
-    assert run_ranks(grouping_of, ranks, overrides) == [packs] * ranks
+    assert run_ranks(group_size, 1, overrides) == [1]
+    assert run_ranks(group_size, 2, overrides) == [2, 2]
 
 
 def test_a_resume_on_more_ranks_checks_the_steps_of_the_groups_that_it_keeps(tiny_model, tmp_path):
@@ -184,27 +195,26 @@ def prepared(runs: list[list[str]]) -> list[tuple[int, int, int, bool, bool]]:
     return found
 
 
-def grouping_of(overrides: list[str]) -> int:
-    return train([*overrides, "trainer.total_training_steps=1"]).run.grouping["group_size"]
+def group_size(overrides: list[str]) -> int:
+    return prepare(compose([*SMALL, *overrides])).grouping["group_size"]
 
 
 @pytest.fixture(scope="module")
 def finished(data, tiny_model, tmp_path_factory):
-    """Return the folder of a run on one rank, which tests must not change."""
+    """Return the folder of a run on one rank that replaced another; tests must not change it."""
     output = tmp_path_factory.mktemp("finished") / "run"
-    run_ranks(train_alone, 1, run_of(data, tiny_model, output))
-    return output
-
-
-def test_overwrite_replaces_what_a_run_wrote_and_nothing_else(data, tiny_model, tmp_path):
-    output = tmp_path / "run"
     (output / "global_step_99").mkdir(parents=True)
     (output / "thesis.txt").write_text("mine")
     (output / "metrics.jsonl").write_text('{"step": 99, "data": {}}\n')
-    run_ranks(train_alone, 1, run_of(data, tiny_model, output, "trainer.overwrite=true"))
-    assert (output / "thesis.txt").read_text() == "mine"
-    assert not (output / "global_step_99").exists()
-    assert 99 not in {step for step, _ in metrics(output)}
+    more = ("trainer.overwrite=true", "trainer.total_epochs=2", "trainer.log_freq=2")
+    run_ranks(train_alone, 1, run_of(data, tiny_model, output, *more))
+    return output
+
+
+def test_overwrite_replaces_what_a_run_wrote_and_nothing_else(finished):
+    assert (finished / "thesis.txt").read_text() == "mine"
+    assert not (finished / "global_step_99").exists()
+    assert 99 not in {step for step, _ in metrics(finished)}
 
 
 def poison_of(tiny_model: Path, folder: Path, token: int) -> Path:
@@ -230,18 +240,6 @@ def poisoned_data(folder: Path, poisoned: set[int], count: int = 6) -> str:
 ONE_DOCUMENT_A_STEP = ("data.strategy=none", "data.train_batch_size=1", "trainer.max_skipped_steps=2")
 
 
-def test_a_step_without_a_finite_gradient_is_skipped_and_counted(tiny_model, tmp_path):
-    model = poison_of(tiny_model, tmp_path / "model", 5)
-    folder = poisoned_data(tmp_path / "data", {2})
-    overrides = [f"data.train_dir={folder}", f"model.path={model}", f"trainer.default_local_dir={tmp_path / 'run'}"]
-    run_ranks(train_alone, 1, [*overrides, *ONE_DOCUMENT_A_STEP])
-    logged = metrics(tmp_path / "run")
-    skipped = [logged[step, "train/skipped_steps"] for step in range(1, 7)]
-    assert skipped[-1] == 1
-    finite = [np.isfinite(logged[step, "train/loss"] or np.nan) for step in range(1, 7)]
-    assert finite.count(False) == 1  # later steps train on sound parameters
-
-
 def test_a_step_whose_targets_all_weigh_0_moves_nothing_and_is_counted(tiny_model, tmp_path):
     documents = random_documents(np.random.default_rng(3), [10] * 6, VOCABULARY, 1)
     for index, document in enumerate(documents):
@@ -261,15 +259,7 @@ def test_a_step_whose_targets_all_weigh_0_moves_nothing_and_is_counted(tiny_mode
     assert logged[last, "train/skipped_steps"] == sum(step < last for step in set(range(1, 7)) - trained)
 
 
-def test_too_many_skipped_steps_in_a_row_end_the_run(tiny_model, tmp_path):
-    model = poison_of(tiny_model, tmp_path / "model", 5)
-    folder = poisoned_data(tmp_path / "data", set(range(6)))
-    overrides = [f"data.train_dir={folder}", f"model.path={model}", f"trainer.default_local_dir={tmp_path / 'run'}"]
-    with pytest.raises(AssertionError, match="after step 3: 3 consecutive steps had a non-finite gradient"):
-        run_ranks(train_alone, 2, [*overrides, *ONE_DOCUMENT_A_STEP, "data.train_batch_size=2"])
-
-
-def test_a_resumed_run_counts_the_skipped_steps_of_the_run_before(tiny_model, tmp_path):
+def test_steps_without_a_finite_gradient_are_counted_and_too_many_end_the_run_also_over_a_resume(tiny_model, tmp_path):
     model = poison_of(tiny_model, tmp_path / "model", 5)
     folder = poisoned_data(tmp_path / "data", {1, 2, 4})
     in_order = ("data.shuffle=false", "data.balance=none", "trainer.total_epochs=2")
@@ -278,13 +268,15 @@ def test_a_resumed_run_counts_the_skipped_steps_of_the_run_before(tiny_model, tm
         where = (f"data.train_dir={folder}", f"model.path={model}", f"trainer.default_local_dir={tmp_path / output}")
         return [*where, *ONE_DOCUMENT_A_STEP, *in_order, f"trainer.total_training_steps={steps}", *overrides]
 
-    for name, steps in (("whole", 6), ("resumed", 2), ("resumed", 6)):
-        run_ranks(train_alone, 1, run(name, steps))
+    run_ranks(train_each, 1, [run("whole", 6), run("resumed", 2)])
+    run_ranks(train_alone, 1, run("resumed", 6))
     whole, resumed = metrics(tmp_path / "whole"), metrics(tmp_path / "resumed")
     skipped = [resumed[step, "train/skipped_steps"] for step in range(1, 7)]
     assert skipped == [whole[step, "train/skipped_steps"] for step in range(1, 7)] == [0, 1, 2, 2, 3, 3]
-    run_ranks(train_alone, 1, run("ended", 2, "trainer.max_skipped_steps=1"))
-    with pytest.raises(AssertionError, match="after step 3: 2 consecutive steps"):
+    finite = [bool(np.isfinite(whole[step, "train/loss"] or np.nan)) for step in range(1, 7)]
+    assert finite == [True, False, False, True, False, True]  # steps after a skipped one train on sound parameters
+    stopped_at(tmp_path / "resumed", tmp_path / "ended", 2)
+    with pytest.raises(AssertionError, match="after step 3: 2 consecutive steps had a non-finite gradient"):
         run_ranks(train_alone, 1, run("ended", 6, "trainer.max_skipped_steps=1"))
 
 
@@ -314,10 +306,8 @@ def test_a_rank_that_nobody_joins_gives_up_after_the_time_out_of_training(data, 
         run_ranks(wait_alone_in_a_mesh, 4)
 
 
-def test_metrics_are_logged_every_log_freq_steps_and_named_as_promised(data, tiny_model, tmp_path):
-    overrides = run_of(data, tiny_model, tmp_path / "run", "trainer.total_epochs=2", "trainer.log_freq=2")
-    run_ranks(train_alone, 1, overrides)
-    logged = metrics(tmp_path / "run")
+def test_metrics_are_logged_every_log_freq_steps_and_named_as_promised(finished):
+    logged = metrics(finished)
     steps = {step for step, _ in logged}
     assert steps == {step for step in range(1, max(steps) + 1) if step % 2 == 0}
     promised = {"loss", "grad_norm", "lr", "tokens_per_second", "memory_gib", "target_tokens", "pack_fill"}
@@ -329,15 +319,14 @@ def test_metrics_are_logged_every_log_freq_steps_and_named_as_promised(data, tin
     assert "perf/mfu" not in {name for _, name in logged}  # the device's peak is not known
 
 
-def count_waits(overrides: list[str], logged: bool) -> tuple[int, int]:
-    """Count the reductions and host reads of one training step after the first, by wrappers around the real calls."""
+def count_waits(overrides: list[str]) -> list[tuple[int, int]]:
+    """Count the reductions and host reads of a step that is not logged and of one that is, by wrappers of the calls."""
     from verl_ext.trainer.batch import StepCollator
     from verl_ext.trainer.loader import pack_loader
 
     trainer = train(overrides)
     collate = StepCollator(trainer.run.loss_for(trainer.run.train_set), trainer.run.train_set.categories)
-    batch = next(iter(pack_loader(trainer.run.train_set, trainer.run.plan, 0, 1, 0, 1, collate, 0)))
-    counts = {"all_reduce": 0, "reads": 0}
+    counts, found = {"all_reduce": 0, "reads": 0}, []
     reduce, item, to_list = dist.all_reduce, torch.Tensor.item, torch.Tensor.tolist
 
     def counted(name, function):
@@ -347,17 +336,20 @@ def count_waits(overrides: list[str], logged: bool) -> tuple[int, int]:
 
         return call
 
-    dist.all_reduce = counted("all_reduce", reduce)
-    torch.Tensor.item, torch.Tensor.tolist = counted("reads", item), counted("reads", to_list)
-    try:
-        outcome = trainer.train_step(UpcomingStep(batch, True, trainer.hosts), summed=logged)
-        if logged:
-            for hook in trainer.hooks:
+    for logged in (False, True):
+        batch = next(iter(pack_loader(trainer.run.train_set, trainer.run.plan, 0, 1, 0, 1, collate, 0)))
+        counts.update(all_reduce=0, reads=0)
+        dist.all_reduce = counted("all_reduce", reduce)
+        torch.Tensor.item, torch.Tensor.tolist = counted("reads", item), counted("reads", to_list)
+        try:
+            outcome = trainer.train_step(UpcomingStep(batch, True, trainer.hosts), summed=logged)
+            for hook in trainer.hooks if logged else ():
                 if isinstance(hook, TrackingHook):
                     hook.post_step(1, outcome)
-    finally:
-        dist.all_reduce, torch.Tensor.item, torch.Tensor.tolist = reduce, item, to_list
-    return counts["all_reduce"], counts["reads"]
+        finally:
+            dist.all_reduce, torch.Tensor.item, torch.Tensor.tolist = reduce, item, to_list
+        found.append((counts["all_reduce"], counts["reads"]))
+    return found
 
 
 def order_of_a_step(overrides: list[str]) -> list[str]:
@@ -394,21 +386,15 @@ def test_the_next_step_is_loaded_and_agreed_on_before_the_device_waits_for_it(da
 
 
 def test_a_logged_step_costs_two_reductions_and_two_reads_whatever_the_categories(data, tiny_model, tmp_path):
-    few = run_of(data, tiny_model, tmp_path / "few", "trainer.logger=[console]")
+    short = ("trainer.logger=[console]", "trainer.total_training_steps=1")
+    few = run_of(data, tiny_model, tmp_path / "few", *short)
     rng = np.random.default_rng(0)
     folder = write_tokenized(tmp_path / "many", random_documents(rng, LENGTHS, VOCABULARY, 20))
-    many = [
-        f"data.train_dir={folder}",
-        f"model.path={tiny_model}",
-        f"trainer.default_local_dir={tmp_path / 'many_run'}",
-        "trainer.logger=[console]",
-    ]
-    ((silent_reductions, silent_reads),) = run_ranks(count_waits, 1, few, False)
-    few_output = [*few, "trainer.overwrite=true"]
-    ((few_reductions, few_reads),) = run_ranks(count_waits, 1, few_output, True)
-    ((many_reductions, many_reads),) = run_ranks(count_waits, 1, many, True)
-    assert few_reductions == many_reductions == silent_reductions + 2  # for the sums, and for the memory peaks
-    assert few_reads == many_reads == silent_reads + 2
+    many = [f"data.train_dir={folder}", *run_of(data, tiny_model, tmp_path / "many_run", *short)[1:]]
+    (of_few,), (of_many,) = (run_ranks(count_waits, 1, overrides) for overrides in (few, many))
+    (silent_reductions, silent_reads), logged = of_few
+    assert of_many == of_few
+    assert logged == (silent_reductions + 2, silent_reads + 2)  # for the sums, and for the memory peaks
 
 
 def test_a_step_without_a_target_is_refused_before_the_model_loads(tiny_model, tmp_path):

@@ -4,15 +4,13 @@ On a CPU both places are host memory, so the tests compare bits and record the o
 reads weights or optimizer state must find them loaded.
 """
 
-import os
-
 import numpy as np
 import pytest
 
 from tests.ranks import run_ranks
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import build, exact_metrics, train
+from tests.training import build, exact_metrics, train_each
 
 pytestmark = pytest.mark.slow
 
@@ -26,19 +24,13 @@ def options(tmp_path, tiny_model):
     return [f"data.train_dir={data}", f"data.val_dir={data}", f"model.path={tiny_model}", "trainer.test_freq=1"]
 
 
-def train_one_after_the_other(runs: list[list[str]]) -> None:
-    for overrides in runs:
-        os.environ.pop("VERL_FILE_LOGGER_PATH", None)  # set by the previous run
-        train(overrides)
-
-
 def test_an_offloaded_run_and_its_resume_equal_a_plain_one_to_the_last_bit(options, tmp_path):
     def run(folder: str, steps: int, *overrides: str) -> list[str]:
         output = (f"trainer.default_local_dir={tmp_path / folder}", f"trainer.total_training_steps={steps}")
         return [*options, *output, *overrides]
 
     runs = [run("plain", 3), run("offloaded", 2, *OFFLOAD), run("offloaded", 3, *OFFLOAD)]
-    run_ranks(train_one_after_the_other, 2, runs)
+    run_ranks(train_each, 2, runs)
     expected, found = (exact_metrics(tmp_path / name) for name in ("plain", "offloaded"))
     assert {step for step, _ in expected} == {0, 1, 2, 3}  # 0: the validation before training
     assert found == expected

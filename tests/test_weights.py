@@ -253,6 +253,7 @@ def _exit(options):
     return None
 
 
+@pytest.mark.slow
 def test_a_run_ends_before_it_writes_anything(folders, tmp_path):
     model = rewritten(folders["untied"], tmp_path, lambda weights: weights.pop("model.norm.weight"))
     data = write_tokenized(tmp_path / "data", random_documents(np.random.default_rng(0), [20] * 4, 128, 1))

@@ -4,7 +4,8 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,21 @@ def train(overrides: Sequence[str]) -> SFTTrainer:
 def train_alone(overrides: Sequence[str]) -> None:
     """Call :func:`train` for ``run_ranks``, and return nothing."""
     train(overrides)
+
+
+def train_each(runs: Sequence[Sequence[str]]) -> None:
+    """Call :func:`train` for one run after the other in one start of ranks."""
+    for overrides in runs:
+        os.environ.pop("VERL_FILE_LOGGER_PATH", None)  # set by the previous run
+        train(overrides)
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 120) -> None:
+    """Return once a condition holds; fail after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} seconds"
+        time.sleep(0.02)
 
 
 def refusals(overrides: Sequence[str], changes: Sequence[Sequence[str]]) -> list[str]:

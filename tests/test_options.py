@@ -1,0 +1,106 @@
+"""Every option refuses what it does not take, in one line with its key and the value, and takes the rest."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any, get_origin
+
+import pytest
+
+from verl_ext.__main__ import COMMANDS
+from verl_ext.config import run, schema
+from verl_ext.values import Option, Options, options_of, show
+
+# {type: (its name in errors, values of other types)}
+KINDS: dict[Any, tuple[str, list[Any]]] = {
+    int: ("a whole number", ["many", 2.5, True, [1]]),
+    float: ("a number", ["many", True, [1]]),
+    bool: ("true or false", ["maybe", 1, [True]]),
+    str: ("a text", [["a"], {"a": 1}]),
+    list: ("a list", ["abc", {"a": 1}, 1]),
+    dict: ("a mapping", ["abc", [1], 1]),
+}
+ELEMENTS = {int: "a", float: "a", str: 1}  # what a list of the type does not take
+
+
+def options_classes() -> list[type[Options]]:
+    """Return the options dataclasses of the package; those that are verl's too build models when they are made."""
+    for module, _ in COMMANDS.values():
+        import_module(module)
+    assert schema.dataset_families()
+    assert schema.model_kinds()
+    assert run.NODES
+    found: dict[type[Options], None] = {}
+    waiting: list[type[Options]] = [Options]
+    while waiting:
+        below = waiting.pop().__subclasses__()
+        waiting += below
+        found |= dict.fromkeys(cls for cls in below if cls.__module__.startswith("verl_ext."))
+    return [cls for cls in found if all(issubclass(base, Options) or base is object for base in cls.__mro__)]
+
+
+def next_to(bound: float, kind: Any, direction: int) -> float:
+    return int(bound) + direction if kind is int else math.nextafter(bound, direction * math.inf)
+
+
+def refused(option: Option) -> Iterator[tuple[Any, tuple[str, ...]]]:
+    """Yield (value, what its line must say beside the key and the value)."""
+    kind = get_origin(option.type) or option.type
+    if option.required:
+        yield from ((value, ("is required", option.meaning)) for value in (None, ""))
+    name, wrong = KINDS.get(kind, ("", []))
+    if option.choices:
+        yield from ((value, ("must be", *option.choices)) for value in ("nonsense", 7))
+    else:
+        yield from ((value, (f"must be {name}",)) for value in wrong)
+    if not (option.required or option.nullable or option.default is None):
+        yield None, ("must be", *(option.choices or (name,)))
+    element = (*getattr(option.type, "__args__", ()), None)[0]
+    if kind is list and element in ELEMENTS:
+        yield [ELEMENTS[element]], ("must be a list of",)
+    if option.least is not None:
+        yield next_to(option.least, kind, -1), (f"at least {show(option.least)}",)
+    if option.most is not None:
+        yield next_to(option.most, kind, 1), (f"at most {show(option.most)}",)
+    if option.above is not None:
+        yield option.above, (f"above {show(option.above)}",)
+    if kind is float:
+        yield math.nan, ("must be",)
+        yield math.inf, ("must be",)
+
+
+def allowed(option: Option) -> Iterator[Any]:
+    """Yield the default, each choice, null where it is one of the values, and the bounds."""
+    kind = get_origin(option.type) or option.type
+    yield from option.choices
+    if not option.required:
+        yield option.default
+        yield from [None] * option.nullable
+    yield from (bound for bound in (option.least, option.most) if bound is not None)
+    if option.above is not None:
+        yield next_to(option.above, kind, 1)
+
+
+def lines(cls: type[Options], name: str, value: Any) -> list[str]:
+    """Return the lines about one option of a class, of which only this option is given, without combinations."""
+    alone = type("Alone", (cls,), {"problems": lambda self: ()})
+    try:
+        alone.read({name: value})
+    except ValueError as error:
+        key = f"{cls.prefix}.{name}" if cls.prefix else name
+        return [line for line in str(error).splitlines() if line.startswith((f"{key} must", f"{key} is"))]
+    return []
+
+
+@pytest.mark.parametrize("cls", options_classes(), ids=lambda cls: f"{cls.__module__}.{cls.__name__}")
+def test_an_option_refuses_what_it_does_not_take_and_takes_its_bounds_and_choices(cls):
+    own = {name: option for name, option in options_of(cls).items() if not dataclasses.is_dataclass(option.type)}
+    for name, option in own.items():
+        for value, said in refused(option):
+            (line,) = lines(cls, name, value)
+            got = line.rpartition("; got ")[2].partition(" (nearest")[0]
+            assert got in (show(value), show(option.converted(value))), line
+            assert "read" in vars(cls) or all(word in line for word in said), (line, said)  # or it has its own sentence
+        for value in allowed(option):
+            assert lines(cls, name, value) == []
