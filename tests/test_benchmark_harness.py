@@ -1,0 +1,132 @@
+"""The harness of the benchmarks: turns, tables, cells of their own process and the command line."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import __main__, harness
+from benchmarks.cells import ROOT, in_own_process, on_ranks
+from benchmarks.harness import Turns, equal, relative, table, take_turns
+from benchmarks.meters import measured
+
+
+def test_turns_print_their_median_and_range_and_divide_turn_by_turn():
+    assert f"{Turns([3, 1, 2]):.1f}" == "2.0 [1.0, 3.0]"
+    assert f"{Turns([4]):.1f}" == "4.0"
+    assert Turns([4, 9]) / [2, 3] == [2, 3]
+
+
+def test_every_contestant_begins_a_turn_and_warm_ups_are_dropped():
+    calls = []
+    contestants = {name: lambda name=name: calls.append(name) or len(calls) for name in "abc"}
+    found = take_turns(contestants, 2, warm_up=1)
+    assert "".join(calls) == "abcbcacab"
+    assert found == {"a": [6, 8], "b": [4, 9], "c": [5, 7]}
+
+
+def test_a_row_shows_its_figures_and_why_others_are_missing():
+    made = table("name {name} | seconds {seconds:.1f} | MiB {peak:.0f} MiB")(lambda options, folder: [])
+    rows = [
+        {"name": "a", "seconds": 1.25, "peak": None},
+        {"name": "b", "failed": "No module named 'b'"},
+        {"name": "c", "failed": "it broke"},
+    ]
+    lines = made_lines(made, rows)
+    assert lines == [
+        "| name | seconds | MiB |",
+        "| --- | --- | --- |",
+        "| a | 1.2 | – |",
+        "| b | – | No module named 'b' |",
+    ]
+    assert made.failures(rows) == ["it broke"]
+
+
+def made_lines(made, rows):
+    made.rows.__doc__ = "Rows."
+    return made.text(rows).splitlines()[2:-1]
+
+
+def test_ratios_are_to_the_first_row_and_rows_that_differ_are_no_result():
+    rows = [{"loss": 1.0, "seconds": 2.0}, {"loss": 1.0 + 1e-6, "seconds": 3.0}, {"failed": "why"}]
+    assert [row.get("× seconds") for row in relative(rows, "seconds")] == [1.0, 1.5, None]
+    equal(rows, ("loss",), 1e-5)
+    with pytest.raises(RuntimeError, match="differ in loss"):
+        equal(rows, ("loss",), 1e-7)
+
+
+def _printing(value):
+    print('{"found": "noise"}')
+    return {"found": value}
+
+
+def _failing():
+    yield {"kernel": "sdpa"}
+    raise ValueError("too long")
+
+
+def test_a_cell_of_its_own_returns_its_figures_alone_and_keeps_them_when_it_fails():
+    assert in_own_process(_printing, 3) == {"found": 3}
+    assert in_own_process("tests.test_benchmark_harness:_failing") == {
+        "kernel": "sdpa",
+        "failed": "ValueError: too long",
+    }
+
+
+def test_a_peak_is_what_the_block_adds():
+    kept = bytearray(64 << 20)
+    with measured() as figures:
+        bytearray(b"x" * (32 << 20))
+    assert len(kept) and 30 < figures["peak_mib"] < 100
+
+
+def _rank():
+    import torch.distributed as dist
+
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, dist.get_rank())
+    return {"ranks": found}
+
+
+@pytest.mark.slow
+def test_ranks_meet_within_their_group():
+    assert on_ranks(2, _rank, copies=2) == [[{"ranks": [0, 1]}] * 2] * 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["pack"], "NAME must be one of"),
+        (["packing", "repeats=0"], "repeats must be at least 1; got 0"),
+        (["packing", "document=3"], "unknown key document; nearest: documents"),
+        (["packing", "--table", "speed"], "--table must be of compared, large, balance; got speed"),
+        (["repeats=3"], "options and --table need one NAME; got 0"),
+        (["training", "documents=10"], "documents must be a multiple of micro_batch=4; got 10"),
+        (["titans", "lengths=[15]"], "lengths must be at least 16; got 15"),
+        (["gpu", "shapes=[0.6B]"], "shapes must be tiny ones without a CUDA GPU"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_line(words, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["benchmarks", *words])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert __main__.main() == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and message in line
+
+
+@pytest.mark.slow
+def test_benchmarks_run_one_after_the_other_and_write_every_figure(tmp_path):
+    output = tmp_path / "found.json"
+    command = [sys.executable, "-m", "benchmarks", "head", "leaks", "--quick", "--output", str(output)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(output.read_text())
+    assert [row["kind"] for row in found["leaks"]["leaks"]] == ["llama"]
+    assert found["head"]["options"]["vocabulary"] == 1000
+    assert found["head"]["text"] in done.stdout
+
+
+def test_every_benchmark_declares_options_a_smallest_shape_and_tables():
+    for name in (*harness.NAMES, *harness.APART):
+        assert name in harness.help_of(name) or harness.help_of(name)
