@@ -168,8 +168,7 @@ def _encode(line: str) -> list[int]:
 
 @table(
     "tokens of a document {mean:,} | {name} | documents {documents:,} | samples {samples:,} | "
-    "seconds of one core {seconds:.2f} | peak MiB above the lengths {peak_mib:,.0f} | "
-    "MiB of the result {result_mib:,.0f}"
+    "seconds of one core {seconds:.2f} | peak MiB above the lengths {peak_mib:,.0f}"
 )
 def samples(options: Options, folder: Path) -> Iterable[Row]:
     """The sample index of one epoch."""
@@ -193,9 +192,8 @@ def sample_index(name: str, tokens: int, mean: int, seq_len: int) -> Row:
     digest = hashlib.sha256()
     for array in arrays:
         digest.update(np.ascontiguousarray(array).data)
-    size = sum(array.nbytes for array in arrays) / 2**20
-    found = {"documents": len(lengths), "samples": len(arrays[2]), "seconds": took, "result_mib": size}
-    return {**found, "peak_mib": peak.peak / 2**20, "digest": digest.hexdigest()}
+    found = {"documents": len(lengths), "samples": len(arrays[2]), "seconds": took, "peak_mib": peak.peak / 2**20}
+    return {**found, "digest": digest.hexdigest()}
 
 
 def document_lengths(tokens: int, mean: int) -> np.ndarray:

@@ -68,12 +68,6 @@ from verl_ext.values import option
 
 SEED = 0
 ON_ONE_RANK = ("naive", "sorted", "packing")
-# Hours on 8 × A800-80G with DeepSpeed ZeRO-3, from a digest of the paper (https://arxiv.org/abs/2401.18058).
-PUBLISHED = {
-    "ChatGLM3-6B": {"naive": 45.4, "packing": 20.5, "sorted": 19.1},
-    "Llama2-7B": {"naive": 67.2, "packing": 23.4, "sorted": 23.3},
-    "Llama2-13B": {"naive": 117.2, "packing": 41.2, "sorted": 44.5},
-}
 NO_LEARNING = "optim.lr=1e-30"  # far below the last digit of any fp32 weight; 0 is refused
 QUICK = ["documents=8", "budget=256", "epoch_documents=32", "epoch_budget=256", "steps=2", "ranks=[1]"]
 QUICK += ["hidden=128", "layers=1", "repeats=1", "epochs=1"]
@@ -192,21 +186,10 @@ def _steps(contestant: Any, steps: Sequence[tuple[list[Document], Path]], losses
         yield {**taken, "loss": loss, "ran": contestant.forwards.tokens, "calls": len(contestant.forwards.positions)}
 
 
-def _published(rows: Sequence[Row]) -> str:
-    """Return LongAlign's own ratios, and what an epoch is."""
-    first = rows[0]
-    lines = [f"{first['documents']} documents, {first['all_tokens']:,} tokens, {first['targets']:,} targets once.", ""]
-    for model, hours in PUBLISHED.items():
-        ratios = ", ".join(f"{name} {hours['naive'] / spent:.2f} × ({spent:g} h)" for name, spent in hours.items())
-        lines.append(f"Published by LongAlign, 8 × A800, {model}: {ratios}")
-    return "\n".join(lines)
-
-
 @table(
-    "ranks {ranks} | method {method} | engine {engine} | steps {steps} | forwards {forwards} | padding {padding:.0%} | "
-    "wall s {wall.median:.1f} | × naive, wall {× wall:.2f} | cpu s {cpu.median:.1f} | × naive, cpu {× cpu:.2f} | "
-    "cost/ideal {cost_over_ideal:.3f} | idle {idle:.0%}",
-    notes=_published,
+    "ranks {ranks} | method {method} | engine {engine} | documents {documents} | targets {targets:,} | steps {steps} | "
+    "forwards {forwards} | padding {padding:.0%} | wall s {wall.median:.1f} | × naive, wall {× wall:.2f} | "
+    "cpu s {cpu.median:.1f} | × naive, cpu {× cpu:.2f} | cost/ideal {cost_over_ideal:.3f} | idle {idle:.0%}"
 )
 def longalign(options: Options, folder: Path) -> Iterable[Row]:
     """Time for the same documents, by method, on one rank and on several."""
@@ -251,7 +234,7 @@ def measure_epochs(options: Options, folder: Path) -> Row:
         method.contestant.train(method.warm_up)  # the set-up of a first call is not timed
     epochs = take_turns({name: partial(method.epoch, model) for name, method in methods.items()}, options.epochs)
     tokens = sum(len(document["input_ids"]) for document in documents)
-    rows = [{"method": name, "all_tokens": tokens, **methods[name].row(of, tokens)} for name, of in epochs.items()]
+    rows = [{"method": name, **methods[name].row(of, tokens)} for name, of in epochs.items()]
     equal(rows, ("documents", "targets"), 0)
     equal(rows, ("nll",), 1e-4)
     assert all(row["ranks"] == ranks for row in rows)

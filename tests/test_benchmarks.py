@@ -4,27 +4,13 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 from datasets import load_from_disk
+from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import (
-    activations,
-    head,
-    index,
-    leaks,
-    loading,
-    packers,
-    packing,
-    scaling,
-    titans,
-    training,
-)
-from benchmarks.documents import (
-    DISTRIBUTIONS,
-    long_tailed_lengths,
-    make_documents,
-    write_documents,
-    write_many_documents,
-)
+from benchmarks import activations, gpu, head, index, leaks, loading, packers, packing, scaling, titans, training
+from benchmarks.documents import DISTRIBUTIONS, make_documents, write_documents, write_many_documents
+from benchmarks.gpu import cell, shapes
 from benchmarks.harness import equal
 from benchmarks.texts import Kind
 from tests.ranks import run_ranks
@@ -191,17 +177,6 @@ def test_sorted_batching_keeps_documents_of_like_length_in_shuffled_groups():
     assert (shares.reshape(2, 12, 4).swapaxes(0, 1).reshape(12, 8) == order.reshape(12, 8)).all()
 
 
-def test_lengths_are_long_tailed_and_within_the_budget():
-    lengths, long = long_tailed_lengths(1000, 4096, np.random.default_rng(0))
-    assert (long.sum(), lengths.min() >= 4, lengths.max() <= 4096, lengths[long].min() >= 512) == (
-        100,
-        True,
-        True,
-        True,
-    )
-    assert 55 < np.median(lengths[~long]) < 75
-
-
 # --- memory of heads and activations, leaks, memories
 
 
@@ -276,15 +251,61 @@ def test_each_part_of_a_simulated_step_follows_its_assumption():
 # --- index
 
 
-@pytest.mark.parametrize("mean", [1, 7, 300])
-def test_drawn_lengths_sum_to_the_tokens_asked_for(mean):
-    lengths = index.document_lengths(10_000, mean)
-    assert (lengths.sum(dtype=np.int64), lengths.min() >= 1, lengths.dtype) == (10_000, True, np.int32)
-
-
 def test_builders_that_disagree_are_an_error(tmp_path):
     for name, content in ((index.OURS, "a"), (index.PEER, "b")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "texts.bin").write_text(content)
     with pytest.raises(RuntimeError, match=r"different \.bin files"):
         index.same_files(tmp_path)
+
+
+# --- gpu
+
+
+def test_flops_are_those_that_torch_counts_and_a_head_of_targets_computes_fewer(tmp_path):
+    found = run_ranks(_on_tiny_models, 1, tmp_path)[0]
+    for name, of_one in found.items():
+        assert of_one["counted"] == pytest.approx(of_one["expected"], rel=0.02), name
+        assert of_one["quadratic"] is any(len(mask) == 4 and mask[-1] == mask[-2] for mask in of_one["masks"]), name
+    assert [found[name]["targets_only"] for name in ("ours", "verl")] == [True, False]
+    assert [found[name]["kernel"] for name in ("ours", "verl")] == ["sdpa", "sdpa, T × T mask"]
+    assert [found[name]["head"] for name in ("ours", "verl")] == ["fused", "plain, log-softmax by rows"]
+    assert found["ours"]["counted"] < 0.8 * found["verl"]["counted"]
+
+
+def _on_tiny_models(folder):
+    addmm = {torch.ops.aten.addmm_: lambda total, left, right, **_: 2 * left[0] * left[1] * right[1]}  # like its addmm
+    found = {}
+    for name in ("ours", "verl"):
+        work = shapes.Cell(name, "tiny", 512, 1024, 0, 256, (), folder)
+        cell.prepare(work)
+        (documents,) = work.documents()
+        built = cell.contestant(work, 512, documents, 3)
+        ran, masks = cell.implementations(built, packed=True), []
+        for path, part in built.engine.module.named_modules():
+            if path.endswith("self_attn"):
+                part.register_forward_pre_hook(
+                    lambda _, args, kwargs, masks=masks: masks.append(kwargs.get("attention_mask")), with_kwargs=True
+                )
+        (batch,) = cell.loaded(work, built, [documents])
+        with FlopCounterMode(display=False, custom_mapping=addmm) as counter:
+            built.train(batch)
+        tokens = sum(len(document["input_ids"]) for document in documents)
+        targets = sum(int(document["loss_mask"][1:].sum()) for document in documents)
+        # Matrices only, as the counter does not know sdpa on a CPU. Documents of one token have no attention to count.
+        counts = counter.get_flop_counts()["Global"].items()
+        found[name] = {
+            **ran,
+            "masks": [tuple(mask.shape) for mask in masks if mask is not None],
+            "counted": sum(count for operation, count in counts if "mm" in str(operation).split(".")[-1]),
+            "expected": shapes.flops("tiny", [1] * tokens, targets if ran["targets_only"] else tokens),
+        }
+    return found
+
+
+@pytest.mark.parametrize(("quadratic", "ratios"), [(False, [3.0, 1.0]), (True, [None, None])])
+def test_no_ratio_is_taken_to_a_quadratic_mask(quadratic, ratios):
+    rows = [{"name": "ours", "quadratic": False, "tokens_per_second": 3.0}]
+    rows += [{"name": "verl", "quadratic": quadratic, "tokens_per_second": 1.0}]
+    assert [row.get("ratio") for row in gpu.with_ratios(rows)] == ratios
+    assert bool(gpu.marked(rows)) is quadratic
