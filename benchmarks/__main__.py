@@ -10,7 +10,11 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from benchmarks import harness
 from verl_ext.values import UsageError, choice_problem
@@ -40,7 +44,7 @@ def main() -> int:
         elif words or given.table:
             raise UsageError(f"options and --table need one NAME; got {len(names)}")
         else:
-            found = each_in_turn(names or all_names(given.quick), given.quick)
+            found = each_alone(names or all_names(given.quick), given.quick)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -60,17 +64,23 @@ def all_names(quick: bool) -> tuple[str, ...]:
     return (*harness.NAMES, "gpu") if quick else harness.NAMES
 
 
-def each_in_turn(names: tuple[str, ...] | list[str], quick: bool) -> dict:
-    """Run each benchmark in a process of its own, so that no import or setting of one reaches another."""
-    found = {}
-    for name in names:
-        with tempfile.NamedTemporaryFile("r", suffix=".json") as file:
-            command = [sys.executable, "-m", "benchmarks", name, "--output", file.name, *["--quick"] * quick]
-            code = subprocess.run(command).returncode
-            written = file.read()
-        found[name] = json.loads(written)[name] if written else {"text": "", "failures": [f"ended with {code}"]}
-        print(flush=True)
-    return found
+def each_alone(names: Sequence[str], quick: bool) -> dict[str, Any]:
+    """Run each benchmark in a process of its own, so that no import or setting of one reaches another.
+
+    On smallest shapes two run at a time, as their figures mean nothing.
+    """
+    with ThreadPoolExecutor(2 if quick else 1) as pool:
+        return dict(zip(names, pool.map(partial(alone, quick=quick), names), strict=True))
+
+
+def alone(name: str, quick: bool) -> dict[str, Any]:
+    """Run a benchmark, print its tables and return its figures."""
+    with tempfile.NamedTemporaryFile("r", suffix=".json") as file:
+        command = [sys.executable, "-m", "benchmarks", name, "--output", file.name, *["--quick"] * quick]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        written = file.read()
+    print(done.stdout, flush=True)
+    return json.loads(written)[name] if written else {"text": "", "failures": [f"ended with {done.returncode}"]}
 
 
 if __name__ == "__main__":

@@ -48,8 +48,6 @@ from verl_ext.values import option
 VOCABULARY = 50_000
 QUICK = ["documents=2000", "chats=40", "long=2", "repeats=1", "passes=1"]
 
-Documents = list[tuple[list[int], list[int]]]  # each document's tokens, and the places of its targets
-
 
 @dataclass(frozen=True)
 class Options(values.Options):
@@ -98,11 +96,10 @@ def read_in_turns(kind: Kind, count: int, folder: Path, options: Options) -> Row
 
 @dataclass(frozen=True)
 class Reader:
-    """`read(item)` over all `items` reads each conversation once; `documents(output)` gives its documents."""
+    """`read(item)` over all `items` reads each conversation once."""
 
     items: Sequence[Any]
     read: Callable[[Any], Any]
-    documents: Callable[[Any], Documents]
 
     def read_all(self, passes: int) -> None:
         """Read all items, dropping each output before the next one is made, as a worker does."""
@@ -124,10 +121,10 @@ def build_readers(kind: Kind, count: int, folder: Path) -> tuple[dict[str, Reade
     verls = MultiTurnSFTDataset(str(folder / "conversations.parquet"), tokenizer, options)
     packs = np.random.default_rng(0).permutation(len(ours)).tolist()
     readers = {
-        "pack": Reader(packs, ours.__getitem__, _documents_of_row),
-        "worker": Reader(packs, lambda pack: collate([ours[pack]]), _documents_of_batch),
-        "seed": Reader(theirs.packs, lambda pack: theirs.collate_fn([pack]), _documents_of_seed),
-        "templating": Reader(range(len(verls)), verls.__getitem__, _documents_of_row),
+        "pack": Reader(packs, ours.__getitem__),
+        "worker": Reader(packs, lambda pack: collate([ours[pack]])),
+        "seed": Reader(theirs.packs, lambda pack: theirs.collate_fn([pack])),
+        "templating": Reader(range(len(verls)), verls.__getitem__),
     }
     return readers, int(ours.pack_tokens().sum())
 
@@ -179,28 +176,6 @@ class SeedDataset:
             begin = end
         out["position_ids"][begin:] = [i for i in range(self.max_tokens - begin)]  # noqa: C416
         return {name: torch.from_numpy(column).unsqueeze(0) for name, column in out.items()}
-
-
-def _documents_of_row(row: dict[str, torch.Tensor]) -> Documents:
-    return _split(row["input_ids"], row["position_ids"], row["loss_mask"].bool())
-
-
-def _documents_of_seed(row: dict[str, torch.Tensor]) -> Documents:
-    real = row["attention_mask"][0].bool()
-    return _documents_of_row({name: column[0][real] for name, column in row.items()})
-
-
-def _documents_of_batch(batch: Any) -> Documents:
-    """Return the documents of a batch; a coefficient stands where its target is predicted, one place before it."""
-    return _split(batch.input_ids, batch.position_ids, torch.roll(batch.coefficients != 0, 1))
-
-
-def _split(ids: torch.Tensor, positions: torch.Tensor, targets: torch.Tensor) -> Documents:
-    begins = (positions == 0).nonzero().flatten().tolist()
-    return [
-        (ids[begin:end].tolist(), targets[begin:end].nonzero().flatten().tolist())
-        for begin, end in zip(begins, [*begins[1:], len(ids)], strict=True)
-    ]
 
 
 @table(

@@ -83,27 +83,26 @@ class Contest:
 
     def plan(self) -> Row:
         """Pack few documents, then all, and check every pack."""
-        few = self.packer.prepare(self.lengths[:FIRST_CALL])
-        started = time.perf_counter()
-        self.packer.pack(few, self.max_tokens)
-        first_call = time.perf_counter() - started
-        started = time.perf_counter()
-        packs = self.packer.documents(self.packer.pack(self.packer.prepare(self.lengths), self.max_tokens))
-        self._last = time.perf_counter() - started
+        first_call, _ = self._packed(self.lengths[:FIRST_CALL])
+        self._last, packed = self._packed(self.lengths)
+        packs = self.packer.documents(packed)
         check_packs(self.packer.name, packs, self.lengths, self.max_tokens)
-        fill = float(self.lengths.sum() / (len(packs) * self.max_tokens))
+        fill = float(self.lengths.sum() / len(packs) / self.max_tokens)
         return {"first_call": first_call, "packs": len(packs), "fill": fill}
 
     def seconds(self) -> float:
         """Return the seconds of a call, or those of the last one if the packer is slow."""
         if self._last < SLOW:
-            given = self.packer.prepare(self.lengths)
-            gc.collect()
-            gc.freeze()  # keeps objects of the peers' imports out of collections while a packer makes its lists
-            started = time.perf_counter()
-            self.packer.pack(given, self.max_tokens)
-            self._last = time.perf_counter() - started
+            self._last, _ = self._packed(self.lengths)
         return self._last
+
+    def _packed(self, lengths: Lengths) -> tuple[float, Any]:
+        prepared = self.packer.prepare(lengths)
+        gc.collect()
+        gc.freeze()  # keeps objects of the peers' imports out of collections while a packer makes its lists
+        started = time.perf_counter()
+        packed = self.packer.pack(prepared, self.max_tokens)
+        return time.perf_counter() - started, packed
 
 
 def check_packs(name: str, packs: Sequence[Any], lengths: Lengths, max_tokens: int) -> None:

@@ -37,14 +37,15 @@ def test_a_packer_that_cheats_is_an_error(packs, fault):
         packing.check_packs("peer", packs, np.array([6, 5]), 10)
 
 
-@pytest.mark.parametrize(("ranks", "ordered", "random"), [(8, 1.0006, 1.38), (32, 1.0027, 1.48), (128, 1.0085, 1.51)])
-def test_cost_sorted_groups_share_steps_as_documented(ranks, ordered, random):
-    lengths = DISTRIBUTIONS["A"].draw(100_000, np.random.default_rng(1))
-    found = packing.shared(packing.COST.packs(packing.plan_packs(lengths, 65_536), lengths), ranks)
-    assert found["sorted"] - 1 < 1.2 * (ordered - 1)
-    assert found["random"] == pytest.approx(random, abs=0.03)
-    assert found["sorted"] <= found["with_tail"] < 1.02
-    assert abs(found["order_sorted"] - found["order_random"]) < 0.03
+@pytest.mark.parametrize(
+    ("ranks", "found"),
+    [(8, [1.4030, 1.0006, 1.0013]), (32, [1.5033, 1.0022, 1.0049]), (128, [1.5329, 1.0090, 1.0111])],
+)
+def test_groups_share_steps_as_the_readme_says(ranks, found):
+    lengths = DISTRIBUTIONS["A"].draw(100_000, np.random.default_rng(0))
+    row = packing.shared(packing.COST.packs(packing.plan_packs(lengths, 65_536), lengths), ranks)
+    assert [row[name] for name in ("random", "sorted", "with_tail")] == pytest.approx(found, abs=6e-4)
+    assert abs(row["order_sorted"] - row["order_random"]) < 0.03
 
 
 # --- loading
@@ -60,8 +61,24 @@ def test_every_reader_gives_the_same_tokens_and_targets(tmp_path):
 
 def _read(folder):
     readers, tokens = loading.build_readers(Kind("short", ((3, 9),) * 4, 256), 24, folder)
-    outputs = {name: [reader.documents(reader.read(item)) for item in reader.items] for name, reader in readers.items()}
-    return {name: sorted(itertools.chain(*documents)) for name, documents in outputs.items()}, tokens
+    found = {name: [_documents(reader.read(item)) for item in reader.items] for name, reader in readers.items()}
+    return {name: sorted(itertools.chain(*documents)) for name, documents in found.items()}, tokens
+
+
+def _documents(batch):
+    """Return the documents of what a loader makes, sorted: (tokens, positions that predict a target)."""
+    if isinstance(batch, dict) and batch["input_ids"].is_nested:  # verl's collator
+        rows = zip(batch["input_ids"].unbind(), batch["loss_mask"].unbind(), strict=True)
+        return sorted((ids.tolist(), mask[1:].nonzero().flatten().tolist()) for ids, mask in rows)
+    if isinstance(batch, dict):  # a pack or a row, with a batch's dimension if the original made it
+        ids, positions, predicts = (batch[name].flatten() for name in ("input_ids", "position_ids", "loss_mask"))
+        predicts = predicts.roll(-1)
+    else:
+        ids, positions, predicts = batch.input_ids, batch.position_ids, batch.coefficients
+    edges = [*(positions == 0).nonzero().flatten().tolist(), len(positions)]
+    spans = [slice(*edge) for edge in itertools.pairwise(edges)]
+    found = [(ids[at].tolist(), predicts[at].nonzero().flatten().tolist()) for at in spans]
+    return sorted((tokens, targets) for tokens, targets in found if targets)  # the rest is padding
 
 
 def test_many_documents_are_an_ordinary_tokenized_folder(tmp_path, monkeypatch):
@@ -98,17 +115,6 @@ def _compete(folder):
     loaded = {name: _documents(each.load(documents, folder / "again")) for name, each in contestants.items()}
     plain = sorted((d["input_ids"].tolist(), d["loss_mask"][1:].nonzero()[0].tolist()) for d in documents)
     return {**found, "loaded": loaded, "plain": plain, "isolation": _around_a_change(contestants["dynamic"])}
-
-
-def _documents(batch):
-    """Return a batch's documents, sorted: (tokens, positions that predict a target)."""
-    if isinstance(batch, dict):
-        rows = zip(batch["input_ids"].unbind(), batch["loss_mask"].unbind(), strict=True)
-        return sorted((ids.tolist(), mask[1:].nonzero().flatten().tolist()) for ids, mask in rows)
-    edges = [*(batch.position_ids == 0).nonzero().flatten().tolist(), len(batch.position_ids)]
-    spans = [slice(*edge) for edge in itertools.pairwise(edges)]
-    found = [(batch.input_ids[at].tolist(), batch.coefficients[at].nonzero().flatten().tolist()) for at in spans]
-    return sorted((ids, predicting) for ids, predicting in found if predicting)  # the rest is padding
 
 
 def _around_a_change(dynamic):
@@ -274,20 +280,24 @@ def test_flops_are_those_that_torch_counts_and_a_head_of_targets_computes_fewer(
 
 
 def _on_tiny_models(folder):
+    from benchmarks.contestants import Setting
+    from verl_ext.plugin import register_engine
+
     addmm = {torch.ops.aten.addmm_: lambda total, left, right, **_: 2 * left[0] * left[1] * right[1]}  # like its addmm
-    found = {}
-    for name in ("ours", "verl"):
-        work = shapes.Cell(name, "tiny", 512, 1024, 0, 256, (), folder)
-        cell.prepare(work)
-        (documents,) = work.documents()
-        built = cell.contestant(work, 512, documents, 3)
+    found, work = {}, shapes.Cell("", "tiny", 512, 1024, 0, 256, (), folder)
+    cell.prepare(work)
+    register_engine()
+    (documents,) = work.documents()
+    write_documents(documents, folder / "data")
+    setting = Setting(work.model, folder / "data", folder / "runs", 512, 3)  # without recomputation
+    for name, built in (("ours", setting.packed("ours", "best_fit")), ("verl", setting.stock("verl", None))):
         ran, masks = cell.implementations(built, packed=True), []
         for path, part in built.engine.module.named_modules():
             if path.endswith("self_attn"):
                 part.register_forward_pre_hook(
                     lambda _, args, kwargs, masks=masks: masks.append(kwargs.get("attention_mask")), with_kwargs=True
                 )
-        (batch,) = cell.loaded(work, built, [documents])
+        batch = built.load(documents, folder / "data")
         with FlopCounterMode(display=False, custom_mapping=addmm) as counter:
             built.train(batch)
         tokens = sum(len(document["input_ids"]) for document in documents)

@@ -31,7 +31,7 @@ from verl_ext.values import choice_problem, option
 CONTESTANTS = ("ours", "ours_liger", "ours_fa3", "verl", "trl")
 RAN = "kernel {kernel} | head {head} | optimizer {optimizer}"
 MARK = "¹"
-QUICK = ["packs=[512]", "step_tokens=1024", "steps=2", "first=256", "shapes=[tiny]"]
+QUICK = ["packs=[512]", "step_tokens=1024", "steps=2", "first=256", "shapes=[tiny]", "contestants=[ours,verl]"]
 
 
 @dataclass(frozen=True)
