@@ -21,7 +21,7 @@ import sys
 import time
 import types
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -237,20 +237,15 @@ def blend(options: Options, folder: Path) -> Iterable[Row]:
     """The order of a blend's samples."""
     for sources in options.blend_sources:
         weights = np.random.default_rng(SEED).uniform(0.01, 1, sources)
-        orders: dict[str, Any] = {}
-        contestants = {OURS: lambda weights=weights: megatron_blend_order(weights.tolist(), options.blend_samples)}
-        contestants |= {PEER: partial(_their_blend, weights, options.blend_samples)} if has_peer() else {}
-
-        def timed(name: str, contestants: Any = contestants, orders: Any = orders) -> float:
-            return seconds(lambda: orders.update({name: contestants[name]()}))
-
-        turns = take_turns({name: partial(timed, name) for name in contestants}, options.repeats, warm_up=1)
-        row: Row = {"samples": options.blend_samples, "sources": sources, "ours": Turns(turns[OURS])}
-        if PEER in turns:
-            if not all(map(np.array_equal, orders[OURS], orders[PEER])):
-                raise RuntimeError("the blends differ")
-            row |= {"theirs": Turns(turns[PEER]), "ratio": row["ours"] / turns[PEER]}
-        yield row
+        orders = {OURS: partial(megatron_blend_order, weights.tolist(), options.blend_samples)}
+        orders |= {PEER: partial(_their_blend, weights, options.blend_samples)} if has_peer() else {}
+        first, *others = (order() for order in orders.values())
+        if not all(np.array_equal(*pair) for other in others for pair in zip(first, other, strict=True)):
+            raise RuntimeError("the blends differ")
+        timed = {name: partial(seconds, order) for name, order in orders.items()}
+        turns = {name: Turns(took) for name, took in take_turns(timed, options.repeats).items()}
+        row: Row = {"samples": options.blend_samples, "sources": sources, "ours": turns[OURS]}
+        yield row | ({"theirs": turns[PEER], "ratio": turns[OURS] / turns[PEER]} if PEER in turns else {})
 
 
 def _their_blend(weights: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -266,18 +261,17 @@ def reads(options: Options, folder: Path) -> Iterable[Row]:
     """Random samples from a warm map."""
     for mean in options.mean_tokens:
         readers, count = build_readers(options, mean, folder)
-        rng = np.random.default_rng(SEED)
-        turns = -(-options.reads // READS_PER_TURN)
-        drawn = rng.integers(0, count, (turns, READS_PER_TURN)).tolist()
-        at = dict.fromkeys(readers, 0)
-
-        def read(name: str, readers: Any = readers, drawn: Any = drawn, at: Any = at) -> float:
-            reader, wanted = readers[name], drawn[at[name]]
-            at[name] += 1
-            return seconds(lambda: [reader(k) for k in wanted]) / len(wanted) * 1e6
-
-        for name, us in take_turns({name: partial(read, name) for name in readers}, turns).items():
+        size = (-(-options.reads // READS_PER_TURN), READS_PER_TURN)
+        drawn = np.random.default_rng(SEED).integers(0, count, size).tolist()
+        contestants = {name: partial(next, _timed(read, drawn)) for name, read in readers.items()}
+        for name, us in take_turns(contestants, len(drawn)).items():
             yield {"mean": mean, "name": name, "us": Turns(us)}
+
+
+def _timed(read: Callable[[int], Any], drawn: list[list[int]]) -> Iterator[float]:
+    """Yield the microseconds of a read for each turn."""
+    for wanted in drawn:
+        yield seconds(lambda wanted=wanted: [read(k) for k in wanted]) / len(wanted) * 1e6
 
 
 def build_readers(options: Options, mean: int, folder: Path) -> tuple[dict[str, Callable[[int], Any]], int]:

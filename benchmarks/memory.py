@@ -10,7 +10,6 @@ step of one pack of two documents; half of its tokens are targets.
 
 import logging
 import os
-import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from typing import Any
 import torch
 
 os.environ.setdefault("VERL_PLATFORM", "cpu")
-sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]  # verl imports it, with pages of warnings
 warnings.simplefilter("ignore")  # of upstream, on every rank
 logging.disable(logging.INFO)
 
