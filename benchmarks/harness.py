@@ -121,7 +121,8 @@ class Table:
         for row in rows:
             line = [_cell(brace + form, row) for _, brace, form in parts]
             if "failed" in row:
-                line[max(at for at, cell in enumerate(line) if cell == "–")] = row["failed"]
+                empty = [at for at, cell in enumerate(line) if cell == "–"]
+                line[max(empty, default=-1)] = row["failed"]
             lines.append(line)
         title = f"## {self.name}: {(self.rows.__doc__ or '').splitlines()[0]}"
         body = "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -173,8 +174,6 @@ def run(name: str, words: Sequence[str], tables: Sequence[str] = (), quick: bool
     Raises:
         UsageError: If a table or an option does not exist, or a value is not allowed.
     """
-    if name != "index":  # which compares megatron-core; verl imports it for seconds, with pages of warnings
-        sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
     module = importlib.import_module(f"benchmarks.{name}")
     known = tables_of(module)
     if unknown := set(tables) - set(known):
