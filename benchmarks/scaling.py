@@ -44,10 +44,10 @@ QWEN3_8B = {
     "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "head_dim": 128,
     "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 151_936,
 }  # fmt: skip
-STEPS, PACKS = 8, 4  # of the check: timed steps, and packs in a step
+PACKS = 4  # of a step of the check
 HIDDEN, LAYERS, BUDGET = 256, 4, 2048
 GATHERED = 1 << 24  # bytes of the all-gather that measures the link
-QUICK = ["documents=20000", "turns=1"]
+QUICK = ["documents=20000", "turns=1", "steps=1"]
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ class Options(values.Options):
     storage: float = option(40e9, "bytes a second that all nodes together write", above=0)
     node_storage: float = option(4e9, "bytes a second that one node writes", above=0)
     turns: int = option(5, "turns of the check", least=1)
+    steps: int = option(8, "timed steps of a turn", least=1)
 
 
 @dataclass(frozen=True)
@@ -190,8 +191,8 @@ def check(options: Options, folder: Path) -> Iterable[Row]:
     write_documents(make_documents(400, BUDGET, VOCABULARY, np.random.default_rng(0)), folder / "data")
     alone, together = [], []
     for _ in range(options.turns):
-        alone += [run for run, *_ in on_ranks(1, measure, folder, copies=2, OMP_NUM_THREADS="1")]
-        together += [run for run, *_ in on_ranks(2, measure, folder, OMP_NUM_THREADS="1")]
+        alone += [run for run, *_ in on_ranks(1, measure, folder, options.steps, copies=2, OMP_NUM_THREADS="1")]
+        together += [run for run, *_ in on_ranks(2, measure, folder, options.steps, OMP_NUM_THREADS="1")]
     text, forwards = AutoConfig.from_pretrained(folder / "model"), FORWARDS - 1
     operations = unit_of(text) * forwards
     flops = statistics.median(sum(run["costs"]) * operations / sum(run["seconds"]) for run in alone)
@@ -214,7 +215,7 @@ def check(options: Options, folder: Path) -> Iterable[Row]:
     }
 
 
-def measure(folder: Path) -> Row:
+def measure(folder: Path, count: int) -> Row:
     """Take the trainer's steps on this rank; return their seconds, the packs' costs and the speed of the link."""
     import torch
     import torch.distributed as dist
@@ -228,7 +229,7 @@ def measure(folder: Path) -> Row:
         folder,
         folder / f"run_{os.environ['MASTER_PORT']}",  # of its own for each group
         *(f"data.max_tokens={BUDGET}", f"data.train_batch_size={PACKS}", "trainer.logger=[file]"),
-        *(f"trainer.total_training_steps={STEPS + 1}", "model.enable_gradient_checkpointing=false"),
+        *(f"trainer.total_training_steps={count + 1}", "model.enable_gradient_checkpointing=false"),
     )
     run = trainer.run
 
@@ -238,9 +239,9 @@ def measure(folder: Path) -> Row:
 
     steps = [
         together(lambda batch=batch: take_step(trainer, batch))
-        for batch in trainer.rank.batches(run.train_set, run.plan, 0, STEPS + 1)
+        for batch in trainer.rank.batches(run.train_set, run.plan, 0, count + 1)
     ]
-    packs = np.concatenate([run.plan.packs(step) for step in range(1, STEPS + 1)])  # the first step warms up
+    packs = np.concatenate([run.plan.packs(step) for step in range(1, count + 1)])  # the first step warms up
     part, whole = torch.zeros(GATHERED // 4 // ranks), torch.zeros(GATHERED // 4)
     gather = statistics.median(together(lambda: dist.all_gather_into_tensor(whole, part)) for _ in range(8))
     link = GATHERED * (ranks - 1) / ranks / gather
