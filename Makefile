@@ -80,37 +80,11 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/shellcheck launch/*.sh launch/*.sbatch
 
 bench: $(VENV)/.installed-test
-	$(BIN)/python benchmarks/packing.py
-	$(BIN)/python benchmarks/loading.py
-	$(BIN)/python benchmarks/train_throughput.py
-	$(BIN)/python benchmarks/train_throughput.py --table longalign
-	$(BIN)/python benchmarks/head_memory.py
-	$(BIN)/python benchmarks/activation_memory.py --tokens 2048
-	$(BIN)/python benchmarks/memory_plan.py
-	$(BIN)/python benchmarks/scaling.py --check
-	$(BIN)/python benchmarks/leaks.py
-	$(BIN)/python benchmarks/titans_memory.py
-	$(BIN)/python benchmarks/tokenizing.py
-	$(BIN)/python benchmarks/index.py
+	$(BIN)/python -m benchmarks
 
 bench-quick: export OMP_NUM_THREADS ?= 1
 bench-quick: $(VENV)/.installed-test
-	$(BIN)/python benchmarks/packing.py --quick
-	$(BIN)/python benchmarks/loading.py --quick
-	$(BIN)/python benchmarks/train_throughput.py --documents 8 --budget 256 --hidden 128 --layers 1 --repeats 1 --cost-pairs 1
-	$(BIN)/python benchmarks/train_throughput.py --table longalign --documents 16 --budget 256 --hidden 128 --layers 1 \
-		--repeats 1 --steps 2 --ranks 1
-	$(BIN)/python benchmarks/head_memory.py --tokens 128 --targets 0.3 --hidden 64 --vocabulary 1000
-	$(BIN)/python benchmarks/activation_memory.py --tokens 512 --hidden 64 --intermediate 128 --layers 1
-	$(BIN)/python benchmarks/memory_plan.py --cases 0
-	$(BIN)/python benchmarks/scaling.py --documents 20000 --check 1
-	$(BIN)/python benchmarks/checkpointing.py --hidden 128 --layers 1 --repeats 1
-	$(BIN)/python benchmarks/leaks.py --kinds llama
-	$(BIN)/python benchmarks/titans_memory.py --quick
-	$(BIN)/python benchmarks/tokenizing.py --chats 200 --workers 1 --backends local --repeats 1
-	$(BIN)/python benchmarks/index.py --megabytes 0.5 --repeats 1 --workers 1 --tokens 50000 --seq-len 32 \
-		--mean-tokens 20 --read-tokens 20000 --reads 10 --blend-samples 200 --blend-sources 4
-	$(BIN)/python benchmarks/gpu/run.py --quick --output /dev/null
+	$(BIN)/python -m benchmarks --quick
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis quickstart_run

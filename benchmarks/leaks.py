@@ -1,24 +1,18 @@
-"""Compare the gradient of a pack with that of its documents alone in transformers, TRL, verl and this project.
+"""The gradient of a pack beside that of its documents alone, in transformers, TRL, verl and this project.
 
-    python benchmarks/leaks.py
-
-A small random model of each type gets one row of five documents. `transformers` gets position_ids that restart with
-every document, and no mask; `trl` gets the batch of its collator with padding_free=True, which packing implies; `verl`
-is stock verl 0.9.1's forward of Qwen3.5's layers with the cumulative lengths that its engine passes (on a CPU,
-transformers' recurrence accepts and ignores these; with flash-linear-attention on a GPU it does not). The error is
-‖g − g'‖ / ‖g'‖ over all parameters in fp32; g' is from plain transformers, document by document, with eager attention.
+A small random model of each type gets one row of five documents (108 tokens). `transformers` gets position_ids that
+restart with every document, and no mask; `trl` gets the batch of its collator with padding_free=True, which packing
+implies; `verl` is stock verl 0.9.1's forward of Qwen3.5's layers with the cumulative lengths that its engine passes (on
+a CPU, transformers' recurrence accepts and ignores these; with flash-linear-attention on a GPU it does not). The error
+is ‖g − g'‖ / ‖g'‖ over all parameters in fp32; g' is plain transformers', document by document, with eager attention.
 """
 
-import argparse
-import json
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from unittest.mock import patch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.nn.functional as F
@@ -27,13 +21,35 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from benchmarks.harness import Row, table
+from verl_ext import values
 from verl_ext.attention import document_layout
 from verl_ext.layers.probe import trial_model
 from verl_ext.layers.shrink import shrunk
+from verl_ext.values import option
 
 KINDS = ("qwen3", "qwen3_moe", "qwen3_5_text", "qwen3_next", "falcon_h1", "lfm2", "gpt_oss", "gemma2", "llama4_text")
 LENGTHS = (13, 7, 41, 29, 18)
+QUICK = ["kinds=[llama]"]
 _VALUES = {"lfm2": {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4, "full_attn_idxs": None}}
+
+
+@dataclass(frozen=True)
+class Options(values.Options):
+    """The models."""
+
+    kinds: list[str] = option(list(KINDS), "model types of transformers")
+
+
+CONTESTANTS = ("transformers", "trl", "verl", "ours")
+
+
+@table("model type {kind} | transformers {transformers:.1e} | trl {trl:.1e} | verl {verl:.1e} | ours {ours:.1e}")
+def leaks(options: Options, folder: Path) -> Iterable[Row]:
+    """Relative error of a pack's gradient."""
+    transformers.logging.set_verbosity_error()
+    for kind in options.kinds:
+        yield {"kind": kind, **errors(kind)}
 
 
 def _documents() -> list[torch.Tensor]:
@@ -85,7 +101,7 @@ def of_verl(model: nn.Module) -> None:
         packed(model, cu_seqlens=lengths, cu_seqlens_cpu=lengths)
 
 
-def errors(kind: str, contestants: list[str]) -> dict[str, float]:
+def errors(kind: str) -> dict[str, float]:
     """Return the relative error of each contestant's gradient on a small model of a type."""
     config = CONFIG_MAPPING[kind](**_VALUES.get(kind, {}))
     cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -101,42 +117,10 @@ def errors(kind: str, contestants: list[str]) -> dict[str, float]:
     layout = document_layout(torch.cat([torch.arange(length) for length in LENGTHS]))
     ways: dict[str, tuple[nn.Module, Callable[[], None]]] = {
         "transformers": (default, lambda: packed(default)),
-        "trl": (default, lambda: of_trl(default)),
         "ours": (ours, lambda: packed(ours, document_layout=layout)),
     }
+    if find_spec("trl"):
+        ways["trl"] = (default, lambda: of_trl(default))
     if kind == "qwen3_5_text":
         ways["verl"] = (default, lambda: of_verl(default))
-    return {
-        name: float((_gradient(*ways[name]) - expected).norm() / expected.norm())
-        for name in contestants
-        if name in ways
-    }
-
-
-def table(found: dict[str, dict[str, float]], contestants: list[str]) -> str:
-    """Format the rows as text."""
-    lines = [f"{'model type':<16}" + "".join(f"{name:>14}" for name in contestants)]
-    for kind, of_kind in found.items():
-        cells = (f"{of_kind[name]:>14.1e}" if name in of_kind else f"{'–':>14}" for name in contestants)
-        lines.append(f"{kind:<16}" + "".join(cells))
-    return "\n".join(lines)
-
-
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description="Errors of packed gradients against documents alone.")
-    parser.add_argument("--kinds", nargs="+", default=list(KINDS), help="model types of transformers")
-    parser.add_argument("--output", help="a JSON file with every figure")
-    arguments = parser.parse_args()
-    transformers.logging.set_verbosity_error()
-    contestants = [name for name in ("transformers", "trl", "verl", "ours") if name != "trl" or find_spec("trl")]
-    found = {kind: errors(kind, contestants) for kind in arguments.kinds}
-    print(table(found, contestants))
-    if "trl" not in contestants:
-        print("trl is not installed: pip install trl")
-    if arguments.output:
-        Path(arguments.output).write_text(json.dumps(found, indent=1), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+    return {name: float((_gradient(*way) - expected).norm() / expected.norm()) for name, way in ways.items()}

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_ext.packing import PackPlan, plan_packs
+from verl_ext.values import first_line
 
 Lengths = NDArray[np.int64]
 
@@ -34,7 +35,7 @@ class Packer:
 
 def ours() -> Packer:
     """Return best_fit, which makes a plan in CSR form."""
-    return Packer("verl_ext best_fit", plan_packs, _as_it_is, plan_documents)
+    return Packer("verl-ext best_fit", plan_packs, _as_it_is, plan_documents)
 
 
 def plan_documents(plan: PackPlan) -> Sequence[Any]:
@@ -42,16 +43,15 @@ def plan_documents(plan: PackPlan) -> Sequence[Any]:
     return np.split(plan.document_index, plan.pack_offsets[1:-1])
 
 
-def peers() -> tuple[list[Packer], list[str]]:
-    """Return (the packers that could be imported, one line for each that could not)."""
-    found, skipped = [], []
+def peers() -> tuple[list[Packer], dict[str, str]]:
+    """Return the packers that could be imported, and why each of the others could not."""
+    found, absent = [], {}
     for name, load in PEERS.items():
         try:
             found += load()
         except Exception as error:  # a foreign import may raise anything
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            skipped.append(f"{name}: skipped, {reason}")
-    return found, skipped
+            absent[name] = first_line(error)
+    return found, absent
 
 
 def _lightbinpack() -> list[Packer]:
@@ -131,7 +131,7 @@ def _from_file(package: str, path: str, name: str) -> Callable[..., Any]:
     """
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
-        raise ImportError(f"no package {package}")
+        raise ModuleNotFoundError(f"No module named {package}")
     file = Path(spec.submodule_search_locations[0]) / path
     try:
         module_spec = importlib.util.spec_from_file_location(f"_packer_of_{package}", file)

@@ -1,135 +1,108 @@
-"""Compare packs, fill, seconds and memory of our packer and others, and the balance of steps over ranks.
+"""Packers beside each other, and how evenly ranks share the steps of full packs.
 
-    python benchmarks/packing.py --output packing.json
+Packers take turns in one process on one core; a figure is the best of its turns. Each receives lengths in its own form,
+made outside the clock, and returns packs in its own form: lists of lists from the others, `document_index` and
+`pack_offsets` from ours. Every plan is checked for lost documents and packs over budget. Peers are optional; a missing
+one has a row with the reason. TRL's packing function moves the tokens with the documents and gets 5,000 documents;
+verl's Karmarkar–Karp distributes documents over a given number of packs, which is raised until they fit, and gets 300.
+Ours is compared with each on the same number. Objects left by imports are frozen before the clock starts: without this,
+packers that return many lists took up to three times as long.
 
-It runs in one process on one core. Peers that are not installed are skipped with a line each:
-
-    pip install lightbinpack trl && pip install --no-deps axolotl nemo-automodel && pip install numba
-
-README.md beside this file explains the comparison; packers.py has the packers, length_distributions.py the lengths.
+The balance is the cost of the most expensive pack of each group of packs (one a rank) over the mean, with a cost of
+24,576·l + l²: attention costs as much as the rest at 24,576 tokens. An epoch takes that many times as long as with
+perfectly shared work. Full steps leave out the packs that do not fill a step; with the tail, the last step is smaller
+and ranks idle in its last group. Order is the correlation of a group's cost with the next one's over shuffles.
 """
 
-import argparse
 import gc
-import json
-import multiprocessing
-import platform
-import resource
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # lets the script run by its path
-
 import numpy as np
-from tqdm import tqdm
+from numpy.typing import NDArray
 
-from benchmarks import step_balance
-from benchmarks.length_distributions import DISTRIBUTIONS, Distribution
-from benchmarks.packers import Lengths, Packer, ours, peers, plan_documents
-from verl_ext.packing import plan_packs
+from benchmarks import packers
+from benchmarks.cells import in_own_process
+from benchmarks.documents import DISTRIBUTIONS
+from benchmarks.harness import Row, Turns, relative, table, take_turns
+from benchmarks.meters import measured
+from benchmarks.packers import Lengths, Packer, plan_documents
+from verl_ext import values
+from verl_ext.packing import CostModel, balanced_order, cost_over_ideal, epoch_order, plan_packs
+from verl_ext.values import option
 
 SLOW = 3.0  # seconds: a slower packer runs once
-FIRST_CALL_DOCUMENTS = 1000
-ROW = "{:<32} {:>9} {:>9} {:>8} {:>9} {:>9} {:>11}"
+FIRST_CALL = 1000  # documents of a call that pays for imports and compilation
+COST = CostModel(linear=24_576, quadratic=1)  # of a hidden size of 4,096
+ACCUMULATION = 4  # groups of an optimizer step
+PAIRS = 60_000  # at least, of consecutive groups: a standard error of the correlation of 1/sqrt(PAIRS)
+SHUFFLES = 5  # over which step costs are averaged
+QUICK = ["documents=5000", "large=20000", "repeats=2", "balance_documents=20000"]
 
 
-def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--documents", type=int, default=1_000_000, help="of the comparison")
-    parser.add_argument(
-        "--large", type=int, default=10_000_000, help="documents for ours alone, time and memory; 0: none"
-    )
-    parser.add_argument("--balance-documents", type=int, default=100_000, help="of the step balance")
-    parser.add_argument("--repeats", type=int, default=5, help="the best of so many is reported")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="5,000 documents, 20,000 large ones, two repeats")
-    parser.add_argument("--output", type=Path, help="JSON file")
-    options = parser.parse_args(argv)
-    if options.quick:
-        options.documents, options.large, options.repeats = 5_000, 20_000, 2
-    for name, least in (("documents", 1), ("large", 0), ("balance_documents", 1), ("repeats", 1), ("seed", 0)):
-        if getattr(options, name) < least:
-            parser.error(f"--{name.replace('_', '-')} must be at least {least}; got {getattr(options, name)}")
-    return options
+@dataclass(frozen=True)
+class Options(values.Options):
+    """Sizes of the three tables."""
+
+    documents: int = option(1_000_000, "documents of the comparison", least=1)
+    large: int = option(10_000_000, "documents for ours alone", least=1)
+    balance_documents: int = option(100_000, "documents whose packs ranks share", least=1)
+    repeats: int = option(5, "turns, of which the best counts", least=1)
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure all tables, and return them as one record."""
-    found, skipped = peers()
-    result: dict[str, Any] = {
-        "options": {name: value for name, value in vars(options).items() if name != "output"},
-        "versions": {"python": platform.python_version(), "numpy": np.__version__},
-        "skipped": skipped,
-        "distributions": {},
-    }
+@table(
+    "lengths {lengths} | packer {packer} | documents {documents:,} | packs {packs:,} | fill {fill:.2%} | "
+    "seconds {seconds:.3f} | to ours {× seconds:.1f} × | first call, s {first_call:.3f}"
+)
+def compared(options: Options, folder: Path) -> Iterable[Row]:
+    """Packers on the same documents."""
+    found, absent = packers.peers()
+    everyone = [packers.ours(), *found]
+    sizes = {packer.name: min(packer.most_documents or options.documents, options.documents) for packer in everyone}
     for name, distribution in DISTRIBUTIONS.items():
-        result["distributions"][name] = {
-            "text": distribution.text,
-            "max_tokens": distribution.max_tokens,
-            "packers": compare([ours(), *found], distribution, options),
-            "large": _in_a_child(name, options.large, options.seed) if options.large else None,
-            "balance": step_balance.step_balance(distribution, options.balance_documents, options.seed),
-        }
-    return result
+        for size in sorted(set(sizes.values()), reverse=True):
+            lengths = distribution.draw(size, np.random.default_rng(0))
+            group = [everyone[0], *(packer for packer in found if sizes[packer.name] == size)]
+            contests = {packer.name: Contest(packer, lengths, distribution.max_tokens) for packer in group}
+            rows = [{"packer": packer, **contest.plan()} for packer, contest in contests.items()]
+            turns = take_turns({packer: contest.seconds for packer, contest in contests.items()}, options.repeats)
+            rows = [{**row, "seconds": Turns(turns[row["packer"]]).best} for row in rows]
+            yield from ({"lengths": name, "documents": size, **row} for row in relative(rows, "seconds"))
+    yield from ({"packer": name, "failed": reason} for name, reason in absent.items())
 
 
-def compare(packers: list[Packer], distribution: Distribution, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return a row for each packer; one that takes fewer documents is compared with ours on as many."""
-    rows = []
-    sizes = sorted({_documents(packer, options.documents) for packer in packers}, reverse=True)
-    for size in sizes:
-        lengths = distribution.draw(size, np.random.default_rng(options.seed))
-        group = [packer for packer in packers if _documents(packer, options.documents) == size]
-        if packers[0] not in group:
-            group.insert(0, packers[0])
-        records = _in_turn(group, lengths, distribution.max_tokens, options.repeats)
-        for record in records:
-            rows.append({"documents": size, **record, "ratio": record["seconds"] / records[0]["seconds"]})
-    return rows
+class Contest:
+    """One packer's turns on the same lengths."""
 
+    def __init__(self, packer: Packer, lengths: Lengths, max_tokens: int) -> None:
+        self.packer, self.lengths, self.max_tokens = packer, lengths, max_tokens
+        self._last = 0.0
 
-def _documents(packer: Packer, documents: int) -> int:
-    return min(packer.most_documents or documents, documents)
+    def plan(self) -> Row:
+        """Pack few documents, then all, and check every pack."""
+        first_call, _ = self._packed(self.lengths[:FIRST_CALL])
+        self._last, packed = self._packed(self.lengths)
+        packs = self.packer.documents(packed)
+        check_packs(self.packer.name, packs, self.lengths, self.max_tokens)
+        fill = float(self.lengths.sum() / len(packs) / self.max_tokens)
+        return {"first_call": first_call, "packs": len(packs), "fill": fill}
 
+    def seconds(self) -> float:
+        """Return the seconds of a call, or those of the last one if the packer is slow."""
+        if self._last < SLOW:
+            self._last, _ = self._packed(self.lengths)
+        return self._last
 
-def _in_turn(packers: list[Packer], lengths: Lengths, max_tokens: int, repeats: int) -> list[dict[str, Any]]:
-    """Return each packer's packs, fill and best seconds; the first packer rotates."""
-    records = [_first_call(packer, lengths, max_tokens) for packer in packers]
-    bar = tqdm(total=repeats * len(packers), desc=f"{len(lengths):,} documents", file=sys.stderr)
-    for repeat in range(repeats):
-        for at in range(len(packers)):
-            packer, record = packers[(at + repeat) % len(packers)], records[(at + repeat) % len(packers)]
-            bar.set_postfix_str(packer.name)
-            if record.get("seconds", 0) < SLOW:
-                record.update(_timed(packer, lengths, max_tokens, record))
-            bar.update()
-    bar.close()
-    return records
-
-
-def _first_call(packer: Packer, lengths: Lengths, max_tokens: int) -> dict[str, Any]:
-    given = packer.prepare(lengths[:FIRST_CALL_DOCUMENTS])
-    started = time.perf_counter()
-    packer.pack(given, max_tokens)
-    return {"packer": packer.name, "first_call_seconds": time.perf_counter() - started}
-
-
-def _timed(packer: Packer, lengths: Lengths, max_tokens: int, record: dict[str, Any]) -> dict[str, Any]:
-    given = packer.prepare(lengths)
-    gc.collect()
-    gc.freeze()  # keeps objects of the peers' imports out of garbage collections while a packer makes its lists
-    started = time.perf_counter()
-    packed = packer.pack(given, max_tokens)
-    seconds = time.perf_counter() - started
-    if "packs" in record:
-        return {"seconds": min(seconds, record["seconds"])}
-    packs = packer.documents(packed)
-    check_packs(packer.name, packs, lengths, max_tokens)
-    return {"seconds": seconds, "packs": len(packs), "fill": float(lengths.sum() / (len(packs) * max_tokens))}
+    def _packed(self, lengths: Lengths) -> tuple[float, Any]:
+        prepared = self.packer.prepare(lengths)
+        gc.collect()
+        gc.freeze()  # keeps objects of the peers' imports out of collections while a packer makes its lists
+        started = time.perf_counter()
+        packed = self.packer.pack(prepared, self.max_tokens)
+        return time.perf_counter() - started, packed
 
 
 def check_packs(name: str, packs: Sequence[Any], lengths: Lengths, max_tokens: int) -> None:
@@ -142,82 +115,63 @@ def check_packs(name: str, packs: Sequence[Any], lengths: Lengths, max_tokens: i
         raise RuntimeError(f"{name} went over the budget")
 
 
-def _in_a_child(name: str, documents: int, seed: int) -> dict[str, Any]:
-    """Measure ours alone in a process of its own, so that nothing else is counted."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(large_plan, (name, documents, seed))
+@table(
+    "lengths {lengths} | documents {documents:,} | packs {packs:,} | fill {fill:.3%} | "
+    "seconds of one core {seconds:.2f} | peak MiB above the input {peak_mib:.0f}"
+)
+def large(options: Options, folder: Path) -> Iterable[Row]:
+    """Our plan alone, in a process of its own."""
+    for name in DISTRIBUTIONS:
+        yield {"lengths": name, "documents": options.large, **in_own_process(large_plan, name, options.large)}
 
 
-def large_plan(name: str, documents: int, seed: int) -> dict[str, Any]:
+def large_plan(name: str, documents: int) -> Row:
     """Return one plan's processor seconds, packs, fill, and peak memory above the input in MiB."""
     distribution = DISTRIBUTIONS[name]
-    lengths = distribution.draw(documents, np.random.default_rng(seed))
+    lengths = distribution.draw(documents, np.random.default_rng(0))
     gc.collect()
-    before = _resident(reset=True)
-    started = time.process_time()
-    plan = plan_packs(lengths, distribution.max_tokens)
-    seconds = time.process_time() - started
-    peak = _resident()
-    check_packs("verl_ext", plan_documents(plan), lengths, distribution.max_tokens)
+    with measured() as figures:
+        plan = plan_packs(lengths, distribution.max_tokens)
+    check_packs("verl-ext", plan_documents(plan), lengths, distribution.max_tokens)
+    return {**figures, "packs": plan.num_packs, "fill": float(lengths.sum() / plan.num_packs / distribution.max_tokens)}
+
+
+@table(
+    "lengths {lengths} | ranks {ranks} | random order {random:.3f} | cost-sorted groups {sorted:.4f} | "
+    "with the tail {with_tail:.4f} | order, cost-sorted {order_sorted:+.4f} | order, random {order_random:+.4f} | "
+    "± {error:.4f}"
+)
+def balance(options: Options, folder: Path) -> Iterable[Row]:
+    """The cost of steps of four groups over perfectly shared work."""
+    for name, distribution in DISTRIBUTIONS.items():
+        lengths = distribution.draw(options.balance_documents, np.random.default_rng(0))
+        costs = COST.packs(plan_packs(lengths, distribution.max_tokens, seed=0), lengths)
+        for ranks in (8, 32, 128):
+            if len(costs) >= 2 * ranks * ACCUMULATION:
+                yield {"lengths": name, "ranks": ranks, **shared(costs, ranks)}
+
+
+def shared(costs: NDArray[np.float64], ranks: int) -> Row:
+    """Return how evenly a number of ranks share steps of full packs."""
+    batch = ranks * ACCUMULATION
+    steps = len(costs) // batch
+    epochs = max(-(-PAIRS // (steps * ACCUMULATION)), SHUFFLES)
+    uneven: dict[str, list[float]] = {"random": [], "sorted": [], "with_tail": []}
+    orders: dict[str, list[float]] = {"random": [], "sorted": []}
+    for epoch in range(epochs):
+        visits = {
+            "random": epoch_order(len(costs), 0, epoch)[: steps * batch],
+            "sorted": balanced_order(costs, batch, ranks, 0, epoch, drop_last=True),
+        }
+        for name, order in visits.items():
+            groups = costs[order].reshape(-1, ranks).sum(axis=1)
+            orders[name].append(float(np.corrcoef(groups[:-1], groups[1:])[0, 1]))
+        if epoch < SHUFFLES:
+            visits["with_tail"] = balanced_order(costs, batch, ranks, 0, epoch)
+            for name, order in visits.items():
+                uneven[name].append(cost_over_ideal(costs[order], ranks, batch))
     return {
-        "documents": documents,
-        "packs": plan.num_packs,
-        "fill": float(lengths.sum() / (plan.num_packs * distribution.max_tokens)),
-        "seconds": seconds,
-        "peak_mib": (peak - before) / 2**20,
+        **{name: float(np.mean(found)) for name, found in uneven.items()},
+        **{f"order_{name}": float(np.mean(found)) for name, found in orders.items()},
+        "error": float(max(np.std(found, ddof=1) for found in orders.values()) / np.sqrt(epochs)),
     }
-
-
-def _resident(reset: bool = False) -> float:
-    """Return the process's peak resident bytes; `reset` sets the peak to the present value, and returns that."""
-    status = Path("/proc/self/status")
-    if not status.exists():  # macOS reports bytes and has no reset
-        return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-    if reset:
-        Path("/proc/self/clear_refs").write_text("5")
-    fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
-    return float(fields["VmRSS" if reset else "VmHWM"].split()[0]) * 1024
-
-
-def report(result: dict[str, Any]) -> str:
-    """Format all tables as text."""
-    lines = list(result["skipped"])
-    for name, found in result["distributions"].items():
-        lines += ["", f"{name}: {found['text']}; packs of {found['max_tokens']:,} tokens", ""]
-        lines.append(ROW.format("packer", "documents", "packs", "fill", "seconds", "to ours", "first call"))
-        lines += [_packer_line(row) for row in found["packers"]]
-        if found["large"]:
-            large = found["large"]
-            lines.append(
-                f"\nverl_ext best_fit, {large['documents']:,} documents: {large['seconds']:.2f} s of one core, peak "
-                f"{large['peak_mib']:.0f} MiB above the input, {large['packs']:,} packs, {large['fill']:.2%} full"
-            )
-        documents, accumulation = result["options"]["balance_documents"], step_balance.ACCUMULATION
-        lines.append(f"\nstep cost over ideal, {documents:,} documents, {accumulation} groups of packs a step")
-        lines.append(step_balance.table(found["balance"]))
-    return "\n".join(lines)
-
-
-def _packer_line(row: dict[str, Any]) -> str:
-    return ROW.format(
-        row["packer"],
-        f"{row['documents']:,}",
-        f"{row['packs']:,}",
-        f"{row['fill']:.2%}",
-        f"{row['seconds']:.3f}",
-        f"{row['ratio']:.1f} ×",
-        f"{row['first_call_seconds']:.3f} s",
-    )
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print and write the tables."""
-    options = arguments(argv)
-    result = measure(options)
-    print(report(result))
-    if options.output:
-        options.output.write_text(json.dumps(result, indent=1, default=float))
-
-
-if __name__ == "__main__":
-    main()

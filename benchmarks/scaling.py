@@ -1,80 +1,76 @@
-"""Simulate the time of a step on 8 to 512 data-parallel ranks from document lengths, and check it on this machine.
+"""The time of a step on 8 to 512 data-parallel ranks, simulated from document lengths, and checked on two real ranks.
 
-    python benchmarks/scaling.py                      # the simulation
-    python benchmarks/scaling.py --check              # also measures one rank, predicts two, and measures two
+    micro-step   the most expensive pack of a group of packs, one a rank, times each rank's jitter
+                 + FSDP's traffic that this computation does not hide
+    step         its micro-steps, the optimizer, small collectives, and a share of a checkpoint
 
-docs/scaling.md explains the assumptions and the parts of a step.
+Costs, orders and the wait for the slowest rank are those of `verl_ext.packing`; what computation hides is that of
+`verl-ext plan`. docs/scaling.md explains the assumptions.
+
+The check gives the simulation two measured numbers, a rank's operations per second (two one-rank runs side by side) and
+the speed of a link (an all-gather of two ranks), and compares its prediction with the trainer's own steps on two ranks.
+There nothing is hidden, and small models have no gradient checkpointing.
 """
 
-import argparse
-import json
 import os
 import statistics
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # lets the script run by its path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.length_distributions import DISTRIBUTIONS
+from benchmarks.cells import on_ranks
+from benchmarks.documents import DISTRIBUTIONS, make_documents, write_documents
+from benchmarks.harness import Row, Turns, table
+from benchmarks.meters import seconds
+from verl_ext import values
 from verl_ext.engines.cost import balancing_cost
-from verl_ext.packing import balanced_order, epoch_order, plan_packs
+from verl_ext.packing import balanced_order, epoch_order, micro_step_costs, plan_packs
+from verl_ext.tools.plan.time import not_hidden
+from verl_ext.values import option
 
 RANKS = (8, 16, 32, 64, 128, 256, 512)
 ACCUMULATION = 4  # a rank's packs in a step
 FORWARDS = 4  # in a training step with gradient checkpointing: forward, recomputation, and backward as two
 GATHERS = 2  # of a layer's parameters in a micro-step: one for the forward, one for recomputation and backward
+SAVE_EVERY = 200  # steps between two checkpoints
 STATE_BYTES = 12  # a parameter's bytes in a checkpoint: itself and Adam's two moments in fp32
 OPTIMIZER_BYTES = 28  # bytes that an Adam step reads and writes for a parameter
 QWEN3_8B = {
     "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "head_dim": 128,
     "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 151_936,
 }  # fmt: skip
+PACKS = 4  # of a step of the check
+HIDDEN, LAYERS, BUDGET = 256, 4, 2048
+GATHERED = 1 << 24  # bytes of the all-gather that measures the link
+QUICK = ["documents=20000", "turns=1", "steps=1"]
 
 
 @dataclass(frozen=True)
-class Cluster:
-    """The assumptions about the machines.
+class Options(values.Options):
+    """The data, and the assumptions about the machines."""
 
-    Attributes:
-        flops: operations per second that a rank sustains in matrix products and attention.
-        node_ranks: data-parallel ranks of a node; node_link, network: bytes per second that a rank sends inside a
-            node, and to another node. A collective over several nodes is as fast as the network.
-        latency: seconds of a small collective for each doubling of the nodes.
-        jitter: standard deviation of the logarithm of a rank's time for a micro-step (clocks, memory, other work).
-        slow: the factor by which one rank, always the same, takes longer for everything.
-        memory: bytes per second of a rank's memory, for the optimizer.
-        storage: bytes per second that all nodes together write; node_storage: that one node writes.
-    """
-
-    flops: float = 400e12
-    node_ranks: int = 8
-    node_link: float = 300e9
-    network: float = 45e9
-    latency: float = 30e-6
-    jitter: float = 0.02
-    slow: float = 1.0
-    memory: float = 2.5e12
-    storage: float = 40e9
-    node_storage: float = 4e9
-
-    def link(self, ranks: int) -> float:
-        """Return the bytes per second of a collective over a number of ranks."""
-        return self.node_link if ranks <= self.node_ranks else self.network
-
-    def nodes(self, ranks: int) -> int:
-        """Return the number of nodes that a number of ranks fill."""
-        return -(-ranks // self.node_ranks)
+    model: str | None = option(None, "folder with a config.json; null: Qwen3-8B's")
+    data: str | None = option(None, "tokenized folder, whose lengths are used; null: drawn, LongAlign's mixture")
+    documents: int = option(2_000_000, "documents that are drawn", least=1)
+    max_tokens: int = option(65_536, "tokens of a pack", least=1)
+    flops: float = option(400e12, "operations a second of a rank in matrix products and attention", above=0)
+    node_ranks: int = option(8, "data-parallel ranks of a node", least=1)
+    node_link: float = option(300e9, "bytes a second that a rank sends inside a node", above=0)
+    network: float = option(45e9, "bytes a second that it sends to other nodes, and any collective over nodes", above=0)
+    latency: float = option(30e-6, "seconds of a small collective for each doubling of the nodes", least=0)
+    jitter: float = option(0.02, "standard deviation of the logarithm of a rank's time for a micro-step", least=0)
+    slow: float = option(1.0, "factor by which one rank, always the same, takes longer for everything", above=0)
+    memory: float = option(2.5e12, "bytes a second of a rank's memory, for the optimizer", above=0)
+    storage: float = option(40e9, "bytes a second that all nodes together write", above=0)
+    node_storage: float = option(4e9, "bytes a second that one node writes", above=0)
+    turns: int = option(5, "turns of the check", least=1)
+    steps: int = option(8, "timed steps of a turn", least=1)
 
 
 @dataclass(frozen=True)
@@ -84,10 +80,9 @@ class Work:
     Attributes:
         costs: float64[P], costs of the packs in the order of their visits; unit: operations of a forward pass for one
             unit of cost.
-        parameters: the model's number of parameters, of `bytes_gathered` bytes each in FSDP's all-gathers and
-            `bytes_reduced` in its reduce-scatter; layers: the equal parts in which they travel.
-        accumulation: micro-steps of a step; save_every: steps between two checkpoints.
-        overlaps: whether gathering a layer's parameters overlaps with the layer before it.
+        parameters: the model's number of parameters, of `bytes_gathered` bytes each in FSDP's all-gathers and 4 in its
+            reduce-scatter; layers: the equal parts in which they travel, 1 if no computation hides them.
+        accumulation: micro-steps of a step.
     """
 
     costs: NDArray[np.float64]
@@ -95,14 +90,11 @@ class Work:
     parameters: float
     layers: int
     accumulation: int = ACCUMULATION
-    save_every: int = 200
     bytes_gathered: int = 2
-    bytes_reduced: int = 4
     forwards: int = FORWARDS
-    overlaps: bool = True
 
 
-def step_time(work: Work, cluster: Cluster, ranks: int, seed: int = 0) -> dict[str, float]:
+def step_time(work: Work, machines: Options, ranks: int) -> dict[str, float]:
     """Return the mean seconds of a step over an epoch's full steps, split into parts.
 
     ideal: evenly shared work. balance: waiting for a micro-step's most expensive pack. jitter: waiting for the slowest
@@ -111,55 +103,75 @@ def step_time(work: Work, cluster: Cluster, ranks: int, seed: int = 0) -> dict[s
     Raises:
         ValueError: If there are too few packs for one step.
     """
-    steps = len(work.costs) // (ranks * work.accumulation)
+    batch = ranks * work.accumulation
+    steps = len(work.costs) // batch
     if not steps:
-        raise ValueError(f"{ranks} ranks need {ranks * work.accumulation} packs a step; got {len(work.costs)}")
-    costs = work.costs[: steps * ranks * work.accumulation].reshape(-1, ranks)
-    alone = costs * (work.unit * work.forwards / cluster.flops)
-    speeds = np.ones(ranks)
-    speeds[0] = cluster.slow
-    noise = speeds * np.exp(np.random.default_rng([seed, ranks]).normal(0, cluster.jitter, alone.shape))
-    slowest = (alone * noise).max(axis=1)
-    remote = work.parameters * (ranks - 1) / ranks / cluster.link(ranks)
-    gather, reduce = remote * work.bytes_gathered, remote * work.bytes_reduced
-    last = np.arange(len(costs)) % work.accumulation == work.accumulation - 1
-    travels = GATHERS * gather + last * reduce  # gradients travel in the last micro-step only
-    hidden = slowest * (1 - 1 / work.layers) if work.overlaps else 0.0  # nothing hides the first layer's transfer
-    exposed = np.maximum(travels - hidden, travels / work.layers if work.overlaps else travels) * (ranks > 1)
-    speed = min(cluster.storage, cluster.nodes(ranks) * cluster.node_storage)
+        raise ValueError(f"{ranks} ranks need {batch} packs a step; got {len(work.costs)}")
+    alone = work.costs[: steps * batch] * (work.unit * work.forwards / machines.flops)
+    noise = np.exp(np.random.default_rng([0, ranks]).normal(0, machines.jitter, (len(alone) // ranks, ranks)))
+    noise[:, 0] *= machines.slow
+    dearest = micro_step_costs(alone, ranks, batch)
+    slowest = micro_step_costs(alone * noise.ravel(), ranks, batch)
+
+    # Gradients travel in the last micro-step only.
+    link = machines.node_link if ranks <= machines.node_ranks else machines.network
+    remote = work.parameters * (ranks - 1) / ranks / link
+    traffic = np.full(slowest.shape, GATHERS * work.bytes_gathered * remote)
+    traffic[:, -1] += 4 * remote
+    nodes = -(-ranks // machines.node_ranks)
     parts = {
-        "ideal": alone.mean() * work.accumulation,
-        "balance": (alone.max(axis=1) - alone.mean(axis=1)).mean() * work.accumulation,
-        "jitter": (slowest - alone.max(axis=1)).mean() * work.accumulation,
-        "communication": exposed.mean() * work.accumulation,
-        "small": 3 * cluster.latency * np.log2(max(cluster.nodes(ranks), 1) + 1),  # Z, gradient norm, sums
-        "optimizer": OPTIMIZER_BYTES * work.parameters / ranks / cluster.memory,
-        "checkpoint": STATE_BYTES * work.parameters / speed / work.save_every,
+        "ideal": alone.sum() / ranks / steps,
+        "balance": dearest.sum() / steps - alone.sum() / ranks / steps,
+        "jitter": (slowest - dearest).sum() / steps,
+        "communication": not_hidden(traffic, slowest, work.layers).sum() / steps,
+        "small": 3 * machines.latency * np.log2(nodes + 1),  # Z, gradient norm, sums
+        "optimizer": OPTIMIZER_BYTES * work.parameters / ranks / machines.memory,
+        "checkpoint": STATE_BYTES * work.parameters / min(machines.storage, nodes * machines.node_storage) / SAVE_EVERY,
     }
-    return {name: float(seconds) for name, seconds in parts.items()}
+    return {name: float(took) for name, took in parts.items()}
 
 
-def simulated(lengths: NDArray[np.integer], max_tokens: int, hf_config: Any, cluster: Cluster) -> list[dict[str, Any]]:
-    """Simulate a row for each number of ranks and each order of the packs, shuffled and balanced."""
+@table(
+    "ranks {ranks} | order {order} | step, s {step:.1f} | tokens/s of a rank {speed:,.0f} | ideal {share[ideal]:.2%} | "
+    "balance {share[balance]:.2%} | jitter {share[jitter]:.2%} | FSDP, not hidden {share[communication]:.2%} | "
+    "small {share[small]:.2%} | optimizer {share[optimizer]:.2%} | checkpoint {share[checkpoint]:.2%}"
+)
+def simulated(options: Options, folder: Path) -> Iterable[Row]:
+    """A step by the number of ranks, with packs in shuffled and in balanced order."""
+    config = AutoConfig.from_pretrained(options.model) if options.model else AutoConfig.for_model(**QWEN3_8B)
+    text, lengths = config.get_text_config(), lengths_of(options)
+    plan = plan_packs(lengths, options.max_tokens)
     with torch.device("meta"):
-        cost = balancing_cost(AutoModelForCausalLM.from_config(hf_config), hf_config, ulysses=1)
-    packs = cost.packs(plan_packs(lengths, max_tokens), lengths)
-    text = hf_config.get_text_config()
-    unit = 2.0 * text.num_attention_heads * text.head_dim
-    rows = []
-    for ranks in RANKS:
-        batch = ranks * ACCUMULATION
-        if len(packs) < batch:
-            break
+        cost = balancing_cost(AutoModelForCausalLM.from_config(config), config, ulysses=1)
+    costs, pack_tokens = cost.packs(plan, lengths), plan.pack_sums(lengths).mean()
+    for ranks in (ranks for ranks in RANKS if len(costs) >= ranks * ACCUMULATION):
         orders = {
-            "shuffled": epoch_order(len(packs), 0, 0),
-            "balanced": balanced_order(packs, batch, ranks, 0, 0, drop_last=True),
+            "shuffled": epoch_order(len(costs), 0, 0),
+            "balanced": balanced_order(costs, ranks * ACCUMULATION, ranks, 0, 0, drop_last=True),
         }
         for name, order in orders.items():
-            work = Work(packs[order], unit, parameters_of(text), text.num_hidden_layers)
-            parts = step_time(work, cluster, ranks)
-            rows.append({"ranks": ranks, "order": name, "step": sum(parts.values()), **parts})
-    return rows
+            work = Work(costs[order], unit_of(text), parameters_of(text), text.num_hidden_layers)
+            parts = step_time(work, options, ranks)
+            step = sum(parts.values())
+            share = {part: took / step for part, took in parts.items()}
+            speed = pack_tokens * ACCUMULATION / step
+            yield {"ranks": ranks, "order": name, "step": step, "speed": speed, "share": share}
+
+
+def lengths_of(options: Options) -> NDArray[np.integer]:
+    """Return the lengths of the documents, cut to a pack."""
+    if options.data is None:
+        lengths: NDArray[np.integer] = DISTRIBUTIONS["A"].draw(options.documents, np.random.default_rng(0))
+    else:
+        from verl_ext.data.arrow import TokenizedData
+
+        lengths = TokenizedData([options.data]).lengths
+    return lengths[lengths > 0].clip(max=options.max_tokens)
+
+
+def unit_of(text: Any) -> float:
+    """Return the operations of one unit of cost, one layer's attention to one token."""
+    return 2.0 * text.num_attention_heads * text.head_dim
 
 
 def parameters_of(text: Any) -> float:
@@ -169,180 +181,71 @@ def parameters_of(text: Any) -> float:
     return float(layer * text.num_hidden_layers + 2 * text.vocab_size * text.hidden_size)
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Format the rows as text: seconds of a step, then each part's share in percent."""
-    parts = ("ideal", "balance", "jitter", "communication", "small", "optimizer", "checkpoint")
-    lines = [f"{'ranks':>5} {'order':>9} {'step s':>7} " + " ".join(f"{part:>13}" for part in parts)]
-    for row in rows:
-        shares = " ".join(f"{100 * row[part] / row['step']:>12.2f}%" for part in parts)
-        lines.append(f"{row['ranks']:>5} {row['order']:>9} {row['step']:>7.2f} {shares}")
-    return "\n".join(lines)
+@table(
+    "GFLOP/s of a rank {flops:.1f} | GB/s of the link {link:.2f} | step of one rank, s {alone:.2f} | "
+    "of two, predicted, s {predicted:.2f} | of it communication, s {communication:.2f} | "
+    "measured, s {measured.median:.2f} | predicted / measured {ratio:.2f}"
+)
+def check(options: Options, folder: Path) -> Iterable[Row]:
+    """A step of two real ranks on this machine, against its prediction."""
+    from benchmarks.small_run import VOCABULARY, write_model
 
-
-# The check trains a small model on two ranks of this machine with the trainer's own steps.
-
-STEPS, PACKS = 8, 4  # timed steps, and packs in a step
-HIDDEN, LAYERS, BUDGET = 256, 4, 2048
-GATHERED = 1 << 24  # bytes of the all-gather that measures the link
-
-
-def check(turns: int) -> dict[str, Any]:
-    """Predict a step of two ranks, and measure it. Two one-rank runs side by side give the operations per second, an
-    all-gather of two ranks gives the speed of the link."""
-    from benchmarks.lengths import make_documents, write_dataset
-    from benchmarks.model import VOCABULARY, write_model
-    from benchmarks.quiet import no_progress_bars
-
-    no_progress_bars()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_model(folder / "model", HIDDEN, LAYERS, BUDGET, 0)
-        write_dataset(make_documents(400, BUDGET, VOCABULARY, np.random.default_rng(0)), folder / "documents")
-        alone, together = [], []
-        for _ in range(turns):
-            alone += _runs(folder, 1, 1)
-            together += _runs(folder, 2)
-        text = AutoConfig.from_pretrained(folder / "model")
-    unit, forwards = 2.0 * text.num_attention_heads * text.head_dim, FORWARDS - 1  # without gradient checkpointing
-    work = Work(
-        np.array(together[0]["costs"]),
-        unit,
-        parameters_of(text),
-        LAYERS,
-        accumulation=PACKS // 2,
-        save_every=10**12,
-        bytes_gathered=4,
-        forwards=forwards,
-        overlaps=False,
-    )
-    flops = statistics.median(sum(run["costs"]) * unit * forwards / sum(run["seconds"]) for run in alone)
+    write_model(folder / "model", HIDDEN, LAYERS, BUDGET)
+    write_documents(make_documents(400, BUDGET, VOCABULARY, np.random.default_rng(0)), folder / "data")
+    alone, together = [], []
+    for _ in range(options.turns):
+        alone += [run for run, *_ in on_ranks(1, measure, folder, options.steps, copies=2, OMP_NUM_THREADS="1")]
+        together += [run for run, *_ in on_ranks(2, measure, folder, options.steps, OMP_NUM_THREADS="1")]
+    text, forwards = AutoConfig.from_pretrained(folder / "model"), FORWARDS - 1
+    operations = unit_of(text) * forwards
+    flops = statistics.median(sum(run["costs"]) * operations / sum(run["seconds"]) for run in alone)
     link = statistics.median(run["link"] for run in together)
-    cluster = Cluster(flops, 2, node_link=link, latency=0, jitter=0, memory=float("inf"))
-    parts = step_time(work, cluster, 2)
-    predicted, seen = sum(parts.values()), [statistics.mean(run["seconds"]) for run in together]
-    return {
-        "GFLOP/s of a rank": flops / 1e9,
-        "GB/s between two ranks": link / 1e9,
-        "a step of one rank, s": statistics.median(statistics.mean(run["seconds"]) for run in alone),
-        "a step of two ranks, s, predicted": predicted,
-        "of it communication, s": parts["communication"],
-        "a step of two ranks, s, measured": statistics.median(seen),
-        "predicted / measured": statistics.median(predicted / seconds for seconds in seen),
-        "lowest, highest": [predicted / max(seen), predicted / min(seen)],
+    costs = np.array(together[0]["costs"])
+    work = Work(costs, unit_of(text), parameters_of(text), 1, PACKS // 2, bytes_gathered=4, forwards=forwards)
+    machines = replace(
+        options, flops=flops, node_ranks=2, node_link=link, latency=0.0, jitter=0.0, slow=1.0, memory=1e30, storage=1e30
+    )
+    parts = step_time(work, replace(machines, node_storage=1e30), 2)
+    measured = Turns(statistics.mean(run["seconds"]) for run in together)
+    yield {
+        "flops": flops / 1e9,
+        "link": link / 1e9,
+        "alone": statistics.median(statistics.mean(run["seconds"]) for run in alone),
+        "predicted": sum(parts.values()),
+        "communication": parts["communication"],
+        "measured": measured,
+        "ratio": Turns([sum(parts.values())] * len(measured)) / measured,
     }
 
 
-def _runs(folder: Path, *ranks: int) -> list[dict[str, Any]]:
-    """Start a run for each number of ranks, all at the same time, and return their measurements."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local_addr=127.0.0.1"]
-    processes = [
-        subprocess.Popen(
-            [*torchrun, f"--nproc_per_node={count}", __file__, "--rank-of", str(folder), "--output", str(output)],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.DEVNULL,
-        )
-        for number, count in enumerate(ranks)
-        if (output := folder / f"{count}-{number}.json")
-    ]
-    for process in processes:
-        if process.wait():
-            raise RuntimeError(f"a run of {ranks} ranks failed")
-    return [json.loads((folder / f"{count}-{number}.json").read_text()) for number, count in enumerate(ranks)]
-
-
-def measure(folder: Path, output: Path) -> None:
-    """Take the trainer's steps on this rank, started by torchrun; rank 0 writes their seconds and the packs' costs."""
-    from verl_ext.trainer.distributed import process_group
-
-    with process_group():
-        import torch
-        import torch.distributed as dist
-
-        from benchmarks.quiet import no_progress_bars
-        from benchmarks.steps import take_step
-        from verl_ext.config import compose
-        from verl_ext.trainer.setup import prepare
-        from verl_ext.trainer.trainer import SFTTrainer
-
-        no_progress_bars()
-        torch.set_num_threads(1)
-        run = prepare(
-            compose(
-                [
-                    *(f"data.train_dir={folder / 'documents'}", f"model.path={folder / 'model'}", "parallel=cpu"),
-                    *(f"data.max_tokens={BUDGET}", f"data.train_batch_size={PACKS}", "data.num_workers=0"),
-                    *(f"trainer.total_training_steps={STEPS + 1}", "trainer.logger=[file]"),
-                    *("model.enable_gradient_checkpointing=false", f"trainer.default_local_dir={output}.run"),
-                ]
-            )
-        )
-        trainer = SFTTrainer(run)
-        seconds = []
-        for batch in trainer.rank.batches(run.train_set, run.plan, 0, STEPS + 1):
-            dist.barrier()
-            began = time.perf_counter()
-            take_step(trainer, batch, summed=True)
-            dist.barrier()
-            seconds.append(time.perf_counter() - began)
-        packs = np.concatenate([run.plan.packs(step) for step in range(1, STEPS + 1)])  # the first step warms up
-        result = {"seconds": seconds[1:], "costs": run.train_set.pack_costs(run.cost)[packs].tolist(), "link": _link()}
-        if dist.get_rank() == 0:
-            output.write_text(json.dumps(result))
-
-
-def _link() -> float:
-    """Return the bytes per second that a rank receives in an all-gather."""
+def measure(folder: Path, count: int) -> Row:
+    """Take the trainer's steps on this rank; return their seconds, the packs' costs and the speed of the link."""
     import torch
     import torch.distributed as dist
 
+    from benchmarks.small_run import build_trainer, no_progress_bars, take_step
+
+    no_progress_bars()
+    torch.set_num_threads(1)
     ranks = dist.get_world_size()
-    part = torch.zeros(GATHERED // 4 // ranks)
-    whole = torch.zeros(GATHERED // 4)
-    seconds = []
-    for _ in range(8):
+    trainer = build_trainer(
+        folder,
+        folder / f"run_{os.environ['MASTER_PORT']}",  # of its own for each group
+        *(f"data.max_tokens={BUDGET}", f"data.train_batch_size={PACKS}", "trainer.logger=[file]"),
+        *(f"trainer.total_training_steps={count + 1}", "model.enable_gradient_checkpointing=false"),
+    )
+    run = trainer.run
+
+    def together(function: Any) -> float:
         dist.barrier()
-        began = time.perf_counter()
-        dist.all_gather_into_tensor(whole, part)
-        seconds.append(time.perf_counter() - began)
-    return GATHERED * (ranks - 1) / ranks / statistics.median(seconds)
+        return seconds(lambda: (function(), dist.barrier()))
 
-
-def main() -> None:
-    """Simulate, and run the check if asked."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", help="folder with a config.json; Qwen3-8B's by default")
-    parser.add_argument("--data", help="a tokenized folder, whose lengths are used; benchmarks/lengths' by default")
-    parser.add_argument("--max-tokens", type=int, default=65_536)
-    parser.add_argument("--documents", type=int, default=2_000_000, help="drawn where no --data is given")
-    for name, value in asdict(Cluster()).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
-    parser.add_argument("--check", type=int, nargs="?", const=5, default=0, metavar="TURNS")
-    parser.add_argument("--output", type=Path, help="every figure as JSON")
-    parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.rank_of:
-        measure(options.rank_of, options.output)
-        return
-    cluster = Cluster(**{name: getattr(options, name) for name in asdict(Cluster())})
-    hf_config = AutoConfig.from_pretrained(options.model) if options.model else AutoConfig.for_model(**QWEN3_8B)
-    rows = simulated(_lengths(options), options.max_tokens, hf_config, cluster)
-    print(table(rows))
-    found: dict[str, Any] = {"cluster": asdict(cluster), "rows": rows}
-    if options.check:
-        found["check"] = check(options.check)
-        print(*(f"{name}: {value}" for name, value in found["check"].items()), sep="\n")
-    if options.output:
-        options.output.write_text(json.dumps(found, indent=1))
-
-
-def _lengths(options: argparse.Namespace) -> NDArray[np.integer]:
-    if options.data is None:
-        return DISTRIBUTIONS["A"].draw(options.documents, np.random.default_rng(0)).clip(max=options.max_tokens)
-    from verl_ext.data.arrow import TokenizedData
-
-    lengths = TokenizedData([options.data]).lengths
-    return lengths[lengths > 0].clip(max=options.max_tokens)
-
-
-if __name__ == "__main__":
-    main()
+    steps = [
+        together(lambda batch=batch: take_step(trainer, batch))
+        for batch in trainer.rank.batches(run.train_set, run.plan, 0, count + 1)
+    ]
+    packs = np.concatenate([run.plan.packs(step) for step in range(1, count + 1)])  # the first step warms up
+    part, whole = torch.zeros(GATHERED // 4 // ranks), torch.zeros(GATHERED // 4)
+    gather = statistics.median(together(lambda: dist.all_gather_into_tensor(whole, part)) for _ in range(8))
+    link = GATHERED * (ranks - 1) / ranks / gather
+    return {"seconds": steps[1:], "costs": run.train_set.pack_costs(run.cost)[packs].tolist(), "link": link}

@@ -1,9 +1,6 @@
-"""Compare the command that tokenizes chats with the tokenizer's own batch call.
+"""The command that tokenizes chats, beside the tokenizer's own batch call.
 
-    python benchmarks/tokenizing.py --output tokenizing.json
-
-The script makes its own chats and tokenizer; `--records FILE.jsonl --tokenizer FOLDER` uses yours. In every turn each
-contestant gets the same chats:
+In every turn each contestant gets the same chats:
 
 | contestant | what it does |
 |---|---|
@@ -16,61 +13,90 @@ time of the same command on one record with one worker. Memory is the largest sa
 process and of any of its workers.
 """
 
-import argparse
-import contextlib
 import json
 import os
 import shutil
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # lets the script run by its path
-
 import numpy as np
-import psutil
-from tqdm import tqdm
+
+from benchmarks.harness import Row, Turns, table, take_turns
+from benchmarks.meters import run_command, seconds
+from benchmarks.texts import CHATS, first_line, make_conversations, write_conversations
+from verl_ext import values
+from verl_ext.values import option
 
 SEED = 1234
 BATCH = 1000  # texts in one call
-SAMPLED_EVERY = 0.2  # seconds
+QUICK = ["chats=200", "workers=[1]", "backends=[local]", "repeats=1"]
 
 
-def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--records", type=Path, help="JSONL file; default: made-up chats of four turns")
-    parser.add_argument("--tokenizer", type=Path, help="folder with a chat template; default: trained on the chats")
-    parser.add_argument("--chats", type=int, default=50_000, help="made up, or taken of the records")
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="one command each")
-    parser.add_argument("--backends", nargs="+", default=["local", "ray"], choices=["local", "ray"])
-    parser.add_argument("--repeats", type=int, default=3, help="turns")
-    parser.add_argument("--output", type=Path, help="JSON file")
-    options = parser.parse_args(argv)
-    if options.tokenizer is None and options.records is not None:
-        parser.error("--records must come with --tokenizer")
-    for name in ("chats", "repeats"):
-        if getattr(options, name) <= 0:
-            parser.error(f"--{name} must be above 0; got {getattr(options, name)}")
-    return options
+@dataclass(frozen=True)
+class Options(values.Options):
+    """The chats and the commands."""
+
+    records: str | None = option(None, "JSONL file of chats; null: made-up chats of four turns")
+    tokenizer: str | None = option(None, "folder with a chat template; null: trained on the made-up chats")
+    chats: int = option(50_000, "chats that are made up, or taken of the records", least=1)
+    workers: list[int] = option([1, 2], "one command each")
+    backends: list[str] = option(["local", "ray"], "one command each")
+    repeats: int = option(3, "turns", least=1)
+
+    def problems(self) -> Iterable[str]:
+        """Yield a line for records without their tokenizer."""
+        if (self.records is None) != (self.tokenizer is None):
+            yield f"records must come with tokenizer; got records={self.records}, tokenizer={self.tokenizer}"
 
 
-def write_records(options: argparse.Namespace, folder: Path) -> Path:
-    """Write the chats' file, and set the tokenizer's folder in `options`."""
-    from benchmarks.conversations import CHATS, make_conversations, write_conversations
+@table(
+    "{command} | chats {chats:,} | tokens {tokens:,} | seconds of encode_batch {alone.median:.1f} | "
+    "of the command {whole.median:.1f} | of its start {start.median:.1f} | × encode_batch {ratio:.2f} | "
+    "start included {with_start:.2f} | MiB of the command {own_mib:,.0f} | of a worker {worker_mib:,.0f}"
+)
+def commands(options: Options, folder: Path) -> Iterable[Row]:
+    """The whole command on the same chats."""
+    os.environ.update(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1", OMP_NUM_THREADS="1")
+    from transformers import AutoTokenizer
 
-    if options.records is None:
-        options.tokenizer = folder / "tokenizer"
+    records, tokenizer_folder = write_records(options, folder)
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    texts = rendered_texts(records, tokenizer)
+    tokenize = partial(run_tokenize, tokenizer_folder, folder / "tokenized")
+    one = first_line(records)
+
+    def turn(backend: str, workers: int) -> Row:
+        counts: list[int] = []
+        alone = seconds(lambda: counts.append(encode(tokenizer, texts)))
+        start, whole = tokenize(one, backend, 1), tokenize(records, backend, workers)
+        return {**whole, "alone": alone, "start": start["seconds"], "whole": whole["seconds"], "tokens": counts[0]}
+
+    contestants = {f"{b} {w}": partial(turn, b, w) for b in options.backends for w in options.workers}
+    for command, turns in take_turns(contestants, options.repeats).items():
+        alone, start, whole = (Turns(each[name] for each in turns) for name in ("alone", "start", "whole"))
+        yield {
+            "command": command,
+            "chats": len(texts),
+            "tokens": turns[0]["tokens"],
+            **{"alone": alone, "start": start, "whole": whole, "with_start": alone / whole},
+            "ratio": alone / [all_of_it - of_start for all_of_it, of_start in zip(whole, start, strict=True)],
+            **{name: max(each[name] for each in turns) for name in ("own_mib", "worker_mib")},
+        }
+
+
+def write_records(options: Options, folder: Path) -> tuple[Path, str]:
+    """Write the chats' file; return it and the folder of the tokenizer."""
+    if options.records is None or options.tokenizer is None:
         chats = make_conversations(CHATS, options.chats, np.random.default_rng(SEED))
-        return write_conversations(chats, folder)[0]
+        return write_conversations(chats, folder)[0], str(folder / "tokenizer")
     with open(options.records, "rb") as source, open(folder / "records.jsonl", "wb") as file:
         taken = [line for line, _ in zip(source, range(options.chats), strict=False)]
         file.writelines(taken * (options.chats // len(taken)))
-    return folder / "records.jsonl"
+    return folder / "records.jsonl", str(Path(options.tokenizer).absolute())
 
 
 def rendered_texts(records: Path, tokenizer: Any) -> list[str]:
@@ -83,101 +109,16 @@ def rendered_texts(records: Path, tokenizer: Any) -> list[str]:
     return [tokenizer.apply_chat_template(messages, tokenize=False) for messages in chats]
 
 
-def encode(tokenizer: Any, texts: list[str]) -> tuple[float, int]:
-    """Return the seconds of the tokenizer's calls, and the number of tokens."""
-    backend, tokens = tokenizer.backend_tokenizer, 0
-    began = time.perf_counter()
-    for at in range(0, len(texts), BATCH):
-        tokens += sum(map(len, backend.encode_batch(texts[at : at + BATCH], add_special_tokens=False)))
-    return time.perf_counter() - began, tokens
+def encode(tokenizer: Any, texts: list[str]) -> int:
+    """Call the tokenizer, and return the number of tokens."""
+    batches = (texts[at : at + BATCH] for at in range(0, len(texts), BATCH))
+    call = partial(tokenizer.backend_tokenizer.encode_batch, add_special_tokens=False)
+    return sum(len(encoding) for batch in batches for encoding in call(batch))
 
 
-def run_command(records: Path, tokenizer: Path, backend: str, workers: int, folder: Path) -> dict[str, float]:
-    """Return the seconds of the whole command, and the peak MiB of its process and of a worker."""
-    output = folder / "tokenized"
+def run_tokenize(tokenizer: str, output: Path, records: Path, backend: str, workers: int) -> Row:
+    """Run the whole command."""
     shutil.rmtree(output, ignore_errors=True)
     command = [sys.executable, "-m", "verl_ext", "tokenize", f"sources={{chats:{records}}}", f"output_dir={output}"]
     command += [f"model.path={tokenizer}", f"num_workers={workers}", f"backend={backend}"]
-    began = time.perf_counter()
-    root, nowhere = Path(__file__).resolve().parents[1], subprocess.DEVNULL
-    run = psutil.Popen(command, cwd=root, stdout=nowhere, stderr=nowhere)
-    peaks = {"own_mib": 0.0, "worker_mib": 0.0}
-    while run.poll() is None:
-        for process in (run, *run.children(recursive=True)):
-            with contextlib.suppress(psutil.Error):
-                words = " ".join(process.cmdline())
-                if process == run or "ray::" in words or "multiprocessing" in words:
-                    key = "own_mib" if process == run else "worker_mib"
-                    peaks[key] = max(peaks[key], process.memory_info().rss / 2**20)
-        with contextlib.suppress(psutil.TimeoutExpired):
-            run.wait(SAMPLED_EVERY)
-    if run.returncode:
-        raise subprocess.CalledProcessError(run.returncode, command)
-    return {"seconds": time.perf_counter() - began, **peaks}
-
-
-def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Measure the times of each turn and their ratios."""
-    os.environ.update(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1", OMP_NUM_THREADS="1")
-    from transformers import AutoTokenizer
-
-    records = write_records(options, folder)
-    one_record = folder / "one.jsonl"
-    with open(records, "rb") as lines:
-        one_record.write_bytes(next(lines))
-    tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
-    texts = rendered_texts(records, tokenizer)
-    commands = [(backend, workers) for backend in options.backends for workers in options.workers]
-    rows: dict[str, list[dict[str, Any]]] = {f"{backend} {workers}": [] for backend, workers in commands}
-    bar = tqdm(total=options.repeats * len(rows), desc="tokenize", file=sys.stderr)
-    tokens = 0
-    for _ in range(options.repeats):
-        for (backend, workers), turns in zip(commands, rows.values(), strict=True):
-            alone, tokens = encode(tokenizer, texts)
-            start = run_command(one_record, options.tokenizer, backend, 1, folder)
-            whole = run_command(records, options.tokenizer, backend, workers, folder)
-            seconds = whole.pop("seconds")
-            ratios = {"ratio": alone / (seconds - start["seconds"]), "ratio_with_start": alone / seconds}
-            turns.append({"encode_batch": alone, "command": seconds, "start": start["seconds"], **ratios, **whole})
-            bar.update()
-    bar.close()
-    return {
-        "options": {name: str(value) for name, value in vars(options).items()},
-        "machine": {"cores": os.cpu_count(), "load_average": os.getloadavg()[0]},
-        "chats": len(texts),
-        "tokens": tokens,
-        "commands": rows,
-    }
-
-
-def report(result: dict[str, Any]) -> str:
-    """Format the table."""
-    lines = [f"{result['chats']:,} chats, {result['tokens']:,} tokens"]
-    lines.append("speed by encode_batch's, without and with the start: median [least, most]; median seconds")
-    for command, turns in result["commands"].items():
-        ratios = "".join(f"{_spread([turn[key] for turn in turns]):>22}" for key in ("ratio", "ratio_with_start"))
-        seconds = {key: np.median([turn[key] for turn in turns]) for key in ("encode_batch", "command", "start")}
-        told = ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items())
-        speed = result["tokens"] / seconds["command"]
-        peaks = [max(turn[key] for turn in turns) for key in ("own_mib", "worker_mib")]
-        memory = f"{peaks[0]:,.0f} MiB, of a worker {peaks[1]:,.0f} MiB"
-        lines.append(f"{command:<8}{ratios}   {told}; {speed:,.0f} tokens/s; {memory}")
-    return "\n".join(lines)
-
-
-def _spread(values: list[float]) -> str:
-    return f"{np.median(values):.2f} [{min(values):.2f}, {max(values):.2f}]"
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print and write the table."""
-    options = arguments(argv)
-    with tempfile.TemporaryDirectory() as folder:
-        result = measure(options, Path(folder))
-    print(report(result))
-    if options.output:
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    return run_command(command)

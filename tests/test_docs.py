@@ -4,7 +4,8 @@ A bash block that cannot run on a CPU in seconds says `# needs GPUs` or `# needs
 training commands, and run its data commands with smaller values. A command that no test handles is a failure.
 """
 
-import functools
+import importlib
+import itertools
 import json
 import os
 import re
@@ -16,17 +17,20 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import hydra
 import pytest
 
 import verl_ext.data
+from benchmarks.harness import tables_of
 from tests.chat_server import chat_server
 from tests.ranks import run_ranks
 from tests.test_babilong_files import write_forms
 from tests.test_joined_documents import write_encoder
 from tests.training import metrics, train_alone
 from verl_ext.__main__ import COMMANDS, main
+from verl_ext.commands.command_line import read_options
 from verl_ext.commands.train import NODES
 from verl_ext.config import compose
 from verl_ext.config.schema import is_known
@@ -180,8 +184,8 @@ def run_judge(given: dict[str, str]) -> None:
 
 
 def run_module(command: Command) -> None:
-    if "-m" not in command.words:
-        check_script(command)
+    if command.module == "benchmarks":
+        check_benchmark(command)
         return
     if command.module == "verl.trainer.sft_trainer":
         with hydra.initialize_config_module("verl.trainer.config", version_base=None):
@@ -213,16 +217,14 @@ def mentions_metric(name: str) -> bool:
     return f"`{general}`" in PAGES["docs/metrics.md"]
 
 
-def check_script(command: Command) -> None:
-    """Check that the script has the options, and the trainer the overrides."""
-    known = help_of(ROOT / command.words[command.words.index(command.program) + 1])
-    assert all(word in known for word in command.words if word.startswith("--")), command.words
-    assert compose(["model.path=MODEL", *command.overrides]).model.path
-
-
-@functools.cache
-def help_of(script: Path) -> str:
-    return subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True, check=True).stdout
+def check_benchmark(command: Command) -> None:
+    """Check that the benchmark has the tables and options, and the trainer the overrides."""
+    name, *words = command.words[command.words.index("benchmarks") + 1 :]
+    module = importlib.import_module(f"benchmarks.{name}")
+    assert {table for flag, table in itertools.pairwise(words) if flag == "--table"} <= {*tables_of(module)}
+    with patch("torch.cuda.is_available", lambda: True):
+        options = read_options(module.Options, command.overrides)
+    assert compose(["model.path=MODEL", *options.overrides]).model.path
 
 
 def check_launcher(command: Command) -> None:

@@ -1,66 +1,61 @@
-"""A cell of run.py whose process imports verl: ours or stock verl. Prints one JSON line."""
+"""A cell whose process imports verl: ours or stock verl."""
 
 import contextlib
-import json
-import os
-import sys
 import time
 from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks.documents import Document, write_documents
+from benchmarks.gpu.shapes import (
+    POSITIONS,
+    Cell,
+    config_of,
+    kernel_of,
+    longest_of,
+    optimizer_of,
+    peak_memory,
+    vocabulary,
+)
+from benchmarks.meters import on_gpu, seconds, wait_for_gpu
 
-from benchmarks.gpu import setting
-from benchmarks.lengths import Document, write_dataset
-from verl_ext.trainer.distributed import process_group
 
+def prepare(cell: Cell) -> dict[str, Any]:
+    """Write a model with random bf16 weights, and a tokenizer."""
+    from transformers import AutoModelForCausalLM
 
-def prepare(spec: dict[str, Any]) -> dict[str, Any]:
-    """Write a model with random bf16 weights, half as many key/value heads as query heads, and tied embeddings."""
-    from tokenizers import Tokenizer, models
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+    from benchmarks.small_run import write_tokenizer
 
-    shape, folder = spec["shape"], Path(spec["folder"]) / spec["shape"]
     torch.manual_seed(0)
-    config = setting.config_of(shape)
-    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(16)}, unk_token="w0"))
-    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1").save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config_of(cell.shape)).to(torch.bfloat16).save_pretrained(cell.model)
+    write_tokenizer(cell.model, 16)
     return {}
 
 
-def contestant(spec: dict[str, Any], budget: int, documents: list[Document], steps: int) -> Any:
+def contestant(cell: Cell, budget: int, documents: list[Document], steps: int) -> Any:
     """Build ours or stock verl, with the model of the shape."""
     from benchmarks.contestants import Setting
-    from benchmarks.quiet import no_progress_bars, quiet
+    from benchmarks.small_run import no_progress_bars, quiet
     from verl_ext.plugin import register_engine
 
     no_progress_bars()
     register_engine()
-    folder = Path(spec["folder"])
-    data = folder / f"data-{spec['shape']}-{budget}"
+    data = cell.folder / f"data-{cell.shape}-{budget}"
     if not data.is_dir():
-        write_dataset(documents, data)
+        write_documents(documents, data)
     shared = ["model.enable_gradient_checkpointing=true", "optim.lr=1e-5", "data.strategy=best_fit"]
     if torch.cuda.is_available():
         shared.append("engine.mixed_precision={param_dtype:bf16,reduce_dtype:fp32,buffer_dtype:fp32}")
-    if spec["contestant"] == "ours_liger":
-        shared.append("model.use_liger=true")
-    if spec["contestant"] == "ours_fa3":
-        shared.append("attention.backend=fa3")
-    if spec["contestant"].startswith("ours"):
-        shared += spec.get("overrides", [])
-    name = f"{spec['contestant']}-{spec['shape']}-{budget}"
-    common = Setting(folder / spec["shape"], data, folder / "runs", budget, steps, tuple(shared))
+    own = {"ours_liger": ("model.use_liger=true",), "ours_fa3": ("attention.backend=fa3",)}.get(cell.contestant, ())
+    is_ours = cell.contestant.startswith("ours")
+    overrides = (*shared, *own, *(cell.overrides if is_ours else ()))
+    name = f"{cell.contestant}-{cell.shape}-{budget}"
+    common = Setting(cell.model, data, cell.folder / "runs", budget, steps, overrides)
     with quiet():
-        if spec["contestant"].startswith("ours"):
-            return common.packed(name, "best_fit")
-        return common.stock(name, None)
+        return common.packed(name, "best_fit") if is_ours else common.stock(name, None)
 
 
 def implementations(built: Any, packed: bool) -> dict[str, Any]:
@@ -76,85 +71,89 @@ def implementations(built: Any, packed: bool) -> dict[str, Any]:
 
     if isinstance(built, PackedContestant):
         run = built.run
-        head = max(run.config.loss.head, built.trainer.engine.head_use, key=HEADS.index)
+        head = max(run.config.loss.head, built.engine.head_use, key=HEADS.index)
         kernel, head, optimizer = report.implementations(run.config, run.model.backend, head)
-        found = {"kernel": kernel, "head": head, "optimizer": optimizer}
-        return {**found, "quadratic": False, "targets_only": head != "plain"}
+        ran = {"kernel": kernel, "head": head, "optimizer": optimizer}
+        return {**ran, "quadratic": False, "targets_only": head != "plain"}
     fused = torch_functional.FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE
     return {
-        **setting.kernel_of(built.engine.module, packed),
+        **kernel_of(built.engine.module, packed),
         "head": f"plain, {'flash-attn cross entropy' if fused else 'log-softmax by rows'}",
-        "optimizer": setting.optimizer_of(built.engine.optimizer),
+        "optimizer": optimizer_of(built.engine.optimizer),
         "targets_only": False,
     }
 
 
-def as_step(documents: list[Document], folder: Path) -> Any:
-    """Write documents to disk in the form that a contestant loads."""
-    from benchmarks.contestants import Step
-
-    write_dataset(documents, folder)
-    return Step(documents, folder)
-
-
-def throughput(spec: dict[str, Any]) -> dict[str, Any]:
-    """Measure the contestant's throughput at one pack size."""
-    documents = setting.steps_of_documents(spec["shape"], spec["pack"], spec["step_tokens"], spec["steps"])
-    built = contestant(spec, spec["pack"], documents[0], spec["steps"] + 2)
-    found = implementations(built, packed=True)
-    setting.report(**found)
-    own = Path(spec["folder"]) / f"steps-{os.getpid()}"
-    batches = [built.load(as_step(step, own / str(index))) for index, step in enumerate(documents)]
-    return setting.throughput(built.train, batches, spec, documents, found["targets_only"])
+def loaded(cell: Cell, built: Any, steps: list[list[Document]]) -> list[Any]:
+    """Write documents to disk and load them as the contestant does."""
+    batches = []
+    for number, documents in enumerate(steps):
+        folder = cell.folder / f"steps-{cell.contestant}-{cell.shape}-{cell.pack}" / str(number)
+        if not folder.is_dir():
+            write_documents(documents, folder)
+        batches.append(built.load(documents, folder))
+    return batches
 
 
-def longest(spec: dict[str, Any]) -> dict[str, Any]:
+def throughput(cell: Cell) -> Iterator[dict[str, Any]]:
+    """Measure all steps but the first."""
+    steps = cell.documents()
+    built = contestant(cell, cell.pack, steps[0], cell.steps + 2)
+    yield (ran := implementations(built, packed=True))
+    first, *batches = loaded(cell, built, steps)
+    built.train(first)
+    peak_memory()
+    took = sum(seconds(lambda batch=batch: built.train(batch)) for batch in batches)
+    measured = [document for step in steps[1:] for document in step]
+    lengths = [len(document["input_ids"]) for document in measured]
+    targets = sum(int(document["loss_mask"][1:].sum()) for document in measured)
+    yield cell.figures(lengths, targets, ran["targets_only"], took)
+
+
+def longest(cell: Cell) -> Iterator[dict[str, Any]]:
     """Find the longest single document, a quarter of whose tokens are targets, that the contestant trains on."""
-    few = setting.steps_of_documents(spec["shape"], 512, 2048, 0)[0]
-    built = contestant(spec, setting.POSITIONS, few, 1000)
-    setting.report(**implementations(built, packed=False))
+    built = contestant(cell, POSITIONS, cell.few_documents(), 1000)
+    yield implementations(built, packed=False)
     rng = np.random.default_rng(0)
 
     def train(length: int) -> None:
         mask = (np.arange(length) >= length * 3 // 4).astype(np.int64)
-        ids = rng.integers(0, setting.vocabulary(spec["shape"]), length)
+        ids = rng.integers(0, vocabulary(cell.shape), length)
         document = {"input_ids": ids, "loss_mask": mask, "category_ids": mask}
-        if spec["contestant"] == "verl":
-            built.train(built.collate([document]))
+        if cell.contestant == "verl":
+            built.train(built.load([document]))
             return
-        pack = {name: torch.from_numpy(values) for name, values in document.items()}
+        pack = {name: torch.from_numpy(column) for name, column in document.items()}
         built.train(built.collate([{**pack, "position_ids": torch.arange(length)}]))
 
-    return setting.longest(train, spec["first"])
+    yield from longest_of(train, cell.first)
 
 
-def shares(spec: dict[str, Any]) -> dict[str, Any]:
+def shares(cell: Cell) -> dict[str, Any]:
     """Return the parts' shares of our step, by CUDA events around modules in forward, recomputation and backward."""
-    documents = setting.steps_of_documents(spec["shape"], spec["pack"], spec["step_tokens"], 1)
-    built = contestant(spec, spec["pack"], documents[0], 4)
-    own = Path(spec["folder"]) / f"steps-{os.getpid()}"
-    warm, batch = (built.load(as_step(step, own / str(index))) for index, step in enumerate(documents))
+    steps = cell.documents()[:2]
+    built = contestant(cell, cell.pack, steps[0], 4)
+    warm, batch = loaded(cell, built, steps)
     built.train(warm)
     spans = Spans()
-    engine = built.trainer.engine
-    for name, module in engine.module.named_modules():
+    for name, module in built.engine.module.named_modules():
         kind = {"self_attn": "attention", "mlp": "mlp", "lm_head": "head"}.get(name.rsplit(".", 1)[-1])
         if kind is not None:
             spans.watch(module, kind)
-    with spans.around(engine, "optimizer_step", "optimizer"):
-        busy, seconds = _busy(lambda: built.train(batch))
-    found = {kind: spans.seconds(kind) / seconds for kind in ("attention", "mlp", "head", "optimizer")}
-    return {**found, "other": max(busy / seconds - sum(found.values()), 0.0), "waiting": max(1 - busy / seconds, 0.0)}
+    with spans.around(built.engine, "optimizer_step", "optimizer"):
+        busy, took = _busy(lambda: built.train(batch))
+    found = {kind: spans.seconds(kind) / took for kind in ("attention", "mlp", "head", "optimizer")}
+    return {**found, "other": max(busy / took - sum(found.values()), 0.0), "waiting": max(1 - busy / took, 0.0)}
 
 
 def _busy(train: Any) -> tuple[float, float]:
     """Return (seconds in which kernels ran, seconds of the step)."""
-    if not torch.cuda.is_available():
-        seconds = setting.timed(train)
-        return seconds, seconds
+    if not on_gpu():
+        took = seconds(train)
+        return took, took
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        seconds = setting.timed(train)
-    return sum(event.self_device_time_total for event in profile.key_averages()) / 1e6, seconds
+        took = seconds(train)
+    return sum(event.self_device_time_total for event in profile.key_averages()) / 1e6, took
 
 
 class Spans:
@@ -210,7 +209,7 @@ class Spans:
 
     def seconds(self, kind: str) -> float:
         """Return the total seconds of the kind."""
-        setting.synchronize()
+        wait_for_gpu()
         spans = [(begin, end) for (begin, name), (end, _) in pairwise(self._marks) if name == kind]
         return sum(begin.elapsed_time(end) / 1e3 if torch.cuda.is_available() else end - begin for begin, end in spans)
 
@@ -245,21 +244,3 @@ class _Mark(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None]:
         ctx.call()
         return grad_outputs[0], None
-
-
-KINDS = {"prepare": prepare, "throughput": throughput, "longest": longest, "shares": shares}
-
-
-def main() -> None:
-    """Measure the cell that the command line describes."""
-    spec = setting.spec_of_this_process()
-    if spec["kind"] == "prepare":
-        prepare(spec)
-        print("{}")
-        return
-    with process_group():
-        print(json.dumps(KINDS[spec["kind"]](spec)))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,21 +1,17 @@
-"""A cell of run.py with TRL's SFTTrainer and without verl, because verl 0.9.1's model patches fail beside TRL."""
+"""A cell with TRL's SFTTrainer and without verl, because verl 0.9.1's model patches fail beside TRL."""
 
-import json
-import sys
 import time
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from benchmarks.gpu import setting
+from benchmarks.gpu.shapes import Cell, kernel_of, longest_of, optimizer_of, peak_memory, vocabulary
+from benchmarks.meters import wait_for_gpu
 from verl_ext.attention.kernels import unusable
 
 
@@ -44,26 +40,23 @@ class Clock(TrainerCallback):
         self.seconds: list[float] = []
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        setting.synchronize()
+        wait_for_gpu()
         self._began = time.perf_counter()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        setting.synchronize()
+        wait_for_gpu()
         self.seconds.append(time.perf_counter() - self._began)
         if len(self.seconds) == 1:
-            setting.peak_memory()
+            peak_memory()
 
 
-def trainer(spec: dict[str, Any], documents: list[dict], budget: int, accumulation: int, steps: int) -> Counting:
+def build(cell: Cell, documents: list[dict], budget: int, accumulation: int, steps: int) -> Counting:
     """Build TRL's best setting for long packs: best-fit without padding, flash-attn if it runs, its own fused head."""
     cuda = torch.cuda.is_available()
-    folder = Path(spec["folder"])
     attention = "flash_attention_2" if cuda and not unusable("flash_attn") else "sdpa"
-    model = AutoModelForCausalLM.from_pretrained(
-        folder / spec["shape"], dtype=torch.float32, attn_implementation=attention
-    )
+    model = AutoModelForCausalLM.from_pretrained(cell.model, dtype=torch.float32, attn_implementation=attention)
     config = SFTConfig(
-        output_dir=str(folder / "trl"),
+        output_dir=str(cell.folder / "trl"),
         max_length=budget,
         packing=True,
         packing_strategy="bfd",
@@ -85,61 +78,47 @@ def trainer(spec: dict[str, Any], documents: list[dict], budget: int, accumulati
         "input_ids": [document["input_ids"].tolist() for document in documents],
         "completion_mask": [document["loss_mask"].tolist() for document in documents],
     }
-    tokenizer = AutoTokenizer.from_pretrained(folder / spec["shape"])
+    tokenizer = AutoTokenizer.from_pretrained(cell.model)
     return Counting(model, args=config, train_dataset=Dataset.from_dict(columns), processing_class=tokenizer)
 
 
-def report(built: Counting, packed: bool) -> bool:
-    """Print kernel, head and optimizer; return whether the head computes only the targets' logits."""
+def implementations(built: Counting, packed: bool) -> dict[str, Any]:
+    """Name kernel, head and optimizer, and say whether the head computes only the targets' logits."""
     targets_only = torch.cuda.is_available()  # TRL's choice: on other devices its head's tiles cover all tokens
     head = f"fused, {'targets' if targets_only else 'all tokens'}"
-    optimizer = setting.optimizer_of(built.create_optimizer())
-    setting.report(**setting.kernel_of(built.model, packed), head=head, optimizer=optimizer)
-    return targets_only
+    optimizer = optimizer_of(built.create_optimizer())
+    return {**kernel_of(built.model, packed), "head": head, "optimizer": optimizer, "targets_only": targets_only}
 
 
-def throughput(spec: dict[str, Any]) -> dict[str, Any]:
+def throughput(cell: Cell) -> Iterator[dict[str, Any]]:
     """Measure all steps but the first."""
-    steps = setting.steps_of_documents(spec["shape"], spec["pack"], spec["step_tokens"], spec["steps"])
-    accumulation = max(round(spec["step_tokens"] / spec["pack"]), 1)
-    documents = [document for step in steps for document in step]
-    built, clock = trainer(spec, documents, spec["pack"], accumulation, spec["steps"] + 1), Clock()
-    targets_only = report(built, packed=True)
+    accumulation = max(round(cell.step_tokens / cell.pack), 1)
+    documents = [document for step in cell.documents() for document in step]
+    built, clock = build(cell, documents, cell.pack, accumulation, cell.steps + 1), Clock()
+    yield (ran := implementations(built, packed=True))
     built.add_callback(clock)
     built.train()
     measured = [micro for step, kept in built.kept.items() if step > 0 for micro in kept]
     lengths = [length for positions, _ in measured for length in lengths_of(positions)]
     targets = sum(int((labels[:, 1:] != -100).sum()) for _, labels in measured)
-    return setting.figures(spec["shape"], lengths, targets if targets_only else sum(lengths), sum(clock.seconds[1:]))
+    yield cell.figures(lengths, targets, ran["targets_only"], sum(clock.seconds[1:]))
 
 
-def longest(spec: dict[str, Any]) -> dict[str, Any]:
+def longest(cell: Cell) -> Iterator[dict[str, Any]]:
     """Find the longest single document, a quarter of whose tokens are targets, that TRL trains on."""
-    few = setting.steps_of_documents(spec["shape"], 512, 2048, 0)[0]
-    built = trainer(spec, few, 512, 1, 1)
-    report(built, packed=False)
+    built = build(cell, cell.few_documents(), 512, 1, 1)
+    yield implementations(built, packed=False)
     built.current_gradient_accumulation_steps = 1  # otherwise set by train()
     model = built.accelerator.prepare(built.model)
     model.train()
-    if built.args.gradient_checkpointing:
-        built.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    built.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
     def train(length: int) -> None:
-        ids = torch.randint(setting.vocabulary(spec["shape"]), (1, length))
+        ids = torch.randint(vocabulary(cell.shape), (1, length))
         labels = ids.masked_fill(torch.arange(length) < length * 3 // 4, -100)
         batch = {"input_ids": ids, "labels": labels, "position_ids": torch.arange(length)[None]}
         built.training_step(model, batch)
         built.optimizer.step()
         built.optimizer.zero_grad()
 
-    return setting.longest(train, spec["first"])
-
-
-def main() -> None:
-    """Measure the cell that the command line describes."""
-    spec = setting.spec_of_this_process()
-    print(json.dumps({"throughput": throughput, "longest": longest}[spec["kind"]](spec)))
-
-
-if __name__ == "__main__":
-    main()
+    yield from longest_of(train, cell.first)

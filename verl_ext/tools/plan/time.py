@@ -7,6 +7,7 @@ The FLOPs are those of every pack of the epoch in its order over the ranks. The 
 the fake GPU: parameters count for each micro-step, gradients for each step, the others for each token of a pack.
 """
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,11 @@ from verl_ext.tools.plan.traffic import EXCHANGES, GATHERED, REDUCED, Received
 from verl_ext.trainer.setup import Run
 
 LINK_SHARE = 0.75  # the share of a link's rate that collectives of large tensors reach
+
+
+def not_hidden(traffic: Any, computing: Any, layers: float = math.inf) -> Any:
+    """Return the seconds of traffic beyond the computation that hides it, and at least those of one of `layers`."""
+    return np.maximum(traffic - computing * (1 - 1 / layers), traffic / layers)
 
 
 def time_facts(run: Run, config: RunConfig, plan: PlanOptions, job: Job, prediction: Prediction) -> dict[str, Any]:
@@ -69,7 +75,7 @@ def time_facts(run: Run, config: RunConfig, plan: PlanOptions, job: Job, predict
     fsdp = np.full(computing.shape, seconds(got[GATHERED]) / of_batches)
     fsdp[:, -reduced_a_step:] += seconds(got[REDUCED]) / reductions
     exchange = slowest(tokens) * sum(seconds(got[name]) for name in EXCHANGES) / of_tokens
-    shown = np.maximum(fsdp - computing, 0)
+    shown = not_hidden(fsdp, computing)
     count = len(computing)
     ideal = of_epoch(computed).sum() / (groups * speed)
     step_seconds = float((computing + shown + exchange).sum()) / count

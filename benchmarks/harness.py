@@ -1,0 +1,223 @@
+"""What every benchmark shares: tables, turns of contestants, figures with their range.
+
+A benchmark is a module of this package:
+
+    @dataclass(frozen=True)
+    class Options(values.Options):                 its sizes, as key=value on the command line
+        tokens: list[int] = option([1024], "…")
+    QUICK = ["tokens=[64]"]                        its smallest shape
+
+    @table("tokens {tokens:,} | seconds {seconds:.2f}")
+    def heads(options, folder):                    one table; its benchmark's tables share the temporary folder
+        yield {"tokens": 1024, "seconds": 0.5}     one row
+
+A heading comes with the format of a row's figures. A row that lacks a figure shows –, or why it failed.
+"""
+
+import importlib
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tqdm import tqdm
+
+from verl_ext.commands.command_line import help_text, read_options
+from verl_ext.values import UsageError
+
+NAMES = (
+    "packing",
+    "loading",
+    "training",
+    "head",
+    "activations",
+    "memory",
+    "scaling",
+    "checkpointing",
+    "leaks",
+    "titans",
+    "tokenizing",
+    "index",
+)
+APART = ("gpu",)  # run by its name alone
+VERSIONS = ("torch", "transformers", "datasets", "numpy", "verl", "flash-attn", "liger-kernel", "trl", "megatron-core")
+
+Row = dict[str, Any]
+
+
+class Turns(list[float]):
+    """A figure of each turn, printed as the median and the range: 2.33 [2.31, 2.38]."""
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self)
+
+    @property
+    def best(self) -> float:
+        return min(self)
+
+    def __truediv__(self, other: Sequence[float]) -> "Turns":
+        """Divide turn by turn, so that a drift of the machine cancels out."""
+        return Turns(mine / theirs for mine, theirs in zip(self, other, strict=True))
+
+    def __format__(self, form: str) -> str:
+        median = format(self.median, form)
+        return median if len(self) == 1 else f"{median} [{min(self):{form}}, {max(self):{form}}]"
+
+
+def take_turns(contestants: Mapping[str, Callable[[], Any]], turns: int, warm_up: int = 0) -> dict[str, list[Any]]:
+    """Call every contestant once a turn, and return the results by name.
+
+    The contestant that begins rotates, so that a drift of the machine favours nobody. The results of the first
+    `warm_up` turns are dropped.
+    """
+    names, results = list(contestants), {name: [] for name in contestants}
+    with tqdm(total=(warm_up + turns) * len(names), unit="turn", file=sys.stderr) as bar:
+        for turn in range(warm_up + turns):
+            first = turn % len(names)
+            for name in names[first:] + names[:first]:
+                bar.set_postfix_str(name)
+                result = contestants[name]()
+                if turn >= warm_up:
+                    results[name].append(result)
+                bar.update()
+    return results
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of a benchmark; `rows(options, folder)` measures it.
+
+    Attributes:
+        columns: headings, each with the format of a row's figures, with " | " between them.
+        on_request: whether it is made only if --table names it.
+        may_fail: whether a row may fail for another reason than a package that is not installed.
+        notes: makes text above the table of its rows.
+    """
+
+    rows: Callable[[Any, Path], Iterable[Row]]
+    columns: str
+    on_request: bool = False
+    may_fail: bool = False
+    notes: Callable[[Sequence[Row]], str] = lambda rows: ""
+
+    @property
+    def name(self) -> str:
+        return self.rows.__name__
+
+    def text(self, rows: Sequence[Row]) -> str:
+        """Return title, notes and the table in Markdown."""
+        parts = [column.partition("{") for column in self.columns.split(" | ")]
+        heads = [head.strip() for head, _, _ in parts]
+        lines = [heads, ["---"] * len(heads)]
+        for row in rows:
+            line = [_cell(brace + form, row) for _, brace, form in parts]
+            if "failed" in row:
+                empty = [at for at, cell in enumerate(line) if cell == "–"]
+                line[max(empty, default=-1)] = row["failed"]
+            lines.append(line)
+        title = f"## {self.name}: {(self.rows.__doc__ or '').splitlines()[0]}"
+        body = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        return "\n\n".join(filter(None, [title, self.notes(rows), body]))
+
+    def failures(self, rows: Sequence[Row]) -> list[str]:
+        """Return the reasons of rows that should not have failed."""
+        reasons = [row["failed"] for row in rows if "failed" in row and not self.may_fail]
+        return [reason for reason in reasons if "No module named" not in reason]
+
+
+def _cell(form: str, row: Row) -> str:
+    try:
+        return form.format_map(row)
+    except (KeyError, TypeError):  # a figure that is absent, or None
+        return "–"
+
+
+def table(columns: str, **more: Any) -> Callable[[Callable[..., Iterable[Row]]], Table]:
+    """Make a table of a function that yields its rows."""
+    return lambda rows: Table(rows, columns, **more)
+
+
+def equal(rows: Sequence[Row], figures: Iterable[str], tolerance: float) -> None:
+    """Raise RuntimeError if rows of the same work differ in a figure by more than `tolerance`, relatively."""
+    for figure in figures:
+        values = [row[figure] for row in rows if figure in row]
+        if values and max(values) - min(values) > tolerance * abs(values[0]):
+            raise RuntimeError(f"the contestants differ in {figure}: {values}")
+
+
+def relative(rows: Sequence[Row], *figures: str, to: int = 0) -> Iterable[Row]:
+    """Return the rows with their `× figure` over that of row `to`, if both were measured."""
+    base = rows[to]
+    return [
+        {**row, **{f"× {name}": row[name] / base[name] for name in figures if name in row and base.get(name)}}
+        for row in rows
+    ]
+
+
+def tables_of(module: ModuleType) -> dict[str, Table]:
+    """Return the tables of a benchmark by name."""
+    return {each.name: each for each in vars(module).values() if isinstance(each, Table)}
+
+
+def run(name: str, words: Sequence[str], tables: Sequence[str] = (), quick: bool = False) -> dict[str, Any]:
+    """Measure and print the tables of a benchmark; return every figure.
+
+    Raises:
+        UsageError: If a table or an option does not exist, or a value is not allowed.
+    """
+    module = importlib.import_module(f"benchmarks.{name}")
+    known = tables_of(module)
+    if unknown := set(tables) - set(known):
+        raise UsageError(f"--table must be of {', '.join(known)}; got {', '.join(sorted(unknown))}")
+    options = read_options(module.Options, [*(module.QUICK if quick else ()), *words])
+    machine = describe_machine()
+    found: dict[str, Any] = {"machine": machine, "options": vars(options), "failures": []}
+    texts = [f"# {name}", ", ".join(f"{key} {value}" for key, value in machine.items())]
+    print(*texts, sep="\n\n", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for each in known.values():
+            if each.name in tables or not (tables or each.on_request):
+                rows = found[each.name] = list(each.rows(options, Path(folder)))
+                found["failures"] += each.failures(rows)
+                texts.append(each.text(rows))
+                print(f"\n{texts[-1]}", flush=True)
+    return {**found, "text": "\n\n".join(texts)}
+
+
+def help_of(name: str) -> str:
+    """Return the method of a benchmark, its tables and its options."""
+    module = importlib.import_module(f"benchmarks.{name}")
+    options = help_text("", module.Options, "").partition("\n\n")[2]
+    return f"{module.__doc__}\ntables: {', '.join(tables_of(module))}\n\n{options}"
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return the processor or GPU, its load, and the versions of what is compared."""
+    found: dict[str, Any] = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+    found["load"] = f"{os.getloadavg()[0]:.2f}"
+    if (torch := sys.modules.get("torch")) and torch.cuda.is_available():
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = subprocess.run(query, capture_output=True, text=True).stdout.strip().splitlines()
+        found |= {"GPU": torch.cuda.get_device_name(), "driver": driver[0] if driver else "unknown", **allocator()}
+    for package in VERSIONS:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def allocator() -> dict[str, str]:
+    """Return the setting of the GPU's caching allocator: the user's own, else a run's default."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    own = {name: os.environ[name] for name in names if name in os.environ}
+    return own or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}

@@ -1,0 +1,321 @@
+"""What can be wrong silently in a benchmark: the contestants do the work that is timed. No timing is asserted."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from datasets import load_from_disk
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks import activations, gpu, head, index, leaks, loading, packers, packing, scaling, titans, training
+from benchmarks.documents import DISTRIBUTIONS, make_documents, write_documents, write_many_documents
+from benchmarks.gpu import cell, shapes
+from benchmarks.harness import equal
+from benchmarks.texts import Kind
+from tests.ranks import run_ranks
+from tests.test_packing import first_fit_decreasing_count
+from verl_ext.packing import cost_over_ideal
+
+pytestmark = pytest.mark.slow
+
+
+# --- packing
+
+
+@pytest.mark.parametrize("packer", [packers.ours, lambda: packers.PEERS["verl"]()[0]])
+def test_packers_lose_nothing_and_need_no_more_packs_than_first_fit_decreasing(packer):
+    lengths = DISTRIBUTIONS["A"].draw(300, np.random.default_rng(0))
+    plan = packing.Contest(packer(), lengths, 65_536).plan()
+    assert plan["packs"] <= first_fit_decreasing_count(lengths.tolist(), 65_536)
+    assert plan["fill"] == lengths.sum() / plan["packs"] / 65_536
+
+
+@pytest.mark.parametrize(("packs", "fault"), [([[0], [0, 1]], "repeated"), ([[0]], "lost"), ([[0, 1]], "budget")])
+def test_a_packer_that_cheats_is_an_error(packs, fault):
+    with pytest.raises(RuntimeError, match=fault):
+        packing.check_packs("peer", packs, np.array([6, 5]), 10)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "found"),
+    [(8, [1.403, 1.0006, 1.0013]), (32, [1.503, 1.0022, 1.0049]), (128, [1.533, 1.0090, 1.0111])],
+)
+def test_groups_share_steps_as_the_readme_says(ranks, found):
+    lengths = DISTRIBUTIONS["A"].draw(100_000, np.random.default_rng(0))
+    row = packing.shared(packing.COST.packs(packing.plan_packs(lengths, 65_536), lengths), ranks)
+    assert [row[name] for name in ("random", "sorted", "with_tail")] == pytest.approx(found, abs=6e-4)
+    assert abs(row["order_sorted"] - row["order_random"]) < 0.03
+
+
+# --- loading
+
+
+def test_every_reader_gives_the_same_tokens_and_targets(tmp_path):
+    documents, tokens = run_ranks(_read, 1, tmp_path / "corpus")[0]
+    for of_reader in documents.values():
+        assert of_reader == documents["templating"]
+        assert sum(len(ids) for ids, _ in of_reader) == tokens
+        assert all(0 < len(targets) < len(ids) for ids, targets in of_reader)
+
+
+def _read(folder):
+    readers, tokens = loading.build_readers(Kind("short", ((3, 9),) * 4, 256), 24, folder)
+    found = {name: [_documents(reader.read(item)) for item in reader.items] for name, reader in readers.items()}
+    return {name: sorted(itertools.chain(*documents)) for name, documents in found.items()}, tokens
+
+
+def _documents(batch):
+    """Return the documents of what a loader makes, sorted: (tokens, positions that predict a target)."""
+    if isinstance(batch, dict) and batch["input_ids"].is_nested:  # verl's collator
+        rows = zip(batch["input_ids"].unbind(), batch["loss_mask"].unbind(), strict=True)
+        return sorted((ids.tolist(), mask[1:].nonzero().flatten().tolist()) for ids, mask in rows)
+    if isinstance(batch, dict):  # a pack or a row, with a batch's dimension if the original made it
+        ids, positions, predicts = (batch[name].flatten() for name in ("input_ids", "position_ids", "loss_mask"))
+        predicts = predicts.roll(-1)
+    else:
+        ids, positions, predicts = batch.input_ids, batch.position_ids, batch.coefficients
+    edges = [*(positions == 0).nonzero().flatten().tolist(), len(positions)]
+    spans = [slice(*edge) for edge in itertools.pairwise(edges)]
+    found = [(ids[at].tolist(), predicts[at].nonzero().flatten().tolist()) for at in spans]
+    return sorted((tokens, targets) for tokens, targets in found if targets)  # the rest is padding
+
+
+def test_many_documents_are_an_ordinary_tokenized_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.documents._BATCH", 7)
+    write_many_documents(tmp_path, documents=40, mean_tokens=12, vocabulary=100, seed=0)
+    rows = load_from_disk(str(tmp_path))
+    assert len(rows) == 40
+    for row in rows:
+        mask = np.asarray(row["loss_mask"])
+        assert len(row["input_ids"]) == len(row["category_ids"]) == len(mask) == row["length"]
+        assert mask.tolist() == sorted(mask)  # its last tokens
+        assert mask.sum() == max(row["length"] // 4, 1)
+        assert ((np.asarray(row["category_ids"]) > 0) == mask).all()
+
+
+# --- training
+
+CONTEST = training.Options(documents=12, budget=256, hidden=128, layers=1, repeats=2)
+EPOCHS = training.Options(epoch_documents=32, epoch_budget=256, hidden=128, layers=1, steps=2, epochs=1, ranks=[2])
+
+
+@pytest.fixture(scope="module")
+def contest(tmp_path_factory):
+    return run_ranks(_compete, 1, tmp_path_factory.mktemp("contest"))[0]
+
+
+def _compete(folder):
+    training.write_model(folder / "model", 128, 1, 256)
+    found = training.compete(CONTEST, folder)
+    documents = make_documents(8, 256, 1024, np.random.default_rng(1))
+    write_documents(documents, folder / "again")
+    training.write_model(folder / "second" / "model", 128, 1, 256)
+    contestants = training.build_contestants(CONTEST, folder / "again", folder / "second", 1)
+    loaded = {name: _documents(each.load(documents, folder / "again")) for name, each in contestants.items()}
+    plain = sorted((d["input_ids"].tolist(), d["loss_mask"][1:].nonzero()[0].tolist()) for d in documents)
+    return {**found, "loaded": loaded, "plain": plain, "isolation": _around_a_change(contestants["dynamic"])}
+
+
+def _around_a_change(dynamic):
+    """Return (calls, log-probabilities by document before and after changing document 0's first token)."""
+    from verl.utils import tensordict_utils as tu
+
+    rng = np.random.default_rng(0)
+    documents = [{"input_ids": rng.integers(1, 100, n), "loss_mask": np.arange(n).clip(0, 1)} for n in (30, 40, 50)]
+
+    def log_probs():
+        data = tu.get_tensordict(tensor_dict=dynamic.load(documents), non_tensor_dict=dict(dynamic.meta))
+        with dynamic.engine.eval_mode():
+            output = dynamic.engine.infer_batch(data, loss_function=dynamic.loss)
+        return [column.numpy() for column in output["model_output"]["log_probs"].unbind()]
+
+    dynamic.forwards.clear()
+    before = log_probs()
+    documents[0]["input_ids"][0] += 1
+    return len(dynamic.forwards.positions) + 1, before, log_probs()
+
+
+def test_contestants_get_the_same_documents_and_report_the_same_loss(contest):
+    assert all(loaded == contest["plain"] for loaded in contest["loaded"].values())
+    losses = np.array([record["loss"] for record in contest["records"].values()])
+    assert losses.shape == (4, 2)
+    assert np.ptp(losses, axis=0).max() < 1e-4 < abs(losses[0, 0] - losses[0, 1])
+
+
+def test_contestants_run_the_tokens_and_micro_batches_that_their_names_say(contest):
+    records, tokens = contest["records"], np.array(contest["tokens"])
+    assert records["dynamic"]["ran"] == records["ours"]["ran"] == contest["tokens"]
+    assert records["padded"]["calls"] == [3, 3]
+    assert records["next_fit"]["ran"] == [256 * packs for packs in records["next_fit"]["calls"]]
+    assert all((np.array(records[name]["ran"]) > tokens).all() for name in ("padded", "next_fit"))
+    assert all((tokens <= 256 * np.array(records[name]["calls"])).all() for name in ("dynamic", "next_fit", "ours"))
+
+
+def test_stock_dynamic_batches_keep_documents_apart(contest):
+    calls, before, after = contest["isolation"]
+    assert calls == 2  # one micro-batch each time: the documents lay side by side
+    assert np.abs(before[0] - after[0])[1:-1].max() > 1e-4  # inside the changed document, later tokens see the change
+    assert max(np.abs(before[kept] - after[kept])[:-1].max() for kept in (1, 2)) < 1e-6
+
+
+def test_longaligns_methods_train_on_the_same_targets_and_wait_as_their_names_say(tmp_path):
+    training.write_model(tmp_path / "model", 128, 1, 256)
+    write_documents(training.documents_of(EPOCHS), tmp_path / "documents")
+    rows = {row["method"]: row for row in run_ranks(training.measure_epochs, 2, EPOCHS, tmp_path)[0]["rows"]}
+    forwards = {name: row["forwards"] for name, row in rows.items()}
+    assert {row["documents"] for row in rows.values()} == {32}
+    assert (forwards["naive"], forwards["sorted"], forwards["naive_1"], forwards["sorted_1"]) == (4, 4, 16, 16)
+    assert forwards["packing"] == forwards["balanced"] < 4
+    assert rows["sorted"]["padding"] < rows["naive"]["padding"]
+    assert rows["naive_1"]["padding"] == rows["dynamic"]["padding"] == 0
+    assert 1 <= rows["sorted_1"]["cost_over_ideal"] < rows["naive_1"]["cost_over_ideal"]
+    assert rows["balanced"]["cost_over_ideal"] <= rows["packing"]["cost_over_ideal"]
+
+
+def test_sorted_batching_keeps_documents_of_like_length_in_shuffled_groups():
+    lengths = np.random.default_rng(0).integers(1, 10**6, 96)
+    order = training.sorted_batching(lengths, 8, seed=0)
+    groups = lengths[order].reshape(12, 8)
+    assert (np.diff(groups[np.argsort(groups[:, 0])].ravel()) >= 0).all()
+    assert (np.diff(groups[:, 0]) < 0).any()
+    shares = training.dealt_out(order, steps=3, micro_batch_size=4, ranks=2)
+    assert (shares.reshape(2, 12, 4).swapaxes(0, 1).reshape(12, 8) == order.reshape(12, 8)).all()
+
+
+# --- memory of heads and activations, leaks, memories
+
+
+def test_heads_and_activation_cases_compute_the_same():
+    heads = [head.measure(name, 24, 0.3, 16, 300, 1) for name in ("plain", "targets", "fused", "verl")]
+    equal(heads, ("loss", "gradient"), 1e-5)
+    sizes = activations.Options(hidden=16, intermediate=48, layers=2, tile=5)
+    equal([activations.measure(case, 24, sizes) for case in activations.CASES], ("loss", "gradient"), 1e-5)
+
+
+def test_plain_transformers_mixes_the_documents_of_a_convolution_and_not_those_of_attention():
+    convolution, attention = leaks.errors("lfm2"), leaks.errors("qwen3")
+    assert convolution["transformers"] > 0.1
+    assert max(attention["transformers"], attention["ours"], convolution["ours"]) < 1e-5
+
+
+def test_both_models_are_the_same_qwen_but_for_the_memory_and_read_the_whole_text():
+    options = titans.Options(lengths=[256], hidden=32, layers=2, chunk=64)
+    shapes = {}
+    for kind, chunks in (("full", [256]), ("memory", [64] * 4)):
+        model, read = titans.work_of(kind, "read", 256, options, "cpu")
+        seen = []
+        model.get_input_embeddings().register_forward_pre_hook(lambda _, x, seen=seen: seen.append(x[0].shape[-1]))
+        assert read().shape == (1, 1, titans.VOCABULARY)
+        assert seen == chunks
+        shapes[kind] = {name: parameter.shape for name, parameter in model.named_parameters()}
+        model, step = titans.work_of(kind, "train", 128, options, "cpu")
+        reached = set()
+        for name, parameter in model.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name, reached=reached: reached.add(name))
+        step()
+        assert reached == set(shapes[kind])
+    assert shapes["full"].items() < shapes["memory"].items()
+    assert all("memory." in name for name in shapes["memory"].keys() - shapes["full"].keys())
+
+
+# --- scaling
+
+COSTS = np.random.default_rng(0).uniform(1, 5, 8 * 4 * 3)
+PERFECT = {"flops": 1.0, "node_link": 1e30, "network": 1e30, "latency": 0.0, "jitter": 0.0, "memory": 1e30}
+PERFECT |= {"storage": 1e30, "node_storage": 1e30}
+
+
+def parts(ranks=8, layers=4, costs=COSTS, **changes):
+    work = scaling.Work(costs, unit=1, parameters=1e3, layers=layers)
+    return scaling.step_time(work, scaling.Options(**{**PERFECT, **changes}), ranks)
+
+
+def test_on_perfect_machines_a_step_is_the_work_and_the_wait_for_the_dearest_pack():
+    found = parts()
+    assert sum(found.values()) == pytest.approx(found["ideal"] + found["balance"])
+    assert found["ideal"] == pytest.approx(COSTS.mean() * 4 * 4)  # four packs, each with four forwards' operations
+    assert (found["ideal"] + found["balance"]) / found["ideal"] == pytest.approx(cost_over_ideal(COSTS, 8))
+
+
+def test_each_part_of_a_simulated_step_follows_its_assumption():
+    calm = parts()
+    for found in (parts(jitter=0.1), parts(slow=1.5)):
+        assert found["jitter"] > 0
+        assert {**found, "jitter": 0} == pytest.approx({**calm, "jitter": 0})
+    travels = (2 * 2 * 4 + 4) * 1e3 * 7 / 8 / 1e9  # two gathers in each of four micro-steps, one reduction
+    assert parts(node_link=1e9)["communication"] == pytest.approx(travels / 4)  # the first of four layers'
+    assert parts(node_link=1e9, layers=1)["communication"] == pytest.approx(travels)
+    many = {"costs": np.ones(128), "layers": 1, "node_link": 1e9, "network": 1e8}
+    ratio = parts(16, **many)["communication"] / parts(8, **many)["communication"]
+    assert ratio == pytest.approx(10 * (15 / 16) / (7 / 8))
+    assert parts(16, costs=np.ones(128), node_storage=1e3)["checkpoint"] == pytest.approx(12 * 1e3 / 2e3 / 200)
+    with pytest.raises(ValueError, match="64 ranks need 256 packs a step; got 96"):
+        parts(64)
+
+
+# --- index
+
+
+def test_builders_that_disagree_are_an_error(tmp_path):
+    for name, content in ((index.OURS, "a"), (index.PEER, "b")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "texts.bin").write_text(content)
+    with pytest.raises(RuntimeError, match=r"different \.bin files"):
+        index.same_files(tmp_path)
+
+
+# --- gpu
+
+
+def test_flops_are_those_that_torch_counts_and_a_head_of_targets_computes_fewer(tmp_path):
+    found = run_ranks(_on_tiny_models, 1, tmp_path)[0]
+    for name, of_one in found.items():
+        assert of_one["counted"] == pytest.approx(of_one["expected"], rel=0.02), name
+        assert of_one["quadratic"] is any(len(mask) == 4 and mask[-1] == mask[-2] for mask in of_one["masks"]), name
+    assert [found[name]["targets_only"] for name in ("ours", "verl")] == [True, False]
+    assert [found[name]["kernel"] for name in ("ours", "verl")] == ["sdpa", "sdpa, T × T mask"]
+    assert [found[name]["head"] for name in ("ours", "verl")] == ["fused", "plain, log-softmax by rows"]
+    assert found["ours"]["counted"] < 0.8 * found["verl"]["counted"]
+
+
+def _on_tiny_models(folder):
+    from benchmarks.contestants import Setting
+    from verl_ext.plugin import register_engine
+
+    addmm = {torch.ops.aten.addmm_: lambda total, left, right, **_: 2 * left[0] * left[1] * right[1]}  # like its addmm
+    found, work = {}, shapes.Cell("", "tiny", 512, 1024, 0, 256, (), folder)
+    cell.prepare(work)
+    register_engine()
+    (documents,) = work.documents()
+    write_documents(documents, folder / "data")
+    setting = Setting(work.model, folder / "data", folder / "runs", 512, 3)  # without recomputation
+    for name, built in (("ours", setting.packed("ours", "best_fit")), ("verl", setting.stock("verl", None))):
+        ran, masks = cell.implementations(built, packed=True), []
+        for path, part in built.engine.module.named_modules():
+            if path.endswith("self_attn"):
+                part.register_forward_pre_hook(
+                    lambda _, args, kwargs, masks=masks: masks.append(kwargs.get("attention_mask")), with_kwargs=True
+                )
+        batch = built.load(documents, folder / "data")
+        with FlopCounterMode(display=False, custom_mapping=addmm) as counter:
+            built.train(batch)
+        tokens = sum(len(document["input_ids"]) for document in documents)
+        targets = sum(int(document["loss_mask"][1:].sum()) for document in documents)
+        # Matrices only, as the counter does not know sdpa on a CPU. Documents of one token have no attention to count.
+        counts = counter.get_flop_counts()["Global"].items()
+        found[name] = {
+            **ran,
+            "masks": [tuple(mask.shape) for mask in masks if mask is not None],
+            "counted": sum(count for operation, count in counts if "mm" in str(operation).split(".")[-1]),
+            "expected": shapes.flops("tiny", [1] * tokens, targets if ran["targets_only"] else tokens),
+        }
+    return found
+
+
+@pytest.mark.parametrize(("quadratic", "ratios"), [(False, [3.0, 1.0]), (True, [None, None])])
+def test_no_ratio_is_taken_to_a_quadratic_mask(quadratic, ratios):
+    rows = [{"name": "ours", "quadratic": False, "tokens_per_second": 3.0}]
+    rows += [{"name": "verl", "quadratic": quadratic, "tokens_per_second": 1.0}]
+    assert [row.get("ratio") for row in gpu.with_ratios(rows)] == ratios
+    assert bool(gpu.marked(rows)) is quadratic
