@@ -61,7 +61,7 @@ class PackedEngine(StepEngine):
             self._groups = ContextGroups(self.shards, mesh.get_group("inside"), mesh.get_group("across"))
 
     def _build_module(self) -> torch.nn.Module:
-        """Build verl's module with exact rotary frequencies and frozen towers."""
+        """Build verl's module with fp32 rotary frequencies by document, partly frozen."""
         # Upstream: apply_monkey_patch of verl 0.9.1 refuses numbers of heads that this engine pads. It replaces the
         # forward of vision models with one that ignores logits_to_keep and runs a dummy image in every step; through
         # its zero gradients, weight decay changes the tower. To go when verl leaves the patches to the engine.
