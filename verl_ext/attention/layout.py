@@ -63,7 +63,7 @@ class DocumentLayout:
 
     @cached_property
     def boundaries(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Device and host offsets int64[D + 1], always the same tensors for caches."""
+        """int64[D + 1] offsets on device and host, made once for caches."""
         return self.cu_seqlens.long(), torch.tensor(self.offsets)
 
     @property
@@ -147,7 +147,7 @@ def pieces(offsets: Sequence[int], first: int, last: int) -> Iterator[tuple[int,
 
 
 def pinned(tensor: torch.Tensor, device: Any) -> torch.Tensor:
-    """Page-lock a small host tensor for CUDA, so none waits."""
+    """Page-lock a small host tensor for CUDA, to copy without waiting."""
     return tensor.pin_memory() if tensor.device.type == "cpu" and torch.device(device).type == "cuda" else tensor
 
 

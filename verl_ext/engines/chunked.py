@@ -55,7 +55,7 @@ class ChunkedEngine(StepEngine):
         return module
 
     def _build_fsdp_module(self, module: Any) -> Any:
-        """Wrap as verl's FSDP2 does, but keep memories' inputs in fp32."""
+        """Wrap as verl's FSDP2 does, but cast no input of memories."""
         precision = self.engine_config.mixed_precision
         assert precision is not None, "the config is resolved before the engine is built"
         self._autocast_dtype = PrecisionType.to_dtype(precision["param_dtype"])
@@ -107,7 +107,7 @@ class ChunkedEngine(StepEngine):
     def prepare_model_outputs(
         self, output: Any, output_args: dict, micro_batch: TensorDict, logits_processor_func: Callable | None
     ) -> dict[str, torch.Tensor]:
-        """Return the next tokens' ``log_probs``, and ``is_greedy``: the likeliest ones.
+        """Return next tokens' ``log_probs``, and ``is_greedy``, whether those are likeliest.
 
         They are jagged as ``input_ids``, and so is ``entropy`` if the batch asks for measures; log_probs are 0 if the
         next token is no target.

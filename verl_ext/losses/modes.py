@@ -55,21 +55,21 @@ def token(mask: NDArray[Any], weights: NDArray[Any], lengths: NDArray[Any]) -> P
 
 
 def sequence(mask: NDArray[Any], weights: NDArray[Any], lengths: NDArray[Any], power: float = 1.0) -> PackCoefficients:
-    """Divide each document's weights by a power of its targets."""
+    """Divide each document's weights by its number of targets to a power."""
     of_document = np.add.reduceat(mask, np.cumsum(lengths) - lengths)
     weights = weights * np.repeat(np.maximum(of_document, 1.0) ** -power, lengths)
     return PackCoefficients(weights, weights.sum())
 
 
 def pack(mask: NDArray[Any], weights: NDArray[Any], lengths: NDArray[Any]) -> PackCoefficients:
-    """Divide weights by the pack's targets; Z counts non-empty packs."""
+    """Divide weights by the pack's targets; Z counts packs with any."""
     return PackCoefficients(weights / max(mask.sum(), 1.0), float(mask.any()))
 
 
 def longwriter(
     mask: NDArray[Any], weights: NDArray[Any], lengths: NDArray[Any], documents_per_pack: int = 30
 ) -> PackCoefficients:
-    """Weigh as `pack`, times its documents over `documents_per_pack`.
+    """Weigh as `pack`, times documents with a target over `documents_per_pack`.
 
     LongWriter's code counts documents by the sum of weights that add up to 1 in each document with a target.
     """
