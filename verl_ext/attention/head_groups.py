@@ -18,7 +18,7 @@ GROUP_BYTES = 2**30  # most bytes, in fp32, of the query heads of one kernel cal
 def by_groups_of_heads(
     kernel: Callable[..., torch.Tensor], group_bytes: int = GROUP_BYTES
 ) -> Callable[..., torch.Tensor]:
-    """Run the kernel over groups of query heads of `group_bytes` each.
+    """Run the kernel over groups of query heads within `group_bytes` in fp32.
 
     If all heads together are no larger than `group_bytes`, there is one call.
     """
@@ -61,7 +61,7 @@ def backward_by_groups_of_heads(kernel: LseKernel, group_bytes: int = GROUP_BYTE
 
 
 def _heads_of_a_call(query: torch.Tensor, key: torch.Tensor, group_bytes: int) -> tuple[int, int, int]:
-    """Return a call's query heads, key heads, and their ratio.
+    """Return a call's query and key heads, and queries per key head.
 
     A group is a part of the heads that share a key head, or several whole sets of them.
     """

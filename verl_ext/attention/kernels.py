@@ -216,7 +216,7 @@ class AttentionOptions(Options):
 
 
 def in_autocast_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Cast to autocast's type, since norms and rotations give fp32."""
+    """Cast to autocast's type if on: norms and rotations give fp32."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors

@@ -55,7 +55,7 @@ class DocumentLayout:
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int], device: Any, keys: Sequence[int] | None = None) -> "DocumentLayout":
-        """Lay out documents, or their `keys` if those are longer."""
+        """Lay out documents of these lengths, with `keys` where theirs differ."""
         offsets = (0, *accumulate(lengths))
         cu_seqlens = pinned(torch.tensor(offsets, dtype=torch.int32), device).to(device, non_blocking=True)
         longer = None if keys is None or list(keys) == list(lengths) else cls.from_lengths(keys, device)

@@ -72,7 +72,7 @@ def _block(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, place: i
 
 
 class LseKernel(NamedTuple):
-    """A kernel with its log-sum-exp, whose backward serves more keys.
+    """A kernel with its log-sum-exp, and a backward exact for more keys.
 
     Attributes:
         forward: returns ``out[T, H, E]`` and ``lse[H, T]`` for (query, key, value, layout, options), and tensors of its
@@ -98,7 +98,7 @@ class LseAttention(torch.autograd.Function):
         options: Any,
         kernel: LseKernel,
     ) -> torch.Tensor:
-        """Scale the output by the sinks' remainder; keep their log-sum-exp."""
+        """Scale the output by what sinks leave; keep the joint log-sum-exp."""
         output, lse, *kept = kernel.forward(query, key, value, layout, options)
         if sinks is not None:
             whole = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(1))  # [H, T]
