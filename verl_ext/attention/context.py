@@ -1,4 +1,4 @@
-"""Attention of a rank to the keys and values of other groups of ranks (`parallel.context_parallel_size`).
+"""Attention to other groups' keys and values, by `parallel.context_parallel_size`.
 
 Keys and values travel between groups (exchange.py), and their gradients return the same way and are added on the rank
 that they came from. A kernel that returns its log-sum-exp sees own keys while those of others travel:
@@ -30,7 +30,7 @@ from verl_ext.attention.scores import LseKernel, share
 
 @dataclass(frozen=True)
 class ContextGroups:
-    """The ranks that share a pack, and their process groups in an engine.
+    """The ranks that share a pack, and their process groups.
 
     Attributes:
         shards: the tokens that each rank holds.
@@ -45,28 +45,28 @@ class ContextGroups:
 
 @dataclass(frozen=True)
 class ContextLayout(DocumentLayout):
-    """The document boundaries of a whole pack whose keys and values travel between groups of ranks."""
+    """A pack's document boundaries, whose keys travel between groups of ranks."""
 
     groups: ContextGroups = field(kw_only=True)
     exchanges: dict[int | None, KeyExchange] = field(default_factory=dict, repr=False)  # by window, as layers ask
 
     @classmethod
     def from_layout(cls, layout: DocumentLayout, groups: ContextGroups) -> "ContextLayout":
-        """Share the layout of all T tokens, padding included, among groups of ranks."""
+        """Share the layout of all T tokens among groups of ranks."""
         return cls(layout.offsets, layout.cu_seqlens, layout.max_length, groups=groups)
 
     def _like(self, layout: DocumentLayout) -> DocumentLayout:
         return ContextLayout.from_layout(layout, self.groups)
 
     def exchange(self, window: int | None) -> KeyExchange:
-        """Return the exchange of layers with this window, computed on the host for the first such layer."""
+        """Return the exchange of layers with this window, computed once."""
         if window not in self.exchanges:
             device = self.cu_seqlens.device
             self.exchanges[window] = KeyExchange.from_offsets(self.offsets, self.groups.shards, window, device)
         return self.exchanges[window]
 
     def overlapped(self, kernel: LseKernel, options: Any) -> LseKernel | None:
-        """Return a kernel that sees own keys while those of others travel; None for layers that fetch few or none."""
+        """Return a kernel that overlaps the exchange; None with little exchanged."""
         exchange = self.exchange(options.window)
         if options.window is not None or exchange.needs_no_exchange:
             return None
@@ -78,7 +78,7 @@ class ContextLayout(DocumentLayout):
         return KeyParts.from_exchange(self.exchange(None), self.offsets, self.cu_seqlens.device)
 
     def _calls(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Any) -> list[tuple]:
-        """Return the calls for this rank's rows ``[2·L, heads, ·]``, with the keys and values of other groups."""
+        """Return the calls for this rank's rows ``[2·L, heads, ·]``."""
         exchange = self.exchange(options.window)
         if exchange.needs_no_exchange:  # this rank knows its own rows alone
             seen = [x[call.keys] for call in exchange.calls for x in (key, value)]
@@ -92,7 +92,7 @@ class ContextLayout(DocumentLayout):
 
 @dataclass(frozen=True)
 class _Overlapped:
-    """An :class:`LseKernel` over all keys, made of one that sees own keys while those of other groups travel."""
+    """An :class:`LseKernel` that sees own keys while those of others travel."""
 
     kernel: LseKernel
     exchange: KeyExchange
@@ -102,7 +102,7 @@ class _Overlapped:
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: DocumentLayout, options: Any
     ) -> tuple[torch.Tensor, ...]:
-        """Return outputs, their log-sum-exp, and the foreign keys and values side by side for the backward."""
+        """Return outputs, log-sum-exp, and the foreign keys beside their values."""
         exchange, widths = self.exchange, [key.size(-1), value.size(-1)]
         rows = torch.cat([_rows(x, exchange.send) for x in (key, value)], dim=-1)
         foreign, work = _start(rows, exchange.send_sizes, exchange.receive_sizes, self.across)
@@ -119,7 +119,7 @@ class _Overlapped:
         return output, lse, foreign
 
     def backward(self, *given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the gradients of this rank's rows, including those from the queries of other groups."""
+        """Return this rank's gradients, other groups' queries included."""
         grad, query, key, value, output, lse, foreign, _, options = given
         exchange, widths = self.exchange, [key.size(-1), value.size(-1)]
         of_foreign, of_queries = torch.zeros_like(foreign), []
@@ -139,7 +139,7 @@ class _Overlapped:
 
 
 class _Gather(torch.autograd.Function):
-    """The exchange of keys and values: ``[known part, K, E]`` of each kernel call, from this rank's ``[2·L, K, E]``."""
+    """Exchange own ``[2·L, K, E]`` for calls' ``[known part, K, E]``."""
 
     @staticmethod
     def forward(
@@ -174,14 +174,14 @@ def _rows(x: torch.Tensor, places: Sequence[slice]) -> torch.Tensor:
 
 
 def _placed(x: torch.Tensor, places: Sequence[slice], rows: torch.Tensor) -> torch.Tensor:
-    """Write rows to their places in ``x``, the inverse of :func:`_rows`, and return it."""
+    """Write rows to their places in ``x``, and return it."""
     for place, part in zip(places, rows.split([*map(size, places)]), strict=True):
         x[place] = part
     return x
 
 
 def _with_returned(own: torch.Tensor, returned: torch.Tensor, exchange: KeyExchange) -> torch.Tensor:
-    """Add the gradients that other groups return for this rank's rows; their sum is rounded once."""
+    """Add the gradients that other groups return, rounding once."""
     total = own.to(torch.promote_types(own.dtype, torch.float32))
     for place, part in zip(exchange.send, returned.split([*map(size, exchange.send)]), strict=True):
         total[place] += part
@@ -191,6 +191,6 @@ def _with_returned(own: torch.Tensor, returned: torch.Tensor, exchange: KeyExcha
 def _start(
     rows: torch.Tensor, send: list[int], receive: list[int], across: dist.ProcessGroup
 ) -> tuple[torch.Tensor, dist.Work]:
-    """Send rows to each rank of the group; return the rows that arrive and the work to wait for before reading them."""
+    """Send rows; return the arriving rows and the work to await."""
     received = rows.new_empty(sum(receive), *rows.shape[1:])
     return received, dist.all_to_all_single(received, rows, receive, send, group=across, async_op=True)

@@ -1,4 +1,4 @@
-"""The keys that travel between the groups of ranks that share a pack (`parallel.context_parallel_size`).
+"""The keys that travel between groups that share a pack.
 
 A rank has the queries of its group's two chunks. It needs the keys of their documents from the beginning, or from as
 far back as a window reaches:
@@ -24,7 +24,7 @@ from verl_ext.attention.layout import DocumentLayout, SequenceShards, pieces
 
 
 class KernelCall(NamedTuple):
-    """One call of a kernel: queries of this rank, the known keys that they see, and the documents of both."""
+    """A kernel's call: queries, the known keys, the documents of both."""
 
     queries: slice
     keys: slice
@@ -33,7 +33,7 @@ class KernelCall(NamedTuple):
 
 @dataclass(frozen=True)
 class KeyExchange:
-    """The exchange and the kernel calls of a layer; rows are the 2·L tokens that this rank has of its heads.
+    """The exchange and calls of a layer, for this rank's 2·L rows.
 
     Attributes:
         send: the rows for other groups, in the order of the groups; send_sizes: the number for each group.
@@ -72,7 +72,7 @@ class KeyExchange:
     def from_offsets(
         cls, offsets: Sequence[int], shards: SequenceShards, window: int | None, device: Any
     ) -> "KeyExchange":
-        """Compute the exchange for documents [offsets[d], offsets[d + 1]) that end at T, and layers with a window."""
+        """Compute the exchange for documents that end at T, and `window`."""
         length = offsets[-1] // len(shards.chunks)
         runs = [Run(chunk * length, (chunk + 1) * length) for chunk in shards.chunks]
         held = [runs[2 * group : 2 * group + 2] for group in range(shards.context)]
@@ -108,7 +108,7 @@ def _tokens(runs: Sequence[Run]) -> int:
 
 
 def _rows(runs: Sequence[Run], part: Run) -> slice:
-    """Return the place of a part of the pack among runs that are stored one after the other."""
+    """Return the place of a part among consecutively stored runs."""
     before = 0
     for run in runs:
         if run.start <= part.start < run.end:
@@ -124,7 +124,7 @@ def _first_key(offsets: Sequence[int], first: int, window: int | None) -> int:
 
 
 def _needed(offsets: Sequence[int], own: Sequence[Run], runs: Sequence[Run], window: int | None) -> list[Run]:
-    """Return the parts of other chunks that the queries of a group's own chunks see, each up to its chunk's end."""
+    """Return the foreign parts that a group's queries see, to chunks' ends."""
     first = {query: _first_key(offsets, query.start, window) for query in own}
     needed = []
     for run in runs:
@@ -137,7 +137,7 @@ def _needed(offsets: Sequence[int], own: Sequence[Run], runs: Sequence[Run], win
 def _calls(
     offsets: Sequence[int], own: Sequence[Run], known: Sequence[Run], window: int | None, device: Any
 ) -> tuple[KernelCall, ...]:
-    """Return one call if the keys of both chunks lie apart, so that no key is seen twice; else a call for each."""
+    """Return one call if both chunks' keys lie apart, else two."""
     keys = [Run(_first_key(offsets, run.start, window), run.end) for run in own]
     lengths = [_lengths(offsets, run, key.start) for run, key in zip(own, keys, strict=True)]
     if keys[0].end <= keys[1].start:
@@ -151,7 +151,7 @@ def _calls(
 
 
 def _lengths(offsets: Sequence[int], run: Run, first_key: int) -> tuple[list[int], list[int]]:
-    """Return the number of queries, and of keys from ``first_key`` on, that each document has in a run."""
+    """Return each document's queries in a run, and keys from ``first_key``."""
     found = list(pieces(offsets, *run))
     queries = [end - start for _, start, end in found]
     return queries, [end - max(offsets[document], first_key) for document, _, end in found]
@@ -159,7 +159,7 @@ def _lengths(offsets: Sequence[int], run: Run, first_key: int) -> tuple[list[int
 
 @dataclass(frozen=True)
 class KeyParts:
-    """The own and the foreign keys of layers without a window, as kernels see them one after the other.
+    """The own and foreign keys of layers without a window.
 
     A rank's rows are a pack of their own, in which its tokens of a document are neighbours. Foreign keys of a document
     lie before all of the chunk that needs them, so that each of its queries sees each of them:
@@ -182,7 +182,7 @@ class KeyParts:
 
     @classmethod
     def from_exchange(cls, exchange: KeyExchange, offsets: Sequence[int], device: Any) -> "KeyParts":
-        """Split the keys of an exchange for documents [offsets[d], offsets[d + 1]) into own and foreign ones."""
+        """Split an exchange's keys into own and foreign ones, by document."""
         lengths: dict[int, int] = {}
         for document, start, end in chain(*(pieces(offsets, *run) for run in exchange.held)):
             lengths[document] = lengths.get(document, 0) + end - start

@@ -18,7 +18,7 @@ GROUP_BYTES = 2**30  # most bytes, in fp32, of the query heads of one kernel cal
 def by_groups_of_heads(
     kernel: Callable[..., torch.Tensor], group_bytes: int = GROUP_BYTES
 ) -> Callable[..., torch.Tensor]:
-    """Run the kernel over groups of query heads, as many at a time as have `group_bytes` in fp32; at least one.
+    """Run the kernel over groups of query heads within `group_bytes` in fp32.
 
     If all heads together are no larger than `group_bytes`, there is one call.
     """
@@ -41,7 +41,7 @@ def by_groups_of_heads(
 
 
 def backward_by_groups_of_heads(kernel: LseKernel, group_bytes: int = GROUP_BYTES) -> LseKernel:
-    """Run only the backward over groups of query heads, because a forward holds nothing in fp32."""
+    """Run only the backward by groups; a forward holds no fp32."""
 
     def backward(*given: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         grad, query, key, value, output, lse, *others = given
@@ -61,7 +61,7 @@ def backward_by_groups_of_heads(kernel: LseKernel, group_bytes: int = GROUP_BYTE
 
 
 def _heads_of_a_call(query: torch.Tensor, key: torch.Tensor, group_bytes: int) -> tuple[int, int, int]:
-    """Return the query heads and key heads of a call, and the query heads that share a key head.
+    """Return a call's query and key heads, and queries per key head.
 
     A group is a part of the heads that share a key head, or several whole sets of them.
     """

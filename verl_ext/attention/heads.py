@@ -1,4 +1,4 @@
-"""Attention heads among sequence-parallel ranks (Ulysses): padding to a divisible number, and the exchange of heads.
+"""Attention heads among sequence-parallel ranks (Ulysses): padding and exchange.
 
 ```
                     ranks hold T/n tokens of all H heads
@@ -31,7 +31,7 @@ import torch.nn.functional as F
 
 @dataclass(frozen=True)
 class HeadPadding:
-    """The padding to a number of heads that the ranks divide, each query head beside its key/value head.
+    """A padding to a number of heads that the ranks divide.
 
     Attributes:
         groups: key/value heads of the model.
@@ -48,7 +48,7 @@ class HeadPadding:
     @classmethod
     @lru_cache
     def from_heads(cls, heads: int, kv_heads: int, ranks: int) -> "HeadPadding":
-        """Choose the padding with the fewest query heads, and among those with the fewest key/value heads."""
+        """Choose the padding with fewest query heads, then fewest key/value heads."""
         group = heads // kv_heads
         return min(
             (cls(kv_heads, group, parts, ranks) for parts in range(1, group + 1)), key=lambda p: (p.heads, p.kv_heads)
@@ -89,32 +89,33 @@ class HeadPadding:
         return F.pad(repeated, (0, 0, 0, missing)) if missing else repeated
 
     def output(self, x: torch.Tensor) -> torch.Tensor:
-        """Take the model's own heads ``[B, T, groups · group, E]`` out of ``x[B, T, self.heads, E]``."""
+        """Take the model's own heads out of ``x[B, T, self.heads, E]``."""
         return x if self.zero_heads == 0 else self._of_model(x).flatten(2, 3)
 
     def _of_model(self, x: torch.Tensor) -> torch.Tensor:
-        """View the model's own query heads ``[B, T, groups, group, E]`` among padded ones."""
+        """View own query heads ``[B, T, groups, group, E]`` among padded ones."""
         filled = self.parts * self.part
         return x[:, :, : self.groups * filled].unflatten(2, (self.groups, filled))[:, :, :, : self.group]
 
 
 def split_heads(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> tuple[torch.Tensor, ...]:
-    """Exchange tokens for heads: ``[B, T, heads/n, E]`` from ``[B, T/n, heads, E]`` of each tensor, in one all-to-all.
+    """Exchange tokens for heads, of all tensors in one all-to-all.
 
-    The n ranks of ``group`` take part. The tensors share B, T/n and their type; each has its own heads, a multiple of
-    n, and head size E. If B is 1, the results are views of one tensor.
+    ``[B, T/n, heads, E]`` becomes ``[B, T, heads/n, E]`` among the n ranks of ``group``. The tensors share B, T/n and
+    their type; each has its own heads, a multiple of n, and head size E. If B is 1, the results are views of one
+    tensor.
     """
     return _AllToAll.apply(group, True, *tensors)
 
 
 def join_heads(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Exchange heads for tokens: ``[B, T/n, heads, E]`` from ``[B, T, heads/n, E]``, the inverse of `split_heads`."""
+    """Exchange ``[B, T, heads/n, E]`` for ``[B, T/n, heads, E]``: `split_heads` back."""
     (joined,) = _AllToAll.apply(group, False, tensor)
     return joined
 
 
 class _AllToAll(torch.autograd.Function):
-    """The exchange of heads for tokens, or back; gradients go the opposite way."""
+    """The exchange of heads for tokens, or back, with gradients."""
 
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, split: bool, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -127,7 +128,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _exchange(group: dist.ProcessGroup, split: bool, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Send each rank its part of dimension 2 (split) or 1, and join the parts that arrive along the other dimension."""
+    """Send parts of dimension 2 (split) or 1; join the other."""
     divided, joined = (2, 1) if split else (1, 2)
     ranks = dist.get_world_size(group)
     parts = [x.unflatten(divided, (ranks, -1)).movedim(divided, 0) for x in tensors]  # [n, B, T/n, heads/n, E]

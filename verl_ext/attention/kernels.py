@@ -52,14 +52,14 @@ class KernelOptions(NamedTuple):
 
     @property
     def flash_window(self) -> tuple[int, int]:
-        """The window as flash attention counts it: tokens to the left and to the right; causal."""
+        """The causal window in flash attention's count: (left, right) tokens."""
         return (-1 if self.window is None else self.window - 1, 0)
 
 
 def sdpa(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: DocumentLayout, options: KernelOptions
 ) -> torch.Tensor:
-    """Attend causally from ``query[T, H, E]`` to ``key, value[S, K, E]``, document by document."""
+    """Attend causally in documents from ``query[T, H, E]`` to ``[S, K, E]``."""
     if options.softcap is not None or options.sinks is not None:
         return blocks(query, key, value, layout, options)
     outputs: list[torch.Tensor] = []
@@ -82,7 +82,7 @@ def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options
 def _windowed(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: KernelOptions
 ) -> Iterator[torch.Tensor]:
-    """Yield the output of each block of queries over the keys that its window reaches, without a mask of all by all.
+    """Yield outputs of query blocks, without a mask of all keys.
 
     Inside sdpa, only the memory-efficient kernel accepts a mask and holds no scores. It has no grouped heads, and
     accepts a mask without a copy, shared by all blocks, if keys are a multiple of 16.
@@ -105,7 +105,7 @@ def _windowed(
 
 
 def _window_mask(queries: int, keys: int, window: int, like: torch.Tensor) -> torch.Tensor:
-    """Return the mask ``[queries, keys]`` to add to the logits, whose queries are the last of the keys' tokens."""
+    """Return the additive mask ``[queries, keys]`` of a document's last queries."""
     position = torch.arange(keys, device=like.device)
     distance = position[keys - queries :, None] - position[None, :]
     unseen = (distance < 0) | (distance >= window)
@@ -115,7 +115,7 @@ def _window_mask(queries: int, keys: int, window: int, like: torch.Tensor) -> to
 def varlen(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: DocumentLayout, options: KernelOptions
 ) -> torch.Tensor:
-    """Run torch's flash attention with cumulative lengths, or the kernel given to torch; half precision on CUDA."""
+    """Run torch's flash attention, or the kernel given to torch; half precision."""
     from torch.nn.attention.varlen import varlen_attn
 
     assert not options.dropout, "choose_backend refuses it"
@@ -184,7 +184,7 @@ KERNEL_NAMES = {"varlen": "varlen (FA2)", "fa3": "varlen (FA3)", "fa4": "varlen 
 
 
 class _TorchKernels(NamedTuple):
-    """A kernel that torch's varlen attention can use: its name in torch, module, GPUs and widest head.
+    """A kernel for torch's varlen attention: name, module, GPUs, widest head.
 
     exact_head_size: the widest head of a backward pass that adds in one order.
     """
@@ -208,7 +208,7 @@ _TORCH_KERNELS = {
 
 @dataclass(frozen=True)
 class AttentionOptions(Options):
-    """The options of the kernel that computes the attention inside the documents of a pack."""
+    """The options of the kernel for attention inside a pack's documents."""
 
     prefix: ClassVar[str] = "attention"
 
@@ -216,7 +216,7 @@ class AttentionOptions(Options):
 
 
 def in_autocast_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Cast queries, keys and values to autocast's type, if it is on: layer norms and rotations give fp32 under it."""
+    """Cast to autocast's type if on: norms and rotations give fp32."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors
@@ -229,7 +229,7 @@ def flash_limit(
     capability: tuple[int, int] | None = None,
     altered_sinks: bool = False,
 ) -> str | None:
-    """Return the requirement of flash kernels that is not met; None if they run.
+    """Return the unmet requirement of flash kernels; None if they run.
 
     capability: the GPU's, as ``torch.cuda.get_device_capability`` gives it; None is taken to be enough. altered_sinks:
     whether the attention has sinks, and dropout or a soft cap as well.
@@ -255,7 +255,7 @@ def choose_backend(
     softcap: float | None = None,
     deterministic: bool = False,
 ) -> str:
-    """Return the backend that `attention.backend` stands for: ``auto`` takes the fastest one that runs here.
+    """Return `attention.backend`, with ``auto`` as the fastest one here.
 
     limit is the answer of :func:`flash_limit`, dropout that of attention weights, capability the GPU's, None to ask;
     softcap is the bound of the logits, which like dropout only flash-attn and sdpa compute; deterministic: whether
@@ -266,6 +266,7 @@ def choose_backend(
     if requested == "auto":
         if device_type != "cuda" or limit:
             return "sdpa"
+        # A package is imported only where it would be used: an import takes seconds and may fail.
         names = _of_packages(dropout or softcap, capability, head_size, deterministic)
         usable = (name for name in names if not unusable(name))
         return next(usable, "sdpa" if dropout or softcap else "varlen")
@@ -273,6 +274,7 @@ def choose_backend(
         return requested
     if device_type != "cuda":
         raise ValueError(f"attention.backend={requested} needs a CUDA GPU; this run is on {device_type}")
+    # A backend asked for by name is refused before weights are loaded, never replaced in silence.
     if requested != "flash_attn" and dropout:
         limit = limit or f"a model without attention dropout; the model's is {dropout}"
     if requested != "flash_attn" and softcap:
@@ -302,7 +304,7 @@ def fallback_notices(
     head_size: int,
     deterministic: bool = False,
 ) -> list[str]:
-    """Name the installed packages that ``auto`` prefers to the kernel that it chose, and why they failed."""
+    """Name installed packages that ``auto`` prefers, and why they failed."""
     notices = []
     for name in _of_packages(restriction, capability, head_size, deterministic):
         if name == chosen:
@@ -317,7 +319,7 @@ def fallback_notices(
 def _of_packages(
     restriction: float | None, capability: tuple[int, int] | None, head_size: int, deterministic: bool
 ) -> list[str]:
-    """Return the backends of packages that suit a GPU and a model, the fastest first.
+    """Return packages' backends for a GPU and model, fastest first.
 
     restriction: dropout or a soft cap, which torch's own flash attention does not have.
     """
@@ -332,7 +334,7 @@ def _of_packages(
 
 @lru_cache
 def unusable(backend: str) -> str | None:
-    """Return the first line of the error that makes a backend's package unusable; None if there is no error.
+    """Return why a backend's package is unusable; None if it works.
 
     This imports the package, and gives its kernels to torch's varlen attention if they are made for that.
     """
@@ -352,7 +354,7 @@ def _dotted(capability: tuple[int, int] | None) -> str:
 
 @lru_cache
 def gpu_capability(device: int | None = None) -> tuple[int, int] | None:
-    """Return the compute capability of a CUDA device, by default the current one; None without CUDA.
+    """Return a CUDA device's compute capability; None without CUDA.
 
     This initialises CUDA.
     """

@@ -1,4 +1,4 @@
-"""The boundaries of a pack's documents, and the places of its tokens on the ranks that share it.
+"""The boundaries of documents, and the tokens' places on ranks.
 
 The ranks are `parallel.context_parallel_size` groups of `engine.ulysses_sequence_parallel_size` neighbours. Causal
 attention costs more for later tokens of a document, so each group holds an early and a late chunk of the pack.
@@ -41,7 +41,7 @@ class ParallelOptions(Options):
 
 @dataclass(frozen=True)
 class DocumentLayout:
-    """The document boundaries of a flattened micro-batch, computed once on the host and passed to every layer.
+    """A flattened micro-batch's document boundaries, computed once on the host.
 
     verl's own patched attention gathers and searches ``position_ids`` in every layer, with a collective and a device
     synchronisation each.
@@ -55,7 +55,7 @@ class DocumentLayout:
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int], device: Any, keys: Sequence[int] | None = None) -> "DocumentLayout":
-        """Lay out documents of these lengths one after the other; keys: the lengths of their keys, if they differ."""
+        """Lay out documents of these lengths, with `keys` where theirs differ."""
         offsets = (0, *accumulate(lengths))
         cu_seqlens = pinned(torch.tensor(offsets, dtype=torch.int32), device).to(device, non_blocking=True)
         longer = None if keys is None or list(keys) == list(lengths) else cls.from_lengths(keys, device)
@@ -63,12 +63,12 @@ class DocumentLayout:
 
     @cached_property
     def boundaries(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The offsets as int64[D + 1], on the device and on the host; made once, as caches know them by identity."""
+        """int64[D + 1] offsets on device and host, made once for caches."""
         return self.cu_seqlens.long(), torch.tensor(self.offsets)
 
     @property
     def keys(self) -> "DocumentLayout":
-        """The layout of each document's keys; its queries are the last of them."""
+        """The layout of the keys; queries are each document's last."""
         return self.longer_keys or self
 
     def attend(
@@ -79,9 +79,10 @@ class DocumentLayout:
         value: torch.Tensor,
         options: Any,
     ) -> torch.Tensor:
-        """Return ``[T, H, E]`` of a kernel for this rank's ``query[T, H, ·]``, ``key[S, K, ·]`` and ``value[S, K, E]``.
+        """Return a kernel's ``[T, H, E]`` for this rank's rows.
 
-        Documents must cover all rows of a call: a flash kernel leaves other rows as they were in memory.
+        The rows are ``query[T, H, ·]``, ``key[S, K, ·]`` and ``value[S, K, E]``. Documents must cover all rows of a
+        call: a flash kernel leaves other rows as they were in memory.
         """
         outputs = []
         for layout, q, k, v in self._calls(query, key, value, options):
@@ -91,11 +92,11 @@ class DocumentLayout:
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
     def _calls(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Any) -> list[tuple]:
-        """Return the layout, queries, keys and values of each kernel call that :meth:`attend` makes."""
+        """Return each kernel call's layout, queries, keys and values."""
         return [(self, query, key, value)]
 
     def in_chunks(self, size: int) -> "DocumentLayout":
-        """Cut documents into pseudo-documents of `size` tokens, counted from each document's first, as Llama 4 attends.
+        """Cut documents into pseudo-documents of `size` tokens, as Llama 4 attends.
 
         ```
         documents   │ A A A A A │ B B B │        size 2   │ A A │ A A │ A │ B B │ B │
@@ -112,7 +113,7 @@ class DocumentLayout:
         return layout
 
     def padded(self, pad: int) -> "DocumentLayout":
-        """Append ``pad`` tokens as one last pseudo-document, for ranks that do not divide T."""
+        """Append ``pad`` tokens as one pseudo-document, for dividing T."""
         if pad == 0:
             return self
         end = self.offsets[-1] + pad
@@ -122,7 +123,7 @@ class DocumentLayout:
 
 
 def document_layout(position_ids: torch.Tensor, device: torch.device | str = "cpu") -> DocumentLayout:
-    """Read the boundaries from ``position_ids[T]`` on the host, which restart at 0 in every document.
+    """Read boundaries from host ``position_ids[T]``, 0 at each document's start.
 
     ```
     position_ids   0 1 2 | 0 1 2 3 | 0        offsets 0 3 7 8    max_length 4
@@ -138,7 +139,7 @@ def document_layout(position_ids: torch.Tensor, device: torch.device | str = "cp
 
 
 def pieces(offsets: Sequence[int], first: int, last: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (d, start, end) for each document d that has the tokens [start, end) in [first, last)."""
+    """Yield (d, start, end) of each document within tokens [first, last)."""
     d = bisect_right(offsets, first) - 1
     while d + 1 < len(offsets) and offsets[d] < last:
         yield d, max(offsets[d], first), min(offsets[d + 1], last)
@@ -146,13 +147,13 @@ def pieces(offsets: Sequence[int], first: int, last: int) -> Iterator[tuple[int,
 
 
 def pinned(tensor: torch.Tensor, device: Any) -> torch.Tensor:
-    """Page-lock a small tensor on its way from the host to CUDA, so that the host does not wait for the copy."""
+    """Page-lock a small host tensor for CUDA, to copy without waiting."""
     return tensor.pin_memory() if tensor.device.type == "cpu" and torch.device(device).type == "cuda" else tensor
 
 
 @dataclass(frozen=True)
 class SequenceShards:
-    """The shares of a pack of T tokens, padding included, that ranks hold, and this rank among them.
+    """The ranks' shares of T tokens, padding included, and this rank's place.
 
     Attributes:
         ulysses: the ranks of a group, which are neighbours; context: the number of groups.
@@ -180,7 +181,7 @@ class SequenceShards:
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """The chunks of the pack in the order of the ranks, equally many a group."""
+        """The pack's chunks in order of ranks, equally many a group."""
         if self.context == 1:
             return (0,)
         return tuple(chunk for group in range(self.context) for chunk in (group, 2 * self.context - 1 - group))
@@ -193,7 +194,7 @@ class SequenceShards:
         return torch.cat([chunks[chunk] for chunk in self.chunks])
 
     def by_position(self, values: torch.Tensor) -> torch.Tensor:
-        """Put ``[T, …]`` in the order of the ranks back in the order of the pack."""
+        """Put ``[T, …]`` from the order of ranks into the pack's."""
         if self.context == 1:
             return values
         chunks = values.chunk(len(self.chunks))
@@ -205,12 +206,12 @@ class SequenceShards:
         return self.by_rank(values)[self.rank * length : (self.rank + 1) * length]
 
     def positions(self, places: torch.Tensor, tokens: int) -> torch.Tensor:
-        """Map places in the order of the ranks to positions in the pack."""
+        """Map places in the order of ranks to the pack's positions."""
         length = tokens // len(self.chunks)
         return torch.tensor(self.chunks)[places // length] * length + places % length
 
     def spans(self, tokens: int) -> Iterator[tuple[int, int]]:
-        """Yield [start, end) in the pack of each run of tokens that this rank holds, at most two, in its order."""
+        """Yield this rank's runs [start, end) of the pack, at most two."""
         length, held = tokens // len(self.chunks), tokens // self.ranks
         first, last = self.rank * held, (self.rank + 1) * held
         for index, chunk in enumerate(self.chunks):

@@ -1,4 +1,4 @@
-"""The Hugging Face attention implementation ``verl_ext_packed``, which keeps documents apart and contains Ulysses.
+"""The Hugging Face attention ``verl_ext_packed``, for documents and Ulysses.
 
 It is registered through transformers' ``AttentionInterface``, so no model is patched. The engine passes a
 :class:`DocumentLayout` to the model's forward. The layout reaches attention as a keyword argument or, in models that
@@ -44,20 +44,20 @@ _layout_required = False
 
 
 def set_backend(requested: str | Kernel) -> None:
-    """Choose the kernel of this process: its name in `attention.backend`, ``auto`` to decide by device, or a kernel."""
+    """Choose this process's kernel: a name, ``auto``, or a kernel itself."""
     global _requested
     _requested = requested
 
 
 def require_layout() -> None:
-    """Refuse calls without a layout from now on: this process runs packs, whose documents such a call would mix."""
+    """Refuse calls without a layout, which would mix packs' documents."""
     global _layout_required
     _layout_required = True
 
 
 @dataclass(frozen=True)
 class AttentionNeeds:
-    """The parts of a layer's attention that depend on positions in documents; an attribute of its module.
+    """What a module's attention needs of positions in documents.
 
     Attributes:
         chunk: tokens of a chunk, counted from a document's first token, inside which tokens see each other.
@@ -82,10 +82,10 @@ def packed_attention(
     document_layout: DocumentLayout | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """Return ``[1, T/n, H, E]``: the attention of ``query[1, H, T/n, E]`` to ``key, value[1, K, T/n, E]``.
+    """Return ``[1, T/n, H, E]``, the attention inside documents.
 
-    It stays inside documents. n is the sequence-parallel size. ``document_layout`` covers all T tokens; without one,
-    each row is a document.
+    It is that of ``query[1, H, T/n, E]`` to ``key, value[1, K, T/n, E]``, with n the sequence-parallel size.
+    ``document_layout`` covers all T tokens; without one, each row is a document.
     """
     pack, needs = getattr(module, "running_pack", None), getattr(module, "attention_needs", AttentionNeeds())
     if document_layout is None and pack is not None:  # a model may pass no keyword arguments to its layers
@@ -99,6 +99,7 @@ def packed_attention(
     shared = document_layout if isinstance(document_layout, ContextLayout) else None
     group: Any = shared.groups.inside if shared else get_ulysses_sequence_parallel_group()
     ranks = get_ulysses_sequence_parallel_world_size(group)
+    # Zero heads come before the exchange of heads, since each rank must get equally many.
     padding = HeadPadding.from_heads(query.size(2), key.size(2), ranks)
     query, key, value = padding.query(query), padding.key_value(key), padding.key_value(value)
     query, key, value = in_autocast_dtype(query, key, value)
@@ -134,7 +135,7 @@ def packed_attention(
 
 
 def _refuse_unsupported(module: torch.nn.Module, kwargs: dict, masked: bool) -> None:
-    """Raise ValueError if a layer asks for something that no backend computes, rather than leave it out."""
+    """Raise ValueError if a layer needs what no backend computes."""
     unread = sorted(name for name, value in kwargs.items() if value is not None and name not in _READ_ELSEWHERE)
     unsupported = ["an attention mask of its own"] * masked + unread
     if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:

@@ -1,4 +1,4 @@
-"""Rotary embeddings whose frequencies depend on a document's length, computed for each document of a pack by itself.
+"""Rotary embeddings whose frequencies depend on documents' lengths, for each by itself.
 
 transformers chooses frequencies in every forward by the largest position that it is given: ``dynamic`` scaling grows
 with each length beyond the model's own, and ``longrope`` (Phi-3, Phi-4-mini) changes to a second set of frequencies
@@ -19,7 +19,7 @@ from verl_ext.attention.layout import DocumentLayout, SequenceShards, pieces, pi
 
 
 def same_frequencies_up_to(config: Any, layer_type: str | None = None) -> int | None:
-    """Return the length up to which all documents have the same rotary frequencies; None if length does not matter.
+    """Return the length up to which rotary frequencies agree; None: always.
 
     layer_type is one of the text config's layer types, if it has ``rope_parameters`` for each of them.
     """
@@ -48,7 +48,7 @@ def restore_rope_precision(model: Any) -> None:
 
 
 def choose_rope_by_document(model: Any, shards: SequenceShards | None = None) -> None:
-    """Replace, in place, rotary embeddings of ``model`` whose frequencies depend on the length of a document.
+    """Replace, in place, rotary embeddings that depend on documents' lengths.
 
     Their parent modules must be called with the keyword argument ``document_layout``, as attention layers are. shards
     are the tokens of a pack that this rank holds, None for all. Raises ValueError if the config has such frequencies,
@@ -72,7 +72,7 @@ def choose_rope_by_document(model: Any, shards: SequenceShards | None = None) ->
 
 
 class DocumentRope(torch.nn.Module):
-    """A rotary embedding of transformers, called once for each run of documents that share frequencies.
+    """A rotary embedding, called once per run of equal frequencies.
 
     transformers chooses the frequencies by reading the largest position, for which the host would wait on a GPU. Here a
     rotary embedding that stays on the host chooses them.
@@ -87,11 +87,11 @@ class DocumentRope(torch.nn.Module):
         self.layout: DocumentLayout | None = None
 
     def set_layout(self, parent: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Take the layout of all T tokens from the parent's arguments, as its forward pre-hook; None for rows."""
+        """Take the parent's layout of all T tokens; None for rows."""
         self.layout = kwargs.get("document_layout")
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:
-        """Return the embedding of ``position_ids[1, T/n]``: a tensor or a tuple of them, each ``[1, T/n, …]``."""
+        """Return the embedding of ``position_ids[1, T/n]``, one tensor or several."""
         kwargs = {} if layer_type is None else {"layer_type": layer_type}
         limit = same_frequencies_up_to(self.rotary.config, layer_type)
         if self.layout is None or limit is None:
@@ -112,7 +112,7 @@ class DocumentRope(torch.nn.Module):
         return tuple(torch.cat([part[:, :-1] for part in column], dim=1) for column in zip(*parts, strict=True))
 
     def _runs(self, layout: DocumentLayout, limit: int) -> Iterator[tuple[int, int, int]]:
-        """Yield runs: start and end within this rank's tokens, and the document length that chooses frequencies."""
+        """Yield (start, end, length that chooses frequencies) of this rank's runs."""
         begin, end, chosen = 0, 0, 0
         for span in self.shards.spans(layout.offsets[-1]):
             for document, first, last in pieces(layout.offsets, *span):
@@ -126,7 +126,7 @@ class DocumentRope(torch.nn.Module):
 
 
 def _copied(rotary: Any) -> Any:
-    """Copy a module, but not its tensors: transformers keeps the frequencies that it chose in the module."""
+    """Copy a module without its tensors, for frequencies chosen inside."""
     copied = copy.copy(rotary)
     copied._buffers = dict(rotary._buffers)
     return copied

@@ -1,4 +1,4 @@
-"""Attention whose scores are not plain: soft caps (Gemma 2) and sinks (GPT-OSS).
+"""Attention with soft caps (Gemma 2) and sinks (GPT-OSS).
 
 A soft cap c bounds the logits: c · tanh(logits / c). A sink is a learnt logit of each head that takes a part of the
 softmax and has no value: out = Σ exp(logits) v / (Σ exp(logits) + exp(sink)).
@@ -29,7 +29,10 @@ _QUERY_BLOCK = 512  # queries whose scores are held at a time
 def blocks(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: DocumentLayout, options: Any
 ) -> torch.Tensor:
-    """Attend from ``query[T, H, E]`` to ``key, value[S, K, E]`` with a soft cap or sinks, by blocks of queries.
+    """Attend with a soft cap or sinks, by blocks of queries.
+
+    query is ``[T, H, E]``; key and value are ``[S, K, E]``.
+
 
     The scores of a block are computed again in backward, so that no document holds the square of its length.
     """
@@ -47,7 +50,7 @@ def blocks(
 
 
 def _block(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, place: int, options: Any) -> torch.Tensor:
-    """Attend from ``query[B, H, E]``, the first of which is token `place` of the keys ``[S, K, E]``."""
+    """Attend from ``query[B, H, E]``, at `place` of keys ``[S, K, E]``."""
     shared = query.size(1) // key.size(1)
     key, value = (x.repeat_interleave(shared, dim=1) for x in (key, value))
     scale = query.size(-1) ** -0.5 if options.scale is None else options.scale
@@ -69,7 +72,7 @@ def _block(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, place: i
 
 
 class LseKernel(NamedTuple):
-    """A kernel that returns its log-sum-exp, and whose backward is exact for that of more keys.
+    """A kernel with its log-sum-exp, and a backward exact for more keys.
 
     Attributes:
         forward: returns ``out[T, H, E]`` and ``lse[H, T]`` for (query, key, value, layout, options), and tensors of its
@@ -82,7 +85,7 @@ class LseKernel(NamedTuple):
 
 
 class LseAttention(torch.autograd.Function):
-    """Attention by an :class:`LseKernel`, with a sink ``[H]`` or None in its log-sum-exp."""
+    """Attention by an :class:`LseKernel`, with sinks ``[H]`` or None."""
 
     @staticmethod
     def forward(
@@ -95,7 +98,7 @@ class LseAttention(torch.autograd.Function):
         options: Any,
         kernel: LseKernel,
     ) -> torch.Tensor:
-        """Scale the kernel's output by the share that a sink leaves, and keep the log-sum-exp with the sink."""
+        """Scale the output by what sinks leave; keep the joint log-sum-exp."""
         output, lse, *kept = kernel.forward(query, key, value, layout, options)
         if sinks is not None:
             whole = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(1))  # [H, T]
@@ -107,7 +110,7 @@ class LseAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[Any, ...]:
-        """Pass the output and the log-sum-exp, both with the sink in them, to the kernel's backward."""
+        """Pass output and log-sum-exp, both with sinks, to the kernel."""
         query, key, value, sinks, output, lse, *kept = ctx.saved_tensors
         (grad,) = grad_outputs
         given = (grad.contiguous(), query, key, value, output, lse, *kept)
@@ -120,14 +123,14 @@ class LseAttention(torch.autograd.Function):
 
 
 def share(lse: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """Return the factor ``[T, H, 1]`` on an output of log-sum-exp ``lse[H, T]`` inside one of ``whole[H, T]``."""
+    """Return ``[T, H, 1]``, the factor of ``lse[H, T]`` inside ``whole[H, T]``."""
     return (lse - whole).exp().t().unsqueeze(-1)
 
 
 def flash_arguments(
     query: torch.Tensor, value: torch.Tensor, layout: DocumentLayout
 ) -> tuple[torch.Tensor, tuple[Any, ...]]:
-    """Return values padded to the width of the queries, and the lengths of queries and keys, for a flash kernel.
+    """Return values as wide as queries, and lengths, for flash kernels.
 
     Latent attention has narrower values. The causal rule of flash kernels treats queries as a document's last tokens.
     """
@@ -191,5 +194,5 @@ FLASH = LseKernel(_flash_forward, _flash_backward)  # torch's flash kernels, or 
 def flash_with_sinks(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: DocumentLayout, options: Any
 ) -> torch.Tensor:
-    """Attend with sinks by torch's flash kernels, or by those that it was given; half precision on CUDA."""
+    """Attend with sinks by torch's flash kernels; half precision, CUDA."""
     return LseAttention.apply(query, key, value, options.sinks, layout, options, FLASH)

@@ -1,1 +1,1 @@
-"""The verl engines of this project. This package imports none of them, because importing verl takes seconds."""
+"""The verl engines; imports none, because importing verl takes seconds."""

@@ -1,4 +1,4 @@
-"""The activations that decoder layers keep between forward and backward: in host memory, or of one tile at a time.
+"""The activations that layers keep: on the host, or by tile.
 
 `model.activation_offload`: with gradient checkpointing, a layer keeps the hidden state that entered it and nothing
 else. That state lies in host memory from the layer's forward to its backward; the copies run beside the computation:
@@ -45,7 +45,7 @@ NEEDS_CHECKPOINTS = "model.activation_offload=true needs model.enable_gradient_c
 
 
 def apply_activation_options(module: Any, options: ActivationOptions) -> None:
-    """Install the options on a model of transformers, before adapters and FSDP wrap it.
+    """Install the options on a model, before adapters and FSDP.
 
     Raises ValueError if no layer is checkpointed, or none can be tiled.
     """
@@ -61,7 +61,7 @@ def apply_activation_options(module: Any, options: ActivationOptions) -> None:
 
 
 def check_host_memory(num_layers: int, hidden_size: int, dtype: torch.dtype, tokens: int, ranks: int) -> None:
-    """Raise ValueError if the hidden states of a step do not fit into the host's memory.
+    """Raise ValueError if a step's hidden states exceed the host's memory.
 
     `tokens` are those of a rank's micro-batch, `ranks` those of this node.
     """
@@ -78,9 +78,10 @@ def check_host_memory(num_layers: int, hidden_size: int, dtype: torch.dtype, tok
 
 
 def available_memory() -> int:
-    """Return the bytes that this node's processes may still allocate in the machine and in their control groups."""
+    """Return the bytes that this node's processes may still allocate."""
     available = psutil.virtual_memory().available
     with suppress(OSError, ValueError, KeyError):  # there are no control groups, or they are of version 1
+        # A container's limit lies below the machine's memory, and any of its parents may have a lower one.
         groups = Path("/proc/self/cgroup").read_text().splitlines()
         (name,) = (group.removeprefix("0::/") for group in groups if group.startswith("0::/"))
         lowest = Path("/sys/fs/cgroup") / name
@@ -94,7 +95,7 @@ def available_memory() -> int:
 
 
 class _Kept:
-    """The hidden state of a checkpoint: on its device in the forward of its layer, afterwards its copy alone."""
+    """A checkpoint's hidden state: on its device, then on the host."""
 
     def __init__(self, hidden: torch.Tensor, host: torch.Tensor) -> None:
         self.on_device: torch.Tensor | None = hidden
@@ -104,7 +105,7 @@ class _Kept:
 
 
 class HostCheckpoints:
-    """A checkpointing function of layers that keeps their hidden states in page-locked host memory.
+    """A checkpointing function that keeps hidden states in page-locked host memory.
 
     It is `torch.utils.checkpoint` without re-entry, whose first argument waits for the backward pass on the host.
     transformers calls it as ``function(layer, hidden, *others)`` with hidden[1, T, H]. Other arguments, which layers
@@ -116,14 +117,14 @@ class HostCheckpoints:
     """
 
     def __init__(self, streams: Any = None) -> None:
-        """Take the streams of a module like torch.cuda; those of torch.cpu do nothing."""
+        """Take streams as of torch.cuda; those of torch.cpu do nothing."""
         self._streams = streams or (torch.cuda if torch.cuda.is_available() else torch.cpu)
         self._copies = self._streams.Stream()
         self._waiting: list[weakref.ref[_Kept]] = []  # waiting for their backward, in forward order
         self._fetched: tuple[weakref.ref[_Kept], torch.Tensor, Any] | None = None
 
     def __call__(self, layer: Callable, hidden: torch.Tensor, *others: Any) -> Any:
-        """Return the layer's output, and keep its hidden state on the host if gradients are on."""
+        """Run the layer; with gradients, keep its input on the host."""
         if not torch.is_grad_enabled():
             return layer(hidden, *others)
         host = torch.empty(hidden.shape, dtype=hidden.dtype, device="cpu", pin_memory=hidden.device.type != "cpu")
@@ -141,7 +142,7 @@ class HostCheckpoints:
         return layer(hidden, *others)
 
     def _again(self, kept: _Kept) -> torch.Tensor:
-        """Return the hidden state on its device, to recompute its layer, and begin the copy of the layer before."""
+        """Return the hidden state on its device; begin the next copy."""
         if self._fetched is None or self._fetched[0]() is not kept:
             self._fetch(kept)
         assert self._fetched is not None
@@ -163,7 +164,7 @@ class HostCheckpoints:
         self._fetched = weakref.ref(kept), hidden, self._copy(hidden, kept.host)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> Any:
-        """Queue a copy behind the computation queued so far, on its own stream; return the event of its end."""
+        """Queue a copy behind computation so far; return its end's event."""
         self._copies.wait_stream(self._streams.current_stream())
         with self._streams.stream(self._copies):
             target.copy_(source, non_blocking=True)

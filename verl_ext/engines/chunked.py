@@ -1,4 +1,4 @@
-"""The engine of rows, one document each and padded on the right, that a model with a memory reads chunk by chunk.
+"""The engine of single-document rows that a memory reads by chunks.
 
 ```
 rows            q q q q | q q a P | P P P P      input_ids [B, L], every row equally long
@@ -55,7 +55,7 @@ class ChunkedEngine(StepEngine):
         return module
 
     def _build_fsdp_module(self, module: Any) -> Any:
-        """Wrap as verl's FSDP2 does, but cast no input of a memory: its state stays in fp32."""
+        """Wrap as verl's FSDP2 does, but cast no input of memories."""
         precision = self.engine_config.mixed_precision
         assert precision is not None, "the config is resolved before the engine is built"
         self._autocast_dtype = PrecisionType.to_dtype(precision["param_dtype"])
@@ -75,7 +75,7 @@ class ChunkedEngine(StepEngine):
         return module
 
     def _offload_policy(self) -> CPUOffloadPolicy | None:
-        """Return FSDP2's own offload if `engine.offload_policy` asks for it, in place of verl's."""
+        """Return FSDP2's own offload, in place of verl's, if asked for."""
         if not self.engine_config.offload_policy:
             return None
         self._is_offload_param = self._is_offload_optimizer = False
@@ -83,7 +83,7 @@ class ChunkedEngine(StepEngine):
         return CPUOffloadPolicy(pin_memory=True)
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict, dict]:
-        """Return the rows ``[B, T]`` with the wanted positions, and the labels ``[N]`` of those for the outputs."""
+        """Return the rows ``[B, T]``, wanted positions, and their labels ``[N]``."""
         ids = rows(micro_batch["input_ids"])
         wanted = target_positions(micro_batch)
         if not wanted.any():
@@ -95,7 +95,7 @@ class ChunkedEngine(StepEngine):
         return inputs, {"wanted": wanted.flatten(), "labels": labels}
 
     def _read_tokens(self, mask: torch.Tensor) -> int:
-        """Return T, the longest row of all ranks rounded up to whole chunks.
+        """Return T, all ranks' longest row rounded up to chunks.
 
         The host waits for the device once a micro-batch, which is many chunks of work.
         """
@@ -107,7 +107,7 @@ class ChunkedEngine(StepEngine):
     def prepare_model_outputs(
         self, output: Any, output_args: dict, micro_batch: TensorDict, logits_processor_func: Callable | None
     ) -> dict[str, torch.Tensor]:
-        """Return ``log_probs`` of the next token, and ``is_greedy``, whether that token is the likeliest.
+        """Return next tokens' ``log_probs``, and ``is_greedy``, whether those are likeliest.
 
         They are jagged as ``input_ids``, and so is ``entropy`` if the batch asks for measures; log_probs are 0 if the
         next token is no target.
@@ -124,7 +124,7 @@ class ChunkedEngine(StepEngine):
         return {name: torch.nested.nested_tensor_from_jagged(x, offsets) for name, x in outputs.items()}
 
     def memory_state_dict(self) -> dict[str, torch.Tensor]:
-        """Gather the whole parameters of the memory in rank 0's host memory; collective."""
+        """Gather the memory's parameters in rank 0's host memory; collective."""
         return {name: self.gather_to_rank0(tensor) for name, tensor in self.module.memory_state_dict().items()}
 
 
@@ -143,10 +143,10 @@ def rows(values: Any) -> torch.Tensor:
 
 
 def target_positions(micro_batch: TensorDict) -> torch.Tensor:
-    """Return bool``[B, L]``, True at positions that predict a target, weighted or not."""
+    """Return bool``[B, L]``, True at positions that predict a target."""
     return rows(micro_batch["category_index"]) >= 0
 
 
 def first_documents(position_ids: torch.Tensor) -> torch.Tensor:
-    """Return int64``[B, L]``: 1 on a row's first document, 0 on the padding, which restarts ``position_ids``."""
+    """Return int64``[B, L]``, 1 on a row's first document, 0 on padding."""
     return ((position_ids == 0).cumsum(1) == 1).long()

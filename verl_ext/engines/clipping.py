@@ -16,7 +16,7 @@ _BLOCK = 1 << 23  # numbers whose fp64 copy is held at a time
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float, device: Any) -> torch.Tensor:
-    """Scale gradients in place to a norm of at most `max_norm`; return their norm before, fp64 on the device.
+    """Clip gradients in place; return their norm before, fp64 on `device`.
 
     A collective of the ranks that share the gradients; no rank waits for its device. The gradients may lie elsewhere
     than on `device`, on which ranks communicate.
@@ -51,6 +51,6 @@ def _holders(gradient: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
 
 
 def _blocks(gradient: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield views of this rank's part of a gradient; an empty part is one empty block."""
+    """Yield views of a gradient's own part; an empty one once."""
     local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
     yield from local.view(-1).split(_BLOCK) if local.is_contiguous() else (local,)

@@ -1,4 +1,4 @@
-"""The cost of documents to the engine: the FLOPs that it computes, and the exchange of Ulysses.
+"""The cost of documents: the engine's FLOPs, and Ulysses' exchange.
 
     per token       6 per element of each matrix (:func:`verl_ext.flops.train_flops`), of a recurrent layer's state
     per document    3·heads·(d_qk + d_v)·l² in each layer's causal attention, zero heads of Ulysses included
@@ -20,7 +20,7 @@ _OPERATIONS_PER_ELEMENT = 2000
 
 
 def computed_flops(module: Any, hf_config: Any, ulysses: int, recomputes: bool = False) -> CostModel | None:
-    """Return the FLOPs that a step computes, with the zero heads of Ulysses; None if they are unknown.
+    """Return a step's FLOPs with Ulysses' zero heads; None if unknown.
 
     Args:
         module: the model, before it is sharded or on the meta device.
@@ -37,7 +37,9 @@ def computed_flops(module: Any, hf_config: Any, ulysses: int, recomputes: bool =
 
 
 def balancing_cost(module: Any, hf_config: Any, ulysses: int) -> CostModel | None:
-    """Return the cost by which packs are balanced, in units of one layer's attention; None if it is unknown.
+    """Return the cost that balances packs; None if it is unknown.
+
+    Its unit is the cost of one layer's attention.
 
     Ulysses divides tokens and heads of a pack by the number of ranks, which keeps their ratio. Keys and values that
     travel between groups of ranks belong to long documents, whose attention costs far more.
@@ -55,7 +57,7 @@ def balancing_cost(module: Any, hf_config: Any, ulysses: int) -> CostModel | Non
 
 
 def _padding(hf_config: Any, ulysses: int) -> HeadPadding | None:
-    """Return the heads with the zero heads of Ulysses; None for a model without attention."""
+    """Return the heads with Ulysses' zero heads; None without attention."""
     text = hf_config.get_text_config()
     if (heads := getattr(text, "num_attention_heads", None)) is None:
         return None

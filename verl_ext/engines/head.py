@@ -1,4 +1,4 @@
-"""The head of a causal language model inside the engine: loss terms of target tokens in place of logits.
+"""The head inside the engine: targets' loss terms in place of logits.
 
 Sequence-parallel ranks hold slices of the pack whose targets are spread unevenly (an answer ends a document). Hidden
 states of targets move between ranks, so that every rank has equally many.
@@ -28,7 +28,10 @@ from verl_ext.losses import head_terms
 
 @dataclass(frozen=True)
 class TargetRows:
-    """The target tokens of a sequence-parallel rank before and after the exchange, all known on the host.
+    """A sequence-parallel rank's targets before and after the exchange.
+
+    All of this is known on the host.
+
 
     Attributes:
         at: int64[N], the positions of all targets in the pack, in the order of the ranks that hold them.
@@ -48,7 +51,7 @@ class TargetRows:
 
     @classmethod
     def from_mask(cls, is_target: torch.Tensor, shards: SequenceShards) -> "TargetRows":
-        """Read the targets from bool[T] of a pack on the host, padding included."""
+        """Read the targets from bool[T] on the host, padding included."""
         places = shards.by_rank(is_target).nonzero().flatten()
         rank, ranks, length = shards.rank, shards.ranks, len(is_target) // shards.ranks
         padded = max(-(-len(places) // ranks), 1)  # a gather of nothing has no backward
@@ -84,7 +87,9 @@ class HeadInputs:
 
 
 class FusedHead:
-    """The output embedding of a module, which computes ``(loss term, nll)`` per target inside :meth:`computing_loss`.
+    """A module's output embedding, which computes ``(loss term, nll)`` per target.
+
+    It does so inside :meth:`computing_loss`, and gives logits elsewhere.
 
     FSDP's hooks stay around its forward, so its weight is whole inside, as it is for logits. The backward of loss terms
     needs no weight, so FSDP2 does not gather it a second time, if the head is sharded by itself (as untied heads are).
@@ -108,7 +113,7 @@ class FusedHead:
             self._inputs = None
 
     def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the results of head_terms, fp32``[1, R, 2 or 4]``, or logits if no loss is computed."""
+        """Return head_terms' results, fp32``[1, R, 2 or 4]``, or logits without inputs."""
         given = self._inputs
         if given is None:
             return self._logits(hidden)
@@ -135,7 +140,7 @@ class FusedHead:
 
 
 def _active_adapters(head: Any) -> Sequence[str]:
-    """Return the adapters that PEFT's own forward would add to a layer; its base holds those that are merged."""
+    """Return the adapters that PEFT would add, unless merged."""
     if getattr(head, "disable_adapters", True):  # a layer without adapters has no such attribute
         if getattr(head, "merged", False):
             head.unmerge()
@@ -144,7 +149,7 @@ def _active_adapters(head: Any) -> Sequence[str]:
 
 
 class _Exchange(torch.autograd.Function):
-    """An all-to-all of rows between the ranks of a group, all of which know the sizes."""
+    """An all-to-all of rows, whose sizes all ranks know."""
 
     @staticmethod
     def forward(
@@ -161,7 +166,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def supported_head(module: Any) -> str:
-    """Return the form of the head that takes the least memory: ``fused``, ``targets`` or ``plain``.
+    """Return the leanest form of head: ``fused``, ``targets`` or ``plain``.
 
     `fused` needs a linear head, with LoRA adapters at most, whose logits the model returns unchanged: a soft cap or a
     scale would change the terms. A model of the same class without its layers shows that. `targets` needs a model that
@@ -182,7 +187,7 @@ def supported_head(module: Any) -> str:
 
 
 class _LayersOutput:
-    """The output of a model's layers: a hidden state, and None under every other name that models read."""
+    """A layers' output: a hidden state, and None for other names."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self.last_hidden_state = hidden
@@ -195,7 +200,7 @@ class _LayersOutput:
 
 
 def _gives_logits_unchanged(cls: type, hf_config: Any) -> bool:
-    """Tell whether a model of this class returns the very tensor that its head gave."""
+    """Tell whether this class returns the very tensor of its head."""
     given = torch.ones(1, 1, 2, device="cpu")  # even if the caller builds on meta
     hidden: Any = torch.zeros(1, 1, hf_config.get_text_config().hidden_size, device="cpu")
 

@@ -1,4 +1,4 @@
-"""The implementation of Adam that a run takes: fused, foreach, or a loop over the parameters.
+"""The implementation of Adam for a run: fused, foreach, or loop.
 
 torch itself takes `foreach` on a GPU and the loop on a CPU, whatever its version. Over FSDP2's DTensors `fused` is the
 fastest, but on torch < 2.12 each of its steps leaves objects behind (https://github.com/pytorch/pytorch/issues/188174).
@@ -53,7 +53,7 @@ def implementation(
 
 
 def with_implementation(config: Any, device: str, offloads: bool, half: bool) -> Any:
-    """Add the :func:`implementation` to the options of verl's optimizer config; the user's own options win."""
+    """Add :func:`implementation` to verl's optimizer config; the user's options win."""
     chosen = implementation(vars(config), device, offloads, half)
     if chosen is None:
         return config
@@ -61,7 +61,9 @@ def with_implementation(config: Any, device: str, offloads: bool, half: bool) ->
 
 
 def step_problem(build: Callable[[list[nn.Parameter]], torch.optim.Optimizer], steps: int = 2) -> str | None:
-    """Return why an optimizer cannot be built for two small parameters or take steps; None if it can.
+    """Return why an optimizer cannot be built or step; None if usable.
+
+    It is tried on two small parameters.
 
     The parameters are FSDP2's shards; the ranks of an open process group take the steps together.
 
@@ -85,7 +87,7 @@ def step_problem(build: Callable[[list[nn.Parameter]], torch.optim.Optimizer], s
 
 @contextmanager
 def _mesh() -> Iterator[DeviceMesh]:
-    """Yield a mesh of all ranks, or of two imagined ones if there is no process group."""
+    """Yield a mesh of all ranks; without a group, two imagined."""
     is_alone = not dist.is_initialized()
     if is_alone:
         dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
@@ -101,7 +103,7 @@ def _sharded(tensor: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
 
 
 def take_threads() -> None:
-    """Let the steps of an optimizer on the host use this rank's share of the node's cores.
+    """Let host optimizers use this rank's share of the node's cores.
 
     Launchers give a rank one thread, since everything else runs on its GPU.
     """

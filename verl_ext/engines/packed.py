@@ -1,4 +1,4 @@
-"""The engine of packs: document boundaries for every attention layer, and fp32 token losses.
+"""The engine of packs: document boundaries in attention, fp32 token losses.
 
 It is registered beside verl's own engines under vendor ``verl_ext``.
 
@@ -47,7 +47,7 @@ class PackedEngine(StepEngine):
         require_layout()
 
     def _init_device_mesh(self) -> None:
-        """Make verl's meshes, and one for groups of ranks if keys and values travel between them."""
+        """Make verl's meshes, and one for groups that exchange keys."""
         super()._init_device_mesh()
         groups = getattr(self.engine_config, "context_parallel_size", 1)  # verl's own config has none
         ulysses = self.ulysses_sequence_parallel_size // groups
@@ -61,7 +61,7 @@ class PackedEngine(StepEngine):
             self._groups = ContextGroups(self.shards, mesh.get_group("inside"), mesh.get_group("across"))
 
     def _build_module(self) -> torch.nn.Module:
-        """Build verl's module, with rotary frequencies in fp32 and by document, frozen outside the text model."""
+        """Build verl's module with fp32 rotary frequencies by document, partly frozen."""
         # Upstream: apply_monkey_patch of verl 0.9.1 refuses numbers of heads that this engine pads. It replaces the
         # forward of vision models with one that ignores logits_to_keep and runs a dummy image in every step; through
         # its zero gradients, weight decay changes the tower. To go when verl leaves the patches to the engine.
@@ -94,7 +94,10 @@ class PackedEngine(StepEngine):
             self.model_config = config
 
     def initialize(self) -> None:
-        """Initialise as the parent does, and add a router loss if the config of a mixture of experts asks for it."""
+        """Initialise as the parent does, with a head and router loss.
+
+        The router loss is there if the config of a mixture of experts asks for it.
+        """
         super().initialize()
         self.head_use = supported_head(self.module)
         self._fused_head = FusedHead(self.module) if self.head_use == "fused" else None
@@ -106,7 +109,7 @@ class PackedEngine(StepEngine):
             self.router_loss = RouterLoss(self.module, hf_config)
 
     def accumulate(self, micro_batches: Sequence[TensorDict], loss_function: Callable) -> None:
-        """Accumulate as the parent does; with a router loss, count the step's choices of experts first.
+        """Accumulate as the parent does, after the count of routers' choices.
 
         A router loss belongs to the whole step. With several micro-batches, extra forwards count the choices of all of
         them first; the choices of a single micro-batch are counted in its own forward.
@@ -119,7 +122,7 @@ class PackedEngine(StepEngine):
 
     @torch.no_grad()
     def _routing(self, micro_batches: Sequence[TensorDict]) -> list[RoutingSums]:
-        """Return each micro-batch's part of the step's routing; leave the random numbers of dropout unchanged."""
+        """Return each micro-batch's part of the routing; keep dropout's random numbers."""
         assert self.router_loss is not None
         device: Any = get_device_id()
         sums = []
@@ -140,7 +143,7 @@ class PackedEngine(StepEngine):
         return loss + self.router_loss.share(logits, self._real_tokens(micro_batch))
 
     def prepare_micro_batch(self, micro_batch: TensorDict, device: Any) -> tuple[dict, dict, TensorDict]:
-        """Return the inputs ``[1, T/n]`` with the layout of all T tokens, which every attention layer reads."""
+        """Return inputs ``[1, T/n]`` with the layout of all T tokens."""
         layout = document_layout(micro_batch["position_ids"].values().cpu(), device)
         rows = self._target_rows(micro_batch)
         micro_batch = on_device(micro_batch, device)
@@ -153,7 +156,10 @@ class PackedEngine(StepEngine):
         return model_inputs, output_args, micro_batch
 
     def _target_rows(self, micro_batch: TensorDict) -> TargetRows | None:
-        """Read the target tokens on the host, if the batch's head (`loss.head`) computes nothing for others."""
+        """Read the targets on the host; None for a plain head.
+
+        Outputs of verl's own code, and batches without categories, give None too.
+        """
         if "category_index" not in micro_batch or self._head_of(micro_batch) == "plain" or _needs_verl(micro_batch):
             return None
         is_target = micro_batch["category_index"].values().cpu() >= 0
@@ -161,12 +167,12 @@ class PackedEngine(StepEngine):
         return TargetRows.from_mask(padded, self.shards)
 
     def _head_of(self, micro_batch: TensorDict) -> str:
-        """Return the form of the head that the batch asks for, or the next best that the model allows."""
+        """Return the batch's form of head, or the model's next best."""
         asked = tu.get_non_tensor_data(micro_batch, "head", default="plain")
         return max(asked, self.head_use, key=HEADS.index)
 
     def _target_args(self, micro_batch: TensorDict, rows: TargetRows, device: Any) -> dict[str, Any]:
-        """Return the arguments of :meth:`prepare_model_outputs` about the targets, and the inputs of a fused head."""
+        """Return the arguments of :meth:`prepare_model_outputs` about the targets."""
         at = pinned(rows.at, device).to(device, non_blocking=True)
         args: dict[str, Any] = {"rows": rows, "at": at, "head_inputs": None}
         if self._head_of(micro_batch) == "fused":
@@ -182,14 +188,17 @@ class PackedEngine(StepEngine):
         return args
 
     def run_module(self, model_inputs: dict, output_args: dict) -> Any:
-        """Run the model; if the head is fused, the loss terms of targets take the place of logits."""
+        """Run the model; a fused head returns loss terms for logits."""
         if self._fused_head is None:
             return super().run_module(model_inputs, output_args)
         with self._fused_head.computing_loss(output_args.get("head_inputs")):
             return super().run_module(model_inputs, output_args)
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict, dict]:
-        """Return verl's inputs ``[1, T/n]`` of a micro-batch on the device, from shapes, so the host never waits."""
+        """Return inputs ``[1, T/n]`` from shapes, so the host never waits.
+
+        Raises ValueError if groups share packs and the batch asks for outputs of verl's own.
+        """
         if _needs_verl(micro_batch):
             if self._groups:
                 raise ValueError(
@@ -209,21 +218,21 @@ class PackedEngine(StepEngine):
         return model_inputs, {"pad_size": pad, "labels": self._sequence_slice(_next_ids(micro_batch), pad)}
 
     def _pad_size(self, tokens: int) -> int:
-        """Return the padding after all tokens: to verl's bucket (`engine.pad_to_length`), then for the ranks."""
+        """Return the padding of `engine.pad_to_length` and then for the ranks."""
         bucket = self._get_packed_pad_size(tokens)
         return bucket + -(tokens + bucket) % self.shards.multiple
 
     def _sequence_slice(self, values: torch.Tensor, pad_size: int) -> torch.Tensor:
-        """Pad ``[T - pad_size]`` and return the ``[T/n]`` that this sequence-parallel rank holds."""
+        """Pad ``[T - pad_size]`` and return the rank's ``[T/n]``."""
         return self.shards.slice(torch.nn.functional.pad(values, (0, pad_size)))
 
     def _gather_and_unpad_packed(self, tensor: torch.Tensor, pad_size: int) -> torch.Tensor:
-        """Gather ``[T/n]`` of each rank to ``[T - pad_size]`` in the pack's order."""
+        """Gather ``[T/n]`` of ranks to ``[T - pad_size]`` in order."""
         whole = gather_outputs_and_unpad(tensor, gather_dim=0) if self.use_ulysses_sp else tensor
         return self.shards.by_position(whole)[: len(whole) - pad_size]
 
     def _real_tokens(self, micro_batch: TensorDict) -> torch.Tensor:
-        """Return bool``[T/n]`` on the device, False for the padding among this sequence-parallel rank's tokens."""
+        """Return bool``[T/n]`` on the device, False for the rank's padding."""
         device: Any = get_device_id()
         if "is_real" in micro_batch:
             is_real = micro_batch["is_real"].values().to(device, non_blocking=True)
@@ -234,7 +243,7 @@ class PackedEngine(StepEngine):
     def prepare_model_outputs(
         self, output: Any, output_args: dict, micro_batch: TensorDict, logits_processor_func: Callable | None
     ) -> dict[str, torch.Tensor]:
-        """Return ``log_probs`` of the next token for every position, jagged as ``input_ids``, of all SP ranks.
+        """Return ``log_probs`` of next tokens of all ranks, jagged as ``input_ids``.
 
         If the batch asks for target tokens alone, the others are 0. A fused head also returns ``loss_terms``, the
         coefficient times the loss of each token, through which the gradients flow. If the batch asks for measures, the
@@ -262,7 +271,7 @@ class PackedEngine(StepEngine):
         return {name: torch.nested.nested_tensor_from_jagged(x, offsets) for name, x in columns.items()}
 
     def _gathered_terms(self, found: torch.Tensor, rows: TargetRows) -> torch.Tensor:
-        """Gather ``[N, columns]`` of all targets from the ``[≤ R, columns]`` of each sequence-parallel rank."""
+        """Gather all targets' ``[N, columns]`` from each rank's ``[≤ R, columns]``."""
         if not self.use_ulysses_sp:
             return found
         padded = torch.nn.functional.pad(found, (0, 0, 0, rows.padded - len(found)))
@@ -270,7 +279,7 @@ class PackedEngine(StepEngine):
 
 
 def _patch_fused_kernels(model: Any, use_fused_kernels: bool = False, **given: Any) -> None:
-    """Patch a model as verl does, but only if its fused kernels are requested."""
+    """Patch as verl does, but only if fused kernels are requested."""
     if use_fused_kernels:
         apply_monkey_patch(model, use_fused_kernels=True, **{**given, "ulysses_sp_size": 1})
 
@@ -286,7 +295,7 @@ def _named(nll: torch.Tensor, measures: Sequence[torch.Tensor]) -> dict[str, tor
 
 
 def _needs_verl(micro_batch: TensorDict) -> bool:
-    """Tell whether the batch asks for outputs that only verl's own code computes."""
+    """Tell whether the batch asks for outputs of verl's own code."""
     if any(tu.get_non_tensor_data(micro_batch, key, default=False) for key in _VERL_OUTPUTS):
         return True
     temperature = tu.get_non_tensor_data(micro_batch, "temperature", default=1.0)

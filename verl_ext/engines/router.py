@@ -23,7 +23,7 @@ from transformers.utils.output_capturing import OutputRecorder
 
 
 class RoutingSums(NamedTuple):
-    """The sums of a step, or the part that some of its tokens add, in float64."""
+    """The sums of a step or of some tokens, in float64."""
 
     choices: torch.Tensor  # [E], the number of times that each expert was chosen
     probabilities: torch.Tensor  # [E], the sum of each expert's probabilities; it has a gradient
@@ -31,12 +31,12 @@ class RoutingSums(NamedTuple):
 
 
 def router_loss(step: RoutingSums, probabilities: torch.Tensor) -> torch.Tensor:
-    """Return the share of a step's L_router that tokens with these ``probabilities`` have; for all tokens, L_router."""
+    """Return the share of L_router of tokens with these ``probabilities``."""
     return len(step.choices) * (step.choices * probabilities).sum() / step.tokens.squeeze() ** 2
 
 
 def asks_for_router_loss(hf_config: Any) -> bool:
-    """Tell whether a config has transformers add a router loss: ``output_router_logits`` and a coefficient."""
+    """Tell whether a config has transformers add a router loss."""
     text = hf_config.get_text_config()
     return bool(getattr(text, "output_router_logits", False)) and getattr(text, "router_aux_loss_coef", None) != 0
 
@@ -48,13 +48,16 @@ def has_router_loss(model_class: type | None, hf_config: Any) -> bool:
 
 
 def _router_of(model_class: type | None) -> OutputRecorder | None:
-    """Return the router that transformers declares for a model class: its module class and the index of its logits."""
+    """Return a model class's declared router, or None.
+
+    It names the router's module class and the index of its logits.
+    """
     declared = (getattr(model_class, "_can_record_outputs", None) or {}).get("router_logits")
     return declared if isinstance(declared, OutputRecorder) and declared.layer_name is None else None
 
 
 class RouterLoss:
-    """A recorder of the router logits of a module's forwards, which computes a rank's share of a step's loss.
+    """A recorder of router logits, and a rank's share of the loss.
 
     Raises ValueError if transformers declares no routers for this model.
     """
@@ -86,7 +89,7 @@ class RouterLoss:
 
     @contextmanager
     def recording(self) -> Iterator[list[torch.Tensor]]:
-        """Yield a list that records every router's ``[T, E]`` logits of the forward inside."""
+        """Yield a list of every router's ``[T, E]`` logits inside."""
         logits: list[torch.Tensor] = []
         self._logits = logits
         try:
@@ -95,11 +98,11 @@ class RouterLoss:
             self._logits = None
 
     def begin_step(self) -> None:
-        """Forget the last step's routing; :meth:`measure`, or the only micro-batch, sums the next one's."""
+        """Forget the last routing; :meth:`measure` or :meth:`share` sums the next."""
         self._step = None
 
     def measure(self, micro_batches: Sequence[RoutingSums]) -> None:
-        """Sum over a step's micro-batches and all ranks in one all-reduce, and set ``value``, the step's loss."""
+        """Sum routing over micro-batches and ranks; set ``value``, the step's loss."""
         total = torch.stack([torch.cat([part.detach() for part in sums]) for sums in micro_batches]).sum(0)
         dist.all_reduce(total)
         experts = len(total) // 2
@@ -123,7 +126,7 @@ class RouterLoss:
         return RoutingSums(choices, probabilities, is_real.sum(0, dtype=torch.float64) * len(logits))
 
     def share(self, logits: Sequence[torch.Tensor], is_real: torch.Tensor) -> torch.Tensor:
-        """Return a micro-batch's share of the step's loss, weighted by ``router_aux_loss_coef``: a scalar.
+        """Return a micro-batch's share of the loss, a weighted scalar.
 
         It has a gradient and is multiplied by the number of ranks, over which FSDP averages gradients.
         """

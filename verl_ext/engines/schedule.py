@@ -1,4 +1,4 @@
-"""Schedules of the learning rate beside verl's `cosine`: factors of `optim.lr` by step.
+"""Schedules of the learning rate: factors of `optim.lr` by step.
 
     constant               1 after the warm-up
     linear                 1 → m over all steps after the warm-up
@@ -35,7 +35,7 @@ SCHEDULES = (*OF_VERL, "linear", "cosine_with_restarts", "wsd")
 
 @dataclass  # not frozen: a base of verl's own dataclass of the optim node
 class ScheduleOptions(Options):
-    """The keys of the optim node about the schedule of the learning rate; its other keys are verl's."""
+    """The keys of the optim node about the learning rate's schedule."""
 
     prefix: ClassVar[str] = "optim"
 
@@ -69,7 +69,7 @@ class StepOptimizerConfig(FSDPOptimizerConfig, ScheduleOptions):
 
 
 def schedule_problems(optim: Any, total_steps: int | None = None) -> Iterator[str]:
-    """Yield a line for options that this schedule does not read, or that no run of `total_steps` can have."""
+    """Yield a line for unread options, or ones `total_steps` exclude."""
     kind, cycles, steps = optim.lr_scheduler_type, optim.num_cycles, optim.lr_wsd_decay_steps
     if kind == "cosine_with_restarts" and (cycles < 1 or cycles != int(cycles)):
         yield f"optim.num_cycles must be a whole number from 1 with optim.lr_scheduler_type={kind}; got {show(cycles)}"
@@ -84,7 +84,10 @@ def schedule_problems(optim: Any, total_steps: int | None = None) -> Iterator[st
 
 
 def rate_factor(optim: Any, total_steps: int) -> Callable[[int], float]:
-    """Return the factor of `optim.lr` by the number of steps done, for all schedules but verl's cosine.
+    """Return the factor of `optim.lr` by the number of steps done.
+
+    verl's cosine is not among the schedules here.
+
 
     Args:
         optim: the values of the optim node, as attributes.
@@ -93,6 +96,7 @@ def rate_factor(optim: Any, total_steps: int) -> Callable[[int], float]:
     floor, warmup = optim.min_lr_ratio or 0.0, _warmup(optim, total_steps)
     length = max(total_steps - warmup, 0)
     shift = 0 if optim.zero_indexed_step else 1
+    # One formula serves all schedules: 1 while stable, then a decay that runs in `cycles`.
     style, cycles = "linear", 1
     if optim.lr_scheduler_type == "cosine_with_restarts":
         style, cycles = "cosine", int(optim.num_cycles)
@@ -109,6 +113,7 @@ def rate_factor(optim: Any, total_steps: int) -> Callable[[int], float]:
             return step / warmup
         if step < warmup + stable:
             return 1.0
+        # A finished run stays at its floor, where a cycle would begin again.
         if step >= total_steps:
             return floor
         done = cycles * (step - warmup - stable) / (length - stable) % 1.0
@@ -118,7 +123,7 @@ def rate_factor(optim: Any, total_steps: int) -> Callable[[int], float]:
 
 
 def keeps_rates(optim: Any, total_steps: int, saved: Mapping[str, Any], saved_total: Any, steps_done: int) -> bool:
-    """Return whether a run's steps so far had the rates of these options, although its own options were different.
+    """Return whether a run's steps so far had these options' rates.
 
     Args:
         optim: the values of the optim node, as attributes.

@@ -1,4 +1,4 @@
-"""The parts of a model that FSDP shards separately, and those of them that stay in fp32."""
+"""What FSDP shards separately, and what of it stays in fp32."""
 
 from collections import Counter
 from typing import Any
@@ -11,7 +11,7 @@ from verl_ext.layers import SCANS, mixers_of
 
 
 def keep_decays_precise(module: nn.Module, fsdp_kwargs: dict[str, Any]) -> None:
-    """Shard the layers with a recurrence so that their rates of decay reach it in fp32.
+    """Shard recurrent layers so that their rates of decay stay fp32.
 
     A_log and dt_bias are summed and exponentiated over all tokens of a document: in bf16 a rate is off by up to 0.4 %.
     A layer's own parameters, and those of its convolution, which it reads and does not call, are a group in fp32 that
@@ -52,7 +52,7 @@ def sharded_apart(module: Any) -> list[str]:
 
 
 def _layers(module: Any) -> set[str]:
-    """Return the classes of a model's layers: the members of its outermost lists."""
+    """Return the classes of the members of a model's outermost lists."""
     lists = {path: part for path, part in module.named_modules() if isinstance(part, nn.ModuleList)}
     outer = [part for path, part in lists.items() if not path.startswith(tuple(f"{other}." for other in lists))]
     return {type(layer).__name__ for part in outer for layer in part}

@@ -1,4 +1,4 @@
-"""verl's FSDP engine as the training loop uses it: micro-batches in, gradients out, the loss left on the device.
+"""verl's FSDP engine for the loop: micro-batches in, gradients out.
 
 A subclass of ``FSDPEngineWithLMHead``. Everything that is not here (sharding, offload, LoRA, clipping, the schedule of
 the learning rate) is verl's. Its subclasses decide what a forward reads and returns. At each workaround for verl, a
@@ -76,11 +76,11 @@ class StepEngine(FSDPEngineWithLMHead):
 
     @classmethod
     def idle_tokens(cls, max_tokens: int) -> int:
-        """Return the tokens that a rank without a pack runs, so that the collectives of the others complete."""
+        """Return the tokens of a packless rank, for the others' collectives."""
         return 1
 
     def initialize(self) -> None:
-        """Build verl's model, optimizer and schedule, and in fp16 a gradient scaler on every device.
+        """Build verl's model, optimizer and schedule, and in fp16 a scaler.
 
         The scale starts at 2^16 and halves with every step that is skipped for an infinite gradient on any rank.
         """
@@ -96,7 +96,7 @@ class StepEngine(FSDPEngineWithLMHead):
             )
 
     def _build_module(self) -> torch.nn.Module:
-        """Build verl's module with the activation options of the model node and the checkpoint's padding token."""
+        """Build verl's module with activation options and the checkpoint's padding token."""
         # Upstream: verl 0.9.1 gives the config the tokenizer's pad_token_id before it builds the module. Embeddings
         # give that token no gradient, though documents may end with it, and RoBERTa-like models count places from it.
         # To go when verl sets it for generation alone.
@@ -112,7 +112,7 @@ class StepEngine(FSDPEngineWithLMHead):
         return module
 
     def _build_fsdp_module(self, module: Any) -> Any:
-        """Wrap the module as verl does, without its patch of FSDP2; its FLOPs are counted while it is whole."""
+        """Wrap as verl does, without its patch of FSDP2; count FLOPs."""
         # Upstream: verl 0.9.1 wraps modules whose class derives from ABC by assigning __class__ (`fully_shard_module`).
         # Python rejects that for PEFT's layers, so a head with adapters could not be wrapped. FSDP2 itself takes such
         # classes; to go when verl calls fully_shard for them.
@@ -143,7 +143,7 @@ class StepEngine(FSDPEngineWithLMHead):
             verls._select_fsdp2_wrap_targets = select
 
     def _build_optimizer(self, module: Any) -> Any:
-        """Build verl's optimizer in the implementation that suits this run's device and torch."""
+        """Build verl's optimizer in the implementation for this device and torch."""
         offloads = bool(self.engine_config.offload_policy)
         if offloads:
             take_threads()
@@ -160,7 +160,7 @@ class StepEngine(FSDPEngineWithLMHead):
         return LambdaLR(optimizer, rate_factor(config, config.total_training_steps))
 
     def accumulate(self, micro_batches: Sequence[TensorDict], loss_function: Callable) -> None:
-        """Run forward and backward passes over one rank's micro-batches of a step; gradients add up.
+        """Run forwards and backwards over a step's micro-batches; gradients add up.
 
         Ranks must hold equally many micro-batches: FSDP's collectives are one per layer and micro-batch.
         """
@@ -170,7 +170,7 @@ class StepEngine(FSDPEngineWithLMHead):
                 (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def training_loss(self, micro_batch: TensorDict, loss_function: Callable) -> torch.Tensor:
-        """Return a micro-batch's part of the step's loss, a scalar on the device."""
+        """Return a micro-batch's part of the step's loss, on the device."""
         return self.forward_step(micro_batch, loss_function, forward_only=False)[0]
 
     @torch.no_grad()
@@ -200,7 +200,7 @@ class StepEngine(FSDPEngineWithLMHead):
         return loss, {"model_output": detach_tree(model_output), "loss": loss.detach(), "metrics": metrics}
 
     def optimizer_step(self) -> float:
-        """Take verl's step, after the copies to the host of a checkpoint that is still being saved."""
+        """Take verl's step, after a checkpoint's copies to the host."""
         if self.host_copies is not None:
             self.host_copies.hold_device()
         # Upstream: verl 0.9.1 sums squares of gradients in their own type, so that the norm depends on the number of
@@ -213,7 +213,7 @@ class StepEngine(FSDPEngineWithLMHead):
             impl.fsdp2_clip_grad_norm_ = clip
 
     def generate_answers(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[int]]:
-        """Continue prompts in eval mode, as a collective. Ranks may have different prompts and numbers of prompts."""
+        """Continue prompts as a collective; ranks may have different prompts."""
         device: Any = get_device_id()
         with self._autocast():
             return generate(self.module, prompts, sampling, device)
@@ -223,7 +223,7 @@ class StepEngine(FSDPEngineWithLMHead):
         return self.module(**model_inputs, use_cache=False)
 
     def prepare_micro_batch(self, micro_batch: TensorDict, device: Any) -> tuple[dict, dict, TensorDict]:
-        """Return the model's inputs, the arguments of its outputs, and a micro-batch of the host, all on the device."""
+        """Return model inputs, output arguments and micro-batch on the device."""
         inputs, output_args = self.prepare_model_inputs(micro_batch)
         for part in (inputs, output_args):
             moved = {key: x.to(device, non_blocking=True) for key, x in part.items() if isinstance(x, torch.Tensor)}
@@ -232,7 +232,7 @@ class StepEngine(FSDPEngineWithLMHead):
 
     @staticmethod
     def gather_to_rank0(tensor: torch.Tensor) -> torch.Tensor:
-        """Return the full tensor on rank 0's host memory, nothing elsewhere; every rank takes part in the gather."""
+        """Gather a tensor in rank 0's host memory, a collective; elsewhere nothing."""
         full = tensor
         if isinstance(tensor, DTensor):
             # verl offloads weights without waiting for their copies, so the host could read them half copied.
@@ -241,7 +241,7 @@ class StepEngine(FSDPEngineWithLMHead):
         return full.detach().to("cpu", copy=True) if dist.get_rank() == 0 else full.new_empty(0)
 
     def memory_state_dict(self) -> dict[str, torch.Tensor]:
-        """Gather the parameters of a long-term memory, if there is one, in rank 0's host memory; collective."""
+        """Gather a memory's parameters in rank 0's host memory; collective."""
         return {}
 
     def _autocast(self) -> Any:
@@ -251,7 +251,7 @@ class StepEngine(FSDPEngineWithLMHead):
 
 
 def on_device(micro_batch: TensorDict, device: Any) -> TensorDict:
-    """Copy a micro-batch of jagged tensors to the device without waiting for it.
+    """Copy a jagged micro-batch to the device without waiting for it.
 
     ``TensorDict.to`` waits for the offsets of each tensor. Here the flat values, which the loader page-locked, are
     copied, and the offsets, which all tensors share, only once.
@@ -271,12 +271,12 @@ def on_device(micro_batch: TensorDict, device: Any) -> TensorDict:
 
 
 def asks_for_measures(micro_batch: TensorDict) -> bool:
-    """Tell whether a batch asks for the MEASURES of its targets beside their losses."""
+    """Tell whether a batch asks for its targets' MEASURES beside losses."""
     return tu.get_non_tensor_data(micro_batch, "head_measures", default=False)
 
 
 def _adapt_config(config: Any) -> None:
-    """Give configs the fields that verl expects: GPT-2's lacks the name of an architecture, Mllama's its ties."""
+    """Give configs the fields that verl expects, where they lack them."""
     # Upstream: verl 0.9.1 reads tie_word_embeddings from every config, and recognises a causal model by "ForCausalLM"
     # in its architecture, which GPT2LMHeadModel lacks. An export writes the class's own name again. To go when verl
     # asks transformers' mapping of causal models.

@@ -1,4 +1,4 @@
-"""The token-wise work of a model over tiles of tokens, `model.tile_tokens`: attention alone sees the whole sequence.
+"""Token-wise work by tiles, `model.tile_tokens`; attention sees the whole sequence.
 
 ```
               tiles of [tile, H]                   whole                      tiles of [tile, H]
@@ -36,7 +36,7 @@ Function = Callable[..., tuple[torch.Tensor, ...]]
 
 
 class TiledModule:
-    """The forward of a module that reads each token by itself, over tiles of `tile` tokens.
+    """A token-wise module's forward, over tiles of `tile` tokens.
 
     It takes the place of ``module.forward``. So hooks around the module, FSDP's among them, run once, and adapters that
     are put inside later are a part of it. A sequence of one tile runs through the module's own forward.
@@ -48,7 +48,7 @@ class TiledModule:
         module.forward = self._forward
 
     def _forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map ``[…, H]`` to ``[…, H]``; with heads, ``[B, T, heads, E]`` to the same."""
+        """Map ``[…, H]`` to ``[…, H]``, or ``[B, T, heads, E]`` likewise."""
         flat = x.flatten(0, min(x.dim(), 3) - 2).unsqueeze(0)
         if flat.shape[1] <= self.tile:
             return self.whole(x)
@@ -57,7 +57,7 @@ class TiledModule:
 
 
 class TiledLayer:
-    """The forward of a decoder layer, over tiles of `tile` tokens but for its attention."""
+    """A decoder layer's forward over tiles, but for its attention."""
 
     def __init__(self, layer: nn.Module, tile: int) -> None:
         self.layer: Any = layer
@@ -66,7 +66,7 @@ class TiledLayer:
         layer.forward = self._forward
 
     def _forward(self, hidden: torch.Tensor, *others: Any, **kwargs: Any) -> Any:
-        """Run the layer on ``hidden[B, T, H]``; `others` that have a row for each token are cut with it."""
+        """Run the layer on ``hidden[B, T, H]`` and arguments cut by token."""
         kwargs |= dict(zip(self.names, others, strict=False))
         rows, tokens = hidden.shape[:2]
         cache = kwargs.get("past_key_values", kwargs.get("layer_past"))
@@ -108,6 +108,7 @@ class TiledLayer:
             more[:] = [None if alone else output[1:]]  # not the tensor: its graph would hold `attended`
             return (output if alone else output[0],)
 
+        # Attention alone needs all tokens, so it runs between the two halves of the tiles, outside of them.
         heads = _Tiled(self.layer, self.tile, before)(hidden)
         ((module, args, given),) = call
         given |= {key: kwargs[key] for key in given if key in kwargs}  # for all tokens, not those of a tile
@@ -147,7 +148,7 @@ def _attention_is(function: Callable, name: str) -> Iterator[None]:
 
 
 class _Tiled:
-    """A function of whole sequences, made from a function of tiles that uses the parameters of a module.
+    """A function of whole sequences, made from one of tiles.
 
     function: maps a slice of tokens and tensors ``[B, tile, …]`` to tensors ``[B, tile, …]``.
     """
@@ -181,11 +182,12 @@ class _Tiled:
     def gradients(
         self, inputs: tuple[torch.Tensor, ...], upstream: tuple[torch.Tensor, ...], wanted: tuple[bool, ...]
     ) -> list[torch.Tensor | None]:
-        """Return the gradients of the wanted inputs and of each :meth:`trainable` parameter, summed in fp32."""
+        """Return gradients of wanted inputs and :meth:`trainable` parameters, summed in fp32."""
         parameters = self.trainable()
         of_inputs = [torch.empty_like(x) if want else None for x, want in zip(inputs, wanted, strict=True)]
         sums: list[torch.Tensor | None] = [None] * len(parameters)
         for at in slices(inputs[0].shape[1], self.tile):
+            # Each tile's graph exists only here: its forward runs again, and its memory is free before the next.
             tiles = [x[:, at].detach().requires_grad_(want) for x, want in zip(inputs, wanted, strict=True)]
             with torch.enable_grad():
                 pairs = [
@@ -201,6 +203,7 @@ class _Tiled:
                 if total is not None:
                     gradient = next(found)
                     total[:, at] = 0 if gradient is None else gradient
+            # A parameter's gradient adds over all tiles; in bf16 the sum would lose the small ones.
             for index, gradient in enumerate(found):
                 if gradient is not None:
                     total = sums[index]
@@ -217,7 +220,10 @@ class _Tiled:
 
 
 class _Keep(torch.autograd.Function):
-    """The half of tiled work that keeps its inputs and computes gradients; an empty tensor leads to :class:`_Run`.
+    """The half of tiled work that keeps inputs and computes gradients.
+
+    An empty tensor leads from it to :class:`_Run`.
+
 
     It is a function of its own because a checkpointed layer is recomputed only up to the last tensor that it keeps. If
     that is one of these inputs, the whole work is not repeated before its tiles are.
@@ -245,7 +251,10 @@ class _Keep(torch.autograd.Function):
 
 
 class _Run(torch.autograd.Function):
-    """The half of tiled work that computes outputs, and passes their gradients to :class:`_Keep`, which runs next."""
+    """The half of tiled work that computes outputs, before :class:`_Keep`.
+
+    Its backward runs first and leaves the outputs' gradients to that half.
+    """
 
     @staticmethod
     def forward(ctx: Any, work: _Tiled, kept: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -259,7 +268,7 @@ class _Run(torch.autograd.Function):
 
 
 class _State:
-    """The states of the random number generators of the host and of a tensor's device."""
+    """The random number generators' states of host and a device."""
 
     def __init__(self, x: torch.Tensor) -> None:
         self._kind = x.device.type
@@ -286,7 +295,7 @@ _ARGUMENTS = {
 
 
 def tile(model: nn.Module, tokens: int) -> None:
-    """Make the model's token-wise work run over tiles of `tokens` tokens. Raises ValueError if it has no such work."""
+    """Tile a model's token-wise work; raise ValueError if it has none."""
     layers, modules = tileable(model)
     if not layers + modules:
         raise ValueError(untileable(type(model).__name__, tokens))
@@ -297,7 +306,7 @@ def tile(model: nn.Module, tokens: int) -> None:
 
 
 def tileable(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Return the decoder layers that can run over tiles, and the MLPs and norms outside of these layers that can.
+    """Return the layers, and the MLPs and norms outside, for tiles.
 
     They read each token by itself, layers apart from their attention, and are made of linear layers, norms, activations
     and dropout. Mixtures of experts are not among them, because they have parameters and routers of their own.
@@ -325,7 +334,7 @@ def _reads_each_token(mlp: nn.Module) -> bool:
 
 
 def _is_known(module: nn.Module) -> bool:
-    """Tell whether each part is transformers' own code, not remote code, and known parts hold all parameters."""
+    """Tell whether known parts of transformers hold all of its parameters."""
     return all(
         type(part) in _ACTIVATIONS
         or type(part) in _PARTS
@@ -345,7 +354,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def untileable(model_class: str, tokens: int) -> str:
-    """Return the line that refuses `model.tile_tokens` for a model without such layers and modules."""
+    """Return the line that refuses `model.tile_tokens` for a model."""
     return (
         f"model.tile_tokens must be null for {model_class}, none of whose layers reads each token by itself but for "
         f"attention; got {tokens}"

@@ -1,4 +1,4 @@
-"""Causal convolutions over the tokens of each document, with halos between the ranks that share a pack.
+"""Causal convolutions inside documents, with halos between ranks.
 
 A kernel of K taps reads K - 1 tokens before each one. A rank that begins inside a document gets them from the rank
 that holds them (the halo); a document's first tokens have zeros before them:
@@ -30,7 +30,7 @@ _INSIDE = ("silu", "swish")  # activations that flash-linear-attention's kernel 
 
 @dataclass(frozen=True)
 class Halo:
-    """The rows that a rank sends to and reads from other ranks for a convolution.
+    """The rows that ranks exchange for a convolution.
 
     A rank has L tokens, sends W rows to each of n ranks, and has P pieces of documents, each after its halo.
 
@@ -80,7 +80,7 @@ class Halo:
 
 
 def _last_tokens(shards: SequenceShards, tokens: int, count: int) -> list[int]:
-    """Return the last `count` tokens of each run of a rank, by their place in the pack."""
+    """Return each run's last `count` tokens of a rank, by place."""
     return [t for start, end in shards.spans(tokens) for t in range(max(start, end - count), end)]
 
 
@@ -92,7 +92,7 @@ def convolve(
     activation: str | None = None,
     **_: object,
 ) -> torch.Tensor:
-    """Convolve ``x[1, C, L]`` with ``weight[C, K]`` inside documents, with the signature of causal_conv1d_fn."""
+    """Convolve ``x[1, C, L]`` inside documents, called like causal_conv1d_fn; ``weight[C, K]``."""
     whole = pack.layout
     assert whole is not None
     rows, layout, halo = x.squeeze(0).transpose(0, 1), whole, None  # [L, C]
@@ -108,7 +108,7 @@ def convolve(
 
 @cache
 def convolution_kernel(device: str) -> Callable[..., torch.Tensor]:
-    """Return flash-linear-attention's kernel if it is installed and the device has it, else torch's."""
+    """Return flash-linear-attention's kernel on a GPU that has it, else torch's."""
     if device == "cuda":
         try:
             causal_conv1d = import_fla("modules.causal_conv1d").causal_conv1d
@@ -145,7 +145,7 @@ def by_document(
 
 
 class _GatherRows(torch.autograd.Function):
-    """``[n · W, C]`` of all ranks from ``[W, C]`` of each; a rank's gradient is the sum of all ranks' gradients."""
+    """Ranks' ``[W, C]`` as ``[n · W, C]``; gradients sum over ranks."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Whole documents dealt to the ranks that share a pack, for layers that cannot be split in another way.
+"""Whole documents dealt to the ranks that share a pack.
 
 A layer whose recurrence has no heads to exchange runs on whole documents: one all-to-all brings each document to one
 rank, the layer computes the document alone as transformers would, and one all-to-all brings the outputs back.
@@ -23,7 +23,7 @@ from verl_ext.layers.pack import RunningPack
 
 @dataclass(frozen=True)
 class Deal:
-    """The routes of a rank's tokens to other ranks, and of other ranks' tokens to the documents that it computes.
+    """The routes of tokens from a rank's slice to dealt documents.
 
     Attributes:
         send: int64[L], rows of the own tokens in the order of the ranks that they go to; send_sizes: tokens for each.
@@ -69,7 +69,7 @@ class Deal:
 
 
 def dealt(offsets: Sequence[int], ranks: int) -> list[list[int]]:
-    """Return the documents of each rank: the longest first, to the rank with the fewest tokens."""
+    """Return ranks' documents: the longest first, to the rank with fewest tokens."""
     lengths = [end - start for start, end in pairwise(offsets)]
     documents: list[list[int]] = [[] for _ in range(ranks)]
     tokens = [0] * ranks
@@ -83,7 +83,10 @@ def dealt(offsets: Sequence[int], ranks: int) -> list[list[int]]:
 def by_document(
     pack: RunningPack, layer: Callable[..., Any], hidden: torch.Tensor, others: dict[str, Any]
 ) -> torch.Tensor:
-    """Return ``[1, L, C]`` of a layer that computes each document alone, for ``hidden[1, L, C]``.
+    """Run a layer on each document of ``hidden[1, L, C]`` alone.
+
+    The result is ``[1, L, C]`` too.
+
 
     Args:
         pack: the pack that runs.
@@ -127,7 +130,7 @@ def _run(
 
 
 def _mapped(value: Any, length: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Apply `change` to the tensors in a value that have `length` tokens in dimension 1."""
+    """Apply `change` to a value's tensors of `length` in dimension 1."""
     if isinstance(value, torch.Tensor):
         return change(value) if value.dim() >= 2 and value.size(1) == length else value
     if isinstance(value, (tuple, list)):
@@ -136,7 +139,7 @@ def _mapped(value: Any, length: int, change: Callable[[torch.Tensor], torch.Tens
 
 
 class _Travel(torch.autograd.Function):
-    """``[S, C]`` of the dealt documents from ``[L, C]`` of each rank, or back; gradients go the opposite way."""
+    """Dealt documents' ``[S, C]`` from ranks' ``[L, C]``, or back; differentiable."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, deal: Deal, group: dist.ProcessGroup, back: bool) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The products of a mixture of experts: one grouped product for all experts of a layer, or a loop over the experts.
+"""A mixture's expert products: one grouped product, or a loop.
 
 Transformers has both for classes that keep the weights of a layer's experts in one tensor, and uses the grouped product
 (torch.nn.functional.grouped_mm) by default. Other classes run code of their own.
@@ -18,7 +18,7 @@ def has_experts(model: Any) -> bool:
 
 
 def experts_problem(model: Any, asked: str) -> str | None:
-    """Return the requirement of `model.experts` that a model does not meet; None if it meets all."""
+    """Return the unmet requirement of `model.experts`; None if all are met."""
     if asked == "auto" or model is None:
         return None
     name = type(model).__name__
@@ -34,6 +34,6 @@ def experts_problem(model: Any, asked: str) -> str | None:
 
 
 def choose_experts(model: nn.Module, asked: str) -> None:
-    """Let a transformers model compute its experts as `model.experts` asks. Raises ValueError if it cannot."""
+    """Let a model compute experts as asked; raise ValueError if impossible."""
     if asked != "auto":
         model.set_experts_implementation(asked)  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""The table of layers that carry a state over time, and the way each computes packs.
+"""The table of layers with a state, and how each computes packs.
 
 Transformers' mixers are linear maps around one or two functions over time: a short convolution and a recurrence. Only
 these are replaced, and only while a pack runs; everything else of a layer stays transformers' own code:
@@ -67,19 +67,19 @@ class Mixer:
     updates: int = 4  # a product added to it, and its output
 
     def state_flops(self, layer: nn.Module) -> int:
-        """Return the operations of a token on a layer's state in a forward pass."""
+        """Return a token's operations on a layer's state in a forward."""
         return self.updates * math.prod(getattr(layer, name) for name in self.state) if self.state else 0
 
 
 def mixers_of(model: nn.Module) -> Iterator[tuple[nn.Module, Mixer]]:
-    """Yield the layers of a model that are in the table, with their rows."""
+    """Yield a model's layers that are in the table, with rows."""
     for module in model.modules():
         if (mixer := MIXERS.get(type(module).__name__)) is not None:
             yield module, mixer
 
 
 def unknown_mixers(model: nn.Module) -> list[str]:
-    """Return the names of classes that may carry a state over time and are not in the table."""
+    """Return names of classes with a possible state beyond the table."""
     names = {type(module).__name__ for module in model.modules() if _carries_a_state(module)}
     return sorted(names - set(MIXERS))
 
@@ -166,7 +166,7 @@ def _install_documents(layer: Any, pack: RunningPack, outputs: int = 1) -> None:
 
 
 def _install_llama4(layer: Any, pack: RunningPack) -> None:
-    """Count chunks, and the temperature of layers without rotary embeddings, from a document's first token.
+    """Count chunks and temperatures from a document's first token.
 
     Transformers counts both from the first token that a rank holds.
     """
@@ -191,7 +191,7 @@ def _install_llama4(layer: Any, pack: RunningPack) -> None:
 
 
 def _install_positions(layer: Any, pack: RunningPack) -> None:
-    """Give a decoder's position embeddings the positions in documents; transformers counts a batch's tokens."""
+    """Give position embeddings the positions in documents, not in the batch."""
     alone, last = layer.forward, layer.num_embeddings - getattr(layer, "offset", 0) - 1
 
     @functools.wraps(alone)
@@ -204,7 +204,7 @@ def _install_positions(layer: Any, pack: RunningPack) -> None:
 
 
 def _install_padded_positions(layer: Any, pack: RunningPack) -> None:
-    """Count positions from the padding index plus one, as RoBERTa-like models do if they get no positions."""
+    """Count positions from the padding index plus one, as RoBERTa does."""
     alone = layer.forward
 
     @functools.wraps(alone)
@@ -222,7 +222,7 @@ def _install_causality(layer: Any, pack: RunningPack) -> None:
 
 
 def _in_packs(pack: RunningPack, packed: Callable[..., Any], alone: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls `packed` while a pack runs, and `alone` otherwise, as in generation."""
+    """Return a function of `packed` in packs, of `alone` in generation."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return (alone if pack.layout is None else packed)(*args, **kwargs)
@@ -233,7 +233,7 @@ def _in_packs(pack: RunningPack, packed: Callable[..., Any], alone: Callable[...
 def _convolve_rows(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str, seq_idx: None = None
 ) -> torch.Tensor:
-    """Convolve rows ``x[B, C, L]`` that are one document each, as transformers does without a kernel."""
+    """Convolve rows ``x[B, C, L]``, one document each, without a kernel."""
     from transformers.activations import ACT2FN
 
     taps = weight.size(-1)
@@ -255,7 +255,7 @@ def _names(scope: dict[str, Any], names: dict[str, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def torch_forms(cls: Any, names: Sequence[str] = _OF_PACKAGES) -> Iterator[None]:
-    """Let models of a class be built of torch's code, without flash-linear-attention's parts, which need a GPU."""
+    """Let models be built of torch's code, without GPU packages' parts."""
     scope = {} if cls is None else vars(sys.modules[cls.__module__])  # None: code of its own
     with _names(scope, {name: None for name in names if name in scope}):
         yield
@@ -330,12 +330,12 @@ MIXERS: dict[str, Mixer] = {
 
 
 def positions_of_padding(cls: type, hf_config: Any) -> int:
-    """Return the number of positions that RoBERTa-like models reserve for padding tokens; 0 for others."""
+    """Return the positions that RoBERTa-like models reserve for padding, or 0."""
     padded = {name for name, mixer in MIXERS.items() if mixer.install is _install_padded_positions}
     return 0 if padded.isdisjoint(vars(sys.modules[cls.__module__])) else hf_config.pad_token_id + 1
 
 
 def install(model: nn.Module, pack: RunningPack) -> None:
-    """Let every layer of a model that is in the table compute packs."""
+    """Let every layer of a model in the table compute packs."""
     for layer, mixer in list(mixers_of(model)):
         mixer.install(layer, pack)

@@ -20,7 +20,7 @@ ValueT = TypeVar("ValueT")
 
 
 class RunningPack:
-    """The micro-batch that a model computes, from its forward to the end of its backward.
+    """The micro-batch that a model computes, until its backward ends.
 
     A recomputed layer reads the same layout as in the forward, because an engine runs the backward of a micro-batch
     before the forward of the next one.
@@ -41,13 +41,13 @@ class RunningPack:
         self.layout, self._derived = layout, {}
 
     def derived(self, key: Hashable, make: Callable[[], ValueT]) -> ValueT:
-        """Return a value that layers derive from the layout; the first call with a `key` makes it."""
+        """Return a value from the layout, made once for each `key`."""
         if key not in self._derived:
             self._derived[key] = make()
         return self._derived[key]
 
     def positions(self) -> torch.Tensor:
-        """Return int64[L]: the place of each of this rank's tokens in its document."""
+        """Return int64[L], the places of this rank's tokens in documents."""
         assert self.layout is not None
         offsets, device = self.layout.offsets, self.layout.cu_seqlens.device
 
@@ -59,7 +59,7 @@ class RunningPack:
 
 
 def fla_lengths(layout: DocumentLayout) -> dict[str, torch.Tensor]:
-    """Return the boundaries for flash-linear-attention, which would wait for the device without those on the host.
+    """Return boundaries on device and host, so flash-linear-attention need not wait.
 
     All layers of a micro-batch get the same tensors: for others, it would copy the indices of its chunks again.
     """
@@ -67,7 +67,7 @@ def fla_lengths(layout: DocumentLayout) -> dict[str, torch.Tensor]:
 
 
 def import_fla(module: str) -> Any:
-    """Import a module of flash-linear-attention; raise ImportError if the package is not installed."""
+    """Import a module of flash-linear-attention; raise ImportError without the package."""
     # Upstream: any import of flash-linear-attention 0.6 replaces configs of transformers (mamba2, bitnet) by its own in
     # transformers' Auto classes, so that a later read gives another class. To go when it leaves them.
     try:
@@ -80,7 +80,7 @@ def import_fla(module: str) -> Any:
 
 
 def attach(model: nn.Module, pack: RunningPack) -> None:
-    """Let all modules of a model read the layout that its forward is given as `document_layout`."""
+    """Let all modules read their model's `document_layout`."""
 
     def begin(_: nn.Module, args: tuple, kwargs: dict) -> None:
         pack.begin(kwargs.get("document_layout"))

@@ -1,4 +1,4 @@
-"""A trial that shows whether an architecture keeps the documents of a pack apart.
+"""A trial that an architecture keeps a pack's documents apart.
 
 Two documents go through a small random model of the same class. A token of the first changes: the logits of the second
 must stay equal to the last bit (of a mixture of experts, but for rounding: an expert's product has rows of both), and
@@ -30,7 +30,7 @@ _ROUNDING = 1e-6  # of products of experts, 1e-7 by MKL with two threads; a leak
 
 
 def trial_model(config: Any, cls: Any, **sizes: Any) -> nn.Module:
-    """Return a small random model of a class, which computes packs on a CPU.
+    """Return a small random model of a class, for CPU packs.
 
     Args:
         config: the real model's config.
@@ -78,7 +78,7 @@ def _on_one_rank() -> Iterator[None]:
 @torch.no_grad()
 @_on_one_rank()
 def isolation_problem(model: nn.Module) -> str | None:
-    """Return how a model mixes the documents of a pack; None if it keeps them apart.
+    """Return how a model mixes documents; None if it does not.
 
     Args:
         model: a model of :func:`trial_model`.
@@ -106,7 +106,7 @@ def _agree(logits: torch.Tensor, others: torch.Tensor, tolerance: float = _TOLER
 
 
 def _use_own_attention(model: nn.Module) -> None:
-    """Let a model compute the attention of its own code; its other layers still compute packs."""
+    """Let a model use its own attention; other layers compute packs."""
     for module in model.modules():
         config = getattr(module, "config", None)
         if getattr(config, "_attn_implementation", None) == PACKED_ATTENTION:

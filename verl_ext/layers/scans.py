@@ -1,4 +1,4 @@
-"""Recurrences over the tokens of each document: the gated delta rule and Mamba 2's state space.
+"""Recurrences inside documents: the gated delta rule and Mamba 2.
 
 Heads of a recurrence are independent. Ranks that share a pack exchange tokens for heads, as Ulysses does around
 attention, run the recurrence over all T tokens for their own heads, and exchange back. All ranks of a pack take part,
@@ -39,11 +39,15 @@ def delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """Compute the gated delta rule of ``query, key, value[1, L, H, ·]`` with ``g, beta[1, L, H]`` inside documents.
+    """Compute the gated delta rule of ``[1, L, H, ·]`` inside documents.
+
+    ``g`` and ``beta`` are ``[1, L, H]``.
+
 
     `rule` is transformers' function for one document, for devices without flash-linear-attention.
     """
     assert pack.layout is not None
+    # A recurrence needs all tokens of a document in order, but its heads are independent: ranks split those.
     heads = value.size(2)
     q, k, v, decay, rate = _heads_of_this_rank(pack, query, key, value, g.unsqueeze(-1), beta.unsqueeze(-1))
     decay, rate = decay.squeeze(-1), rate.squeeze(-1)
@@ -79,7 +83,10 @@ def state_space(
     return_final_states: bool = False,
     **_: object,
 ) -> torch.Tensor | tuple[torch.Tensor, None]:
-    """Compute Mamba 2's recurrence of ``x[1, L, H, P]`` inside documents, as mamba_chunk_scan_combined does.
+    """Compute Mamba 2's recurrence of ``x[1, L, H, P]`` inside documents.
+
+    It is called like mamba_chunk_scan_combined.
+
 
     ``dt[1, L, H]`` are steps in time before ``dt_bias[H]``, softplus and the clamp to `dt_limit`; ``A, D[H]`` rates of
     decay and weights of the values themselves; ``B, C[1, L, G, N]`` belong to G groups of H/G heads. With
@@ -117,7 +124,10 @@ def state_space(
 def _state_space_of_document(
     v: torch.Tensor, log_decay: torch.Tensor, b: torch.Tensor, c: torch.Tensor
 ) -> torch.Tensor:
-    """``[L, H, P]`` of ``v[L, H, P]``, ``log_decay[L, H]`` and ``b, c[L, H, N]``, in chunks of :data:`CHUNK` tokens.
+    """Return ``[L, H, P]`` of one document, by chunks of :data:`CHUNK` tokens.
+
+    v is ``[L, H, P]``, log_decay ``[L, H]``, b and c ``[L, H, N]``.
+
 
     State S_t = exp(log_decay_t) · S_{t-1} + b_t v_tᵀ and output c_tᵀ S_t. Pairs of one chunk are computed at once; the
     state at the end of a chunk carries the rest.
@@ -139,7 +149,10 @@ def _state_space_of_document(
 
 
 def _heads_of_this_rank(pack: RunningPack, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """``[1, T, H/n, ·]`` in the pack's order from ``[1, L, H, ·]``, H filled up with zero heads to a multiple of n.
+    """Return ``[1, T, H/n, ·]`` by position from ``[1, L, H, ·]``.
+
+    Zero heads fill H up to a multiple of n.
+
 
     Tensors of one type travel in one all-to-all.
     """
@@ -156,7 +169,7 @@ def _heads_of_this_rank(pack: RunningPack, *tensors: torch.Tensor) -> tuple[torc
 
 
 def _tokens_of_this_rank(pack: RunningPack, output: torch.Tensor, heads: int) -> torch.Tensor:
-    """``[1, L, H, P]`` from ``[1, T, H/n, P]``: the inverse of :func:`_heads_of_this_rank`."""
+    """Return ``[1, L, H, P]`` from ``[1, T, H/n, P]``, inverting :func:`_heads_of_this_rank`."""
     if pack.group is None:
         return output
     by_rank = pack.shards.by_rank(output.squeeze(0)).unsqueeze(0)
@@ -177,7 +190,7 @@ def kernels_problem(capability: tuple[int, int] | None) -> str | None:
 
 @cache
 def _fla(module: str, name: str) -> Callable[..., Any] | None:
-    """Return a function of flash-linear-attention's `ops`; None if the package is not installed."""
+    """Return a function of flash-linear-attention's `ops`; None without the package."""
     try:
         return getattr(import_fla(f"ops.{module}"), name)
     except ImportError:

@@ -1,4 +1,4 @@
-"""A config with a few small layers of every kind of a model, for trials that take a CPU a second."""
+"""A small config with every kind of layer, for quick trials."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -64,7 +64,7 @@ _MOST_LAYERS = 12
 
 
 def shrunk(config: Any, **sizes: Any) -> Any:
-    """Return a config of the same class with small sizes and the first layers of each kind.
+    """Return a small config with the first layers of each kind.
 
     Args:
         config: a Hugging Face config, which is not changed.
@@ -105,7 +105,7 @@ def shrunk(config: Any, **sizes: Any) -> Any:
 
 
 def _small_layer(config: Any) -> Any:
-    """Return a small copy of the config of a part of each layer, which accepts only its own names."""
+    """Return a small copy of a layer part's config, names unchanged."""
     small = copy.deepcopy(config)
     for name, size in _SIZES.items():
         if getattr(small, name, None) is not None:
@@ -114,7 +114,7 @@ def _small_layer(config: Any) -> Any:
 
 
 def _small_tower(config: Any) -> Any:
-    """Return a small config of a tower whose outputs fit a text model of `_SIZES`."""
+    """Return a small config of a tower that fits `_SIZES`."""
     values = config.to_dict()
     small = {name: size for name, size in _TOWER_SIZES.items() if values.get(name) is not None}
     pairs = {name: [size] * 2 for name, size in small.items() if isinstance(values[name], list) and size != [0]}
@@ -122,18 +122,18 @@ def _small_tower(config: Any) -> Any:
 
 
 def _rebuilt(config: Any, values: Mapping[str, Any]) -> Any:
-    """Return a config of the same class; values that are None become the defaults."""
+    """Return a config of the same class, with defaults for None."""
     return type(config).from_dict({name: value for name, value in values.items() if value is not None})
 
 
 def _small_ids(values: Mapping[str, Any]) -> dict[str, int]:
-    """Return ids of the special tokens inside the small vocabulary, each with its own."""
+    """Return distinct ids of special tokens inside the small vocabulary."""
     ids = [name for name in values if name.endswith(("token_id", "token_index")) and isinstance(values[name], int)]
     return {name: 200 + place for place, name in enumerate(ids)}
 
 
 def _layers_of_each_kind(values: Mapping[str, Any]) -> int:
-    """Return the fewest first layers that have every kind of layer, at least 2."""
+    """Return how many first layers have every kind, at least 2."""
     layers = 2
     for name in _KINDS:
         kinds: Sequence[Any] = values.get(name) or ()

@@ -1,4 +1,4 @@
-"""The exact loss of a step: coefficients from data, token losses from logits."""
+"""A step's exact loss: coefficients from data, token losses from logits."""
 
 from verl_ext.losses.modes import (
     HEADS,

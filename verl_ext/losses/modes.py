@@ -1,4 +1,4 @@
-"""The loss modes: one coefficient for each target token, and one normaliser for each step.
+"""The loss modes: a coefficient a target, a normaliser a step.
 
     L = Σ_t a_t·ℓ_t / Z        a_t = loss_mask_t · loss_weight_t · c[category_t] · g
 
@@ -37,7 +37,7 @@ HEADS = ("fused", "targets", "plain")  # from the least memory to the most
 
 
 class PackCoefficients(NamedTuple):
-    """One pack's share of the loss: float64[T], a_t of the token *at* t before normalising, and its term of Z."""
+    """One pack's a_t *at* each token, float64[T], and term of Z."""
 
     coefficients: NDArray[np.float64]
     normaliser: float
@@ -55,21 +55,21 @@ def token(mask: NDArray[Any], weights: NDArray[Any], lengths: NDArray[Any]) -> P
 
 
 def sequence(mask: NDArray[Any], weights: NDArray[Any], lengths: NDArray[Any], power: float = 1.0) -> PackCoefficients:
-    """Divide each document's weights by the number of its target tokens to a power."""
+    """Divide each document's weights by its number of targets to a power."""
     of_document = np.add.reduceat(mask, np.cumsum(lengths) - lengths)
     weights = weights * np.repeat(np.maximum(of_document, 1.0) ** -power, lengths)
     return PackCoefficients(weights, weights.sum())
 
 
 def pack(mask: NDArray[Any], weights: NDArray[Any], lengths: NDArray[Any]) -> PackCoefficients:
-    """Divide a pack's weights by the number of its target tokens; Z counts packs with a target."""
+    """Divide weights by the pack's targets; Z counts packs with any."""
     return PackCoefficients(weights / max(mask.sum(), 1.0), float(mask.any()))
 
 
 def longwriter(
     mask: NDArray[Any], weights: NDArray[Any], lengths: NDArray[Any], documents_per_pack: int = 30
 ) -> PackCoefficients:
-    """Weigh as `pack` does, times the pack's documents with a target over `documents_per_pack`.
+    """Weigh as `pack`, times documents with a target over `documents_per_pack`.
 
     LongWriter's code counts documents by the sum of weights that add up to 1 in each document with a target.
     """
@@ -109,7 +109,7 @@ class CustomLoss(Options):
         return bool(self.path or self.name)
 
     def checked(self) -> Mode | None:
-        """Return the function with checks of its results; None if none is named.
+        """Return the function with checks of its results, or None.
 
         Raises ValueError if there is no function of that name, or if it fails for a trial pack.
         """
@@ -135,7 +135,7 @@ class CustomLoss(Options):
 def _checked(
     function: Mode, name: str, mask: NDArray[Any], weights: NDArray[Any], lengths: NDArray[Any]
 ) -> PackCoefficients:
-    """Return the result of a user's function for a pack. Raises ValueError if the result is not a loss."""
+    """Return a user function's result; raise ValueError if no loss."""
 
     def refuse(requirement: str, got: object) -> NoReturn:
         listed = ", ".join(map(str, lengths[:8].tolist())) + ", …" * (len(lengths) > 8)
@@ -160,7 +160,10 @@ def _checked(
 
 @dataclass(frozen=True)
 class LossOptions(Options):
-    """The options of the loss. Category names are texts; the name of an unnamed category is its number."""
+    """The options of the loss.
+
+    Category names are texts; the name of an unnamed category is its number.
+    """
 
     prefix: ClassVar[str] = "loss"
 
@@ -186,7 +189,7 @@ class LossOptions(Options):
             object.__setattr__(self, "category_weights", named)
 
     def problems(self) -> Iterable[str | None]:
-        """Yield a line for each invalid combination of values and each invalid category weight."""
+        """Yield a line for each invalid combination or category weight."""
         if self.custom_cls.is_given and self.mode != "token":
             yield f"loss.mode must be token, its default, with loss.custom_cls; got {self.mode}"
         weights = self.category_weights
@@ -211,7 +214,7 @@ class LossOptions(Options):
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """The options that a resumed run must share, by key; for a user's own mode, a digest of its code."""
+        """The options, or a code's digest, that a resumed run must share."""
         shared = {name: getattr(self, name) for name, of in options_of(type(self)).items() if of.resume == "same"}
         if self.custom_cls.is_given:
             shared["mode"] = self.custom_cls.fingerprint
@@ -220,9 +223,9 @@ class LossOptions(Options):
 
 @dataclass(frozen=True)
 class LossSpec:
-    """The loss with categories as dense indices: category_weights float64[C + 1], index 0 is "no category".
+    """The loss with categories as dense indices; 0 is "no category".
 
-    mode: a name of MODES or a function like them.
+    category_weights: float64[C + 1]. mode: a name of MODES or a function like them.
     """
 
     mode: str | Mode = "token"
@@ -243,7 +246,7 @@ class LossSpec:
 
 
 def category_weight_table(weights: Mapping[str, float] | None, names: Sequence[str]) -> np.ndarray:
-    """Return float64[C + 1] by dense category index from `loss.category_weights`, 1 for categories not in it.
+    """Return float64[C + 1] by dense category index, 1 if unnamed.
 
     A weight for a category that a dataset lacks has no effect there: a validation set may hold fewer categories.
     """
@@ -277,7 +280,7 @@ def pack_coefficients(
 
 
 def shift_left(values: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """Return [T], the value of the next token *inside the document*, 0 at each document's last token.
+    """Return [T], the next token's value *inside the document*, else 0.
 
     The model's output at t predicts token t + 1; shifting here, before any split over sequence-parallel ranks, means
     that no token is ever predicted from another document or lost at a rank's edge.

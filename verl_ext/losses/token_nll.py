@@ -1,4 +1,4 @@
-"""The negative log-likelihood of tokens in fp32, a block of rows at a time: from logits, or from hidden states.
+"""The negative log-likelihood of tokens in fp32, by blocks of rows.
 
 `token_nll` starts from the logits of T tokens. verl's fallback takes a bf16 log-softmax row by row, which keeps three
 digits; ``F.cross_entropy`` in fp32 keeps a second ``[T, V]`` tensor for its backward (10 GB for 16k tokens of a 151k
@@ -82,10 +82,11 @@ class _TokenNLL(torch.autograd.Function):
 def token_nll(
     logits: torch.Tensor, labels: torch.Tensor, *, inplace_backward: bool = False, rows: int = ROWS
 ) -> torch.Tensor:
-    """Return ``nll[T]`` in fp32 of ``labels[T]`` under ``logits[T, V]`` of any floating type, `rows` at a time.
+    """Return fp32 ``nll[T]`` of ``labels[T]`` under ``logits[T, V]``, in slices.
 
-    It equals ``F.cross_entropy(logits.float(), labels, reduction="none")`` in value and gradient. `inplace_backward`
-    writes the gradient over ``logits``, for callers who own them.
+    A slice has `rows` rows; logits have any floating type. The result equals ``F.cross_entropy(logits.float(), labels,
+    reduction="none")`` in value and gradient. `inplace_backward` writes the gradient over ``logits``, for callers who
+    own them.
     """
     return token_measures(logits, labels, inplace_backward=inplace_backward, rows=rows, measures=False)[0]
 
@@ -98,7 +99,7 @@ def token_measures(
     rows: int = ROWS,
     measures: bool = True,
 ) -> tuple[torch.Tensor, ...]:
-    """Return :func:`token_nll`, and with `measures` also MEASURES, each fp32[T] and without a gradient."""
+    """Return :func:`token_nll`, with `measures` also MEASURES, fp32[T] without gradient."""
     assert logits.dim() == 2
     assert labels.shape == logits.shape[:1]
     return _TokenNLL.apply(logits, labels, inplace_backward, rows, measures)
@@ -183,7 +184,7 @@ def head_terms(
     block_bytes: int = BLOCK_BYTES,
     measures: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """Return ``(coefficients · nll, nll)`` of ``labels``, each fp32[N], under the logits Σ hidden·weightᵀ + bias.
+    """Return ``(coefficients · nll, nll)``, fp32[N], under logits Σ hidden·weightᵀ + bias.
 
     Args:
         factors: pairs of hidden[N, H] and weight[V, H] of one floating type: the head's, and a low-rank adapter's.
@@ -206,14 +207,14 @@ def head_terms(
 
 
 def row_bytes(vocabulary: int, dtype: torch.dtype, on_cpu: bool = True) -> int:
-    """Return the bytes of one row of a block, with half-precision gradients and, on a CPU, half-precision logits."""
+    """Return the bytes of one row of a block, gradients included."""
     return vocabulary * (4 if dtype == torch.float32 else 4 + (1 + on_cpu) * dtype.itemsize)
 
 
 def _logits(
     hidden: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], bias: torch.Tensor | None, block: slice
 ) -> torch.Tensor:
-    """Return the logits fp32[R, V] of a block, which the caller owns; on a GPU the product itself gives fp32."""
+    """Return a block's logits, fp32[R, V], which the caller owns."""
     half: Any = {} if weights[0].is_cpu or weights[0].dtype.itemsize >= 4 else {"out_dtype": torch.float32}
     parts = [torch.mm(x[block], weight.t(), **half) for x, weight in zip(hidden, weights, strict=True)]
     logits = parts[0]
@@ -230,7 +231,7 @@ def _peak(logits: torch.Tensor, measures: bool) -> tuple[torch.Tensor, Any]:
 
 
 def _exp_(logits: torch.Tensor, measures: bool) -> Any:
-    """Replace fp32[R, V] by its exponentials; with `measures` return Σ z·e^z of each row for its values z."""
+    """Replace fp32[R, V] by exponentials; with `measures` return rows' Σ z·e^z."""
     if not measures:
         logits.exp_()
         return None
@@ -252,13 +253,13 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
 
 
 def _fp16_grad_scale(coefficients: torch.Tensor) -> torch.Tensor:
-    """Return the power of two that scales the largest coefficient into [2^7, 2^8]; 2^8 if all are 0."""
+    """Return the power of two scaling the largest coefficient to 2^7..2^8."""
     largest = torch.cat([coefficients.abs(), coefficients.new_zeros(1)]).amax()
     return torch.exp2(8 - torch.where(largest > 0, largest, 1.0).log2().ceil())
 
 
 def _scale(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """Multiply a gradient by fp32[] in place, in fp32: a product in half precision would round the factor."""
+    """Multiply a gradient by fp32[] in place, in fp32."""
     if gradient.dtype.itemsize >= 4:
         return gradient.mul_(factor)
     for part in gradient.split(_ROWS):

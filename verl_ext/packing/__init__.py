@@ -1,4 +1,4 @@
-"""Pure packing: lengths in, packs out, with numpy alone and without a dataset or a config object."""
+"""Pure packing with numpy alone: lengths in, packs out."""
 
 from verl_ext.packing.order import TOKENS, CostModel, balanced_order, cost_over_ideal, epoch_order, micro_step_costs
 from verl_ext.packing.plan import OVER_LENGTH_POLICIES, PackPlan, Spans, cut_spans

@@ -1,4 +1,4 @@
-"""Best fit decreasing over the whole set: the longest document first, each into the open pack that it fills best.
+"""Best fit decreasing: the longest first, where it fills a pack best.
 
 Documents of equal length are placed together, into groups of packs that look alike (histogram packing):
 
@@ -36,7 +36,7 @@ Group = tuple[int, int, int, int]  # first pack, room of each, packs (numbered o
 
 
 class Histogram(NamedTuple):
-    """lengths int64[R], strictly decreasing, and counts int64[R], the number of documents of each length."""
+    """Strictly decreasing lengths int64[R], and counts int64[R] of their documents."""
 
     lengths: NDArray[np.int64]
     counts: NDArray[np.int64]
@@ -57,11 +57,12 @@ class Placements(NamedTuple):
 def best_fit(
     lengths: NDArray[np.int64], max_tokens: int, seed: int, lengths_tried_twice: int | None = None
 ) -> PackPlan:
-    """Return packs in the order in which they were opened, documents in that of their placement (longest first).
+    """Return packs in order of opening, documents in order of placement.
 
-    lengths int64[D], each 1..max_tokens; among documents of equal length the seed decides. There are never more packs
-    than with first fit decreasing: if best fit does not reach the lower bound, first fit is tried too. With more than
-    `lengths_tried_twice` distinct lengths, first fit alone is tried, because a second try would add half to the time.
+    lengths int64[D], each 1..max_tokens. The longest document comes first; among equal lengths the seed decides. There
+    are never more packs than with first fit decreasing: if best fit does not reach the lower bound, first fit is tried
+    too. With more than `lengths_tried_twice` distinct lengths, first fit alone is tried, because a second try would add
+    half to the time.
     """
     if len(lengths) == 0:
         return PackPlan(np.zeros(0, np.int32), np.zeros(1, np.int64))
@@ -77,10 +78,11 @@ def best_fit(
 
 
 def sort_by_length(lengths: NDArray[np.int64], seed: int) -> tuple[NDArray[np.integer], Histogram]:
-    """Return (documents int32 or int64[D], longest first, and their histogram); lengths int64[D], D at least 1.
+    """Return documents int[D], longest first, and their histogram.
 
-    Among documents of equal length the seed decides. This is one sort of a 64-bit key per document, which vectorised
-    sorts do in about a tenth of an argsort's time:
+    lengths are int64[D], D at least 1; documents are int32 or int64[D]. Among documents of equal length the seed
+    decides. This is one sort of a 64-bit key per document, which vectorised sorts do in about a tenth of an argsort's
+    time:
 
         highest bits                                  lowest bits
         longest - length  |  random bits of the seed  |  number of the document
@@ -136,7 +138,7 @@ def fewest_packs(histogram: Histogram, max_tokens: int) -> int:
 def fit(
     histogram: Histogram, max_tokens: int, *, first_fit: bool = False, most_packs: int | None = None
 ) -> Placements | None:
-    """Place each document into the fullest open pack that holds it, with `first_fit` into the earliest.
+    """Place documents into the fullest (`first_fit`: earliest) open pack that fits.
 
     Packs are numbered in the order in which they are opened. Returns None if more than `most_packs` are needed.
     """
@@ -160,7 +162,7 @@ def fit(
 
 @contextmanager
 def _garbage_collection_paused() -> Iterator[None]:
-    """Pause garbage collection, whose search through 100,000 tuples takes a tenth of the time of a fit or more."""
+    """Pause garbage collection, whose search through many tuples takes time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -185,6 +187,7 @@ def _fit_small(
     first_that_fits, shortest = _first_that_fits(histogram), int(histogram.lengths[-1]) if waiting else 0
     batches: list[int] = []
     record = batches.extend
+    # Lengths only decrease, so a pack with too little room waits for the first length that fits it.
     for length, left, arrived in zip(histogram.lengths.tolist(), histogram.counts.tolist(), waiting, strict=True):
         if first_fit:
             for group in arrived:
@@ -218,7 +221,7 @@ def _fit_small(
 
 
 def _first_that_fits(histogram: Histogram) -> Callable[[int], int]:
-    """Return a function from a room below the longest to the index of the first length that fits it."""
+    """Return a function from rooms to indices of first fitting lengths."""
     if len(histogram.lengths) and histogram.lengths[0] <= histogram.counts.sum():
         rooms = np.arange(histogram.lengths[0] + 1)
         return np.searchsorted(-histogram.lengths, -rooms, side="left").tolist().__getitem__
@@ -227,7 +230,7 @@ def _first_that_fits(histogram: Histogram) -> Callable[[int], int]:
 
 
 def plan_from_placements(documents: NDArray[np.integer], placements: Placements) -> PackPlan:
-    """Return packs in the order in which they were opened; documents[D] in that of their placement."""
+    """Return packs in order of opening, documents[D] in placement order."""
     num_packs, alone, batches = placements
     first, packs, each, _ = batches.T
     changes = np.bincount(first, each, num_packs + 1) - np.bincount(first + packs, each, num_packs + 1)

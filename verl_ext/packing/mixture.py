@@ -1,4 +1,4 @@
-"""Mixtures: a budget of tokens for every source and, within it, the same number of tokens for every length interval.
+"""Mixtures: budgets of tokens for sources and, alike, their length intervals.
 
     a source of 102 tokens     (8, 16]    (16, 32]    51 tokens from each interval
     documents                  9  9 12  |  20 30      pools of 30 and 50 tokens
@@ -47,13 +47,13 @@ class MixtureSource:
 
     @property
     def intervals(self) -> list[Interval]:
-        """(low, high) of each interval, (None, None) if it is of all lengths."""
+        """(low, high) of each interval; (None, None) for all lengths."""
         return [(None, None)] if self.edges is None else list(pairwise(self.edges))
 
 
 @dataclass(frozen=True)
 class IntervalDraw:
-    """The draw of one interval of a source: documents int64[D], whole epochs first, each in the order of the data.
+    """An interval's draw: documents int64[D], whole epochs first, in data order.
 
     distinct: the number of different documents among them; wanted, given, pool: the tokens of the budget, of the draw,
     and of all documents of the interval; alternative: if the draw is off by more than TOLERANCE, the document that
@@ -79,11 +79,12 @@ def draw_mixture(
     scale: float = 1.0,
     total_tokens: float | None = None,
 ) -> list[IntervalDraw]:
-    """Draw the documents of every source and interval, in the order of `sources`; scale: a factor on every budget.
+    """Draw the documents of every source and interval, in `sources`' order.
 
     lengths integer[S] of all documents, at least 1; members: int64[≤ S] for each source, the documents it draws from,
-    ascending; total_tokens: weighted sources share these minus the budgets in tokens; None: they share the tokens that
-    they hold. Raises ValueError for an interval without a document, a budget too small or large, and nothing to share.
+    ascending; scale: a factor on every budget; total_tokens: weighted sources share these minus the budgets in tokens;
+    None: they share the tokens that they hold. Raises ValueError for an interval without a document, a budget too small
+    or large, and nothing to share.
     """
     pools = [_pools(lengths, source, ours) for source, ours in zip(sources, members, strict=True)]
     budgets = _budgets(lengths, sources, pools, total_tokens)
@@ -91,6 +92,7 @@ def draw_mixture(
     for source, pool, unscaled in zip(sources, pools, budgets, strict=True):
         budget = round(unscaled * scale)
         number = zlib.crc32(source.name.encode())  # its draw does not change when another source comes or goes
+        # Edges in whole tokens, so that the intervals' shares add up to the budget exactly.
         edges = [budget * i // len(pool) for i in range(len(pool) + 1)]
         drawn = [
             _draw_interval(lengths, documents, source, source.intervals[i], edges[i + 1] - edges[i], [seed, number, i])
@@ -159,6 +161,7 @@ def _draw_interval(
     lengths = all_lengths[pool].astype(np.int64)
     tokens = int(lengths.sum())
     epochs, rest = divmod(wanted, tokens)
+    # Whole epochs come first, so that no document repeats while another has not been drawn.
     if epochs * len(pool) > MOST_DOCUMENTS:
         raise ValueError(
             f"{source.key} must draw fewer than 2^31 documents from an interval; got a budget of {wanted:,} "
@@ -166,6 +169,7 @@ def _draw_interval(
         )
     chosen = nearest_subset(lengths, rest, TOLERANCE * wanted, np.random.default_rng(seed))
     given = epochs * tokens + int(lengths[chosen].sum())
+    # Whole documents may miss the budget; the user then gets the one that would come nearer.
     alternative = None
     if abs(given - wanted) > TOLERANCE * wanted:
         at = _nearest_document(lengths, chosen, wanted - given)
@@ -186,7 +190,9 @@ def _draw_interval(
 def nearest_subset(
     lengths: NDArray[np.int64], wanted: int, tolerance: float, rng: np.random.Generator
 ) -> NDArray[np.bool_]:
-    """Return bool[n]: a random subset whose sum comes near to `wanted`, above or below; lengths int64[n] ≥ 1.
+    """Return bool[n], a random subset with a sum near `wanted`.
+
+    The sum may be above or below; lengths are int64[n] ≥ 1.
 
         random order       7  3  9  4  2  6        wanted 20
         taken              7  3  9                 19 tokens; 4, 2 and 6 do not fit the one token that is left
@@ -208,13 +214,13 @@ def nearest_subset(
 
 
 def _nearest_document(lengths: NDArray[np.int64], chosen: NDArray[np.bool_], gap: int) -> int:
-    """Return the document that, added (gap > 0) or left out (gap < 0), alone comes nearest to closing the gap."""
+    """Return the document whose addition or removal comes nearest to the gap."""
     others = np.flatnonzero(chosen == (gap < 0))
     return int(others[np.abs(lengths[others] - abs(gap)).argmin()])
 
 
 def _random_fill(lengths: NDArray[np.int64], wanted: int, rng: np.random.Generator) -> NDArray[np.bool_]:
-    """Take documents in random order, each if it fits the room that is left: about log2(longest) passes."""
+    """Take documents in random order, each if the rest has room."""
     chosen = np.zeros(len(lengths), bool)
     order, room = rng.permutation(len(lengths)), wanted
     in_order = lengths[order]
@@ -229,7 +235,7 @@ def _random_fill(lengths: NDArray[np.int64], wanted: int, rng: np.random.Generat
 
 
 def _choose_again(lengths: NDArray[np.int64], chosen: NDArray[np.bool_], gap: int, rng: np.random.Generator) -> None:
-    """Replace the choice among up to WINDOW documents by the nearest one, in place; never a worse one."""
+    """Choose up to WINDOW documents again, in place, never a worse choice."""
     window = _window(lengths, chosen, gap, rng)
     sums = np.zeros(1, np.int64)
     for length in lengths[window].tolist():
@@ -244,7 +250,7 @@ def _choose_again(lengths: NDArray[np.int64], chosen: NDArray[np.bool_], gap: in
 def _window(
     lengths: NDArray[np.int64], chosen: NDArray[np.bool_], gap: int, rng: np.random.Generator
 ) -> NDArray[np.int64]:
-    """Return up to WINDOW documents: taken ones, others that could replace them, and the one that alone is nearest."""
+    """Return up to WINDOW documents: taken, replacing, and the nearest one."""
     if len(lengths) <= WINDOW:
         return np.arange(len(lengths))
     taken = np.flatnonzero(chosen)

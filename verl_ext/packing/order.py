@@ -1,4 +1,4 @@
-"""The order in which an epoch visits its packs: balanced, unbiased steps.
+"""The order in which an epoch visits packs: balanced, unbiased steps.
 
     12 packs by cost       a b c | d e f | g h i | j k l       groups of 3, one pack for each of 3 ranks
     shuffled into steps    step 0:  g h i | a b c    step 1:  j k l | d e f
@@ -25,7 +25,7 @@ _TRIES = 64
 
 @dataclass(frozen=True)
 class CostModel:
-    """The cost of running a document: cost(l) = linear·l + quadratic·l² + windowed·a(l), in any one unit.
+    """The cost of a document: linear·l + quadratic·l² + windowed·a(l).
 
     a(l) = l² up to `window` tokens and 2·l·window − window² beyond: twice the area under a causal mask of that width.
     The factors are whole numbers, which are summed as such and rounded once, so that an order by cost is the same on
@@ -47,7 +47,7 @@ class CostModel:
         return self._whole(length, int(length.max(initial=0))).astype(np.float64)
 
     def packs(self, plan: PackPlan, lengths: ArrayLike) -> NDArray[np.float64]:
-        """Return float64[P]: the documents' costs summed over each pack of `plan`; lengths integer[D]."""
+        """Return float64[P], the cost of each pack; lengths integer[D]."""
         if plan.num_packs == 0:
             return np.zeros(0)
         length = np.asarray(lengths, np.int64)
@@ -56,7 +56,7 @@ class CostModel:
         return np.add.reduceat(cost[plan.document_index], plan.pack_offsets[:-1]).astype(np.float64)
 
     def _whole(self, length: NDArray[np.int64], longest: int) -> NDArray[Any]:
-        """Return whole costs of documents; those of Python if the cost of `longest` tokens is beyond int64."""
+        """Return documents' whole costs, as Python's integers if beyond int64."""
         linear, quadratic, windowed = (round(factor) for factor in (self.linear, self.quadratic, self.windowed))
         if linear * longest + (quadratic + windowed) * longest**2 >= 1 << 63:
             length = length.astype(object)
@@ -73,7 +73,7 @@ TOKENS = CostModel(linear=1, quadratic=0)
 def micro_step_costs(
     costs: NDArray[np.float64], ranks: int, batch_size: int | None = None, micro_batch_size: int = 1
 ) -> NDArray[np.float64]:
-    """Return float64[steps, M]: the cost to the slowest rank of each of the M micro-steps of a step; 0 without packs.
+    """Return float64[steps, M], micro-steps' costs to the slowest rank, 0 if empty.
 
     costs float64[P] of the packs in the order in which they are visited; steps of `batch_size` packs (None: one step).
     A micro-step deals the next micro_batch_size × ranks packs of its step out and takes as long as its slowest rank.
@@ -91,7 +91,7 @@ def micro_step_costs(
 def cost_over_ideal(
     costs: NDArray[np.float64], ranks: int, batch_size: int | None = None, micro_batch_size: int = 1
 ) -> float:
-    """Return the time of an epoch over that with perfectly shared steps, at least 1 (1 without any cost).
+    """Return an epoch's time over a perfect one's, at least 1.
 
     The arguments are those of :func:`micro_step_costs`.
     """
@@ -102,7 +102,7 @@ def cost_over_ideal(
 
 
 def epoch_order(num_packs: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Return int64[P]: a permutation of the packs that depends on seed and epoch alone, never on ranks or workers."""
+    """Return int64[P], a permutation of packs by seed and epoch alone."""
     whole_number("num_packs", num_packs, least=0)
     whole_number("data.seed", seed, least=0)
     whole_number("epoch", epoch, least=0)
@@ -112,7 +112,7 @@ def epoch_order(num_packs: int, seed: int, epoch: int) -> NDArray[np.int64]:
 def balanced_order(
     costs: NDArray[np.float64], batch_size: int, group_size: int, seed: int, epoch: int, drop_last: bool = False
 ) -> NDArray[np.int64]:
-    """Return int64[P]: the packs in the order in which an epoch visits them, `batch_size` a step.
+    """Return int64[P], an epoch's order of packs, `batch_size` a step.
 
     Every step consists of groups of `group_size` packs (and a smaller group if that does not divide it) whose costs are
     neighbours among the costs (float64[P]) of the epoch. So does the last step, of the packs that do not fill a step.
@@ -128,6 +128,7 @@ def balanced_order(
     rest_groups, rest_smaller = divmod(rest, group_size)
     rng = np.random.default_rng([seed, epoch, group_size])
 
+    # Groups are cut from the packs by cost, then shuffled whole, so that ranks stay even and steps stay unbiased.
     kinds = np.repeat([0, 1, 2], [steps * groups + rest_groups, steps * bool(smaller), bool(rest_smaller)])
     if smaller or rest_smaller:
         rng.shuffle(kinds)  # smaller groups lie anywhere among the costs
@@ -148,9 +149,10 @@ def _packs(starts: NDArray[np.int64], size: int) -> NDArray[np.int64]:
 
 
 def _mixed(table: NDArray[np.int64], count: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Return `table` int64[steps, groups] of group numbers below `count`, in ascending cost, with mixed steps.
+    """Return int64[steps, groups] with steps of mixed costs.
 
-    A step on one cost level, a run of neighbouring numbers, exchanges a group with another; these are at most 1 of 64.
+    `table` has group numbers below `count`, in ascending cost. A step on one cost level, a run of neighbouring numbers,
+    exchanges a group with another; these are at most 1 of 64.
     """
     steps, groups = table.shape
     if groups == 1 or steps == 1:

@@ -1,4 +1,4 @@
-"""Plans of packs as an index in CSR form, and the cuts of documents that are longer than a pack.
+"""Plans of packs in CSR form, and cuts of longer documents.
 
     pack_offsets      0        2           5     6
                       |        |           |     |
@@ -43,15 +43,16 @@ class PackPlan(NamedTuple):
         return np.diff(offsets_of(np.asarray(values)[self.document_index])[self.pack_offsets])
 
     def renumbered(self, documents: NDArray[np.integer]) -> "PackPlan":
-        """Return the same packs with document i named `documents[i]`, for a plan of a selection of documents."""
+        """Return the same packs with document i named `documents[i]`."""
         return PackPlan(documents[self.document_index], self.pack_offsets)
 
 
 @dataclass(frozen=True)
 class Spans:
-    """The parts of documents that are packed: span s is tokens start..start+length of dataset row `row`.
+    """The parts of documents that are packed, by dataset row.
 
-    row int64[S], start int64[S], length int32[S]. Rows ascend, and every length is at least 1.
+    Span s is tokens start..start+length of row `row`: row int64[S], start int64[S], length int32[S]. Rows ascend, and
+    every length is at least 1.
     """
 
     row: NDArray[np.int64]
@@ -63,7 +64,7 @@ class Spans:
 
 
 def offsets_of(sizes: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Return int64[n+1]: the start of each of consecutive parts of these sizes, and the end of the last part."""
+    """Return int64[n+1]: consecutive parts' starts, and the last one's end."""
     offsets = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(sizes, out=offsets[1:])
     return offsets
@@ -75,7 +76,9 @@ def index_type(documents: int) -> "type[np.signedinteger]":
 
 
 def cut_spans(lengths: NDArray[np.integer], max_tokens: int, policy: str, key: str = "data.train_dir") -> Spans:
-    """Return the documents to pack: rows without a token are left out, rows over `max_tokens` follow `policy`.
+    """Return the documents to pack, where long ones follow `policy`.
+
+    Rows without a token are left out.
 
         max_tokens = 4        row 0 (3 tokens)    row 1 (9 tokens)
         drop                  0:[0,3)

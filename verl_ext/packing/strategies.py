@@ -1,4 +1,4 @@
-"""plan_packs: the packing strategies by name, each a pure function (lengths, max_tokens, seed) -> PackPlan.
+"""plan_packs: the packing strategies, each pure (lengths, max_tokens, seed) -> PackPlan.
 
 A new strategy is one function, in a file of its own if it has more than a few lines, and a line in STRATEGIES.
 lengths are int64[D], each 1..max_tokens; the plan depends on the arguments alone.
@@ -19,10 +19,10 @@ PART_PACKS = 256  # least number of full packs in a part
 
 
 def next_fit(lengths: NDArray[np.int64], max_tokens: int, seed: int) -> PackPlan:
-    """Pack documents in their order; a pack is closed when the next one does not fit (as TokenAwareBatchPack).
+    """Pack documents in their order, closing packs that are full.
 
-    It looks at one open pack only, so 20–25 % of the budget stays empty on mixed lengths. It is meant for data whose
-    order matters, and for comparison. `seed` is not used.
+    A pack is closed when the next document does not fit (as TokenAwareBatchPack). One open pack alone leaves 20–25 % of
+    the budget empty on mixed lengths: it is meant for data whose order matters, and for comparison. `seed` is not used.
     """
     tokens_before = offsets_of(lengths)
     ends = (np.searchsorted(tokens_before, tokens_before + max_tokens, side="right") - 1).data
@@ -33,13 +33,13 @@ def next_fit(lengths: NDArray[np.int64], max_tokens: int, seed: int) -> PackPlan
 
 
 def single(lengths: NDArray[np.int64], max_tokens: int, seed: int) -> PackPlan:
-    """Put one document into each pack, in their order. `max_tokens` and `seed` are not used."""
+    """Put one document into each pack; only `lengths` is used."""
     documents = len(lengths)
     return PackPlan(np.arange(documents, dtype=index_type(documents)), np.arange(documents + 1, dtype=np.int64))
 
 
 def sorted_batch(lengths: NDArray[np.int64], max_tokens: int, seed: int) -> PackPlan:
-    """Pack documents of similar length together, in ascending order; among equal lengths the seed decides.
+    """Pack documents of similar length, ascending; the seed breaks ties.
 
     LongAlign's sorted batching (https://arxiv.org/abs/2401.18058, section 3.2), with a pack in place of a batch of
     padded rows: each pack contains similar lengths only. The epoch's order of packs is random.
@@ -59,7 +59,7 @@ STRATEGIES: dict[str, Callable[[NDArray[np.int64], int, int], PackPlan]] = {
 
 
 def plan_packs(lengths: ArrayLike, max_tokens: int, strategy: str = "best_fit", seed: int = 0) -> PackPlan:
-    """Return packs of whole documents, lengths integer[D] each 1..max_tokens, none above `max_tokens` tokens.
+    """Return packs of whole documents, lengths integer[D] each 1..max_tokens.
 
     strategy: `best_fit` (fewest packs), `next_fit` (order preserved), `sorted_batch` (documents of similar length
     together), `none` (one document per pack). seed: decides between documents of equal length. Raises ValueError for an
@@ -90,7 +90,7 @@ def _checked(lengths: ArrayLike, max_tokens: int) -> NDArray[np.int64]:
 def plan_repeated(
     lengths: NDArray[np.integer], documents: NDArray[np.int64], max_tokens: int, strategy: str, seed: int
 ) -> PackPlan:
-    """Return the plan of `documents` int64[D], some of them repeated; lengths integer[S] of all documents.
+    """Return the plan of `documents` int64[D]; lengths integer[S] of all.
 
         documents    a a a  b b  c d e          a three times, b twice
         parts        a b d | a b c | a e        copies dealt over the parts, from a random one on; packed part by part

@@ -1,4 +1,4 @@
-"""A reader of bAbI's own files (v1.2: en, en-10k, en-valid); every question becomes a sample.
+"""A reader of bAbI v1.2's files; every question becomes a sample.
 
     1 Mary moved to the bathroom.
     2 John went to the hallway.
@@ -27,18 +27,20 @@ class Sample(NamedTuple):
 
 
 def read_samples(folder: str, task: str, split: str) -> list[Sample]:
-    """Return the questions of a task's file unchanged. Raises UsageError if the file is missing or malformed."""
+    """Return a file's questions; raise UsageError if missing or malformed."""
     patterns = f"{task}_*_{split}.txt", f"{task}_{split}.txt"
     found = sorted(path for pattern in patterns for path in Path(folder).glob(pattern))
     if len(found) != 1:
         got = ", ".join(path.name for path in found) or "none"
         raise UsageError(f"stories must hold one file {' or '.join(patterns)}; {folder} has {got}")
+    # A mistake in the user's file ends the run with one line that names its place.
     try:
         text = found[0].read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(f"stories must be UTF-8 text; {found[0]} is not at byte {error.start}") from error
     except OSError as error:
         raise UsageError(f"stories must be readable; {found[0]}: {reason_of(error)}") from error
+    # Facts grow through a story, so that a question's sample holds all facts before it.
     samples: list[Sample] = []
     facts: list[str] = []
     last = 0

@@ -44,7 +44,7 @@ Makers = Mapping[tuple[str, str], SampleMaker]  # by task and size
 
 @dataclass(frozen=True)
 class BabilongOptions(OutputOptions):
-    """Generate BABILong samples of any size: bAbI stories inside background text, in OUTPUT_DIR/TASK/SIZE.json."""
+    """Generate BABILong samples, bAbI stories in background text, as OUTPUT_DIR/TASK/SIZE.json."""
 
     marker: ClassVar[str] = MARKER
 
@@ -77,7 +77,7 @@ class BabilongOptions(OutputOptions):
 
     @property
     def targets(self) -> dict[str, int]:
-        """{size: the tokens of an `input`}, 0 for facts without background."""
+        """{size: the tokens of an `input`}, 0 for facts alone."""
         return {str(size): target_tokens(size, self.reserve_tokens) for size in self.sizes}
 
     def problems(self) -> Iterator[str | None]:
@@ -113,7 +113,7 @@ class BabilongOptions(OutputOptions):
 
 
 class Job(NamedTuple):
-    """The samples first to end - 1 of one file, and their approximate number of tokens."""
+    """Samples first to end - 1 of a file, about `tokens` long."""
 
     task: str
     size: str
@@ -125,7 +125,7 @@ class Job(NamedTuple):
 def generate(
     options: BabilongOptions, *, filler_sentences: int = FILLER_SENTENCES, job_samples: int = JOB_SAMPLES
 ) -> str:
-    """Write all files; return the closing lines. Raises UsageError and DataError with one line."""
+    """Write all files; return closing lines, or raise UsageError or DataError."""
     started = time.monotonic()
     counter = TokenCounter(load_tokenizer(options.model))
     backgrounds = _backgrounds(options, counter, filler_sentences)
@@ -139,6 +139,7 @@ def generate(
     # Each worker loads its own tokenizer, because not every tokenizer can be sent to another process.
     make = partial(_makers, options, backgrounds, counter if num_workers == 1 else None)
     results = ordered_results(make, _records, jobs, num_workers, name="generator", preload=[tokenizer_module()])
+    # Jobs end in order, so each file grows from its start and the folder appears only when all are whole.
     with OutputFolder(options.output_dir, options.overwrite) as folder:
         with progress_bar("generate", tokens, unit="tokens", unit_scale=True) as bar:
             for job, records in zip(jobs, results, strict=True):
@@ -160,7 +161,7 @@ def generate(
 
 
 def _backgrounds(options: BabilongOptions, counter: TokenCounter, number: int) -> dict[str, Background]:
-    """Return the background of every size that has one; sizes with equal backgrounds share it."""
+    """Return each size's background; sizes with equal backgrounds share it."""
     targets = {size: target for size, target in options.targets.items() if target}
     if options.background is not None and targets:
         background = folder_background(options.background, counter)
@@ -171,7 +172,7 @@ def _backgrounds(options: BabilongOptions, counter: TokenCounter, number: int) -
 
 
 def _background_line(options: BabilongOptions, background: Background) -> str:
-    """Describe the background: its tokens, and its sentences that contain an answer's label."""
+    """Describe the background's tokens, and its sentences with a label."""
     shares = []
     for task in options.tasks:
         label = re.compile(rf"\b(?:{'|'.join(TASK_LABELS[task])})\b", re.IGNORECASE)

@@ -1,4 +1,4 @@
-"""BABILong samples: a story's facts in background text, with an exact number of tokens.
+"""BABILong samples: a story's facts inside exactly sized background text.
 
 The token count of a text is not the sum of its parts' counts: a tokenizer may merge tokens across a join, add special
 tokens, or treat the first word of a text differently. So the parts' counts, taken inside a running text, only plan the
@@ -54,18 +54,18 @@ class TokenCounter:
         return len(self._encode([text])[0])
 
     def opening(self, text: str) -> int:
-        """Return the extra tokens of a text at the start of a larger text.
+        """Return a text's extra tokens at the start of a larger text.
 
         These are special tokens, and the difference of a first word that is encoded in another way.
         """
         return self.count(text) - self.inside(text)
 
     def inside(self, *texts: str) -> int:
-        """Return the number of tokens that all texts together add to a running text."""
+        """Return the tokens that all texts add to running text."""
         return int(self.in_context(texts).sum())
 
     def in_context(self, texts: Sequence[str]) -> np.ndarray:
-        """Return int64[len(texts)], the number of tokens that each text adds after a sentence and a space."""
+        """Return int64[len(texts)], the tokens that each adds after a sentence."""
         counts: list[int] = []
         for start in range(0, len(texts), BATCH):
             batch = [f"{ANCHOR} {text}" for text in texts[start : start + BATCH]]
@@ -79,9 +79,10 @@ class TokenCounter:
 
 @dataclass
 class Background:
-    """N background sentences of MIN_TOKENS tokens or more, and the tokens int64[N] that each adds to a text.
+    """N background sentences of MIN_TOKENS tokens or more.
 
-    `is_prose`: whether neighbours belong together and are used side by side; else sentences are used in any order.
+    tokens: int64[N], the number that each sentence adds to a text.
+    is_prose: whether neighbours belong together and are used side by side; else sentences are used in any order.
     """
 
     sentences: list[str]
@@ -96,9 +97,10 @@ class Background:
         return cls([sentences[number] for number in kept], tokens[kept], is_prose)
 
     def walk(self, rng: random.Random, target: int, spare: int) -> np.ndarray:
-        """Return sentence numbers from a random start: enough for `target` tokens, and `spare` more.
+        """Return sentence numbers from a random start.
 
-        No sentence repeats before all sentences have been used.
+        They hold `target` tokens or more, and `spare` more sentences follow. No sentence repeats before all have been
+        used.
         """
         total = len(self.sentences)
         start = rng.randrange(total)
@@ -109,7 +111,7 @@ class Background:
 
 
 def filler_sentences(number: int) -> list[str]:
-    """Return the first `number` sentences of a fixed sequence, composed from the phrases of filler.yaml."""
+    """Return the first sentences of a fixed sequence from filler.yaml."""
     file = resources.files("verl_ext.tools.babilong").joinpath("filler.yaml")
     phrases: Any = OmegaConf.to_container(OmegaConf.create(file.read_text(encoding="utf-8")))
     rng = random.Random("filler")
@@ -121,9 +123,10 @@ def filler_sentences(number: int) -> list[str]:
 
 
 def folder_background(folder: str, counter: TokenCounter) -> Background:
-    """Return the sentences of every .txt file below `folder`, without each file's first and last sentence.
+    """Return the sentences of every .txt file below `folder`.
 
-    Raises UsageError if a file is not UTF-8, or no sentence is long enough.
+    Each file's first and last sentence is left out. Raises UsageError if a file is not UTF-8, or no sentence is long
+    enough.
     """
     files = sorted(path for path in Path(folder).rglob("*.txt") if path.is_file())
     sentences = []
@@ -144,27 +147,27 @@ def folder_background(folder: str, counter: TokenCounter) -> Background:
 
 
 def split_sentences(text: str) -> list[str]:
-    """Return the sentences of a text, with every run of white space as a single space."""
+    """Return a text's sentences, with white space as single spaces."""
     ends = [0, *(found.end() for found in _SENTENCE_END.finditer(text)), len(text)]
     sentences = (" ".join(text[start:end].split()) for start, end in pairwise(ends))
     return [sentence for sentence in sentences if sentence]
 
 
 def size_tokens(size: object) -> int | None:
-    """Return the tokens of a size, a number or a published name (0k, 1k, 32k, 1M); else None."""
+    """Return the tokens of a number or name (1k, 1M), else None."""
     match = re.fullmatch(r"(\d{1,12})([kM]?)", str(size)) if not isinstance(size, bool) else None
     return int(match[1]) * UNITS[match[2]] if match else None
 
 
 def target_tokens(size: object, reserve_tokens: int) -> int:
-    """Return the tokens of an `input`, less room for question and prompt; 0 means facts alone (0k)."""
+    """Return an `input`'s tokens, without the reserve; 0: facts alone (0k)."""
     tokens = size_tokens(size)
     return tokens - reserve_tokens if tokens else 0
 
 
 @dataclass
 class SampleMaker:
-    """The samples of one task and size; sample i depends on seed, task, size, options and i alone."""
+    """The samples of a task and size, each independent of others."""
 
     task: str
     size: str
@@ -191,16 +194,17 @@ class SampleMaker:
         self._story = lru_cache(maxsize=4)(self._make_story)  # the questions of a story are neighbouring samples
 
     def sample(self, number: int) -> dict[str, str]:
-        """Return {input, question, target} of a sample; raise UsageError if no story or text fits.
+        """Return {input, question, target} of a sample.
 
-        With generated stories it is question `number` % questions of story `number` // questions.
+        Raises UsageError if no story or text fits. With generated stories, it is question `number` % questions of story
+        `number` // questions.
         """
         facts, question, answer = self.story_part(number)
         text = self._text(facts, number) if self.target else " ".join(facts)
         return {"input": text, "question": question, "target": answer}
 
     def story_part(self, number: int) -> Sample:
-        """Return the facts, question and answer of a sample, from the first story whose facts fit."""
+        """Return a sample's facts, question and answer; raise UsageError if none fits."""
         if self.questions is not None:
             if number < len(self._fitting):
                 return self._fitting[number]
@@ -250,7 +254,7 @@ class SampleMaker:
         return random.Random("/".join(map(str, (self.seed, self.task, self.size, *key))))
 
     def _text(self, facts: list[str], number: int) -> str:
-        """Return a text of exactly the target's tokens, with the facts at random places in the background."""
+        """Return exactly `target` tokens of background, with facts at random places."""
         assert self.background is not None
         rng = self._rng("background", number)
         draws = sorted(rng.random() for _ in facts)  # sorted, so that facts keep their order
@@ -274,9 +278,10 @@ class SampleMaker:
     def _plans(
         self, walk: np.ndarray, facts: list[str], draws: list[float]
     ) -> Iterator[tuple[list[str], int, str, int]]:
-        """Yield (ordered parts of a text, index of the cut part, text to cut, tokens to keep).
+        """Yield plans of texts: where the facts lie, what is cut.
 
-        Yields nothing if there is no place for the facts.
+        A plan is (ordered parts of a text, index of the cut part, text to cut, tokens to keep). Yields nothing if there
+        is no place for the facts.
         """
         assert self.background is not None
         fact_tokens = self.counter.inside(*facts)
@@ -305,9 +310,10 @@ class SampleMaker:
             yield parts, parts.index(""), " ".join(rest), wanted
 
     def _fitted(self, parts: list[str], cut: int, rest: str, wanted: int) -> str | None:
-        """Return `parts` with the start of `rest` at `cut` that gives exactly the target's tokens, or None.
+        """Return `parts` with an exact cut of `rest` at `cut`, or None.
 
-        The cut starts at `wanted` tokens, and moves by the excess or lack of tokens of the whole text.
+        The text has exactly the target's tokens. The cut starts at `wanted` tokens, and moves by the excess or lack of
+        tokens of the whole text.
         """
         for _ in range(CUTS_TRIED):
             piece = cut_to(rest, wanted, self.counter)
@@ -322,7 +328,7 @@ class SampleMaker:
 
 
 def cut_to(sentence: str, tokens: int, counter: TokenCounter) -> str | None:
-    """Return the start of `sentence` with `tokens` tokens inside a running text, or None.
+    """Return the start of `sentence` with exactly `tokens` tokens, or None.
 
     It ends after a word if possible, else inside a word, as in the benchmark's last sentence.
     """
@@ -342,7 +348,7 @@ def cut_to(sentence: str, tokens: int, counter: TokenCounter) -> str | None:
 
 
 def _most(number: int, tokens: int, start: Callable[[int], str], counter: TokenCounter) -> int:
-    """Return the largest n ≤ `number` with at most `tokens` tokens in start(n), by bisection."""
+    """Return the largest n ≤ `number` whose start(n) has ≤ `tokens` tokens."""
     low, high = 0, number
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,4 +1,4 @@
-"""Generated bAbI stories of qa1 to qa5, with the wording and the frequencies of bAbI v1.2.
+"""Generated bAbI stories of qa1 to qa5, worded as in bAbI v1.2.
 
 The rules follow the published files (en-10k). An actor and a kind of event are drawn until the actor can do it. After
 every two facts a question is asked, if the last five facts contain something to ask about.
@@ -48,7 +48,7 @@ class StoryOptions(Options):
 
 
 class Question(NamedTuple):
-    """A question after the first `num_facts` facts of the story, which are all that it needs."""
+    """A question about the first `num_facts` facts of the story."""
 
     num_facts: int
     text: str
@@ -56,7 +56,7 @@ class Question(NamedTuple):
 
 
 class Event(NamedTuple):
-    """A move to the place `thing`, or a get, drop or give (to `recipient`) of the object `thing`."""
+    """A move to the place `thing`, or an act with that object."""
 
     kind: str
     actor: str
@@ -73,7 +73,7 @@ class Story:
 
 
 class World:
-    """Actors at places, and objects at places or with actors; no fact tells the initial state."""
+    """Where actors and objects are; no fact tells the initial state."""
 
     def __init__(self, actors: Sequence[str], rng: random.Random) -> None:
         self.rng = rng
@@ -81,7 +81,7 @@ class World:
         self.objects = {thing: rng.choice(PLACES) for thing in OBJECTS}
 
     def next_event(self, kinds: Sequence[str]) -> Event:
-        """Apply and return a random event of these kinds that is possible now."""
+        """Apply and return a random possible event of these kinds."""
         while True:
             actor, kind = self.rng.choice(list(self.places)), self.rng.choice(kinds)
             here = self.places[actor]
@@ -127,7 +127,7 @@ def _where_is_actor(events: list[Event], rng: random.Random) -> tuple[str, str]:
 
 
 def _where_is_object(events: list[Event], rng: random.Random) -> tuple[str, str] | None:
-    """Ask for an object that its holder carried to, or dropped at, a known place."""
+    """Ask for an object carried to, or dropped at, a known place."""
     for thing, before, carried in _recent_objects(events, rng):
         if places := carried or before:
             return f"Where is the {thing}? ", places[-1]
@@ -135,7 +135,7 @@ def _where_is_object(events: list[Event], rng: random.Random) -> tuple[str, str]
 
 
 def _where_was_object(events: list[Event], rng: random.Random) -> tuple[str, str] | None:
-    """Ask for an object's place before another place; the last visit to that one counts."""
+    """Ask for an object's place before its last visit to another."""
     for thing, _, carried in _recent_objects(events, rng):
         if len(carried) > 1:
             place = rng.choice(carried[1:])
@@ -145,7 +145,9 @@ def _where_was_object(events: list[Event], rng: random.Random) -> tuple[str, str
 
 
 def _recent_objects(events: list[Event], rng: random.Random) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Yield (object, before, carried) for every get and drop among the last facts, in random order.
+    """Yield (object, before, carried) of recent objects in random order.
+
+    Every get, drop and give among the last :data:`RECENT` facts yields one.
 
     carried: the places to which the object's last holder moved with it. before: the holder's places before the get,
     only if the object was dropped afterwards; bAbI asks about a held object after its holder has moved.
@@ -166,7 +168,7 @@ def _recent_objects(events: list[Event], rng: random.Random) -> Iterator[tuple[s
 
 
 def _who_gave_what(events: list[Event], rng: random.Random) -> tuple[str, str] | None:
-    """Ask about the last gift of a recently given object; a third of the questions ask for the object."""
+    """Ask about a recent object's last gift, a third for the object."""
     recent = [event.thing for event in events[-RECENT:] if event.kind == "give"]
     if not recent:
         return None
@@ -187,9 +189,10 @@ def _who_gave_what(events: list[Event], rng: random.Random) -> tuple[str, str] |
 
 
 def _rooms(rng: random.Random) -> Story:
-    """Return three rooms in a line: two relations, and a question about a fact's subject.
+    """Return three rooms in a line, and a question about them.
 
-    In bAbI the middle room is the subject of a third of the facts.
+    Two facts relate them; the question asks for a fact's subject. In bAbI the middle room is the subject of a third of
+    the facts.
     """
     middle, *ends = rng.sample(PLACES, 3)
     direction = rng.choice(list(OPPOSITES))

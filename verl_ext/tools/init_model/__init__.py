@@ -1,1 +1,1 @@
-"""The command `verl-ext init-model`: a Hugging Face folder with random weights and a tokenizer."""
+"""The command `verl-ext init-model`: a folder with a random model."""

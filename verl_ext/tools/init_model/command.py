@@ -1,4 +1,4 @@
-"""The options of `verl-ext init-model`, and the folder that it writes: architecture, tokenizer, random weights."""
+"""The options of `verl-ext init-model`, and the folder that it writes."""
 
 import sys
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ GIVEN_KEYS = {
 
 @dataclass(frozen=True)
 class InitModelOptions(OutputOptions):
-    """Create a Hugging Face folder with random weights, and a tokenizer that is trained or copied."""
+    """Create a Hugging Face folder with random weights and a tokenizer."""
 
     marker: ClassVar[str] = MARKER
 
@@ -51,7 +51,7 @@ class InitModelOptions(OutputOptions):
     tokenizer: TokenizerOptions = option(TokenizerOptions, "exactly one of tokenizer.path and tokenizer.train_on")
 
     def problems(self) -> Iterator[str | None]:
-        """Yield a line for every mistake that is visible without transformers and without opening a source."""
+        """Yield a line for every mistake visible without transformers or sources."""
         yield model_problem(self.model)
         model = None if self.model in PRESETS else self.model
         paths = (model, self.tokenizer.path, *self.tokenizer.train_patterns)
@@ -62,7 +62,7 @@ class InitModelOptions(OutputOptions):
 
 
 def init_model(options: InitModelOptions) -> str:
-    """Write the model to `output_dir`; return lines that describe it. Raises UsageError and DataError."""
+    """Write the model; return lines, or raise UsageError or DataError."""
     import torch  # slow to import, like transformers, so only after the checks
     import transformers
 
@@ -73,6 +73,7 @@ def init_model(options: InitModelOptions) -> str:
         text = TrainingText(options.tokenizer.train_patterns, options.tokenizer.text_key)
         config = hf_config(fitted(fields, options.tokenizer.vocab_size, {}))  # refuses mistakes before the training
         check_memory(count_parameters(meta_model(config))[0], options.dtype)
+    # The tokenizer comes first: its tokens decide the rows of the embedding and the ids in the config.
     with OutputFolder(options.output_dir, options.overwrite) as folder:
         if text is None:
             tokenizer = read_tokenizer(str(options.tokenizer.path), "tokenizer.path")

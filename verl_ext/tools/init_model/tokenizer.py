@@ -1,4 +1,4 @@
-"""The tokenizer of a new model: a copy, or a byte-level BPE trained on streamed text."""
+"""A new model's tokenizer: a copy, or a byte-level BPE trained."""
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,7 +30,7 @@ NAMED_TOKENS = ("bos_token", "eos_token", "pad_token")
 
 @dataclass(frozen=True)
 class TokenizerOptions(Options):
-    """A tokenizer to copy (`path`), or text (`train_on`) and settings to train a new one."""
+    """A tokenizer to copy, or text and settings to train one."""
 
     prefix: ClassVar[str] = "tokenizer"
 
@@ -56,13 +56,13 @@ class TokenizerOptions(Options):
 
     @property
     def all_special_tokens(self) -> list[str]:
-        """The distinct special tokens in the order of their ids: pad, bos, ChatML's, eos, `special_tokens`."""
+        """The distinct special tokens by id: pad, bos, ChatML's, eos, `special_tokens`."""
         chatml = CHATML_TOKENS if self.chat_template == CHATML else ()
         tokens = [self.pad_token, self.bos_token, *chatml, self.eos_token, *self.special_tokens]
         return list(dict.fromkeys(token for token in tokens if token))
 
     def problems(self) -> Iterator[str]:
-        """Yield a line for every mistake that is visible without loading a tokenizer or opening a text."""
+        """Yield a line for every mistake visible without opening a text."""
         if self.train_on != [] and not is_names(self.train_on):
             yield f"tokenizer.train_on must be a path, a glob or a list of them; got {show(self.train_on)}"
         for name in NAMED_TOKENS:
@@ -80,7 +80,7 @@ class TokenizerOptions(Options):
             yield f"tokenizer.chat_template must be {CHATML}, a file that exists, or null; got {show(template)}"
 
     def source_problems(self) -> Iterator[str]:
-        """Yield a line unless exactly one source is given, and for each setting besides a copied tokenizer."""
+        """Yield lines unless one source is given, without settings beside a copy."""
         if bool(self.path) == bool(self.train_on):
             got = f"{self.path} and {self.train_patterns}" if self.path else "neither"
             yield f"exactly one of tokenizer.path and tokenizer.train_on must be given; got {got}"
@@ -93,9 +93,10 @@ class TokenizerOptions(Options):
 
 
 class TrainingText:
-    """A stream of text: blocks of text files, and texts of records; `characters` counts its characters.
+    """A stream of text: blocks of files, and texts of records.
 
-    Raises UsageError for files that are missing or have an unknown format, and DataError for unusable content.
+    `characters` counts the characters so far. Raises UsageError for files that are missing or have an unknown format,
+    and DataError for unusable content.
     """
 
     def __init__(self, patterns: Sequence[str], text_key: str) -> None:
@@ -114,7 +115,7 @@ class TrainingText:
                     yield text
 
     def _texts(self, file: SourceFile) -> Iterator[tuple[str, int]]:
-        """Yield each text of a file and the number of bytes read for it."""
+        """Yield each text of a file and the bytes read."""
         if file.kind == "text":
             try:
                 yield from text_blocks(file.path)
@@ -132,7 +133,7 @@ class TrainingText:
 
 
 def record_texts(record: Any, text_key: str) -> list[str]:
-    """Return a record's field `text_key`, or else each message of its chat, as `verl-ext tokenize` reads it."""
+    """Return a record's field `text_key`, or else its chat's messages."""
     if isinstance(record, dict) and record.get(text_key) is not None:
         if not isinstance(text := record[text_key], str):
             raise BadRecord("non_string_content", f"{text_key} must be a string; got {type(text).__name__}")

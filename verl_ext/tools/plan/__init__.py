@@ -1,1 +1,1 @@
-"""The memory that each GPU of a run would need, predicted without a GPU. Only plans import this package."""
+"""The memory and time of a run on GPUs, predicted without one."""

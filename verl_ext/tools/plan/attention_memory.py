@@ -10,7 +10,7 @@ from verl_ext.attention.scores import LseKernel, flash_arguments
 
 
 class _Attention(torch.autograd.Function):
-    """The memory of an attention kernel that keeps its inputs, its output and one number per row, but no scores."""
+    """The memory of an attention kernel that keeps no scores."""
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: int | None) -> torch.Tensor:
@@ -48,7 +48,7 @@ def _attention_gradients(
 def flash_memory(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: DocumentLayout, options: KernelOptions
 ) -> torch.Tensor:
-    """Allocate the memory of flash attention in place of a kernel of :data:`verl_ext.attention.kernels.KERNELS`."""
+    """Allocate flash attention's memory in place of a kernel of ``KERNELS``."""
     padded, _ = flash_arguments(query, value, layout)
     return _Attention.apply(query, key, padded, len(layout.offsets) - 1)[..., : value.size(-1)]
 
@@ -71,6 +71,6 @@ LSE_MEMORY = LseKernel(_lse_forward, _lse_backward)  # the same for keys that ar
 def fake_sdpa(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, **_: Any
 ) -> torch.Tensor:
-    """Stand in for ``scaled_dot_product_attention`` of ``[1, heads, T, E]``, without scores in memory."""
+    """Stand in for ``scaled_dot_product_attention`` of ``[1, heads, T, E]``, keeping no scores."""
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     return _Attention.apply(q, k, v, None).transpose(0, 1).unsqueeze(0)

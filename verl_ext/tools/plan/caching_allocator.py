@@ -1,4 +1,4 @@
-"""A model of PyTorch's caching allocator: the memory that it reserves for a sequence of allocations.
+"""A model of the memory that PyTorch's caching allocator reserves.
 
 Block sizes are rounded up to 512 bytes. Each stream has two pools, one for blocks of up to 1 MiB and one for larger
 blocks. A pool hands out its smallest free block that is large enough, splits it, and joins neighbours that are free. If
@@ -29,7 +29,7 @@ def _rounded(size: int, multiple: int) -> int:
 
 @dataclass(eq=False)
 class _Pool:
-    """The free blocks of one stream and one kind of size, by address.
+    """A stream's free blocks of one kind of size, by address.
 
     Attributes:
         page: bytes that an expandable segment grows by.
@@ -46,7 +46,7 @@ class _Pool:
     end: int = 0
 
     def add(self, start: int, size: int) -> None:
-        """Add a free block and join it with the free blocks on both sides."""
+        """Add a free block, joined with the free blocks beside it."""
         if (before := self.start_of.get(start)) is not None:
             size += self.remove(before)
             start = before
@@ -77,7 +77,7 @@ class CachingAllocator:
         self._pools: dict[tuple[Hashable, bool], _Pool] = {}
 
     def play(self, events: Iterable[Event]) -> None:
-        """Allocate and free blocks; ignore a free of a block that was not allocated."""
+        """Allocate and free blocks; ignore frees of unallocated ones."""
         for name, size, stream in events:
             if name in self._used:
                 self.free(name)
@@ -113,7 +113,7 @@ class CachingAllocator:
         return self.reserved, free, frozenset((name, *place[1:]) for name, place in self._used.items())
 
     def _reserve(self, pool: _Pool, size: int) -> None:
-        """Add a segment, or pages of one, so that a block of this size is free."""
+        """Reserve memory so that a block of this size is free."""
         if self.expandable:
             tail = pool.start_of.get(pool.end, pool.end)  # where the free end of the segment begins
             new = _rounded(size - (pool.end - tail), pool.page)

@@ -1,4 +1,4 @@
-"""The command `verl-ext plan`: the data, packs, memory and time of a run on GPUs that need not be here.
+"""The command `verl-ext plan`: a run on GPUs, possibly absent.
 
     the trainer's overrides, word for word     plan.gpu=H100-80G plan.world_size=64
                   └────────────┬────────────────────────────┘
@@ -18,7 +18,7 @@ from verl_ext.values import Options, option
 
 @dataclass(frozen=True)
 class PlanCommand(Options):
-    """Print what a training run would do: its packs and steps, and the memory and time of its steps on GPUs.
+    """Print the packs, steps, memory and time that a run would have.
 
     Besides the keys below, the command takes the trainer's overrides (docs/training.md) word for word. The plan is
     written as data_report.json into trainer.default_local_dir, unless that holds a run.
@@ -28,7 +28,7 @@ class PlanCommand(Options):
 
 
 def run(words: Sequence[str]) -> str:
-    """Plan the run of a command line; a mistake ends the process with one line and code 2."""
+    """Plan a command line's run; mistakes end the process with code 2."""
     own = words_of(words, [PlanOptions.prefix])
     options = read_options(PlanCommand, own).plan
     from verl_ext.trainer.distributed import process_group
@@ -40,7 +40,7 @@ def run(words: Sequence[str]) -> str:
 
 
 def plan(composed: Any, options: PlanOptions) -> dict[str, Any]:
-    """Print the plan of a composed run, write it beside the run, and return its facts."""
+    """Print a composed run's plan, write it, and return its facts."""
     from verl_ext.checkpoint.layout import saved_folders
     from verl_ext.tools.plan.machine import planned_run
     from verl_ext.tools.plan.report import memory_facts

@@ -1,4 +1,4 @@
-"""A GPU that computes nothing and holds no data, and the memory that tensors would take on it.
+"""A GPU that computes nothing and holds no data, only sizes.
 
 Its tensors are fake (torch's ``FakeTensorMode``): they have a shape, a type, a device and a storage with a size.
 The real model, engine and FSDP2 run on it operation by operation, autograd and autocast included, on any machine and
@@ -44,7 +44,7 @@ _AUTOCAST = "AutocastPrivateUse1"
 
 
 class _Stream(torch.cpu.Stream):
-    """A stream of the host that records events, which FSDP over replicas requires."""
+    """A stream of the host that records events, for FSDP replicas."""
 
     def record_event(self, event: Any = None) -> Any:
         return event or torch.cpu.Event()
@@ -80,7 +80,7 @@ _registered: list[Any] = []  # keeps each Library alive, because torch drops its
 
 
 def register_gpu() -> None:
-    """Add the fake GPU to the devices of this process, with the autocast of CUDA; call it once."""
+    """Add the fake GPU, with CUDA's autocast, to this process; call once."""
     _setup_privateuseone_for_python_backend(GPU, _GPUModule())
     _registered.append(torch.library.Library("_", "IMPL", _AUTOCAST))
     _registered[-1].fallback(torch.library.fallthrough_kernel)
@@ -102,7 +102,7 @@ def _unreachable(*_: Any, **__: Any) -> None:
 
 
 def _autocast(op: Callable, dtype: torch.dtype | None) -> Callable:
-    """Return the operation with its floating-point tensors cast to `dtype`; None is autocast's own type."""
+    """Return the operation with floating-point GPU tensors in `dtype` (None: autocast's)."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         target = dtype or torch.get_autocast_dtype(GPU)
@@ -122,17 +122,17 @@ _nested = itertools.count(10**6)  # above the numbers that real nested tensors h
 
 
 class _NoData(FakeTensorMode):
-    """A fake tensor mode for a device that torch was not built for."""
+    """A fake tensor mode for a device unknown to torch's build."""
 
     avoid_device_init = property(lambda self: True)  # type: ignore[assignment]
 
     def create_symbolic_nested_int(self, *, nt_tensor_id: int | None = None) -> Any:
-        """Return a symbol for the length of a nested tensor's rows, as real tensors have one."""
+        """Return a symbol for the row length of a nested tensor."""
         return torch._C._get_nested_int(next(_nested), 1)
 
 
 class MemoryTracker(TorchDispatchMode):
-    """A counter of the memory of a device's tensors, by the kind that they were allocated for.
+    """A counter of a device's memory, by the kind of its use.
 
     Args:
         device: type of the device whose tensors are counted, ``gpu`` or ``cpu``.
@@ -203,7 +203,7 @@ class MemoryTracker(TorchDispatchMode):
         return events
 
     def assign(self, kind: str, tensors: Iterable[torch.Tensor | None]) -> None:
-        """Count tensors that are already in memory as of this kind; for a DTensor, count its local part."""
+        """Count tensors (of a DTensor, the local part) as of this kind."""
         for tensor in tensors:
             if isinstance(tensor, DTensor):
                 with torch.no_grad():
@@ -317,7 +317,7 @@ class _Block:
 
 
 def _is_wrapper(cls: type) -> bool:
-    """Tell whether tensors of a class are made of other tensors, as DTensors and nested tensors are."""
+    """Tell whether tensors of a class, as DTensors, contain other tensors."""
     return hasattr(cls, "__tensor_flatten__")
 
 
@@ -331,7 +331,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def _grouped_mm(left: torch.Tensor, right: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Return a grouped product (of experts) with its shape, which torch knows only for bf16."""
+    """Return an experts' grouped product, whose shape torch knows in bf16."""
     return torch.ops.aten._grouped_mm(left.bfloat16(), right.bfloat16(), *args, **kwargs).to(left.dtype)
 
 
@@ -344,12 +344,12 @@ _SHAPES: dict[Any, Callable] = {
 
 
 def _without_data(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a fake tensor in place of a real one that an operation on the device was given."""
+    """Return a fake tensor in place of a real one."""
     if isinstance(tensor, FakeTensor):
         return tensor
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
 def _number(tensor: torch.Tensor) -> bool | int | float:
-    """Return the value that the host reads for a number on the fake GPU; flags are true, so that no step is skipped."""
+    """Return 1 for a fake number; flags are true, skipping no step."""
     return True if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 1

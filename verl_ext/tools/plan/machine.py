@@ -1,4 +1,4 @@
-"""A run that is prepared for the GPUs of a plan, of which this machine may have none."""
+"""A run prepared for a plan's GPUs, which may not be here."""
 
 import sys
 from dataclasses import replace
@@ -18,10 +18,10 @@ from verl_ext.values import refuse
 
 
 def planned_run(composed: DictConfig, plan: PlanOptions) -> tuple[Run, PlanOptions]:
-    """Prepare a run on the planned machine; return it, and the plan with the properties of its GPU.
+    """Prepare a run on the planned machine.
 
-    Liger's kernels, and attention packages that are not installed here, are turned off in `composed`. A mistake ends
-    the process.
+    Returns it, and the plan with the properties of its GPU. Liger's kernels, and attention packages that are not
+    installed here, are turned off in `composed`. A mistake ends the process.
     """
     with user_errors_end_the_run():
         trainer = composed.trainer
@@ -51,7 +51,7 @@ def planned_run(composed: DictConfig, plan: PlanOptions) -> tuple[Run, PlanOptio
 
 
 def _state_problem(hf_config: Any, gpu_memory: Any) -> str | None:
-    """Return a line if layers of the model carry a state: a plan would measure torch's code, not the GPU's kernels."""
+    """Return a line for layers with a state, whose kernels need GPUs."""
     module = (model := Architecture(hf_config)).module
     mixers = () if module is None else mixers_of(module)
     states = {type(layer).__name__ for layer, mixer in mixers if mixer.time not in ("attention", "positions")}
@@ -60,7 +60,7 @@ def _state_problem(hf_config: Any, gpu_memory: Any) -> str | None:
 
 
 def gpu_memory(run: Run, plan: PlanOptions) -> int | None:
-    """Return the bytes of `plan.gpu_memory`, or else of the visible GPU; None for a run on the CPU."""
+    """Return the bytes of a planned or visible GPU; None without."""
     if plan.gpu_memory is not None:
         return num_bytes(plan.gpu_memory)
     if run.config.trainer.device != "cuda" or not torch.cuda.is_available():

@@ -15,7 +15,7 @@ _LEAST = 2**30  # a smaller number lacks its unit
 
 @dataclass(frozen=True)
 class PlanOptions(Options):
-    """The machine of a planned run: its ranks, its GPUs, their memory and speed."""
+    """The machine of a planned run: ranks, GPUs, memory and speed."""
 
     prefix: ClassVar[str] = "plan"
 
@@ -41,7 +41,7 @@ class PlanOptions(Options):
     reserve: Any = option("5GiB", "part of gpu_memory outside PyTorch: CUDA's context, NCCL's buffers, workspaces")
 
     def problems(self) -> Iterable[str | None]:
-        """Yield a line for each value that is not a size, or does not fit the others."""
+        """Yield a line for each value that does not fit."""
         for name in ("gpu_memory", "host_memory", "reserve"):
             value = getattr(self, name)
             size = num_bytes(value)
@@ -58,7 +58,7 @@ class PlanOptions(Options):
             yield f"plan.reserve must be at most plan.gpu_memory={show(self.gpu_memory)}; got {show(self.reserve)}"
 
     def with_values_of_gpu(self, peak_tflops: float | None) -> "PlanOptions":
-        """Return these options with the properties of a named GPU in place of null.
+        """Return these options with a named GPU's properties for null.
 
         Raises ValueError if a GPU without a known name lacks one, of which trainer.gpu_peak_tflops is `peak_tflops`.
         """
@@ -76,7 +76,7 @@ class PlanOptions(Options):
 
 
 def num_bytes(size: object) -> int | None:
-    """Return the bytes of "80GiB", "80 GB" or a whole number; None for other values."""
+    """Return the bytes of "80GiB", "80 GB" or a number, else None."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)", str(size).strip())
     if isinstance(size, bool) or found is None or found[2] not in _UNITS:
         return None

@@ -1,4 +1,4 @@
-"""The memory that each GPU of a run would need, the time of its steps, and the overrides that would make it fit.
+"""The memory and time of a planned run, and overrides that help.
 
 The heaviest packs of the run go through the real engine on a fake GPU (:mod:`verl_ext.tools.plan.run`), in a separate
 process. For a named GPU (`plan.gpu`), trials with other numbers of ranks that share a pack follow. If the run does not
@@ -44,7 +44,7 @@ OTHERS = 2  # steps beside the heaviest that are replayed on the model of PyTorc
 
 @dataclass(frozen=True)
 class Remedy:
-    """An override that lowers the peak; its values are tried in order, except the run's own."""
+    """An override that lowers the peak, with values in trial order."""
 
     key: str
     values: tuple[Any, ...]
@@ -69,9 +69,10 @@ _SHARED = tuple(next(remedy for remedy in REMEDIES if remedy.key == key) for key
 
 
 def memory_facts(run: Run, plan: PlanOptions) -> Iterator[dict[str, Any]]:
-    """Yield the facts about a run on GPUs each time there are more: first its own, then `sizes`, then `remedies`.
+    """Yield the facts about a run on GPUs, growing each time.
 
-    Yields nothing if the plan has no GPU. `failed` is a line with the reason why there is no prediction.
+    First come its own, then `sizes`, then `remedies`. Yields nothing if the plan has no GPU. `failed` is a line with
+    the reason why there is no prediction.
     """
     memory = gpu_memory(run, plan)
     if memory is None:
@@ -83,6 +84,7 @@ def memory_facts(run: Run, plan: PlanOptions) -> Iterator[dict[str, Any]]:
         yield facts | {"failed": failed}
         return
     with Predictor() as predictor:
+        # The run alone comes first, so that its facts are printed while the trials still run.
         job = job_of(run, run.config.values, plan.ranks_per_node)
         tokens = max(len(batch.input_ids) for step in job.steps for batch in step)
         facts |= {"micro_batch_tokens": tokens, "sequence_parallel_rank": job.rank, "backend": job.backend}
@@ -99,11 +101,13 @@ def memory_facts(run: Run, plan: PlanOptions) -> Iterator[dict[str, Any]]:
         if plan.gpu is not None:
             facts["time"] = time_facts(run, run.config, plan, job, prediction)
         yield facts
+        # Other numbers of ranks a pack are compared by time, which needs a named GPU.
         if plan.gpu is not None and "failed" not in facts["time"] and world_size > 1:
             facts["sizes"] = sizes(run, plan, predictor, facts)
             yield facts
         if facts["fits"]:
             return
+        # A trial costs time, so the first that fits is the last; one that fails is a fact and ends nothing.
         saved: list[tuple[int, Trial]] = []
         for trial in _trials(run, saved):
             tried: dict[str, Any] = {"override": trial.override, "costs": trial.costs}
@@ -121,9 +125,10 @@ def memory_facts(run: Run, plan: PlanOptions) -> Iterator[dict[str, Any]]:
 
 
 def sizes(run: Run, plan: PlanOptions, predictor: "Predictor", facts: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a row for each number of ranks that may share a pack: those that fit first, by the time of a step.
+    """Return a row for each number of ranks a pack.
 
-    Each row has the most Ulysses ranks inside a node that the checks accept; context parallelism covers the rest.
+    Those that fit come first, by the time of a step. Each row has the most Ulysses ranks inside a node that the checks
+    accept; context parallelism covers the rest.
     """
     ulysses, context = run.config.engine.ulysses_sequence_parallel_size, run.config.parallel.context_parallel_size
     own: dict[str, Any] = {"ulysses": ulysses, "context": context, "own": True}
@@ -150,21 +155,22 @@ def sizes(run: Run, plan: PlanOptions, predictor: "Predictor", facts: Mapping[st
 
 
 def needed(prediction: Prediction, facts: Mapping[str, Any]) -> int:
-    """Return the bytes of a GPU that a step takes: what PyTorch's allocator reserves, and what lies outside PyTorch.
+    """Return the bytes of a GPU that a step takes.
 
-    The allocator is replayed for the run itself; `gaps`, its share above the peak there, counts for trials too.
+    This is what PyTorch's allocator reserves, and `reserve` outside PyTorch. The allocator is replayed for the run
+    itself; `gaps`, its share above the peak there, counts for trials too.
     """
     return round(prediction.peak * facts["gaps"]) + facts["reserve"]
 
 
 def _fits(prediction: Prediction, facts: Mapping[str, Any]) -> bool:
-    """Tell whether a step fits a GPU, and whether the host memory of a node's ranks fits the node."""
+    """Tell whether a step fits the GPU and the node's host memory."""
     on_node = prediction.host * facts["ranks_of_node"]
     return needed(prediction, facts) <= facts["gpu_memory"] and on_node <= (facts["host_memory"] or on_node)
 
 
 def job_of(run: Run, values: Mapping[str, Any], ranks_of_node: int) -> Job:
-    """Return the heaviest micro-batches that a rank of the run may meet under a configuration.
+    """Return the heaviest micro-batches that a rank of a run meets.
 
     These are the packs with the most tokens and, if others have more targets, those as well, because an epoch may put
     them together. The heaviest of several micro-batches come last, when gradients are already in memory.
@@ -186,7 +192,7 @@ def job_of(run: Run, values: Mapping[str, Any], ranks_of_node: int) -> Job:
 
 
 def other_steps(run: Run) -> list[list[StepBatch]]:
-    """Return :data:`OTHERS` steps of one micro-batch, of packs from the shortest towards the longest."""
+    """Return :data:`OTHERS` steps of one micro-batch, of increasing length."""
     order, size = np.argsort(run.train_set.pack_tokens()), run.config.data.micro_batch_size_per_gpu
     spread = order[np.linspace(0, len(order) - 1, OTHERS * size, endpoint=False).round().astype(int)].reshape(
         OTHERS, size
@@ -223,9 +229,10 @@ class Trial:
 
 
 def _trials(run: Run, saved: list[tuple[int, Trial]]) -> Iterator[Trial]:
-    """Yield each value of each remedy alone, then the best values together, one remedy more at a time.
+    """Yield each remedy's values alone, then the best ones together.
 
-    The caller appends to `saved` the bytes that each trial saves. Trials that the checks refuse are left out.
+    These grow by one remedy at a time. The caller appends to `saved` the bytes that each trial saves. Trials that the
+    checks refuse are left out.
     """
     for remedy in REMEDIES:
         own = select(run.config.values, remedy.key)

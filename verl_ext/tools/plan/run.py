@@ -1,4 +1,4 @@
-"""A step of the real engine on a fake GPU, and the memory that a rank takes for it.
+"""A real engine's step on a fake GPU, and its memory.
 
 :mod:`verl_ext.tools.plan.report` starts this module in a separate process, sends one :class:`Job` after another and
 gets the number of layers that have run (:class:`Layers`) now and then, and a :class:`Prediction` for each:
@@ -96,14 +96,14 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Layers:
-    """The layers that have run, of all layers of a job's steps; a recomputation counts as a layer."""
+    """The layers that have run, recomputed ones included, of all."""
 
     done: int
     of: int
 
 
 def main() -> None:
-    """Answer jobs from standard input until it ends; the answer to a job that fails is its exception."""
+    """Answer each job from standard input; a failure is a RuntimeError."""
     output, sys.stdout = sys.stdout.buffer, sys.stderr  # verl prints while it builds
 
     def send(answer: Any) -> None:
@@ -125,7 +125,7 @@ def main() -> None:
 
 
 def _prepare_process() -> None:
-    """Give this process the fake GPU, models without weights, and verl's engines on it."""
+    """Give this process the fake GPU, weightless models and verl's engines."""
     os.environ.update(VERL_ENGINE_DEVICE="cuda", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]  # saves seconds of imports for an unused engine
     register_gpu()
@@ -152,7 +152,7 @@ def _from_config(cls: Any, path: Any, *args: Any, config: Any, torch_dtype: Any 
 
 
 def _place(model: Any, full_state: Any, mesh: Any = None, cpu_offload: Any = None) -> None:
-    """Place the shards on the device, or on the host if FSDP2 keeps them there, without reading weights."""
+    """Place the shards without weights, on the host with `cpu_offload`."""
     device = f"{GPU}:0"
     model.to_empty(device=device)
     if cpu_offload is None:
@@ -164,11 +164,12 @@ def _place(model: Any, full_state: Any, mesh: Any = None, cpu_offload: Any = Non
 
 
 def predicted(job: Job, send: Callable[[Layers], None] = lambda layers: None) -> Prediction:
-    """Run a job on the fake GPU, and send the number of layers that have run."""
+    """Run a job on the fake GPU; `send` gets its progress."""
     from verl_ext.attention import packed
     from verl_ext.attention.kernels import KERNELS, Kernel
     from verl_ext.engines.cost import computed_flops
 
+    # The kernels need a GPU; those in their place allocate the same memory.
     kernel = KERNELS[job.backend]
     packed.set_backend(kernel if job.backend == "sdpa" else Kernel(flash_memory, kernel.lse and LSE_MEMORY))
     os.environ.update(RANK=str(job.rank), WORLD_SIZE=str(job.world_size))
@@ -186,6 +187,7 @@ def predicted(job: Job, send: Callable[[Layers], None] = lambda layers: None) ->
             fill_optimizer(engine, tracker)
             gc.freeze()  # the collector would look through every module of the process again and again
             _count_layers(engine, job, send)
+            # What lies in memory before the first step is the base of every step's peak.
             standing = sum(tracker.now.values())
             tracker.forget_peak()
             events = [tracker.take_events()]
@@ -208,7 +210,7 @@ def predicted(job: Job, send: Callable[[Layers], None] = lambda layers: None) ->
 
 
 def _count_layers(engine: Any, job: Job, send: Callable[[Layers], None]) -> None:
-    """Send the number of layers at the start of each, about a hundred times in all."""
+    """Send the number of layers begun, about a hundred times."""
     layers = [part for part in engine.module.modules() if isinstance(part, GradientCheckpointingLayer)]
     passes = 2 if any(part.gradient_checkpointing for part in layers) else 1
     of = len(layers) * passes * sum(map(len, job.steps))
@@ -241,7 +243,7 @@ def build_engine(job: Job) -> Any:
 
 
 def fill_optimizer(engine: Any, tracker: MemoryTracker) -> None:
-    """Give the optimizer its state after a first step, by a step with zero gradients."""
+    """Give the optimizer its state, by a step with zero gradients."""
     with engine.train_mode():
         tracker.assign(PARAMETERS, [*engine.module.parameters(), *engine.module.buffers()])
         with tracker.allocating(OPTIMIZER):
@@ -252,7 +254,7 @@ def fill_optimizer(engine: Any, tracker: MemoryTracker) -> None:
 
 
 def take_step(engine: Any, job: Job, step: Sequence[Any], tracker: MemoryTracker) -> None:
-    """Take a step as the trainer does; the tracker counts its memory by :data:`KINDS`."""
+    """Take a step as the trainer does, with memory by :data:`KINDS`."""
     from verl_ext.losses import LossOptions
     from verl_ext.trainer.batch import StepLoss
 
@@ -267,7 +269,7 @@ def take_step(engine: Any, job: Job, step: Sequence[Any], tracker: MemoryTracker
 
 @contextlib.contextmanager
 def _kinds(engine: Any, tracker: MemoryTracker) -> Iterator[None]:
-    """Set the tracker's kind of allocations by the part of the step that runs.
+    """Set the tracker's kind of allocations by the step's part.
 
     A forward allocates activations until it reaches the head; from there until the backward pass leaves the head,
     allocations belong to head and loss. Inside the profiler ranges around its own work, FSDP2 gathers weights, reduces
@@ -301,6 +303,7 @@ def _kinds(engine: Any, tracker: MemoryTracker) -> Iterator[None]:
     def see_unsharded(module: Any, _: Any) -> None:
         unsharded.update(p for p in module.parameters() if not isinstance(p, DTensor))
 
+    # Modules tell where the forward is, a hook of the head's input tells where the backward leaves the head.
     hooks = [
         engine.module.register_forward_pre_hook(partial(reach, ACTIVATIONS)),
         engine.module.get_output_embeddings().register_forward_pre_hook(reach_head),

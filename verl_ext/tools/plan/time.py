@@ -1,4 +1,4 @@
-"""The time of a step on GPUs that are not present, from FLOPs of real lengths, bytes and a given efficiency.
+"""The time of a step on absent GPUs, from FLOPs and bytes.
 
     micro-step    the computation of its most expensive pack, or FSDP's traffic if that takes longer
                   + the exchange of heads, keys and values, which no computation hides
@@ -30,7 +30,9 @@ def not_hidden(traffic: Any, computing: Any, layers: float = math.inf) -> Any:
 
 
 def time_facts(run: Run, config: RunConfig, plan: PlanOptions, job: Job, prediction: Prediction) -> dict[str, Any]:
-    """Return the time of a mean step and of the run as plain values; `failed` is a line with the reason for none.
+    """Return the times of a mean step and of the run.
+
+    They are plain values; `failed` is a line with the reason for none.
 
     Args:
         run: the planned run.
@@ -55,6 +57,7 @@ def time_facts(run: Run, config: RunConfig, plan: PlanOptions, job: Job, predict
     def slowest(values: np.ndarray) -> np.ndarray:
         return micro_step_costs(of_epoch(values), groups, data.train_batch_size, micro_batch)
 
+    # A micro-step lasts as long as its dearest pack on any rank, so costs are taken per micro-step, not per rank.
     tokens, flops, computed = (
         run.train_set.pack_tokens().astype(float),
         run.train_set.pack_costs(prediction.flops),
@@ -67,6 +70,7 @@ def time_facts(run: Run, config: RunConfig, plan: PlanOptions, job: Job, predict
     def seconds(received: Received) -> float:
         return max(received.bytes / link, received.remote / network)
 
+    # The heaviest packs ran, not the mean ones: their bytes are divided by what each kind of traffic grows with.
     batches = [batch for step in job.steps for batch in step]
     of_batches, of_tokens = len(batches), sum(len(batch.input_ids) for batch in batches)
     reductions = len(job.steps) if config.engine.use_no_sync_for_gradient_accumulation else of_batches
@@ -75,6 +79,7 @@ def time_facts(run: Run, config: RunConfig, plan: PlanOptions, job: Job, predict
     fsdp = np.full(computing.shape, seconds(got[GATHERED]) / of_batches)
     fsdp[:, -reduced_a_step:] += seconds(got[REDUCED]) / reductions
     exchange = slowest(tokens) * sum(seconds(got[name]) for name in EXCHANGES) / of_tokens
+    # FSDP's traffic runs beside the computation: only what takes longer than it costs time.
     shown = not_hidden(fsdp, computing)
     count = len(computing)
     ideal = of_epoch(computed).sum() / (groups * speed)

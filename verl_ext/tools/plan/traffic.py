@@ -1,4 +1,4 @@
-"""The bytes that a rank receives in a step's collectives, counted while the step runs on the fake GPU.
+"""The bytes that a rank receives in a fake step's collectives.
 
     all-gather         the output without the rank's own part        FSDP's parameters
     reduce-scatter     the input without the rank's own part         FSDP's gradients
@@ -24,7 +24,7 @@ EXCHANGES = (HEADS, KEYS, TARGETS)  # no computation hides these
 
 @dataclass
 class Received:
-    """The bytes that a rank receives, and the part of them that comes over its network card."""
+    """The bytes that a rank receives, and those from other nodes."""
 
     bytes: float = 0
     remote: float = 0
