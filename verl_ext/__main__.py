@@ -37,7 +37,10 @@ SLOW = ("train", "plan")  # to import: seconds, before which a line is printed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; return 0 (done), 1 (unusable data), 2 (mistake on the command line) or 130 (interrupted)."""
+    """Run a command; return its exit code.
+
+    0: done; 1: unusable data; 2: a mistake on the command line; 130: interrupted. Training adds the codes of its ranks.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     name, *rest = arguments or ["--help"]
     if name in COMMANDS:

@@ -1,4 +1,4 @@
-"""verl's platform interface for CPU ranks: gloo instead of nccl, few memory counters, no streams.
+"""verl's platform interface for CPU ranks, over gloo and without streams.
 
 verl 0.9.1 makes every device call through :class:`verl.plugin.platform.PlatformBase`. This module implements it for a
 CPU, so that FSDP2, Ulysses, checkpoints and the Ray worker group run unchanged on a laptop or in CI.
@@ -21,7 +21,7 @@ def _do_nothing(*args: Any, **kwargs: Any) -> None: ...
 
 
 class CPUDevice:
-    """The part of ``torch.cuda`` that verl uses, for a host without GPUs. Sizes are bytes."""
+    """The part of ``torch.cuda`` that verl uses, on a host without GPUs."""
 
     is_available = staticmethod(torch.cpu.is_available)
     current_device = staticmethod(torch.cpu.current_device)
@@ -46,7 +46,7 @@ class CPUDevice:
 
     @staticmethod
     def max_memory_reserved(device: Any = None) -> int:
-        """Return the peak resident memory of this process."""
+        """Return the peak resident memory of this process in bytes."""
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Atomic files and folders, their fingerprints and checksums, and the cache of folders.
+"""Atomic files and folders, their fingerprints and checksums, and cached folders.
 
     ROOT/<name>/                the files that `make` wrote, and contents.json with their sizes
     ROOT/<name>.lock            held by the process that makes the folder
@@ -41,7 +41,10 @@ _logger = logging.getLogger(__name__)
 
 
 def fingerprint(*facts: Any, digits: int = 32) -> str:
-    """Return the first hex digits of the SHA-256 of texts, JSON values, buffers and iterators of these."""
+    """Return the first hex `digits` of the SHA-256 of facts.
+
+    facts: texts, buffers, JSON values, and iterators of these.
+    """
     digest = hashlib.sha256()
     for fact in chain.from_iterable(fact if isinstance(fact, Iterator) else (fact,) for fact in facts):
         text = json.dumps(fact) if isinstance(fact, (list, tuple, dict)) else fact
@@ -50,13 +53,13 @@ def fingerprint(*facts: Any, digits: int = 32) -> str:
 
 
 def file_state(path: str | os.PathLike[str]) -> tuple[str, int, int]:
-    """Return a file's real path, size and modification time in ns, without reading its content."""
+    """Return a file's real path, size and modification time in ns."""
     status = os.stat(path)
     return os.path.realpath(path), status.st_size, status.st_mtime_ns
 
 
 def checksum(path: str | os.PathLike[str], begin: int = 0, most: int | None = None) -> str:
-    """Return the xxh3_128 (32 hex digits) of at most `most` bytes of a file, starting at byte `begin`."""
+    """Return the xxh3_128, 32 hex digits, of a part of a file."""
     found, left = xxhash.xxh3_128(), most
     with open(path, "rb") as file:
         file.seek(begin)
@@ -67,7 +70,7 @@ def checksum(path: str | os.PathLike[str], begin: int = 0, most: int | None = No
 
 
 def checksum_by_blocks(path: str | os.PathLike[str]) -> str:
-    """Return the :func:`checksum` of a file up to 1 GiB, or the :func:`joined` ones of a larger file's 1 GiB blocks."""
+    """Return the joined checksums of a file's blocks of 1 GiB."""
     return joined([checksum(path, begin, BLOCK) for begin in range(0, max(os.path.getsize(path), 1), BLOCK)])
 
 
@@ -112,12 +115,12 @@ class ChecksumFile(io.RawIOBase):
 
 
 def joined(blocks: Sequence[str]) -> str:
-    """Combine the checksums of a file's blocks into the checksum of the file."""
+    """Combine the checksums of a file's blocks into that of the file."""
     return blocks[0] if len(blocks) == 1 else xxhash.xxh3_128_hexdigest("".join(blocks).encode())
 
 
 def is_inside(path: Path, folder: Path) -> bool:
-    """Tell whether `path`, which a file in `folder` names, lies in the folder after links are resolved.
+    """Tell whether `path` lies in `folder` after links are resolved.
 
     The Hub's cache counts as one folder, because its `snapshots/REVISION` hold links to `blobs` beside them.
     """
@@ -128,7 +131,7 @@ def is_inside(path: Path, folder: Path) -> bool:
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a temporary path; rename it to `path` on success, delete it on error."""
+    """Yield a temporary path, which becomes `path` unless the block fails."""
     partial = path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}.partial")
     try:
         yield partial
@@ -139,7 +142,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` as JSON to `path` atomically; create its folder if it is missing."""
+    """Write `value` as JSON to `path` atomically; create a missing folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as partial:
         partial.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -147,7 +150,7 @@ def write_json(path: Path, value: Any) -> None:
 
 @contextlib.contextmanager
 def write_errors(folder: Path) -> Iterator[None]:
-    """Turn the error of a failed write in the block into an OSError with its reason.
+    """Turn the error of a failed write into OSError with its reason.
 
     torch and safetensors raise their own errors for it, and torch's error has often lost the reason.
     """
@@ -165,16 +168,16 @@ def write_errors(folder: Path) -> Iterator[None]:
 
 
 def follow_umask(folder: Path) -> None:
-    """Give safetensors files the mode of new files, because safetensors lets only the owner read them."""
+    """Give safetensors files the mode of new files."""
     new = folder / f".mode-{os.getpid()}"
     new.touch()
     for path in folder.glob("*.safetensors"):
-        shutil.copymode(new, path)
+        shutil.copymode(new, path)  # safetensors lets only the owner read them
     new.unlink()
 
 
 def sync(path: Path) -> None:
-    """Flush the content of a file, or the names in a folder, to the disk."""
+    """Flush a file's content, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -184,7 +187,7 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def working_in(folder: str | None) -> Iterator[None]:
-    """Work in a folder if it exists, so that the relative paths of a report mean what they meant to its writer."""
+    """Work in `folder`, if it exists, where a report's relative paths hold."""
     before = os.getcwd()
     if folder and os.path.isdir(folder):
         os.chdir(folder)
@@ -195,7 +198,7 @@ def working_in(folder: str | None) -> Iterator[None]:
 
 
 class OutputFolder:
-    """A context manager for a hidden sibling of `output_dir`, which `publish()` renames to it.
+    """A hidden sibling of `output_dir`, which `publish()` renames to it.
 
     A killed run leaves only the hidden folder, `.NAME.unfinished-HOST-PID`; the next run for the same `output_dir` on
     that host, and in the same container, removes it. A failed write in the folder, as on a full disk, raises
@@ -203,7 +206,7 @@ class OutputFolder:
     """
 
     def __init__(self, output_dir: str, overwrite: bool, key: str = "output_dir", named: str | None = None) -> None:
-        """Name the folders; errors name the option `key` and its value `named` (None: `output_dir`)."""
+        """Name the folders; errors name `key` and its value `named`."""
         self.output = Path(os.path.realpath(output_dir))
         self.key, self.named, self.overwrite = key, named or output_dir, overwrite
         host = re.sub(r"[^\w.]", "_", f"{socket.gethostname()}.{_process_space()}")
@@ -226,15 +229,15 @@ class OutputFolder:
             raise self._not_written(error) from error
 
     def is_cause_of(self, error: OSError) -> bool:
-        """Tell whether an error names a file in this folder, or no file (a failed write) and a full disk."""
-        file = file_of(error)
+        """Tell whether the folder, or a full disk, caused an error."""
+        file = file_of(error)  # None for a failed write
         return error.errno in DISK_FULL if file is None else Path(file).is_relative_to(self.path)
 
     def _not_written(self, error: OSError) -> DataError:
         return DataError(f"{self.key} must be a folder that can be written; got {self.named}: {reason_of(error)}")
 
     def publish(self) -> None:
-        """Rename the folder to `output_dir`; with `overwrite`, move the old folder aside first and delete it last."""
+        """Rename the folder to `output_dir`, and delete an old one last."""
         is_full = _has_files(self.output)
         if is_full and not self.overwrite:
             raise DataError(f"output_dir was filled by another run meanwhile, overwrite=true not given: {self.named}")
@@ -263,11 +266,11 @@ class OutputFolder:
 
 @functools.cache
 def _process_space() -> str:
-    """Return a word for the boot and the container that a process number belongs to; "" without /proc (macOS)."""
+    """Return a word for the boot and container of a process number."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
         return fingerprint(boot, os.readlink("/proc/self/ns/pid"), digits=8)
-    except OSError:
+    except OSError:  # no /proc, as on macOS
         return ""
 
 
@@ -278,7 +281,7 @@ def _has_files(folder: Path) -> bool:
 def output_problems(
     output_dir: str, overwrite: bool, marker: str, keep: Iterable[str | os.PathLike[str] | None], kept: str
 ) -> list[str]:
-    """Return a list with one line if `output_dir` must not be written, else an empty list.
+    """List the reason why `output_dir` must not be written, if any.
 
     marker: the file that marks a folder of this command; only such a folder may be replaced. keep: paths that the
     folder must not contain, in addition to the working folder; None entries are ignored. kept: words for these paths.
@@ -297,7 +300,7 @@ def output_problems(
 
 
 def writable_problem(key: str, folder: str) -> str | None:
-    """Return one line, which names the key `key`, if `folder` cannot be made or written to."""
+    """Return a line that names `key` if `folder` cannot be written."""
     path = Path(folder).expanduser().absolute()
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
     problem = None
@@ -309,7 +312,7 @@ def writable_problem(key: str, folder: str) -> str | None:
 
 
 def default_root(name: str, cache_dir: str | os.PathLike[str] | None) -> Path:
-    """Return `cache_dir`, absolute with ~ expanded, or the folder `name` in the cache of `datasets` if it is None."""
+    """Return `cache_dir`, absolute, or folder `name` in the cache of `datasets`."""
     if cache_dir is not None:
         return Path(os.path.abspath(os.path.expanduser(cache_dir)))
     from datasets.config import HF_DATASETS_CACHE  # here, because importing it takes a second
@@ -318,7 +321,7 @@ def default_root(name: str, cache_dir: str | os.PathLike[str] | None) -> Path:
 
 
 def is_complete(folder: Path) -> bool:
-    """Tell whether a cached folder holds every file of its contents.json with the right size."""
+    """Tell whether a cached folder holds every file with its size."""
     try:
         sizes = json.loads((folder / CONTENTS).read_text(encoding="utf-8"))["sizes"]
         return all((folder / file).stat().st_size == size for file, size in sizes.items())
@@ -327,10 +330,11 @@ def is_complete(folder: Path) -> bool:
 
 
 def cached_folder(root: Path, name: str, make: Callable[[Path], None], *, key: str = "data.cache_dir") -> Path:
-    """Return the folder `root`/`name`; call `make(empty_folder)` to fill it unless it is complete.
+    """Return the folder `root`/`name`, filled by `make` unless it is complete.
 
-    If several processes call this function at the same time, one makes the folder; the others wait, and raise its error
-    if it fails. If it is killed, the next waiting process takes over. Nothing is written if the folder is complete.
+    If several processes call this at the same time, one makes the folder, by `make(empty_folder)`; the others wait, and
+    raise its error if it fails. If it is killed, the next waiting process takes over. Nothing is written if the folder
+    is complete.
 
     Raises:
         ValueError: If `make` raises it or an OSError (one line then gives the file and the reason), or if `root` cannot
@@ -349,6 +353,7 @@ def cached_folder(root: Path, name: str, make: Callable[[Path], None], *, key: s
         if folder.exists():  # every process logs this, but only rank 0 of a run prints it
             _logger.warning("%s is made anew: files of it are missing or have another size", folder)
         root.mkdir(parents=True, exist_ok=True)
+        # Whoever waited for the lock finds the folder complete or a new note, unless the maker was killed.
         with FileLock(root / f"{name}.lock"):
             if is_complete(folder):
                 return folder

@@ -1,4 +1,4 @@
-"""Model FLOPs of a training step from its document lengths, and GPU peaks for the MFU.
+"""Model FLOPs of a training step, and GPU peaks for the MFU.
 
     per token       2 per element of each matrix that multiplies it; only the experts that it visits count
     per token       4 or 6 per element of a recurrent layer's state (`verl_ext.layers.mixers`)
@@ -69,13 +69,13 @@ _EXPERT = re.compile(r"(^|\.)experts\.\d+(\.|$)")
 
 
 def peak_flops(device: str) -> float | None:
-    """Return the peak FLOP/s of a device by its name; None if it is unknown, or a slice of a GPU (MIG)."""
+    """Return a device's peak FLOP/s; None if unknown or a MIG slice."""
     known = {} if re.search(r"\bMIG\b", device) else PEAK_FLOPS
     return next((peak for name, peak in known.items() if re.search(rf"\b{name}\b", device)), None)
 
 
 def train_flops(model: nn.Module, hf_config: Any, of_states: float = 0, recomputes: bool = False) -> CostModel | None:
-    """Return the forward and backward FLOPs as a cost model; None for unknown experts or attention.
+    """Return the FLOPs of training; None for unknown experts or attention.
 
     Args:
         model: a transformers model with its adapters, before it is sharded.
@@ -99,7 +99,7 @@ def train_flops(model: nn.Module, hf_config: Any, of_states: float = 0, recomput
 
 
 def _of_matrices(model: nn.Module, text: Any, recomputes: bool) -> Iterator[float]:
-    """Yield the FLOPs per token of each matrix; raise LookupError for unknown experts."""
+    """Yield each matrix's FLOPs per token; raise LookupError for unknown experts."""
     experts, chosen = (
         next((value for name in names if (value := getattr(text, name, None))), None) for names in (_EXPERTS, _CHOSEN)
     )
@@ -129,7 +129,7 @@ def head_width(text: Any) -> int:
 
 
 def attention_layers(text: Any) -> int:
-    """Count the attention layers of a text config, whose cost grows with the square of the length."""
+    """Count the softmax-attention layers of a text config, windowed ones included."""
     kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
     return (
         sum("attention" in kind and kind != "linear_attention" for kind in kinds) if kinds else text.num_hidden_layers
@@ -137,7 +137,7 @@ def attention_layers(text: Any) -> int:
 
 
 def windowed_layers(text: Any) -> tuple[int, int | None]:
-    """Return (layers with sliding-window attention, its width in tokens) of a Hugging Face text config."""
+    """Return the layers with sliding-window attention, and the window in tokens."""
     window = getattr(text, "sliding_window", None)
     kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * text.num_hidden_layers  # Mistral: every layer
     layers = sum(kind == "sliding_attention" for kind in kinds)

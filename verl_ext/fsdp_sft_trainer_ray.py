@@ -1,4 +1,4 @@
-r"""The training program on a Ray cluster, which restarts the ranks if some are lost.
+r"""The training program on a Ray cluster, with restarts after failures.
 
     python -m verl_ext.fsdp_sft_trainer_ray data.train_dir=DIR model.path=MODEL trainer.nnodes=2 \
         trainer.n_gpus_per_node=8
@@ -40,10 +40,11 @@ _FINAL = (0, USER_ERROR, os.EX_TEMPFAIL, _INTERRUPTED)  # exit codes after which
 
 
 def run(config: DictConfig, arguments: list[str]) -> int:
-    """Run the ranks of a composed config to their end; return the exit code.
+    """Run the ranks of a composed config; return the exit code.
 
     arguments: those of the command line, for every rank. Raises ValueError for a mistake seen before the ranks start.
     """
+    # Check before the wait for nodes: the ranks, which check everything, exist only after it.
     check_keys(config)
     options, trainer = RayOptions.read(plain(config.ray)), TrainerOptions.read(plain(config.trainer))
     if trainer.overwrite and options.max_restarts:
@@ -60,6 +61,7 @@ def run(config: DictConfig, arguments: list[str]) -> int:
     nodes, per_node = trainer.nnodes, trainer.n_gpus_per_node
     restarts, why = 0, ""
 
+    # A restart may have fewer nodes, but a first start has those that the user asked for.
     def suits(count: int) -> bool:
         fewer = restarts > 0 and count >= options.min_nodes and not batch_problem(config, count * per_node)
         return count == nodes or fewer
@@ -68,6 +70,7 @@ def run(config: DictConfig, arguments: list[str]) -> int:
         resumes = trainer.resume_from_path or (trainer.resume_mode == "auto" and saved_folders(folder))
         return "the last checkpoint" if resumes else "the first step, since no checkpoint is saved,"
 
+    # The cluster outlives the attempts, so a restart finds nodes that have joined meanwhile.
     with ray_cluster(max(per_node, os.cpu_count() or 1)) as is_own:
         patience = min(options.timeout, _GIVEN_BACK) if is_own else options.timeout  # no node joins its own cluster
         has_gpus = any(node["Alive"] and node["Resources"].get("GPU") for node in ray.nodes())
@@ -87,6 +90,7 @@ def run(config: DictConfig, arguments: list[str]) -> int:
                     raise
                 _say(f"error: {why}, and {error}")
                 return TRAINING_FAILED
+            # A success, a mistake or a request to stop is final; any other end may come from a lost node.
             code = _exit_code(ends)
             why = "; ".join(ends.lost) or f"the ranks ended with code {code}"
             if code in _FINAL or ends.signalled or restarts == options.max_restarts:
@@ -97,7 +101,7 @@ def run(config: DictConfig, arguments: list[str]) -> int:
 
 
 def _exit_code(ends: Ends) -> int:
-    """Return the most informative exit code of the ranks; a lost rank counts as TRAINING_FAILED."""
+    """Return the most informative exit code; a lost rank counts as TRAINING_FAILED."""
     codes = [128 - code if code < 0 else code for code in ends.codes] + [TRAINING_FAILED] * len(ends.lost)
     return min(filter(None, codes), key=lambda code: (code not in (USER_ERROR, _INTERRUPTED), -code), default=0)
 
@@ -108,7 +112,7 @@ def _say(line: str) -> None:
 
 @contextmanager
 def _mistakes_in_one_line() -> Iterator[None]:
-    """Exit with USER_ERROR after a ValueError, and with 130 after an interruption before the ranks start."""
+    """Exit with USER_ERROR after a ValueError, 130 after an interruption."""
     try:
         yield
     except ValueError as error:
@@ -120,7 +124,7 @@ def _mistakes_in_one_line() -> Iterator[None]:
 
 
 def main() -> None:
-    """Compose the configuration, as each rank will do again, and run the ranks."""
+    """Compose the configuration, as every rank does again; run the ranks."""
     arguments = sys.argv[1:]
     with _mistakes_in_one_line():
         sys.argv[1:], _ = prepare_overrides(arguments)  # rank 0 prints the translations

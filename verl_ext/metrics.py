@@ -1,4 +1,4 @@
-"""Step metrics, which each rank sums, and which data-parallel ranks reduce once, when they are read.
+"""Step metrics: each rank's sums, which are reduced once, when read.
 
 The loss of a category is the plain mean of ℓ_t over its target tokens in the global step (or in the validation set), in
 every loss mode and with any weights; so are its token accuracy and entropy. Sums are float64. Counts are whole numbers
@@ -22,7 +22,7 @@ _SCALARS = ("weighted_loss", "normaliser", "tokens", "target_tokens", "packs")
 
 @dataclass
 class StepSums:
-    """One rank's sums of a step (or of its share of the validation set).
+    """One rank's sums of a step, or of its share of validation.
 
     Attributes:
         values: float64[5 + 4·(C + 1)] on the engine's device: weighted_loss, normaliser, tokens, target_tokens, packs,
@@ -48,7 +48,7 @@ class StepSums:
 
     @property
     def category_loss(self) -> torch.Tensor:
-        """Σ ℓ_t over each category slot's target tokens, a view of C + 1 elements (slot 0: no category)."""
+        """Σ ℓ_t over each category slot's targets, a view: float64[C + 1]."""
         return self._by_category[0]
 
     @property
@@ -57,7 +57,7 @@ class StepSums:
         return self.values[len(_SCALARS) :].view(4, self.slots)
 
     def add_measures(self, slots: torch.Tensor, is_target: torch.Tensor, *measures: torch.Tensor) -> None:
-        """Add the correct predictions and entropies of T tokens with the category slots int64[T]."""
+        """Add T tokens' correct predictions and entropies, by category slots int64[T]."""
         for row, values in enumerate(measures, start=2):
             self._by_category[row].index_add_(0, slots, torch.where(is_target, values.detach().double(), 0.0))
         self.measured = True
@@ -69,7 +69,7 @@ class StepSums:
         return weighted / normaliser if normaliser else math.nan
 
     def add_counts(self, counts: torch.Tensor) -> None:
-        """Add float64[4 + C + 1]: normaliser, tokens, target_tokens, packs, target tokens by category slot."""
+        """Add float64[4 + C + 1]: `_SCALARS[1:]`, then target tokens by category."""
         counts = counts.to(self.values.device, non_blocking=True)
         self.values[1 : len(_SCALARS)] += counts[: len(_SCALARS) - 1]
         self._by_category[1] += counts[len(_SCALARS) - 1 :]
@@ -90,6 +90,7 @@ class StepSums:
         the plain mean of ℓ_t over all target tokens in every loss mode, and a category's perplexity is exp of its loss;
         a perplexity beyond float64 is inf.
         """
+        # Read all sums in one transfer: each makes the host wait for the device.
         values = self.values.tolist()
         weighted_loss, normaliser, tokens, target_tokens, packs = values[: len(_SCALARS)]
         starts = range(len(_SCALARS), len(values), self.slots)
@@ -100,12 +101,14 @@ class StepSums:
             f"{prefix}/target_tokens": int(target_tokens),
             f"{prefix}/packs": int(packs),
         }
+        # A category without targets has no mean, and 0 would pass for a perfect loss.
         for name, loss, count in zip(names, sums[1:], counts[1:], strict=True):
             if count:
                 metrics[f"{prefix}/{name}_loss"] = loss / count
             if count and prefix == VALIDATION:
                 metrics[f"{prefix}/{name}_perplexity"] = perplexity(loss, count)
             metrics[f"{prefix}/{name}_tokens"] = int(count)
+        # Sums that no head added to are zeros, which would pass for measured values.
         if self.measured:
             for kind, measured in (("token_accuracy", right), ("entropy", entropies)):
                 if sum(counts):
@@ -113,13 +116,14 @@ class StepSums:
                 for name, total, count in zip(names, measured[1:], counts[1:], strict=True):
                     if count:
                         metrics[f"{prefix}/{name}_{kind}"] = total / count
+        # Divide the sums over all targets: a mean of categories would favour small ones.
         if prefix == VALIDATION:
             metrics[f"{prefix}/perplexity"] = perplexity(sum(sums), sum(counts))
         return metrics
 
 
 def perplexity(loss: float, count: float) -> float:
-    """Return exp(Σ ℓ_t / count): inf past float64, NaN for a count of 0."""
+    """Return exp(Σ ℓ_t / count); inf past float64, NaN without tokens."""
     try:
         return math.exp(loss / count) if count else math.nan
     except OverflowError:

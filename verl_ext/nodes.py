@@ -1,4 +1,4 @@
-"""The facts that the nodes of a run must share, and a line for each difference.
+"""The facts that a run's nodes must share, and their differences.
 
 differences({"node 0 (a)": {"torch": "2.13.0"}, "node 1 (b)": {"torch": "2.12.1"}})
 torch must be the same on every node; got 2.13.0 on node 0 (a), 2.12.1 on node 1 (b)
@@ -19,7 +19,7 @@ _NAMED = 4  # nodes that a message names for each value
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that affect a run's results, by name."""
+    """Return the versions, by name, of Python and packages that affect results."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -67,7 +67,7 @@ def _files(path: str, endings: tuple[str, ...]) -> Iterator[Path]:
 
 
 def differences(facts: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Return a line for each fact that differs between nodes; `facts` maps a node to {fact: value}."""
+    """Return a line per difference in `facts`, {node: {fact: value}}."""
     lines = []
     for what in dict.fromkeys(what for values in facts.values() for what in values):
         holders: dict[str, list[str]] = {}

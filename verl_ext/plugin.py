@@ -1,4 +1,4 @@
-"""The ``verl.plugins`` entry point, which ``import verl`` loads once this package is installed.
+"""The ``verl.plugins`` entry point, which ``import verl`` loads.
 
 Installing this package changes nothing for other verl programs. The CPU platform is registered under its own name,
 which only ``VERL_PLATFORM=cpu`` selects. An engine is registered when ``VERL_ENGINE_VENDOR`` asks for it, as our
@@ -16,7 +16,7 @@ _MODULES = {PACKED: "verl_ext.engines.packed", CHUNKED: "verl_ext.engines.chunke
 
 
 def register_engine(vendor: str = PACKED) -> None:
-    """Register the engine of this vendor with the attention and models that it needs; idempotent."""
+    """Register this vendor's engine with its attention and models; idempotent."""
     with warnings.catch_warnings():
         # verl warns about each optional engine (megatron, veomni, …) that is not installed, but none is needed here.
         warnings.filterwarnings("ignore", message=".* engine is not available")
@@ -24,7 +24,7 @@ def register_engine(vendor: str = PACKED) -> None:
 
 
 def select_engine(vendor: str = PACKED) -> None:
-    """Make this process (and the Ray workers that inherit its environment) use the engine of this vendor."""
+    """Make this process and its Ray workers use this vendor's engine."""
     os.environ["VERL_ENGINE_VENDOR"] = vendor
     register_engine(vendor)
 

@@ -1,4 +1,4 @@
-"""The Ray cluster of a command or a run: an existing one, or one started here.
+"""The Ray cluster of a command or run, found or started here.
 
 with ray_cluster(num_cpus=8):
     ...                  RAY_ADDRESS=host:6379 or auto: that cluster, which keeps running afterwards
@@ -28,15 +28,16 @@ _NEEDED = (
 
 @contextlib.contextmanager
 def ray_cluster(num_cpus: int) -> Iterator[bool]:
-    """Connect to a cluster for the block; yield whether it was started here, on this machine alone.
+    """Connect to a cluster; yield whether it was started here.
 
-    num_cpus: the CPUs of a cluster that is started here. An existing connection of this process is used and kept.
-    Raises `UsageError` if there is no cluster at $RAY_ADDRESS, or none can be started.
+    num_cpus: the CPUs of a cluster that is started here, on this machine alone. A connection that this process has
+    already is used and kept. Raises `UsageError` if there is no cluster at $RAY_ADDRESS, or none can be started.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # before the import of Ray: no usage statistics
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # silences Ray's announcement of a change
     import ray  # heavy
 
+    # Keep an earlier connection, which belongs to this function's caller.
     if ray.is_initialized():
         yield False
         return
@@ -56,6 +57,7 @@ def ray_cluster(num_cpus: int) -> Iterator[bool]:
             ray.init(**quiet)  # a cluster runs on this machine, so its resources cannot be set
     except Exception as error:  # Ray raises many kinds
         raise UsageError(f"{_NEEDED}; got {address or 'nothing'}: {first_line(error)}") from error
+    # End the connection with the block, and leave the signals to the caller meanwhile.
     try:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_signal)  # Ray's handler would abort the process
@@ -65,7 +67,7 @@ def ray_cluster(num_cpus: int) -> Iterator[bool]:
 
 
 def _checked(address: str) -> str:
-    """Return the address, or `local` if none is given and the cluster of `ray start` is gone.
+    """Return the address; `local` if none is given and none answers.
 
     Raises `UsageError` if no Ray cluster answers, another service answers, or the cluster has another token. `ray.init`
     would retry for a minute or more, and print a line of its C++ code every second.
@@ -79,15 +81,18 @@ def _checked(address: str) -> str:
         at = find_bootstrap_address(None) or "local"
     if at == "local":
         return address
+    # Refuse a malformed address in the name of its variable, which Ray would not mention.
     host, _, port = at.rpartition(":")
     if not host or not port.isdigit() or "://" in host:
         raise UsageError(f"{_NEEDED}; got {address}")
+    # Ask twice, with a time limit: whether anything listens, and whether it is Ray with this token.
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWERS_WITHIN).close()
         with init_grpc_channel(at) as channel:  # with TLS and token according to RAY_USE_TLS and RAY_AUTH_MODE
             grpc.channel_ready_future(channel).result(ANSWERS_WITHIN)
             channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")(b"", timeout=ANSWERS_WITHIN)
     except (OSError, OverflowError) as error:
+        # Without RAY_ADDRESS, a dead cluster in the address file is no mistake.
         if not address:
             return "local"
         raise UsageError(f"{_NEEDED}; got {address}: {first_line(error)}") from error

@@ -1,4 +1,4 @@
-"""Mask secrets in output: by option name, in URLs, by token format, and from the environment.
+"""Mask secrets in output by name, URL, token format and environment.
 
     {"wandb_api_key": "1f…"}, hf_token=1f…, https://me:word@host/, https://host/a?X-Amz-Signature=9f…, hf_…, sk-…
 

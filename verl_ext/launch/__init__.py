@@ -1,1 +1,1 @@
-"""How a run starts on a node: its topology, torchrun or Ray as a child process, and requests to stop."""
+"""The start of a run on a node, and requests to stop."""

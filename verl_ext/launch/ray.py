@@ -1,4 +1,4 @@
-"""A training run on a Ray cluster: on a new cluster of these nodes, or as a job on a running cluster.
+"""A training run on a new Ray cluster or a running one.
 
 node KEY=VALUE …      each node of a new cluster; node 0 runs Ray's head and the run
 node                  the same cluster without a run: it waits for jobs
@@ -39,7 +39,7 @@ DRY_RUN=1 prints the lines and starts nothing. Every other argument is an overri
 
 
 def main(words: Sequence[str]) -> int:
-    """Run this node's part of a cluster, or submit a job; return the exit code."""
+    """Run a node or submit a job; return the exit code."""
     mode, *overrides = words or [""]
     if {"-h", "--help"} & set(words):
         print(_USAGE)
@@ -61,7 +61,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _submit(overrides: Sequence[str]) -> int:
-    """Submit a run as a job, with the variables that are set as overrides."""
+    """Submit a run as a job, with set variables as overrides."""
     keys = {"NNODES": "trainer.nnodes", "NPROC_PER_NODE": "trainer.n_gpus_per_node", "MAX_RESTARTS": "ray.max_restarts"}
     flags = {"WORKING_DIR": "--working-dir", "RUNTIME_ENV": "--runtime-env-json"}
     given = [f"{key}={os.environ[name]}" for name, key in keys.items() if os.environ.get(name)]
@@ -70,7 +70,7 @@ def _submit(overrides: Sequence[str]) -> int:
 
 
 def _node(topology: Topology, overrides: Sequence[str]) -> int:
-    """Run a node of a new cluster, and on node 0 the run on it."""
+    """Run a node of a new cluster; node 0 also runs training."""
     size = [f"trainer.n_gpus_per_node={topology.processes}", f"ray.max_restarts={topology.restarts}"]
     if topology.nodes == 1 and overrides:  # Ray itself makes a cluster of this machine for the run
         return _line(["env", "-u", "RAY_ADDRESS", *_RUN, *size, *overrides])
@@ -117,7 +117,7 @@ def _joined(topology: Topology, join: Sequence[str]) -> int:
 
 
 def _run_beside_head(topology: Topology, head: Sequence[str], run: Sequence[str]) -> int:
-    """Start Ray's head and the run on it; return the run's exit code once the head has ended too."""
+    """Start Ray's head and run beside it; return the run's exit code."""
     if _head_listens(topology):
         where = f"MASTER_PORT={topology.port} must be free for Ray's head on {topology.address}"
         raise UsageError(f"{where}; something listens there")
@@ -132,7 +132,7 @@ def _run_beside_head(topology: Topology, head: Sequence[str], run: Sequence[str]
 
 
 def _attended(command: Sequence[str]) -> int:
-    """Run a command, pass signals on to it, and return its exit code."""
+    """Run a command, pass signals on, and return its exit code."""
     process = subprocess.Popen(command, start_new_session=True)
 
     def pass_on(number: int, _: object) -> None:
@@ -154,7 +154,7 @@ def _head_listens(topology: Topology) -> bool:
 
 
 def _wait_for_head(topology: Topology, process: "subprocess.Popen[bytes] | None" = None) -> None:
-    """Wait until Ray's head listens; raise UsageError after PREFLIGHT_TIMEOUT seconds, or once `process` has ended."""
+    """Wait until Ray's head listens; raise UsageError if it does not."""
     end = time.monotonic() + float(os.environ.get("PREFLIGHT_TIMEOUT", "600"))
     while not _head_listens(topology):
         if process is not None and process.poll() is not None:

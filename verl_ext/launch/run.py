@@ -1,4 +1,4 @@
-"""The commands of a node as child processes, and the requests to stop that reach its ranks.
+"""The commands of a node as child processes, and requests to stop.
 
     verl-ext launch (launch/node.sh)  ─►  verl-ext preflight, on several nodes
                                       ─►  torchrun  ─►  python -m verl_ext.fsdp_sft_trainer, once a rank
@@ -81,7 +81,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def preflight_command(topology: Topology, timeout: str) -> list[str]:
-    """Return the command by which a node checks, with the others, that torchrun can start."""
+    """Return the command that checks a node with the others before torchrun."""
     words = [f"nnodes={topology.nodes}", f"node_rank={topology.node_rank}", f"master_addr={topology.address}"]
     words += [f"master_port={topology.port}", f"processes={topology.processes}", f"timeout={timeout}"]
     if topology.local_address:
@@ -105,10 +105,10 @@ class Awaited:
 
 
 def run_torchrun(arguments: Sequence[str], work: Callable[[], None], awaited: Awaited | None) -> int:
-    """Run `work`, then torchrun; return 0, the first failed rank's exit code, or STOPPED after a stop request.
+    """Run `work`, then torchrun; return the exit code.
 
-    With `awaited`, the ranks start before the work, which makes these folders. If the work raises, the ranks are
-    killed; if they end during the work, it is interrupted.
+    0, the first failed rank's code, or STOPPED after a stop request. With `awaited`, the ranks start before the work,
+    which makes these folders. If the work raises, the ranks are killed; if they end during the work, it is interrupted.
     """
     if awaited is None:
         work()
@@ -119,7 +119,7 @@ def run_torchrun(arguments: Sequence[str], work: Callable[[], None], awaited: Aw
 def supervise(
     commands: Sequence[Sequence[str]], environment: Mapping[str, str], work: Callable[[], None] | None = None
 ) -> int:
-    """Run commands one after another, until one fails, and pass requests to stop on to their ranks.
+    """Run commands until one fails, and pass on requests to stop.
 
     The handlers of SIGTERM, SIGINT and SIGUSR1 stay after the call; during `work` they are the caller's.
 
@@ -134,15 +134,18 @@ def supervise(
     """
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
     torchrun = {name: os.environ.get(name, value) for name, value in _TORCHRUN_VARIABLES.items()}
+    # Ranks find the requests in the folder, and end once the launcher is gone.
     with tempfile.TemporaryDirectory(prefix="verl-ext-") as folder:
         ours = {"VERL_EXT_REQUESTS": folder, "VERL_EXT_LAUNCHER": str(os.getpid())}
         child = _Child(Path(folder), {**kept, **torchrun, **environment, **ours})
         *checks, ranks = commands
+        # Leave the signals to the caller during the work; only then are they requests to the ranks.
         if work is not None:
             child.start(ranks)
             child.do_meanwhile(work)
         for number in SIGNALS:
             signal.signal(number, child.ask)
+        # A failed check says what to mend; ranks that cannot meet would only time out.
         for command in checks:
             child.start(command, sys.stderr)
             if code := child.wait():
@@ -166,7 +169,7 @@ class _Child:
         self._process = subprocess.Popen(command, env=self._environment, stdout=stdout, start_new_session=True)
 
     def do_meanwhile(self, work: Callable[[], None]) -> None:
-        """Do the work that the ranks of the running command wait for, and tell them."""
+        """Do the work that the ranks wait for, and tell them."""
         process, guard = self._process, threading.Lock()
         assert process is not None, "it is started"
         is_done = False
@@ -197,7 +200,7 @@ class _Child:
         (self._folder / "ready").touch()
 
     def wait(self) -> int:
-        """Wait for the end of the command; return its exit code, or STOPPED."""
+        """Wait for the command's end; return its exit code, or STOPPED."""
         assert self._process is not None, "it is started"
         self._end_without_ranks()  # a signal may have come before there was a process
         code = self._process.wait()
@@ -214,7 +217,7 @@ class _Child:
             print(f"\n{self._signal}: the ranks are asked to save and to end", file=sys.stderr, flush=True)
 
     def _end_without_ranks(self) -> bool:
-        """End a signalled command that has no ranks; tell whether it was ended."""
+        """End a signalled command without ranks; tell whether it was ended."""
         process = self._process
         if self._signal is None or process is None or not is_running(process.pid):
             return False

@@ -1,4 +1,4 @@
-"""The topology of a run, read from the environment of one of its nodes."""
+"""The topology of a run, from the environment of a node."""
 
 import re
 import shutil
@@ -47,7 +47,7 @@ class Topology:
 
     @classmethod
     def of(cls, environment: Mapping[str, str], default_port: int) -> "Topology":
-        """Read the variables of a node; raise UsageError for a topology that cannot be."""
+        """Read a node's variables; raise UsageError for an impossible topology."""
         given = {
             name: next((environment[each] for each in names if environment.get(each)), "")
             for name, names in NAMES.items()
@@ -101,7 +101,7 @@ def _whole(name: str, text: str, least: int) -> int:
 
 
 def _num_devices(environment: Mapping[str, str]) -> int:
-    """Count the visible GPUs without torch, whose import takes seconds; at least 1, a rank on the CPU."""
+    """Count visible GPUs without importing torch; at least 1, for the CPU."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return max(1, sum(bool(device.strip()) for device in visible.split(",")))

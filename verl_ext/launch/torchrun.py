@@ -1,4 +1,4 @@
-"""A torchrun that ends with our commands, prints no tracebacks, and forwards stop requests.
+"""A torchrun that ends with our commands and prints no tracebacks.
 
 torchrun loads `torchrun_plugin` through this package's entry point ``torchrun.handlers``. It is meant for rendezvous
 backends, but it is the only way for a package to run code in torchrun's process. Other programs' ranks are unaffected.
@@ -20,7 +20,7 @@ _PR_SET_PDEATHSIG = 1  # Linux: sys/prctl.h
 
 
 def main() -> None:
-    """Run torchrun here; exit with the code of the first failed rank, which has printed its error."""
+    """Run torchrun; exit with the code of the first failed rank."""
     end_with_launcher()  # now, because the imports below take seconds
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as run_ranks
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def end_with_launcher() -> None:
-    """Let the kernel end this process when its launcher ends; do nothing without a launcher."""
+    """Let the kernel end this process with its launcher, if any."""
     launcher = os.environ.get("VERL_EXT_LAUNCHER")
     if launcher is None or sys.platform != "linux":
         return
@@ -50,7 +50,7 @@ def end_with_launcher() -> None:
 
 
 def is_running(pid: int | str) -> bool:
-    """Tell whether a process of this host exists and is not a zombie."""
+    """Tell whether a process of this host exists, zombies excluded."""
     try:
         return psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE
     except psutil.Error:  # it has ended, or it is another user's and the system hides it
@@ -58,7 +58,7 @@ def is_running(pid: int | str) -> bool:
 
 
 def torchrun_plugin() -> Any:
-    """Prepare a torchrun that starts ranks of this package; return a rendezvous backend that refuses its name."""
+    """Prepare a torchrun of our ranks; return a backend that refuses."""
     if any(word.endswith(_OUR_RANKS) for word in sys.argv[1:]):
         os.environ["VERL_EXT_TORCHRUN"] = str(os.getpid())  # its ranks read this
         end_with_launcher()
@@ -67,8 +67,8 @@ def torchrun_plugin() -> Any:
 
 
 def _end_quietly(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print the traceback unless a signal ends torchrun; the ranks print the last lines then."""
-    if kind.__name__ not in ("SignalException", "KeyboardInterrupt"):
+    """Print the traceback unless a signal ends torchrun."""
+    if kind.__name__ not in ("SignalException", "KeyboardInterrupt"):  # after these, the ranks print the last lines
         sys.__excepthook__(kind, error, trace)
 
 

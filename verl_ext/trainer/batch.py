@@ -1,4 +1,4 @@
-"""One rank's packs of a step as flat tensors with loss coefficients, built in the loader's workers.
+"""A rank's packs of a step as flat tensors with loss coefficients.
 
 ```
 packs            |  doc A  | doc B |      doc C      | idle |
@@ -41,7 +41,7 @@ _ENGINE_FLAGS = {"use_remove_padding": True, "pad_mode": DatasetPadMode.NO_PADDI
 
 @dataclass
 class StepBatch:
-    """A rank's share of one step, with N tokens in all its packs.
+    """A rank's share of one step, N tokens in all packs.
 
     Attributes:
         input_ids, position_ids: int64[N].
@@ -73,12 +73,12 @@ class StepBatch:
         return self.counts[:1]
 
     def pin_memory(self) -> "StepBatch":
-        """Return a copy in pinned memory; torch's loader calls this for custom batch types."""
+        """Return a copy in pinned memory, as torch's loader asks."""
         names = (*_COLUMNS, "counts", *(["next_ids"] if self.next_ids is not None else []))
         return replace(self, **{name: getattr(self, name).pin_memory() for name in names})
 
     def micro_batches(self, size: int, **flags: Any) -> Iterator[TensorDict]:
-        """Cut the step into micro-batches of ``size`` packs for verl's engine, as jagged tensors with flags."""
+        """Cut the step into verl's jagged micro-batches of ``size`` packs, with flags."""
         edges = np.concatenate([[0], np.cumsum(self.pack_lengths)])
         columns = {
             "input_ids": self.input_ids,
@@ -104,7 +104,7 @@ _COLUMNS = ("input_ids", "position_ids", "coefficients", "category_index", "is_r
 
 @dataclass(frozen=True)
 class StepCollator:
-    """A collator in the loader's workers, which turns a rank's packs into a :class:`StepBatch`.
+    """A collator in the loader's workers: packs to a :class:`StepBatch`.
 
     Attributes:
         loss: the configured loss.
@@ -142,7 +142,7 @@ class StepCollator:
         return (*_COLUMNS, "next_ids") if self.last_is_label else _COLUMNS
 
     def _laid_out(self, pack: Pack, counts: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Lay out the columns of one pack; add its tokens and targets to ``counts``."""
+        """Lay out a pack's columns; add its tokens and targets to ``counts``."""
         columns = {key: value.numpy() for key, value in pack.items()}
         ids, mask = columns["input_ids"], columns.get("attention_mask")
         offsets = np.append(np.flatnonzero(columns["position_ids"] == 0), len(ids))
@@ -167,14 +167,14 @@ class StepCollator:
         return (*(column[:-1] for column in laid_out), ids[1:]) if self.last_is_label else laid_out
 
     def _idle(self) -> tuple[np.ndarray, ...]:
-        """Make an idle rank's tokens, which predict nothing but let the others' collectives complete."""
+        """Make an idle rank's tokens, which only let others' collectives complete."""
         zeros = np.zeros(self.idle_tokens, dtype=np.int64)
         positions = np.maximum(np.arange(self.idle_tokens) - 1, 0)
         return (zeros, positions, zeros.astype(np.float32), zeros - 1, zeros > 0, zeros)[: len(self._names)]
 
 
 class StepLoss:
-    """The loss of one step: each micro-batch's share of Σ a_t·ℓ_t / Z, and the reported sums.
+    """The loss of a step, Σ a_t·ℓ_t / Z, by micro-batches.
 
     The engine averages gradients over data-parallel ranks, so each share is multiplied by their number; verl's gather
     over sequence-parallel ranks already balances its own group. Nothing here waits for the device.

@@ -1,4 +1,4 @@
-"""The ranks of a run: their process group, their output, and their exits, together or alone.
+"""The ranks of a run: process group, output, joint and single exits.
 
 The process group starts before any configuration is read, so that one rank can report a user's mistake in one line
 while the others exit with the same code. Failures end a run in these ways:
@@ -54,11 +54,11 @@ class RunFailed(RuntimeError):
 
 
 class RankFailed(RuntimeError):
-    """A one-line failure of this rank that the other ranks do not know."""
+    """A failure of this rank, unknown to the others, in one line."""
 
 
 def accelerator() -> str | None:
-    """Return ``cuda`` or ``npu`` if one is visible to this process, else None."""
+    """Return ``cuda`` or ``npu`` if this process sees one, else None."""
     if torch.cuda.is_available():
         return "cuda"
     npu = getattr(torch, "npu", None)
@@ -67,7 +67,8 @@ def accelerator() -> str | None:
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """Join torchrun's ranks, or be the only rank; use gloo on CPU, verl's choice on accelerators."""
+    """Join torchrun's ranks, or be the only rank, during the block."""
+    # verl chooses its platform once, and the CPU's only if this variable names it.
     if accelerator() is None:
         os.environ.setdefault("VERL_PLATFORM", "cpu")
     # torch's flight recorder keeps the last collectives in case the run hangs.
@@ -80,6 +81,7 @@ def process_group() -> Iterator[None]:
     sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
     if os.environ["RANK"] != "0":
         _silence_this_rank()
+    # A rank without a GPU of its own would fail later, while the others wait for it.
     gpus, ranks = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if accelerator() == "cuda" and ranks > gpus:
         print(f"error: ranks (nproc) must be at most the node's GPUs, {gpus}; got {ranks}", file=sys.stderr)
@@ -100,7 +102,7 @@ def process_group() -> Iterator[None]:
 
 
 def limit_collectives(seconds: int, meshes: Iterable[DeviceMesh]) -> None:
-    """Limit the time of a collective on the device, over all ranks or a group of `meshes`.
+    """Limit the time of the device's collectives over ranks and `meshes`.
 
     On a GPU nothing else changes: over gloo, ranks still wait for one that tokenizes, or writes or copies a checkpoint,
     which may take hours. On a CPU all collectives use gloo and this one limit.
@@ -115,9 +117,9 @@ def limit_collectives(seconds: int, meshes: Iterable[DeviceMesh]) -> None:
 
 @contextmanager
 def user_errors_end_the_run() -> Iterator[None]:
-    """End the run on all ranks if any rank raises a ValueError or OSError; rank 0 prints the first.
+    """End the run if any rank raises a ValueError or OSError.
 
-    Collective: every rank leaves the block before any rank goes on.
+    Rank 0 prints the first one. Collective: every rank leaves the block before any rank goes on.
     """
     mistake: str | None = None
     try:
@@ -133,7 +135,7 @@ def user_errors_end_the_run() -> Iterator[None]:
 
 @contextmanager
 def failures_reported() -> Iterator[None]:
-    """End this rank after any exception in the block, with one message for the whole run.
+    """End this rank after an exception, with one message per run.
 
     The first rank that fails prints its traceback; the others name that rank and exit. If a collective takes too long,
     NCCL's watchdog ends the rank with its own lines.
@@ -165,7 +167,7 @@ def failures_reported() -> Iterator[None]:
 
 
 def _ask_store(question: Callable[[dist.Store], Answer]) -> Answer | None:
-    """Return an answer of the ranks' store; None if it is missing or out of reach.
+    """Ask the ranks' store; return None if it is out of reach.
 
     The question runs in its own thread, because a host that is out of reach would block its caller forever.
     """
@@ -200,7 +202,7 @@ def _end_with_the_others(why: str) -> NoReturn:
 
 
 def wait_unless_local_rank0(seconds: float) -> None:
-    """Give a node's first rank time to print the reason, and torchrun time to end the others."""
+    """Let a node's first rank print, and torchrun end the others."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(seconds)
 
@@ -233,7 +235,7 @@ class RunRanks(Ranks):
 
 
 def end_run(code: int, message: str | None = None) -> NoReturn:
-    """End the run once every rank has called this; rank 0 prints the message.
+    """End the run once every rank calls this; rank 0 prints `message`.
 
     torchrun stops the others if a rank leaves earlier. It describes each rank that does not exit with 0, so only the
     first rank of a node returns the code.
@@ -247,7 +249,7 @@ def end_run(code: int, message: str | None = None) -> NoReturn:
 
 
 def end_rank(code: int, message: str | None = None, of_another: bool = False) -> NoReturn:
-    """End this process and its loaders at once; the other ranks wait for it until torchrun stops them.
+    """End this process and its loaders at once; torchrun stops the others.
 
     Args:
         code: the exit code.
@@ -270,7 +272,7 @@ def end_rank(code: int, message: str | None = None, of_another: bool = False) ->
 
 
 def _tell_torchrun(message: str) -> None:
-    """Pass the reason to torchrun's closing lines through an error file of torch.distributed.elastic."""
+    """Pass the reason to torchrun's closing lines through its error file."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         facts = {"message": {"message": redacted_text(message), "extraInfo": {"timestamp": str(int(time.time()))}}}
         with suppress(OSError):
@@ -278,7 +280,7 @@ def _tell_torchrun(message: str) -> None:
 
 
 def _default_to_one_rank() -> None:
-    """Set torchrun's variables for ``python -m``; exit with one line if only some are set."""
+    """Set torchrun's variables for one rank; refuse an incomplete larger world."""
     if missing := [name for name in _TORCHRUN_SETS if name not in os.environ]:
         ranks = os.environ.get("WORLD_SIZE", "1")
         if ranks != "1":
@@ -311,7 +313,7 @@ def _silence_upstream() -> None:
 
 
 def _silence_this_rank() -> None:
-    """Silence ranks above 0 except for errors, because libraries print the same lines on every rank."""
+    """Silence this rank except for errors; rank 0 prints the same."""
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (for the life of the process)
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")

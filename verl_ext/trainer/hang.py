@@ -1,4 +1,4 @@
-"""The watch over ranks that hang or no longer answer, which names the rank and ends the run.
+"""The watch over hanging ranks, which names one and ends the run.
 
 Each rank marks its progress: a batch that arrives, or the forward pass of a micro-batch. After the model is built, a
 thread of each rank reads the marks and regularly writes them into the store of the ranks. If one rank makes no
@@ -59,7 +59,7 @@ class RankState:
 
 
 def diagnosis(states: Sequence[RankState | None], processes: Sequence[str]) -> str | None:
-    """Name the ranks that the others wait for; None if a rank in time waits for no other.
+    """Name the ranks that others wait for; None if some rank works.
 
     Args:
         states: the state of each rank; None if it does not answer.
@@ -100,13 +100,13 @@ class HangWatch:
         self._ended = threading.Event()
 
     def mark(self, phase: str | None = None, option: str | None = None) -> None:
-        """Mark progress; `phase` names a new phase, and `option` the option with its limit."""
+        """Mark progress; name a new phase and the option of its limit."""
         self._phase, self._option = phase or self._phase, option or self._option
         self._marks, self._at = self._marks + 1, time.monotonic()
 
     @contextmanager
     def within(self, option: str, phase: str) -> Iterator[None]:
-        """Watch the block as its own phase, under the limit of another option."""
+        """Watch the block as a phase under another option's limit."""
         before = self._phase, self._option
         self.mark(phase, option)
         try:
@@ -115,7 +115,7 @@ class HangWatch:
             self.mark(*before)
 
     def join(self, thread: threading.Thread) -> None:
-        """Wait for a saving thread, whose name and code become this rank's phase and place meanwhile."""
+        """Wait for a saving thread, and watch it as this rank's phase."""
         with self.within("trainer.save_timeout", thread.name):
             self._thread = thread
             try:
@@ -155,7 +155,7 @@ class HangWatch:
         self._ended.set()
 
     def _overdue(self, slack: float = 0) -> bool:
-        """Tell whether this rank has made no progress for its phase's limit less `slack` seconds."""
+        """Tell whether progress is missing for the phase's limit less `slack` seconds."""
         limit = self._limits.get(self._option, 0)
         return limit > 0 and time.monotonic() - self._at > limit - slack
 
@@ -170,7 +170,7 @@ class HangWatch:
         return RankState(not overdue, self._marks, self._phase, *_place(frame), begun)
 
     def _compare(self, store: dist.Store, tick: float, ended: threading.Event) -> None:
-        """Write this rank's state; once it makes no progress, let one rank compare all ranks."""
+        """Write this rank's state; let one overdue rank compare all ranks."""
         with suppress(RuntimeError):  # the store is gone; _give_up continues
             for beat in itertools.count(1):
                 if ended.wait(tick):
@@ -186,7 +186,7 @@ class HangWatch:
                     store.add("comparing", -1)
 
     def _diagnose(self, store: dist.Store, tick: float) -> None:
-        """End the run, unless there is progress after all, or a rank is in time."""
+        """End the run, unless there is progress or a working rank."""
         marks, before = self._marks, _states(store)
         time.sleep(2.5 * tick)
         states = [
@@ -205,7 +205,7 @@ class HangWatch:
         return f"no progress for {self._limits[self._option]} s ({self._option})"
 
     def _end(self, line: str, store: dist.Store, tick: float) -> None:
-        """Write the flight recorder's content and end this rank; one rank of each node prints the line."""
+        """Write the flight recorder and end this rank; each node prints once."""
         is_first = store.add(f"printed on {socket.gethostname()}", 1) == 1
         threading.Thread(target=self._write_recorded, daemon=True).start()  # A device that hangs may block it.
         time.sleep(1.5 * tick)  # The other ranks write theirs before torchrun ends them.
@@ -221,7 +221,7 @@ class HangWatch:
                 (self._folder / f"rank_{dist.get_rank()}").write_bytes(recorded)
 
     def _give_up(self, store: dist.Store, tick: float, ended: threading.Event) -> None:
-        """End this rank if it makes no progress and the store does not answer."""
+        """End this rank if it is overdue and the store is silent."""
         while not ended.wait(tick):
             if self._overdue() and time.monotonic() - self._answered > 6 * tick:
                 wait_unless_local_rank0(2.0)
@@ -233,7 +233,7 @@ class HangWatch:
 
 
 def _recorded(entries: bool) -> bytes:
-    """Return torch's pickled flight recorder, with or without its `entries`; empty if there is none."""
+    """Return torch's flight recorder, pickled; empty if there is none."""
     name = "_dump_nccl_trace" if torch.cuda.is_available() else "_dump_fr_trace"
     dump = getattr(torch._C._distributed_c10d, name, None)
     return dump(includeCollectives=entries, includeStackTraces=entries, onlyActive=False) if dump else b""
@@ -245,7 +245,7 @@ def _states(store: dist.Store) -> list[list | None]:
 
 
 def _place(frame: FrameType | None) -> tuple[bool, str]:
-    """Return whether a thread is inside a collective, and its innermost function of this package."""
+    """Return whether a thread is in a collective, and where it is."""
     innermost, waits = frame, False
     while frame is not None and innermost is not None:
         file = Path(frame.f_code.co_filename)

@@ -1,4 +1,4 @@
-"""The loader of a rank's packs, step by step, starting from any step."""
+"""The loader of a rank's packs, by step, from any step on."""
 
 import contextlib
 import os
@@ -46,7 +46,7 @@ def loader_deaths_reported(files: DataFiles | None = None) -> Iterator[None]:
 
 
 def _death(error: BaseException | None) -> str | None:
-    """Describe a dead process in one line from torch's notice, also in a cause; None for other errors."""
+    """Describe a dead loader process from torch's notice; else None."""
     while error is not None:
         if match := re.match(r"DataLoader worker \((pid.*?)\) (is killed by signal: [^.]*|exited)", str(error)):
             advice = "if the host ran out of memory, give the job more of it"
@@ -59,7 +59,7 @@ def _death(error: BaseException | None) -> str | None:
 
 
 class _Batches(Dataset):
-    """A dataset of one :class:`StepBatch` per list of packs, with None for an idle slot.
+    """A dataset of a :class:`StepBatch` per list of packs (None: idle).
 
     If a batch cannot be made, ``LoadingFailed`` is returned as a value; raised in a worker, it would arrive as that
     worker's traceback.
@@ -109,7 +109,7 @@ class _RankSteps:
 
 
 class PackLoader:
-    """An iterable of one :class:`StepBatch` per step, which raises LoadingFailed if loading fails."""
+    """An iterable of a :class:`StepBatch` per step; it may raise LoadingFailed."""
 
     def __init__(self, batches: DataLoader) -> None:
         self._batches = batches
@@ -167,7 +167,7 @@ def _unchanged(batch: Any) -> Any:
 
 
 class DataParallelRank:
-    """One data-parallel rank's part of a run: its batches, its sums, and reductions over all ranks."""
+    """A data-parallel rank: its batches, its sums, and reductions over all."""
 
     def __init__(self, run: Run, engine: StepEngine) -> None:
         self.run = run
@@ -196,7 +196,7 @@ class DataParallelRank:
         )
 
     def sums(self, batch: StepBatch) -> StepSums:
-        """Return sums on the engine's device with the batch's counts and no loss yet."""
+        """Return sums on the device with the batch's counts, without loss."""
         device: Any = get_device_id()
         sums = StepSums.zeros(batch.categories, device)
         sums.add_counts(batch.counts)

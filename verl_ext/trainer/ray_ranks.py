@@ -1,4 +1,4 @@
-"""The ranks of a run on a Ray cluster, as child processes of an actor per node.
+"""The ranks of a run on Ray, children of their node's actor.
 
     driver ── an actor per node, with `per_node` GPUs or CPUs
            ◄─ a rank's output and exit code ──────  actor  ◄─ pipes ─  python -m verl_ext.fsdp_sft_trainer, once a rank
@@ -46,7 +46,7 @@ _POLL = 0.5
 
 @dataclass(frozen=True)
 class Place:
-    """The node of an actor: its addresses, its id in Ray, a free port, and the actor's GPU ids."""
+    """An actor's node: addresses, id in Ray, free port, and GPU ids."""
 
     address: str
     node: str
@@ -56,7 +56,7 @@ class Place:
 
 
 class Node:
-    """An actor that runs ranks as child processes and reports their output and their ends."""
+    """An actor that runs ranks as child processes and reports on them."""
 
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -73,7 +73,7 @@ class Node:
     def run(
         self, arguments: Sequence[str], environments: Sequence[dict[str, str]], folder: str
     ) -> Iterator[tuple[int, str, Any]]:
-        """Run a rank per environment, in `folder` if this node has it; yield (number on this node, event).
+        """Run a rank per environment; yield (number on this node, *event).
 
         The events of a rank are ("pid", int), then ("stdout" or "stderr", bytes), and ("code", int) at its end.
         """
@@ -93,6 +93,7 @@ class Node:
             pipes.register(process.stdout, selectors.EVENT_READ, (number, "stdout"))  # type: ignore[arg-type]
             pipes.register(process.stderr, selectors.EVENT_READ, (number, "stderr"))  # type: ignore[arg-type]
             yield number, "pid", process.pid
+        # Report the end of a rank after its output, whose last lines say why.
         running = dict(enumerate(self._processes))
         while running:
             ready = pipes.select(_POLL)
@@ -108,7 +109,7 @@ class Node:
                 yield number, "code", running.pop(number).returncode
 
     def stop(self, number: int) -> None:
-        """Send a signal to the running ranks; SIGKILL also goes to the processes that they have started."""
+        """Send a signal to the running ranks, SIGKILL also to their children."""
         for process in self._processes:
             with suppress(ProcessLookupError):
                 if process.poll() is None:
@@ -119,7 +120,7 @@ class Node:
 class Ends:
     """The ends of all ranks of one attempt.
 
-    codes: the exit codes of ranks that ended by themselves, or by a signal from outside (negative).
+    codes: the exit codes of ranks that ended by themselves or, after a request, by a signal (negative).
     lost: a line for each lost rank, or lost node with its ranks.
     signalled: whether the ranks were asked to end.
     """
@@ -133,7 +134,7 @@ class Ends:
 def placed_ranks(
     nodes: int, per_node: int, suits: Callable[[int], bool], on_gpu: bool, seconds: float, say: Callable[[str], None]
 ) -> Iterator["PlacedRanks"]:
-    """Hold a GPU or a CPU for each of `nodes` × `per_node` ranks during the block.
+    """Hold devices for `nodes` × `per_node` ranks during the block.
 
     If so many nodes are not free within `seconds`, hold the largest number that `suits` accepts. say: receives a line
     if the wait is long. Raises ValueError if no number suits, and RayError if Ray cannot create an actor.
@@ -142,16 +143,19 @@ def placed_ranks(
     groups = [placement_group([bundle]) for _ in range(nodes)]  # a bundle is on one node
     actors: list[Any] = []
     try:
+        # Wait a little first, so that a cluster with free nodes prints no line.
         ready = _ready(groups, min(seconds, _SILENCE))
         if len(ready) < nodes and seconds > _SILENCE:
             say(f"waiting for {_needs(nodes, per_node, on_gpu)}; {_cluster()}")
             ready = _ready(groups, seconds - _SILENCE)
+        # Take as many nodes as the caller accepts: after a loss, fewer are better than none.
         count = next((n for n in range(len(ready), 0, -1) if suits(n)), 0)
         if not count:
             raise ValueError(
                 f"the Ray cluster must have {_needs(nodes, per_node, on_gpu)}, free within ray.timeout={seconds:g} "
                 f"seconds; got {len(ready)} such nodes: {_cluster()}"
             )
+        # Return what is left over: it would hold devices that no rank uses.
         for group in set(groups) - set(ready[:count]):
             remove_placement_group(group)
         for group in ready[:count]:
@@ -164,6 +168,7 @@ def placed_ranks(
         order = sorted(range(count), key=lambda node: (places[node].address, places[node].node))  # as before a restart
         yield PlacedRanks([actors[node] for node in order], [places[node] for node in order], per_node)
     finally:
+        # A killed actor takes its ranks along, so no attempt leaves processes behind.
         for actor in actors:
             ray.kill(actor)
         for group in groups:
@@ -171,7 +176,7 @@ def placed_ranks(
 
 
 def _ready(groups: Sequence[Any], seconds: float) -> list[Any]:
-    """Return the placement groups that have their devices, once all have them or after `seconds`."""
+    """Return the groups that have devices, once all do or after `seconds`."""
     end = time.monotonic() + seconds
     while True:
         ready = [group for group in groups if placement_group_table(group)["state"] == "CREATED"]
@@ -186,14 +191,14 @@ def _needs(nodes: int, per_node: int, on_gpu: bool) -> str:
 
 
 def _cluster() -> str:
-    """Return a clause with the devices of the cluster's nodes, also those in use."""
+    """Return a clause about all devices of the cluster, free or used."""
     alive = [(node["NodeManagerHostname"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
     parts = (f"{host}: {has.get('CPU', 0):g} CPUs, {has.get('GPU', 0):g} GPUs" for host, has in alive)
     return f"it has {len(alive)} node{'s' * (len(alive) != 1)} ({'; '.join(parts)})"
 
 
 class PlacedRanks:
-    """Actors that run `per_node` ranks each; the first rank of actor i is i × per_node."""
+    """Actors with `per_node` ranks; actor i begins with i × per_node."""
 
     def __init__(self, actors: Sequence[Any], places: Sequence[Place], per_node: int) -> None:
         self._actors, self._places, self._per_node = actors, places, per_node
@@ -204,7 +209,7 @@ class PlacedRanks:
         return f"with {nodes * self._per_node} ranks on {nodes} node{'s' * (nodes > 1)}"
 
     def run(self, arguments: Sequence[str], environment: dict[str, str]) -> Ends:
-        """Run all ranks, print their output, and kill the ranks that outlive a failed one.
+        """Run all ranks, print their output, and kill those outliving a failure.
 
         Ctrl-C and SIGTERM reach every rank, the second time as SIGKILL. environment: the variables of every rank in
         addition to torchrun's.
@@ -220,6 +225,7 @@ class PlacedRanks:
         self._signals.append(signal.SIGKILL if self._signals else number)
 
     def _followed(self, arguments: Sequence[str], environment: dict[str, str]) -> Ends:
+        # A stream gives each event at once, and ends with an error if its actor is gone.
         streams = {
             actor.run.options(num_returns="streaming").remote(
                 arguments, [environment | self._variables(node, rank) for rank in range(self._per_node)], os.getcwd()
@@ -242,6 +248,7 @@ class PlacedRanks:
                     del streams[stream]
                     lost[node * self._per_node] = self._loss(node, error)
                     continue
+                # A signal that nobody here has sent means a lost rank; the kill after a failure says nothing new.
                 rank = node * self._per_node + number
                 if kind == "pid":
                     pids[rank] = value
@@ -254,11 +261,13 @@ class PlacedRanks:
                 else:
                     who = f"rank {rank} (process {pids[rank]} on {self._places[node].host})"
                     lost[rank] = f"{who} was killed by {signal.Signals(-value).name}"
+            # The others would wait for a failed rank in a collective; first let them say so.
             if deadline is None and (lost or any(codes.values())):
                 deadline = time.monotonic() + _GRACE
             if deadline is not None and time.monotonic() > deadline and not is_killed and not self._signals:
                 is_killed = True
                 self._send(streams.values(), signal.SIGKILL)
+            # Hold a request back until all ranks run, because a later one would miss it.
             has_started = len(pids) == len(self._actors) * self._per_node or lost
             for request in self._signals[num_sent:] if has_started else []:
                 num_sent += 1
@@ -284,7 +293,7 @@ class PlacedRanks:
             self._actors[node].stop.remote(number)
 
     def _loss(self, node: int, error: RayError) -> str:
-        """Return a line about the ranks whose actor is gone, alone or with its node."""
+        """Return a line about the ranks of a lost actor or node."""
         while isinstance(error, ActorUnavailableError):  # Ray does not know yet whether the actor or the node is gone
             time.sleep(_POLL)
             try:
@@ -301,7 +310,7 @@ class PlacedRanks:
 
 
 def reason(error: RayError) -> str:
-    """Return the line of Ray's error that says why an actor ended or could not be created."""
+    """Return why an actor ended or was not created, from Ray's error."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return next((line for line in lines if line.startswith("The actor is dead because")), lines[-1]).partition(". ")[0]
 

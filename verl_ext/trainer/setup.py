@@ -1,4 +1,4 @@
-"""The set-up of a run before a model is loaded: configuration, data, packs and steps.
+"""The set-up of a run before its model: configuration, data, steps.
 
 A mistake found here gives one line with the requirement, the dotted key and the value. At that time no device has been
 used, and only caches have been written, which the next start reuses: scans of the data, tokenized texts and indices.
@@ -67,7 +67,7 @@ class Validation:
 
 @dataclass(frozen=True)
 class Run:
-    """A run that is valid as far as checks without the model's weights can tell.
+    """A run that passed all checks that need no model weights.
 
     Attributes:
         files: the data files of the training set.
@@ -105,7 +105,7 @@ class Run:
 
     @property
     def steps_per_epoch(self) -> float:
-        """The number of steps in which as many tokens are seen as the training data has."""
+        """The steps that see as many tokens as the training data has."""
         return self.plan.steps_per_epoch / self.train_set.epochs
 
     @property
@@ -114,11 +114,11 @@ class Run:
         return Path(self.config.trainer.default_local_dir)
 
     def is_due(self, step: int, frequency: Any) -> bool:
-        """Tell whether `step` is the last one, or due by `frequency`: steps, after_each_epoch, or a list of these."""
+        """Tell whether `step` is the last, or due by `frequency`."""
         return step == self.total_steps or is_due(frequency, step, self.steps_per_epoch)
 
     def run_state(self) -> RunState:
-        """Return the facts that this run's checkpoints hold and that a resumed checkpoint must share."""
+        """Return the facts that a checkpoint holds and a resume must share."""
         facts = fingerprint(
             *(self.config, self.model.hf_config, self.train_set, self.schedule_steps, self.content, self.base)
         )
@@ -127,13 +127,13 @@ class Run:
 
     @property
     def grouping(self) -> dict[str, Any]:
-        """The grouping of packs by cost: the group size and the cost model, which depend on the layout."""
+        """The packs' group size and cost model, which depend on the layout."""
         if self.plan.costs is None:
             return {}
         return {"group_size": self.plan.group_size, "cost": list(astuple(self.cost))}
 
     def grouped(self, grouping: dict[str, Any]) -> "Run":
-        """Return this run with the pack groups of the run that it resumes."""
+        """Return this run with the pack groups of the resumed run."""
         if grouping == self.grouping:
             return self
         cost = CostModel(*grouping["cost"])
@@ -145,7 +145,7 @@ class Run:
         self.plan.check_targets(self.train_set.pack_targets(), self.total_steps)
 
     def data_report(self) -> dict[str, dict[str, Any]]:
-        """Describe the packs and steps of the data, for rank 0 to print and write."""
+        """Describe the packs and steps of the data, for rank 0."""
         validated = {} if self.validation is None else {"val": data_facts(self.validation.dataset)}
         if self.config.trainer.eval_only:
             return validated
@@ -156,7 +156,7 @@ class Run:
         return {"train": data_facts(self.train_set), **validated, "steps": steps}
 
     def facts(self) -> dict[str, Any]:
-        """Describe the run for later inspection: its config, versions, machine and step plan."""
+        """Describe the run for later: config, versions, machine and step plan."""
         plan = {entry.name: getattr(self.plan, entry.name) for entry in fields(self.plan) if entry.name != "costs"}
         return {
             "config": self.config.values,
@@ -177,7 +177,7 @@ class Run:
 
 
 def prepare(composed: DictConfig) -> Run:
-    """Prepare a run that trains or measures on this machine; a mistake ends all ranks.
+    """Prepare a run on this machine; a mistake ends all ranks.
 
     Every rank leaves each block, with or without a mistake, before the ranks communicate again.
     """
@@ -199,6 +199,7 @@ def prepare(composed: DictConfig) -> Run:
     with user_errors_end_the_run():  # every rank reads its share of the files
         checkpoint = resume.verified(output, ranks)
 
+    # Compare the nodes before the digest, to which each of them adds a share of the same files.
     run = opened(config, model)
     with user_errors_end_the_run():
         _check_nodes(run, output)
@@ -232,7 +233,7 @@ def this_machine() -> Machine:
 
 
 def checked(composed: DictConfig, machine: Machine) -> tuple[RunConfig, ModelFacts]:
-    """Check and type a composed configuration for a machine; a mistake ends all ranks."""
+    """Check and type a composed configuration; a mistake ends all ranks."""
     with user_errors_end_the_run():
         check_keys(composed)
         if composed.model.trust_remote_code:  # printed before remote code runs
@@ -244,12 +245,13 @@ def checked(composed: DictConfig, machine: Machine) -> tuple[RunConfig, ModelFac
 
 
 def opened(config: RunConfig, model: ModelFacts) -> Run:
-    """Open the data of a checked configuration and plan packs and steps; a mistake ends all ranks."""
+    """Open the data and plan packs and steps; mistakes end all ranks."""
     with user_errors_end_the_run():
         print_on_rank0(["reading the data …"])
         train_set, val_set = open_sets(config)
         prompts = open_prompts(config, model.hf_config, train_set.folders)
         files = DataFiles(train_set.data_files, train_set.key)
+    # Reading together is collective, so it has blocks for mistakes of its own.
     datasets = [dataset for dataset in (train_set, val_set) if dataset is not None]
     for dataset in datasets:
         dataset.read_together(RunRanks())
@@ -263,11 +265,13 @@ def opened(config: RunConfig, model: ModelFacts) -> Run:
         check_categories(config.loss, train_set.categories.names)
         chats = TrainedChats.of_folders(train_set.folders)
         refuse([chats.template_problem(config.model_options.custom_chat_template, train_set.key)])
+        # The plan needs the costs, because balanced steps group packs by them.
         cost, unknown = _cost(config, model)
         plan = _step_plan(config, train_set, train_set.pack_costs(cost))
         length = config.trainer.total_epochs, config.trainer.total_training_steps, config.optim.lr_schedule_span
         total_steps, schedule_steps = plan.run_steps(*length, train_set.epochs if train_set.is_ordered else None)
         refuse(schedule_problems(config.optim, schedule_steps))
+        # Validation has one order, by cost, in which the ranks wait least for each other.
         validation = None
         if val_set is not None:
             batch, costs = config.data_parallel_size * config.data.micro_batch_size_per_gpu, val_set.pack_costs(cost)
@@ -297,7 +301,7 @@ def opened(config: RunConfig, model: ModelFacts) -> Run:
 
 
 def _resumed(run: Run, checkpoint: Path) -> Run:
-    """Resume from a checkpoint. Raises ValueError if the checkpoint's fingerprint differs from this run's."""
+    """Resume from a checkpoint; raise ValueError if its fingerprint differs."""
     saved = Manifest.from_folder(checkpoint).run_state
     loaded, evaluates = run.config.checkpoint.load_contents, run.config.trainer.eval_only
     if anew := list(resume.begins_anew(loaded, evaluates)):
@@ -362,7 +366,7 @@ def _notices(config: RunConfig, train_set: PackDataset, plan: StepPlan) -> Itera
 
 
 def _cost(config: RunConfig, model: ModelFacts) -> tuple[CostModel, list[str]]:
-    """Return the cost model of `data.cost`, and a notice if the model's FLOPs are unknown."""
+    """Return the cost model of `data.cost`, and a notice for unknown FLOPs."""
     if config.data.cost == "tokens":
         return TOKENS, []
     if model.module is not None:

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop, and the end of torchrun or of the launcher.
+"""Stop requests by signal, and the end of torchrun or the launcher.
 
 A request is a SIGTERM, SIGINT or SIGUSR1 to any rank, to torchrun, which forwards it to the ranks of its node, or to
 the launcher, which writes it into a file that the ranks read (verl_ext/launch/run.py).
@@ -47,7 +47,7 @@ class StopRequests:
         self._folder: Path | None = None
 
     def listen(self) -> None:
-        """Handle this process's signals and watch its parents; call this in the main thread."""
+        """Handle signals and watch the parents; for the main thread only."""
         if "TORCHELASTIC_RUN_ID" in os.environ:  # under Ray, srun or a notebook, a run may outlive its parent
             # If torchrun was killed while this rank imported torch, the environment has its id, and this process has
             # another parent. A script between torchrun and this process is another parent too.
@@ -67,16 +67,16 @@ class StopRequests:
         threading.Thread(target=self._watch, name="stop-requests", daemon=True).start()
 
     def write_unfinished_marker(self) -> None:
-        """Tell the launcher that the run is unfinished; one rank per node is enough."""
+        """Tell the node's launcher that the run is unfinished; one rank suffices."""
         if self._folder is not None:
             with suppress(OSError):
                 (self._folder / "unfinished").touch()
 
     @property
     def exit_code(self) -> int:
-        """The exit code after a stop request, 0 if the launcher gives its own or torchrun would restart."""
+        """The exit code of a stop; 0 with a launcher or restarts."""
         would_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-        return 0 if self._folder is not None or would_restart else STOPPED
+        return 0 if self._folder is not None or would_restart else STOPPED  # the launcher gives its own
 
     def _watch(self) -> None:
         read = 0  # lines of the launcher's file
@@ -97,7 +97,7 @@ class StopRequests:
             self._end_with_parents()
 
     def _got(self, name: str, number: int, echo: float = _ECHO_SECONDS) -> None:
-        """Handle a request; within `echo` seconds it may be a repetition of the previous one."""
+        """Handle a request; within `echo` seconds it may be a repetition."""
         if number == signal.SIGTERM and self._torchrun is not None and _a_rank_ended(self._torchrun):
             end_rank(0)  # torchrun ends the node's ranks after a failure, and names those that end with an error
         now = time.monotonic()
@@ -114,7 +114,7 @@ class StopRequests:
         end_rank(128 + number, message)
 
     def _end_with_parents(self) -> None:
-        """End if torchrun or the launcher is gone, because the rank would train and write beside the next run."""
+        """End with torchrun or the launcher, not beside the next run."""
         if self._torchrun is not None and os.getppid() != self._torchrun:
             end_rank(TRAINING_FAILED, f"torchrun (process {self._torchrun}) is gone, which ends its ranks")
         if self._launcher is not None and not is_running(self._launcher):
@@ -147,7 +147,7 @@ def _forget_signals() -> None:
 
 
 def _a_rank_ended(torchrun: int) -> bool:
-    """Tell whether fewer ranks of this node run than torchrun started; False if torchrun is gone."""
+    """Tell whether a rank of this node ended; False without torchrun."""
     with suppress(psutil.Error):
         children = psutil.Process(torchrun).children()
         return sum(is_running(child.pid) for child in children) < int(os.environ["LOCAL_WORLD_SIZE"])

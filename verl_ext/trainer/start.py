@@ -1,4 +1,4 @@
-"""The start of a run: Hydra composes its command line, after the wait for data that `verl-ext train` tokenizes."""
+"""The start of a run: the wait for data, then Hydra's composition."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from verl_ext.trainer.setup import this_machine
 
 
 def compose_and_run(words: Sequence[str], act: Callable[[DictConfig], Any]) -> None:
-    """Compose the config of a command line with Hydra, and call `act` with it; a mistake ends all ranks."""
+    """Call `act` with a command line's config; a mistake ends all ranks."""
     with user_errors_end_the_run():
         overrides, notices = prepare_overrides(words)
     print_on_rank0((f"note: {notice}" for notice in notices), sys.stderr)
@@ -33,9 +33,9 @@ def compose_and_run(words: Sequence[str], act: Callable[[DictConfig], Any]) -> N
 
 
 def await_data(words: Sequence[str]) -> None:
-    """Check a command line whose data is not there yet, and wait for the data; do nothing without such data.
+    """Check a command line whose data is to come, and await it.
 
-    A mistake ends all ranks. Collective.
+    It does nothing without such data. A mistake ends all ranks. Collective.
     """
     if (awaited := os.environ.get("VERL_EXT_AWAITED")) is None:
         return
@@ -52,7 +52,7 @@ def await_data(words: Sequence[str]) -> None:
 
 
 def check_before_data(words: Sequence[str], machine: Machine, keys: Iterable[str], categories: Sequence[str]) -> None:
-    """Raise ValueError for the mistakes of a command line that need no data to find.
+    """Raise ValueError for mistakes that need no data to be found.
 
     keys: the options of the folders that are not there yet. categories: those of the training data; empty if unknown.
     """

@@ -1,4 +1,4 @@
-"""The step plan: the packs of each data-parallel rank in each optimizer step, as pure functions.
+"""The step plan: each data-parallel rank's packs in each optimizer step.
 
 An epoch visits every pack once, in an order that depends on the seed and the epoch (and, if balanced, on the packs'
 costs and the group size). A step takes the next ``train_batch_size`` packs and deals them out to the ranks. A rank with
@@ -48,7 +48,7 @@ class StepPlan:
         return full if self.drop_last else full + bool(rest)
 
     def run_steps(self, epochs: int | None, steps: int | None, span: str, passes: float | None) -> tuple[int, int]:
-        """Return the steps of a run, and those that its schedule of the learning rate spans.
+        """Return the steps of a run, and of its learning rate's schedule.
 
         Args:
             epochs: `trainer.total_epochs`; None: 1, or as many as `steps` needs.
@@ -69,7 +69,7 @@ class StepPlan:
         return _order(self, epoch if self.shuffle else 0)
 
     def left_out(self, epoch: int) -> NDArray[np.int64]:
-        """Return the packs that an epoch does not visit: int64[P mod batch_size] with `drop_last`, else empty."""
+        """Return the packs that an epoch drops, empty without `drop_last`."""
         return np.setdiff1d(np.arange(self.num_packs), self.order(epoch), assume_unique=True)
 
     def packs(self, step: int) -> NDArray[np.int64]:
@@ -78,7 +78,7 @@ class StepPlan:
         return self.order(epoch)[position * self.batch_size : (position + 1) * self.batch_size]
 
     def rank_packs(self, step: int, rank: int, ranks: int) -> list[int | None]:
-        """List a data-parallel rank's packs of a step (None: idle slot), with equal length on every rank."""
+        """List a rank's packs of a step; None (idle) makes lengths equal."""
         packs = self.packs(step)
         mine: list[int | None] = packs[rank::ranks].tolist()
         slots = -(-len(packs) // ranks)
@@ -89,7 +89,7 @@ class StepPlan:
         return cost_over_ideal(costs[self.order(0)], ranks, self.batch_size, micro_batch_size)
 
     def steps_without_target(self, pack_targets: NDArray[np.int64], epoch: int) -> list[int]:
-        """List the steps of an epoch, counted from 0, whose packs have no target token."""
+        """List an epoch's steps, from 0, whose packs have no target token."""
         order = self.order(epoch)
         if len(order) == 0:
             return []
@@ -97,7 +97,7 @@ class StepPlan:
         return np.flatnonzero(of_step == 0).tolist()
 
     def check_targets(self, targets: NDArray[np.int64], total_steps: int) -> None:
-        """Raise ValueError if a step's packs have no target token, because its Z would be 0.
+        """Raise ValueError if a step has no target token (Z is 0).
 
         Args:
             targets: int64[P], the target tokens of each pack.

@@ -1,4 +1,4 @@
-"""The training loop, with an exact loss; hooks do everything besides optimizer steps.
+"""The training loop with an exact loss; hooks do the rest.
 
 verl's ``TrainingWorker`` holds the engine, the profiler and the configuration dataclasses. The loop is our own, because
 verl's loop drops validation batches, averages means, and waits for the device after every micro-batch.
@@ -36,11 +36,11 @@ from verl_ext.trainer.signals import requests
 
 
 class StopAgreed(Exception):
-    """The agreement of the ranks to end before a step, after a stop request."""
+    """The ranks' agreement to end before a step, after a request."""
 
 
 class UpcomingStep:
-    """A rank's next batch, and the sums of Z and of stop requests over all ranks.
+    """A rank's next batch, and the sums of Z and stop requests.
 
     The batch is loaded while the device still computes the previous step. The hosts sum while the hooks of that step
     run, so no device waits for the sums and none is read for them.
@@ -57,7 +57,7 @@ class UpcomingStep:
         self._work = dist.all_reduce(self._sums, group=hosts, async_op=True)
 
     def normaliser(self) -> float:
-        """Return Z of the global step; raise StopAgreed on every rank if any rank was asked to stop."""
+        """Return Z; raise StopAgreed, on every rank, after a stop request."""
         self._work.get_future().wait()
         normaliser, stops = self._sums.tolist()
         if stops:
@@ -76,6 +76,7 @@ class SFTTrainer:
         with user_errors_end_the_run():  # before the weights are read
             if locks:
                 at_exit.callback(lock_folder(run.output))
+        # What follows needs the built engine, which knows this rank's place in the layout.
         self.client = self._build_client()
         assert isinstance(self.client.engine, StepEngine)
         self.engine: StepEngine = self.client.engine
@@ -93,15 +94,18 @@ class SFTTrainer:
         if locks:
             remove_unfinished(run.output)
         dist.barrier()
+        # Saving threads are joined through the watch, which would else take the wait for a hang.
         self.run_state = run.run_state()
         self.checkpoints = Checkpoints(self.config, self.engine, self.run_state, run.checkpoint, watch.join, run.chats)
         self.first_step = 0
+        # One host group serves all steps, so it has the longest of their limits.
         limit = max(map(self.config.trainer.collective_timeout, (True, False)))
         self.hosts = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit))
         self._batches: Iterator[StepBatch] = iter(())
         self._next_batch: StepBatch | None = None
         self._upcoming: UpcomingStep | None = None
         self.hooks: list[Hook] = []
+        # Watch from here on: reading the weights may take longer than any step.
         self.limit_collectives(first_step=True)
         if not self.config.trainer.eval_only:
             limits, folder = self.config.trainer.progress_limits, run.output / FLIGHT_RECORDER
@@ -139,7 +143,7 @@ class SFTTrainer:
             self.first_step = self.checkpoints.resume()
 
     def fit(self) -> bool:
-        """Train to the last step; return False if a stop request ended the run earlier."""
+        """Train to the last step; return False if stopped earlier."""
         self.progress = StepProgress(self.first_step, self.run.total_steps, self.is_rank0)
         grouping = self.run_state.grouping
         if grouping != self.run.grouping:  # the checkpoint's grouping, from another layout of ranks
@@ -194,7 +198,7 @@ class SFTTrainer:
         torch.manual_seed(int(seed.generate_state(1, np.uint64)[0]))
 
     def ask_ranks(self) -> None:
-        """Start the sums of Z and of stop requests for the next step; collective.
+        """Start the next step's sums of Z and stop requests; collective.
 
         Call it after a step, and again after any long phase, so that a request in it does not wait for another step.
         """
@@ -246,7 +250,7 @@ class SFTTrainer:
         return self.evaluation.measure()
 
     def evaluate_only(self) -> None:
-        """Measure the validation set with the current weights; print and write the metrics."""
+        """Measure the validation set and any answers; print and write both."""
         with loader_deaths_reported(files=self.run.files):
             metrics = self.validate()
             if self.answers is not None:
@@ -261,6 +265,6 @@ class SFTTrainer:
 
 @contextlib.contextmanager
 def _upstream_quiet() -> Iterator[None]:
-    """Hide verl's lines about NUMA, memory and patches; errors are exceptions and still pass."""
+    """Hide verl's lines about NUMA, memory and patches; exceptions still pass."""
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         yield

@@ -1,4 +1,4 @@
-"""The hooks of the training loop, one per file, and their table in call order."""
+"""The hooks of the training loop, and their table in call order."""
 
 from verl_ext.trainer.hooks.answers import AnswersHook
 from verl_ext.trainer.hooks.base import Hook, StepOutcome
@@ -20,7 +20,7 @@ HOOKS: tuple[type[Hook], ...] = (
     TrackingHook,
     ValidationHook,
     AnswersHook,
-    ConsoleHook,  # after all that logs metrics of a step
+    ConsoleHook,  # after all whose metrics are on a step's line
     StopHook,
     SavingHook,
     HangHook,  # The last one, because its call starts the time of the next batch.

@@ -1,4 +1,4 @@
-"""The hook for answers to prompts: before step 1, every `eval.freq` steps, and after the last step.
+"""The hook for answers: step 0, every `eval.freq` steps, and the end.
 
     answers.jsonl    the same prompts each time: {"step", "category", "question" (the last user message or null),
                      "prompt", "answer", "expected", "score"}
@@ -19,7 +19,7 @@ from verl_ext.trainer.hooks.tracking import append_lines, continued_lines, log_t
 
 
 class AnswersHook(Hook):
-    """The evaluation by answers if `eval.prompts` is given, with metrics and a table."""
+    """The evaluation by answers to `eval.prompts`, with metrics and a table."""
 
     def pre_train(self) -> None:
         """Keep the table's lines of finished steps."""

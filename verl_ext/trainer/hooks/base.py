@@ -1,4 +1,4 @@
-"""The base class of hooks, and the outcome of a step, which they receive."""
+"""The base class of hooks, and the outcome of a step."""
 
 import math
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ class StepOutcome:
 
     Attributes:
         batch: this rank's share of the step.
-        grad_norm: the gradient norm over all ranks, before clipping.
+        grad_norm: the gradient norm over all ranks, before clipping; NaN if nothing was computed.
         lr: the learning rate that the step used.
         sums: the loss and the counts of all ranks; None if they were not requested or nothing was computed.
         nll: ℓ_t of this rank's micro-batches if spikes are watched and something was computed.
@@ -34,7 +34,7 @@ class StepOutcome:
 
     @property
     def skipped(self) -> bool:
-        """Whether the step left the parameters unchanged, because its gradient is not finite."""
+        """Whether the step changed no parameter: its gradient norm is not finite."""
         return not math.isfinite(self.grad_norm)
 
 
@@ -51,7 +51,7 @@ class Hook:
         self.trainer, self.run, self.options = trainer, trainer.run, trainer.config.trainer
 
     def pre_train(self) -> None:
-        """Act before the first step of this process; a ValueError or OSError ends the run on every rank."""
+        """Act before this process's first step; ValueError and OSError end the run."""
 
     def pre_step(self, step: int) -> None:
         """Act before a step, which is counted from 1."""
@@ -63,10 +63,10 @@ class Hook:
         """Receive the metrics of :meth:`SFTTrainer.log`."""
 
     def stop(self, step: int) -> None:
-        """Act instead of the next step if a rank was asked to stop; `step` was the last step."""
+        """Act after a stop request; `step` was the last step."""
 
     def post_train(self) -> None:
         """Act after the last step of the run."""
 
     def close(self) -> None:
-        """Act when training has ended normally: after the last step, or after a stop."""
+        """Act when training has ended normally, complete or stopped."""

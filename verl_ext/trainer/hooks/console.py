@@ -1,11 +1,11 @@
-"""The hook for the console's line of a step, which waits for the step's validation and answers."""
+"""The hook for the console's line of a step."""
 
 from verl_ext.trainer.hooks.base import Hook, StepOutcome
 from verl_ext.trainer.hooks.tracking import log_tracker_errors
 
 
 class ConsoleHook(Hook):
-    """The hook that prints the line of a step once every other hook has logged its metrics."""
+    """The hook that prints a step's line after its validation and answers."""
 
     def pre_step(self, step: int) -> None:
         """Print the measurement before the first step."""

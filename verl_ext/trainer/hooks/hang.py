@@ -1,4 +1,4 @@
-"""The hook for the limits of a hang, which change after the first step."""
+"""The hook for hang limits, which change after the first step."""
 
 from verl_ext.trainer.hang import watch
 from verl_ext.trainer.hooks.base import Hook, StepOutcome

@@ -38,7 +38,7 @@ class ProfileHook(Hook):
         self._end()
 
     def post_train(self) -> None:
-        """Write the trace so far, if the run is shorter than the interval."""
+        """Write the trace so far, if the interval is longer."""
         self._end()
 
     def _end(self) -> None:

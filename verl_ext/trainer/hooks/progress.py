@@ -1,13 +1,13 @@
-"""The hook for the bar over steps, and the tokens and FLOPs of each step."""
+"""The hook for the bar over steps, their tokens and FLOPs."""
 
 from verl_ext.trainer.hooks.base import Hook, StepOutcome
 
 
 class ProgressHook(Hook):
-    """The hook that moves the bar and counts the tokens and model FLOPs of all ranks."""
+    """The hook that moves the bar and counts tokens and model FLOPs."""
 
     def pre_train(self) -> None:
-        """Print the finished steps, and read the tokens and FLOPs of each pack."""
+        """Print the finished steps, and read each pack's tokens and FLOPs."""
         trainer, train_set, flops = self.trainer, self.run.train_set, self.trainer.engine.train_flops
         self._pack_tokens, self._pack_targets = train_set.pack_tokens(), train_set.pack_targets()
         self._pack_flops = None if flops is None or not trainer.is_rank0 else train_set.pack_costs(flops)

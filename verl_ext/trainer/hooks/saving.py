@@ -1,4 +1,4 @@
-"""The hook for checkpoints: every `trainer.save_freq` steps, after the last step, and at a stop."""
+"""The hook for checkpoints: every `trainer.save_freq` steps, the end, a stop."""
 
 import contextlib
 import sys
@@ -15,7 +15,7 @@ from verl_ext.trainer.hooks.base import Hook, StepOutcome
 
 
 class SavingHook(Hook):
-    """The hook that saves checkpoints; a failed save is a warning, but the last one ends the run.
+    """The hook for checkpoints; only the last one's failure ends the run.
 
     Changed data files end the run too; they are compared before each checkpoint and after each epoch.
     """
@@ -42,7 +42,7 @@ class SavingHook(Hook):
                 checkpoints.finish()
 
     def post_train(self) -> None:
-        """Write the learned memory of a model that has one; fail if a checkpoint has no copy."""
+        """Write a model's learned memory; fail if a checkpoint has no copy."""
         watch.mark("the end of the run", "trainer.save_timeout")
         done = max(self.trainer.first_step, self.run.total_steps)  # an earlier run may have trained further
         with _failed_end():
@@ -67,12 +67,12 @@ class SavingHook(Hook):
 
     @contextlib.contextmanager
     def _training_waits(self, step: int) -> Iterator[None]:
-        """Watch the block under the limit of a save, and print its lines above the bar."""
+        """Watch the block under a save's limit; print above the bar."""
         with self.trainer.progress.aside(), watch.within("trainer.save_timeout", f"the checkpoint of step {step}"):
             yield
 
     def _refuse_changed_data(self) -> None:
-        """End the run before its next checkpoint if the content of its data files has changed."""
+        """End the run before a checkpoint if its data's content has changed."""
         if self.run.content is None:
             return
         if changed := next(filter(None, RunRanks().gather(self.run.files.changed())), None):
@@ -93,7 +93,7 @@ def tolerate_failed_save(then: str = "training goes on") -> Iterator[None]:
 
 @contextlib.contextmanager
 def _failed_end() -> Iterator[None]:
-    """End the run if its last checkpoint cannot be written, because its result would be lost."""
+    """End the run if its last checkpoint cannot be written."""
     try:
         yield
     except NotWritten as error:

@@ -1,4 +1,4 @@
-"""The hook for loss spikes: it lists the documents of spikes and of skipped steps.
+"""The hook that lists the documents of loss spikes and skipped steps.
 
     loss > trainer.spike_factor · median of the last 64 losses of trained steps (once there are 8)
 
@@ -44,7 +44,7 @@ class SpikeHook(Hook):
             continued_lines(self.run.output / SPIKES, self.trainer.first_step)
 
     def post_step(self, step: int, outcome: StepOutcome) -> None:
-        """Write a spike or a skipped step to the file; data-parallel ranks have equal losses."""
+        """Write spikes and skipped steps, on which all data-parallel ranks agree."""
         state, factor, rank = self.trainer.run_state, self.options.spike_factor, self.trainer.rank
         if factor is None:
             return
@@ -71,7 +71,7 @@ class SpikeHook(Hook):
         )
 
     def _documents(self, packs: Sequence[int | None], outcome: StepOutcome) -> list[Document]:
-        """List the documents of this rank's packs, with losses if the step has them."""
+        """List the documents of this rank's packs, with losses if known."""
         losses = None if outcome.nll is None else torch.cat(outcome.nll).double().cpu().numpy()
         category, found, begin = outcome.batch.category_index.numpy(), [], 0
         for pack, length in zip(packs, outcome.batch.pack_lengths, strict=True):
@@ -82,7 +82,7 @@ class SpikeHook(Hook):
         return found
 
     def _of_pack(self, pack: int, category: NDArray[Any], losses: NDArray[Any] | None) -> list[Document]:
-        """List a pack's documents; category and losses [T] belong to the token that each position predicts."""
+        """List a pack's documents; category and losses [T] are of predicted tokens."""
         dataset = self.run.train_set
         places = dataset.documents_of(pack)
         ends = np.cumsum([place.tokens for place in places])
@@ -105,7 +105,7 @@ class SpikeHook(Hook):
 
 
 def worst_line(documents: Sequence[Document]) -> str:
-    """Name the worst document, the first one; return "" if all losses are equally bad."""
+    """Name the first document, the worst; "" if all are equally bad."""
     losses = [document for document in documents if document["loss"] is not None]
     if not losses or (len(losses) > 1 and _badness(losses[0]) == _badness(losses[-1])):
         return ""
@@ -113,7 +113,7 @@ def worst_line(documents: Sequence[Document]) -> str:
 
 
 def _badness(document: Document) -> tuple[bool, float]:
-    """Return a sort key: non-finite losses first, then the highest, then documents without a loss."""
+    """Return a sort key: non-finite losses first, then high ones, then none."""
     loss = document["loss"]
     return loss is None, 0.0 if loss is None else -loss if math.isfinite(loss) else -math.inf
 

@@ -1,4 +1,4 @@
-"""The hooks that end a run early: after a stop request, or too many consecutive skipped steps."""
+"""The hooks that stop a run: requests, or too many skipped steps."""
 
 from verl_ext.trainer.distributed import RunFailed
 from verl_ext.trainer.hooks.base import Hook, StepOutcome
@@ -7,7 +7,7 @@ from verl_ext.trainer.signals import requests
 
 
 class StopHook(Hook):
-    """The hook for a stop request, on which the ranks have agreed in `SFTTrainer.train_step`.
+    """The hook for a stop request on which the ranks agreed.
 
     It comes before the saving hook, because the launcher must know even if the save takes long.
     """
@@ -22,7 +22,7 @@ class StopHook(Hook):
 
 
 class SkippedStepsHook(Hook):
-    """The hook that counts skipped steps; more than `trainer.max_skipped_steps` in a row end the run."""
+    """The hook that ends the run after too many consecutive skipped steps."""
 
     def post_step(self, step: int, outcome: StepOutcome) -> None:
         """Count a skipped step, and end the run after too many."""

@@ -1,4 +1,4 @@
-"""The hook for verl's tracking on rank 0; a resume continues metrics file and tracked runs.
+"""The hook for verl's tracking on rank 0, which a resume continues.
 
     run_ids.json    {"wandb": "dz5g909n"}    the ids of the runs, beside the checkpoints
 
@@ -35,7 +35,7 @@ _VARIABLES = {"wandb": ("WANDB_RUN_ID", "WANDB_RESUME"), "swanlab": ("SWANLAB_RU
 
 
 class TrackingHook(Hook):
-    """The hook that logs metrics on rank 0, every `trainer.log_freq` steps and for other hooks."""
+    """The hook that logs metrics, every `trainer.log_freq` steps and for others."""
 
     _is_closed = False
 
@@ -56,7 +56,8 @@ class TrackingHook(Hook):
         """Log the metrics of a step that is due."""
         if outcome.sums is None or not self.run.is_due(step, self.options.log_freq):
             return
-        peaks = _peaks_of_memory()  # collective
+        # The peaks need every rank, so they come before the ranks without loggers leave.
+        peaks = _peaks_of_memory()
         if self.tracking is None:
             return
         engine, state, train_set = self.trainer.engine, self.trainer.run_state, self.run.train_set
@@ -64,6 +65,7 @@ class TrackingHook(Hook):
         metrics["train/pack_fill"] = metrics["train/tokens"] / (metrics["train/packs"] * train_set.max_tokens)
         metrics["train/grad_norm"] = outcome.grad_norm
         metrics["train/lr"] = outcome.lr
+        # A feature that this run does not use has no metric, rather than a constant one.
         if engine.scaler is not None:
             metrics["train/loss_scale"] = engine.scaler.get_scale()
         if engine.router_loss is not None:
@@ -72,8 +74,10 @@ class TrackingHook(Hook):
         metrics["train/skipped_steps"] = state.skipped_steps
         if self.options.spike_factor is not None:
             metrics["train/spikes"] = state.spikes
+        # Totals come from the checkpoint's state, so that a resumed run continues their curves.
         metrics["train/total_tokens"] = state.total_tokens
         metrics["train/total_target_tokens"] = state.total_target_tokens
+        # Rates leave out validations and checkpoints, which say nothing about a step's speed.
         tokens_per_second, flops_per_second = self.trainer.progress.rates()
         metrics["train/tokens_per_second"] = tokens_per_second
         metrics["train/memory_gib"] = get_torch_device().max_memory_reserved() / 2**30  # rank 0's peak
@@ -98,14 +102,14 @@ class TrackingHook(Hook):
                 self.tracking.finish()
 
     def _close_in_time(self) -> None:
-        """End the tracked runs of a run that failed, whose last metrics matter most; a lost server must not hold it."""
+        """End the tracked runs, also after a failure, despite a lost server."""
         thread = threading.Thread(target=self.close, name="the end of the trackers", daemon=True)
         thread.start()
         thread.join(_CLOSE_SECONDS)
 
 
 def _peaks_of_memory() -> dict[str, float]:
-    """Return the peak memory over all ranks in GiB, under verl's names, without uncounted kinds; collective."""
+    """Return the peak memory over all ranks in GiB; collective."""
     device: Any = get_device_id()
     peaks = [get_torch_device().max_memory_allocated(), get_torch_device().max_memory_reserved()]
     largest = torch.tensor(peaks, dtype=torch.float64, device=device)
@@ -116,7 +120,7 @@ def _peaks_of_memory() -> dict[str, float]:
 
 @contextmanager
 def log_tracker_errors(loss: str) -> Iterator[None]:
-    """Print a warning instead of failing if a tracker raises OSError (a full disk, a lost server)."""
+    """Turn a tracker's OSError (full disk, lost server) into a warning."""
     try:
         yield
     except OSError as error:
@@ -124,7 +128,7 @@ def log_tracker_errors(loss: str) -> Iterator[None]:
 
 
 class MetricsFile(FileLogger):
-    """verl's `file` logger, which appends; verl's own logger empties the file even on a resume."""
+    """verl's `file` logger, which appends instead of emptying the file."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -142,6 +146,7 @@ def open_tracking(config: RunConfig, first_step: int) -> Tracking:
     Raises:
         ValueError: If a logger cannot begin, because it lacks a login, a package or a server.
     """
+    # A new run in the folder of an earlier one must not continue what that one tracked.
     folder, loggers = Path(config.trainer.default_local_dir), config.trainer.loggers
     ids = read_run_ids(folder) if first_step else {}
     sys.argv[1:] = map(redacted_text, sys.argv[1:])  # Hydra has read it, and trackers upload it
@@ -158,7 +163,9 @@ def open_tracking(config: RunConfig, first_step: int) -> Tracking:
             f"trainer.logger must name trackers that can begin; got {loggers} ({first_line(error)}); without a login "
             "there are WANDB_MODE=offline and SWANLAB_MODE=offline"
         ) from error
+    # Keep the ids beside the checkpoints, where a resume on any machine finds them.
     keep_run_ids(folder, ids, tracking.logger)
+    # Open our own file logger, because verl's would empty the file.
     if "file" in loggers:
         path = Path(os.environ.get("VERL_FILE_LOGGER_PATH", folder / METRICS))
         continued_lines(path, first_step)
@@ -167,7 +174,7 @@ def open_tracking(config: RunConfig, first_step: int) -> Tracking:
 
 
 def read_run_ids(folder: Path) -> dict[str, str]:
-    """Read the ids that :func:`keep_run_ids` wrote into a run's folder, or {} if there are none.
+    """Read a run's ids, written by :func:`keep_run_ids`; {} without a file.
 
     Raises:
         ValueError: If the file is not a JSON object.
@@ -185,7 +192,7 @@ def read_run_ids(folder: Path) -> dict[str, str]:
 
 
 def keep_run_ids(folder: Path, earlier: Mapping[str, str], loggers: Mapping[str, Any]) -> None:
-    """Write the ids of the runs that verl's ``Tracking.logger`` began, and `earlier` ids of other trackers."""
+    """Write the ids of the loggers' runs, and `earlier` ids of others."""
     runs = {"wandb": lambda wandb: wandb.run, "swanlab": lambda swanlab: swanlab.get_run()}
     begun = {name: getattr(runs[name](loggers[name]), "id", None) for name in _VARIABLES if name in loggers}
     ids = {**earlier, **{name: run_id for name, run_id in begun.items() if run_id}}
@@ -197,7 +204,7 @@ def keep_run_ids(folder: Path, earlier: Mapping[str, str], loggers: Mapping[str,
 
 @contextmanager
 def continued_runs(ids: Mapping[str, str], loggers: Sequence[str]) -> Iterator[None]:
-    """Set the environment so that `loggers` continue the runs of these ids, and restore it afterwards."""
+    """Let `loggers` continue these runs in the block, through the environment."""
     variables: dict[str, str] = {}
     for name in _VARIABLES.keys() & ids.keys() & set(loggers):
         run_id, resume = _VARIABLES[name]
@@ -213,7 +220,7 @@ def continued_runs(ids: Mapping[str, str], loggers: Sequence[str]) -> Iterator[N
 
 @contextmanager
 def _without_terminal() -> Iterator[None]:
-    """Make a tracker without a login raise instead of asking for one while every other rank waits."""
+    """Make a tracker without a login raise, not ask while ranks wait."""
     terminal = sys.stdin
     with open(os.devnull) as sys.stdin:
         try:
@@ -223,13 +230,13 @@ def _without_terminal() -> Iterator[None]:
 
 
 def append_lines(path: Path, rows: Iterable[Mapping[str, Any]], loss: str) -> None:
-    """Append rows to a JSONL file; if the disk is full, print a warning about their loss."""
+    """Append rows to a JSONL file; warn of `loss` if it fails."""
     with log_tracker_errors(loss), path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 def continued_lines(path: Path, first_step: int) -> None:
-    """Keep a JSONL file's intact lines of steps up to `first_step`; at step 0, move the whole file aside."""
+    """Keep a JSONL file's lines up to `first_step`; 0: move it aside."""
     if not path.is_file():
         return
     if not first_step:  # from a run that ended before its first checkpoint

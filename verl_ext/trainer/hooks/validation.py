@@ -1,4 +1,4 @@
-"""The hook for validation: before step 1, every `trainer.test_freq` steps, and after the last step."""
+"""The hook for validation: step 0, every `trainer.test_freq` steps, the end."""
 
 from verl_ext.trainer.hooks.base import Hook, StepOutcome
 
