@@ -90,6 +90,10 @@ class Options(values.Options):
     lengths: list[int] = option([1_048_576, 4_194_304], "tokens of a pack, for --table lengths")
     overrides: list[str] = option([], "options of those plans, as on the trainer's command line")
 
+    def problems(self) -> Iterable[str]:
+        """Yield a line for each number without a case."""
+        return (f"cases must be 0 to {len(CASES) - 1}; got {n}" for n in self.cases if not 0 <= n < len(CASES))
+
 
 @table("case {case} | predicted {predicted:,.0f} MiB | measured {measured:,.0f} MiB | ratio {ratio:.3f}")
 def cases(options: Options, folder: Path) -> Iterable[Row]:
