@@ -32,7 +32,7 @@ import numpy as np
 from tqdm import tqdm
 
 from verl_ext.commands.command_line import help_text, read_options
-from verl_ext.values import UsageError
+from verl_ext.values import UsageError, show
 
 NAMES = (
     "packing",
@@ -190,6 +190,11 @@ def run(name: str, words: Sequence[str], tables: Sequence[str] = (), quick: bool
                 texts.append(each.text(rows))
                 print(f"\n{texts[-1]}", flush=True)
     return {**found, "text": "\n\n".join(texts)}
+
+
+def words_of(overrides: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return overrides as on the trainer's command line."""
+    return tuple(f"{key}={show(value)}" for key, value in overrides.items())
 
 
 def help_of(name: str) -> str:
