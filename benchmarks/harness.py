@@ -28,10 +28,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from verl_ext.commands.command_line import help_text, read_options
-from verl_ext.values import UsageError
+from verl_ext.values import UsageError, show
 
 NAMES = (
     "packing",
@@ -150,17 +151,15 @@ def equal(rows: Sequence[Row], figures: Iterable[str], tolerance: float) -> None
     """Raise RuntimeError if rows of the same work differ in a figure by more than `tolerance`, relatively."""
     for figure in figures:
         values = [row[figure] for row in rows if figure in row]
-        if values and max(values) - min(values) > tolerance * abs(values[0]):
+        if values and not np.ptp(values) <= tolerance * abs(values[0]):  # also if one is not a number
             raise RuntimeError(f"the contestants differ in {figure}: {values}")
 
 
-def relative(rows: Sequence[Row], *figures: str, to: int = 0) -> Iterable[Row]:
-    """Return the rows with their `× figure` over that of row `to`, if both were measured."""
-    base = rows[to]
-    return [
-        {**row, **{f"× {name}": row[name] / base[name] for name in figures if name in row and base.get(name)}}
-        for row in rows
-    ]
+def relative(rows: Sequence[Row], *figures: str) -> Iterable[Row]:
+    """Yield the rows with their `× figure` over that of the first row, if both were measured."""
+    for row in rows:
+        known = [name for name in figures if name in row and rows[0].get(name)]
+        yield row | {f"× {name}": row[name] / rows[0][name] for name in known}
 
 
 def tables_of(module: ModuleType) -> dict[str, Table]:
@@ -191,6 +190,11 @@ def run(name: str, words: Sequence[str], tables: Sequence[str] = (), quick: bool
                 texts.append(each.text(rows))
                 print(f"\n{texts[-1]}", flush=True)
     return {**found, "text": "\n\n".join(texts)}
+
+
+def words_of(overrides: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return overrides as on the trainer's command line."""
+    return tuple(f"{key}={show(value)}" for key, value in overrides.items())
 
 
 def help_of(name: str) -> str:

@@ -27,7 +27,7 @@ from benchmarks.harness import Row, equal, relative, table
 from benchmarks.meters import measured
 from verl_ext import values
 from verl_ext.losses import head_terms, token_nll
-from verl_ext.values import option
+from verl_ext.values import choice_problem, option
 
 QUICK = ["tokens=[128]", "targets=[0.3]", "hidden=64", "vocabulary=1000"]
 
@@ -42,6 +42,10 @@ class Options(values.Options):
     vocabulary: int = option(151_936, "size of the vocabulary", least=2)
     heads: list[str] = option(["plain", "targets", "fused", "verl", "trl"], "heads")
     threads: int = option(1, "threads of torch", least=1)
+
+    def problems(self) -> Iterable[str | None]:
+        """Yield a line for each unknown head."""
+        return (choice_problem("heads", head, HEADS) for head in self.heads)
 
 
 def plain(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
@@ -84,7 +88,6 @@ HEADS: dict[str, tuple[Callable[..., torch.Tensor], bool]] = {
 )
 def heads(options: Options, folder: Path) -> Iterable[Row]:
     """One forward and backward of each head."""
-    values.refuse(values.choice_problem("heads", head, HEADS) for head in options.heads)
     sizes = (options.hidden, options.vocabulary, options.threads)
     for tokens in options.tokens:
         for share in options.targets:

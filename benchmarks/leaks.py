@@ -40,6 +40,10 @@ class Options(values.Options):
 
     kinds: list[str] = option(list(KINDS), "model types of transformers")
 
+    def problems(self) -> Iterable[str]:
+        """Yield a line for each unknown type."""
+        return (f"kinds must be model types of transformers; got {k}" for k in self.kinds if k not in CONFIG_MAPPING)
+
 
 CONTESTANTS = ("transformers", "trl", "verl", "ours")
 

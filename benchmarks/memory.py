@@ -23,7 +23,7 @@ warnings.simplefilter("ignore")  # of upstream, on every rank
 logging.disable(logging.INFO)
 
 from benchmarks.cells import ROOT, on_ranks
-from benchmarks.harness import Row, table
+from benchmarks.harness import Row, table, words_of
 from benchmarks.meters import MIB, measured
 from benchmarks.small_run import no_progress_bars, quiet
 from verl_ext import values
@@ -88,7 +88,11 @@ class Options(values.Options):
 
     cases: list[int] = option(list(range(len(CASES))), "cases by number, from 0")
     lengths: list[int] = option([1_048_576, 4_194_304], "tokens of a pack, for --table lengths")
-    overrides: list[str] = option([], "options of those plans, as on the trainer's command line")
+    overrides: dict[str, Any] = option({}, "options of those plans, such as data.max_tokens:65536")
+
+    def problems(self) -> Iterable[str]:
+        """Yield a line for each number without a case."""
+        return (f"cases must be 0 to {len(CASES) - 1}; got {n}" for n in self.cases if not 0 <= n < len(CASES))
 
 
 @table("case {case} | predicted {predicted:,.0f} MiB | measured {measured:,.0f} MiB | ratio {ratio:.3f}")
@@ -113,7 +117,7 @@ def lengths(options: Options, folder: Path) -> Iterable[Row]:
     """Plans of a Qwen3-8B on 8 GPUs, by the length of its packs."""
     with Predictor() as predictor:
         for tokens in options.lengths:
-            prediction = predictor.predict(job_of_length(tokens, options.overrides))
+            prediction = predictor.predict(job_of_length(tokens, words_of(options.overrides)))
             yield {"tokens": tokens, "gpu": prediction.peak / 2**30, "host": prediction.host / 2**30}
 
 

@@ -16,6 +16,7 @@ from verl_ext.config import compose
 from verl_ext.trainer.batch import StepBatch
 from verl_ext.trainer.setup import prepare
 from verl_ext.trainer.trainer import SFTTrainer, StepOutcome, UpcomingStep
+from verl_ext.values import UsageError
 
 VOCABULARY = 1024
 HEAD = 64
@@ -27,10 +28,10 @@ def write_model(folder: Path, hidden: int, layers: int, positions: int) -> None:
     It has query heads of size 64, half as many key/value heads, and an MLP of 3 × hidden.
 
     Raises:
-        ValueError: If `hidden` does not divide into whole heads.
+        UsageError: If `hidden` does not divide into whole heads.
     """
     if hidden < 2 * HEAD or hidden % (2 * HEAD):
-        raise ValueError(f"hidden must be a multiple of {2 * HEAD}; got {hidden}")
+        raise UsageError(f"hidden must be a multiple of {2 * HEAD}; got {hidden}")
     torch.manual_seed(0)
     config = transformers.Qwen3Config(
         vocab_size=VOCABULARY,

@@ -29,7 +29,7 @@ from benchmarks.harness import Row, Turns, table, take_turns
 from benchmarks.meters import run_command, seconds
 from benchmarks.texts import CHATS, first_line, make_conversations, write_conversations
 from verl_ext import values
-from verl_ext.values import option
+from verl_ext.values import choice_problem, option
 
 SEED = 1234
 BATCH = 1000  # texts in one call
@@ -47,8 +47,9 @@ class Options(values.Options):
     backends: list[str] = option(["local", "ray"], "one command each")
     repeats: int = option(3, "turns", least=1)
 
-    def problems(self) -> Iterable[str]:
-        """Yield a line for records without their tokenizer."""
+    def problems(self) -> Iterable[str | None]:
+        """Yield a line for an unknown backend, and for records without their tokenizer."""
+        yield from (choice_problem("backends", backend, ("local", "ray")) for backend in self.backends)
         if (self.records is None) != (self.tokenizer is None):
             yield f"records must come with tokenizer; got records={self.records}, tokenizer={self.tokenizer}"
 

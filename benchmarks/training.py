@@ -181,7 +181,7 @@ def _steps(contestant: Any, steps: Sequence[tuple[list[Document], Path]], losses
         wait_for_gpu()
         taken = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu, "load": wall - loading}
         seen.add(loss)
-        if max(seen) - min(seen) > 1e-4:
+        if not np.ptp(list(seen)) <= 1e-4:  # also if one is not a number
             raise RuntimeError(f"contestants disagree on the loss of {folder.name}: {sorted(seen)}")
         yield {**taken, "loss": loss, "ran": contestant.forwards.tokens, "calls": len(contestant.forwards.positions)}
 

@@ -23,7 +23,7 @@ import hydra
 import pytest
 
 import verl_ext.data
-from benchmarks.harness import tables_of
+from benchmarks.harness import tables_of, words_of
 from tests.chat_server import chat_server
 from tests.ranks import run_ranks
 from tests.test_babilong_files import write_forms
@@ -224,7 +224,7 @@ def check_benchmark(command: Command) -> None:
     assert {table for flag, table in itertools.pairwise(words) if flag == "--table"} <= {*tables_of(module)}
     with patch("torch.cuda.is_available", lambda: True):
         options = read_options(module.Options, command.overrides)
-    assert compose(["model.path=MODEL", *options.overrides]).model.path
+    assert compose(["model.path=MODEL", *words_of(options.overrides)]).model.path
 
 
 def check_launcher(command: Command) -> None:

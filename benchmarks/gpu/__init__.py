@@ -19,12 +19,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks.cells import in_own_process
 from benchmarks.gpu.shapes import SHAPES, Cell
-from benchmarks.harness import Row, allocator, table
+from benchmarks.harness import Row, allocator, table, words_of
 from verl_ext import values
 from verl_ext.values import choice_problem, option
 
@@ -44,7 +45,7 @@ class Options(values.Options):
     step_tokens: int = option(262_144, "tokens of an optimizer step, about", least=1)
     steps: int = option(4, "measured steps, after one more", least=1)
     first: int = option(65_536, "tokens with which the search for the longest document begins", least=256)
-    overrides: list[str] = option([], "options of ours, such as loss.head_block_mib=1024")
+    overrides: dict[str, Any] = option({}, "options of ours, such as loss.head_block_mib:1024")
     trl: str | None = option(None, "folder that holds TRL alone; null: without TRL")
 
     def problems(self) -> Iterable[str | None]:
@@ -57,7 +58,7 @@ class Options(values.Options):
     def cells(self, folder: Path, packs: Sequence[int], *names: str) -> Iterable[list[Cell]]:
         """Yield the contestants' cells of each shape and pack, after writing the shape's model."""
         contestants = [name for name in names or self.contestants if name != "trl" or self.trl]
-        common = Cell("", "", 0, self.step_tokens, self.steps, self.first, tuple(self.overrides), folder)
+        common = Cell("", "", 0, self.step_tokens, self.steps, self.first, words_of(self.overrides), folder)
         for shape in self.shapes:
             if not (folder / shape).is_dir():  # the tables of a run share it
                 prepared = in_own_process("benchmarks.gpu.cell:prepare", replace(common, shape=shape))
