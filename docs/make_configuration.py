@@ -10,7 +10,7 @@ from verl_ext.answers import AnswerOptions
 from verl_ext.attention import AttentionOptions, ParallelOptions
 from verl_ext.config.run import RayOptions, TrainerOptions
 from verl_ext.config.schema import dataset_families, model_kinds
-from verl_ext.config.weights import ModelOptions
+from verl_ext.config.weights import ModelNode
 from verl_ext.data.dataset import DataOptions
 from verl_ext.engines.schedule import ScheduleOptions
 from verl_ext.losses import LossOptions
@@ -47,7 +47,7 @@ def _lines() -> Iterator[str]:
         )
         yield from _table(family.Options)
     titles: dict[str, type[Options]] = {
-        "`model`, beside verl's": ModelOptions,
+        "`model`, beside verl's": ModelNode,
         "`loss`": LossOptions,
         "`attention`": AttentionOptions,
         "`parallel`": ParallelOptions,

@@ -11,7 +11,7 @@ from tests.tiny_model import VOCABULARY, write_tiny_model
 from tests.tiny_titans import perturb
 from tests.titans_run import TITANS, fresh_model
 from tests.training import build
-from verl_ext.data.babilong import prompt_text
+from verl_ext.data.babilong import question_prompt
 from verl_ext.data.babilong_answers import PLACE_LABELS
 from verl_ext.models.qwen_titans import save_memory_checkpoint
 
@@ -53,7 +53,7 @@ def _write(folder, model, titans):
         for number, (word, target) in enumerate(asked):
             text = " ".join([word, *TEXT[5 * len(paths) + number :]])  # all prompts differ
             record = {"input": text, "question": "w1 w2"}
-            ids = torch.tensor([tokenizer(prompt_text(*record.values()))["input_ids"]])
+            ids = torch.tensor([tokenizer(question_prompt(*record.values()))["input_ids"]])
             said = tokenizer.convert_ids_to_tokens(titans(ids).logits[0, -1].argmax().item())
             assert said not in tokenizer.all_special_tokens
             records.append(record | {"target": target or said})

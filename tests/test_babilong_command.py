@@ -37,7 +37,7 @@ def generate(output: Path, model: Path, *overrides: str) -> None:
     """Run with a smaller background than usual, which is counted faster, and with jobs of a few samples."""
     arguments = [f"output_dir={output}", f"model.path={model}", "num_workers=1", *overrides]
     options = read_options(command.BabilongOptions, arguments)
-    assert command.generate(options, filler_sentences=500, job_samples=3)
+    assert command.write_samples(options, filler_sentences=500, job_samples=3)
 
 
 def test_every_task_and_size_becomes_a_file_of_the_published_layout(tmp_path: Path, model: Path) -> None:

@@ -15,7 +15,7 @@ from transformers import BatchEncoding
 
 from tests.babilong_files import FACTS, byte_tokenizer, record, records, write_records
 from verl_ext.data import BABILongDataset, SFTDataSet
-from verl_ext.data.babilong import BABILongEncoder, Record, SampleOptions, prompt_text
+from verl_ext.data.babilong import BABILongEncoder, BabilongRecord, SampleOptions, question_prompt
 
 TOKENIZER = byte_tokenizer()
 PLAIN = byte_tokenizer(special=False)
@@ -125,8 +125,8 @@ TOKENIZERS = [TOKENIZER, PLAIN, byte_tokenizer(special=False, trim_offsets=True)
 )
 def test_the_question_survives_and_a_cut_prompt_has_exactly_the_tokens_allowed(context, question, limit, tokenizer):
     encoder = BABILongEncoder(tokenizer, SampleOptions(max_length=limit + 8, answer_reserve_tokens=8))
-    (sample,) = encoder.samples([Record("f", 0, context, question, "garden")])
-    whole = tokenizer(prompt_text(context, question))["input_ids"]
+    (sample,) = encoder.samples([BabilongRecord("f", 0, context, question, "garden")])
+    whole = tokenizer(question_prompt(context, question))["input_ids"]
     prompt = sample.input_ids[: len(sample.input_ids) - sample.targets].tolist()
     assert sample.full_tokens == len(whole) + sample.targets
     assert len(prompt) == min(len(whole), limit)
@@ -143,7 +143,7 @@ def test_the_question_survives_and_a_cut_prompt_has_exactly_the_tokens_allowed(c
 
 def test_the_boundary_between_fitting_and_cutting_is_exact(opened):
     items = [record(4)]
-    whole = len(TOKENIZER(prompt_text(items[0]["input"], items[0]["question"]))["input_ids"])
+    whole = len(TOKENIZER(question_prompt(items[0]["input"], items[0]["question"]))["input_ids"])
     fits, cut = (opened(items, max_length=whole + 8 - less) for less in (0, 1))
     assert fits.over_length_report == []
     assert fits.pack_tokens()[0] == whole + fits.pack_targets()[0]
@@ -158,7 +158,7 @@ def test_a_prompt_is_cut_where_a_word_tokenizer_drops_white_space(tiny_model):
     words = AutoTokenizer.from_pretrained(tiny_model)
     context = " ".join(f"w{number}" for number in range(30))
     encoder = BABILongEncoder(words, SampleOptions(max_length=20, answer_reserve_tokens=4))
-    (sample,) = encoder.samples([Record("f", 0, context, "w50 w51", "w7")])
+    (sample,) = encoder.samples([BabilongRecord("f", 0, context, "w50 w51", "w7")])
     unknown = words.unk_token_id  # for `Question:` and `Answer:`
     expected = [f"w{number}" for number in range(12)]
     assert words.convert_ids_to_tokens(sample.input_ids)[:12] == expected

@@ -24,11 +24,11 @@ from tests.pretrain_files import texts_of, word_tokenizer, write_jsonl
 from tests.ranks import run_ranks
 from verl_ext.data import BABILongDataset, PreTrainDataset
 from verl_ext.data.babilong import BABILongEncoder, SampleOptions
-from verl_ext.data.babilong import find_files as find_babilong_files
+from verl_ext.data.babilong import find_task_files as find_babilong_files
 from verl_ext.data.megatron.blend import blend_order, megatron_blend_order
 from verl_ext.data.megatron.index import IndexWriter, TokenIndex
 from verl_ext.data.megatron.samples import build_sample_indices, cached_blend, cached_sample_indices
-from verl_ext.data.pretrain import DocumentOptions, PreTrainEncoder, find_files
+from verl_ext.data.pretrain import PreTrainEncoder, TextDocumentOptions, find_text_files
 from verl_ext.files import cached_folder, default_root
 from verl_ext.text.tokenized import tokenized
 
@@ -475,8 +475,8 @@ def test_of_two_ranks_one_tokenizes_and_both_have_the_rows_and_the_scan(tmp_path
 def test_texts_of_several_batches_are_one_dataset(tmp_path):
     path = write_jsonl(tmp_path / "data/web.jsonl", texts_of([3] * 600))
     whole = [row["input_ids"] for row in FAMILIES["pretrain"].opened(path, rows="padded")]
-    files, names = find_files([path], "data.train_dir")
-    encoder = PreTrainEncoder(word_tokenizer(), DocumentOptions(max_length=8))
+    files, names = find_text_files([path], "data.train_dir")
+    encoder = PreTrainEncoder(word_tokenizer(), TextDocumentOptions(max_length=8))
     folder = tokenized(files, names, encoder, Path(path).parent / "other", batch_bytes=1)
     other = load_from_disk(str(folder))["input_ids"]
     assert len(whole) == len(other) == 600

@@ -17,7 +17,7 @@ from verl_ext.checkpoint.layout import saved_folders
 from verl_ext.data import SFTDataSet
 from verl_ext.data.content import DataFiles
 from verl_ext.data.reading import ONE_RANK, DataFile
-from verl_ext.files import checksum, checksum_by_blocks, fingerprint, joined
+from verl_ext.files import checksum, checksum_by_blocks, combine_checksums, fingerprint
 from verl_ext.text.arrow_folder import read_shards
 from verl_ext.text.documents import Counts, Documents
 from verl_ext.text.tokenized import DatasetWriter
@@ -102,10 +102,12 @@ def test_the_checksum_of_a_long_file_is_that_of_its_blocks(tmp_path, monkeypatch
     path.write_bytes(bytes(range(250)))
     blocks = [checksum(path, begin, 100) for begin in (0, 100, 200)]
     assert blocks[2] == checksum(path, 200)
-    assert DataFiles([DataFile(str(path))], "data.train_dir").digest(ONE_RANK) == fingerprint([joined(blocks)])
+    assert DataFiles([DataFile(str(path))], "data.train_dir").digest(ONE_RANK) == fingerprint(
+        [combine_checksums(blocks)]
+    )
     path.write_bytes(bytes(range(100, 200)) + bytes(range(100)) + bytes(range(200, 250)))
     assert DataFiles([DataFile(str(path))], "data.train_dir").digest(ONE_RANK) == fingerprint(
-        [joined([*blocks[1::-1], blocks[2]])]
+        [combine_checksums([*blocks[1::-1], blocks[2]])]
     )
 
 

@@ -16,7 +16,7 @@ from tests.checked import support_problems
 from verl_ext.attention import choose_backend, document_layout
 from verl_ext.attention.kernels import fallback_notices
 from verl_ext.layers import UNAWARE, scans, torch_forms
-from verl_ext.layers.convolution import by_document, convolution_kernel
+from verl_ext.layers.convolution import convolution_kernel, convolve_documents
 from verl_ext.layers.pack import fla_lengths, import_fla
 
 LAYOUT = document_layout(torch.tensor([0, 1, 2, 3, 0, 1, 0]))
@@ -71,7 +71,7 @@ def package(monkeypatch):
     def causal_conv1d(x, weight, bias, activation=None, cu_seqlens=None, cu_seqlens_cpu=None):
         assert cu_seqlens.tolist() == list(LAYOUT.offsets)
         known = activation if activation in ("silu", "swish") else None
-        return by_document(x[0], weight, bias, known, LAYOUT).unsqueeze(0), None
+        return convolve_documents(x[0], weight, bias, known, LAYOUT).unsqueeze(0), None
 
     fla, modules, convolution = ModuleType("fla"), ModuleType("fla.modules"), ModuleType("fla.modules.causal_conv1d")
     fla.__path__ = modules.__path__ = []
@@ -92,7 +92,7 @@ def test_its_convolution_gets_every_activation(activation, package):
     torch.manual_seed(0)
     x, weight, bias = torch.randn(LAYOUT.offsets[-1], 6), torch.randn(6, 3), torch.randn(6)
     found = convolution_kernel("cuda")(x, weight, bias, activation, LAYOUT)
-    assert torch.equal(found, by_document(x, weight, bias, activation, LAYOUT))
+    assert torch.equal(found, convolve_documents(x, weight, bias, activation, LAYOUT))
 
 
 def test_its_import_leaves_transformers_configs_as_they_are(package):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from verl_ext.endpoint.answer import Unparsable
-from verl_ext.tools.judging.chat import ChatOptions, LongBenchChat
+from verl_ext.tools.judging.chat import ChatBenchOptions, LongBenchChat
 from verl_ext.tools.judging.figures import figure, figures
 from verl_ext.tools.judging.recall import BABILong, Needle, NeedleOptions
 from verl_ext.tools.judging.writing import (
@@ -108,7 +108,7 @@ def chat_files(tmp_path):
 
 
 def test_the_chat_judge_sees_question_reference_and_its_own_shots_but_no_document(chat_files):
-    task = LongBenchChat(chat_files[0], ChatOptions(shots=chat_files[1]))
+    task = LongBenchChat(chat_files[0], ChatBenchOptions(shots=chat_files[1]))
     (_, second) = task.cases()
     ((system, user),) = task.questions(second, "an answer with $QUESTION$ in it")
     assert system["role"] == "system"
@@ -120,7 +120,7 @@ def test_the_chat_judge_sees_question_reference_and_its_own_shots_but_no_documen
 
 
 def test_shuffled_shots_keep_their_ratings_and_differ_between_two_ratings(chat_files):
-    task = LongBenchChat(chat_files[0], ChatOptions(shots=chat_files[1], shuffle_shots=True, ratings=8))
+    task = LongBenchChat(chat_files[0], ChatBenchOptions(shots=chat_files[1], shuffle_shots=True, ratings=8))
     first = next(iter(task.cases()))
     orders = [
         tuple(re.findall(r"shot 1(\d)\n\[Answer ends\]\n\nRating: \[\[(\d)\]\]", request[1]["content"]))
@@ -146,7 +146,7 @@ def test_a_text_without_a_rating_from_1_to_10_cannot_be_read(text):
 
 
 def test_two_ratings_count_with_their_mean_and_one_that_is_missing_with_none(chat_files):
-    task = LongBenchChat(chat_files[0], ChatOptions(shots=chat_files[1]))
+    task = LongBenchChat(chat_files[0], ChatBenchOptions(shots=chat_files[1]))
     case = next(iter(task.cases()))
     assert task.scores(case, "x", [7, 8]) == {"rating": 7.5}
     assert task.scores(case, "x", [7, None]) == {"rating": None}
@@ -154,7 +154,7 @@ def test_two_ratings_count_with_their_mean_and_one_that_is_missing_with_none(cha
 
 def test_shots_that_do_not_fit_the_cases_are_refused(chat_files, tmp_path):
     (tmp_path / "few.json").write_text(json.dumps([[{"answer": "a", "score": 1}] * 3]))
-    task = LongBenchChat(chat_files[0], ChatOptions(shots=str(tmp_path / "few.json")))
+    task = LongBenchChat(chat_files[0], ChatBenchOptions(shots=str(tmp_path / "few.json")))
     with pytest.raises(DataError, match=r"shots must hold three .* idx 2"):
         list(task.cases())
 
@@ -169,7 +169,7 @@ class Words:
 
 
 def test_a_prompt_over_the_limit_loses_its_middle(chat_files):
-    task = LongBenchChat(chat_files[0], ChatOptions(shots=chat_files[1], max_prompt_tokens=10), Words())
+    task = LongBenchChat(chat_files[0], ChatBenchOptions(shots=chat_files[1], max_prompt_tokens=10), Words())
     assert next(iter(task.cases())).prompt.split() == ["doc", "1", "doc", "1", "doc", "1", "doc", "1", "doc", "1"]
 
 

@@ -13,14 +13,14 @@ from tests.checked import checked
 from verl_ext.config import compose, schema
 from verl_ext.config.compose import prepare_overrides
 from verl_ext.config.run import NODES, RunConfig
-from verl_ext.config.weights import ModelOptions
+from verl_ext.config.weights import ModelNode
 from verl_ext.data.dataset import DataOptions
 from verl_ext.data.sft import SFTOptions
 from verl_ext.engines.schedule import ScheduleOptions
 from verl_ext.legacy import DEPRECATED, RENAMED, RENAMED_NODES
 from verl_ext.values import Options, options_of, plain, show
 
-OURS: tuple[type[Options], ...] = (*NODES, DataOptions, SFTOptions, ScheduleOptions, ModelOptions)
+OURS: tuple[type[Options], ...] = (*NODES, DataOptions, SFTOptions, ScheduleOptions, ModelNode)
 # A value that no option of the type takes, beside null.
 WRONG: dict[Any, Any] = {int: "many", float: [1], bool: "maybe", str: [1], list: {"a": 1}, dict: "abc"}
 

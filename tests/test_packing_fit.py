@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.test_packing import first_fit_decreasing_count, packing_inputs
 from verl_ext.packing import plan_packs
-from verl_ext.packing.best_fit import best_fit, fewest_packs, fit, plan_from_placements, sort_by_length
+from verl_ext.packing.best_fit import best_fit, fewest_packs, place_documents, plan_from_placements, sort_by_length
 
 
 @st.composite
@@ -74,7 +74,7 @@ def fewest_packs_by_search(lengths, max_tokens):
 def packs_by_length(lengths, max_tokens, first_fit):
     lengths = np.asarray(lengths)
     documents, histogram = sort_by_length(lengths, seed=1)
-    placements = fit(histogram, max_tokens, first_fit=first_fit)
+    placements = place_documents(histogram, max_tokens, first_fit=first_fit)
     plan = plan_from_placements(documents, placements)
     assert sorted(plan.document_index.tolist()) == list(range(len(lengths)))
     return [lengths[plan.documents(pack)].tolist() for pack in range(plan.num_packs)]
@@ -90,8 +90,8 @@ def test_a_fit_by_length_makes_the_packs_of_the_loop_over_documents(first_fit, l
 @pytest.mark.parametrize("first_fit", [False, True])
 def test_a_fit_stops_when_it_needs_more_packs_than_it_may(first_fit):
     histogram = sort_by_length(np.asarray([4, 4, 4, 7]), seed=0)[1]
-    assert fit(histogram, 10, first_fit=first_fit, most_packs=2) is None
-    placements = fit(histogram, 10, first_fit=first_fit, most_packs=3)
+    assert place_documents(histogram, 10, first_fit=first_fit, most_packs=2) is None
+    placements = place_documents(histogram, 10, first_fit=first_fit, most_packs=3)
     assert placements is not None
     assert placements.num_packs == 3
 

@@ -22,7 +22,7 @@ from datasets import Dataset, load_from_disk
 from tests.test_tokenize_templates import CHATML, tiny_tokenizer
 from verl_ext.commands.command_line import read_options
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
-from verl_ext.data.pretrain import find_files
+from verl_ext.data.pretrain import find_text_files
 from verl_ext.text.json_records import parse_line
 from verl_ext.text.readers import ChunkSize, read_chunks
 from verl_ext.text.sources import find_source_files
@@ -185,7 +185,7 @@ def test_a_source_of_unknown_size_has_a_bar_without_an_end(hub: Path, tmp_path: 
 
 
 def test_pretraining_takes_urls_and_sees_that_their_files_change(memory: str) -> None:
-    files, names = find_files([f"{memory}/a.jsonl", f"{memory}/more/"], "data.train_dir")
+    files, names = find_text_files([f"{memory}/a.jsonl", f"{memory}/more/"], "data.train_dir")
     assert list(names.values()) == ["a", "b", "c"]
     before = file_facts(file.path for file in files)
     assert before == file_facts(file.path for file in files)

@@ -71,7 +71,7 @@ def checksum(path: str | os.PathLike[str], begin: int = 0, most: int | None = No
 
 def checksum_by_blocks(path: str | os.PathLike[str]) -> str:
     """Return the joined checksums of a file's blocks of 1 GiB."""
-    return joined([checksum(path, begin, BLOCK) for begin in range(0, max(os.path.getsize(path), 1), BLOCK)])
+    return combine_checksums([checksum(path, begin, BLOCK) for begin in range(0, max(os.path.getsize(path), 1), BLOCK)])
 
 
 class ChecksumFile(io.RawIOBase):
@@ -111,10 +111,10 @@ class ChecksumFile(io.RawIOBase):
     @property
     def checksum(self) -> str:
         """The checksum of what was written."""
-        return joined([block.hexdigest() for block in self._blocks])
+        return combine_checksums([block.hexdigest() for block in self._blocks])
 
 
-def joined(blocks: Sequence[str]) -> str:
+def combine_checksums(blocks: Sequence[str]) -> str:
     """Combine the checksums of a file's blocks into that of the file."""
     return blocks[0] if len(blocks) == 1 else xxhash.xxh3_128_hexdigest("".join(blocks).encode())
 

@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import verl_ext.models.qwen_titans  # noqa: F401 - registers the model type
-from verl_ext.data.babilong import prompt_text
+from verl_ext.data.babilong import question_prompt
 from verl_ext.data.babilong_answers import PLACE_LABELS, compare_answers
 from verl_ext.tools.babilong.stories import OBJECTS, PLACES, VERBS
 
@@ -61,7 +61,7 @@ PARTS: dict[str, Callable[[Sample], bool]] = {
 def read_sample(record: dict[str, str]) -> Sample:
     """Parse a qa1 or qa2 sample of `verl-ext babilong`."""
     text, question = record["input"], record["question"]
-    prompt = prompt_text(text, question)
+    prompt = question_prompt(text, question)
     facts = list(FACT.finditer(text))
     held: dict[str, str] = {}
     for actor, verb, place in (fact.groups() for fact in reversed(facts)):

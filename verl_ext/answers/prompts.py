@@ -104,7 +104,7 @@ class Prompts:
         return max(len(prompt.ids) for prompt in self.items)
 
 
-def prompt_text(prompt: Prompt, tokenizer: Any) -> str:
+def prompt_end(prompt: Prompt, tokenizer: Any) -> str:
     """Return the end of a prompt as text, special tokens included."""
     text = tokenizer.decode(list(prompt.ids[-_PROMPT_TOKENS:]), clean_up_tokenization_spaces=False)
     return text if len(prompt.ids) <= _PROMPT_TOKENS else f"… {text}"

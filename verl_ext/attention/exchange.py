@@ -54,9 +54,9 @@ class KeyExchange:
     own: tuple[slice, ...]
     received: tuple[slice, ...]
     calls: tuple[KernelCall, ...]
-    held: tuple["Run", ...]
-    needed: tuple["Run", ...]
-    arriving: tuple["Run", ...]
+    held: tuple["TokenRange", ...]
+    needed: tuple["TokenRange", ...]
+    arriving: tuple["TokenRange", ...]
     needs_no_exchange: bool
 
     def __post_init__(self) -> None:
@@ -74,7 +74,7 @@ class KeyExchange:
     ) -> "KeyExchange":
         """Compute the exchange for documents that end at T, and `window`."""
         length = offsets[-1] // len(shards.chunks)
-        runs = [Run(chunk * length, (chunk + 1) * length) for chunk in shards.chunks]
+        runs = [TokenRange(chunk * length, (chunk + 1) * length) for chunk in shards.chunks]
         held = [runs[2 * group : 2 * group + 2] for group in range(shards.context)]
         needs = [_needed(offsets, own, runs, window) for own in held]
         sent = [[need for own in held[shards.group] for need in needed if need.end == own.end] for needed in needs]
@@ -96,18 +96,18 @@ class KeyExchange:
         )
 
 
-class Run(NamedTuple):
+class TokenRange(NamedTuple):
     """The tokens [start, end) of a pack."""
 
     start: int
     end: int
 
 
-def _tokens(runs: Sequence[Run]) -> int:
+def _tokens(runs: Sequence[TokenRange]) -> int:
     return sum(run.end - run.start for run in runs)
 
 
-def _rows(runs: Sequence[Run], part: Run) -> slice:
+def _rows(runs: Sequence[TokenRange], part: TokenRange) -> slice:
     """Return the place of a part among consecutively stored runs."""
     before = 0
     for run in runs:
@@ -123,22 +123,24 @@ def _first_key(offsets: Sequence[int], first: int, window: int | None) -> int:
     return offsets[document] if window is None else max(offsets[document], first - window + 1)
 
 
-def _needed(offsets: Sequence[int], own: Sequence[Run], runs: Sequence[Run], window: int | None) -> list[Run]:
+def _needed(
+    offsets: Sequence[int], own: Sequence[TokenRange], runs: Sequence[TokenRange], window: int | None
+) -> list[TokenRange]:
     """Return the foreign parts that a group's queries see, to chunks' ends."""
     first = {query: _first_key(offsets, query.start, window) for query in own}
     needed = []
     for run in runs:
         seen_by = [query for query in own if first[query] < run.end <= query.start]
         if run not in own and seen_by:
-            needed.append(Run(max(run.start, min(first[query] for query in seen_by)), run.end))
+            needed.append(TokenRange(max(run.start, min(first[query] for query in seen_by)), run.end))
     return needed
 
 
 def _calls(
-    offsets: Sequence[int], own: Sequence[Run], known: Sequence[Run], window: int | None, device: Any
+    offsets: Sequence[int], own: Sequence[TokenRange], known: Sequence[TokenRange], window: int | None, device: Any
 ) -> tuple[KernelCall, ...]:
     """Return one call if both chunks' keys lie apart, else two."""
-    keys = [Run(_first_key(offsets, run.start, window), run.end) for run in own]
+    keys = [TokenRange(_first_key(offsets, run.start, window), run.end) for run in own]
     lengths = [_lengths(offsets, run, key.start) for run, key in zip(own, keys, strict=True)]
     if keys[0].end <= keys[1].start:
         queries, seen = ([*early, *late] for early, late in zip(*lengths, strict=True))
@@ -150,7 +152,7 @@ def _calls(
     )
 
 
-def _lengths(offsets: Sequence[int], run: Run, first_key: int) -> tuple[list[int], list[int]]:
+def _lengths(offsets: Sequence[int], run: TokenRange, first_key: int) -> tuple[list[int], list[int]]:
     """Return each document's queries in a run, and keys from ``first_key``."""
     found = list(pieces(offsets, *run))
     queries = [end - start for _, start, end in found]
@@ -191,7 +193,7 @@ class KeyParts:
             document, start, end = next(pieces(offsets, *run))
             seen = [_rows(exchange.needed, part) for part in exchange.needed if offsets[document] < part.end <= start]
             if seen:
-                queries, keys = _rows(exchange.held, Run(start, end)), slice(seen[0].start, seen[-1].stop)
+                queries, keys = _rows(exchange.held, TokenRange(start, end)), slice(seen[0].start, seen[-1].stop)
                 layout = DocumentLayout.from_lengths([end - start], device, [size(keys)])
                 foreign.append(KernelCall(queries, keys, layout))
         places = tuple(_rows(exchange.needed, part) for part in exchange.arriving)

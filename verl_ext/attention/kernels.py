@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from verl_ext.attention.layout import DocumentLayout
-from verl_ext.attention.scores import FLASH, LseKernel, blocks, flash_arguments, flash_with_sinks
+from verl_ext.attention.scores import FLASH, LseKernel, block_attention, flash_arguments, flash_with_sinks
 from verl_ext.values import Options, check_choice, first_line, option
 
 PACKED_ATTENTION = "verl_ext_packed"  # its name in `model.override_config.attn_implementation`
@@ -61,7 +61,7 @@ def sdpa(
 ) -> torch.Tensor:
     """Attend causally in documents from ``query[T, H, E]`` to ``[S, K, E]``."""
     if options.softcap is not None or options.sinks is not None:
-        return blocks(query, key, value, layout, options)
+        return block_attention(query, key, value, layout, options)
     outputs: list[torch.Tensor] = []
     for queries, keys in zip(pairwise(layout.offsets), pairwise(layout.keys.offsets), strict=True):
         q = query[slice(*queries)].transpose(0, 1).unsqueeze(0)

@@ -26,7 +26,7 @@ from verl_ext.attention.layout import DocumentLayout
 _QUERY_BLOCK = 512  # queries whose scores are held at a time
 
 
-def blocks(
+def block_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: DocumentLayout, options: Any
 ) -> torch.Tensor:
     """Attend with a soft cap or sinks, by blocks of queries.

@@ -39,7 +39,7 @@ _GROUPING_KEYS = ("data.balance", "data.cost", "data.shuffle")
 _COUNTERS = ("skipped_steps", "skipped_in_a_row", "spikes", "total_tokens", "total_target_tokens")
 
 
-def fingerprint(
+def run_facts(
     config: RunConfig,
     hf_config: Any,
     train_set: PackDataset,
@@ -141,9 +141,9 @@ class RunState:
     """
 
     def __init__(
-        self, fingerprint: dict[str, Any], grouping: dict[str, Any], folder: str, allowed: Sequence[str] = ()
+        self, run_facts: dict[str, Any], grouping: dict[str, Any], folder: str, allowed: Sequence[str] = ()
     ) -> None:
-        self.fingerprint = _as_json(fingerprint)
+        self.fingerprint = _as_json(run_facts)
         self.grouping = grouping
         self.skipped_steps = self.skipped_in_a_row = self.spikes = 0
         self.total_tokens = self.total_target_tokens = 0

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.commands.command_line import SourceOptions, command
-from verl_ext.commands.report import as_text, reported_options, tables, total
+from verl_ext.commands.report import aligned_rows, reported_options, tables, total
 from verl_ext.data.megatron.text_index import write_text_indexes
 from verl_ext.files import REPORT, OutputFolder, write_json
 from verl_ext.text.documents import CHAT_COUNTS, Counts
@@ -77,7 +77,7 @@ def run(options: IndexOptions) -> str:
         by_source = dict(zip(options.sources, counts.values(), strict=True))
         write_json(folder.path / REPORT, _report(options, tokenizer, by_source))
         folder.publish()
-    return f"{as_text(*tables('source', by_source, targets=False))}\n\nwritten to {options.output_dir}"
+    return f"{aligned_rows(*tables('source', by_source, targets=False))}\n\nwritten to {options.output_dir}"
 
 
 def load_text_tokenizer(model: ModelOptions, options: TextOptions, add_bos: bool = False) -> TextTokenizer:

@@ -116,7 +116,7 @@ class Report:
         summary, *problems = tables("category", self.categories, targets=True)
         if len(self.categories) > 1:
             summary.append(_summary("category", "all", self.total, targets=True))
-        parts = [as_text(summary, cut, *problems), "\n".join(notes)]
+        parts = [aligned_rows(summary, cut, *problems), "\n".join(notes)]
         return "\n\n".join(filter(None, parts))
 
     def _notes(self, name: str, counts: Counts) -> Iterator[str]:
@@ -197,7 +197,7 @@ def tables(what: str, counts: Mapping[str, Counts], targets: bool) -> list[list[
     return [[_summary(what, name, each, targets) for name, each in counts.items()], special, bad]
 
 
-def as_text(*rows: list[Row]) -> str:
+def aligned_rows(*rows: list[Row]) -> str:
     """Format the non-empty lists of rows as tables with an empty line between them."""
     return "\n\n".join(aligned(table, _LEFT) for table in rows if table)
 

@@ -50,7 +50,7 @@ def check_run(config: RunConfig, hf_config: Any = None) -> ModelFacts:
     problems: list[str | None] = [
         *data_problems(config),
         batch_problem(config, config.machine.world_size),
-        *path_problems(config),
+        *run_path_problems(config),
         *device_problems(config),
         optimizer_problem(config),
         *schedule_problems(config.optim),
@@ -178,7 +178,7 @@ def model_positions(hf_config: Any) -> int | None:
     return int(positions) - (positions_of_padding(cls, text) if cls is not None else 0)
 
 
-def path_problems(config: RunConfig) -> Iterator[str]:
+def run_path_problems(config: RunConfig) -> Iterator[str]:
     """Yield a line for each missing path of model and resume; the loader checks Hub names."""
     options = config.model_options
     if not options.path:

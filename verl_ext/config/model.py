@@ -19,7 +19,7 @@ from verl_ext.attention import PACKED_ATTENTION
 from verl_ext.config import support
 from verl_ext.config.rope import set_rope_parameters
 from verl_ext.config.upstream import fixed_value_problems
-from verl_ext.config.weights import ModelOptions, check_weights, dequantize
+from verl_ext.config.weights import ModelNode, check_weights, dequantize
 from verl_ext.models.qwen_titans import (
     MemoryOptions,
     QwenTitansConfig,
@@ -57,7 +57,7 @@ class ModelFacts:
 
 
 @dataclass
-class PackedModel(HFModelConfig, ModelOptions):
+class PackedModel(HFModelConfig, ModelNode):
     """A causal language model of Hugging Face, with attention within the documents of a pack.
 
     Its fields are those of verl and of ModelOptions. :func:`override` applies `override_config` to `hf_config`.
@@ -147,7 +147,7 @@ class PackedModel(HFModelConfig, ModelOptions):
     @classmethod
     def answer_problems(cls, config: "RunConfig", hf_config: Any) -> Iterable[str | None]:
         """Yield a line for each reason why this model cannot answer `eval.prompts` during training."""
-        yield support.generation_problem(support.Architecture(hf_config))
+        yield support.answering_problem(support.Architecture(hf_config))
 
     @classmethod
     def memory_settings(cls, hf_config: Any) -> dict[str, Any] | None:

@@ -21,7 +21,7 @@ from verl_ext.answers import AnswerOptions
 from verl_ext.attention import AttentionOptions, ParallelOptions
 from verl_ext.config.model import PackedModel, model_kind
 from verl_ext.config.upstream import upstream_problems
-from verl_ext.config.weights import ModelOptions
+from verl_ext.config.weights import ModelNode
 from verl_ext.custom import custom_object
 from verl_ext.data.collated import CollatedDataset, is_collated
 from verl_ext.data.dataset import DataOptions, DatasetOptions, PackDataset
@@ -230,7 +230,7 @@ class RunConfig:
         for options in NODES:
             read(options.prefix, functools.partial(options.read, values[options.prefix]))
         read("schedule", lambda: ScheduleOptions.read(values["optim"]))
-        read("model_options", lambda: SimpleNamespace(**values["model"] | vars(ModelOptions.read(values["model"]))))
+        read("model_options", lambda: SimpleNamespace(**values["model"] | vars(ModelNode.read(values["model"]))))
         read("dataset_class", lambda: dataset_class(values))
         if "dataset_class" in nodes:
             read("dataset", lambda: nodes["dataset_class"].Options.read(values["data"]))

@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_ext import legacy
 from verl_ext.config.model import PackedModel
 from verl_ext.config.run import NODES, dataset_class
-from verl_ext.config.weights import ModelOptions
+from verl_ext.config.weights import ModelNode
 from verl_ext.data.dataset import DataOptions, PackDataset
 from verl_ext.data.sft import SFTDataSet
 from verl_ext.engines.schedule import ScheduleOptions
@@ -131,7 +131,7 @@ def _choice(group: str, choice: str) -> Any:
 @functools.cache
 def option_nodes() -> dict[str, tuple[str, dict[str, Any]]]:
     """Return {name below `/options`: (the node that it fills, {key: default})} of every options dataclass of conf/."""
-    always: tuple[type[Options], ...] = (ModelOptions, ScheduleOptions, *NODES)
+    always: tuple[type[Options], ...] = (ModelNode, ScheduleOptions, *NODES)
     nodes = {cls.prefix: (cls.prefix, default_values(cls)) for cls in always}
     for kind in model_kinds().values():
         for cls in kind.config_options:  # null means the model's own value, else the default

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from verl_ext.answers.generation import generation_problem as answer_problem
+from verl_ext.answers.generation import generation_problem
 from verl_ext.attention import HeadPadding, choose_backend, fallback_notices, flash_limit
 from verl_ext.config.adapters import lora_problems
 from verl_ext.engines.head import supported_head
@@ -180,13 +180,13 @@ def _trial(model: Architecture) -> str | None:
         return f"a trial of {type(trial).__name__} fails: {first_line(error)}"
 
 
-def generation_problem(model: Architecture) -> str | None:
+def answering_problem(model: Architecture) -> str | None:
     """Return why a small model cannot answer prompts; None if it can or cannot be built."""
     try:
         trial = trial_model(model.hf_config, model.cls or auto_class(model.hf_config))
     except Exception:  # small sizes do not suit the config
         return None
-    problem = answer_problem(trial)
+    problem = generation_problem(trial)
     return problem and f"eval.prompts must be null, or eval.base_url be given, for a {model.name}: {problem}"
 
 

@@ -19,7 +19,7 @@ from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 
 from verl_ext.engines.activations import ActivationOptions
 from verl_ext.layers.towers import FreezeOptions, outside_text
-from verl_ext.nodes import UNKNOWN, content, content_of
+from verl_ext.nodes import UNKNOWN, digest_of_files, digest_of_folder
 from verl_ext.text.json_records import parse_json
 from verl_ext.values import first_line, option, refuse, show
 
@@ -29,7 +29,7 @@ _OPTION = "model.allow_weight_mismatch"
 
 
 @dataclass  # not frozen, because a subclass also derives from verl's dataclass
-class ModelOptions(ActivationOptions, FreezeOptions):
+class ModelNode(ActivationOptions, FreezeOptions):
     """The keys of the model node that verl lacks."""
 
     allow_weight_mismatch: list[str] = option(
@@ -196,15 +196,15 @@ def digest_of_weights(path: str) -> str:
     A Hub model has the digest of a folder with the same files.
     """
     if os.path.exists(path):
-        return content(path, _ENDINGS)
+        return digest_of_folder(path, _ENDINGS)
     files = [Path(file) for file in _weight_files(path)]
-    return content_of(sorted(files), files[0].parent)
+    return digest_of_files(sorted(files), files[0].parent)
 
 
 def revision(path: str) -> str:
     """Return the commit of a Hub model that this machine reads, or the content of a folder."""
     if os.path.exists(path):
-        return content(path)
+        return digest_of_folder(path)
     file = utils.cached_file(path, utils.CONFIG_NAME)
     return Path(file).parent.name if file else UNKNOWN
 

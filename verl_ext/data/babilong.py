@@ -30,7 +30,7 @@ from verl_ext.data.measure import AnswerMeasure
 from verl_ext.data.sft import SFTOptions
 from verl_ext.data.text_set import TextSet, TextSetOptions
 from verl_ext.packing import MOST_TOKENS
-from verl_ext.text.documents import Counts, Document, Documents, joined
+from verl_ext.text.documents import Counts, Document, Documents, concat_documents
 from verl_ext.text.json_records import BadRecord
 from verl_ext.text.readers import read_batches
 from verl_ext.text.sources import SourceFile, absolute_path
@@ -100,7 +100,7 @@ class BABILongOptions(TextSetOptions, SampleOptions):
         return replace(self, max_tokens=self.max_length)
 
 
-class Record(NamedTuple):
+class BabilongRecord(NamedTuple):
     """One record; `number` counts from 0 in the list of the file at `path`."""
 
     path: str
@@ -121,7 +121,7 @@ class SampleTokens(NamedTuple):
     full_tokens: int
 
 
-def prompt_text(context: str, question: str) -> str:
+def question_prompt(context: str, question: str) -> str:
     """Return the prompt of a model; `context` is the record's input."""
     return f"{context}\n\nQuestion: {question}\nAnswer:"
 
@@ -154,7 +154,7 @@ class BABILongEncoder(Encoder):
             for ids, targets, full_tokens in self.samples(records):
                 mask = (np.arange(-len(ids), 0) >= -targets).astype(np.int8)
                 samples.append(Document(ids, mask, full_length=full_tokens))
-            documents = joined(samples, batch.source, batch.num_bytes, Counts(records=len(records)))
+            documents = concat_documents(samples, batch.source, batch.num_bytes, Counts(records=len(records)))
             documents.texts = {name: [getattr(record, name) for record in records] for name in self.texts}
             yield documents
         for file in files:
@@ -169,7 +169,7 @@ class BABILongEncoder(Encoder):
                 f"tokens: cut by {cut['truncated_tokens']} tokens in all (data.truncate={self.options.truncate})"
             )
 
-    def _record(self, raw: Any, path: str, number: int) -> Record:
+    def _record(self, raw: Any, path: str, number: int) -> BabilongRecord:
         if isinstance(raw, bytes):  # the file has one object per line
             raise ValueError(f"{self.key} must hold JSON lists of records; {path} is no list")
         where = f"record {number} of {path}"
@@ -189,9 +189,9 @@ class BABILongEncoder(Encoder):
                 value.encode()
             except UnicodeEncodeError as error:
                 raise ValueError(f"{text} has half of a surrogate pair") from error
-        return Record(path, number, *(raw[name] for name in FIELDS))
+        return BabilongRecord(path, number, *(raw[name] for name in FIELDS))
 
-    def samples(self, records: Sequence[Record]) -> list[SampleTokens]:
+    def samples(self, records: Sequence[BabilongRecord]) -> list[SampleTokens]:
         """Return one sample for each record.
 
         Raises:
@@ -210,7 +210,7 @@ class BABILongEncoder(Encoder):
                     raise ValueError(f"{self.key} {needed}; {record} has {found[0][0]}")
         how = {"padding": False, "truncation": False, "return_attention_mask": False, "return_token_type_ids": False}
         how |= {"verbose": False, **as_plain_text(self.tokenizer)}  # avoids a warning above model_max_length
-        prompts = self.tokenizer([prompt_text(record.input, record.question) for record in records], **how)
+        prompts = self.tokenizer([question_prompt(record.input, record.question) for record in records], **how)
         answers = self.tokenizer([f" {record.target}" for record in records], add_special_tokens=False, **how)
         samples = []
         for number, record in enumerate(records):
@@ -222,7 +222,7 @@ class BABILongEncoder(Encoder):
             samples.append(SampleTokens(ids, len(answer), len(whole) + len(answer)))
         return samples
 
-    def _checked_answer(self, tokens: list[int], record: Record) -> list[int]:
+    def _checked_answer(self, tokens: list[int], record: BabilongRecord) -> list[int]:
         if not tokens or not record.target.strip():
             raise ValueError(f"{self.key} must hold an answer in every record; target of {record} is {record.target!r}")
         end = [self.tokenizer.eos_token_id] * self.options.append_eos
@@ -232,7 +232,7 @@ class BABILongEncoder(Encoder):
             raise ValueError(f"data.answer_reserve_tokens must hold every answer; got {got}")
         return answer
 
-    def _cut(self, prompt: NDArray[np.int32], encoding: Any, record: Record) -> NDArray[np.int32]:
+    def _cut(self, prompt: NDArray[np.int32], encoding: Any, record: BabilongRecord) -> NDArray[np.int32]:
         """Return `prompt` cut to prompt_tokens tokens: its beginning, and the part of its end that `truncate` keeps."""
         if encoding is None:
             limit, kind = self.prompt_tokens, type(self.tokenizer).__name__
@@ -254,10 +254,10 @@ class BABILongEncoder(Encoder):
             )
         return np.concatenate([prompt[:begin], prompt[keep_from:]])
 
-    def _question_begins(self, encoding: Any, record: Record, first: int, end: int) -> int:
+    def _question_begins(self, encoding: Any, record: BabilongRecord, first: int, end: int) -> int:
         """Return the first token of the question; first..end-1 are the tokens that are not special."""
         context = len(record.input)
-        characters = range(context, len(prompt_text(record.input, record.question)))
+        characters = range(context, len(question_prompt(record.input, record.question)))
         found = ((at, token) for at in characters if (token := encoding.char_to_token(at)) is not None)
         character, token = next(found, (context, end))
         if character > context:  # offsets omit white space, for which a tokenizer may still have tokens
@@ -267,7 +267,7 @@ class BABILongEncoder(Encoder):
         return token
 
 
-def find_files(paths: Sequence[str], key: str) -> tuple[list[SourceFile], dict[int, str]]:
+def find_task_files(paths: Sequence[str], key: str) -> tuple[list[SourceFile], dict[int, str]]:
     """Return (files, category number -> name) of paths to JSON files or to folders with *.json or */*.json.
 
     The paths keep their order; a folder's files are sorted by name, numbers by value. The category of …/qa1/32k.json is
@@ -315,7 +315,7 @@ class BABILongDataset(TextSet):
 
     Options: ClassVar[type[DatasetOptions]] = BABILongOptions
     options: BABILongOptions
-    encoder, find_files = BABILongEncoder, staticmethod(find_files)
+    encoder, find_files = BABILongEncoder, staticmethod(find_task_files)
     paths_are = "a BABILong JSON file, or a folder of them"
 
     def __init__(

@@ -16,7 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_ext.data.reading import DataFile, Ranks
-from verl_ext.files import BLOCK, cached_folder, checksum, default_root, file_state, fingerprint, is_complete, joined
+from verl_ext.files import (
+    BLOCK,
+    cached_folder,
+    checksum,
+    combine_checksums,
+    default_root,
+    file_state,
+    fingerprint,
+    is_complete,
+)
 from verl_ext.progress import terminal_bar
 from verl_ext.values import reason_of
 
@@ -138,4 +147,4 @@ def _read(files: Sequence[tuple[str, int, int]], ranks: Ranks) -> list[str]:
     shares = ranks.gather(mine)
     for place, (number, _) in enumerate(blocks):
         of_file[number].append(shares[place % ranks.size][place // ranks.size])
-    return [joined(own) for own in of_file]
+    return [combine_checksums(own) for own in of_file]

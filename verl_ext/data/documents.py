@@ -38,7 +38,7 @@ _KINDS = {"input_ids": "iu", "loss_mask": "iub", "category_ids": "iu", "loss_wei
 
 
 @dataclass(frozen=True)
-class DocumentOptions(SFTOptions):
+class CustomDocumentOptions(SFTOptions):
     """The options by which the documents of a custom dataset become packs."""
 
     reads: ClassVar[str] = DatasetOptions.reads
@@ -66,8 +66,8 @@ class DocumentDataset(SFTDataSet):
     tokenizer: the model's, if the class sets `needs_tokenizer = True`.
     """
 
-    Options: ClassVar[type[DatasetOptions]] = DocumentOptions
-    paths_are = DocumentOptions.reads
+    Options: ClassVar[type[DatasetOptions]] = CustomDocumentOptions
+    paths_are = CustomDocumentOptions.reads
     requires_max_tokens = False
     lengths: ArrayLike
 

@@ -28,7 +28,7 @@ MOST = 2**53  # the maximum of a number of tokens, a weight or a scale
 
 
 @dataclass(frozen=True)
-class SourceOptions(Options):
+class MixtureSourceOptions(Options):
     """One source of a mixture."""
 
     prefix: ClassVar[str] = f"{KEY}.sources.NAME"
@@ -87,15 +87,15 @@ class MixtureOptions(Options):
             key = f"{KEY}.sources.{name}"
             if not isinstance(source, Mapping):
                 lines.append(f"{key} must be a mapping, e.g. {{tokens: 4.0e9}}; got {show(source)}")
-            elif unknown := _unknown_keys(SourceOptions, key, source):
+            elif unknown := _unknown_keys(MixtureSourceOptions, key, source):
                 lines += unknown
             elif source.get("train_dir") == MISSING:
                 lines.append(f"{key}.train_dir must name a tokenized dataset folder; got nothing")
             else:
                 try:
-                    sources[str(name)] = SourceOptions.read(source)
+                    sources[str(name)] = MixtureSourceOptions.read(source)
                 except ValueError as error:
-                    lines += str(error).replace(SourceOptions.prefix, key).splitlines()
+                    lines += str(error).replace(MixtureSourceOptions.prefix, key).splitlines()
         try:
             options = cls({} if lines else sources, node.get("scale"), node.get("total_tokens"))
         except ValueError as error:

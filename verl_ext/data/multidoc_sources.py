@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_ext.data.dataset import DroppedDocuments, split_rows
-from verl_ext.data.megatron.blend import check_weights
+from verl_ext.data.megatron.blend import check_blend_weights
 from verl_ext.data.megatron.index import SUFFIXES, IndexPart, TokenIndex
 from verl_ext.data.megatron.samples import count_tokens
 from verl_ext.data.megatron.text_index import write_text_indexes
@@ -115,7 +115,7 @@ def read_blend(blend: Any) -> list[tuple[float, str]]:
     if not shares or not all(type(weight) in (int, float) and path for weight, path in shares):
         raise ValueError(f"data.blend must be pairs of a weight and a path, e.g. [[0.7,a],[0.3,b]]; got {pairs!r}")
     weights, paths = [float(weight) for weight, _ in shares], [path for _, path in shares]
-    check_weights(weights)
+    check_blend_weights(weights)
     if twice := [path for path in paths if paths.count(path) > 1]:
         raise ValueError(f"data.blend must name each path once; got {twice[0]} twice")
     return list(zip(weights, paths, strict=True))

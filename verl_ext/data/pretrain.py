@@ -38,7 +38,7 @@ ADDED = 2  # tokens of max_length that are not text: BOS and EOS
 
 
 @dataclass(frozen=True)
-class DocumentOptions(RecordTextOptions):
+class TextDocumentOptions(RecordTextOptions):
     """The options by which text becomes documents."""
 
     prefix: ClassVar[str] = "data"
@@ -52,7 +52,7 @@ class DocumentOptions(RecordTextOptions):
 
 
 @dataclass(frozen=True)
-class PreTrainOptions(TextSetOptions, DocumentOptions):
+class PreTrainOptions(TextSetOptions, TextDocumentOptions):
     """The options by which text becomes rows; rows=padded sets max_tokens, strategy and pad_mode itself."""
 
     reads: ClassVar[str] = "files of text records"
@@ -74,7 +74,7 @@ class PreTrainOptions(TextSetOptions, DocumentOptions):
     def problems(self) -> Iterable[str | None]:
         if self.mixture is not None:
             yield "data.mixture must be null for data=pretrain, which reads text; got a mixture"
-        yield from DocumentOptions.problems(self)
+        yield from TextDocumentOptions.problems(self)
         yield from self.document_problems()
 
     @override
@@ -97,8 +97,8 @@ class PreTrainOptions(TextSetOptions, DocumentOptions):
 class PreTrainEncoder(Encoder):
     """An encoder of text records as documents of BOS, text and EOS."""
 
-    Options = DocumentOptions
-    options: DocumentOptions
+    Options = TextDocumentOptions
+    options: TextDocumentOptions
 
     def encode(self, files: Sequence[SourceFile], batch_bytes: int) -> Iterator[Documents]:
         """Yield the files' documents. Raises ValueError if the tokenizer lacks EOS or a record cannot be used."""
@@ -149,7 +149,7 @@ class PreTrainEncoder(Encoder):
             )
 
 
-def find_files(paths: Sequence[str], key: str) -> tuple[list[SourceFile], dict[int, str]]:
+def find_text_files(paths: Sequence[str], key: str) -> tuple[list[SourceFile], dict[int, str]]:
     """Return (files, category number -> name) of files, folders, globs and URLs, in the given order.
 
     The files of a folder or a glob are sorted by name. A file's category is its name without suffixes; that of an Arrow
@@ -190,7 +190,7 @@ class PreTrainDataset(TextSet):
 
     Options: ClassVar[type[DatasetOptions]] = PreTrainOptions
     options: PreTrainOptions
-    encoder, paths_are, find_files = PreTrainEncoder, "files of records with a text", staticmethod(find_files)
+    encoder, paths_are, find_files = PreTrainEncoder, "files of records with a text", staticmethod(find_text_files)
     cut_reason, cuts_targets = "truncated to max_length", True
 
     def __init__(

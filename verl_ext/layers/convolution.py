@@ -113,7 +113,7 @@ def convolution_kernel(device: str) -> Callable[..., torch.Tensor]:
         try:
             causal_conv1d = import_fla("modules.causal_conv1d").causal_conv1d
         except ImportError:
-            return by_document
+            return convolve_documents
 
         def kernel(
             x: torch.Tensor,
@@ -127,10 +127,10 @@ def convolution_kernel(device: str) -> Callable[..., torch.Tensor]:
             return output if activation == inside else ACT2FN[activation](output)
 
         return kernel
-    return by_document
+    return convolve_documents
 
 
-def by_document(
+def convolve_documents(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, layout: DocumentLayout
 ) -> torch.Tensor:
     """Convolve ``x[T, C]`` one document after the other, each as transformers does."""

@@ -80,7 +80,7 @@ def dealt(offsets: Sequence[int], ranks: int) -> list[list[int]]:
     return [sorted(own) for own in documents]
 
 
-def by_document(
+def layer_by_document(
     pack: RunningPack, layer: Callable[..., Any], hidden: torch.Tensor, others: dict[str, Any]
 ) -> torch.Tensor:
     """Run a layer on each document of ``hidden[1, L, C]`` alone.

@@ -30,7 +30,7 @@ from torch import nn
 
 from verl_ext.attention.packed import AttentionNeeds
 from verl_ext.layers.convolution import convolve
-from verl_ext.layers.dealing import by_document
+from verl_ext.layers.dealing import layer_by_document
 from verl_ext.layers.pack import RunningPack
 from verl_ext.layers.scans import delta_rule, state_space
 
@@ -159,7 +159,7 @@ def _install_documents(layer: Any, pack: RunningPack, outputs: int = 1) -> None:
         assert not any(isinstance(arg, torch.Tensor) for arg in args), "transformers names what it gives a mixer"
         others = {name: None if name in caches else value for name, value in kwargs.items()}
         others.pop("document_layout", None)
-        output = by_document(pack, alone, hidden_states, others)
+        output = layer_by_document(pack, alone, hidden_states, others)
         return output if outputs == 1 else (output, *[None] * (outputs - 1))
 
     layer.forward = forward

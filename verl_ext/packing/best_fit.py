@@ -70,10 +70,12 @@ def best_fit(
     if lengths_tried_twice is None:
         lengths_tried_twice = max(LENGTHS_TRIED_TWICE, len(lengths) // DOCUMENTS_PER_LENGTH)
     first_fit_alone = len(histogram.lengths) > lengths_tried_twice
-    placements = fit(histogram, max_tokens, first_fit=first_fit_alone)
+    placements = place_documents(histogram, max_tokens, first_fit=first_fit_alone)
     assert placements is not None, "every document fits a pack of its own"
     if not first_fit_alone and placements.num_packs > fewest_packs(histogram, max_tokens):
-        placements = fit(histogram, max_tokens, first_fit=True, most_packs=placements.num_packs - 1) or placements
+        placements = (
+            place_documents(histogram, max_tokens, first_fit=True, most_packs=placements.num_packs - 1) or placements
+        )
     return plan_from_placements(documents, placements)
 
 
@@ -135,7 +137,7 @@ def fewest_packs(histogram: Histogram, max_tokens: int) -> int:
     return int(packs_before[-1] + max(-(-beyond.max() // max_tokens), 0))
 
 
-def fit(
+def place_documents(
     histogram: Histogram, max_tokens: int, *, first_fit: bool = False, most_packs: int | None = None
 ) -> Placements | None:
     """Place documents into the fullest (`first_fit`: earliest) open pack that fits.

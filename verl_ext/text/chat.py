@@ -17,7 +17,7 @@ from verl_ext.files import fingerprint
 from verl_ext.text.chat_parts import EMPTY_REASONING, KINDS, REASONING, closes_again
 from verl_ext.text.chat_rendering import ChatOptions, ChatRenderer, stop_tokens
 from verl_ext.text.chat_template import prints_date
-from verl_ext.text.documents import Counts, Document, Documents, Run, fit, joined, preview_of
+from verl_ext.text.documents import Counts, Document, Documents, Run, concat_documents, cut_to_length, preview_of
 from verl_ext.text.encoders import Encoded, TextEncoder
 from verl_ext.text.json_records import BadRecord, check_characters, parse_line
 from verl_ext.text.messages import Chat, PlainText
@@ -130,7 +130,7 @@ class ChatEncoder:
                 raise DataError(f"{line} ({bad.reason}; on_bad_record=skip leaves such records out)")
             for counts in (of_source, found.counts[category]):
                 counts.add_bad(bad.reason, line)
-        documents = joined(found.documents, chunk.category_id, chunk.num_bytes, of_source)
+        documents = concat_documents(found.documents, chunk.category_id, chunk.num_bytes, of_source)
         documents.preview = found.preview
         if "_chats" in vars(self):
             documents.chat_template, documents.end_of_chat = self._chats.jinja, self._chats.end
@@ -145,7 +145,7 @@ class ChatEncoder:
             try:
                 if isinstance(encoded, Exception):
                     raise encoded
-                documents = fit(
+                documents = cut_to_length(
                     self._document(item, encoded), self.options.max_tokens, self.options.over_length, Counter()
                 )
             except (BadRecord, DataError):
@@ -268,7 +268,7 @@ class ChatEncoder:
             counts.dropped_blocks += chat.dropped_blocks
             counts.closed_again += sum(closes_again(chat.text, part) for part in chat.parts)
         try:
-            pieces = fit(document, self.options.max_tokens, self.options.over_length, counts.over_length)
+            pieces = cut_to_length(document, self.options.max_tokens, self.options.over_length, counts.over_length)
         except DataError as error:
             raise DataError(f"{path}:{item.number}: {error}") from error
         counts.add_documents((len(p.input_ids) for p in pieces), sum(int(p.loss_mask.sum()) for p in pieces))

@@ -49,7 +49,7 @@ class Words(NamedTuple):
         return self.text[len(self.text.rstrip()) :]
 
 
-class Place(NamedTuple):
+class MarkedPlace(NamedTuple):
     """The place of marked words in a text, from mark `first` to mark `last` (equal if there is one mark)."""
 
     number: int
@@ -123,7 +123,7 @@ class Marks:
             return f"{text[:middle]}{begin}{text[middle:]}"
         return f"{text[:at]}{begin}{core}{end}{text[at + len(core) :]}"
 
-    def places(self, marked: str) -> tuple[str, list[Place]]:
+    def places(self, marked: str) -> tuple[str, list[MarkedPlace]]:
         """Remove the marks from a text; return it with the words' places in order.
 
         If the template prints words twice, their first place is returned.
@@ -142,7 +142,7 @@ class Marks:
             if number < len(self.words):
                 last = ends.get(number, begins.get(number, 0))
                 first = min(begins.get(number, last), last)
-                places.append(Place(number, self.words[number], first, last, number in ends))
+                places.append(MarkedPlace(number, self.words[number], first, last, number in ends))
         places.sort(key=lambda place: (place.first, place.last))
         return "".join([*parts, marked[at:]]), places
 

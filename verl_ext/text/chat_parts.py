@@ -18,7 +18,7 @@ from itertools import groupby, pairwise
 from typing import NamedTuple
 
 from verl_ext.endpoint.reasoning import REASONING_TAGS
-from verl_ext.text.chat_marks import Place
+from verl_ext.text.chat_marks import MarkedPlace
 from verl_ext.text.chat_template import Span, any_of
 from verl_ext.text.json_records import BadRecord
 from verl_ext.text.messages import REASONING_FIELDS, Chat, Stretch, TurnMask
@@ -89,7 +89,7 @@ class RenderedChat:
         return [(target.start, target.stop) for target in self.targets]
 
 
-def add_borders(rendered: RenderedChat, chat: Chat, places: Sequence[Place], special: re.Pattern[str]) -> None:
+def add_borders(rendered: RenderedChat, chat: Chat, places: Sequence[MarkedPlace], special: re.Pattern[str]) -> None:
     """Set the part borders of every target by the places of its words; `special` matches special tokens.
 
     Raises `BadRecord` if characters with weights of their own cannot be found in the text.
@@ -113,11 +113,11 @@ def add_borders(rendered: RenderedChat, chat: Chat, places: Sequence[Place], spe
             target.stretches = list(_stretches(rendered.text, target, own, mask))
 
 
-def _kind(place: Place) -> str:
+def _kind(place: MarkedPlace) -> str:
     return {"tool_calls": TOOL_CALL, "reasoning_content": REASONING}.get(place.words.kind, ANSWER)
 
 
-def _borders(text: str, target: Target, places: Sequence[Place], special: re.Pattern[str]) -> list[Border]:
+def _borders(text: str, target: Target, places: Sequence[MarkedPlace], special: re.Pattern[str]) -> list[Border]:
     end = target.stop
     if target.closed_by and text.endswith(target.closed_by, target.start, target.stop):
         end -= len(target.closed_by)
@@ -139,12 +139,12 @@ def _borders(text: str, target: Target, places: Sequence[Place], special: re.Pat
     return [border for start, border in zip(starts, borders, strict=False) if start < border.stop]
 
 
-def _end(text: str, place: Place) -> int:
+def _end(text: str, place: MarkedPlace) -> int:
     """Return the end of words whose last known character is at `place`."""
     return place.last + (0 if place.reaches_end else place.rest_in(text))
 
 
-def _begin(text: str, place: Place, least: int) -> int | None:
+def _begin(text: str, place: MarkedPlace, least: int) -> int | None:
     """Return the start of words; None if it is unknown because the template changes them."""
     if place.reaches_end and least <= place.first < place.last:
         return place.first
@@ -164,7 +164,7 @@ def _between(text: str, kind: str, begin: int, end: int, special: re.Pattern[str
     return token.end() if token else None
 
 
-def _stretches(text: str, target: Target, places: Sequence[Place], mask: TurnMask) -> Iterator[Stretch]:
+def _stretches(text: str, target: Target, places: Sequence[MarkedPlace], mask: TurnMask) -> Iterator[Stretch]:
     """Yield the weights of a target's characters; template text has the weight of the words next to it."""
     for border in target.borders:
         inside = [place for place in places if place.last <= border.stop and _kind(place) == border.kind]
@@ -196,7 +196,7 @@ def _stretches(text: str, target: Target, places: Sequence[Place], mask: TurnMas
         yield border.stop, 1.0 if weight_before is None else weight_before
 
 
-def blocks(text: str, start: int, stop: int, is_opened: bool) -> tuple[list[Border], list[Span]]:
+def tagged_blocks(text: str, start: int, stop: int, is_opened: bool) -> tuple[list[Border], list[Span]]:
     """Find reasoning and tool calls in characters start..stop of a text by their tags.
 
     is_opened: the text before `start` has opened reasoning.
@@ -308,7 +308,7 @@ class Learnt:
             had_words = any(str(message[name] or "").strip() for name in message.keys() - kept.keys())
             text = kept.get("content") or ""
             if _THINK_TAG.search(text):
-                borders, empty = blocks(text, 0, len(text), is_prompt_open)
+                borders, empty = tagged_blocks(text, 0, len(text), is_prompt_open)
                 if any(REASONING in border.doubts for border in borders) or (mask is not None and mask.stretches):
                     needed = "must have reasoning between tags, and no weights of characters, for reasoning=drop"
                     raise BadRecord("template_mismatch", f"message {index + 1} {needed}")
@@ -346,7 +346,7 @@ def _with_tags(text: str, target: Target) -> tuple[list[Border], list[Span]]:
     opened = is_opened(text[max(start - 64, 0) : start])
     for border in target.borders:
         if border.kind == ANSWER:
-            found, blank = blocks(text, start, border.stop, opened and start == target.start)
+            found, blank = tagged_blocks(text, start, border.stop, opened and start == target.start)
             borders += [inner._replace(doubts=(*inner.doubts, *border.doubts)) for inner in found]
             empty += blank
         else:

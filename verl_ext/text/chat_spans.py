@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from itertools import groupby, pairwise
 from typing import Any
 
-from verl_ext.text.chat_marks import TOOLS, WAYS, Marks, Place, framing_key, length_but_space, unmarked_fields
+from verl_ext.text.chat_marks import TOOLS, WAYS, MarkedPlace, Marks, framing_key, length_but_space, unmarked_fields
 from verl_ext.text.chat_parts import RenderedChat, Target, add_borders
 from verl_ext.text.chat_template import ChatTemplate, joined_spans, longest_prefix_in
 from verl_ext.text.json_records import BadRecord
@@ -102,7 +102,7 @@ class _Located:
             previous, target.weight = target.stop, self.chat.targets[target.message]
         return RenderedChat(self.text, targets, unprinted)
 
-    def _stops_inside(self, places: list[Place]) -> Iterator[tuple[int, int, str]]:
+    def _stops_inside(self, places: list[MarkedPlace]) -> Iterator[tuple[int, int, str]]:
         """Find the borders inside a message that the template prints as two turns, content and calls.
 
         Yields the end of the stop token, the end of the header after it, and the token.
@@ -167,7 +167,7 @@ class _Located:
         own = self.places[place].words.space_before
         return first - len(own) if gap.endswith(own) else first
 
-    def _prompts_before(self, before: Place | None, index: int) -> list[tuple[str, int]]:
+    def _prompts_before(self, before: MarkedPlace | None, index: int) -> list[tuple[str, int]]:
         """Return the prompts that the model may get for message `index`, from the end of the last words before it on.
 
         Each prompt comes with the length of its part before the turn's header. The list is empty if the template
@@ -203,7 +203,7 @@ class _Located:
             self._prompts[exact] = self._new_prompts(before, count), between[:1]
         return self._prompts[exact][0]
 
-    def _new_prompts(self, before: Place | None, count: int) -> list[tuple[str, int]]:
+    def _new_prompts(self, before: MarkedPlace | None, count: int) -> list[tuple[str, int]]:
         own, messages = self.template.generation_prompt, self.marks.messages[:count]
         prompts = []
         for chat in [messages] if own else [[*messages, _PLAIN_ANSWER], messages]:
@@ -218,7 +218,7 @@ class _Located:
                 prompts.append((given, before_header))
         return prompts
 
-    def _end(self, place: Place, limit: int, index: int, is_last: bool) -> tuple[int, str]:
+    def _end(self, place: MarkedPlace, limit: int, index: int, is_last: bool) -> tuple[int, str]:
         """Return the end of a target with last words at `place`, before `limit`, and the text that ends its turn."""
         begin = place.last
         if not place.reaches_end:
@@ -238,7 +238,7 @@ class _Located:
             return begin + (len(own) if own and tail.startswith(own) and not self._is_trimmed(place) else 0), ""
         return begin + end, self.template.last_special_token(tail[:end])
 
-    def _is_trimmed(self, place: Place) -> bool:
+    def _is_trimmed(self, place: MarkedPlace) -> bool:
         """Tell whether the template trims the white space at the end of a turn's content."""
         *before, turn = self.chat.messages[: place.words.message + 1]
         if (kind := framing_key(turn)) not in self._trimmed:
@@ -253,7 +253,7 @@ class _Located:
         """Tell whether a piece of the template's text has more than special tokens and white space."""
         return bool(self.template.special.sub("", text).strip())
 
-    def _closed(self, place: Place, index: int, tail: str, is_last: bool) -> tuple[int, bool]:
+    def _closed(self, place: MarkedPlace, index: int, tail: str, is_last: bool) -> tuple[int, bool]:
         """Return the length of the part of `tail` that is also printed if the turn ends the chat.
 
         `tail` is the text after a turn's last words. The second value tells whether that part alone closes a turn.
@@ -281,7 +281,7 @@ class _Located:
         closed, is_whole = self._closings[key]
         return closed + begin, is_whole
 
-    def _first_tail(self, chats: list[list[Message]], place: Place) -> str | None:
+    def _first_tail(self, chats: list[list[Message]], place: MarkedPlace) -> str | None:
         """Return the text between a place's words and the next words, in the first of these chats that has them."""
         for messages in chats:
             if (marked := self.template.try_render(messages, self.marks.tools)) is None:

@@ -185,7 +185,7 @@ class Documents:
         return self.counts.tokens
 
 
-def joined(documents: Sequence[Document], category_id: int, num_bytes: int, counts: Counts) -> Documents:
+def concat_documents(documents: Sequence[Document], category_id: int, num_bytes: int, counts: Counts) -> Documents:
     """Concatenate documents."""
     weights = None
     if any(document.weights is not None for document in documents):
@@ -207,7 +207,7 @@ def joined(documents: Sequence[Document], category_id: int, num_bytes: int, coun
     )
 
 
-def fit(document: Document, max_tokens: int | None, policy: str, counts: Counter[str]) -> list[Document]:
+def cut_to_length(document: Document, max_tokens: int | None, policy: str, counts: Counter[str]) -> list[Document]:
     """Cut a document into pieces of at most `max_tokens` tokens, and count the changes.
 
     `truncate` keeps the first max_tokens tokens; `split` keeps all tokens in pieces, even pieces without a target.

@@ -120,7 +120,7 @@ def read_record(raw: Any) -> dict[str, Any]:
     return record
 
 
-def readable(value: Any) -> Any:
+def readable_value(value: Any) -> Any:
     """Return the value of a field. Raises `BadRecord` if it cannot be read."""
     if isinstance(value, BadRecord):
         raise value
@@ -142,7 +142,7 @@ def from_json(value: Any, name: str) -> Any:
         raise BadRecord(error.reason, f"{name} is a string that is no JSON: {error}") from error
 
 
-def shown(value: Any) -> str:
+def short_text(value: Any) -> str:
     """Return a short text of a value for an error, even of a very long integer or a whole list."""
     if isinstance(value, int) and value.bit_length() > 256:
         return "an integer of more than 256 bits"

@@ -24,7 +24,7 @@ from itertools import accumulate
 from typing import Any
 
 from verl_ext.endpoint.reasoning import REASONING_TAGS
-from verl_ext.text.json_records import BadRecord, from_json, parse_json, shown
+from verl_ext.text.json_records import BadRecord, from_json, parse_json, short_text
 from verl_ext.text.readers import TextFile
 from verl_ext.text.tool_calls import called, function_of, read_calls
 
@@ -174,7 +174,7 @@ class MessageReader:
         name = fields.pop("role", None) or fields.pop("from", None)
         if not isinstance(name, str) or name.lower() not in ROLES:
             known = f"known roles: {', '.join(ROLES)}; give others one of these, such as tool for a tool's result"
-            raise BadRecord("unknown_role", f"{where} has role {shown(name)}; {known}")
+            raise BadRecord("unknown_role", f"{where} has role {short_text(name)}; {known}")
         role = ROLES[name.lower()]
         weight = _learnt(fields, where)
         tools = {key: fields.pop(key) for key in TOOL_FIELDS if key in fields} if role == "system" else {}
@@ -242,8 +242,8 @@ class MessageReader:
             if self._is_media(part, where):
                 continue
             if not isinstance(part.get("text"), str):
-                got = f"got {shown(part['text'])}" if part.get("text") is not None else "it has none"
-                kind = f"(type {shown(part['type'])}) " if "type" in part else ""
+                got = f"got {short_text(part['text'])}" if part.get("text") is not None else "it has none"
+                kind = f"(type {short_text(part['type'])}) " if "type" in part else ""
                 raise BadRecord(
                     "non_string_content", f"{where}: part {number} of {name} {kind}must have a string in `text`; {got}"
                 )
@@ -323,21 +323,21 @@ def _flag(value: Any, where: str) -> float:
     """Return 1 for true and 0 for false. Raises `BadRecord` for anything else."""
     if isinstance(value, (bool, int, float)) and value in (0, 1):
         return float(value)
-    raise BadRecord("bad_weight", f"{where} must be true or false; got {shown(value)}")
+    raise BadRecord("bad_weight", f"{where} must be true or false; got {short_text(value)}")
 
 
 def _details(details: Any, length: int, where: str) -> list[Stretch]:
     """Read axolotl's `train_detail` for a text of `length` characters; `end_offset` is a range's last character."""
     details = from_json(details, where)
     if not isinstance(details, list) or not all(isinstance(detail, dict) for detail in details):
-        raise BadRecord("bad_weight", f"{where} must be a list of objects; got {shown(details)}")
+        raise BadRecord("bad_weight", f"{where} must be a list of objects; got {short_text(details)}")
     stretches: list[Stretch] = []
     at = 0
     for detail in sorted(details, key=lambda detail: str(detail.get("begin_offset")).zfill(20)):
         begin, end = detail.get("begin_offset"), detail.get("end_offset")
         if type(begin) is not int or type(end) is not int or not at <= begin <= end or begin >= length:
             needed = f"must have begin_offset <= end_offset in a text of {length} characters, and not overlap"
-            raise BadRecord("bad_weight", f"{where} {needed}; got {shown(begin)} and {shown(end)}")
+            raise BadRecord("bad_weight", f"{where} {needed}; got {short_text(begin)} and {short_text(end)}")
         weight = _learnt(dict(detail), where)
         if weight is None:
             raise BadRecord("bad_weight", f"{where} must say for each range whether it is learnt, by train or weight")
@@ -352,4 +352,4 @@ def as_weight(value: Any, where: str) -> float:
     if number and (value == 0 or FLOAT32[0] <= value <= FLOAT32[1]):
         return float(value)
     needed = "must be a number that is at least 0 and fits in float32"
-    raise BadRecord("bad_weight", f"{where} {needed}; got {shown(value)}")
+    raise BadRecord("bad_weight", f"{where} {needed}; got {short_text(value)}")

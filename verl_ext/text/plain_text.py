@@ -12,7 +12,7 @@ import numpy as np
 
 from verl_ext.text.documents import Counts
 from verl_ext.text.encoders import Encoded, TextEncoder
-from verl_ext.text.json_records import BadRecord, RecordOptions, check_characters, read_record, readable
+from verl_ext.text.json_records import BadRecord, RecordOptions, check_characters, read_record, readable_value
 from verl_ext.text.readers import Batch, Chunk, TextFile
 from verl_ext.values import UsageError, option
 
@@ -175,7 +175,7 @@ def _text(chunk: Chunk, raw: Any, options: RecordTextOptions) -> str | TextFile:
         return record["text"]
     texts = []
     for key in ["text"] if chunk.whole_file else options.text_keys:
-        value = readable(record.get(key))
+        value = readable_value(record.get(key))
         if value is None:
             found = ", ".join(str(name) for name, value in record.items() if value is not None) or "none"
             needed = f"{options.key('text_key')} must name a field of the record"

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_ext.text.json_records import BadRecord, read_record, readable, shown
+from verl_ext.text.json_records import BadRecord, read_record, readable_value, short_text
 from verl_ext.text.messages import Chat, Content, as_weight, without_placeholders
 from verl_ext.text.shapes import (
     FIELDS,
@@ -28,7 +28,7 @@ from verl_ext.text.shapes import (
     SIDE_FIELDS,
     WEIGHT_FIELDS,
     Fields,
-    content_of,
+    read_content,
 )
 from verl_ext.values import choice_problem
 
@@ -65,7 +65,7 @@ def parse_record(raw: Any, columns: Mapping[str, str | None] | None = None, drop
         weight_name = fields.first(WEIGHT_FIELDS)
         weight = as_weight(fields.take(weight_name), weight_name) if weight_name else None
         _drop_media_fields(fields)
-        content = content_of(fields, [name for name, column in columns.items() if column])
+        content = read_content(fields, [name for name, column in columns.items() if column])
     except RecursionError as error:
         raise BadRecord("malformed_json", "the record is nested too deep") from error
     if isinstance(content, Chat) and (weight is not None or content.masks):
@@ -115,14 +115,14 @@ def _drop_media_fields(fields: Fields) -> None:
 def field_of(raw: dict[str, Any], name: str) -> tuple[bool, Any]:
     """Return whether the record has a field, and its value; `a.b` is field b of a unless a field is named `a.b`."""
     if name in raw:
-        return True, readable(raw[name])
+        return True, readable_value(raw[name])
     value: Any = raw
     for part in name.split("."):
-        value = readable(value)
+        value = readable_value(value)
         if not isinstance(value, dict) or part not in value:
             return False, None
         value = value[part]
-    return True, readable(value)
+    return True, readable_value(value)
 
 
 def category_of(raw: Any, name: str) -> str | None:
@@ -139,7 +139,7 @@ def category_of(raw: Any, name: str) -> str | None:
         raise BadRecord(
             "bad_category",
             f"{name} (category_field) must be a string of one line and at most {LONGEST_CATEGORY} characters,"
-            f" an integer of 64 bits or a bool; got {shown(value)}",
+            f" an integer of 64 bits or a bool; got {short_text(value)}",
         )
     return str(value)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from verl_ext.text.json_records import BadRecord, from_json, readable, shown
+from verl_ext.text.json_records import BadRecord, from_json, readable_value, short_text
 from verl_ext.text.messages import (
     MEDIA,
     TEMPLATE_FIELDS,
@@ -56,7 +56,7 @@ class Fields:
     def take(self, name: str, default: Any = None) -> Any:
         """Read a field."""
         self.unread.pop(name, None)
-        return readable(self.values.get(name, default))
+        return readable_value(self.values.get(name, default))
 
     def string(self, name: str) -> str:
         """Read a field that must be a string."""
@@ -104,7 +104,7 @@ class Shape:
         return "+".join(names[0] for names in self.fields) + optional
 
 
-def content_of(fields: Fields, mapped: list[str]) -> Content:
+def read_content(fields: Fields, mapped: list[str]) -> Content:
     """Read a record by its shape, which must read all `mapped` names."""
     mapped = [name for name in mapped if name not in SIDE_FIELDS]
     fitting: list[tuple[Shape, list[str]]] = []
@@ -115,7 +115,7 @@ def content_of(fields: Fields, mapped: list[str]) -> Content:
                 break
     if not fitting:
         for name in FIELDS:
-            readable(fields.values.get(name))  # it may be what no shape was found without
+            readable_value(fields.values.get(name))  # it may be what no shape was found without
         found = ", ".join(map(str, fields.values)) or "none"
         known = f"known shapes: {KNOWN_SHAPES}; columns={{…}} renames"
         raise BadRecord("unknown_fields", f"no known shape among the fields: {found}; {known}")
@@ -288,7 +288,7 @@ def _template_kwargs(fields: Fields) -> dict[str, Any]:
     thinking, name = fields.take("enable_thinking"), "chat_template_kwargs"
     given = from_json(fields.take(name) or {}, name)
     if not isinstance(given, dict):
-        raise BadRecord("bad_template_kwargs", f"{name} must be an object; got {shown(given)}")
+        raise BadRecord("bad_template_kwargs", f"{name} must be an object; got {short_text(given)}")
     kwargs = {key: value for key, value in given.items() if value is not None}
     if reserved := RESERVED_TEMPLATE_KWARGS.intersection(kwargs):
         raise BadRecord("bad_template_kwargs", f"{name} must not set {', '.join(sorted(reserved))}")
@@ -297,7 +297,7 @@ def _template_kwargs(fields: Fields) -> dict[str, Any]:
     if thinking is None:
         return kwargs
     if thinking not in (0, 1) or not isinstance(thinking, (bool, int, float)):
-        raise BadRecord("bad_template_kwargs", f"enable_thinking must be true or false; got {shown(thinking)}")
+        raise BadRecord("bad_template_kwargs", f"enable_thinking must be true or false; got {short_text(thinking)}")
     if kwargs.setdefault("enable_thinking", bool(thinking)) != bool(thinking):
         raise BadRecord("bad_template_kwargs", f"enable_thinking and {name} must agree; got {thinking} beside another")
     return kwargs

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_ext.text.chat_rendering import ChatOptions
-from verl_ext.text.documents import Counts, Document, Documents, fit, joined, preview_of
-from verl_ext.text.json_records import BadRecord, read_record, readable
+from verl_ext.text.documents import Counts, Document, Documents, concat_documents, cut_to_length, preview_of
+from verl_ext.text.json_records import BadRecord, read_record, readable_value
 from verl_ext.text.plain_text import vocabulary_size
 from verl_ext.text.readers import Chunk, ChunkSize, read_chunks
 from verl_ext.text.sources import SourceFile
@@ -67,7 +67,7 @@ class TokenRecordEncoder:
             place = chunk.place(number)
             try:
                 document = self._document(read_record(raw))
-                pieces = fit(document, self.options.max_tokens, self.options.over_length, counts.over_length)
+                pieces = cut_to_length(document, self.options.max_tokens, self.options.over_length, counts.over_length)
             except DataError as error:
                 raise DataError(f"{place}: {error}") from error
             except BadRecord as error:
@@ -79,7 +79,7 @@ class TokenRecordEncoder:
                 continue
             found += pieces
             counts.add_documents((len(p.input_ids) for p in pieces), sum(int(p.loss_mask.sum()) for p in pieces))
-        documents = joined(found, chunk.category_id, chunk.num_bytes, counts)
+        documents = concat_documents(found, chunk.category_id, chunk.num_bytes, counts)
         documents.preview = [preview_of(each.input_ids, each.loss_mask, decode) for each in found[: self._preview]]
         return documents
 
@@ -87,9 +87,9 @@ class TokenRecordEncoder:
         ids = _numbers(record, "input_ids", self._vocabulary - 1)
         mask = _numbers(record, "loss_mask", 1, len(ids)).astype(np.int8)
         categories = _numbers(record, "category_ids", np.iinfo(np.int32).max, len(ids))
-        if (length := readable(record.get("length"))) not in (None, len(ids)):
+        if (length := readable_value(record.get("length"))) not in (None, len(ids)):
             raise BadRecord("bad_tokens", f"length must be the number of input_ids, {len(ids)}; got {length!r}")
-        weights = readable(record.get("loss_weight"))
+        weights = readable_value(record.get("loss_weight"))
         if weights is not None:
             weights = np.asarray(weights) if isinstance(weights, list) and len(weights) == len(ids) else np.array("")
             if weights.dtype.kind not in "iuf" or not np.isfinite(weights).all() or (weights < 0).any():
@@ -104,7 +104,7 @@ class TokenRecordEncoder:
 
 def _numbers(record: dict[str, Any], name: str, most: int, count: int | None = None) -> NDArray[np.int32]:
     """Return the whole numbers 0..most in a field, `count` of them. Raises `BadRecord`."""
-    values = readable(record.get(name))
+    values = readable_value(record.get(name))
     needed = f"{name} must be a list of {'' if count is None else f'{count} '}whole numbers of 0 to {most}"
     if not isinstance(values, list) or not values or not all(type(value) is int for value in values):
         raise BadRecord("bad_tokens", f"{needed}; got {type(values).__name__ if values else repr(values)}")

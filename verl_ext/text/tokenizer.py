@@ -44,10 +44,10 @@ class ModelOptions(Options):
         """Return one line if the tokenizer is missing, or neither a folder nor a Hub name."""
         if not self.tokenizer:
             return ["model.path must name a model or tokenizer folder; got nothing"]
-        return path_problems(self.tokenizer, self.tokenizer_key)
+        return tokenizer_path_problems(self.tokenizer, self.tokenizer_key)
 
 
-def path_problems(path: str, key: str) -> list[str]:
+def tokenizer_path_problems(path: str, key: str) -> list[str]:
     """Return one line if a tokenizer's path is neither a folder nor a Hub name."""
     if os.path.isdir(path) or re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", path):
         return []

@@ -7,7 +7,7 @@ tool        {"type": "function", "function": {"name": "f", "parameters": {…}}}
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from verl_ext.text.json_records import BadRecord, from_json, parse_json, shown
+from verl_ext.text.json_records import BadRecord, from_json, parse_json, short_text
 
 _FIELDS = {"name", "arguments", "id", "type", "index", "function"}  # of a call and of its function
 
@@ -55,7 +55,7 @@ def _arguments(given: Any, where: str) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise BadRecord("bad_arguments", f"{where} must be a JSON object; got {shown(given)}{why}")
+        raise BadRecord("bad_arguments", f"{where} must be a JSON object; got {short_text(given)}{why}")
     return value
 
 

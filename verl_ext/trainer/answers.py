@@ -19,7 +19,7 @@ import numpy as np
 import torch.distributed as dist
 
 from verl_ext.answers.generation import Sampling
-from verl_ext.answers.prompts import Prompt, Prompts, prompt_text
+from verl_ext.answers.prompts import Prompt, Prompts, prompt_end
 from verl_ext.answers.scores import ScoreFailed, Scorer, scorer
 from verl_ext.answers.server import Server, ServerFailed
 from verl_ext.endpoint.reasoning import decode_answer
@@ -142,7 +142,7 @@ class Answers:
                 "step": step,
                 "category": one.category,
                 "question": _last_question(items[one.number]),
-                "prompt": prompt_text(items[one.number], tokenizer),
+                "prompt": prompt_end(items[one.number], tokenizer),
                 "answer": one.text,
                 "expected": items[one.number].expected,
                 "score": one.score,

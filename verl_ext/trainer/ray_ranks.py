@@ -45,7 +45,7 @@ _POLL = 0.5
 
 
 @dataclass(frozen=True)
-class Place:
+class NodePlace:
     """An actor's node: addresses, id in Ray, free port, and GPU ids."""
 
     address: str
@@ -61,14 +61,14 @@ class Node:
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
 
-    def place(self) -> Place:
+    def place(self) -> NodePlace:
         """Return the place of this actor."""
         context = ray.get_runtime_context()
         with socket.socket() as probe:
             probe.bind(("", 0))
             port = probe.getsockname()[1]
         devices = tuple(context.get_accelerator_ids().get("GPU", ()))
-        return Place(get_node_ip_address().strip("[]"), context.get_node_id(), socket.gethostname(), port, devices)
+        return NodePlace(get_node_ip_address().strip("[]"), context.get_node_id(), socket.gethostname(), port, devices)
 
     def run(
         self, arguments: Sequence[str], environments: Sequence[dict[str, str]], folder: str
@@ -200,7 +200,7 @@ def _cluster() -> str:
 class PlacedRanks:
     """Actors with `per_node` ranks; actor i begins with i × per_node."""
 
-    def __init__(self, actors: Sequence[Any], places: Sequence[Place], per_node: int) -> None:
+    def __init__(self, actors: Sequence[Any], places: Sequence[NodePlace], per_node: int) -> None:
         self._actors, self._places, self._per_node = actors, places, per_node
         self._signals: list[int] = []
 

@@ -23,7 +23,7 @@ from verl_ext.answers.server import Server
 from verl_ext.attention import gpu_capability
 from verl_ext.checkpoint import resume
 from verl_ext.checkpoint.copies import check_copies
-from verl_ext.checkpoint.identity import SCHEDULE, RunState, allowed_changes, fingerprint
+from verl_ext.checkpoint.identity import SCHEDULE, RunState, allowed_changes, run_facts
 from verl_ext.checkpoint.layout import Manifest, refuse_locked, step_of
 from verl_ext.config.check import check_categories, check_positions, check_run, check_weight_files
 from verl_ext.config.model import ModelFacts
@@ -41,8 +41,8 @@ from verl_ext.engines.cost import balancing_cost
 from verl_ext.engines.schedule import keeps_rates, schedule_problems
 from verl_ext.losses import LossSpec
 from verl_ext.metrics import RESERVED
-from verl_ext.nodes import content as digest_of_folder
 from verl_ext.nodes import differences, versions
+from verl_ext.nodes import digest_of_folder as digest_of_folder
 from verl_ext.packing import TOKENS, CostModel
 from verl_ext.text.tokenizer import TRUSTED
 from verl_ext.trainer.distributed import (
@@ -119,7 +119,7 @@ class Run:
 
     def run_state(self) -> RunState:
         """Return the facts that a checkpoint holds and a resume must share."""
-        facts = fingerprint(
+        facts = run_facts(
             *(self.config, self.model.hf_config, self.train_set, self.schedule_steps, self.content, self.base)
         )
         allowed = allowed_changes(self.config, self.extends, self.keeps_rates)

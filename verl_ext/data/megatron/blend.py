@@ -42,7 +42,7 @@ def blend_order(weights: Sequence[float], n: int, *, block: int = BLOCK) -> Orde
     Raises:
         ValueError: if weights are negative, all zero or not finite, or there are more than 32,767 of them.
     """
-    check_weights(weights)
+    check_blend_weights(weights)
     drawn = np.flatnonzero(weights).astype(np.int16)
     exact = [Fraction(repr(float(weight))) for weight in weights if weight > 0]
     scale = math.lcm(*(weight.denominator for weight in exact))
@@ -68,7 +68,7 @@ def megatron_blend_order(weights: Sequence[float], n: int, *, compiled: bool = T
     BlendedMegatronDatasetBuilder gives it weights that are already `normalised`, and it normalises them again.
     `compiled`: use megatron-core's loop if it is installed. Raises ValueError like `blend_order`.
     """
-    check_weights(weights)
+    check_blend_weights(weights)
     drawn = np.flatnonzero(weights).astype(np.int16)
     shares = normalised([weight for weight in weights if weight > 0])
     number, sample = np.empty(n, np.int16), np.empty(n, np.int64)
@@ -102,7 +102,7 @@ def normalised(weights: Sequence[float]) -> NDArray[np.float64]:
     return array / np.sum(array)
 
 
-def check_weights(weights: Sequence[float], key: str = "data.blend") -> None:
+def check_blend_weights(weights: Sequence[float], key: str = "data.blend") -> None:
     """Raise ValueError if a blend's weights cannot be used."""
     shown = str(list(weights)) if len(weights) <= 8 else f"{list(weights[:8])} and {len(weights) - 8} more"
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights):

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_ext.data.megatron.blend import BLEND_RULES, Order, check_weights
+from verl_ext.data.megatron.blend import BLEND_RULES, Order, check_blend_weights
 from verl_ext.data.megatron.index import TokenIndex
 from verl_ext.files import cached_folder, file_state, fingerprint
 from verl_ext.values import first_line
@@ -218,7 +218,7 @@ def cached_blend(
         ValueError: if the weights cannot be used (it names `key`), or if the root cannot be written or the arrays have
             changed (it names data.cache_dir).
     """
-    check_weights(weights, key)
+    check_blend_weights(weights, key)
     names = ("source", "sample")
     facts = [[float(weight) for weight in weights], n, rule]
     folder = _cached(root, "blend", facts, lambda: dict(zip(names, BLEND_RULES[rule](weights, n), strict=True)))

@@ -16,7 +16,7 @@ from verl_ext.text.tokenized import BATCH_BYTES, write_documents
 from verl_ext.values import DataError
 
 
-class Written(NamedTuple):
+class IndexedPart(NamedTuple):
     """The part of a batch that was written, in the units of the progress bar."""
 
     num_bytes: int
@@ -43,7 +43,7 @@ class TextIndexes:
         """Return whether a source, by its number from 1, has reached `max_tokens`."""
         return self.max_tokens is not None and [*self.counts.values()][source - 1].tokens >= self.max_tokens
 
-    def add(self, documents: PlainDocuments) -> Written:
+    def add(self, documents: PlainDocuments) -> IndexedPart:
         """Write a batch's documents, none if the source is full. Raises `DataError` if the batch ends the run."""
         key = [*self._prefixes][documents.source - 1]
         if documents.source != self._source:
@@ -51,7 +51,7 @@ class TextIndexes:
             self._source, self._writer = documents.source, IndexWriter(self._prefixes[key], self._dtype, key)
         assert self._writer is not None
         if self.is_full(documents.source):
-            return Written(documents.num_bytes, 0, 0)
+            return IndexedPart(documents.num_bytes, 0, 0)
         counts = self.counts[key]
         tokens, lengths = self._fitting(documents, counts)
         self._writer.add(tokens, lengths)
@@ -61,7 +61,7 @@ class TextIndexes:
         counts.add(read)
         if documents.failure and not is_full:
             raise DataError(documents.failure)
-        return Written(documents.num_bytes, read.records, len(tokens))
+        return IndexedPart(documents.num_bytes, read.records, len(tokens))
 
     def _fitting(self, documents: PlainDocuments, counts: Counts) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """Return the documents' tokens and lengths up to `max_tokens`."""

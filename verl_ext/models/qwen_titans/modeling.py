@@ -22,7 +22,7 @@ from transformers.utils import ModelOutput, can_return_tuple
 
 from verl_ext.models.qwen_titans.configuration import QwenTitansConfig
 from verl_ext.models.qwen_titans.memory import LongTermMemory, MemoryLayer
-from verl_ext.models.qwen_titans.stream import ChunkKeys, Place, StreamCache
+from verl_ext.models.qwen_titans.stream import ChunkKeys, ChunkPart, StreamCache
 
 
 class KeptPositions:
@@ -72,7 +72,7 @@ class ChunkPass:
         self.cache = cache
         self._masks: dict[int, torch.Tensor] = {}
 
-    def __call__(self, input_ids: torch.Tensor, place: Place) -> torch.Tensor:
+    def __call__(self, input_ids: torch.Tensor, place: ChunkPart) -> torch.Tensor:
         """Return the last layer's output ``[B, w, d]`` for ``input_ids[B, w]``, and update the cache's memories."""
         hidden = self.model.embed_tokens(input_ids)
         columns = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)
@@ -95,7 +95,7 @@ class ChunkPass:
             config._attn_implementation = given
         return hidden
 
-    def _attention_arguments(self, hidden: torch.Tensor, columns: torch.Tensor, place: Place) -> dict[str, Any]:
+    def _attention_arguments(self, hidden: torch.Tensor, columns: torch.Tensor, place: ChunkPart) -> dict[str, Any]:
         """Return a causal mask or None, the positions' rotations, and the store of keys and values.
 
         ``columns``, ``[B or 1, n]``, are the places of these tokens in their chunk.
@@ -231,7 +231,7 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
         for index, (chunk, mask) in enumerate(zip(chunks, masks, strict=True)):
             if every is not None and (len(chunks) - index) % every == 0:
                 cache.detach()
-            outputs.append(kept.of_chunk(chunk_pass(chunk, Place(mask)), index * size))
+            outputs.append(kept.of_chunk(chunk_pass(chunk, ChunkPart(mask)), index * size))
         return torch.cat(outputs, dim=1)
 
     def _read_on(

@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional as F
 
 
-class Place(NamedTuple):
+class ChunkPart(NamedTuple):
     """The part of each row's chunk that a pass reads, right-padded; without a cache, whole chunks from their start."""
 
     written: torch.Tensor | None = None  # bool [B, w] without a cache: tokens that are not padding, None for all
@@ -41,7 +41,7 @@ class MemoryStream:
         self.state: torch.Tensor | None = None
         self.since: torch.Tensor | None = None  # [B, r + s, d], the r tokens before included; [B, r, d] uncached
 
-    def __call__(self, memory: Any, hidden: torch.Tensor, place: Place) -> torch.Tensor:
+    def __call__(self, memory: Any, hidden: torch.Tensor, place: ChunkPart) -> torch.Tensor:
         """Read for ``hidden[B, w, d]``, then write the sub-chunks that are complete; return ``[B, w, d]``."""
         size, reach = memory.long_term_memory.options.sub_chunk, memory.long_term_memory.options.conv_tokens - 1
         cached = place.start is not None and place.tokens is not None
@@ -125,7 +125,7 @@ class StreamCache:
 
     def passes(
         self, mask: torch.Tensor, chunk_size: int, agree: Callable[[int], int]
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, Place]]:
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, ChunkPart]]:
         """Yield each row's tokens before a pass ``[B]``, their columns in ``mask[B, T]`` ``[B, w]``, and its place.
 
         ``agree`` returns the most passes of any rank, because each pass has collectives. The host waits for mask once.
@@ -144,7 +144,7 @@ class StreamCache:
             columns = done[:, None] + torch.arange(width)
             own = order.gather(1, columns.clamp(max=mask.shape[1] - 1).to(mask.device))
             top = int(start.max()) + width
-            place = Place(None, start.to(mask.device), count.to(mask.device), top, resumed, later == 0)
+            place = ChunkPart(None, start.to(mask.device), count.to(mask.device), top, resumed, later == 0)
             yield done.to(mask.device), own, place
             done, start = done + count, (start + count) % chunk_size
         self._places = start

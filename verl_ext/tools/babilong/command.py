@@ -112,7 +112,7 @@ class BabilongOptions(OutputOptions):
             yield f"{must}; got {show(within)}"
 
 
-class Job(NamedTuple):
+class SampleRange(NamedTuple):
     """Samples first to end - 1 of a file, about `tokens` long."""
 
     task: str
@@ -122,7 +122,7 @@ class Job(NamedTuple):
     tokens: int
 
 
-def generate(
+def write_samples(
     options: BabilongOptions, *, filler_sentences: int = FILLER_SENTENCES, job_samples: int = JOB_SAMPLES
 ) -> str:
     """Write all files; return closing lines, or raise UsageError or DataError."""
@@ -194,17 +194,17 @@ def _makers(options: BabilongOptions, backgrounds: Mapping[str, Background], cou
     }
 
 
-def _jobs(options: BabilongOptions, job_samples: int) -> list[Job]:
+def _jobs(options: BabilongOptions, job_samples: int) -> list[SampleRange]:
     jobs = []
     for task, (size, target) in product(options.tasks, options.targets.items()):
         step = max(1, min(job_samples, JOB_TOKENS // max(target, 1)))
         for first in range(0, options.samples, step):
             end = min(first + step, options.samples)
-            jobs.append(Job(task, size, first, end, (end - first) * (target or FACT_TOKENS)))
+            jobs.append(SampleRange(task, size, first, end, (end - first) * (target or FACT_TOKENS)))
     return jobs
 
 
-def _records(makers: Makers, job: Job) -> list[str]:
+def _records(makers: Makers, job: SampleRange) -> list[str]:
     """Return the samples of a job, each as one line of JSON."""
     maker = makers[job.task, job.size]
     return [json.dumps(maker.sample(number), ensure_ascii=False) for number in range(job.first, job.end)]
@@ -213,6 +213,6 @@ def _records(makers: Makers, job: Job) -> list[str]:
 main = command(
     "babilong",
     BabilongOptions,
-    generate,
+    write_samples,
     example="output_dir=DIR model.path=MODEL_OR_TOKENIZER 'tasks=[qa1]' 'sizes=[0k,32k]' samples=5000",
 )

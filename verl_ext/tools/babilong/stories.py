@@ -47,7 +47,7 @@ class StoryOptions(Options):
         return 1 if task == "qa4" else self.questions
 
 
-class Question(NamedTuple):
+class StoryQuestion(NamedTuple):
     """A question about the first `num_facts` facts of the story."""
 
     num_facts: int
@@ -69,7 +69,7 @@ class Story:
     """The ordered facts and the questions of a story."""
 
     facts: list[str] = field(default_factory=list)
-    questions: list[Question] = field(default_factory=list)
+    questions: list[StoryQuestion] = field(default_factory=list)
 
 
 class World:
@@ -117,7 +117,7 @@ def make_story(task: str, rng: random.Random, options: StoryOptions) -> Story:
             end += " there" if rng.random() < there.get(event.kind, 0) else ""
             story.facts.append(f"{event.actor} {rng.choice(VERBS[event.kind])} the {event.thing}{end}.")
         if asked := ask(events, rng):
-            story.questions.append(Question(len(events), *asked))
+            story.questions.append(StoryQuestion(len(events), *asked))
     return story
 
 
@@ -203,4 +203,4 @@ def _rooms(rng: random.Random) -> Story:
     room, way, other = rng.choice(told)
     text = rng.choice((f"What is {way} of the {other}?", f"What is the {other} {OPPOSITES[way]} of?"))
     facts = [f"The {subject} is {way} of the {other}." for subject, way, other in told]
-    return Story(facts, [Question(len(facts), text, room)])
+    return Story(facts, [StoryQuestion(len(facts), text, room)])

@@ -13,7 +13,7 @@ from verl_ext.text.messages import PlainText
 from verl_ext.text.readers import read_chunks, text_blocks
 from verl_ext.text.records import parse_record
 from verl_ext.text.sources import FORMATS, SourceFile, find_source_files, total_bytes
-from verl_ext.text.tokenizer import check_template, path_problems, read_template
+from verl_ext.text.tokenizer import check_template, read_template, tokenizer_path_problems
 from verl_ext.values import DataError, Options, option, show
 
 CHATML = "chatml"
@@ -85,7 +85,7 @@ class TokenizerOptions(Options):
             got = f"{self.path} and {self.train_patterns}" if self.path else "neither"
             yield f"exactly one of tokenizer.path and tokenizer.train_on must be given; got {got}"
         elif self.path:
-            yield from path_problems(self.path, "tokenizer.path")
+            yield from tokenizer_path_problems(self.path, "tokenizer.path")
             for name, value in self.changed().items():
                 if name != "path":
                     must = f"tokenizer.{name} must be left out with tokenizer.path, which is copied as it is"
@@ -125,14 +125,14 @@ class TrainingText:
         for chunk in read_chunks(file):
             for number, record in chunk.records:
                 try:
-                    texts = record_texts(parse_line(record) if isinstance(record, bytes) else record, self.text_key)
+                    texts = training_texts(parse_line(record) if isinstance(record, bytes) else record, self.text_key)
                 except BadRecord as error:
                     raise DataError(f"{chunk.place(number)}: {error}") from error
                 yield from ((text, 0) for text in texts)
             yield "", chunk.num_bytes
 
 
-def record_texts(record: Any, text_key: str) -> list[str]:
+def training_texts(record: Any, text_key: str) -> list[str]:
     """Return a record's field `text_key`, or else its chat's messages."""
     if isinstance(record, dict) and record.get(text_key) is not None:
         if not isinstance(text := record[text_key], str):

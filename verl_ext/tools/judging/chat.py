@@ -21,7 +21,7 @@ _SHOT = "\n[Answer begins]\n{answer}\n[Answer ends]\n\nRating: [[{score}]]\n"
 
 
 @dataclass(frozen=True)
-class ChatOptions(Options):
+class ChatBenchOptions(Options):
     """The options of LongBench-Chat."""
 
     prefix: ClassVar[str] = "chat"
@@ -37,7 +37,7 @@ class ChatOptions(Options):
 class LongBenchChat(Task):
     """Questions about long documents; a judge rates the answers beside three rated answers."""
 
-    options: ChatOptions
+    options: ChatBenchOptions
     sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=1.0, max_tokens=1024)
     prompt: ClassVar[str | None] = "chat.txt"
     worst: ClassVar[Any] = 1.0

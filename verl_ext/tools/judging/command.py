@@ -15,12 +15,12 @@ from verl_ext.endpoint.spending import read_price, spent
 from verl_ext.endpoint.store import Store
 from verl_ext.files import OutputFolder, write_json
 from verl_ext.text.tokenizer import ModelOptions, load_tokenizer
-from verl_ext.tools.judging.chat import ChatOptions, LongBenchChat
+from verl_ext.tools.judging.chat import ChatBenchOptions, LongBenchChat
 from verl_ext.tools.judging.page import write_judged
 from verl_ext.tools.judging.recall import BABILong, Needle, NeedleOptions
 from verl_ext.tools.judging.run import Judged, figures_of, judge_model, results, table, write_model
 from verl_ext.tools.judging.task import Case, Task
-from verl_ext.tools.judging.under_test import LocalModel, Predictions, named_paths
+from verl_ext.tools.judging.under_test import LocalModel, Predictions, model_paths
 from verl_ext.tools.judging.writing import LongBenchWrite, LongWriteRuler
 from verl_ext.values import REQUIRED, DataError, option
 
@@ -73,7 +73,7 @@ class JudgeOptions(OutputOptions):
     seed: int = option(42, "seed of the answers", least=0)
     store: str | None = option(None, "file of finished answers and verdicts; null: OUTPUT_DIR.store")
     max_failed: float = option(0.0, "share of a model's cases that may lack a score with exit code 0", least=0, most=1)
-    chat: ChatOptions = option(ChatOptions, "options of longbench_chat")
+    chat: ChatBenchOptions = option(ChatBenchOptions, "options of longbench_chat")
     needle: NeedleOptions = option(NeedleOptions, "options of needle")
     model: ModelOptions = option(ModelOptions, "the tokenizer of needle.lengths and chat.max_prompt_tokens")
 
@@ -142,9 +142,9 @@ async def _judged(
     given: dict[str, Any] = {"temperature": options.temperature, "max_tokens": options.max_tokens}
     sampling = replace(task.sampling, seed=options.seed, **{k: v for k, v in given.items() if v is not None})
     models: dict[str, Any] = {}
-    for name, path in named_paths(options.predictions, "predictions").items():
+    for name, path in model_paths(options.predictions, "predictions").items():
         models[name] = Predictions(path, f"predictions.{name}")
-    for name, path in named_paths(options.models, "models").items():
+    for name, path in model_paths(options.models, "models").items():
         models[name] = LocalModel(path, store, f"models.{name}")
     if options.endpoint.base_url:
         models[str(options.endpoint.model)] = Client(options.endpoint, store)

@@ -112,10 +112,10 @@ class BABILong(Task):
 
     def cases(self) -> Iterator[Case]:
         """Yield the questions of the files by task and length. Raises DataError if a file is not BABILong's."""
-        from verl_ext.data.babilong import FIELDS, find_files  # imports torch, which --help does not need
+        from verl_ext.data.babilong import FIELDS, find_task_files  # imports torch, which --help does not need
 
         try:
-            files, names = find_files([self.path], "cases")
+            files, names = find_task_files([self.path], "cases")
         except ValueError as error:
             raise DataError(str(error)) from error
         for file in files:

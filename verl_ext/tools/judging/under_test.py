@@ -146,7 +146,7 @@ class Predictions:
         return answer or Answer(FAILED, reason=f"{self.path} has no answer to case {record}")
 
 
-def named_paths(values: Mapping[str, Any], key: str) -> dict[str, str]:
+def model_paths(values: Mapping[str, Any], key: str) -> dict[str, str]:
     """Return an option's {name: path}. Raises UsageError if a path is not a text."""
     for name, path in values.items():
         if not isinstance(path, str) or not path:

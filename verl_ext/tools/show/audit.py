@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_ext.text.tokenizer import ModelOptions, load_tokenizer
-from verl_ext.tools.show.documents import Documents
+from verl_ext.tools.show.documents import ShownDocuments
 from verl_ext.tools.show.tokens import TokenFacts, read_tokens, repeated
 
 NAMED_ROWS = 5  # rows that a finding names, in the terminal and in the JSON
@@ -56,8 +56,8 @@ class Finding:
 
 
 def audit(
-    documents: Documents,
-    validation: Documents | None = None,
+    documents: ShownDocuments,
+    validation: ShownDocuments | None = None,
     model: ModelOptions | None = None,
     read: bool | None = None,
 ) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class _TokenIds:
     empty_reasoning: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, tokenizer: Any, documents: Documents) -> "_TokenIds":
+    def of(cls, tokenizer: Any, documents: ShownDocuments) -> "_TokenIds":
         texts = {text.strip() for report in documents.reports for text in _counts(report, "end_of_turn")} - {""}
         ends = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in sorted(texts)]
         empty: list[int] = []
@@ -126,7 +126,7 @@ class _TokenIds:
         return cls(tokenizer.bos_token_id, tuple(ids[-1] for ids in ends if ids), tuple(empty))
 
 
-def _of_columns(documents: Documents) -> list[Finding]:
+def _of_columns(documents: ShownDocuments) -> list[Finding]:
     targets, lengths = documents.targets, documents.lengths
     masks = {"no_target": targets == 0, "cut": documents.full_lengths > lengths}
     if not documents.all_targets:
@@ -134,7 +134,7 @@ def _of_columns(documents: Documents) -> list[Finding]:
     return [_finding(documents, name, mask) for name, mask in masks.items()]
 
 
-def _of_tokens(documents: Documents, facts: TokenFacts, ids: _TokenIds) -> list[Finding]:
+def _of_tokens(documents: ShownDocuments, facts: TokenFacts, ids: _TokenIds) -> list[Finding]:
     masks = {
         "cut_in_target": (documents.full_lengths > documents.lengths) & facts.ends_in_target,
         "duplicates": repeated(facts.hashes),
@@ -150,7 +150,7 @@ def _of_tokens(documents: Documents, facts: TokenFacts, ids: _TokenIds) -> list[
     return [_finding(documents, name, mask) for name, mask in masks.items()]
 
 
-def _other_tokenizer(documents: Documents, tokenizer: Any) -> Finding:
+def _other_tokenizer(documents: ShownDocuments, tokenizer: Any) -> Finding:
     """Compare the vocabulary of the model's tokenizer with the vocabularies of the tokenizers in the reports."""
     vocabulary = tokenizer.get_vocab()
     differs = np.zeros(len(documents), bool)
@@ -166,7 +166,7 @@ def _other_tokenizer(documents: Documents, tokenizer: Any) -> Finding:
     return _finding(documents, "other_tokenizer", differs, details)
 
 
-def _of_reports(documents: Documents) -> list[Finding]:
+def _of_reports(documents: ShownDocuments) -> list[Finding]:
     """Return the findings of the reports, which count records and name no rows."""
     if not any(documents.reports):
         return []
@@ -203,14 +203,14 @@ def _reasons(source: str, reason: str) -> dict[str, str]:
 
 
 def _finding(
-    documents: Documents, name: str, mask: NDArray[np.bool_], details: dict[str, int] | None = None
+    documents: ShownDocuments, name: str, mask: NDArray[np.bool_], details: dict[str, int] | None = None
 ) -> Finding:
     rows = np.flatnonzero(mask)
     places = [documents.place(row) for row in rows[:NAMED_ROWS].tolist()]
     return Finding(name, len(rows), len(documents), places, details or {})
 
 
-def _categories(documents: Documents) -> dict[str, dict[str, Any]]:
+def _categories(documents: ShownDocuments) -> dict[str, dict[str, Any]]:
     """Return documents, tokens, targets, their share, length quantiles and kinds of targets by category name."""
     order = np.lexsort((documents.lengths, documents.categories))
     every_length, every_target = documents.lengths[order], documents.targets[order]
@@ -229,7 +229,7 @@ def _categories(documents: Documents) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _kinds(documents: Documents) -> dict[str, dict[str, int]]:
+def _kinds(documents: ShownDocuments) -> dict[str, dict[str, int]]:
     """Sum `target_kinds` of the reports by category: tokens of answers, reasoning, tool calls and ends of turns."""
     found: dict[str, dict[str, int]] = {}
     for report in documents.reports:

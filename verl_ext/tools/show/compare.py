@@ -9,11 +9,11 @@ from rich.text import Text
 
 from verl_ext.tables import plain_table
 from verl_ext.tools.show.document import AFTER, BEFORE, Decode, first_difference
-from verl_ext.tools.show.documents import Documents
+from verl_ext.tools.show.documents import ShownDocuments
 from verl_ext.values import one_line
 
 
-def differences(one: Documents, other: Documents) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def report_differences(one: ShownDocuments, other: ShownDocuments) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the rows whose tokens differ and the rows that differ in targets alone, both ascending.
 
     Row i of one is compared with row i of the other, up to the last row that both have.
@@ -28,9 +28,11 @@ def differences(one: Documents, other: Documents) -> tuple[NDArray[np.int64], ND
     return np.array(tokens, np.int64), np.array(targets, np.int64)
 
 
-def comparison(one: Documents, other: Documents, decode: Decode | None, most: int) -> Iterator[RenderableType]:
+def comparison(
+    one: ShownDocuments, other: ShownDocuments, decode: Decode | None, most: int
+) -> Iterator[RenderableType]:
     """Yield the counts of differing rows, and the place and text of the first difference in `most` rows."""
-    tokens, targets = differences(one, other)
+    tokens, targets = report_differences(one, other)
     compared = min(len(one), len(other))
     same = compared - len(tokens) - len(targets)
     yield Text(f"{compared:,} rows compared: {same:,} equal, {len(tokens):,} with other tokens,", "bold").append(

@@ -20,9 +20,9 @@ from verl_ext.tools.show.audit import audit
 from verl_ext.tools.show.audit_tables import audit_tables
 from verl_ext.tools.show.compare import comparison
 from verl_ext.tools.show.document import RUN_CELLS, RUN_CELLS_OF_PAGE, document_view
-from verl_ext.tools.show.documents import Documents, open_documents, tokenizer_of
+from verl_ext.tools.show.documents import ShownDocuments, open_documents, tokenizer_of
 from verl_ext.tools.show.packs import PackOptions, open_packs, pack_view, plan_facts
-from verl_ext.tools.show.raw import is_raw, tokenized_raw
+from verl_ext.tools.show.raw import is_raw_file, tokenized_raw
 from verl_ext.tools.show.record import RecordFinder
 from verl_ext.tools.show.require import broken, read_requirements
 from verl_ext.tools.show.select import SelectOptions, selected
@@ -89,14 +89,14 @@ def _tokenized(options: ShowDataOptions, folder: Path) -> ShowDataOptions:
 
     def tokenized(value: Any, key: str, more: Mapping[str, Any] = MappingProxyType({})) -> Any:
         paths = as_list(value)
-        if not paths or not all(map(is_raw, paths)):
+        if not paths or not all(map(is_raw_file, paths)):
             return value
         asked = {**options.tokenize, **more}
         return [tokenized_raw(paths, key, options.model, asked, options.max_tokens, folder / key)]
 
     against = options.against
     if isinstance(against, dict):  # the same files with different options
-        if not all(map(is_raw, options.paths)):
+        if not all(map(is_raw_file, options.paths)):
             raise UsageError(f"against must be paths, or options for raw files; got options, and {options.paths[0]}")
         against = tokenized(options.paths, "against", against)
     elif against is not None:
@@ -160,7 +160,7 @@ def _show(options: ShowDataOptions, names: list[str]) -> None:
         raise refused
 
 
-def _documents(documents: Documents, options: ShowDataOptions) -> Iterator[Text]:
+def _documents(documents: ShownDocuments, options: ShowDataOptions) -> Iterator[Text]:
     """Yield the selected documents, each followed by its record if the options ask for it."""
     tokenizer = tokenizer_of(options.model, documents.tokenizer, is_needed=True)
     in_colour, longest = (True, RUN_CELLS_OF_PAGE) if options.html else (has_colours(), RUN_CELLS)

@@ -46,7 +46,7 @@ class Block(NamedTuple):
     loss_mask: NDArray[Any]  # 1 for targets; a document's first token may have a 1 but is never a target
 
 
-class Documents:
+class ShownDocuments:
     """Documents of several paths of one kind, numbered one after the other.
 
     Attributes:
@@ -91,7 +91,7 @@ class Documents:
         return named.pop() if len(named) == 1 else None
 
 
-class FolderDocuments(Documents):
+class FolderDocuments(ShownDocuments):
     """The documents of tokenized folders; all tokens are read once if other software than verl-ext wrote a folder."""
 
     def __init__(self, folders: Sequence[str], key: str) -> None:
@@ -142,7 +142,7 @@ class FolderDocuments(Documents):
             )
 
 
-class IndexDocuments(Documents):
+class IndexDocuments(ShownDocuments):
     """The documents of Megatron corpora; each corpus is a category, and all tokens but the first are targets."""
 
     all_targets = True
@@ -173,7 +173,7 @@ class IndexDocuments(Documents):
                 yield Block(first + begin, length, ids, np.ones(len(ids), np.int8))
 
 
-def open_documents(paths: Sequence[str], key: str = "paths") -> Documents:
+def open_documents(paths: Sequence[str], key: str = "paths") -> ShownDocuments:
     """Open tokenized folders or Megatron corpora.
 
     Raises:

@@ -12,7 +12,7 @@ from rich.text import Text
 from verl_ext.packing import MOST_TOKENS, OVER_LENGTH_POLICIES, STRATEGIES, TOKENS, CostModel
 from verl_ext.tables import plain_table
 from verl_ext.tools.show.document import Decode
-from verl_ext.tools.show.documents import Documents
+from verl_ext.tools.show.documents import ShownDocuments
 from verl_ext.trainer.step_plan import StepPlan
 from verl_ext.values import DataError, Options, UsageError, one_line, option, options_of
 
@@ -43,7 +43,7 @@ class PackOptions(Options):
             yield f"max_tokens is required with {', '.join(changed)}; got null"
 
 
-def open_packs(documents: Documents, options: PackOptions) -> "SFTDataSet":
+def open_packs(documents: ShownDocuments, options: PackOptions) -> "SFTDataSet":
     """Open tokenized folders as the training set of a run with these options.
 
     Raises:
@@ -65,7 +65,7 @@ def open_packs(documents: Documents, options: PackOptions) -> "SFTDataSet":
     return packs
 
 
-def plan_facts(documents: Documents, packs: "SFTDataSet", options: PackOptions) -> dict[str, Any]:
+def plan_facts(documents: ShownDocuments, packs: "SFTDataSet", options: PackOptions) -> dict[str, Any]:
     """Return the facts of packs and steps as a run's data_report.json has them, and those of long documents.
 
     `busy` is the share of an epoch in which an average rank works; a document of l tokens costs l + l²/25,000.

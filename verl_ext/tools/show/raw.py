@@ -16,7 +16,7 @@ from verl_ext.values import DataError, UsageError, choice_problem, options_of
 _BABILONG = {"input", "question", "target"}
 
 
-def is_raw(path: str) -> bool:
+def is_raw_file(path: str) -> bool:
     """Tell whether a path is a file of chats, texts or BABILong samples."""
     return not os.path.isdir(path) and kind_of(path) is not None
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from verl_ext.text.chat_parts import blocks, is_opened
+from verl_ext.text.chat_parts import is_opened, tagged_blocks
 
 if TYPE_CHECKING:
     from verl_ext.tools.show.document import Cell
@@ -55,7 +55,7 @@ def _kinds(run: Sequence["Cell"], before: str) -> list[str]:
     if not any(cell.is_special for cell in run[last:]):
         last = len(run)
     text = "".join(cell.text for cell in run[:last])
-    borders = iter(blocks(text, 0, len(text), is_opened(before))[0] if text else [])
+    borders = iter(tagged_blocks(text, 0, len(text), is_opened(before))[0] if text else [])
     border, names, at = next(borders, None), [], 0
     for cell in run[:last]:
         while border is not None and at >= border.stop:

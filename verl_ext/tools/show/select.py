@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_ext.tools.show.documents import Documents
+from verl_ext.tools.show.documents import ShownDocuments
 from verl_ext.values import Options, UsageError, choice_problem, option
 
 
@@ -46,7 +46,7 @@ class SelectOptions(Options):
 _SELECTORS = ("row", "category", "no_target", "cut", "matches", "longest", "shortest", "random")
 
 
-def selected(documents: Documents, options: SelectOptions, decode: Callable[[list[int]], str]) -> Iterator[int]:
+def selected(documents: ShownDocuments, options: SelectOptions, decode: Callable[[list[int]], str]) -> Iterator[int]:
     """Yield the selected rows in the order of the options; `matches` decodes one document at a time.
 
     Raises:
@@ -75,7 +75,7 @@ def selected(documents: Documents, options: SelectOptions, decode: Callable[[lis
         raise UsageError(f"a document must match the selection; got none with {asked}")
 
 
-def _wanted(documents: Documents, options: SelectOptions) -> NDArray[np.bool_]:
+def _wanted(documents: ShownDocuments, options: SelectOptions) -> NDArray[np.bool_]:
     wanted = np.ones(len(documents), bool)
     if options.category is not None:
         numbers = {name: number for number, name in documents.names.items()}

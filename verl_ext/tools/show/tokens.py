@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_ext.packing.plan import offsets_of
-from verl_ext.tools.show.documents import Documents
+from verl_ext.tools.show.documents import ShownDocuments
 
 _MIX = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: spreads small ids over all bits
 
@@ -38,7 +38,7 @@ class TokenFacts:
     sequence: NDArray[np.bool_]
 
 
-def read_tokens(documents: Documents, bos: int | None = None, sequence: Sequence[int] = ()) -> TokenFacts:
+def read_tokens(documents: ShownDocuments, bos: int | None = None, sequence: Sequence[int] = ()) -> TokenFacts:
     """Read every token once. bos: the token of `double_start`. sequence: the token ids to find among the targets."""
     count = len(documents)
     longest = int(documents.lengths.max(initial=0))

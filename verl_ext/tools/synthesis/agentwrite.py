@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from verl_ext.endpoint.answer import UNPARSABLE, Answer, Unparsable
 from verl_ext.endpoint.client import Client
 from verl_ext.text.word_count import count_words, language_of, length_score
-from verl_ext.tools.synthesis.items import Item, drawn
+from verl_ext.tools.synthesis.items import SourceItem, drawn
 from verl_ext.tools.synthesis.lengths import SMALL_NUMBER, asked_words, mentions_length
-from verl_ext.tools.synthesis.prompts import Prompts
+from verl_ext.tools.synthesis.prompts import PromptTexts
 from verl_ext.tools.synthesis.records import Result, Settings, question_and_answer, refused_in_words
 
 _NUMBER = rf"(?:\d+|{SMALL_NUMBER}|[一二三四五六七八九十百]+)"
@@ -72,7 +72,9 @@ def cleaned_paragraph(text: str) -> str:
     return _BELOW.sub("", text).strip()
 
 
-async def make(item: Item, client: Client, prompts: dict[str, Prompts], settings: Settings) -> Result:
+async def write_by_plan(
+    item: SourceItem, client: Client, prompts: dict[str, PromptTexts], settings: Settings
+) -> Result:
     """Return the record of an instruction, or the reason why there is none."""
     own = prompts[language_of(item.text)]
     instruction, words = item.text, asked_words(item.text)

@@ -14,13 +14,13 @@ from verl_ext.endpoint.spending import QuestionProgress, read_price, spent
 from verl_ext.endpoint.store import Store
 from verl_ext.tools.synthesis.corpus import Corpus, Intervals
 from verl_ext.tools.synthesis.encoder import EncoderOptions
-from verl_ext.tools.synthesis.items import Item
-from verl_ext.tools.synthesis.prompts import Prompts
+from verl_ext.tools.synthesis.items import SourceItem
+from verl_ext.tools.synthesis.prompts import PromptTexts
 from verl_ext.tools.synthesis.records import Result, Settings
 
 AHEAD = 4  # items that are in progress for each concurrent request
 
-Make = Callable[[Item, Client, dict[str, Prompts], Settings], Coroutine[Any, Any, Result]]
+Make = Callable[[SourceItem, Client, dict[str, PromptTexts], Settings], Coroutine[Any, Any, Result]]
 ResultT = TypeVar("ResultT")
 
 
@@ -30,7 +30,7 @@ class Work:
 
     corpus: Corpus
     total: int
-    prompts: dict[str, Prompts]
+    prompts: dict[str, PromptTexts]
     settings: Settings
     endpoint: EndpointOptions
     encoder: EncoderOptions
@@ -52,7 +52,7 @@ class WriteResult:
     lengths: dict[str, dict[str, int]] = field(default_factory=dict)
     cost: str = ""
 
-    def add(self, item: Item, outcome: str, reason: str, has_record: bool) -> None:
+    def add(self, item: SourceItem, outcome: str, reason: str, has_record: bool) -> None:
         """Count an item, and list it unless it has a record."""
         self.outcomes[outcome] += 1
         if not has_record:
@@ -66,7 +66,7 @@ async def write_records(make: Make, work: Work) -> WriteResult:
     with Store(work.store_path) as store:
         async with Client(work.endpoint, store) as client:
 
-            async def made_of(item: Item) -> Result:
+            async def made_of(item: SourceItem) -> Result:
                 async with free:  # an item's requests follow each other, while the server still caches its document
                     return await make(item, client, work.prompts, work.settings)
 
@@ -86,10 +86,10 @@ async def write_records(make: Make, work: Work) -> WriteResult:
 
 
 async def in_order(
-    begun: Iterator[tuple[Item, Coroutine[Any, Any, ResultT]]], ahead: int
-) -> AsyncGenerator[tuple[Item, ResultT], None]:
+    begun: Iterator[tuple[SourceItem, Coroutine[Any, Any, ResultT]]], ahead: int
+) -> AsyncGenerator[tuple[SourceItem, ResultT], None]:
     """Yield the results of coroutines in their order while up to `ahead` of them run."""
-    running: deque[tuple[Item, asyncio.Task[ResultT]]] = deque()
+    running: deque[tuple[SourceItem, asyncio.Task[ResultT]]] = deque()
     try:
         for item, coroutine in begun:
             running.append((item, asyncio.ensure_future(coroutine)))

@@ -36,7 +36,7 @@ NOT_REPORTED = ("output_dir", "overwrite", "store")
 
 
 @dataclass(frozen=True)
-class Task:
+class SynthesisTask:
     """A way to make records: from documents of chosen lengths or from instructions, by questions or by joining."""
 
     write: Callable[[Work], Coroutine[Any, Any, WriteResult]]
@@ -46,10 +46,10 @@ class Task:
 
 
 TASKS = {
-    "longalign": Task(partial(write_records, longalign.make), "text", of_documents=True),
-    "glm_long": Task(partial(write_records, glm_long.make), "text", of_documents=True),
-    "glm_long_documents": Task(write_joined, "text", of_documents=True, joins=True),
-    "agentwrite": Task(partial(write_records, agentwrite.make), "prompt", of_documents=False),
+    "longalign": SynthesisTask(partial(write_records, longalign.ask_of_document), "text", of_documents=True),
+    "glm_long": SynthesisTask(partial(write_records, glm_long.ask_of_parts), "text", of_documents=True),
+    "glm_long_documents": SynthesisTask(write_joined, "text", of_documents=True, joins=True),
+    "agentwrite": SynthesisTask(partial(write_records, agentwrite.write_by_plan), "prompt", of_documents=False),
 }
 
 

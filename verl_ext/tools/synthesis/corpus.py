@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from verl_ext.text.sources import SourceFile
-from verl_ext.tools.synthesis.items import Item, drawn, read_items
+from verl_ext.tools.synthesis.items import SourceItem, drawn, read_items
 from verl_ext.tools.synthesis.overlap import NearDuplicates, Passages
 from verl_ext.tools.synthesis.token_lengths import TokenLengths
 from verl_ext.values import DataError
@@ -85,13 +85,13 @@ class Corpus:
             self.chosen[group] = {name for _, name in sorted(groups[group])[:share]}
         return sum(map(len, self.chosen.values()))
 
-    def items(self) -> Iterator[Item]:
+    def items(self) -> Iterator[SourceItem]:
         """Yield the chosen items in the order of the files."""
         for item, group in self._items(Counter()):
             if item.name in self.chosen[group]:
                 yield item
 
-    def _items(self, left_out: Counter[str]) -> Iterator[tuple[Item, str]]:
+    def _items(self, left_out: Counter[str]) -> Iterator[tuple[SourceItem, str]]:
         """Yield each item of a right length, shortened if `truncate`, with its interval; count the others."""
         for item in read_items(*self._read, left_out, self._skip_bad):
             if self._lengths is None:

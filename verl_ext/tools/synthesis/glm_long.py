@@ -15,8 +15,8 @@ import re
 from verl_ext.endpoint.answer import UNPARSABLE, Answer, Unparsable
 from verl_ext.endpoint.client import Client
 from verl_ext.text.word_count import language_of
-from verl_ext.tools.synthesis.items import Item, drawn
-from verl_ext.tools.synthesis.prompts import Prompts
+from verl_ext.tools.synthesis.items import SourceItem, drawn
+from verl_ext.tools.synthesis.prompts import PromptTexts
 from verl_ext.tools.synthesis.records import Result, Settings, json_in, question_and_answer, refused_in_words
 from verl_ext.tools.synthesis.token_lengths import TokenLengths
 
@@ -48,7 +48,7 @@ def parse_pair(text: str) -> tuple[str, str]:
     return question, answer
 
 
-def stretches(item: Item, number: int, size: int, seed: int, lengths: TokenLengths) -> list[tuple[int, int]]:
+def stretches(item: SourceItem, number: int, size: int, seed: int, lengths: TokenLengths) -> list[tuple[int, int]]:
     """Return `number` stretches of at most `size` tokens, as characters, spread evenly over a text.
 
     The start of each is drawn within its part of the text. If the text consists of several documents, the stretches are
@@ -71,7 +71,7 @@ def stretches(item: Item, number: int, size: int, seed: int, lengths: TokenLengt
     return lengths.characters(item.text, spans)
 
 
-async def make(item: Item, client: Client, prompts: dict[str, Prompts], settings: Settings) -> Result:
+async def ask_of_parts(item: SourceItem, client: Client, prompts: dict[str, PromptTexts], settings: Settings) -> Result:
     """Return the record of a document, or the reason why there is none."""
     way = WAYS[drawn(settings.seed, item.name, "way") % len(WAYS)]
     own = prompts[language_of(item.text)]
@@ -102,7 +102,7 @@ async def make(item: Item, client: Client, prompts: dict[str, Prompts], settings
     return question_and_answer(item, f"glm_long_{way}", content, reply, own, [answer], facts)
 
 
-async def _summary(item: Item, client: Client, own: Prompts, settings: Settings) -> Result:
+async def _summary(item: SourceItem, client: Client, own: PromptTexts, settings: Settings) -> Result:
     """Return the record of a summary, for which the model reads the text window by window."""
     assert settings.lengths_of is not None
     count, answers, text, level = settings.lengths_of, list[Answer](), item.text, 0

@@ -18,7 +18,7 @@ from verl_ext.values import DataError
 
 
 @dataclass(frozen=True)
-class Item:
+class SourceItem:
     """A document or an instruction.
 
     Attributes:
@@ -48,7 +48,7 @@ def read_items(
     class_field: str | None,
     left_out: Counter[str],
     skip_bad: bool,
-) -> Iterator[Item]:
+) -> Iterator[SourceItem]:
     """Yield the items of the files in order; `left_out` counts bad records.
 
     class_field: the field of a record with its class; None: its source is its class. Raises `DataError` at the first
@@ -80,7 +80,9 @@ def read_items(
                         raise DataError(f"{chunk.place(number)}: {error}") from error
                     left_out[error.reason] += 1
                     continue
-                yield Item(f"{name}:{number}", source, text.strip(), kind=kind, documents=_documents(record, text))
+                yield SourceItem(
+                    f"{name}:{number}", source, text.strip(), kind=kind, documents=_documents(record, text)
+                )
 
 
 def _documents(record: Mapping[str, Any], text: str) -> list[tuple[int, int]]:

@@ -26,14 +26,14 @@ from verl_ext.endpoint.store import Store
 from verl_ext.tools.synthesis.asking import AHEAD, Work, WriteResult, in_order
 from verl_ext.tools.synthesis.corpus import Intervals
 from verl_ext.tools.synthesis.encoder import LocalEncoder
-from verl_ext.tools.synthesis.items import Item, drawn
+from verl_ext.tools.synthesis.items import SourceItem, drawn
 from verl_ext.values import DataError
 
 SEPARATOR = "\n\n"
 
 
 @dataclass(frozen=True)
-class Document:
+class ClassDocument:
     """A document of a class: its tokens with the separator after it, and the place of its text in the file of texts."""
 
     name: str
@@ -53,7 +53,7 @@ class Group:
 
 
 def groups_of(
-    documents: Sequence[Document], intervals: Intervals, seed: int, filled: dict[str, int]
+    documents: Sequence[ClassDocument], intervals: Intervals, seed: int, filled: dict[str, int]
 ) -> Iterator[Group]:
     """Yield the groups of a class; a document is in at most one group.
 
@@ -122,11 +122,11 @@ async def write_joined(work: Work) -> WriteResult:
     return result
 
 
-async def _embedded(work: Work, texts: IO[bytes], result: WriteResult) -> dict[str, list[Document]]:
+async def _embedded(work: Work, texts: IO[bytes], result: WriteResult) -> dict[str, list[ClassDocument]]:
     """Embed the documents and write their texts to a file; return them by class, and set the cost in `result`."""
     count = work.settings.lengths_of
     assert count is not None
-    classes: dict[str, list[Document]] = defaultdict(list)
+    classes: dict[str, list[ClassDocument]] = defaultdict(list)
     of_server = work.encoder.path is None
     price = read_price(work.endpoint) if of_server else None
     with Store(work.store_path) as store:
@@ -158,14 +158,16 @@ async def _embedded(work: Work, texts: IO[bytes], result: WriteResult) -> dict[s
     return classes
 
 
-def _kept(item: Item, tokens: int, vector: NDArray[np.float32], texts: IO[bytes]) -> Document:
+def _kept(item: SourceItem, tokens: int, vector: NDArray[np.float32], texts: IO[bytes]) -> ClassDocument:
     """Write a document's text to the file, from which its group reads it later, and return its place there."""
     place, text = texts.tell(), item.text.encode()
     texts.write(text)
-    return Document(item.name, tokens, vector, place, len(text))
+    return ClassDocument(item.name, tokens, vector, place, len(text))
 
 
-def _record(kind: str, group: Group, documents: Sequence[Document], texts: IO[bytes], work: Work) -> dict[str, Any]:
+def _record(
+    kind: str, group: Group, documents: Sequence[ClassDocument], texts: IO[bytes], work: Work
+) -> dict[str, Any]:
     """Return the record of a joined text, with the place of each of its documents."""
     assert work.settings.lengths_of is not None
     text, parts = "", []

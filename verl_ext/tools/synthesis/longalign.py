@@ -11,8 +11,8 @@ import re
 from verl_ext.endpoint.answer import Answer, Unparsable
 from verl_ext.endpoint.client import Client
 from verl_ext.text.word_count import language_of
-from verl_ext.tools.synthesis.items import Item, drawn
-from verl_ext.tools.synthesis.prompts import Prompts
+from verl_ext.tools.synthesis.items import SourceItem, drawn
+from verl_ext.tools.synthesis.prompts import PromptTexts
 from verl_ext.tools.synthesis.records import Result, Settings, json_in, question_and_answer, refused_in_words
 
 _NUMBERS = "一二三四五六七八九十"
@@ -61,7 +61,9 @@ def _json_questions(text: str) -> list[str] | None:
     return texts if texts and len(texts) == len(named) else None
 
 
-async def make(item: Item, client: Client, prompts: dict[str, Prompts], settings: Settings) -> Result:
+async def ask_of_document(
+    item: SourceItem, client: Client, prompts: dict[str, PromptTexts], settings: Settings
+) -> Result:
     """Return the record of a document, or the reason why there is none."""
     own = prompts[language_of(item.text)]
     kinds = own.below("kinds")

@@ -17,7 +17,7 @@ _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
 @dataclass(frozen=True)
-class Prompts:
+class PromptTexts:
     """The prompts of one language by dotted name, and a version that changes with any of them."""
 
     texts: Mapping[str, str]
@@ -32,7 +32,7 @@ class Prompts:
         return [text.removeprefix(f"{name}.") for text in self.texts if text.startswith(f"{name}.")]
 
 
-def load_prompts(path: str | None, task: str) -> dict[str, Prompts]:
+def load_prompts(path: str | None, task: str) -> dict[str, PromptTexts]:
     """Return the prompts of a task by language: ours, or those of a file for every language.
 
     Raises `UsageError` if the file lacks one of our prompts or placeholders, or has an unknown prompt.
@@ -40,7 +40,7 @@ def load_prompts(path: str | None, task: str) -> dict[str, Prompts]:
     folder = resources.files("verl_ext.tools.synthesis") / "prompts"
     ours = {name: _texts(yaml.safe_load((folder / f"{name}.yaml").read_text("utf-8"))[task]) for name in LANGUAGES}
     if path is None:
-        return {name: Prompts(texts, fingerprint(texts, digits=8)) for name, texts in ours.items()}
+        return {name: PromptTexts(texts, fingerprint(texts, digits=8)) for name, texts in ours.items()}
     try:
         found = yaml.safe_load(Path(path).read_text("utf-8"))
         texts = _texts(found[task])
@@ -54,7 +54,7 @@ def load_prompts(path: str | None, task: str) -> dict[str, Prompts]:
             raise UsageError(f"prompts: {task}.{name} must contain {{{sorted(missing)[0]}}}; got {path}")
     for name in sorted(set(texts) - set(ours["en"])):
         raise UsageError(unknown(name, ours["en"], node=task, owner=f"prompts={path}"))
-    return dict.fromkeys(LANGUAGES, Prompts(texts, fingerprint(texts, digits=8)))
+    return dict.fromkeys(LANGUAGES, PromptTexts(texts, fingerprint(texts, digits=8)))
 
 
 def _texts(node: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

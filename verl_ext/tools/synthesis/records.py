@@ -10,9 +10,9 @@ from typing import Any
 
 from verl_ext.endpoint.answer import DONE, REFUSED, Answer, Usage
 from verl_ext.endpoint.client import SamplingOptions
-from verl_ext.tools.synthesis.items import Item
+from verl_ext.tools.synthesis.items import SourceItem
 from verl_ext.tools.synthesis.overlap import Passages
-from verl_ext.tools.synthesis.prompts import Prompts
+from verl_ext.tools.synthesis.prompts import PromptTexts
 from verl_ext.tools.synthesis.token_lengths import TokenLengths
 from verl_ext.values import one_line
 
@@ -86,11 +86,11 @@ class Result:
 
 
 def question_and_answer(
-    item: Item,
+    item: SourceItem,
     category: str,
     question: str,
     answer: str,
-    prompts: Prompts,
+    prompts: PromptTexts,
     answers: Sequence[Answer],
     facts: Mapping[str, Any],
 ) -> Result:
