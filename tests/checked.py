@@ -10,14 +10,14 @@ from verl_ext.config.model import ModelFacts
 from verl_ext.config.resolve import resolve_run
 from verl_ext.config.run import Machine, RunConfig
 from verl_ext.config.support import Architecture, model_support_problems
-from verl_ext.overrides import parsed
+from verl_ext.overrides import parsed_words
 
 
 def changed(composed: DictConfig, words: Iterable[str]) -> DictConfig:
     """Return a copy of a composed configuration under overrides, without the time of composing another one."""
     config = composed.copy()
-    for override in filter(None, map(parsed, words)):
-        OmegaConf.update(config, override.key_or_group, override.value(), force_add=True)
+    for item in parsed_words(list(words)):
+        OmegaConf.update(config, item.key, item.parsed(), force_add=True)
     return config
 
 
