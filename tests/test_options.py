@@ -103,4 +103,6 @@ def test_an_option_refuses_what_it_does_not_take_and_takes_its_bounds_and_choice
             assert got in (show(value), show(option.converted(value))), line
             assert "read" in vars(cls) or all(word in line for word in said), (line, said)  # or it has its own sentence
         for value in allowed(option):
+            if "read" in vars(cls) and value == {}:
+                continue  # a mixture needs a source, which the default cannot name
             assert lines(cls, name, value) == []

@@ -443,7 +443,7 @@ def test_output_with_files_is_only_replaced_when_asked(tmp_path: Path, model: Pa
     [
         (["max_tokns=3"], "unknown key max_tokns; nearest: max_tokens"),
         (["model.pat=x"], "nearest: model.path"),
-        (["+zzzzzz=1"], "known keys: output_dir"),
+        (["+zzzzzz=1"], "unknown key zzzzzz"),
         (["model.path=/no/such/folder"], "model.path must be a folder that exists; got /no/such/folder"),
         (["apply_chat_template_kwargs={tokenize:true}"], "must not set tokenize"),
         (
