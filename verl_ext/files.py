@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -139,6 +139,11 @@ def atomic_write(path: Path) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             partial.unlink()
+
+
+def json_lines(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield each row as a line of JSON, with its line end."""
+    return (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 def write_json(path: Path, value: Any) -> None:

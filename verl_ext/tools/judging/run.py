@@ -1,7 +1,6 @@
 """A benchmark over models: answers, verdicts, scores, and the files that hold them."""
 
 import asyncio
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -11,6 +10,7 @@ from typing import Any
 from verl_ext.endpoint.answer import Answer
 from verl_ext.endpoint.client import Client, SamplingOptions
 from verl_ext.endpoint.spending import Price, QuestionProgress
+from verl_ext.files import json_lines
 from verl_ext.tables import as_text, pivot
 from verl_ext.tools.judging.figures import Figure, figures
 from verl_ext.tools.judging.task import Case, Scores, Task
@@ -108,7 +108,7 @@ def write_model(folder: Path, task: Task, judged: Sequence[Judged]) -> None:
 
 def _write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     # Half a surrogate pair, which UTF-8 has not, is written as JSON's escape.
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    text = "".join(json_lines(rows))
     path.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 

@@ -1,7 +1,6 @@
 """The making of a run's records: many requests run at a time, and records are written in the order of the items."""
 
 import asyncio
-import json
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from contextlib import aclosing
@@ -12,6 +11,7 @@ from typing import Any, TypeVar
 from verl_ext.endpoint.client import Client, EndpointOptions
 from verl_ext.endpoint.spending import QuestionProgress, read_price, spent
 from verl_ext.endpoint.store import Store
+from verl_ext.files import json_lines
 from verl_ext.tools.synthesis.corpus import Corpus, Intervals
 from verl_ext.tools.synthesis.encoder import EncoderOptions
 from verl_ext.tools.synthesis.items import SourceItem
@@ -79,7 +79,7 @@ async def write_records(make: Make, work: Work) -> WriteResult:
                     async for item, made in results:
                         result.add(item, made.outcome, made.reason, made.record is not None)
                         if made.record is not None:
-                            file.write(json.dumps(made.record, ensure_ascii=False) + "\n")
+                            file.writelines(json_lines([made.record]))
                         bar.item_done()
             result.cost = spent(client, price)
     return result

@@ -8,7 +8,6 @@ AI, "GLM Long: Scaling Pre-trained Model Contexts to Millions", 2024). The searc
 all embeddings of a class by the start's, which is quick enough for about 100,000 documents in a class.
 """
 
-import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
@@ -23,6 +22,7 @@ from verl_ext.endpoint.answer import DONE
 from verl_ext.endpoint.client import Client
 from verl_ext.endpoint.spending import QuestionProgress, read_price, spent
 from verl_ext.endpoint.store import Store
+from verl_ext.files import json_lines
 from verl_ext.tools.synthesis.asking import AHEAD, Work, WriteResult, in_order
 from verl_ext.tools.synthesis.corpus import Intervals
 from verl_ext.tools.synthesis.encoder import LocalEncoder
@@ -106,7 +106,7 @@ async def write_joined(work: Work) -> WriteResult:
             used = 0
             for group in groups_of(documents, work.intervals, seed, filled):
                 record = _record(kind, group, documents, texts, work)
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+                file.writelines(json_lines([record]))
                 row = result.lengths[group.interval]
                 row["documents"] += 1
                 row["tokens"] += record["provenance"]["tokens"]

@@ -22,7 +22,7 @@ from verl.utils.tracking import FileLogger, Tracking
 
 from verl_ext.checkpoint.layout import METRICS, RUN_IDS
 from verl_ext.config.run import RunConfig
-from verl_ext.files import atomic_write, write_json
+from verl_ext.files import atomic_write, json_lines, write_json
 from verl_ext.flops import peak_flops
 from verl_ext.redaction import redacted, redacted_text
 from verl_ext.trainer.distributed import at_exit
@@ -232,7 +232,7 @@ def _without_terminal() -> Iterator[None]:
 def append_lines(path: Path, rows: Iterable[Mapping[str, Any]], loss: str) -> None:
     """Append rows to a JSONL file; warn of `loss` if it fails."""
     with log_tracker_errors(loss), path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        file.writelines(json_lines(rows))
 
 
 def continued_lines(path: Path, first_step: int) -> None:
