@@ -267,6 +267,7 @@ def optimizer_problem(config: RunConfig) -> str | None:
         return f"{key} must be a module of optimizers; got {optim.optimizer_impl}"
     if show(optim.optimizer) not in names:  # a list is unhashable
         return choice_problem("optim.optimizer", optim.optimizer, sorted(kinds - {"Optimizer"}))
+    # A trial on small parameters shows what an optimizer refuses before weights are loaded.
     steps = 0 if optim.optimizer_impl.split(".")[0] in _ON_GPU_ALONE else 2
     if not isinstance(given := optim.override_optimizer_config or {}, Mapping):
         return f"optim.override_optimizer_config must be a mapping of names to values; got {show(given)}"

@@ -151,7 +151,7 @@ class PackedModel(HFModelConfig, ModelNode):
 
     @classmethod
     def memory_settings(cls, hf_config: Any) -> dict[str, Any] | None:
-        """Return the settings that its memory's weights need; None without memory."""
+        """Return the memory's settings that its weights need; None without memory."""
         return None
 
 
@@ -303,12 +303,12 @@ def _set(hf_config: Any, key: str, value: Any) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Return the reason, a config error's last line in transformers."""
+    """Return the last line of a config class's error, the reason."""
     return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
 
 
 def titans_config(hf_config: Any, memory: Mapping[str, Any]) -> QwenTitansConfig:
-    """Return a Qwen's config with memory, or an exported one updated.
+    """Return a Qwen's config with `memory`, or an exported one so updated.
 
     Raises:
         ValueError: If the base is not Qwen2 or Qwen3, or an option `model.memory.<name>` is not allowed.

@@ -178,6 +178,7 @@ def resolve_device(config: DictConfig, accelerator: str | None) -> list[str]:
     notices: list[str] = []
     refuse([choice_problem("trainer.device", config.trainer.device, ("auto", "cpu", "cuda"))])
     if config.trainer.device == "auto":
+        # A GPU that torch cannot use must not become a slow run on the CPU in silence.
         if accelerator is None and (why := idle_gpu()):
             raise ValueError(
                 f"trainer.device=auto must find the GPU that this machine shows; got '{why}' from torch "
@@ -202,7 +203,7 @@ def resolve_device(config: DictConfig, accelerator: str | None) -> list[str]:
 
 
 def idle_gpu() -> str | None:
-    """Return why torch cannot use this machine's GPU; None without either."""
+    """Return why torch cannot use an NVIDIA GPU here, or None."""
     smi, shown = shutil.which("nvidia-smi"), bool(glob.glob("/dev/nvidia[0-9]*"))
     if not shown and smi:
         with suppress(OSError, subprocess.SubprocessError):

@@ -37,7 +37,7 @@ _OPTIM = {"_target_": "verl_ext.engines.schedule.StepOptimizerConfig"}  # instea
 
 @dataclass(frozen=True)
 class TrainerOptions(Options):
-    """The keys of the trainer node; from `device` on, they are ours.
+    """The keys of the trainer node: verl's, from `device` on ours.
 
     Frequencies are in steps.
     """
@@ -126,7 +126,7 @@ class TrainerOptions(Options):
         return dict(zip(names, (first, self.hang_timeout, self.save_timeout), strict=True))
 
     def collective_timeout(self, first_step: bool = False) -> int:
-        """Return a collective's seconds, longer than the hang watch's, which names ranks."""
+        """Return a collective's timeout in seconds; the hang watch ends before it."""
         limit = self.progress_limits[f"trainer.{'first_step' if first_step else 'hang'}_timeout"]
         return self.nccl_timeout or (limit or _HANG_TIMEOUT) + 600
 

@@ -168,7 +168,7 @@ def _layer_problems(model: Architecture) -> list[str]:
 
 
 def _trial(model: Architecture) -> str | None:
-    """Describe how a small model mixes documents; None if not."""
+    """Describe how a small model mixes documents; None if it does not."""
     cls = model.cls or auto_class(model.hf_config)
     try:
         trial = trial_model(model.hf_config, cls)
