@@ -1,1 +1,1 @@
-"""Checkpoints: their files, saving and restoring, the needs of a resume, and the export."""
+"""Checkpoints: their files, saving, resuming and export."""

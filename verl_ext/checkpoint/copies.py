@@ -1,4 +1,6 @@
-"""The second storage of a run (`trainer.default_hdfs_dir`): a copy of each whole checkpoint, in a folder of its own.
+"""The second storage of a run: copies of its whole checkpoints.
+
+It is the folder or URL in `trainer.default_hdfs_dir`; each copy has a folder of its own.
 
 hdfs://host/runs       Hadoop's client, the command hdfs
 s3://bucket/runs       fsspec; also any other URL
@@ -55,7 +57,7 @@ class SecondStorage:
             raise ValueError(f"{_KEY} must be a folder that can be written; got {self.place}: {_why(error)}") from error
 
     def put(self, checkpoint: Path) -> None:
-        """Copy a whole checkpoint, replacing an earlier copy. Raises OSError with the reason if that fails."""
+        """Copy a whole checkpoint over an earlier copy, or raise OSError."""
         try:
             if self._is_hdfs:
                 with suppress(OSError):  # usually there is none, and the copy itself says what is wrong

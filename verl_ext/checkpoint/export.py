@@ -1,4 +1,4 @@
-"""The export of a checkpoint for plain transformers, by training or by `verl-ext export`.
+"""The export of a checkpoint for plain transformers.
 
     global_step_N/state/  ──tensors──►  a model on the meta device, with PEFT's adapters  ──►  model-0000N.safetensors
 
@@ -47,13 +47,13 @@ _OF_WEIGHTS = ("model*.safetensors*", "config.json", _GENERATION, "*.py")
 
 
 class Export:
-    """The files of `huggingface/`, collected from an engine and written at once or later.
+    """The files of `huggingface/`, from an engine, written at once or later.
 
     With `hf_model` in `checkpoint.save_contents` they include the weights, whole in the host memory of rank 0.
     """
 
     def __init__(self, engine: Any, chats: TrainedChats) -> None:
-        """Collect the files; collective. chats: the form of the chats in the training data."""
+        """Collect the files, given the form of the training chats; collective."""
         self.engine, self.chats = engine, chats
         self.tensors: dict[str, torch.Tensor] | None = None
         if engine.checkpoint_manager.should_save_hf_model:
@@ -88,8 +88,9 @@ class Export:
 
 
 def _copy_missing(source: Path, folder: Path, patterns: Sequence[str] = ()) -> None:
-    """Copy the files of `patterns` that an export lacks, and those of a processor, which verl may not load."""
+    """Copy files of `patterns`, and a processor's, that an export lacks."""
     has_template = any(folder.glob("chat_template*"))
+    # verl may not load a processor, so that its files are copied as they are.
     for pattern in (*patterns, "*processor_config.json", *(() if has_template else ("chat_template*",))):
         for file in source.glob(pattern):
             if file.is_file() and not (folder / file.name).exists():
@@ -97,7 +98,7 @@ def _copy_missing(source: Path, folder: Path, patterns: Sequence[str] = ()) -> N
 
 
 def _write_generation_config(source: str, config: Any, tokenizer: Any, ends: Sequence[str], folder: Path) -> None:
-    """Write the source's generation config, whole, with the special tokens that end trained turns as end tokens.
+    """Write the source's generation config with the ends of trained turns.
 
     Without a source, nothing is written for a model whose turns end as its config says.
     """
@@ -108,15 +109,18 @@ def _write_generation_config(source: str, config: Any, tokenizer: Any, ends: Seq
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )
+    # Keep the source's sampling settings: training knows only the end tokens.
     values: dict[str, Any] = {}
     if path is not None:
         try:
             values = dict(json.loads(Path(path).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
             path = None  # transformers cannot read it either
+    # An end is one token id, and an ordinary token would also stop plain text.
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder} if tokenizer is not None and ends else ()
     encoded = [tokenizer(end, add_special_tokens=False)["input_ids"] for end in ends] if special else []
     trained = [ids[0] for ids in encoded if len(ids) == 1 and ids[0] in special]
+    # The model's own end tokens stay, because a list in this file replaces those of its config.
     before = values.get("eos_token_id")
     for holder in (config.get_text_config(), tokenizer):
         before = getattr(holder, "eos_token_id", None) if before is None else before
@@ -131,7 +135,7 @@ def _write_generation_config(source: str, config: Any, tokenizer: Any, ends: Seq
 
 
 def _gathered_tensors(engine: Any) -> dict[str, torch.Tensor]:
-    """Return weights and adapters by the engine's names, in rank 0's host memory; collective."""
+    """Return weights and adapters in rank 0's host memory, by name; collective."""
     if engine._is_offload_param:
         load_fsdp_model_to_gpu(engine.module)
     tensors = {name: engine.gather_to_rank0(tensor) for name, tensor in engine.module.state_dict().items()}
@@ -141,13 +145,13 @@ def _gathered_tensors(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def plain_model(config: Any, trusted: bool = False) -> Any:
-    """Build the transformers model of a config on the meta device, with its own code if `trusted`."""
+    """Build a config's model on the meta device; `trusted` allows its code."""
     with torch.device("meta"):
         return auto_class(config).from_config(config, trust_remote_code=trusted)
 
 
 def filled(model: Any, tensors: dict[str, torch.Tensor], merges: bool = True) -> Any:
-    """Give a model its weights by name, without a copy; merge its adapters if it has any and `merges`.
+    """Give a model its weights without a copy; merge adapters if `merges`.
 
     One name of tied weights is enough; a tied weight of its own value is untied. Raises ValueError if weights do not
     fit, or if one of those to be written is missing.
@@ -183,7 +187,7 @@ def _name(model: Any) -> str:
 
 
 def _merged(model: Any) -> Any:
-    """Merge PEFT's adapters in the memory of the weights; return the plain model."""
+    """Merge PEFT's adapters in the weights' memory; return the plain model."""
     from peft.tuners.lora import LoraLayer  # heavy, and needed with adapters only
 
     with torch.no_grad(), warnings.catch_warnings():
@@ -202,7 +206,7 @@ def _merged(model: Any) -> Any:
 
 
 def _write_weights(model: Any, folder: Path, shard_bytes: int = 5 * 10**9) -> None:
-    """Write a model's weights by parameter name, like plain transformers, beside its other files."""
+    """Write a model's weights like plain transformers, beside its other files."""
     generation = folder / _GENERATION
     kept = generation.read_bytes() if generation.is_file() else None
     with write_errors(folder):
@@ -228,7 +232,7 @@ def export_checkpoint(
     form: str = "merged",
     trust_remote_code: bool = False,
 ) -> str:
-    """Write a checkpoint as a folder for plain transformers or PEFT; return a line that describes it.
+    """Export a checkpoint for transformers or PEFT; return a line about it.
 
     The arguments are the options of `verl-ext export`.
 
@@ -238,14 +242,17 @@ def export_checkpoint(
     import verl_ext.models.qwen_titans  # noqa: F401  (its Auto classes)
 
     transformers.utils.logging.set_verbosity_error()
+    # Compare sizes and checksums first: a damaged checkpoint must not become a model.
     checkpoint, manifest = _whole_checkpoint(Path(folder))
     merges = form == "merged"
     with OutputFolder(output_dir, overwrite) as output:
+        # Read the tensors into files on the output's disk, because the host's memory may not hold the model.
         mapped = partial(_mapped, output.path / "mapped")
         try:
             model = _saved_model(checkpoint, manifest, base, dtype, merges, trust_remote_code, mapped)
         except ValueError as error:
             raise DataError(" ".join(str(error).split())) from error
+        # The checkpoint's own export brings tokenizer and config; the weights are written anew below.
         left = shutil.ignore_patterns("model*.safetensors*", *(() if merges else _OF_WEIGHTS))
         shutil.copytree(checkpoint / layout.EXPORT, output.path, dirs_exist_ok=True, ignore=left)
         written = [p for p in model.parameters() if merges or p.requires_grad]
@@ -264,7 +271,7 @@ def export_checkpoint(
 
 
 def _whole_checkpoint(checkpoint: Path) -> tuple[Path, layout.Manifest]:
-    """Return a checkpoint (or a run's last one) and its manifest; raise DataError unless it is whole and ours."""
+    """Return a whole checkpoint and its manifest, or raise DataError."""
     checkpoint = (layout.saved_folders(checkpoint) or [checkpoint])[-1]
     try:
         manifest = layout.Manifest.from_folder(checkpoint)
@@ -284,7 +291,7 @@ def _whole_checkpoint(checkpoint: Path) -> tuple[Path, layout.Manifest]:
 
 
 def _mapped(scratch: Path, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor in a memory-mapped file, which is created at `scratch` and has no name once it is mapped."""
+    """Return a tensor in a memory-mapped file, created and unlinked at `scratch`."""
     if 0 in size:
         return torch.empty(size, dtype=dtype)
     tensor = torch.from_file(str(scratch), shared=True, size=torch.Size(size).numel(), dtype=dtype).view(size)
@@ -301,7 +308,7 @@ def _saved_model(
     trusted: bool,
     allocate: Callable[..., torch.Tensor],
 ) -> Any:
-    """Return a checkpoint's model in `dtype`, plain or with its adapters. Raises ValueError if it cannot be built."""
+    """Return a checkpoint's model in `dtype`, plain or with its adapters."""
     adapters = _saved_adapters(checkpoint)
     if adapters is None and not merges:
         raise DataError("form must be merged for a checkpoint without adapters; got adapter")
@@ -330,7 +337,7 @@ def _saved_adapters(checkpoint: Path) -> Any:
 
 
 def _plain_of(folder: Path, tied: bool | None, trusted: bool) -> Any:
-    """Build the model of a folder's config on the meta device; raise DataError for code that is not trusted.
+    """Build a model on the meta device; raise DataError for untrusted code.
 
     tied: whether embeddings were tied when they were trained; the config of merged weights may untie them.
     """
@@ -347,7 +354,7 @@ def _plain_of(folder: Path, tied: bool | None, trusted: bool) -> Any:
 
 
 def _base_model(base: str | None, manifest: layout.Manifest, dtype: torch.dtype, trusted: bool) -> Any:
-    """Load the model that a checkpoint's adapters were trained on; raise DataError for another one."""
+    """Load the model that adapters were trained on, or raise DataError."""
     if base is None:
         raise DataError("base is required for a checkpoint of adapters alone: the folder of its model")
     trained, found = manifest.run_state.get(BASE), digest_of_weights(base)
@@ -358,7 +365,7 @@ def _base_model(base: str | None, manifest: layout.Manifest, dtype: torch.dtype,
 
 
 def _convert(model: Any, dtype: torch.dtype, allocate: Callable[..., torch.Tensor]) -> None:
-    """Convert the floating-point weights that are written, but for those that the architecture keeps in fp32."""
+    """Convert the written floating-point weights, except those the architecture keeps in fp32."""
     plain = model.get_base_model() if hasattr(model, "peft_config") else model
     kept = [name.replace("*", ".*") for name in plain._get_dtype_plan(dtype)]  # the patterns of from_pretrained
     fp32 = re.compile("|".join(kept) or "(?!)")

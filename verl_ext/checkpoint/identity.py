@@ -1,4 +1,4 @@
-"""The identity and the progress of a run: the facts that a resumed run must share with its checkpoint.
+"""The facts that a resumed run must share with its checkpoint.
 
 The definition of an option says whether a resumed run must have its value: ``option(…, resume="same")``. For an option
 with ``resume="may_grow"``, a checkpoint holds the resulting dataset facts, which may change only if the stream of the
@@ -47,12 +47,13 @@ def run_facts(
     content: str | None,
     base: str | None,
 ) -> dict[str, Any]:
-    """Return the values that determine the packs of each step, and the model of the weights.
+    """Return the values that determine each step's packs, and the weights' model.
 
     schedule_steps, content, base: as in :class:`verl_ext.trainer.setup.Run`. A measurement may use other data than the
     training, so only the model counts for it.
     """
     values, optim = config.values, config.values["optim"]
+    # The weights have a meaning only in this model, so these facts count even for a measurement.
     model = {f"model.config.{key}": value for key, value in model_shape(hf_config).items()}
     if (memory := config.model.memory_settings(hf_config)) is not None:
         model.pop("model.config.memory", None)  # contains settings that another run of the same weights may change
@@ -62,6 +63,7 @@ def run_facts(
         model[BASE] = base
     if config.trainer.eval_only:
         return model
+    # A constant rate without a relative warmup does not depend on the length of the run.
     if optim["lr_scheduler_type"] != "constant" or optim["lr_warmup_steps_ratio"]:
         model[SCHEDULE] = schedule_steps
     return {
@@ -79,9 +81,10 @@ def run_facts(
 
 
 def allowed_changes(config: RunConfig, extends: bool, keeps_rates: bool) -> list[str]:
-    """Return the options that a resumed run may change: the user's, and those without effect on finished steps.
+    """Return the options that a resumed run may change.
 
-    extends, keeps_rates: as in :class:`verl_ext.trainer.setup.Run`.
+    They are the user's, and those without effect on finished steps. extends, keeps_rates: as in
+    :class:`verl_ext.trainer.setup.Run`.
     """
     allowed = list(config.trainer.allow_resume_mismatch)
     if extends:  # PackDataset.extends compares the rest
@@ -92,7 +95,7 @@ def allowed_changes(config: RunConfig, extends: bool, keeps_rates: bool) -> list
 
 
 def options_that(rule: str, classes: Iterable[type]) -> list[str]:
-    """Return the dotted keys of options with ``resume=rule``; redefined options inherit the rule."""
+    """Return the dotted keys of options, also redefined, with ``resume=rule``."""
     keys = [
         f"{cls.prefix}.{name}"  # type: ignore[attr-defined]
         for cls in classes
@@ -105,18 +108,18 @@ def options_that(rule: str, classes: Iterable[type]) -> list[str]:
 
 
 def shared_options(values: Mapping[str, Any], classes: Iterable[type], rule: str = "same") -> dict[str, Any]:
-    """Return {dotted key: configured value} of the options in `classes` that a resumed run must share."""
+    """Return {dotted key: configured value} of the options with ``resume=rule``."""
     keys = (key.split(".") for key in options_that(rule, classes))
     return {f"{node}.{name}": values[node][name] for node, name in keys if name in values[node]}
 
 
 def upstream_options(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return {dotted key: configured value} of verl's own options that a resumed run must share."""
+    """Return {dotted key: configured value} of verl's options that affect steps."""
     return {f"{node}.{name}": values[node][name] for node, names in _KEYS_OF_VERL.items() for name in names}
 
 
 def model_shape(hf_config: Any) -> dict[str, Any]:
-    """Return the part of a model's config that determines the meaning of its weights."""
+    """Return the keys of a model's config that give weights their meaning."""
     described = json.loads(hf_config.to_json_string(use_diff=False))
     return {key: value for key, value in described.items() if key not in _FREE_MODEL_KEYS and key[0] != "_"}
 

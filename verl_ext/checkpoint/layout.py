@@ -57,7 +57,7 @@ _FILE_OF_RANK = re.compile(r"(?:__(\d+)_\d+\.distcp|_rank_(\d+)\.pt)$")
 
 
 class Damaged(ValueError):
-    """A checkpoint that has changed since it was written; the message names the difference."""
+    """A checkpoint that is not as written; the message names the difference."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,7 @@ class Manifest:
             ValueError: If stock verl or an earlier version wrote the checkpoint.
         """
         path = folder / MANIFEST
+        # Stock verl's checkpoints are not damaged: `resume_mode=auto` must not pass over them in silence.
         if not path.is_file() and any(folder.glob("model_world_size_*_rank_*.pt")):
             raise ValueError(
                 f"a checkpoint must have a {MANIFEST}; {folder} is one of stock verl or of an earlier version, which "
@@ -117,6 +118,7 @@ class Manifest:
         if not path.is_file():
             raise Damaged(f"it has no {MANIFEST}")
         try:
+            # A damaged file may hold anything, so any error of its reading means damage.
             content = json.loads(path.read_text(encoding="utf-8"))
             is_whole = content.pop("checksum") == _checksum(content)
             if is_whole and content["format"] != _FORMAT:
@@ -144,7 +146,7 @@ def _checksum(content: dict[str, Any]) -> str:
 
 
 def files_of_rank(folder: Path, rank: int) -> dict[str, FileFacts]:
-    """Sync and return a rank's files below a folder; rank 0 owns those without a rank number."""
+    """Sync a rank's files, rank 0 the unnumbered ones; return their facts."""
     found = {}
     for path in sorted(folder.rglob("*")):
         match = _FILE_OF_RANK.search(path.name)
@@ -160,7 +162,7 @@ def saved_folders(folder: Path) -> list[Path]:
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the step in the name of a checkpoint's folder; raise ValueError for other names."""
+    """Return the step in a checkpoint folder's name, or raise ValueError."""
     match = _STEP_FOLDER.search(checkpoint.name)
     if match is None:
         raise ValueError(f"trainer.resume_from_path must be an existing global_step_N folder; got {checkpoint}")
@@ -168,7 +170,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def damage(checkpoint: Path, needed: Sequence[str] = RESUMABLE) -> str | None:
-    """Describe the damage of a checkpoint by file names and sizes; None if it is whole.
+    """Describe a checkpoint's damage by file names and sizes; None if whole.
 
     Args:
         checkpoint: the folder of the checkpoint.
@@ -213,7 +215,7 @@ def changed_file(checkpoint: Path, rank: int, ranks: int, needed: Sequence[str] 
 
 
 def whole_checkpoints(folder: Path) -> tuple[list[Path], dict[Path, str]]:
-    """Return the checkpoints for `trainer.resume_mode=auto`, the newest first, and why newer ones are unusable.
+    """Return the whole checkpoints, newest first, and why newer ones are unusable.
 
     Raises ValueError if stock verl or an earlier version wrote one that is newer.
     """
@@ -230,7 +232,7 @@ def whole_checkpoints(folder: Path) -> tuple[list[Path], dict[Path, str]]:
 
 
 def is_unfinished(name: str) -> bool:
-    """Tell whether a name is that of a partial file or folder of a run, and not of a user's file."""
+    """Tell whether a run gives its partial files or folders this name."""
     return _UNFINISHED.fullmatch(name) is not None
 
 
@@ -250,7 +252,7 @@ def remove_run_files(folder: Path) -> None:
 
 
 def refuse_locked(folder: Path) -> None:
-    """Refuse a folder in which a run on this or another host is writing; change nothing.
+    """Refuse a folder that a run on any host holds; change nothing.
 
     Raises:
         ValueError: If the lock is held; the message names the process.
@@ -260,10 +262,10 @@ def refuse_locked(folder: Path) -> None:
 
 
 def is_locked(folder: Path) -> bool:
-    """Tell whether a run is writing in a folder; on a file system without locks, whether it has left its lock file."""
+    """Tell whether a run is writing in a folder."""
     try:
         with (folder / RUN_LOCK).open() as file:
-            return not _lock(file, fcntl.LOCK_SH)
+            return not _lock(file, fcntl.LOCK_SH)  # without file locks, a file that is left tells it
     except OSError:  # there is no such file
         return False
     except ValueError:
@@ -271,7 +273,7 @@ def is_locked(folder: Path) -> bool:
 
 
 def lock_folder(folder: Path) -> Callable[[], None]:
-    """Lock ``folder``, created if missing, while this process lives; return a function that unlocks it.
+    """Lock ``folder``, created if missing; return a function that unlocks it.
 
     The lock is a POSIX record lock on run.lock, which the kernel releases however the process ends, also over NFS.
     Loader workers, which a killed rank leaves behind for a while, would inherit filelock's `flock`. A process loses a
@@ -290,6 +292,7 @@ def lock_folder(folder: Path) -> Callable[[], None]:
         if os.fstat(file.fileno()).st_nlink == 0:  # The previous run ended meanwhile and removed this file.
             file.close()
             return lock_folder(folder)
+        # A refused run prints these words, so that its user knows which process to end.
         file.truncate(0)
         now = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
         file.write(f"process {os.getpid()} on {socket.gethostname()} since {now}")
@@ -297,6 +300,7 @@ def lock_folder(folder: Path) -> Callable[[], None]:
     except BaseException:
         file.close()
         raise
+    # The file object must stay open as long as the lock.
     _locked.append(file)
 
     def release() -> None:
@@ -308,7 +312,7 @@ def lock_folder(folder: Path) -> Callable[[], None]:
 
 
 def _lock(file: TextIO, kind: int) -> bool:
-    """Lock an open run.lock; return False without file locks, raise ValueError if another process holds it."""
+    """Lock run.lock, or raise ValueError; return False without file locks."""
     try:
         fcntl.lockf(file, kind | fcntl.LOCK_NB)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What a start finds in a run's folder: nothing, a run to replace, or checkpoints to resume from."""
+"""The treatment of a run's folder at its start: new, resumed, replaced."""
 
 import os
 import sys
@@ -62,6 +62,7 @@ def check_output(config: DictConfig, world_size: int | None = None) -> OutputDec
     if problem := writable_problem("trainer.default_local_dir", str(folder)):
         raise ValueError(problem)
     allowed, requeued = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"), os.environ.get("SLURM_RESTART_COUNT", "0")
+    # A restarted run must resume: it would else delete the checkpoints that it was restarted for.
     if trainer.overwrite and (allowed, requeued) != ("0", "0"):
         restarts = f"MAX_RESTARTS={allowed}" if allowed != "0" else f"slurm requeued it {requeued} times"
         raise ValueError(
@@ -69,6 +70,7 @@ def check_output(config: DictConfig, world_size: int | None = None) -> OutputDec
             "would remove what the run has written"
         )
     names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    # Notes and partial files are nothing to lose, so that a folder with these alone counts as empty.
     used = any(name not in (*layout.NOTES, layout.RUN_LOCK) and not layout.is_unfinished(name) for name in names)
     named = trainer.resume_from_path if trainer.resume_mode != "disable" else None
     if trainer.resume_mode == "resume_path" or named:
@@ -78,6 +80,7 @@ def check_output(config: DictConfig, world_size: int | None = None) -> OutputDec
     if trainer.overwrite:
         _check_replaceable(config, folder)
         return OutputDecision(OutputAction.REPLACE)
+    # A damaged newest checkpoint must not end the run: an earlier whole one is resumed.
     is_auto = trainer.resume_mode == "auto"
     whole, wrong = layout.whole_checkpoints(folder) if is_auto else ([], {})
     if not whole:
@@ -127,7 +130,7 @@ def check_ranks(checkpoint: Path, world_size: int | None) -> None:
 
 
 def _check_replaceable(config: DictConfig, folder: Path) -> None:
-    """Refuse to replace a folder that contains input of the run, the working or the home directory."""
+    """Refuse to replace a folder that holds input, working or home directory."""
     read = {key: OmegaConf.select(config, key) for key in PATHS if key != "trainer.default_local_dir"}
     for name, source in (OmegaConf.select(config, "data.mixture.sources") or {}).items():
         read[f"data.mixture.sources.{name}.train_dir"] = source.get("train_dir")
@@ -143,7 +146,7 @@ def _check_replaceable(config: DictConfig, folder: Path) -> None:
 
 
 def _paths_in(value: Any) -> list[str]:
-    """Return the paths in an option, which may be none, one, a list, or {name: path}."""
+    """Return an option's paths: none, one, a list, or {name: path}."""
     if isinstance(value, DictConfig):
         return [path for held in value.values() for path in _paths_in(held)]
     values = value if isinstance(value, ListConfig) else [value]
@@ -171,6 +174,6 @@ def verified(output: OutputDecision, ranks: Ranks) -> Path | None:
 
 
 def begins_anew(loaded: Iterable[str], evaluates: bool = False) -> Iterator[str]:
-    """Yield what a checkpoint does not give to a resumed run, or to a measurement, with `checkpoint.load_contents`."""
+    """Yield what starts anew because `checkpoint.load_contents` leaves it out."""
     parts = ("model",) if evaluates else tuple(_ANEW)
     yield from (_ANEW[part] for part in parts if part not in loaded)

@@ -1,4 +1,4 @@
-"""The saving of checkpoints, whole or not at all, while training waits or goes on.
+"""The saving of whole checkpoints, while training waits or goes on.
 
 A save is collective and has three parts, so that only whole checkpoints have a checkpoint's name: every rank writes
 into `global_step_N.partial`, syncs its files and computes their checksums; rank 0 writes manifest.json about all files;
@@ -38,15 +38,16 @@ _SETTINGS_OF_A_RUN = ("chunk_size", "output_std")  # settings that another run o
 
 
 class NotWritten(OSError):
-    """A failed write of a checkpoint, as on a full disk, which every rank raises."""
+    """A failed write, as on a full disk, which every rank raises."""
 
 
 @contextmanager
 def errors_shared(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Raise a rank's error on all ranks: :class:`NotWritten` with rank and reason for an OSError.
+    """Raise a rank's error on all ranks, with rank and reason.
 
-    Collective over a group, or all ranks if it is None. In the block, a rank that may fail joins no collectives except
-    those of torch's checkpoints, which share their errors already.
+    An OSError becomes :class:`NotWritten`, any other error RuntimeError. Collective over a group, or all ranks if it is
+    None. In the block, a rank that may fail joins no collectives except those of torch's checkpoints, which share their
+    errors already.
     """
     failures: dict[int, BaseException] = {}
     raised: Exception | CheckpointException | None = None
@@ -71,7 +72,7 @@ def errors_shared(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 
 
 class Snapshot:
-    """The content of a checkpoint at one step, which is written at once or later.
+    """A checkpoint's content at one step, written at once or later.
 
     Optimizers of packages other than torch, whose states have their own forms, keep verl's files, one of each kind per
     rank, which are written at once.
@@ -130,7 +131,7 @@ class Snapshot:
                 shutil.rmtree(self.folder / layout.EXPORT)  # :meth:`write` makes it anew
 
     def write(self, group: dist.ProcessGroup | None = None) -> None:
-        """Write the content; collective over a group, or all ranks if it is None.
+        """Write the content; collective over a group (None: all ranks).
 
         Raises:
             NotWritten: If a file cannot be written.
@@ -186,7 +187,7 @@ class Checkpoints:
         self._failure: BaseException | None = None
 
     def resume(self) -> int:
-        """Load the checkpoint to resume from and return its step, or 0 without one; collective.
+        """Load the checkpoint to resume from; return its step, or 0; collective.
 
         Raises:
             ValueError: If the checkpoint cannot be read, or the run disagrees with it.
@@ -237,7 +238,7 @@ class Checkpoints:
         self._writing.start()
 
     def finish(self) -> None:
-        """Wait until the threads have written a whole checkpoint; raise NotWritten like :meth:`save`."""
+        """Wait until the threads have written; raise NotWritten like :meth:`save`."""
         if self._writing is None:
             return
         self._join(self._writing)
@@ -257,7 +258,7 @@ class Checkpoints:
             raise
 
     def _complete(self, folder: Path, snapshot: Snapshot, run_state: dict[str, Any]) -> None:
-        """Write a snapshot, and turn it into a checkpoint once it is whole."""
+        """Write a snapshot; turn it into a checkpoint once it is whole."""
         partial = _partial(folder)
         with self._removed_on_failure(folder):
             snapshot.write(self._group)
@@ -288,7 +289,7 @@ class Checkpoints:
         self._copy(folder)
 
     def _copy(self, folder: Path) -> None:
-        """Copy a checkpoint to `trainer.default_hdfs_dir`; a failure is a warning and stays in `not_copied`."""
+        """Copy a checkpoint to `trainer.default_hdfs_dir`; a failure is a warning."""
         if not self.options.default_hdfs_dir:
             return
         storage = SecondStorage(self.options.default_hdfs_dir)
@@ -332,7 +333,7 @@ def _set_aside(folder: Path) -> Path:
 
 
 def _refuse_unseen(folder: Path, of_ranks: list[dict[str, layout.FileFacts]]) -> None:
-    """Raise ValueError if this rank does not see a file that another rank wrote."""
+    """Raise ValueError if this rank misses a file that another wrote."""
     for rank, files in enumerate(of_ranks):
         for name, facts in files.items():
             path = folder / name
@@ -344,7 +345,7 @@ def _refuse_unseen(folder: Path, of_ranks: list[dict[str, layout.FileFacts]]) ->
 
 
 def save_final_memory(engine: StepEngine, folder: Path, step: int, settings: dict[str, Any] | None) -> None:
-    """Write a model's memory, if it has one, and its weights' settings beside it; collective.
+    """Write a model's memory, if any, and its weights' settings; collective.
 
     Raises NotWritten on every rank if the disk is full.
     """

@@ -1,4 +1,4 @@
-"""The state of an engine in a checkpoint: its collection, writing, reading and restoring.
+"""The state of an engine in a checkpoint: collected, written, read, restored.
 
     state/__<rank>_0.distcp    the slices of tensors that a rank wrote, by torch.distributed.checkpoint
     state/.metadata            the place of each slice of each tensor, for any number of ranks to read
@@ -103,13 +103,13 @@ def _flat(state: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Te
 
 
 class StateWriter(dcp.FileSystemWriter):
-    """A writer of tensors into a folder, to which each rank writes its slices."""
+    """A writer of tensors into a folder; each rank writes its slices."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(str(folder), sync_files=False)
 
     def write(self, state: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
-        """Write the tensors; collective over a group (None: all ranks), which shares any rank's error."""
+        """Write the tensors; collective over a group (None: all), errors too."""
         dcp.save(dict(state), storage_writer=self, process_group=group)
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
@@ -123,10 +123,10 @@ class StateWriter(dcp.FileSystemWriter):
 
 
 class HostCopies:
-    """Copies of tensors in host memory, which stays from save to save and is pinned with CUDA.
+    """Copies of tensors in host memory, which later saves use again.
 
-    With CUDA, a separate stream copies sharded tensors while training goes on, because only an optimizer step changes
-    them.
+    With CUDA, the memory is pinned, and a separate stream copies sharded tensors while training goes on, because only
+    an optimizer step changes them.
     """
 
     def __init__(self) -> None:
@@ -134,7 +134,7 @@ class HostCopies:
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
 
     def copy(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Start to overwrite the previous copies; call :meth:`wait` before reading the new ones."""
+        """Start to overwrite the earlier copies; :meth:`wait` before reading the new."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
         return {name: self._copied(name, tensor) for name, tensor in state.items()}
@@ -157,13 +157,13 @@ class HostCopies:
             self._stream.synchronize()
 
     def hold_device(self) -> None:
-        """Make the device's next operations wait for the copies, without blocking the host."""
+        """Let the device's next operations wait for the copies, not the host."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
 
 class StateReader(dcp.FileSystemReader):
-    """A reader of a folder's tensors that refuses metadata with anything but their description."""
+    """A reader of a folder's tensors that refuses any other metadata."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read the metadata with :func:`read_metadata`."""
@@ -178,7 +178,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Read the places of tensors in a folder; raise ValueError for unknown content or other folders."""
+    """Read where a folder's tensors lie; raise ValueError for other content."""
     path = folder / ".metadata"
     try:
         with path.open("rb") as file:
@@ -208,7 +208,7 @@ def _entries(folder: Path, prefix: str) -> dict[str, TensorStorageMetadata]:
 def read_tensors(
     folder: Path, prefix: str, allocate: Callable[..., torch.Tensor] = torch.empty
 ) -> dict[str, torch.Tensor]:
-    """Read the whole tensors with a name prefix in this process; return them without the prefix.
+    """Read the tensors with a prefix in this process; return them unprefixed.
 
     ``allocate(size, dtype=…)`` creates the tensors to read into. Raises ValueError if a tensor cannot be read.
     """
@@ -224,7 +224,7 @@ def read_tensors(
 
 
 def _read(state: dict[str, torch.Tensor], folder: Path, **options: Any) -> None:
-    """Read the tensors of a folder into `state`; raise ValueError if one cannot be read."""
+    """Read a folder's tensors into `state`, or raise ValueError."""
     try:
         dcp.load(state, storage_reader=StateReader(str(folder)), **options)
     except CheckpointException as error:  # not a subclass of Exception; all ranks have it
@@ -267,7 +267,7 @@ def _load_model(folder: Path, module: torch.nn.Module) -> None:
 
 
 def _load_optimizer(folder: Path, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Load an optimizer's saved state and keep its options; parameters without saved state get none."""
+    """Load an optimizer's saved state, but none of its options."""
     saved = {name.removeprefix(OPTIMIZER).rpartition(".")[0] for name in _entries(folder, OPTIMIZER)}
     optimizer.zero_grad()  # if there are no gradients, torch creates the states to read into by a step
     own: Any = get_optimizer_state_dict(module, optimizer)["state"]
@@ -277,7 +277,7 @@ def _load_optimizer(folder: Path, module: torch.nn.Module, optimizer: torch.opti
         _read(state, folder)
     for name, parameter in module.named_parameters():
         if name not in saved:
-            optimizer.state.pop(parameter, None)
+            optimizer.state.pop(parameter, None)  # torch created it above; the saved run had none
 
 
 def _refuse(folder: Path, problem: str, names: Iterable[str]) -> None:
@@ -293,7 +293,7 @@ def schedule_state(engine: Any) -> dict[str, Any]:
 
 
 def read_extra(folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Read the states of the schedule and fp16's scaler from a checkpoint; raise ValueError if unreadable."""
+    """Read the states of schedule and fp16's scaler, or raise ValueError."""
     path = folder / EXTRA
     try:
         extra = parse_json(path.read_text(encoding="utf-8"))
@@ -347,7 +347,7 @@ def _load_as_verl(engine: Any, folder: Path) -> None:
 
 
 def check_file_of_verl(path: Path) -> None:
-    """Raise ValueError if a file of verl's form is unreadable, or calls other code.
+    """Raise ValueError for verl's file if unreadable or calling other code.
 
     verl then reads it as any pickle. It may call the builders of tensors and of numpy's state alone.
     """

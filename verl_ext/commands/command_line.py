@@ -1,4 +1,4 @@
-"""The command line of a command: `key=value` options, help, one-line errors and exit codes.
+"""The command line of a command: options, help, errors and exit codes.
 
 A command is a module with an options dataclass, a function `run(options)`, which returns the text to print and raises
 UsageError and DataError, and its `main`:
@@ -62,7 +62,10 @@ class OutputOptions(Options):
     overwrite: bool = option(False, "true: replace the whole output_dir if this command wrote it")
 
     def output_problems(self, kept: str, *paths: str | None) -> list[str]:
-        """Return a line if output_dir must not be written, also if it contains the input `paths` (in words: `kept`)."""
+        """Return a line if output_dir must not be written or holds inputs.
+
+        paths: the inputs, which `kept` names in words.
+        """
         return output_problems(self.output_dir, self.overwrite, self.marker, paths, kept)
 
 
@@ -83,12 +86,12 @@ class SourceOptions(OutputOptions):
         return {name: as_list(value) for name, value in self.sources.items()}
 
     def file_name_problems(self) -> list[str]:
-        """Return a line for each source whose name cannot be a file name."""
+        """Return a line for each source name that cannot name a file."""
         wrong = (name for name in self.sources if not name or name.startswith(".") or set(name) & set("/\\\0"))
         return [f"sources.{name} must be a file's name, that of {name}.bin and {name}.idx" for name in wrong]
 
     def source_problems(self, model: ModelOptions) -> list[str]:
-        """Return a line for each source without file names, and for a forbidden output_dir."""
+        """Return lines for sources without file names and a forbidden output_dir."""
         problems = [
             f"sources.{name} must be a path, a glob or a list of them; got {value!r}"
             for name, value in self.sources.items()
@@ -104,7 +107,7 @@ def as_list(value: Any) -> Any:
 
 
 def is_names(value: Any) -> bool:
-    """Tell whether a value is a non-empty text, or a non-empty list of such texts."""
+    """Tell whether a value is one text or more, none empty."""
     names = as_list(value)
     return isinstance(names, list) and bool(names) and all(isinstance(name, str) and name for name in names)
 
@@ -117,7 +120,7 @@ def command(
     read: Callable[[Sequence[str]], Any] | None = None,
     loads_models: Callable[[Any], bool] = lambda options: False,
 ) -> Callable[[Sequence[str]], int]:
-    """Return a command's `main`, which calls `run(options)`, prints its text and returns the exit code.
+    """Return a command's `main`, which runs it and returns an exit code.
 
     The codes are 0 for success and --help, 1 for DataError and OSError, 2 for UsageError and missing arguments, and
     130 for Ctrl-C and SIGTERM.
@@ -139,6 +142,7 @@ def command(
         try:
             options = read(arguments) if read else read_options(options_class, arguments)
             if isinstance(model := getattr(options, "model", None), ModelOptions):
+                # torch takes seconds to import, and few commands need it.
                 if not loads_models(options):
                     leave_out_torch(model)
                 if model.trust_remote_code:
@@ -163,7 +167,7 @@ def words_of(words: Iterable[str], keys: Iterable[str]) -> list[str]:
 
 
 def read_options(options_class: type[OptionsT], arguments: Sequence[str], **more: Any) -> OptionsT:
-    """Parse `key=value` words in Hydra's grammar into options, over the defaults of the class.
+    """Parse `key=value` words over the class's defaults, in Hydra's grammar.
 
     more: further values by name, which are not parsed. Raises UsageError with one line for any mistake.
     """
@@ -203,7 +207,7 @@ def known_options(options_class: type[Options], prefix: str = "") -> dict[str, O
 
 
 def help_text(name: str, options_class: type[Options], example: str) -> str:
-    """Return the usage, the docstring of the options, and a line for every option."""
+    """Return the usage, the options' docstring, and a line per option."""
     rows = []
     for key, field in known_options(options_class).items():
         if _is_node(field):
@@ -234,7 +238,7 @@ def _is_dict(field: Option) -> bool:
 
 
 def _problem(key: str, value: Any, known: Mapping[str, Option]) -> str | None:
-    """Return a line for an unknown key, or a value that would be merged or ignored silently."""
+    """Return a line for an unknown key or a value silently misread."""
     field = known.get(key)
     if field is None:
         parents = (known[node] for node in known if key.startswith(f"{node}."))

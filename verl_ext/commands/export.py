@@ -1,4 +1,4 @@
-"""The command `verl-ext export`, which converts a checkpoint to a Hugging Face folder."""
+"""The command `verl-ext export`: a checkpoint as a Hugging Face folder."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,11 +15,12 @@ _DTYPES = ("saved", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class ExportOptions(OutputOptions):
-    """Export a checkpoint as a folder for plain transformers: sharded safetensors, config, tokenizer, merged adapters.
+    """Export a checkpoint as a folder for plain transformers.
 
-    form=adapter writes the adapters of a LoRA run as they are instead, as a folder that PEFT and vLLM load beside the
-    base model. The export runs offline and without GPUs, one tensor at a time; to merge a checkpoint of adapters alone
-    (checkpoint.save_lora_only), it needs the memory of the base model. Meanwhile the disk holds the weights twice.
+    The folder holds sharded safetensors, config and tokenizer; adapters are merged. form=adapter writes the adapters of
+    a LoRA run as they are instead, as a folder that PEFT and vLLM load beside the base model. The export runs offline
+    and without GPUs, one tensor at a time; to merge a checkpoint of adapters alone (checkpoint.save_lora_only), it
+    needs the memory of the base model. Meanwhile the disk holds the weights twice.
     """
 
     marker: ClassVar[str] = EXPORT_MARKER
@@ -38,7 +39,7 @@ class ExportOptions(OutputOptions):
     trust_remote_code: bool = option(False, "true: run Python code that comes with the model")
 
     def problems(self) -> Iterator[str]:
-        """Yield a line for every mistake that is visible without reading the checkpoint."""
+        """Yield a line for every mistake visible before reading the checkpoint."""
         yield from self.output_problems("the checkpoint, its base", self.checkpoint, self.base)
         for name in ("checkpoint", "base"):
             path = getattr(self, name)
@@ -47,7 +48,7 @@ class ExportOptions(OutputOptions):
 
 
 def export(options: ExportOptions) -> str:
-    """Write the folder; return a line that describes it. Raises DataError with one line."""
+    """Write the folder; return a line about it, or raise DataError."""
     from verl_ext.checkpoint.export import export_checkpoint  # imports torch, so only after the checks
 
     return export_checkpoint(

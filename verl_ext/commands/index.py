@@ -39,7 +39,7 @@ class IndexOptions(TextOptions, SourceOptions):
     )
 
     def problems(self) -> Iterator[str | None]:
-        """Yield a line for every mistake that is visible without opening a source."""
+        """Yield a line for every mistake visible before opening a source."""
         yield from self.file_name_problems()
         problems = self.source_problems(self.model)
         yield from problems
@@ -86,7 +86,7 @@ def load_text_tokenizer(model: ModelOptions, options: TextOptions, add_bos: bool
 
 
 def _report(options: IndexOptions, tokenizer: TextTokenizer, counts: Mapping[str, Counts]) -> dict[str, Any]:
-    """Return the content of report.json, without times, so that equal runs write equal files."""
+    """Return report.json's content, without times: equal runs write equal files."""
     in_all = _counted(total(counts))
     del in_all["examples"]
     return {

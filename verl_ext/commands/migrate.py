@@ -33,23 +33,24 @@ _OVERRIDE = re.compile(r"([+~]*)([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 
 @dataclass(frozen=True)
 class MigrateOptions(Options):
-    """Translate a command of verl's own SFT trainers, with a comment for each key that changed.
+    """Translate a command of verl's own SFT trainers.
 
-    A command with raw files becomes one of `verl-ext train`, which tokenizes them first. A key without an equivalent is
-    left out, and a comment says what to use instead.
+    A command with raw files becomes one of `verl-ext train`, which tokenizes them first. A comment tells of each key
+    that changed; a key without an equivalent is left out, and its comment says what to use instead.
     """
 
     command: str = option(REQUIRED, "the old command, as it stands in a shell script", required=True)
 
 
 def run(options: MigrateOptions) -> str:
-    """Return the new command and its comments. Raises `UsageError` if the command is not of that trainer."""
+    """Return the new command and its comments, or raise UsageError."""
     from verl_ext.config import schema  # imports torch and verl, which takes seconds
 
     def is_known(key: str) -> bool:
         return schema.is_known(key) or key in schema.groups()
 
     text = options.command.replace("\\\n", " ").strip()
+    # What the pattern of words leaves over shows that this is not one command.
     if between := _WORD.sub("", text).strip(" \t\r"):
         got = "several lines" if between.isspace() else "a quote that is not closed"
         raise UsageError(f"command must be one command, from torchrun to its last override; got {got}")
@@ -71,17 +72,19 @@ def run(options: MigrateOptions) -> str:
     found = translate(items, own_class, packed=True, is_known=is_known)
     lines = [_start(words, start, bool(found.sources))]
     for item in (*found.sources, *found.items):
+        # A key that the schema has needs no plus.
         prefix = "" if item.prefix.startswith("+") and is_known(item.key) else item.prefix
         lines.append(str(Item(prefix, item.key, item.written or item.value)))
     if others := [*others, *words[end:]]:
         lines.append(" ".join(others))
+    # A key that nothing reads stays in the command, because the user decides about it.
     unknown = [schema.unknown_key(item.key) for item in found.items if not is_known(item.key)]
     comments = [f"# {line}" for line in (*comments, *found.notices, *found.problems, *unknown)]
     return "\n".join([" \\\n    ".join(lines), *comments])
 
 
 def _start(words: Sequence[str], start: int, tokenizes: bool) -> str:
-    """Return the first line of the new command: `verl-ext train` where raw files are tokenized, else the trainer."""
+    """Return the new command's first line: `verl-ext train` for raw files."""
     if tokenizes:
         before = list(takewhile(lambda word: re.fullmatch(r"\w+=.*", word, re.DOTALL), words))
         number = next((found[1] for word in words[:start] if (found := _RANKS.fullmatch(word))), None)
@@ -91,7 +94,7 @@ def _start(words: Sequence[str], start: int, tokenizes: bool) -> str:
 
 
 def _without_class(items: list[Item]) -> tuple[list[Item], list[str]]:
-    """Leave out data.custom_cls.* where the built-in class has the class's name; return comments about it."""
+    """Leave out data.custom_cls.* where ours has its name; return comments."""
     given = [item for item in items if item.key in ("data.custom_cls.path", "data.custom_cls.name")]
     values = {item.key: item.value or "" for item in given}
     if not given or values.get("data.custom_cls.path", "").startswith("pkg://verl_ext"):
@@ -104,14 +107,14 @@ def _without_class(items: list[Item]) -> tuple[list[Item], list[str]]:
 
 
 def _unquoted(word: str) -> str:
-    """Return a word as the shell would pass it on, with its variables unexpanded."""
+    """Return a word as the shell passes it, with variables unexpanded."""
     with suppress(ValueError):
         word = "".join(shlex.split(word))
     return word
 
 
 def _read(words: Sequence[str]) -> MigrateOptions:
-    """Return the options; the old command is one word, or all words after `verl-ext migrate`."""
+    """Return the options from one word or all words after `migrate`."""
     if words[0].startswith("command="):
         return read_options(MigrateOptions, words)
     return MigrateOptions(words[0] if len(words) == 1 else shlex.join(words))

@@ -1,4 +1,4 @@
-"""The command `verl-ext preflight`, by which all nodes check that torchrun can start.
+"""The command `verl-ext preflight`: all nodes check that torchrun can start.
 
 The nodes share a TCPStore of torch at master_addr:master_port, the address at which torchrun will listen:
 
@@ -40,10 +40,11 @@ _PATIENCE = 10  # seconds for an answer of a node that has reported
 
 @dataclass(frozen=True)
 class PreflightOptions(Options):
-    """Check on all nodes of a run that torchrun can start; launch/node.sh does so if NNODES is above 1.
+    """Check on all nodes of a run that torchrun can start.
 
-    Node 0's port must be free, every node must reach node 0, named interfaces must exist, Python and package versions
-    must be equal, and clocks must agree. The trainer itself compares options, data and model of all nodes.
+    launch/node.sh does so if NNODES is above 1. Node 0's port must be free, every node must reach node 0, named
+    interfaces must exist, Python and package versions must be equal, and clocks must agree. The trainer itself compares
+    options, data and model of all nodes.
     """
 
     nnodes: int = option(REQUIRED, "number of nodes of the run", least=1, required=True)
@@ -65,7 +66,7 @@ class PreflightOptions(Options):
 
 
 def run(options: PreflightOptions) -> str:
-    """Check with all nodes; return a success line, or raise UsageError with the same text on all."""
+    """Check with all nodes; return a line, or raise all nodes' UsageError."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # torch, imported below, warns about the same things
     end_with_launcher()
     where = f"{options.master_addr}:{options.master_port}"
@@ -104,7 +105,10 @@ def _store_of_node_0(options: PreflightOptions) -> "TCPStore":
 
 
 def _store_to_join(options: PreflightOptions) -> "tuple[TCPStore | None, str]":
-    """Return node 0's store (None if the run `rdzv_id` has begun) and the local address that reaches node 0."""
+    """Return node 0's store and the local address that reaches it.
+
+    The store is None if the run `rdzv_id` has begun.
+    """
     end = time.monotonic() + options.timeout
     while True:
         try:
@@ -124,7 +128,7 @@ def _store_to_join(options: PreflightOptions) -> "tuple[TCPStore | None, str]":
 
 
 def _store_at(options: PreflightOptions, key: str = _GREETING) -> "TCPStore | None":
-    """Return the store at MASTER_ADDR:MASTER_PORT; None if there is none or it lacks the key."""
+    """Return the store at MASTER_ADDR:MASTER_PORT; None without the key."""
     from torch.distributed import TCPStore
 
     found: list[TCPStore] = []
@@ -143,11 +147,12 @@ def _store_at(options: PreflightOptions, key: str = _GREETING) -> "TCPStore | No
 
 
 def _problems(store: "TCPStore", options: PreflightOptions, local: str) -> list[str]:
-    """Exchange reports and clocks with the other nodes; return a line for each problem.
+    """Exchange reports and clocks with the other nodes; return the problems.
 
     local: the address at which node 0 and this node reach each other.
     """
     rank, who = options.node_rank, _name(options)
+    # Count this node in, so that node 0 keeps the store until every node has read the result.
     store.add("here", 1)
     if store.add(f"nodes/{rank}", 1) > 1:
         first = json.loads(store.get(f"report/{rank}"))["who"]
@@ -177,6 +182,7 @@ def _problems(store: "TCPStore", options: PreflightOptions, local: str) -> list[
                 f"{options.clock_seconds:g}; got {abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} it"
             )
     problems += [f"{name} ended during the check" for other, name in names.items() if other not in clocks]
+    # A line in `ended` takes the place of all others, so that every node ends with the same text.
     problems = [store.get("ended").decode()] if store.check(["ended"]) else problems
 
     end = time.monotonic() + _PATIENCE
@@ -188,7 +194,7 @@ def _problems(store: "TCPStore", options: PreflightOptions, local: str) -> list[
 
 
 def _gathered(store: "TCPStore", kind: str, options: PreflightOptions, seconds: float) -> dict[int, Any]:
-    """Return the values of the nodes in time, by rank; none once the check has ended."""
+    """Return the values in time by rank; none once the check ended."""
     end, keys = time.monotonic() + seconds, [f"{kind}/{rank}" for rank in range(options.nnodes)]
     while not store.check(keys) and not store.check(["ended"]) and time.monotonic() < end:
         time.sleep(0.1)
@@ -198,7 +204,7 @@ def _gathered(store: "TCPStore", kind: str, options: PreflightOptions, seconds: 
 
 
 def _interface_problems(options: PreflightOptions, local: str) -> Iterator[str]:
-    """Yield a line for each named interface that does not exist, or for a host name that others do not reach."""
+    """Yield a line for each missing interface or unreachable host name."""
     interfaces = psutil.net_if_addrs()
     there, missing = ", ".join(interfaces), False
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):

@@ -25,10 +25,11 @@ _LEFT = ("source", "category", "over max_tokens", "encoded as text", "bad record
 
 
 class Report:
-    """The counts by source and by category, which is the source unless records name one.
+    """The counts by source and by category.
 
-    numbers: the categories' numbers from 1, in the order of `sources` or of each category's first document. read: the
-    number of records by source, including those that `sample` left out.
+    The category is the source unless records name one. numbers: the categories' numbers from 1, in the order of
+    `sources` or of each category's first document. read: the number of records by source, including those that `sample`
+    left out.
     """
 
     def __init__(self, options: ChatOptions, sources: Sequence[str], preview: int = 0) -> None:
@@ -42,7 +43,7 @@ class Report:
         self.end_of_chat: str | None = None
 
     def add(self, documents: Documents) -> None:
-        """Count a chunk; if records name their category, number the categories of its documents.
+        """Count a chunk; number its documents' categories if records name them.
 
         Raises `DataError` if there are more than MAX_CATEGORIES categories.
         """
@@ -65,7 +66,7 @@ class Report:
             documents.category_ids = np.array(numbers, dtype=np.int32)
 
     def check(self, sources: Mapping[str, Any]) -> None:
-        """Raise `DataError` for a source without records, naming its files, or if no record is usable."""
+        """Raise `DataError` for sources without records, or without any usable record."""
         for name, counts in self.sources.items():
             if not counts.records and (read := self.read[name]):
                 raise DataError(f"sample must leave a record of sources.{name}, which has {read}; it left none")
@@ -80,7 +81,7 @@ class Report:
         return total(self.sources)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the content of report.json, without times, so that equal runs write equal files."""
+        """Return report.json's content, without times: equal runs write equal files."""
         in_all = self.total.as_dict()
         del in_all["examples"]
         return {
@@ -98,7 +99,7 @@ class Report:
         }
 
     def _source(self, name: str, counts: Counts) -> dict[str, Any]:
-        """Return a source's entry of report.json, which includes counts if categories are not the sources."""
+        """Return a source's entry; with counts if categories are not the sources."""
         found: dict[str, Any] = {"records_read": self.read[name], "records_sampled": counts.records}
         if self.options.category_field:
             found |= {"records_without_category": counts.uncategorised, **counts.as_dict()}
@@ -110,7 +111,7 @@ class Report:
         write_json(folder / CATEGORIES, {str(number): name for name, number in self.numbers.items()})
 
     def table(self) -> str:
-        """Return the closing tables, and a line for each further finding in a source's records."""
+        """Return the closing tables and a line for each further finding."""
         cut = [row for name, counts in self.categories.items() for row in _cut_rows(name, counts)]
         notes = [f"{name}: {note}" for name, counts in self.sources.items() for note in self._notes(name, counts)]
         summary, *problems = tables("category", self.categories, targets=True)
@@ -126,6 +127,7 @@ class Report:
         if counts.uncategorised:
             records = f"{counts.uncategorised:,} records, which have the source's name as their category"
             yield f"no {self.options.category_field}: {records}"
+        # The ends of turns come first: where they are missing, the model does not learn to stop.
         if ends := {text: count for text, count in counts.end_of_turn.items() if text}:
             yield f"end of turn: {_most(ends, ' turns')}"
         if counts.text_ends:
@@ -141,6 +143,7 @@ class Report:
         if counts.context_parts:
             context = {kind.replace("_", " "): count for kind, count in counts.context_parts.items()}
             yield f"in the text and no target: {_most(context, ' parts of turns')}"
+        # The rest tells what the tokens lack of the records, or hold in another form.
         if counts.dropped_reasoning:
             yield f"left out: the reasoning of {counts.dropped_reasoning:,} turns"
         if counts.dropped_blocks:
@@ -179,7 +182,7 @@ def reported_options(options: Options) -> dict[str, Any]:
 
 
 def tables(what: str, counts: Mapping[str, Counts], targets: bool) -> list[list[Row]]:
-    """Return table rows of document counts, special tokens in texts and bad records, by category or source."""
+    """Return table rows by category or source: counts, special tokens, bad records."""
     special = [
         {
             what: name,
@@ -198,7 +201,7 @@ def tables(what: str, counts: Mapping[str, Counts], targets: bool) -> list[list[
 
 
 def aligned_rows(*rows: list[Row]) -> str:
-    """Format the non-empty lists of rows as tables with an empty line between them."""
+    """Format the non-empty lists as tables with empty lines between them."""
     return "\n\n".join(aligned(table, _LEFT) for table in rows if table)
 
 
@@ -221,7 +224,7 @@ def _summary(what: str, name: str, counts: Counts, targets: bool) -> Row:
 
 
 def _cut_rows(name: str, counts: Counts) -> Iterator[Row]:
-    """Yield a row for each way in which documents above max_tokens were shortened.
+    """Yield a row for each way of shortening documents above max_tokens.
 
     Its tokens are the removed tokens; for `split`, they are the tokens of the documents that were split.
     """

@@ -43,10 +43,11 @@ RAY_CHUNK = ChunkSize(1024, 1 << 20)  # a task costs the driver a millisecond or
 
 @dataclass(frozen=True)
 class TokenizeOptions(ChatOptions, SourceOptions):
-    """Tokenize chats and texts once, with a loss mask and categories, into memory-mapped files or Megatron's format.
+    """Tokenize chats and texts once, with a loss mask and categories.
 
-    The fields of a record determine its shape (verl_ext/text/shapes.py lists the shapes). The name of a source is the
-    category of its records. Records with input_ids, loss_mask and category_ids are copied.
+    The result is in memory-mapped files or Megatron's format. The fields of a record determine its shape
+    (verl_ext/text/shapes.py lists the shapes). The name of a source is the category of its records. Records with
+    input_ids, loss_mask and category_ids are copied.
     """
 
     backend: str = option(
@@ -66,7 +67,7 @@ class TokenizeOptions(ChatOptions, SourceOptions):
     preview: int = option(2, "documents of each source to show at the end, with their targets marked", least=0)
 
     def problems(self) -> Iterable[str | None]:
-        """Yield a line for each mistake that is visible without opening a source."""
+        """Yield a line for each mistake visible before opening a source."""
         yield from self.source_problems(self.model)
         yield from super().problems()
         if self.format == "megatron":
@@ -121,7 +122,7 @@ def write_dataset(
     chunk_size: ChunkSize | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Report:
-    """Write the dataset of these files, with its categories and report, into an empty folder.
+    """Write the files' dataset, categories and report into an empty folder.
 
     Returns its report. Raises `UsageError` and `DataError` with one line.
     """
@@ -131,6 +132,7 @@ def write_dataset(
     report = Report(options, list(options.sources), options.preview)
     chunks = _sampled_chunks(files, options, report.read, chunk_size)
     encoder: Any = TokenRecordEncoder if has_tokens(files) else ChatEncoder
+    # Megatron's pairs of indices have no place for a category of each token.
     if encoder is TokenRecordEncoder and options.format == "megatron":
         raise UsageError("format must be arrow for tokenized records, whose category_ids it stores; got megatron")
     make_encoder = partial(encoder, options, list(options.sources), options.preview)
@@ -138,6 +140,7 @@ def write_dataset(
         results = _on_ray(options, encoder, make_encoder, chunks)
     else:
         num_workers = options.num_workers or available_cpus()
+        # A small input takes few workers, because each needs seconds to start.
         if num_bytes is not None:
             num_workers = min(num_workers, max(math.ceil(num_bytes / chunk_size.bytes), 1))
         preload = [tokenizer_module()]
@@ -148,6 +151,7 @@ def write_dataset(
     else:
         writer = DatasetWriter(folder, shard_bytes)
 
+    # The report numbers the categories, and the writer then stores these numbers.
     def add(documents: Documents) -> Documents:
         report.add(documents)
         writer.add(documents)
@@ -165,7 +169,7 @@ def _on_ray(
     make: Callable[[], Any],
     chunks: Iterator[Chunk],
 ) -> Iterator[Documents]:
-    """Yield the documents of the chunks in order, encoded by tasks of a Ray cluster."""
+    """Yield the chunks' documents in order, encoded by Ray tasks."""
     make_same = partial(_same_encoder, make, make().fingerprint(), versions(), gethostname())
     with ray_cluster(options.num_workers or available_cpus()):
         yield from ray_results(
@@ -179,7 +183,7 @@ def _on_ray(
 
 
 def _same_encoder(make: Callable[[], Any], fingerprint: str, driver_versions: Mapping[str, str], driver: str) -> Any:
-    """Return the encoder of a Ray worker; raise `DataError` if packages or tokenizer differ from the driver's."""
+    """Return a Ray worker's encoder; raise `DataError` if the driver's differs."""
     if lines := differences({driver: driver_versions, f"{gethostname()}, a worker": versions()}):
         raise DataError("; ".join(lines))
     encoder = make()
@@ -193,7 +197,7 @@ def _same_encoder(make: Callable[[], Any], fingerprint: str, driver_versions: Ma
 def _sampled_chunks(
     files: Sequence[SourceFile], options: TokenizeOptions, read: Counter[str], size: ChunkSize
 ) -> Iterator[Chunk]:
-    """Yield the chunks of the files with the drawn records alone; `read` counts all records by source."""
+    """Yield chunks of the drawn records; count all by source in `read`."""
     columns = {*read_columns(options.columns, options.category_field), *COLUMNS}
     for number, name in enumerate(options.sources, start=1):
         own = [file for file in files if file.category_id == number]
@@ -208,7 +212,7 @@ def _sampled_chunks(
 
 
 def _sample_limit(options: TokenizeOptions, name: str, files: Sequence[SourceFile]) -> int | None:
-    """Return the bound below which a drawn record's number lies; None draws every record.
+    """Return the bound of a drawn record's number; None draws all.
 
     If `sample` is a number of records, this reads the files to count their records.
     """

@@ -48,12 +48,12 @@ class SourceKeys(Options):
 
 @dataclass(frozen=True)
 class TrainOptions(Options):
-    """Train a model from raw files on this machine: tokenize them once, then train with torchrun.
+    """Train a model from raw files on this machine.
 
-    Besides the keys below, the command takes the options of `verl-ext tokenize` by their names (turns=last,
-    sample=1000) and the overrides of the trainer (docs/training.md); both use model.path. The same files, tokenizer and
-    options are tokenized only once. After Ctrl-C or SIGTERM the ranks save, and the same command goes on. Options of
-    verl's own SFT trainers are read too (docs/plugging_in.md).
+    The files are tokenized, then torchrun trains. Besides the keys below, the command takes the options of `verl-ext
+    tokenize` by their names (turns=last, sample=1000) and the overrides of the trainer (docs/training.md); both use
+    model.path. The same files, tokenizer and options are tokenized only once. After Ctrl-C or SIGTERM the ranks save,
+    and the same command goes on. Options of verl's own SFT trainers are read too (docs/plugging_in.md).
     """
 
     data: SourceKeys = option(SourceKeys, "data to tokenize")
@@ -61,8 +61,9 @@ class TrainOptions(Options):
 
 
 def run(words: Sequence[str]) -> str:
-    """Tokenize the sources if needed, and train; raise SystemExit with training's code if not 0."""
+    """Tokenize if needed, and train; raise SystemExit with a nonzero code."""
     words = _translated(words)
+    # Every word has one reader: this command, `tokenize`, or the trainer, which gets the rest (model.* has two).
     own, encoding = words_of(words, ["nproc"]), []
     if words_of(words, NODES.values()):  # else data.cache_dir belongs to a dataset that reads text itself
         own += words_of(words, [*NODES.values(), "data.cache_dir"])
@@ -71,6 +72,7 @@ def run(words: Sequence[str]) -> str:
     of_both = words_of(encoding, ["model"])
     overrides = [word for word in words if word not in own and (word not in encoding or word in of_both)]
     options, texts = read_options(TrainOptions, own), {}
+    # A folder is named before it is written, so that the ranks can start while it is tokenized.
     for key, node in NODES.items():
         if not (sources := [word.replace(node, "sources", 1) for word in words_of(own, [node])]):
             continue
@@ -89,6 +91,7 @@ def run(words: Sequence[str]) -> str:
         for command_line in (*(each.command for each in texts.values()), line):
             print(f"  {shlex.join(command_line)}", flush=True)
 
+    # The ranks wait for a folder only if it is not there yet.
     awaited = None
     if not all(each.are_tokenized for each in texts.values()):
         categories = texts["data.train_dir"].categories if "data.train_dir" in texts else []
@@ -99,7 +102,7 @@ def run(words: Sequence[str]) -> str:
 
 
 def _translated(words: Sequence[str]) -> Sequence[str]:
-    """Return the words of a command of verl's by today's names and meanings, with a note for each change."""
+    """Return words of verl's by today's names; print notes of changes."""
     flags = [word for word in words if word.startswith("-")]
     items = [Item.read(word) for word in words if word not in flags]
     if not any(is_name_of_verl(item.key) for item in items):
@@ -118,7 +121,7 @@ class Texts:
     """The sources of one key, and the folder of their tokenized documents."""
 
     def __init__(self, node: str, words: Sequence[str], root: Path) -> None:
-        """Parse `words`, the options of `verl-ext tokenize`, for the sources of the key `node`.
+        """Parse `words` of `verl-ext tokenize` for the sources of `node`.
 
         root: the parent of the documents' folder. Raises UsageError and DataError with one line.
         """
@@ -140,7 +143,7 @@ class Texts:
 
     @property
     def categories(self) -> list[str]:
-        """The names of the categories; none if records name theirs, because the records are not read yet."""
+        """The categories' names; none if only unread records name them."""
         return [] if self._options.category_field else list(self._options.sources)
 
     @property
@@ -149,7 +152,7 @@ class Texts:
         return ["verl-ext", "tokenize", *self._words, f"output_dir={self.folder}", "overwrite=true"]
 
     def tokenize(self) -> None:
-        """Tokenize the sources unless this is done; print tables, or a line about the existing folder.
+        """Tokenize the sources unless done; print tables or the existing folder.
 
         Raises DataError if the sources change meanwhile, so that the folder has the name that it was given before.
         """

@@ -1,4 +1,4 @@
-"""The composition, typing and checks of a run's config, before any device or model is loaded."""
+"""Composition, typing and checks of a run's config, before loading models."""
 
 from verl_ext.config.compose import compose, compose_run
 

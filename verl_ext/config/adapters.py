@@ -1,4 +1,4 @@
-"""LoRA adapters of PEFT: those that can be trained and exported, and a plain model with them."""
+"""LoRA adapters of PEFT that can be trained and exported."""
 
 import copy
 import os
@@ -69,6 +69,7 @@ def lora_problems(config: "RunConfig", model: "Architecture") -> list[str]:
             target_parameters=plain(config.values["model"].get("target_parameters")),
             exclude_modules=plain(options.exclude_modules),
         )
+    # PEFT passes over a target that no module has, so that a typo would train fewer adapters.
     given = lora.target_modules if isinstance(lora.target_modules, str) else sorted(lora.target_modules or ())
     if model.cls is not None and given and given != "all-linear":
         outside = tuple(f"{name}." for name in outside_text(model.module))
@@ -79,6 +80,7 @@ def lora_problems(config: "RunConfig", model: "Architecture") -> list[str]:
                 hint = nearest_hint(target, {name.rpartition(".")[2] for name in modules})
                 whose = f"the text model of a {model.cls.__name__}" if outside else f"a {model.cls.__name__}"
                 return [f"{key} must name modules of {whose}; got {target}{hint}"]
+    # Adapters of these modules could not be sharded, or not exported.
     embedding = "model.embed_tokens"
     if model.module is not None:
         ids = model.module.get_input_embeddings()
@@ -91,11 +93,12 @@ def lora_problems(config: "RunConfig", model: "Architecture") -> list[str]:
     if tied and lora.trainable_token_indices:
         of_tied = "trainable_token_indices of tied embeddings, which verl 0.9.1's FSDP2 cannot load"
         return [f"model.lora_adapter_path must hold an adapter without {of_tied}; got {adapter}"]
+    # What names do not tell, a copy of the model with these adapters does.
     return [] if model.module is None else list(_merge_problems(config, model, lora))
 
 
 def _variant_problems(lora: Any, adapter: str) -> Iterator[str]:
-    """Yield a line for each property of an adapter's config that training does not compute."""
+    """Yield a line for each adapter property that training does not compute."""
     needed = "model.lora_adapter_path must hold an adapter"
     if (kind := str(lora.peft_type.value)) != "LORA":
         yield f"{needed} of LoRA; got {adapter}, of {kind}"
@@ -112,7 +115,7 @@ def _variant_problems(lora: Any, adapter: str) -> Iterator[str]:
 
 
 def _merge_problems(config: "RunConfig", model: "Architecture", lora: Any) -> Iterator[str]:
-    """Yield a line if the model cannot have the adapters, or an export with `hf_model` could not merge them."""
+    """Yield a line if adapters do not fit, or cannot be merged."""
     module: Any = copy.deepcopy(model.module)
     key, got = "model.lora_adapter_path", config.model_options.lora_adapter_path
     if got is None:
@@ -138,7 +141,10 @@ def _merge_problems(config: "RunConfig", model: "Architecture", lora: Any) -> It
 
 
 def _trial(model: "Architecture", lora: Any, adapted: Any) -> str | None:
-    """Return the error of a small model with adapters of parameters, around whose modules PEFT puts others; or None."""
+    """Return the error of a small model with adapters, or None.
+
+    PEFT puts other modules around those whose parameters have adapters; without such there is no trial.
+    """
     from peft.tuners.lora.layer import ParamWrapper
 
     if not any(isinstance(module, ParamWrapper) for module in adapted.modules()):

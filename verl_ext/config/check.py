@@ -1,4 +1,4 @@
-"""Checks of a whole run before a model is loaded, with one line per mistake.
+"""Checks of a whole run before loading models, one line a mistake.
 
 They cover combinations of options, paths, and the model. ranks = data-parallel size × sequence-parallel size;
 packs of a step = data-parallel size × micro-batch size × gradient accumulation.
@@ -37,7 +37,7 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def check_run(config: RunConfig, hf_config: Any = None) -> ModelFacts:
-    """Check a configuration against its machine and its model, and return the facts of the model.
+    """Check a configuration against its machine and model; return the model's facts.
 
     Args:
         config: a config in which each value is valid by itself.
@@ -60,6 +60,7 @@ def check_run(config: RunConfig, hf_config: Any = None) -> ModelFacts:
     ]
     if config.trainer.eval_only and config.trainer.overwrite:
         problems.append("trainer.overwrite must be false with trainer.eval_only=true, which replaces no run; got true")
+    # The model is examined even after other mistakes, so that one start reports all of them.
     path = str(config.model_options.hf_config_path or config.model_options.path or "")
     model = None
     if hf_config is not None or (path and not _is_missing(path)):
@@ -91,7 +92,7 @@ def _hf_config(config: RunConfig, path: str) -> Any:
 
 
 def data_problems(config: RunConfig) -> Iterator[str]:
-    """Yield a line for each option of another dataset family, and for each missing path."""
+    """Yield a line for each other family's option, and each missing path."""
     yield from foreign_option_problems(config.values)
     train_dir, val_dir, family = config.data.train_dir, config.data.val_dir, config.dataset
     evaluates = config.trainer.eval_only
@@ -109,7 +110,7 @@ def data_problems(config: RunConfig) -> Iterator[str]:
 
 
 def batch_problem(config: Any, ranks: int) -> str | None:
-    """Return a line if the ranks or a step's packs do not divide evenly.
+    """Return a line if ranks or packs do not divide evenly.
 
     Ranks form sequence-parallel groups; packs form micro-batches. config: a RunConfig or its composed config.
     """
@@ -131,7 +132,7 @@ def batch_problem(config: Any, ranks: int) -> str | None:
 
 
 def check_categories(loss: Any, names: Sequence[str]) -> None:
-    """Raise ValueError if weights name missing categories, or leave the data without any weight.
+    """Raise ValueError if weights name missing categories or leave no weight.
 
     Args:
         loss: the options of the loss.
@@ -160,7 +161,7 @@ def check_positions(longest_document: int, max_tokens: int, hf_config: Any) -> N
 
 
 def model_positions(hf_config: Any) -> int | None:
-    """Return a model's number of positions, including RoPE scaling; None if its config names none.
+    """Return a model's positions, including RoPE scaling; None if unnamed.
 
     Some configs (Llama 3) include the scaling in max_position_embeddings, others (YaRN for Qwen) do not; this function
     takes the larger value.
@@ -179,7 +180,7 @@ def model_positions(hf_config: Any) -> int | None:
 
 
 def run_path_problems(config: RunConfig) -> Iterator[str]:
-    """Yield a line for each missing path of model and resume; the loader checks Hub names."""
+    """Yield a line for each missing path; the loader checks Hub names."""
     options = config.model_options
     if not options.path:
         yield f"model.path is required: a folder or hub name of a model; got {show(options.path)}"
@@ -201,13 +202,13 @@ def run_path_problems(config: RunConfig) -> Iterator[str]:
 
 
 def check_weight_files(config: RunConfig) -> None:
-    """Raise ValueError with one line if a local folder of `model.path` has no whole weights."""
+    """Raise ValueError if a local `model.path` has no whole weights."""
     if os.path.isdir(config.model_folder):
         refuse(weight_problems(config.model_folder))
 
 
 def device_problems(config: RunConfig) -> Iterator[str]:
-    """Yield a line for each option that the device, engine or installed packages forbid."""
+    """Yield a line for each option that device or packages forbid."""
     device, engine, accelerator = config.trainer.device, config.engine, config.machine.accelerator
     on_cpu = device == "cpu" or accelerator is None
     if accelerator == "npu":
@@ -228,7 +229,7 @@ def device_problems(config: RunConfig) -> Iterator[str]:
 
 
 def library_problems(config: RunConfig) -> Iterator[str]:
-    """Yield a line for each module of `model.external_lib`, which verl imports, that cannot be imported."""
+    """Yield a line for each module of `model.external_lib` that fails to import."""
     libraries = config.model_options.external_lib or []
     for name in libraries if isinstance(libraries, (list, tuple)) else [libraries]:
         try:
@@ -250,7 +251,10 @@ def wrap_problems(config: RunConfig, hf_config: Any) -> Iterator[str | None]:
 
 
 def optimizer_problem(config: RunConfig) -> str | None:
-    """Return a line if the optimizer is unknown, refuses its options, or takes no steps of small shards."""
+    """Return a line if the optimizer is unknown or takes no steps.
+
+    Also if it refuses its options; the trial steps on small shards.
+    """
     optim, key = config.optim, "optim.optimizer_impl"
     if not isinstance(optim.optimizer_impl, str) or not optim.optimizer_impl:
         return f"{key} must be a module that is installed; got {show(optim.optimizer_impl)}"
@@ -263,6 +267,7 @@ def optimizer_problem(config: RunConfig) -> str | None:
         return f"{key} must be a module of optimizers; got {optim.optimizer_impl}"
     if show(optim.optimizer) not in names:  # a list is unhashable
         return choice_problem("optim.optimizer", optim.optimizer, sorted(kinds - {"Optimizer"}))
+    # A trial on small parameters shows what an optimizer refuses before weights are loaded.
     steps = 0 if optim.optimizer_impl.split(".")[0] in _ON_GPU_ALONE else 2
     if not isinstance(given := optim.override_optimizer_config or {}, Mapping):
         return f"optim.override_optimizer_config must be a mapping of names to values; got {show(given)}"
@@ -281,13 +286,16 @@ def optimizer_problem(config: RunConfig) -> str | None:
 
 
 def _is_missing(path: str) -> bool:
-    """Tell whether a path is neither a folder nor a possible Hub name."""
+    """Tell whether a path is neither a folder nor a Hub name."""
     is_local = path.startswith((".", "/", "~")) or _HUB_NAME.fullmatch(path) is None
     return is_local and not os.path.isdir(os.path.expanduser(path))
 
 
 def read_hf_config(path: str, trusted: bool = False, key: str = "model.path") -> Any:
-    """Read the config of a folder or Hub name, whose code may run if `trusted`; raise ValueError without one."""
+    """Read the config of a folder or Hub name, or raise ValueError.
+
+    trusted: whether its code may run.
+    """
     from transformers import AutoConfig
 
     try:

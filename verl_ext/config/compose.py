@@ -1,4 +1,4 @@
-"""The composition of a config from a command line, with old names translated and typos refused."""
+"""The composition of a config, with names translated and typos refused."""
 
 import os
 import shlex
@@ -26,7 +26,7 @@ _VALUED_FLAGS = (
 
 
 def prepare_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return (overrides for Hydra, notices to print once) from a command line's arguments.
+    """Return (overrides for Hydra, notices to print once) from a command line.
 
     Arguments that begin with `-` stay unchanged, and needless plus signs are dropped. Raises ValueError with a line for
     each unparsable override, unknown key (with the nearest) and unknown choice of a config group (with the choices).
@@ -36,6 +36,7 @@ def prepare_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         raise ValueError("--multirun starts runs one after the other inside one set of ranks; start one run a command")
     folders = _config_folders(flags)
     given = parsed_words(words)
+    # The dataset class and the data group decide which names of verl are translated.
     classes = [(item.value or "").strip("'\"") for item in given if item.key == "data.custom_cls.name"]
     own_class = any(map(schema.names_own_class, classes))
     packed = _choice("data", given, folders) in (None, "packed")
@@ -43,6 +44,7 @@ def prepare_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     items, notices = translation.items, translation.notices
     overrides: list[str] = []
     mistakes = list(translation.problems)
+    # All mistakes are collected, so that one start reports them.
     for item in items:
         try:
             known, notice = _known(item, own_class, folders)
@@ -75,7 +77,7 @@ def _split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _choice(group: str, items: Sequence[Item], folders: Sequence[Path]) -> str | None:
-    """Return the choice of a group by the command line, else by its recipe, else None."""
+    """Return a group's choice by the command line or recipe, or None."""
     given = {item.key: item.value for item in items if item.value and not item.prefix.startswith("~")}
     if group in given or "recipe" not in given:
         return given.get(group)
@@ -83,7 +85,7 @@ def _choice(group: str, items: Sequence[Item], folders: Sequence[Path]) -> str |
 
 
 def _problems_of_recipe(items: Sequence[Item], folders: Sequence[Path]) -> Iterator[str]:
-    """Yield a line for each choice of a user's recipe that does not exist, or is a file without its head."""
+    """Yield a line for each missing or headless choice of user recipes."""
     for group in sorted({*schema.groups()} - {item.key for item in items}) if folders else ():
         if (choice := _choice(group, items, folders)) is not None:
             try:
@@ -93,20 +95,23 @@ def _problems_of_recipe(items: Sequence[Item], folders: Sequence[Path]) -> Itera
 
 
 def _config_folders(flags: Sequence[str]) -> list[Path]:
-    """List the folders of Hydra's --config-dir, with the user's own recipes and group choices."""
+    """List the folders of Hydra's --config-dir, with the user's own choices."""
     written = [tuple(flag.split("=", 1)) for flag in flags if "=" in flag] + list(pairwise(flags))
     return [Path(value).expanduser() for name, value in written if name in ("--config-dir", "-cd")]
 
 
 def _ranks(given: Sequence[Item]) -> list[str]:
-    """Return the option of `verl-ext train` for the ranks of this machine, if torchrun or the user says how many."""
+    """Return `nproc=N` for `verl-ext train`, if the ranks are known."""
     of_ray = [item.value for item in given if item.key == "trainer.n_gpus_per_node"]
     ranks = os.environ.get("LOCAL_WORLD_SIZE") or (of_ray[-1] if of_ray else None)
     return [] if ranks is None else [f"nproc={ranks}"]
 
 
 def _known(item: Item, own_class: bool, folders: Sequence[Path]) -> tuple[Item | None, str | None]:
-    """Return the override for Hydra (None: leave it out), and a notice about a needless plus."""
+    """Return the override for Hydra, and a notice about a needless plus.
+
+    The override is None if it is to be left out.
+    """
     value = item.parsed()
     group = item.key.partition("@")[0]
     is_choice = group in schema.groups() and not isinstance(value, dict | list)
@@ -142,7 +147,7 @@ def compose(overrides: Sequence[str]) -> DictConfig:
 
 
 def compose_run(overrides: Sequence[str]) -> tuple[DictConfig, list[str]]:
-    """Return :func:`compose`'s config, and a notice for each translation, which rank 0 prints once."""
+    """Return :func:`compose`'s config, and notices that rank 0 prints once."""
     prepared, notices = prepare_overrides(overrides)
     flags = [word for word in prepared if word.startswith("-")]
     if flags:

@@ -1,4 +1,4 @@
-"""The kinds of model; a kind is the class that `_target_` in conf/model/NAME.yaml names.
+"""The kinds of model: classes named by `_target_` in conf/model/NAME.yaml.
 
 verl builds its model node as a dataclass. Our subclasses add class methods, which the checks and the trainer call.
 """
@@ -58,7 +58,7 @@ class ModelFacts:
 
 @dataclass
 class PackedModel(HFModelConfig, ModelNode):
-    """A causal language model of Hugging Face, with attention within the documents of a pack.
+    """A causal language model of Hugging Face, which attends within documents.
 
     Its fields are those of verl and of ModelOptions. :func:`override` applies `override_config` to `hf_config`.
     A kind of model declares:
@@ -111,12 +111,12 @@ class PackedModel(HFModelConfig, ModelNode):
 
     @classmethod
     def config_problems(cls, config: "RunConfig") -> Iterable[str | None]:
-        """Return a line for each option that this kind of model cannot have in any architecture."""
+        """Return a line for each option forbidden to this kind of model."""
         return ()
 
     @classmethod
     def examine(cls, config: "RunConfig", hf_config: Any) -> ModelFacts:
-        """Check the model in `model.path`; raise ValueError with a line for each mistake."""
+        """Check the model in `model.path`, or raise ValueError, one line a mistake."""
         dequantize(hf_config)
         model = support.Architecture(hf_config)
         refuse(support.model_support_problems(model))
@@ -132,7 +132,7 @@ class PackedModel(HFModelConfig, ModelNode):
 
     @classmethod
     def check_weights(cls, config: "RunConfig", hf_config: Any) -> list[str]:
-        """Compare the headers of the weights with the model of ``hf_config``; return notices.
+        """Compare the weights' headers with the model of ``hf_config``; return notices.
 
         Weights of remote code and quantized weights are left to transformers. Raises ValueError if the weights differ,
         and OSError if the Hub does not answer.
@@ -146,18 +146,21 @@ class PackedModel(HFModelConfig, ModelNode):
 
     @classmethod
     def answer_problems(cls, config: "RunConfig", hf_config: Any) -> Iterable[str | None]:
-        """Yield a line for each reason why this model cannot answer `eval.prompts` during training."""
+        """Yield a line for each reason against answering `eval.prompts` in training."""
         yield support.answering_problem(support.Architecture(hf_config))
 
     @classmethod
     def memory_settings(cls, hf_config: Any) -> dict[str, Any] | None:
-        """Return the settings of its memory, to which the weights belong; None without a memory."""
+        """Return the memory's settings that its weights need; None without memory."""
         return None
 
 
 @dataclass
 class QwenTitansModel(PackedModel):
-    """A Qwen with long-term memory, which reads rows chunk by chunk; `hf_config` becomes a QwenTitansConfig."""
+    """A Qwen with long-term memory, which reads rows chunk by chunk.
+
+    `hf_config` becomes a QwenTitansConfig.
+    """
 
     train: str = option("all", "memory: the base model's weights are not trained", resume="same")
     memory_checkpoint: str | None = None
@@ -176,7 +179,7 @@ class QwenTitansModel(PackedModel):
 
     @classmethod
     def resolve_attention(cls, config: DictConfig) -> list[str]:
-        """Choose a kernel of transformers, in place, because a row within a chunk is one document."""
+        """Choose transformers' kernel, in place: within chunks, a row is one document."""
         key, backend = f"{_OVERRIDE}.{_ATTENTION}", config.attention.backend
         asked = OmegaConf.select(config, key)
         chosen = _CHUNK_ATTENTION.get(backend, backend)  # the checks report an unknown backend
@@ -245,7 +248,7 @@ _ONLY_WITH_MEMORY: dict[str, tuple[Any, str]] = {  # key: (the one value it may 
 
 
 def model_kind(config: Any) -> type[PackedModel]:
-    """Return the class of a config's model node; verl's own node means PackedModel."""
+    """Return the class of a model node; PackedModel for verl's own."""
     named = get_class(config["model"]["_target_"])
     return named if issubclass(named, PackedModel) else PackedModel
 
@@ -300,12 +303,12 @@ def _set(hf_config: Any, key: str, value: Any) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Return the last line of an error of a transformers config class, which holds the reason."""
+    """Return the last line of a config class's error, the reason."""
     return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
 
 
 def titans_config(hf_config: Any, memory: Mapping[str, Any]) -> QwenTitansConfig:
-    """Return a Qwen's config with memory around it, or an exported one updated with `memory`.
+    """Return a Qwen's config with `memory`, or an exported one so updated.
 
     Raises:
         ValueError: If the base is not Qwen2 or Qwen3, or an option `model.memory.<name>` is not allowed.
@@ -322,7 +325,7 @@ def _set_attention(config: DictConfig, implementation: str) -> None:
 
 
 def _memory_problems(path: str | None, titans: QwenTitansConfig) -> list[str]:
-    """List the misfits of `model.memory_checkpoint`, by its settings file, else with a meta-device model."""
+    """List the misfits of `model.memory_checkpoint`, by settings or a meta-device model."""
     if path is None:
         return []
     settings, memory = Path(path).with_suffix(".json"), titans.memory or {}

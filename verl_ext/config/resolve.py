@@ -1,4 +1,6 @@
-"""The resolution of a composed config: attention, dataset class, paths, device, precision, kernels.
+"""The resolution of a composed config's open values.
+
+They are attention, dataset class, paths, device, precision and kernels.
 
 Each function returns notices of its changes to the user's values, and raises ValueError for unsupported values.
 """
@@ -43,7 +45,7 @@ PATHS = (
 
 
 def resolve_run(composed: DictConfig, machine: Machine) -> RunConfig:
-    """Resolve the open values of a composed configuration in place, and type it.
+    """Resolve a composed configuration's open values in place, and type it.
 
     Raises ValueError with a line for each value that is not allowed.
     """
@@ -71,9 +73,10 @@ def resolve_run(composed: DictConfig, machine: Machine) -> RunConfig:
 
 
 def resolve_config(config: DictConfig) -> list[str]:
-    """Resolve `~`, empty paths, the attention and the dataset class in place, for any machine.
+    """Resolve what no machine decides, in place.
 
-    It also restores characters of names that Hydra's grammar lacks.
+    This is `~`, empty paths, the attention and the dataset class. It also restores characters of names that Hydra's
+    grammar lacks.
     """
     restore(config)
     if not OmegaConf.is_dict(given := config.model.override_config):
@@ -84,6 +87,7 @@ def resolve_config(config: DictConfig) -> list[str]:
             OmegaConf.update(config, key, show(value))  # the name of the folder is a number
         elif isinstance(value, str) and (value == "" or value.startswith("~")):
             OmegaConf.update(config, key, os.path.expanduser(value) or None)
+    # The functions below read the classes of the nodes, so that a wrong name is refused before them.
     check_classes(config)
     template = OmegaConf.select(config, "model.custom_chat_template")
     if isinstance(template, str) and os.path.isfile(template):  # verl takes the text alone
@@ -103,6 +107,7 @@ def resolve_config(config: DictConfig) -> list[str]:
         family = dataset_class(config).Options
     except ValueError:
         return notices  # the checks report it
+    # A dataset family may derive values; the checks then see what is in use.
     data = plain(config.data)
     if config.trainer.eval_only and not data.get("train_dir"):  # the run does not train
         config.data.update(family.for_evaluation(data))
@@ -111,7 +116,7 @@ def resolve_config(config: DictConfig) -> list[str]:
 
 
 def check_classes(config: DictConfig) -> None:
-    """Raise ValueError if a `_target_` of verl's nodes, which a config group chooses, is no class."""
+    """Raise ValueError if a `_target_` of verl's nodes is no class."""
     for node in ("model", "engine", "optim", "checkpoint", "profiler"):
         values: Any = OmegaConf.to_container(config[node], resolve=False)
         for key, name in leaves(values, f"{node}."):
@@ -124,7 +129,7 @@ def check_classes(config: DictConfig) -> None:
 
 
 def resolve_names(config: DictConfig) -> list[str]:
-    """Move values from deprecated names of verl's to today's, in place, before anything is checked or remembered.
+    """Move values from verl's deprecated names to today's, in place.
 
     Null is read as verl reads it where its engine would fail. Raises ValueError for a key that a command line alone
     translates (a user's file has it), and for two values.
@@ -163,7 +168,9 @@ def resolve_forwards(config: DictConfig, ranks: int) -> list[str]:
 
 
 def resolve_device(config: DictConfig, accelerator: str | None) -> list[str]:
-    """Set null values of device, precision and head block, and model.use_liger, in place.
+    """Set what the device decides, in place.
+
+    These are null values of device, precision and head block, and model.use_liger.
 
     trainer.device=auto becomes the visible accelerator ("npu" is refused) or cpu. engine.mixed_precision is fp32 on
     CPU, and bf16 parameters with fp32 reductions on accelerators.
@@ -171,6 +178,7 @@ def resolve_device(config: DictConfig, accelerator: str | None) -> list[str]:
     notices: list[str] = []
     refuse([choice_problem("trainer.device", config.trainer.device, ("auto", "cpu", "cuda"))])
     if config.trainer.device == "auto":
+        # A GPU that torch cannot use must not become a slow run on the CPU in silence.
         if accelerator is None and (why := idle_gpu()):
             raise ValueError(
                 f"trainer.device=auto must find the GPU that this machine shows; got '{why}' from torch "
@@ -195,7 +203,7 @@ def resolve_device(config: DictConfig, accelerator: str | None) -> list[str]:
 
 
 def idle_gpu() -> str | None:
-    """Return the reason why torch cannot use this machine's NVIDIA GPU; None without a GPU or a reason."""
+    """Return why torch cannot use an NVIDIA GPU here, or None."""
     smi, shown = shutil.which("nvidia-smi"), bool(glob.glob("/dev/nvidia[0-9]*"))
     if not shown and smi:
         with suppress(OSError, subprocess.SubprocessError):

@@ -23,10 +23,11 @@ _OF_A_TYPE = {  # so that they are not left over when another type takes the pla
 
 
 def set_rope_parameters(hf_config: Any, values: Mapping[str, Any], option: str) -> dict[str, Any]:
-    """Set the rotary parameters among `values` on a config that has a dict of them, in place; return the other values.
+    """Set rotary parameters among `values` in place; return the other values.
 
-    A dict with a type takes the place of the config's scaling; parameters that belong to no type (rope_theta,
-    mrope_section) stay. A dict without a type updates the config's parameters. Null ends the scaling.
+    The config has a dict of them. A dict with a type takes the place of the config's scaling; parameters that belong to
+    no type (rope_theta, mrope_section) stay. A dict without a type updates the config's parameters. Null ends the
+    scaling.
 
     Raises ValueError for parameters that transformers refuses, or that it would read as something else or not at all.
     """
@@ -41,6 +42,7 @@ def set_rope_parameters(hf_config: Any, values: Mapping[str, Any], option: str) 
     given = {"rope_type": "default"} if given is None else given
     if not isinstance(given, Mapping):
         raise ValueError(f"{option}.{name} must be a dict of rotary parameters, or null; got {show(given)}")
+    # Some models have one dict for each kind of layer, which then must be named.
     kinds = {kind: inner for kind, inner in old.items() if isinstance(inner, dict)}
     if not kinds:
         parts = {"": {**beside, **given}}
@@ -58,6 +60,7 @@ def set_rope_parameters(hf_config: Any, values: Mapping[str, Any], option: str) 
     except (StrictDataclassError, AttributeError, KeyError, TypeError, ValueError) as error:
         must = f"{option}.rope_parameters must be one of a {type(hf_config).__name__}"
         raise ValueError(f"{must}; got {show({**named, **beside})} ({str(error).splitlines()[-1]})") from error
+    # transformers ignores what it does not read, so that a typo would train another model.
     rope, remote = hf_config.rope_parameters, bool(getattr(hf_config, "auto_map", None))
     for kind, part in parts.items():
         _check_read(rope[kind] if kind else rope, part, f"{option}.{name}" + f".{kind}" * bool(kind), remote)
@@ -75,7 +78,7 @@ def _merged(old: Mapping[str, Any], given: Mapping[str, Any], key: str) -> dict[
 
 
 def _check_read(rope: Mapping[str, Any], given: Mapping[str, Any], key: str, remote: bool) -> None:
-    """Raise ValueError for a type that does not exist, and for given parameters that nothing reads."""
+    """Raise ValueError for an unknown type, unread parameters or a wrong factor."""
     rope_type = rope["rope_type"]
     if not remote and (problem := choice_problem(f"{key}.rope_type", rope_type, _TYPES)):
         raise ValueError(problem)

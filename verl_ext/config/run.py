@@ -1,4 +1,4 @@
-"""The configuration of a run as typed options, which the other packages read.
+"""The configuration of a run as typed options.
 
     composed DictConfig ──resolved──► RunConfig ──► checks, datasets, trainer, verl's worker
 
@@ -37,7 +37,10 @@ _OPTIM = {"_target_": "verl_ext.engines.schedule.StepOptimizerConfig"}  # instea
 
 @dataclass(frozen=True)
 class TrainerOptions(Options):
-    """The keys of the trainer node: verl's, and from `device` on ours. Frequencies are in steps."""
+    """The keys of the trainer node: verl's, from `device` on ours.
+
+    Frequencies are in steps.
+    """
 
     prefix: ClassVar[str] = "trainer"
 
@@ -117,13 +120,13 @@ class TrainerOptions(Options):
 
     @property
     def progress_limits(self) -> dict[str, int]:
-        """The seconds without progress for a rank, by the option of its phase; 0: no limit."""
+        """The seconds without progress, by each phase's option; 0: no limit."""
         first = self.hang_timeout and self.first_step_timeout and max(self.first_step_timeout, self.hang_timeout)
         names = ("trainer.first_step_timeout", "trainer.hang_timeout", "trainer.save_timeout")
         return dict(zip(names, (first, self.hang_timeout, self.save_timeout), strict=True))
 
     def collective_timeout(self, first_step: bool = False) -> int:
-        """Return the seconds that a collective may take, longer than the hang watch, which names ranks."""
+        """Return a collective's timeout in seconds; the hang watch ends before it."""
         limit = self.progress_limits[f"trainer.{'first_step' if first_step else 'hang'}_timeout"]
         return self.nccl_timeout or (limit or _HANG_TIMEOUT) + 600
 
@@ -152,12 +155,12 @@ NODES: tuple[type[Options], ...] = (
 
 
 def frequencies(value: Any) -> list[Any]:
-    """Return the entries of a frequency: a number of steps, after_each_epoch, or a list of these."""
+    """Return a frequency's entries: numbers of steps, or after_each_epoch."""
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def is_due(frequency: Any, step: int, steps_per_epoch: float) -> bool:
-    """Tell whether a period of a frequency ends with `step`, which is counted from 1."""
+    """Tell whether a period of a frequency ends with `step` (from 1)."""
     periods = (steps_per_epoch if every == AFTER_EACH_EPOCH else every for every in frequencies(frequency))
     # An epoch of a stream may end within a step; the tolerance is for the rounding of whole quotients.
     return any(int(step / every + 1e-9) > int((step - 1) / every + 1e-9) for every in periods if every > 0)
@@ -248,7 +251,7 @@ class RunConfig:
 
     @property
     def param_dtype(self) -> str:
-        """The dtype of the parameters in a forward pass: fp32, bf16 or fp16."""
+        """The dtype of parameters in a forward: fp32, bf16 or fp16."""
         return (self.engine.mixed_precision or {}).get("param_dtype", "bf16")
 
     @property
@@ -263,17 +266,17 @@ class RunConfig:
 
     @property
     def data_parallel_size(self) -> int:
-        """The number of ranks, or of groups that share a pack, with their own packs."""
+        """The number of ranks, or groups sharing a pack, with different packs."""
         return self.machine.world_size // self.sequence_parallel_size
 
 
 def sequence_parallel_size(values: Any) -> int:
-    """Return the number of ranks that share one pack, from a configuration as nested mappings."""
+    """Return the number of ranks that share one pack, from nested mappings."""
     return values["engine"]["ulysses_sequence_parallel_size"] * values["parallel"]["context_parallel_size"]
 
 
 def worker_config(values: Mapping[str, Any], total_steps: int) -> Any:
-    """Return the config of verl's TrainingWorker; `total_steps` is the length of the learning-rate schedule."""
+    """Return verl's TrainingWorkerConfig; `total_steps` is the schedule's length."""
     from verl.workers.engine_workers import TrainingWorkerConfig
 
     node = OmegaConf.create(dict(values))

@@ -1,4 +1,4 @@
-"""The dotted keys of a config, and the defaults of our options dataclasses for Hydra.
+"""The dotted keys of a config, and the defaults for Hydra.
 
     verl's sft_trainer_engine  ∪  fields of each node's `_target_` dataclass  ∪  fields of our options dataclasses
 
@@ -83,7 +83,7 @@ def composed(module: str, primary: str, overrides: Sequence[str]) -> DictConfig:
 
 
 def check_interpolations(config: DictConfig) -> None:
-    """Raise ValueError with one line if a value refers to a key that does not exist."""
+    """Raise ValueError if a value refers to a key that is missing."""
     try:
         OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
     except OmegaConfBaseException as error:
@@ -92,7 +92,7 @@ def check_interpolations(config: DictConfig) -> None:
 
 @contextmanager
 def _without_hydra() -> Iterator[None]:
-    """Set aside Hydra's global state, which a running application has, and restore it."""
+    """Set aside a running application's Hydra state, and restore it."""
     running = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
@@ -119,7 +119,7 @@ def dataset_families() -> dict[str, type[PackDataset]]:
 
 @functools.cache
 def model_kinds() -> dict[str, type[PackedModel]]:
-    """Return {choice of the group `model`: its class}, for those whose conf/model/CHOICE.yaml has a `_target_`."""
+    """Return {choice of the group `model`: its class} where `_target_` names one."""
     targets = {choice: _choice("model", choice).get("_target_") for choice in options("model")}
     return {choice: get_class(target) for choice, target in targets.items() if target}
 
@@ -130,7 +130,7 @@ def _choice(group: str, choice: str) -> Any:
 
 @functools.cache
 def option_nodes() -> dict[str, tuple[str, dict[str, Any]]]:
-    """Return {name below `/options`: (the node that it fills, {key: default})} of every options dataclass of conf/."""
+    """Return {name below `/options`: (its node, {key: default})} of our dataclasses."""
     always: tuple[type[Options], ...] = (ModelNode, ScheduleOptions, *NODES)
     nodes = {cls.prefix: (cls.prefix, default_values(cls)) for cls in always}
     for kind in model_kinds().values():
@@ -150,7 +150,7 @@ def register() -> None:
 
 @functools.cache
 def known_keys() -> frozenset[str]:
-    """Return every dotted key, nodes and leaves, except for keys below free-form nodes."""
+    """Return every dotted key, nodes too, except below free-form nodes."""
     keys = {*value_keys(_upstream()), *_target_fields(_upstream()), *MIXED_PRECISION}
     keys |= {f"{prefix}.{key}" for prefix, node in option_nodes().values() for key, _ in leaves(node)}
     keys |= {f"model.{entry.name}" for cls in model_kinds().values() for entry in fields(cls)}
@@ -161,7 +161,7 @@ def known_keys() -> frozenset[str]:
 
 @functools.cache
 def nodes() -> dict[str, str]:
-    """Return a key of every node at the top that is no group of choices, such as ``trainer``."""
+    """Return {top node that is no group of choices: its first key}."""
     found = {key.partition(".")[0]: key for key in sorted(known_keys(), reverse=True) if "." in key and "._" not in key}
     return {name: key for name, key in found.items() if name not in groups() and not is_free_form(name)}
 
@@ -172,12 +172,12 @@ def is_free_form(key: str) -> bool:
 
 
 def is_known(key: str) -> bool:
-    """Tell whether the schema has this dotted key, or allows any key below its node."""
+    """Tell whether the schema has or allows this dotted key."""
     return is_free_form(key) or key in known_keys()
 
 
 def foreign_option_problems(config: Any) -> Iterator[str]:
-    """Yield a line for each option that only unchosen dataset families or kinds of model read."""
+    """Yield a line for each option of unchosen families or kinds alone."""
     if not names_own_class(config["data"]["custom_cls"]["name"]):
         chosen = dataset_class(config)
         families = {choice: set(options_of(family.Options)) for choice, family in dataset_families().items()}
@@ -194,7 +194,7 @@ def _foreign(node: Any, prefix: str, readers: dict[str, set[str]], read: set[str
 
 
 def names_own_class(name: Any) -> bool:
-    """Tell whether `data.custom_cls.name` is a user's dataset class, which may read its own keys."""
+    """Tell whether `data.custom_cls.name` is a user's class with its own keys."""
     return name not in (None, "", "null", *(family.__name__ for family in dataset_families().values()))
 
 
@@ -209,7 +209,7 @@ def unknown_key(key: str) -> str:
 
 
 def check_keys(config: DictConfig) -> None:
-    """Raise ValueError with a line for each unknown key of a composed config (a typo in YAML).
+    """Raise ValueError with a line for each unknown key of a config.
 
     It also refuses a value that refers to a missing key. If data.custom_cls names a user's dataset class, the keys
     below data belong to that class.
@@ -224,7 +224,10 @@ def check_keys(config: DictConfig) -> None:
 
 
 def _untranslated(config: DictConfig) -> Iterator[str]:
-    """Yield a line for each key in a file that only a command line translates, unless it has verl's own default."""
+    """Yield a line for a file's keys that only command lines translate.
+
+    A value equal to verl's own default passes.
+    """
     classes = {family.__name__: family for family in dataset_families().values()}
     own = options_of(classes[OmegaConf.select(config, "data.custom_cls.name") or SFTDataSet.__name__].Options)
     defaults = _upstream()
@@ -236,19 +239,19 @@ def _untranslated(config: DictConfig) -> Iterator[str]:
 
 
 def value_keys(config: DictConfig) -> list[str]:
-    """Return the dotted keys of the values below a config; lists and empty dicts are values."""
+    """Return the dotted keys of values; lists and empty dicts are values."""
     values: Any = OmegaConf.to_container(config, resolve=False, throw_on_missing=False)
     return [key for key, _ in leaves(values)]
 
 
 def groups() -> tuple[str, ...]:
-    """Return the config groups from which a command line or a recipe may choose."""
+    """Return the config groups that a command line or recipe may choose."""
     ours = (entry.name for entry in files(CONF).iterdir() if entry.is_dir() and not entry.name.startswith("_"))
     return tuple(sorted({*ours, *_UPSTREAM_GROUPS}))
 
 
 def options(group: str, folders: Sequence[Path] = ()) -> list[str]:
-    """Return the choices of a group, including those in the user's config folders.
+    """Return a group's choices, with those in the user's config folders.
 
     A recipe's name is NAME for the config.yaml of its folder, and NAME/STAGE for another yaml file there.
     """
@@ -277,7 +280,10 @@ def choice_path(group: str, choice: str, folders: Sequence[Path] = ()) -> str:
 
 
 def _check_head(file: Path, group: str, choice: str) -> None:
-    """Raise ValueError unless a user's file names what it starts from, without which Hydra has its keys alone."""
+    """Raise ValueError unless a user's file names what it starts from.
+
+    Without that, Hydra has the keys of the file alone.
+    """
     text, default = file.read_text(encoding="utf-8"), default_choice(group)
     lines = [] if group not in _GLOBAL_GROUPS or re.search(r"^#\s*@package", text, re.M) else ["# @package _global_"]
     lines += [] if default is None or re.search(r"^defaults\s*:", text, re.M) else [f"defaults: [{default}]"]
@@ -297,7 +303,7 @@ def default_choice(group: str) -> str | None:
 
 
 def recipe_choice(recipe: str, group: str, folders: Sequence[Path] = ()) -> str | None:
-    """Return a recipe's choice of another group, perhaps from its base recipe; None if there is none."""
+    """Return a recipe's choice of another group, perhaps its base's; else None."""
     chosen = None
     names = (recipe, f"{recipe}/config")
     for file in (root.joinpath(f"{name}.yaml") for root in _roots("recipe", folders) for name in names):
@@ -319,7 +325,7 @@ def _upstream() -> DictConfig:
 
 
 def _target_fields(node: DictConfig, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted keys of the fields of all dataclasses that the nodes below are built into."""
+    """Yield the dotted fields of all dataclasses that nodes are built into."""
     for name in map(str, node):
         child = node._get_node(name)  # unresolved, because profiler nodes interpolate keys that only RL configs have
         if not isinstance(child, DictConfig) or is_free_form(f"{prefix}{name}"):

@@ -44,7 +44,7 @@ _ELSEWHERE = {  # computed outside query, key and value, where packed attention 
 
 
 class Architecture:
-    """A causal language model, described by its Hugging Face config and its classes.
+    """A causal language model, by its Hugging Face config and its classes.
 
     Attributes:
         hf_config: the config.
@@ -61,7 +61,7 @@ class Architecture:
 
     @cached_property
     def cls(self) -> Any:
-        """The class of the model in transformers; None for remote code or an unknown config."""
+        """The model's class in transformers; None for remote code or unknown configs."""
         return model_class(self.hf_config)
 
     @cached_property
@@ -80,7 +80,7 @@ class Architecture:
 
     @property
     def head_size(self) -> int:
-        """The size of queries and keys per head; latent attention has it in two parts."""
+        """The size per head of queries and keys, which latent attention splits."""
         if rotated := getattr(self.text, "qk_rope_head_dim", None):
             return self.text.qk_nope_head_dim + rotated
         if self.heads is None:
@@ -99,7 +99,7 @@ class Architecture:
 
 
 def model_support_problems(model: Architecture) -> list[str]:
-    """List reasons why this architecture would leak between documents of a pack, or compute it wrongly.
+    """List reasons why this architecture would leak between documents, or miscompute packs.
 
     A small model of the same class is tried on a pack (verl_ext.layers.probe). Reasons that are known by name come
     first.
@@ -135,7 +135,7 @@ def _packing_problems(model: Architecture) -> Iterator[str]:
 
 
 def _encoder_problems(model: Architecture) -> list[str]:
-    """List reasons in the modules of an encoder architecture (BERT and its kin) against packs."""
+    """List reasons against packs in an encoder's modules (BERT and its kin)."""
     name, modules = f"model.path: {model.name}", dict(model.module.named_modules())
     # Decoders of encoder-decoder pairs attend to encoder states if there are any; texts alone have none.
     known = {path for path, module in modules.items() if type(module).__name__ in MIXERS}
@@ -151,7 +151,7 @@ def _encoder_problems(model: Architecture) -> list[str]:
 
 
 def _layer_problems(model: Architecture) -> list[str]:
-    """List problems, in the modules or a trial, with keeping a pack's documents apart."""
+    """List what, in modules or a trial, mixes a pack's documents."""
     try:
         module = model.module
     except Exception as error:  # a class raises any error that its config causes
@@ -168,7 +168,7 @@ def _layer_problems(model: Architecture) -> list[str]:
 
 
 def _trial(model: Architecture) -> str | None:
-    """Describe how a small model mixes the documents of a pack; None if it does not."""
+    """Describe how a small model mixes documents; None if it does not."""
     cls = model.cls or auto_class(model.hf_config)
     try:
         trial = trial_model(model.hf_config, cls)
@@ -181,7 +181,10 @@ def _trial(model: Architecture) -> str | None:
 
 
 def answering_problem(model: Architecture) -> str | None:
-    """Return why a small model cannot answer prompts; None if it can or cannot be built."""
+    """Return why a small model cannot answer prompts, or None.
+
+    None also if none can be built.
+    """
     try:
         trial = trial_model(model.hf_config, model.cls or auto_class(model.hf_config))
     except Exception:  # small sizes do not suit the config
@@ -219,7 +222,7 @@ def option_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:
 
 
 def _freeze_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:
-    """Yield a line if `model.freeze` names nothing or leaves nothing, or if the engine cannot freeze."""
+    """Yield a line if `model.freeze` misses, freezes all, or meets LoRA."""
     options = config.model_options
     if options.freeze and options.lora_rank:
         yield (
@@ -239,13 +242,13 @@ def has_scans(model: Architecture) -> bool:
 
 
 def head_in_use(config: "RunConfig", model: Architecture) -> str:
-    """Return the head of `loss.head`, or the next best one that the model allows."""
+    """Return the head of `loss.head`, or the next best one possible."""
     asked = config.loss.head
     return asked if model.module is None else max(asked, supported_head(model.module), key=HEADS.index)
 
 
 def model_notices(config: "RunConfig", model: Architecture, head: str) -> Iterator[str]:
-    """Warn about settings that are allowed but may be unintended; `head` is the one in use."""
+    """Warn about allowed but perhaps unintended settings; `head` is in use."""
     if config.trainer.device == "cuda":
         yield from _kernel_notices(config, model)
         asked = config.model_options.experts
@@ -263,6 +266,7 @@ def model_notices(config: "RunConfig", model: Architecture, head: str) -> Iterat
         kernels = "the kernels of flash-linear-attention are not installed (pip install '.[hybrid]')"
         yield f"a {model.name}'s recurrences run torch's code, document by document, which is slow: {kernels}"
     dtype = config.engine.model_dtype
+    # Steps that stored weights round away raise no error, so that a notice must tell of them.
     kept = sorted(getattr(model.cls, "_keep_in_fp32_modules_strict", None) or ())
     if kept and dtype is not None and dtype not in ("fp32", "float32"):
         yield f"engine.model_dtype={dtype} rounds what a {model.name} keeps in fp32: {', '.join(kept)}; fp32 does not"
@@ -273,6 +277,7 @@ def model_notices(config: "RunConfig", model: Architecture, head: str) -> Iterat
             f"{512 * config.optim.lr:.0e}); fp32 keeps all of it"
         )
     ulysses, heads = config.engine.ulysses_sequence_parallel_size, model.heads
+    # The rest is about what runs otherwise than it was asked for.
     if heads and (zero := HeadPadding.from_heads(*heads, ulysses).zero_heads):
         yield (
             f"{SP}={ulysses} does not divide the model's {heads[0]} attention heads of {heads[1]} key/value heads: "
@@ -301,7 +306,7 @@ def _frozen_notice(model: Architecture, patterns: Sequence[str]) -> Iterator[str
 
 
 def _kernel_notices(config: "RunConfig", model: Architecture) -> Iterator[str]:
-    """Warn about a needlessly slow kernel, or one whose memory may grow with a document's square.
+    """Warn about a slow kernel, or one with quadratic memory.
 
     Without its flash kernel, torch's sdpa computes grouped heads with all scores ``[l, l]`` of a document in memory;
     with a window, it holds those of a block.
@@ -322,7 +327,7 @@ def _kernel_notices(config: "RunConfig", model: Architecture) -> Iterator[str]:
 
 
 def chosen_backend(config: "RunConfig", model: Architecture) -> tuple[str, str | None]:
-    """Return (the attention backend in use, the unmet requirement of flash attention or None).
+    """Return the attention backend, and flash attention's unmet requirement or None.
 
     Raises ValueError if the requested backend cannot run.
     """

@@ -1,4 +1,4 @@
-"""Checks of verl's nodes for packs, before verl builds its dataclasses without checks."""
+"""Checks of verl's nodes for packs, which verl's dataclasses lack."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -52,7 +52,7 @@ _BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def upstream_problems(values: Mapping[str, Any]) -> Iterator[str | None]:
-    """Yield a line for each value in verl's nodes with a wrong type or out of bounds."""
+    """Yield a line for each ill-typed or out-of-bounds value of verl's nodes."""
     ill_typed: list[str] = []
     for name in ("model", "engine", "optim", "checkpoint", "profiler"):
         cls = get_class(values[name]["_target_"])
@@ -85,14 +85,14 @@ def upstream_problems(values: Mapping[str, Any]) -> Iterator[str | None]:
 def fixed_value_problems(
     values: Mapping[str, Any], fixed: Mapping[str, tuple[Any, str]] = REFUSED, condition: str = ""
 ) -> Iterator[str]:
-    """Yield a line, with the reason, for each option whose value is not the only allowed one."""
+    """Yield a line with the reason for each option not so fixed."""
     for key, (allowed, why) in fixed.items():
         if (value := select(values, key, allowed)) != allowed:
             yield f"{key} must be {show(allowed)}{condition}: {why}; got {show(value)}"
 
 
 def select(values: Mapping[str, Any], key: str, default: Any = None) -> Any:
-    """Return the value of a dotted key in nested mappings, or else the default."""
+    """Return a dotted key's value in nested mappings, or the default."""
     for name in key.split("."):
         if not isinstance(values, Mapping) or name not in values:
             return default

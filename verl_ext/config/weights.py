@@ -1,4 +1,4 @@
-"""A comparison of the weights in `model.path` with the model of its config, before any is read."""
+"""A comparison of the weights in `model.path` with its config's model."""
 
 import os
 import re
@@ -63,7 +63,7 @@ def dequantize(hf_config: Any) -> None:
 
 
 def weight_problems(folder: str) -> list[str]:
-    """Return one line if ``folder`` (model.path) has no weights, a truncated safetensors file or an adapter."""
+    """Return one line if a folder's weights are missing, truncated or adapters."""
     from safetensors import SafetensorError, safe_open
 
     files = sorted(glob(os.path.join(folder, "*.safetensors")))
@@ -81,7 +81,7 @@ def weight_problems(folder: str) -> list[str]:
 
 
 def _adapter_problem(path: str) -> str | None:
-    """Return one line if a folder or Hub model holds an adapter, which transformers loads by itself."""
+    """Return a line if an adapter is there, which transformers would load."""
     if not utils.hub.has_file(path, ADAPTER_CONFIG_NAME):
         return None
     return (
@@ -91,7 +91,7 @@ def _adapter_problem(path: str) -> str | None:
 
 
 def _index_problem(folder: Path) -> str | None:
-    """Return one line if an index of shards is unreadable, or names files in other folders."""
+    """Return a line if an index is unreadable or names foreign files."""
     for index in sorted(folder.glob("*.index.json")):
         try:
             names = set(parse_json(index.read_text(encoding="utf-8"))["weight_map"].values())
@@ -106,7 +106,7 @@ def _index_problem(folder: Path) -> str | None:
 def check_weights(
     model_class: Any, hf_config: Any, path: str, allowed: Iterable[str], override: dict[str, Any]
 ) -> list[str]:
-    """Compare the names and shapes of weights with those of a config's model.
+    """Compare the weights' names and shapes with those of a config's model.
 
     transformers loads the headers as tensors without storage, so its renamings, conversions (experts become one
     tensor), ties and lists of ignored keys apply as in training. Weights that a class allows to be missing, such as the
@@ -124,6 +124,7 @@ def check_weights(
     """
     if problem := _adapter_problem(path):
         raise ValueError(problem)
+    # The class would hide weights that it may lack, of which some without others are a mistake.
     may_lack = re.compile("|".join(model_class._keys_to_ignore_on_load_missing or ["(?!)"]))
     model_class = type(model_class.__name__, (model_class,), {"_keys_to_ignore_on_load_missing": None})
     with _without_bars(), _ties_of_headers() as compared, held_back("modeling_utils") as reports:
@@ -139,6 +140,7 @@ def check_weights(
         except RuntimeError as error:  # e.g. an expert without up_proj; the report names the tensor
             torn = re.findall(r"^(\S+) +\|.*CONVERSION", "\n".join(reports), flags=re.MULTILINE)
             found = {"torn": torn or [first_line(error)]}
+    # All of them missing is a plain model, whose memory begins new.
     new = set(filter(may_lack.search, found.get("missing_keys", ())))
     if new and new == set(filter(may_lack.search, model.state_dict())):
         found["missing_keys"] -= new
@@ -149,6 +151,7 @@ def check_weights(
         notices.append(
             f"model.path holds {ties}, which its config ties: equal weights are trained as one, others apart"
         )
+    # A difference is an error unless the user names it as meant.
     for has, names, then in (
         ("lacks", found.get("missing_keys", ()), "begin random"),
         ("also holds", found.get("unexpected_keys", ()), "are left out"),
@@ -159,6 +162,7 @@ def check_weights(
         if passed:
             notices.append(f"{_OPTION}: {_listed(passed)} of model.path {then}")
         if rest := set(names) - passed:
+            # A part that is missing as a whole is one word, not a hundred names.
             for part in outside_text(model) if rest == set(found.get("missing_keys", ())) else ():
                 inside = {name for name in model.state_dict() if name.startswith(f"{part}.")}
                 rest = rest - inside | {f"{part}.*"} if inside and inside <= rest else rest
@@ -174,7 +178,7 @@ def check_weights(
 
 @contextmanager
 def _ties_of_headers() -> Iterator[list[torch.Size]]:
-    """Let transformers compare the two weights of a tie, if files hold both, by their shapes; yield these."""
+    """Let transformers compare tied weights by shape; yield the compared shapes."""
     equal, compared = torch.equal, []
 
     def of_shapes(x: torch.Tensor, y: torch.Tensor) -> bool:
@@ -191,9 +195,9 @@ def _ties_of_headers() -> Iterator[list[torch.Size]]:
 
 
 def digest_of_weights(path: str) -> str:
-    """Describe the weights in a folder, or those of a Hub model, which are downloaded, by their content.
+    """Describe the content of a folder's or Hub model's weights.
 
-    A Hub model has the digest of a folder with the same files.
+    A Hub model is downloaded, and has the digest of a folder with the same files.
     """
     if os.path.exists(path):
         return digest_of_folder(path, _ENDINGS)
@@ -202,7 +206,7 @@ def digest_of_weights(path: str) -> str:
 
 
 def revision(path: str) -> str:
-    """Return the commit of a Hub model that this machine reads, or the content of a folder."""
+    """Return a Hub model's commit here, or a folder's content digest."""
     if os.path.exists(path):
         return digest_of_folder(path)
     file = utils.cached_file(path, utils.CONFIG_NAME)
@@ -210,7 +214,7 @@ def revision(path: str) -> str:
 
 
 def _headers(path: str) -> dict[str, Any]:
-    """Read {name: tensor without storage} from the files that transformers would read; download them if needed."""
+    """Read {name: tensor without storage} from the files; download them if needed."""
     from transformers.modeling_utils import load_state_dict
 
     state: dict[str, Any] = {}
@@ -225,7 +229,7 @@ def _headers(path: str) -> dict[str, Any]:
 
 
 def _weight_files(path: str) -> list[str]:
-    """Return the files with weights that transformers would read; download them if needed."""
+    """Return the weight files that transformers would read; download if needed."""
     for name in (utils.SAFE_WEIGHTS_NAME, utils.SAFE_WEIGHTS_INDEX_NAME, utils.WEIGHTS_NAME, utils.WEIGHTS_INDEX_NAME):
         if utils.hub.has_file(path, name):
             file = utils.cached_file(path, name)

@@ -1,4 +1,4 @@
-"""Answers to prompts, which the ranks of a run share, and their mean scores.
+"""Answers to prompts, which the ranks share, and their mean scores.
 
 The prompts of `eval.prompts` and the questions of a validation set (data=babilong) are shared in the same way:
 
@@ -42,7 +42,10 @@ class PromptList(Protocol):
 
 
 class Scored(NamedTuple):
-    """An answer and its score, None without one; `text` is None if no table shows the answer."""
+    """An answer and its score.
+
+    score: None without one. text: None if no table shows the answer.
+    """
 
     number: int
     category: str
@@ -51,13 +54,13 @@ class Scored(NamedTuple):
 
 
 class NoAnswers(ValueError):
-    """An error on every rank, with a one-line reason why the prompts have no scores."""
+    """The one-line reason, on every rank, why prompts have no scores."""
 
 
 def scored_answers(
     prompts: PromptList, order: Sequence[int], answer: Texts, score: Scorer, batch_size: int, shown: Sequence[int] = ()
 ) -> list[Scored]:
-    """Answer this rank's share of the prompts; return all scores by prompt number; collective.
+    """Answer this rank's prompts; return all scores by number; collective.
 
     order: the prompt numbers, with similar lengths side by side. shown: the numbers whose texts are returned.
     Raises NoAnswers on every rank if a server or a scorer fails on one rank.
@@ -67,6 +70,7 @@ def scored_answers(
     found: list[Scored] = []
     failure: str | None = None
     batches = range(0, share, batch_size)
+    # Every rank has as many batches, the last perhaps empty, because a forward pass needs all ranks.
     for first in terminal_bar("answer", ranks.rank == 0, batches, unit="batch", leave=False):
         batch = mine[first : first + batch_size]
         asked = [prompts[number] for number in batch]
@@ -82,6 +86,7 @@ def scored_answers(
             failure = one_line(str(error))
             break
         watch.mark()
+    # A failure on one rank is every rank's, so that all go on with the training alike.
     gathered = ranks.gather((found, failure))
     if failed := next((failure for _, failure in gathered if failure is not None), None):
         raise NoAnswers(failed)
@@ -89,9 +94,10 @@ def scored_answers(
 
 
 def mean_scores(scored: Sequence[Scored]) -> dict[str, float]:
-    """Return the mean scores by category, in the order of first prompts, and of all prompts under "".
+    """Return the mean scores by category, and of all under "".
 
-    The category "" of a prompt means no category. Without a score there is no mean.
+    Categories are in the order of first prompts; the category "" of a prompt means no category. Without a score there
+    is no mean.
     """
     by_category: dict[str, list[float]] = defaultdict(list)
     scores = [(one.category, one.score) for one in scored if one.score is not None]
@@ -102,17 +108,17 @@ def mean_scores(scored: Sequence[Scored]) -> dict[str, float]:
 
 
 def _last_question(prompt: Prompt) -> str | None:
-    """Return the last user message of a prompt; None for a tokenized document, which names no messages."""
+    """Return a prompt's last user message; None for a tokenized document."""
     users = (message["content"] for message in reversed(prompt.messages or ()) if message["role"] == "user")
     return next(users, None)
 
 
 def engine_texts(engine: StepEngine, tokenizer: Any, sampling: Sampling) -> Texts:
-    """Return a function that answers by the model in training; an idle rank answers one token."""
+    """Return a function that answers by the model in training."""
     seeds = itertools.count(sampling.seed)  # each batch has its own seed
 
     def texts(batch: list[Prompt]) -> list[str]:
-        idle = [[tokenizer.eos_token_id or 0]]
+        idle = [[tokenizer.eos_token_id or 0]]  # for the others' sake, a rank without prompts answers one token
         answers = engine.generate_answers([prompt.ids for prompt in batch] or idle, replace(sampling, seed=next(seeds)))
         return [decode_answer(tokenizer, tokens) for tokens in answers[: len(batch)]]
 
@@ -128,7 +134,7 @@ class Answers:
     engine: StepEngine
 
     def measure(self, step: int) -> tuple[dict[str, float], list[Mapping[str, Any]]]:
-        """Return the metrics (equal on every rank) and the table's rows; collective. Raises NoAnswers."""
+        """Return common metrics and table rows, or raise NoAnswers; collective."""
         options, items = self.run.config.eval, self.prompts.items
         tokenizer, generates = self.engine.model_config.tokenizer, options.base_url is None
         rows = min(options.table_rows, len(items))
@@ -154,7 +160,7 @@ class Answers:
         return {f"val/answer/{name}" if name else "val/answer": mean for name, mean in means.items()}, table
 
     def _sampling(self, step: int) -> Sampling:
-        """Return the sampling settings; a resumed run draws the tokens that it would have drawn."""
+        """Return the sampling settings, whose seeds a resumed run repeats."""
         options = self.run.config.eval
         seed = np.random.SeedSequence([self.run.config.trainer.seed, step, dist.get_rank()])
         draws = options.temperature, options.top_p, int(seed.generate_state(1)[0])

@@ -1,7 +1,7 @@
-"""The validation of the whole set as one step: loss and category means, and the scores of answers.
+"""The validation of the whole set as one step.
 
-Answers are scored if the dataset family declares a measure (data=babilong) and the engine tells its likeliest tokens
-(model=qwen_titans).
+It measures the loss and category means. Answers are scored if the dataset family declares a measure (data=babilong) and
+the engine tells its likeliest tokens (model=qwen_titans).
 """
 
 from collections.abc import Callable, Mapping
@@ -52,7 +52,7 @@ class Evaluation:
         self._run, self._engine, self._rank = run, engine, rank
 
     def measure(self) -> dict[str, float]:
-        """Return the `val/…` metrics of the current weights, which are equal on every rank."""
+        """Return the current weights' `val/…` metrics, equal on every rank."""
         dataset, rank = self.validation.dataset, self._rank
         total: StepSums | None = None
         device: Any = get_device_id()
@@ -97,7 +97,7 @@ class Evaluation:
 
 
 def _counting(measure: AnswerMeasure, loss: StepLoss) -> Callable[..., tuple[torch.Tensor, dict]]:
-    """Wrap the loss function so that the measure counts the rows of each batch, too."""
+    """Wrap the loss function to count each batch's rows, too."""
 
     def counting(model_output: dict, data: TensorDict, dp_group: object = None) -> tuple[torch.Tensor, dict]:
         measure.add(rows(model_output["is_greedy"]), target_positions(data), rows(data["category_index"]))

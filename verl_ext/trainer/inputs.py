@@ -1,4 +1,4 @@
-"""The data that a run reads: its training and validation sets, and the prompts of its answers."""
+"""The data that a run reads: training, validation, and prompts."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from verl_ext.values import first_line
 
 
 def open_sets(config: RunConfig) -> tuple[PackDataset, PackDataset | None]:
-    """Open the training and validation sets (None without validation) and plan their packs."""
+    """Open training and validation sets (None without), and plan their packs."""
     steps = config.trainer.total_training_steps
     length = RunLength(steps and steps * config.data.train_batch_size, config.trainer.total_epochs or 1)
     tokenizer = _tokenizer(config.model_options) if config.dataset_class.needs_tokenizer else None
@@ -22,7 +22,7 @@ def open_sets(config: RunConfig) -> tuple[PackDataset, PackDataset | None]:
 
 
 def open_prompts(config: RunConfig, hf_config: Any, folders: Sequence[str]) -> Prompts | None:
-    """Read the prompts of `eval.prompts`; None without them. `folders` are those of the training data."""
+    """Read `eval.prompts` (None: none), given the training data's folders."""
     options = config.eval
     if options.prompts is None:
         return None
@@ -37,7 +37,7 @@ def open_prompts(config: RunConfig, hf_config: Any, folders: Sequence[str]) -> P
 
 
 def reopened(facts: Mapping[str, Any]) -> tuple[PackDataset, StepPlan, CostModel]:
-    """Open the training set of a run from its run.json (`Run.facts`), with its plan of steps and its cost model.
+    """Open a run's training set, step plan and cost model from run.json.
 
     Raises:
         ValueError: the data cannot be opened any more, or differs from the data that the run was trained on.

@@ -1,4 +1,4 @@
-"""The report of the data: packs and their fill, changed documents, mixtures and steps.
+"""The report of the data: packs, changed documents, mixtures and steps.
 
 It is a dict of plain numbers, which rank 0 prints once (:mod:`verl_ext.trainer.report_lines`) and writes beside the
 run as data_report.json.
@@ -24,7 +24,10 @@ Facts = dict[str, Any]
 
 
 def what_runs(config: "RunConfig", backend: str, head: str) -> str:
-    """Describe the run in one line: `8 × NVIDIA H200 · bf16 · attention varlen (FA3) · head fused · AdamW fused`."""
+    """Describe the run in one line.
+
+    `8 × NVIDIA H200 · bf16 · attention varlen (FA3) · head fused · AdamW fused`
+    """
     name = "CPU (gloo)" if config.trainer.device == "cpu" else config.machine.gpu
     kernel, head, optimizer = implementations(config, backend, head)
     ranks, dtype = config.machine.world_size, config.param_dtype
@@ -32,7 +35,7 @@ def what_runs(config: "RunConfig", backend: str, head: str) -> str:
 
 
 def implementations(config: "RunConfig", backend: str, head: str) -> tuple[str, str, str]:
-    """Name a run's attention kernel, head and optimizer: `("varlen (FA3)", "fused", "AdamW fused")`."""
+    """Return the names (kernel, head, optimizer), as in :func:`what_runs`."""
     from verl_ext.attention.kernels import KERNEL_NAMES  # here, because facts of data need neither verl nor kernels
     from verl_ext.engines.optimizer import implementation
 
