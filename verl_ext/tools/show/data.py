@@ -1,4 +1,4 @@
-"""`verl-ext show data`: an audit, documents, a pack, or the differences between two sets."""
+"""`verl-ext show data`: an audit, documents, a pack, or differences."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -56,7 +56,7 @@ class ShowDataOptions(SelectOptions, PackOptions):
     json: str | None = option(None, "file for the audit's numbers as JSON")
 
     def problems(self) -> Iterable[str | None]:
-        """Yield a line for each mistake that is visible without opening the data."""
+        """Yield a line for each mistake visible without the data."""
         yield from SelectOptions.problems(self)
         yield from PackOptions.problems(self)
         if self.model.tokenizer:
@@ -66,7 +66,10 @@ class ShowDataOptions(SelectOptions, PackOptions):
 
     @property
     def shows_documents(self) -> bool:
-        """Whether an option asks for documents; with `against`, their number is that of differing rows."""
+        """Whether an option asks for documents.
+
+        With `against`, `documents` is the number of differing rows and does not count.
+        """
         return bool(self.changed().keys() & {*_OF_DOCUMENTS} - ({"documents"} if self.against is not None else set()))
 
     @property
@@ -85,7 +88,10 @@ def run(options: ShowDataOptions) -> str:
 
 
 def _tokenized(options: ShowDataOptions, folder: Path) -> ShowDataOptions:
-    """Tokenize raw files into folders below `folder`; return the options with these folders."""
+    """Return the options with raw files replaced by tokenized folders.
+
+    These folders are made below `folder`.
+    """
 
     def tokenized(value: Any, key: str, more: Mapping[str, Any] = MappingProxyType({})) -> Any:
         paths = as_list(value)
@@ -108,7 +114,10 @@ def _tokenized(options: ShowDataOptions, folder: Path) -> ShowDataOptions:
 
 
 def _show(options: ShowDataOptions, names: list[str]) -> None:
-    """Show what the options ask for. names: the paths that the user gave."""
+    """Show what the options ask for.
+
+    names: the paths that the user gave.
+    """
     documents = open_documents(options.paths)
     requirements = read_requirements(options.require) if options.require else []
     # The packs first: they import torch, which must precede a tokenizer. Data that the trainer refuses has an audit all
@@ -161,7 +170,7 @@ def _show(options: ShowDataOptions, names: list[str]) -> None:
 
 
 def _documents(documents: ShownDocuments, options: ShowDataOptions) -> Iterator[Text]:
-    """Yield the selected documents, each followed by its record if the options ask for it."""
+    """Yield the selected documents, each with its record if asked for."""
     tokenizer = tokenizer_of(options.model, documents.tokenizer, is_needed=True)
     in_colour, longest = (True, RUN_CELLS_OF_PAGE) if options.html else (has_colours(), RUN_CELLS)
     finders: dict[str, RecordFinder] = {}
