@@ -1,4 +1,4 @@
-"""The text of a plan: the memory and the time of a step."""
+"""The text of a plan: the memory and time of a step."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

@@ -1,4 +1,6 @@
-"""The models whose answers are judged: behind an endpoint, in a transformers folder, in a checkpoint, or in a file.
+"""The models whose answers are judged.
+
+They are behind an endpoint, in a transformers folder, in a checkpoint, or in a file.
 
 Each has the method `ask` of :class:`verl_ext.endpoint.client.Client`, which serves models behind an endpoint.
 """
@@ -28,7 +30,9 @@ _RULES = 2  # of making an answer from a model's tokens; answers in a store by e
 
 
 class LocalModel:
-    """A folder that plain transformers loads, or a checkpoint of this project, which is exported temporarily.
+    """A folder that transformers loads, or a checkpoint of this project.
+
+    A checkpoint is exported temporarily.
 
     The model answers one question at a time, on the GPU if there is one, in a thread of its own: the judge reads
     earlier answers meanwhile. Finished answers are in the store, so a run that continues does not load the model for
@@ -36,7 +40,10 @@ class LocalModel:
     """
 
     def __init__(self, path: str, store: Store, key: str) -> None:
-        """Take an existing folder. `key`: the name of the option in error messages."""
+        """Take an existing folder.
+
+        `key`: the name of the option in error messages. Raises UsageError without such a folder.
+        """
         self.path, self.store, self._key = Path(path), store, key
         if not self.path.is_dir():
             raise UsageError(f"{key} must be an existing folder of a model or a checkpoint; got {path}")
@@ -53,7 +60,10 @@ class LocalModel:
         self._model = None
 
     async def ask(self, record: str, stage: str, messages: Messages, sampling: SamplingOptions) -> Answer:
-        """Return the model's answer, from the store if it has it. Raises UsageError if the folder is no model."""
+        """Return the model's answer, from the store if possible.
+
+        Raises UsageError if the folder is no model.
+        """
         question = [_RULES, self._facts, record, stage, [dict(message) for message in messages], vars(sampling)]
         key = fingerprint(question)
         async with self._turn:
@@ -85,7 +95,10 @@ class LocalModel:
         return answer_from_text(decode_answer(self._tokenizer, ids), **facts)
 
     def _load(self) -> None:
-        """Load the folder; first export a checkpoint into a temporary folder, which `__aexit__` removes."""
+        """Load the folder, or the temporary export of a checkpoint.
+
+        `__aexit__` removes the export. Raises UsageError if the folder is no chat model.
+        """
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -116,7 +129,9 @@ class LocalModel:
 
 
 class Predictions:
-    """Answers that were made elsewhere: LongWriter's and EvalScope's pred.jsonl, or an answers.jsonl of this command.
+    """Answers that were made elsewhere.
+
+    LongWriter's and EvalScope's pred.jsonl, or an answers.jsonl of this command.
 
     An answer belongs to the case with the same name or the same prompt.
     """
@@ -141,13 +156,16 @@ class Predictions:
         pass
 
     async def ask(self, record: str, stage: str, messages: Messages, sampling: SamplingOptions) -> Answer:
-        """Return the file's answer to a case; its outcome is `failed` if there is none."""
+        """Return the file's answer to a case; `failed` without one."""
         answer = self._answers.get(record, self._answers.get(messages[-1]["content"]))
         return answer or Answer(FAILED, reason=f"{self.path} has no answer to case {record}")
 
 
 def model_paths(values: Mapping[str, Any], key: str) -> dict[str, str]:
-    """Return an option's {name: path}. Raises UsageError if a path is not a text."""
+    """Return an option's {name: path}.
+
+    Raises UsageError if a path is not a text.
+    """
     for name, path in values.items():
         if not isinstance(path, str) or not path:
             raise UsageError(f"{key}.{name} must be a path; got {path!r}")
