@@ -79,10 +79,7 @@ def write_page(
 
 
 def score_scale(values: Iterable[float]) -> dict[str, Any]:
-    """Return the axis of scores.
-
-    From 0 to 1 or to 100, whichever holds them all; else as the values are.
-    """
+    """Return the axis of scores: to 1, to 100, or free."""
     values = list(values)
     tops = (top for top in (1, 100) if all(0 <= value <= top for value in values))
     return {"domain": [0, top]} if (top := next(tops, None)) else {"zero": False}
@@ -112,9 +109,7 @@ def curve_chart(title: str, curves: Sequence[Mapping[str, Any]], axis: Chart, sc
 
 
 def interval_chart(title: str, values: Sequence[Mapping[str, Any]], across: str) -> Chart:
-    """Return a figure of means with their intervals.
-
-    By group, the models stand side by side.
+    """Return means with intervals, by group with models side by side.
 
     values: [{model, group, mean, low, high, cases}]; across: model or group.
     """
@@ -137,10 +132,7 @@ def interval_chart(title: str, values: Sequence[Mapping[str, Any]], across: str)
 
 
 def scatter_chart(title: str, values: Sequence[Mapping[str, Any]], across: str, up: str) -> Chart:
-    """Return a figure of points, medians, and the line of equality.
-
-    values: [{asked, is, model, case}].
-    """
+    """Return points [{asked, is, model, case}], medians, and the line of equality."""
     scale = {"type": "log", "nice": False}  # has no place for 0, which only the table shows
     x = {"field": "asked", "type": "quantitative", "scale": scale, "axis": {"title": across, "format": "~s"}}
     y = {"type": "quantitative", "scale": scale, "axis": {"title": up, "format": "~s"}}
@@ -170,8 +162,6 @@ def heat_map(
 ) -> Chart:
     """Return a heat map of a score over two fields.
 
-    A cell without a score stays empty.
-
     across, down, score: the channels of the two fields and of the score. form: the format of a cell's number. colour:
     what makes `score` the channel of a cell's colour. ink: the channel of the number's colour.
     """
@@ -197,10 +187,7 @@ def _html(console: Console, part: RenderableType, wrap: bool = True) -> str:
 
 
 def _lines(text: str) -> str:
-    """Return the lines of a document as blocks.
-
-    Those with numbers before their text get a hanging indent.
-    """
+    """Return a document's lines as blocks, numbered ones with hanging indents."""
     lines = (line or " " for line in text.rstrip("\n").split("\n"))
     return "".join(f"<div{' class=hanging' if _HANGING.match(line) else ''}>{line}</div>" for line in lines)
 

@@ -61,10 +61,7 @@ def memory_lines(facts: Facts) -> Iterator[str]:
 
 
 def time_lines(facts: Facts) -> Iterator[str]:
-    """Yield a step's computation and communication, and the times.
-
-    The times of a step and of the whole run; one line if it failed.
-    """
+    """Yield a step's computation, communication and times, or why not."""
     if "failed" in facts:
         yield f"time: not planned: {facts['failed']}"
         return
@@ -93,10 +90,7 @@ def time_lines(facts: Facts) -> Iterator[str]:
 
 
 def size_lines(sizes: Sequence[Facts]) -> Iterator[str]:
-    """Yield a table of how many ranks share a pack.
-
-    Those that fit and are fastest come first.
-    """
+    """Yield a table of ranks that share a pack, best first."""
     yield "time: ranks that share a pack, those that fit first, the cheapest at the top:"
     rows = []
     for size in sizes:

@@ -43,9 +43,7 @@ class JudgeEndpoint(EndpointOptions):
 
 @dataclass(frozen=True)
 class JudgeOptions(OutputOptions):
-    """The scores of answers to a benchmark.
-
-    They are in results.json, page.html, and each model's answers.jsonl.
+    """Scores of answers to a benchmark: results.json, page.html, and answers.jsonl.
 
     A model under test is behind `endpoint`, in a folder (`models`), or has answered before (`predictions`). `store`
     keeps finished answers and verdicts, so the same command continues a run that stopped and pays for none twice.
@@ -145,10 +143,7 @@ def judge(options: JudgeOptions) -> str:
 async def _judged(
     options: JudgeOptions, task: Task, cases: Sequence[Case], store: Store
 ) -> tuple[Mapping[str, Sequence[Judged]], list[str]]:
-    """Return each model's judged cases, and lines about the costs.
-
-    A line gives the requests to a server and their cost.
-    """
+    """Return each model's judged cases, and lines about requests and costs."""
     given: dict[str, Any] = {"temperature": options.temperature, "max_tokens": options.max_tokens}
     sampling = replace(task.sampling, seed=options.seed, **{k: v for k, v in given.items() if v is not None})
     models: dict[str, Any] = {}

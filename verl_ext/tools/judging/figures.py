@@ -27,9 +27,7 @@ class Figure:
 
 
 def figure(values: Sequence[float], seed: int = 0) -> Figure:
-    """Return a mean and its 95 % bootstrap interval.
-
-    The interval is from the percentiles of `RESAMPLES` samples of the cases.
+    """Return a mean and its 95 % interval from `RESAMPLES` bootstrap samples.
 
     Source: Efron and Tibshirani, An Introduction to the Bootstrap (1993), chapter 13.
     """
@@ -42,9 +40,7 @@ def figure(values: Sequence[float], seed: int = 0) -> Figure:
 
 
 def figures(rows: Iterable[tuple[Mapping[str, str], Scores]], seed: int = 0) -> dict[str, dict[str, Figure]]:
-    """Return {group: {score: its figure}}.
-
-    The group of all cases is "all"; others are "kind name".
+    """Return {group: {score: figure}}, groups being "all" and "kind name".
 
     rows: the groups of each case by kind, and its scores. No mean includes a score of None.
     """

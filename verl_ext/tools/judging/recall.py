@@ -29,10 +29,7 @@ class NeedleOptions(Options):
     depths: list[int] = option([0, 25, 50, 75, 100], "positions of the needle, in percent of the haystack")
 
     def problems(self) -> Iterator[str]:
-        """Yield a line for each impossible depth, length or needle.
-
-        The text, the question and the expected words of a needle are given together.
-        """
+        """Yield a line for each impossible depth, length or needle."""
         for depth in self.depths:
             if not 0 <= depth <= 100:
                 yield f"needle.depths must be percentages from 0 to 100; got {depth}"
@@ -62,10 +59,7 @@ class Needle(Task):
     heat_map: ClassVar[tuple[str, str, str] | None] = ("length", "depth", "found")
 
     def cases(self) -> Iterator[Case]:
-        """Yield a case for each length and depth.
-
-        Raises DataError if the texts are shorter than a length.
-        """
+        """Yield a case per length and depth; raise DataError for short texts."""
         given, path = self.options.published, Path(self.path)
         files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
         try:
@@ -85,10 +79,7 @@ class Needle(Task):
             yield Case(f"{length}-{depth}", prompt, {"length": length, "depth": depth})
 
     def scores(self, case: Case, answer: str, verdicts: Sequence[Any]) -> Scores:
-        """Return the share of expected words that the answer contains.
-
-        Case is ignored.
-        """
+        """Return the share of expected words in the answer, ignoring case."""
         said = answer.lower()
         expected = self.options.published.expected
         return {"found": sum(word.lower() in said for word in expected) / len(expected)}
@@ -100,10 +91,7 @@ class Needle(Task):
 
 
 def _split_at_sentence(text: str, depth: int) -> tuple[str, str]:
-    """Split a text at the last end of a sentence before `depth`.
-
-    depth: percent of its characters; 100 is its end.
-    """
+    """Split a text at its last sentence end before `depth` percent."""
     if depth == 100:
         return text.rstrip(), ""
     ends = [end.end() for end in _SENTENCE_ENDS.finditer(text, 0, round(len(text) * depth / 100))]
@@ -112,10 +100,7 @@ def _split_at_sentence(text: str, depth: int) -> tuple[str, str]:
 
 
 class BABILong(Task):
-    """BABILong's questions over long texts.
-
-    The published rule scores the answers, and a corrected one.
-    """
+    """BABILong's questions over long texts, scored by two rules."""
 
     sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=0.0, max_tokens=20)
     headlines: ClassVar[tuple[str, ...]] = ("right",)
@@ -126,10 +111,7 @@ class BABILong(Task):
     )
 
     def cases(self) -> Iterator[Case]:
-        """Yield the questions of the files by task and length.
-
-        Raises DataError if a file is not BABILong's.
-        """
+        """Yield the files' questions; raise DataError if one is not BABILong's."""
         from verl_ext.data.babilong import FIELDS, find_task_files  # imports torch, which --help does not need
 
         try:
@@ -155,9 +137,6 @@ class BABILong(Task):
         return {"right": float(is_right_answer(*asked)), "right_words": float(is_right_answer(*asked, words=True))}
 
     def groups(self, case: Case) -> dict[str, str]:
-        """Return the task, the length, and both as a cell.
-
-        No length if the file's name has none.
-        """
+        """Return the task, the length if known, and both as cell."""
         task, _, size = case.facts["category"].partition("_")
         return {"task": task, "cell": f"{task} {size}"} | ({"length": size} if size else {})

@@ -100,10 +100,7 @@ async def judge_model(
 
 
 def write_model(folder: Path, task: Task, judged: Sequence[Judged]) -> None:
-    """Write a model's answers with their scores.
-
-    Also the benchmark's own file of predictions, if it has one.
-    """
+    """Write a model's answers and scores, and any published predictions file."""
     folder.mkdir()
     _write_lines(folder / ANSWERS, (row.as_dict() for row in judged))
     rows = (task.published(one.case, one.answer.given_text) for one in judged if one.scores)
@@ -126,10 +123,7 @@ def figures_of(judged: Mapping[str, Sequence[Judged]], task: Task) -> dict[str, 
 
 
 def results(judged: Mapping[str, Sequence[Judged]], figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Return each model's part of results.json.
-
-    Figures by group, outcomes, and sums if no score is missing.
-    """
+    """Return each model's figures, outcomes, and sums if scores are complete."""
     by_model = {}
     for name, rows in judged.items():
         complete = all(row.scores and None not in row.scores.values() for row in rows)
@@ -143,10 +137,7 @@ def results(judged: Mapping[str, Sequence[Judged]], figures: Mapping[str, Any]) 
 
 
 def table(judged: Mapping[str, Sequence[Judged]], figures: Mapping[str, Any]) -> str:
-    """Return a table of all cases' figures and outcomes.
-
-    A row per score or outcome, a column per model.
-    """
+    """Return a table of scores and outcomes by model, over all cases."""
     cells: dict[tuple[str, str], str] = {}
     for model, by_group in figures.items():
         cells |= {(score, model): shown(figure) for score, figure in by_group["all"].items()}

@@ -37,9 +37,7 @@ class Case:
 
 
 class Task:
-    """The base class of benchmarks.
-
-    A subclass defines the questions and the scores of answers.
+    """The base class of benchmarks, which define questions and scores.
 
     Attributes:
         sampling: how the model under test draws its answers, as published.
@@ -74,10 +72,7 @@ class Task:
         self._judge_prompt = judge_prompt
 
     def filled(self, parts: Mapping[str, str]) -> str:
-        """Return the judge's prompt with parts for their $NAMES$.
-
-        A part may itself contain such a name.
-        """
+        """Replace the $NAMES$ of the judge's prompt, in one pass."""
         if self._judge_prompt is not None:
             prompt = Path(self._judge_prompt).read_text(encoding="utf-8")
         else:
@@ -95,39 +90,24 @@ class Task:
         return []
 
     def verdict(self, text: str) -> Any:
-        """Return the verdict in the judge's text.
-
-        Raises Unparsable if the text cannot be read.
-        """
+        """Return the verdict in a judge's text; raise Unparsable without one."""
         raise NotImplementedError
 
     def scores(self, case: Case, answer: str, verdicts: Sequence[Any]) -> Scores:
-        """Return the scores of an answer by name.
-
-        A score whose verdict is missing is None.
-        """
+        """Return an answer's scores by name, None where a verdict is missing."""
         raise NotImplementedError
 
     def groups(self, case: Case) -> dict[str, str]:
-        """Return the groups of a case by kind.
-
-        Each group has figures beside those of all cases.
-        """
+        """Return a case's groups by kind, which get their own figures."""
         return {}
 
     def published(self, case: Case, answer: str) -> dict[str, Any] | None:
-        """Return a case's row in the benchmark's own file of predictions.
-
-        None if it has no such file.
-        """
+        """Return a case's row of published predictions; None without such file."""
         return None
 
 
 def token_ends(tokenizer: Any, text: str) -> list[int]:
-    """Return the place at which each token of a text ends.
-
-    Raises UsageError for a slow tokenizer.
-    """
+    """Return each token's end; raise UsageError for a slow tokenizer."""
     if not tokenizer.is_fast:
         raise UsageError(f"model.path must hold a fast tokenizer to cut texts by; got {type(tokenizer).__name__}")
     offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]

@@ -1,6 +1,4 @@
-"""The models whose answers are judged.
-
-They are behind an endpoint, in a transformers folder, in a checkpoint, or in a file.
+"""The models under test: served, in folders or checkpoints, or predictions.
 
 Each has the method `ask` of :class:`verl_ext.endpoint.client.Client`, which serves models behind an endpoint.
 """
@@ -30,9 +28,7 @@ _RULES = 2  # of making an answer from a model's tokens; answers in a store by e
 
 
 class LocalModel:
-    """A folder that transformers loads, or a checkpoint of this project.
-
-    A checkpoint is exported temporarily.
+    """A transformers folder, or a checkpoint that is exported temporarily.
 
     The model answers one question at a time, on the GPU if there is one, in a thread of its own: the judge reads
     earlier answers meanwhile. Finished answers are in the store, so a run that continues does not load the model for
@@ -40,10 +36,7 @@ class LocalModel:
     """
 
     def __init__(self, path: str, store: Store, key: str) -> None:
-        """Take an existing folder.
-
-        `key`: the name of the option in error messages. Raises UsageError without such a folder.
-        """
+        """Take an existing folder; errors name the option `key`."""
         self.path, self.store, self._key = Path(path), store, key
         if not self.path.is_dir():
             raise UsageError(f"{key} must be an existing folder of a model or a checkpoint; got {path}")
@@ -60,10 +53,7 @@ class LocalModel:
         self._model = None
 
     async def ask(self, record: str, stage: str, messages: Messages, sampling: SamplingOptions) -> Answer:
-        """Return the model's answer, from the store if possible.
-
-        Raises UsageError if the folder is no model.
-        """
+        """Return the stored or new answer; raise UsageError for no model."""
         question = [_RULES, self._facts, record, stage, [dict(message) for message in messages], vars(sampling)]
         key = fingerprint(question)
         async with self._turn:
@@ -95,10 +85,7 @@ class LocalModel:
         return answer_from_text(decode_answer(self._tokenizer, ids), **facts)
 
     def _load(self) -> None:
-        """Load the folder, or the temporary export of a checkpoint.
-
-        `__aexit__` removes the export. Raises UsageError if the folder is no chat model.
-        """
+        """Load the folder, or export a checkpoint into a temporary one."""
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -129,9 +116,7 @@ class LocalModel:
 
 
 class Predictions:
-    """Answers that were made elsewhere.
-
-    LongWriter's and EvalScope's pred.jsonl, or an answers.jsonl of this command.
+    """Answers in LongWriter's or EvalScope's pred.jsonl, or an answers.jsonl.
 
     An answer belongs to the case with the same name or the same prompt.
     """
@@ -162,10 +147,7 @@ class Predictions:
 
 
 def model_paths(values: Mapping[str, Any], key: str) -> dict[str, str]:
-    """Return an option's {name: path}.
-
-    Raises UsageError if a path is not a text.
-    """
+    """Return an option's {name: path}; raise UsageError for other values."""
     for name, path in values.items():
         if not isinstance(path, str) or not path:
             raise UsageError(f"{key}.{name} must be a path; got {path!r}")

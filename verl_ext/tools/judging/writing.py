@@ -1,6 +1,4 @@
-"""LongBench-Write and LongWrite-Ruler: long texts written on request.
-
-Both score the length, the first also the quality.
+"""LongBench-Write and LongWrite-Ruler: length and quality of requested long texts.
 
 Source: LongWriter (arXiv 2408.07055) and evaluation/ in its repository, whose rules apply here with all their quirks.
 """
@@ -27,9 +25,7 @@ def quality_score(dimension: float) -> float:
 
 
 def read_quality(text: str) -> dict[str, float]:
-    """Return the six dimensions in a judge's text, each 1 to 5.
-
-    Raises Unparsable if it cannot be read.
+    """Return the six dimensions, 1 to 5; raise Unparsable without them.
 
     The text contains a JSON object: alone, in a code block, or among other words.
     """
@@ -47,10 +43,7 @@ def read_quality(text: str) -> dict[str, float]:
 
 
 class LongBenchWrite(Task):
-    """Texts of a required length, scored by length and a judge.
-
-    The judge rates six dimensions.
-    """
+    """Texts of a required length, judged by length and six dimensions."""
 
     sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=0.5, max_tokens=32768)
     judge_sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=0.5, max_tokens=1024)
@@ -59,10 +52,7 @@ class LongBenchWrite(Task):
     headlines: ClassVar[tuple[str, ...]] = ("S_bar", "S_l", "S_q")
 
     def cases(self) -> Iterator[Case]:
-        """Yield a case for each line.
-
-        The field `length` gives the length, which 13 published prompts do not name.
-        """
+        """Yield a case per line, with `length` even if prompts omit it."""
         rows = read_rows(self.path, "cases", {"prompt": str, "type": str, "length": int})
         for number, row in enumerate(rows, start=1):
             if row["length"] < 1:
@@ -79,9 +69,7 @@ class LongBenchWrite(Task):
         return read_quality(text)
 
     def scores(self, case: Case, answer: str, verdicts: Sequence[Any]) -> Scores:
-        """Return S_l, S_q with its dimensions, and S_bar.
-
-        S_bar is the mean of S_l and S_q, by which the paper ranks models. Without a judge, S_l alone.
+        """Return S_l, S_q, its dimensions, and S_bar, the mean of both.
 
         S_q_imputed counts missing dimensions as 3, as EvalScope does.
         """
@@ -110,10 +98,7 @@ class LongBenchWrite(Task):
 
 
 class LongWriteRuler(LongBenchWrite):
-    """The same requests at growing lengths.
-
-    No scorer was published; these scores of lengths are our own.
-    """
+    """The same requests at growing lengths, scored by our own rule."""
 
     prompt: ClassVar[str | None] = None
     headlines: ClassVar[tuple[str, ...]] = ("words", "S_l")
@@ -124,10 +109,7 @@ class LongWriteRuler(LongBenchWrite):
         return []
 
     def scores(self, case: Case, answer: str, verdicts: Sequence[Any]) -> Scores:
-        """Return the number of words, its ratio, and S_l.
-
-        The ratio is to the required number.
-        """
+        """Return the words, their ratio to those required, and S_l."""
         required, written = case.facts["length"], count_words(answer)
         return {"words": written, "share": written / required, "S_l": length_score(required, written)}
 

@@ -120,10 +120,7 @@ class ScoreTable(NamedTuple):
 
 
 def score_table(run: ShownRun) -> ScoreTable | None:
-    """Return the table of scores by the two fields of categories.
-
-    A generated answer's score counts before an accuracy, and that before an exact match. None below two categories.
-    """
+    """Return the scores by two category fields; None below two categories."""
     cells: dict[tuple[str, ...], dict[str, Any]] = {}
     for prefix, suffix in _SCORES:
         for name, curve in run.curves.items():

@@ -41,10 +41,7 @@ CHECKS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a check.
-
-    `count` of `of` documents or records, the first (path, row) pairs, and details by name.
-    """
+    """A check's result: `count` of `of` documents or records, with places."""
 
     name: str
     count: int
@@ -216,10 +213,7 @@ def _finding(
 
 
 def _categories(documents: ShownDocuments) -> dict[str, dict[str, Any]]:
-    """Return counts of tokens and targets and length quantiles by category name.
-
-    Rows also have each category's share of all targets, and `kinds` of targets if reports count them.
-    """
+    """Return counts, shares, length quantiles and target kinds by category name."""
     order = np.lexsort((documents.lengths, documents.categories))
     every_length, every_target = documents.lengths[order], documents.targets[order]
     numbers, begins = np.unique(documents.categories[order], return_index=True)
@@ -238,10 +232,7 @@ def _categories(documents: ShownDocuments) -> dict[str, dict[str, Any]]:
 
 
 def _kinds(documents: ShownDocuments) -> dict[str, dict[str, int]]:
-    """Sum `target_kinds` of the reports by category.
-
-    Kinds: answers, reasoning, tool calls, ends of turns.
-    """
+    """Sum the reports' `target_kinds` by category."""
     found: dict[str, dict[str, int]] = {}
     for report in documents.reports:
         for category, kinds in (report.get("target_kinds") or {}).items():

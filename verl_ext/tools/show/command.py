@@ -24,10 +24,7 @@ from verl_ext.values import Options, UsageError, options_of
 
 
 class Kind(NamedTuple):
-    """A kind of paths, with its options and an example.
-
-    `run` shows it; `loads_models` tells from the options whether torch is needed.
-    """
+    """A kind of paths: options, viewer, example, and need of torch."""
 
     options: type[Options]
     run: Callable[[Any], str]
@@ -75,18 +72,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _is_path(word: str) -> bool:
-    """Tell whether a word is a path.
-
-    An existing path, or a word without `=` that is no flag.
-    """
+    """Tell whether a word is an existing path, or no option."""
     return os.path.exists(word) or ("=" not in word and word not in FLAGS and word not in _HELP)
 
 
 def _kind_of(arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """Return the kind and the other words.
-
-    A first word that names a kind is a path if it exists and no other word is one.
-    """
+    """Return the named or guessed kind, and the other words."""
     first, *rest = arguments
     named = [word for word in arguments if word.startswith("paths=")]
     if first in SUBCOMMANDS and (named or any(map(_is_path, rest)) or not os.path.exists(first) or {*_HELP} & {*rest}):

@@ -14,9 +14,7 @@ from verl_ext.values import one_line
 
 
 def report_differences(one: ShownDocuments, other: ShownDocuments) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return rows with other tokens, and rows with other targets alone.
-
-    Both ascend.
+    """Return ascending rows with other tokens, and with other targets alone.
 
     Row i of one is compared with row i of the other, up to the last row that both have.
     """

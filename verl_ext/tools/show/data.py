@@ -66,10 +66,7 @@ class ShowDataOptions(SelectOptions, PackOptions):
 
     @property
     def shows_documents(self) -> bool:
-        """Whether an option asks for documents.
-
-        With `against`, `documents` is the number of differing rows and does not count.
-        """
+        """Whether an option other than `against`'s `documents` asks for documents."""
         return bool(self.changed().keys() & {*_OF_DOCUMENTS} - ({"documents"} if self.against is not None else set()))
 
     @property
@@ -88,10 +85,7 @@ def run(options: ShowDataOptions) -> str:
 
 
 def _tokenized(options: ShowDataOptions, folder: Path) -> ShowDataOptions:
-    """Return the options with raw files replaced by tokenized folders.
-
-    These folders are made below `folder`.
-    """
+    """Return the options with raw files tokenized into folders below `folder`."""
 
     def tokenized(value: Any, key: str, more: Mapping[str, Any] = MappingProxyType({})) -> Any:
         paths = as_list(value)
@@ -114,10 +108,7 @@ def _tokenized(options: ShowDataOptions, folder: Path) -> ShowDataOptions:
 
 
 def _show(options: ShowDataOptions, names: list[str]) -> None:
-    """Show what the options ask for.
-
-    names: the paths that the user gave.
-    """
+    """Show what the options ask for, under the user's path `names`."""
     documents = open_documents(options.paths)
     requirements = read_requirements(options.require) if options.require else []
     # The packs first: they import torch, which must precede a tokenizer. Data that the trainer refuses has an audit all

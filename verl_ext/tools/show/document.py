@@ -43,10 +43,7 @@ class Cell:
 
 
 def cells_of(row: Row, tokenizer: Any) -> list[Cell]:
-    """Group tokens into the smallest readable pieces.
-
-    A piece mixes neither targets nor special tokens with others.
-    """
+    """Group tokens into the smallest readable pieces of one kind each."""
     special = set(tokenizer.all_special_ids) | _markers(tokenizer)
     cells: list[Cell] = []
     ids, mask = row.input_ids.tolist(), row.loss_mask.tolist()
@@ -71,18 +68,12 @@ def cells_of(row: Row, tokenizer: Any) -> list[Cell]:
 
 
 def _markers(tokenizer: Any) -> set[int]:
-    """Return the ids of added tokens, such as <think>.
-
-    Not every tokenizer marks them as special.
-    """
+    """Return ids of added tokens, which may lack the special mark."""
     return set(getattr(tokenizer, "added_tokens_decoder", {}))
 
 
 def runs_of(cells: Sequence[Cell]) -> Iterator[tuple[int, str, list[Cell]]]:
-    """Yield (first token's position, name, cells) of each run of cells.
-
-    The cells of a run have equal target, weight and name.
-    """
+    """Yield (first token's position, name, cells) of runs of like cells."""
     position = 0
     named = zip(cells, names_of(cells), strict=True)
     for (_, _, name), run in groupby(named, key=lambda pair: (pair[0].is_target, pair[0].weight, pair[1])):
@@ -123,10 +114,7 @@ def document_view(
 
 
 def tokens_text(cells: Sequence[Cell]) -> Text:
-    """Return each group of tokens with its ids: `hello·31373`.
-
-    Targets are underlined and start with `*`.
-    """
+    """Return token groups with ids, as `hello·31373`; targets start with `*`."""
     text = Text()
     for cell in cells:
         shown = one_line(cell.text).replace(" ", "␣") or "∅"
@@ -147,10 +135,7 @@ def _shortened(run: list[Cell], longest: int) -> list[Cell]:
 
 
 def first_difference(one: NDArray[Any], other: NDArray[Any]) -> int | None:
-    """Return where two arrays first differ; None if they are equal.
-
-    If one begins with the other, that is the length of the shorter one.
-    """
+    """Return where arrays differ or one ends; None if equal."""
     most = min(len(one), len(other))
     differs = np.flatnonzero(one[:most] != other[:most])
     if len(differs):

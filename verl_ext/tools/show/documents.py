@@ -30,10 +30,7 @@ Report = dict[str, Any]
 
 
 class Row(NamedTuple):
-    """A document: tokens, targets, and weights or None.
-
-    input_ids integer[T], loss_mask bool[T] (False at the first token), weights[T] of targets.
-    """
+    """A document: input_ids integer[T], loss_mask bool[T], weights[T] of targets or None."""
 
     input_ids: NDArray[Any]
     loss_mask: NDArray[np.bool_]
@@ -95,10 +92,7 @@ class ShownDocuments:
 
 
 class FolderDocuments(ShownDocuments):
-    """The documents of tokenized folders.
-
-    All tokens are read once unless each row has a count of targets, as verl-ext writes it.
-    """
+    """The documents of tokenized folders; missing counts are read from tokens."""
 
     def __init__(self, folders: Sequence[str], key: str) -> None:
         self.data = data = TokenizedData([absolute_path(folder) for folder in folders], key)
@@ -149,10 +143,7 @@ class FolderDocuments(ShownDocuments):
 
 
 class IndexDocuments(ShownDocuments):
-    """The documents of Megatron corpora.
-
-    Each corpus is a category; all tokens of a document but the first are targets.
-    """
+    """The documents of Megatron corpora, each of which is a category."""
 
     all_targets = True
 
@@ -199,9 +190,7 @@ def open_documents(paths: Sequence[str], key: str = "paths") -> ShownDocuments:
 
 
 def tokenizer_of(model: ModelOptions, named: str | None, is_needed: bool = False) -> Any:
-    """Return the user's tokenizer, else that of the data or run.
-
-    None if neither names one.
+    """Return the user's tokenizer, else the data's; None without both.
 
     is_needed: raise UsageError instead of returning None.
     """
@@ -216,10 +205,7 @@ def _is_index(path: str) -> bool:
 
 
 def _read_report(folder: Path) -> Report:
-    """Return the report of `verl-ext tokenize`; {} without one.
-
-    Raises ValueError if it is no report.
-    """
+    """Return `verl-ext tokenize`'s report, {} without; raise ValueError for another file."""
     path = folder / REPORT
     if not path.is_file():
         return {}

@@ -68,8 +68,6 @@ def open_packs(documents: ShownDocuments, options: PackOptions) -> "SFTDataSet":
 def plan_facts(documents: ShownDocuments, packs: "SFTDataSet", options: PackOptions) -> dict[str, Any]:
     """Return the facts of packs, steps and documents over max_tokens.
 
-    Packs and steps as a run's data_report.json has them.
-
     `busy` is the share of an epoch in which an average rank works; a document of l tokens costs l + l²/25,000.
     Raises DataError if the trainer refuses the data.
     """
@@ -96,9 +94,7 @@ def plan_facts(documents: ShownDocuments, packs: "SFTDataSet", options: PackOpti
 
 
 def pack_view(dataset: "PackDataset", pack: int, decode: Decode | None) -> Iterator[RenderableType]:
-    """Yield a pack as the model gets it.
-
-    Its fill, and the place, positions, targets and opening of every document.
+    """Yield a pack's fill, and its documents with places, positions and openings.
 
     Raises:
         UsageError: there is no such pack.
@@ -138,9 +134,7 @@ def pack_view(dataset: "PackDataset", pack: int, decode: Decode | None) -> Itera
 def step_view(
     dataset: "PackDataset", plan: StepPlan, cost: CostModel, facts: Mapping[str, Any], step: int
 ) -> Iterator[RenderableType]:
-    """Yield a step's packs by rank and micro-step.
-
-    Steps count from 1. The slowest pack sets a micro-step's time.
+    """Yield the packs of a step, counted from 1, by rank.
 
     Raises:
         UsageError: the run has no such step.

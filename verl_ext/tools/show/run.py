@@ -31,9 +31,7 @@ _NEEDS = {"category": "answers", "rank": "step", "tokens": "step", "documents": 
 
 @dataclass(frozen=True)
 class ShowRunOptions(Options):
-    """Show RUN, the folder or the metrics file of a run.
-
-    That is its progress, every curve, and what its config changes.
+    """Show RUN, a run's folder or metrics file: progress, curves, config.
 
     answers shows the answers of an evaluation; step=S shows the packs of a step and its documents in spikes.jsonl.
     Several runs are shown beside each other.
@@ -91,10 +89,7 @@ def run(options: ShowRunOptions) -> str:
 
 
 def _follow(options: ShowRunOptions) -> None:
-    """Refresh the curves until every run is over.
-
-    A run is over at its last step, or when no process writes in its folder.
-    """
+    """Refresh the curves until every run ends or loses its process."""
     console = terminal()
     with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
         while True:
@@ -110,10 +105,7 @@ def _follow(options: ShowRunOptions) -> None:
 
 
 def _step_parts(options: ShowRunOptions, step: int) -> Iterator[RenderableType]:
-    """Yield a step's documents in spikes.jsonl, and its packs.
-
-    With `rank`, the documents of that rank's packs follow.
-    """
+    """Yield a step's spike documents, packs, and the rank's documents."""
     path = Path(options.paths[0])
     folder = path if path.is_dir() else path.parent
     if (spike := read_spike(folder, step)) is not None:

@@ -35,10 +35,7 @@ def write_run_page(path: Path, title: str, runs: Sequence[ShownRun], closing: It
 
 
 def run_charts(runs: Sequence[ShownRun]) -> list[Chart]:
-    """Return the figures in the order of their groups.
-
-    Loss, loss of each category, other metrics such as scores, heat maps of scores.
-    """
+    """Return the figures: losses, categories, other metrics, heat maps of scores."""
     groups: dict[str, list[tuple[str, str]]] = {"loss": [("train/loss", "train"), ("val/loss", "validation")]}
     for name in dict.fromkeys(category for run in runs for category in run.categories()):
         groups[f"loss of {name}"] = [(f"train/{name}_loss", "train"), (f"val/{name}_loss", "validation")]
@@ -61,10 +58,7 @@ def run_charts(runs: Sequence[ShownRun]) -> list[Chart]:
 
 
 def _figure_of(name: str) -> str:
-    """Return the title of a metric's figure.
-
-    The scores of all categories share one.
-    """
+    """Return a metric's figure title, which all categories' scores share."""
     plain = name.partition("/")[2]
     kinds = ("token_accuracy", *EVALUATIONS)
     kind = "answer" if name.startswith(ANSWERS) else next((kind for kind in kinds if plain.endswith(kind)), plain)
@@ -72,10 +66,7 @@ def _figure_of(name: str) -> str:
 
 
 def _series(runs: Sequence[ShownRun], run: ShownRun, kind: str, metrics: int) -> str:
-    """Return the name of a curve in the legend.
-
-    The run if there are several; the kind if there are several or only one run.
-    """
+    """Return a legend's name: the run, the kind, or both."""
     return " ".join(([run.name] if len(runs) > 1 else []) + ([kind] if metrics > 1 or len(runs) == 1 else []))
 
 

@@ -47,10 +47,7 @@ def run_tables(runs: Sequence[ShownRun], width: int) -> Iterator[RenderableType]
 
 
 def headline(run: ShownRun) -> str:
-    """Return a run's progress and what it runs on.
-
-    Progress: the step, its share, the time left, the last checkpoint.
-    """
+    """Return a run's progress, its last checkpoint and its hardware."""
     total = run.facts.get("total_steps")
     parts = [f"{run.name}: step {run.step:,}" + (f" of {total:,} ({run.step / total:.0%})" if total else "")]
     if total and run.step != total and not run.is_alive:
@@ -63,10 +60,7 @@ def headline(run: ShownRun) -> str:
 
 
 def shown_metrics(run: ShownRun) -> list[str]:
-    """Return the metrics that are shown, in their order.
-
-    Losses, categories, answers, evaluation, the rest of the file.
-    """
+    """Return the shown metrics: losses, categories, answers, evaluation, then others."""
     wanted = ["train/loss", "val/loss"]
     wanted += [f"{split}/{name}_loss" for name in run.categories() for split in ("train", "val")]
     wanted += [key for key in run.curves if key == ANSWERS or key.startswith(f"{ANSWERS}/")]
@@ -79,10 +73,7 @@ def shown_metrics(run: ShownRun) -> list[str]:
 
 
 def sparkline(curve: Curve, width: int) -> str:
-    """Return a curve as blocks of eight heights.
-
-    Each is the mean of some steps; a space if no value is finite.
-    """
+    """Return means as blocks of eight heights, spaces where none is finite."""
     values = np.array([np.nan if value is None else value for value in curve.values], float)
     parts = np.array_split(values, min(width, len(values)))
     means = np.array([part[np.isfinite(part)].mean() if np.isfinite(part).any() else np.nan for part in parts])

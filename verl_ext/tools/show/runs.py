@@ -66,10 +66,7 @@ class ShownRun:
 
     @property
     def seconds_left(self) -> float | None:
-        """The seconds left by the mean time of the last steps.
-
-        None if that or the total is unknown.
-        """
+        """The seconds left by recent steps' mean time; None if unknown."""
         tokens, rates = (self.curves.get(f"train/{name}") for name in ("tokens", "tokens_per_second"))
         if tokens is None or rates is None or "total_steps" not in self.facts:
             return None
@@ -134,10 +131,7 @@ def read_spike(folder: Path, step: int) -> dict[str, Any] | None:
 
 
 def _read_curves(file: Path) -> tuple[dict[str, Curve], int | None]:
-    """Return the curves before the first unreadable line, and its number.
-
-    The number is None if all lines can be read. Raises DataError without curves.
-    """
+    """Return curves up to the first unreadable line, its number or None."""
     curves: dict[str, Curve] = {}
     torn = None
     with file.open(encoding="utf-8", errors="replace") as lines:
@@ -159,10 +153,7 @@ def _read_curves(file: Path) -> tuple[dict[str, Curve], int | None]:
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    """Return a file's JSON object with secrets masked.
-
-    {} if the file is missing or holds anything else.
-    """
+    """Return a file's JSON object with secrets masked, else {}."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -39,10 +39,7 @@ class SelectOptions(Options):
 
     @property
     def selects(self) -> bool:
-        """Tell whether an option selects documents.
-
-        They are then shown in place of the audit.
-        """
+        """Tell whether an option selects documents to show."""
         return bool(self.changed().keys() & {*_SELECTORS})
 
 
@@ -50,9 +47,7 @@ _SELECTORS = ("row", "category", "no_target", "cut", "matches", "longest", "shor
 
 
 def selected(documents: ShownDocuments, options: SelectOptions, decode: Callable[[list[int]], str]) -> Iterator[int]:
-    """Yield the selected rows in the order of the options.
-
-    `matches` decodes one document at a time.
+    """Yield the selected rows in order, `matches` decoding one by one.
 
     Raises:
         UsageError: the row is past the end, the data lacks the category, or no document is selected.

@@ -76,10 +76,7 @@ def read_tokens(documents: ShownDocuments, bos: int | None = None, sequence: Seq
 def _has_sequence(
     ids: NDArray[Any], mask: NDArray[np.bool_], starts: NDArray[np.int64], sequence: Sequence[int]
 ) -> NDArray[np.bool_]:
-    """Return bool[documents]: whether a document's targets contain `sequence`.
-
-    First tokens are no targets, so that a match cannot cross documents.
-    """
+    """Return bool[documents]: whether targets contain `sequence` within one document."""
     if not sequence or len(ids) < len(sequence):
         return np.zeros(len(starts), bool)
     last = len(ids) - len(sequence) + 1
