@@ -109,7 +109,7 @@ def curve_chart(title: str, curves: Sequence[Mapping[str, Any]], axis: Chart, sc
 
 
 def interval_chart(title: str, values: Sequence[Mapping[str, Any]], across: str) -> Chart:
-    """Return means with intervals, by group with models side by side.
+    """Return a figure of means and intervals, models side by side.
 
     values: [{model, group, mean, low, high, cases}]; across: model or group.
     """
@@ -132,7 +132,10 @@ def interval_chart(title: str, values: Sequence[Mapping[str, Any]], across: str)
 
 
 def scatter_chart(title: str, values: Sequence[Mapping[str, Any]], across: str, up: str) -> Chart:
-    """Return points [{asked, is, model, case}], medians, and the line of equality."""
+    """Return a figure of points, their medians, and the line of equality.
+
+    values: [{asked, is, model, case}].
+    """
     scale = {"type": "log", "nice": False}  # has no place for 0, which only the table shows
     x = {"field": "asked", "type": "quantitative", "scale": scale, "axis": {"title": across, "format": "~s"}}
     y = {"type": "quantitative", "scale": scale, "axis": {"title": up, "format": "~s"}}
@@ -161,6 +164,8 @@ def heat_map(
     size: Chart = FIT,
 ) -> Chart:
     """Return a heat map of a score over two fields.
+
+    A cell without a score stays empty.
 
     across, down, score: the channels of the two fields and of the score. form: the format of a cell's number. colour:
     what makes `score` the channel of a cell's colour. ink: the channel of the number's colour.

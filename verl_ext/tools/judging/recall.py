@@ -91,7 +91,10 @@ class Needle(Task):
 
 
 def _split_at_sentence(text: str, depth: int) -> tuple[str, str]:
-    """Split a text at its last sentence end before `depth` percent."""
+    """Split a text at its last sentence end before `depth` percent.
+
+    At its end for 100.
+    """
     if depth == 100:
         return text.rstrip(), ""
     ends = [end.end() for end in _SENTENCE_ENDS.finditer(text, 0, round(len(text) * depth / 100))]
@@ -100,7 +103,7 @@ def _split_at_sentence(text: str, depth: int) -> tuple[str, str]:
 
 
 class BABILong(Task):
-    """BABILong's questions over long texts, scored by two rules."""
+    """BABILong's questions, scored by the published rule and a corrected one."""
 
     sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=0.0, max_tokens=20)
     headlines: ClassVar[tuple[str, ...]] = ("right",)

@@ -102,7 +102,7 @@ class Task:
         return {}
 
     def published(self, case: Case, answer: str) -> dict[str, Any] | None:
-        """Return a case's row of published predictions; None without such file."""
+        """Return a case's row for the benchmark's own predictions file, or None."""
         return None
 
 

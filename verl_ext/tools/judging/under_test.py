@@ -53,7 +53,7 @@ class LocalModel:
         self._model = None
 
     async def ask(self, record: str, stage: str, messages: Messages, sampling: SamplingOptions) -> Answer:
-        """Return the stored or new answer; raise UsageError for no model."""
+        """Return the stored or new answer; raise UsageError without a model."""
         question = [_RULES, self._facts, record, stage, [dict(message) for message in messages], vars(sampling)]
         key = fingerprint(question)
         async with self._turn:
@@ -85,7 +85,10 @@ class LocalModel:
         return answer_from_text(decode_answer(self._tokenizer, ids), **facts)
 
     def _load(self) -> None:
-        """Load the folder, or export a checkpoint into a temporary one."""
+        """Load the folder, or export a checkpoint into a temporary one.
+
+        `__aexit__` removes that. Raises UsageError if the folder is no chat model.
+        """
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 

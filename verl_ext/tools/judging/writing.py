@@ -69,7 +69,7 @@ class LongBenchWrite(Task):
         return read_quality(text)
 
     def scores(self, case: Case, answer: str, verdicts: Sequence[Any]) -> Scores:
-        """Return S_l, S_q, its dimensions, and S_bar, the mean of both.
+        """Return S_l, S_q with its dimensions, and their mean S_bar.
 
         S_q_imputed counts missing dimensions as 3, as EvalScope does.
         """
@@ -98,7 +98,10 @@ class LongBenchWrite(Task):
 
 
 class LongWriteRuler(LongBenchWrite):
-    """The same requests at growing lengths, scored by our own rule."""
+    """The same requests at growing lengths, scored by our own rule.
+
+    No scorer was published.
+    """
 
     prompt: ClassVar[str | None] = None
     headlines: ClassVar[tuple[str, ...]] = ("words", "S_l")

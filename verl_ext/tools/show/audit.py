@@ -41,7 +41,10 @@ CHECKS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """A check's result: `count` of `of` documents or records, with places."""
+    """A check's result: `count` of `of` documents or records, with places.
+
+    rows: the first (path, row) pairs. details: counts by name.
+    """
 
     name: str
     count: int

@@ -77,7 +77,10 @@ def _is_path(word: str) -> bool:
 
 
 def _kind_of(arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """Return the named or guessed kind, and the other words."""
+    """Return the named or guessed kind, and the other words.
+
+    A first word that names a kind is a path if it exists and no other word is one.
+    """
     first, *rest = arguments
     named = [word for word in arguments if word.startswith("paths=")]
     if first in SUBCOMMANDS and (named or any(map(_is_path, rest)) or not os.path.exists(first) or {*_HELP} & {*rest}):

@@ -43,7 +43,10 @@ class Cell:
 
 
 def cells_of(row: Row, tokenizer: Any) -> list[Cell]:
-    """Group tokens into the smallest readable pieces of one kind each."""
+    """Group tokens into the smallest readable pieces of one kind each.
+
+    A piece mixes neither targets nor special tokens with others.
+    """
     special = set(tokenizer.all_special_ids) | _markers(tokenizer)
     cells: list[Cell] = []
     ids, mask = row.input_ids.tolist(), row.loss_mask.tolist()
@@ -73,7 +76,10 @@ def _markers(tokenizer: Any) -> set[int]:
 
 
 def runs_of(cells: Sequence[Cell]) -> Iterator[tuple[int, str, list[Cell]]]:
-    """Yield (first token's position, name, cells) of runs of like cells."""
+    """Yield (first token's position, name, cells) of runs of like cells.
+
+    The cells of a run have equal target, weight and name.
+    """
     position = 0
     named = zip(cells, names_of(cells), strict=True)
     for (_, _, name), run in groupby(named, key=lambda pair: (pair[0].is_target, pair[0].weight, pair[1])):

@@ -30,7 +30,10 @@ Report = dict[str, Any]
 
 
 class Row(NamedTuple):
-    """A document: input_ids integer[T], loss_mask bool[T], weights[T] of targets or None."""
+    """A document: input_ids integer[T], loss_mask bool[T], weights[T] of targets or None.
+
+    The first token is never a target.
+    """
 
     input_ids: NDArray[Any]
     loss_mask: NDArray[np.bool_]
@@ -143,7 +146,10 @@ class FolderDocuments(ShownDocuments):
 
 
 class IndexDocuments(ShownDocuments):
-    """The documents of Megatron corpora, each of which is a category."""
+    """The documents of Megatron corpora, each of which is a category.
+
+    All tokens of a document but the first are targets.
+    """
 
     all_targets = True
 
@@ -205,7 +211,7 @@ def _is_index(path: str) -> bool:
 
 
 def _read_report(folder: Path) -> Report:
-    """Return `verl-ext tokenize`'s report, {} without; raise ValueError for another file."""
+    """Return a folder's report, or {}; raise ValueError if it is malformed."""
     path = folder / REPORT
     if not path.is_file():
         return {}

@@ -136,6 +136,8 @@ def step_view(
 ) -> Iterator[RenderableType]:
     """Yield the packs of a step, counted from 1, by rank.
 
+    The slowest pack sets a micro-step's time.
+
     Raises:
         UsageError: the run has no such step.
     """

@@ -44,7 +44,7 @@ def is_plan(path: str) -> bool:
 
 
 def read_plan(path: str) -> dict[str, Any]:
-    """Return a plan's report; raise UsageError without, DataError if malformed."""
+    """Return a plan's report; raise UsageError without one, DataError if malformed."""
     if not is_plan(path):
         raise UsageError(f"{path} must be the folder of a plan, as the other paths are")
     report = read_facts(Path(path) / REPORT)

@@ -40,7 +40,7 @@ def tokenized_raw(
     """
     if not model.tokenizer:
         raise UsageError(f"model.path must name a tokenizer: {key} names raw files, {', '.join(paths)}; got null")
-    # BABILong's samples go through the trainer's own dataset, which cuts their rows to `max_length`.
+    # BABILong's samples go through the trainer's own dataset, so their rows are those of training.
     if _is_babilong(paths[0]):
         from verl_ext.data import BABILongDataset  # imports torch, like the trainer's dataset
 

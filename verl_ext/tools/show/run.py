@@ -89,7 +89,10 @@ def run(options: ShowRunOptions) -> str:
 
 
 def _follow(options: ShowRunOptions) -> None:
-    """Refresh the curves until every run ends or loses its process."""
+    """Refresh the curves until every run ends or loses its process.
+
+    A run ends with its last step, or when no process writes in its folder.
+    """
     console = terminal()
     with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
         while True:

@@ -45,7 +45,10 @@ _BELOW = re.compile(rf"\n\W*{_COUNT}\W*(?:about|约)?\s*\d[\d,]*\s*(?:words?|字
 
 
 def parse_plan(text: str) -> list[str]:
-    """Return a plan's paragraph lines, without headings; raise Unparsable without any."""
+    """Return a plan's paragraph lines, without headings; raise Unparsable without any.
+
+    Such a line names a paragraph, its main point and its number of words.
+    """
     lines = (line.strip() for line in _BROKEN_LINE.sub(" - ", text).splitlines())
     found = [line for line in lines if _PLAN_LINE.match(line)]
     if not found:

@@ -92,7 +92,10 @@ class Corpus:
                 yield item
 
     def _items(self, left_out: Counter[str]) -> Iterator[tuple[SourceItem, str]]:
-        """Yield items of right length with their interval; count the others."""
+        """Yield items of right length with their interval; count the others.
+
+        `truncate` shortens longer ones, which `left_out` counts too.
+        """
         for item in read_items(*self._read, left_out, self._skip_bad):
             if self._lengths is None:
                 yield item, ALL

@@ -41,10 +41,13 @@ class EncoderOptions(Options):
 
 
 class LocalEncoder:
-    """A sentence encoder of one text at a time, with stored embeddings."""
+    """A sentence encoder of one text at a time, with stored embeddings.
+
+    It runs on the GPU if there is one.
+    """
 
     def __init__(self, options: EncoderOptions, store: Store) -> None:
-        """Read the encoder's pooling; raise UsageError for no sentence encoder."""
+        """Read the pooling; raise UsageError if the folder is no encoder."""
         self.options, self.store, self.path = options, store, Path(str(options.path))
         if not (self.path / "config.json").is_file():
             raise UsageError(f"encoder.path must be a folder with a config.json; got {self.path}")

@@ -33,7 +33,10 @@ _PAIR = re.compile(  # Question: … Answer: …, on one line or several; ### Qu
 
 
 def parse_pair(text: str) -> tuple[str, str]:
-    """Parse the first question and answer, or raise Unparsable."""
+    """Parse the first question and answer, or raise Unparsable.
+
+    The text has the form `Question: … Answer: …`, or is JSON.
+    """
     given = json_in(text)
     given = given[0] if isinstance(given, list) and given else given
     if isinstance(given, dict):

@@ -34,7 +34,10 @@ SEPARATOR = "\n\n"
 
 @dataclass(frozen=True)
 class ClassDocument:
-    """A document of a class: tokens with separator, and its text's place."""
+    """A document of a class: tokens with separator, and its text's place.
+
+    place, num_bytes: where the file of texts holds its text.
+    """
 
     name: str
     tokens: int

@@ -52,7 +52,7 @@ def _value(number: str) -> int:
 
 
 def _json_questions(text: str) -> list[str] | None:
-    """Return the questions in a JSON list of texts or objects, or None."""
+    """Return the questions of JSON texts or objects, or None."""
     found = json_in(text)
     if isinstance(found, dict):
         found = next((value for value in found.values() if isinstance(value, list)), list(found.values()))

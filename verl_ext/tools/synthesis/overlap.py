@@ -21,7 +21,10 @@ def runs_of_words(text: str, length: int) -> Iterator[str]:
 
 
 class NearDuplicates:
-    """A finder of texts by Jaccard similarity of 5-word runs."""
+    """A finder of texts by Jaccard similarity of 5-word runs.
+
+    A text repeats an earlier one from the similarity `threshold` on.
+    """
 
     def __init__(self, threshold: float) -> None:
         try:
@@ -34,7 +37,7 @@ class NearDuplicates:
         self._hashes: dict[str, object] = {}
 
     def repeats(self, name: str, text: str) -> str | None:
-        """Return the earlier text that this one repeats; else remember it."""
+        """Return the earlier text's name that this one repeats; else remember this."""
         from datasketch import MinHash
 
         found = MinHash(num_perm=PERMUTATIONS)

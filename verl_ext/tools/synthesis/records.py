@@ -38,7 +38,10 @@ _REFUSAL = re.compile(
 
 
 def refused_in_words(answer: Answer, text: str | None = None) -> Answer:
-    """Mark a finished answer as refused if its `text` refuses."""
+    """Mark a finished answer as refused if its words refuse.
+
+    text: the part of the answer that is read; None: all of it.
+    """
     if not answer.is_done:
         return answer
     said = answer.text if text is None else text
