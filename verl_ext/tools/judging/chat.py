@@ -1,4 +1,4 @@
-"""LongBench-Chat: questions about 10k to 100k tokens, rated beside three answers.
+"""LongBench-Chat: questions about documents of 10k to 100k tokens.
 
 Source: LongAlign (arXiv 2401.18058) and LongBench_Chat/ in its repository. The judge sees the question, the reference
 and the three shots, never the document. The paper shuffles the shots and rates twice; the published code does neither.

@@ -91,10 +91,7 @@ class Needle(Task):
 
 
 def _split_at_sentence(text: str, depth: int) -> tuple[str, str]:
-    """Split a text at its last sentence end before `depth` percent.
-
-    At its end for 100.
-    """
+    """Split a text at its last sentence end before `depth` percent."""
     if depth == 100:
         return text.rstrip(), ""
     ends = [end.end() for end in _SENTENCE_ENDS.finditer(text, 0, round(len(text) * depth / 100))]

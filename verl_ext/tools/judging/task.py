@@ -107,7 +107,7 @@ class Task:
 
 
 def token_ends(tokenizer: Any, text: str) -> list[int]:
-    """Return each token's end; raise UsageError for a slow tokenizer."""
+    """Return each token's end in characters; raise UsageError for slow tokenizers."""
     if not tokenizer.is_fast:
         raise UsageError(f"model.path must hold a fast tokenizer to cut texts by; got {type(tokenizer).__name__}")
     offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]

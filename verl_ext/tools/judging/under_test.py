@@ -100,6 +100,7 @@ class LocalModel:
         folder = self.path
         if not (folder / "config.json").is_file():  # a checkpoint, or a run, whose last checkpoint is taken
             folder = [self.path, *saved_folders(self.path)][-1] / EXPORT
+        # A checkpoint without weights for transformers is exported once, and only for as long as it answers.
         if not any(folder.glob("*.safetensors")) and folder != self.path:
             exported = Path(self._resources.enter_context(tempfile.TemporaryDirectory())) / "model"
             export_checkpoint(str(self.path), str(exported), False, None, "saved", 5.0)
@@ -112,6 +113,7 @@ class LocalModel:
             raise UsageError(f"{needed}; got {self.path}: {first_line(error)}") from error
         if self._tokenizer.chat_template is None:
             raise UsageError(f"{self._key} must have a chat template, by which it is asked; {self.path} has none")
+        # Answers end where the model was trained to end a turn, or where its own config says so.
         own = model.generation_config.eos_token_id
         template = ChatTemplate(self._tokenizer, None, {})
         self._ends = end_tokens(self._tokenizer, template.ends, *(own if isinstance(own, list) else [own]))

@@ -89,10 +89,7 @@ def run(options: ShowRunOptions) -> str:
 
 
 def _follow(options: ShowRunOptions) -> None:
-    """Refresh the curves until every run ends or loses its process.
-
-    A run ends with its last step, or when no process writes in its folder.
-    """
+    """Refresh the curves until every run ends or has no process."""
     console = terminal()
     with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
         while True:

@@ -55,10 +55,12 @@ def read_tokens(documents: ShownDocuments, bos: int | None = None, sequence: Seq
             continue
         offsets = offsets_of(lengths)
         starts, ends, ids = offsets[:-1], offsets[1:], block.input_ids
+        # A factor for every position makes the hash depend on the order of tokens.
         position = np.arange(len(ids)) - np.repeat(starts, lengths)
         mixed = (ids.astype(np.uint64) + np.uint64(1)) * _MIX
         mixed ^= mixed >> np.uint64(29)
         hashes[rows] = np.add.reduceat(mixed * factors[position], starts)
+        # A first token has nothing to be predicted from, whatever its mask says.
         mask = block.loss_mask != 0
         mask[starts] = False
         places = np.where(mask, np.arange(len(ids)), -1)

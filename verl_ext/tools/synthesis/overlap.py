@@ -37,7 +37,7 @@ class NearDuplicates:
         self._hashes: dict[str, object] = {}
 
     def repeats(self, name: str, text: str) -> str | None:
-        """Return the earlier text's name that this one repeats; else remember this."""
+        """Return the name of the earlier text repeated; else remember this."""
         from datasketch import MinHash
 
         found = MinHash(num_perm=PERMUTATIONS)

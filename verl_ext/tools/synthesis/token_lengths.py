@@ -27,7 +27,7 @@ class TokenLengths:
         return [(places[first][0], places[end - 1][1]) for first, end in spans]
 
     def tokens(self, text: str, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Return (first token, end) for each span of characters holding one."""
+        """Return (first token, end) for each span of characters with tokens."""
         if not spans:
             return []
         places = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
