@@ -1,3 +1,3 @@
-"""A verl plugin and long-context SFT recipes: token-budget packs, exact losses, Ulysses, per-category loss."""
+"""A verl plugin and recipes for long-context SFT."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""Classes and functions of the user, given by file and name: `data.custom_cls`, `loss.custom_cls`, `eval.score`."""
+"""Users' objects by file and name: `data.custom_cls`, `loss.custom_cls`, `eval.score`."""
 
 import importlib
 import importlib.util
@@ -49,10 +49,10 @@ def _member(key: str, module: ModuleType, path: str, name: str) -> Any:
 
 
 class _Files(MetaPathFinder):
-    """The finder of users' files by their modules' names, for another process that unpickles their objects."""
+    """The finder of users' files by module name, for unpickling elsewhere."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Return the module of a file, or None for a name that is no file's."""
+        """Return the module of a file; None for other names."""
         below = name.removeprefix(f"{__name__}.")
         if below == name or not re.fullmatch("([0-9a-f]{2})+", below):
             return None

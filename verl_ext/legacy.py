@@ -1,4 +1,4 @@
-"""The option names of verl's own SFT trainers that differ from today's, and verl's defaults.
+"""Option names and defaults of verl's own SFT trainers.
 
 verl 0.7 removed the fsdp_sft_trainer of verl ≤ 0.6 and its sft_trainer.yaml; its trainer of today reads raw files.
 """
@@ -46,7 +46,7 @@ FORWARDS = {"data.max_token_len_per_gpu": "8192", "data.micro_batch_size_per_gpu
 
 @dataclass(frozen=True)
 class Superseded:
-    """A key without a new name, because its work is done in another way today.
+    """A key whose work is done in another way today.
 
     by: the key that does the work; if it is given too, this key is left out. neutral: the values that request nothing,
     or today's behaviour; None: all of them. read_as: today's override for values that have one.
@@ -124,7 +124,7 @@ def is_raw(key: str) -> bool:
 
 
 def renamed(key: str) -> str | None:
-    """Return today's name of an old key of verl's, or None for any other key."""
+    """Return today's name of an old key; None for others."""
     if superseded(key):
         return None
     for old, new in {**RENAMED, **DEPRECATED}.items():
@@ -137,7 +137,7 @@ def renamed(key: str) -> str | None:
 
 
 def is_name_of_verl(key: str) -> bool:
-    """Tell whether a key is one of verl's that is read under another name, or not at all."""
+    """Tell whether a key is verl's, read otherwise or not at all."""
     return is_raw(key) or superseded(key) is not None or renamed(key) is not None
 
 

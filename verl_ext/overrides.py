@@ -1,4 +1,4 @@
-"""The `key=value` words of every command line, in Hydra's grammar with names in any script, and their one-line errors.
+"""The `key=value` words of command lines, with names in any script.
 
 'sources={数学:math.jsonl}'                    Hydra's grammar allows only ASCII names, so other characters are escaped
 sources={_U006570__U005B66_:math.jsonl}      while Hydra parses the word, and restored in the parsed values
@@ -27,7 +27,7 @@ _NAME = re.compile(rf"(?<=[{{,])\s*({_QUOTED.pattern})\s*(?=:)")  # a quoted nam
 
 @dataclass(frozen=True)
 class Item:
-    """An override of a command line, `<prefix><key>=<value>`, with the prefix "", "+", "++" or "~".
+    """An override `<prefix><key>=<value>`, with the prefix "", "+", "++" or "~".
 
     key, value: as Hydra's grammar writes them; value is None without a `=`. written: the spelling of the value in a
     shell script, if it comes from one.
@@ -49,7 +49,7 @@ class Item:
         return f"{self.prefix}{self.key}" + ("" if self.value is None else f"={self.value}")
 
     def parsed(self) -> Any:
-        """Return the value with its type and its original characters; None without one."""
+        """Return the typed value with original characters; None without one."""
         override = None if self.value is None else _parsed(str(self))
         return restored(override.value()) if override else None
 
@@ -76,7 +76,7 @@ def parsed_words(words: Sequence[str]) -> list[Item]:
 
 
 def _readable(words: Sequence[str], number: int) -> str:
-    """Return word `number` of a command line in a form that Hydra parses.
+    """Return word `number` of a command line as Hydra parses it.
 
     Its names are escaped, and a plain value that Hydra's grammar refuses, such as ~/data or /part=1/x, is quoted.
 
@@ -99,7 +99,7 @@ def _readable(words: Sequence[str], number: int) -> str:
 
 
 def _parsed(text: str) -> Override | None:
-    """Parse a word that :func:`_readable` returned, leaving its names escaped; return None if it is no override."""
+    """Parse a word, its names still escaped; None for no override."""
     try:
         return OverridesParser.create().parse_override(text)
     except HydraException:
@@ -107,7 +107,7 @@ def _parsed(text: str) -> Override | None:
 
 
 def restored(value: Any) -> Any:
-    """Return a string, or the dicts and lists of an override's value, with the original characters."""
+    """Return a string, dict or list with the original characters."""
     if isinstance(value, str):
         return _SPELLED.sub(lambda found: chr(int(found[1], 16)), value)
     if isinstance(value, dict):
@@ -124,7 +124,7 @@ def restore(config: DictConfig) -> None:
 
 
 def _repeated_keys(override: str) -> list[str]:
-    """Return the keys that a dict of an override repeats, as in sources={a:one,a:two}; Hydra keeps only the last."""
+    """Return the keys repeated in a dict, as in {a:1,a:2}."""
     repeated: list[str] = []
 
     class DictKeys(HydraOverrideVisitor):
@@ -143,7 +143,7 @@ def _spelled(text: str, letters: str) -> str:
 
 
 def _mistake(words: Sequence[str], number: int) -> str:
-    """Return the mistake in a word as the end of an error line ("": unknown)."""
+    """Return a word's mistake, the end of an error line, or ""."""
     word = words[number]
     key, equals, value = word.partition("=")
     if not equals:

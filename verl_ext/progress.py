@@ -22,13 +22,13 @@ _HEADLINES = ("loss", "exact_match", "accuracy", "answer", "perplexity")
 
 
 def announce(work: str) -> None:
-    """Print on rank 0, before there is a process group, that this version begins `work`."""
+    """Print on rank 0 that `work` begins, without a process group."""
     if os.environ.get("RANK", "0") == "0":
         print(f"verl-ext {__version__}: {work} …", flush=True)
 
 
 class _LineBar(tqdm):
-    """A bar for a file or a pipe, which gets whole lines without control characters."""
+    """A bar that prints whole lines to a file or pipe."""
 
     @staticmethod
     def status_printer(file: Any) -> Callable[[str], None]:
@@ -42,14 +42,14 @@ class _LineBar(tqdm):
 
 
 def progress_bar(description: str, total: int | None, **options: Any) -> tqdm:
-    """Return a tqdm bar, which redraws often on a terminal and seldom prints to a log."""
+    """Return a tqdm bar, frequent on a terminal, rare in logs."""
     if sys.stderr.isatty():
         return tqdm(total=total, desc=description, mininterval=0.2, **options)
     return _LineBar(total=total, desc=description, mininterval=10, ncols=_LINE, delay=10, **options)
 
 
 def terminal_bar(description: str, visible: bool, over: Iterable[Any] | None = None, **options: Any) -> tqdm:
-    """Return a bar for a terminal, which begins after some seconds; logs have none.
+    """Return a delayed bar for a terminal; logs have none.
 
     visible: whether this rank may show it, as rank 0 of a run does.
     """
@@ -58,7 +58,7 @@ def terminal_bar(description: str, visible: bool, over: Iterable[Any] | None = N
 
 
 def four_digits(value: float) -> str:
-    """Return a number with four significant digits: 2.134, 987.0, 12.34k, 1.235M, 1.000e-05, nan."""
+    """Return four significant digits: 2.134, 987.0, 12.34k, 1.235M, 1.000e-05, nan."""
     value = float(f"{value:.4g}")
     for unit in ("", "k", "M", "G"):
         if not 1e4 <= abs(value) < math.inf or unit == "G":
@@ -84,7 +84,7 @@ class Done(Protocol):
 
 
 class Progress:
-    """A bar over the bytes of input files, with records, tokens/s and the time left.
+    """A bar over input bytes, with records, tokens/s and time left.
 
     total_bytes: None if it is unknown; the bar then has no end.
     """
@@ -116,7 +116,7 @@ class Progress:
 
 
 class StepProgress:
-    """A bar over optimizer steps on a terminal, and a console logger for verl's tracking.
+    """A bar over optimizer steps, and a logger for verl's tracking.
 
     The logger prints one line for the metrics of each step, once :meth:`flush` says that all are there:
 
@@ -141,7 +141,7 @@ class StepProgress:
         self._pending_step = 0
 
     def step(self, tokens: int, flops: float | None = None) -> None:
-        """Count an optimizer step with `tokens` tokens and model `flops` (None: unknown) of all ranks."""
+        """Count a step's tokens and FLOPs (None: unknown) of all ranks."""
         self._tokens += tokens
         self._flops = None if flops is None or self._flops is None else self._flops + flops
         self.total_tokens += tokens
@@ -151,7 +151,10 @@ class StepProgress:
         self.bar.update(1)
 
     def rates(self) -> tuple[float, float | None]:
-        """Return tokens and model FLOPs (None if unknown) per second of all ranks since the last call."""
+        """Return tokens and FLOPs (None: unknown) per second since the last call.
+
+        They are those of all ranks; the time in :meth:`paused` does not count.
+        """
         now = time.perf_counter()
         seconds = max(now - self._since, 1e-9)
         rates = self._tokens / seconds, None if self._flops is None else self._flops / seconds
@@ -164,7 +167,7 @@ class StepProgress:
         self.bar.set_postfix_str(f"loss {loss}, {rate} tokens/s")
 
     def log(self, data: Mapping[str, float], step: int) -> None:
-        """Keep the metrics of a step for its line, which :meth:`flush` prints; print the pause of a save at once."""
+        """Keep a step's metrics for :meth:`flush`; print a save at once."""
         if (pause := data.get("train/save_pause")) is not None:
             print(f"{self._count(step)}  saved, training waited {four_digits(pause)} s", flush=True)
             return
@@ -173,7 +176,7 @@ class StepProgress:
         self._pending, self._pending_step = {**self._pending, **data}, step
 
     def flush(self) -> None:
-        """Print the metrics of a step, of training and of validation, on one line.
+        """Print a step's metrics of training and validation.
 
         A terminal of fewer columns gets it in several rows; a file or a pipe gets one line with every category.
         """
@@ -188,7 +191,7 @@ class StepProgress:
         return f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}"
 
     def _pace(self, data: Mapping[str, float], step: int) -> list[str]:
-        """Return the schedule, the gradient, the speed, the memory and the time left of a training step."""
+        """Return the schedule, gradient, speed, memory and time left."""
         values = {name.partition("/")[2]: value for name, value in data.items() if not name.startswith("val/")}
         parts = [f"{name} {values[name]:.4g}" for name in ("lr", "epoch", "grad_norm") if name in values]
         if (rate := values.get("tokens_per_second")) is None:
@@ -224,7 +227,7 @@ class StepProgress:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Clear the bar around code that prints, so that lines do not run into it.
+        """Clear the bar around code that prints its own lines.
 
         tqdm's own context manager holds its lock all the time, so waiting for a thread that opens a bar would hang.
         """
@@ -244,7 +247,7 @@ class StepProgress:
 
 
 def _losses(data: Mapping[str, float], kind: str) -> list[str]:
-    """Return the loss, the headlines and every category's loss (or answers' score) of `train` or `val`."""
+    """Return the losses, headlines and answers' scores of `train` or `val`."""
     values = {name.removeprefix(f"{kind}/"): value for name, value in data.items() if name.startswith(f"{kind}/")}
     names = [name for name in _HEADLINES if name in values]
     names += [name for name in values if name.endswith("_loss") and f"{name.removesuffix('_loss')}_tokens" in values]
@@ -254,7 +257,7 @@ def _losses(data: Mapping[str, float], kind: str) -> list[str]:
 
 
 def _rows(groups: Sequence[Sequence[str]]) -> str:
-    """Join groups of parts into one line; on a terminal, begin a new row where the next part does not fit."""
+    """Join groups into one line, or rows that fit a terminal."""
     width = shutil.get_terminal_size().columns - 1 if sys.stdout.isatty() else math.inf
     text, used = "", 0
     for group in groups:

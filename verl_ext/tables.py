@@ -1,4 +1,4 @@
-"""Tables without borders: rich's for a terminal or a page, and the same as lines of text for a log or a file."""
+"""Tables without borders, for terminals and pages or as plain text."""
 
 import io
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -12,7 +12,10 @@ _WIDE = 1 << 16  # columns of a text, whose lines are never wrapped
 
 
 def plain_table(*columns: str, left: int | Collection[str] = 1) -> Table:
-    """Return an empty table. left: the columns of words, by name or the first so many; the others are of numbers."""
+    """Return an empty table; `left` names or counts columns of words.
+
+    The other columns are of numbers.
+    """
     table = Table(box=None, pad_edge=False, header_style="bold")
     for number, name in enumerate(columns):
         is_words = number < left if isinstance(left, int) else name in left
@@ -28,7 +31,7 @@ def pivot(
     missing: str = "",
     left: int = 1,
 ) -> Table:
-    """Return a table of cells by (row, column), rows and columns in the order of their first cells.
+    """Return a table of cells by (row, column), in their order.
 
     columns: those that come first, in this order, with or without cells.
     """
@@ -41,7 +44,7 @@ def pivot(
 
 
 def aligned(rows: Sequence[Row], left: Collection[str] = ()) -> str:
-    """Format rows with equal keys as lines under a header; the columns named in `left` are words."""
+    """Format rows with equal keys as lines; `left` columns are words."""
     table = plain_table(*rows[0], left=left)
     for row in rows:
         table.add_row(*(Text(row[name]) for name in rows[0]))

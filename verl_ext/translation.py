@@ -1,4 +1,4 @@
-"""Command lines of verl's own SFT trainers, read by today's names with the meaning that they have there.
+"""Command lines of verl's SFT trainers, translated with their meaning.
 
     model.partial_pretrain=M                    → model.path=M
     data.max_length=512                         → data.max_tokens=512 data.strategy=none data.drop_last=true
@@ -44,7 +44,7 @@ _THINKING = "data.enable_thinking_default"
 
 @dataclass(frozen=True)
 class Translation:
-    """The overrides with today's names, a notice per change, and a line per override without a translation.
+    """Today's overrides, a notice per change, a line per untranslated override.
 
     sources: the words of `verl-ext train` for raw files and their records; empty without keys of those.
     """
@@ -58,7 +58,7 @@ class Translation:
 def translate(
     items: Sequence[Item], own_class: bool, packed: bool, is_known: Callable[[str], bool] = lambda key: True
 ) -> Translation:
-    """Translate overrides to today's names and meanings; today's name wins if both are given.
+    """Translate overrides to today's names, which win if both are given.
 
     own_class: whether data.custom_cls names a user's class, which may read any key. packed: whether the data group
     makes packs, for which even data.max_length has no meaning. is_known: whether today's configuration has a key.
@@ -78,7 +78,7 @@ def translate(
 
 
 class _Command:
-    """The overrides of a command, and the trainer that they were written for.
+    """A command's overrides, and the trainer they were written for.
 
     own_class, packed: as in :func:`translate`. keys: the names that they give, old ones also by today's names.
     """
@@ -101,7 +101,10 @@ class _Command:
 
     @cached_property
     def batches_rows(self) -> bool:
-        """Whether a step is data.train_batch_size rows, as in verl; else that many packs."""
+        """Whether a step is rows, as in verl, and not packs.
+
+        Both count data.train_batch_size.
+        """
         reads = self.packed and not self.own_class and any(map(self._is_of_verls_data, self.given))
         return reads and not any(map(self.has, _OF_PACKS))
 
@@ -129,25 +132,28 @@ class _Command:
         return any(f"{given}.".startswith(f"{key}.") for given in self.given)
 
     def is_nothing(self, key: str) -> bool:
-        """Tell whether a key is absent, or has a value that asks for nothing."""
+        """Tell whether a key is absent or asks for nothing."""
         if key.startswith(f"data.{_KWARGS}."):
             return False  # a template may ask whether an argument is false, or whether it is null
         nothing = ("null", "", "none", "{}", "[]", *(["false"] if key != _THINKING else []))
         return self.values.get(key, "").lower() in nothing
 
     def item(self, key: str, default: str, today: str | None = None) -> Item:
-        """Return the override of a key under today's name; the default if it is absent or null."""
+        """Return a key's override under today's name, or the default.
+
+        The default stands for null too.
+        """
         is_given = self.values.get(key, "null") not in ("null", "")
         given = self.given[key] if is_given else Item("", key, default)
         return replace(given, prefix="", key=today or key)
 
     def value(self, key: str, default: str) -> str:
-        """Return the value of a key without quotes; the default if it is absent or null."""
+        """Return a key's unquoted value; the default if absent or null."""
         return given if (given := self.values.get(key, "null")) not in ("null", "") else default
 
 
 def _without_foreign_engine(command: _Command, found: Translation, is_known: Callable[[str], bool]) -> Iterator[Item]:
-    """Yield the overrides without those of an engine on which packs do not run, which become one problem."""
+    """Yield the overrides but a foreign engine's, which become one problem."""
     foreign = [item for item in command.items if item.key in ("engine", "optim") and item.value in FOREIGN_ENGINES]
     gone = [item for item in command.items if item.key.startswith(("engine.", "optim.")) and not is_known(item.key)]
     if foreign:
@@ -160,11 +166,13 @@ def _without_foreign_engine(command: _Command, found: Translation, is_known: Cal
 
 
 def _translate(item: Item, command: _Command, found: Translation) -> None:
-    """Add an override's translation, notice or problem to `found`; rows and raw files are read as a whole later."""
+    """Add an override's translation, notice or problem to `found`."""
     key, value = item.key, command.values[item.key]
     entry, new = superseded(key), renamed(key)
+    # A user's class may read any key of data, so those of verl's own datasets go on to it.
     if command.own_class and key.startswith("data.") and (entry or is_raw(key)):
         found.items.append(replace(item, prefix=item.prefix or "++"))  # it may not be a key of today
+    # Rows and raw files follow from several keys together, so they are read as a whole later.
     elif key in command.raw or (command.batches_rows and key in _ROW_KEYS):
         pass
     elif is_raw(key):
@@ -179,11 +187,13 @@ def _translate(item: Item, command: _Command, found: Translation) -> None:
     elif key == "trainer.logger" and "tracking" in re.findall(r"\w+", value):
         found.notices.append("trainer.logger: tracking, a name of verl 0.1, is read as wandb")
         found.items.append(replace(item, value=value.replace("tracking", "wandb"), written=None))
+    # FSDP1 cannot run packs, and FSDP2 does its work.
     elif (new or key) == "engine.strategy" and value == "fsdp":
         found.notices.append(f"{key}=fsdp is read as engine.strategy=fsdp2: FSDP1 has no packs")
         found.items.append(Item("", "engine.strategy", "fsdp2"))
     elif new is None:
         found.items.append(item)
+    # Today's name wins, so a command can be moved over key by key.
     elif new in command.given or (value == "null" and key in NULLABLE):
         why = f"{new} is given" if new in command.given else "it is null"
         found.notices.append(f"{key} ({_age(key)}) is left out: {why}")
@@ -211,7 +221,7 @@ def _read_offload(command: _Command, found: Translation) -> None:
 
 
 def _supersede(item: Item, entry: Superseded, given: set[str], found: Translation) -> None:
-    """Add a superseded override to `found` as a translation, a notice, or a problem."""
+    """Add a superseded override's translation, notice or problem to `found`."""
     said, value = str(replace(item, prefix="")), (item.value or "").strip("'\"")
     if entry.by in given:
         found.notices.append(f"{item.key} is left out: {entry.by} is given, and {entry.why}")
@@ -227,7 +237,7 @@ def _supersede(item: Item, entry: Superseded, given: set[str], found: Translatio
 
 
 def _read_rows(command: _Command, found: Translation) -> None:
-    """Add what makes verl's steps: its rows, its drop of the last part, its forwards, its schedule, its defaults."""
+    """Add verl's steps: rows, dropped rest, forwards, schedule, defaults."""
     length = command.item("data.max_length", MAX_LENGTH, "data.max_tokens")
     by_tokens = not command.is_old and command.value("data.use_dynamic_bsz", "true").lower() == "true"
     read, unread = FORWARDS if by_tokens else reversed(FORWARDS)
@@ -254,7 +264,7 @@ def _read_rows(command: _Command, found: Translation) -> None:
 
 
 def _over_length(command: _Command, found: Translation) -> list[Item]:
-    """Return data.over_length for data.truncation; rows without padding are always cut at their end."""
+    """Return data.over_length; rows without padding are cut at their end."""
     cut, pads = command.value("data.truncation", "error"), command.value("data.pad_mode", "no_padding") == "right"
     if cut == "left" and not (command.is_old or pads):
         found.notices.append("data.truncation=left is read as right: verl cuts rows without padding at their end")
@@ -266,14 +276,16 @@ def _over_length(command: _Command, found: Translation) -> list[Item]:
 
 
 def _read_raw(command: _Command, found: Translation) -> None:
-    """Add the words of `verl-ext train` for raw files: the files, the fields of their records, the template."""
+    """Add raw files, their fields and template for `verl-ext train`."""
     words = found.sources
+    # No command of ours reads a tokenized training set beside raw validation files.
     if command.raw == ["data.val_files"] and "data.train_dir" in command.given:
         found.problems.append(
             "data.val_files has no equivalent: `verl-ext tokenize` reads raw files, and data.val_dir names its "
             f"folder; got {command.values['data.val_files']}: give data.val_dir instead"
         )
         return
+    # verl's own default files stand in for missing ones, so that the command reads what it read there.
     train = command.item("data.train_files", "~/data/gsm8k/train.parquet")
     files = {} if command.has("data.sources") else {"data.sources": train}
     if not (command.has("data.val_sources") or "data.val_dir" in command.given):
@@ -285,6 +297,7 @@ def _read_raw(command: _Command, found: Translation) -> None:
         for key, item in files.items()
         if item.value not in ("null", "", "[]")
     ]
+    # verl ≤ 0.6 names the two fields of a question and its answer, unless it reads chats.
     if command.is_old and command.is_nothing("data.multiturn.enable"):
         for field_name, default in (("prompt", "question"), ("response", "answer")):
             node = f"data.{field_name}"
@@ -298,6 +311,7 @@ def _read_raw(command: _Command, found: Translation) -> None:
         for field_name in ("tools", "enable_thinking"):
             item = command.item(f"{node}.{field_name}_key", field_name, f"columns.{field_name}")
             words += [item] if item.value != field_name else []
+    # Arguments of the template go along, because they change the tokens.
     if not command.is_nothing(_THINKING) and f"data.{_KWARGS}.enable_thinking" not in command.given:
         words.append(command.item(_THINKING, "", f"{_KWARGS}.enable_thinking"))
     if not command.is_nothing(f"data.{_KWARGS}"):
@@ -312,12 +326,15 @@ def _read_raw(command: _Command, found: Translation) -> None:
 
 
 def _names(value: str) -> list[str]:
-    """Return the names in a list as an override writes it, or the one name."""
+    """Return the names in an override's list, or the one name."""
     return [name for part in value.strip("[] ").split(",") if (name := part.strip(" '\""))]
 
 
 def _category(files: str) -> str:
-    """Return a name for the records of files: their folder's, else the file's; `data` if both hold variables."""
+    """Return a category for files: the folder's name, else the file's.
+
+    `data` if both hold variables.
+    """
     path = PurePosixPath(next(iter(_names(files)), ""))
     names = (path.parent.name, path.name.partition(".")[0], "data")
     return next(name.replace("-", "_") for name in names if re.fullmatch(r"[A-Za-z][\w-]*", name))

@@ -1,4 +1,4 @@
-"""Options with their types, defaults, checks and meanings, and the wording of errors.
+"""Options: types, defaults, checks, meanings, and the wording of errors.
 
 A dataclass defines each option once; `--help`, the configuration reference and the checks derive from it:
 
@@ -40,11 +40,11 @@ OptionsT = TypeVar("OptionsT", bound="Options")
 
 
 class UsageError(ValueError):
-    """A mistake on the command line or in the configuration, with exit code 2."""
+    """A mistake in command line or configuration; exit code 2."""
 
 
 class DataError(ValueError):
-    """Unusable input (a bad record, an unreadable file) or a dead worker, with exit code 1."""
+    """Unusable input, or a dead worker; exit code 1."""
 
 
 def option(
@@ -98,7 +98,7 @@ class Options:
         return [line for name, field in fields if (line := field.problem(f"{prefix}{name}", values[name]))]
 
     def problems(self) -> Iterable[str | None]:
-        """Return a line for each combination of options that is invalid although each option is valid."""
+        """Return a line for each invalid combination of valid options."""
         return ()
 
     def changed(self) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class Options:
 
     @classmethod
     def read(cls: type[OptionsT], values: Mapping[str, Any], **given: Any) -> OptionsT:
-        """Read the options from a mapping such as a config node; ignore its other keys.
+        """Read the options from a mapping and ignore its other keys.
 
         given: options by name that override the mapping's unless they are None. "???" and DictConfig are accepted.
         Raises ValueError as the constructor does.
@@ -149,7 +149,7 @@ class Option:
     resume: str = "may_change"
 
     def converted(self, value: Any) -> Any:
-        """Convert an int to a float, and a number to a text, if the annotation says so."""
+        """Convert ints to floats and numbers to texts, as annotated."""
         if self.type is float and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
         return show(value) if self.type is str and isinstance(value, (int, float)) else value
@@ -206,13 +206,13 @@ def _options_of(cls: Any) -> dict[str, Option]:
 
 
 def default_values(cls: type[Options]) -> dict[str, Any]:
-    """Return {name: default} of an options dataclass, with the nodes below it as mappings."""
+    """Return {name: default} of options, nodes below as mappings."""
     fields = options_of(cls).items()
     return {name: default_values(e.type) if isinstance(e.default, Options) else e.default for name, e in fields}
 
 
 def type_problems(cls: type, values: Mapping[str, Any], prefix: str, skipped: Iterable[str] = ()) -> list[str]:
-    """Return a line for each value of the node `prefix`, or of the nodes below it, with a wrong type.
+    """Return a line for each mistyped value at or below `prefix`.
 
     cls: a dataclass, also of verl. skipped: the fields that are checked elsewhere.
     """
@@ -231,21 +231,24 @@ def type_problems(cls: type, values: Mapping[str, Any], prefix: str, skipped: It
 
 
 def plain(config: Any) -> Any:
-    """Return a config node as plain dicts and lists with resolved interpolations, and any other value unchanged."""
+    """Return a config node as plain values; other values unchanged.
+
+    Interpolations are resolved.
+    """
     from omegaconf import OmegaConf  # here, because not every program that checks values uses configs
 
     return OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else config
 
 
 def refuse(problems: Iterable[str | None]) -> None:
-    """Raise ValueError with a line for each distinct problem that is not None, if there are any."""
+    """Raise ValueError with a line for each distinct problem, if any."""
     lines = list(dict.fromkeys(problem for problem in problems if problem))
     if lines:
         raise ValueError("\n".join(lines))
 
 
 def choice_problem(key: str, value: object, options: Iterable[str]) -> str | None:
-    """Return a line that names the options and the nearest one if `value` is not an option; else None."""
+    """Return an error line with the nearest option; None for an option."""
     options = list(options)
     if value in options:
         return None
@@ -259,25 +262,25 @@ def check_choice(key: str, value: object, choices: Iterable[str]) -> None:
 
 
 def whole_number(key: str, value: Any, least: int, most: int | None = None) -> int:
-    """Return `value` as an int; raise ValueError unless it is a whole number from `least` to `most`."""
+    """Return `value` as an int from `least` to `most`; else raise ValueError."""
     refuse([Option(key, int, False, least, least=least, most=most).problem(key, value)])
     return operator.index(value)
 
 
 def nearest_name(name: str, options: Iterable[str]) -> str | None:
-    """Return the option closest to `name` by difflib's ratio, or None if none is close."""
+    """Return the option closest to `name`, or None if none is close."""
     found = difflib.get_close_matches(name, list(options), n=1, cutoff=0.6)
     return found[0] if found else None
 
 
 def nearest_hint(name: str, options: Iterable[str]) -> str:
-    """Return the end of an error line about a name: " (nearest: …)", or "" if no option is close."""
+    """Return " (nearest: …)" for an error line, or ""."""
     nearest = nearest_name(name, options)
     return f" (nearest: {nearest})" if nearest else ""
 
 
 def nearest_key(key: str, keys: Iterable[str]) -> str | None:
-    """Return the dotted key closest to `key`, or None if none is close.
+    """Return the dotted key closest to `key`, or None.
 
     The preference is the same last name elsewhere, a similar name in the same node, a similar key, a similar last name.
     """
@@ -298,7 +301,7 @@ def nearest_key(key: str, keys: Iterable[str]) -> str | None:
 def unknown(
     key: str, keys: Iterable[str], node: str = "", owner: str = "", renamed: Mapping[str, str] | None = None
 ) -> str:
-    """Return the error line for a key that is not among `keys`, both without the `node` above them.
+    """Return an unknown key's error line; `keys` stand below `node`.
 
     owner: what has the keys, if the key alone does not say it. renamed: today's name of the older ones among `keys`.
     """
@@ -311,7 +314,7 @@ def unknown(
 
 
 def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of nested mappings; an empty mapping counts as a value."""
+    """Yield (dotted key, value), with empty mappings as values."""
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from leaves(value, f"{prefix}{name}.")
@@ -329,7 +332,7 @@ def show(value: object) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return a text as one line, with Python's escapes for characters that are not printable."""
+    """Return a text as one line, with unprintable characters escaped."""
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
@@ -340,10 +343,10 @@ def first_line(error: BaseException) -> str:
 
 
 def file_of(error: OSError) -> str | None:
-    """Return the file that an error names, or None; a failed write names no file."""
+    """Return the file that an error names, None for failed writes."""
     return os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else None
 
 
 def reason_of(error: OSError) -> str:
-    """Return an error's reason without its number and file, such as "No space left on device"."""
+    """Return an error's reason without its number and file."""
     return error.strerror or first_line(error)

@@ -1,4 +1,4 @@
-"""The text model inside a checkpoint that also has towers for images or sound, and projectors from them to the text.
+"""The text model beside the towers of a multimodal checkpoint.
 
     model.vision_tower, model.visual, …   the towers                    frozen, whole in checkpoints and exports
     model.multi_modal_projector, …        the projectors to the text    the same
@@ -21,7 +21,7 @@ from verl_ext.values import Options, nearest_hint, option
 
 @dataclass  # not frozen: a base of verl's own dataclass of the model node
 class FreezeOptions(Options):
-    """The keys of the model node about the parameters that are not trained."""
+    """Keys of the model node about parameters that stay frozen."""
 
     prefix: ClassVar[str] = "model"
 
@@ -34,14 +34,17 @@ class FreezeOptions(Options):
 
 
 def auto_class(hf_config: Any) -> Any:
-    """Return transformers' Auto class for a config, as verl 0.9.1 does: that of images and text if there is one."""
+    """Return transformers' Auto class for a config, as verl 0.9.1 does.
+
+    That of images and text if there is one.
+    """
     remote = getattr(hf_config, "auto_map", None) or {}
     of_images = "AutoModelForImageTextToText" in remote if remote else type(hf_config) in _IMAGE_TEXT
     return AutoModelForImageTextToText if of_images else AutoModelForCausalLM
 
 
 def model_class(hf_config: Any) -> Any:
-    """Return the class of a config in transformers; None for remote code or an unknown config."""
+    """Return a config's class in transformers; None for remote or unknown."""
     if getattr(hf_config, "auto_map", None):
         return None
     try:
@@ -55,7 +58,7 @@ _IMAGE_TEXT: Any = AutoModelForImageTextToText._model_mapping  # type: ignore[at
 
 
 def text_parts(model: Any) -> list[nn.Module]:
-    """Return the modules that make up the text model: the model itself, or parts of a model with towers.
+    """Return the text model, whole or as parts beside towers.
 
     The parts are the inner models whose config is of the text config's class, the embeddings and the head.
     """
@@ -68,7 +71,7 @@ def text_parts(model: Any) -> list[nn.Module]:
 
 
 def outside_text(model: Any) -> list[str]:
-    """Return the names of the modules and parameters outside the text model; of nested modules, the outermost."""
+    """Return the outermost names of modules and parameters outside the text."""
     parts = set(text_parts(model))
     with_text = {module for module in model.modules() if not parts.isdisjoint(module.modules())}
 
@@ -86,7 +89,7 @@ def outside_text(model: Any) -> list[str]:
 
 
 def text_alone(model: Any, excluded: Any) -> Any:
-    """Return PEFT's `exclude_modules` with, beside those in `excluded`, all modules outside the text model."""
+    """Return PEFT's `exclude_modules`: `excluded`, and everything outside the text."""
     outside = "|".join(map(re.escape, outside_text(model)))
     if not outside:
         return excluded
@@ -96,7 +99,7 @@ def text_alone(model: Any, excluded: Any) -> Any:
 
 
 def freeze(model: Any, patterns: Iterable[str]) -> None:
-    """Set ``requires_grad`` to False outside the text model, and for all names that match patterns of `model.freeze`.
+    """Freeze everything outside the text, and what `patterns` name.
 
     Raises ValueError if a pattern names nothing, or if nothing is left to train.
     """

@@ -1,1 +1,1 @@
-"""Tools: looking, planning, making data and models, judging. The core never imports them."""
+"""Tools for data, models and judging; the core never imports them."""

@@ -1,4 +1,4 @@
-"""One HTML file that opens offline, with the tables of the terminal and figures.
+"""One offline HTML file with the terminal's tables and figures.
 
 vega-lite draws the figures, because its library adds 0.9 MB to the file (plotly's adds 4.5 MB) and vl-convert can also
 draw without a browser. The page holds each number of the figures once, as JSON; all text is escaped.
@@ -79,14 +79,14 @@ def write_page(
 
 
 def score_scale(values: Iterable[float]) -> dict[str, Any]:
-    """Return the axis of scores: from 0 to 1 or to 100, whichever holds them all; else as the values are."""
+    """Return the axis of scores: to 1, to 100, or free."""
     values = list(values)
     tops = (top for top in (1, 100) if all(0 <= value <= top for value in values))
     return {"domain": [0, top]} if (top := next(tops, None)) else {"zero": False}
 
 
 def curve_chart(title: str, curves: Sequence[Mapping[str, Any]], axis: Chart, scale: Chart) -> Chart:
-    """Return a figure of curves: lines, and points for validation, which is measured rarely.
+    """Return a figure of curves, with points for rare validation.
 
     curves: [{run, metric, series, kind}], whose values are those of the page's runs.
     """
@@ -109,7 +109,7 @@ def curve_chart(title: str, curves: Sequence[Mapping[str, Any]], axis: Chart, sc
 
 
 def interval_chart(title: str, values: Sequence[Mapping[str, Any]], across: str) -> Chart:
-    """Return a figure of means with their intervals; in a figure by group, the models stand side by side.
+    """Return a figure of means and intervals, models side by side.
 
     values: [{model, group, mean, low, high, cases}]; across: model or group.
     """
@@ -132,7 +132,10 @@ def interval_chart(title: str, values: Sequence[Mapping[str, Any]], across: str)
 
 
 def scatter_chart(title: str, values: Sequence[Mapping[str, Any]], across: str, up: str) -> Chart:
-    """Return a figure of points [{asked, is, model, case}], their medians, and the line on which both are equal."""
+    """Return a figure of points, their medians, and the line of equality.
+
+    values: [{asked, is, model, case}].
+    """
     scale = {"type": "log", "nice": False}  # has no place for 0, which only the table shows
     x = {"field": "asked", "type": "quantitative", "scale": scale, "axis": {"title": across, "format": "~s"}}
     y = {"type": "quantitative", "scale": scale, "axis": {"title": up, "format": "~s"}}
@@ -160,7 +163,9 @@ def heat_map(
     ink: Chart,
     size: Chart = FIT,
 ) -> Chart:
-    """Return a heat map of a score over two fields of the rows; a cell without a score stays empty.
+    """Return a heat map of a score over two fields.
+
+    A cell without a score stays empty.
 
     across, down, score: the channels of the two fields and of the score. form: the format of a cell's number. colour:
     what makes `score` the channel of a cell's colour. ink: the channel of the number's colour.
@@ -187,7 +192,7 @@ def _html(console: Console, part: RenderableType, wrap: bool = True) -> str:
 
 
 def _lines(text: str) -> str:
-    """Return the lines of a document as blocks, those with numbers before their text with a hanging indent."""
+    """Return a document's lines as blocks, numbered ones with hanging indents."""
     lines = (line or " " for line in text.rstrip("\n").split("\n"))
     return "".join(f"<div{' class=hanging' if _HANGING.match(line) else ''}>{line}</div>" for line in lines)
 

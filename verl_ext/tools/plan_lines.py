@@ -1,4 +1,4 @@
-"""The text of a plan: the memory and the time of a step."""
+"""The text of a plan: the memory and time of a step."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -34,6 +34,7 @@ def memory_lines(facts: Facts) -> Iterator[str]:
         f"a micro-batch of {facts['micro_batch_tokens']:,} tokens; GiB:"
     )
     rows = {kind: f"{size / _GIB:9.2f}" for kind, size in {**facts["kinds"], "peak": facts["peak"]}.items()}
+    # Memory of the host is shown only where it can decide: from 1 MiB, or any of it under a given limit.
     host, ranks, given = facts["host"], facts["ranks_of_node"], facts["host_memory"]
     if host >= (_MIB if given is None else 1):
         compared = "" if given is None else f" of {given / _GIB:.2f} (plan.host_memory)"
@@ -42,6 +43,7 @@ def memory_lines(facts: Facts) -> Iterator[str]:
         rows["of a node"] = f"{host * ranks / _GIB:9.2f}{compared}, its {ranks} ranks'{over}"
     width = max(map(len, facts["kinds"]))
     yield from (f"  {name:<{width}} {row}" for name, row in rows.items())
+    # Both kinds of allocator stand side by side, because fragments alone can end a run that fits.
     expandable, fixed = (
         f"{size / _GIB:.2f} ({size / facts['peak']:.3f} ×)" for size in facts["reserved_by_allocator"].values()
     )
@@ -59,7 +61,7 @@ def memory_lines(facts: Facts) -> Iterator[str]:
 
 
 def time_lines(facts: Facts) -> Iterator[str]:
-    """Yield the computation and the communication of a step, and the times of a step and of the run."""
+    """Yield a step's computation, communication and times, or why not."""
     if "failed" in facts:
         yield f"time: not planned: {facts['failed']}"
         return
@@ -88,7 +90,7 @@ def time_lines(facts: Facts) -> Iterator[str]:
 
 
 def size_lines(sizes: Sequence[Facts]) -> Iterator[str]:
-    """Yield a table of the numbers of ranks that may share a pack; those that fit and are fastest come first."""
+    """Yield a table of ranks that share a pack, best first."""
     yield "time: ranks that share a pack, those that fit first, the cheapest at the top:"
     rows = []
     for size in sizes:

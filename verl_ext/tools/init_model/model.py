@@ -1,4 +1,4 @@
-"""The config of a new model, from a preset or a config.json, and its random weights.
+"""A new model's config, from a preset or file, and weights.
 
 A preset is a YAML file in `presets/` with the keys of a config.json, except for those that the tokenizer determines.
 """
@@ -26,7 +26,10 @@ _OTHER_SIZES = ("vocab_size", "intermediate_size", "num_hidden_layers", "max_pos
 
 
 def model_problem(model: str) -> str | None:
-    """Return one line if `model` is no preset, config.json or folder with one; ./NAME is a folder."""
+    """Return one line if `model` names no preset, config.json or folder.
+
+    ./NAME is a folder even if a preset has that name. A folder must hold a config.json.
+    """
     if model in PRESETS or os.path.isfile(_config_file(model)):
         return None
     if os.path.isdir(model):
@@ -35,7 +38,7 @@ def model_problem(model: str) -> str | None:
 
 
 def read_fields(model: str) -> Fields:
-    """Return the fields of a preset or of a config.json; raise UsageError if they cannot be read."""
+    """Return the fields of a preset or config.json; else raise UsageError."""
     if model in PRESETS:
         text = _PRESETS.joinpath(f"{model}.yaml").read_text(encoding="utf-8")
         preset: Any = OmegaConf.to_container(OmegaConf.create(text))
@@ -56,7 +59,7 @@ def _config_file(model: str) -> Path:
 
 
 def changed(fields: Fields, changes: Mapping[str, Any]) -> Fields:
-    """Return `fields` updated with `changes` (the option `config`), under the architecture's own names.
+    """Return `fields` with `changes`, under the architecture's own names.
 
     If head_dim was hidden_size / num_attention_heads, or all layer_types were equal, they follow the changed sizes.
     Raises UsageError for a key that the architecture lacks.
@@ -81,7 +84,7 @@ def changed(fields: Fields, changes: Mapping[str, Any]) -> Fields:
 
 
 def fitted(fields: Fields, num_tokens: int, token_ids: Mapping[str, int | None]) -> Fields:
-    """Adapt `fields` to a tokenizer of `num_tokens` tokens with these `TOKEN_IDS` (absent: none).
+    """Adapt `fields` to a tokenizer's size and `TOKEN_IDS` (absent: none).
 
     A larger vocab_size stays, because published models pad theirs; null or absent becomes `num_tokens`. Raises
     UsageError if it is smaller.
@@ -94,7 +97,7 @@ def fitted(fields: Fields, num_tokens: int, token_ids: Mapping[str, int | None])
 
 
 def config_class(model_type: str) -> Any:
-    """Return transformers' config class of a causal language model; raise UsageError if it has none."""
+    """Return the config class of a causal LM, or raise UsageError."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
@@ -105,7 +108,7 @@ def config_class(model_type: str) -> Any:
 
 
 def hf_config(fields: Fields) -> Any:
-    """Build a config from `fields`; raise UsageError with one line if it allows no model."""
+    """Build a config from `fields`; raise UsageError if none works."""
     cls = config_class(fields["model_type"])
     if problems := list(filter(None, _problems(fields, cls))):
         raise UsageError("; ".join(problems))
@@ -123,13 +126,13 @@ def hf_config(fields: Fields) -> Any:
 
 
 def _value(fields: Fields, cls: Any, name: str) -> Any:
-    """Return a field's value, under the architecture's own name for it, or the class's default."""
+    """Return a field's value by its own name, or the default."""
     own = cls.attribute_map.get(name, name)
     return fields.get(own, getattr(cls, own, None))
 
 
 def _problems(fields: Fields, cls: Any) -> Iterator[str | None]:
-    """Yield a line for each value with which transformers would build a model that cannot run."""
+    """Yield a line for each value that makes a broken model."""
     from transformers.activations import ACT2FN
 
     keys = {name: f"config.{cls.attribute_map.get(name, name)}" for name in (*_HEAD_SIZES, *_OTHER_SIZES)}
@@ -163,7 +166,7 @@ def meta_model(config: Any) -> Any:
 
 
 def random_model(config: Any, seed: int, dtype: str) -> Any:
-    """Return the model of `config` on the CPU, with its architecture's own random initialization.
+    """Return the model on the CPU, with the architecture's own initialization.
 
     The weights depend on the config and the seed, not on `dtype`; bfloat16 weights are the rounded float32 weights.
     """
@@ -183,7 +186,7 @@ def random_model(config: Any, seed: int, dtype: str) -> Any:
 
 
 def check_memory(parameters: int, dtype: str) -> None:
-    """Raise UsageError if the weights do not fit into this machine's free memory."""
+    """Raise UsageError unless the weights fit into free memory."""
     from verl_ext.engines.activations import available_memory
 
     needed, available = parameters * (4 if dtype == "float32" else 6), available_memory()  # drawn in float32
@@ -196,7 +199,7 @@ def check_memory(parameters: int, dtype: str) -> None:
 
 
 def count_parameters(model: Any) -> tuple[int, int]:
-    """Count all parameters (tied ones once), and those outside the embeddings and the output head."""
+    """Count parameters, tied ones once: all, and outside embeddings and head."""
     head = model.get_output_embeddings()
     own_head = 0 if head is None or head.weight is model.get_input_embeddings().weight else head.weight.numel()
     return model.num_parameters(), model.num_parameters(exclude_embeddings=True) - own_head

@@ -1,1 +1,1 @@
-"""The judging of long answers: benchmarks of understanding and of writing, by rules and by a judge model."""
+"""The judging of long answers, by rules and a judge model."""

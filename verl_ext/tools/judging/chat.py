@@ -1,4 +1,4 @@
-"""LongBench-Chat: questions about documents of 10k to 100k tokens, rated 1 to 10 beside three rated answers.
+"""LongBench-Chat: questions about documents of 10k to 100k tokens.
 
 Source: LongAlign (arXiv 2401.18058) and LongBench_Chat/ in its repository. The judge sees the question, the reference
 and the three shots, never the document. The paper shuffles the shots and rates twice; the published code does neither.
@@ -35,7 +35,7 @@ class ChatBenchOptions(Options):
 
 
 class LongBenchChat(Task):
-    """Questions about long documents; a judge rates the answers beside three rated answers."""
+    """Questions about long documents, rated beside three rated answers."""
 
     options: ChatBenchOptions
     sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=1.0, max_tokens=1024)
@@ -45,7 +45,7 @@ class LongBenchChat(Task):
     headlines: ClassVar[tuple[str, ...]] = ("rating",)
 
     def cases(self) -> Iterator[Case]:
-        """Yield the cases with their shots. Raises DataError if a case does not have three shots."""
+        """Yield cases with shots; raise DataError unless each has three."""
         fields = {"idx": int, "prompt": str, "query": str, "answer": str}
         shots = read_rows(str(self.options.shots), "chat.shots", {})
         for row in read_rows(self.path, "cases", fields):
@@ -58,7 +58,7 @@ class LongBenchChat(Task):
             yield Case(str(name), self._cut(row["prompt"]), facts)
 
     def _cut(self, prompt: str) -> str:
-        """Return a prompt without its middle if it has too many tokens, as the published code does."""
+        """Cut an over-long prompt's middle as the published code does."""
         most = self.options.max_prompt_tokens
         if most is None:
             return prompt
@@ -67,7 +67,7 @@ class LongBenchChat(Task):
         return prompt if len(ends) <= most else prompt[: ends[half - 1]] + prompt[ends[-half - 1] :]
 
     def questions(self, case: Case, answer: str) -> list[Messages]:
-        """Return `ratings` requests. The case and the request's number give the order of shuffled shots."""
+        """Return `ratings` requests; case and number determine the shots' order."""
         requests = []
         for number in range(self.options.ratings):
             shots = list(case.facts["shots"])

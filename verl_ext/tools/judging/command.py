@@ -1,4 +1,4 @@
-"""The command `verl-ext judge`: benchmarks of long understanding and long writing, over one model or several."""
+"""The command `verl-ext judge`: benchmarks over one model or several."""
 
 import asyncio
 import os
@@ -43,7 +43,7 @@ class JudgeEndpoint(EndpointOptions):
 
 @dataclass(frozen=True)
 class JudgeOptions(OutputOptions):
-    """The scores of answers to a benchmark: results.json, page.html, and each model's answers with their scores.
+    """Scores of answers to a benchmark: results.json, page.html, and answers.jsonl.
 
     A model under test is behind `endpoint`, in a folder (`models`), or has answered before (`predictions`). `store`
     keeps finished answers and verdicts, so the same command continues a run that stopped and pays for none twice.
@@ -78,7 +78,7 @@ class JudgeOptions(OutputOptions):
     model: ModelOptions = option(ModelOptions, "the tokenizer of needle.lengths and chat.max_prompt_tokens")
 
     def problems(self) -> Iterator[str]:
-        """Yield a line for every mistake that can be found without a request to a server."""
+        """Yield a line for each mistake visible without a server."""
         yield from self.output_problems("the cases", self.cases)
         if not (self.models or self.predictions or self.endpoint.base_url):
             yield "models, predictions or endpoint.base_url must name a model to judge; got none of them"
@@ -101,7 +101,10 @@ class JudgeOptions(OutputOptions):
 
 
 def judge(options: JudgeOptions) -> str:
-    """Ask, judge and write; return the table of all cases. Raises UsageError and DataError with one-line messages."""
+    """Ask, judge and write; return the table of all cases.
+
+    Raises UsageError; DataError, also if more than `max_failed` of a model's cases lack scores. Messages have one line.
+    """
     kind = TASKS[options.task]
     for endpoint in (options.endpoint, options.judge):  # a mistake in the prices ends the run before any request
         if endpoint.base_url:
@@ -111,6 +114,7 @@ def judge(options: JudgeOptions) -> str:
     tokenizer = load_tokenizer(options.model) if counts_tokens else None
     task = kind(options.cases, own, tokenizer, options.judge_prompt)
     cases = list(islice(task.cases(), options.limit))
+    # The store lies beside the output, so the answers that were paid for survive a run that writes no output.
     with Store(options.store or f"{options.output_dir}.store", "store") as store:
         judged, costs = asyncio.run(_judged(options, task, cases, store))
     figures = figures_of(judged, task)
@@ -122,6 +126,7 @@ def judge(options: JudgeOptions) -> str:
         write_judged(folder.path / PAGE, f"verl-ext judge {options.task}", task, judged, figures)
         folder.publish()
     text = "\n".join([table(judged, figures), "", *costs, f"written to {options.output_dir}"])
+    # The files are published before a failure is raised: the scores that exist can be looked at.
     for name, rows in judged.items():
         missing = [row for row in rows if not row.scores or None in row.scores.values()]
         if len(missing) > options.max_failed * len(rows):
@@ -138,7 +143,7 @@ def judge(options: JudgeOptions) -> str:
 async def _judged(
     options: JudgeOptions, task: Task, cases: Sequence[Case], store: Store
 ) -> tuple[Mapping[str, Sequence[Judged]], list[str]]:
-    """Return the judged cases of each model, and a line about the requests and the cost of each server."""
+    """Return each model's judged cases, and lines about requests and costs."""
     given: dict[str, Any] = {"temperature": options.temperature, "max_tokens": options.max_tokens}
     sampling = replace(task.sampling, seed=options.seed, **{k: v for k, v in given.items() if v is not None})
     models: dict[str, Any] = {}

@@ -27,7 +27,7 @@ class Figure:
 
 
 def figure(values: Sequence[float], seed: int = 0) -> Figure:
-    """Return the mean and its 95 % interval from the percentiles of `RESAMPLES` bootstrap samples of the cases.
+    """Return a mean and its 95 % interval from `RESAMPLES` bootstrap samples.
 
     Source: Efron and Tibshirani, An Introduction to the Bootstrap (1993), chapter 13.
     """
@@ -40,7 +40,7 @@ def figure(values: Sequence[float], seed: int = 0) -> Figure:
 
 
 def figures(rows: Iterable[tuple[Mapping[str, str], Scores]], seed: int = 0) -> dict[str, dict[str, Figure]]:
-    """Return {group: {score: its figure}}; the group of all cases is "all", others are "kind name".
+    """Return {group: {score: figure}}, groups being "all" and "kind name".
 
     rows: the groups of each case by kind, and its scores. No mean includes a score of None.
     """

@@ -1,4 +1,4 @@
-"""The page of a judgement: figures with intervals, models side by side, and every case with the judge's texts."""
+"""The page of a judgement: figures, tables, and every case's texts."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
@@ -32,7 +32,7 @@ def write_judged(path: Path, title: str, task: Task, judged: JudgedModels, figur
 
 
 def judged_charts(task: Task, judged: JudgedModels, figures: FiguresOfModels) -> Iterator[Chart]:
-    """Yield the figures: each headline over all cases and by group, then the benchmark's own plot."""
+    """Yield the figures of headlines, then the benchmark's own plot."""
     for score in task.headlines:
         if values := [_point("", model, of["all"][score]) for model, of in figures.items() if score in of["all"]]:
             yield interval_chart(score, values, "model")
@@ -63,7 +63,7 @@ def _point(group: str, model: str, figure: Figure) -> dict[str, Any]:
 
 
 def _scatter(fact: str, score: str, judged: JudgedModels) -> Chart:
-    """Return the cases' scores over the requested values; one of 0 stands in the table alone."""
+    """Return the cases' scores over requested values, without scores of 0."""
     values = [
         {"asked": row.case.facts[fact], "is": row.scores[score], "model": model, "case": row.case.name}
         for model, rows in judged.items()
@@ -93,7 +93,7 @@ def _heat_map(task: Task, across: str, down: str, score: str, model: str, rows: 
 
 
 def _group_tables(task: Task, judged: JudgedModels, figures: FiguresOfModels) -> Iterator[RenderableType]:
-    """Yield a table for each headline, with a row per group, those of a kind together, and a column per model."""
+    """Yield a table for each headline, by group and model."""
     kinds, named = ["all", *_kinds(task, judged)], dict.fromkeys(group for of in figures.values() for group in of)
     groups = [group for kind in kinds for group in named if group == kind or group.startswith(f"{kind} ")]
     for score in task.headlines:
@@ -107,7 +107,7 @@ def _group_tables(task: Task, judged: JudgedModels, figures: FiguresOfModels) ->
 
 
 def _case_table(judged: JudgedModels) -> RenderableType:
-    """Return a table of the cases with the outcome and the scores of each model."""
+    """Return a table of cases with each model's outcome and scores."""
     cells = {
         (one_line(row.case.name), one_line(model)): Text(_outcome(row))
         for of_models in zip(*judged.values(), strict=True)
@@ -122,12 +122,12 @@ def _outcome(row: Judged) -> str:
 
 
 def _digits(score: float) -> str:
-    """Return four digits of a score, and all of a number of words: 0.7312, 10,160."""
+    """Return four digits of a score, or all from 1,000 up."""
     return f"{score:,.0f}" if abs(score) >= 1000 else f"{score:.4g}"
 
 
 def _case_texts(judged: JudgedModels) -> dict[str, str]:
-    """Return the folded text of each case: the ends of its prompt, the answers, and the judge's raw texts."""
+    """Return each case's prompt ends, answers and judge's texts, folded."""
     texts = {}
     for of_models in zip(*judged.values(), strict=True):
         case = of_models[0].case

@@ -1,4 +1,4 @@
-"""Retrieval of facts from long texts: a needle at any depth of a text of any length, and BABILong's questions."""
+"""Retrieval of facts from long texts: a needle, and BABILong."""
 
 import json
 import re
@@ -29,7 +29,7 @@ class NeedleOptions(Options):
     depths: list[int] = option([0, 25, 50, 75, 100], "positions of the needle, in percent of the haystack")
 
     def problems(self) -> Iterator[str]:
-        """Yield a line for a depth or a length that no haystack can have."""
+        """Yield a line for each impossible depth, length or needle."""
         for depth in self.depths:
             if not 0 <= depth <= 100:
                 yield f"needle.depths must be percentages from 0 to 100; got {depth}"
@@ -42,7 +42,7 @@ class NeedleOptions(Options):
 
     @property
     def published(self) -> "NeedleOptions":
-        """These options, with the sentence of the published test if they give none."""
+        """These options, with the published sentence if none is given."""
         if self.text:
             return self
         text = "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day."
@@ -51,7 +51,7 @@ class NeedleOptions(Options):
 
 
 class Needle(Task):
-    """A sentence hidden in a long text, and a question about it; a rule scores the answer."""
+    """A sentence hidden in a long text, found by a question."""
 
     options: NeedleOptions
     sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=0.0, max_tokens=128)
@@ -59,7 +59,7 @@ class Needle(Task):
     heat_map: ClassVar[tuple[str, str, str] | None] = ("length", "depth", "found")
 
     def cases(self) -> Iterator[Case]:
-        """Yield a case for each length and depth. Raises DataError if the texts are shorter than a length."""
+        """Yield a case per length and depth; raise DataError for short texts."""
         given, path = self.options.published, Path(self.path)
         files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
         try:
@@ -79,19 +79,19 @@ class Needle(Task):
             yield Case(f"{length}-{depth}", prompt, {"length": length, "depth": depth})
 
     def scores(self, case: Case, answer: str, verdicts: Sequence[Any]) -> Scores:
-        """Return the share of the expected words that the answer contains, ignoring case."""
+        """Return the share of expected words in the answer, ignoring case."""
         said = answer.lower()
         expected = self.options.published.expected
         return {"found": sum(word.lower() in said for word in expected) / len(expected)}
 
     def groups(self, case: Case) -> dict[str, str]:
-        """Return the length, the depth, and both together as a cell of the heat map."""
+        """Return the length, the depth, and both as a cell."""
         length, depth = case.facts["length"], case.facts["depth"]
         return {"length": str(length), "depth": f"{depth}%", "cell": f"{length} at {depth}%"}
 
 
 def _split_at_sentence(text: str, depth: int) -> tuple[str, str]:
-    """Split a text at the last end of a sentence before `depth` percent of its characters, or at its end for 100."""
+    """Split a text at its last sentence end before `depth` percent."""
     if depth == 100:
         return text.rstrip(), ""
     ends = [end.end() for end in _SENTENCE_ENDS.finditer(text, 0, round(len(text) * depth / 100))]
@@ -100,7 +100,7 @@ def _split_at_sentence(text: str, depth: int) -> tuple[str, str]:
 
 
 class BABILong(Task):
-    """BABILong's questions over long texts, scored by the published rule and a corrected one."""
+    """BABILong's questions, scored by the published rule and a corrected one."""
 
     sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=0.0, max_tokens=20)
     headlines: ClassVar[tuple[str, ...]] = ("right",)
@@ -111,7 +111,7 @@ class BABILong(Task):
     )
 
     def cases(self) -> Iterator[Case]:
-        """Yield the questions of the files by task and length. Raises DataError if a file is not BABILong's."""
+        """Yield the files' questions; raise DataError if one is not BABILong's."""
         from verl_ext.data.babilong import FIELDS, find_task_files  # imports torch, which --help does not need
 
         try:
@@ -132,11 +132,11 @@ class BABILong(Task):
                 yield Case(f"{category}-{number}", prompt, facts)
 
     def scores(self, case: Case, answer: str, verdicts: Sequence[Any]) -> Scores:
-        """Return 1 or 0 by the published rule and by the rule for whole words."""
+        """Return 1 or 0 by the published and the whole-word rule."""
         asked = [answer, *(case.facts[name] for name in ("target", "question", "category"))]
         return {"right": float(is_right_answer(*asked)), "right_words": float(is_right_answer(*asked, words=True))}
 
     def groups(self, case: Case) -> dict[str, str]:
-        """Return the task, the length, and both together as a cell of the benchmark's table."""
+        """Return the task, the length if known, and both as cell."""
         task, _, size = case.facts["category"].partition("_")
         return {"task": task, "cell": f"{task} {size}"} | ({"length": size} if size else {})

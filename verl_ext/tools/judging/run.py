@@ -1,4 +1,4 @@
-"""A benchmark over models: answers, verdicts, scores, and the files that hold them."""
+"""A benchmark over models: answers, verdicts, scores, and files."""
 
 import asyncio
 from collections import Counter
@@ -21,7 +21,7 @@ TRIES = 5  # most requests for a verdict until one can be read, as in LongWriter
 
 @dataclass(frozen=True)
 class Judged:
-    """A case with its answer, the judge's verdicts on that answer, and its scores."""
+    """A case with its answer, the judge's verdicts, and its scores."""
 
     case: Case
     answer: Answer
@@ -30,7 +30,7 @@ class Judged:
 
     @property
     def outcome(self) -> str:
-        """The answer's outcome; `verdict …` if a verdict of the judge is missing."""
+        """The answer's outcome, or `verdict …` of a missing verdict."""
         missing = [verdict.outcome for verdict in self.verdicts if not verdict.is_done]
         return f"verdict {missing[0]}" if missing else self.answer.outcome
 
@@ -65,6 +65,7 @@ async def judge_model(
         judge: the client that gives verdicts; None if there is no judge.
         asked: the clients among `model` and `judge` with their prices, for the progress bar.
     """
+    # All cases start at once; each client limits its own requests, and a case's verdicts need not wait for other cases.
     with QuestionProgress(asked, len(cases), f"judge {name}") as bar:
 
         async def judged(case: Case) -> Judged:
@@ -91,6 +92,7 @@ async def judge_model(
         try:
             return list(await asyncio.gather(*tasks))
         except BaseException:
+            # The other cases stop first, so that none of them writes to a store that has closed.
             for waiting in tasks:
                 waiting.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -98,7 +100,7 @@ async def judge_model(
 
 
 def write_model(folder: Path, task: Task, judged: Sequence[Judged]) -> None:
-    """Write the answers of a model with their scores, and the benchmark's own file of predictions if it has one."""
+    """Write a model's answers and scores, and any published predictions file."""
     folder.mkdir()
     _write_lines(folder / ANSWERS, (row.as_dict() for row in judged))
     rows = (task.published(one.case, one.answer.given_text) for one in judged if one.scores)
@@ -121,7 +123,7 @@ def figures_of(judged: Mapping[str, Sequence[Judged]], task: Task) -> dict[str, 
 
 
 def results(judged: Mapping[str, Sequence[Judged]], figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Return each model's part of results.json: figures by group, outcomes, and sums if no score is missing."""
+    """Return each model's figures, outcomes, and sums if scores are complete."""
     by_model = {}
     for name, rows in judged.items():
         complete = all(row.scores and None not in row.scores.values() for row in rows)
@@ -135,7 +137,7 @@ def results(judged: Mapping[str, Sequence[Judged]], figures: Mapping[str, Any]) 
 
 
 def table(judged: Mapping[str, Sequence[Judged]], figures: Mapping[str, Any]) -> str:
-    """Return a table of the figures of all cases, with a row per score and a column per model, and the outcomes."""
+    """Return a table of scores and outcomes by model, over all cases."""
     cells: dict[tuple[str, str], str] = {}
     for model, by_group in figures.items():
         cells |= {(score, model): shown(figure) for score, figure in by_group["all"].items()}
@@ -146,7 +148,7 @@ def table(judged: Mapping[str, Sequence[Judged]], figures: Mapping[str, Any]) ->
 
 
 def shown(figure: Figure | None) -> str:
-    """Return a mean with its interval; a dash if there is no figure."""
+    """Return a mean with its interval; a dash for None."""
     if figure is None:
         return "–"
     interval = "" if figure.low is None else f" [{figure.low:.2f}, {figure.high:.2f}]"

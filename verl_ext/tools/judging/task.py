@@ -1,4 +1,4 @@
-"""A benchmark as a table of cases, and the scores of answers to them.
+"""A benchmark as a table of cases, and scores of answers.
 
     cases ──► answers of a model ──► requests to the judge ──► verdicts ──► scores of a case ──► figures
               (judging/under_test)   (none for a rule)        (or none)                       (judging/figures)
@@ -37,7 +37,7 @@ class Case:
 
 
 class Task:
-    """The base class of benchmarks. A subclass defines the questions and the scores of answers.
+    """The base class of benchmarks, which define questions and scores.
 
     Attributes:
         sampling: how the model under test draws its answers, as published.
@@ -72,7 +72,7 @@ class Task:
         self._judge_prompt = judge_prompt
 
     def filled(self, parts: Mapping[str, str]) -> str:
-        """Return the judge's prompt with parts in place of their $NAMES$; a part may itself contain such a name."""
+        """Replace the $NAMES$ of the judge's prompt, in one pass."""
         if self._judge_prompt is not None:
             prompt = Path(self._judge_prompt).read_text(encoding="utf-8")
         else:
@@ -86,28 +86,28 @@ class Task:
         raise NotImplementedError
 
     def questions(self, case: Case, answer: str) -> list[Messages]:
-        """Return the requests to the judge about an answer; none if a rule scores it."""
+        """Return the requests to the judge; none for a rule."""
         return []
 
     def verdict(self, text: str) -> Any:
-        """Return the verdict in the judge's text. Raises Unparsable if the text cannot be read."""
+        """Return the verdict in a judge's text; raise Unparsable without one."""
         raise NotImplementedError
 
     def scores(self, case: Case, answer: str, verdicts: Sequence[Any]) -> Scores:
-        """Return the scores of an answer by name; a score whose verdict is missing is None."""
+        """Return an answer's scores by name, None where a verdict is missing."""
         raise NotImplementedError
 
     def groups(self, case: Case) -> dict[str, str]:
-        """Return the groups of a case by kind; each group has figures beside those of all cases."""
+        """Return a case's groups by kind, which get their own figures."""
         return {}
 
     def published(self, case: Case, answer: str) -> dict[str, Any] | None:
-        """Return the row of a case in the benchmark's own file of predictions; None if it has no such file."""
+        """Return a case's row for the benchmark's own predictions file, or None."""
         return None
 
 
 def token_ends(tokenizer: Any, text: str) -> list[int]:
-    """Return the place at which each token of a text ends. Raises UsageError for a slow tokenizer."""
+    """Return each token's end in characters; raise UsageError for slow tokenizers."""
     if not tokenizer.is_fast:
         raise UsageError(f"model.path must hold a fast tokenizer to cut texts by; got {type(tokenizer).__name__}")
     offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
@@ -115,7 +115,7 @@ def token_ends(tokenizer: Any, text: str) -> list[int]:
 
 
 def read_rows(path: str, key: str, fields: Mapping[str, type]) -> list[dict[str, Any]]:
-    """Return the objects of a JSON Lines file, or of a JSON list.
+    """Return the objects of a JSON Lines file or JSON list.
 
     Args:
         path: the file.

@@ -1,4 +1,4 @@
-"""The models whose answers are judged: behind an endpoint, in a transformers folder, in a checkpoint, or in a file.
+"""The models under test: served, in folders or checkpoints, or predictions.
 
 Each has the method `ask` of :class:`verl_ext.endpoint.client.Client`, which serves models behind an endpoint.
 """
@@ -28,7 +28,7 @@ _RULES = 2  # of making an answer from a model's tokens; answers in a store by e
 
 
 class LocalModel:
-    """A folder that plain transformers loads, or a checkpoint of this project, which is exported temporarily.
+    """A transformers folder, or a checkpoint that is exported temporarily.
 
     The model answers one question at a time, on the GPU if there is one, in a thread of its own: the judge reads
     earlier answers meanwhile. Finished answers are in the store, so a run that continues does not load the model for
@@ -36,7 +36,7 @@ class LocalModel:
     """
 
     def __init__(self, path: str, store: Store, key: str) -> None:
-        """Take an existing folder. `key`: the name of the option in error messages."""
+        """Take an existing folder; errors name the option `key`."""
         self.path, self.store, self._key = Path(path), store, key
         if not self.path.is_dir():
             raise UsageError(f"{key} must be an existing folder of a model or a checkpoint; got {path}")
@@ -53,7 +53,7 @@ class LocalModel:
         self._model = None
 
     async def ask(self, record: str, stage: str, messages: Messages, sampling: SamplingOptions) -> Answer:
-        """Return the model's answer, from the store if it has it. Raises UsageError if the folder is no model."""
+        """Return the stored or new answer; raise UsageError without a model."""
         question = [_RULES, self._facts, record, stage, [dict(message) for message in messages], vars(sampling)]
         key = fingerprint(question)
         async with self._turn:
@@ -85,7 +85,10 @@ class LocalModel:
         return answer_from_text(decode_answer(self._tokenizer, ids), **facts)
 
     def _load(self) -> None:
-        """Load the folder; first export a checkpoint into a temporary folder, which `__aexit__` removes."""
+        """Load the folder, or export a checkpoint into a temporary one.
+
+        `__aexit__` removes that. Raises UsageError if the folder is no chat model.
+        """
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -97,6 +100,7 @@ class LocalModel:
         folder = self.path
         if not (folder / "config.json").is_file():  # a checkpoint, or a run, whose last checkpoint is taken
             folder = [self.path, *saved_folders(self.path)][-1] / EXPORT
+        # A checkpoint without weights for transformers is exported once, and only for as long as it answers.
         if not any(folder.glob("*.safetensors")) and folder != self.path:
             exported = Path(self._resources.enter_context(tempfile.TemporaryDirectory())) / "model"
             export_checkpoint(str(self.path), str(exported), False, None, "saved", 5.0)
@@ -109,6 +113,7 @@ class LocalModel:
             raise UsageError(f"{needed}; got {self.path}: {first_line(error)}") from error
         if self._tokenizer.chat_template is None:
             raise UsageError(f"{self._key} must have a chat template, by which it is asked; {self.path} has none")
+        # Answers end where the model was trained to end a turn, or where its own config says so.
         own = model.generation_config.eos_token_id
         template = ChatTemplate(self._tokenizer, None, {})
         self._ends = end_tokens(self._tokenizer, template.ends, *(own if isinstance(own, list) else [own]))
@@ -116,7 +121,7 @@ class LocalModel:
 
 
 class Predictions:
-    """Answers that were made elsewhere: LongWriter's and EvalScope's pred.jsonl, or an answers.jsonl of this command.
+    """Answers in LongWriter's or EvalScope's pred.jsonl, or an answers.jsonl.
 
     An answer belongs to the case with the same name or the same prompt.
     """
@@ -141,13 +146,13 @@ class Predictions:
         pass
 
     async def ask(self, record: str, stage: str, messages: Messages, sampling: SamplingOptions) -> Answer:
-        """Return the file's answer to a case; its outcome is `failed` if there is none."""
+        """Return the file's answer to a case; `failed` without one."""
         answer = self._answers.get(record, self._answers.get(messages[-1]["content"]))
         return answer or Answer(FAILED, reason=f"{self.path} has no answer to case {record}")
 
 
 def model_paths(values: Mapping[str, Any], key: str) -> dict[str, str]:
-    """Return an option's {name: path}. Raises UsageError if a path is not a text."""
+    """Return an option's {name: path}; raise UsageError for other values."""
     for name, path in values.items():
         if not isinstance(path, str) or not path:
             raise UsageError(f"{key}.{name} must be a path; got {path!r}")

@@ -1,4 +1,4 @@
-"""LongBench-Write and LongWrite-Ruler: the length and the quality of long texts that a model writes on request.
+"""LongBench-Write and LongWrite-Ruler: length and quality of requested long texts.
 
 Source: LongWriter (arXiv 2408.07055) and evaluation/ in its repository, whose rules apply here with all their quirks.
 """
@@ -25,7 +25,7 @@ def quality_score(dimension: float) -> float:
 
 
 def read_quality(text: str) -> dict[str, float]:
-    """Return the six dimensions, each 1 to 5, in a judge's text. Raises Unparsable if it cannot be read.
+    """Return the six dimensions, 1 to 5; raise Unparsable without them.
 
     The text contains a JSON object: alone, in a code block, or among other words.
     """
@@ -43,7 +43,7 @@ def read_quality(text: str) -> dict[str, float]:
 
 
 class LongBenchWrite(Task):
-    """Texts of a required length, scored by their length and by a judge in six dimensions."""
+    """Texts of a required length, judged by length and six dimensions."""
 
     sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=0.5, max_tokens=32768)
     judge_sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=0.5, max_tokens=1024)
@@ -52,7 +52,7 @@ class LongBenchWrite(Task):
     headlines: ClassVar[tuple[str, ...]] = ("S_bar", "S_l", "S_q")
 
     def cases(self) -> Iterator[Case]:
-        """Yield a case for each line. The field `length` gives the length, which 13 published prompts do not name."""
+        """Yield a case per line, with `length` even if prompts omit it."""
         rows = read_rows(self.path, "cases", {"prompt": str, "type": str, "length": int})
         for number, row in enumerate(rows, start=1):
             if row["length"] < 1:
@@ -61,7 +61,7 @@ class LongBenchWrite(Task):
             yield Case(str(number), row["prompt"], {"type": row["type"], "length": row["length"]})
 
     def questions(self, case: Case, answer: str) -> list[Messages]:
-        """Return one request, in which the judge reads the user's request and the answer."""
+        """Return one request: the user's request and the answer."""
         return [[{"role": "user", "content": self.filled({"$INST$": case.prompt, "$RESPONSE$": answer})}]]
 
     def verdict(self, text: str) -> dict[str, float]:
@@ -69,7 +69,7 @@ class LongBenchWrite(Task):
         return read_quality(text)
 
     def scores(self, case: Case, answer: str, verdicts: Sequence[Any]) -> Scores:
-        """Return S_l, S_q and its dimensions, and S_bar, the mean of S_l and S_q, by which the paper ranks models.
+        """Return S_l, S_q with its dimensions, and their mean S_bar.
 
         S_q_imputed counts missing dimensions as 3, as EvalScope does.
         """
@@ -87,7 +87,7 @@ class LongBenchWrite(Task):
         return {**scores, "S_bar": overall, **dimensions}
 
     def groups(self, case: Case) -> dict[str, str]:
-        """Return the case's language, its type and the range of its required length."""
+        """Return the case's language, type and range of required length."""
         low, high = next(ends for ends in _RANGES if ends[1] is None or case.facts["length"] < ends[1])
         length = f"{low}-{high}" if high else f"≥{low}"
         return {"language": language_of(case.prompt), "length": length, "type": case.facts["type"]}
@@ -98,7 +98,10 @@ class LongBenchWrite(Task):
 
 
 class LongWriteRuler(LongBenchWrite):
-    """The same requests at growing lengths. No scorer was published; these scores of lengths are our own."""
+    """The same requests at growing lengths, scored by our own rule.
+
+    No scorer was published.
+    """
 
     prompt: ClassVar[str | None] = None
     headlines: ClassVar[tuple[str, ...]] = ("words", "S_l")
@@ -109,7 +112,7 @@ class LongWriteRuler(LongBenchWrite):
         return []
 
     def scores(self, case: Case, answer: str, verdicts: Sequence[Any]) -> Scores:
-        """Return the number of words, its ratio to the required number, and S_l."""
+        """Return the words, their ratio to those required, and S_l."""
         required, written = case.facts["length"], count_words(answer)
         return {"words": written, "share": written / required, "S_l": length_score(required, written)}
 

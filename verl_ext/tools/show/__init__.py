@@ -1,1 +1,1 @@
-"""Views of training data and of runs: in a terminal, as one HTML file, or as JSON."""
+"""Views of data and runs: terminal, HTML file, or JSON."""

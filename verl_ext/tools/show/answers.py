@@ -1,4 +1,4 @@
-"""The answers of a run's evaluation as a table, and the scores of its categories by two fields of their names."""
+"""The answers of an evaluation as a table, and scores by category."""
 
 import json
 import re
@@ -24,7 +24,7 @@ SHADES = " ░▒▓█"
 
 
 def answers_view(path: str, step: int | None, category: str | None) -> Iterator[RenderableType]:
-    """Yield the answers of a step, by default of the last step that has answers.
+    """Yield a step's answers, by default those of the last step.
 
     Raises:
         UsageError: there are no answers, or none of the step or category.
@@ -85,7 +85,7 @@ def _listed(steps: list[int]) -> str:
 
 
 class ScoreTable(NamedTuple):
-    """The last scores of a run's categories whose names have two fields, such as task and length.
+    """The last scores of categories whose names have two fields.
 
     records: [{DOWN, ACROSS, metric, step, value}] in the order of the rows; columns: the values of `across` in order.
     """
@@ -120,7 +120,7 @@ class ScoreTable(NamedTuple):
 
 
 def score_table(run: ShownRun) -> ScoreTable | None:
-    """Return generated answers' scores by the two fields of categories, else exact matches; None for fewer than two."""
+    """Return the scores by two category fields; None below two categories."""
     cells: dict[tuple[str, ...], dict[str, Any]] = {}
     for prefix, suffix in _SCORES:
         for name, curve in run.curves.items():
@@ -139,7 +139,7 @@ def score_table(run: ShownRun) -> ScoreTable | None:
 
 
 def _size(name: str) -> tuple[str, int]:
-    """Return the key by which names with a number are sorted: qa2 before qa10, and 32k before 1m."""
+    """Return a sort key that orders qa2 before qa10, 32k before 1m."""
     word, number, unit = _NUMBERED.fullmatch(name).groups()  # type: ignore[union-attr]
     return word, int(number or 0) << {"k": 10, "m": 20}.get(unit, 0)
 

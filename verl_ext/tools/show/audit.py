@@ -1,4 +1,4 @@
-"""The audit of a set of documents: totals by category, and common mistakes with row numbers.
+"""Totals of a set of documents by category, and common mistakes.
 
 The audit uses the columns alone if a folder has them; checks that need the tokens read each token once. A finding
 counts documents (or records of `report.json`, which has no rows). It asks for a look, not for a change: all tokens
@@ -41,7 +41,10 @@ CHECKS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a check: `count` of `of` documents or records, the first (path, row) pairs, details by name."""
+    """A check's result: `count` of `of` documents or records, with places.
+
+    rows: the first (path, row) pairs. details: counts by name.
+    """
 
     name: str
     count: int
@@ -61,7 +64,7 @@ def audit(
     model: ModelOptions | None = None,
     read: bool | None = None,
 ) -> dict[str, Any]:
-    """Return the audit as plain values: totals, `categories`, `findings` by name, `not_checked` with the reasons.
+    """Return totals, `categories`, `findings` by name, and `not_checked` with reasons.
 
     model: names the tokenizer; None: the reports name it.
     read: whether the tokens are read; None: they are read if there are at most READ_UP_TO.
@@ -69,6 +72,7 @@ def audit(
     tokens = int(documents.lengths.sum(dtype=np.int64))
     facts, ids, tokenizer = None, _TokenIds(), None
     not_checked: dict[str, str] = {}
+    # Only checks on tokens cost seconds on large data, so those alone wait for `scan=true`.
     if read or (read is None and tokens <= READ_UP_TO):
         path = (model.tokenizer if model else "") or documents.tokenizer
         if path:
@@ -80,6 +84,7 @@ def audit(
     else:
         reason = f"{tokens:,} tokens are read with scan=true alone"
         not_checked |= _reasons("tokens", reason) | _reasons("tokenizer", reason) | _reasons("validation", reason)
+    # A check without its input is listed with the reason, so that silence never passes for a clean result.
     if validation is None:
         not_checked |= _reasons("validation", "val=FOLDER names validation data")
     if not any(documents.reports):
@@ -110,7 +115,7 @@ def audit(
 
 @dataclass(frozen=True)
 class _TokenIds:
-    """The token ids of BOS, of the ends of turns that the reports name, and of an empty reasoning block."""
+    """Token ids of BOS, ends of turns and an empty reasoning block."""
 
     bos: int | None = None
     ends: tuple[int, ...] = ()
@@ -151,7 +156,7 @@ def _of_tokens(documents: ShownDocuments, facts: TokenFacts, ids: _TokenIds) -> 
 
 
 def _other_tokenizer(documents: ShownDocuments, tokenizer: Any) -> Finding:
-    """Compare the vocabulary of the model's tokenizer with the vocabularies of the tokenizers in the reports."""
+    """Compare the model's vocabulary with those of the reports' tokenizers."""
     vocabulary = tokenizer.get_vocab()
     differs = np.zeros(len(documents), bool)
     details = {}
@@ -167,7 +172,7 @@ def _other_tokenizer(documents: ShownDocuments, tokenizer: Any) -> Finding:
 
 
 def _of_reports(documents: ShownDocuments) -> list[Finding]:
-    """Return the findings of the reports, which count records and name no rows."""
+    """Return the reports' findings, which count records and name no rows."""
     if not any(documents.reports):
         return []
     records = sum(_total(report, "records") for report in documents.reports)
@@ -189,7 +194,7 @@ def _of_reports(documents: ShownDocuments) -> list[Finding]:
 
 
 def _counts(report: Mapping[str, Any], key: str) -> dict[str, int]:
-    """Return the counts of a key over all records of a report; {} in a report that has no such key."""
+    """Return a report's total counts of a key; {} without the key."""
     counts = report.get("total", {}).get(key, {})
     return counts if isinstance(counts, dict) else {}
 
@@ -211,7 +216,7 @@ def _finding(
 
 
 def _categories(documents: ShownDocuments) -> dict[str, dict[str, Any]]:
-    """Return documents, tokens, targets, their share, length quantiles and kinds of targets by category name."""
+    """Return counts, shares, length quantiles and target kinds by category name."""
     order = np.lexsort((documents.lengths, documents.categories))
     every_length, every_target = documents.lengths[order], documents.targets[order]
     numbers, begins = np.unique(documents.categories[order], return_index=True)
@@ -230,7 +235,7 @@ def _categories(documents: ShownDocuments) -> dict[str, dict[str, Any]]:
 
 
 def _kinds(documents: ShownDocuments) -> dict[str, dict[str, int]]:
-    """Sum `target_kinds` of the reports by category: tokens of answers, reasoning, tool calls and ends of turns."""
+    """Sum the reports' `target_kinds` by category."""
     found: dict[str, dict[str, int]] = {}
     for report in documents.reports:
         for category, kinds in (report.get("target_kinds") or {}).items():

@@ -1,4 +1,4 @@
-"""The command `verl-ext show`: data, runs and plans, each kind with options of its own.
+"""The command `verl-ext show`: data, runs and plans.
 
     verl-ext show data data/train longest tokens      words without `=` are paths or flags
     verl-ext show data/train longest tokens           paths alone tell their kind
@@ -24,7 +24,7 @@ from verl_ext.values import Options, UsageError, options_of
 
 
 class Kind(NamedTuple):
-    """A kind of paths: its options, the function that shows it, an example, and which options make it need torch."""
+    """A kind of paths: options, viewer, example, and need of torch."""
 
     options: type[Options]
     run: Callable[[Any], str]
@@ -54,7 +54,7 @@ _HELP = ("-h", "--help")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Show paths of the kind that the first word names, or of the kind that they are."""
+    """Show paths of the first word's kind, or of their own."""
     if not arguments or arguments[0] in _HELP:
         print("usage: verl-ext show [KIND] PATH … [key=value …]\n")
         for name, kind in SUBCOMMANDS.items():
@@ -72,12 +72,15 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _is_path(word: str) -> bool:
-    """Tell whether a word is a path: an existing one, or a word without `=` that is no flag."""
+    """Tell whether a word is an existing path, or no option."""
     return os.path.exists(word) or ("=" not in word and word not in FLAGS and word not in _HELP)
 
 
 def _kind_of(arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """Return the kind and the other words; a first word that names a kind may be a path if no other word is one."""
+    """Return the named or guessed kind, and the other words.
+
+    A first word that names a kind is a path if it exists and no other word is one.
+    """
     first, *rest = arguments
     named = [word for word in arguments if word.startswith("paths=")]
     if first in SUBCOMMANDS and (named or any(map(_is_path, rest)) or not os.path.exists(first) or {*_HELP} & {*rest}):

@@ -1,4 +1,4 @@
-"""A comparison of the same records tokenized in two ways: rows that differ in tokens or targets, and the place."""
+"""A comparison of the same records, tokenized in two ways."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ from verl_ext.values import one_line
 
 
 def report_differences(one: ShownDocuments, other: ShownDocuments) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the rows whose tokens differ and the rows that differ in targets alone, both ascending.
+    """Return ascending rows with other tokens, and with other targets alone.
 
     Row i of one is compared with row i of the other, up to the last row that both have.
     """
@@ -31,7 +31,7 @@ def report_differences(one: ShownDocuments, other: ShownDocuments) -> tuple[NDAr
 def comparison(
     one: ShownDocuments, other: ShownDocuments, decode: Decode | None, most: int
 ) -> Iterator[RenderableType]:
-    """Yield the counts of differing rows, and the place and text of the first difference in `most` rows."""
+    """Yield counts of differing rows, and first differences of `most` rows."""
     tokens, targets = report_differences(one, other)
     compared = min(len(one), len(other))
     same = compared - len(tokens) - len(targets)
@@ -41,6 +41,7 @@ def comparison(
     if len(one) != len(other):
         counts = f"{len(one):,} and {len(other):,} documents"
         yield Text(f"{counts}: the rows after the shorter set are not compared", "yellow")
+    # Rows that differ in either way stand in one list, because a row number is what the user looks up.
     rows = np.sort(np.concatenate([tokens, targets]))[:most]
     table = plain_table("row", "token", "differs in", "here", "there", left=5)
     for row in rows.tolist():

@@ -1,4 +1,4 @@
-"""`verl-ext show data`: an audit, documents, a pack, or the differences between two sets."""
+"""`verl-ext show data`: an audit, documents, a pack, or differences."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -56,7 +56,7 @@ class ShowDataOptions(SelectOptions, PackOptions):
     json: str | None = option(None, "file for the audit's numbers as JSON")
 
     def problems(self) -> Iterable[str | None]:
-        """Yield a line for each mistake that is visible without opening the data."""
+        """Yield a line for each mistake visible without the data."""
         yield from SelectOptions.problems(self)
         yield from PackOptions.problems(self)
         if self.model.tokenizer:
@@ -66,7 +66,7 @@ class ShowDataOptions(SelectOptions, PackOptions):
 
     @property
     def shows_documents(self) -> bool:
-        """Whether an option asks for documents; with `against`, their number is that of differing rows."""
+        """Whether an option other than `against`'s `documents` asks for documents."""
         return bool(self.changed().keys() & {*_OF_DOCUMENTS} - ({"documents"} if self.against is not None else set()))
 
     @property
@@ -85,7 +85,7 @@ def run(options: ShowDataOptions) -> str:
 
 
 def _tokenized(options: ShowDataOptions, folder: Path) -> ShowDataOptions:
-    """Tokenize raw files into folders below `folder`; return the options with these folders."""
+    """Return the options with raw files tokenized into folders below `folder`."""
 
     def tokenized(value: Any, key: str, more: Mapping[str, Any] = MappingProxyType({})) -> Any:
         paths = as_list(value)
@@ -108,7 +108,7 @@ def _tokenized(options: ShowDataOptions, folder: Path) -> ShowDataOptions:
 
 
 def _show(options: ShowDataOptions, names: list[str]) -> None:
-    """Show what the options ask for. names: the paths that the user gave."""
+    """Show what the options ask for, under the user's path `names`."""
     documents = open_documents(options.paths)
     requirements = read_requirements(options.require) if options.require else []
     # The packs first: they import torch, which must precede a tokenizer. Data that the trainer refuses has an audit all
@@ -161,7 +161,7 @@ def _show(options: ShowDataOptions, names: list[str]) -> None:
 
 
 def _documents(documents: ShownDocuments, options: ShowDataOptions) -> Iterator[Text]:
-    """Yield the selected documents, each followed by its record if the options ask for it."""
+    """Yield the selected documents, each with its record if asked for."""
     tokenizer = tokenizer_of(options.model, documents.tokenizer, is_needed=True)
     in_colour, longest = (True, RUN_CELLS_OF_PAGE) if options.html else (has_colours(), RUN_CELLS)
     finders: dict[str, RecordFinder] = {}

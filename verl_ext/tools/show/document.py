@@ -1,4 +1,4 @@
-r"""A document as groups of tokens that read as text, and as lines for a terminal or a page.
+r"""A document as groups of tokens that read as text.
 
 ids      151644         872    198   a b   151645        a group is a token, or the byte tokens a b of one character
 text     <|im_start|> | user | \n  | 你  | <|im_end|>
@@ -43,7 +43,10 @@ class Cell:
 
 
 def cells_of(row: Row, tokenizer: Any) -> list[Cell]:
-    """Group tokens into the smallest readable pieces, which mix neither targets nor special tokens with others."""
+    """Group tokens into the smallest readable pieces of one kind each.
+
+    A piece mixes neither targets nor special tokens with others.
+    """
     special = set(tokenizer.all_special_ids) | _markers(tokenizer)
     cells: list[Cell] = []
     ids, mask = row.input_ids.tolist(), row.loss_mask.tolist()
@@ -68,12 +71,15 @@ def cells_of(row: Row, tokenizer: Any) -> list[Cell]:
 
 
 def _markers(tokenizer: Any) -> set[int]:
-    """Return the ids of added tokens, such as <think>, which not every tokenizer marks as special."""
+    """Return ids of added tokens, which may lack the special mark."""
     return set(getattr(tokenizer, "added_tokens_decoder", {}))
 
 
 def runs_of(cells: Sequence[Cell]) -> Iterator[tuple[int, str, list[Cell]]]:
-    """Yield (position of the first token, name, cells) of each run of cells with equal target, weight and name."""
+    """Yield (first token's position, name, cells) of runs of like cells.
+
+    The cells of a run have equal target, weight and name.
+    """
     position = 0
     named = zip(cells, names_of(cells), strict=True)
     for (_, _, name), run in groupby(named, key=lambda pair: (pair[0].is_target, pair[0].weight, pair[1])):
@@ -83,7 +89,7 @@ def runs_of(cells: Sequence[Cell]) -> Iterator[tuple[int, str, list[Cell]]]:
 
 
 def document_text(cells: Sequence[Cell], in_colour: bool, longest: int = RUN_CELLS) -> Text:
-    """Return a document with a side column: position, tokens, role or kind, and weight of each run.
+    """Return a document with position, tokens, name and weight of runs.
 
     Without colours, targets are marked [[…]]. A note replaces the middle of a run of more than `longest` cells.
     """
@@ -107,14 +113,14 @@ def document_text(cells: Sequence[Cell], in_colour: bool, longest: int = RUN_CEL
 def document_view(
     facts: str, row: Row, tokenizer: Any, by_token: bool, in_colour: bool, longest: int = RUN_CELLS
 ) -> Text:
-    """Return a document below its line of facts, as its text or token by token."""
+    """Return a document below its facts, as text or token by token."""
     cells = cells_of(row, tokenizer)
     text = tokens_text(cells) if by_token else document_text(cells, in_colour, longest)
     return Text(no_wrap=not by_token).append(f"{facts}\n", "bold").append_text(text)
 
 
 def tokens_text(cells: Sequence[Cell]) -> Text:
-    """Return each group of tokens with its ids, as in `hello·31373`; targets are underlined and start with `*`."""
+    """Return token groups with ids, as `hello·31373`; targets start with `*`."""
     text = Text()
     for cell in cells:
         shown = one_line(cell.text).replace(" ", "␣") or "∅"
@@ -135,7 +141,7 @@ def _shortened(run: list[Cell], longest: int) -> list[Cell]:
 
 
 def first_difference(one: NDArray[Any], other: NDArray[Any]) -> int | None:
-    """Return the first place at which two arrays differ or one of them ends; None if they are equal."""
+    """Return where arrays differ or one ends; None if equal."""
     most = min(len(one), len(other))
     differs = np.flatnonzero(one[:most] != other[:most])
     if len(differs):

@@ -1,4 +1,4 @@
-"""The documents of DATA as columns and rows: tokenized folders, or corpora in Megatron's indexed form.
+"""The documents of tokenized folders or Megatron corpora.
 
 row        0   1   2  |  3   4         numbers continue over all folders
 folder     train      |  papers
@@ -30,7 +30,10 @@ Report = dict[str, Any]
 
 
 class Row(NamedTuple):
-    """A document: input_ids integer[T], loss_mask bool[T] (False at the first token), target weights[T] or None."""
+    """A document: input_ids integer[T], loss_mask bool[T], weights[T] of targets or None.
+
+    The first token is never a target.
+    """
 
     input_ids: NDArray[Any]
     loss_mask: NDArray[np.bool_]
@@ -72,7 +75,7 @@ class ShownDocuments:
         return len(self.lengths)
 
     def place(self, row: int) -> tuple[str, int]:
-        """Return the path that holds a row, and the row's number in that path."""
+        """Return the path that holds a row, and its number there."""
         folder = int(np.searchsorted(self.first_rows, row, side="right")) - 1
         return self.paths[folder], row - int(self.first_rows[folder])
 
@@ -86,13 +89,13 @@ class ShownDocuments:
 
     @property
     def tokenizer(self) -> str | None:
-        """The tokenizer that the reports name; None if they name none or several."""
+        """The tokenizer of the reports; None if they name none or several."""
         named = {report.get("tokenizer") for report in self.reports} - {None}
         return named.pop() if len(named) == 1 else None
 
 
 class FolderDocuments(ShownDocuments):
-    """The documents of tokenized folders; all tokens are read once if other software than verl-ext wrote a folder."""
+    """The documents of tokenized folders; missing counts are read from tokens."""
 
     def __init__(self, folders: Sequence[str], key: str) -> None:
         self.data = data = TokenizedData([absolute_path(folder) for folder in folders], key)
@@ -143,7 +146,10 @@ class FolderDocuments(ShownDocuments):
 
 
 class IndexDocuments(ShownDocuments):
-    """The documents of Megatron corpora; each corpus is a category, and all tokens but the first are targets."""
+    """The documents of Megatron corpora, each of which is a category.
+
+    All tokens of a document but the first are targets.
+    """
 
     all_targets = True
 
@@ -190,7 +196,7 @@ def open_documents(paths: Sequence[str], key: str = "paths") -> ShownDocuments:
 
 
 def tokenizer_of(model: ModelOptions, named: str | None, is_needed: bool = False) -> Any:
-    """Return the tokenizer that the user names, else the one that the data or the run names; None without both.
+    """Return the user's tokenizer, else the data's; None without both.
 
     is_needed: raise UsageError instead of returning None.
     """
@@ -205,7 +211,7 @@ def _is_index(path: str) -> bool:
 
 
 def _read_report(folder: Path) -> Report:
-    """Return the report that `verl-ext tokenize` wrote; {} without one. Raises ValueError if it is no report."""
+    """Return a folder's report, or {}; raise ValueError if it is malformed."""
     path = folder / REPORT
     if not path.is_file():
         return {}

@@ -1,4 +1,4 @@
-"""Packs as the trainer feeds them, and the packs and steps of a run on the data; all by the trainer's own code."""
+"""Packs and steps on the data, by the trainer's own code."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ _COST = CostModel(linear=25_000, quadratic=TOKENS.linear)
 
 @dataclass(frozen=True)
 class PackOptions(Options):
-    """The options that turn documents into packs, with the defaults of a training run's data node."""
+    """Options that turn documents into packs, with training's defaults."""
 
     max_tokens: int | None = option(None, "budget of packs to plan, as data.max_tokens", least=2, most=MOST_TOKENS)
     over_length: str = option("error", "documents over max_tokens, as data.over_length", choices=OVER_LENGTH_POLICIES)
@@ -44,7 +44,7 @@ class PackOptions(Options):
 
 
 def open_packs(documents: ShownDocuments, options: PackOptions) -> "SFTDataSet":
-    """Open tokenized folders as the training set of a run with these options.
+    """Open tokenized folders as the training set of a run.
 
     Raises:
         DataError: the trainer refuses the data.
@@ -66,7 +66,7 @@ def open_packs(documents: ShownDocuments, options: PackOptions) -> "SFTDataSet":
 
 
 def plan_facts(documents: ShownDocuments, packs: "SFTDataSet", options: PackOptions) -> dict[str, Any]:
-    """Return the facts of packs and steps as a run's data_report.json has them, and those of long documents.
+    """Return the facts of packs, steps and documents over max_tokens.
 
     `busy` is the share of an epoch in which an average rank works; a document of l tokens costs l + l²/25,000.
     Raises DataError if the trainer refuses the data.
@@ -94,7 +94,7 @@ def plan_facts(documents: ShownDocuments, packs: "SFTDataSet", options: PackOpti
 
 
 def pack_view(dataset: "PackDataset", pack: int, decode: Decode | None) -> Iterator[RenderableType]:
-    """Yield a pack as the model gets it: its fill, and the place, positions, targets and opening of every document.
+    """Yield a pack's fill, and its documents with places, positions and openings.
 
     Raises:
         UsageError: there is no such pack.
@@ -106,6 +106,7 @@ def pack_view(dataset: "PackDataset", pack: int, decode: Decode | None) -> Itera
     real = int(tensors["attention_mask"].sum()) if "attention_mask" in tensors else len(positions)
     fill = f"{real:,} of {dataset.max_tokens:,} tokens, {real / dataset.max_tokens:.1%} full"
     yield Text(f"pack {pack}: {fill}, {int(mask.sum()):,} targets", "bold")
+    # Positions restart at 0 in every document, so they alone tell where the packed documents begin.
     starts = np.flatnonzero(positions[:real] == 0)
     places = dataset.documents_of(pack)
     names = dict(zip(dataset.categories.ids, dataset.categories.names, strict=True))
@@ -115,6 +116,7 @@ def pack_view(dataset: "PackDataset", pack: int, decode: Decode | None) -> Itera
     for number, (start, end) in enumerate(zip(starts, [*starts[1:], real], strict=True)):
         category = np.unique(tensors["category_ids"][start:end][mask[start:end] == 1])
         place = "-"
+        # Places are left out unless each start has one, because a wrong row number misleads.
         if len(places) == len(starts):
             of = places[number]
             place = f"{Path(of.folder).name} row {of.row}{f' from {of.start:,}' if of.start else ''}"
@@ -132,7 +134,9 @@ def pack_view(dataset: "PackDataset", pack: int, decode: Decode | None) -> Itera
 def step_view(
     dataset: "PackDataset", plan: StepPlan, cost: CostModel, facts: Mapping[str, Any], step: int
 ) -> Iterator[RenderableType]:
-    """Yield the packs of a step (steps count from 1) by rank and micro-step; the slowest pack sets a micro-step's time.
+    """Yield the packs of a step, counted from 1, by rank.
+
+    The slowest pack sets a micro-step's time.
 
     Raises:
         UsageError: the run has no such step.

@@ -17,7 +17,7 @@ from verl_ext.values import DataError, Options, UsageError, one_line, option
 
 @dataclass(frozen=True)
 class ShowPlanOptions(Options):
-    """Show PLAN, the folder of `verl-ext plan`: its data, packs and steps, and the memory and the time of a step."""
+    """Show PLAN, a plan's folder: data, packs, steps, memory and time."""
 
     paths: list[str] = option([], "PLAN: a list of folders; words without `=` are paths too", required=True)
     json: str | None = option(None, "file for the numbers as JSON")
@@ -39,12 +39,12 @@ def run(options: ShowPlanOptions) -> str:
 
 
 def is_plan(path: str) -> bool:
-    """Return whether a path is the folder of a plan (`verl-ext plan`), which has a report and no run."""
+    """Return whether a folder has a report and no run."""
     return (Path(path) / REPORT).is_file() and not is_run(path)
 
 
 def read_plan(path: str) -> dict[str, Any]:
-    """Return the report of a plan. Raises UsageError if the path is no plan, DataError if its report is malformed."""
+    """Return a plan's report; raise UsageError without one, DataError if malformed."""
     if not is_plan(path):
         raise UsageError(f"{path} must be the folder of a plan, as the other paths are")
     report = read_facts(Path(path) / REPORT)

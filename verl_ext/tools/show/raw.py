@@ -17,7 +17,7 @@ _BABILONG = {"input", "question", "target"}
 
 
 def is_raw_file(path: str) -> bool:
-    """Tell whether a path is a file of chats, texts or BABILong samples."""
+    """Tell whether a path is a raw file: chats, texts, BABILong."""
     return not os.path.isdir(path) and kind_of(path) is not None
 
 
@@ -40,6 +40,7 @@ def tokenized_raw(
     """
     if not model.tokenizer:
         raise UsageError(f"model.path must name a tokenizer: {key} names raw files, {', '.join(paths)}; got null")
+    # BABILong's samples go through the trainer's own dataset, so their rows are those of training.
     if _is_babilong(paths[0]):
         from verl_ext.data import BABILongDataset  # imports torch, like the trainer's dataset
 
@@ -52,6 +53,7 @@ def tokenized_raw(
             raise DataError(str(error)) from error
     from verl_ext.commands.tokenize import TokenizeOptions, write_dataset  # imports the modules of its workers
 
+    # `tokenize` cannot name what is set below: every file is a category of its own, in a folder of ours.
     known = [
         name for name in options_of(TokenizeOptions) if name not in ("sources", "output_dir", "overwrite", "model")
     ]

@@ -1,4 +1,4 @@
-"""The source record of a document: its fields, its rendered text, and the prompts that a model gets at inference.
+"""The source record of a document, and its prompts at inference.
 
 document     <|im_start|>user 2+2? <|im_end|> <|im_start|>assistant <think> </think> 4 <|im_end|>
 prompt       <|im_start|>user 2+2? <|im_end|> <|im_start|>assistant              the document begins with it
@@ -69,7 +69,7 @@ class RecordFinder:
             self._encoder = ChatEncoder(options, list(sources))
 
     def find(self, row: Row, category: str) -> FoundRecord:
-        """Return the record of a document. Raises DataError if no record gives its tokens."""
+        """Return a document's record; raise DataError if none gives its tokens."""
         ids = row.input_ids.tolist()
         words = self._words(row)
         own = [file for file in self._files if self._encoder.sources[file.category_id - 1] == category]
@@ -83,14 +83,14 @@ class RecordFinder:
         raise DataError(f"{needed}; no record gives its tokens now")
 
     def _words(self, row: Row) -> list[bytes]:
-        """Return the longest words of a document's targets, or of all its tokens if it has no target."""
+        """Return the longest words of a document's targets, else of all."""
         ids = row.input_ids[row.loss_mask] if row.loss_mask.any() else row.input_ids
         text = self._encoder.tokenizer.decode(ids.tolist(), skip_special_tokens=True)
         found = sorted(dict.fromkeys(_WORD.findall(text)), key=len, reverse=True)
         return [word.encode() for word in found[:_WORDS]]
 
     def view(self, row: Row, category: str) -> Text:
-        """Return the text beside a document: its record, rendered text, and the prompts of its turns at inference."""
+        """Return a document's record, rendered text and prompts at inference."""
         found = self.find(row, category)
         text = Text(no_wrap=True).append(f"record {one_line(found.place)}\n", "bold")
         text.append(f"{_fields(found.raw)}\n")
@@ -104,7 +104,7 @@ class RecordFinder:
 
 
 def _candidates(file: SourceFile, words: Sequence[bytes]) -> Iterator[tuple[int, Any]]:
-    """Yield the records that hold at least half of the words; a template or a cut may have made the other words."""
+    """Yield records with half the words; templates may make the others."""
     for chunk in read_chunks(file):
         for number, raw in chunk.records:
             content = raw if isinstance(raw, bytes) else json.dumps(raw, ensure_ascii=False, default=str).encode()
@@ -128,7 +128,7 @@ def _fields(raw: Any) -> str:
 
 
 def _prompt_view(prompt: NDArray[Any], row: Row, decode: Decode) -> Text:
-    """Return a line that the document begins with the prompt, or the text of both around the first difference."""
+    """Return a line of equality, or both texts at their difference."""
     place = first_difference(prompt, row.input_ids[: len(prompt)])
     text = Text()
     if place is None:

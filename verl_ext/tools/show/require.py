@@ -22,7 +22,7 @@ _TERM = re.compile(r"\s*(\w+)\s*(<=|>=|<|>|=)\s*(\d+(?:\.\d+)?)\s*(%?)\s*")
 
 
 class Requirement(NamedTuple):
-    """A finding and the bound on its count, or on its share if `is_share`; `text` is the term as the user wrote it."""
+    """A finding and the bound on its count or its share."""
 
     name: str
     holds: Callable[[float, float], bool]
@@ -32,7 +32,7 @@ class Requirement(NamedTuple):
 
 
 def read_requirements(text: str) -> list[Requirement]:
-    """Read a comma-separated list. Raises UsageError for a malformed term or an unknown name."""
+    """Read a comma-separated list; raise UsageError for a wrong term."""
     found = []
     for term in text.split(","):
         match = _TERM.fullmatch(term)
@@ -47,7 +47,7 @@ def read_requirements(text: str) -> list[Requirement]:
 
 
 def broken(requirements: list[Requirement], audit: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each requirement that the audit does not meet; one that could not be checked is not met."""
+    """Yield a line for each requirement unmet or not checked."""
     for each in requirements:
         finding = audit["findings"].get(each.name)
         if finding is None:

@@ -1,4 +1,4 @@
-r"""The name of each token group of a document: the role of its message, or the kind of target.
+r"""The role or kind of target of each token group.
 
 text    <|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n<think>\nsum\n</think>\n\n4<|im_end|>
 name    user                              assistant              reasoning              answer  end of turn
@@ -22,7 +22,7 @@ _AFTER = re.compile(rf"\s*({_ROLES})(?![A-Za-z])", re.IGNORECASE)
 
 
 def names_of(cells: Sequence["Cell"]) -> list[str]:
-    """Return the name of each cell: the role for context, the kind for a target."""
+    """Return each cell's name: a role, or a kind of target."""
     names: list[str] = []
     role, before, at = "context", "", 0
     while at < len(cells):
@@ -42,7 +42,7 @@ def names_of(cells: Sequence["Cell"]) -> list[str]:
 
 
 def _role(cells: Sequence["Cell"], place: int, role: str) -> str:
-    """Return the role that a special token starts, or the current role at an end of turn."""
+    """Return a special token's role, or the current one without any."""
     following = "".join(cell.text for cell in cells[place + 1 : place + 9])
     found = _INSIDE.search(cells[place].text) or _AFTER.match(following)
     return found[1].lower() if found else role

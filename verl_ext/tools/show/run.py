@@ -1,4 +1,4 @@
-"""`verl-ext show run`: the curves of runs, the answers of an evaluation, the packs of a step."""
+"""`verl-ext show run`: curves, an evaluation's answers, a step's packs."""
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -31,7 +31,7 @@ _NEEDS = {"category": "answers", "rank": "step", "tokens": "step", "documents": 
 
 @dataclass(frozen=True)
 class ShowRunOptions(Options):
-    """Show RUN, the folder or the metrics file of a run: its progress, every curve, and what its config changes.
+    """Show RUN, a run's folder or metrics file: progress, curves, config.
 
     answers shows the answers of an evaluation; step=S shows the packs of a step and its documents in spikes.jsonl.
     Several runs are shown beside each other.
@@ -50,7 +50,7 @@ class ShowRunOptions(Options):
     json: str | None = option(None, "file for the curves as JSON")
 
     def problems(self) -> Iterable[str | None]:
-        """Yield a line for each mistake that is visible without opening the run."""
+        """Yield a line for each mistake visible without the run."""
         changed = self.changed()
         if self.model.tokenizer:
             yield from self.model.tokenizer_problems()
@@ -89,7 +89,7 @@ def run(options: ShowRunOptions) -> str:
 
 
 def _follow(options: ShowRunOptions) -> None:
-    """Refresh the curves until every run has reached its last step, or no process writes in its folder any more."""
+    """Refresh the curves until every run ends or has no process."""
     console = terminal()
     with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
         while True:
@@ -105,7 +105,7 @@ def _follow(options: ShowRunOptions) -> None:
 
 
 def _step_parts(options: ShowRunOptions, step: int) -> Iterator[RenderableType]:
-    """Yield a step's documents in spikes.jsonl, its packs, and the documents of a rank's packs."""
+    """Yield a step's spike documents, packs, and the rank's documents."""
     path = Path(options.paths[0])
     folder = path if path.is_dir() else path.parent
     if (spike := read_spike(folder, step)) is not None:
@@ -135,7 +135,7 @@ def _step_parts(options: ShowRunOptions, step: int) -> Iterator[RenderableType]:
 
 
 def _spike_parts(spike: Mapping[str, Any], options: ShowRunOptions) -> Iterator[RenderableType]:
-    """Yield a spike's loss, and up to `documents` of its documents, the worst first."""
+    """Yield a spike's loss, and its worst `documents` documents."""
     losses = f"loss {spike['loss']}, reference {spike['reference']}"
     yield Text(one_line(f"step {spike['step']}: {spike['reason']}, {losses}"), "bold")
     in_colour = bool(options.html) or has_colours()

@@ -1,4 +1,4 @@
-"""Runs as a page: the tables of the terminal, their curves as figures, and their facts."""
+"""Runs as a page: tables, curves as figures, and facts."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,7 +35,7 @@ def write_run_page(path: Path, title: str, runs: Sequence[ShownRun], closing: It
 
 
 def run_charts(runs: Sequence[ShownRun]) -> list[Chart]:
-    """Return the figures: loss, loss of each category, answers, evaluation, other metrics, heat maps of scores."""
+    """Return the figures: losses, categories, other metrics, heat maps of scores."""
     groups: dict[str, list[tuple[str, str]]] = {"loss": [("train/loss", "train"), ("val/loss", "validation")]}
     for name in dict.fromkeys(category for run in runs for category in run.categories()):
         groups[f"loss of {name}"] = [(f"train/{name}_loss", "train"), (f"val/{name}_loss", "validation")]
@@ -58,7 +58,7 @@ def run_charts(runs: Sequence[ShownRun]) -> list[Chart]:
 
 
 def _figure_of(name: str) -> str:
-    """Return the title of the figure that shows a metric; scores of all categories share one."""
+    """Return a metric's figure title, which all categories' scores share."""
     plain = name.partition("/")[2]
     kinds = ("token_accuracy", *EVALUATIONS)
     kind = "answer" if name.startswith(ANSWERS) else next((kind for kind in kinds if plain.endswith(kind)), plain)
@@ -66,7 +66,7 @@ def _figure_of(name: str) -> str:
 
 
 def _series(runs: Sequence[ShownRun], run: ShownRun, kind: str, metrics: int) -> str:
-    """Return the name in the legend: the run if there are several, the kind if there are several or only one run."""
+    """Return a legend's name: the run, the kind, or both."""
     return " ".join(([run.name] if len(runs) > 1 else []) + ([kind] if metrics > 1 or len(runs) == 1 else []))
 
 

@@ -1,4 +1,4 @@
-"""Runs in a terminal: the progress and the curves of each, and the differences between their configs."""
+"""Runs in a terminal: progress, curves, and differences of configs."""
 
 from collections.abc import Iterator, Sequence
 
@@ -47,7 +47,7 @@ def run_tables(runs: Sequence[ShownRun], width: int) -> Iterator[RenderableType]
 
 
 def headline(run: ShownRun) -> str:
-    """Return the progress of a run (step, share, time left, last checkpoint), its hardware and implementations."""
+    """Return a run's progress, its last checkpoint and its hardware."""
     total = run.facts.get("total_steps")
     parts = [f"{run.name}: step {run.step:,}" + (f" of {total:,} ({run.step / total:.0%})" if total else "")]
     if total and run.step != total and not run.is_alive:
@@ -60,7 +60,7 @@ def headline(run: ShownRun) -> str:
 
 
 def shown_metrics(run: ShownRun) -> list[str]:
-    """Return the metrics that are shown, in order: losses, categories, answers, evaluation, the rest of the file."""
+    """Return the shown metrics: losses, categories, answers, evaluation, then others."""
     wanted = ["train/loss", "val/loss"]
     wanted += [f"{split}/{name}_loss" for name in run.categories() for split in ("train", "val")]
     wanted += [key for key in run.curves if key == ANSWERS or key.startswith(f"{ANSWERS}/")]
@@ -73,7 +73,7 @@ def shown_metrics(run: ShownRun) -> list[str]:
 
 
 def sparkline(curve: Curve, width: int) -> str:
-    """Return a curve as blocks of eight heights, each the mean of some steps; a space if no value is finite."""
+    """Return means as blocks of eight heights, spaces where none is finite."""
     values = np.array([np.nan if value is None else value for value in curve.values], float)
     parts = np.array_split(values, min(width, len(values)))
     means = np.array([part[np.isfinite(part)].mean() if np.isfinite(part).any() else np.nan for part in parts])
@@ -84,7 +84,7 @@ def sparkline(curve: Curve, width: int) -> str:
 
 
 def config_differences(runs: Sequence[ShownRun]) -> RenderableType | None:
-    """Return a table of the keys in which the configs of runs differ; None if they are equal."""
+    """Return a table of differing config keys; None if equal."""
     runs = [run for run in runs if "config" in run.facts]
     configs = [dict(leaves(run.facts["config"])) for run in runs]
     keys = list(dict.fromkeys(key for config in configs for key in config))

@@ -1,4 +1,4 @@
-"""A run, read from the files of its folder: metrics.jsonl, run.json, data_report.json and spikes.jsonl.
+"""A run, read from the files of its folder.
 
 metrics.jsonl    {"step": 1, "data": {"train/loss": 7.4, …}}    one curve for each metric, without steps that lack it
 """
@@ -19,7 +19,7 @@ _LOSS, _TOKENS = "_loss", "_tokens"
 
 @dataclass(frozen=True)
 class Curve:
-    """A metric's ascending steps and its values; a value that is not finite is None."""
+    """A metric's ascending steps and values; None for a non-finite value."""
 
     steps: list[int]
     values: list[float | None]
@@ -54,7 +54,7 @@ class ShownRun:
 
     @property
     def name(self) -> str:
-        """The folder's name, or the name of its parent if the folder is called `checkpoints`."""
+        """The folder's name; its parent's for a folder called `checkpoints`."""
         folder = self.path if self.path.is_dir() else self.path.parent
         folder = folder.resolve()
         return folder.parent.name if folder.name == "checkpoints" else folder.name
@@ -66,7 +66,7 @@ class ShownRun:
 
     @property
     def seconds_left(self) -> float | None:
-        """The seconds left by the mean time of the last steps; None if that or the total is unknown."""
+        """The seconds left by recent steps' mean time; None if unknown."""
         tokens, rates = (self.curves.get(f"train/{name}") for name in ("tokens", "tokens_per_second"))
         if tokens is None or rates is None or "total_steps" not in self.facts:
             return None
@@ -118,7 +118,7 @@ def open_run(path: str) -> ShownRun:
 
 
 def read_spike(folder: Path, step: int) -> dict[str, Any] | None:
-    """Return the line of spikes.jsonl about a step; None if there is none."""
+    """Return the line of spikes.jsonl about a step, or None."""
     path = folder / SPIKES
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         try:
@@ -131,7 +131,7 @@ def read_spike(folder: Path, step: int) -> dict[str, Any] | None:
 
 
 def _read_curves(file: Path) -> tuple[dict[str, Curve], int | None]:
-    """Return the curves up to the first line that cannot be read, and its number or None."""
+    """Return curves up to the first unreadable line, its number or None."""
     curves: dict[str, Curve] = {}
     torn = None
     with file.open(encoding="utf-8", errors="replace") as lines:
@@ -153,7 +153,7 @@ def _read_curves(file: Path) -> tuple[dict[str, Curve], int | None]:
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    """Return the JSON object of a file with its secrets masked; {} without one."""
+    """Return a file's JSON object with secrets masked, else {}."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""The choice of documents to show: by row, category, length, mistake or text, or at random."""
+"""The choice of documents to show."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -13,7 +13,7 @@ from verl_ext.values import Options, UsageError, choice_problem, option
 
 @dataclass(frozen=True)
 class SelectOptions(Options):
-    """The options that select documents; a document must meet all that are given."""
+    """Options that select documents; a document must meet all given."""
 
     row: int | None = option(None, "the document of this row, counted from 0 over all paths", least=0)
     category: str | None = option(None, "only documents of this category")
@@ -26,7 +26,7 @@ class SelectOptions(Options):
     documents: int = option(1, "number of documents to show", least=1)
 
     def problems(self) -> Iterable[str | None]:
-        """Yield a line for several orders, and for a regular expression that does not parse."""
+        """Yield a line for several orders, and for an invalid regex."""
         orders = [name for name in ("longest", "shortest") if getattr(self, name)]
         orders += ["random"] if self.random is not None else []
         if len(orders) > 1:
@@ -39,7 +39,7 @@ class SelectOptions(Options):
 
     @property
     def selects(self) -> bool:
-        """Tell whether an option selects documents, which are then shown in place of the audit."""
+        """Tell whether an option selects documents to show."""
         return bool(self.changed().keys() & {*_SELECTORS})
 
 
@@ -47,7 +47,7 @@ _SELECTORS = ("row", "category", "no_target", "cut", "matches", "longest", "shor
 
 
 def selected(documents: ShownDocuments, options: SelectOptions, decode: Callable[[list[int]], str]) -> Iterator[int]:
-    """Yield the selected rows in the order of the options; `matches` decodes one document at a time.
+    """Yield the selected rows in order, `matches` decoding one by one.
 
     Raises:
         UsageError: the row is past the end, the data lacks the category, or no document is selected.

@@ -1,4 +1,4 @@
-"""The output of `verl-ext show` on a terminal, in a file or a pipe."""
+"""The output of `verl-ext show`: terminal, file or pipe."""
 
 import os
 import sys
@@ -11,7 +11,7 @@ WIDTH = 100  # columns of output to a file or a pipe
 
 
 def terminal() -> Console:
-    """Return the console; a file or pipe gets lines of COLUMNS or WIDTH columns without control characters."""
+    """Return the console; without a terminal, WIDTH columns unless COLUMNS is set."""
     return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDTH, highlight=False)
 
 
@@ -22,7 +22,7 @@ def has_colours() -> bool:
 
 
 def print_parts(parts: Iterable[RenderableType]) -> None:
-    """Print tables and texts with an empty line between them, also if a text ends with one."""
+    """Print tables and texts with one empty line between them."""
     console, needs_line = terminal(), False
     for part in parts:
         if needs_line:

@@ -1,4 +1,4 @@
-"""Facts about documents that only their tokens show, found in one vectorised pass.
+"""Facts that only tokens show, found in one vectorised pass.
 
 document       <bos> a b | c d <eot>      the targets are c d <eot>
 hash           Σ mix(id_t + 1) · r_t      mod 2^64, with a random odd r_t for every position
@@ -39,7 +39,10 @@ class TokenFacts:
 
 
 def read_tokens(documents: ShownDocuments, bos: int | None = None, sequence: Sequence[int] = ()) -> TokenFacts:
-    """Read every token once. bos: the token of `double_start`. sequence: the token ids to find among the targets."""
+    """Read every token once.
+
+    bos: the token of `double_start`. sequence: the token ids to find among the targets.
+    """
     count = len(documents)
     longest = int(documents.lengths.max(initial=0))
     factors = np.random.default_rng(0).integers(0, 2**63, longest, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
@@ -52,10 +55,12 @@ def read_tokens(documents: ShownDocuments, bos: int | None = None, sequence: Seq
             continue
         offsets = offsets_of(lengths)
         starts, ends, ids = offsets[:-1], offsets[1:], block.input_ids
+        # A factor for every position makes the hash depend on the order of tokens.
         position = np.arange(len(ids)) - np.repeat(starts, lengths)
         mixed = (ids.astype(np.uint64) + np.uint64(1)) * _MIX
         mixed ^= mixed >> np.uint64(29)
         hashes[rows] = np.add.reduceat(mixed * factors[position], starts)
+        # A first token has nothing to be predicted from, whatever its mask says.
         mask = block.loss_mask != 0
         mask[starts] = False
         places = np.where(mask, np.arange(len(ids)), -1)
@@ -73,7 +78,7 @@ def read_tokens(documents: ShownDocuments, bos: int | None = None, sequence: Seq
 def _has_sequence(
     ids: NDArray[Any], mask: NDArray[np.bool_], starts: NDArray[np.int64], sequence: Sequence[int]
 ) -> NDArray[np.bool_]:
-    """Return bool[documents]: whether targets contain `sequence`, which cannot cross the non-target first tokens."""
+    """Return bool[documents]: whether targets contain `sequence` within one document."""
     if not sequence or len(ids) < len(sequence):
         return np.zeros(len(starts), bool)
     last = len(ids) - len(sequence) + 1

@@ -1,4 +1,4 @@
-"""AgentWrite: a long text, planned and then written paragraph by paragraph (LongWriter, arXiv 2408.07055, section 3).
+"""AgentWrite: planned long texts (LongWriter, arXiv 2408.07055, section 3).
 
     instruction                               →  plan: a paragraph's main point and words on each line
     instruction, plan, text so far, its line  →  the next paragraph, and so on
@@ -45,7 +45,10 @@ _BELOW = re.compile(rf"\n\W*{_COUNT}\W*(?:about|约)?\s*\d[\d,]*\s*(?:words?|字
 
 
 def parse_plan(text: str) -> list[str]:
-    """Return the lines of a plan that name a paragraph, its main point and its number of words, without headings."""
+    """Return a plan's paragraph lines, without headings; raise Unparsable without any.
+
+    Such a line names a paragraph, its main point and its number of words.
+    """
     lines = (line.strip() for line in _BROKEN_LINE.sub(" - ", text).splitlines())
     found = [line for line in lines if _PLAN_LINE.match(line)]
     if not found:
@@ -54,7 +57,7 @@ def parse_plan(text: str) -> list[str]:
 
 
 def planned_words(steps: Sequence[str]) -> float:
-    """Return the sum of the numbers of words in a plan's lines; a range counts as its middle."""
+    """Return the sum of planned words; a range counts as middle."""
     total = 0.0
     for match in filter(None, map(_PLAN_LINE.match, steps)):
         numbers = [int(number.replace(",", "")) for number in (match["words"], match["most"]) if number]
@@ -63,7 +66,7 @@ def planned_words(steps: Sequence[str]) -> float:
 
 
 def cleaned_paragraph(text: str) -> str:
-    """Return a paragraph without what a model puts above it: its line of the plan, a label, an announcement."""
+    """Return a paragraph without the plan's line, labels and announcements."""
     text, before = text.strip(), None
     while text != before:
         before = text
@@ -75,7 +78,8 @@ def cleaned_paragraph(text: str) -> str:
 async def write_by_plan(
     item: SourceItem, client: Client, prompts: dict[str, PromptTexts], settings: Settings
 ) -> Result:
-    """Return the record of an instruction, or the reason why there is none."""
+    """Return an instruction's record, or the reason why it has none."""
+    # Without exactly one length there is nothing to measure a text by, so one is drawn or the item is left out.
     own = prompts[language_of(item.text)]
     instruction, words = item.text, asked_words(item.text)
     if words is None:
@@ -87,6 +91,7 @@ async def write_by_plan(
     def messages(name: str, **values: str) -> list[dict[str, str]]:
         return [{"role": "user", "content": own.filled(name, instruction=instruction, **values)}]
 
+    # The plan decides before its paragraphs are paid for: a wrong length or number of them ends here.
     answers: list[Answer] = [
         await client.ask(item.name, "plan", messages("plan"), settings.sampling, parse_plan, settings.parse_tries)
     ]
@@ -99,6 +104,7 @@ async def write_by_plan(
     if (score := length_score(words, planned := planned_words(steps))) < settings.min_length_score:
         got = f"the plan has {planned:,.0f} words where {words:,} are asked for: S_l {score:.1f}"
         return Result("length_score", reason=got)  # before its paragraphs are paid for
+    # Paragraphs are asked for one after the other, because each continues the text so far.
     paragraphs: list[str] = []
     for number, step in enumerate(steps, start=1):
         asked = messages("write", plan="\n".join(steps), text="\n\n".join(paragraphs), step=step)
@@ -108,6 +114,7 @@ async def write_by_plan(
         if not (paragraph := cleaned_paragraph(answers[-1].text)):
             return Result(UNPARSABLE, reason=f"paragraph {number} of {len(steps)} is empty")
         paragraphs.append(paragraph)
+    # The finished text is measured again, because models keep to a plan's lengths only roughly.
     text = "\n\n".join(paragraphs)
     score = length_score(words, written := count_words(text))
     if score < settings.min_length_score:

@@ -1,4 +1,4 @@
-"""The making of a run's records: many requests run at a time, and records are written in the order of the items."""
+"""The making of records: concurrent requests, records in items' order."""
 
 import asyncio
 from collections import Counter, deque
@@ -88,7 +88,7 @@ async def write_records(make: Make, work: Work) -> WriteResult:
 async def in_order(
     begun: Iterator[tuple[SourceItem, Coroutine[Any, Any, ResultT]]], ahead: int
 ) -> AsyncGenerator[tuple[SourceItem, ResultT], None]:
-    """Yield the results of coroutines in their order while up to `ahead` of them run."""
+    """Yield coroutines' results in order; up to `ahead` run."""
     running: deque[tuple[SourceItem, asyncio.Task[ResultT]]] = deque()
     try:
         for item, coroutine in begun:

@@ -1,4 +1,4 @@
-"""The command `verl-ext synthesize`: choose documents or instructions, ask about them, write records."""
+"""The command `verl-ext synthesize`: choose items, ask, write records."""
 
 import asyncio
 from collections import Counter
@@ -37,7 +37,7 @@ NOT_REPORTED = ("output_dir", "overwrite", "store")
 
 @dataclass(frozen=True)
 class SynthesisTask:
-    """A way to make records: from documents of chosen lengths or from instructions, by questions or by joining."""
+    """A way to make records, from documents or from instructions."""
 
     write: Callable[[Work], Coroutine[Any, Any, WriteResult]]
     text_key: str
@@ -55,7 +55,7 @@ TASKS = {
 
 @dataclass(frozen=True)
 class SynthesizeOptions(OutputOptions):
-    """Long instruction data, made by the model of an OpenAI-compatible server, for `verl-ext tokenize`.
+    """Long instruction data from an OpenAI-compatible server, for `verl-ext tokenize`.
 
     task=longalign asks for five questions about a document and for the answer to one of them; task=glm_long makes
     questions about, and summaries of, documents longer than the model's context; task=glm_long_documents joins similar
@@ -117,7 +117,7 @@ class SynthesizeOptions(OutputOptions):
     seed: int = option(42, "seed of all draws: items, kinds, questions, lengths")
 
     def problems(self) -> Iterable[str | None]:
-        """Yield a line for each mistake that can be seen without a file or a server."""
+        """Yield a line for each mistake visible without files or server."""
         task = TASKS[str(self.task)]
         if not task.joins or self.encoder.path is None:
             yield from self.endpoint.endpoint_problems()
@@ -152,7 +152,7 @@ class SynthesizeOptions(OutputOptions):
 
 
 def run(options: SynthesizeOptions) -> str:
-    """Make the records; return the closing tables. Raises `UsageError` and `DataError`, each one line."""
+    """Make the records; return closing tables; raise UsageError or DataError."""
     # Mistakes in files end the run before documents are read and requests are paid for.
     task = TASKS[str(options.task)]
     prompts = {} if task.joins else load_prompts(options.prompts, str(options.task))
@@ -244,7 +244,7 @@ def _texts_in(value: Any) -> Iterator[str]:
 
 
 def _check_outcomes(outcomes: Counter[str], without: Sequence[dict[str, str]], options: SynthesizeOptions) -> None:
-    """Raise `DataError` if too many items have no usable answer, or none has a record."""
+    """Raise `DataError` for too many failed items, or no record."""
     failed = Counter({name: outcomes[name] for name in OUTCOMES if name != DONE})
     kept = f"nothing was written; the answers are kept in {options.store_path}"
     first = "; ".join(f"{each['item']}: {each['outcome']}: {each['reason']}" for each in without[:3])

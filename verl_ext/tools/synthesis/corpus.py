@@ -1,4 +1,4 @@
-"""The items of a run: items of a right length that repeat no others, drawn evenly over intervals of lengths."""
+"""A run's items: of right length, unrepeated, drawn evenly over intervals."""
 
 from bisect import bisect_right
 from collections import Counter
@@ -16,7 +16,7 @@ ALL = "all"  # the one group of items whose lengths are not counted
 
 @dataclass(frozen=True)
 class Intervals:
-    """The lengths of documents in tokens: edges[i] up to edges[i + 1], the last edge included."""
+    """Intervals of tokens: edges[i] up to edges[i + 1], the last included."""
 
     edges: tuple[int, ...]
 
@@ -34,7 +34,7 @@ class Intervals:
 
 
 class Corpus:
-    """The items of files by interval of length; the files are read twice, to choose items and to ask about them.
+    """Items of files by length, read to choose and to ask.
 
     The seed and the name of an item give a number, and the items of an interval with the lowest numbers are chosen. So
     the choice does not depend on the order of reading, and a larger choice contains a smaller one.
@@ -66,7 +66,7 @@ class Corpus:
         self.chosen: dict[str, set[str]] = {}
 
     def choose(self, records: int | None, seed: int, near: NearDuplicates | None, passages: Passages) -> int:
-        """Draw `records` items (None: all), equally many from every interval; return the number of items drawn.
+        """Draw `records` items (None: all) evenly over intervals; return their number.
 
         An interval with too few gives all of its items, and the others make up for it. Raises DataError if all of them
         together have too few.
@@ -92,7 +92,10 @@ class Corpus:
                 yield item
 
     def _items(self, left_out: Counter[str]) -> Iterator[tuple[SourceItem, str]]:
-        """Yield each item of a right length, shortened if `truncate`, with its interval; count the others."""
+        """Yield items of right length with their interval; count the others.
+
+        `truncate` shortens longer ones, which `left_out` counts too.
+        """
         for item in read_items(*self._read, left_out, self._skip_bad):
             if self._lengths is None:
                 yield item, ALL
@@ -112,7 +115,7 @@ class Corpus:
 
 
 def _shares(available: Sequence[int], records: int | None, names: Sequence[str]) -> dict[str, int]:
-    """Return the number of items that each group gives: one after the other gives one more while it has any."""
+    """Return how many items each group gives, one in turn."""
     total = sum(available)
     if records is None or not total:
         return dict(zip(names, available, strict=True))

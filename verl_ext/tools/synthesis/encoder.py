@@ -1,4 +1,4 @@
-"""A sentence encoder in a folder that transformers loads: E5, GTE, BGE, MiniLM, Qwen3-Embedding and their like."""
+"""A sentence encoder in a folder, such as E5, GTE, BGE."""
 
 import json
 from dataclasses import dataclass
@@ -41,10 +41,13 @@ class EncoderOptions(Options):
 
 
 class LocalEncoder:
-    """A sentence encoder that embeds one text at a time, on the GPU if there is one, and stores the embeddings."""
+    """A sentence encoder of one text at a time, with stored embeddings.
+
+    It runs on the GPU if there is one.
+    """
 
     def __init__(self, options: EncoderOptions, store: Store) -> None:
-        """Read the encoder's pooling. Raises `UsageError` if the folder is no sentence encoder."""
+        """Read the pooling; raise UsageError if the folder is no encoder."""
         self.options, self.store, self.path = options, store, Path(str(options.path))
         if not (self.path / "config.json").is_file():
             raise UsageError(f"encoder.path must be a folder with a config.json; got {self.path}")
@@ -53,7 +56,7 @@ class LocalEncoder:
         self._model: Any = None
 
     def _pooling(self) -> str:
-        """Return the pooling that the files of sentence-transformers name; "mean" without these files."""
+        """Return the pooling of sentence-transformers' files, "mean" without them."""
         modules, pooling = self.path / "modules.json", self.path / "1_Pooling" / "config.json"
         try:
             kinds = [str(each["type"]).rpartition(".")[2] for each in _json(modules)] if modules.is_file() else []
@@ -77,7 +80,7 @@ class LocalEncoder:
         self._model = None
 
     async def embed(self, record: str, text: str) -> Answer:
-        """Return the embedding of a text, float32[dimensions] in `Answer.parsed`, from the store if it has it."""
+        """Return a text's stored or new embedding, float32[dimensions] in `Answer.parsed`."""
         key = fingerprint([*self._facts, record, text])
         answer = self.store.find(key)
         if answer is None:

@@ -1,4 +1,4 @@
-"""GLM-Long's instructions from a model with a short context, about documents longer than that context.
+"""GLM-Long's instructions about documents longer than the model's context.
 
 One of three ways is drawn for a document (Zhipu AI, "GLM Long: Scaling Pre-trained Model Contexts to Millions", 2024):
 
@@ -33,7 +33,10 @@ _PAIR = re.compile(  # Question: … Answer: …, on one line or several; ### Qu
 
 
 def parse_pair(text: str) -> tuple[str, str]:
-    """Return the first question and its answer of a text of the form `Question: … Answer: …`, or of JSON."""
+    """Parse the first question and answer, or raise Unparsable.
+
+    The text has the form `Question: … Answer: …`, or is JSON.
+    """
     given = json_in(text)
     given = given[0] if isinstance(given, list) and given else given
     if isinstance(given, dict):
@@ -49,7 +52,7 @@ def parse_pair(text: str) -> tuple[str, str]:
 
 
 def stretches(item: SourceItem, number: int, size: int, seed: int, lengths: TokenLengths) -> list[tuple[int, int]]:
-    """Return `number` stretches of at most `size` tokens, as characters, spread evenly over a text.
+    """Return `number` spans of characters, of at most `size` tokens, spread evenly.
 
     The start of each is drawn within its part of the text. If the text consists of several documents, the stretches are
     shared among them, or each is of another one.
@@ -72,7 +75,7 @@ def stretches(item: SourceItem, number: int, size: int, seed: int, lengths: Toke
 
 
 async def ask_of_parts(item: SourceItem, client: Client, prompts: dict[str, PromptTexts], settings: Settings) -> Result:
-    """Return the record of a document, or the reason why there is none."""
+    """Return a document's record, or the reason why it has none."""
     way = WAYS[drawn(settings.seed, item.name, "way") % len(WAYS)]
     own = prompts[language_of(item.text)]
     if way == "summary":
@@ -103,9 +106,10 @@ async def ask_of_parts(item: SourceItem, client: Client, prompts: dict[str, Prom
 
 
 async def _summary(item: SourceItem, client: Client, own: PromptTexts, settings: Settings) -> Result:
-    """Return the record of a summary, for which the model reads the text window by window."""
+    """Return the record of a summary, read window by window."""
     assert settings.lengths_of is not None
     count, answers, text, level = settings.lengths_of, list[Answer](), item.text, 0
+    # Summaries may again be longer than a window, so levels are added until the model can read them at once.
     while (tokens := count.count(text)) > settings.window:
         level += 1
         starts = range(0, tokens, settings.window)
@@ -121,6 +125,7 @@ async def _summary(item: SourceItem, client: Client, own: PromptTexts, settings:
         text = "\n\n".join(summaries)
         if count.count(text) >= tokens:
             return Result(UNPARSABLE, reason="the summaries of the parts are as long as the parts")
+    # The record asks about the whole document, although the model has read only the summaries.
     names = own.below("summaries")
     name = names[drawn(settings.seed, item.name, "task") % len(names)]
     instruction = own.texts[f"summaries.{name}"]

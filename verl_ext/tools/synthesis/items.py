@@ -1,4 +1,4 @@
-"""The items of a run, documents or instructions read from files, and the random numbers for each item.
+"""The items of a run, and the random numbers for each.
 
 Random numbers follow from the seed and the name of the item. So the choice of items and the questions about them
 depend neither on the order nor on the number of concurrent requests.
@@ -36,7 +36,7 @@ class SourceItem:
 
 
 def drawn(seed: int, *facts: str) -> int:
-    """Return a 64-bit number that follows from the seed and the facts alone."""
+    """Return a 64-bit number from the seed and the facts."""
     digest = blake2b("\0".join((str(seed), *facts)).encode(errors="surrogateescape"), digest_size=8)
     return int.from_bytes(digest.digest(), "little")
 
@@ -62,6 +62,7 @@ def read_items(
         if times[name] > 1:  # folders may move and are not in the name, so files in two folders can have one name
             name = f"{name}#{times[name]}"
         for chunk in read_chunks(file):
+            # A bad record counts under one reason and ends here, before anything of it is kept.
             for number, raw in chunk.records:
                 try:
                     record = read_record(raw)
@@ -86,7 +87,7 @@ def read_items(
 
 
 def _documents(record: Mapping[str, Any], text: str) -> list[tuple[int, int]]:
-    """Return the places of a joined text's documents in `text.strip()`, from its `provenance` by glm_long_documents."""
+    """Return a joined text's document places in `text.strip()`, from its `provenance`."""
     provenance = record.get("provenance")
     documents = provenance.get("documents") if isinstance(provenance, Mapping) else None
     left_out, end = len(text) - len(text.lstrip()), len(text.strip())

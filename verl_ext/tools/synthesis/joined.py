@@ -34,7 +34,10 @@ SEPARATOR = "\n\n"
 
 @dataclass(frozen=True)
 class ClassDocument:
-    """A document of a class: its tokens with the separator after it, and the place of its text in the file of texts."""
+    """A document of a class: tokens with separator, and its text's place.
+
+    place, num_bytes: where the file of texts holds its text.
+    """
 
     name: str
     tokens: int
@@ -45,7 +48,7 @@ class ClassDocument:
 
 @dataclass(frozen=True)
 class Group:
-    """The documents of a text, the start first, and the similarity of each to the start."""
+    """A text's documents, the start first, and their similarities to it."""
 
     interval: str
     numbers: Sequence[int]
@@ -55,7 +58,7 @@ class Group:
 def groups_of(
     documents: Sequence[ClassDocument], intervals: Intervals, seed: int, filled: dict[str, int]
 ) -> Iterator[Group]:
-    """Yield the groups of a class; a document is in at most one group.
+    """Yield the groups of a class, each document at most once.
 
     Args:
         documents: the documents of the class, in the order in which they become starts.
@@ -63,6 +66,7 @@ def groups_of(
         seed: the seed of the target lengths.
         filled: the tokens of each interval so far, which this function updates.
     """
+    # Rows of length 1, so that one product gives the cosine of a start with all documents of the class.
     tokens = np.array([document.tokens for document in documents])
     vectors = np.stack([document.vector for document in documents])
     vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
@@ -76,6 +80,7 @@ def groups_of(
         nearest = np.argsort(-similarities, kind="stable")
         nearest = nearest[free[nearest] & (nearest != start)].tolist()
         place = drawn(seed, document.name, "target") / 2**64
+        # The emptiest interval comes first; if this start's neighbours cannot fill it, the next may still fit.
         for name, low, high in sorted(possible, key=lambda each: (filled[each[0]], -each[1])):
             target, total, chosen = low * (high / low) ** place, document.tokens, [start]
             for number in nearest:
@@ -123,7 +128,7 @@ async def write_joined(work: Work) -> WriteResult:
 
 
 async def _embedded(work: Work, texts: IO[bytes], result: WriteResult) -> dict[str, list[ClassDocument]]:
-    """Embed the documents and write their texts to a file; return them by class, and set the cost in `result`."""
+    """Return the embedded documents by class; add cost and failures to `result`."""
     count = work.settings.lengths_of
     assert count is not None
     classes: dict[str, list[ClassDocument]] = defaultdict(list)
@@ -141,6 +146,7 @@ async def _embedded(work: Work, texts: IO[bytes], result: WriteResult) -> dict[s
                 )
                 for item in work.corpus.items()
             )
+            # Texts go to a file as they come, because those of a class together need not fit into memory.
             with QuestionProgress(clients, work.total, "embed") as bar:
                 async with aclosing(in_order(begun, AHEAD * work.endpoint.concurrency)) as results:
                     async for item, answer in results:
@@ -159,7 +165,7 @@ async def _embedded(work: Work, texts: IO[bytes], result: WriteResult) -> dict[s
 
 
 def _kept(item: SourceItem, tokens: int, vector: NDArray[np.float32], texts: IO[bytes]) -> ClassDocument:
-    """Write a document's text to the file, from which its group reads it later, and return its place there."""
+    """Write a document's text for its group; return the document."""
     place, text = texts.tell(), item.text.encode()
     texts.write(text)
     return ClassDocument(item.name, tokens, vector, place, len(text))
@@ -168,7 +174,7 @@ def _kept(item: SourceItem, tokens: int, vector: NDArray[np.float32], texts: IO[
 def _record(
     kind: str, group: Group, documents: Sequence[ClassDocument], texts: IO[bytes], work: Work
 ) -> dict[str, Any]:
-    """Return the record of a joined text, with the place of each of its documents."""
+    """Return a joined text's record, with its documents' places."""
     assert work.settings.lengths_of is not None
     text, parts = "", []
     for number, similarity in zip(group.numbers, group.similarities, strict=True):

@@ -1,4 +1,4 @@
-"""The length that a writing instruction asks for: read where it is one number, seen where it is in other words."""
+"""The length that a writing instruction asks for, read or mentioned."""
 
 import re
 from collections.abc import Iterator
@@ -54,7 +54,7 @@ _MENTIONED = re.compile(
 
 
 def asked_words(instruction: str) -> int | None:
-    """Return the number of words or characters that an instruction asks for; None unless it names exactly one.
+    """Return the one number of words asked for, or None.
 
     A least or a greatest number counts as the number; a range, and the length of each part, do not.
     """
@@ -72,7 +72,7 @@ def asked_words(instruction: str) -> int | None:
 
 
 def mentions_length(instruction: str) -> bool:
-    """Tell whether an instruction says anything about a length, also in words that are not read."""
+    """Tell whether an instruction mentions a length, even an unread one."""
     return bool(_ASKED.search(instruction) or _MENTIONED.search(instruction))
 
 
@@ -83,7 +83,7 @@ def _values(match: re.Match[str]) -> Iterator[int | None]:
 
 
 def _english(text: str) -> int | None:
-    """Return the value of 2000, 2.5k, two thousand or fifteen hundred; None for a number that is none."""
+    """Return an English number's value (2.5k, fifteen hundred), or None."""
     total, current, is_one = 0.0, None, False
     for part in re.findall(r"\d[\d,]*(?:\.\d+)?|[a-z]+", text.lower()):
         if part[0].isdigit():
@@ -102,7 +102,7 @@ def _english(text: str) -> int | None:
 
 
 def _chinese(text: str) -> int | None:
-    """Return the value of 2000, 5千, 1.5万, 两千五百 or 两千五; None for 两三千, which is a range."""
+    """Return a Chinese number's value; None for a range (两三千)."""
     total, current, unit, is_digit = 0.0, 0.0, 1, False
     for part in re.findall(r"[\d.]+|.", text.replace(",", "")):
         if part[0].isdigit() and part[0].isascii():

@@ -1,4 +1,4 @@
-"""LongAlign: a question about a long document, and its answer (arXiv 2401.18058, section 3.1 and appendix A).
+"""LongAlign: questions about long documents (arXiv 2401.18058, 3.1 and appendix A).
 
 Both requests start with the same document, byte for byte:
 
@@ -24,7 +24,7 @@ _NUMBERED = re.compile(  # 1: … | 2. … | **3:** … | (4) … | [5] … | 6 
 
 
 def parse_questions(text: str) -> list[str]:
-    """Return the questions of a list numbered from 1, or of JSON, without the text around them.
+    """Return the numbered or JSON questions; raise Unparsable without any.
 
     A question ends before the next number or a blank line.
     """
@@ -52,7 +52,7 @@ def _value(number: str) -> int:
 
 
 def _json_questions(text: str) -> list[str] | None:
-    """Return the questions in a JSON list, of texts or of objects with a question; None if there is none."""
+    """Return the questions of JSON texts or objects, or None."""
     found = json_in(text)
     if isinstance(found, dict):
         found = next((value for value in found.values() if isinstance(value, list)), list(found.values()))
@@ -64,7 +64,7 @@ def _json_questions(text: str) -> list[str] | None:
 async def ask_of_document(
     item: SourceItem, client: Client, prompts: dict[str, PromptTexts], settings: Settings
 ) -> Result:
-    """Return the record of a document, or the reason why there is none."""
+    """Return a document's record, or the reason why it has none."""
     own = prompts[language_of(item.text)]
     kinds = own.below("kinds")
     kind = kinds[drawn(settings.seed, item.name, "kind") % len(kinds)]

@@ -1,4 +1,4 @@
-"""The search for texts that repeat others: near-duplicates, and passages of given files."""
+"""The search for near-duplicates, and for passages of given files."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -14,14 +14,17 @@ _WORD = re.compile("[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\\W\u3040-\u30ff
 
 
 def runs_of_words(text: str, length: int) -> Iterator[str]:
-    """Yield every run of `length` words in lower case, or all words of a text that has fewer."""
+    """Yield every run of `length` lower-case words, or a shorter text."""
     words = _WORD.findall(text.lower())
     for start in range(max(len(words) - length + 1, 1)):
         yield " ".join(words[start : start + length])
 
 
 class NearDuplicates:
-    """A finder of texts whose runs of 5 words have at least a given Jaccard similarity with an earlier text's."""
+    """A finder of texts by Jaccard similarity of 5-word runs.
+
+    A text repeats an earlier one from the similarity `threshold` on.
+    """
 
     def __init__(self, threshold: float) -> None:
         try:
@@ -34,7 +37,7 @@ class NearDuplicates:
         self._hashes: dict[str, object] = {}
 
     def repeats(self, name: str, text: str) -> str | None:
-        """Return the name of an earlier text that this one repeats; remember this one if there is none."""
+        """Return the name of the earlier text repeated; else remember this."""
         from datasketch import MinHash
 
         found = MinHash(num_perm=PERMUTATIONS)
@@ -48,13 +51,13 @@ class NearDuplicates:
 
 
 class Passages:
-    """The runs of 13 words of texts that must not be trained on, such as those of a benchmark."""
+    """The runs of 13 words of texts not to train on."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._runs = {fingerprint(run, digits=16) for text in texts for run in runs_of_words(text, NGRAM)}
 
     def found_in(self, text: str) -> str | None:
-        """Return the first run of the text that is in one of the passages; None if there is none."""
+        """Return the text's first run that a passage holds, or None."""
         if not self._runs:
             return None
         return next((run for run in runs_of_words(text, NGRAM) if fingerprint(run, digits=16) in self._runs), None)

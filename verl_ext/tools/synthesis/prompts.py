@@ -1,4 +1,4 @@
-"""The prompts of a task, ours or those of the user's file, in the language of the text."""
+"""A task's prompts, ours or the user's, in the text's language."""
 
 import re
 from collections.abc import Mapping
@@ -18,13 +18,13 @@ _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 @dataclass(frozen=True)
 class PromptTexts:
-    """The prompts of one language by dotted name, and a version that changes with any of them."""
+    """One language's prompts by dotted name, and their common version."""
 
     texts: Mapping[str, str]
     version: str
 
     def filled(self, name: str, **values: str) -> str:
-        """Return a prompt with its placeholders replaced; braces in the values stay as they are."""
+        """Return a prompt with placeholders replaced, but not braces in values."""
         return _PLACEHOLDER.sub(lambda found: values.get(found[1], found[0]), self.texts[name])
 
     def below(self, name: str) -> list[str]:
@@ -33,7 +33,7 @@ class PromptTexts:
 
 
 def load_prompts(path: str | None, task: str) -> dict[str, PromptTexts]:
-    """Return the prompts of a task by language: ours, or those of a file for every language.
+    """Return a task's prompts by language, ours or a file's.
 
     Raises `UsageError` if the file lacks one of our prompts or placeholders, or has an unknown prompt.
     """
@@ -58,7 +58,7 @@ def load_prompts(path: str | None, task: str) -> dict[str, PromptTexts]:
 
 
 def _texts(node: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return {dotted name: prompt} for nested mappings. Raises ValueError if a prompt is not a text."""
+    """Return {dotted name: prompt}; raise ValueError unless every prompt is text."""
     found: dict[str, str] = {}
     for name, value in node.items():
         if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""The result of a task for an item: a record for `verl-ext tokenize`, or the reason why there is none."""
+"""A task's result for an item: a record, or a reason."""
 
 import json
 import re
@@ -38,7 +38,10 @@ _REFUSAL = re.compile(
 
 
 def refused_in_words(answer: Answer, text: str | None = None) -> Answer:
-    """Return a finished answer as refused if its text, or a given part of it, says so instead of answering."""
+    """Mark a finished answer as refused if its words refuse.
+
+    text: the part of the answer that is read; None: all of it.
+    """
     if not answer.is_done:
         return answer
     said = answer.text if text is None else text
@@ -48,7 +51,7 @@ def refused_in_words(answer: Answer, text: str | None = None) -> Answer:
 
 
 def json_in(text: str) -> Any:
-    """Return the JSON list or object that a text is, alone or in a block of code; None if it is none."""
+    """Return the JSON of a text or code block, or None."""
     block = re.fullmatch(r"(?:.*?```(?:json)?\s*\n)?\s*([\[{].*[\]}])\s*(?:```.*)?", text.strip(), re.DOTALL)
     try:
         return json.loads(block[1], strict=False) if block else None
@@ -73,7 +76,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Result:
-    """A record, or the outcome without one: that of an answer, or the name of a filter."""
+    """A record, or the outcome of an answer or filter."""
 
     outcome: str
     record: dict[str, Any] | None = None
@@ -94,7 +97,7 @@ def question_and_answer(
     answers: Sequence[Answer],
     facts: Mapping[str, Any],
 ) -> Result:
-    """Return the record of a user turn and an assistant turn, with their provenance."""
+    """Return the record of a question and its answer, with provenance."""
     usage = reduce(add, (each.usage for each in answers), Usage())
     provenance = {
         "item": item.name,

@@ -1,4 +1,4 @@
-"""Lengths of texts in tokens of one tokenizer, and parts of texts by their tokens."""
+"""Lengths of texts in tokens, and parts of texts by tokens."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
@@ -8,10 +8,10 @@ from verl_ext.values import UsageError
 
 
 class TokenLengths:
-    """A counter of the tokens of texts, without special tokens, that also finds parts of texts by their tokens."""
+    """Token counts and places in texts, without special tokens."""
 
     def __init__(self, tokenizer: Any) -> None:
-        """Take the tokenizer of the model that is to be trained. Raises `UsageError` unless it has a tokenizer.json."""
+        """Take the trained model's tokenizer; raise UsageError without a tokenizer.json."""
         if not tokenizer.is_fast:
             needed = "a tokenizer with a tokenizer.json, which tells where tokens stand in a text"
             raise UsageError(f"model.path must have {needed}; got {type(tokenizer).__name__}")
@@ -22,12 +22,12 @@ class TokenLengths:
         return len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def characters(self, text: str, spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Return (first character, end) in a text for each span of tokens; a span has at least one token."""
+        """Return (first character, end) for each non-empty span of tokens."""
         places = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
         return [(places[first][0], places[end - 1][1]) for first, end in spans]
 
     def tokens(self, text: str, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Return (first token, end) in a text for each span of characters with a token of its own."""
+        """Return (first token, end) for each span of characters with tokens."""
         if not spans:
             return []
         places = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
