@@ -7,31 +7,14 @@ from typing import Any, ClassVar
 
 from verl_ext.commands.command_line import OutputOptions, command
 from verl_ext.files import OutputFolder, follow_umask, write_json
-from verl_ext.text.tokenizer import read_tokenizer
-from verl_ext.tools.init_model.model import (
-    PRESETS,
-    TOKEN_IDS,
-    changed,
-    check_memory,
-    count_parameters,
-    fitted,
-    hf_config,
-    meta_model,
-    model_problem,
-    random_model,
-    read_fields,
-)
+from verl_ext.text.tokenizer import read_tokenizer, tokenizer_path_problems
+from verl_ext.tools.init_model.model import PRESETS, TOKEN_IDS, config_file, count_parameters, meta_model, random_model
 from verl_ext.tools.init_model.tokenizer import TokenizerOptions, TrainingText, trained_tokenizer
-from verl_ext.values import REQUIRED, DataError, option
+from verl_ext.values import REQUIRED, choice_problem, option, show
 
 MARKER = "init_model.json"  # the origin of the model
 SHARD_BYTES = 5 * 10**9  # of a weight file
-# The keys of the architecture that the command sets itself, and their sources.
-GIVEN_KEYS = {
-    **dict.fromkeys(TOKEN_IDS, "the tokenizer"),
-    **dict.fromkeys(("dtype", "torch_dtype"), "dtype"),
-    **dict.fromkeys(("architectures", "model_type"), "model"),
-}
+GIVEN_KEYS = {*TOKEN_IDS, "dtype", "torch_dtype", "architectures", "model_type"}  # of the architecture, not of `config`
 
 
 @dataclass(frozen=True)
@@ -52,13 +35,21 @@ class InitModelOptions(OutputOptions):
 
     def problems(self) -> Iterator[str | None]:
         """Yield a line for every mistake visible without transformers or sources."""
-        yield model_problem(self.model)
+        if not config_file(self.model).is_file():
+            yield choice_problem("model", self.model, [*PRESETS, "a config.json or a folder with one"])
+        path, patterns = self.tokenizer.path, self.tokenizer.train_patterns
         model = None if self.model in PRESETS else self.model
-        paths = (model, self.tokenizer.path, *self.tokenizer.train_patterns)
-        yield from self.output_problems("the model, a tokenizer, its text", *paths)
-        for key in GIVEN_KEYS.keys() & self.config.keys():
-            yield f"config must not set {key}, which {GIVEN_KEYS[key]} gives; got {self.config[key]}"
-        yield from self.tokenizer.source_problems()
+        yield from self.output_problems("the model, a tokenizer, its text", model, path, *patterns)
+        for key in sorted(GIVEN_KEYS & self.config.keys()):
+            yield f"config must not set {key}, which model, dtype or the tokenizer gives; got {show(self.config[key])}"
+        if bool(path) == bool(patterns):
+            got = f"{path} and {patterns}" if path else "neither"
+            yield f"exactly one of tokenizer.path and tokenizer.train_on must be given; got {got}"
+        elif path:
+            yield from tokenizer_path_problems(path, "tokenizer.path")
+            for name in self.tokenizer.changed().keys() - {"path"}:
+                must = f"tokenizer.{name} must be left out with tokenizer.path, which is copied as it is"
+                yield f"{must}; got {show(getattr(self.tokenizer, name))}"
 
 
 def init_model(options: InitModelOptions) -> str:
@@ -67,27 +58,21 @@ def init_model(options: InitModelOptions) -> str:
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
-    fields = changed(read_fields(options.model), options.config)
-    text = None
+    text, model_of = None, (options.model, options.config, options.dtype)
     if options.tokenizer.path is None:
         text = TrainingText(options.tokenizer.train_patterns, options.tokenizer.text_key)
-        config = hf_config(fitted(fields, options.tokenizer.vocab_size, {}))  # refuses mistakes before the training
-        check_memory(count_parameters(meta_model(config))[0], options.dtype)
+        meta_model(*model_of, options.tokenizer.vocab_size)  # refuses mistakes before the training
     # The tokenizer comes first: its tokens decide the rows of the embedding and the ids in the config.
     with OutputFolder(options.output_dir, options.overwrite) as folder:
         if text is None:
             tokenizer = read_tokenizer(str(options.tokenizer.path), "tokenizer.path")
         else:
             tokenizer = trained_tokenizer(text, options.tokenizer)
-            if not text.characters:
-                patterns = ", ".join(options.tokenizer.train_patterns)
-                raise DataError(f"tokenizer.train_on must hold text; got none in {patterns}")
         num_tokens = max(tokenizer.get_vocab().values()) + 1
-        config = hf_config(fitted(fields, num_tokens, {name: getattr(tokenizer, name) for name in TOKEN_IDS}))
-        total, outside = count_parameters(meta_model(config))
-        check_memory(total, options.dtype)
+        planned = meta_model(*model_of, num_tokens, **{name: getattr(tokenizer, name) for name in TOKEN_IDS})
+        total, outside = count_parameters(planned)
         print(f"random weights: {total:,}", file=sys.stderr)
-        model = random_model(config, options.seed, options.dtype)
+        model = random_model(planned.config, options.seed, options.dtype)
         model.save_pretrained(folder.path, max_shard_size=SHARD_BYTES)
         follow_umask(folder.path)
         tokenizer.save_pretrained(folder.path)
@@ -98,11 +83,11 @@ def init_model(options: InitModelOptions) -> str:
         write_json(folder.path / MARKER, {**origin, **counts, "versions": versions})
         num_bytes = sum(file.stat().st_size for file in folder.path.iterdir())
         folder.publish()
+    cls = type(model).__name__
     return "\n".join(
         [
             *_tokenizer_lines(options.tokenizer, tokenizer, text),
-            f"model       {options.model}, {model.config.architectures[0]}: {total:,} parameters, {outside:,} without "
-            "embeddings",
+            f"model       {options.model}, {cls}: {total:,} parameters, {outside:,} without embeddings",
             f"weights     {options.dtype}, seed {options.seed}; the folder has {num_bytes / 1e6:,.1f} MB",
             *_model_notes(model.config, num_tokens),
             f"written to {options.output_dir}",
