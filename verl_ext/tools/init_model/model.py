@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from verl_ext.values import UsageError, first_line, nearest_hint, unknown
+from verl_ext.values import UsageError, first_line, leaves, nearest_hint, show, unknown
 
 PRESETS = {file.stem: file for file in sorted(Path(__file__).with_name("presets").glob("*.yaml"))}
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -83,7 +83,9 @@ def meta_model(model: str, changes: Mapping[str, Any], dtype: str, num_tokens: i
         problems = list(_problems(planned, dtype, num_tokens))
     except Exception as error:  # transformers has many errors, some of several lines
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise UsageError(f"config must be one that transformers can build a {kind} of; {reason}") from error
+        asked = ", ".join(f"config.{key}={show(value)}" for key, value in leaves(changes)) or "none of its own"
+        must = f"config must have values of which transformers can build a {kind}"
+        raise UsageError(f"{must}; got {asked} ({reason})") from error
     if problems:
         raise UsageError("; ".join(problems))
     return planned
