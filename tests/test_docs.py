@@ -30,11 +30,15 @@ from tests.test_babilong_files import write_forms
 from tests.test_joined_documents import write_encoder
 from tests.training import metrics, train_alone
 from verl_ext.__main__ import COMMANDS, main
+from verl_ext.answers.scores import BUILT_IN
 from verl_ext.commands.command_line import read_options
 from verl_ext.commands.train import NODES
 from verl_ext.config import compose
 from verl_ext.config.schema import is_known
+from verl_ext.losses.modes import MODES
+from verl_ext.packing.strategies import STRATEGIES
 from verl_ext.tools.judging.writing import DIMENSIONS
+from verl_ext.tools.show.audit import CHECKS
 
 ROOT = Path(__file__).resolve().parent.parent
 MARKS = ("# needs GPUs", "# needs data")
@@ -389,3 +393,10 @@ def test_the_architecture_page_draws_every_room():
 def test_the_configuration_page_is_what_the_options_say():
     made = runpy.run_path(str(ROOT / "docs" / "make_configuration.py"))["page"]()
     assert made == (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8"), "python docs/make_configuration.py"
+
+
+def test_each_name_of_a_table_in_the_code_stands_on_its_page():
+    pages = {"docs/loss.md": MODES, "docs/packing.md": STRATEGIES, "docs/answers.md": BUILT_IN, "docs/data.md": CHECKS}
+    for page, names in pages.items():
+        assert [name for name in names if f"`{name}" not in PAGES[page]] == [], page
+    assert {f"{name}.yaml" for name in MODES} - set(os.listdir(ROOT / "conf" / "loss")) == set()

@@ -41,7 +41,8 @@ class StepOutcome:
 class Hook:
     """A watcher of the training loop.
 
-    Every rank has the same hooks and calls them in the same order, so that a hook may use collectives.
+    Every rank has the same hooks and calls them in the same order, so that a hook may use collectives. A file that a
+    hook writes into the run's folder must be in `NOTES` of verl_ext.checkpoint.layout.
 
     Args:
         trainer: the trainer, with a built model and a loaded checkpoint.
@@ -54,7 +55,7 @@ class Hook:
         """Act before this process's first step; ValueError and OSError end the run."""
 
     def pre_step(self, step: int) -> None:
-        """Act before a step, which is counted from 1."""
+        """Act before a step, counted from 1; after a stop request `stop` follows, not `post_step`."""
 
     def post_step(self, step: int, outcome: StepOutcome) -> None:
         """Act after a step."""
