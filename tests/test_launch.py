@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -157,6 +158,16 @@ def test_torchrun_is_started_after_a_check_and_only_where_it_passes():
     done = supervised("exit 2", "echo started")
     assert (done.returncode, done.stdout) == (2, "")
     assert supervised("kill -KILL $$").returncode == 137
+
+
+def test_a_request_that_comes_before_there_are_handlers_waits_where_the_parent_blocks_signals():
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # as Ray's actor does
+    try:
+        launcher = subprocess.Popen([sys.executable, "-c", COMMANDS, "exec sleep 60"])
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    launcher.terminate()
+    assert launcher.wait(30) == os.EX_TEMPFAIL
 
 
 def test_torchrun_finds_no_other_topology_in_its_own_variables():

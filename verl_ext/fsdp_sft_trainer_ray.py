@@ -3,8 +3,8 @@ r"""The training program on a Ray cluster, with restarts after failures.
     python -m verl_ext.fsdp_sft_trainer_ray data.train_dir=DIR model.path=MODEL trainer.nnodes=2 \
         trainer.n_gpus_per_node=8
 
-Every rank runs `verl_ext.fsdp_sft_trainer` with the arguments of this command. The run uses the cluster at RAY_ADDRESS,
-else one that runs on this machine, else it starts its own cluster, which ends with the run.
+Every node runs `verl-ext launch` with the arguments of this command. The run uses the cluster at RAY_ADDRESS, else one
+that runs on this machine, else it starts its own cluster, which ends with the run.
 """
 
 import os
@@ -29,14 +29,12 @@ from verl_ext.config.check import batch_problem
 from verl_ext.config.compose import prepare_overrides
 from verl_ext.config.run import RayOptions, TrainerOptions
 from verl_ext.config.schema import check_keys
+from verl_ext.launch.ray_nodes import FINAL, LaunchEnd, placed_nodes, ray_reason
+from verl_ext.launch.torchrun import TRAINING_FAILED, USER_ERROR
 from verl_ext.ray_cluster import ray_cluster
-from verl_ext.trainer.distributed import TRAINING_FAILED, USER_ERROR
-from verl_ext.trainer.ray_ranks import Ends, placed_ranks, reason
 from verl_ext.values import plain
 
 _GIVEN_BACK = 15.0  # seconds until the run's own cluster gets back the resources of ended ranks
-_INTERRUPTED = 128 + signal.SIGINT
-_FINAL = (0, USER_ERROR, os.EX_TEMPFAIL, _INTERRUPTED)  # exit codes after which the run does not restart
 
 
 def run(config: DictConfig, arguments: list[str]) -> int:
@@ -59,7 +57,7 @@ def run(config: DictConfig, arguments: list[str]) -> int:
             f"job in a copy of the working directory; got {folder}"
         )
     nodes, per_node = trainer.nnodes, trainer.n_gpus_per_node
-    restarts, why = 0, ""
+    restarts, end = 0, LaunchEnd(0)
 
     # A restart may have fewer nodes, but a first start has those that the user asked for.
     def suits(count: int) -> bool:
@@ -77,33 +75,25 @@ def run(config: DictConfig, arguments: list[str]) -> int:
         on_gpu = trainer.device == "cuda" or (trainer.device == "auto" and has_gpus)
         while True:
             try:
-                with placed_ranks(nodes, per_node, suits, on_gpu, patience, _say) as ranks:
+                with placed_nodes(nodes, per_node, suits, on_gpu, patience, _say) as placed:
                     if restarts:
                         which = f"restart {restarts} of {options.max_restarts}"
-                        _say(f"{which}: {why}; going on from {start()} {ranks}")
-                    # A recipe computes its packs per step from NNODES, even if the restart has fewer nodes.
-                    ends = ranks.run(arguments, {"NNODES": str(nodes)})
+                        _say(f"{which}: {end.why}; going on from {start()} {placed}")
+                    end = placed.run(arguments, nodes)
             except RayError as error:
-                ends = Ends((), (f"Ray could not start the ranks ({reason(error)})",))
+                end = LaunchEnd(TRAINING_FAILED, f"Ray could not start the ranks ({ray_reason(error)})")
             except ValueError as error:
                 if not restarts:
                     raise
-                _say(f"error: {why}, and {error}")
+                _say(f"error: {end.why}, and {error}")
                 return TRAINING_FAILED
             # A success, a mistake or a request to stop is final; any other end may come from a lost node.
-            code = _exit_code(ends)
-            why = "; ".join(ends.lost) or f"the ranks ended with code {code}"
-            if code in _FINAL or ends.signalled or restarts == options.max_restarts:
-                if ends.lost and not ends.signalled:
-                    _say(f"error: {why}; the same command goes on from {start()}")
-                return code
+            if end.code in FINAL or end.is_asked:
+                return end.code
+            if restarts == options.max_restarts:
+                _say(f"error: {end.why}; the same command goes on from {start()}")
+                return end.code
             restarts += 1
-
-
-def _exit_code(ends: Ends) -> int:
-    """Return the most informative exit code; a lost rank counts as TRAINING_FAILED."""
-    codes = [128 - code if code < 0 else code for code in ends.codes] + [TRAINING_FAILED] * len(ends.lost)
-    return min(filter(None, codes), key=lambda code: (code not in (USER_ERROR, _INTERRUPTED), -code), default=0)
 
 
 def _say(line: str) -> None:
@@ -120,7 +110,7 @@ def _mistakes_in_one_line() -> Iterator[None]:
         raise SystemExit(USER_ERROR) from None
     except KeyboardInterrupt:
         _say("interrupted before the ranks had started")
-        raise SystemExit(_INTERRUPTED) from None
+        raise SystemExit(128 + signal.SIGINT) from None
 
 
 def main() -> None:

@@ -62,7 +62,7 @@ def resolve_run(composed: DictConfig, machine: Machine) -> RunConfig:
             f"a step is {accumulation} batches of a rank"
         )
     unread = [f"ray.{name}" for name in config.ray.changed()]
-    if unread and "TORCHELASTIC_RUN_ID" in os.environ:
+    if unread and "TORCHELASTIC_RUN_ID" in os.environ and "VERL_EXT_RAY_NODES" not in os.environ:
         notices.append(f"{', '.join(unread)}: without effect here: torchrun has MAX_RESTARTS of its own")
     defaults = {entry.name: entry.default for entry in fields(config.model)}
     lora = ("lora_alpha", "target_modules")

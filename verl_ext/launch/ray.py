@@ -134,16 +134,9 @@ def _run_beside_head(topology: Topology, head: Sequence[str], run: Sequence[str]
 def _attended(command: Sequence[str]) -> int:
     """Run a command, pass signals on, and return its exit code."""
     process = subprocess.Popen(command, start_new_session=True)
-
-    def pass_on(number: int, _: object) -> None:
-        process.send_signal(number)
-
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        code = process.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: process.send_signal(number))
+    code = process.wait()
     return 128 - code if code < 0 else code
 
 

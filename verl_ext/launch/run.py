@@ -32,7 +32,7 @@ from typing import TextIO
 import psutil
 
 from verl_ext.launch.topology import Topology
-from verl_ext.launch.torchrun import STOPPED, is_running
+from verl_ext.launch.torchrun import STOPPED, end_with_launcher, is_running
 from verl_ext.values import UsageError
 
 PROGRAM = ("-m", "verl_ext.fsdp_sft_trainer")
@@ -58,6 +58,7 @@ def main(words: Sequence[str]) -> int:
     if {"-h", "--help"} & set(words):
         print(_USAGE)
         return 0
+    end_with_launcher(signal.SIGKILL)  # the actor of this node, on Ray
     try:
         topology = Topology.of(os.environ, PORT)
     except UsageError as error:
@@ -70,7 +71,8 @@ def main(words: Sequence[str]) -> int:
     environment = {
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # torchrun's own value, without its warning
-        "NNODES": str(topology.nodes),  # recipes may derive the packs per step from it
+        # Recipes may derive the packs per step from it, which a restart on fewer nodes keeps.
+        "NNODES": os.environ.get("VERL_EXT_RAY_NODES", str(topology.nodes)),
     }
     if topology.restarts:  # restarted ranks must not find the addresses of earlier ranks, which the shared store keeps
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -145,6 +147,7 @@ def supervise(
             child.do_meanwhile(work)
         for number in SIGNALS:
             signal.signal(number, child.ask)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # on Ray, they are blocked until there are handlers
         # A failed check says what to mend; ranks that cannot meet would only time out.
         for command in checks:
             child.start(command, sys.stderr)

@@ -14,6 +14,8 @@ from typing import Any, NoReturn
 
 import psutil
 
+USER_ERROR = 2
+TRAINING_FAILED = 3
 STOPPED = os.EX_TEMPFAIL  # 75; the same command resumes the run
 _OUR_RANKS = ("verl_ext.fsdp_sft_trainer", "verl_ext/fsdp_sft_trainer.py")
 _PR_SET_PDEATHSIG = 1  # Linux: sys/prctl.h
@@ -38,15 +40,15 @@ def main() -> None:
         raise SystemExit(128 - failure.exitcode) from None
 
 
-def end_with_launcher() -> None:
-    """Let the kernel end this process with its launcher, if any."""
+def end_with_launcher(number: int = signal.SIGTERM) -> None:
+    """Let the kernel send this signal once the launcher, if any, is gone."""
     launcher = os.environ.get("VERL_EXT_LAUNCHER")
     if launcher is None or sys.platform != "linux":
         return
     if os.getppid() == int(launcher):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if not is_running(launcher):  # the launcher ended before the call of prctl
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
 
 
 def is_running(pid: int | str) -> bool:

@@ -34,13 +34,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers.utils.logging import disable_progress_bar
 
 from verl_ext.data.reading import Ranks
+from verl_ext.launch.torchrun import TRAINING_FAILED, USER_ERROR
 from verl_ext.redaction import redacted_text
 from verl_ext.values import first_line
 
 Answer = TypeVar("Answer")
 
-USER_ERROR = 2
-TRAINING_FAILED = 3
 _TORCHRUN_NOTICES = 5.0  # seconds, with a margin, until torchrun ends the ranks of a node with a failed rank
 _STORE_ANSWERS = 5.0  # seconds
 _TORCHRUN_SETS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

@@ -30,7 +30,8 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from verl_ext.trainer.distributed import TRAINING_FAILED, end_rank, wait_unless_local_rank0
+from verl_ext.launch.torchrun import TRAINING_FAILED
+from verl_ext.trainer.distributed import end_rank, wait_unless_local_rank0
 
 _PACKAGE = Path(__file__).parent.parent
 _NAMED = 4  # the number of ranks that the line names

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import psutil
 
-from verl_ext.launch.torchrun import STOPPED, is_running
-from verl_ext.trainer.distributed import TRAINING_FAILED, end_rank, wait_unless_local_rank0
+from verl_ext.launch.torchrun import STOPPED, TRAINING_FAILED, is_running
+from verl_ext.trainer.distributed import end_rank, wait_unless_local_rank0
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _WATCH_SECONDS = 1.0
@@ -48,7 +48,7 @@ class StopRequests:
 
     def listen(self) -> None:
         """Handle signals and watch the parents; for the main thread only."""
-        if "TORCHELASTIC_RUN_ID" in os.environ:  # under Ray, srun or a notebook, a run may outlive its parent
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # under srun or in a notebook, a run may outlive its parent
             # If torchrun was killed while this rank imported torch, the environment has its id, and this process has
             # another parent. A script between torchrun and this process is another parent too.
             torchrun = int(os.environ.get("VERL_EXT_TORCHRUN", os.getppid()))
