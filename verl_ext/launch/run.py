@@ -181,7 +181,7 @@ class _Child:
             process.wait()
             with guard:
                 if not is_done:
-                    _thread.interrupt_main()
+                    _thread.interrupt_main(signal.SIGTERM)  # a job in a shell's background ignores SIGINT
 
         threading.Thread(target=interrupt_if_ended, daemon=True).start()
         try:
