@@ -10,7 +10,6 @@ import pytest
 
 from tests.test_babilong_samples import byte_level, words
 from tests.test_babilong_worlds import ANY_FACT, replay
-from verl_ext.commands.command_line import read_options
 from verl_ext.tools.babilong import command
 from verl_ext.tools.babilong.samples import SampleMaker
 
@@ -35,9 +34,10 @@ def run(output: Path, model: Path, *overrides: str) -> int:
 
 def generate(output: Path, model: Path, *overrides: str) -> None:
     """Run with a smaller background than usual, which is counted faster, and with jobs of a few samples."""
-    arguments = [f"output_dir={output}", f"model.path={model}", "num_workers=1", *overrides]
-    options = read_options(command.BabilongOptions, arguments)
-    assert command.write_samples(options, filler_sentences=500, job_samples=3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "FILLER_SENTENCES", 500)
+        patch.setattr(command, "JOB_TOKENS", 400)
+        assert run(output, model, *overrides) == 0
 
 
 def test_every_task_and_size_becomes_a_file_of_the_published_layout(tmp_path: Path, model: Path) -> None:
@@ -74,7 +74,7 @@ def test_fewer_samples_and_other_sizes_leave_a_sample_as_it_is(tmp_path: Path, m
     assert few == many[:3]
 
 
-def test_background_of_a_folder_is_used(tmp_path: Path) -> None:
+def test_background_of_a_folder_is_used_and_described(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words().save_pretrained(tmp_path / "words")
     (tmp_path / "text/deep").mkdir(parents=True)
     text = " ".join(f"Sentence {n} of a book that goes on and on like this." for n in range(100))
@@ -83,30 +83,22 @@ def test_background_of_a_folder_is_used(tmp_path: Path) -> None:
     for record in json.loads((tmp_path / "out/qa1/500.json").read_text()):
         assert len(record["input"].split()) == 200
         assert "of a book that goes on and on" in record["input"]
+    assert "background of 1,176 tokens; of 98 sentences with a label of the task: qa1 0" in capsys.readouterr().out
 
 
 REFUSED = [
     ("tasks=[qa6]", "tasks must be of qa1, qa2, qa3, qa4, qa5 unless stories names bAbI's own files; got qa6"),
     ("tasks=[qa21]", "tasks must be one of qa1, qa2, "),
-    ("tasks=[]", "tasks is required: of qa1 to qa5, with stories of qa1 to qa20; got []"),
     ("stories=missing", "stories must be a folder of bAbI's files that exists; got missing"),
-    ("split=dev", "split must be one of train, valid, test; got dev"),
-    ("sizes=32k", "sizes must be a list; got 32k"),
     ("sizes=[1x]", "sizes must be like 0k, 32k, 1M or a number of tokens; got 1x"),
     ("sizes=[1k,1k]", "sizes must name nothing twice; got ['1k', '1k']"),
     ("sizes=[200]", "sizes must be above reserve_tokens (300), or 0k; got 200"),
     ("sizes=[1k,310]", "sizes must leave room for question 2 of a qa1 story, which needs 4 facts and "),
     ("story.max_facts=3", "story.max_facts must leave room for question 2 of a qa1 story, which needs 4 facts and "),
-    ("samples=0", "samples must be at least 1; got 0"),
-    ("story.questions=0", "story.questions must be at least 1; got 0"),
-    ("num_workers=0", "num_workers must be at least 1; got 0"),
     ("facts_within=0", "facts_within must be null, a share above 0 and at most 1, or [first token, end token]; got 0"),
     ("facts_within=[5,5]", "[first token, end token]; got [5, 5]"),
-    ("seed=x", "seed must be a whole number; got x"),
     ("model.path=null", "model.path must name a model or tokenizer folder; got nothing"),
-    ("model.path=missing", "model.path must be a folder that exists; got missing"),
     ("background=missing", "background must be a folder of .txt files that exists; got missing"),
-    ("sampels=3", "unknown key sampels; nearest: samples"),
 ]
 
 
@@ -150,12 +142,6 @@ def test_unusable_background_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "empty").mkdir()
-    assert run(tmp_path / "out", tmp_path / "empty") == 2
-    assert "error: model.path must hold a tokenizer; got " in capsys.readouterr().err
-
-
 def test_what_is_there_is_replaced_only_where_asked_and_by_a_complete_run(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,10 +156,6 @@ def test_what_is_there_is_replaced_only_where_asked_and_by_a_complete_run(
     assert (output / "qa1/0k.json").read_bytes() == before
     assert run(output, model, "samples=3", "tasks=[qa2]", "overwrite=true") == 0
     assert sorted(path.name for path in output.iterdir()) == [command.MARKER, "qa2"]
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/thesis.tex").write_text("years of work")
-    assert run(tmp_path / "mine", model, "overwrite=true") == 2
-    assert (tmp_path / "mine/thesis.tex").exists()
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 

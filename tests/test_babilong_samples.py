@@ -81,7 +81,7 @@ KINDS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
 @cache
 def equipment(kind: str = "byte_level") -> tuple[TokenCounter, Background]:
     counter = TokenCounter(KINDS[kind]())
-    return counter, Background.from_sentences(filler_sentences(1500), counter, is_prose=False)
+    return counter, Background(filler_sentences(1500), counter, is_prose=False)
 
 
 def maker(task: str, size: str, kind: str = "byte_level", **options: Any) -> SampleMaker:
@@ -120,7 +120,7 @@ def test_a_tokenizer_that_cannot_give_the_count_ends_with_an_error() -> None:
             return {"input_ids": [[0] * (2 * len(text.split())) for text in texts]}
 
     counter = TokenCounter(EvenCounts())
-    background = Background.from_sentences(filler_sentences(200), counter, is_prose=False)
+    background = Background(filler_sentences(200), counter, is_prose=False)
     with pytest.raises(UsageError, match=r"no text of exactly 301 tokens was found .*\(task qa1, size 301, sample 0\)"):
         SampleMaker("qa1", "301", counter, background, seed=0, reserve_tokens=0).sample(0)
     even = SampleMaker("qa1", "300", counter, background, seed=0, reserve_tokens=0).sample(0)
@@ -163,6 +163,12 @@ def test_facts_lie_within_the_tokens_asked_for(within: Any, first: int, end: int
             n for n, (a, b) in enumerate(encoded["offset_mapping"]) if a < b and any(s < b and a < e for s, e in spans)
         ]
         assert first <= min(inside) <= max(inside) < end
+
+
+def test_a_share_of_the_sample_holds_its_first_word_where_that_needs_fewer_tokens_than_another() -> None:
+    made = maker("qa2", "1k", facts_within=0.5)
+    assert made.counter.overhead < 0
+    assert any(made.sample(number)["input"].startswith(made.story_part(number).facts[0]) for number in range(10))
 
 
 def test_a_sample_follows_from_seed_task_size_and_number_alone() -> None:
@@ -214,7 +220,7 @@ def test_work_grows_with_the_length_and_not_with_its_square() -> None:
 
     tokenizer = Measured()
     counter = TokenCounter(tokenizer)
-    background = Background.from_sentences(filler_sentences(3000), counter, is_prose=False)
+    background = Background(filler_sentences(3000), counter, is_prose=False)
     work = []
     for tokens in (10_000, 80_000):
         tokenizer.characters = 0
@@ -238,7 +244,7 @@ def test_filler_never_names_what_stories_are_about_and_is_long_and_varied() -> N
 
 def test_generated_background_is_in_another_order_in_every_sample_and_repeats_nothing() -> None:
     _, background = equipment()
-    walks = [background.walk(random.Random(seed), 5000, 5) for seed in range(5)]
+    walks = [background.walk(random.Random(seed), 5000) for seed in range(5)]
     assert all(len(set(walk)) == len(walk) for walk in walks)
     assert len({int(walk[1] - walk[0]) for walk in walks}) == 5
 
@@ -253,7 +259,7 @@ def test_prose_of_a_folder_is_used_side_by_side(tmp_path: Path) -> None:
     assert background.sentences[0].startswith("a 0 ")
     assert background.sentences[-1].startswith("b 39 ")
     assert background.tokens.tolist() == [10] * 80
-    walk = background.walk(random.Random(0), 200, 0)
+    walk = background.walk(random.Random(0), 200)
     assert set(np.diff(walk) % 80) == {1}
     sample = SampleMaker("qa1", "400", counter, background, seed=0).sample(0)
     assert len(sample["input"].split()) == 100

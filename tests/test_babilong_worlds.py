@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_ext.data.babilong_answers import TASK_LABELS
-from verl_ext.tools.babilong.stories import ACTORS, GIVERS, TASKS, Story, StoryOptions, make_story
+from verl_ext.tools.babilong.babi import Sample
+from verl_ext.tools.babilong.stories import ACTORS, GIVERS, TASKS, StoryOptions, make_story
 
 MOVE = r"(?P<move>\w+) (?:moved|went|journeyed|travelled|went back) to the (?P<to>\w+)\."
 GET = r"(?P<get>\w+) (?:took|got|grabbed|picked up) the (?P<got>\w+)(?: there)?\."
@@ -134,7 +135,8 @@ def replay_gift(facts: list[str], question: str) -> str | None:
 
 
 @cache
-def stories(task: str) -> list[Story]:
+def stories(task: str) -> list[list[Sample]]:
+    """Make stories, each a list of its questions; the last question has all facts."""
     return [make_story(task, random.Random(f"{task} {number}"), StoryOptions()) for number in range(STORIES[task])]
 
 
@@ -145,26 +147,23 @@ def share(found: Iterable[object]) -> float:
 
 def measured(task: str) -> dict[str, float]:
     """Measure the figures of PUBLISHED on the stories made here."""
-    asked = [(story.facts[: each.num_facts], each) for story in stories(task) for each in story.questions]
-    found = {"facts": sum(len(facts) for facts, _ in asked) / len(asked)}
+    asked = [sample for story in stories(task) for sample in story]
+    found = {"facts": sum(len(each.facts) for each in asked) / len(asked)}
     if task == "qa4":
-        rooms = [(Counter(re.findall(r"the (\w+)", " ".join(facts).lower())), each.answer) for facts, each in asked]
+        rooms = [(Counter(re.findall(r"the (\w+)", " ".join(each.facts).lower())), each.answer) for each in asked]
         return found | {"middle room": share(counts[answer] == 2 for counts, answer in rooms)}
-    facts = [(read(fact), fact) for story in stories(task) for fact in story.facts]
+    facts = [(read(fact), fact) for story in stories(task) for fact in story[-1].facts]
     kinds = Counter(fact[0] for fact, _ in facts)
     found |= {kind: count / len(facts) for kind, count in kinds.items()}
     for kind in {"get", "drop"} & set(kinds):
         found[f"{kind} there"] = share("there" in text for fact, text in facts if fact[0] == kind)
-    found["first question"] = sum(story.questions[0].num_facts for story in stories(task)) / len(stories(task))
+    found["first question"] = sum(len(story[0].facts) for story in stories(task)) / len(stories(task))
     if task != "qa5":
-        moves = [([f[2] for f in map(read, told) if f[0] == "move"], each.answer) for told, each in asked]
+        moves = [([f[2] for f in map(read, each.facts) if f[0] == "move"], each.answer) for each in asked]
         found["last place"] = share(places[-1] == answer for places, answer in moves)
     if task == "qa3":
-        words = [re.findall(r"\w+", each.text) for _, each in asked]
-        found["visited once"] = share(
-            object_path(told, word[3]).count(word[-1]) == 1
-            for (told, _), word in list(zip(asked, words, strict=True))[:300]
-        )
+        words = [(each.facts, re.findall(r"\w+", each.question)) for each in asked[:300]]
+        found["visited once"] = share(object_path(facts, word[3]).count(word[-1]) == 1 for facts, word in words)
     return found
 
 
@@ -183,8 +182,8 @@ def test_questions_have_the_published_forms(task: str) -> None:
     words = {"A": "|".join({*ACTORS, *GIVERS}), "P": "|".join(TASK_LABELS["qa1"]), "O": "apple|football|milk"}
     forms: Counter[str] = Counter()
     for story in stories(task):
-        for question in story.questions:
-            form = question.text
+        for sample in story:
+            form = sample.question
             for letter, names in words.items():
                 form = re.sub(rf"\b(?:{names})\b", letter, form)
             forms[form] += 1
@@ -205,8 +204,8 @@ def distance(facts: list[str], question: str, answer: str) -> int:
 
 @pytest.mark.parametrize("task", list(DISTANCES))
 def test_what_is_asked_about_was_told_as_long_ago_as_in_the_published_files(task: str) -> None:
-    asked = [(story.facts[: each.num_facts], each) for story in stories(task) for each in story.questions]
-    distances = Counter(distance(facts, each.text, each.answer) for facts, each in asked)
+    asked = [sample for story in stories(task) for sample in story]
+    distances = Counter(distance(*sample) for sample in asked)
     for back, published in enumerate(DISTANCES[task], 1):
         assert distances[back] / len(asked) == pytest.approx(published, abs=0.035)
     assert max(distances) == 5
@@ -217,21 +216,21 @@ def test_what_is_asked_about_was_told_as_long_ago_as_in_the_published_files(task
 @given(seed=seeds)
 def test_every_answer_follows_from_the_facts_before_its_question(task: str, seed: int) -> None:
     story = make_story(task, random.Random(seed), StoryOptions())
-    assert len(story.questions) == (1 if task == "qa4" else 5)
-    for question in story.questions:
-        facts = story.facts[: question.num_facts]
-        if not re.match(r"What did \w+ give", question.text):  # two gifts between one pair leave it open, as in bAbI
-            assert replay(facts, question.text) == question.answer
-        assert question.text.endswith("?" if task == "qa4" else "? ")
-        assert question.answer in TASK_LABELS[task]
-        assert not re.search(rf"\b{question.answer}\b", question.text)
+    assert len(story) == (1 if task == "qa4" else 5)
+    for facts, question, answer in story:
+        assert facts == story[-1].facts[: len(facts)]
+        if not re.match(r"What did \w+ give", question):  # two gifts between one pair leave it open, as in bAbI
+            assert replay(facts, question) == answer
+        assert question.endswith("?" if task == "qa4" else "? ")
+        assert answer in TASK_LABELS[task]
+        assert not re.search(rf"\b{answer}\b", question)
 
 
 @settings(max_examples=40, deadline=None)
 @given(seed=seeds, moves=st.integers(1, 4), questions=st.integers(1, 6))
 def test_qa1_is_so_many_times_moves_and_a_question(seed: int, moves: int, questions: int) -> None:
     story = make_story("qa1", random.Random(seed), StoryOptions(questions, moves))
-    assert [question.num_facts for question in story.questions] == [moves * (n + 1) for n in range(questions)]
+    assert [len(sample.facts) for sample in story] == [moves * (n + 1) for n in range(questions)]
 
 
 @pytest.mark.parametrize("task", ["qa1", "qa2", "qa3", "qa5"])
@@ -241,7 +240,7 @@ def test_objects_are_got_dropped_and_given_only_by_those_who_can(task: str, seed
     holder: dict[str, str] = {}
     place: dict[str, str] = {}
     actors = set()
-    for kind, actor, what, *receiver in map(read, make_story(task, random.Random(seed), StoryOptions()).facts):
+    for kind, actor, what, *receiver in map(read, make_story(task, random.Random(seed), StoryOptions())[-1].facts):
         actors.add(actor)
         if kind == "move":
             assert place.get(actor) != what
@@ -259,21 +258,21 @@ def test_objects_are_got_dropped_and_given_only_by_those_who_can(task: str, seed
 
 
 def test_qa4_relates_three_rooms_in_a_line() -> None:
-    for story in stories("qa4")[:100]:
+    for (story,) in stories("qa4")[:100]:
         relations = [RELATION.fullmatch(fact).groups() for fact in story.facts]  # type: ignore[union-attr]
         assert len({room for first, _, second in relations for room in (first, second)}) == 3
         assert len({frozenset((way, OPPOSITE[way])) for _, way, _ in relations}) == 1
 
 
 def test_all_wordings_occur() -> None:
-    facts = " ".join(fact for task in ("qa2", "qa5") for story in stories(task)[:40] for fact in story.facts)
+    facts = " ".join(fact for task in ("qa2", "qa5") for story in stories(task)[:40] for fact in story[-1].facts)
     verbs = "moved to,went to,journeyed to,travelled to,went back to,took,got,grabbed,picked up,dropped,discarded,"
     verbs += "put down,left,gave,handed,passed"
     assert all(f" {verb} the " in facts for verb in verbs.split(","))
 
 
 def test_the_same_seed_tells_the_same_story() -> None:
-    def told(seed: int) -> list[Story]:
+    def told(seed: int) -> list[list[Sample]]:
         return [make_story(task, random.Random(seed), StoryOptions()) for task in TASKS]
 
     assert told(3) == told(3)

@@ -33,18 +33,10 @@ def read_samples(folder: str, task: str, split: str) -> list[Sample]:
     if len(found) != 1:
         got = ", ".join(path.name for path in found) or "none"
         raise UsageError(f"stories must hold one file {' or '.join(patterns)}; {folder} has {got}")
-    # A mistake in the user's file ends the run with one line that names its place.
-    try:
-        text = found[0].read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"stories must be UTF-8 text; {found[0]} is not at byte {error.start}") from error
-    except OSError as error:
-        raise UsageError(f"stories must be readable; {found[0]}: {reason_of(error)}") from error
-    # Facts grow through a story, so that a question's sample holds all facts before it.
     samples: list[Sample] = []
     facts: list[str] = []
     last = 0
-    for number, line in enumerate(text.split("\n"), 1):
+    for number, line in enumerate(utf8_text(found[0], "stories").split("\n"), 1):
         if not line.strip():
             continue
         match = _LINE.fullmatch(line)
@@ -63,3 +55,13 @@ def read_samples(folder: str, task: str, split: str) -> list[Sample]:
     if not samples:
         raise UsageError(f"stories must hold questions with answers; {found[0]} has none")
     return samples
+
+
+def utf8_text(file: Path, key: str) -> str:
+    """Return a file's text; raise UsageError, which names the option `key`."""
+    try:
+        return file.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{key} must be UTF-8 text; {file} is not at byte {error.start}") from error
+    except OSError as error:
+        raise UsageError(f"{key} must be readable; {file}: {reason_of(error)}") from error

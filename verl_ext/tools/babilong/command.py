@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache, partial
-from itertools import product
-from typing import Any, ClassVar, NamedTuple
+from itertools import chain, islice, product
+from typing import Any, ClassVar
 
 from omegaconf import OmegaConf
 
@@ -35,7 +35,7 @@ from verl_ext.values import choice_problem, option, show
 MARKER = "generator.yaml"  # the file with the options, beside the samples
 NOT_WRITTEN = ("output_dir", "overwrite", "num_workers")  # in the marker: options that change no byte of a sample
 FILLER_SENTENCES = 20_000  # the least number to generate: 0.5 M tokens, which take a second to count
-JOB_TOKENS, JOB_SAMPLES = 500_000, 500  # the most of a job, a second or two of work
+JOB_TOKENS = 100_000  # of the samples that a worker makes at once, if they are so short
 WORKER_TOKENS = 3_000_000  # that justify a second process, which takes a few seconds to start
 FACT_TOKENS = 100  # the tokens of a 0k sample on the progress bar
 
@@ -88,8 +88,9 @@ class BabilongOptions(OutputOptions):
         yield from (choice_problem("tasks", task, babi.TASKS) for task in self.tasks)
         if self.stories is None and (others := sorted(set(self.tasks) & set(babi.TASKS[len(TASKS) :]))):
             yield f"tasks must be of {', '.join(TASKS)} unless stories names bAbI's own files; got {', '.join(others)}"
-        elif self.stories is not None and not os.path.isdir(self.stories):
-            yield f"stories must be a folder of bAbI's files that exists; got {show(self.stories)}"
+        for key, folder, of in (("stories", self.stories, "bAbI's"), ("background", self.background, ".txt")):
+            if folder is not None and not os.path.isdir(folder):
+                yield f"{key} must be a folder of {of} files that exists; got {show(folder)}"
         for size in self.sizes:
             tokens = size_tokens(size)
             if tokens is None:
@@ -100,75 +101,64 @@ class BabilongOptions(OutputOptions):
             "background, stories, tokenizer", self.model.path, self.model.tokenizer_path, self.background, self.stories
         )
         yield from self.model.tokenizer_problems()
-        if self.background is not None and not os.path.isdir(self.background):
-            yield f"background must be a folder of .txt files that exists; got {show(self.background)}"
         within = self.facts_within
-        if isinstance(within, list):
-            is_range = len(within) == 2 and all(type(each) is int for each in within) and 0 <= within[0] < within[1]
-        else:
-            is_range = within is None or (type(within) in (int, float) and 0 < within <= 1)
+        is_range = within is None or (type(within) in (int, float) and 0 < within <= 1)
+        if isinstance(within, list) and len(within) == 2:
+            is_range = all(type(token) is int for token in within) and 0 <= within[0] < within[1]
         if not is_range:
             must = "facts_within must be null, a share above 0 and at most 1, or [first token, end token]"
             yield f"{must}; got {show(within)}"
 
 
-class SampleRange(NamedTuple):
-    """Samples first to end - 1 of a file, about `tokens` long."""
-
-    task: str
-    size: str
-    first: int
-    end: int
-    tokens: int
-
-
-def write_samples(
-    options: BabilongOptions, *, filler_sentences: int = FILLER_SENTENCES, job_samples: int = JOB_SAMPLES
-) -> str:
+def write_samples(options: BabilongOptions) -> str:
     """Write all files; return closing lines, or raise UsageError or DataError."""
     started = time.monotonic()
     counter = TokenCounter(load_tokenizer(options.model))
-    backgrounds = _backgrounds(options, counter, filler_sentences)
+    backgrounds = _backgrounds(options, counter)
     for maker in _makers(options, backgrounds, counter).values():  # A too small size ends the run now, not in hours.
         of_a_story = options.samples if maker.questions else options.story.questions_of(maker.task)
         maker.story_part(min(options.samples, of_a_story) - 1)
-    jobs = _jobs(options, job_samples)
-    tokens = sum(job.tokens for job in jobs)
+    jobs = [
+        (task, size, range(options.samples)[first : first + step])
+        for task, (size, target) in product(options.tasks, options.targets.items())
+        for step in [max(1, JOB_TOKENS // (target or FACT_TOKENS))]
+        for first in range(0, options.samples, step)
+    ]
+    tokens = sum(len(numbers) * (options.targets[size] or FACT_TOKENS) for _, size, numbers in jobs)
     useful = min(available_cpus(), 1 + tokens // WORKER_TOKENS)
     num_workers = min(options.num_workers or useful, len(jobs))
     # Each worker loads its own tokenizer, because not every tokenizer can be sent to another process.
     make = partial(_makers, options, backgrounds, counter if num_workers == 1 else None)
     results = ordered_results(make, _records, jobs, num_workers, name="generator", preload=[tokenizer_module()])
-    # Jobs end in order, so each file grows from its start and the folder appears only when all are whole.
+    records = chain.from_iterable(results)  # in the order of the files
     with OutputFolder(options.output_dir, options.overwrite) as folder:
         with progress_bar("generate", tokens, unit="tokens", unit_scale=True) as bar:
-            for job, records in zip(jobs, results, strict=True):
-                path = folder.path / job.task / f"{job.size}.json"  # a JSON list with one sample per line
+            for task, (size, target) in product(options.tasks, options.targets.items()):
+                path = folder.path / task / f"{size}.json"  # a JSON list with one sample per line
                 path.parent.mkdir(exist_ok=True)
-                with open(path, "a", encoding="utf-8", newline="\n") as file:
-                    begin, end = "[\n" if job.first == 0 else ",\n", "\n]\n" if job.end == options.samples else ""
-                    file.write(begin + ",\n".join(records) + end)
-                bar.update(job.tokens)
+                with open(path, "w", encoding="utf-8", newline="\n") as file:
+                    for number, record in enumerate(islice(records, options.samples)):
+                        file.write((",\n" if number else "[\n") + record)
+                        bar.update(target or FACT_TOKENS)
+                    file.write("\n]\n")
         written = {key: value for key, value in asdict(options).items() if key not in NOT_WRITTEN}
         OmegaConf.save(OmegaConf.create(written), folder.path / MARKER)
         folder.publish()
-    seconds = time.monotonic() - started
-    files = len(options.tasks) * len(options.sizes)
+    files, seconds = len(options.tasks) * len(options.sizes), time.monotonic() - started
     done = f"{files} files of {options.samples:,} samples, {tokens / 1e6:,.1f}M tokens in {seconds:,.0f} s"
     if options.background is not None and backgrounds:
         done += f"\n{_background_line(options, next(iter(backgrounds.values())))}"
     return f"{done}\nwritten to {options.output_dir}"
 
 
-def _backgrounds(options: BabilongOptions, counter: TokenCounter, number: int) -> dict[str, Background]:
+def _backgrounds(options: BabilongOptions, counter: TokenCounter) -> dict[str, Background]:
     """Return each size's background; sizes with equal backgrounds share it."""
     targets = {size: target for size, target in options.targets.items() if target}
     if options.background is not None and targets:
-        background = folder_background(options.background, counter)
-        return dict.fromkeys(targets, background)
-    generated = cache(lambda count: Background.from_sentences(filler_sentences(count), counter, is_prose=False))
+        return dict.fromkeys(targets, folder_background(options.background, counter))
+    generated = cache(lambda count: Background(filler_sentences(count), counter, is_prose=False))
     # The number of sentences depends on this size alone, so that other sizes do not change its samples.
-    return {size: generated(max(number, target // MIN_TOKENS + 1)) for size, target in targets.items()}
+    return {size: generated(max(FILLER_SENTENCES, target // MIN_TOKENS + 1)) for size, target in targets.items()}
 
 
 def _background_line(options: BabilongOptions, background: Background) -> str:
@@ -186,28 +176,18 @@ def _background_line(options: BabilongOptions, background: Background) -> str:
 def _makers(options: BabilongOptions, backgrounds: Mapping[str, Background], counter: TokenCounter | None) -> Makers:
     counter = counter or TokenCounter(load_tokenizer(options.model))
     given = {key: getattr(options, key) for key in ("seed", "reserve_tokens", "facts_within", "story")}
-    read = partial(babi.read_samples, options.stories) if options.stories else lambda task, split: None
-    questions = {task: read(task, options.split) for task in options.tasks}
+    folder, split = options.stories, options.split
+    questions = {task: babi.read_samples(folder, task, split) if folder else None for task in options.tasks}
     return {
         (task, size): SampleMaker(task, size, counter, backgrounds.get(size), questions=questions[task], **given)
         for task, size in product(options.tasks, options.targets)
     }
 
 
-def _jobs(options: BabilongOptions, job_samples: int) -> list[SampleRange]:
-    jobs = []
-    for task, (size, target) in product(options.tasks, options.targets.items()):
-        step = max(1, min(job_samples, JOB_TOKENS // max(target, 1)))
-        for first in range(0, options.samples, step):
-            end = min(first + step, options.samples)
-            jobs.append(SampleRange(task, size, first, end, (end - first) * (target or FACT_TOKENS)))
-    return jobs
-
-
-def _records(makers: Makers, job: SampleRange) -> list[str]:
-    """Return the samples of a job, each as one line of JSON."""
-    maker = makers[job.task, job.size]
-    return [json.dumps(maker.sample(number), ensure_ascii=False) for number in range(job.first, job.end)]
+def _records(makers: Makers, job: tuple[str, str, range]) -> list[str]:
+    """Return the samples of these numbers, each as a line of JSON."""
+    task, size, numbers = job
+    return [json.dumps(makers[task, size].sample(number), ensure_ascii=False) for number in numbers]
 
 
 main = command(

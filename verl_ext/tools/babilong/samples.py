@@ -1,20 +1,20 @@
 """BABILong samples: a story's facts inside exactly sized background text.
 
 The token count of a text is not the sum of its parts' counts: a tokenizer may merge tokens across a join, add special
-tokens, or treat the first word of a text differently. So the parts' counts, taken inside a running text, only plan the
-sample: the order of facts and whole background sentences, and one more sentence, which is cut to fill the rest. Then
-the whole text is tokenized, and the cut moves by the difference until tokenizer(input) has exactly the target count; if
-no cut of this sentence fits, another sentence is cut. This finds a text for every tokenizer whose count grows by one at
-some cut, whatever its merges. A tokenizer that yields only even counts, for example, ends the run with an error. For
-tokenizers that split at spaces the first plan is right, and a sample costs one pass over its text.
+tokens, or treat the first word of a text differently. So the parts' counts, taken inside a running text, only plan a
+sample: whole background sentences, the places of the facts between them, and one more sentence, of which a start fills
+the rest. Then the whole text is tokenized, and a new plan allows for the difference. If no start of the last sentence
+fits, other background is taken. A tokenizer that yields only even counts, for example, ends the run with an error. For
+tokenizers that split at spaces most first plans are right, and a sample costs one pass over its text.
 """
 
 import math
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
@@ -24,15 +24,14 @@ import numpy as np
 from omegaconf import OmegaConf
 
 from verl_ext.text.special_tokens import as_plain_text
-from verl_ext.tools.babilong.babi import Sample
-from verl_ext.tools.babilong.stories import Story, StoryOptions, make_story
-from verl_ext.values import UsageError, reason_of
+from verl_ext.tools.babilong.babi import Sample, utf8_text
+from verl_ext.tools.babilong.stories import StoryOptions, make_story
+from verl_ext.values import UsageError
 
 UNITS = {"": 1, "k": 1000, "M": 1_000_000}
 STORIES_TRIED = 1000  # to find one whose facts fit
-WALKS_TRIED = 4  # stretches of background per sample
-SENTENCES_TRIED = 20  # sentences of a stretch that are tried as the cut one
-CUTS_TRIED = 6  # per sentence
+WALKS_TRIED = 20  # stretches of background per sample
+PLANS_TRIED = 6  # per stretch
 TOKENS_PER_FACT = 8  # the benchmark uses no story with more than one fact (or question) per 8 tokens
 ANCHOR = "So it was."  # precedes a text when it is counted inside a running text
 BATCH = 1000  # texts that are counted at once
@@ -42,72 +41,54 @@ _SENTENCE_END = re.compile(r"""(?<=[.!?])["'”’)\]]*\s+|(?<=[。！？])\s*|\
 
 
 class TokenCounter:
-    """The token counts of `tokenizer(text)`, including the special tokens that it adds."""
+    """The token counts of `tokenizer(text)`, with the special tokens it adds."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self._anchor = self.count(ANCHOR)
-        self.overhead = self.opening(ANCHOR)  # of an ordinary text
+        self.overhead = self._anchor - self.inside(ANCHOR)  # of an ordinary text; below 0 if its first word needs fewer
 
     def count(self, text: str) -> int:
         """Return len(tokenizer(text).input_ids)."""
         return len(self._encode([text])[0])
 
-    def opening(self, text: str) -> int:
-        """Return a text's extra tokens at the start of a larger text.
-
-        These are special tokens, and the difference of a first word that is encoded in another way.
-        """
-        return self.count(text) - self.inside(text)
-
-    def inside(self, *texts: str) -> int:
-        """Return the tokens that all texts add to running text."""
-        return int(self.in_context(texts).sum())
+    def inside(self, text: str) -> int:
+        """Return the tokens that `text` adds after a sentence."""
+        return int(self.in_context([text])[0])
 
     def in_context(self, texts: Sequence[str]) -> np.ndarray:
         """Return int64[len(texts)], the tokens that each adds after a sentence."""
-        counts: list[int] = []
-        for start in range(0, len(texts), BATCH):
-            batch = [f"{ANCHOR} {text}" for text in texts[start : start + BATCH]]
-            counts += [len(ids) - self._anchor for ids in self._encode(batch)]
-        return np.array(counts, dtype=np.int64)
+        anchored = [f"{ANCHOR} {text}".rstrip() for text in texts]
+        batches = (self._encode(anchored[start : start + BATCH]) for start in range(0, len(texts), BATCH))
+        return np.array([len(ids) - self._anchor for batch in batches for ids in batch], dtype=np.int64)
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
         plain = as_plain_text(self.tokenizer)
         return self.tokenizer(texts, return_attention_mask=False, return_token_type_ids=False, **plain)["input_ids"]
 
 
-@dataclass
 class Background:
-    """N background sentences of MIN_TOKENS tokens or more.
+    """The `sentences` that have MIN_TOKENS tokens or more, and the `tokens` that each adds to a text.
 
-    tokens: int64[N], the number that each sentence adds to a text.
     is_prose: whether neighbours belong together and are used side by side; else sentences are used in any order.
     """
 
-    sentences: list[str]
-    tokens: np.ndarray
-    is_prose: bool
-
-    @classmethod
-    def from_sentences(cls, sentences: list[str], counter: TokenCounter, is_prose: bool) -> "Background":
-        """Return a background of the sentences that are long enough."""
+    def __init__(self, sentences: list[str], counter: TokenCounter, is_prose: bool) -> None:
         tokens = counter.in_context(sentences)
         kept = np.flatnonzero(tokens >= MIN_TOKENS)
-        return cls([sentences[number] for number in kept], tokens[kept], is_prose)
+        self.sentences, self.tokens, self.is_prose = [sentences[index] for index in kept], tokens[kept], is_prose
 
-    def walk(self, rng: random.Random, target: int, spare: int) -> np.ndarray:
-        """Return sentence numbers from a random start.
+    def walk(self, rng: random.Random, target: int) -> np.ndarray:
+        """Return sentence numbers from a random start, of more than `target` tokens.
 
-        They hold `target` tokens or more, and `spare` more sentences follow. No sentence repeats before all have been
-        used.
+        No sentence repeats before all have been used.
         """
         total = len(self.sentences)
         start = rng.randrange(total)
         stride = 1
         while not self.is_prose and (stride == 1 or math.gcd(stride, total) > 1):
             stride = rng.randrange(1, max(total, 8))
-        return (start + stride * np.arange(target // MIN_TOKENS + 1 + spare, dtype=np.int64)) % total
+        return (start + stride * np.arange(target // MIN_TOKENS + 1, dtype=np.int64)) % total
 
 
 def filler_sentences(number: int) -> list[str]:
@@ -123,21 +104,13 @@ def filler_sentences(number: int) -> list[str]:
 
 
 def folder_background(folder: str, counter: TokenCounter) -> Background:
-    """Return the sentences of every .txt file below `folder`.
+    """Return the sentences of every .txt file below `folder`, but for its first and last.
 
-    Each file's first and last sentence is left out. Raises UsageError if a file is not UTF-8, or no sentence is long
-    enough.
+    Raises UsageError if a file is not UTF-8, or no sentence is long enough.
     """
     files = sorted(path for path in Path(folder).rglob("*.txt") if path.is_file())
-    sentences = []
-    for file in files:
-        try:
-            sentences += split_sentences(file.read_bytes().decode("utf-8-sig"))[1:-1]
-        except UnicodeDecodeError as error:
-            raise UsageError(f"background must be UTF-8 text; {file} is not at byte {error.start}") from error
-        except OSError as error:
-            raise UsageError(f"background must be readable; {file}: {reason_of(error)}") from error
-    background = Background.from_sentences(sentences, counter, is_prose=True)
+    sentences = [each for file in files for each in split_sentences(utf8_text(file, "background"))[1:-1]]
+    background = Background(sentences, counter, is_prose=True)
     if not background.sentences:
         raise UsageError(
             f"background must hold a sentence of {MIN_TOKENS} tokens or more beside the first and last of its file;"
@@ -184,27 +157,28 @@ class SampleMaker:
         by_size = max(self.target // TOKENS_PER_FACT - 1, 0) if self.target else math.inf
         self.max_facts = by_size if self.story.max_facts is None else self.story.max_facts
         # Every fact lies entirely within the tokens [first, end).
-        self.first, self.end = 0, self.target
+        self.first, self.end = 0, math.inf
         if isinstance(self.facts_within, (list, tuple)):
             self.first, self.end = self.facts_within[0], min(self.facts_within[1], self.target)
         elif self.facts_within is not None:
             self.end = int(self.facts_within * self.target)
         # Without room for the start of a sentence, the count cannot be exact.
         self.room = max(min(self.end - self.first, self.target - MIN_TOKENS), 0) if self.target else math.inf
-        self._story = lru_cache(maxsize=4)(self._make_story)  # the questions of a story are neighbouring samples
+        # A story is made once for its questions, which are neighbouring samples.
+        self._story = lru_cache(maxsize=4)(lambda *which: make_story(self.task, self._rng("story", *which), self.story))
+        self._fact_tokens = cache(self.counter.inside)
 
     def sample(self, number: int) -> dict[str, str]:
-        """Return {input, question, target} of a sample.
-
-        Raises UsageError if no story or text fits. With generated stories, it is question `number` % questions of story
-        `number` // questions.
-        """
+        """Return {input, question, target}; raise UsageError if no story or text fits."""
         facts, question, answer = self.story_part(number)
         text = self._text(facts, number) if self.target else " ".join(facts)
         return {"input": text, "question": question, "target": answer}
 
     def story_part(self, number: int) -> Sample:
-        """Return a sample's facts, question and answer; raise UsageError if none fits."""
+        """Return a sample's facts, question and answer; raise UsageError if none fits.
+
+        It is a question of bAbI's file, or question `number` % questions of generated story `number` // questions.
+        """
         if self.questions is not None:
             if number < len(self._fitting):
                 return self._fitting[number]
@@ -212,22 +186,19 @@ class SampleMaker:
                 f"samples must be at most {len(self._fitting):,}, the questions of {self.task}'s file whose facts fit"
                 f" into size {self.size} (of {len(self.questions):,}); got {number + 1:,} or more"
             )
-        story_number, question_number = divmod(number, self.story.questions_of(self.task))
-        needs: list[tuple[int, int]] = []  # (facts, tokens) of the stories that do not fit
+        story, question = divmod(number, self.story.questions_of(self.task))
+        tried: list[Sample] = []
         for attempt in range(STORIES_TRIED):
-            story = self._story(story_number, attempt)
-            question = story.questions[question_number]
-            facts = story.facts[: question.num_facts]
-            tokens = self.counter.inside(*facts) + self.counter.overhead if self.target else 0
-            if len(facts) <= self.max_facts and tokens <= self.room:
-                return Sample(facts, question.text, question.answer)
-            needs.append((len(facts), tokens))
-        fewest, least_tokens = map(min, zip(*needs, strict=True))
+            tried.append(self._story(story, attempt)[question])
+            if self._fits(tried[-1].facts):
+                return tried[-1]
+        fewest = min(len(sample.facts) for sample in tried)
+        least_tokens = min(self._tokens(sample.facts) for sample in tried) + self.counter.overhead
         key = "sizes" if self.facts_within is None else "facts_within"
         if fewest > self.max_facts and self.story.max_facts is not None:
             key = "story.max_facts"
         raise UsageError(
-            f"{key} must leave room for question {question_number + 1} of a {self.task} story, which needs {fewest}"
+            f"{key} must leave room for question {question + 1} of a {self.task} story, which needs {fewest}"
             f" facts and {least_tokens} tokens or more; got at most {self.max_facts} facts in {self.room} tokens"
             f" (size {self.size}, reserve_tokens {self.reserve_tokens})"
         )
@@ -238,17 +209,13 @@ class SampleMaker:
         assert self.questions is not None
         shuffled = self.questions.copy()
         self._rng("order").shuffle(shuffled)
-        distinct = sorted({fact for sample in shuffled for fact in sample.facts}) if self.target else []
-        tokens = dict(zip(distinct, self.counter.in_context(distinct).tolist(), strict=True))
-        room = self.room - self.counter.overhead
-        return [
-            sample
-            for sample in shuffled
-            if len(sample.facts) <= self.max_facts and sum(tokens.get(fact, 0) for fact in sample.facts) <= room
-        ]
+        return [sample for sample in shuffled if self._fits(sample.facts)]
 
-    def _make_story(self, story: int, attempt: int) -> Story:
-        return make_story(self.task, self._rng("story", story, attempt), self.story)
+    def _fits(self, facts: list[str]) -> bool:
+        return len(facts) <= self.max_facts and self._tokens(facts) + self.counter.overhead <= self.room
+
+    def _tokens(self, facts: list[str]) -> int:
+        return sum(map(self._fact_tokens, facts))
 
     def _rng(self, *key: object) -> random.Random:
         return random.Random("/".join(map(str, (self.seed, self.task, self.size, *key))))
@@ -258,73 +225,35 @@ class SampleMaker:
         assert self.background is not None
         rng = self._rng("background", number)
         draws = sorted(rng.random() for _ in facts)  # sorted, so that facts keep their order
-        plans = 0
+        overhead, fact_tokens = self.counter.overhead, self._tokens(facts)
+        must = "facts_within must hold the start of a background sentence; none found in tokens"
+        must += f" [{self.first}, {self.end}]"
         for _ in range(WALKS_TRIED):
-            walk = self.background.walk(rng, self.target, SENTENCES_TRIED)
-            for parts, cut, rest, wanted in self._plans(walk, facts, draws):
-                plans += 1
-                if text := self._fitted(parts, cut, rest, wanted):
+            walk = self.background.walk(rng, self.target)
+            ends = np.cumsum(self.background.tokens[walk])
+            room = self.target - overhead - fact_tokens  # for background
+            for _ in range(PLANS_TRIED):
+                # The cut sentence is the first that does not end before the room does, so it keeps a token or more.
+                whole = int(np.searchsorted(ends, room))
+                before = overhead + np.array([0, *ends[:whole], room])  # tokens before each place
+                # All facts or none may come before a fact's own tokens, so a place must fit both cases.
+                places = np.flatnonzero((before.clip(0) >= self.first) & (before + fact_tokens <= self.end))
+                if not len(places):
+                    break
+                must = f"no text of exactly {self.target} tokens was found with this tokenizer and background"
+                *units, last = (self.background.sentences[index] for index in walk[: whole + 1])
+                piece = cut_to(last, int(before[-1] - before[-2]), self.counter)
+                if piece is None:
+                    break
+                units.append(piece)
+                for fact, draw in zip(reversed(facts), reversed(draws), strict=True):
+                    units.insert(int(places[int(draw * len(places))]), fact)
+                text = " ".join(filter(None, units))
+                excess = self.counter.count(text) - self.target
+                if not excess:
                     return text
-        which = f"(task {self.task}, size {self.size}, sample {number})"
-        if plans:
-            raise UsageError(
-                f"no text of exactly {self.target} tokens was found with this tokenizer and background {which}"
-            )
-        raise UsageError(
-            "facts_within must hold the start of a background sentence;"
-            f" none found in tokens [{self.first}, {self.end}] {which}"
-        )
-
-    def _plans(
-        self, walk: np.ndarray, facts: list[str], draws: list[float]
-    ) -> Iterator[tuple[list[str], int, str, int]]:
-        """Yield plans of texts: where the facts lie, what is cut.
-
-        A plan is (ordered parts of a text, index of the cut part, text to cut, tokens to keep). Yields nothing if there
-        is no place for the facts.
-        """
-        assert self.background is not None
-        fact_tokens = self.counter.inside(*facts)
-        room = self.target - self.counter.overhead - fact_tokens  # for background
-        ends = np.cumsum(self.background.tokens[walk])
-        fit = int(np.searchsorted(ends, room))  # the number of sentences that leave at least one token for the cut one
-        for attempt in range(SENTENCES_TRIED):
-            whole = max(fit - (attempt > 0), 0)  # one less from the second attempt on: the cut can move both ways
-            tokens = np.concatenate([[0], ends[:whole]])  # before each sentence
-            before = self.counter.overhead + np.append(tokens, room)
-            gaps = np.arange(len(before))  # gap g lies before sentence g
-            if self.facts_within is not None:
-                # All facts or none may come before a fact's own tokens, so a gap must fit both cases.
-                gaps = np.flatnonzero((before >= self.first) & (before + fact_tokens <= self.end))
-            if not len(gaps):
-                return
-            rest = [self.background.sentences[number] for number in walk[fit + attempt : fit + attempt + 3]]
-            sentences = [*(self.background.sentences[number] for number in walk[:whole]), ""]
-            places = [int(gaps[int(draw * len(gaps))]) for draw in draws]
-            parts: list[str] = []
-            for fact, start, end in zip(facts, [0, *places], places, strict=False):
-                parts += [*sentences[start:end], fact]
-            parts += sentences[places[-1] :]
-            opening = self.counter.opening(parts[0]) if parts[0] else self.counter.overhead
-            wanted = self.target - opening - fact_tokens - int(tokens[-1])
-            yield parts, parts.index(""), " ".join(rest), wanted
-
-    def _fitted(self, parts: list[str], cut: int, rest: str, wanted: int) -> str | None:
-        """Return `parts` with an exact cut of `rest` at `cut`, or None.
-
-        The text has exactly the target's tokens. The cut starts at `wanted` tokens, and moves by the excess or lack of
-        tokens of the whole text.
-        """
-        for _ in range(CUTS_TRIED):
-            piece = cut_to(rest, wanted, self.counter)
-            if piece is None:
-                return None
-            text = " ".join([*parts[:cut], *filter(None, [piece]), *parts[cut + 1 :]])
-            excess = self.counter.count(text) - self.target
-            if not excess:
-                return text
-            wanted -= excess
-        return None
+                room -= excess
+        raise UsageError(f"{must} (task {self.task}, size {self.size}, sample {number})")
 
 
 def cut_to(sentence: str, tokens: int, counter: TokenCounter) -> str | None:
@@ -332,28 +261,14 @@ def cut_to(sentence: str, tokens: int, counter: TokenCounter) -> str | None:
 
     It ends after a word if possible, else inside a word, as in the benchmark's last sentence.
     """
-    if tokens <= 0:
-        return None if tokens else ""
-    words = sentence.split(" ")
-    whole = _most(len(words), tokens, lambda number: " ".join(words[:number]), counter)
-    start = " ".join(words[:whole])
-    if whole and counter.inside(start) == tokens:
-        return start
-    if whole == len(words):
-        return None
-    stem, word = (f"{start} " if start else ""), words[whole]
-    letters = _most(len(word), tokens, lambda number: stem + word[:number], counter)
-    piece = stem + word[:letters]
-    return piece if letters and counter.inside(piece) == tokens else None
 
+    def longest(ends: list[int]) -> int:
+        """Return the last end with at most `tokens` tokens, or the first end."""
+        return ends[bisect_right(ends, tokens, lo=1, key=lambda end: counter.inside(sentence[:end])) - 1]
 
-def _most(number: int, tokens: int, start: Callable[[int], str], counter: TokenCounter) -> int:
-    """Return the largest n ≤ `number` whose start(n) has ≤ `tokens` tokens."""
-    low, high = 0, number
-    while low < high:
-        middle = (low + high + 1) // 2
-        if counter.inside(start(middle)) <= tokens:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    words = [0, *(word.end() for word in re.finditer(r"\S+", sentence))]
+    end = longest(words)
+    if end < len(sentence) and counter.inside(sentence[:end]) != tokens:
+        end = longest(list(range(end, words[words.index(end) + 1])))
+    piece = sentence[:end].rstrip()
+    return piece if counter.inside(piece) == tokens else None
