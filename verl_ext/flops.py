@@ -14,11 +14,12 @@ Here l is the number of tokens of a document; d_qk and d_v are the sizes of a he
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from verl_ext.packing import CostModel
+
+if TYPE_CHECKING:
+    from torch import nn
 
 # Dense bf16 FLOP/s from the data sheets of NVIDIA and AMD. The first key that is in a device's name as whole words
 # applies: "A10" is neither an A100 nor an A10G, nor the workstation card RTX A1000.
@@ -74,7 +75,7 @@ def peak_flops(device: str) -> float | None:
     return next((peak for name, peak in known.items() if re.search(rf"\b{name}\b", device)), None)
 
 
-def train_flops(model: nn.Module, hf_config: Any, of_states: float = 0, recomputes: bool = False) -> CostModel | None:
+def train_flops(model: "nn.Module", hf_config: Any, of_states: float = 0, recomputes: bool = False) -> CostModel | None:
     """Return the FLOPs of training; None for unknown experts or attention.
 
     Args:
@@ -98,8 +99,10 @@ def train_flops(model: nn.Module, hf_config: Any, of_states: float = 0, recomput
     return CostModel(round(per_token), width * (attention_layers(text) - windowed), width * windowed, window)
 
 
-def _of_matrices(model: nn.Module, text: Any, recomputes: bool) -> Iterator[float]:
+def _of_matrices(model: "nn.Module", text: Any, recomputes: bool) -> Iterator[float]:
     """Yield each matrix's FLOPs per token; raise LookupError for unknown experts."""
+    from torch import nn  # here, because the help of a plan names GPUs without torch
+
     experts, chosen = (
         next((value for name in names if (value := getattr(text, name, None))), None) for names in (_EXPERTS, _CHOSEN)
     )
