@@ -14,6 +14,8 @@ from verl_ext.config.upstream import upstream_problems
 from verl_ext.losses import LossOptions
 from verl_ext.values import plain
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parent.parent
 GROUP_FILES = sorted(
     path.relative_to(ROOT / "conf").as_posix()

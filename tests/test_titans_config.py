@@ -21,6 +21,8 @@ from verl_ext.models.qwen_titans import (
     save_memory_checkpoint,
 )
 
+pytestmark = pytest.mark.slow
+
 MEMORY = ("model.memory.chunk_size=32", "model.memory.sub_chunk=16", "model.memory.heads=2", "model.memory.head_dim=8")
 
 
