@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent / "verl_ext"
-ENTRIES = ("main", "run")  # of programs and commands: each command is a module with both
+ENTRIES = ("main",)  # of programs and commands
 
 
 def repeated(package: Path) -> Iterator[str]:

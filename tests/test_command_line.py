@@ -12,7 +12,7 @@ import pytest
 import verl_ext
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
-from verl_ext.__main__ import COMMANDS
+from verl_ext.__main__ import COMMANDS, main
 
 pytestmark = pytest.mark.slow
 
@@ -127,3 +127,28 @@ def test_verl_does_not_import_megatron_for_a_run():
         "with process_group():\n    import verl.workers.engine\n    assert sys.modules['megatron'] is None\n"
     )
     subprocess.run([sys.executable, "-c", code], env=environment(), check=True, timeout=120)
+
+
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_a_command_that_is_slow_to_import_prints_a_line_before(command, capfd, monkeypatch):
+    def slow(name):
+        heard.append(capfd.readouterr().out)
+        raise KeyboardInterrupt
+
+    heard = []
+    monkeypatch.setattr("verl_ext.__main__.importlib.import_module", slow)
+    with pytest.raises(KeyboardInterrupt):
+        main([command, "model.path=MODEL"])
+    assert heard[0].endswith(f": {command} …\n")
+
+
+def test_more_ranks_than_gpus_are_one_line():
+    code = (
+        "import torch\ntorch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1\n"
+        "from verl_ext.trainer.distributed import process_group\nwith process_group(): pass"
+    )
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    own = {**environment(), **ranks, "MASTER_PORT": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=own, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == "error: ranks (nproc) must be at most the node's GPUs, 1; got 2"

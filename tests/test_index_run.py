@@ -15,7 +15,7 @@ from datasets import Dataset
 from tests.megatron_peer import indexed_dataset
 from tests.test_tokenize_templates import tiny_tokenizer
 from verl_ext.commands.command_line import read_options
-from verl_ext.commands.index import IndexOptions, run
+from verl_ext.commands.index import IndexOptions, index_texts
 from verl_ext.data.megatron.index import TokenIndex
 from verl_ext.text.readers import ChunkSize
 from verl_ext.values import DataError, UsageError
@@ -35,7 +35,7 @@ def index(sources: dict[str, Any], output: Path, model: Path, *overrides: str) -
     """Run, and return the closing table."""
     items = ",".join(f"{name}:'{path}'" for name, path in sources.items())
     base = [f"sources={{{items}}}", f"output_dir={output}", f"model.path={model}", "num_workers=1"]
-    return run(read_options(IndexOptions, [*base, *overrides]))
+    return index_texts(read_options(IndexOptions, [*base, *overrides]))
 
 
 def write_jsonl(path: Path, records: list[Any]) -> Path:

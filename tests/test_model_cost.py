@@ -89,3 +89,12 @@ def test_a_window_without_layer_types_is_that_of_every_layer():
 @pytest.mark.parametrize("config", [GPT2Config(), LlamaConfig()])
 def test_configs_without_head_or_mlp_sizes_have_a_cost(config):
     assert cost_of(config).linear > 0
+
+
+def test_a_model_of_unknown_flops_has_no_cost():
+    config = Qwen3MoeConfig(**SIZES, **HEADS, num_experts=8, num_experts_per_tok=2, intermediate_size=9)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert balancing_cost(model, config, 1) is not None
+    config.num_experts = 7  # not what the matrices show
+    assert balancing_cost(model, config, 1) is None

@@ -14,7 +14,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_
 
 import verl_ext.commands.preflight as preflight
 from verl_ext.__main__ import main
-from verl_ext.commands.preflight import PreflightOptions, run
+from verl_ext.commands.preflight import PreflightOptions, check_nodes
 from verl_ext.nodes import PACKAGES, differences, digest_of_folder, versions
 from verl_ext.values import UsageError
 
@@ -32,7 +32,7 @@ def nodes(port: str, *ranks: int, ahead: int = 0, **options) -> list[str]:
         given = {"nnodes": 3, "master_port": int(port), "timeout": 20, **options}
         _of_this_thread.ahead = ahead if rank else 0
         try:
-            return run(PreflightOptions(node_rank=rank, **given))
+            return check_nodes(PreflightOptions(node_rank=rank, **given))
         except UsageError as error:
             return str(error)
 

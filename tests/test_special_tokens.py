@@ -16,7 +16,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 from tests.test_tokenize_templates import CHATML, GENERATION_WITHOUT_END, SPECIAL_TOKENS, WITH_TOOLS, tiny_tokenizer
 from verl_ext.commands.command_line import read_options
 from verl_ext.commands.index import IndexOptions
-from verl_ext.commands.index import run as index
+from verl_ext.commands.index import index_texts as index
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
 from verl_ext.data import MultiDocDataset, PreTrainDataset
 from verl_ext.data.megatron.index import TokenIndex

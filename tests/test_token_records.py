@@ -145,7 +145,7 @@ def test_documents_depend_on_their_records_alone_in_any_order_by_any_number_of_w
             return columns(made(model, output, order, f"num_workers={workers}"))
         listed = ",".join(map(str, order))
         given = [f"sources={{a:[{listed}]}}", f"output_dir={output}", f"model.path={model}", f"num_workers={workers}"]
-        index.run(read_options(index.IndexOptions, given))
+        index.index_texts(read_options(index.IndexOptions, given))
         found = TokenIndex(output / "a")
         return [found.tokens(number).tolist() for number in range(found.num_documents)]
 

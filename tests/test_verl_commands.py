@@ -69,7 +69,7 @@ def trained(monkeypatch):
 
     def run(words: list[str]) -> tuple[dict[str, TokenizeOptions], RunConfig]:
         Texts.made = []
-        train.run([*words, f"nproc={RANKS}"])
+        train.tokenize_and_train([*words, f"nproc={RANKS}"])
         line = lines.pop()
         config = compose(line[line.index("verl_ext.fsdp_sft_trainer") + 1 :])
         assert batch_problem(config, RANKS) is None

@@ -37,7 +37,7 @@ from verl_ext.values import plain
 _GIVEN_BACK = 15.0  # seconds until the run's own cluster gets back the resources of ended ranks
 
 
-def run(config: DictConfig, arguments: list[str]) -> int:
+def run_on_ray(config: DictConfig, arguments: list[str]) -> int:
     """Run the ranks of a composed config; return the exit code.
 
     arguments: those of the command line, for every rank. Raises ValueError for a mistake seen before the ranks start.
@@ -122,7 +122,7 @@ def main() -> None:
     @hydra.main(version_base="1.3", config_path="pkg://verl_ext.conf", config_name="sft")
     def drive(config: DictConfig) -> None:
         with _mistakes_in_one_line():  # inside Hydra, which would print mistakes in its own words
-            raise SystemExit(run(config, arguments))
+            raise SystemExit(run_on_ray(config, arguments))
 
     drive()
 

@@ -144,9 +144,9 @@ class RunState:
     """
 
     def __init__(
-        self, run_facts: dict[str, Any], grouping: dict[str, Any], folder: str, allowed: Sequence[str] = ()
+        self, fingerprint: dict[str, Any], grouping: dict[str, Any], folder: str, allowed: Sequence[str] = ()
     ) -> None:
-        self.fingerprint = _as_json(run_facts)
+        self.fingerprint = _as_json(fingerprint)
         self.grouping = grouping
         self.skipped_steps = self.skipped_in_a_row = self.spikes = 0
         self.total_tokens = self.total_target_tokens = 0

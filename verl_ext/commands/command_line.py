@@ -1,6 +1,6 @@
 """The command line of a command: options, help, errors and exit codes.
 
-A command is a module with an options dataclass, a function `run(options)`, which returns the text to print and raises
+A command is a module with an options dataclass, a function of the options, which returns the text to print and raises
 UsageError and DataError, and its `main`:
 
     @dataclass(frozen=True)
@@ -10,7 +10,7 @@ UsageError and DataError, and its `main`:
         add_eos: bool = option(True, "one EOS token after each document")
         model: ModelOptions = option(ModelOptions, "the tokenizer")      its fields are model.path, model.tokenizer_path
 
-    main = command("index", IndexOptions, run, example="'sources={books:books/}' output_dir=DIR")
+    main = command("index", IndexOptions, index_texts, example="'sources={books:books/}' output_dir=DIR")
 
 Below a field annotated `dict` or `Any`, the user may choose any keys, such as sources.books=books/.
 """

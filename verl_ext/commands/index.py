@@ -51,7 +51,7 @@ class IndexOptions(TextOptions, SourceOptions):
         yield from super().problems()
 
 
-def run(options: IndexOptions) -> str:
+def index_texts(options: IndexOptions) -> str:
     """Write an index of each source and report.json; return the closing tables.
 
     Raises `UsageError` and `DataError` with one line.
@@ -109,6 +109,6 @@ def _counted(counts: Counts) -> dict[str, Any]:
 main = command(
     "index",
     IndexOptions,
-    run,
+    index_texts,
     example="'sources={books:books/,web:web.jsonl}' output_dir=DIR model.path=MODEL_OR_TOKENIZER",
 )

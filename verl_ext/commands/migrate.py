@@ -42,7 +42,7 @@ class MigrateOptions(Options):
     command: str = option(REQUIRED, "the old command, as it stands in a shell script", required=True)
 
 
-def run(options: MigrateOptions) -> str:
+def migrate(options: MigrateOptions) -> str:
     """Return the new command and its comments, or raise UsageError."""
     from verl_ext.config import schema  # imports torch and verl, which takes seconds
 
@@ -120,4 +120,4 @@ def _read(words: Sequence[str]) -> MigrateOptions:
     return MigrateOptions(words[0] if len(words) == 1 else shlex.join(words))
 
 
-main = command("migrate", MigrateOptions, run, "'torchrun … -m verl.trainer.fsdp_sft_trainer …'", _read)
+main = command("migrate", MigrateOptions, migrate, "'torchrun … -m verl.trainer.fsdp_sft_trainer …'", _read)

@@ -65,7 +65,7 @@ class PreflightOptions(Options):
             yield f"node_rank must be 0 to {self.nnodes - 1} with nnodes={self.nnodes}; got {self.node_rank}"
 
 
-def run(options: PreflightOptions) -> str:
+def check_nodes(options: PreflightOptions) -> str:
     """Check with all nodes; return a line, or raise all nodes' UsageError."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # torch, imported below, warns about the same things
     end_with_launcher()
@@ -231,4 +231,6 @@ def _name(options: PreflightOptions) -> str:
     return f"node {options.node_rank} ({socket.gethostname()})"
 
 
-main = command("preflight", PreflightOptions, run, example="nnodes=4 node_rank=1 master_addr=host0 master_port=29500")
+main = command(
+    "preflight", PreflightOptions, check_nodes, example="nnodes=4 node_rank=1 master_addr=host0 master_port=29500"
+)

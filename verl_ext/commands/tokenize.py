@@ -90,7 +90,7 @@ class TokenizeOptions(ChatOptions, SourceOptions):
                 yield f"{key} must be a fraction above 0 and at most 1.0, or a number of records from 1; got {part}"
 
 
-def run(options: TokenizeOptions) -> str:
+def tokenize_sources(options: TokenizeOptions) -> str:
     """Tokenize the sources; return the closing tables and previews."""
     return f"{summary(tokenize(options))}\n\nwritten to {options.output_dir}"
 
@@ -239,6 +239,6 @@ def _numbers(seed: int, name: str, place: int) -> Iterator[int]:
 main = command(
     "tokenize",
     TokenizeOptions,
-    run,
+    tokenize_sources,
     example="'sources={gsm8k:train.jsonl,code:code.json}' output_dir=DIR model.path=MODEL_OR_TOKENIZER",
 )

@@ -27,7 +27,7 @@ from verl_ext.overrides import Item
 from verl_ext.text.chat import ChatEncoder
 from verl_ext.text.sources import find_source_files
 from verl_ext.text.tokenized import cached_tokens, code_digest, file_facts
-from verl_ext.text.tokenizer import leave_out_torch
+from verl_ext.text.tokenizer import TRUSTED, leave_out_torch
 from verl_ext.translation import translate
 from verl_ext.values import DataError, Options, UsageError, option
 
@@ -60,7 +60,7 @@ class TrainOptions(Options):
     nproc: int | None = option(None, "number of ranks; null: one per GPU of this machine, or 1 without GPUs", least=1)
 
 
-def run(words: Sequence[str]) -> str:
+def tokenize_and_train(words: Sequence[str]) -> str:
     """Tokenize if needed, and train; raise SystemExit with a nonzero code."""
     words = _translated(words)
     # Every word has one reader: this command, `tokenize`, or the trainer, which gets the rest (model.* has two).
@@ -132,6 +132,8 @@ class Texts:
                 if (given := getattr(options, name)) != needed:
                     raise UsageError(f"{name} must be {needed} here; got {given}: use `verl-ext tokenize`")
             leave_out_torch(options.model)
+            if options.model.trust_remote_code:
+                print(f"note: {TRUSTED}", file=sys.stderr, flush=True)  # before the tokenizer runs it
             self._encoder = ChatEncoder(options, list(options.sources), options.preview)
             if self._encoder.prints_date and not words_of(words, ["chat_date"]):
                 self._words.append(f"chat_date={options.chat_date}")  # the same command on another day
@@ -191,7 +193,7 @@ def _num_gpus() -> int:
 main = command(
     "train",
     TrainOptions,
-    run,
+    tokenize_and_train,
     example="'data.sources={gsm8k:train.jsonl,code:code.json}' model.path=MODEL [nproc=N] [key=value …]",
     read=list,
 )

@@ -354,6 +354,6 @@ class BABILongDataset(TextSet):
         return AnswerMeasure(self, self.is_right_answer, device)
 
     def is_right_answer(self, pack: int, answer: str) -> bool:
-        """Return whether a text answers the question of a row by the rule of its task."""
+        """Return whether a text answers a row's question by its task's rule."""
         category, question, target = self.question(pack)
         return is_right_answer(answer, target, question, category)

@@ -210,6 +210,6 @@ class CategoryTable:
 
 
 def category_fields(name: str) -> dict[str, str]:
-    """Return the fields in a category's name, such as task and length; {} if no family declares them."""
+    """Return the fields in a category's name, such as task and length; or {}."""
     found = next(filter(None, (pattern.fullmatch(name) for pattern in NAMES_WITH_FIELDS)), None)
     return {} if found is None else found.groupdict()

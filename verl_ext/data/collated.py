@@ -99,6 +99,7 @@ class CollatedDataset(PackDataset):
         node = config or {}
         options: Any = self.Options.read(node)
         paths = named_paths(key, "what the dataset class reads", parquet_files=parquet_files)
+        # The user's constructor names what it wants, in verl's words or ours; it gets that alone.
         custom = node["custom_cls"]
         own = custom_object("data.custom_cls", custom["path"], custom["name"])
         path: Any = paths[0] if len(paths) == 1 else paths
@@ -120,6 +121,7 @@ class CollatedDataset(PackDataset):
             raise ValueError(
                 f"{_KEY} must name {needs}; got {custom['name']}{signature}: {first_line(error)}"
             ) from error
+        # A class that does not know verl's max_samples is cut here.
         self._own = own(*bound.args, **bound.kwargs)
         self.key, self.max_tokens = key, options.max_tokens
         self._paths = tuple(map(absolute_path, paths))

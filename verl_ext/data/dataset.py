@@ -380,7 +380,7 @@ class PackDataset(torch.utils.data.Dataset, ABC):
         return False
 
     def answer_measure(self, device: Any) -> AnswerMeasure | None:
-        """Return how answers are scored at validation, with its counts on `device`; None if packs ask nothing."""
+        """Return the measure of answers, counted on `device`; None without questions."""
         return None
 
     def changed_documents(self) -> list[DroppedDocuments]:

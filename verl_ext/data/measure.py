@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 class Question(NamedTuple):
-    """The tokens before an answer, and the name of its category ("" for none)."""
+    """The tokens before an answer, and its category ("": none)."""
 
     ids: list[int]
     category: str
 
 
 class AnswerMeasure:
-    """The scores of the answers in a dataset whose packs are questions with an answer each.
+    """The scores of a dataset whose packs are questions with answers.
 
     Attributes:
         generated: the metric of generated answers; that of a category is CATEGORY_generated.
@@ -33,13 +33,19 @@ class AnswerMeasure:
     generated = "accuracy"
 
     def __init__(self, dataset: "PackDataset", is_right: Callable[[int, str], bool], device: Any) -> None:
-        """Begin to count on a device. is_right: whether a text answers the question of a pack."""
+        """Begin to count on a device.
+
+        is_right: whether a text answers the question of a pack.
+        """
         self._dataset, self._is_right = dataset, is_right
         self._packs = np.flatnonzero(dataset.pack_targets())  # a truncated row may have no answer
         self.counts = torch.zeros(2, len(dataset.categories.ids) + 1, dtype=torch.float64, device=device)
 
     def add(self, is_likeliest: torch.Tensor, is_target: torch.Tensor, slots: torch.Tensor) -> None:
-        """Count rows [B, L] by whether the next token is the likeliest and a target, and by the target's category."""
+        """Count the rows [B, L] with an answer, and with an exact one.
+
+        is_likeliest, is_target: of each next token. slots: the category of a target, -1 elsewhere.
+        """
         slots = slots.amax(1).clamp(min=0)  # int64[B]: 0 for a row without an answer
         is_answered = is_target.any(1)
         is_exact = is_answered & (is_likeliest | ~is_target).all(1)

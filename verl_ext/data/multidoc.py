@@ -170,6 +170,7 @@ class MultiDocDataset(PackDataset):
             node["max_tokens"] = None
         named = {"seq_len": seq_len, "add_eos": add_eos, "max_corpus_tokens": max_tokens, "seed": seed}
         self.options = options = MultiDocOptions.read(node, **{**named, **given})
+        # A blend names the data itself; validation data of its own takes its place.
         uses_blend = options.blend is not None and (split is not None or not validates)
         if uses_blend and paths is not None:
             raise ValueError(f"{key} must be null with data.blend, which names the data; got {paths!r}")
@@ -184,6 +185,7 @@ class MultiDocDataset(PackDataset):
         self.sampling = options.val_sampling if validates else self._train_sampling(node.get("num_samples"))
         self.last_is_label = LABEL_TOKENS[self.sampling] == 1
         self.is_ordered = self.sampling == "document_stream"
+        # Validation has another seed than training, unless the user names one.
         val_seed = options.seed + 1 if options.val_seed is None else options.val_seed
         self._seed = val_seed if validates else options.seed
         self._plan: StreamPlan | WindowPlan

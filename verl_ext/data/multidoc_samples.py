@@ -166,6 +166,7 @@ class StreamPlan:
         whole = (epochs * tokens - 1) // seq_len
         self._num, self._seq_len = int(num_samples or whole.sum()), seq_len
         self.epochs = self._num * seq_len / int(tokens.sum())
+        # Several sources are blended sample by sample, so each gives as many samples as its turns.
         weights = [source.weight for source in sources if source.weight is not None]
         _check_joined_sequences(sources, blend_rule if weights or len(sources) > 1 else None)
         as_builder = bool(weights) and blend_rule == "megatron"

@@ -174,6 +174,7 @@ class SFTDataSet(PackDataset):
         paths: list[str] = []
         if self.options.needs_train_dir:
             paths = named_paths(key, self.paths_are, train_dir=train_dir, parquet_files=parquet_files)
+        # A text set tokenizes here, or finds its tokens in the cache.
         data, rows = self._open(paths, tokenizer, key)
         if tokenizer is not None and tokenizer.pad_token_id is not None:
             padding_value = tokenizer.pad_token_id
@@ -186,6 +187,7 @@ class SFTDataSet(PackDataset):
         self._rows = rows  # the rows of this set's documents, in use or not
         first = slice(max_samples if max_samples > 0 else None)
         self._in_use: Any = first if rows is None else rows[first]  # a slice, as row numbers take 8 bytes each
+        # Documents are cut to the budget before they are packed, so that the plan knows only pieces that fit.
         spans = cut_spans(data.lengths[self._in_use], packing.max_tokens, packing.over_length, key)
         self.spans = spans if rows is None else Spans(rows[spans.row], spans.start, spans.length)
         how = packing.max_tokens, packing.strategy, packing.seed

@@ -1,4 +1,4 @@
-"""The nodes of a run on Ray: an actor on each, and its launch of ranks.
+"""The nodes of a run on Ray: an actor and a launch each.
 
     driver ── an actor per node, with `per_node` GPUs or CPUs
            ◄─ output and exit code ─  actor  ◄─ pipes ─  verl-ext launch  ─►  torchrun  ─►  the ranks of the node
@@ -41,7 +41,7 @@ _ENVIRONMENT = {
 
 
 class NodePlace(NamedTuple):
-    """An actor's node: address, id in Ray, host name and a free port."""
+    """An actor's node, and a free port of it."""
 
     address: str
     node: str
@@ -199,7 +199,10 @@ class PlacedNodes:
                 signal.signal(number, handler)
 
     def _launch(self, words: Sequence[str], planned_nodes: int) -> dict[Any, tuple[NodePlace, Any]]:
-        """Start a stream of events per node; one ends with an error if its actor is gone."""
+        """Start a stream of events per node.
+
+        A stream ends with an error if its actor is gone.
+        """
         first, _ = self._nodes[0]
         topology: dict[str, Any] = {"MASTER_ADDR": first.address, "MASTER_PORT": first.port}
         topology |= {"NNODES": len(self._nodes), "NPROC_PER_NODE": self._per_node, "VERL_EXT_RAY_NODES": planned_nodes}

@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def end_with_launcher(number: int = signal.SIGTERM) -> None:
-    """Let the kernel send this signal once the launcher, if any, is gone."""
+    """Let the kernel signal this process once its launcher, if any, ends."""
     launcher = os.environ.get("VERL_EXT_LAUNCHER")
     if launcher is None or sys.platform != "linux":
         return

@@ -215,6 +215,7 @@ def tagged_blocks(text: str, start: int, stop: int, is_opened: bool) -> tuple[li
             borders.append(Border(end, kind, tuple(sorted(found))))
             at = end
 
+    # Reasoning that the prompt has opened ends at a closing tag without an opening one.
     first = _TAG.search(text, start, stop)
     if match := _EMPTY.match(text, start, stop):
         empty.append((start, match.end()))

@@ -224,6 +224,7 @@ def cut_to_length(document: Document, max_tokens: int | None, policy: str, count
     if policy == "drop":
         counts.update(dropped_documents=1, dropped_tokens=tokens)
         return []
+    # Pieces without a target are kept beside others: what is split stays whole.
     stop = max_tokens if policy == "truncate" else tokens
     pieces = [document.part(start, min(start + max_tokens, stop)) for start in range(0, stop, max_tokens)]
     targets = [int(piece.loss_mask.sum()) for piece in pieces]

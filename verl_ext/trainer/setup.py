@@ -41,16 +41,10 @@ from verl_ext.engines.cost import balancing_cost
 from verl_ext.engines.schedule import keeps_rates, schedule_problems
 from verl_ext.losses import LossSpec
 from verl_ext.metrics import RESERVED
-from verl_ext.nodes import differences, versions
-from verl_ext.nodes import digest_of_folder as digest_of_folder
+from verl_ext.nodes import differences, digest_of_folder, versions
 from verl_ext.packing import TOKENS, CostModel
 from verl_ext.text.tokenizer import TRUSTED
-from verl_ext.trainer.distributed import (
-    RunRanks,
-    accelerator,
-    print_on_rank0,
-    user_errors_end_the_run,
-)
+from verl_ext.trainer.distributed import RunRanks, accelerator, print_on_rank0, user_errors_end_the_run
 from verl_ext.trainer.inputs import open_prompts, open_sets
 from verl_ext.trainer.report import data_facts, step_facts, what_runs
 from verl_ext.trainer.step_plan import StepPlan
@@ -277,13 +271,7 @@ def opened(config: RunConfig, model: ModelFacts) -> Run:
             batch, costs = config.data_parallel_size * config.data.micro_batch_size_per_gpu, val_set.pack_costs(cost)
             steps = StepPlan(len(val_set), batch, config.dataset.seed, shuffle=False, costs=costs)
             validation = Validation(val_set, steps)
-    notices = (
-        *config.notices,
-        *model.notices,
-        *unknown,
-        *_notices(config, train_set, plan),
-        *chats.notices(train_set.key),
-    )
+    notices = *config.notices, *model.notices, *unknown, *_notices(config, train_set, plan)
     return Run(
         config=config,
         train_set=train_set,
@@ -294,7 +282,7 @@ def opened(config: RunConfig, model: ModelFacts) -> Run:
         validation=validation,
         total_steps=total_steps,
         schedule_steps=schedule_steps,
-        notices=notices,
+        notices=(*notices, *chats.notices(train_set.key)),
         prompts=prompts,
         chats=chats,
     )

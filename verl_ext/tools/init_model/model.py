@@ -1,4 +1,4 @@
-"""The config of a new model, from a preset or a config.json, and its random weights.
+"""A new model: its config, from a preset or file, and random weights.
 
 A preset is a YAML file in `presets/` with the keys of a config.json, except for those that the tokenizer determines.
 """

@@ -94,7 +94,7 @@ class TrainingText:
             raise DataError(f"tokenizer.train_on must hold text; got none in {', '.join(self.patterns)}")
 
     def _texts(self, file: SourceFile) -> Iterator[tuple[str, int]]:
-        """Yield each text of a file and the bytes read; a text may be empty."""
+        """Yield each text of a file, maybe empty, and the bytes read."""
         place = file.path
         try:
             if file.kind == "text":

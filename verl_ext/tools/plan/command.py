@@ -27,7 +27,7 @@ class PlanCommand(Options):
     plan: PlanOptions = option(PlanOptions, "the machine of the run")
 
 
-def run(words: Sequence[str]) -> str:
+def run_plan(words: Sequence[str]) -> str:
     """Plan a command line's run; mistakes end the process with code 2."""
     own = words_of(words, [PlanOptions.prefix])
     options = read_options(PlanCommand, own).plan
@@ -68,7 +68,7 @@ def plan(composed: Any, options: PlanOptions) -> dict[str, Any]:
 main = command(
     "plan",
     PlanCommand,
-    run,
+    run_plan,
     example="data.train_dir=DIR model.path=MODEL plan.gpu=H100-80G plan.world_size=8 [key=value …]",
     read=list,
 )

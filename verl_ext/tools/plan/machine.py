@@ -2,19 +2,16 @@
 
 import sys
 from dataclasses import replace
-from typing import Any
 
 import torch
 from omegaconf import DictConfig
 
 from verl_ext.attention import unusable
 from verl_ext.config.run import Machine
-from verl_ext.config.support import Architecture
 from verl_ext.layers import mixers_of
 from verl_ext.tools.plan.options import PlanOptions, num_bytes
 from verl_ext.trainer.distributed import print_on_rank0, user_errors_end_the_run
 from verl_ext.trainer.setup import Run, checked, opened, this_machine
-from verl_ext.values import refuse
 
 
 def planned_run(composed: DictConfig, plan: PlanOptions) -> tuple[Run, PlanOptions]:
@@ -41,22 +38,17 @@ def planned_run(composed: DictConfig, plan: PlanOptions) -> tuple[Run, PlanOptio
                 composed.attention.backend = "auto"  # torch's own flash attention, which needs the same memory
     config, model = checked(composed, machine)
     with user_errors_end_the_run():
-        if plan.gpu_memory is not None:
-            refuse([_state_problem(model.hf_config, plan.gpu_memory)])
+        mixers = () if plan.gpu_memory is None or model.module is None else mixers_of(model.module)
+        states = {type(layer).__name__ for layer, mixer in mixers if mixer.time not in ("attention", "positions")}
+        if states:  # a plan would measure torch's code, which needs other memory
+            why = f"the GPU kernels of {', '.join(sorted(states))} run on no fake GPU"
+            must = f"plan.gpu_memory must be null for a {type(model.hf_config).__name__}"
+            raise ValueError(f"{must}: {why}; got {plan.gpu_memory}")
     run = opened(config, model)
     with user_errors_end_the_run():
         run.check_targets()
     print_on_rank0((f"note: {notice}" for notice in run.notices), sys.stderr)
     return run, plan
-
-
-def _state_problem(hf_config: Any, gpu_memory: Any) -> str | None:
-    """Return a line for layers with a state, whose kernels need GPUs."""
-    module = (model := Architecture(hf_config)).module
-    mixers = () if module is None else mixers_of(module)
-    states = {type(layer).__name__ for layer, mixer in mixers if mixer.time not in ("attention", "positions")}
-    why = f"the GPU kernels of {', '.join(sorted(states))} run on no fake GPU"
-    return f"plan.gpu_memory must be null for a {model.name}: {why}; got {gpu_memory}" if states else None
 
 
 def gpu_memory(run: Run, plan: PlanOptions) -> int | None:

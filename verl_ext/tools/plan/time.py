@@ -25,7 +25,10 @@ LINK_SHARE = 0.75  # the share of a link's rate that collectives of large tensor
 
 
 def not_hidden(traffic: Any, computing: Any, layers: float = math.inf) -> Any:
-    """Return the seconds of traffic beyond the computation that hides it, and at least those of one of `layers`."""
+    """Return the seconds of traffic that computation does not hide.
+
+    They are at least those of one of `layers`, which nothing hides.
+    """
     return np.maximum(traffic - computing * (1 - 1 / layers), traffic / layers)
 
 
@@ -46,7 +49,6 @@ def time_facts(run: Run, config: RunConfig, plan: PlanOptions, job: Job, predict
     data, ranks = config.data, config.machine.world_size
     peak = config.trainer.gpu_peak_tflops
     peak = peak * 1e12 if peak else peak_flops(str(plan.gpu))
-    link, network = (LINK_SHARE * (num_bytes(rate) or 0) for rate in (plan.link, plan.network))
     assert peak is not None, "the options are checked"
     groups, micro_batch = config.data_parallel_size, data.micro_batch_size_per_gpu
     steps = replace(run.plan, group_size=data.balance_group or groups)
@@ -66,19 +68,11 @@ def time_facts(run: Run, config: RunConfig, plan: PlanOptions, job: Job, predict
     speed = plan.efficiency * peak * config.sequence_parallel_size
     computing = slowest(computed) / speed
     micro_steps = computing.size
-
-    def seconds(received: Received) -> float:
-        return max(received.bytes / link, received.remote / network)
-
-    # The heaviest packs ran, not the mean ones: their bytes are divided by what each kind of traffic grows with.
-    batches = [batch for step in job.steps for batch in step]
-    of_batches, of_tokens = len(batches), sum(len(batch.input_ids) for batch in batches)
-    reductions = len(job.steps) if config.engine.use_no_sync_for_gradient_accumulation else of_batches
-    got = {name: prediction.received.get(name, Received()) for name in (GATHERED, REDUCED, *EXCHANGES)}
+    received, seconds = _traffic(config, plan, job, prediction)
     reduced_a_step = 1 if config.engine.use_no_sync_for_gradient_accumulation else computing.shape[1]
-    fsdp = np.full(computing.shape, seconds(got[GATHERED]) / of_batches)
-    fsdp[:, -reduced_a_step:] += seconds(got[REDUCED]) / reductions
-    exchange = slowest(tokens) * sum(seconds(got[name]) for name in EXCHANGES) / of_tokens
+    fsdp = np.full(computing.shape, seconds[GATHERED])
+    fsdp[:, -reduced_a_step:] += seconds[REDUCED]
+    exchange = slowest(tokens) * sum(seconds[name] for name in EXCHANGES)
     # FSDP's traffic runs beside the computation: only what takes longer than it costs time.
     shown = not_hidden(fsdp, computing)
     count = len(computing)
@@ -94,9 +88,9 @@ def time_facts(run: Run, config: RunConfig, plan: PlanOptions, job: Job, predict
         "model_flops": model_flops,
         "computed_flops": float(of_epoch(computed).sum()) / count,
         "received": {
-            GATHERED: got[GATHERED].bytes / of_batches * micro_steps / count,
-            REDUCED: got[REDUCED].bytes / reductions * reduced_a_step,
-            **{name: got[name].bytes / of_tokens * step_tokens / groups for name in EXCHANGES},
+            GATHERED: received[GATHERED] * micro_steps / count,
+            REDUCED: received[REDUCED] * reduced_a_step,
+            **{name: received[name] * step_tokens / groups for name in EXCHANGES},
         },
         "seconds": {
             "computing": float(ideal) / count,
@@ -111,3 +105,21 @@ def time_facts(run: Run, config: RunConfig, plan: PlanOptions, job: Job, predict
         "hours": hours,
         "gpu_hours": hours * ranks,
     }
+
+
+def _traffic(
+    config: RunConfig, plan: PlanOptions, job: Job, prediction: Prediction
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the bytes that a rank receives, and their seconds, by kind.
+
+    They are those of a micro-step for parameters, of a reduction for gradients, and of a token for the exchanges: the
+    heaviest packs ran, not the mean ones, so their bytes are divided by what each kind grows with.
+    """
+    link, network = (LINK_SHARE * (num_bytes(rate) or 0) for rate in (plan.link, plan.network))
+    batches = [batch for step in job.steps for batch in step]
+    reductions = len(job.steps) if config.engine.use_no_sync_for_gradient_accumulation else len(batches)
+    units = {GATHERED: len(batches), REDUCED: reductions}
+    units |= dict.fromkeys(EXCHANGES, sum(len(batch.input_ids) for batch in batches))
+    got = {name: prediction.received.get(name, Received()) for name in units}
+    seconds = {name: max(each.bytes / link, each.remote / network) / units[name] for name, each in got.items()}
+    return {name: each.bytes / units[name] for name, each in got.items()}, seconds

@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 
 from verl_ext.commands.command_line import command, read_options
 from verl_ext.text.tokenizer import ModelOptions
-from verl_ext.tools.show import data, plan, run
-from verl_ext.tools.show.data import ShowDataOptions
-from verl_ext.tools.show.plan import ShowPlanOptions, is_plan
-from verl_ext.tools.show.run import ShowRunOptions
+from verl_ext.tools.show.data import ShowDataOptions, show_data
+from verl_ext.tools.show.plan import ShowPlanOptions, is_plan, show_plans
+from verl_ext.tools.show.run import ShowRunOptions, show_runs
 from verl_ext.tools.show.runs import is_run
 from verl_ext.values import Options, UsageError, options_of
 
@@ -27,21 +26,21 @@ class Kind(NamedTuple):
     """A kind of paths: options, viewer, example, and need of torch."""
 
     options: type[Options]
-    run: Callable[[Any], str]
+    view: Callable[[Any], str]
     example: str
     loads_models: Callable[[Any], bool] = lambda options: False
 
 
 SUBCOMMANDS = {
     "data": Kind(
-        *(ShowDataOptions, data.run, "DATA … [row=7] [max_tokens=131072 ranks=8] [key=value …]"),
+        *(ShowDataOptions, show_data, "DATA … [row=7] [max_tokens=131072 ranks=8] [key=value …]"),
         lambda options: options.max_tokens is not None,
     ),
     "run": Kind(
-        *(ShowRunOptions, run.run, "RUN … [answers | step=400 rank=0] [html=FILE] [key=value …]"),
+        *(ShowRunOptions, show_runs, "RUN … [answers | step=400 rank=0] [html=FILE] [key=value …]"),
         lambda options: options.step is not None,
     ),
-    "plan": Kind(ShowPlanOptions, plan.run, "PLAN … [json=FILE]"),
+    "plan": Kind(ShowPlanOptions, show_plans, "PLAN … [json=FILE]"),
 }
 FLAGS = {
     name
@@ -68,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     kind = SUBCOMMANDS[name]
     read = partial(_read, name)
-    return command(f"show {name}", kind.options, kind.run, kind.example, read, kind.loads_models)(words)
+    return command(f"show {name}", kind.options, kind.view, kind.example, read, kind.loads_models)(words)
 
 
 def _is_path(word: str) -> bool:

@@ -77,7 +77,7 @@ class ShowDataOptions(SelectOptions, PackOptions):
         return plans or not others or bool(self.changed().keys() & {*_OF_AUDIT})
 
 
-def run(options: ShowDataOptions) -> str:
+def show_data(options: ShowDataOptions) -> str:
     """Show the data on the terminal or as a page."""
     with TemporaryDirectory(prefix="verl-ext-show-") as folder:
         _show(_tokenized(options, Path(folder)), options.paths)

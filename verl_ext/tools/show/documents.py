@@ -186,7 +186,7 @@ def open_documents(paths: Sequence[str], key: str = "paths") -> ShownDocuments:
         UsageError: the paths are of both kinds.
         DataError: a folder or corpus cannot be read.
     """
-    kinds = {path: _is_index(path) for path in paths}
+    kinds = {p: not os.path.isdir(p) and (p.endswith(SUFFIXES) or os.path.exists(f"{p}.idx")) for p in paths}
     if len(set(kinds.values())) != 1:
         raise UsageError(f"{key} must be of one kind, tokenized folders or Megatron's corpora; got {', '.join(paths)}")
     try:
@@ -204,10 +204,6 @@ def tokenizer_of(model: ModelOptions, named: str | None, is_needed: bool = False
     if is_needed and not path:
         raise UsageError("model.path must name the tokenizer of the data, whose report.json names none; got null")
     return load_tokenizer(replace(model, path=path, tokenizer_path=None)) if path else None
-
-
-def _is_index(path: str) -> bool:
-    return not os.path.isdir(path) and (path.endswith(SUFFIXES) or os.path.exists(f"{path}.idx"))
 
 
 def _read_report(folder: Path) -> Report:

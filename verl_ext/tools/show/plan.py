@@ -23,7 +23,7 @@ class ShowPlanOptions(Options):
     json: str | None = option(None, "file for the numbers as JSON")
 
 
-def run(options: ShowPlanOptions) -> str:
+def show_plans(options: ShowPlanOptions) -> str:
     """Show the plans on the terminal."""
     reports = {path: read_plan(path) for path in options.paths}
     console = terminal()

@@ -65,7 +65,7 @@ class ShowRunOptions(Options):
             yield f"step must be of one run; got {', '.join(self.paths)}"
 
 
-def run(options: ShowRunOptions) -> str:
+def show_runs(options: ShowRunOptions) -> str:
     """Show the runs on the terminal or as a page."""
     if options.follow:
         _follow(options)

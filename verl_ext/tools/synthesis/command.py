@@ -151,7 +151,7 @@ class SynthesizeOptions(OutputOptions):
         return self.store or f"{self.output_dir.rstrip('/')}.answers.sqlite"
 
 
-def run(options: SynthesizeOptions) -> str:
+def synthesize(options: SynthesizeOptions) -> str:
     """Make the records; return closing tables; raise UsageError or DataError."""
     # Mistakes in files end the run before documents are read and requests are paid for.
     task = TASKS[str(options.task)]
@@ -262,7 +262,7 @@ def _listed(counts: Mapping[str, int]) -> str:
 main = command(
     "synthesize",
     SynthesizeOptions,
-    run,
+    synthesize,
     example="task=longalign 'sources={books:books/}' output_dir=DIR model.path=TOKENIZER"
     " endpoint.base_url=http://localhost:8000/v1 endpoint.model=NAME",
     loads_models=lambda options: options.loads_encoder,

@@ -26,7 +26,7 @@ from verl_ext.files import json_lines
 from verl_ext.tools.synthesis.asking import AHEAD, Work, WriteResult, in_order
 from verl_ext.tools.synthesis.corpus import Intervals
 from verl_ext.tools.synthesis.encoder import LocalEncoder
-from verl_ext.tools.synthesis.items import SourceItem, drawn
+from verl_ext.tools.synthesis.items import drawn
 from verl_ext.values import DataError
 
 SEPARATOR = "\n\n"
@@ -152,7 +152,10 @@ async def _embedded(work: Work, texts: IO[bytes], result: WriteResult) -> dict[s
                     async for item, answer in results:
                         if answer.is_done:
                             tokens = count.count(item.text + SEPARATOR)
-                            classes[item.kind].append(_kept(item, tokens, answer.parsed, texts))
+                            text = item.text.encode()
+                            document = ClassDocument(item.name, tokens, answer.parsed, texts.tell(), len(text))
+                            classes[item.kind].append(document)
+                            texts.write(text)
                         else:
                             result.add(item, answer.outcome, answer.reason, has_record=False)
                         bar.item_done()
@@ -162,13 +165,6 @@ async def _embedded(work: Work, texts: IO[bytes], result: WriteResult) -> dict[s
         if len(sizes) > 1:
             raise DataError(f"the encoder must give embeddings of one length; got {sorted(sizes)}")
     return classes
-
-
-def _kept(item: SourceItem, tokens: int, vector: NDArray[np.float32], texts: IO[bytes]) -> ClassDocument:
-    """Write a document's text for its group; return the document."""
-    place, text = texts.tell(), item.text.encode()
-    texts.write(text)
-    return ClassDocument(item.name, tokens, vector, place, len(text))
 
 
 def _record(

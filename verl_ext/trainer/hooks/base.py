@@ -55,7 +55,10 @@ class Hook:
         """Act before this process's first step; ValueError and OSError end the run."""
 
     def pre_step(self, step: int) -> None:
-        """Act before a step, counted from 1; after a stop request `stop` follows, not `post_step`."""
+        """Act before a step, counted from 1.
+
+        After a stop request `stop` follows, not `post_step`.
+        """
 
     def post_step(self, step: int, outcome: StepOutcome) -> None:
         """Act after a step."""
