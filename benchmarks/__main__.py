@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import harness
-from verl_ext.values import UsageError, choice_problem
+from verl_ext.options import UsageError, choice_problem
 
 
 def main() -> int:

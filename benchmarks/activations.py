@@ -16,16 +16,16 @@ from transformers import LlamaConfig, LlamaModel
 from benchmarks.cells import in_own_process
 from benchmarks.harness import Row, equal, relative, table
 from benchmarks.meters import measured
-from verl_ext import values
+from verl_ext import options
 from verl_ext.engines.activations import ActivationOptions, apply_activation_options
-from verl_ext.values import option
+from verl_ext.options import option
 
 CASES = ("plain", "tiles", "checkpoints", "checkpoints+tiles", "checkpoints+tiles+host")
 QUICK = ["tokens=[512]", "hidden=64", "intermediate=128", "layers=1"]
 
 
 @dataclass(frozen=True)
-class Options(values.Options):
+class Options(options.Options):
     """Sizes of the layers."""
 
     tokens: list[int] = option([2048, 4096], "tokens of the sequence, a row each")

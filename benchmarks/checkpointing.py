@@ -20,8 +20,8 @@ import numpy as np
 from benchmarks.cells import in_own_process, on_ranks
 from benchmarks.harness import Row, Turns, table
 from benchmarks.meters import PrivatePeak, seconds
-from verl_ext import values
-from verl_ext.values import option
+from verl_ext import options
+from verl_ext.options import option
 
 TOKENS = 256
 SHARD_GB = 0.02
@@ -29,7 +29,7 @@ QUICK = ["hidden=128", "layers=1", "repeats=1"]
 
 
 @dataclass(frozen=True)
-class Options(values.Options):
+class Options(options.Options):
     """Size of the model, and where files are written."""
 
     folder: str | None = option(None, "folder whose disk is measured; null: a temporary one")

@@ -3,7 +3,7 @@
 A benchmark is a module of this package:
 
     @dataclass(frozen=True)
-    class Options(values.Options):                 its sizes, as key=value on the command line
+    class Options(options.Options):                 its sizes, as key=value on the command line
         tokens: list[int] = option([1024], "…")
     QUICK = ["tokens=[64]"]                        its smallest shape
 
@@ -32,7 +32,7 @@ import numpy as np
 from tqdm import tqdm
 
 from verl_ext.commands.command_line import help_text, read_options
-from verl_ext.values import UsageError, show
+from verl_ext.options import UsageError, show
 
 NAMES = (
     "packing",

@@ -25,15 +25,15 @@ import torch
 from benchmarks.cells import in_own_process
 from benchmarks.harness import Row, equal, relative, table
 from benchmarks.meters import measured
-from verl_ext import values
+from verl_ext import options
 from verl_ext.losses import head_terms, token_nll
-from verl_ext.values import choice_problem, option
+from verl_ext.options import choice_problem, option
 
 QUICK = ["tokens=[128]", "targets=[0.3]", "hidden=64", "vocabulary=1000"]
 
 
 @dataclass(frozen=True)
-class Options(values.Options):
+class Options(options.Options):
     """Sizes of the cells."""
 
     tokens: list[int] = option([1024, 2048, 4096], "tokens, a row each")

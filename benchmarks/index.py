@@ -33,14 +33,14 @@ from benchmarks.cells import ROOT, in_own_process
 from benchmarks.harness import Row, Turns, table, take_turns
 from benchmarks.meters import PrivatePeak, seconds
 from benchmarks.texts import first_line, write_texts
-from verl_ext import values
+from verl_ext import options
 from verl_ext.commands.index import load_text_tokenizer
-from verl_ext.data.megatron.blend import megatron_blend_order, normalised
-from verl_ext.data.megatron.index import IndexWriter, TokenIndex
-from verl_ext.data.megatron.samples import build_sample_indices
-from verl_ext.text.plain_text import TextOptions
-from verl_ext.text.tokenizer import ModelOptions
-from verl_ext.values import option
+from verl_ext.data.stream.megatron.blend import megatron_blend_order, normalised
+from verl_ext.data.stream.megatron.index import IndexWriter, TokenIndex
+from verl_ext.data.stream.megatron.samples import build_sample_indices
+from verl_ext.options import option
+from verl_ext.text.encoder_texts import TextOptions
+from verl_ext.text.tokens.tokenizer import ModelOptions
 
 OURS, PEER = "verl-ext", "megatron-core"
 VOCABULARY = 6400
@@ -55,7 +55,7 @@ QUICK = [
 
 
 @dataclass(frozen=True)
-class Options(values.Options):
+class Options(options.Options):
     """Sizes of the four tables."""
 
     megabytes: float = option(48.0, "text of the build", above=0)

@@ -22,11 +22,11 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from benchmarks.harness import Row, table
-from verl_ext import values
-from verl_ext.attention import document_layout
+from verl_ext import options
 from verl_ext.layers.probe import trial_model
 from verl_ext.layers.shrink import shrunk
-from verl_ext.values import option
+from verl_ext.options import option
+from verl_ext.parallel.shards import document_layout
 
 KINDS = ("qwen3", "qwen3_moe", "qwen3_5_text", "qwen3_next", "falcon_h1", "lfm2", "gpt_oss", "gemma2", "llama4_text")
 LENGTHS = (13, 7, 41, 29, 18)
@@ -35,7 +35,7 @@ _VALUES = {"lfm2": {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_l
 
 
 @dataclass(frozen=True)
-class Options(values.Options):
+class Options(options.Options):
     """The models."""
 
     kinds: list[str] = option(list(KINDS), "model types of transformers")

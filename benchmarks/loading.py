@@ -39,18 +39,18 @@ from benchmarks.documents import write_many_documents
 from benchmarks.harness import Row, Turns, table, take_turns
 from benchmarks.meters import PrivatePeak
 from benchmarks.texts import CHATS, LONG, Kind, make_conversations, write_conversations
-from verl_ext import values
+from verl_ext import options
 from verl_ext.data import SFTDataSet
 from verl_ext.losses import LossSpec
+from verl_ext.options import option
 from verl_ext.trainer.batch import StepCollator
-from verl_ext.values import option
 
 VOCABULARY = 50_000
 QUICK = ["documents=2000", "chats=40", "long=2", "repeats=1", "passes=1"]
 
 
 @dataclass(frozen=True)
-class Options(values.Options):
+class Options(options.Options):
     """Sizes of the two tables."""
 
     folder: str | None = option(None, "your tokenized folder, on which to start instead; null: made-up ones")

@@ -26,16 +26,16 @@ from benchmarks.cells import ROOT, on_ranks
 from benchmarks.harness import Row, table, words_of
 from benchmarks.meters import MIB, measured
 from benchmarks.small_run import no_progress_bars, quiet
-from verl_ext import values
+from verl_ext import options
 from verl_ext.config import compose
 from verl_ext.config.resolve import resolve_device
 from verl_ext.data import CategoryTable
 from verl_ext.losses import LossSpec
+from verl_ext.options import option, plain
 from verl_ext.plugin import PACKED
 from verl_ext.tools.plan.report import Predictor
 from verl_ext.tools.plan.run import Job, build_engine, fill_optimizer, take_step
 from verl_ext.trainer.batch import StepBatch, StepCollator
-from verl_ext.values import option, plain
 
 _SHAPE = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4}
 _DENSE = {**_SHAPE, "model_type": "qwen3", "vocab_size": 32_000, "intermediate_size": 1536, "head_dim": 64}
@@ -83,7 +83,7 @@ CASES = (
 
 
 @dataclass(frozen=True)
-class Options(values.Options):
+class Options(options.Options):
     """Which runs are compared or planned."""
 
     cases: list[int] = option(list(range(len(CASES))), "cases by number, from 0")

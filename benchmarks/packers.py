@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from verl_ext.options import first_line
 from verl_ext.packing import PackPlan, plan_packs
-from verl_ext.values import first_line
 
 Lengths = NDArray[np.int64]
 

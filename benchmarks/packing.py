@@ -30,9 +30,9 @@ from benchmarks.documents import DISTRIBUTIONS
 from benchmarks.harness import Row, Turns, relative, table, take_turns
 from benchmarks.meters import measured
 from benchmarks.packers import Lengths, Packer, plan_documents
-from verl_ext import values
+from verl_ext import options
+from verl_ext.options import option
 from verl_ext.packing import CostModel, balanced_order, cost_over_ideal, epoch_order, plan_packs
-from verl_ext.values import option
 
 SLOW = 3.0  # seconds: a slower packer runs once
 FIRST_CALL = 1000  # documents of a call that pays for imports and compilation
@@ -44,7 +44,7 @@ QUICK = ["documents=5000", "large=20000", "repeats=2", "balance_documents=20000"
 
 
 @dataclass(frozen=True)
-class Options(values.Options):
+class Options(options.Options):
     """Sizes of the three tables."""
 
     documents: int = option(1_000_000, "documents of the comparison", least=1)

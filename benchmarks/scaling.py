@@ -28,11 +28,11 @@ from benchmarks.cells import on_ranks
 from benchmarks.documents import DISTRIBUTIONS, make_documents, write_documents
 from benchmarks.harness import Row, Turns, table
 from benchmarks.meters import seconds
-from verl_ext import values
+from verl_ext import options
 from verl_ext.engines.cost import balancing_cost
+from verl_ext.options import option
 from verl_ext.packing import balanced_order, epoch_order, micro_step_costs, plan_packs
 from verl_ext.tools.plan.time import not_hidden
-from verl_ext.values import option
 
 RANKS = (8, 16, 32, 64, 128, 256, 512)
 ACCUMULATION = 4  # a rank's packs in a step
@@ -52,7 +52,7 @@ QUICK = ["documents=20000", "turns=1", "steps=1"]
 
 
 @dataclass(frozen=True)
-class Options(values.Options):
+class Options(options.Options):
     """The data, and the assumptions about the machines."""
 
     model: str | None = option(None, "folder with a config.json; null: Qwen3-8B's")

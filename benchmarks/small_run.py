@@ -13,10 +13,10 @@ import transformers
 from tokenizers import Tokenizer, models
 
 from verl_ext.config import compose
+from verl_ext.options import UsageError
 from verl_ext.trainer.batch import StepBatch
 from verl_ext.trainer.setup import prepare
 from verl_ext.trainer.trainer import SFTTrainer, StepOutcome, UpcomingStep
-from verl_ext.values import UsageError
 
 VOCABULARY = 1024
 HEAD = 64

@@ -21,9 +21,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from benchmarks.cells import in_own_process
 from benchmarks.harness import Row, table
 from benchmarks.meters import measured, seconds, wait_for_gpu
-from verl_ext import values
+from verl_ext import options
 from verl_ext.models.qwen_titans import QwenTitansConfig, QwenTitansForCausalLM
-from verl_ext.values import option
+from verl_ext.options import option
 
 MODELS = ("full", "memory")
 VOCABULARY = 1024
@@ -32,7 +32,7 @@ QUICK = ["lengths=[128]", "hidden=32", "layers=2", "chunk=64", "repeats=1"]
 
 
 @dataclass(frozen=True)
-class Options(values.Options):
+class Options(options.Options):
     """Sizes of the model and lengths of the texts."""
 
     lengths: list[int] = option([4096, 8192, 16384, 32768, 65536], "tokens of a sequence, at least 16, a row each")

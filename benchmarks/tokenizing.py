@@ -28,8 +28,8 @@ import numpy as np
 from benchmarks.harness import Row, Turns, table, take_turns
 from benchmarks.meters import run_command, seconds
 from benchmarks.texts import CHATS, first_line, make_conversations, write_conversations
-from verl_ext import values
-from verl_ext.values import choice_problem, option
+from verl_ext import options
+from verl_ext.options import choice_problem, option
 
 SEED = 1234
 BATCH = 1000  # texts in one call
@@ -37,7 +37,7 @@ QUICK = ["chats=200", "workers=[1]", "backends=[local]", "repeats=1"]
 
 
 @dataclass(frozen=True)
-class Options(values.Options):
+class Options(options.Options):
     """The chats and the commands."""
 
     records: str | None = option(None, "JSONL file of chats; null: made-up chats of four turns")
@@ -102,8 +102,8 @@ def write_records(options: Options, folder: Path) -> tuple[Path, str]:
 
 def rendered_texts(records: Path, tokenizer: Any) -> list[str]:
     """Return each chat as its template prints it."""
-    from verl_ext.text.messages import Chat
-    from verl_ext.text.records import parse_record
+    from verl_ext.text.records.messages import Chat
+    from verl_ext.text.records.records import parse_record
 
     contents = (parse_record(json.loads(line)).content for line in records.open(encoding="utf-8"))
     chats = [content.messages for content in contents if isinstance(content, Chat)]

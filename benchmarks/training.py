@@ -62,9 +62,9 @@ from benchmarks.documents import Document, make_documents, write_documents
 from benchmarks.harness import Row, Turns, equal, table, take_turns
 from benchmarks.meters import wait_for_gpu
 from benchmarks.small_run import VOCABULARY, no_progress_bars, quiet, write_model
-from verl_ext import values
+from verl_ext import options
+from verl_ext.options import option
 from verl_ext.packing import cost_over_ideal, epoch_order, plan_packs
-from verl_ext.values import option
 
 SEED = 0
 ON_ONE_RANK = ("naive", "sorted", "packing")
@@ -74,7 +74,7 @@ QUICK += ["hidden=128", "layers=1", "repeats=1", "epochs=1"]
 
 
 @dataclass(frozen=True)
-class Options(values.Options):
+class Options(options.Options):
     """Sizes of the model and of both tables."""
 
     hidden: int = option(256, "hidden size, a multiple of 128", least=128)
@@ -194,7 +194,7 @@ def _steps(contestant: Any, steps: Sequence[tuple[list[Document], Path]], losses
 def longalign(options: Options, folder: Path) -> Iterable[Row]:
     """Time for the same documents, by method, on one rank and on several."""
     if (gpus := torch.cuda.device_count()) and max(options.ranks) > gpus:
-        raise values.UsageError(f"ranks must be at most {gpus}, a GPU each; got {max(options.ranks)}")
+        raise options.UsageError(f"ranks must be at most {gpus}, a GPU each; got {max(options.ranks)}")
     write_model(folder / "model", options.hidden, options.layers, options.epoch_budget)
     write_documents(documents_of(options), folder / "documents")
     for ranks in options.ranks:

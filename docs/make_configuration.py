@@ -7,14 +7,15 @@ from typing import Any
 
 from verl_ext.__main__ import COMMANDS
 from verl_ext.answers import AnswerOptions
-from verl_ext.attention import AttentionOptions, ParallelOptions
+from verl_ext.attention import AttentionOptions
 from verl_ext.config.run import RayOptions, TrainerOptions
 from verl_ext.config.schema import dataset_families, model_kinds
 from verl_ext.config.weights import ModelNode
 from verl_ext.data.dataset import DataOptions
 from verl_ext.engines.schedule import ScheduleOptions
 from verl_ext.losses import LossOptions
-from verl_ext.values import Option, Options, options_of, show
+from verl_ext.options import Option, Options, options_of, show
+from verl_ext.parallel.shards import ParallelOptions
 
 PAGE = Path(__file__).parent / "configuration.md"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from verl_ext.text.tokenizer import ModelOptions, load_tokenizer
+from verl_ext.text.tokens.tokenizer import ModelOptions, load_tokenizer
 from verl_ext.tools.show.document import cells_of, document_text
 from verl_ext.tools.show.documents import open_documents
 from verl_ext.tools.show.run_tables import run_tables

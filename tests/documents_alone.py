@@ -7,9 +7,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from verl.utils.ulysses import set_ulysses_sequence_parallel_group
 
 from tests.small_models import in_float64, packed_and_plain
-from verl_ext.attention import DocumentLayout, SequenceShards
-from verl_ext.attention.context import ContextGroups, ContextLayout
 from verl_ext.attention.rope import DocumentRope, choose_rope_by_document
+from verl_ext.parallel.key_exchange import ContextGroups, ContextLayout
+from verl_ext.parallel.shards import DocumentLayout, SequenceShards
 
 # 120 tokens, which 2, 3 and 4 ranks share: longer than every chunk, shorter than a convolution, and a single token.
 LENGTHS = [13, 7, 1, 77, 18, 4]

@@ -129,8 +129,8 @@ def _make_folder(folder: Path) -> None:
 
 def _make_our_folder(folder: Path) -> None:
     from verl_ext.files import write_json
-    from verl_ext.text.documents import Counts, Documents
-    from verl_ext.text.tokenized import DatasetWriter
+    from verl_ext.text.tokenizing import DatasetWriter
+    from verl_ext.text.tokens.documents import Counts, Documents
 
     writer = DatasetWriter(folder)
     for document in _documents():
@@ -142,7 +142,7 @@ def _make_our_folder(folder: Path) -> None:
 
 def _make_scanned_folder(folder: Path) -> None:
     from verl_ext.data import SFTDataSet
-    from verl_ext.data.reading import ONE_RANK
+    from verl_ext.data.ranks import ONE_RANK
 
     _make_folder(folder)
     SFTDataSet(str(folder), 16, over_length="split").read_together(ONE_RANK)
@@ -151,7 +151,7 @@ def _make_scanned_folder(folder: Path) -> None:
 def _read_folder(folder: Path) -> None:
     from verl_ext.data import SFTDataSet
     from verl_ext.data.content import DataFiles
-    from verl_ext.data.reading import ONE_RANK
+    from verl_ext.data.ranks import ONE_RANK
 
     packs = SFTDataSet(str(folder), 16, over_length="split")
     packs.read_together(ONE_RANK)
@@ -163,9 +163,9 @@ def _read_folder(folder: Path) -> None:
 
 
 def _read_records(folder: Path) -> None:
-    from verl_ext.text.json_records import BadRecord, parse_line
-    from verl_ext.text.readers import read_chunks
-    from verl_ext.text.sources import find_source_files
+    from verl_ext.text.read.json_records import BadRecord, parse_line
+    from verl_ext.text.read.readers import read_chunks
+    from verl_ext.text.read.sources import find_source_files
 
     for file in find_source_files({"a": [str(folder)]}):
         for chunk in read_chunks(file):
@@ -185,7 +185,7 @@ def _make_records(folder: Path) -> None:
 
 
 def _make_index(folder: Path) -> None:
-    from verl_ext.data.megatron.index import IndexWriter
+    from verl_ext.data.stream.megatron.index import IndexWriter
 
     writer, lengths = IndexWriter(folder / "a", np.uint16), np.array([3, 0, 12, 5, 9])
     writer.add(np.arange(lengths.sum()).astype(np.uint16), lengths)
@@ -194,7 +194,7 @@ def _make_index(folder: Path) -> None:
 
 def _read_index(folder: Path) -> None:
     from verl_ext.data import MultiDocDataset
-    from verl_ext.data.megatron.index import TokenIndex
+    from verl_ext.data.stream.megatron.index import TokenIndex
 
     index = TokenIndex(folder / "a", "data.train_dir")
     assert index.token_range(), index.digest

@@ -16,10 +16,10 @@ from verl.workers.engine_workers import TrainingWorker
 from verl_ext.config import compose
 from verl_ext.config.run import worker_config
 from verl_ext.metrics import StepSums
+from verl_ext.options import plain
 from verl_ext.plugin import select_engine
 from verl_ext.trainer.batch import Pack, StepCollator, StepLoss
 from verl_ext.trainer.step_plan import StepPlan
-from verl_ext.values import plain
 
 _FP32 = "{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
 

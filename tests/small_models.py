@@ -17,7 +17,7 @@ from tests.checked import support_problems
 from verl_ext.config.support import Architecture
 from verl_ext.layers.probe import trial_model
 from verl_ext.layers.shrink import shrunk
-from verl_ext.values import first_line
+from verl_ext.options import first_line
 
 # Every model type that transformers has for text, with images or without.
 KINDS = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, MistralConfig, Qwen3Config, Qwen3ForCausalLM
 
 from tests.ranks import run_ranks
-from verl_ext.attention import PACKED_ATTENTION, document_layout
+from verl_ext.attention import PACKED_ATTENTION
 from verl_ext.attention.packed import packed_attention
+from verl_ext.parallel.shards import document_layout
 
 LENGTHS = (11, 1, 7, 18)
 SHAPE = {

@@ -13,18 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from verl_ext.attention import (
-    AttentionOptions,
-    DocumentLayout,
-    choose_backend,
-    document_layout,
-    fallback_notices,
-    flash_limit,
-    has_flash_attn,
-    unusable,
-)
+from verl_ext.attention import AttentionOptions, choose_backend, fallback_notices, flash_limit, has_flash_attn, unusable
 from verl_ext.attention.head_groups import by_groups_of_heads
 from verl_ext.attention.kernels import KERNELS, KernelOptions, in_autocast_dtype, sdpa, varlen
+from verl_ext.parallel.shards import DocumentLayout, document_layout
 
 
 def test_the_fastest_backend_of_a_device_is_chosen():

@@ -10,9 +10,9 @@ from tests.babilong_files import byte_tokenizer
 from tests.test_babilong_samples import byte_level
 from verl_ext.data import BABILongDataset
 from verl_ext.data.babilong_answers import TASK_LABELS, is_right_answer
+from verl_ext.options import UsageError
 from verl_ext.tools.babilong import command
 from verl_ext.tools.babilong.babi import TASKS, read_samples
-from verl_ext.values import UsageError
 
 MOVE = "Mary moved to the bathroom.|John went to the hallway.|Where is {}? \tbathroom\t1"
 # Lines of two questions of each task, in the forms of bAbI v1.2: "|" ends a line, and numbers are added later.

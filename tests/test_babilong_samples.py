@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.test_babilong_worlds import ANY_FACT, replay
 from verl_ext.data.babilong_answers import TASK_LABELS
+from verl_ext.options import UsageError
 from verl_ext.tools.babilong.babi import Sample
 from verl_ext.tools.babilong.samples import (
     MIN_TOKENS,
@@ -30,7 +31,6 @@ from verl_ext.tools.babilong.samples import (
     target_tokens,
 )
 from verl_ext.tools.babilong.stories import ACTORS, GIVERS, OBJECTS, PLACES, TASKS, StoryOptions
-from verl_ext.values import UsageError
 
 CORPUS = [*filler_sentences(150), "Mary went back to the kitchen. John took the apple there. The office is south."]
 

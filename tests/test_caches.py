@@ -25,12 +25,12 @@ from tests.ranks import run_ranks
 from verl_ext.data import BABILongDataset, PreTrainDataset
 from verl_ext.data.babilong import BABILongEncoder, SampleOptions
 from verl_ext.data.babilong import find_task_files as find_babilong_files
-from verl_ext.data.megatron.blend import blend_order, megatron_blend_order
-from verl_ext.data.megatron.index import IndexWriter, TokenIndex
-from verl_ext.data.megatron.samples import build_sample_indices, cached_blend, cached_sample_indices
 from verl_ext.data.pretrain import PreTrainEncoder, TextDocumentOptions, find_text_files
+from verl_ext.data.stream.megatron.blend import blend_order, megatron_blend_order
+from verl_ext.data.stream.megatron.index import IndexWriter, TokenIndex
+from verl_ext.data.stream.megatron.samples import build_sample_indices, cached_blend, cached_sample_indices
 from verl_ext.files import cached_folder, default_root
-from verl_ext.text.tokenized import tokenized
+from verl_ext.text.tokenizing import tokenized
 
 _context = multiprocessing.get_context("fork")
 
@@ -417,7 +417,7 @@ def _lines_of_opening(name, path):
     lines = []
     handler = logging.Handler()
     handler.emit = lambda entry: lines.append(entry.getMessage())
-    logging.getLogger("verl_ext.text.tokenized").addHandler(handler)
+    logging.getLogger("verl_ext.text.tokenizing").addHandler(handler)
     FAMILIES[name].opened(path)
     FAMILIES[name].opened(path, **FAMILIES[name].free[0])
     return lines

@@ -9,10 +9,10 @@ import pytest
 from tests.test_tokenize_run import tokenize_files, write_jsonl
 from tests.test_tokenize_templates import CHATML, ENDS_DOCUMENT, OTHER_LAST_END, chat, tiny_tokenizer
 from verl_ext.commands.report import Report
-from verl_ext.text.chat_spans import RenderedChat, locate
-from verl_ext.text.chat_template import ChatTemplate
-from verl_ext.text.records import parse_record
-from verl_ext.values import UsageError
+from verl_ext.options import UsageError
+from verl_ext.text.chat.spans import RenderedChat, locate
+from verl_ext.text.chat.template import ChatTemplate
+from verl_ext.text.records.records import parse_record
 
 TOKENS = ("</s>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|end|>", "<call>", "</call>", "<|user|>")
 TOKENS += ("<|assistant|>", "<|start|>", "<|say|>", "<|said|>", "<|stop|>")

@@ -26,12 +26,12 @@ from tests.test_tokenize_templates import (
 )
 from verl_ext.commands.command_line import read_options
 from verl_ext.commands.tokenize import TokenizeOptions
-from verl_ext.text.chat import ChatEncoder
-from verl_ext.text.chat_spans import locate
-from verl_ext.text.chat_template import ChatTemplate
-from verl_ext.text.documents import Documents
-from verl_ext.text.readers import Chunk
-from verl_ext.text.records import parse_record
+from verl_ext.text.chat.spans import locate
+from verl_ext.text.chat.template import ChatTemplate
+from verl_ext.text.encoder_chats import ChatEncoder
+from verl_ext.text.read.readers import Chunk
+from verl_ext.text.records.records import parse_record
+from verl_ext.text.tokens.documents import Documents
 
 TOKENS = ("<s>", "</s>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "[INST]", "[/INST]", "<call>", "</call>")
 Message = dict[str, Any]

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tests.test_tokenize_templates import CHATML, STRIPS_THINKING, WITH_TOOLS, tiny_tokenizer
 from verl_ext.commands.command_line import read_options
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
-from verl_ext.text.chat import ChatEncoder
-from verl_ext.text.readers import Chunk
-from verl_ext.values import DataError
+from verl_ext.options import DataError
+from verl_ext.text.encoder_chats import ChatEncoder
+from verl_ext.text.read.readers import Chunk
 
 HEAD = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
 TAIL = "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

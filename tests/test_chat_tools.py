@@ -9,11 +9,11 @@ import pytest
 from tests.test_tokenize_run import tokenize_files, write_jsonl
 from tests.test_tokenize_templates import CHATML, STRIPS_THINKING, chat, tiny_tokenizer
 from verl_ext.commands.report import Report
-from verl_ext.text.chat_spans import RenderedChat, locate
-from verl_ext.text.chat_template import ChatTemplate
-from verl_ext.text.json_records import BadRecord
-from verl_ext.text.records import parse_record
-from verl_ext.values import DataError
+from verl_ext.options import DataError
+from verl_ext.text.chat.spans import RenderedChat, locate
+from verl_ext.text.chat.template import ChatTemplate
+from verl_ext.text.read.json_records import BadRecord
+from verl_ext.text.records.records import parse_record
 
 TOKENS = ("<s>", "</s>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "[INST]", "[/INST]", "[CALLS]")
 SIT, LOOK = {"name": "sit", "arguments": {"on": "mat"}}, {"name": "look", "arguments": {}}

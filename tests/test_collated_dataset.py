@@ -16,7 +16,7 @@ from tests.training import metrics, train_alone
 from verl_ext.config.run import dataset_class
 from verl_ext.data import SFTDataSet
 from verl_ext.data.collated import CollatedDataset
-from verl_ext.data.reading import Ranks
+from verl_ext.data.ranks import Ranks
 from verl_ext.packing import TOKENS
 
 # Shaped as the class of the TokenAwareBatchPack recipe: items are lists of documents, collate_fn makes five tensors.

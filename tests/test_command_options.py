@@ -11,7 +11,7 @@ import pytest
 
 from verl_ext.__main__ import main
 from verl_ext.commands.command_line import command, help_text, read_options
-from verl_ext.values import REQUIRED, DataError, Options, UsageError, option
+from verl_ext.options import REQUIRED, DataError, Options, UsageError, option
 
 
 @dataclass(frozen=True)

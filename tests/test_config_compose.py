@@ -12,7 +12,7 @@ from verl_ext.config import compose, compose_run, schema
 from verl_ext.config.run import RunConfig, TrainerOptions
 from verl_ext.config.upstream import upstream_problems
 from verl_ext.losses import LossOptions
-from verl_ext.values import plain
+from verl_ext.options import plain
 
 pytestmark = pytest.mark.slow
 

@@ -11,13 +11,13 @@ from tests.flash_stand_ins import register_flash_stand_ins
 from tests.packed_engine import build_worker, train_step
 from tests.ranks import run_ranks
 from tests.reference import Reference, documents_of_answers, load_eager, pack_row
-from verl_ext.attention import DocumentLayout, SequenceShards
-from verl_ext.attention.context import ContextGroups, ContextLayout
 from verl_ext.attention.kernels import KERNELS, Kernel, KernelOptions, sdpa
 from verl_ext.attention.packed import packed_attention, set_backend
-from verl_ext.attention.scores import FLASH, LseAttention, LseKernel
+from verl_ext.attention.sinks import FLASH, LseAttention
 from verl_ext.data import CategoryTable
 from verl_ext.losses import LossSpec
+from verl_ext.parallel.key_exchange import ContextGroups, ContextLayout, LseKernel
+from verl_ext.parallel.shards import DocumentLayout, SequenceShards
 from verl_ext.trainer.batch import StepCollator
 
 pytestmark = pytest.mark.slow

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from tests.collectives import recorded_all_to_alls
 from tests.flash_stand_ins import register_flash_stand_ins
 from tests.ranks import run_ranks
-from verl_ext.attention import DocumentLayout, SequenceShards
-from verl_ext.attention.context import ContextGroups, ContextLayout, _with_returned
-from verl_ext.attention.exchange import KeyExchange
 from verl_ext.attention.kernels import KERNELS, KernelOptions, sdpa
 from verl_ext.attention.packed import packed_attention, set_backend
-from verl_ext.attention.scores import FLASH, LseAttention
+from verl_ext.attention.sinks import FLASH, LseAttention
+from verl_ext.parallel.key_exchange import ContextGroups, ContextLayout, _with_returned
+from verl_ext.parallel.key_plan import KeyExchange
+from verl_ext.parallel.shards import DocumentLayout, SequenceShards
 
 shapes = st.tuples(st.integers(1, 3), st.integers(1, 4))
 

@@ -16,11 +16,11 @@ from tests.training import build
 from verl_ext.checkpoint.layout import saved_folders
 from verl_ext.data import SFTDataSet
 from verl_ext.data.content import DataFiles
-from verl_ext.data.reading import ONE_RANK, DataFile
+from verl_ext.data.ranks import ONE_RANK, DataFile
 from verl_ext.files import checksum, checksum_by_blocks, combine_checksums, fingerprint
-from verl_ext.text.arrow_folder import read_shards
-from verl_ext.text.documents import Counts, Documents
-from verl_ext.text.tokenized import DatasetWriter
+from verl_ext.text.read.arrow_folder import read_shards
+from verl_ext.text.tokenizing import DatasetWriter
+from verl_ext.text.tokens.documents import Counts, Documents
 
 
 def written_by_us(folder: Path) -> str:

@@ -29,7 +29,7 @@ from tests.document_texts import random_words, write_texts
 from tests.pretrain_files import texts_of, word_tokenizer, write_jsonl
 from tests.tokenized_data import random_documents, write_tokenized
 from verl_ext.data import BABILongDataset, MultiDocDataset, PreTrainDataset, SFTDataSet
-from verl_ext.values import options_of
+from verl_ext.options import options_of
 
 pytestmark = pytest.mark.slow
 

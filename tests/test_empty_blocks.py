@@ -10,7 +10,7 @@ from tests.test_chat_parts import CALLS, END, GLM, QWEN3, Tokenized, call, turn
 from tests.test_tokenize_templates import CHATML, PREFILLED_THINKING, tiny_tokenizer
 from verl_ext.commands.command_line import read_options
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
-from verl_ext.values import DataError, UsageError
+from verl_ext.options import DataError, UsageError
 
 BLOCK = "<think>\n\n</think>\n\n"
 MARKED = (

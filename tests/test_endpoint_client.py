@@ -9,7 +9,7 @@ from tests.chat_server import HANG, chat_server, completion, slowly
 from verl_ext.endpoint.answer import Unparsable
 from verl_ext.endpoint.client import Client, EndpointOptions, SamplingOptions
 from verl_ext.endpoint.store import Store
-from verl_ext.values import DataError, UsageError
+from verl_ext.options import DataError, UsageError
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,7 @@ from tests.chat_server import chat_server, completion, slowly
 from verl_ext.endpoint.answer import Answer, Usage
 from verl_ext.endpoint.client import Client, EndpointOptions, SamplingOptions
 from verl_ext.endpoint.store import Store
-from verl_ext.values import DataError, UsageError
+from verl_ext.options import DataError, UsageError
 
 pytestmark = pytest.mark.slow
 

@@ -18,16 +18,16 @@ import tests.test_chat_tools as tools
 import tests.test_tokenize_templates as plain
 from verl_ext.commands.command_line import read_options
 from verl_ext.commands.tokenize import TokenizeOptions
-from verl_ext.text import chat
-from verl_ext.text.chat import ChatEncoder
-from verl_ext.text.chat_spans import locate
-from verl_ext.text.chat_template import ChatTemplate
-from verl_ext.text.documents import Counts
-from verl_ext.text.encoders import TextEncoder
-from verl_ext.text.json_records import RecordOptions
-from verl_ext.text.prefixes import mask_from_prefixes
-from verl_ext.text.readers import Chunk
-from verl_ext.text.records import parse_record
+from verl_ext.text import encoder_chats as chat
+from verl_ext.text.chat.spans import locate
+from verl_ext.text.chat.template import ChatTemplate
+from verl_ext.text.encoder_chats import ChatEncoder
+from verl_ext.text.read.json_records import RecordOptions
+from verl_ext.text.read.readers import Chunk
+from verl_ext.text.records.records import parse_record
+from verl_ext.text.tokens.documents import Counts
+from verl_ext.text.tokens.encoders import TextEncoder
+from verl_ext.text.tokens.prefixes import mask_from_prefixes
 
 # Like Gemma 4's: an object in the template's own syntax, and a string as it is.
 OWN_SYNTAX = tools.HEADERS.replace(

@@ -13,11 +13,12 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from tests.checked import support_problems
-from verl_ext.attention import choose_backend, document_layout
+from verl_ext.attention import choose_backend
 from verl_ext.attention.kernels import fallback_notices
 from verl_ext.layers import UNAWARE, scans, torch_forms
 from verl_ext.layers.convolution import convolution_kernel, convolve_documents
 from verl_ext.layers.pack import fla_lengths, import_fla
+from verl_ext.parallel.shards import document_layout
 
 LAYOUT = document_layout(torch.tensor([0, 1, 2, 3, 0, 1, 0]))
 

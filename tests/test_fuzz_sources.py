@@ -23,11 +23,11 @@ from datasets import Dataset
 from tests.test_tokenize_templates import CHATML, tiny_tokenizer
 from verl_ext.commands.command_line import read_options
 from verl_ext.commands.tokenize import TokenizeOptions
-from verl_ext.text.chat import ChatEncoder
-from verl_ext.text.json_records import BadRecord, parse_line
-from verl_ext.text.readers import Chunk, read_chunks
-from verl_ext.text.sources import find_source_files
-from verl_ext.values import DataError, UsageError
+from verl_ext.options import DataError, UsageError
+from verl_ext.text.encoder_chats import ChatEncoder
+from verl_ext.text.read.json_records import BadRecord, parse_line
+from verl_ext.text.read.readers import Chunk, read_chunks
+from verl_ext.text.read.sources import find_source_files
 
 TIMES = float(os.environ.get("VERL_EXT_FUZZ", "1"))
 FIELDS = [

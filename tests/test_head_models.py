@@ -18,12 +18,12 @@ from tests.checked import typed
 from tests.ranks import run_ranks
 from tests.reference import Document, Reference, load_eager, pack_row
 from tests.tiny_model import write_tiny_model
-from verl_ext.attention import SequenceShards
 from verl_ext.config import compose
 from verl_ext.config.model import PackedModel
 from verl_ext.data import CategoryTable
 from verl_ext.engines.head import FusedHead, HeadInputs, TargetRows, supported_head
 from verl_ext.losses import LossSpec
+from verl_ext.parallel.shards import SequenceShards
 from verl_ext.trainer.batch import StepCollator
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 
 from tests.test_tokenize_templates import tiny_tokenizer
 from verl_ext.commands.index import main
-from verl_ext.data.megatron.index import IndexWriter
+from verl_ext.data.stream.megatron.index import IndexWriter
 
 
 def command(*arguments: str) -> list[str]:

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from tokenizers import normalizers
 
 from tests.test_tokenize_templates import tiny_tokenizer
-from verl_ext.data.megatron.index import TokenIndex
-from verl_ext.data.megatron.text_index import TextIndexes, write_text_indexes
-from verl_ext.data.multidoc import MultiDocOptions
-from verl_ext.text.documents import Counts
-from verl_ext.text.plain_text import BadText, PlainDocuments, TextOptions, TextTokenizer, vocabulary_size
-from verl_ext.text.readers import Batch, Chunk, read_batches
-from verl_ext.text.sources import SourceFile, find_source_files
-from verl_ext.values import DataError, UsageError
+from verl_ext.data.stream.megatron.index import TokenIndex
+from verl_ext.data.stream.megatron.writer import TextIndexes, write_text_indexes
+from verl_ext.data.stream.multidoc import MultiDocOptions
+from verl_ext.options import DataError, UsageError
+from verl_ext.text.encoder_texts import BadText, PlainDocuments, TextOptions, TextTokenizer, vocabulary_size
+from verl_ext.text.read.readers import Batch, Chunk, read_batches
+from verl_ext.text.read.sources import SourceFile, find_source_files
+from verl_ext.text.tokens.documents import Counts
 
 TOKENIZER = tiny_tokenizer()
 EOS, BOS = TOKENIZER.eos_token_id, TOKENIZER.bos_token_id

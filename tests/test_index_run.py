@@ -16,9 +16,9 @@ from tests.megatron_peer import indexed_dataset
 from tests.test_tokenize_templates import tiny_tokenizer
 from verl_ext.commands.command_line import read_options
 from verl_ext.commands.index import IndexOptions, index_texts
-from verl_ext.data.megatron.index import TokenIndex
-from verl_ext.text.readers import ChunkSize
-from verl_ext.values import DataError, UsageError
+from verl_ext.data.stream.megatron.index import TokenIndex
+from verl_ext.options import DataError, UsageError
+from verl_ext.text.read.readers import ChunkSize
 
 TEXTS = [f"the cat {number} sat on the mat\n" * (number % 4 + 1) for number in range(20)]
 EOS = tiny_tokenizer().eos_token_id
@@ -118,7 +118,7 @@ def test_every_format_gives_the_same_bytes(tmp_path: Path, model: Path, kind: st
 
 
 def test_workers_do_not_change_a_byte(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verl_ext.text.readers.CHUNK", ChunkSize(records=3))
+    monkeypatch.setattr("verl_ext.text.read.readers.CHUNK", ChunkSize(records=3))
     sources = {"a": write_texts(tmp_path / "a", TEXTS), "b": write_jsonl(tmp_path / "b.jsonl", [{"text": "cat"}, 3])}
     overrides = ["on_bad_record=skip", "max_corpus_tokens=150"]
     for workers in (1, 2):

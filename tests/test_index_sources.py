@@ -15,10 +15,10 @@ from datasets import load_from_disk
 from tests.test_tokenize_templates import CHATML, tiny_tokenizer
 from verl_ext.commands.command_line import read_options
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
-from verl_ext.text.json_records import BadRecord
-from verl_ext.text.readers import Chunk, read_batches, read_chunks
-from verl_ext.text.sources import find_source_files
-from verl_ext.values import DataError, UsageError
+from verl_ext.options import DataError, UsageError
+from verl_ext.text.read.json_records import BadRecord
+from verl_ext.text.read.readers import Chunk, read_batches, read_chunks
+from verl_ext.text.read.sources import find_source_files
 
 
 def chunks_of(path: Path) -> list[Chunk]:

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.tiny_model import write_tiny_model
 from verl_ext.commands.command_line import read_options
 from verl_ext.files import OutputFolder
+from verl_ext.options import DataError, UsageError
 from verl_ext.tools.init_model.command import InitModelOptions, init_model
-from verl_ext.values import DataError, UsageError
 
 pytestmark = pytest.mark.slow
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from verl_ext.commands.command_line import read_options
-from verl_ext.text import readers
+from verl_ext.options import DataError, UsageError
+from verl_ext.text.read import readers
 from verl_ext.tools.init_model.command import InitModelOptions, init_model
 from verl_ext.tools.init_model.tokenizer import CHATML_TEMPLATE, TokenizerOptions, TrainingText, trained_tokenizer
-from verl_ext.values import DataError, UsageError
 
 SENTENCES = ["low lower lowest", "new newer newest", "wide wider widest"] * 30
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from verl_ext.endpoint.answer import Unparsable
+from verl_ext.options import DataError
 from verl_ext.tools.judging.chat import ChatBenchOptions, LongBenchChat
 from verl_ext.tools.judging.figures import figure, figures
 from verl_ext.tools.judging.recall import BABILong, Needle, NeedleOptions
@@ -16,7 +17,6 @@ from verl_ext.tools.judging.writing import (
     LongWriteRuler,
     read_quality,
 )
-from verl_ext.values import DataError
 
 SCORES = dict(zip(DIMENSIONS, (5, 4, 3, 2, 1, 5), strict=True))
 

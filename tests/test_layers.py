@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from tests.documents_alone import largest_errors, ranks_of_a_pack
 from tests.ranks import run_ranks
 from tests.small_models import packed_and_plain
-from verl_ext.attention import DocumentLayout, SequenceShards
 from verl_ext.layers import MIXERS, RunningPack, mixers_of, unknown_mixers
 from verl_ext.layers.convolution import convolve
-from verl_ext.layers.dealing import dealt
+from verl_ext.layers.documents import dealt
+from verl_ext.parallel.shards import DocumentLayout, SequenceShards
 
 SEAMS = ("qwen3_5_text", "nemotron_h", "lfm2", "olmo_hybrid")
 SCORES = ("gpt_oss", "gemma2", "llama4_text")  # sinks, a soft cap, chunks

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from verl_ext.data.megatron.blend import blend_order, megatron_blend_order, normalised
+from verl_ext.data.stream.megatron.blend import blend_order, megatron_blend_order, normalised
 
 WEIGHTS = st.lists(
     st.one_of(st.floats(1e-9, 1.0), st.integers(1, 20), st.sampled_from([0, 0.5, 1e6, 1e-12, 1e300])),

@@ -21,10 +21,10 @@ from tests.megatron_peer import (
     utils,
 )
 from verl_ext.data import MultiDocDataset
-from verl_ext.data.megatron.blend import megatron_blend_order, megatron_helpers, normalised
-from verl_ext.data.megatron.index import HEADER, MAGIC, VERSION, IndexWriter, TokenIndex
-from verl_ext.data.megatron.samples import build_sample_indices
-from verl_ext.text.plain_text import optimal_dtype
+from verl_ext.data.stream.megatron.blend import megatron_blend_order, megatron_helpers, normalised
+from verl_ext.data.stream.megatron.index import HEADER, MAGIC, VERSION, IndexWriter, TokenIndex
+from verl_ext.data.stream.megatron.samples import build_sample_indices
+from verl_ext.text.encoder_texts import optimal_dtype
 
 ARRAYS = ("document_index", "sample_index", "shuffle_index")
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_ext.data.megatron.index import BLOCK, BLOCK_TOKENS, IndexWriter, TokenIndex
-from verl_ext.text.plain_text import optimal_dtype
+from verl_ext.data.stream.megatron.index import BLOCK, BLOCK_TOKENS, IndexWriter, TokenIndex
+from verl_ext.text.encoder_texts import optimal_dtype
 
 DOCUMENTS = [[5, 6, 7], [], [65535], [1, 2, 3, 4]]
 HEADER = 34

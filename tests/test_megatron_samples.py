@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.corpora import LONGEST, corpora
-from verl_ext.data.megatron.samples import build_sample_indices, epochs_needed
-from verl_ext.data.multidoc_samples import TokenStream, WindowPlan, random_starts
+from verl_ext.data.stream.megatron.samples import build_sample_indices, epochs_needed
+from verl_ext.data.stream.plans import TokenStream, WindowPlan, random_starts
 
 
 def tokens_of(lengths, documents):

@@ -19,6 +19,7 @@ from verl_ext.config.resolve import resolve_device
 from verl_ext.data import CategoryTable
 from verl_ext.flops import GPUS
 from verl_ext.losses import LossSpec
+from verl_ext.options import plain
 from verl_ext.plugin import PACKED
 from verl_ext.tools.plan.caching_allocator import reserved
 from verl_ext.tools.plan.fake_gpu import MemoryTracker
@@ -28,7 +29,6 @@ from verl_ext.tools.plan.report import Predictor, memory_facts
 from verl_ext.tools.plan.run import KINDS, Job, build_engine, fill_optimizer, take_step
 from verl_ext.tools.plan_lines import memory_lines, remedy_line
 from verl_ext.trainer.batch import StepCollator
-from verl_ext.values import plain
 
 pytestmark = pytest.mark.slow
 

@@ -20,8 +20,8 @@ from transformers import AutoTokenizer
 from tests.document_texts import EOS, random_words, stream_of, tokens_of, write_jsonl, write_texts
 from tests.megatron_peer import megatron_file, open_gpt_dataset
 from verl_ext.data import MultiDocDataset
-from verl_ext.data.megatron.index import IndexWriter
-from verl_ext.data.multidoc_samples import random_starts
+from verl_ext.data.stream.megatron.index import IndexWriter
+from verl_ext.data.stream.plans import random_starts
 from verl_ext.packing import TOKENS
 from verl_ext.trainer.report import data_facts, step_facts
 from verl_ext.trainer.report_lines import report_lines

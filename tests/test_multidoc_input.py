@@ -13,7 +13,7 @@ from tests.checked import checked
 from tests.document_texts import random_words, write_jsonl, write_texts
 from verl_ext.config import compose
 from verl_ext.data import MultiDocDataset
-from verl_ext.data.megatron.index import IndexWriter
+from verl_ext.data.stream.megatron.index import IndexWriter
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from tests.reference import load_eager
 from tests.training import SMALL, metrics, refusals, train, train_alone
 from verl_ext.config import compose
 from verl_ext.data import MultiDocDataset
-from verl_ext.data.megatron.index import IndexWriter
+from verl_ext.data.stream.megatron.index import IndexWriter
 from verl_ext.trainer.distributed import RunRanks
 from verl_ext.trainer.setup import prepare
 from verl_ext.trainer.trainer import SFTTrainer

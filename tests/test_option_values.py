@@ -18,7 +18,7 @@ from verl_ext.data.dataset import DataOptions
 from verl_ext.data.sft import SFTOptions
 from verl_ext.engines.schedule import ScheduleOptions
 from verl_ext.legacy import DEPRECATED, RENAMED, RENAMED_NODES
-from verl_ext.values import Options, options_of, plain, show
+from verl_ext.options import Options, options_of, plain, show
 
 OURS: tuple[type[Options], ...] = (*NODES, DataOptions, SFTOptions, ScheduleOptions, ModelNode)
 # A value that no option of the type takes, beside null.

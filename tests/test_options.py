@@ -10,7 +10,7 @@ import pytest
 
 from verl_ext.__main__ import COMMANDS
 from verl_ext.config import run, schema
-from verl_ext.values import Option, Options, options_of, show
+from verl_ext.options import Option, Options, options_of, show
 
 # {type: (its name in errors, values of other types)}
 KINDS: dict[Any, tuple[str, list[Any]]] = {

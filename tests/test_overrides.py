@@ -14,7 +14,7 @@ from verl_ext.__main__ import main
 from verl_ext.commands.command_line import OutputOptions, read_options
 from verl_ext.commands.tokenize import TokenizeOptions
 from verl_ext.config import compose
-from verl_ext.values import UsageError, option
+from verl_ext.options import UsageError, option
 
 
 @dataclass(frozen=True)

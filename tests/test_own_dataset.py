@@ -15,7 +15,7 @@ from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import differences, metrics, stopped_at, train_alone
 from verl_ext.config import compose
 from verl_ext.data import CategoryTable, DocumentDataset, SFTDataSet
-from verl_ext.data.reading import ONE_RANK
+from verl_ext.data.ranks import ONE_RANK
 from verl_ext.packing import OVER_LENGTH_POLICIES, STRATEGIES
 
 pytestmark = pytest.mark.slow

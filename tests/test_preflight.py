@@ -16,7 +16,7 @@ import verl_ext.commands.preflight as preflight
 from verl_ext.__main__ import main
 from verl_ext.commands.preflight import PreflightOptions, check_nodes
 from verl_ext.nodes import PACKAGES, differences, digest_of_folder, versions
-from verl_ext.values import UsageError
+from verl_ext.options import UsageError
 
 pytestmark = pytest.mark.slow
 

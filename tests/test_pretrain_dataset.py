@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 import verl_ext.attention.packed  # noqa: F401  makes the attention known to transformers
 from tests.babilong_files import byte_tokenizer
 from tests.pretrain_files import plain_document, plain_row, texts_of, word_tokenizer, write_jsonl
-from verl_ext.attention import PACKED_ATTENTION, document_layout
+from verl_ext.attention import PACKED_ATTENTION
 from verl_ext.data import SFTDataSet
 from verl_ext.data.pretrain import PreTrainDataset
+from verl_ext.parallel.shards import document_layout
 
 TOKENIZER = word_tokenizer()
 WITHOUT_BOS = word_tokenizer(bos=False)

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.test_tokenize_templates import CHATML, GENERATION, STRIPS_THINKING, chat, tiny_tokenizer
-from verl_ext.text.chat_proof import ProvenChats
-from verl_ext.text.chat_spans import locate
-from verl_ext.text.chat_template import ChatTemplate
-from verl_ext.text.records import parse_record
+from verl_ext.text.chat.spans import locate
+from verl_ext.text.chat.template import ChatTemplate
+from verl_ext.text.chat.template_cache import ProvenChats
+from verl_ext.text.records.records import parse_record
 
 HEAD = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
 TAIL = "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

@@ -10,9 +10,9 @@ from verl_ext.commands.report import reported_options
 from verl_ext.commands.tokenize import TokenizeOptions
 from verl_ext.config import compose
 from verl_ext.config.run import RunConfig
+from verl_ext.options import DataError
 from verl_ext.redaction import redacted, redacted_text
 from verl_ext.trainer.hooks import tracking
-from verl_ext.values import DataError
 
 SECRET = "s3cr3tV4lue"
 

@@ -23,11 +23,11 @@ from tests.test_tokenize_templates import CHATML, tiny_tokenizer
 from verl_ext.commands.command_line import read_options
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
 from verl_ext.data.pretrain import find_text_files
-from verl_ext.text.json_records import parse_line
-from verl_ext.text.readers import ChunkSize, read_chunks
-from verl_ext.text.sources import find_source_files
-from verl_ext.text.tokenized import file_facts
-from verl_ext.values import DataError, UsageError
+from verl_ext.options import DataError, UsageError
+from verl_ext.text.read.json_records import parse_line
+from verl_ext.text.read.readers import ChunkSize, read_chunks
+from verl_ext.text.read.sources import find_source_files
+from verl_ext.text.tokenizing import file_facts
 
 TEXTS = [{"text": f"the cat {number}"} for number in range(600)]
 LINES = "".join(json.dumps(record) + "\n" for record in TEXTS).encode()
@@ -134,7 +134,7 @@ def test_a_file_that_comes_in_part_is_refused(memory: str, monkeypatch: pytest.M
 
     fsspec.filesystem("memory").pipe(f"/bucket/{name}", b"[]\n")
     (file,) = find_source_files({"a": [f"{memory}/{name}"]})
-    monkeypatch.setattr("verl_ext.text.sources.open_remote", lambda url: Part(b"[]\n"))
+    monkeypatch.setattr("verl_ext.text.read.sources.open_remote", lambda url: Part(b"[]\n"))
     with pytest.raises(DataError, match=rf"{name}: must not change while it is read; 3 of 10000000 bytes came"):
         list(read_chunks(file))
 

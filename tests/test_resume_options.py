@@ -12,7 +12,7 @@ from verl_ext.config.schema import dataset_families
 from verl_ext.data import SFTDataSet
 from verl_ext.data.dataset import DataOptions
 from verl_ext.losses import LossOptions
-from verl_ext.values import plain
+from verl_ext.options import plain
 
 OF_EVERY_FAMILY = {"train_batch_size", "seed", "drop_last", "shuffle", "balance", "cost"}
 OF_PACKS = OF_EVERY_FAMILY | {"max_tokens", "strategy", "over_length", "mixture"}

@@ -11,8 +11,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 import verl_ext.attention.packed  # noqa: F401  registers the attention with transformers
 from tests.ranks import run_ranks
 from tests.test_device_copies import Copies
-from verl_ext.attention import PACKED_ATTENTION, document_layout
+from verl_ext.attention import PACKED_ATTENTION
 from verl_ext.attention.rope import choose_rope_by_document
+from verl_ext.parallel.shards import document_layout
 
 pytestmark = pytest.mark.slow
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tests.ranks import run_ranks
 from tests.tokenized_data import random_documents, write_tokenized
 from verl_ext.data import SFTDataSet
-from verl_ext.data.scan import shares
-from verl_ext.text.dataset_folder import DatasetWriter
-from verl_ext.text.documents import Counts, Documents
+from verl_ext.data.facts import shares
+from verl_ext.text.tokens.dataset_folder import DatasetWriter
+from verl_ext.text.tokens.documents import Counts, Documents
 
 pytestmark = pytest.mark.slow
 

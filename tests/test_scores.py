@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from tests.flash_stand_ins import register_flash_stand_ins
-from verl_ext.attention import DocumentLayout
 from verl_ext.attention.head_groups import backward_by_groups_of_heads, by_groups_of_heads
 from verl_ext.attention.kernels import KernelOptions, choose_backend, sdpa
-from verl_ext.attention.scores import FLASH, LseAttention, LseKernel, flash_with_sinks
+from verl_ext.attention.sinks import FLASH, LseAttention, flash_with_sinks
+from verl_ext.parallel.key_exchange import LseKernel
+from verl_ext.parallel.shards import DocumentLayout
 
 # Queries and keys of each document: equal numbers, or more keys, as with keys from other groups of ranks.
 SHAPES = [((5, 3, 9), (5, 3, 9)), ((5, 3, 9), (12, 3, 20)), ((600,), (640,))]

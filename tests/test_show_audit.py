@@ -14,10 +14,10 @@ from tests.tokenized_data import random_documents
 from verl_ext.commands.tokenize import main as tokenize
 from verl_ext.data import SFTDataSet
 from verl_ext.data.dataset import DataOptions
-from verl_ext.data.megatron.index import IndexWriter
+from verl_ext.data.stream.megatron.index import IndexWriter
+from verl_ext.options import options_of
 from verl_ext.tools.show.packs import PackOptions
 from verl_ext.trainer.report import data_facts
-from verl_ext.values import options_of
 
 CHAT = {"messages": [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]}
 

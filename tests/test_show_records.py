@@ -7,11 +7,11 @@ import pytest
 from tests.shown import audit_of, show, write_metrics
 from tests.test_tokenize_templates import CHATML, tiny_tokenizer
 from verl_ext.commands.tokenize import main as tokenize
-from verl_ext.text.chat import ChatEncoder
-from verl_ext.text.chat_rendering import ChatOptions
-from verl_ext.text.readers import read_chunks
-from verl_ext.text.sources import find_source_files
-from verl_ext.text.tokenizer import ModelOptions
+from verl_ext.text.chat.renderer import ChatOptions
+from verl_ext.text.encoder_chats import ChatEncoder
+from verl_ext.text.read.readers import read_chunks
+from verl_ext.text.read.sources import find_source_files
+from verl_ext.text.tokens.tokenizer import ModelOptions
 
 THOUGHT = "<think>\nadd them\n</think>\n\nIt is four."
 CHATS = [

@@ -19,13 +19,13 @@ from verl_ext.commands.index import IndexOptions
 from verl_ext.commands.index import index_texts as index
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
 from verl_ext.data import MultiDocDataset, PreTrainDataset
-from verl_ext.data.megatron.index import TokenIndex
-from verl_ext.text.chat_proof import ProvenChats
-from verl_ext.text.chat_template import ChatTemplate
-from verl_ext.text.encoders import Encoded, TextEncoder, Windows, mask_from_offsets
-from verl_ext.text.json_records import BadRecord, RecordOptions
-from verl_ext.text.records import parse_record
-from verl_ext.values import DataError, UsageError
+from verl_ext.data.stream.megatron.index import TokenIndex
+from verl_ext.options import DataError, UsageError
+from verl_ext.text.chat.template import ChatTemplate
+from verl_ext.text.chat.template_cache import ProvenChats
+from verl_ext.text.read.json_records import BadRecord, RecordOptions
+from verl_ext.text.records.records import parse_record
+from verl_ext.text.tokens.encoders import Encoded, TextEncoder, Windows, mask_from_offsets
 
 TOKENIZER = tiny_tokenizer()
 TOKENIZER.add_tokens(["<think>", "</think>"])  # added but not special, like Qwen3's

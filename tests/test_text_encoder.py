@@ -15,16 +15,16 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from tests.test_special_tokens import END, PLAIN, START, TOKENIZER, chat_of, encoded_chat
 from tests.test_tokenize_templates import tiny_tokenizer
-from verl_ext.data.megatron.index import TokenIndex
-from verl_ext.data.megatron.text_index import write_text_indexes
-from verl_ext.text import readers as chunks
-from verl_ext.text.chat_spans import RenderedChat
-from verl_ext.text.encoders import TextEncoder, TokenCharacters, Windows
-from verl_ext.text.json_records import BadRecord, RecordOptions
-from verl_ext.text.plain_text import TextOptions, TextTokenizer
-from verl_ext.text.readers import TextFile, read_chunks
-from verl_ext.text.sources import find_source_files
-from verl_ext.text.special_tokens import ChatText
+from verl_ext.data.stream.megatron.index import TokenIndex
+from verl_ext.data.stream.megatron.writer import write_text_indexes
+from verl_ext.text.chat.spans import RenderedChat
+from verl_ext.text.chat.special_tokens import ChatText
+from verl_ext.text.encoder_texts import TextOptions, TextTokenizer
+from verl_ext.text.read import readers as chunks
+from verl_ext.text.read.json_records import BadRecord, RecordOptions
+from verl_ext.text.read.readers import TextFile, read_chunks
+from verl_ext.text.read.sources import find_source_files
+from verl_ext.text.tokens.encoders import TextEncoder, TokenCharacters, Windows
 
 CORPUS = [
     "The cat's on the mat, and it'll say HELLO to 12345 worlds!\n\nA café — naïve; 漢字 と かな。\n",

@@ -16,9 +16,9 @@ from verl_ext.commands import index
 from verl_ext.commands.command_line import read_options
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
 from verl_ext.data import SFTDataSet
-from verl_ext.data.megatron.index import TokenIndex
-from verl_ext.text.readers import ChunkSize
-from verl_ext.values import DataError, UsageError
+from verl_ext.data.stream.megatron.index import TokenIndex
+from verl_ext.options import DataError, UsageError
+from verl_ext.text.read.readers import ChunkSize
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ import pytest
 
 from tests.megatron_peer import indexed_dataset
 from tests.test_tokenize_run import QA, model, rows, tokenize_files, write_jsonl
-from verl_ext.data.megatron.index import TokenIndex
-from verl_ext.values import DataError, UsageError
+from verl_ext.data.stream.megatron.index import TokenIndex
+from verl_ext.options import DataError, UsageError
 
 __all__ = ["model"]
 

@@ -20,10 +20,10 @@ from verl_ext.commands import tokenize as command
 from verl_ext.commands.command_line import read_options
 from verl_ext.commands.report import Report
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
+from verl_ext.options import DataError, UsageError
 from verl_ext.ray_cluster import ray_cluster
-from verl_ext.text.readers import ChunkSize
+from verl_ext.text.read.readers import ChunkSize
 from verl_ext.text.workers import TRIES, ray_results
-from verl_ext.values import DataError, UsageError
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +42,7 @@ def cluster() -> Iterator[None]:
     """Start one cluster for all tests, each of which would otherwise start its own."""
     with pytest.MonkeyPatch.context() as patch, ray_nodes(1):
         # As in a command: its process and so its workers do not import torch, which takes seconds.
-        patch.setattr(command, "tokenizer_module", lambda: "verl_ext.text.torchless_tokenizers")
+        patch.setattr(command, "tokenizer_module", lambda: "verl_ext.text.tokens.torchless_tokenizers")
         with ray_cluster(2):
             yield
 

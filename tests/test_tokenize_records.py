@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_ext.text.json_records import BadRecord
-from verl_ext.text.messages import Chat, PlainText
-from verl_ext.text.records import FIELDS, category_of, parse_record
+from verl_ext.text.read.json_records import BadRecord
+from verl_ext.text.records.messages import Chat, PlainText
+from verl_ext.text.records.records import FIELDS, category_of, parse_record
 
 TOOL = {"name": "sit", "parameters": {"on": {"type": "str"}}}
 QUESTION = {"question": "q", "answer": "a"}

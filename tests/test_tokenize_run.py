@@ -17,11 +17,11 @@ from tests.test_tokenize_templates import CHATML, GENERATION, tiny_tokenizer
 from verl_ext.commands.command_line import read_options
 from verl_ext.commands.report import Report
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
-from verl_ext.text.dataset_folder import DOCUMENT_COLUMNS
-from verl_ext.text.documents import Counts
-from verl_ext.text.json_records import json_list
-from verl_ext.text.readers import ChunkSize
-from verl_ext.values import DataError, UsageError
+from verl_ext.options import DataError, UsageError
+from verl_ext.text.read.json_records import json_list
+from verl_ext.text.read.readers import ChunkSize
+from verl_ext.text.tokens.dataset_folder import DOCUMENT_COLUMNS
+from verl_ext.text.tokens.documents import Counts
 
 QA = [{"question": f"the cat {i}", "answer": "sat on the mat " * (i % 5 + 1)} for i in range(20)]
 

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from tests.tokenized_data import random_documents, write_tokenized
 from verl_ext.data import SFTDataSet, check_vocabulary
 from verl_ext.data.arrow import ListColumn, TokenizedData
-from verl_ext.data.left_out import OverLengthCount
-from verl_ext.data.scan import OverLength, scan_documents, sum_by_category
+from verl_ext.data.facts import OverLength, scan_documents, sum_by_category
+from verl_ext.data.omitted import OverLengthCount
 from verl_ext.packing import cut_spans
-from verl_ext.text import tokenized
-from verl_ext.text.documents import Counts, Documents
-from verl_ext.text.tokenized import DatasetWriter
+from verl_ext.text import tokenizing as tokenized
+from verl_ext.text.tokenizing import DatasetWriter
+from verl_ext.text.tokens.documents import Counts, Documents
 
 
 def document(mask, category=1, tokens=None, **more):
@@ -368,8 +368,8 @@ def test_the_name_of_cached_documents_follows_the_code_that_makes_them(tmp_path,
     for change in ("", "# mended"):
         package = tmp_path / f"text{len(digests)}"
         shutil.copytree(Path(tokenized.__file__).parent, package)
-        (package / "chat_spans.py").write_text((package / "chat_spans.py").read_text() + change)
-        monkeypatch.setattr(tokenized, "__file__", str(package / "tokenized.py"))
+        (package / "chat" / "spans.py").write_text((package / "chat" / "spans.py").read_text() + change)
+        monkeypatch.setattr(tokenized, "__file__", str(package / "tokenizing.py"))
         digests.append(tokenized.code_digest.__wrapped__())
     assert digests[0] == digests[1]
     assert digests[1] != digests[2]

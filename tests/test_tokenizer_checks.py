@@ -8,9 +8,9 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import ByT5Tokenizer, PreTrainedTokenizer, PreTrainedTokenizerFast
 
-from verl_ext.text.tokenizer import check_round_trip, check_tokenizer, read_tokenizer
+from verl_ext.options import UsageError
+from verl_ext.text.tokens.tokenizer import check_round_trip, check_tokenizer, read_tokenizer
 from verl_ext.tools.init_model.tokenizer import TokenizerOptions, trained_tokenizer
-from verl_ext.values import UsageError
 
 
 def added(text: str, special: bool) -> dict[str, object]:

@@ -21,7 +21,6 @@ from tests.small_models import in_float64
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import tensors_of, train
-from verl_ext.attention import DocumentLayout
 from verl_ext.commands.export import main as export
 from verl_ext.config import compose
 from verl_ext.config.weights import check_weights
@@ -30,6 +29,7 @@ from verl_ext.layers.probe import trial_model
 from verl_ext.layers.shrink import shrunk
 from verl_ext.layers.towers import auto_class, freeze, outside_text
 from verl_ext.losses import LossSpec
+from verl_ext.parallel.shards import DocumentLayout
 from verl_ext.trainer.batch import StepCollator
 
 LENGTHS = [13, 7, 1, 29, 18, 4]

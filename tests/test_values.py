@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from verl_ext.values import Options, nearest_key, option, options_of, unknown, whole_number
+from verl_ext.options import Options, nearest_key, option, options_of, unknown, whole_number
 
 
 @dataclass(frozen=True)

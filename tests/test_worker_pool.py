@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 
+from verl_ext.options import DataError, UsageError
 from verl_ext.text.workers import JOBS_PER_WORKER, ordered_results
-from verl_ext.values import DataError, UsageError
 
 
 class Counter:

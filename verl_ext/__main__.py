@@ -7,8 +7,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from verl_ext.options import choice_problem
 from verl_ext.progress import announce
-from verl_ext.values import choice_problem
 
 # command: (its module, its description)
 COMMANDS = {

@@ -11,7 +11,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from verl_ext.values import first_line, nearest_hint, show
+from verl_ext.options import first_line, nearest_hint, show
 
 _PACKAGE = "pkg://"
 

@@ -26,7 +26,7 @@ from typing import Any
 import xxhash
 
 from verl_ext.launch.torchrun import is_running
-from verl_ext.values import DataError, file_of, first_line, reason_of
+from verl_ext.options import DataError, file_of, first_line, reason_of
 
 CONTENTS = "contents.json"
 # Files in the output folder of a command: the report on its records, and the categories as {number: name}.

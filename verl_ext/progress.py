@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from verl_ext import __version__
-from verl_ext.values import one_line
+from verl_ext.options import one_line
 
 _LINE = 80  # columns of the bar in a log
 _HEADLINES = ("loss", "exact_match", "accuracy", "answer", "perplexity")

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from verl_ext.values import UsageError, first_line
+from verl_ext.options import UsageError, first_line
 
 ANSWERS_WITHIN = 10  # seconds
 OBJECT_STORE = 128 << 20  # bytes of shared memory; no large object passes through it

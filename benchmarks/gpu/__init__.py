@@ -26,8 +26,8 @@ import torch
 from benchmarks.cells import in_own_process
 from benchmarks.gpu.shapes import SHAPES, Cell
 from benchmarks.harness import Row, allocator, table, words_of
-from verl_ext import values
-from verl_ext.values import choice_problem, option
+from verl_ext import options
+from verl_ext.options import choice_problem, option
 
 CONTESTANTS = ("ours", "ours_liger", "ours_fa3", "verl", "trl")
 RAN = "kernel {kernel} | head {head} | optimizer {optimizer}"
@@ -36,7 +36,7 @@ QUICK = ["packs=[512]", "step_tokens=1024", "steps=2", "first=256", "shapes=[tin
 
 
 @dataclass(frozen=True)
-class Options(values.Options):
+class Options(options.Options):
     """Contestants, shapes and lengths."""
 
     contestants: list[str] = option(list(CONTESTANTS), f"of {', '.join(CONTESTANTS)}")

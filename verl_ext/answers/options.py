@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from verl_ext.answers.scores import BUILT_IN, scorer
-from verl_ext.values import Options, option, show
+from verl_ext.options import Options, option, show
 
 
 @dataclass(frozen=True)

@@ -25,14 +25,14 @@ from verl_ext.answers.scores import BUILT_IN
 from verl_ext.data.arrow import TokenizedData
 from verl_ext.data.categories import CategoryTable
 from verl_ext.files import REPORT
-from verl_ext.text.chat import ChatEncoder
-from verl_ext.text.chat_rendering import ChatOptions
-from verl_ext.text.json_records import BadRecord, read_record
-from verl_ext.text.messages import Message
-from verl_ext.text.readers import read_chunks
-from verl_ext.text.records import category_of
-from verl_ext.text.sources import file_name, find_source_files, without_compression
-from verl_ext.values import DataError, UsageError, options_of
+from verl_ext.options import DataError, UsageError, options_of
+from verl_ext.text.chat.renderer import ChatOptions
+from verl_ext.text.encoder_chats import ChatEncoder
+from verl_ext.text.read.json_records import BadRecord, read_record
+from verl_ext.text.read.readers import read_chunks
+from verl_ext.text.read.sources import file_name, find_source_files, without_compression
+from verl_ext.text.records.messages import Message
+from verl_ext.text.records.records import category_of
 
 _KEY = "eval.prompts"
 _OWN = ("columns", "chat_template", "apply_chat_template_kwargs", "chat_date")  # options of `eval` and of chats

@@ -18,7 +18,7 @@ from typing import Any
 
 from verl_ext.custom import named_object
 from verl_ext.endpoint.reasoning import split_reasoning
-from verl_ext.values import choice_problem, first_line, refuse
+from verl_ext.options import choice_problem, first_line, refuse
 
 Scorer = Callable[[Mapping[str, Any], str | None, str], float | None]  # (record, expected answer or None, answer)
 

@@ -9,7 +9,7 @@ from verl_ext.answers.prompts import Prompt
 from verl_ext.endpoint.answer import FAILED, TOO_LONG, Answer
 from verl_ext.endpoint.client import Client, EndpointOptions, SamplingOptions
 from verl_ext.endpoint.store import NoStore
-from verl_ext.values import DataError, UsageError, choice_problem
+from verl_ext.options import DataError, UsageError, choice_problem
 
 _SECONDS = 600.0  # for an answer
 _RETRIES = 2  # few, because the ranks of a run wait

@@ -1,6 +1,5 @@
 """Attention inside the documents of a pack."""
 
-from verl_ext.attention.heads import HeadPadding
 from verl_ext.attention.kernels import (
     BACKENDS,
     PACKED_ATTENTION,
@@ -12,4 +11,3 @@ from verl_ext.attention.kernels import (
     has_flash_attn,
     unusable,
 )
-from verl_ext.attention.layout import DocumentLayout, ParallelOptions, SequenceShards, document_layout

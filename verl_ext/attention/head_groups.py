@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from verl_ext.attention.layout import DocumentLayout
-from verl_ext.attention.scores import LseKernel
+from verl_ext.parallel.key_exchange import LseKernel
+from verl_ext.parallel.shards import DocumentLayout
 
 GROUP_BYTES = 2**30  # most bytes, in fp32, of the query heads of one kernel call
 

@@ -29,9 +29,10 @@ import torch.nn.attention
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from verl_ext.attention.layout import DocumentLayout
-from verl_ext.attention.scores import FLASH, LseKernel, block_attention, flash_arguments, flash_with_sinks
-from verl_ext.values import Options, check_choice, first_line, option
+from verl_ext.attention.sinks import FLASH, block_attention, flash_arguments, flash_with_sinks
+from verl_ext.options import Options, check_choice, first_line, option
+from verl_ext.parallel.key_exchange import LseKernel
+from verl_ext.parallel.shards import DocumentLayout
 
 PACKED_ATTENTION = "verl_ext_packed"  # its name in `model.override_config.attn_implementation`
 _QUERY_BLOCK = 512  # queries of one call of sdpa with a window

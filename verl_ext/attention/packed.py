@@ -4,8 +4,9 @@ It is registered through transformers' ``AttentionInterface``, so no model is pa
 :class:`DocumentLayout` to the model's forward. The layout reaches attention as a keyword argument or, in models that
 pass none on, through the `running_pack` of the attention module (verl_ext.layers.pack).
 
-The ranks of Ulysses exchange heads before and after the kernel (heads.py). With a :class:`ContextLayout` they do so
-inside a group of ranks, and keys and values travel between groups before the kernel or while it runs (context.py).
+The ranks of Ulysses exchange heads before and after the kernel (parallel/ulysses.py). With a :class:`ContextLayout`
+they do so inside a group of ranks, and keys and values travel between groups before the kernel or while it runs
+(parallel/key_exchange.py).
 """
 
 from collections.abc import Callable
@@ -17,9 +18,7 @@ import torch.distributed as dist
 from transformers import AttentionInterface
 from verl.utils.ulysses import get_ulysses_sequence_parallel_group, get_ulysses_sequence_parallel_world_size
 
-from verl_ext.attention.context import ContextLayout
 from verl_ext.attention.head_groups import backward_by_groups_of_heads, by_groups_of_heads
-from verl_ext.attention.heads import HeadPadding, join_heads, split_heads
 from verl_ext.attention.kernels import (
     KERNELS,
     PACKED_ATTENTION,
@@ -30,8 +29,10 @@ from verl_ext.attention.kernels import (
     gpu_capability,
     in_autocast_dtype,
 )
-from verl_ext.attention.layout import DocumentLayout
-from verl_ext.attention.scores import LseAttention
+from verl_ext.attention.sinks import LseAttention
+from verl_ext.parallel.key_exchange import ContextLayout
+from verl_ext.parallel.shards import DocumentLayout
+from verl_ext.parallel.ulysses import HeadPadding, join_heads, split_heads
 
 # Keyword arguments that change nothing here: boundaries that the layout holds already, and what models return.
 _READ_ELSEWHERE = {

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from verl_ext.attention.layout import DocumentLayout, SequenceShards, pieces, pinned
+from verl_ext.parallel.shards import DocumentLayout, SequenceShards, pieces, pinned
 
 
 def same_frequencies_up_to(config: Any, layer_type: str | None = None) -> int | None:

@@ -16,8 +16,8 @@ from typing import Any
 
 from verl_ext.checkpoint.layout import PARTIAL
 from verl_ext.files import writable_problem
-from verl_ext.text.sources import is_url, local_path
-from verl_ext.values import first_line, reason_of
+from verl_ext.options import first_line, reason_of
+from verl_ext.text.read.sources import is_url, local_path
 
 _KEY = "trainer.default_hdfs_dir"
 _PROBE = ".verl_ext_write_test"

@@ -34,7 +34,7 @@ from verl_ext.config.weights import digest_of_weights
 from verl_ext.data.chats import TrainedChats
 from verl_ext.files import OutputFolder, follow_umask, write_errors, write_json
 from verl_ext.layers.towers import auto_class
-from verl_ext.values import DataError, first_line
+from verl_ext.options import DataError, first_line
 
 _GENERATION, _TEMPLATE = "generation_config.json", "chat_template.jinja"
 # Files of a tokenizer that transformers does not write anew, but other programs read.

@@ -12,9 +12,9 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from verl_ext.checkpoint import layout
 from verl_ext.config.resolve import PATHS
-from verl_ext.data.reading import Ranks
+from verl_ext.data.ranks import Ranks
 from verl_ext.files import writable_problem
-from verl_ext.text.sources import local_path
+from verl_ext.text.read.sources import local_path
 
 _ANEW = {  # checkpoint.load_contents: what a resumed run does without an entry
     "model": "the weights are those of model.path",

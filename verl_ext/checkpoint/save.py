@@ -29,8 +29,8 @@ from verl_ext.data.chats import TrainedChats
 from verl_ext.engines.step import StepEngine
 from verl_ext.files import atomic_write, sync, write_errors, write_json
 from verl_ext.models.qwen_titans import save_memory_checkpoint
+from verl_ext.options import first_line, reason_of
 from verl_ext.redaction import redacted_text
-from verl_ext.values import first_line, reason_of
 
 _LONGEST_WRITE = timedelta(hours=10)  # verl's own limit, for ranks that wait for one that writes most
 _NO_CHATS = TrainedChats()

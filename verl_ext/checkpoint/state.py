@@ -31,8 +31,8 @@ from torch.distributed.tensor import DTensor
 from verl.utils.fsdp_utils import offload_fsdp_optimizer
 
 from verl_ext.files import is_inside, write_errors
-from verl_ext.text.json_records import parse_json
-from verl_ext.values import first_line, refuse
+from verl_ext.options import first_line, refuse
+from verl_ext.text.read.json_records import parse_json
 
 STATE, EXTRA, ADAPTERS = "state", "extra.json", "adapter_config.json"
 SCALER = "gradient_scaler.pt"  # beside verl's files, instead of extra.json

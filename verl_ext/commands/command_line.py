@@ -30,11 +30,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_ext.files import REPORT, output_problems
-from verl_ext.overrides import parsed_words, restored
-from verl_ext.redaction import redacted_text
-from verl_ext.text.sources import FORMATS, local_path
-from verl_ext.text.tokenizer import TRUSTED, ModelOptions, leave_out_torch
-from verl_ext.values import (
+from verl_ext.options import (
     REQUIRED,
     DataError,
     Option,
@@ -48,6 +44,10 @@ from verl_ext.values import (
     show,
     unknown,
 )
+from verl_ext.overrides import parsed_words, restored
+from verl_ext.redaction import redacted_text
+from verl_ext.text.read.sources import FORMATS, local_path
+from verl_ext.text.tokens.tokenizer import TRUSTED, ModelOptions, leave_out_torch
 
 OptionsT = TypeVar("OptionsT", bound=Options)
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from verl_ext.checkpoint.layout import EXPORT_MARKER
 from verl_ext.commands.command_line import OutputOptions, command
-from verl_ext.values import REQUIRED, option
+from verl_ext.options import REQUIRED, option
 
 _FORMS = ("merged", "adapter")
 _DTYPES = ("saved", "float32", "bfloat16", "float16")

@@ -9,15 +9,15 @@ from typing import Any
 
 from verl_ext.commands.command_line import SourceOptions, command
 from verl_ext.commands.report import aligned_rows, reported_options, tables, total
-from verl_ext.data.megatron.text_index import write_text_indexes
+from verl_ext.data.stream.megatron.writer import write_text_indexes
 from verl_ext.files import REPORT, OutputFolder, write_json
-from verl_ext.text.documents import CHAT_COUNTS, Counts
-from verl_ext.text.plain_text import TextOptions, TextTokenizer
-from verl_ext.text.readers import CHUNK
-from verl_ext.text.sources import find_source_files, total_bytes
-from verl_ext.text.tokenizer import ModelOptions, load_tokenizer, tokenizer_module
+from verl_ext.options import option
+from verl_ext.text.encoder_texts import TextOptions, TextTokenizer
+from verl_ext.text.read.readers import CHUNK
+from verl_ext.text.read.sources import find_source_files, total_bytes
+from verl_ext.text.tokens.documents import CHAT_COUNTS, Counts
+from verl_ext.text.tokens.tokenizer import ModelOptions, load_tokenizer, tokenizer_module
 from verl_ext.text.workers import available_cpus, ordered_results
-from verl_ext.values import option
 
 WORKER_BYTES = 8 << 20  # of text that justify another process, which takes a few seconds to start
 # Counts that have no meaning for text without targets and length limits.

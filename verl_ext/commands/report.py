@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from verl_ext.files import CATEGORIES, REPORT, write_json
+from verl_ext.options import DataError, Options, one_line
 from verl_ext.redaction import redacted
 from verl_ext.tables import Row, aligned
-from verl_ext.text.chat_parts import KINDS
-from verl_ext.text.chat_rendering import ChatOptions
-from verl_ext.text.documents import Counts, Documents, Run
-from verl_ext.values import DataError, Options, one_line
+from verl_ext.text.chat.parts import KINDS
+from verl_ext.text.chat.renderer import ChatOptions
+from verl_ext.text.tokens.documents import Counts, Documents, Run
 
 # Options that change neither tokens nor counts are left out, so that equal data has equal reports.
 NOT_REPORTED = ("backend", "num_workers", "output_dir", "overwrite", "preview")

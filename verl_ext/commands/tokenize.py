@@ -20,22 +20,22 @@ from typing import Any
 
 from verl_ext.commands.command_line import SourceOptions, command
 from verl_ext.commands.report import Report
-from verl_ext.data.megatron.masked_index import MaskedIndexes
+from verl_ext.data.stream.megatron.masked_index import MaskedIndexes
 from verl_ext.files import OutputFolder
 from verl_ext.nodes import differences, versions
+from verl_ext.options import DataError, UsageError, option
 from verl_ext.ray_cluster import ray_cluster
-from verl_ext.text.chat import ChatEncoder
-from verl_ext.text.chat_rendering import ChatOptions
-from verl_ext.text.dataset_folder import SHARD_BYTES, DatasetWriter
-from verl_ext.text.documents import Documents, previews_text
-from verl_ext.text.readers import CHUNK, Chunk, ChunkSize, read_chunks
-from verl_ext.text.records import read_columns
-from verl_ext.text.sources import SourceFile, find_source_files, total_bytes
-from verl_ext.text.token_records import COLUMNS, TokenRecordEncoder, has_tokens
-from verl_ext.text.tokenized import write_documents
-from verl_ext.text.tokenizer import tokenizer_module
+from verl_ext.text.chat.renderer import ChatOptions
+from verl_ext.text.encoder_chats import ChatEncoder
+from verl_ext.text.read.readers import CHUNK, Chunk, ChunkSize, read_chunks
+from verl_ext.text.read.sources import SourceFile, find_source_files, total_bytes
+from verl_ext.text.records.records import read_columns
+from verl_ext.text.records.token_records import COLUMNS, TokenRecordEncoder, has_tokens
+from verl_ext.text.tokenizing import write_documents
+from verl_ext.text.tokens.dataset_folder import SHARD_BYTES, DatasetWriter
+from verl_ext.text.tokens.documents import Documents, previews_text
+from verl_ext.text.tokens.tokenizer import tokenizer_module
 from verl_ext.text.workers import available_cpus, ordered_results, ray_results
-from verl_ext.values import DataError, UsageError, option
 
 BITS = 128
 RAY_CHUNK = ChunkSize(1024, 1 << 20)  # a task costs the driver a millisecond or two
@@ -46,8 +46,8 @@ class TokenizeOptions(ChatOptions, SourceOptions):
     """Tokenize chats and texts once, with a loss mask and categories.
 
     The result is in memory-mapped files or Megatron's format. The fields of a record determine its shape
-    (verl_ext/text/shapes.py lists the shapes). The name of a source is the category of its records. Records with
-    input_ids, loss_mask and category_ids are copied.
+    (verl_ext/text/records/shapes.py lists the shapes). The name of a source is the category of its records. Records
+    with input_ids, loss_mask and category_ids are copied.
     """
 
     backend: str = option(

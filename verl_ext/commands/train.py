@@ -23,13 +23,13 @@ from verl_ext.commands.tokenize import TokenizeOptions, summary, write_dataset
 from verl_ext.files import default_root, fingerprint, is_complete
 from verl_ext.launch.run import Awaited, run_torchrun
 from verl_ext.legacy import is_name_of_verl
+from verl_ext.options import DataError, Options, UsageError, option
 from verl_ext.overrides import Item
-from verl_ext.text.chat import ChatEncoder
-from verl_ext.text.sources import find_source_files
-from verl_ext.text.tokenized import cached_tokens, code_digest, file_facts
-from verl_ext.text.tokenizer import TRUSTED, leave_out_torch
+from verl_ext.text.encoder_chats import ChatEncoder
+from verl_ext.text.read.sources import find_source_files
+from verl_ext.text.tokenizing import cached_tokens, code_digest, file_facts
+from verl_ext.text.tokens.tokenizer import TRUSTED, leave_out_torch
 from verl_ext.translation import translate
-from verl_ext.values import DataError, Options, UsageError, option
 
 # {the trainer's key of a tokenized folder: the key of its sources}
 NODES = {"data.train_dir": "data.sources", "data.val_dir": "data.val_sources"}

@@ -10,7 +10,7 @@ import torch
 
 from verl_ext.layers.probe import isolation_problem, trial_model
 from verl_ext.layers.towers import outside_text, text_alone
-from verl_ext.values import first_line, nearest_hint, plain, show
+from verl_ext.options import first_line, nearest_hint, plain, show
 
 if TYPE_CHECKING:
     from verl_ext.config.run import RunConfig

@@ -27,7 +27,7 @@ from verl_ext.engines.optimizer import step_problem
 from verl_ext.engines.router import asks_for_router_loss
 from verl_ext.engines.schedule import schedule_problems
 from verl_ext.layers.mixers import positions_of_padding
-from verl_ext.values import choice_problem, first_line, refuse, show
+from verl_ext.options import choice_problem, first_line, refuse, show
 
 _ON_GPU_ALONE = ("bitsandbytes", "torchao")  # packages whose optimizers take no steps on a CPU
 _OF_GPU = ("capturable", "foreach", "fused")  # options that are refused on a CPU

@@ -27,8 +27,8 @@ from verl_ext.models.qwen_titans import (
     load_memory_checkpoint,
     settings_of_today,
 )
+from verl_ext.options import Options, choice_problem, option, plain, refuse, show, unknown
 from verl_ext.plugin import CHUNKED, PACKED
-from verl_ext.values import Options, choice_problem, option, plain, refuse, show, unknown
 
 if TYPE_CHECKING:
     from verl_ext.config.run import RunConfig

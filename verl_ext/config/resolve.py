@@ -23,9 +23,9 @@ from verl_ext.config.run import Machine, RunConfig, dataset_class
 from verl_ext.data import SFTDataSet
 from verl_ext.engines.schedule import StepOptimizerConfig
 from verl_ext.legacy import DEPRECATED
+from verl_ext.options import choice_problem, first_line, leaves, plain, refuse, show
 from verl_ext.overrides import restore
-from verl_ext.text.tokenizer import read_template
-from verl_ext.values import choice_problem, first_line, leaves, plain, refuse, show
+from verl_ext.text.tokens.tokenizer import read_template
 
 FP32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 BF16 = {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}

@@ -10,7 +10,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from verl_ext.values import choice_problem, show
+from verl_ext.options import choice_problem, show
 
 _NAMES = ("rope_scaling", "rope_parameters")
 _BESIDE = ("rope_theta", "partial_rotary_factor")

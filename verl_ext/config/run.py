@@ -18,7 +18,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import FSDPEngineConfig
 
 from verl_ext.answers import AnswerOptions
-from verl_ext.attention import AttentionOptions, ParallelOptions
+from verl_ext.attention import AttentionOptions
 from verl_ext.config.model import PackedModel, model_kind
 from verl_ext.config.upstream import upstream_problems
 from verl_ext.config.weights import ModelNode
@@ -28,7 +28,8 @@ from verl_ext.data.dataset import DataOptions, DatasetOptions, PackDataset
 from verl_ext.data.sft import SFTDataSet
 from verl_ext.engines.schedule import ScheduleOptions, StepOptimizerConfig
 from verl_ext.losses import LossOptions
-from verl_ext.values import Options, choice_problem, option, plain, refuse, show
+from verl_ext.options import Options, choice_problem, option, plain, refuse, show
+from verl_ext.parallel.shards import ParallelOptions
 
 AFTER_EACH_EPOCH = "after_each_epoch"
 _HANG_TIMEOUT = 1200

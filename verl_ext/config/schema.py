@@ -31,8 +31,8 @@ from verl_ext.config.weights import ModelNode
 from verl_ext.data.dataset import DataOptions, PackDataset
 from verl_ext.data.sft import SFTDataSet
 from verl_ext.engines.schedule import ScheduleOptions
+from verl_ext.options import Options, default_values, leaves, nearest_name, options_of, refuse, show, unknown
 from verl_ext.overrides import restored
-from verl_ext.values import Options, default_values, leaves, nearest_name, options_of, refuse, show, unknown
 
 CONF = "verl_ext.conf"
 UPSTREAM_CONF = "verl.trainer.config"

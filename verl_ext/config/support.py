@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from verl_ext.answers.generation import generation_problem
-from verl_ext.attention import HeadPadding, choose_backend, fallback_notices, flash_limit
+from verl_ext.attention import choose_backend, fallback_notices, flash_limit
 from verl_ext.config.adapters import lora_problems
 from verl_ext.engines.head import supported_head
 from verl_ext.engines.router import asks_for_router_loss, has_router_loss
@@ -26,7 +26,8 @@ from verl_ext.layers.probe import isolation_problem, trial_model
 from verl_ext.layers.scans import kernels_problem
 from verl_ext.layers.towers import auto_class, freeze, model_class, outside_text
 from verl_ext.losses import HEADS, row_bytes
-from verl_ext.values import first_line, show
+from verl_ext.options import first_line, show
+from verl_ext.parallel.ulysses import HeadPadding
 
 if TYPE_CHECKING:
     from verl_ext.config.run import RunConfig

@@ -7,7 +7,7 @@ from typing import Any
 
 from hydra.utils import get_class
 
-from verl_ext.values import choice_problem, show, type_problems
+from verl_ext.options import choice_problem, show, type_problems
 
 _PACKS_SET_IT = "data.max_tokens and data.micro_batch_size_per_gpu decide what a forward holds"
 # key: (the only allowed value, the reason)

@@ -20,8 +20,8 @@ from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 from verl_ext.engines.activations import ActivationOptions
 from verl_ext.layers.towers import FreezeOptions, outside_text
 from verl_ext.nodes import UNKNOWN, digest_of_files, digest_of_folder
-from verl_ext.text.json_records import parse_json
-from verl_ext.values import first_line, option, refuse, show
+from verl_ext.options import first_line, option, refuse, show
+from verl_ext.text.read.json_records import parse_json
 
 _NAMED = 3  # the number of weights that a line names
 _ENDINGS = (".safetensors", ".bin", ".pt")  # not a model card or a template, whose edit must not prevent a resume

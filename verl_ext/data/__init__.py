@@ -7,22 +7,22 @@ if TYPE_CHECKING:
     from verl_ext.data.babilong import BABILongDataset
     from verl_ext.data.categories import CategoryTable
     from verl_ext.data.dataset import PackDataset
-    from verl_ext.data.documents import DocumentDataset
-    from verl_ext.data.multidoc import MultiDocDataset
+    from verl_ext.data.facts import check_vocabulary
+    from verl_ext.data.own import DocumentDataset
     from verl_ext.data.pretrain import PreTrainDataset
-    from verl_ext.data.scan import check_vocabulary
     from verl_ext.data.sft import SFTDataSet
+    from verl_ext.data.stream.multidoc import MultiDocDataset
     from verl_ext.packing import plan_packs
 
 _MODULES = {
     "BABILongDataset": "data.babilong",
     "CategoryTable": "data.categories",
-    "DocumentDataset": "data.documents",
-    "MultiDocDataset": "data.multidoc",
+    "DocumentDataset": "data.own",
+    "MultiDocDataset": "data.stream.multidoc",
     "PackDataset": "data.dataset",
     "PreTrainDataset": "data.pretrain",
     "SFTDataSet": "data.sft",
-    "check_vocabulary": "data.scan",
+    "check_vocabulary": "data.facts",
     "plan_packs": "packing",
 }
 

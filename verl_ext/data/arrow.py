@@ -18,11 +18,11 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from verl_ext.data.categories import CategoryNumbers
-from verl_ext.data.reading import DataFile
+from verl_ext.data.ranks import DataFile
+from verl_ext.options import first_line
 from verl_ext.packing.plan import offsets_of
-from verl_ext.text.arrow_folder import STATE, Shard, read_shards
-from verl_ext.text.dataset_folder import DOCUMENT_COLUMNS, TOKEN_COLUMNS, has_document_columns, is_marked
-from verl_ext.values import first_line
+from verl_ext.text.read.arrow_folder import STATE, Shard, read_shards
+from verl_ext.text.tokens.dataset_folder import DOCUMENT_COLUMNS, TOKEN_COLUMNS, has_document_columns, is_marked
 
 _END = b"\xff\xff\xff\xff\0\0\0\0"  # the end of a stream of record batches
 

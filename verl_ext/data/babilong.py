@@ -29,14 +29,14 @@ from verl_ext.data.dataset import DatasetOptions, missing_paths
 from verl_ext.data.measure import AnswerMeasure
 from verl_ext.data.sft import SFTOptions
 from verl_ext.data.text_set import TextSet, TextSetOptions
+from verl_ext.options import Options, option, plain
 from verl_ext.packing import MOST_TOKENS
-from verl_ext.text.documents import Counts, Document, Documents, concat_documents
-from verl_ext.text.json_records import BadRecord
-from verl_ext.text.readers import read_batches
-from verl_ext.text.sources import SourceFile, absolute_path
-from verl_ext.text.special_tokens import SpecialTokens, as_plain_text
-from verl_ext.text.tokenized import Encoder, number_categories
-from verl_ext.values import Options, option, plain
+from verl_ext.text.chat.special_tokens import SpecialTokens, as_plain_text
+from verl_ext.text.read.json_records import BadRecord
+from verl_ext.text.read.readers import read_batches
+from verl_ext.text.read.sources import SourceFile, absolute_path
+from verl_ext.text.tokenizing import Encoder, number_categories
+from verl_ext.text.tokens.documents import Counts, Document, Documents, concat_documents
 
 FIELDS = ("input", "question", "target")
 LINE_BREAKS = 2  # the most tokens that the two line breaks before "Question:" take

@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from verl_ext.data.babilong_answers import CATEGORY as BABILONG
 from verl_ext.files import CATEGORIES
-from verl_ext.values import first_line
+from verl_ext.options import first_line
 
 # The names of families' categories that have fields, by which tables of scores have rows and columns.
 NAMES_WITH_FIELDS = (BABILONG,)

@@ -23,12 +23,12 @@ from typing_extensions import override
 from verl_ext.custom import custom_object
 from verl_ext.data.categories import CategoryTable
 from verl_ext.data.dataset import DatasetOptions, PackDataset, named_paths
-from verl_ext.data.reading import ONE_RANK, DataFile, Ranks
+from verl_ext.data.ranks import ONE_RANK, DataFile, Ranks
 from verl_ext.files import fingerprint
+from verl_ext.options import first_line, option, show
 from verl_ext.packing import MOST_TOKENS, CostModel, PackPlan
 from verl_ext.packing.plan import offsets_of
-from verl_ext.text.sources import absolute_path
-from verl_ext.values import first_line, option, show
+from verl_ext.text.read.sources import absolute_path
 
 COLUMNS = ("input_ids", "position_ids", "loss_mask")
 _KEY = "data.custom_cls.name"

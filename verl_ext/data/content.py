@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_ext.data.reading import DataFile, Ranks
+from verl_ext.data.ranks import DataFile, Ranks
 from verl_ext.files import (
     BLOCK,
     cached_folder,
@@ -26,8 +26,8 @@ from verl_ext.files import (
     fingerprint,
     is_complete,
 )
+from verl_ext.options import reason_of
 from verl_ext.progress import terminal_bar
-from verl_ext.values import reason_of
 
 CONTENT = "the content of the files in data.train_dir"  # the key of `DataFiles.digest` in a checkpoint
 _FACTS = "facts.npz"

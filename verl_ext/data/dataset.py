@@ -22,12 +22,12 @@ from omegaconf import OmegaConf
 from typing_extensions import override
 
 from verl_ext.data.categories import CategoryTable
-from verl_ext.data.left_out import DroppedDocuments
 from verl_ext.data.measure import AnswerMeasure
 from verl_ext.data.mixture import MixtureRow
-from verl_ext.data.reading import DataFile, Ranks
+from verl_ext.data.omitted import DroppedDocuments
+from verl_ext.data.ranks import DataFile, Ranks
+from verl_ext.options import REQUIRED, Options, OptionsT, check_choice, option, options_of, plain, refuse, unknown
 from verl_ext.packing import CostModel
-from verl_ext.values import REQUIRED, Options, OptionsT, check_choice, option, options_of, plain, refuse, unknown
 
 DIGEST = "the digest of the documents in data.train_dir"  # the key of `PackDataset.digest` in a checkpoint
 

@@ -18,11 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from verl_ext.options import MISSING, Options, option, options_of, plain, refuse, show, unknown
 from verl_ext.packing import Spans
 from verl_ext.packing.mixture import KEY, IntervalDraw, MixtureSource, draw_mixture
 from verl_ext.tables import aligned
-from verl_ext.text.sources import absolute_path
-from verl_ext.values import MISSING, Options, option, options_of, plain, refuse, show, unknown
+from verl_ext.text.read.sources import absolute_path
 
 MOST = 2**53  # the maximum of a number of tokens, a weight or a scale
 

@@ -31,11 +31,12 @@ from verl_ext.data.dataset import (
     missing_paths,
     named_paths,
 )
-from verl_ext.data.left_out import DroppedDocuments, DroppedReport
+from verl_ext.data.facts import DocumentScan, OverLength, scan_documents
 from verl_ext.data.mixture import MixtureOptions, draw_spans
-from verl_ext.data.reading import DataFile, Ranks
-from verl_ext.data.scan import DocumentScan, OverLength, scan_documents
+from verl_ext.data.omitted import DroppedDocuments, DroppedReport
+from verl_ext.data.ranks import DataFile, Ranks
 from verl_ext.files import fingerprint
+from verl_ext.options import option, plain, whole_number
 from verl_ext.packing import (
     MOST_TOKENS,
     OVER_LENGTH_POLICIES,
@@ -48,8 +49,7 @@ from verl_ext.packing import (
 )
 from verl_ext.packing.plan import index_type
 from verl_ext.packing.strategies import plan_repeated
-from verl_ext.text.sources import absolute_path
-from verl_ext.values import option, plain, whole_number
+from verl_ext.text.read.sources import absolute_path
 
 PAD_MODES = ("no_padding", "right")
 _ORDERED = ("next_fit", "none")  # the strategies that keep the order of the documents

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 from verl_ext.data.arrow import TokenizedData
 from verl_ext.data.dataset import split_rows
-from verl_ext.data.left_out import DroppedDocuments
+from verl_ext.data.omitted import DroppedDocuments
 from verl_ext.data.sft import SFTDataSet, SFTOptions
 from verl_ext.files import default_root
-from verl_ext.text.sources import SourceFile
-from verl_ext.text.tokenized import Encoder, read_report, tokenized
-from verl_ext.values import option, options_of
+from verl_ext.options import option, options_of
+from verl_ext.text.read.sources import SourceFile
+from verl_ext.text.tokenizing import Encoder, read_report, tokenized
 
 IGNORED = -100  # the label that Hugging Face losses ignore
 

@@ -36,8 +36,8 @@ from verl_ext.endpoint.answer import (
 )
 from verl_ext.endpoint.store import NoStore, Store
 from verl_ext.files import fingerprint
+from verl_ext.options import DataError, Options, UsageError, first_line, nearest_hint, one_line, option
 from verl_ext.redaction import redacted_text
-from verl_ext.values import DataError, Options, UsageError, first_line, nearest_hint, one_line, option
 
 BODIES_TRIED = 3  # most replies with status 200 that cannot be read, for example from a proxy
 POLL_SECONDS = 0.2  # between checks whether another process has got the answer to the same question

@@ -9,8 +9,8 @@ import yaml  # type: ignore[import-untyped]
 
 from verl_ext.endpoint.answer import Usage
 from verl_ext.endpoint.client import Client, EndpointOptions
+from verl_ext.options import UsageError, choice_problem, first_line, reason_of, refuse, show
 from verl_ext.progress import four_digits, progress_bar
-from verl_ext.values import UsageError, choice_problem, first_line, reason_of, refuse, show
 
 _KINDS = ("input", "cached", "output")
 

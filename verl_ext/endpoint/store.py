@@ -19,7 +19,7 @@ from pathlib import Path
 
 from verl_ext.endpoint.answer import KEPT, Answer, Usage
 from verl_ext.files import writable_problem
-from verl_ext.values import DataError, UsageError, first_line
+from verl_ext.options import DataError, UsageError, first_line
 
 VERSION = 1
 _APPLICATION = 0x7665726C  # marks a SQLite file as our store

@@ -24,7 +24,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from verl_ext.engines.tiles import tile
-from verl_ext.values import Options, option
+from verl_ext.options import Options, option
 
 
 @dataclass  # not frozen: a base of verl's own dataclass of the model node

@@ -10,10 +10,10 @@ l is the number of tokens of a document; d_qk and d_v are the sizes of a head's 
 from dataclasses import replace
 from typing import Any
 
-from verl_ext.attention import HeadPadding
 from verl_ext.flops import attention_layers, head_width, train_flops
 from verl_ext.layers import mixers_of
 from verl_ext.packing import CostModel
+from verl_ext.parallel.ulysses import HeadPadding
 
 # GPU operations in the time in which its link moves one bf16 element (400 TFLOP/s, 400 GB/s): an order of magnitude.
 _OPERATIONS_PER_ELEMENT = 2000

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from verl_ext.attention import SequenceShards
 from verl_ext.losses import head_terms
+from verl_ext.parallel.shards import SequenceShards
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from verl_ext.options import first_line
 from verl_ext.text.workers import available_cpus
-from verl_ext.values import first_line
 
 FUSED, FOREACH, LOOP = "fused", "foreach", "loop"
 _OPTIONS = {FUSED: {"fused": True}, FOREACH: {"foreach": True}, LOOP: {"foreach": False, "fused": False}}

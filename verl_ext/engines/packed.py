@@ -21,9 +21,6 @@ from verl.workers.config import HFModelConfig
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp import transformer_impl
 
-from verl_ext.attention import SequenceShards, document_layout
-from verl_ext.attention.context import ContextGroups, ContextLayout
-from verl_ext.attention.layout import pinned
 from verl_ext.attention.packed import require_layout
 from verl_ext.attention.rope import choose_rope_by_document, restore_rope_precision
 from verl_ext.engines.head import FusedHead, HeadInputs, TargetRows, supported_head
@@ -33,6 +30,8 @@ from verl_ext.layers import UNAWARE, RunningPack, attach, install, torch_forms
 from verl_ext.layers.experts import choose_experts
 from verl_ext.layers.towers import freeze, model_class, text_alone, text_parts
 from verl_ext.losses import BLOCK_BYTES, HEADS, MEASURES, token_measures
+from verl_ext.parallel.key_exchange import ContextGroups, ContextLayout
+from verl_ext.parallel.shards import SequenceShards, document_layout, pinned
 
 # The outputs that only verl's reinforcement learning asks for; verl's own code computes them.
 _VERL_OUTPUTS = ("use_fused_kernels", "calculate_entropy", "calculate_sum_pi_squared", "distillation_use_topk")

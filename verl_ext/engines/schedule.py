@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from verl.workers.config import FSDPOptimizerConfig
 from verl.workers.config.optimizer import OptimizerConfig
 
-from verl_ext.values import Options, option, show
+from verl_ext.options import Options, option, show
 
 OF_VERL = ("constant", "cosine")
 STABLE_SHARE = 0.9  # of the steps after the warm-up, if `optim.lr_wsd_decay_steps` is null; as in verl ≤ 0.6

@@ -30,7 +30,6 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import detach_tree
 
 from verl_ext.answers.generation import Sampling, generate
-from verl_ext.attention.layout import pinned
 from verl_ext.engines.activations import ActivationOptions, apply_activation_options
 from verl_ext.engines.clipping import clip_gradients
 from verl_ext.engines.optimizer import take_threads, with_implementation
@@ -41,6 +40,7 @@ from verl_ext.flops import train_flops
 from verl_ext.layers import mixers_of
 from verl_ext.layers.towers import auto_class
 from verl_ext.packing import CostModel
+from verl_ext.parallel.shards import pinned
 
 _STEADY_STEPS = 400  # the scale doubles after so many; verl's own number
 

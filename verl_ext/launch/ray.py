@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from verl_ext.launch.topology import Topology
-from verl_ext.values import UsageError
+from verl_ext.options import UsageError
 
 PORT = 6379  # of Ray's head
 _RUN = ("python", "-m", "verl_ext.fsdp_sft_trainer_ray")

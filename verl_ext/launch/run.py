@@ -33,7 +33,7 @@ import psutil
 
 from verl_ext.launch.topology import Topology
 from verl_ext.launch.torchrun import STOPPED, end_with_launcher, is_running
-from verl_ext.values import UsageError
+from verl_ext.options import UsageError
 
 PROGRAM = ("-m", "verl_ext.fsdp_sft_trainer")
 PORT = 29500

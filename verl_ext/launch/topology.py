@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from verl_ext.values import UsageError
+from verl_ext.options import UsageError
 
 # The first variable that is set and not empty counts. PET_* are torchrun's own names, as Kubeflow's operator sets them.
 # WORLD_SIZE and RANK are not read: they count processes for some schedulers and nodes for others.

@@ -22,8 +22,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from transformers.activations import ACT2FN
 
-from verl_ext.attention.layout import DocumentLayout, SequenceShards, pinned
 from verl_ext.layers.pack import RunningPack, fla_lengths, import_fla
+from verl_ext.parallel.shards import DocumentLayout, SequenceShards, pinned
 
 _INSIDE = ("silu", "swish")  # activations that flash-linear-attention's kernel computes; it ignores all others
 

@@ -30,7 +30,7 @@ from torch import nn
 
 from verl_ext.attention.packed import AttentionNeeds
 from verl_ext.layers.convolution import convolve
-from verl_ext.layers.dealing import layer_by_document
+from verl_ext.layers.documents import layer_by_document
 from verl_ext.layers.pack import RunningPack
 from verl_ext.layers.scans import delta_rule, state_space
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from verl_ext.attention.layout import DocumentLayout, SequenceShards, pinned
+from verl_ext.parallel.shards import DocumentLayout, SequenceShards, pinned
 
 ValueT = TypeVar("ValueT")
 

@@ -16,12 +16,12 @@ import torch
 from torch import nn
 from verl.utils.ulysses import get_ulysses_sequence_parallel_group, set_ulysses_sequence_parallel_group
 
-from verl_ext.attention.layout import document_layout
 from verl_ext.attention.packed import PACKED_ATTENTION
 from verl_ext.layers.experts import has_experts
 from verl_ext.layers.mixers import install, torch_forms
 from verl_ext.layers.pack import RunningPack, attach
 from verl_ext.layers.shrink import shrunk
+from verl_ext.parallel.shards import document_layout
 
 _LENGTHS = (21, 18)  # longer than the windows and chunks of a shrunk config
 _MOST_PARAMETERS = 50_000_000  # of a trial model; a config whose names of sizes are not in the table stays large

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from packaging.version import Version
 
-from verl_ext.attention.heads import join_heads, split_heads
 from verl_ext.layers.pack import RunningPack, fla_lengths, import_fla
+from verl_ext.parallel.ulysses import join_heads, split_heads
 
 _HOPPER = (9, 0)
 # Upstream: flash-linear-attention 0.6 raises in the backward passes of its recurrences on Hopper with these versions of

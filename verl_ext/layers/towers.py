@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
-from verl_ext.values import Options, nearest_hint, option
+from verl_ext.options import Options, nearest_hint, option
 
 
 @dataclass  # not frozen: a base of verl's own dataclass of the model node

@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_ext.custom import custom_object
-from verl_ext.values import Options, check_choice, first_line, option, options_of, show
+from verl_ext.options import Options, check_choice, first_line, option, options_of, show
 
 HEADS = ("fused", "targets", "plain")  # from the least memory to the most
 

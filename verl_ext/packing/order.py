@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from verl_ext.options import whole_number
 from verl_ext.packing.plan import PackPlan
-from verl_ext.values import whole_number
 
 # One step in this many comes out of a shuffle on a single cost level and is changed. That is rare, so the order of
 # groups stays as uncorrelated as a shuffle's.

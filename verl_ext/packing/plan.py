@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from verl_ext.values import check_choice
+from verl_ext.options import check_choice
 
 OVER_LENGTH_POLICIES = ("error", "drop", "truncate", "split")
 

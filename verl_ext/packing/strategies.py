@@ -9,9 +9,9 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from verl_ext.options import check_choice, whole_number
 from verl_ext.packing.best_fit import best_fit, sort_by_length
 from verl_ext.packing.plan import PackPlan, index_type, offsets_of
-from verl_ext.values import check_choice, whole_number
 
 MOST_TOKENS = 2**53  # of a pack, so that sums with it are exact
 MOST_PARTS = 16  # most parts over which plan_repeated deals the copies of documents

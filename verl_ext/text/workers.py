@@ -13,7 +13,7 @@ from concurrent.futures.process import BrokenProcessPool
 from importlib import import_module
 from typing import Any, TypeVar
 
-from verl_ext.values import DataError, UsageError
+from verl_ext.options import DataError, UsageError
 
 JOBS_PER_WORKER = 4  # in flight: enough that no worker waits for the slowest one, few enough to bound memory
 TRIES = 4  # attempts at a job on Ray whose worker or node dies

@@ -16,7 +16,7 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from verl_ext.files import atomic_write
-from verl_ext.values import DataError
+from verl_ext.options import DataError
 
 COLUMNS = 140  # width of the tables in characters; they scroll on a narrower screen
 POINTS = 2000  # points of a curve that are drawn, about as many as a screen shows

@@ -24,11 +24,11 @@ from verl_ext.answers.scores import ScoreFailed, Scorer, scorer
 from verl_ext.answers.server import Server, ServerFailed
 from verl_ext.endpoint.reasoning import decode_answer
 from verl_ext.engines.step import StepEngine
+from verl_ext.options import one_line
 from verl_ext.progress import terminal_bar
 from verl_ext.trainer.distributed import RunRanks
 from verl_ext.trainer.hang import watch
 from verl_ext.trainer.setup import Run
-from verl_ext.values import one_line
 
 Texts = Callable[[list[Prompt]], list[str]]  # answers a batch; collective for the model in training, also for []
 

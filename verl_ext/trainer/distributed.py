@@ -33,10 +33,10 @@ from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.utils.logging import disable_progress_bar
 
-from verl_ext.data.reading import Ranks
+from verl_ext.data.ranks import Ranks
 from verl_ext.launch.torchrun import TRAINING_FAILED, USER_ERROR
+from verl_ext.options import first_line
 from verl_ext.redaction import redacted_text
-from verl_ext.values import first_line
 
 Answer = TypeVar("Answer")
 

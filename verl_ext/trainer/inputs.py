@@ -8,9 +8,9 @@ from verl_ext.config.check import model_positions
 from verl_ext.config.run import RunConfig
 from verl_ext.data import PackDataset
 from verl_ext.data.dataset import RunLength
+from verl_ext.options import first_line
 from verl_ext.packing import CostModel
 from verl_ext.trainer.step_plan import StepPlan
-from verl_ext.values import first_line
 
 
 def open_sets(config: RunConfig) -> tuple[PackDataset, PackDataset | None]:
@@ -53,7 +53,10 @@ def reopened(facts: Mapping[str, Any]) -> tuple[PackDataset, StepPlan, CostModel
 def _tokenizer(model: Any) -> Any:
     from verl.utils import hf_tokenizer
 
-    from verl_ext.text.tokenizer import check_round_trip, check_tokenizer  # here, because only some datasets read text
+    from verl_ext.text.tokens.tokenizer import (  # here, because only some datasets read text
+        check_round_trip,
+        check_tokenizer,
+    )
 
     key = "model.tokenizer_path" if model.tokenizer_path else "model.path"
     path = model.tokenizer_path or model.path

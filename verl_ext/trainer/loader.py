@@ -16,13 +16,13 @@ from verl_ext.data import PackDataset
 from verl_ext.data.content import DataFiles
 from verl_ext.engines.step import StepEngine
 from verl_ext.metrics import StepSums
+from verl_ext.options import first_line
 from verl_ext.trainer.batch import StepBatch, StepCollator
 from verl_ext.trainer.distributed import RankFailed
 from verl_ext.trainer.hang import watch
 from verl_ext.trainer.setup import Run
 from verl_ext.trainer.signals import end_for_parent_alone
 from verl_ext.trainer.step_plan import StepPlan
-from verl_ext.values import first_line
 
 
 class LoadingFailed(RankFailed):

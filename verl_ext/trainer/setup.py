@@ -42,13 +42,13 @@ from verl_ext.engines.schedule import keeps_rates, schedule_problems
 from verl_ext.losses import LossSpec
 from verl_ext.metrics import RESERVED
 from verl_ext.nodes import differences, digest_of_folder, versions
+from verl_ext.options import leaves, refuse, show
 from verl_ext.packing import TOKENS, CostModel
-from verl_ext.text.tokenizer import TRUSTED
+from verl_ext.text.tokens.tokenizer import TRUSTED
 from verl_ext.trainer.distributed import RunRanks, accelerator, print_on_rank0, user_errors_end_the_run
 from verl_ext.trainer.inputs import open_prompts, open_sets
 from verl_ext.trainer.report import data_facts, step_facts, what_runs
 from verl_ext.trainer.step_plan import StepPlan
-from verl_ext.values import leaves, refuse, show
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from transformers import AutoConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 from transformers.models.auto import CONFIG_MAPPING
 
 from verl_ext.attention.rope import same_frequencies_up_to
-from verl_ext.values import Options, option, options_of, unknown
+from verl_ext.options import Options, option, options_of, unknown
 
 BASE_TYPES = (Qwen2Config.model_type, Qwen3Config.model_type)
 

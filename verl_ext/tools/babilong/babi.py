@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from verl_ext.values import UsageError, reason_of
+from verl_ext.options import UsageError, reason_of
 
 TASKS = tuple(f"qa{number}" for number in range(1, 21))
 SPLITS = ("train", "valid", "test")

@@ -15,8 +15,9 @@ from omegaconf import OmegaConf
 from verl_ext.commands.command_line import OutputOptions, command
 from verl_ext.data.babilong_answers import TASK_LABELS
 from verl_ext.files import OutputFolder
+from verl_ext.options import choice_problem, option, show
 from verl_ext.progress import progress_bar
-from verl_ext.text.tokenizer import ModelOptions, load_tokenizer, tokenizer_module
+from verl_ext.text.tokens.tokenizer import ModelOptions, load_tokenizer, tokenizer_module
 from verl_ext.text.workers import available_cpus, ordered_results
 from verl_ext.tools.babilong import babi
 from verl_ext.tools.babilong.samples import (
@@ -30,7 +31,6 @@ from verl_ext.tools.babilong.samples import (
     target_tokens,
 )
 from verl_ext.tools.babilong.stories import TASKS, StoryOptions
-from verl_ext.values import choice_problem, option, show
 
 MARKER = "generator.yaml"  # the file with the options, beside the samples
 NOT_WRITTEN = ("output_dir", "overwrite", "num_workers")  # in the marker: options that change no byte of a sample

@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 from omegaconf import OmegaConf
 
-from verl_ext.text.special_tokens import as_plain_text
+from verl_ext.options import UsageError
+from verl_ext.text.chat.special_tokens import as_plain_text
 from verl_ext.tools.babilong.babi import Sample, utf8_text
 from verl_ext.tools.babilong.stories import StoryOptions, make_story
-from verl_ext.values import UsageError
 
 UNITS = {"": 1, "k": 1000, "M": 1_000_000}
 STORIES_TRIED = 1000  # to find one whose facts fit

@@ -11,9 +11,9 @@ from functools import partial
 from itertools import islice
 from typing import ClassVar, NamedTuple
 
+from verl_ext.options import Options, option
 from verl_ext.tools.babilong import babi
 from verl_ext.tools.babilong.babi import Sample
-from verl_ext.values import Options, option
 
 PLACES = ("bedroom", "kitchen", "garden", "hallway", "bathroom", "office")
 OBJECTS = ("apple", "football", "milk")

@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 from verl_ext.commands.command_line import OutputOptions, command
 from verl_ext.files import OutputFolder, follow_umask, write_json
-from verl_ext.text.tokenizer import read_tokenizer, tokenizer_path_problems
+from verl_ext.options import REQUIRED, choice_problem, option, show
+from verl_ext.text.tokens.tokenizer import read_tokenizer, tokenizer_path_problems
 from verl_ext.tools.init_model.model import PRESETS, TOKEN_IDS, config_file, count_parameters, meta_model, random_model
 from verl_ext.tools.init_model.tokenizer import TokenizerOptions, TrainingText, trained_tokenizer
-from verl_ext.values import REQUIRED, choice_problem, option, show
 
 MARKER = "init_model.json"  # the origin of the model
 SHARD_BYTES = 5 * 10**9  # of a weight file

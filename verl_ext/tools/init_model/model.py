@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from verl_ext.values import UsageError, first_line, leaves, nearest_hint, show, unknown
+from verl_ext.options import UsageError, first_line, leaves, nearest_hint, show, unknown
 
 PRESETS = {file.stem: file for file in sorted(Path(__file__).with_name("presets").glob("*.yaml"))}
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")

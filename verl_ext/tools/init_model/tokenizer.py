@@ -6,14 +6,14 @@ from itertools import chain
 from typing import Any, ClassVar
 
 from verl_ext.commands.command_line import as_list, is_names
+from verl_ext.options import DataError, Options, option, show
 from verl_ext.progress import progress_bar
-from verl_ext.text.json_records import BadRecord, read_record
-from verl_ext.text.messages import Chat
-from verl_ext.text.readers import read_chunks, text_blocks
-from verl_ext.text.records import parse_record
-from verl_ext.text.sources import FORMATS, SourceFile, find_source_files, total_bytes
-from verl_ext.text.tokenizer import check_template, read_template
-from verl_ext.values import DataError, Options, option, show
+from verl_ext.text.read.json_records import BadRecord, read_record
+from verl_ext.text.read.readers import read_chunks, text_blocks
+from verl_ext.text.read.sources import FORMATS, SourceFile, find_source_files, total_bytes
+from verl_ext.text.records.messages import Chat
+from verl_ext.text.records.records import parse_record
+from verl_ext.text.tokens.tokenizer import check_template, read_template
 
 CHATML = "chatml"
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")

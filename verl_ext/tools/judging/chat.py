@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 
 from verl_ext.endpoint.answer import Unparsable
 from verl_ext.endpoint.client import SamplingOptions
+from verl_ext.options import DataError, Options, option
 from verl_ext.tools.judging.task import Case, Messages, Scores, Task, read_rows, token_ends
-from verl_ext.values import DataError, Options, option
 
 SYSTEM = "You're a good assistant at evaluating the quality of texts."
 _SHOT = "\n[Answer begins]\n{answer}\n[Answer ends]\n\nRating: [[{score}]]\n"

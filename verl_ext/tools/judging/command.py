@@ -14,7 +14,8 @@ from verl_ext.endpoint.client import Client, EndpointOptions
 from verl_ext.endpoint.spending import read_price, spent
 from verl_ext.endpoint.store import Store
 from verl_ext.files import OutputFolder, write_json
-from verl_ext.text.tokenizer import ModelOptions, load_tokenizer
+from verl_ext.options import REQUIRED, DataError, option
+from verl_ext.text.tokens.tokenizer import ModelOptions, load_tokenizer
 from verl_ext.tools.judging.chat import ChatBenchOptions, LongBenchChat
 from verl_ext.tools.judging.page import write_judged
 from verl_ext.tools.judging.recall import BABILong, Needle, NeedleOptions
@@ -22,7 +23,6 @@ from verl_ext.tools.judging.run import Judged, figures_of, judge_model, results,
 from verl_ext.tools.judging.task import Case, Task
 from verl_ext.tools.judging.under_test import LocalModel, Predictions, model_paths
 from verl_ext.tools.judging.writing import LongBenchWrite, LongWriteRuler
-from verl_ext.values import REQUIRED, DataError, option
 
 RESULTS, PAGE = "results.json", "page.html"
 TASKS: dict[str, type[Task]] = {

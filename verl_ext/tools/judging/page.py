@@ -8,12 +8,12 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
+from verl_ext.options import one_line
 from verl_ext.tables import pivot
 from verl_ext.tools.judging.figures import Figure
 from verl_ext.tools.judging.run import Judged, shown, table
 from verl_ext.tools.judging.task import Task
 from verl_ext.tools.page import Chart, heat_map, interval_chart, scatter_chart, write_page
-from verl_ext.values import one_line
 
 PROMPT_ENDS = 600  # characters that a case shows of each end of its prompt
 

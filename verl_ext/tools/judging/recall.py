@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 from verl_ext.data.babilong_answers import is_right_answer
 from verl_ext.endpoint.client import SamplingOptions
+from verl_ext.options import DataError, Options, option
 from verl_ext.tools.judging.task import Case, Scores, Task, token_ends
-from verl_ext.values import DataError, Options, option
 
 _SENTENCE_ENDS = re.compile(r"(?<=[.!?。！？])\s*")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from verl_ext.endpoint.client import SamplingOptions
-from verl_ext.values import DataError, UsageError
+from verl_ext.options import DataError, UsageError
 
 Messages = list[dict[str, str]]
 Scores = dict[str, float | None]

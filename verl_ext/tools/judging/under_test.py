@@ -17,9 +17,9 @@ from verl_ext.endpoint.client import Messages, SamplingOptions
 from verl_ext.endpoint.reasoning import decode_answer
 from verl_ext.endpoint.store import Store
 from verl_ext.files import fingerprint
-from verl_ext.text.tokenized import file_facts
+from verl_ext.options import DataError, UsageError, first_line
+from verl_ext.text.tokenizing import file_facts
 from verl_ext.tools.judging.task import read_rows
-from verl_ext.values import DataError, UsageError, first_line
 
 _MOST_TOKENS = 4096  # most tokens of an answer if the sampling sets no limit
 _NOT_ANSWERED = (TOO_LONG, FAILED)  # outcomes in an answers.jsonl
@@ -95,7 +95,7 @@ class LocalModel:
         from verl_ext.answers.generation import end_tokens
         from verl_ext.checkpoint.export import export_checkpoint
         from verl_ext.checkpoint.layout import EXPORT, saved_folders
-        from verl_ext.text.chat_template import ChatTemplate
+        from verl_ext.text.chat.template import ChatTemplate
 
         folder = self.path
         if not (folder / "config.json").is_file():  # a checkpoint, or a run, whose last checkpoint is taken

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 
 from verl_ext.endpoint.answer import Unparsable
 from verl_ext.endpoint.client import SamplingOptions
+from verl_ext.options import DataError
 from verl_ext.text.word_count import count_words, language_of, length_score
 from verl_ext.tools.judging.task import Case, Messages, Scores, Task, read_rows
-from verl_ext.values import DataError
 
 DIMENSIONS = ("Relevance", "Accuracy", "Coherence", "Clarity", "Breadth and Depth", "Reading Experience")
 IMPUTED = 3  # EvalScope's score in each dimension of an answer whose verdict cannot be read

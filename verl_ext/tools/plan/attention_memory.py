@@ -4,9 +4,10 @@ from typing import Any
 
 import torch
 
-from verl_ext.attention import DocumentLayout
 from verl_ext.attention.kernels import KernelOptions
-from verl_ext.attention.scores import LseKernel, flash_arguments
+from verl_ext.attention.sinks import flash_arguments
+from verl_ext.parallel.key_exchange import LseKernel
+from verl_ext.parallel.shards import DocumentLayout
 
 
 class _Attention(torch.autograd.Function):

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_ext.commands.command_line import command, read_options, words_of
+from verl_ext.options import Options, option
 from verl_ext.tools.plan.options import PlanOptions
-from verl_ext.values import Options, option
 
 
 @dataclass(frozen=True)

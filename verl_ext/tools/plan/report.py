@@ -22,12 +22,13 @@ import numpy as np
 import torch
 from omegaconf import OmegaConf
 
-from verl_ext.attention import SequenceShards
 from verl_ext.config.check import check_run
 from verl_ext.config.run import RunConfig, sequence_parallel_size
 from verl_ext.config.support import CP as _CP
 from verl_ext.config.support import SP as _SP
 from verl_ext.config.upstream import select
+from verl_ext.options import show
+from verl_ext.parallel.shards import SequenceShards
 from verl_ext.progress import progress_bar
 from verl_ext.tools.plan.caching_allocator import reserved
 from verl_ext.tools.plan.machine import gpu_memory
@@ -36,7 +37,6 @@ from verl_ext.tools.plan.run import Job, Layers, Prediction
 from verl_ext.tools.plan.time import time_facts
 from verl_ext.trainer.batch import StepBatch, StepCollator
 from verl_ext.trainer.setup import Run
-from verl_ext.values import show
 
 REPLAYED = 40  # steps that the model of PyTorch's allocator replays
 OTHERS = 2  # steps beside the heaviest that are replayed on the model of PyTorch's allocator; each takes seconds

@@ -11,10 +11,10 @@ from rich.text import Text
 
 from verl_ext.checkpoint.layout import ANSWERS
 from verl_ext.data.categories import category_fields
+from verl_ext.options import DataError, UsageError, choice_problem, one_line
 from verl_ext.tables import pivot, plain_table
 from verl_ext.tools.page import Chart, heat_map
 from verl_ext.tools.show.runs import ShownRun
-from verl_ext.values import DataError, UsageError, choice_problem, one_line
 
 OPENING, ENDING = 30, 50  # characters of a prompt that its line shows
 WORDS = 200  # characters of an answer that its line shows

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_ext.text.tokenizer import ModelOptions, load_tokenizer
+from verl_ext.text.tokens.tokenizer import ModelOptions, load_tokenizer
 from verl_ext.tools.show.documents import ShownDocuments
 from verl_ext.tools.show.tokens import TokenFacts, read_tokens, repeated
 

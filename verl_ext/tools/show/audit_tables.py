@@ -7,10 +7,10 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from verl_ext.options import one_line
 from verl_ext.tables import plain_table
 from verl_ext.tools.show.audit import CHECKS, QUANTILES
 from verl_ext.trainer.report_lines import report_lines
-from verl_ext.values import one_line
 
 
 def audit_tables(audit: Mapping[str, Any]) -> Iterator[RenderableType]:

@@ -14,12 +14,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from verl_ext.commands.command_line import command, read_options
-from verl_ext.text.tokenizer import ModelOptions
+from verl_ext.options import Options, UsageError, options_of
+from verl_ext.text.tokens.tokenizer import ModelOptions
 from verl_ext.tools.show.data import ShowDataOptions, show_data
 from verl_ext.tools.show.plan import ShowPlanOptions, is_plan, show_plans
 from verl_ext.tools.show.run import ShowRunOptions, show_runs
 from verl_ext.tools.show.runs import is_run
-from verl_ext.values import Options, UsageError, options_of
 
 
 class Kind(NamedTuple):

@@ -7,10 +7,10 @@ from numpy.typing import NDArray
 from rich.console import RenderableType
 from rich.text import Text
 
+from verl_ext.options import one_line
 from verl_ext.tables import plain_table
 from verl_ext.tools.show.document import AFTER, BEFORE, Decode, first_difference
 from verl_ext.tools.show.documents import ShownDocuments
-from verl_ext.values import one_line
 
 
 def report_differences(one: ShownDocuments, other: ShownDocuments) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

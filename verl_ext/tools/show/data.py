@@ -13,8 +13,9 @@ from rich.text import Text
 
 from verl_ext.commands.command_line import as_list
 from verl_ext.files import write_json
+from verl_ext.options import DataError, UsageError, one_line, option, options_of
 from verl_ext.redaction import redacted
-from verl_ext.text.tokenizer import ModelOptions
+from verl_ext.text.tokens.tokenizer import ModelOptions
 from verl_ext.tools.page import write_page
 from verl_ext.tools.show.audit import audit
 from verl_ext.tools.show.audit_tables import audit_tables
@@ -27,7 +28,6 @@ from verl_ext.tools.show.record import RecordFinder
 from verl_ext.tools.show.require import broken, read_requirements
 from verl_ext.tools.show.select import SelectOptions, selected
 from verl_ext.tools.show.terminal import has_colours, print_parts
-from verl_ext.values import DataError, UsageError, one_line, option, options_of
 
 _OF_AUDIT = ("val", "scan", "require", "json")
 _OF_DOCUMENTS = (*options_of(SelectOptions), "record", "tokens")

@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.text import Text
 
-from verl_ext.text.documents import CUT, decoded
+from verl_ext.options import one_line
+from verl_ext.text.tokens.documents import CUT, decoded
 from verl_ext.tools.show.documents import Row
 from verl_ext.tools.show.roles import names_of
-from verl_ext.values import one_line
 
 MOST_BYTES = 16  # most tokens of a group, more than one character needs
 BEFORE, AFTER = 12, 24  # tokens shown around the place of a difference

@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 
 from verl_ext.data.arrow import TokenizedData, fitting
 from verl_ext.data.categories import CategoryNumbers
-from verl_ext.data.megatron.index import SUFFIXES, TokenIndex
-from verl_ext.data.scan import main_categories
+from verl_ext.data.facts import main_categories
+from verl_ext.data.stream.megatron.index import SUFFIXES, TokenIndex
 from verl_ext.files import REPORT
+from verl_ext.options import DataError, UsageError
 from verl_ext.packing.plan import offsets_of
-from verl_ext.text.sources import absolute_path
-from verl_ext.text.tokenizer import ModelOptions, load_tokenizer
-from verl_ext.values import DataError, UsageError
+from verl_ext.text.read.sources import absolute_path
+from verl_ext.text.tokens.tokenizer import ModelOptions, load_tokenizer
 
 BLOCK_TOKENS = 1 << 22
 Report = dict[str, Any]

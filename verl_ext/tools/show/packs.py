@@ -9,12 +9,12 @@ import numpy as np
 from rich.console import RenderableType
 from rich.text import Text
 
+from verl_ext.options import DataError, Options, UsageError, one_line, option, options_of
 from verl_ext.packing import MOST_TOKENS, OVER_LENGTH_POLICIES, STRATEGIES, TOKENS, CostModel
 from verl_ext.tables import plain_table
 from verl_ext.tools.show.document import Decode
 from verl_ext.tools.show.documents import ShownDocuments
 from verl_ext.trainer.step_plan import StepPlan
-from verl_ext.values import DataError, Options, UsageError, one_line, option, options_of
 
 if TYPE_CHECKING:
     from verl_ext.data import PackDataset, SFTDataSet

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.commands.command_line import read_options
-from verl_ext.text.json_records import BadRecord, parse_line, read_record
-from verl_ext.text.readers import read_chunks
-from verl_ext.text.sources import find_source_files, is_url, kind_of
-from verl_ext.text.tokenizer import ModelOptions, load_tokenizer
-from verl_ext.values import DataError, UsageError, choice_problem, options_of
+from verl_ext.options import DataError, UsageError, choice_problem, options_of
+from verl_ext.text.read.json_records import BadRecord, parse_line, read_record
+from verl_ext.text.read.readers import read_chunks
+from verl_ext.text.read.sources import find_source_files, is_url, kind_of
+from verl_ext.text.tokens.tokenizer import ModelOptions, load_tokenizer
 
 _BABILONG = {"input", "question", "target"}
 

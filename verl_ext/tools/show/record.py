@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 from rich.text import Text
 
 from verl_ext.files import working_in
-from verl_ext.text.chat import ChatEncoder, ShownText
-from verl_ext.text.chat_rendering import ChatOptions
-from verl_ext.text.readers import Chunk, read_chunks
-from verl_ext.text.sources import SourceFile, absolute_path, find_source_files
-from verl_ext.text.tokenizer import ModelOptions
+from verl_ext.options import DataError, UsageError, one_line, options_of
+from verl_ext.text.chat.renderer import ChatOptions
+from verl_ext.text.encoder_chats import ChatEncoder, ShownText
+from verl_ext.text.read.readers import Chunk, read_chunks
+from verl_ext.text.read.sources import SourceFile, absolute_path, find_source_files
+from verl_ext.text.tokens.tokenizer import ModelOptions
 from verl_ext.tools.show.document import AFTER, BEFORE, Decode, first_difference
 from verl_ext.tools.show.documents import Report, Row
-from verl_ext.values import DataError, UsageError, one_line, options_of
 
 LONGEST_STRING = 2000  # characters of a record's string that are shown
 _WORD = re.compile(r"[A-Za-z0-9]{3,}")

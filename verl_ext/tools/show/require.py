@@ -8,8 +8,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from verl_ext.options import UsageError, choice_problem
 from verl_ext.tools.show.audit import CHECKS
-from verl_ext.values import UsageError, choice_problem
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "<=": operator.le,

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from verl_ext.text.chat_parts import is_opened, tagged_blocks
+from verl_ext.text.chat.parts import is_opened, tagged_blocks
 
 if TYPE_CHECKING:
     from verl_ext.tools.show.document import Cell

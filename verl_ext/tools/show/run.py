@@ -13,8 +13,9 @@ from rich.text import Text
 
 from verl_ext.checkpoint.layout import RUN
 from verl_ext.files import working_in, write_json
+from verl_ext.options import DataError, Options, UsageError, one_line, option, show
 from verl_ext.redaction import redacted
-from verl_ext.text.tokenizer import ModelOptions
+from verl_ext.text.tokens.tokenizer import ModelOptions
 from verl_ext.tools.show.answers import answers_view
 from verl_ext.tools.show.document import document_view
 from verl_ext.tools.show.documents import Row, open_documents, tokenizer_of
@@ -23,7 +24,6 @@ from verl_ext.tools.show.run_page import write_run_page
 from verl_ext.tools.show.run_tables import run_tables
 from verl_ext.tools.show.runs import open_run, read_facts, read_spike
 from verl_ext.tools.show.terminal import has_colours, print_parts, terminal
-from verl_ext.values import DataError, Options, UsageError, one_line, option, show
 
 REFRESH_SECONDS = 5  # of follow=true
 _NEEDS = {"category": "answers", "rank": "step", "tokens": "step", "documents": "step"}

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.checkpoint.layout import METRICS, REPORT, RUN, SPIKES, TRACKER, is_locked
+from verl_ext.options import DataError, UsageError
 from verl_ext.redaction import redacted
-from verl_ext.values import DataError, UsageError
 
 RATE_STEPS = 20  # the number of last logged steps whose mean time gives the time left
 _LOSS, _TOKENS = "_loss", "_tokens"

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from verl_ext.options import Options, UsageError, choice_problem, option
 from verl_ext.tools.show.documents import ShownDocuments
-from verl_ext.values import Options, UsageError, choice_problem, option
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,13 @@ from verl_ext.endpoint.answer import DONE, OUTCOMES
 from verl_ext.endpoint.client import EndpointOptions, SamplingOptions
 from verl_ext.endpoint.spending import read_price
 from verl_ext.files import OutputFolder
+from verl_ext.options import DataError, option
 from verl_ext.redaction import redacted
 from verl_ext.tables import aligned
-from verl_ext.text.json_records import BadRecord, read_record
-from verl_ext.text.readers import TextFile, read_chunks
-from verl_ext.text.sources import FORMATS, find_source_files, local_path
-from verl_ext.text.tokenizer import ModelOptions, load_tokenizer
+from verl_ext.text.read.json_records import BadRecord, read_record
+from verl_ext.text.read.readers import TextFile, read_chunks
+from verl_ext.text.read.sources import FORMATS, find_source_files, local_path
+from verl_ext.text.tokens.tokenizer import ModelOptions, load_tokenizer
 from verl_ext.tools.synthesis import agentwrite, glm_long, longalign
 from verl_ext.tools.synthesis.asking import Work, WriteResult, write_records
 from verl_ext.tools.synthesis.corpus import Corpus, Intervals
@@ -29,7 +30,6 @@ from verl_ext.tools.synthesis.overlap import NearDuplicates, Passages
 from verl_ext.tools.synthesis.prompts import load_prompts
 from verl_ext.tools.synthesis.records import Settings
 from verl_ext.tools.synthesis.token_lengths import TokenLengths
-from verl_ext.values import DataError, option
 
 REPORT = "report.yaml"  # `tokenize` does not take a file of this name for records
 NOT_REPORTED = ("output_dir", "overwrite", "store")

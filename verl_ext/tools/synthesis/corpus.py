@@ -5,11 +5,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from verl_ext.text.sources import SourceFile
+from verl_ext.options import DataError
+from verl_ext.text.read.sources import SourceFile
 from verl_ext.tools.synthesis.items import SourceItem, drawn, read_items
 from verl_ext.tools.synthesis.overlap import NearDuplicates, Passages
 from verl_ext.tools.synthesis.token_lengths import TokenLengths
-from verl_ext.values import DataError
 
 ALL = "all"  # the one group of items whose lengths are not counted
 

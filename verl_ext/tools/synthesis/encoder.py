@@ -9,8 +9,8 @@ from verl_ext.endpoint.answer import Answer, answer_from_embedding
 from verl_ext.endpoint.client import embedded
 from verl_ext.endpoint.store import Store
 from verl_ext.files import fingerprint
-from verl_ext.text.tokenized import file_facts
-from verl_ext.values import Options, UsageError, first_line, option
+from verl_ext.options import Options, UsageError, first_line, option
+from verl_ext.text.tokenizing import file_facts
 
 # The keys of 1_Pooling/config.json of sentence-transformers, and the pooling that each names.
 _POOLINGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_lasttoken": "last"}

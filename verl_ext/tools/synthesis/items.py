@@ -11,10 +11,10 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from verl_ext.text.json_records import BadRecord, check_characters, read_record
-from verl_ext.text.readers import TextFile, read_chunks
-from verl_ext.text.sources import SourceFile
-from verl_ext.values import DataError
+from verl_ext.options import DataError
+from verl_ext.text.read.json_records import BadRecord, check_characters, read_record
+from verl_ext.text.read.readers import TextFile, read_chunks
+from verl_ext.text.read.sources import SourceFile
 
 
 @dataclass(frozen=True)

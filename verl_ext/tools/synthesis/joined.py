@@ -23,11 +23,11 @@ from verl_ext.endpoint.client import Client
 from verl_ext.endpoint.spending import QuestionProgress, read_price, spent
 from verl_ext.endpoint.store import Store
 from verl_ext.files import json_lines
+from verl_ext.options import DataError
 from verl_ext.tools.synthesis.asking import AHEAD, Work, WriteResult, in_order
 from verl_ext.tools.synthesis.corpus import Intervals
 from verl_ext.tools.synthesis.encoder import LocalEncoder
 from verl_ext.tools.synthesis.items import drawn
-from verl_ext.values import DataError
 
 SEPARATOR = "\n\n"
 

@@ -10,7 +10,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from verl_ext.files import fingerprint
-from verl_ext.values import UsageError, first_line, reason_of, unknown
+from verl_ext.options import UsageError, first_line, reason_of, unknown
 
 LANGUAGES = ("en", "zh")
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")

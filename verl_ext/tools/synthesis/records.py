@@ -10,11 +10,11 @@ from typing import Any
 
 from verl_ext.endpoint.answer import DONE, REFUSED, Answer, Usage
 from verl_ext.endpoint.client import SamplingOptions
+from verl_ext.options import one_line
 from verl_ext.tools.synthesis.items import SourceItem
 from verl_ext.tools.synthesis.overlap import Passages
 from verl_ext.tools.synthesis.prompts import PromptTexts
 from verl_ext.tools.synthesis.token_lengths import TokenLengths
-from verl_ext.values import one_line
 
 _LONGEST_REFUSAL = 600  # characters; a longer text is an answer, whatever it begins with
 _SORRY = r"(?:i['’]m|i am) (?:so |very |really )?(?:sorry|afraid)|(?:my )?apologies|sorry|i apologi[sz]e|unfortunately"

@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from verl_ext.values import UsageError
+from verl_ext.options import UsageError
 
 
 class TokenLengths:

@@ -24,10 +24,10 @@ from verl_ext.checkpoint.layout import METRICS, RUN_IDS
 from verl_ext.config.run import RunConfig
 from verl_ext.files import atomic_write, json_lines, write_json
 from verl_ext.flops import peak_flops
+from verl_ext.options import first_line, reason_of
 from verl_ext.redaction import redacted, redacted_text
 from verl_ext.trainer.distributed import at_exit
 from verl_ext.trainer.hooks.base import Hook, StepOutcome
-from verl_ext.values import first_line, reason_of
 
 _CLOSE_SECONDS = 5.0
 # tracker: (the variable of its run's id, the variable that allows it to continue that run)

@@ -1,0 +1,180 @@
+"""Attention with soft caps (Gemma 2) and sinks (GPT-OSS).
+
+A soft cap c bounds the logits: c · tanh(logits / c). A sink is a learnt logit of each head that takes a part of the
+softmax and has no value: out = Σ exp(logits) v / (Σ exp(logits) + exp(sink)).
+
+Flash kernels know no sinks, but their backward needs none. It computes the probabilities as exp(logits - lse) from the
+log-sum-exp that it is handed, and ds = p (dp - rowsum(dout · out)). Handed lse' = logaddexp(lse, sink) and the output
+with the sink in it, it gives the right gradients of queries, keys and values, and d(sink) is
+-Σ_t exp(sink - lse'_t) rowsum(dout_t · out_t). Scaling a kernel's output by sigmoid(lse - sink) gives the same output
+and wrong gradients, because a flash backward drops the gradient of lse. Keys that come in parts are joined in the same
+way (parallel/key_exchange.py).
+
+Legend: T tokens of a micro-batch with padding, H query heads, K key/value heads, E head size.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from verl_ext.parallel.key_exchange import LseKernel, share_of_sum
+from verl_ext.parallel.shards import DocumentLayout
+
+_QUERY_BLOCK = 512  # queries whose scores are held at a time
+
+
+def block_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: DocumentLayout, options: Any
+) -> torch.Tensor:
+    """Attend with a soft cap or sinks, by blocks of queries.
+
+    query is ``[T, H, E]``; key and value are ``[S, K, E]``.
+
+
+    The scores of a block are computed again in backward, so that no document holds the square of its length.
+    """
+    outputs = []
+    for queries, keys in zip(pairwise(layout.offsets), pairwise(layout.keys.offsets), strict=True):
+        k, v = (x[slice(*keys)] for x in (key, value))
+        before = len(k) - (queries[1] - queries[0])
+        for start in range(*queries, _QUERY_BLOCK):
+            q = query[start : min(start + _QUERY_BLOCK, queries[1])]
+            place = before + start - queries[0]  # the place of the block's first query among the keys
+            first = 0 if options.window is None else max(place - options.window + 1, 0)
+            seen = slice(first, place + len(q))
+            outputs.append(checkpoint(_block, q, k[seen], v[seen], place - first, options, use_reentrant=False))
+    return torch.cat(outputs)
+
+
+def _block(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, place: int, options: Any) -> torch.Tensor:
+    """Attend from ``query[B, H, E]``, at `place` of keys ``[S, K, E]``."""
+    shared = query.size(1) // key.size(1)
+    key, value = (x.repeat_interleave(shared, dim=1) for x in (key, value))
+    scale = query.size(-1) ** -0.5 if options.scale is None else options.scale
+    logits = torch.einsum("qhe,khe->hqk", query, key) * scale
+    if options.softcap is not None:
+        logits = torch.tanh(logits / options.softcap) * options.softcap
+    position = torch.arange(len(key), device=query.device)
+    distance = position[place : place + len(query), None] - position
+    unseen = distance < 0
+    if options.window is not None:
+        unseen = unseen | (distance >= options.window)
+    logits = logits.masked_fill(unseen, -torch.inf)
+    if options.sinks is not None:
+        sinks = options.sinks.to(logits.dtype).view(-1, 1, 1).expand(-1, len(query), 1)
+        logits = torch.cat([logits, sinks], dim=-1)
+    weights = torch.softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    weights = torch.dropout(weights[..., : len(key)].to(query.dtype), options.dropout, train=True)
+    return torch.einsum("hqk,khe->qhe", weights, value)
+
+
+class LseAttention(torch.autograd.Function):
+    """Attention by an :class:`LseKernel`, with sinks ``[H]`` or None."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None,
+        layout: DocumentLayout,
+        options: Any,
+        kernel: LseKernel,
+    ) -> torch.Tensor:
+        """Scale the output by what sinks leave; keep the joint log-sum-exp."""
+        output, lse, *kept = kernel.forward(query, key, value, layout, options)
+        if sinks is not None:
+            whole = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(1))  # [H, T]
+            output = (output * share_of_sum(lse, whole)).to(output.dtype)
+            lse = whole
+        ctx.save_for_backward(query, key, value, sinks, output, lse, *kept)
+        ctx.layout, ctx.options, ctx.kernel = layout, options, kernel
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[Any, ...]:
+        """Pass output and log-sum-exp, both with sinks, to the kernel."""
+        query, key, value, sinks, output, lse, *kept = ctx.saved_tensors
+        (grad,) = grad_outputs
+        given = (grad.contiguous(), query, key, value, output, lse, *kept)
+        gradients = ctx.kernel.backward(*given, ctx.layout, ctx.options)
+        of_sinks = None
+        if sinks is not None:
+            of_rows = (grad.to(lse.dtype) * output.to(lse.dtype)).sum(-1).t()  # [H, T]
+            of_sinks = -((sinks.to(lse.dtype).unsqueeze(1) - lse).exp() * of_rows).sum(1).to(sinks.dtype)
+        return *gradients, of_sinks, None, None, None
+
+
+def flash_arguments(
+    query: torch.Tensor, value: torch.Tensor, layout: DocumentLayout
+) -> tuple[torch.Tensor, tuple[Any, ...]]:
+    """Return values as wide as queries, and lengths, for flash kernels.
+
+    Latent attention has narrower values. The causal rule of flash kernels treats queries as a document's last tokens.
+    """
+    keys = layout.keys
+    return _widened(value, query), (layout.cu_seqlens, keys.cu_seqlens, layout.max_length, keys.max_length)
+
+
+def _widened(x: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    missing = query.size(-1) - x.size(-1)
+    assert missing >= 0, "a pad by less than nothing would cut"
+    return F.pad(x, (0, missing)) if missing else x  # a pad by nothing would copy
+
+
+def _flash_windows(options: Any) -> dict[str, Any]:
+    left, right = options.flash_window
+    window = {"window_size_left": left, "window_size_right": right} if left >= 0 else {}
+    return {"scale": options.scale, **window}
+
+
+def _flash_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: DocumentLayout,
+    options: Any,
+    causal: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    assert (options.dropout, options.softcap) == (0, None), "flash_limit and choose_backend refuse both"
+    padded, lengths = flash_arguments(query, value, layout)
+    found = torch.ops.aten._flash_attention_forward(
+        query, key, padded, *lengths, 0.0, causal, return_debug_mask=False, **_flash_windows(options)
+    )
+    return found[0][..., : value.size(-1)], found[1]
+
+
+def _flash_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    layout: DocumentLayout,
+    options: Any,
+    causal: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    padded, lengths = flash_arguments(query, value, layout)
+    grad, output = _widened(grad, query), _widened(output, query)
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(
+        *(grad, query, key, padded, output, lse.contiguous(), *lengths, 0.0, causal),
+        *(no_dropout, torch.empty(0, device=query.device)),
+        **_flash_windows(options),
+    )
+    return dq, dk, dv[..., : value.size(-1)]
+
+
+FLASH = LseKernel(_flash_forward, _flash_backward)  # torch's flash kernels, or those that it was given
+
+
+def flash_with_sinks(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: DocumentLayout, options: Any
+) -> torch.Tensor:
+    """Attend with sinks by torch's flash kernels; half precision, CUDA."""
+    return LseAttention.apply(query, key, value, options.sinks, layout, options, FLASH)

@@ -1,0 +1,196 @@
+"""DocumentDataset: the base class of custom datasets, which describe their own documents.
+
+    class Poems(DocumentDataset):
+        categories = CategoryTable((1, 2), ("haiku", "sonnet"))
+
+        @cached_property
+        def lengths(self):
+            return [len(ids) for ids in read(self.paths)]
+
+        def row(self, document):
+            return {"input_ids": …, "loss_mask": 1, "category_ids": 2}
+
+Packing, over-length documents, padding, reports and data checks work as for a tokenized folder.
+"""
+
+import copyreg
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from typing_extensions import override
+
+from verl_ext.data.arrow import TokenizedData, fitting
+from verl_ext.data.dataset import DatasetOptions
+from verl_ext.data.facts import scan_documents
+from verl_ext.data.ranks import DataFile, Ranks
+from verl_ext.data.sft import SFTDataSet, SFTOptions
+from verl_ext.options import option, show
+from verl_ext.packing.plan import index_type
+from verl_ext.text.read.sources import absolute_path
+
+_MEMBERS = ("lengths", "row", "categories")
+_KINDS = {"input_ids": "iu", "loss_mask": "iub", "category_ids": "iu", "loss_weight": "iuf"}
+
+
+@dataclass(frozen=True)
+class CustomDocumentOptions(SFTOptions):
+    """The options by which the documents of a custom dataset become packs."""
+
+    reads: ClassVar[str] = DatasetOptions.reads
+    mixture: Any = option(None, "must be null: a mixture draws from tokenized folders")
+
+    @override
+    def problems(self) -> Iterable[str | None]:
+        if self.mixture is not None:
+            yield f"data.mixture must be null for a dataset class of one's own; got {show(self.mixture)}"
+        yield from self.document_problems()
+        if self.category_names is not None:
+            yield "data.category_names must be null for a dataset class of one's own, whose `categories` has the names"
+
+    @override
+    def path_problems(self, key: str, paths: Any) -> Iterable[str]:
+        return ()  # the class itself decides what its paths name
+
+
+class DocumentDataset(SFTDataSet):
+    """A dataset of custom documents as packs; a subclass defines `lengths`, `row` and `categories`.
+
+    lengths: the tokens of each document, integer[D]. categories: the numbers that rows have, with their names. Both may
+    be class attributes, properties, or set before this class's constructor is called.
+    paths: the absolute paths that data.train_dir or data.val_dir names; config: the data node, with a user's own keys;
+    tokenizer: the model's, if the class sets `needs_tokenizer = True`.
+    """
+
+    Options: ClassVar[type[DatasetOptions]] = CustomDocumentOptions
+    paths_are = CustomDocumentOptions.reads
+    requires_max_tokens = False
+    lengths: ArrayLike
+
+    def __init__(
+        self,
+        parquet_files: str | Sequence[str] | None = None,
+        tokenizer: Any = None,
+        config: Mapping[str, Any] | None = None,
+        processor: Any = None,
+        max_samples: int = -1,
+        **given: Any,
+    ) -> None:
+        """Open the paths `parquet_files`; the arguments are verl's, and others are those of SFTDataSet.
+
+        Raises:
+            ValueError: if an option, a path or `lengths` cannot be used, or the class lacks one of the three.
+        """
+        self.config, self.tokenizer = config, tokenizer
+        super().__init__(
+            parquet_files=parquet_files, tokenizer=tokenizer, config=config, max_samples=max_samples, **given
+        )
+
+    def _open(self, paths: Sequence[str], tokenizer: Any, key: str) -> tuple[TokenizedData, None]:
+        cls = type(self)
+        own = {name for name in _MEMBERS if getattr(cls, name, None) is not getattr(DocumentDataset, name, None)}
+        if lacking := [name for name in _MEMBERS if name not in own | vars(self).keys()]:
+            raise ValueError(
+                f"data.custom_cls.name must be a class with {', '.join(_MEMBERS)}; {cls.__name__} lacks "
+                f"{', '.join(lacking)}"
+            )
+        self.paths = tuple(map(absolute_path, paths))
+        return _Rows(self, key), None
+
+    def row(self, document: int) -> Mapping[str, ArrayLike]:
+        """Return one document: input_ids, loss_mask, category_ids and, in all rows or in none, loss_weight.
+
+        Each has as many values as `lengths` says, or is one number for all tokens. The first token is never a target.
+        """
+        raise NotImplementedError(f"{type(self).__name__} lacks row")
+
+    def read_together(self, ranks: Ranks) -> None:
+        """Scan all documents, each rank its share; this call is collective."""
+        self.scan = scan_documents(self._data, self.spans, self.over_length, ranks)
+        with ranks.guard():
+            if unknown := set(self.scan.category_ids) - set(self.categories.ids):
+                table = ", ".join(map(str, self.categories.ids))
+                raise ValueError(f"{self.key} must have category_ids of the table ({table}); got {min(unknown)}")
+
+    @property
+    @override
+    def folders(self) -> tuple[str, ...]:
+        return self.paths
+
+    @property
+    def data_files(self) -> tuple[DataFile, ...]:
+        """The paths that are files; a class that reads other files names them here, so that changes are detected."""
+        return tuple(DataFile(path) for path in self.paths if os.path.isfile(path))
+
+    @cached_property
+    @override
+    def category_names(self) -> dict[int, str]:
+        return dict(zip(self.categories.ids, self.categories.names, strict=True))
+
+
+class _Rows(TokenizedData):
+    """The documents of a DocumentDataset, read row by row; columns: the names of the rows' columns."""
+
+    files = ()
+    document_columns = None
+
+    def __init__(self, dataset: DocumentDataset, key: str) -> None:
+        self._dataset, self.key = dataset, key
+        self.folders = (",".join(dataset.paths),)  # the path of a single document is unknown
+        lengths = np.asarray(dataset.lengths)
+        if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or not len(lengths) or lengths.min() < 0:
+            raise ValueError(
+                f"{key} must have lengths, one whole number of at least 0 for each document; got {lengths.dtype} of "
+                f"shape {lengths.shape}" + (f", the least {lengths.min()}" if lengths.size else "")
+            )
+        self.lengths = lengths.astype(index_type(int(lengths.max())), copy=False)
+        self.columns: Any = dict.fromkeys(self._row(0))  # names alone: the values are read row by row
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @override
+    def __reduce__(self) -> Any:
+        return copyreg.__newobj__, (type(self),), vars(self)  # type: ignore[attr-defined]
+
+    def first_rows(self) -> NDArray[np.int64]:
+        return np.array([0, len(self)])
+
+    def blocks(self, first: int, last: int, max_tokens: int) -> Iterator[tuple[int, int]]:
+        return fitting(first, self.lengths[first:last], max_tokens)
+
+    def block(self, first: int, last: int) -> dict[str, NDArray[Any]]:
+        rows = [self._row(document) for document in range(first, last)]
+        return {name: np.concatenate([row[name] for row in rows]) for name in self.columns}
+
+    def gather(
+        self, row: NDArray[np.int64], start: NDArray[np.int64], length: NDArray[np.int64], out: dict[str, NDArray[Any]]
+    ) -> None:
+        at = 0
+        for document, begin, tokens in zip(row.tolist(), start.tolist(), length.tolist(), strict=True):
+            for name, values in self._row(document).items():
+                out[name][at : at + tokens] = values[begin : begin + tokens]
+            at += tokens
+
+    def _row(self, document: int) -> dict[str, NDArray[Any]]:
+        """Return a document's columns, each as long as the document. Raises ValueError if the row is invalid."""
+        given, tokens = self._dataset.row(document), int(self.lengths[document])
+        wanted = self.columns if document else _KINDS.keys() - ({"loss_weight"} - given.keys())
+        if given.keys() != set(wanted):
+            raise ValueError(
+                f"{self.key} must have rows of {', '.join(wanted)}; got {', '.join(given)} in row {document}"
+            )
+        row = {}
+        for name, values in given.items():
+            array = np.asarray(values)
+            if array.dtype.kind not in _KINDS[name] or array.shape not in ((), (tokens,)):
+                raise ValueError(
+                    f"{self.key} must have {name} of {tokens} numbers in row {document}, as lengths says, or one for "
+                    f"all; got {array.dtype} of shape {array.shape}"
+                )
+            row[name] = np.broadcast_to(array, tokens)
+        return row

@@ -1,0 +1,256 @@
+"""Build the three indices of megatron-core's GPTDataset, equal for the same seed.
+
+    document_index   the documents of all epochs in one shuffled order: the stream
+    sample_index     row k: the place of token k·seq_len of the stream, (place in document_index, offset)
+    shuffle_index    the order in which samples are drawn
+
+    document_index   4       1           4    …         seq_len 4: a sample has 5 tokens, its last one is also the
+    stream           a b c | d e f g h | a b …          first of the next, so that every token is a target once
+    sample_index     (0,0)     (1,1)       (2,0)
+    sample 0         a b c   d e
+    sample 1                   e f g h   a
+
+If the last epoch gives less than 80 % of its samples, its documents and samples are shuffled on their own, after those
+of all earlier epochs. The indices, and the order of a blend, are kept as .npy files of a cached folder.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verl_ext.data.stream.megatron.blend import BLEND_RULES, Order, check_blend_weights
+from verl_ext.data.stream.megatron.index import TokenIndex
+from verl_ext.files import cached_folder, file_state, fingerprint
+from verl_ext.options import first_line
+
+FORMAT = 1  # raise it when the same input gives other arrays
+KEY = "data.cache_dir"
+BLOCK = 1 << 18  # documents located at a time
+MAX_INT32, MAX_UINT32 = np.iinfo(np.int32).max, np.iinfo(np.uint32).max
+
+Pieces = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]  # document, start, stop: int64[P] each
+Shapes = Mapping[str, tuple[int, ...]]  # the shapes of arrays, by name
+
+
+@dataclass(eq=False)
+class SampleIndices:
+    """The three indices. Sample k is row shuffle_index[k] of sample_index and has seq_len + 1 tokens.
+
+    document_index int32[E·D] (numbers into `lengths`), sample_index int32|int64[n+1, 2], shuffle_index
+    uint32|int64[n]; lengths int32|int64: tokens of every document of the corpus.
+    """
+
+    document_index: NDArray[np.int32]
+    sample_index: NDArray[Any]
+    shuffle_index: NDArray[Any]
+    lengths: NDArray[Any]
+
+    def __len__(self) -> int:
+        return len(self.shuffle_index)
+
+    def begins_as(self, other: "SampleIndices", first: int) -> bool:
+        """Return whether the first `first` samples are those of other indices of the same documents."""
+        if not first:
+            return True
+        rows = self.shuffle_index[:first]
+        if len(rows) < first or not np.array_equal(rows, other.shuffle_index[:first]):
+            return False
+        last = int(rows.max()) + 2
+        places = int(self.sample_index[last - 1, 0]) + 1
+        return np.array_equal(self.sample_index[:last], other.sample_index[:last]) and np.array_equal(
+            self.document_index[:places], other.document_index[:places]
+        )
+
+    def pieces(self, k: int) -> Pieces:
+        """Return sample k as pieces of documents, none of them empty: (document, start, stop) int64[P] each."""
+        row = self.shuffle_index.item(k)
+        (first, begin), (last, end) = self.sample_index[row : row + 2].tolist()
+        document = self.document_index[first : last + 1].astype(np.int64)
+        stop = self.lengths[document].astype(np.int64)
+        start = np.zeros(len(document), np.int64)
+        start[0] = begin
+        stop[-1] = end + 1
+        full = stop > start
+        return (document, start, stop) if full.all() else (document[full], start[full], stop[full])
+
+    def piece_counts(self, block: int = BLOCK) -> NDArray[np.int64]:
+        """Return the number of non-empty pieces of each sample, int64[n]."""
+        counts = np.empty(len(self), np.int64)
+        for row in range(0, len(self), block):
+            place = self.sample_index[row : row + block + 1, 0]
+            begin, end = int(place[0]), int(place[-1])
+            running = np.zeros(end - begin + 2, np.int64)
+            for first in range(begin, end + 1, block):
+                part = self.document_index[first : min(first + block, end + 1)]
+                running[first - begin + 1 : first - begin + 1 + len(part)] = self.lengths[part] > 0
+            np.cumsum(running, out=running)
+            counts[row : row + len(place) - 1] = running[place[1:] - begin + 1] - running[place[:-1] - begin]
+        return counts[self.shuffle_index]
+
+
+class EpochPlan(NamedTuple):
+    """The epochs for a number of samples, and the samples that these epochs give."""
+
+    epochs: int
+    samples: int
+    samples_before_last: int  # of the epochs shuffled together; equals `samples` if the last is one of them
+
+
+def check_has_sample(num_tokens: int, needed: int, key: str) -> None:
+    """Raise ValueError if a corpus has fewer tokens than one sample needs."""
+    if num_tokens < needed:
+        raise ValueError(
+            f"{key} must have the {needed} tokens that a sample of data.seq_len needs; got {num_tokens} tokens"
+        )
+
+
+def epochs_needed(num_tokens: int, seq_len: int, num_samples: int | None) -> int:
+    """Return the epochs of num_tokens tokens needed for num_samples samples of seq_len targets (None: one epoch)."""
+    return 1 if num_samples is None else max(1, -(-(num_samples * seq_len + 1) // num_tokens))
+
+
+def plan_epochs(num_tokens: int, seq_len: int, num_samples: int | None, key: str) -> EpochPlan:
+    """Return the epochs and samples that Megatron uses; there may be more samples than requested.
+
+    Raises:
+        ValueError: if there are fewer than seq_len + 1 tokens, those of one sample; it names `key`.
+    """
+    check_has_sample(num_tokens, seq_len + 1, key)
+    epochs = epochs_needed(num_tokens, seq_len, num_samples)
+    samples = (epochs * num_tokens - 1) // seq_len
+    before = ((epochs - 1) * num_tokens - 1) // seq_len
+    per_epoch = (num_tokens - 1) // seq_len
+    # The last term is Megatron's int(0.80 * per_epoch), for all numbers up to 2^50.
+    separate = num_samples is not None and epochs > 1 and num_samples - before < 4 * per_epoch // 5
+    return EpochPlan(epochs, samples, before if separate else samples)
+
+
+def count_tokens(lengths: NDArray[Any], documents: NDArray[Any] | None = None) -> int:
+    """Return the number of tokens of `documents` (None: all)."""
+    return int((lengths if documents is None else lengths[documents]).sum(dtype=np.int64))
+
+
+def build_sample_indices(
+    lengths: NDArray[Any],
+    documents: NDArray[Any] | None,
+    seq_len: int,
+    num_samples: int | None,
+    seed: int,
+    key: str = "data.train_dir",
+    *,
+    block: int = BLOCK,
+) -> SampleIndices:
+    """Build the indices of `documents` (numbers into `lengths`; None: all) for num_samples or more (None: an epoch).
+
+    Raises:
+        ValueError: if there are fewer tokens than one sample has; it names `key`.
+    """
+    epochs, samples, before_last = plan_epochs(count_tokens(lengths, documents), seq_len, num_samples, key)
+    once = np.arange(len(lengths), dtype=np.int32) if documents is None else np.asarray(documents, np.int32)
+    document_index = np.tile(once, epochs)
+    shuffle_index = np.arange(samples, dtype=np.uint32 if samples < MAX_UINT32 - 1 else np.int64)
+    together = len(once) * (epochs - (before_last < samples))
+    random = np.random.RandomState(seed)
+    for array, edge in ((document_index, together), (shuffle_index, before_last)):  # in Megatron's order
+        random.shuffle(array[:edge])
+        random.shuffle(array[edge:])
+    is_narrow = max(len(document_index), int(lengths.max())) <= MAX_INT32
+    sample_index = np.zeros((samples + 1, 2), np.int32 if is_narrow else np.int64)
+    row, begin = 1, 0  # row 0 is (0, 0), even if the first document is empty
+    for first in range(0, len(document_index), block):
+        length = lengths[document_index[first : first + block]]
+        ends = np.cumsum(length, dtype=np.int64)
+        end = begin + int(ends[-1])
+        stop = min(samples + 1, -(-end // seq_len))  # rows before it have positions below `end`
+        position = np.arange(row, stop, dtype=np.int64) * seq_len - begin
+        place = np.searchsorted(ends, position, side="right")
+        sample_index[row:stop, 0] = place + first
+        sample_index[row:stop, 1] = position - ends[place] + length[place]
+        row, begin = max(row, stop), end
+    return SampleIndices(document_index, sample_index, shuffle_index, lengths)
+
+
+class CachedSampleIndices(SampleIndices):
+    """The memory-mapped arrays of a cached folder; it pickles as the folder."""
+
+    def __init__(self, folder: Path, index: TokenIndex, shapes: Shapes) -> None:
+        super().__init__(**_mapped(folder, shapes), lengths=index.lengths)
+        self._arguments = folder, index, shapes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CachedSampleIndices, self._arguments
+
+
+def cached_sample_indices(
+    root: Path, index: TokenIndex, documents: NDArray[Any] | None, seq_len: int, num_samples: int | None, seed: int
+) -> SampleIndices:
+    """Return the indices of `documents` of `index` (None: all) as `build_sample_indices` does, cached below `root`.
+
+    Raises:
+        ValueError: if the corpus is shorter than one sample (it names index.key), or if the root cannot be written or
+            the arrays have changed (it names data.cache_dir).
+    """
+    chosen = None if documents is None else np.ascontiguousarray(documents, np.int32)
+    num_tokens = index.num_tokens if chosen is None else count_tokens(index.lengths, chosen)
+    plan = plan_epochs(num_tokens, seq_len, num_samples, index.key)
+    places = plan.epochs * (index.num_documents if chosen is None else len(chosen))
+    shapes = {"document_index": (places,), "sample_index": (plan.samples + 1, 2), "shuffle_index": (plan.samples,)}
+
+    def build() -> dict[str, NDArray[Any]]:
+        built = build_sample_indices(index.lengths, chosen, seq_len, num_samples, seed, index.key)
+        return {name: getattr(built, name) for name in shapes}
+
+    of_documents = None if chosen is None else fingerprint(chosen, digits=64)
+    facts = [[file_state(path) for path in index.files], index.digest, of_documents, seq_len, num_samples, seed]
+    return CachedSampleIndices(_cached(root, "samples", facts, build), index, shapes)
+
+
+def cached_blend(
+    root: Path, weights: Sequence[float], n: int, rule: str = "tijdeman", key: str = "data.blend"
+) -> Order:
+    """Return the order of n samples of a blend by one of BLEND_RULES, cached below `root`.
+
+    Raises:
+        ValueError: if the weights cannot be used (it names `key`), or if the root cannot be written or the arrays have
+            changed (it names data.cache_dir).
+    """
+    check_blend_weights(weights, key)
+    names = ("source", "sample")
+    facts = [[float(weight) for weight in weights], n, rule]
+    folder = _cached(root, "blend", facts, lambda: dict(zip(names, BLEND_RULES[rule](weights, n), strict=True)))
+    arrays = _mapped(folder, dict.fromkeys(names, (n,)))
+    return arrays["source"], arrays["sample"]
+
+
+def _cached(root: Path, kind: str, facts: list[Any], build: Callable[[], Mapping[str, NDArray[Any]]]) -> Path:
+    """Return the folder of `root` that holds the arrays of `build`, which depend on `facts` alone."""
+
+    def make(folder: Path) -> None:
+        for name, array in build().items():
+            # Plain writes on a full disk raise an OSError with its number. np.save raises one without a number, and a
+            # memory map ends the process.
+            with open(folder / f"{name}.npy", "wb") as file:
+                np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
+                file.write(array.data)
+
+    return cached_folder(root, f"{kind}-{fingerprint([FORMAT, *facts])}", make, key=KEY)
+
+
+def _mapped(folder: Path, shapes: Shapes) -> dict[str, NDArray[Any]]:
+    """Return the read-only arrays of a folder as plain arrays, because np.memmap costs more at every access."""
+    arrays, must = {}, f"{KEY} must hold the indices that were written there"
+    for name, shape in shapes.items():
+        path = folder / f"{name}.npy"
+        try:
+            array = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{must}; {path}: {first_line(error)}") from error
+        if array.shape != shape or array.dtype.kind not in "iu":
+            got = f"{array.dtype.name}{list(array.shape)}"
+            raise ValueError(f"{must}, {name} of integers{list(shape)}; got {got} in {folder}: remove it")
+        arrays[name] = array
+    return arrays

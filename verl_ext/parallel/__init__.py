@@ -1,0 +1,1 @@
+"""Who holds which tokens, keys and heads of a pack, and how ranks exchange them."""

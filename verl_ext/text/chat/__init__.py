@@ -1,0 +1,1 @@
+"""Render chats, and find what is learnt in them."""

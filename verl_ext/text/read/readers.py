@@ -1,0 +1,381 @@
+"""Read source files as a stream of record chunks.
+
+The chunks depend on the files alone, and not on the number of workers, so that the output does not depend on it either.
+JSONL lines travel as bytes and are parsed by the worker that tokenizes them; the other formats are decoded here.
+
+To add a format, add a function to READERS and a suffix to `sources.SUFFIXES`.
+"""
+
+import codecs
+import csv
+import io
+import mmap
+import os
+import sys
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count, groupby
+from json import JSONDecodeError
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from verl_ext.options import DataError, first_line
+from verl_ext.text.read.arrow_folder import STATE, parse_shards, read_shards
+from verl_ext.text.read.json_records import BadRecord, json_list, parse_line, repeated_name
+from verl_ext.text.read.sources import OpenedFile, SourceFile, encoding_problem, hub_tables, is_url, open_source
+
+BLOCK = 1 << 20  # bytes of a text file read at once
+
+Columns = Collection[str] | None  # the columns of a table that are read; None: all
+
+Place = int  # the line of JSONL and CSV, else the number of the record
+NumberedRecord = tuple[Place, Any]  # bytes are a record that is not parsed yet
+Pieces = Iterator[tuple[list[NumberedRecord], int, int]]  # records, bytes of the file, size of the records
+Records = Iterator[tuple[NumberedRecord | None, int]]  # a record, or None for text without one, and its size
+
+
+class ChunkSize(NamedTuple):
+    """The maximum number of records of a chunk, and about the maximum bytes of their text."""
+
+    records: int = 256
+    bytes: int = 256 * 1024
+
+
+CHUNK = ChunkSize()
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Records of one file, in order."""
+
+    category_id: int
+    path: str
+    records: list[NumberedRecord]
+    num_bytes: int  # bytes of the file that the records take, the unit of progress
+    whole_file: bool = False  # the one record is the file's text
+    text_bytes: int = 0  # the approximate size of the records, decompressed
+
+    def place(self, number: Place) -> str:
+        """Return the place of a record, as errors name it."""
+        return self.path if self.whole_file else f"{self.path}:{number}"
+
+
+@dataclass
+class Batch:
+    """Chunks of one source, in order, for one worker. Small files share a batch because every job has a cost."""
+
+    source: int  # the files' category_id
+    chunks: list[Chunk] = field(default_factory=list)
+    failure: str | None = None  # why the rest of the source cannot be read
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that the chunks take in the source's files."""
+        return sum(chunk.num_bytes for chunk in self.chunks)
+
+    @property
+    def num_records(self) -> int:
+        """The number of records, including unusable ones."""
+        return sum(len(chunk.records) for chunk in self.chunks)
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """The text of a file larger than a block, read as a stream by the process that tokenizes it."""
+
+    path: str
+
+    def blocks(self) -> Iterator[str]:
+        """Yield the text, a block at a time; see `text_blocks`."""
+        return (text for text, _ in text_blocks(self.path))
+
+
+def read_batches(
+    files: Sequence[SourceFile],
+    is_full: Callable[[int], bool],
+    batch_bytes: int = CHUNK.bytes,
+    columns: Columns = None,
+) -> Iterator[Batch]:
+    """Yield the files' chunks, in order, in batches of at most about `batch_bytes` of text.
+
+    `is_full(source)` is called before each chunk, and nothing more of a full source is read. An unreadable file becomes
+    its batch's `failure` and ends its source. It is therefore reported only if the documents before it do not fill the
+    source, however far ahead of them it was found. columns: those of `read_chunks`.
+    """
+    for source, own in groupby(files, key=lambda file: file.category_id):
+        chunks = (chunk for file in own for chunk in read_chunks(file, columns=columns))
+        batch = Batch(source)
+        while batch.failure is None and not is_full(source):
+            try:
+                batch.chunks.append(next(chunks))
+            except StopIteration:
+                break
+            except DataError as error:
+                batch.failure = str(error)
+            text_bytes = sum(chunk.text_bytes for chunk in batch.chunks)
+            if batch.failure is None and (text_bytes >= batch_bytes or batch.num_records >= CHUNK.records):
+                yield batch
+                batch = Batch(source)
+        if batch.chunks or batch.failure:
+            yield batch
+
+
+def read_chunks(source: SourceFile, size: ChunkSize = CHUNK, columns: Columns = None) -> Iterator[Chunk]:
+    """Yield a file's records in chunks, with the memory of one chunk.
+
+    columns: the fields that are read (None: all). Of a table, the values of others are replaced by `UNREAD`.
+
+    Raises `DataError` with path and line if the rest of a file cannot be read (a JSON list or CSV with broken syntax, a
+    truncated compressed file).
+    """
+    is_text = source.kind == "text"
+    try:
+        for records, num_bytes, text_bytes in READERS[source.kind](source, size, columns):
+            yield Chunk(source.category_id, source.path, records, num_bytes, is_text, text_bytes)
+    except OSError as error:
+        raise DataError(f"{source.path}: cannot be read: {first_line(error)}") from error
+
+
+def _pieces(
+    source: SourceFile, limit: ChunkSize, _: Columns = None, *, read: Callable[[SourceFile, BinaryIO], Records]
+) -> Pieces:
+    """Yield the records that `read` finds in the file's bytes."""
+    with open_source(source.path) as file:
+        if problem := encoding_problem(file.stream.peek(4)[:4]):
+            raise DataError(f"{source.path}: must be UTF-8; {problem}")
+        records: list[NumberedRecord] = []
+        size = position = 0
+        for record, length in read(source, file.stream):
+            size += length
+            if record is not None:
+                records.append(record)
+            if size >= limit.bytes or len(records) >= limit.records:
+                yield records, file.position - position, size
+                records, size, position = [], 0, file.position
+        file.check_end()
+        yield records, max((source.num_bytes or file.position) - position, 0), size
+
+
+def _lines(_: SourceFile, stream: BinaryIO) -> Records:
+    """Yield the lines of a file, numbered from 1; None stands for a blank line."""
+    for number, line in enumerate(stream, start=1):
+        yield ((number, line) if _has_text(line) else None), len(line)
+
+
+def _has_text(line: bytes) -> bool:
+    return bool(line.removeprefix(codecs.BOM_UTF8).strip())
+
+
+def _json(source: SourceFile, limit: ChunkSize, _: Columns) -> Pieces:
+    """Read a list, or one object per line if the file begins with an object, as many published .json files do."""
+    with open_source(source.path) as file:
+        blocks = iter(lambda: file.stream.readline(BLOCK), b"")
+        first = next((line for line in blocks if _has_text(line)), None)
+    if first is None:
+        raise DataError(f"{source.path}: must be JSON; it is empty")
+    if not first.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{"):
+        return _pieces(source, limit, read=lambda source, stream: json_list(source.path, stream))
+    try:
+        parse_line(first)
+    except BadRecord as error:
+        cause = error.__cause__
+        if first.endswith(b"\n") and isinstance(cause, JSONDecodeError) and cause.pos >= len(cause.doc.rstrip()):
+            what = "a list of records, or one object on each line"
+            raise DataError(f"{source.path}: must be {what}; its first object goes on after its first line") from error
+    return _pieces(source, limit, read=_lines)
+
+
+def _rows(source: SourceFile, stream: BinaryIO) -> Records:
+    """Yield the rows of a file, numbered by their first line."""
+    csv.field_size_limit(sys.maxsize)
+    text = io.TextIOWrapper(stream, "utf-8-sig", newline="")
+    reader = csv.reader(text, delimiter="\t" if source.kind == "tsv" else ",", strict=True)
+    try:
+        header = next(filter(None, reader), [])
+        if repeated := repeated_name(name for name in header if name):
+            got = f"got {repeated!r} more than once"
+            raise DataError(f"{source.path}:{reader.line_num}: the header's columns must have different names; {got}")
+        line = reader.line_num + 1
+        for row in reader:
+            if row:
+                yield (line, _row_record(header, row)), sum(map(len, row))
+            line = reader.line_num + 1
+        text.detach()  # it would close the file, whose end is yet to be checked
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise DataError(f"{source.path}:{reader.line_num}: malformed CSV: {first_line(error)}") from error
+
+
+def _row_record(header: list[str], row: list[str]) -> Any:
+    """Return a row as a record: an empty cell is null, a weight is a number."""
+    if len(row) != len(header):
+        return BadRecord("malformed_row", f"malformed CSV: {len(row)} cells in a row, {len(header)} in the header")
+    if any("\0" in cell for cell in row):
+        return BadRecord("nul_byte", "malformed CSV: a cell has a NUL byte")
+    record: dict[str, Any] = {key: value or None for key, value in zip(header, row, strict=True)}
+    for key in ("loss_weight", "weight"):
+        if record.get(key) is not None:
+            try:
+                record[key] = float(record[key])
+            except ValueError:
+                continue  # the check of weights refuses it and shows its text
+    return record
+
+
+def _text(source: SourceFile, _: ChunkSize, __: Columns) -> Pieces:
+    """Read the file as one record: its text, or a `TextFile` if that is more than a block."""
+    text, is_long = "", False
+    try:
+        with closing(text_blocks(source.path)) as blocks:
+            text, _size = next(blocks, ("", 0))
+            is_long = next(blocks, None) is not None
+        record: Any = {"text": TextFile(source.path) if is_long else text}
+    except BadRecord as error:
+        record = error
+    yield [(1, record)], source.num_bytes or 0, len(text) * (1 + is_long)
+
+
+def text_blocks(path: str) -> Generator[tuple[str, int], None, None]:
+    """Yield (block, bytes of the file) for a text file, with the line ends of Python's text files.
+
+    A block ends with a line if no line is longer than a block. Raises `BadRecord` if the text is not UTF-8 or has a NUL
+    byte, and `DataError` if the file cannot be read.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    lines = io.IncrementalNewlineDecoder(None, translate=True)
+    position = done = 0  # bytes of the text, bytes of the file
+    with open_source(path) as file:
+        while True:
+            data = file.stream.read(BLOCK)
+            data += file.stream.readline(BLOCK)
+            if not position and (problem := encoding_problem(data[:4])):
+                raise BadRecord("not_utf8", f"text must be UTF-8; {problem}")
+            if (nul := data.find(b"\0")) >= 0:
+                raise BadRecord("nul_byte", f"text must have no NUL bytes; byte {position + nul + 1} is one")
+            begun = len(decoder.getstate()[0])  # bytes of a character that the last block cut in two
+            try:
+                text = decoder.decode(data, final=not data)
+            except UnicodeDecodeError as error:
+                byte = position - begun + error.start + 1
+                raise BadRecord("not_utf8", f"text must be UTF-8; byte {byte} is not") from error
+            if text := lines.decode(text if position else text.removeprefix("\ufeff"), final=not data):
+                yield text, file.position - done
+                done = file.position
+            if not data:
+                file.check_end()
+                return
+            position += len(data)
+
+
+def _parquet(source: SourceFile, limit: ChunkSize, columns: Columns) -> Pieces:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from verl_ext.text.read.table_records import check_names, parquet_tables, table_records
+
+    # Without a buffer, Arrow reads a column of a row group as a whole. A host's own blocks come on top of each read.
+    by_blocks = {"buffer_size": BLOCK << 4 if is_url(source.path) else BLOCK, "pre_buffer": False}
+    try:
+        with open_source(source.path) as opened, pq.ParquetFile(opened.stream, **by_blocks) as file:
+            check_names(source.path, file.schema_arrow.names)
+            rows, found, numbers = file.metadata.num_rows, 0, count(1)
+            for table in parquet_tables(file, *limit, columns):
+                for records, size in table_records(table, *limit, columns):
+                    share = (source.num_bytes or 0) * len(records) // max(rows, 1)
+                    yield [(next(numbers), record) for record in records], share, size
+                found += len(table)
+            if found != rows:
+                raise DataError(f"{source.path}: cannot be read as parquet: it has {found} of its {rows} rows")
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: of a column's name
+        raise DataError(f"{source.path}: cannot be read as parquet: {first_line(error)}") from error
+
+
+def _arrow(source: SourceFile, limit: ChunkSize, columns: Columns) -> Pieces:
+    """Read the shards that an Arrow folder's state.json names, each a stream of record batches.
+
+    `load_from_disk` would accept a shard that is cut off between two batches.
+    """
+    import pyarrow as pa
+
+    from verl_ext.text.read.table_records import check_bytes, check_names, table_records
+
+    numbers, schema, end = count(1), None, b"\xff\xff\xff\xff\0\0\0\0"
+    for shard in arrow_shards(source.path):
+        try:
+            with open_source(shard) as opened:
+                opened.stream.seek(-len(end), io.SEEK_END)
+                is_whole = opened.stream.read() == end
+                opened.stream.seek(0)
+                stream, whole, mapped = opened.stream, None, None
+                if not is_url(shard):  # read without a copy, as a record batch may be larger than the memory
+                    mapped = mmap.mmap(opened.stream.fileno(), 0, access=mmap.ACCESS_READ)
+                    whole = pa.py_buffer(mapped)
+                    stream = pa.BufferReader(whole)
+                read = position = 0
+                with pa.ipc.open_stream(stream) as batches:
+                    schema = schema or batches.schema
+                    if not batches.schema.equals(schema):
+                        raise DataError(f"{shard}: must have the columns of the folder's first file")
+                    check_names(shard, schema.names)
+                    for batch in batches:
+                        check_bytes(shard, batch, whole)
+                        first, position, done = position, stream.tell(), 0
+                        for records, size in table_records(pa.Table.from_batches([batch]), *limit, columns):
+                            done += len(records)
+                            reached = first + (position - first) * done // len(batch)
+                            yield [(next(numbers), record) for record in records], reached - read, size
+                            read = reached
+                            if mapped is not None:
+                                _release(mapped, opened)
+                if not is_whole or stream.read(1):
+                    raise DataError(
+                        f"{shard}: cannot be read as Arrow: it does not end where its stream of records does"
+                    )
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: of a column's name
+            raise DataError(f"{shard}: cannot be read as Arrow: {first_line(error)}") from error
+
+
+def _release(mapped: mmap.mmap, file: OpenedFile) -> None:
+    """Give back the memory of what was read; raise `DataError` if the file has shrunk, whose end would be a fault."""
+    if hasattr(mmap, "MADV_DONTNEED"):
+        mapped.madvise(mmap.MADV_DONTNEED)
+    if os.fstat(file.stream.fileno()).st_size != file.size:
+        raise DataError(f"{file.path}: must not change while it is read; it did")
+
+
+def arrow_shards(folder: str) -> list[str]:
+    """Return the files of an Arrow folder, in order. Raises `DataError` unless its state.json names them."""
+    try:
+        if is_url(folder):
+            with open_source(f"{folder}/{STATE}") as file:
+                shards = parse_shards(file.stream.read().decode("utf-8"))
+        else:
+            shards = read_shards(Path(folder))
+    except DataError:
+        raise
+    except (OSError, ValueError) as error:
+        raise DataError(f"{folder}: cannot be read as an Arrow folder: {first_line(error)}") from error
+    return [f"{folder}/{shard.name}" for shard in shards]
+
+
+def _hub(source: SourceFile, limit: ChunkSize, columns: Columns) -> Pieces:
+    from verl_ext.text.read.table_records import check_names, table_records
+
+    numbers = count(1)
+    for table in hub_tables(source.path, *limit):
+        check_names(source.path, table.schema.names)
+        for records, size in table_records(table, *limit, columns):
+            yield [(next(numbers), record) for record in records], size, size
+
+
+READERS: dict[str, Callable[[SourceFile, ChunkSize, Columns], Pieces]] = {
+    "jsonl": partial(_pieces, read=_lines),
+    "json": _json,
+    "parquet": _parquet,
+    "csv": partial(_pieces, read=_rows),
+    "tsv": partial(_pieces, read=_rows),
+    "text": _text,
+    "arrow": _arrow,
+    "hub": _hub,
+}

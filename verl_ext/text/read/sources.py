@@ -1,0 +1,366 @@
+"""Find the source files of paths, folders, globs and URLs, and read them decompressed.
+
+    train.jsonl.gz   folder/   parts/*.parquet   file:///a.csv                 of this machine
+    https://host/a.jsonl.gz   s3://bucket/folder/   gs://bucket/*.parquet      any URL that fsspec has a file system for
+    hf://datasets/owner/name/data/a.parquet                                    a file of a Hub repository, likewise
+    hf://datasets/owner/name[@revision][:config][:split]                       a Hub dataset, as `datasets` loads it
+
+No file is downloaded as a whole. Credentials and hosts are configured in fsspec. fsspec and `datasets` are imported
+only when they are used, so that a command that reads local files starts without them.
+"""
+
+import codecs
+import contextlib
+import glob
+import io
+import lzma
+import os
+import re
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+from urllib.parse import urlsplit
+
+from verl_ext.options import DataError, UsageError, first_line
+from verl_ext.text.read.compression import COMPRESSIONS
+from verl_ext.text.read.json_records import BadRecord
+
+# The kind of a file by its suffix; `readers.READERS` has the reader of each kind.
+SUFFIXES = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".txt": "text",
+}
+HUB_HINT = "hf://datasets/owner/name[:config][:split]"
+_ARROW_FILES = ("state.json", "dataset_info.json")  # the files of a folder written by save_to_disk
+_SPLITS = "dataset_dict.json"  # the file of a folder that has one folder for each split
+_URL = re.compile(r"[A-Za-z][\w+.-]*://")
+_HUB = re.compile(
+    r"hf://datasets/(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[^@:/]+))?(:(?P<config>[^:/]+))??(:(?P<split>[^:/]+))?"
+)
+_READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, MemoryError)
+_Sizes = dict[str, int | None]  # bytes of files by path or URL; None if unknown
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One file, Arrow folder or Hub dataset of one category; `category_id` counts from 1 in the order of `sources`."""
+
+    category_id: int
+    path: str  # or URL
+    kind: str  # one of SUFFIXES, arrow or hub
+    num_bytes: int | None  # None: not known before it is read
+
+
+def total_bytes(files: Iterable[SourceFile]) -> int | None:
+    """Return the size of all files in bytes; None if the size of one is unknown."""
+    sizes = [file.num_bytes for file in files]
+    return None if None in sizes else sum(size or 0 for size in sizes)
+
+
+def is_url(path: str) -> bool:
+    """Return whether a path is a URL of another machine; `local_path` removes the `file://` of local paths."""
+    return bool(_URL.match(path)) and not path.startswith("file://")
+
+
+def local_path(path: str) -> str:
+    """Return a path without `file://`."""
+    return path.removeprefix("file://")
+
+
+def absolute_path(path: str | os.PathLike[str]) -> str:
+    """Return a local path as an absolute path with `~` expanded; return a URL unchanged."""
+    plain = local_path(os.fspath(path))
+    return plain if is_url(plain) else os.path.abspath(os.path.expanduser(plain))
+
+
+def file_name(path: str) -> str:
+    """Return the last part of a path or URL, without the query of a web address."""
+    return Path(urlsplit(path).path if path.startswith(("http://", "https://")) else path).name
+
+
+def without_compression(name: str) -> str:
+    """Return a file's name without its compression suffix."""
+    ending = Path(name).suffix
+    return name.removesuffix(ending) if ending.lower() in COMPRESSIONS else name
+
+
+def kind_of(path: str | Path) -> str | None:
+    """Return the kind of a file by its suffix, in upper or lower case; None if it is unknown."""
+    name = file_name(str(path)).lower()
+    plain = without_compression(name)
+    kind = SUFFIXES.get(Path(plain).suffix)
+    return None if kind == "parquet" and plain != name else kind
+
+
+def find_source_files(patterns: dict[str, list[str]], key: str | None = None) -> list[SourceFile]:
+    """Return the files of every category, in the order of the categories and patterns.
+
+    The files of one pattern are sorted by name. Raises `UsageError`, which names `key` (by default
+    `sources.<category>`), if a path is missing or of no known format, and `DataError` if a file cannot be read.
+    """
+    return [
+        SourceFile(category_id, *found)
+        for category_id, (name, category_patterns) in enumerate(patterns.items(), start=1)
+        for pattern in category_patterns
+        for found in _found(pattern, key or f"sources.{name}")
+    ]
+
+
+def _found(pattern: str, key: str) -> Iterator[tuple[str, str, int | None]]:
+    """Yield (path, kind, bytes) of each file of a pattern."""
+    if _HUB.fullmatch(pattern):
+        yield _hub_split(pattern, key)
+        return
+    is_empty = True
+    for sizes, is_folder in _remote_files(pattern, key) if is_url(pattern) else _local_files(pattern, key):
+        kinds = _kinds_below(sizes, key) if is_folder else {path: kind_of(path) for path in sizes}
+        for path, kind in kinds.items():
+            if kind is None:  # a named file; files of unknown formats in a folder are left out
+                raise UsageError(f"{key} must be {KNOWN_FORMATS}; got {path}")
+            own = [sizes[path]] if kind != "arrow" else [sizes[name] for name in sizes if os.path.dirname(name) == path]
+            if kind != "arrow" and not is_url(path):
+                _check_regular(path, key)
+            yield path, kind, None if None in own else sum(size or 0 for size in own)
+            is_empty = False
+    if is_empty:
+        raise UsageError(f"{key} must be {KNOWN_FORMATS}; {pattern} has none")
+
+
+def _local_files(pattern: str, key: str) -> Iterator[tuple[_Sizes, bool]]:
+    """Yield each file that a path or glob names, and the files below each folder, each file once despite links.
+
+    An existing path is taken literally, even if its name has glob characters.
+    """
+    pattern = os.path.expanduser(local_path(pattern))
+    paths = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
+    if not paths:
+        problem = "matches no file" if glob.has_magic(pattern) else "does not exist"
+        raise UsageError(f"{key} must name files that exist; {pattern} {problem}")
+    seen: set[str] = set()
+
+    def is_new(*path: str) -> bool:
+        before = len(seen)
+        seen.add(os.path.realpath(os.path.join(*path)))
+        return len(seen) > before
+
+    for path in map(str, map(Path, filter(is_new, paths))):
+        if not os.path.isdir(path):
+            yield {path: _size(path)}, False
+            continue
+        files = []
+        for folder, below, names in os.walk(path, onerror=_refuse, followlinks=True):
+            below[:] = [name for name in sorted(below) if not name.startswith(".") and is_new(folder, name)]
+            names = [name for name in sorted(names) if not name.startswith(".") and is_new(folder, name)]
+            files += [os.path.join(folder, name) for name in names]
+        yield {file: _size(file) for file in sorted(files, key=lambda file: file.split("/"))}, True
+
+
+def _size(path: str) -> int | None:
+    with contextlib.suppress(OSError):  # reported when the file is read
+        return os.path.getsize(path)
+    return None
+
+
+def _refuse(error: OSError) -> NoReturn:
+    raise DataError(f"{error.filename}: cannot be read: {error.strerror}") from error
+
+
+def _kinds_below(files: _Sizes, key: str) -> dict[str, str | None]:
+    """Return the files of known kinds below a folder with their kinds; Arrow folders replace their files.
+
+    Text files next to files of another format are notes and left out.
+    """
+    kinds: dict[str, str | None] = {}
+    for path in files:
+        folder, name = os.path.split(path)
+        if name == _SPLITS:
+            below = (file.removeprefix(f"{folder}/").split("/") for file in files if file.startswith(f"{folder}/"))
+            splits = sorted({parts[0] for parts in below if len(parts) > 1})
+            raise UsageError(f"{key} must name one split of the Arrow folder {folder}; it has {', '.join(splits)}")
+        if all(f"{folder}/{name}" in files for name in _ARROW_FILES):
+            kinds[folder] = "arrow"
+        elif kind := kind_of(path):
+            kinds[path] = kind
+    return {path: kind for path, kind in kinds.items() if kind != "text"} or kinds
+
+
+def _check_regular(path: str, key: str) -> None:
+    """Raise `UsageError` for a file that may block its reader, or whose name is not UTF-8."""
+    try:
+        path.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{key} must name files whose names are UTF-8; got {os.fsencode(path)!r}") from error
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise UsageError(f"{key} must name regular files; {path} is a FIFO, a socket or a device")
+
+
+def _remote_files(url: str, key: str) -> list[tuple[_Sizes, bool]]:
+    """Return the file that a URL names, or the files in a glob (`*`, `[…]`; `?` begins a query) or folder."""
+    system, path = _file_system(url, key)
+    found: dict[str, Any] = {}
+    with _host_errors(url):
+        try:
+            if "*" in path or "[" in path:
+                matches = system.glob(path, detail=True)
+                found = {name: info for name, info in matches.items() if info["type"] == "file"}
+            elif system.info(path)["type"] == "directory" or path.endswith("/"):
+                found = system.find(path, detail=True)
+            else:
+                return [({url: system.info(path).get("size")}, False)]
+            sizes = {name: info.get("size") or system.info(name).get("size") for name, info in found.items()}
+        except FileNotFoundError:
+            sizes = {}
+    if not sizes:
+        raise UsageError(f"{key} must name files that exist; {url} has none")
+    names = sorted((name for name in sizes if "/." not in name), key=lambda name: name.split("/"))
+    return [({system.unstrip_protocol(name): sizes[name] for name in names}, True)]
+
+
+def open_remote(url: str) -> BinaryIO:
+    """Open a remote file, read in ranges if the server supports them. Raises the errors of its file system."""
+    system, path = _file_system(url, "sources")
+    return system.open(path, "rb")
+
+
+def remote_facts(url: str) -> Any:
+    """Return facts that change with the content of a remote file or Hub dataset: size, version, modification time."""
+    with _host_errors(url):
+        if match := _HUB.fullmatch(url):
+            from huggingface_hub import dataset_info
+
+            return [url, dataset_info(match["name"], revision=match["revision"]).sha]
+        system, path = _file_system(url, "sources")
+        return [url, *(f"{name}={value}" for name, value in sorted(system.info(path).items()))]
+
+
+def _file_system(url: str, key: str) -> tuple[Any, str]:
+    from fsspec.core import url_to_fs
+
+    if "::" in url:
+        raise UsageError(f"{key} must be URLs without '::'; got {url}")
+    with _host_errors(url):
+        try:
+            return url_to_fs(url)
+        except ImportError as error:
+            extra = "pip install 'verl-ext[remote]' brings those of s3:// and gs://"
+            raise UsageError(f"{key} needs a package for {url}: {first_line(error)}; {extra}") from error
+        except ValueError as error:
+            raise UsageError(f"{key} must be a URL that fsspec knows; got {url}: {first_line(error)}") from error
+
+
+@contextlib.contextmanager
+def _host_errors(url: str, what: str = "") -> Iterator[None]:
+    """Raise `DataError` for errors of the body, because every file system has its own network and credential errors."""
+    try:
+        yield
+    except (DataError, UsageError):
+        raise
+    except Exception as error:
+        raise DataError(f"{url}: cannot be read{what}: {first_line(error)}") from error
+
+
+def _hub_split(url: str, key: str) -> tuple[str, str, int | None]:
+    """Return a Hub dataset's URL with its split, by default `train`, its kind, and its tables' bytes if known."""
+    builder, splits, split = _hub_dataset(url)
+    if split not in splits:
+        raise UsageError(f"{key} must name a split, as in {HUB_HINT}; got {url}, which has {', '.join(splits)}")
+    info = (builder.info.splits or {}).get(split)
+    return url if url.endswith(f":{split}") else f"{url}:{split}", "hub", (info.num_bytes if info else None) or None
+
+
+def hub_tables(url: str, rows: int, num_bytes: int) -> Iterator[Any]:
+    """Yield tables of a Hub dataset, as named by `find_source_files`, while they download.
+
+    They have at most `rows` rows and, if the dataset's size is known, about `num_bytes`.
+    """
+    builder, splits, split = _hub_dataset(url)
+    info = (builder.info.splits or {}).get(split)
+    if info and info.num_bytes and info.num_examples:
+        rows = min(max(num_bytes * info.num_examples // info.num_bytes, 1), rows)
+    with _host_errors(url):
+        yield from splits[split].with_format("arrow").iter(batch_size=rows)
+
+
+def _hub_dataset(url: str) -> tuple[Any, dict[str, Any], str]:
+    """Return (builder, streams by split, the requested split) of a Hub dataset."""
+    import datasets
+
+    match = _HUB.fullmatch(url)
+    assert match is not None
+    with _host_errors(url, f" as a Hub dataset, {HUB_HINT}"):
+        name, config = f"hf://datasets/{match['name']}", match["config"]
+        builder = datasets.load_dataset_builder(name, config, revision=match["revision"])
+        return builder, dict(builder.as_streaming_dataset()), match["split"] or "train"
+
+
+class OpenedFile:
+    """A file's decompressed bytes (`stream`), and the position reached in the file itself."""
+
+    def __init__(self, path: str, raw: Any) -> None:
+        """Start reading `raw`, a file opened in binary mode."""
+        ending = Path(file_name(path)).suffix.lower()
+        self.path, self._raw = path, raw
+        self.size: int | None = getattr(raw, "size", None) if is_url(path) else os.fstat(raw.fileno()).st_size
+        if ending in COMPRESSIONS and self.size == 0:
+            raise EOFError(f"it is empty, which no {ending} file is")
+        plain = io.BufferedReader(raw, 1 << 20) if is_url(path) else raw
+        self.stream: Any = COMPRESSIONS[ending](plain) if ending in COMPRESSIONS else plain
+
+    @property
+    def position(self) -> int:
+        """The number of bytes read from the file itself, before decompression."""
+        return (self.size or 0) if self._raw.closed else self._raw.tell()
+
+    def check_end(self) -> None:
+        """Raise `DataError` at the stream's end if bytes are missing, because a host may silently cut a file off."""
+        if self.size is not None and self.position != self.size:
+            raise DataError(f"{self.path}: must not change while it is read; {self.position} of {self.size} bytes came")
+
+
+def encoding_problem(start: bytes) -> str | None:
+    """Return why a file cannot be UTF-8, by its first four bytes; None if it can be."""
+    if start in (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE):
+        return "it is UTF-32"
+    if start[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        return "it is UTF-16"
+    return "its first bytes have a NUL, as those of UTF-16 and UTF-32" if b"\0" in start else None
+
+
+@contextlib.contextmanager
+def open_source(path: str) -> Iterator[OpenedFile]:
+    """Open a file or URL for the body to read.
+
+    Raises `DataError` if reading fails: no permission, a truncated or corrupt file, a local file that changes
+    meanwhile, a host that does not answer.
+    """
+    try:
+        with open_remote(path) if is_url(path) else open(path, "rb") as raw:
+            before = None if is_url(path) else _state(os.fstat(raw.fileno()))
+            yield OpenedFile(path, raw)
+            if before is not None and _state(os.stat(path)) != before:
+                raise DataError(f"{path}: must not change while it is read; it did")
+    except (DataError, UsageError, BadRecord):
+        raise
+    except Exception as error:
+        if "Frame requires too much memory" in str(error):
+            needed = "it was packed with a window above 128 MiB: unpack it with zstd -d --long=31"
+            raise DataError(f"{path}: cannot be read: {needed}") from error
+        if not is_url(path) and not isinstance(error, _READ_ERRORS):  # a remote file system raises errors of its own
+            raise
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise DataError(f"{path}: cannot be read: {reason}") from error
+
+
+def _state(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+FORMATS = f"{', '.join(SUFFIXES)} (all but .parquet also as {', '.join(COMPRESSIONS)}), Arrow folders of save_to_disk"
+KNOWN_FORMATS = f"{FORMATS}, a folder of these, a URL of these, or a Hub dataset (hf://datasets/owner/name)"

@@ -1,0 +1,1 @@
+"""Recognize what a record holds: a chat, a text, tokens."""

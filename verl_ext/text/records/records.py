@@ -1,0 +1,158 @@
+"""Parse records into chats or plain texts by the names of their fields.
+
+The fields of one of the SHAPES (shapes.py), which `columns` may rename, make a chat or a text. Further fields are:
+
+    system, system_prompt     the system message, if the chat has none
+    tools, functions          the template's `tools`, also when a system message holds them
+    history, context          earlier turns, and the start of the user turn, in shapes with a single user turn
+    enable_thinking           an argument of the chat template for this record
+    chat_template_kwargs      {argument: value}, the same for any argument
+    loss_weight, weight       the weight of the record's target tokens
+    image, audios, ...        a bad record, or left out with `media=drop`
+
+`Record.unused` lists all other fields.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl_ext.options import choice_problem
+from verl_ext.text.read.json_records import BadRecord, read_record, readable_value, short_text
+from verl_ext.text.records.messages import Chat, Content, as_weight, without_placeholders
+from verl_ext.text.records.shapes import (
+    FIELDS,
+    KNOWN_SHAPES,
+    MEDIA_FIELDS,
+    SHAPES,
+    SIDE_FIELDS,
+    WEIGHT_FIELDS,
+    Fields,
+    read_content,
+)
+
+LONGEST_CATEGORY = 200  # characters
+
+
+@dataclass
+class Record:
+    """The content of a record, and its loss weight (None if not given).
+
+    unused: names of fields that nothing reads. message_fields: names of message fields that only a template may read,
+    with the number of messages. dropped: the counts of images, audio and video that were left out. text_calls: the
+    number of messages of calls that are no JSON, and are text.
+    """
+
+    content: Content
+    weight: float | None = None
+    unused: list[str] = field(default_factory=list)
+    message_fields: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)
+    text_calls: int = 0
+
+
+def parse_record(raw: Any, columns: Mapping[str, str | None] | None = None, drop_media: bool = False) -> Record:
+    """Parse a record by its fields. Raises `BadRecord` if it cannot be used.
+
+    `columns` maps the names above to those of the record, where `a.b` is field b of a; a field mapped to None is not
+    read. With `drop_media`, images, audio and video are left out and counted.
+    """
+    raw, columns = read_record(raw), columns or {}
+    try:
+        renamed, own_names = _renamed(raw, columns) if columns else (raw, {})
+        fields = Fields({key: value for key, value in renamed.items() if value is not None}, drop_media)
+        weight_name = fields.first(WEIGHT_FIELDS)
+        weight = as_weight(fields.take(weight_name), weight_name) if weight_name else None
+        _drop_media_fields(fields)
+        content = read_content(fields, [name for name, column in columns.items() if column])
+    except RecursionError as error:
+        raise BadRecord("malformed_json", "the record is nested too deep") from error
+    if isinstance(content, Chat) and (weight is not None or content.masks):
+        for index, target in content.targets.items():
+            mask = content.masks.get(index)
+            parts = (part for found in mask.stretches.values() for _, part in found if part) if mask else ()
+            for part in {1.0, *parts}:
+                as_weight(target * part * (1 if weight is None else weight), "a weight in a turn times the record's")
+    replaced = [name for name in columns if raw.get(name) is not None and name not in own_names.values()]
+    unused = list(dict.fromkeys([*(own_names.get(name, name) for name in fields.unread), *replaced]))
+    reader = fields.reader
+    return Record(content, weight, unused, fields.message_fields, reader.dropped, reader.text_calls)
+
+
+def read_columns(columns: Mapping[str, str | None], *more: str | None) -> set[str]:
+    """Return the columns of a table that `parse_record` may read, and the ones of `more` fields."""
+    fields = {*FIELDS} - columns.keys() | {column for column in (*columns.values(), *more) if column}
+    return {name for field in fields for name in (field, field.partition(".")[0])}
+
+
+def _renamed(raw: dict[str, Any], columns: Mapping[str, str | None]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the fields under this module's names, and the original name of each renamed field."""
+    values, own_names = {}, {}
+    for name, column in columns.items():
+        if column:
+            is_there, values[name] = field_of(raw, column)
+            if not is_there:
+                found = f"got {column}, it has {', '.join(map(str, raw)) or 'none'}"
+                raise BadRecord("missing_column", f"columns.{name} must name a field of the record; {found}")
+            own_names[name] = column if column in raw else column.partition(".")[0]
+    taken = {*columns, *own_names.values()}
+    return {**{key: value for key, value in raw.items() if key not in taken}, **values}, own_names
+
+
+def _drop_media_fields(fields: Fields) -> None:
+    """Remove a record's images, audio and video, and the placeholders such as `<image>` from its texts."""
+    for name in [name for name in MEDIA_FIELDS if name in fields.values]:
+        value = fields.take(name)
+        for item in value if isinstance(value, list) else [value]:
+            if item not in (None, "", {}):
+                fields.reader.drop(name.rstrip("s"), f"the record has {name}")
+        del fields.values[name]
+    if fields.reader.dropped:
+        fields.values = without_placeholders(fields.values)
+
+
+def field_of(raw: dict[str, Any], name: str) -> tuple[bool, Any]:
+    """Return whether the record has a field, and its value; `a.b` is field b of a unless a field is named `a.b`."""
+    if name in raw:
+        return True, readable_value(raw[name])
+    value: Any = raw
+    for part in name.split("."):
+        value = readable_value(value)
+        if not isinstance(value, dict) or part not in value:
+            return False, None
+        value = value[part]
+    return True, readable_value(value)
+
+
+def category_of(raw: Any, name: str) -> str | None:
+    """Return the category in field `name` of a record; None if it is missing or blank."""
+    value = field_of(raw, name)[1] if isinstance(raw, dict) else None
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int) and value.bit_length() <= 64:
+        return str(value)
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return None
+    usable = isinstance(value, str) and len(value) <= LONGEST_CATEGORY and value.isprintable()
+    if not usable:
+        raise BadRecord(
+            "bad_category",
+            f"{name} (category_field) must be a string of one line and at most {LONGEST_CATEGORY} characters,"
+            f" an integer of 64 bits or a bool; got {short_text(value)}",
+        )
+    return str(value)
+
+
+def column_problems(columns: Mapping[str, Any]) -> list[str]:
+    """Return one line for every mistake in `columns`."""
+    problems = [
+        f"columns.{name} must be a column's name, or null; got {column!r}"
+        for name, column in columns.items()
+        if column is not None and not (isinstance(column, str) and column)
+    ]
+    problems += filter(None, (choice_problem("a name in columns", name, FIELDS) for name in columns))
+    named = [name for name, column in columns.items() if column and name not in SIDE_FIELDS]
+    if not problems and not any(shape.names.issuperset(named) for shape in SHAPES):
+        problems.append(f"columns must name fields of one shape of {KNOWN_SHAPES}; got {', '.join(named)}")
+    return problems

@@ -1,0 +1,327 @@
+"""Find the shape of a record, and read its fields as a chat or a text.
+
+SHAPES lists the shapes. If several fit a record, the first one that `comes_first` wins, and then the one that has all
+fields of the others. If the remaining shapes give different results, the record is bad.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from verl_ext.text.read.json_records import BadRecord, from_json, readable_value, short_text
+from verl_ext.text.read.readers import TextFile
+from verl_ext.text.records.messages import (
+    MEDIA,
+    TEMPLATE_FIELDS,
+    TOOL_FIELDS,
+    Chat,
+    Content,
+    Message,
+    MessageReader,
+    PlainText,
+    Turn,
+)
+from verl_ext.text.records.tool_calls import called, tool_list
+
+WEIGHT_FIELDS = ("loss_weight", "weight")
+SYSTEM_FIELDS = ("system", "system_prompt")
+MEDIA_FIELDS = tuple(name for medium in MEDIA for name in (medium, f"{medium}s"))
+TEMPLATE_ARGUMENTS = ("enable_thinking", "chat_template_kwargs")
+SIDE_FIELDS = (*SYSTEM_FIELDS, *TOOL_FIELDS, "history", "context", *TEMPLATE_ARGUMENTS, *WEIGHT_FIELDS, *MEDIA_FIELDS)
+# The arguments of `apply_chat_template` that the package sets itself.
+RESERVED_TEMPLATE_KWARGS = frozenset(
+    (
+        *("conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message"),
+        *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+        *("return_assistant_tokens_mask", "tokenizer_kwargs", "messages"),
+    )
+)
+
+
+class Fields:
+    """The fields of a record, and those that were not read yet."""
+
+    def __init__(self, values: dict[str, Any], drop_media: bool) -> None:
+        self.values = values
+        self.unread = dict.fromkeys(values)
+        self.reader = MessageReader(drop_media)
+        self.message_fields: Counter[str] = Counter()
+
+    def first(self, names: Iterable[str]) -> str | None:
+        """Return the first of the names that the record has."""
+        return next((name for name in names if name in self.values), None)
+
+    def take(self, name: str, default: Any = None) -> Any:
+        """Read a field."""
+        self.unread.pop(name, None)
+        return readable_value(self.values.get(name, default))
+
+    def string(self, name: str) -> str:
+        """Read a field that must be a string."""
+        value = self.take(name)
+        if not isinstance(value, str):
+            raise BadRecord("non_string_content", f"{name} must be a string; got {type(value).__name__}")
+        return value
+
+    def messages(self, name: str, needs: str = "a list of messages") -> list[Any]:
+        """Read a field that must be a list or a list's JSON text; `needs` describes it in the error."""
+        value = from_json(self.take(name), name)
+        if not isinstance(value, list):
+            raise BadRecord("non_string_content", f"{name} must be {needs}; got {type(value).__name__}")
+        if not value:
+            raise BadRecord("empty", f"{name} is empty")
+        return value
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A shape of records: its fields with their other names, and its reader.
+
+    comes_first: the shape wins over every shape after it. accepts: a test of the first field's value.
+    """
+
+    fields: tuple[tuple[str, ...], ...]
+    read: Callable[..., Content]
+    optional: tuple[str, ...] = ()
+    comes_first: bool = False
+    accepts: Callable[[Any], bool] = lambda value: True
+
+    def found(self, fields: Fields) -> list[str] | None:
+        """Return the record's names of this shape's fields; None if the shape does not fit."""
+        found = [name for names in self.fields if (name := fields.first(names)) is not None]
+        is_whole = len(found) == len(self.fields) and self.accepts(fields.values[found[0]])
+        return found if is_whole else None
+
+    @property
+    def names(self) -> set[str]:
+        """The names that this shape reads, without the names that any shape reads."""
+        return {*self.optional, *(name for names in self.fields for name in names)}
+
+    def __str__(self) -> str:
+        optional = "".join(f"[+{name}]" for name in self.optional)
+        return "+".join(names[0] for names in self.fields) + optional
+
+
+def read_content(fields: Fields, mapped: list[str]) -> Content:
+    """Read a record by its shape, which must read all `mapped` names."""
+    mapped = [name for name in mapped if name not in SIDE_FIELDS]
+    fitting: list[tuple[Shape, list[str]]] = []
+    for shape in SHAPES:
+        if (not mapped or shape.names.issuperset(mapped)) and (names := shape.found(fields)) is not None:
+            fitting.append((shape, names))
+            if shape.comes_first:
+                break
+    if not fitting:
+        for name in FIELDS:
+            readable_value(fields.values.get(name))  # it may be what no shape was found without
+        found = ", ".join(map(str, fields.values)) or "none"
+        known = f"known shapes: {KNOWN_SHAPES}; columns={{…}} renames"
+        raise BadRecord("unknown_fields", f"no known shape among the fields: {found}; {known}")
+    # A shape wins if it has the fields of another shape and more.
+    rivals = [(shape, own) for shape, own in fitting if not any(set(own) < set(other) for _, other in fitting)]
+    if len(fitting) > 1 and len({_result(shape, fields, names) for shape, names in rivals}) > 1:
+        fits = " and ".join("+".join(names) for _, names in rivals)
+        raise BadRecord("ambiguous", f"the record fits {fits}, which differ; columns={{…}} says which fields are meant")
+    shape, names = rivals[0]
+    return shape.read(fields, *names)
+
+
+def _result(shape: Shape, fields: Fields, names: list[str]) -> str:
+    """Return the content of a record by one shape, as text for comparison."""
+    try:
+        return repr(shape.read(Fields(fields.values, fields.reader.drop_media), *names))
+    except BadRecord as error:
+        return f"{error.reason}: {error}"
+
+
+def _as_messages(fields: Fields, name: str) -> Chat:
+    return _chat(fields.messages(name), fields)
+
+
+def _pair(fields: Fields, question: str, answer: str) -> Chat:
+    """Read a user turn and its answer, strings or messages; messages of the question are never targets."""
+    if isinstance(fields.values[question], str) and isinstance(fields.values[answer], str):
+        return _single_turn(fields.string(question), fields.string(answer), fields)
+    before, after = (
+        [{"role": role, "content": fields.take(name)}]
+        if isinstance(fields.values[name], str)
+        else fields.messages(name, "a string or a list of messages")
+        for role, name in (("user", question), ("assistant", answer))
+    )
+    return _chat(before + after, fields, first_target=len(before))
+
+
+def _alpaca(fields: Fields, instruction: str, answer: str) -> Chat:
+    question = fields.string(instruction)
+    if extra := fields.string("input") if "input" in fields.values else "":
+        question = f"{question}\n{extra}" if question else extra
+    return _single_turn(question, fields.string(answer), fields)
+
+
+def _squad(fields: Fields, question: str, answers: str) -> Chat:
+    found = from_json(fields.take(answers), answers)
+    texts = found.get("text") if isinstance(found, dict) else None
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise BadRecord("non_string_content", f'{answers} must be {{"text": [strings]}}; got {type(found).__name__}')
+    return _single_turn(fields.string(question), texts[0] if texts else "", fields)
+
+
+def _xlam(fields: Fields, query: str, answers: str) -> Chat:
+    return _single_turn(fields.string(query), called(fields.take(answers), answers), fields)
+
+
+def _glaive(fields: Fields, name: str) -> Chat:
+    """Read the turns of a text; an empty line or `<|endoftext|>` precedes each turn but the first."""
+    roles = {"USER": "user", "ASSISTANT": "assistant", "FUNCTION RESPONSE": "tool"}
+    head = rf"({'|'.join(roles)}):"
+    text = fields.string(name)
+    before, *parts = re.split(rf"(?:\A|\n[ \t]*\n|<\|endoftext\|>)\s*{head}", text)
+    if before.strip() or len(parts) != 2 * len(re.findall(rf"^[ \t]*{head}", text, re.MULTILINE)):
+        needed = "must be turns that begin with USER:, ASSISTANT: or FUNCTION RESPONSE:, an empty line between them"
+        raise BadRecord("unknown_shape", f"{name} {needed}")
+    texts = [text.strip().removesuffix("<|endoftext|>").strip() for text in parts[1::2]]
+    turns = [{"role": roles[head], "content": text} for head, text in zip(parts[::2], texts, strict=True)]
+    return _chat(turns, fields, system_prefix="SYSTEM:")
+
+
+def _alternating(fields: Fields, name: str) -> Chat:
+    texts = fields.messages(name)
+    return _chat([{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)], fields)
+
+
+def _text(fields: Fields, name: str) -> PlainText:
+    if isinstance(fields.values[name], TextFile):
+        return PlainText(fields.take(name))
+    text = fields.string(name)
+    if not text.strip():
+        raise BadRecord("empty", f"{name} is empty")
+    return PlainText(text)
+
+
+SHAPES = (
+    Shape((("messages",),), _as_messages, comes_first=True),
+    Shape((("conversations",),), _as_messages, comes_first=True),  # ShareGPT: from/value or role/content
+    # Alpaca: a user turn of instruction and input, and an answer
+    Shape((("instruction",), ("output", "response", "completion")), _alpaca, optional=("input",), comes_first=True),
+    Shape((("prompt",), ("response", "completion")), _pair, comes_first=True),  # strings or messages
+    Shape((("question",), ("answer",)), _pair, comes_first=True),
+    Shape((("text",),), _text),  # no template
+    Shape(
+        (("conversation",),),
+        _as_messages,
+        accepts=lambda value: isinstance(value, list) or str(value).lstrip().startswith("["),
+    ),
+    Shape((("question",), ("response",)), _pair),  # OpenOrca
+    Shape((("query",), ("response",)), _pair),
+    Shape((("input",), ("output",)), _pair),
+    Shape((("inputs",), ("targets",)), _pair),
+    Shape((("question",), ("answers",)), _squad),  # {"text": [...]}: the first of the answers
+    Shape((("query",), ("answers",)), _xlam),  # a list of calls, or its JSON text
+    # USER:, ASSISTANT: and FUNCTION RESPONSE:; tool calls in them stay text
+    Shape((("chat",),), _glaive, accepts=lambda value: isinstance(value, str) and "ASSISTANT:" in value),
+    # UltraChat: user and assistant turns alternate
+    Shape(
+        (("data",),),
+        _alternating,
+        accepts=lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
+    ),
+)
+KNOWN_SHAPES = " | ".join(map(str, SHAPES))
+FIELDS = tuple(dict.fromkeys([*(name for shape in SHAPES for name in sorted(shape.names)), *SIDE_FIELDS]))
+
+
+def _single_turn(question: str, answer: str | Message, fields: Fields) -> Chat:
+    """Return the chat of the record's `history`, a user turn that begins with its `context`, and the answer."""
+    context = fields.take("context", "")
+    if not isinstance(context, str):
+        got = f"got {type(context).__name__}; columns={{context: null}} leaves it out"
+        raise BadRecord("non_string_content", f"context must be a string; {got}")
+    if context.strip():
+        question = f"{context}\n\n{question}"
+    if isinstance(answer, str):
+        answer = {"role": "assistant", "content": answer}
+    return _chat([*_history(fields), {"role": "user", "content": question}, answer], fields)
+
+
+def _history(fields: Fields) -> list[Message]:
+    if not (given := fields.take("history")):
+        return []
+    history = from_json(given, "history")
+    if isinstance(history, list) and all(isinstance(turn, dict) for turn in history):
+        return history
+    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+        raise BadRecord("non_string_content", "history must be a list of [question, answer] pairs or of messages")
+    roles = ("user", "assistant")
+    return [{"role": role, "content": text} for pair in history for role, text in zip(roles, pair, strict=True)]
+
+
+def _chat(raw_messages: list[Any], fields: Fields, first_target: int = 0, system_prefix: str = "") -> Chat:
+    """Return the chat of these messages with the record's system message and tools; targets begin at `first_target`."""
+    turns = fields.reader.turns(raw_messages)
+    system = _system(fields, turns[0].message) if turns else ""
+    if system:
+        text = system.removeprefix(system_prefix).strip() if system_prefix else system
+        turns.insert(0, Turn({"role": "system", "content": text}))
+        first_target += 1
+    messages = [turn.message for turn in turns]
+    weights = {i: 1.0 if turn.weight is None else turn.weight for i, turn in enumerate(turns) if i >= first_target}
+    targets = {i: weight for i, weight in weights.items() if weight and messages[i]["role"] == "assistant"}
+    masks = {i: turn.mask for i, turn in enumerate(turns) if turn.mask is not None}
+    texts = {(i, number): text for i, turn in enumerate(turns) for number, text in turn.argument_texts.items()}
+    if not targets:
+        raise BadRecord("no_target", "no assistant turn to learn from")
+    learnt = [messages[i] for i in targets]
+    said = (value for message in learnt for key, value in message.items() if key != "role" and isinstance(value, str))
+    if not any(value.strip() for value in said) and not any(message.get("tool_calls") for message in learnt):
+        raise BadRecord("empty", "every assistant turn is empty")
+    for message in messages:
+        if not TEMPLATE_FIELDS.issuperset(message):
+            fields.message_fields.update(str(key) for key in message if key not in TEMPLATE_FIELDS)
+    thoughts = tuple(i for i, turn in enumerate(turns) if turn.has_thought)
+    return Chat(messages, targets, _tools(fields, turns), masks, texts, _template_kwargs(fields), thoughts)
+
+
+def _template_kwargs(fields: Fields) -> dict[str, Any]:
+    """Return the record's own arguments of the chat template."""
+    thinking, name = fields.take("enable_thinking"), "chat_template_kwargs"
+    given = from_json(fields.take(name) or {}, name)
+    if not isinstance(given, dict):
+        raise BadRecord("bad_template_kwargs", f"{name} must be an object; got {short_text(given)}")
+    kwargs = {key: value for key, value in given.items() if value is not None}
+    if reserved := RESERVED_TEMPLATE_KWARGS.intersection(kwargs):
+        raise BadRecord("bad_template_kwargs", f"{name} must not set {', '.join(sorted(reserved))}")
+    if isinstance(thinking, str):  # of a CSV file
+        thinking = {"true": True, "false": False, "": None}.get(thinking.lower(), thinking)
+    if thinking is None:
+        return kwargs
+    if thinking not in (0, 1) or not isinstance(thinking, (bool, int, float)):
+        raise BadRecord("bad_template_kwargs", f"enable_thinking must be true or false; got {short_text(thinking)}")
+    if kwargs.setdefault("enable_thinking", bool(thinking)) != bool(thinking):
+        raise BadRecord("bad_template_kwargs", f"enable_thinking and {name} must agree; got {thinking} beside another")
+    return kwargs
+
+
+def _system(fields: Fields, first: Message) -> str:
+    """Return the system message of the record's fields; if the chat has its own, a different one stays unread."""
+    given = [name for name in SYSTEM_FIELDS if name in fields.values]
+    if first["role"] == "system":
+        for name in given:
+            if fields.values[name] in ("", first["content"]):
+                fields.take(name)
+        return ""
+    texts = {fields.string(name) for name in given} - {""}
+    if len(texts) > 1:
+        raise BadRecord("ambiguous", f"{' and '.join(given)} differ; columns={{{given[1]}: null}} leaves one out")
+    return texts.pop() if texts else ""
+
+
+def _tools(fields: Fields, turns: list[Turn]) -> list[Any] | None:
+    """Return the record's tools, or those of its system message. Raises `BadRecord` if both are given and differ."""
+    given = [tool_list(fields.take(name), name) for name in TOOL_FIELDS if name in fields.values]
+    given += [tool_list(value, name) for turn in turns for name, value in turn.tools.items()]
+    found = [tools for tools in given if tools]
+    if any(tools != found[0] for tools in found):
+        raise BadRecord("bad_tools", "tools are given more than once, and differ")
+    return found[0] if found else None

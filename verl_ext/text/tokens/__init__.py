@@ -1,0 +1,1 @@
+"""Turn text into token ids, masks and documents."""

@@ -1,0 +1,172 @@
+"""Load and check tokenizers, and read the chat templates that options name."""
+
+import os
+import re
+import sys
+import unicodedata
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, ClassVar
+
+from verl_ext.options import Options, UsageError, first_line, option, reason_of
+
+# The modules that load_tokenizer may import; the one with torch takes seconds.
+_WITH_TORCH, _WITHOUT_TORCH = "transformers.models.auto.tokenization_auto", "verl_ext.text.tokens.torchless_tokenizers"
+_tokenizer_module = _WITH_TORCH
+LONGEST_TEMPLATE = 1 << 20  # bytes of a chat template; the longest published ones have about 30,000
+# Added tokens that stand for no text, such as <think>. Not every tokenizer flags them as special.
+_MARKER = re.compile(r"<.*>|\[.*\]", re.DOTALL)
+TRUSTED = "model.trust_remote_code=true runs Python code that comes with the model or tokenizer"
+
+
+@dataclass(frozen=True)
+class ModelOptions(Options):
+    """The source of the tokenizer, by default none; commands call `tokenizer_problems` to check it."""
+
+    prefix: ClassVar[str] = "model"
+
+    path: str | None = option(None, "model or tokenizer: a folder, or a name on the Hub")
+    tokenizer_path: str | None = option(None, "the tokenizer, if it is not in model.path")
+    trust_remote_code: bool = option(False, "true: run Python code that comes with the tokenizer")
+
+    @property
+    def tokenizer(self) -> str:
+        """The folder or Hub name from which the tokenizer is loaded."""
+        return self.tokenizer_path or self.path or ""
+
+    @property
+    def tokenizer_key(self) -> str:
+        """The dotted config key that names the tokenizer."""
+        return "model.tokenizer_path" if self.tokenizer_path else "model.path"
+
+    def tokenizer_problems(self) -> list[str]:
+        """Return one line if the tokenizer is missing, or neither a folder nor a Hub name."""
+        if not self.tokenizer:
+            return ["model.path must name a model or tokenizer folder; got nothing"]
+        return tokenizer_path_problems(self.tokenizer, self.tokenizer_key)
+
+
+def tokenizer_path_problems(path: str, key: str) -> list[str]:
+    """Return one line if a tokenizer's path is neither a folder nor a Hub name."""
+    if os.path.isdir(path) or re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", path):
+        return []
+    return [f"{key} must be a folder that exists; got {path}"]
+
+
+def read_template(template: str, key: str) -> str:
+    """Return a chat template from its text or from the path of its file.
+
+    Raises `UsageError`, which names `key`, if the file is missing, too large or not text.
+    """
+    if "{" in template or "\n" in template:
+        return template
+    path, needed = template, f"{key} must be a Jinja template"
+    try:
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise UsageError(f"{needed} or a file with one; got {path}, which is no regular file")
+        if (size := os.path.getsize(path)) > LONGEST_TEMPLATE:
+            raise UsageError(f"{needed} of at most {LONGEST_TEMPLATE:,} bytes; got {path} of {size:,} bytes")
+        return Path(path).read_text(encoding="utf-8")
+    except UsageError:
+        raise
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{key} must be UTF-8; got {path}, whose byte {error.start + 1} is not") from error
+    except (OSError, ValueError) as error:
+        why = reason_of(error) if isinstance(error, OSError) else first_line(error)
+        raise UsageError(f"{needed} or a file that exists; got {path[:200]}: {why}") from error
+
+
+def check_template(template: str, named: str, key: str) -> None:
+    """Raise `UsageError` with the line of a chat template's syntax error; `named` names the template there."""
+    from jinja2 import TemplateError, TemplateSyntaxError
+    from transformers.utils.chat_template_utils import render_jinja_template  # importing it takes seconds
+
+    try:
+        render_jinja_template([[{"role": "user", "content": "hello"}]], chat_template=template)
+    except TemplateSyntaxError as error:
+        line = f"line {error.lineno}: {error.message}"
+        raise UsageError(f"{key} must be a Jinja template; got {named}, {line}") from error
+    except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        return  # the template may need fields that this chat lacks
+
+
+def leave_out_torch(model: ModelOptions) -> None:
+    """Load tokenizers without torch in this process and its workers.
+
+    This has no effect if transformers is already imported or if the tokenizer's own code may need torch. Call it only
+    in a command's process, because transformers has no models afterwards.
+    """
+    global _tokenizer_module
+    if "transformers" not in sys.modules and not model.trust_remote_code:
+        _tokenizer_module = _WITHOUT_TORCH
+
+
+def tokenizer_module() -> str:
+    """Return the module that load_tokenizer imports. Workers preload it because the import takes seconds."""
+    return _tokenizer_module
+
+
+def load_tokenizer(model: ModelOptions) -> Any:
+    """Return the tokenizer of `model.tokenizer_path` or `model.path`. Raises `UsageError` if it cannot be loaded."""
+    # The workers already run in parallel, so threads inside each of them would only compete.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    tokenizer = read_tokenizer(model.tokenizer, model.tokenizer_key, trust_remote_code=model.trust_remote_code)
+    check_round_trip(tokenizer, model.tokenizer, model.tokenizer_key)
+    tokenizer.model_max_length = int(1e30)  # avoids a warning for each long text; the command bounds lengths
+    return tokenizer
+
+
+def read_tokenizer(path: str, key: str, *, trust_remote_code: bool = False) -> Any:
+    """Load the tokenizer of a folder or Hub name. Raises `UsageError`, which names `key`, if there is none."""
+    import_module(_tokenizer_module)  # takes seconds
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:  # files that are not a tokenizer's fail in many ways
+        raise UsageError(f"{key} must hold a tokenizer; got {path}: {first_line(error)}") from error
+    check_tokenizer(tokenizer, path, key)
+    return tokenizer
+
+
+def check_round_trip(tokenizer: Any, path: str, key: str = "model.path") -> None:
+    """Raise `UsageError` if a tokenizer silently drops spaces or letters.
+
+    transformers builds such a tokenizer if config.json is missing and tokenizer_config.json names another class than
+    that of tokenizer.json. For DeepSeek-V3's folder, it is a Llama tokenizer that drops spaces and Chinese.
+    """
+    for text in ("one two", "你好"):
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
+            continue
+        back = unicodedata.normalize("NFKC", tokenizer.decode(ids)).casefold()
+        letters = "".join(character for character in back if character.isalpha())
+        loses_spaces = " " in text and len(ids) > 1 and back.strip() == "onetwo"
+        if loses_spaces or any(letter not in letters for letter in text if letter.isalpha()):
+            raise UsageError(
+                f"{key} must hold a tokenizer that keeps text; got {path}, whose {type(tokenizer).__name__} makes"
+                f" {back!r} of {text!r}. Add the model's config.json where it is missing, or name the class in"
+                ' tokenizer_config.json: "tokenizer_class": "PreTrainedTokenizerFast" takes tokenizer.json as it is'
+            )
+
+
+def check_tokenizer(tokenizer: Any, path: str, key: str = "model.path") -> None:
+    """Raise `UsageError` if a tokenizer's vocabulary has only special tokens.
+
+    transformers builds such a tokenizer for a folder without tokenizer files.
+    """
+    vocabulary = tokenizer.get_vocab()
+    try:
+        added = tokenizer.added_tokens_decoder.values()
+    except (AttributeError, NotImplementedError):  # mistral-common's tokenizers have no added tokens
+        added = []
+    marks = {str(token) for token in added if token.special or _MARKER.fullmatch(str(token))}
+    marks |= set(tokenizer.all_special_tokens)
+    # Text is more than white space or sentencepiece's sign for it. The tokens of some tokenizers are bytes.
+    if any(not isinstance(t, str) or t.strip().strip("▁") for t in vocabulary if t not in marks):
+        return
+    tokens = sorted(map(str, vocabulary))
+    shown = ", ".join(tokens[:5]) + (", …" if len(tokens) > 5 else "")
+    found = f"which has none: only tokens that are no text, {shown}" if tokens else "which has none"
+    raise UsageError(f"{key} must hold a tokenizer; got {path}, {found}")
