@@ -20,14 +20,16 @@ OVER_LENGTH_POLICIES = ("error", "drop", "truncate", "split")
 
 
 class PackPlan(NamedTuple):
-    """document_index int32 or int64[N] and pack_offsets int64[P+1].
+    """document_index int32 or int64[N], pack_offsets int64[P+1], and begins int32[N] where documents share tokens.
 
     Pack k holds `document_index[pack_offsets[k]:pack_offsets[k+1]]`, in that order. The strategies name every document
-    once; a plan of a sample may name a document several times or never.
+    once; a plan of a sample may name a document several times or never. The tokens of a document before its `begins`
+    are those of the document before it in the pack, and are not computed again (None: no document shares any).
     """
 
     document_index: NDArray[np.integer]
     pack_offsets: NDArray[np.int64]
+    begins: NDArray[np.int32] | None = None
 
     @property
     def num_packs(self) -> int:
@@ -44,7 +46,12 @@ class PackPlan(NamedTuple):
 
     def renumbered(self, documents: NDArray[np.integer]) -> "PackPlan":
         """Return the same packs with document i named `documents[i]`."""
-        return PackPlan(documents[self.document_index], self.pack_offsets)
+        return self._replace(document_index=documents[self.document_index])
+
+    def pack_tokens(self, lengths: ArrayLike) -> NDArray[np.int64]:
+        """Return int64[P]: the tokens of each pack that are computed; lengths integer[D] of the documents."""
+        tokens = self.pack_sums(lengths)
+        return tokens if self.begins is None else tokens - np.diff(offsets_of(self.begins)[self.pack_offsets])
 
 
 @dataclass(frozen=True)
