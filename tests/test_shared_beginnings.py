@@ -54,7 +54,8 @@ def test_a_document_shares_what_is_said_with_the_one_before_it(documents: Docume
     check_beginnings(documents, kin, least)
     # Block by block, the order computes as few tokens as the sorted order of the texts.
     by_text = sorted(documents)
-    fewest = sum(common // least * least for one, other in pairwise(by_text) if (common := in_common(one, other)) >= least)
+    blocks = (in_common(one, other) // least for one, other in pairwise(by_text))
+    fewest = sum(number * least for number in blocks)
     assert kin.shared.sum() >= fewest
 
 
