@@ -23,7 +23,8 @@ def _sums(weighted_loss: float, category_loss: list[float], counts: list[float])
     sums = StepSums.zeros(len(NAMES), "cpu")
     sums.weighted_loss.add_(weighted_loss)
     sums.category_loss.add_(torch.tensor(category_loss, dtype=torch.float64))
-    sums.add_counts(torch.tensor(counts, dtype=torch.float64))
+    normaliser, tokens, *others = counts
+    sums.add_counts(torch.tensor([normaliser, tokens, tokens, *others], dtype=torch.float64))  # all are computed
     return sums
 
 
@@ -121,8 +122,8 @@ def test_a_reserved_name_would_be_another_metric():
 def test_accuracy_and_entropy_are_means_over_targets_where_the_engine_gives_them():
     sums = _sums(12.0, [5.0, 6.0, 2.0], [4.0, 100, 9, 3, 1, 4, 4])
     assert not any("entropy" in name or "accuracy" in name for name in sums.report("val", NAMES))
-    slots, is_target = torch.tensor([0, 1, 1, 2, 1]), torch.tensor([True, True, True, True, False])
-    sums.add_measures(slots, is_target, torch.tensor([1.0, 1, 0, 1, 1]), torch.tensor([0.5, 1, 2, 3, torch.nan]))
+    right, entropy = torch.tensor([1.0, 1, 0, 1, 1]), torch.tensor([0.5, 1, 2, 3, torch.nan])
+    sums.add_targets(torch.tensor([0, 1, 1, 2, -1]), torch.zeros(5), right, entropy)
     report = (sums + StepSums.zeros(2, "cpu")).report("val", NAMES)
     assert "val/entropy" not in report  # part of the set lacks them
     report = sums.report("val", NAMES)

@@ -130,7 +130,7 @@ class PackedEngine(StepEngine):
                 model_inputs, _, _ = self.prepare_micro_batch(micro_batch, device)
                 with self._autocast(), self.router_loss.recording() as logits:
                     self.module(**{**model_inputs, "logits_to_keep": 1}, use_cache=False)
-                sums.append(self.router_loss.sums(logits, self._real_tokens(micro_batch)))
+                sums.append(self.router_loss.sums(logits, self._copies(micro_batch)))
         return sums
 
     def training_loss(self, micro_batch: TensorDict, loss_function: Callable) -> torch.Tensor:
@@ -139,7 +139,7 @@ class PackedEngine(StepEngine):
             return super().training_loss(micro_batch, loss_function)
         with self.router_loss.recording() as logits:
             loss = super().training_loss(micro_batch, loss_function)
-        return loss + self.router_loss.share(logits, self._real_tokens(micro_batch))
+        return loss + self.router_loss.share(logits, self._copies(micro_batch))
 
     def prepare_micro_batch(self, micro_batch: TensorDict, device: Any) -> tuple[dict, dict, TensorDict]:
         """Return inputs ``[1, T/n]`` with the layout of all T tokens."""
@@ -230,14 +230,14 @@ class PackedEngine(StepEngine):
         whole = gather_outputs_and_unpad(tensor, gather_dim=0) if self.use_ulysses_sp else tensor
         return self.shards.by_position(whole)[: len(whole) - pad_size]
 
-    def _real_tokens(self, micro_batch: TensorDict) -> torch.Tensor:
-        """Return bool``[T/n]`` on the device, False for the rank's padding."""
+    def _copies(self, micro_batch: TensorDict) -> torch.Tensor:
+        """Return int64``[T/n]`` on the device, the documents that have each token; 0 for the rank's padding."""
         device: Any = get_device_id()
-        if "is_real" in micro_batch:
-            is_real = micro_batch["is_real"].values().to(device, non_blocking=True)
+        if "copies" in micro_batch:
+            copies = micro_batch["copies"].values().to(device, non_blocking=True)
         else:
-            is_real = torch.ones(len(micro_batch["input_ids"].values()), dtype=torch.bool, device=device)
-        return self._sequence_slice(is_real, self._pad_size(len(is_real)))
+            copies = torch.ones(len(micro_batch["input_ids"].values()), dtype=torch.int64, device=device)
+        return self._sequence_slice(copies, self._pad_size(len(copies)))
 
     def prepare_model_outputs(
         self, output: Any, output_args: dict, micro_batch: TensorDict, logits_processor_func: Callable | None
