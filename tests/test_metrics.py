@@ -108,7 +108,7 @@ _NAMES = st.lists(
 def test_no_two_metrics_share_a_name_unless_it_is_reserved(names):
     names = [name for name in names if name not in RESERVED]
     sums = StepSums.zeros(len(names), "cpu")
-    sums.add_counts(torch.ones(5 + len(names), dtype=torch.float64))
+    sums.add_counts(torch.ones(6 + len(names), dtype=torch.float64))
     sums.measured = True
     assert len(sums.report("val", tuple(names))) == 7 + 5 * len(names)
 
