@@ -136,7 +136,7 @@ def test_parts_add_up_in_place():
     sums = _sums(1.0, [0, 1, 0], [1, 5, 2, 1, 0, 2, 0])
     sums.weighted_loss.add_(2.0)
     sums.category_loss.index_add_(0, torch.tensor([1, 2, 2]), torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
-    sums.add_counts(torch.tensor([2, 7, 3, 1, 0, 1, 2], dtype=torch.float64))
+    sums.add_counts(torch.tensor([2, 7, 7, 3, 1, 0, 1, 2], dtype=torch.float64))
     report = sums.report("train", NAMES)
     assert report["train/loss"] == 1.0
     assert (report["train/gsm8k_loss"], report["train/code_loss"]) == (2 / 3, 2.5)
@@ -148,7 +148,7 @@ def test_counts_past_what_float32_holds_stay_exact():
     many = 2**24 + 1
     sums = StepSums.zeros(1, "cpu")
     for _ in range(3):
-        sums.add_counts(torch.tensor([1.0, many, many, 1, 0, many], dtype=torch.float64))
+        sums.add_counts(torch.tensor([1.0, many, many, many, 1, 0, many], dtype=torch.float64))
     report = sums.report("val", ("gsm8k",))
     assert report["val/tokens"] == report["val/target_tokens"] == report["val/gsm8k_tokens"] == 3 * many
 
@@ -157,7 +157,7 @@ def test_small_losses_are_not_lost_in_large_sums():
     sums = StepSums.zeros(1, "cpu")
     sums.category_loss.add_(2.0**24)
     sums.category_loss.index_add_(0, torch.ones(4, dtype=torch.long), torch.full((4,), 0.25, dtype=torch.float64))
-    sums.add_counts(torch.tensor([1, 1, 1, 1, 0, 1], dtype=torch.float64))
+    sums.add_counts(torch.tensor([1, 1, 1, 1, 1, 0, 1], dtype=torch.float64))
     assert sums.report("val", ("gsm8k",))["val/gsm8k_loss"] == 2.0**24 + 1
 
 
