@@ -47,7 +47,7 @@ _ENGINE_FLAGS = {"use_remove_padding": True, "pad_mode": DatasetPadMode.NO_PADDI
 
 
 class PackTargets(NamedTuple):
-    """The targets of one pack's documents, as in :class:`Targets`, int64[K] each."""
+    """The targets of one pack's documents, int64[K] each, as in :class:`Targets`."""
 
     rows: NDArray[np.int64]
     category: NDArray[np.int64]
@@ -77,6 +77,12 @@ class Targets:
         rows = [targets.rows + begin for targets, begin in zip(packs, begins, strict=True)]
         columns = (rows, [targets.category for targets in packs], [targets.document for targets in packs])
         return cls(*(torch.from_numpy(np.concatenate(parts)) for parts in columns), [len(part) for part in rows])
+
+    def of_slot(self, slot: int) -> PackTargets:
+        """Return the targets of one pack slot."""
+        first = sum(self.counts[:slot])
+        part = slice(first, first + self.counts[slot])
+        return PackTargets(*(values[part].numpy() for values in (self.rows, self.category, self.document)))
 
     def pin_memory(self) -> "Targets":
         """Return a copy in pinned memory."""
@@ -120,6 +126,15 @@ class StepBatch:
     def categories(self) -> int:
         """C, the number of categories."""
         return len(self.counts) - _COUNTS - 1
+
+    def targets_of(self, slot: int, ends: NDArray[np.int64]) -> PackTargets:
+        """Return a pack slot's targets; `ends` int64[D] are those of its documents if they share no tokens."""
+        if self.targets is not None:
+            return self.targets.of_slot(slot)
+        begin = sum(self.pack_lengths[:slot])
+        rows = begin + np.flatnonzero(self.category_index.numpy()[begin : begin + self.pack_lengths[slot]] >= 0)
+        document = np.searchsorted(ends, rows - begin + 1, side="right")  # the document of the predicted token
+        return PackTargets(rows, self.category_index.numpy()[rows], document)
 
     @property
     def normaliser(self) -> torch.Tensor:
