@@ -126,7 +126,7 @@ def build_readers(kind: Kind, count: int, folder: Path) -> tuple[dict[str, Reade
         "seed": Reader(theirs.packs, lambda pack: theirs.collate_fn([pack])),
         "templating": Reader(range(len(verls)), verls.__getitem__),
     }
-    return readers, int(ours.pack_tokens().sum())
+    return readers, int(ours.facts().tokens.sum())
 
 
 def write_corpus(kind: Kind, count: int, folder: Path) -> PreTrainedTokenizerFast:
@@ -221,6 +221,6 @@ def measure_start(folder: str, max_tokens: int) -> Row:
         **{"open": opened, "plan": built - opened, "scan": scanned},  # a dataset opens its folder too
         **{"held": memory.held / 1e6, "peak": memory.peak / 1e6},
         "documents": len(dataset.spans),
-        "tokens": int(dataset.pack_tokens().sum()),
+        "tokens": int(dataset.facts().tokens.sum()),
         "targets": int(dataset.scan.targets.sum()),
     }

@@ -248,4 +248,4 @@ def measure(folder: Path, count: int) -> Row:
     part, whole = torch.zeros(GATHERED // 4 // ranks), torch.zeros(GATHERED // 4)
     gather = statistics.median(together(lambda: dist.all_gather_into_tensor(whole, part)) for _ in range(8))
     link = GATHERED * (ranks - 1) / ranks / gather
-    return {"seconds": steps[1:], "costs": run.train_set.pack_costs(run.cost)[packs].tolist(), "link": link}
+    return {"seconds": steps[1:], "costs": run.packs.costs[packs].tolist(), "link": link}

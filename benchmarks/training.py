@@ -358,7 +358,7 @@ def _of_packs(contestant: Any) -> Method:
     run, own = contestant.run, contestant.trainer.rank
     shares = [run.plan.rank_packs(step, own.rank, own.size) for step in range(run.plan.steps_per_epoch)]
     packs = [[None if pack is None else run.train_set[pack] for pack in share] for share in shares]
-    smallest = run.train_set[int(run.train_set.pack_tokens().argmin())]
+    smallest = run.train_set[int(run.packs.tokens.argmin())]
     return Method(contestant, [contestant.collate(share) for share in packs], contestant.collate([smallest]))
 
 

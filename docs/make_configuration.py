@@ -11,7 +11,7 @@ from verl_ext.attention import AttentionOptions
 from verl_ext.config.run import RayOptions, TrainerOptions
 from verl_ext.config.schema import dataset_families, model_kinds
 from verl_ext.config.weights import ModelNode
-from verl_ext.data.dataset import DataOptions
+from verl_ext.data.options import DataOptions
 from verl_ext.engines.schedule import ScheduleOptions
 from verl_ext.losses import LossOptions
 from verl_ext.options import Option, Options, options_of, show

@@ -150,12 +150,12 @@ def _make_scanned_folder(folder: Path) -> None:
 
 def _read_folder(folder: Path) -> None:
     from verl_ext.data import SFTDataSet
-    from verl_ext.data.content import DataFiles
+    from verl_ext.data.files_in_use import DataFiles
     from verl_ext.data.ranks import ONE_RANK
 
     packs = SFTDataSet(str(folder), 16, over_length="split")
     packs.read_together(ONE_RANK)
-    found = packs.categories, packs.digest, packs.changed_documents(), packs.pack_targets(), packs.token_range
+    found = packs.categories, packs.digest, packs.omitted_documents(), packs.facts(), packs.report()
     assert found
     DataFiles(packs.data_files, "data.train_dir").digest(ONE_RANK)
     for number in range(len(packs)):

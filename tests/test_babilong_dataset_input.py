@@ -86,7 +86,7 @@ def test_rows_too_short_for_the_question_and_the_reserve(tmp_path):
     assert message.startswith("data.max_length must hold the question and data.answer_reserve_tokens=8; got 48")
     needed = int(message.split()[-1])
     cut = BABILongDataset(path, TOKENIZER, needed, answer_reserve_tokens=8, cache_dir=str(tmp_path / "cache"))
-    assert cut.over_length_report[0].documents == 1
+    assert cut.omitted_documents()[0].documents == 1
     assert f"needs at least {needed}" in refusal(tmp_path, path, max_length=needed - 1)
 
 

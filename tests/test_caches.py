@@ -22,6 +22,7 @@ from datasets import load_from_disk
 from tests.babilong_files import byte_tokenizer, record, records, write_records
 from tests.pretrain_files import texts_of, word_tokenizer, write_jsonl
 from tests.ranks import run_ranks
+from verl_ext.cache import cached_folder, default_root
 from verl_ext.data import BABILongDataset, PreTrainDataset
 from verl_ext.data.babilong import BABILongEncoder, SampleOptions
 from verl_ext.data.babilong import find_task_files as find_babilong_files
@@ -29,7 +30,6 @@ from verl_ext.data.pretrain import PreTrainEncoder, TextDocumentOptions, find_te
 from verl_ext.data.stream.megatron.blend import blend_order, megatron_blend_order
 from verl_ext.data.stream.megatron.index import IndexWriter, TokenIndex
 from verl_ext.data.stream.megatron.samples import build_sample_indices, cached_blend, cached_sample_indices
-from verl_ext.files import cached_folder, default_root
 from verl_ext.text.tokenizing import tokenized
 
 _context = multiprocessing.get_context("fork")
@@ -50,7 +50,7 @@ def calls(tmp_path: Path) -> int:
 
 
 def warnings(caplog):
-    return [entry.getMessage() for entry in caplog.records if entry.name == "verl_ext.files"]
+    return [entry.getMessage() for entry in caplog.records if entry.name == "verl_ext.cache"]
 
 
 def test_a_folder_is_made_at_the_first_call_and_opened_at_the_next(tmp_path, caplog):
@@ -182,8 +182,6 @@ def test_what_cannot_be_written_is_one_line_with_the_key(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"^data\.cache_dir must be a folder that can be written; got [^\n]*$"):
         cached_folder(tmp_path / "file" / "cache", "abc", write_two_files)
-    with pytest.raises(ValueError, match=r"^index\.cache must be"):
-        cached_folder(tmp_path / "file" / "cache", "abc", write_two_files, key="index.cache")
 
 
 def test_a_file_that_make_cannot_read_is_named_and_the_cache_is_not(tmp_path):
@@ -342,7 +340,7 @@ def built(family, monkeypatch):
 
 
 def _documents(dataset):
-    return int(dataset.pack_documents().sum())
+    return int(dataset.facts().documents.sum())
 
 
 def test_files_are_tokenized_once_for_every_split_limit_padding_and_packing(family, path, built):
@@ -460,7 +458,7 @@ def _open_on_a_rank(name, path):
     dist.barrier()
     dataset = family.opened(path, split="train", train_ratio=0.9)
     dataset.read_together(RunRanks())
-    return len(made), [row["labels"].tolist() for row in dataset], dataset.pack_targets().tolist()
+    return len(made), [row["labels"].tolist() for row in dataset], dataset.facts().targets.tolist()
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -571,9 +569,7 @@ def test_an_array_of_another_shape_or_dtype_is_refused_in_one_line(tmp_path, ind
     content = path.read_bytes()
     assert old in content
     path.write_bytes(content.replace(old, new))
-    with pytest.raises(
-        ValueError, match=r"^data\.cache_dir must hold the indices that were written there.*samples-.*$"
-    ):
+    with pytest.raises(ValueError, match=r"^data\.cache_dir must hold the arrays that were written there.*samples-.*$"):
         cached_sample_indices(tmp_path / "cache", index, None, 4, 30, seed=1)
 
 

@@ -5,7 +5,7 @@ import pytest
 from verl_ext.attention import AttentionOptions
 from verl_ext.config import compose
 from verl_ext.config.run import RunConfig, TrainerOptions
-from verl_ext.data.dataset import DataOptions
+from verl_ext.data.options import DataOptions
 from verl_ext.data.sft import SFTOptions
 
 

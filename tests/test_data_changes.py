@@ -13,12 +13,13 @@ from tests.ranks import run_ranks
 from tests.test_spikes import overrides_of
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import build
+from verl_ext.cache import fingerprint
 from verl_ext.checkpoint.layout import saved_folders
 from verl_ext.data import SFTDataSet
-from verl_ext.data.content import DataFiles
-from verl_ext.data.ranks import ONE_RANK, DataFile
-from verl_ext.files import checksum, checksum_by_blocks, combine_checksums, fingerprint
-from verl_ext.text.read.arrow_folder import read_shards
+from verl_ext.data.files_in_use import DataFile, DataFiles
+from verl_ext.data.ranks import ONE_RANK
+from verl_ext.files import checksum, combine_checksums
+from verl_ext.text.arrow_folder import read_shards
 from verl_ext.text.tokenizing import DatasetWriter
 from verl_ext.text.tokens.documents import Counts, Documents
 
@@ -93,11 +94,12 @@ def test_shards_are_recorded_with_the_sizes_and_checksums_of_their_files(tmp_pat
     assert len(shards) == 6
     for shard in shards:
         assert shard.bytes == (tmp_path / shard.name).stat().st_size > 700
-        assert shard.xxh3_128 == checksum_by_blocks(tmp_path / shard.name)
+        blocks = [checksum(tmp_path / shard.name, begin, 700) for begin in range(0, shard.bytes, 700)]
+        assert shard.xxh3_128 == combine_checksums(blocks)
 
 
 def test_the_checksum_of_a_long_file_is_that_of_its_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr("verl_ext.data.content.BLOCK", 100)
+    monkeypatch.setattr("verl_ext.data.files_in_use.BLOCK", 100)
     path = tmp_path / "long.bin"
     path.write_bytes(bytes(range(250)))
     blocks = [checksum(path, begin, 100) for begin in (0, 100, 200)]

@@ -79,8 +79,8 @@ def test_a_frequency_is_due_at_multiples_and_at_the_step_in_which_an_epoch_ends(
 def test_a_validation_set_without_an_answer_has_no_mean_of_scores():
     assert mean_scores([]) == {}
     table = SimpleNamespace(ids=[1], names=["qa1"])
-    dataset: Any = SimpleNamespace(pack_targets=lambda: [0], categories=table)
-    measure = AnswerMeasure(dataset, lambda pack, answer: True, "cpu")
+    dataset: Any = SimpleNamespace(facts=lambda: SimpleNamespace(targets=[0]), categories=table)
+    measure = AnswerMeasure(dataset, "cpu")
     assert (len(measure), measure.report()) == (0, {"answers": 0})
 
 

@@ -242,5 +242,5 @@ def test_the_token_range_is_of_all_ranks_and_is_kept(tmp_path):
     writer.close()
     said = run_ranks(_token_range, 2, str(tmp_path / "corpus"), str(tmp_path / "cache"))
     assert said == [(5, 90)] * 2
-    [kept] = (tmp_path / "cache").glob("range-*/facts.npz")
-    assert np.load(kept)["token_range"].tolist() == [5, 90]
+    [kept] = (tmp_path / "cache").glob("range-*/token_range.npy")
+    assert np.load(kept).tolist() == [5, 90]

@@ -14,7 +14,7 @@ from verl_ext.config import compose, schema
 from verl_ext.config.compose import prepare_overrides
 from verl_ext.config.run import NODES, RunConfig
 from verl_ext.config.weights import ModelNode
-from verl_ext.data.dataset import DataOptions
+from verl_ext.data.options import DataOptions
 from verl_ext.data.sft import SFTOptions
 from verl_ext.engines.schedule import ScheduleOptions
 from verl_ext.legacy import DEPRECATED, RENAMED, RENAMED_NODES

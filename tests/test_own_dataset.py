@@ -26,7 +26,8 @@ import json
 import numpy as np
 import torch
 
-from verl_ext.data import CategoryTable, PackDataset
+from verl_ext.data import CategoryTable, PackDataset, PackFacts
+from verl_ext.packing import TOKENS
 
 
 class OwnDataset(PackDataset):
@@ -38,8 +39,6 @@ class OwnDataset(PackDataset):
 
     categories = CategoryTable((1,), ("own",))
     digest = "0" * 16
-    token_range = (1, 99)
-    longest_document = 6
 
     @property
     def folders(self):
@@ -54,17 +53,9 @@ class OwnDataset(PackDataset):
         mask[0] = 0
         return {"input_ids": ids, "position_ids": torch.arange(len(ids)), "loss_mask": mask, "category_ids": mask}
 
-    def pack_tokens(self):
-        return np.array([len(row) for row in self.rows])
-
-    def pack_costs(self, cost):
-        return cost.documents(self.pack_tokens())
-
-    def pack_documents(self):
-        return np.ones(len(self), np.int64)
-
-    def pack_targets(self):
-        return self.pack_tokens() - 1
+    def facts(self, cost=TOKENS):
+        tokens, documents = np.array([len(row) for row in self.rows]), np.ones(len(self), np.int64)
+        return PackFacts(tokens, tokens - 1, documents, cost.documents(tokens), token_range=(1, 99), longest_document=6)
 """
 
 
@@ -202,15 +193,15 @@ def test_packs_and_reports_are_those_of_the_tokenized_folder(
     limit = node.pop("max_samples")
     try:
         wanted = SFTDataSet(parquet_files=folder, config=node, max_samples=limit)
-        targets = wanted.pack_targets()
+        targets = wanted.facts().targets
     except ValueError as error:  # nothing left, or no target: the same refusal
         with pytest.raises(ValueError, match=str(error).split(";")[0].replace("(", ".").replace(")", ".")):
-            Own("x", config={**node, "documents": documents}, max_samples=limit).pack_targets()
+            Own("x", config={**node, "documents": documents}, max_samples=limit).facts()
         return
     found = Own("x", config={**node, "documents": documents}, max_samples=limit)
-    assert found.pack_targets().tolist() == targets.tolist()
-    assert found.changed_documents() == wanted.changed_documents()
-    assert (found.digest, found.token_range) == (wanted.digest, wanted.token_range)
+    assert found.facts().targets.tolist() == targets.tolist()
+    assert found.omitted_documents() == wanted.omitted_documents()
+    assert (found.digest, found.facts().token_range) == (wanted.digest, wanted.facts().token_range)
     assert len(found) == len(wanted)
     for pack, other in zip((found[n] for n in range(len(found))), (wanted[n] for n in range(len(wanted))), strict=True):
         assert pack.keys() == other.keys()

@@ -13,7 +13,7 @@ from tests.test_tokenize_templates import CHATML, tiny_tokenizer
 from tests.tokenized_data import random_documents
 from verl_ext.commands.tokenize import main as tokenize
 from verl_ext.data import SFTDataSet
-from verl_ext.data.dataset import DataOptions
+from verl_ext.data.options import DataOptions
 from verl_ext.data.stream.megatron.index import IndexWriter
 from verl_ext.options import options_of
 from verl_ext.tools.show.packs import PackOptions

@@ -18,9 +18,9 @@ from verl_ext.commands.command_line import read_options
 from verl_ext.commands.report import Report
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
 from verl_ext.options import DataError, UsageError
+from verl_ext.text.arrow_folder import DOCUMENT_COLUMNS
 from verl_ext.text.read.json_records import json_list
 from verl_ext.text.read.readers import ChunkSize
-from verl_ext.text.tokens.dataset_folder import DOCUMENT_COLUMNS
 from verl_ext.text.tokens.documents import Counts
 
 QA = [{"question": f"the cat {i}", "answer": "sat on the mat " * (i % 5 + 1)} for i in range(20)]

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from tests.tokenized_data import random_documents, write_tokenized
 from verl_ext.data import SFTDataSet, check_vocabulary
 from verl_ext.data.arrow import ListColumn, TokenizedData
-from verl_ext.data.facts import OverLength, scan_documents, sum_by_category
-from verl_ext.data.omitted import OverLengthCount
+from verl_ext.data.facts import scan_documents
+from verl_ext.data.omitted import OverLength, OverLengthCount, sum_by_category
 from verl_ext.packing import cut_spans
 from verl_ext.text import tokenizing as tokenized
 from verl_ext.text.tokenizing import DatasetWriter

@@ -191,7 +191,7 @@ def prepared(runs: list[list[str]]) -> list[tuple[int, int, int, bool, bool]]:
         validation = run.validation.dataset
         told = [any(words in notice for notice in run.notices) for words in ("is one group", "no profile is written")]
         mixtures = len(run.train_set.mixture_report), len(validation.mixture_report)
-        found.append((*mixtures, int(validation.pack_documents().sum()), *told))
+        found.append((*mixtures, int(validation.facts().documents.sum()), *told))
     return found
 
 

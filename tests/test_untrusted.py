@@ -16,7 +16,7 @@ from verl_ext.commands.command_line import command
 from verl_ext.commands.tokenize import TokenizeOptions
 from verl_ext.config.weights import weight_problems
 from verl_ext.data import SFTDataSet
-from verl_ext.data.categories import CategoryTable
+from verl_ext.data.categories import FolderCategories
 
 
 class Runs:
@@ -84,7 +84,7 @@ def test_an_index_of_weights_names_files_beside_it(tmp_path):
 def test_categories_json_of_any_content_is_refused_in_one_line(tmp_path, text):
     (tmp_path / "categories.json").write_text(text)
     with pytest.raises(ValueError, match=r"categories\.json must") as error:
-        CategoryTable.read(str(tmp_path))
+        FolderCategories.read([str(tmp_path)])
     assert len(str(error.value)) < 400
 
 

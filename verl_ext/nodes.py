@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from verl_ext.files import fingerprint
+from verl_ext.cache import fingerprint
 
 PACKAGES = ("verl-ext", "verl", "torch", "transformers", "numpy", "datasets")
 UNKNOWN = "nothing"  # the content of a path that does not exist

@@ -23,7 +23,6 @@ from verl_ext.answers.generation import end_tokens
 from verl_ext.answers.options import AnswerOptions
 from verl_ext.answers.scores import BUILT_IN
 from verl_ext.data.arrow import TokenizedData
-from verl_ext.data.categories import CategoryTable
 from verl_ext.files import REPORT
 from verl_ext.options import DataError, UsageError, options_of
 from verl_ext.text.chat.renderer import ChatOptions
@@ -191,8 +190,6 @@ def _of_record(
 def _documents(folders: list[str], tokenizer: Any) -> Iterator[tuple[Prompt, int | None]]:
     """Yield the prompt of each tokenized document, and the special token that ends its answer or None."""
     data = TokenizedData(folders, _KEY)
-    table = CategoryTable.read(folders)
-    names = dict(zip(table.ids, table.names, strict=True))
     special = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", ())}
     for row in range(len(data)):
         columns = data.block(row, row + 1)
@@ -203,7 +200,7 @@ def _documents(folders: list[str], tokenizer: Any) -> Iterator[tuple[Prompt, int
                 f"{_KEY} must hold documents with a prompt and an answer; row {row} of {folders[0]} has not"
             )
         number = int(columns["category_ids"][targets[-1]])
-        category = names.get(number, str(number) if number else "")
+        category = data.category_names.get(number, str(number) if number else "")
         answer = ids[first : targets[-1] + 1].tolist()
         prompt, expected = (tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:first], answer))
         record = {"prompt": prompt, "answer": expected, "category": category}

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from verl_ext.config.run import RunConfig, TrainerOptions
-from verl_ext.data.content import CONTENT
-from verl_ext.data.dataset import DIGEST, DataOptions, PackDataset
+from verl_ext.data.dataset import CONTENT, DIGEST, PackDataset
+from verl_ext.data.options import DataOptions
 from verl_ext.engines.schedule import ScheduleOptions
 from verl_ext.models.qwen_titans import settings_of_today
 from verl_ext.nodes import UNKNOWN

@@ -25,6 +25,7 @@ from verl_ext.files import OutputFolder
 from verl_ext.nodes import differences, versions
 from verl_ext.options import DataError, UsageError, option
 from verl_ext.ray_cluster import ray_cluster
+from verl_ext.text.arrow_folder import SHARD_BYTES, DatasetWriter
 from verl_ext.text.chat.renderer import ChatOptions
 from verl_ext.text.encoder_chats import ChatEncoder
 from verl_ext.text.read.readers import CHUNK, Chunk, ChunkSize, read_chunks
@@ -32,7 +33,6 @@ from verl_ext.text.read.sources import SourceFile, find_source_files, total_byte
 from verl_ext.text.records.records import read_columns
 from verl_ext.text.records.token_records import COLUMNS, TokenRecordEncoder, has_tokens
 from verl_ext.text.tokenizing import write_documents
-from verl_ext.text.tokens.dataset_folder import SHARD_BYTES, DatasetWriter
 from verl_ext.text.tokens.documents import Documents, previews_text
 from verl_ext.text.tokens.tokenizer import tokenizer_module
 from verl_ext.text.workers import available_cpus, ordered_results, ray_results

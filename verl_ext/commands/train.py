@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from verl_ext.cache import default_root, fingerprint, is_complete
 from verl_ext.commands.command_line import command, known_options, read_options, words_of
 from verl_ext.commands.tokenize import TokenizeOptions, summary, write_dataset
-from verl_ext.files import default_root, fingerprint, is_complete
 from verl_ext.launch.run import Awaited, run_torchrun
 from verl_ext.legacy import is_name_of_verl
 from verl_ext.options import DataError, Options, UsageError, option

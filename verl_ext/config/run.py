@@ -23,9 +23,9 @@ from verl_ext.config.model import PackedModel, model_kind
 from verl_ext.config.upstream import upstream_problems
 from verl_ext.config.weights import ModelNode
 from verl_ext.custom import custom_object
+from verl_ext.data import PackDataset, SFTDataSet
 from verl_ext.data.collated import CollatedDataset, is_collated
-from verl_ext.data.dataset import DataOptions, DatasetOptions, PackDataset
-from verl_ext.data.sft import SFTDataSet
+from verl_ext.data.options import DataOptions, DatasetOptions
 from verl_ext.engines.schedule import ScheduleOptions, StepOptimizerConfig
 from verl_ext.losses import LossOptions
 from verl_ext.options import Options, choice_problem, option, plain, refuse, show

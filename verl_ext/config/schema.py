@@ -28,8 +28,8 @@ from verl_ext import legacy
 from verl_ext.config.model import PackedModel
 from verl_ext.config.run import NODES, dataset_class
 from verl_ext.config.weights import ModelNode
-from verl_ext.data.dataset import DataOptions, PackDataset
-from verl_ext.data.sft import SFTDataSet
+from verl_ext.data import PackDataset, SFTDataSet
+from verl_ext.data.options import DataOptions
 from verl_ext.engines.schedule import ScheduleOptions
 from verl_ext.options import Options, default_values, leaves, nearest_name, options_of, refuse, show, unknown
 from verl_ext.overrides import restored

@@ -25,8 +25,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from verl_ext.data.babilong_answers import is_right_answer
-from verl_ext.data.dataset import DatasetOptions, missing_paths
-from verl_ext.data.measure import AnswerMeasure
+from verl_ext.data.options import DatasetOptions, missing_paths
 from verl_ext.data.sft import SFTOptions
 from verl_ext.data.text_set import TextSet, TextSetOptions
 from verl_ext.options import Options, option, plain
@@ -348,10 +347,6 @@ class BABILongDataset(TextSet):
         assert columns is not None, "tokenized() writes them"
         name = self.category_names[int(columns.category[row])]
         return BABILongQuestion(name, *(self._data.text(column, row) for column in BABILongEncoder.texts))
-
-    @override
-    def answer_measure(self, device: Any) -> AnswerMeasure:
-        return AnswerMeasure(self, self.is_right_answer, device)
 
     def is_right_answer(self, pack: int, answer: str) -> bool:
         """Return whether a text answers a row's question by its task's rule."""

@@ -20,13 +20,15 @@ import xxhash
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from verl_ext.cache import fingerprint
 from verl_ext.custom import custom_object
-from verl_ext.data.categories import CategoryTable
-from verl_ext.data.dataset import DatasetOptions, PackDataset, named_paths
-from verl_ext.data.ranks import ONE_RANK, DataFile, Ranks
-from verl_ext.files import fingerprint
+from verl_ext.data.categories import CategoryTable, FolderCategories
+from verl_ext.data.dataset import PackDataset, PackFacts
+from verl_ext.data.files_in_use import DataFile
+from verl_ext.data.options import DatasetOptions, named_paths
+from verl_ext.data.ranks import ONE_RANK, Ranks
 from verl_ext.options import first_line, option, show
-from verl_ext.packing import MOST_TOKENS, CostModel, PackPlan
+from verl_ext.packing import MOST_TOKENS, TOKENS, CostModel, PackPlan
 from verl_ext.packing.plan import offsets_of
 from verl_ext.text.read.sources import absolute_path
 
@@ -205,36 +207,24 @@ class CollatedDataset(PackDataset):
     @cached_property
     @override
     def categories(self) -> CategoryTable:
-        return CategoryTable.read(self._paths, {number for pack in self._packs for number in pack.categories})
+        names = FolderCategories.read(self._paths).names
+        return CategoryTable.of(names, {number for pack in self._packs for number in pack.categories})
 
     @cached_property
     @override
     def digest(self) -> str:
         return fingerprint([pack.digest for pack in self._packs], digits=16)
 
-    @property
     @override
-    def token_range(self) -> tuple[int, int]:
-        return min(pack.lowest for pack in self._packs), max(pack.highest for pack in self._packs)
-
-    @cached_property
-    @override
-    def longest_document(self) -> int:
-        return max(int(pack.lengths.max()) for pack in self._packs)
-
-    @override
-    def pack_tokens(self) -> NDArray[np.int64]:
-        return np.array([pack.lengths.sum() for pack in self._packs], np.int64)
-
-    @override
-    def pack_costs(self, cost: CostModel) -> NDArray[np.float64]:
-        lengths = np.concatenate([pack.lengths for pack in self._packs])
-        return cost.packs(PackPlan(np.arange(len(lengths)), offsets_of(self.pack_documents())), lengths)
-
-    @override
-    def pack_documents(self) -> NDArray[np.int64]:
-        return np.array([len(pack.lengths) for pack in self._packs], np.int64)
-
-    @override
-    def pack_targets(self) -> NDArray[np.int64]:
-        return np.array([pack.targets for pack in self._packs], np.int64)
+    def facts(self, cost: CostModel = TOKENS) -> PackFacts:
+        packs, lengths = self._packs, np.concatenate([pack.lengths for pack in self._packs])
+        documents = np.array([len(pack.lengths) for pack in packs], np.int64)
+        plan = PackPlan(np.arange(len(lengths)), offsets_of(documents))
+        return PackFacts(
+            tokens=plan.pack_sums(lengths),
+            targets=np.array([pack.targets for pack in packs], np.int64),
+            documents=documents,
+            costs=cost.packs(plan, lengths),
+            token_range=(min(pack.lowest for pack in packs), max(pack.highest for pack in packs)),
+            longest_document=int(lengths.max()),
+        )

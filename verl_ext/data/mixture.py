@@ -149,8 +149,8 @@ class MixtureRow:
     """One interval of a source: documents of low < length <= high tokens (None: of any length).
 
     documents counts every draw, and distinct counts each document once. epochs = tokens given / tokens of all documents
-    of the interval. off = given / wanted - 1, or 0 if nothing is wanted. hinders names the document that keeps the
-    interval more than 1 % off.
+    of the interval. off = given / wanted - 1, or 0 if nothing is wanted. blocked_by names the document that keeps
+    the interval more than 1 % off.
     """
 
     source: str
@@ -162,7 +162,7 @@ class MixtureRow:
     tokens_given: int
     epochs: float
     off: float
-    hinders: str | None = None
+    blocked_by: str | None = None
 
 
 def mixture_report(
@@ -195,7 +195,7 @@ def mixture_table(rows: Iterable[Mapping[str, Any]]) -> str:
     lines = []
     for row in rows:
         cells = {name: f"{value:,}" for name, value in row.items() if isinstance(value, int)}
-        rates = {"epochs": f"{row['epochs']:.2f}", "off": f"{row['off']:+.2%}", "": "*" if row["hinders"] else ""}
+        rates = {"epochs": f"{row['epochs']:.2f}", "off": f"{row['off']:+.2%}", "": "*" if row["blocked_by"] else ""}
         lines.append({"source": row["source"], "low": "", "high": "", **cells, **rates})
     return aligned(lines)
 
@@ -203,11 +203,11 @@ def mixture_table(rows: Iterable[Mapping[str, Any]]) -> str:
 def mixture_notices(report: Iterable[MixtureRow]) -> Iterator[str]:
     """Yield a line for each interval that is more than 1 % off its budget."""
     for row in report:
-        if row.hinders:
+        if row.blocked_by:
             interval = "" if row.low is None else f", {row.low} < length <= {row.high}"
             yield (
                 f"data.mixture: source {row.source}{interval} gives {row.tokens_given:,} of {row.tokens_wanted:,} "
-                f"tokens ({row.off:+.2%}); {row.hinders}"
+                f"tokens ({row.off:+.2%}); {row.blocked_by}"
             )
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from verl_ext.data.dataset import DatasetOptions
+from verl_ext.data.options import DatasetOptions
 from verl_ext.data.sft import SFTOptions
 from verl_ext.data.text_set import TextSet, TextSetOptions
 from verl_ext.options import option
@@ -204,6 +204,7 @@ class PreTrainDataset(TextSet):
         super().__init__(datapath, tokenizer, max_length, **given)
         self.has_bos = tokenizer.bos_token_id is not None
 
-    def facts(self) -> dict[str, Any]:
-        """Return the options that turned documents into rows, and whether documents begin with a BOS."""
-        return {"rows": self.options.rows, "max_length": self.options.max_length, "bos": self.has_bos}
+    @override
+    def report(self) -> dict[str, Any]:
+        options = self.options
+        return {**super().report(), "rows": options.rows, "max_length": options.max_length, "bos": self.has_bos}

@@ -13,34 +13,32 @@ A document's first token is never a target, and a token that is not a target has
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from verl_ext.cache import fingerprint
 from verl_ext.data.arrow import TokenizedData
-from verl_ext.data.categories import CategoryNumbers, CategoryTable, read_names
-from verl_ext.data.dataset import (
-    DatasetOptions,
-    PackDataset,
-    PackedDocument,
-    missing_paths,
-    named_paths,
-)
-from verl_ext.data.facts import DocumentScan, OverLength, scan_documents
-from verl_ext.data.mixture import MixtureOptions, draw_spans
-from verl_ext.data.omitted import DroppedDocuments, DroppedReport
-from verl_ext.data.ranks import DataFile, Ranks
-from verl_ext.files import fingerprint
+from verl_ext.data.categories import CategoryTable, read_names
+from verl_ext.data.dataset import DocumentSource, PackDataset, PackedDocument, PackFacts
+from verl_ext.data.facts import DocumentScan, scan_documents
+from verl_ext.data.files_in_use import DataFile
+from verl_ext.data.mixture import MixtureOptions, MixtureRow, draw_spans
+from verl_ext.data.omitted import OmittedDocuments, OmittedReport, OverLength
+from verl_ext.data.options import DatasetOptions, missing_paths, named_paths
+from verl_ext.data.ranks import Ranks
+from verl_ext.files import CATEGORIES
 from verl_ext.options import option, plain, whole_number
 from verl_ext.packing import (
     MOST_TOKENS,
     OVER_LENGTH_POLICIES,
     STRATEGIES,
+    TOKENS,
     CostModel,
     PackPlan,
     Spans,
@@ -84,6 +82,11 @@ class SFTOptions(DatasetOptions):
         """The mixture with its sources. Raises ValueError if it is wrong."""
         return None if self.mixture is None else MixtureOptions.read(self.mixture)
 
+    @property
+    def given_names(self) -> dict[int, str]:
+        """The names of data.category_names by number. Raises ValueError if they are wrong."""
+        return {} if self.category_names is None else read_names(self.category_names, "data.category_names")
+
     @override
     def problems(self) -> Iterable[str | None]:
         try:
@@ -101,9 +104,9 @@ class SFTOptions(DatasetOptions):
         if self.shuffle_documents and self.mixture is not None:
             yield "data.shuffle_documents must be false with data.mixture, which draws the documents; got true"
         try:
-            read_names(self.category_names)
+            _ = self.given_names
         except ValueError as error:
-            yield f"data.category_names must be {{NUMBER: NAME}}, e.g. {{1: gsm8k}}: {error}"
+            yield str(error)
 
     @override
     def path_problems(self, key: str, paths: Any) -> Iterable[str]:
@@ -118,6 +121,24 @@ class SFTOptions(DatasetOptions):
     def packing(self) -> "SFTOptions":
         """The options of packing, with max_tokens."""
         return self
+
+
+class Selection(NamedTuple):
+    """Rows of the data: their numbers int64[n], ascending, or a slice from 0, as numbers take 8 bytes each."""
+
+    rows: Any
+
+    def of(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Return the values of these rows."""
+        return values[self.rows]
+
+    def number(self, places: NDArray[Any]) -> NDArray[Any]:
+        """Return the row numbers at places of the selection."""
+        return places if isinstance(self.rows, slice) else self.rows[places]
+
+    def first(self, count: int | None) -> "Selection":
+        """Return the first `count` rows, or all of them."""
+        return Selection(slice(count) if isinstance(self.rows, slice) else self.rows[:count])
 
 
 class SFTDataSet(PackDataset):
@@ -136,6 +157,7 @@ class SFTDataSet(PackDataset):
 
     Options: ClassVar[type[DatasetOptions]] = SFTOptions
     options: SFTOptions
+    mixture_report: Sequence[MixtureRow] = ()
     paths_are: ClassVar[str] = "a tokenized dataset folder"
     requires_max_tokens: ClassVar[bool] = True
 
@@ -175,7 +197,7 @@ class SFTDataSet(PackDataset):
         if self.options.needs_train_dir:
             paths = named_paths(key, self.paths_are, train_dir=train_dir, parquet_files=parquet_files)
         # A text set tokenizes here, or finds its tokens in the cache.
-        data, rows = self._open(paths, tokenizer, key)
+        self._data, rows = self._open(paths, tokenizer, key)
         if tokenizer is not None and tokenizer.pad_token_id is not None:
             padding_value = tokenizer.pad_token_id
         packing = self.options.packing
@@ -183,13 +205,11 @@ class SFTDataSet(PackDataset):
         if self._pads:
             whole_number("padding_value (the tokenizer's pad_token_id)", padding_value, least=0)
         self.key, self.max_tokens, self._padding_value = key, packing.max_tokens, padding_value or 0
-        self._data = data
-        self._rows = rows  # the rows of this set's documents, in use or not
-        first = slice(max_samples if max_samples > 0 else None)
-        self._in_use: Any = first if rows is None else rows[first]  # a slice, as row numbers take 8 bytes each
+        self._set = Selection(slice(None) if rows is None else rows)
+        self._in_use = self._set.first(max_samples if max_samples > 0 else None)
         # Documents are cut to the budget before they are packed, so that the plan knows only pieces that fit.
-        spans = cut_spans(data.lengths[self._in_use], packing.max_tokens, packing.over_length, key)
-        self.spans = spans if rows is None else Spans(rows[spans.row], spans.start, spans.length)
+        spans = cut_spans(self._in_use.of(self._data.lengths), packing.max_tokens, packing.over_length, key)
+        self.spans = Spans(self._in_use.number(spans.row), spans.start, spans.length)
         how = packing.max_tokens, packing.strategy, packing.seed
         self.plan: PackPlan
         if mixture is None:
@@ -199,11 +219,11 @@ class SFTDataSet(PackDataset):
         else:
             train_dirs = [absolute_path(path) for path in paths]
             drawn, self.mixture_report = draw_spans(
-                mixture, spans, data.folders, data.first_rows(), train_dirs, packing.seed
+                mixture, spans, self._data.folders, self._data.first_rows(), train_dirs, packing.seed
             )
             self.plan = plan_repeated(spans.length, drawn, *how)
 
-    def _open(self, paths: Sequence[str], tokenizer: Any, key: str) -> tuple[TokenizedData, NDArray[np.int64] | None]:
+    def _open(self, paths: Sequence[str], tokenizer: Any, key: str) -> tuple[DocumentSource, NDArray[np.int64] | None]:
         """Return the data, and the rows of this set, ascending (None: all)."""
         folders = [absolute_path(path) for path in paths]
         mixture = self.options.mixture_options
@@ -211,8 +231,8 @@ class SFTDataSet(PackDataset):
 
     def _document_order(self) -> NDArray[np.integer]:
         """Return the spans in the order of shuffled documents, that of `datasets.Dataset.shuffle(seed)`."""
-        rows = np.arange(len(self._data))[self._in_use] if self._rows is None else self._in_use
-        place = np.empty(len(self._data), np.int64)
+        place = np.arange(len(self._data.lengths))
+        rows = self._in_use.of(place)
         place[rows[np.random.default_rng(self.options.packing.seed).permutation(len(rows))]] = np.arange(len(rows))
         return np.argsort(place[self.spans.row], kind="stable").astype(index_type(len(self.spans)))
 
@@ -273,23 +293,40 @@ class SFTDataSet(PackDataset):
         numbers = zip(
             folder.tolist(), (row - first_rows[folder]).tolist(), start.tolist(), length.tolist(), strict=True
         )
-        return [PackedDocument(self.folders[of], *place) for of, *place in numbers]
+        return [PackedDocument(self._data.folders[of], *place) for of, *place in numbers]
 
     @cached_property
     def scan(self) -> DocumentScan:
         """The scan, read at its first use. Raises ValueError if there is no target or a value is out of range."""
-        return scan_documents(self._data, self.spans, self.over_length)
+        return scan_documents(self._data, self.spans, self._over_length)
 
     def read_together(self, ranks: Ranks) -> None:
         """Scan the tokens, each rank its share; the scan is cached for the next start."""
-        self.scan = scan_documents(self._data, self.spans, self.over_length, ranks, keep=True)
+        self.scan = scan_documents(self._data, self.spans, self._over_length, ranks, keep=True)
+
+    @property
+    def _over_length(self) -> OverLength:
+        places = np.flatnonzero(self._in_use.of(self._data.lengths) > self.max_tokens)
+        return OverLength(self._in_use.number(places), self.max_tokens, self.options.packing.over_length)
+
+    @override
+    def facts(self, cost: CostModel = TOKENS) -> PackFacts:
+        if cost == TOKENS:
+            return self._facts
+        return replace(self._facts, costs=cost.packs(self.plan, self.spans.length))
 
     @cached_property
-    def over_length(self) -> OverLength:
-        """The documents in use that are longer than a pack."""
-        rows = np.flatnonzero(self._data.lengths[self._in_use] > self.max_tokens)
-        rows = rows if self._rows is None else self._in_use[rows]
-        return OverLength(rows, self.max_tokens, self.options.packing.over_length)
+    def _facts(self) -> PackFacts:
+        tokens, scan = self.plan.pack_sums(self.spans.length), self.scan
+        return PackFacts(
+            tokens=tokens,
+            targets=self.plan.pack_sums(scan.targets),
+            documents=np.diff(self.plan.pack_offsets),
+            costs=tokens.astype(np.float64),
+            token_range=(scan.min_token_id, scan.max_token_id),
+            longest_document=int(self.spans.length.max()),
+            mixture=self.mixture_report,
+        )
 
     @property
     @override
@@ -301,46 +338,37 @@ class SFTDataSet(PackDataset):
     def data_files(self) -> tuple[DataFile, ...]:
         return self._data.files
 
-    @property
-    @override
-    def token_range(self) -> tuple[int, int]:
-        return self.scan.min_token_id, self.scan.max_token_id
-
-    @property
-    @override
-    def longest_document(self) -> int:
-        return int(self.spans.length.max())
-
     @cached_property
     def categories(self) -> CategoryTable:
         """The ids of categories.json and those that occur on targets (needs the scan)."""
-        return CategoryTable.read(self.folders, self.scan.category_ids, read_names(self.options.category_names))
+        source = f"data.category_names and {CATEGORIES}" if self.options.category_names else CATEGORIES
+        return CategoryTable.of(self.category_names, self.scan.category_ids, source)
 
     @cached_property
     def category_names(self) -> dict[int, str]:
         """The names of data.category_names and categories.json by number."""
-        return {**CategoryNumbers.read(self.folders).names, **read_names(self.options.category_names)}
+        return {**self._data.category_names, **self.options.given_names}
 
     @cached_property
-    def _dropped(self) -> DroppedReport:
-        columns = self._data.document_columns
-        lengths = self._data.lengths if self._rows is None else self._data.lengths[self._rows]
-        total = int(lengths.sum(dtype=np.int64))
-        return DroppedReport(None if columns is None else columns.category, self.category_names, total)
+    def _omitted(self) -> OmittedReport:
+        columns, lengths = self._data.document_columns, self._set.of(self._data.lengths)
+        categories = None if columns is None else columns.category
+        return OmittedReport(categories, self.category_names, int(lengths.sum(dtype=np.int64)))
 
-    @cached_property
-    def over_length_report(self) -> list[DroppedDocuments]:
-        """The over-length and empty documents, by category (needs the scan); [] for none."""
-        lengths, policy = self._data.lengths[self._in_use], self.options.packing.over_length
-        return self._dropped.over_length(self.scan.over_length, policy, lengths)
+    def omitted_documents(self) -> list[OmittedDocuments]:
+        """Return the documents that packs lack, have cut or without a target, by category and reason."""
+        lengths, scan = self._data.lengths, self.scan
+        used, all_of_set = self._in_use.of(lengths), self._set.of(lengths)
+        beyond = self._set.number(np.arange(len(used), len(all_of_set)))
+        return [
+            *self._omitted.over_length(scan.over_length, self.options.packing.over_length, used),
+            *self._omitted.by_category("beyond max_samples", beyond, lengths[beyond]),
+            *self._omitted.of_plan(self.spans, self.plan, scan.targets),
+        ]
 
-    def changed_documents(self) -> list[DroppedDocuments]:
-        """Return over_length_report, and the documents that no pack holds or that have no target (needs the scan)."""
-        lengths = self._data.lengths
-        rows = np.arange(len(lengths)) if self._rows is None else self._rows
-        beyond = rows[len(lengths[self._in_use]) :]
-        left_out = self._dropped.left_out(beyond, lengths, self.spans, self.plan, self.scan.targets)
-        return [*self.over_length_report, *left_out]
+    @override
+    def report(self) -> dict[str, Any]:
+        return {"omitted_documents": [vars(row) for row in self.omitted_documents()]}
 
     @cached_property
     def digest(self) -> str:
@@ -349,19 +377,3 @@ class SFTDataSet(PackDataset):
         arrays = (spans.row, spans.start, spans.length, scan.targets)
         facts = f"{scan.min_token_id} {scan.max_token_id} {scan.category_ids}"
         return fingerprint(facts, (values.astype(np.int64) for values in arrays), digits=16)
-
-    @override
-    def pack_tokens(self) -> NDArray[np.int64]:
-        return self.plan.pack_sums(self.spans.length)
-
-    @override
-    def pack_costs(self, cost: CostModel) -> NDArray[np.float64]:
-        return cost.packs(self.plan, self.spans.length)
-
-    @override
-    def pack_documents(self) -> NDArray[np.int64]:
-        return np.diff(self.plan.pack_offsets)
-
-    @override
-    def pack_targets(self) -> NDArray[np.int64]:
-        return self.plan.pack_sums(self.scan.targets)

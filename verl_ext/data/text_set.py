@@ -3,18 +3,18 @@
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from typing_extensions import override
 
+from verl_ext.cache import default_root
 from verl_ext.data.arrow import TokenizedData
 from verl_ext.data.dataset import split_rows
-from verl_ext.data.omitted import DroppedDocuments
+from verl_ext.data.omitted import OmittedDocuments
 from verl_ext.data.sft import SFTDataSet, SFTOptions
-from verl_ext.files import default_root
 from verl_ext.options import option, options_of
 from verl_ext.text.read.sources import SourceFile
 from verl_ext.text.tokenizing import Encoder, read_report, tokenized
@@ -51,6 +51,7 @@ class TextSet(SFTDataSet):
     needs_tokenizer = True
     requires_max_tokens = False
     encoder: ClassVar[type[Encoder]]
+    _data: TokenizedData
     cut_reason: str
     cuts_targets = False
     split: str | None
@@ -92,28 +93,24 @@ class TextSet(SFTDataSet):
         row["labels"] = torch.where(row["loss_mask"] == 1, row["input_ids"], IGNORED)
         return row
 
-    @cached_property
-    def over_length_report(self) -> list[DroppedDocuments]:
-        """The documents that were cut in tokenizing, then those longer than a pack (needs the scan).
+    @override
+    def omitted_documents(self) -> list[OmittedDocuments]:
+        """Return also the documents that were cut in tokenizing and, for the training part, the bad records.
 
         Tokens are counted before the cut.
         """
-        columns, rows = self._data.document_columns, self._in_use
+        columns = self._data.document_columns
         assert columns is not None, "tokenized() writes them"
-        full, lengths = columns.full_length[rows], self._data.lengths[rows]
-        cut = full > lengths
-        report = replace(self._dropped, total=int(full.sum(dtype=np.int64))).by_category(
-            self.cut_reason, rows[cut], full[cut], lengths[cut]
+        full, lengths = self._in_use.of(columns.full_length), self._in_use.of(self._data.lengths)
+        cut = np.flatnonzero(full > lengths)
+        report = replace(self._omitted, total=int(full.sum(dtype=np.int64))).by_category(
+            self.cut_reason, self._in_use.number(cut), full[cut], lengths[cut]
         )
         for row in report:
             row.targets_removed = row.tokens_removed if self.cuts_targets else 0
-        return [*report, *super().over_length_report]
-
-    def changed_documents(self) -> list[DroppedDocuments]:
-        """Return the report of an SFTDataSet and, for the training part, the records that gave no document."""
         bad = [
-            DroppedDocuments(category, f"bad record: {reason}", documents)
+            OmittedDocuments(category, f"bad record: {reason}", documents)
             for category, counts in read_report(self.folders[0])["categories"].items()
             for reason, documents in counts["bad_records"].items()
         ]
-        return [*super().changed_documents(), *([] if self.split == "val" else bad)]
+        return [*report, *super().omitted_documents(), *([] if self.split == "val" else bad)]

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, ClassVar
 
+from verl_ext.cache import fingerprint
 from verl_ext.endpoint.answer import (
     DONE,
     FAILED,
@@ -35,7 +36,6 @@ from verl_ext.endpoint.answer import (
     embedding_of,
 )
 from verl_ext.endpoint.store import NoStore, Store
-from verl_ext.files import fingerprint
 from verl_ext.options import DataError, Options, UsageError, first_line, nearest_hint, one_line, option
 from verl_ext.redaction import redacted_text
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from verl_ext.files import fingerprint
+from verl_ext.cache import fingerprint
 from verl_ext.options import DataError, UsageError, one_line
 from verl_ext.text.chat.parts import EMPTY_REASONING, KINDS, REASONING, closes_again
 from verl_ext.text.chat.renderer import ChatOptions, ChatRenderer, stop_tokens

@@ -27,11 +27,12 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 
-from verl_ext.files import CATEGORIES, REPORT, cached_folder, file_state, fingerprint, write_json
+from verl_ext.cache import cached_folder, fingerprint
+from verl_ext.files import CATEGORIES, REPORT, file_state, write_json
 from verl_ext.progress import Done, Progress
 from verl_ext.redaction import redacted
+from verl_ext.text.arrow_folder import DatasetWriter
 from verl_ext.text.read.sources import SourceFile, is_url, remote_facts, total_bytes
-from verl_ext.text.tokens.dataset_folder import DatasetWriter
 from verl_ext.text.tokens.documents import Counts, Documents
 
 BATCH_BYTES = 4 << 20  # bytes of text tokenized together, enough work for the tokenizer's threads

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from verl.utils.device import get_device_id
 
 from verl_ext.data import PackDataset
-from verl_ext.data.content import DataFiles
+from verl_ext.data.files_in_use import DataFiles
 from verl_ext.engines.step import StepEngine
 from verl_ext.metrics import StepSums
 from verl_ext.options import first_line
@@ -188,7 +188,7 @@ class DataParallelRank:
                 self.run.loss_for(dataset),
                 dataset.categories,
                 self._engine.idle_tokens(dataset.max_tokens),
-                dataset.last_is_label,
+                dataset.facts().last_is_label,
             ),
             num_workers=data.num_workers,
             prefetch_factor=data.prefetch_factor,

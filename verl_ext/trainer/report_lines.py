@@ -32,10 +32,10 @@ def _data_lines(name: str, facts: Facts) -> Iterator[str]:
     if facts.get("sources"):
         yield f"{name}: its sources:"
         yield _table(facts["sources"])
-    if facts["changed_documents"]:
+    if facts["omitted_documents"]:
         budget = facts["max_tokens"]
         yield f"{name}: documents that are changed, left out or without a target (data.max_tokens={budget}):"
-        yield _table(facts["changed_documents"])
+        yield _table(facts["omitted_documents"])
 
 
 def _step_lines(facts: Facts) -> Iterator[str]:

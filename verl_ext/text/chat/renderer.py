@@ -8,7 +8,7 @@ from datetime import date
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, TypeVar
 
-from verl_ext.files import fingerprint
+from verl_ext.cache import fingerprint
 from verl_ext.options import UsageError, first_line, option
 from verl_ext.packing import OVER_LENGTH_POLICIES
 from verl_ext.text.chat.parts import EMPTY_BLOCK, Learnt, RenderedChat, is_opened, without_empty_blocks

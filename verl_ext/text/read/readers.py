@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from verl_ext.options import DataError, first_line
-from verl_ext.text.read.arrow_folder import STATE, parse_shards, read_shards
+from verl_ext.text.arrow_folder import STATE, parse_shards, read_shards
 from verl_ext.text.read.json_records import BadRecord, json_list, parse_line, repeated_name
 from verl_ext.text.read.sources import OpenedFile, SourceFile, encoding_problem, hub_tables, is_url, open_source
 

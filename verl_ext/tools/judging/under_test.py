@@ -12,11 +12,11 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from verl_ext.cache import fingerprint
 from verl_ext.endpoint.answer import CUT, FAILED, REFUSED, TOO_LONG, Answer, Usage, answer_from_text
 from verl_ext.endpoint.client import Messages, SamplingOptions
 from verl_ext.endpoint.reasoning import decode_answer
 from verl_ext.endpoint.store import Store
-from verl_ext.files import fingerprint
 from verl_ext.options import DataError, UsageError, first_line
 from verl_ext.text.tokenizing import file_facts
 from verl_ext.tools.judging.task import read_rows

@@ -1,10 +1,12 @@
-"""The columns of a tokenized dataset folder, and the writer of its shards.
+"""The folder of a tokenized dataset: its columns, its writer, and the reader of its list of shards.
 
-    data-00000-of-00002.arrow, data-00001-of-00002.arrow, state.json, dataset_info.json
+    data-00000-of-00002.arrow, data-00001-of-00002.arrow, dataset_info.json, and state.json:
+    {"_fingerprint": "7c1e…", "_data_files": [{"filename": "data-00000-of-00002.arrow",
+        "bytes": 81023, "xxh3_128": "52d0…"}, …], …}      size and checksum, only if verl-ext wrote the shard
 
-`datasets.load_from_disk` opens these files. Every row is a document: its tokens, then the numbers that a scan of its
-tokens would give. Only shards with MARK, which are written here, have valid numbers. If `datasets` saves a shard again,
-it loses MARK, and its tokens are read instead.
+`datasets.load_from_disk` opens these files. Every row is a document: its tokens, then the facts that a scan of its
+tokens would give. Only shards with MARK, which are written here, have valid facts. If `datasets` saves a shard again,
+it loses MARK and its checksum, and its tokens are read instead.
 """
 
 import contextlib
@@ -12,15 +14,18 @@ import os
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
-from verl_ext.files import ChecksumFile, atomic_write, fingerprint, write_json
-from verl_ext.text.read.arrow_folder import STATE, Shard, read_shards
+from verl_ext.cache import fingerprint
+from verl_ext.files import ChecksumFile, atomic_write, is_inside, write_json
+from verl_ext.text.read.json_records import parse_json
 from verl_ext.text.tokens.documents import Documents
 
+STATE = "state.json"
 SHARD_BYTES = 500 * 1000 * 1000
 BATCH_TOKENS = 1 << 22  # about so many per record batch; each batch costs 60 µs and 5 kB whenever the dataset is opened
 TOKEN_BYTES = 9  # input_ids, loss_mask and category_ids
@@ -35,10 +40,59 @@ DOCUMENT_COLUMNS = {
     "lowest_token_id": pa.int32(),
     "highest_token_id": pa.int32(),
     "full_length": pa.int32(),  # tokens before it was cut
-    "document_category": pa.int32(),
+    "document_category": pa.int32(),  # that of its record, also of one without a target
 }
 WEIGHT_COLUMN = {"loss_weight": pa.list_(pa.float32())}
 MARK = {b"verl_ext.document_columns": b"1"}  # metadata of a shard whose DOCUMENT_COLUMNS are valid
+
+
+def count_targets(loss_mask: NDArray[Any], starts: NDArray[np.int64]) -> NDArray[np.int32]:
+    """Return the targets of documents that begin at `starts`, none of them empty; a first token never is one."""
+    return np.add.reduceat(loss_mask, starts, dtype=np.int32) - loss_mask[starts]
+
+
+class Shard(NamedTuple):
+    """A file of record batches, with its size and checksum (:func:`verl_ext.files.checksum`) if they were recorded."""
+
+    name: str
+    bytes: int | None = None
+    xxh3_128: str | None = None
+
+
+def parse_shards(content: str) -> tuple[Shard, ...]:
+    """Return the shards that the content of a state.json names.
+
+    Names come with the data, so a name that leads out of the folder is refused. Raises ValueError if the content cannot
+    be used, with a message that is to follow the folder's name.
+    """
+    state = parse_json(content)
+    files = state.get("_data_files") if isinstance(state, dict) else None
+    if not isinstance(files, list) or not all(isinstance(file, dict) for file in files):
+        raise ValueError(f"its {STATE} names no files")
+    if state.get("_indices_data_files"):
+        raise ValueError("its rows are in an order of their own: save it anew")
+    shards = tuple(_shard(file) for file in files)
+    if len({shard.name for shard in shards}) != len(shards):
+        raise ValueError(f"its {STATE} names a file twice")
+    return shards
+
+
+def read_shards(folder: Path) -> tuple[Shard, ...]:
+    """Return the shards of a local folder. Raises ValueError like `parse_shards`, or if a link leads out of it."""
+    shards = parse_shards((folder / STATE).read_text(encoding="utf-8"))
+    for shard in shards:
+        if not is_inside(folder / shard.name, folder):
+            raise ValueError(f"its {shard.name} is a link out of the folder")
+    return shards
+
+
+def _shard(file: dict[str, Any]) -> Shard:
+    name, size, checksum = file.get("filename"), file.get("bytes"), file.get("xxh3_128")
+    if not isinstance(name, str) or name in ("", "..") or Path(name).name != name or "\0" in name:
+        raise ValueError(f"its {STATE} names files of other folders, or none: {str(name)[:80]!r}")
+    if type(size) is not int or not isinstance(checksum, str):
+        return Shard(name)
+    return Shard(name, size, checksum)
 
 
 class DatasetWriter:
@@ -52,10 +106,9 @@ class DatasetWriter:
     def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES, texts: Sequence[str] = ()) -> None:
         self.folder, self.shard_bytes, self.texts = folder, shard_bytes, tuple(texts)
         self.weighted, self.marked = False, True
-        self._shards: list[tuple[Path, bool, ChecksumFile]] = []  # path, has loss_weight, what was written
+        self._shards: list[tuple[ChecksumFile, bool]] = []  # the file, and whether it has loss_weight
         self._pending: list[pa.RecordBatch] = []
         self._pending_tokens = 0
-        self._sink: Any = None
         self._stream: Any = None
         self._open = contextlib.ExitStack()
 
@@ -67,7 +120,7 @@ class DatasetWriter:
         if documents.weights is not None and not self.weighted:
             self._write_pending()
             self.weighted = True
-            self.abandon()  # all rows of a shard have the column, or none
+            self._close_shard()  # all rows of a shard have the column, or none
         self._pending.append(self._batch(documents))
         self._pending_tokens += len(documents.input_ids)
         if self._pending_tokens >= BATCH_TOKENS or self._pending_tokens * TOKEN_BYTES >= self.shard_bytes:
@@ -76,20 +129,27 @@ class DatasetWriter:
     def close(self) -> None:
         """Finish the shards and write the two files that make the folder a dataset."""
         self._write_pending()
-        self.abandon()
-        shards = []
-        for number, (path, has_weights, written) in enumerate(self._shards):
-            if self.weighted and not has_weights:
-                written = _add_weights(path, _schema(True, self.texts, self.marked))
+        self._close_shard()
+        schema, shards = self._schema, []
+        for number, (file, has_weights) in enumerate(self._shards):
+            path = Path(file.name)
+            written = file if has_weights or not self.weighted else _add_weights(path, schema)
             named = self.folder / f"data-{number:05d}-of-{len(self._shards):05d}.arrow"
             os.replace(path, named)
-            shards.append(Shard(named.name, written.tell(), written.checksum))
-        _write_metadata(self.folder, shards, _schema(self.weighted, self.texts, self.marked))
+            shards.append(Shard(named.name, written.size, written.checksum))
+        _write_metadata(self.folder, shards, schema)
 
     def abandon(self) -> None:
-        """Close the open shard, at its end or after an error."""
+        """Close the open shard after an error."""
+        self._close_shard()
+
+    def _close_shard(self) -> None:
         self._stream = None
         self._open.close()  # closes the file even if the stream's last write fails on a full disk, to free its space
+
+    @property
+    def _schema(self) -> pa.Schema:
+        return _schema_of(self.weighted, self.texts, self.marked)
 
     def _write_pending(self) -> None:
         """Write the pending documents as one record batch."""
@@ -98,40 +158,39 @@ class DatasetWriter:
         table = pa.Table.from_batches(self._pending).combine_chunks()
         self._pending, self._pending_tokens = [], 0
         if self._stream is None:
-            path = self.folder / f"part-{len(self._shards):05d}.arrow"
-            self._sink = self._open.enter_context(ChecksumFile(path))
-            self._shards.append((path, self.weighted, self._sink))
-            schema = _schema(self.weighted, self.texts, self.marked)
-            self._stream = self._open.enter_context(pa.ipc.new_stream(self._sink, schema))
+            file = self._open.enter_context(ChecksumFile(self.folder / f"part-{len(self._shards):05d}.arrow"))
+            self._shards.append((file, self.weighted))
+            self._stream = self._open.enter_context(pa.ipc.new_stream(file, self._schema))
         self._stream.write_table(table)
-        if self._sink.tell() >= self.shard_bytes:
-            self.abandon()
+        if self._shards[-1][0].size >= self.shard_bytes:
+            self._close_shard()
 
     def _batch(self, documents: Documents) -> pa.RecordBatch:
-        mask, lengths = documents.loss_mask, documents.lengths
+        """Return documents as rows, with their facts."""
+        ids, mask, lengths = documents.input_ids, documents.loss_mask, documents.lengths
         ends = np.cumsum(lengths, dtype=np.int64)
         if ends[-1] > np.iinfo(np.int32).max:
             raise OverflowError("a chunk of records must have fewer than 2^31 tokens")
         category = np.full(len(lengths), documents.category_id, np.int32)
         if documents.category_ids is not None:
             category = documents.category_ids.astype(np.int32)
+        # A token that is no target has no category.
         of_tokens = documents.token_categories
         if of_tokens is None:
             of_tokens = np.where(mask == 1, np.repeat(category, lengths), np.int32(0))
-        tokens = [documents.input_ids, mask, of_tokens]
+        tokens = [ids, mask, of_tokens]
         if self.weighted:
             tokens.append(np.ones(len(mask), np.float32) if documents.weights is None else documents.weights)
-        rows = pa.array(np.concatenate([[0], ends]).astype(np.int32))
-        lists = [pa.ListArray.from_arrays(rows, pa.array(values)) for values in tokens]
         full = lengths if documents.full_lengths is None else documents.full_lengths
         starts = ends - lengths
-        targets = np.add.reduceat(mask, starts, dtype=np.int32) - mask[starts]
-        lowest, highest = (reduce.reduceat(documents.input_ids, starts) for reduce in (np.minimum, np.maximum))
-        facts = [lengths, targets, lowest, highest, full, category]
+        lowest, highest = (reduce.reduceat(ids, starts) for reduce in (np.minimum, np.maximum))
+        facts = [lengths, count_targets(mask, starts), lowest, highest, full, category]
+        # The columns in the schema's order: lists of tokens, numbers and texts of documents, weights of tokens.
+        rows = pa.array(np.concatenate([[0], ends]).astype(np.int32))
+        lists = [pa.ListArray.from_arrays(rows, pa.array(values)) for values in tokens]
         numbers = [pa.array(values.astype(np.int32, copy=False)) for values in facts]
         texts = [pa.array(documents.texts[name], pa.large_string()) for name in self.texts]
-        columns = [*lists[:3], *numbers, *texts, *lists[3:]]
-        return pa.RecordBatch.from_arrays(columns, schema=_schema(self.weighted, self.texts, self.marked))
+        return pa.RecordBatch.from_arrays([*lists[:3], *numbers, *texts, *lists[3:]], schema=self._schema)
 
 
 def _write_metadata(folder: Path, shards: Sequence[Shard], schema: pa.Schema) -> None:
@@ -146,22 +205,13 @@ def _write_metadata(folder: Path, shards: Sequence[Shard], schema: pa.Schema) ->
     write_json(folder / STATE, {**state, "_fingerprint": name, "_data_files": files})
 
 
-def has_document_columns(folder: Path) -> bool:
-    """Return whether every shard of a dataset has MARK, so that its DOCUMENT_COLUMNS are valid."""
-    for shard in read_shards(folder):
-        with pa.memory_map(str(folder / shard.name)) as source, pa.ipc.open_stream(source) as reader:
-            if not is_marked(reader.schema):
-                return False
-    return True
-
-
 def is_marked(schema: pa.Schema) -> bool:
     """Return whether a shard's schema has MARK."""
     return MARK.items() <= (schema.metadata or {}).items()
 
 
 @cache
-def _schema(weighted: bool, texts: tuple[str, ...], marked: bool) -> pa.Schema:
+def _schema_of(weighted: bool, texts: tuple[str, ...], marked: bool) -> pa.Schema:
     from datasets import Features  # here, because importing it takes a second
 
     columns = {**TOKEN_COLUMNS, **DOCUMENT_COLUMNS, **dict.fromkeys(texts, pa.large_string())}
@@ -170,7 +220,7 @@ def _schema(weighted: bool, texts: tuple[str, ...], marked: bool) -> pa.Schema:
 
 
 def _add_weights(shard: Path, schema: pa.Schema) -> ChecksumFile:
-    """Rewrite a shard, batch by batch, with the column loss_weight = 1; return what was written."""
+    """Rewrite a shard, batch by batch, with the column loss_weight = 1; return the file that was written."""
     with (
         atomic_write(shard) as partial,
         pa.memory_map(str(shard)) as source,
