@@ -23,8 +23,8 @@ from verl.utils.fsdp_utils import apply_fsdp2, fsdp2_load_full_state_dict
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine.base import EngineRegistry
 
-from verl_ext.engines.step import StepEngine, asks_for_measures
-from verl_ext.losses import token_measures
+from verl_ext.engines.step import StepEngine, wants_token_stats
+from verl_ext.losses import nll_and_stats
 from verl_ext.models.qwen_titans import load_memory_checkpoint
 
 
@@ -109,18 +109,18 @@ class ChunkedEngine(StepEngine):
     ) -> dict[str, torch.Tensor]:
         """Return next tokens' ``log_probs``, and ``is_greedy``, whether those are likeliest.
 
-        They are jagged as ``input_ids``, and so is ``entropy`` if the batch asks for measures; log_probs are 0 if the
-        next token is no target.
+        They are jagged as ``input_ids``, and so is ``entropy`` if the batch asks for token statistics; log_probs are 0
+        if the next token is no target.
         """
         wanted, labels = output_args["wanted"], output_args["labels"]
         is_greedy = output.logits.argmax(-1) == labels  # before the loss, whose backward reuses the logits' memory
-        measures = asks_for_measures(micro_batch)
-        nll, *measured = token_measures(output.logits, labels, inplace_backward=True, measures=measures)
+        with_stats = wants_token_stats(micro_batch)
+        nll, *stats = nll_and_stats(output.logits, labels, inplace_backward=True, with_stats=with_stats)
         log_probs = nll.new_zeros(len(wanted)).masked_scatter(wanted, -nll)
         offsets = micro_batch["input_ids"].offsets()
         outputs = {"log_probs": log_probs, "is_greedy": wanted.masked_scatter(wanted, is_greedy)}
-        if measures:
-            outputs["entropy"] = nll.new_zeros(len(wanted)).masked_scatter(wanted, measured[1])
+        if with_stats:
+            outputs["entropy"] = nll.new_zeros(len(wanted)).masked_scatter(wanted, stats[1])
         return {name: torch.nested.nested_tensor_from_jagged(x, offsets) for name, x in outputs.items()}
 
     def memory_state_dict(self) -> dict[str, torch.Tensor]:

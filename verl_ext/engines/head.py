@@ -75,7 +75,7 @@ class HeadInputs:
         coefficients: fp32[≤ R], the coefficients of the same targets.
         rows: the targets of this rank.
         group: the sequence-parallel ranks; None for a single rank.
-        block_bytes, measures: the arguments of :func:`head_terms`.
+        block_bytes, with_stats: the arguments of :func:`head_terms`.
     """
 
     labels: torch.Tensor
@@ -83,7 +83,7 @@ class HeadInputs:
     rows: TargetRows
     group: dist.ProcessGroup | None
     block_bytes: int
-    measures: bool = False
+    with_stats: bool = False
 
 
 class FusedHead:
@@ -134,7 +134,7 @@ class FusedHead:
             given.coefficients,
             bias=base.bias,
             block_bytes=given.block_bytes,
-            measures=given.measures,
+            with_stats=given.with_stats,
         )
         return torch.stack([x[None] for x in of_targets], dim=-1)  # a copy: FSDP2 warns if a forward returns a view
 

@@ -25,11 +25,11 @@ from verl_ext.attention.packed import require_layout
 from verl_ext.attention.rope import choose_rope_by_document, restore_rope_precision
 from verl_ext.engines.head import FusedHead, HeadInputs, TargetRows, supported_head
 from verl_ext.engines.router import RouterLoss, RoutingSums, asks_for_router_loss
-from verl_ext.engines.step import StepEngine, asks_for_measures, on_device
+from verl_ext.engines.step import StepEngine, on_device, wants_token_stats
 from verl_ext.layers import UNAWARE, RunningPack, attach, install, torch_forms
 from verl_ext.layers.experts import choose_experts
 from verl_ext.layers.towers import freeze, model_class, text_alone, text_parts
-from verl_ext.losses import BLOCK_BYTES, HEADS, MEASURES, token_measures
+from verl_ext.losses import BLOCK_BYTES, HEADS, TOKEN_STATS, nll_and_stats
 from verl_ext.parallel.key_exchange import ContextGroups, ContextLayout
 from verl_ext.parallel.shards import SequenceShards, document_layout, pinned
 
@@ -182,7 +182,7 @@ class PackedEngine(StepEngine):
                 rows,
                 self.ulysses_parallel_group if self.use_ulysses_sp else None,
                 tu.get_non_tensor_data(micro_batch, "head_block_bytes", default=BLOCK_BYTES),
-                asks_for_measures(micro_batch),
+                wants_token_stats(micro_batch),
             )
         return args
 
@@ -246,7 +246,7 @@ class PackedEngine(StepEngine):
 
         If the batch asks for target tokens alone, the others are 0. A fused head also returns ``loss_terms``, the
         coefficient times the loss of each token, through which the gradients flow. If the batch asks for measures, the
-        outputs include MEASURES.
+        outputs include TOKEN_STATS.
         """
         if _needs_verl(micro_batch):
             return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
@@ -256,17 +256,17 @@ class PackedEngine(StepEngine):
             assert rows is not None
             found = self._gathered_terms(output.logits.squeeze(0), rows)
             whole = found.new_zeros(len(micro_batch["input_ids"].values()), found.shape[1])
-            terms, nll, *measures = whole.index_put((output_args["at"],), found).unbind(-1)
-            columns = {"loss_terms": terms, **_named(nll.detach(), measures)}
+            terms, nll, *stats = whole.index_put((output_args["at"],), found).unbind(-1)
+            columns = {"loss_terms": terms, **_named(nll.detach(), stats)}
             return {name: torch.nested.nested_tensor_from_jagged(x, offsets) for name, x in columns.items()}
         logits, labels = output.logits.squeeze(0), output_args["labels"]  # [T/n, V], or of the targets in it
         held = None if rows is None else output_args["held"]
         asked = labels if held is None else labels[held]
-        of_rows = token_measures(logits, asked, inplace_backward=True, measures=asks_for_measures(micro_batch))
+        of_rows = nll_and_stats(logits, asked, inplace_backward=True, with_stats=wants_token_stats(micro_batch))
         if held is not None:
             of_rows = tuple(x.new_zeros(len(labels)).index_put((held,), x) for x in of_rows)
-        nll, *measures = (self._gather_and_unpad_packed(x, output_args["pad_size"]) for x in of_rows)
-        columns = _named(nll, measures)
+        nll, *stats = (self._gather_and_unpad_packed(x, output_args["pad_size"]) for x in of_rows)
+        columns = _named(nll, stats)
         return {name: torch.nested.nested_tensor_from_jagged(x, offsets) for name, x in columns.items()}
 
     def _gathered_terms(self, found: torch.Tensor, rows: TargetRows) -> torch.Tensor:
@@ -288,9 +288,9 @@ def _next_ids(micro_batch: TensorDict) -> torch.Tensor:
     return micro_batch["next_ids"].values() if "next_ids" in micro_batch else micro_batch["input_ids"].values().roll(-1)
 
 
-def _named(nll: torch.Tensor, measures: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+def _named(nll: torch.Tensor, stats: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     """Name the outputs of a head."""
-    return {"log_probs": -nll, **dict(zip(MEASURES, measures, strict=bool(measures)))}
+    return {"log_probs": -nll, **dict(zip(TOKEN_STATS, stats, strict=bool(stats)))}
 
 
 def _needs_verl(micro_batch: TensorDict) -> bool:

@@ -270,9 +270,9 @@ def on_device(micro_batch: TensorDict, device: Any) -> TensorDict:
     return moved
 
 
-def asks_for_measures(micro_batch: TensorDict) -> bool:
-    """Tell whether a batch asks for its targets' MEASURES beside losses."""
-    return tu.get_non_tensor_data(micro_batch, "head_measures", default=False)
+def wants_token_stats(micro_batch: TensorDict) -> bool:
+    """Tell whether a batch asks for TOKEN_STATS beside losses."""
+    return tu.get_non_tensor_data(micro_batch, "token_stats", default=False)
 
 
 def _adapt_config(config: Any) -> None:

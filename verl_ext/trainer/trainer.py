@@ -232,7 +232,7 @@ class SFTTrainer:
     def _update(self, batch: StepBatch, loss: StepLoss) -> float:
         """Compute gradients and run the optimizer; return the gradient norm before clipping."""
         size, flags = self.config.data.micro_batch_size_per_gpu, self.config.loss.head_flags
-        micro_batches = list(batch.micro_batches(size, head_measures=loss.sums is not None, **flags))
+        micro_batches = list(batch.micro_batches(size, token_stats=loss.sums is not None, **flags))
         with self.engine.train_mode():
             self.engine.optimizer_zero_grad()
             self.engine.accumulate(micro_batches, loss)
