@@ -39,10 +39,9 @@ def computed_flops(module: Any, hf_config: Any, ulysses: int, recomputes: bool =
 def balancing_cost(module: Any, hf_config: Any, ulysses: int) -> CostModel | None:
     """Return the cost that balances packs; None if it is unknown.
 
-    Its unit is the cost of one layer's attention.
-
-    Ulysses divides tokens and heads of a pack by the number of ranks, which keeps their ratio. Keys and values that
-    travel between groups of ranks belong to long documents, whose attention costs far more.
+    Its unit is the cost of one layer's attention. Ulysses divides tokens and heads of a pack by the number of ranks,
+    which keeps their ratio. Keys and values that travel between groups of ranks belong to long documents, whose
+    attention costs far more.
     """
     found, text = computed_flops(module, hf_config, ulysses), hf_config.get_text_config()
     if found is None:

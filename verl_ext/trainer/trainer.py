@@ -127,7 +127,7 @@ class SFTTrainer:
 
         Adapters, remote code and patched kernels cause this, and only the built module shows them.
         """
-        said, runs = self.run.model.head, getattr(self.engine, "head_use", "fused")
+        said, runs = self.run.model.head, getattr(self.engine, "cheapest_head", "fused")
         if HEADS.index(runs) > HEADS.index(said):
             why = "the module has no linear head whose logits it gives as they are"
             print(f"note: loss.head={self.config.loss.head} is {runs} here: {why}", file=sys.stderr, flush=True)
