@@ -37,13 +37,12 @@ def read_memory_checkpoint(path: str | Path) -> dict[str, Any]:
     except Exception as error:  # the unpickler can raise any exception
         raise ValueError(f"a memory checkpoint must be a file of torch.save, whole; got {path}") from error
     if not isinstance(content, dict) or set(content) != _KEYS:
-        found = ", ".join(sorted(map(str, content))) if isinstance(content, dict) else type(content).__name__
-        raise ValueError(f"a memory checkpoint must hold memory_state_dict and global_step; {path} holds {found}")
+        keys = ", ".join(sorted(map(str, content))) if isinstance(content, dict) else type(content).__name__
+        raise ValueError(f"a memory checkpoint must hold memory_state_dict and global_step; {path} holds {keys}")
     state = content["memory_state_dict"]
     if not isinstance(state, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in state.values()):
         raise ValueError(f"memory_state_dict of a memory checkpoint must be tensors by name; {path} holds others")
-    if not isinstance(content["global_step"], int):
-        step = content["global_step"]
+    if not isinstance(step := content["global_step"], int):
         raise ValueError(f"global_step of a memory checkpoint must be a whole number; {path} holds {step!r}")
     return content
 
@@ -54,20 +53,20 @@ def load_memory_checkpoint(model: Any, path: str | Path) -> int:
     Raises ValueError, before it copies anything, if parameters are missing, unknown or of another shape.
     """
     content = read_memory_checkpoint(path)
-    saved, own = content["memory_state_dict"], model.memory_state_dict()
-    for problem, names in (("lacks", own.keys() - saved.keys()), ("has the unknown", saved.keys() - own.keys())):
+    saved, memory = content["memory_state_dict"], model.memory_state_dict()
+    for problem, names in (("lacks", memory.keys() - saved.keys()), ("has the unknown", saved.keys() - memory.keys())):
         if names:
             raise ValueError(
                 f"a memory checkpoint must fit model.memory; {path} {problem} {min(names)}"
                 + (f" and {len(names) - 1} more" if len(names) > 1 else "")
             )
-    for name, tensor in own.items():
+    for name, tensor in memory.items():
         if tensor.shape != saved[name].shape:
             raise ValueError(
                 f"a memory checkpoint must fit model.memory; {path} has {name} of shape {list(saved[name].shape)}, "
                 f"the model {list(tensor.shape)}"
             )
     with torch.no_grad():
-        for name, tensor in own.items():
+        for name, tensor in memory.items():
             tensor.copy_(saved[name])
     return content["global_step"]

@@ -162,15 +162,15 @@ def _check_reach(base: PreTrainedConfig, options: MemoryOptions) -> None:
 
     Rotary frequencies must not depend on the number of a chunk's tokens either: the last chunk of a text has fewer.
     """
-    seen, limit = options.chunk_size, same_frequencies_up_to(base)
-    if limit is not None and limit < seen:
+    chunk, limit = options.chunk_size, same_frequencies_up_to(base)
+    if limit is not None and limit < chunk:
         raise ValueError(
-            f"model.memory.chunk_size needs {seen} positions of the same rotary frequencies, which the model's "
-            f"rope_type={base.rope_parameters['rope_type']} has up to {limit}; got {options.chunk_size}"
+            f"model.memory.chunk_size needs {chunk} positions of the same rotary frequencies, which the model's "
+            f"rope_type={base.rope_parameters['rope_type']} has up to {limit}; got {chunk}"
         )
     for layer, layer_type in enumerate(base.layer_types):
-        if layer_type == "sliding_attention" and base.sliding_window < seen:
+        if layer_type == "sliding_attention" and base.sliding_window < chunk:
             raise ValueError(
-                f"model.memory.chunk_size needs {seen} tokens seen by layer {layer}, whose sliding window is "
-                f"{base.sliding_window}; got {options.chunk_size}"
+                f"model.memory.chunk_size needs {chunk} tokens seen by layer {layer}, whose sliding window is "
+                f"{base.sliding_window}; got {chunk}"
             )
