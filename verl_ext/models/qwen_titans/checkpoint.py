@@ -1,4 +1,4 @@
-"""The file of a trained memory: its parameters and the step, without the base model.
+"""The file of a trained memory, without the base model.
 
     {"memory_state_dict": {name: tensor}, "global_step": int}
 
@@ -18,7 +18,7 @@ _KEYS = {"memory_state_dict", "global_step"}
 
 
 def save_memory_checkpoint(path: str | Path, memory_state_dict: Mapping[str, torch.Tensor], global_step: int) -> None:
-    """Write the file atomically; its data is on the disk before the file gets its name."""
+    """Write the file atomically, its data before its name."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     state = {name: tensor.detach().cpu().clone() for name, tensor in memory_state_dict.items()}
@@ -29,7 +29,7 @@ def save_memory_checkpoint(path: str | Path, memory_state_dict: Mapping[str, tor
 
 
 def read_memory_checkpoint(path: str | Path) -> dict[str, Any]:
-    """Read ``{"memory_state_dict", "global_step"}`` to the CPU. Raises ValueError if the file is no checkpoint."""
+    """Read a checkpoint to the CPU; raise ValueError for another file."""
     if not Path(path).is_file():
         raise ValueError(f"a memory checkpoint must be a file; got {path}")
     try:
@@ -48,7 +48,7 @@ def read_memory_checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 def load_memory_checkpoint(model: Any, path: str | Path) -> int:
-    """Copy a checkpoint's parameters into ``model`` (a ``QwenTitansForCausalLM``), and return its global step.
+    """Copy a checkpoint's parameters into a model; return its global step.
 
     Raises ValueError, before it copies anything, if parameters are missing, unknown or of another shape.
     """

@@ -1,4 +1,4 @@
-"""A memory that learns while it reads: a small network per head whose weights are the state (Titans).
+"""The Titans memory: weights of a small network that learn while reading.
 
     depth 1    M(k) = k W1
     depth 2    M(k) = g(k W1) W2        g(a) = 2·silu(a), which is a + a²/2 - … near 0
@@ -46,7 +46,7 @@ NEGLIGIBLE = 1e-30
 
 
 class WriteRates(NamedTuple):
-    """Rates by token ``[..., s]``; logarithms, because products of many factors near 0 or 1 lose digits."""
+    """Rates by token ``[..., s]``, as logarithms where factors multiply."""
 
     theta: torch.Tensor  # θ, the strength of a write
     log_eta: torch.Tensor  # log η, the share of the momentum that stays
@@ -61,7 +61,7 @@ class WriteCoefficients(NamedTuple):
 
 
 def write_coefficients(rates: WriteRates, is_written: torch.Tensor) -> WriteCoefficients:
-    """Return the weights with which the tokens of one sub-chunk enter the memory, for rates ``[..., s]``.
+    """Return the weights with which a sub-chunk's tokens enter the memory.
 
     Every token t is measured against the weights W_0 of the sub-chunk's beginning, which gives the surprise u_t. The
     paper's recurrence (eq. 9-14)
@@ -76,15 +76,14 @@ def write_coefficients(rates: WriteRates, is_written: torch.Tensor) -> WriteCoef
         P[j, t] = Π_{i=t+1..j} η_i                       c_t = θ_t R_t,  R_t = Σ_{j≥t} Q[j] P[j, t]
         Q[j]    = Π_{i=j+1..s} (1 - α_i)                 B   = η_1 R_1
 
-    R_t = Q[t] + η_{t+1} R_{t+1} is summed over 2, 4, 8, … tokens at once. Nothing is divided, no sums are subtracted,
-    so that a token with η = 0 costs no digits. Weights below `NEGLIGIBLE` become 0.
-
-    ``is_written``, broadcastable to the rates, is False for a token (padding) that leaves S and W as they are: θ = 0,
-    η = 1, α = 0, and no "+ S" of its own.
+    Weights below `NEGLIGIBLE` become 0. rates are ``[..., s]``. ``is_written``, broadcastable to them, is False for a
+    token (padding) that leaves S and W as they are: θ = 0, η = 1, α = 0, and no "+ S" of its own.
     """
     theta, log_eta, log_keep = (rate.masked_fill(~is_written, 0.0) for rate in rates)
     total, size = _sum_from_behind(log_keep[..., 1:]).exp() * is_written, theta.shape[-1]
     eta = log_eta.exp()
+    # R_t = Q[t] + η_{t+1} R_{t+1} is summed over 2, 4, 8, … tokens at once. Nothing is divided and no sums are
+    # subtracted, so that a token with η = 0 costs no digits.
     factor, reach = F.pad(eta[..., 1:], (0, 1)), 1
     while reach < size:
         total = torch.addcmul(total, factor, F.pad(total[..., reach:], (0, reach)))
@@ -101,20 +100,20 @@ def _sum_from_behind(x: torch.Tensor) -> torch.Tensor:
 
 
 def recall(x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-    """Compute M(x) ``[B, H, s, dk]`` for queries of that shape, from a state or its weights alone."""
+    """Compute M(x) for queries ``x[B, H, s, dk]``, in their shape."""
     first, *second = state[..., : x.shape[-1], :].unbind(2)
     return 2 * F.silu(x @ first) @ second[0].mT if second else x @ first
 
 
 @torch.no_grad()
 def write_limit(c: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-    """Return the factor ``[..., 1]`` to θ of a whole sub-chunk with which its tokens together do not overshoot.
+    """Return the factor to θ that keeps a sub-chunk from overshooting.
 
-    All are measured at the same weights. Through the last layer, whose inputs are z ``[..., s, e]`` (depth 1: the
-    keys), the error of token t changes by Σ_j 2 c_j (z_t·z_j) error_j. The eigenvalues of that map are those of the
-    symmetric 2 √(c_t c_j) (z_t·z_j), and at most its largest row sum of magnitudes, which is held to 1. If many keys
-    are alike, the memory would otherwise oscillate at its clamp. Back-propagation takes the factor as a constant: with
-    its own gradient, the memory of a small recall task was not learned.
+    It is ``[..., 1]``: all tokens are measured at the same weights. Through the last layer, whose inputs are z ``[...,
+    s, e]`` (depth 1: the keys), the error of token t changes by Σ_j 2 c_j (z_t·z_j) error_j. The eigenvalues of that
+    map are those of the symmetric 2 √(c_t c_j) (z_t·z_j), and at most its largest row sum of magnitudes, which is held
+    to 1. If many keys are alike, the memory would otherwise oscillate at its clamp. Back-propagation takes the factor
+    as a constant: with its own gradient, the memory of a small recall task was not learned.
     """
     root = c.sqrt().unsqueeze(-1)
     change = 2 * root * ((z @ z.mT).abs_() @ root)
@@ -124,12 +123,12 @@ def write_limit(c: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
 def stream_matrix(
     qk: torch.Tensor, v: torch.Tensor, state: torch.Tensor, coefficients: WriteCoefficients, max_surprise: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read and write sub-chunk by sub-chunk at depth 1: return M(q) ``[N, n s, dk]`` and the state after all tokens.
+    """Read and write sub-chunk by sub-chunk at depth 1.
 
-    ``qk`` ``[N, n, 2s, dk]`` has each sub-chunk's queries before its keys: one product reads for both. ``v`` is
-    ``[N, n, s, dk]``, the state ``[N, 1, 2dk, dk]``. The gradient is u_t = k_t ⊗ 2 (M(k_t) - v_t); its norm, at most
-    ``max_surprise``, is the product of both norms. Without the clamp, one outlier would make the weights, and so the
-    next gradients, grow without bound.
+    ``qk[N, n, 2s, dk]`` has each sub-chunk's queries before its keys: one product reads for both. ``v`` is ``[N, n, s,
+    dk]``, the state ``[N, 1, 2dk, dk]``. Returns M(q) ``[N, n s, dk]`` and the state after all tokens. The gradient is
+    u_t = k_t ⊗ 2 (M(k_t) - v_t); its norm, at most ``max_surprise``, is the product of both norms. Without the clamp,
+    one outlier would make the weights, and so the next gradients, grow without bound.
     """
     size = v.shape[2]
     k, now, recalled = qk[:, :, size:], state.squeeze(1), []
@@ -150,7 +149,7 @@ def stream_matrix(
 def stream_network(
     qk: torch.Tensor, v: torch.Tensor, state: torch.Tensor, coefficients: WriteCoefficients, max_surprise: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do the same at depth 2, for a state ``[N, 2, 2dk, e]``.
+    """Read and write sub-chunk by sub-chunk at depth 2.
 
     With a = k W1, z = g(a) and p = 2 (M(k) - v), the gradients are k ⊗ (p W2ᵀ ⊙ g'(a)) for W1 and p ⊗ z for W2ᵀ.
     """
@@ -175,9 +174,9 @@ def stream_network(
 
 
 class LongTermMemory(nn.Module):
-    """The module that reads and writes a layer's state from hidden states, in fp32 without autocast.
+    """The module that reads and writes a layer's state.
 
-    Its parameters are used inside ``forward`` alone, because FSDP2 gathers them there.
+    It computes in fp32 without autocast. FSDP2 gathers its parameters inside ``forward`` alone.
     """
 
     def __init__(self, hidden_size: int, options: MemoryOptions, eps: float = 1e-6) -> None:
@@ -201,10 +200,10 @@ class LongTermMemory(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Start with values of unit size, an empty memory (M = 0) and the same rates for every token.
+        """Start with an empty memory (M = 0) and equal rates.
 
-        A query starts as the key of the same tokens, so that equal words recall each other from the first step on. W_o
-        starts at 0 unless `output_std` is given.
+        Values have unit size. A query starts as the key of the same tokens, so that equal words recall each other from
+        the first step on. W_o starts at 0 unless `output_std` is given.
         """
         width, size = self.q_proj.in_features, self.options.head_dim
         init.ones_(self.norm.weight)
@@ -251,6 +250,7 @@ class LongTermMemory(nn.Module):
         if is_written is None:
             is_written = torch.ones(batch, length, dtype=torch.bool, device=hidden.device)
         dtype = self.q_proj.weight.dtype
+        # Without autocast: a state in bf16 would lose what thousands of writes add up.
         with torch.autocast(hidden.device.type, enabled=False):
             state = self.initial_state(batch) if state is None else state
             normed = self.norm(torch.cat([before, hidden, hidden.new_zeros(batch, fill, width)], 1).to(dtype))
@@ -264,7 +264,7 @@ class LongTermMemory(nn.Module):
     def _stream(
         self, q: torch.Tensor, normed: torch.Tensor, state: torch.Tensor, is_written: torch.Tensor, size: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read, measure the surprise and write, sub-chunk by sub-chunk; return ``[B, H, T, dk]`` and the state."""
+        """Read and write sub-chunks; return M(q) ``[B, H, T, dk]`` and state."""
         v = self._heads(self.v_proj(normed[:, self.options.conv_tokens - 1 :]))
         k = self._directions(self.k_proj, self.k_conv, normed)
         qk, v = torch.cat([x.unflatten(2, (-1, size)) for x in (q, k)], 3), v.unflatten(2, (-1, size))
@@ -292,7 +292,7 @@ class LongTermMemory(nn.Module):
         return torch.cat([w, torch.zeros_like(w)], -2).repeat(batch, 1, 1, 1, 1)
 
     def _directions(self, projection: nn.Module, convolution: nn.Conv1d, normed: torch.Tensor) -> torch.Tensor:
-        """Return unit vectors ``[B, H, T, dk]`` of normed ``seen[B, r + T, d]``: each sees r before it too."""
+        """Return unit vectors ``[B, H, T, dk]``; each sees r tokens before."""
         x = self._heads(_convolved(convolution, projection(normed)))
         # F.normalize makes the norms as large as x, which its gradient reads six times.
         return x * torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=1e-12).reciprocal()
@@ -313,9 +313,10 @@ def _upcast(x: torch.Tensor) -> torch.Tensor:
 
 
 def _merge_heads(recalled: torch.Tensor) -> torch.Tensor:
-    """Put heads side by side, ``[B, T, H * dk]``, each divided by the root of its mean square plus 1 / dk.
+    """Put heads side by side, ``[B, T, H * dk]``, each scaled.
 
-    An empty memory gives 0, a value recalled whole (norm 1) about 0.7 a channel, and an overshoot at most 1.
+    A head is divided by the root of its mean square plus 1 / dk. An empty memory gives 0, a value recalled whole (norm
+    1) about 0.7 a channel, and an overshoot at most 1.
     """
     norm = torch.linalg.vector_norm(recalled, dim=-1, keepdim=True)
     scaled = recalled * ((norm.square() + 1) / recalled.shape[-1]).rsqrt()
@@ -323,12 +324,12 @@ def _merge_heads(recalled: torch.Tensor) -> torch.Tensor:
 
 
 class MemoryLayer(GradientCheckpointingLayer):
-    """The memory of one decoder layer: a pure function of hidden states and state; ``forward`` is its only entry.
+    """The memory of a decoder layer, entered by ``forward`` alone.
 
         h' = layer(h) + σ(memory_gate(h)) ⊙ W_o M(h)
 
-    With W_o = 0 at the start this equals the plain layer exactly. The decoder layer is not a part of this module: its
-    recomputation under checkpointing writes nothing twice.
+    It is a pure function of hidden states and state. With W_o = 0 at the start this equals the plain layer exactly. The
+    decoder layer is not a part of this module: its recomputation under checkpointing writes nothing twice.
     """
 
     def __init__(self, hidden_size: int, options: MemoryOptions, eps: float = 1e-6) -> None:
@@ -344,10 +345,7 @@ class MemoryLayer(GradientCheckpointingLayer):
         init.zeros_(self.memory_gate.bias)
 
     def forward(self, hidden: torch.Tensor, *others: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the summand ``[B, T, d]`` for a layer of input ``hidden[B, T, d]``, and the state after the tokens.
-
-        The arguments are those of :meth:`LongTermMemory.forward`.
-        """
+        """Return the summand ``[B, T, d]`` and later state, as :class:`LongTermMemory` does."""
         recalled, state = self.long_term_memory(hidden, *others, **kwargs)
         with torch.autocast(hidden.device.type, enabled=False):
             gate = torch.sigmoid(self.memory_gate(hidden.to(recalled.dtype)))

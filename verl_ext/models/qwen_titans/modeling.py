@@ -1,4 +1,4 @@
-"""Qwen2 or Qwen3 that reads a sequence in chunks and remembers through its memories alone.
+"""Qwen2 or Qwen3 that reads chunks and remembers by memories alone.
 
 The base model's parameters keep their names, so a plain Qwen folder loads. The names of new parameters begin with
 ``memory.<layer>.long_term_memory.`` or ``memory.<layer>.memory_gate.``. No keys or values pass from chunk to chunk, and
@@ -26,7 +26,7 @@ from verl_ext.models.qwen_titans.stream import ChunkKeys, ChunkPart, StreamCache
 
 
 class HeadPositions:
-    """The positions that the head sees, chunk by chunk: no other hidden state outlives its chunk.
+    """The positions that the head sees; only they outlive their chunk.
 
         wanted        . . . x | . . . . | . x x .        bool [B, T], C = 4
         kept of each  3       | none    | 9 10           columns that any row wants
@@ -46,7 +46,7 @@ class HeadPositions:
             self.columns = sorted({place % length for place in logits_to_keep.tolist()})
 
     def in_chunk(self, values: torch.Tensor, start: int) -> torch.Tensor:
-        """Return the kept columns ``[B, n of this chunk, …]`` of ``values[B, C, …]``, which begin at ``start``."""
+        """Return the kept columns of a chunk ``[B, C, …]`` from ``start``."""
         size = values.shape[1]
         columns = self.columns[bisect_left(self.columns, start) : bisect_left(self.columns, start + size)]
         if len(columns) == size:
@@ -54,7 +54,7 @@ class HeadPositions:
         return values[:, torch.tensor([column - start for column in columns], dtype=torch.long, device=values.device)]
 
     def requested(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the requested positions of kept ``values[B, n, …]``: ``[B, n, …]``, or ``[N, …]`` for a mask."""
+        """Return requested positions ``[B, n, …]``, or ``[N, …]`` for a mask."""
         if isinstance(self._requested, int):
             return values
         columns = torch.tensor(self.columns, dtype=torch.long, device=values.device)
@@ -64,7 +64,7 @@ class HeadPositions:
 
 
 class ChunkPass:
-    """A pass through the parts of ``model`` (a Qwen2Model or Qwen3Model), chunk after chunk."""
+    """A pass through a Qwen2Model or Qwen3Model, chunk after chunk."""
 
     def __init__(self, model: Any, memory: nn.ModuleDict, cache: StreamCache) -> None:
         self.model = model
@@ -73,7 +73,7 @@ class ChunkPass:
         self._masks: dict[int, torch.Tensor] = {}
 
     def __call__(self, input_ids: torch.Tensor, place: ChunkPart) -> torch.Tensor:
-        """Return the last layer's output ``[B, w, d]`` for ``input_ids[B, w]``, and update the cache's memories."""
+        """Return the last layer's output ``[B, w, d]``; update the cache's memories."""
         hidden = self.model.embed_tokens(input_ids)
         columns = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)
         if place.is_resumed:
@@ -96,7 +96,7 @@ class ChunkPass:
         return hidden
 
     def _attention_arguments(self, hidden: torch.Tensor, columns: torch.Tensor, place: ChunkPart) -> dict[str, Any]:
-        """Return a causal mask or None, the positions' rotations, and the store of keys and values.
+        """Return a layer's mask (None: causal without), rotations and store of keys.
 
         ``columns``, ``[B or 1, n]``, are the places of these tokens in their chunk.
         """
@@ -121,7 +121,7 @@ _BASE_MODELS = {Qwen2Config.model_type: Qwen2Model, Qwen3Config.model_type: Qwen
 
 
 def is_memory_parameter(name: str) -> bool:
-    """Tell whether a parameter of that name belongs to a memory rather than to the base model."""
+    """Tell whether a parameter of that name belongs to a memory."""
     return any(f"{part}." in name for part in ("long_term_memory", "memory_gate"))
 
 
@@ -214,7 +214,7 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
     def _read_chunks(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, cache: StreamCache, positions: HeadPositions
     ) -> torch.Tensor:
-        """Return the last layer's output ``[B, n, d]`` at the kept columns, before the final norm."""
+        """Return the last layer's output ``[B, n, d]`` at kept columns, unnormed."""
         if attention_mask is not None and (attention_mask[:, 1:] > attention_mask[:, :-1]).any():
             raise ValueError(
                 "attention_mask must have padding on the right alone without a cache; got some before text"
@@ -234,7 +234,7 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
     def _read_with_cache(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, cache: StreamCache, positions: HeadPositions
     ) -> torch.Tensor:
-        """Return the output of `_read_chunks` for rows at any place in their chunks, with padding on any side.
+        """Read as `_read_chunks` for rows within their chunks, padded anywhere.
 
         A column of padding has the output of the last token before it, or 0.
         """
@@ -273,7 +273,7 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
         return False  # the first forward makes a StreamCache
 
     def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> StoppingCriteriaList:
-        """Return transformers' criteria without its warning of too few positions, which restart in each chunk."""
+        """Return transformers' criteria without their warning of too few positions."""
         criteria = super()._get_stopping_criteria(*args, **kwargs)  # type: ignore[misc]  # transformers' own self
         for criterion in criteria:
             if isinstance(criterion, MaxLengthCriteria):
@@ -289,7 +289,7 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: bool = True,
         **kwargs: Any,
     ) -> Any:
-        """Return the inputs of a step: the tokens that the cache has not read, or all without `use_cache`."""
+        """Return a step's inputs: unread tokens, or all without `use_cache`."""
         if next_sequence_length is not None:
             input_ids = input_ids[:, -next_sequence_length:]
         cache = past_key_values if use_cache else None

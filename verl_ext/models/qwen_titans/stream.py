@@ -1,7 +1,8 @@
-"""The cache with which ``generate`` continues inside a chunk: the memory's state, and the chunk's keys and values.
+"""The cache with which ``generate`` continues inside a chunk.
 
-Rows of different lengths end their chunks at different tokens. Each pass takes at most the rest of its chunk from every
-row, so that attention and memory need not know the borders of other rows; rows with fewer chunks join later:
+It holds the memory's state, and the chunk's keys and values. Rows of different lengths end their chunks at different
+tokens. Each pass takes at most the rest of its chunk from every row, so that attention and memory need not know the
+borders of other rows; rows with fewer chunks join later:
 
 ```
 mask, C = 4          pass 1           pass 2             a token more
@@ -21,7 +22,7 @@ from torch.nn import functional as F
 
 
 class ChunkPart(NamedTuple):
-    """The part of each row's chunk that a pass reads, right-padded; without a cache, whole chunks from their start."""
+    """The part of each row's chunk that a pass reads, right-padded."""
 
     is_written: torch.Tensor | None = None  # bool [B, w] without a cache: tokens that are not padding, None for all
     start: torch.Tensor | None = None  # int64 [B] with a cache: tokens of the chunk that were read before
@@ -32,7 +33,7 @@ class ChunkPart(NamedTuple):
 
 
 class MemoryStream:
-    """One layer's memory between two passes: its state after whole sub-chunks, and the hidden states since then.
+    """A layer's memory between two passes, and hidden states not yet written.
 
     Without a cache, a pass ends with a sub-chunk, and only the r tokens that the next convolutions see are kept.
     """
@@ -42,7 +43,7 @@ class MemoryStream:
         self.since: torch.Tensor | None = None  # [B, r + s, d], the r tokens before included; [B, r, d] uncached
 
     def __call__(self, memory: Any, hidden: torch.Tensor, place: ChunkPart) -> torch.Tensor:
-        """Read for ``hidden[B, w, d]``, then write the sub-chunks that are complete; return ``[B, w, d]``."""
+        """Return the summand of ``hidden[B, w, d]``; write complete sub-chunks."""
         size, reach = memory.long_term_memory.options.sub_chunk, memory.long_term_memory.options.conv_tokens - 1
         cached = place.start is not None and place.tokens is not None
         if self.since is None:
@@ -68,7 +69,7 @@ class MemoryStream:
 
 
 class ChunkKeys:
-    """The keys and values of the rows' chunks for one pass, with the interface of a transformers cache.
+    """The rows' chunk keys and values for a pass, as transformers' cache.
 
     A later pass of a row writes from the row's own place on, so no token ever sees padding of an earlier pass.
     """
@@ -77,7 +78,7 @@ class ChunkKeys:
         self._stored, self._columns, self._top, self._resumes = stored, columns, top, resumes
 
     def update(self, key: torch.Tensor, value: torch.Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
-        """Store ``[B, heads, w, size]``; return the keys and values of the chunk so far."""
+        """Store ``[B, heads, w, size]``; return the chunk's keys and values."""
         if not self._resumes:
             self._stored[layer] = [key, value]
             return key, value
@@ -91,7 +92,7 @@ class ChunkKeys:
 
 
 class StreamCache:
-    """The place at which each row of a batch stopped, for ``past_key_values``; it never grows beyond a chunk.
+    """The place where each row stopped (``past_key_values``), within a chunk's size.
 
     It is not a tuple or dataclass, because FSDP2 casts tensors that it finds in arguments; a state must stay in fp32.
     """
@@ -126,9 +127,10 @@ class StreamCache:
     def passes(
         self, mask: torch.Tensor, chunk_size: int, agree: Callable[[int], int]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, ChunkPart]]:
-        """Yield each row's tokens before a pass ``[B]``, their columns in ``mask[B, T]`` ``[B, w]``, and its place.
+        """Yield each pass: tokens before it ``[B]``, columns ``[B, w]``, part.
 
-        ``agree`` returns the most passes of any rank, because each pass has collectives. The host waits for mask once.
+        The columns of ``mask[B, T]`` hold the tokens of the pass. ``agree`` returns the most passes of any rank,
+        because each pass has collectives. The host waits for mask once.
         """
         order = (~mask).long().argsort(dim=1, stable=True)
         left = mask.sum(1).cpu()
