@@ -20,13 +20,13 @@ _NAMED = 4  # nodes that a message names for each value
 
 def versions() -> dict[str, str]:
     """Return the versions, by name, of Python and packages that affect results."""
-    found = {"python": platform.python_version()}
+    by_name = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            by_name[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            by_name[name] = "not installed"
+    return by_name
 
 
 def digest_of_folder(path: str, endings: tuple[str, ...] = ("",)) -> str:

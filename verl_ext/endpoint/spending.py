@@ -25,8 +25,8 @@ class Price:
 
     def of(self, usage: Usage) -> float:
         """Return the cost of requests, in the currency of the prices."""
-        prompt, cached, written = usage.as_tuple()
-        return ((prompt - cached) * self.input + cached * self.cached + written * self.output) / 1e6
+        prompt, cached, output = usage.as_tuple()
+        return ((prompt - cached) * self.input + cached * self.cached + output * self.output) / 1e6
 
 
 def read_price(options: EndpointOptions) -> Price | None:
@@ -91,9 +91,9 @@ class QuestionProgress:
 
 def spent(client: Client, price: Price | None) -> str:
     """Return a line about a client's requests, their tokens and their cost."""
-    prompt, cached, written = client.usage.as_tuple()
+    prompt, cached, output = client.usage.as_tuple()
     line = f"{client.requests:,} requests, {client.retries:,} sent again, {client.from_store:,} from the store; "
-    line += f"{prompt:,} prompt tokens ({cached:,} cached), {written:,} written"
+    line += f"{prompt:,} prompt tokens ({cached:,} cached), {output:,} written"
     if price is not None:
         line += f", cost {_amount(price.of(client.usage))}"
     return line + (f", {client.without_usage:,} answers not counted" if client.without_usage else "")

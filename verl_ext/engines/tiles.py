@@ -167,8 +167,8 @@ class _TiledFunction:
     def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Map tensors ``[B, T, …]`` to tensors ``[B, T, …]``."""
         parameters = self.trainable() if torch.is_grad_enabled() else []
-        kept = _GradientHalf.apply(self, len(inputs), *inputs, *parameters)
-        return _OutputHalf.apply(self, kept, *(x.detach() for x in inputs))
+        link = _GradientHalf.apply(self, len(inputs), *inputs, *parameters)
+        return _OutputHalf.apply(self, link, *(x.detach() for x in inputs))
 
     def trainable(self) -> list[torch.Tensor]:
         """Return the parameters that need gradients, as FSDP has gathered them."""
@@ -258,7 +258,7 @@ class _OutputHalf(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, work: _TiledFunction, kept: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, work: _TiledFunction, link: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.work, ctx.inputs = work, len(inputs)
         return work.outputs(inputs)
 

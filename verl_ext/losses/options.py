@@ -113,8 +113,8 @@ class LossOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.category_weights is not None:
-            named = {str(name): float(weight) for name, weight in self.category_weights.items()}
-            object.__setattr__(self, "category_weights", named)
+            weights = {str(name): float(weight) for name, weight in self.category_weights.items()}
+            object.__setattr__(self, "category_weights", weights)
 
     def problems(self) -> Iterable[str | None]:
         """Yield a line for each invalid combination or category weight."""

@@ -123,8 +123,8 @@ class _HeadTerms(torch.autograd.Function):
         hidden, weights = factors[::2], factors[1::2]
         wants_bias, *wants = (learns and needed for needed in (ctx.needs_input_grad[2], *ctx.needs_input_grad[6:]))
         gradients = [
-            None if not wanted else torch.empty_like(x) if index % 2 == 0 else torch.zeros_like(x, dtype=torch.float32)
-            for index, (x, wanted) in enumerate(zip(factors, wants, strict=True))  # hidden, weight, hidden, weight, …
+            None if not need else torch.empty_like(x) if index % 2 == 0 else torch.zeros_like(x, dtype=torch.float32)
+            for index, (x, need) in enumerate(zip(factors, wants, strict=True))  # hidden, weight, hidden, weight, …
         ]
         bias_gradient = None if bias is None or not wants_bias else torch.zeros_like(bias, dtype=torch.float32)
         nll, *stats = (torch.empty_like(coefficients) for _ in range(3 if with_stats else 1))

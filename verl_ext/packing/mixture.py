@@ -182,7 +182,7 @@ def _draw_interval(
     )
 
 
-def nearest_subset(lengths: Ints, wanted: int, tolerance: float, rng: np.random.Generator) -> Bools:
+def nearest_subset(lengths: Ints, budget: int, tolerance: float, rng: np.random.Generator) -> Bools:
     """Return bool[n], a random subset with a sum near `wanted`.
 
     The sum may be above or below; lengths are int64[n] ≥ 1.
@@ -195,13 +195,13 @@ def nearest_subset(lengths: Ints, wanted: int, tolerance: float, rng: np.random.
     documents, half of them taken and half not, are compared, up to 16 times, until the sum is within `tolerance` of
     `wanted`, which is at most the sum of all lengths. With 16 documents or fewer, the choice is the best possible one.
     """
-    chosen = _random_fill(lengths, wanted, rng)
+    chosen = _random_fill(lengths, budget, rng)
     for _ in range(TRIES):
-        gap = wanted - int(lengths[chosen].sum())
+        gap = budget - int(lengths[chosen].sum())
         if gap == 0:
             break
         _choose_again(lengths, chosen, gap, rng)
-        if len(lengths) <= WINDOW or abs(wanted - int(lengths[chosen].sum())) <= tolerance:
+        if len(lengths) <= WINDOW or abs(budget - int(lengths[chosen].sum())) <= tolerance:
             break
     return chosen
 
@@ -212,10 +212,10 @@ def _nearest_document(lengths: Ints, chosen: Bools, gap: int) -> int:
     return int(others[np.abs(lengths[others] - abs(gap)).argmin()])
 
 
-def _random_fill(lengths: Ints, wanted: int, rng: np.random.Generator) -> Bools:
+def _random_fill(lengths: Ints, budget: int, rng: np.random.Generator) -> Bools:
     """Take documents in random order, each if the rest has room."""
     chosen = np.zeros(len(lengths), bool)
-    order, room = rng.permutation(len(lengths)), wanted
+    order, room = rng.permutation(len(lengths)), budget
     in_order = lengths[order]
     while len(order):
         running = np.cumsum(in_order)
