@@ -36,20 +36,11 @@ def number_of(text: str) -> Decimal | None:
     return Decimal(numbers[0 if mark else -1].replace(",", "")) if numbers else None
 
 
-def _exact(expected: str, answer: str) -> bool:
-    return answer.strip() == expected.strip()
-
-
-def _same_number(expected: str, answer: str) -> bool:
-    number = number_of(answer)
-    return number is not None and number == number_of(expected)
-
-
-def _contains(expected: str, answer: str) -> bool:
-    return expected.strip().casefold() in answer.casefold()
-
-
-BUILT_IN: dict[str, Callable[[str, str], bool]] = {"exact": _exact, "number": _same_number, "contains": _contains}
+BUILT_IN: dict[str, Callable[[str, str], bool]] = {
+    "exact": lambda expected, answer: answer.strip() == expected.strip(),
+    "number": lambda expected, answer: number_of(answer) is not None and number_of(answer) == number_of(expected),
+    "contains": lambda expected, answer: expected.strip().casefold() in answer.casefold(),
+}
 
 
 def scorer(name: str) -> Scorer:

@@ -199,12 +199,13 @@ class PackedEngine(StepEngine):
         }
         if getattr(self.model_config.hf_config.get_text_config(), "output_router_logits", False):
             arguments["output_router_logits"] = False  # or transformers would add its own loss of this batch
-        next_ids, head = _next_ids(micro_batch), None
+        next_ids = micro_batch["next_ids"].values() if "next_ids" in micro_batch else ids.roll(-1)
         labels = self._sequence_slice(next_ids, pad_size)
         if rows is None:
             return arguments, PackedInputs(labels, pad_size)
         targets, local = (pinned(x, device).to(device, non_blocking=True) for x in (rows.positions, rows.local))
         arguments["logits_to_keep"] = local
+        head = None
         if self._head_form(micro_batch) == "fused":
             head = HeadInputs(
                 next_ids[targets[rows.part]],
@@ -301,11 +302,6 @@ def _patch_fused_kernels(model: Any, use_fused_kernels: bool = False, **others: 
     """Patch as verl does, but only if fused kernels are requested."""
     if use_fused_kernels:
         apply_monkey_patch(model, use_fused_kernels=True, **{**others, "ulysses_sp_size": 1})
-
-
-def _next_ids(micro_batch: TensorDict) -> torch.Tensor:
-    """Return int64[T], the token after each position."""
-    return micro_batch["next_ids"].values() if "next_ids" in micro_batch else micro_batch["input_ids"].values().roll(-1)
 
 
 def _needs_verl(micro_batch: TensorDict) -> bool:

@@ -313,7 +313,7 @@ def tileable(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     inside = {part for layer in layers for part in layer.modules()}
     rest = [part for part in model.modules() if part not in inside]
     inner = [mlp for part in rest if isinstance(mlp := getattr(part, "mlp", None), nn.Module)]
-    mlps = [mlp for mlp in inner if _reads_each_token(mlp)]
+    mlps = [mlp for mlp in inner if len(inspect.signature(type(mlp).forward).parameters) == 2 and _is_known(mlp)]
     return layers, mlps + [part for part in rest if _is_norm(part)]
 
 
@@ -325,10 +325,6 @@ def _is_tileable_layer(layer: nn.Module) -> bool:
         getattr(part, "is_causal", False) and part.config._attn_implementation in ALL_ATTENTION_FUNCTIONS
         for part in parts
     )
-
-
-def _reads_each_token(mlp: nn.Module) -> bool:
-    return len(inspect.signature(type(mlp).forward).parameters) == 2 and _is_known(mlp)
 
 
 def _is_known(module: nn.Module) -> bool:
