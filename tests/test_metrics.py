@@ -108,7 +108,7 @@ def test_no_two_metrics_share_a_name_unless_it_is_reserved(names):
     names = [name for name in names if name not in RESERVED]
     sums = StepSums.zeros(len(names), "cpu")
     sums.add_counts(torch.ones(5 + len(names), dtype=torch.float64))
-    sums.measured = True
+    sums.has_stats = True
     assert len(sums.report("val", tuple(names))) == 7 + 5 * len(names)
 
 
@@ -122,7 +122,7 @@ def test_accuracy_and_entropy_are_means_over_targets_where_the_engine_gives_them
     sums = _sums(12.0, [5.0, 6.0, 2.0], [4.0, 100, 9, 3, 1, 4, 4])
     assert not any("entropy" in name or "accuracy" in name for name in sums.report("val", NAMES))
     slots, is_target = torch.tensor([0, 1, 1, 2, 1]), torch.tensor([True, True, True, True, False])
-    sums.add_measures(slots, is_target, torch.tensor([1.0, 1, 0, 1, 1]), torch.tensor([0.5, 1, 2, 3, torch.nan]))
+    sums.add_token_stats(slots, is_target, torch.tensor([1.0, 1, 0, 1, 1]), torch.tensor([0.5, 1, 2, 3, torch.nan]))
     report = (sums + StepSums.zeros(2, "cpu")).report("val", NAMES)
     assert "val/entropy" not in report  # part of the set lacks them
     report = sums.report("val", NAMES)

@@ -15,7 +15,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_
 import verl_ext.commands.preflight as preflight
 from verl_ext.__main__ import main
 from verl_ext.commands.preflight import PreflightOptions, check_nodes
-from verl_ext.nodes import PACKAGES, differences, digest_of_folder, versions
+from verl_ext.environment import PACKAGES, differences, folder_digest, versions
 from verl_ext.options import UsageError
 
 pytestmark = pytest.mark.slow
@@ -193,7 +193,7 @@ def test_content_tells_copies_from_other_data(tmp_path):
     (tmp_path / "other" / "below" / "data.arrow").write_bytes(bytes(199_999) + b"\1")
     (tmp_path / "short" / "below" / "data.arrow").write_bytes(bytes(199_998))
     one, copy, other, short, missing = (
-        digest_of_folder(str(tmp_path / name)) for name in ("one", "copy", "other", "short", "no")
+        folder_digest(str(tmp_path / name)) for name in ("one", "copy", "other", "short", "no")
     )
     assert one == copy
     assert len({one, other, short, missing}) == 4

@@ -147,7 +147,7 @@ def _steps(folders, ulysses, ranks):
     packs, steps = [pack_row(pack) for pack in PACKS], {}
     for family, folder in folders.items():
         engine = build_worker(folder, ulysses).engine
-        assert engine.head_use == "fused"
+        assert engine.cheapest_head == "fused"
         steps[family] = train_step(engine, packs, collate, len(packs) * ulysses // ranks, "fused")
     return steps
 

@@ -76,8 +76,8 @@ def _module(key: str, path: str) -> ModuleType:
     except Exception as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename.endswith(file)]
         line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
-        at = f" in line {line}" if line else ""
+        where = f" in line {line}" if line else ""
         raise ValueError(
-            f"{key} must be Python code that can be imported; got {path}, {type(error).__name__}{at}: "
+            f"{key} must be Python code that can be imported; got {path}, {type(error).__name__}{where}: "
             f"{first_line(error)}"
         ) from error

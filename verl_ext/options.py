@@ -107,14 +107,14 @@ class Options:
         return {name: getattr(self, name) for name, field in fields if getattr(self, name) != field.default}
 
     @classmethod
-    def read(cls: type[OptionsT], values: Mapping[str, Any], **given: Any) -> OptionsT:
+    def read(cls: type[OptionsT], values: Mapping[str, Any], **overrides: Any) -> OptionsT:
         """Read the options from a mapping and ignore its other keys.
 
-        given: options by name that override the mapping's unless they are None. "???" and DictConfig are accepted.
+        overrides: options by name that override the mapping's unless they are None. "???" and DictConfig are accepted.
         Raises ValueError as the constructor does.
         """
-        values = {**plain(values), **{name: value for name, value in given.items() if value is not None}}
-        named: dict[str, Any] = {}
+        values = {**plain(values), **{name: value for name, value in overrides.items() if value is not None}}
+        options: dict[str, Any] = {}
         below: list[str] = []  # mistakes in the nodes below
         for name, field in options_of(cls).items():
             if name not in values:
@@ -126,10 +126,10 @@ class Options:
                 except ValueError as error:
                     below += str(error).splitlines()
                     continue
-            named[name] = field.converted(value)
+            options[name] = field.converted(value)
         if below:  # combinations of options can only be checked if each option is valid
-            refuse([*cls._field_problems(named), *below])
-        return cls(**named)
+            refuse([*cls._field_problems(options), *below])
+        return cls(**options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,7 +191,7 @@ def options_of(cls: Any) -> dict[str, Option]:
 @functools.cache  # separate from options_of, because mypy takes the type of a dataclass to be unhashable
 def _options_of(cls: Any) -> dict[str, Option]:
     hints = typing.get_type_hints(cls)
-    found = {}
+    options = {}
     for field in (field for field in dataclasses.fields(cls) if field.init):
         hint = hints[field.name]
         is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
@@ -201,8 +201,8 @@ def _options_of(cls: Any) -> dict[str, Option]:
         default = field.default_factory() if has_factory else field.default  # type: ignore[misc]
         nullable = type(None) in members or default is None  # verl writes `micro_batch_size_per_gpu: int = None`
         kind = kinds[0] if len(kinds) == 1 else Any
-        found[field.name] = Option(field.name, kind, nullable, default, **field.metadata)
-    return found
+        options[field.name] = Option(field.name, kind, nullable, default, **field.metadata)
+    return options
 
 
 def default_values(cls: type[Options]) -> dict[str, Any]:
@@ -269,8 +269,8 @@ def whole_number(key: str, value: Any, least: int, most: int | None = None) -> i
 
 def nearest_name(name: str, options: Iterable[str]) -> str | None:
     """Return the option closest to `name`, or None if none is close."""
-    found = difflib.get_close_matches(name, list(options), n=1, cutoff=0.6)
-    return found[0] if found else None
+    names = difflib.get_close_matches(name, list(options), n=1, cutoff=0.6)
+    return names[0] if names else None
 
 
 def nearest_hint(name: str, options: Iterable[str]) -> str:
@@ -292,8 +292,8 @@ def nearest_key(key: str, keys: Iterable[str]) -> str | None:
         return by_name[name]
     if close := nearest_name(name, siblings):
         return siblings[close]
-    if found := difflib.get_close_matches(key, keys, n=1, cutoff=0.75):
-        return found[0]
+    if names := difflib.get_close_matches(key, keys, n=1, cutoff=0.75):
+        return names[0]
     close = nearest_name(name, by_name)
     return by_name[close] if close else None
 

@@ -71,7 +71,7 @@ def implementations(built: Any, packed: bool) -> dict[str, Any]:
 
     if isinstance(built, PackedContestant):
         run = built.run
-        head = max(run.config.loss.head, built.engine.head_use, key=HEADS.index)
+        head = max(run.config.loss.head, built.engine.cheapest_head, key=HEADS.index)
         kernel, head, optimizer = report.implementations(run.config, run.model.backend, head)
         ran = {"kernel": kernel, "head": head, "optimizer": optimizer}
         return {**ran, "quadratic": False, "targets_only": head != "plain"}

@@ -10,7 +10,7 @@ from verl_ext.options import Options, option, show
 
 @dataclass(frozen=True)
 class AnswerOptions(Options):
-    """The options for the prompts that a model in training answers, for its answers, and for their scores."""
+    """The options for prompts, a model's answers, and their scores."""
 
     prefix: ClassVar[str] = "eval"
 

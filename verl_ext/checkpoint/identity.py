@@ -14,8 +14,8 @@ from verl_ext.config.run import RunConfig, TrainerOptions
 from verl_ext.data.dataset import CONTENT, DIGEST, PackDataset
 from verl_ext.data.options import DataOptions
 from verl_ext.engines.schedule import ScheduleOptions
+from verl_ext.environment import UNKNOWN
 from verl_ext.models.qwen_titans import settings_of_today
-from verl_ext.nodes import UNKNOWN
 from verl_ext.options import Options, nearest_hint, options_of, show
 
 # The keys of verl's own dataclasses that affect a step; our options declare this in their definitions.

@@ -21,8 +21,8 @@ from typing import Any
 from verl_ext.commands.command_line import SourceOptions, command
 from verl_ext.commands.report import Report
 from verl_ext.data.stream.megatron.masked_index import MaskedIndexes
+from verl_ext.environment import differences, versions
 from verl_ext.files import OutputFolder
-from verl_ext.nodes import differences, versions
 from verl_ext.options import DataError, UsageError, option
 from verl_ext.ray_cluster import ray_cluster
 from verl_ext.text.arrow_folder import SHARD_BYTES, DatasetWriter

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from verl_ext.answers.generation import generation_problem
 from verl_ext.attention import choose_backend, fallback_notices, flash_limit
 from verl_ext.config.adapters import lora_problems
-from verl_ext.engines.head import supported_head
+from verl_ext.engines.head import cheapest_head
 from verl_ext.engines.router import asks_for_router_loss, has_router_loss
 from verl_ext.engines.tiles import tileable, untileable
 from verl_ext.flops import windowed_layers
@@ -245,7 +245,7 @@ def has_scans(model: Architecture) -> bool:
 def head_in_use(config: "RunConfig", model: Architecture) -> str:
     """Return the head of `loss.head`, or the next best one possible."""
     asked = config.loss.head
-    return asked if model.module is None else max(asked, supported_head(model.module), key=HEADS.index)
+    return asked if model.module is None else max(asked, cheapest_head(model.module), key=HEADS.index)
 
 
 def model_notices(config: "RunConfig", model: Architecture, head: str) -> Iterator[str]:

@@ -18,8 +18,8 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 
 from verl_ext.engines.activations import ActivationOptions
+from verl_ext.environment import UNKNOWN, files_digest, folder_digest
 from verl_ext.layers.towers import FreezeOptions, outside_text
-from verl_ext.nodes import UNKNOWN, digest_of_files, digest_of_folder
 from verl_ext.options import first_line, option, refuse, show
 from verl_ext.text.read.json_records import parse_json
 
@@ -200,15 +200,15 @@ def digest_of_weights(path: str) -> str:
     A Hub model is downloaded, and has the digest of a folder with the same files.
     """
     if os.path.exists(path):
-        return digest_of_folder(path, _ENDINGS)
+        return folder_digest(path, _ENDINGS)
     files = [Path(file) for file in _weight_files(path)]
-    return digest_of_files(sorted(files), files[0].parent)
+    return files_digest(sorted(files), files[0].parent)
 
 
 def revision(path: str) -> str:
     """Return a Hub model's commit here, or a folder's content digest."""
     if os.path.exists(path):
-        return digest_of_folder(path)
+        return folder_digest(path)
     file = utils.cached_file(path, utils.CONFIG_NAME)
     return Path(file).parent.name if file else UNKNOWN
 

@@ -174,18 +174,18 @@ def mixture_report(
     """
     report = []
     for draw in draws:
-        counts = len(draw.documents), draw.distinct, draw.wanted, draw.given, draw.given / draw.pool
+        counts = len(draw.documents), draw.distinct, draw.budget, draw.drawn, draw.drawn / draw.pool
         reason = None
-        if draw.alternative is not None:
-            span, otherwise = draw.alternative
+        if draw.nearest_swap is not None:
+            span, otherwise = draw.nearest_swap
             row, start, length = int(spans.row[span]), int(spans.start[span]), int(spans.length[span])
             folder = int(np.searchsorted(first_rows, row, side="right")) - 1
             reason = (
                 f"row {row - int(first_rows[folder])} of {folders[folder]} ({length:,} tokens"
-                f"{f' from {start:,}' if start else ''}) drawn once {'more' if otherwise > draw.given else 'less'} "
-                f"would make it {_off(otherwise, draw.wanted):+.2%}"
+                f"{f' from {start:,}' if start else ''}) drawn once {'more' if otherwise > draw.drawn else 'less'} "
+                f"would make it {_off(otherwise, draw.budget):+.2%}"
             )
-        off = _off(draw.given, draw.wanted)
+        off = _off(draw.drawn, draw.budget)
         report.append(MixtureRow(draw.source, draw.low, draw.high, *counts, off, reason))
     return report
 

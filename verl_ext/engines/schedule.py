@@ -86,12 +86,7 @@ def schedule_problems(optim: Any, total_steps: int | None = None) -> Iterator[st
 def rate_factor(optim: Any, total_steps: int) -> Callable[[int], float]:
     """Return the factor of `optim.lr` by the number of steps done.
 
-    verl's cosine is not among the schedules here.
-
-
-    Args:
-        optim: the values of the optim node, as attributes.
-        total_steps: the steps of the run.
+    optim: the values of its node, as attributes. verl's cosine is not among the schedules here.
     """
     floor, warmup = optim.min_lr_ratio or 0.0, _warmup(optim, total_steps)
     length = max(total_steps - warmup, 0)
@@ -126,7 +121,7 @@ def keeps_rates(optim: Any, total_steps: int, saved: Mapping[str, Any], saved_to
     """Return whether a run's steps so far had these options' rates.
 
     Args:
-        optim: the values of the optim node, as attributes.
+        optim: the values of its node, as attributes.
         total_steps: the steps of the run as it is now.
         saved: the options of the run's checkpoint, by dotted key.
         saved_total: the total steps in the checkpoint.

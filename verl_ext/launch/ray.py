@@ -64,9 +64,9 @@ def _submit(overrides: Sequence[str]) -> int:
     """Submit a run as a job, with set variables as overrides."""
     keys = {"NNODES": "trainer.nnodes", "NPROC_PER_NODE": "trainer.n_gpus_per_node", "MAX_RESTARTS": "ray.max_restarts"}
     flags = {"WORKING_DIR": "--working-dir", "RUNTIME_ENV": "--runtime-env-json"}
-    given = [f"{key}={os.environ[name]}" for name, key in keys.items() if os.environ.get(name)]
+    values = [f"{key}={os.environ[name]}" for name, key in keys.items() if os.environ.get(name)]
     options = [f"{flag}={os.environ[name]}" for name, flag in flags.items() if os.environ.get(name)]
-    return _line(["ray", "job", "submit", *options, "--", *_RUN, *given, *overrides])
+    return _line(["ray", "job", "submit", *options, "--", *_RUN, *values, *overrides])
 
 
 def _node(topology: Topology, overrides: Sequence[str]) -> int:

@@ -190,10 +190,10 @@ class PlacedNodes:
 
         planned_nodes: the number by which a recipe computes its packs per step, even if there are fewer nodes now.
         """
-        asked: list[int] = []
-        handlers = {number: signal.signal(number, lambda number, _: asked.append(number)) for number in SIGNALS}
+        signals: list[int] = []
+        handlers = {number: signal.signal(number, lambda number, _: signals.append(number)) for number in SIGNALS}
         try:
-            return self._follow(self._launch(words, planned_nodes), asked)
+            return self._follow(self._launch(words, planned_nodes), signals)
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
@@ -214,7 +214,7 @@ class PlacedNodes:
         return streams
 
     @staticmethod
-    def _follow(streams: dict[Any, tuple[NodePlace, Any]], asked: list[int]) -> LaunchEnd:
+    def _follow(streams: dict[Any, tuple[NodePlace, Any]], signals: list[int]) -> LaunchEnd:
         lost: list[str] = []
         failed: list[tuple[int, str]] = []
         num_sent, deadline = 0, math.inf
@@ -240,15 +240,15 @@ class PlacedNodes:
             # The others would wait for a failed node in a collective; first let them say so.
             if deadline == math.inf and (lost or any(code != STOPPED for code, _ in failed)):
                 deadline = time.monotonic() + _GRACE
-            requests, num_sent = asked[num_sent:], len(asked)
-            if not asked and time.monotonic() > deadline:
-                requests, deadline = [signal.SIGKILL], math.inf
-            for number in requests:
+            unsent, num_sent = signals[num_sent:], len(signals)
+            if not signals and time.monotonic() > deadline:
+                unsent, deadline = [signal.SIGKILL], math.inf
+            for number in unsent:
                 for _, actor in streams.values():
                     actor.send.remote(number)
         if lost:  # the others may have failed before Ray noticed it
-            return LaunchEnd(TRAINING_FAILED, "; ".join(lost), bool(asked))
-        return LaunchEnd(*min(failed, key=lambda each: each[0] not in FINAL, default=(0, "")), bool(asked))
+            return LaunchEnd(TRAINING_FAILED, "; ".join(lost), bool(signals))
+        return LaunchEnd(*min(failed, key=lambda each: each[0] not in FINAL, default=(0, "")), bool(signals))
 
 
 def _settled_reason(error: RayError, actor: Any) -> str:

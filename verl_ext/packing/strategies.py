@@ -7,18 +7,18 @@ lengths are int64[D], each 1..max_tokens; the plan depends on the arguments alon
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from verl_ext.options import check_choice, whole_number
 from verl_ext.packing.best_fit import best_fit, sort_by_length
-from verl_ext.packing.plan import PackPlan, index_type, offsets_of
+from verl_ext.packing.plan import Indices, Ints, PackPlan, index_type, offsets_of
 
 MOST_TOKENS = 2**53  # of a pack, so that sums with it are exact
 MOST_PARTS = 16  # most parts over which plan_repeated deals the copies of documents
 PART_PACKS = 256  # least number of full packs in a part
 
 
-def next_fit(lengths: NDArray[np.int64], max_tokens: int, seed: int) -> PackPlan:
+def next_fit(lengths: Ints, max_tokens: int, seed: int) -> PackPlan:
     """Pack documents in their order, closing packs that are full.
 
     A pack is closed when the next document does not fit (as TokenAwareBatchPack). One open pack alone leaves 20–25 % of
@@ -32,13 +32,13 @@ def next_fit(lengths: NDArray[np.int64], max_tokens: int, seed: int) -> PackPlan
     return PackPlan(np.arange(len(lengths), dtype=index_type(len(lengths))), np.asarray(offsets, np.int64))
 
 
-def single(lengths: NDArray[np.int64], max_tokens: int, seed: int) -> PackPlan:
+def single(lengths: Ints, max_tokens: int, seed: int) -> PackPlan:
     """Put one document into each pack; only `lengths` is used."""
     documents = len(lengths)
     return PackPlan(np.arange(documents, dtype=index_type(documents)), np.arange(documents + 1, dtype=np.int64))
 
 
-def sorted_batch(lengths: NDArray[np.int64], max_tokens: int, seed: int) -> PackPlan:
+def sorted_batch(lengths: Ints, max_tokens: int, seed: int) -> PackPlan:
     """Pack documents of similar length, ascending; the seed breaks ties.
 
     LongAlign's sorted batching (https://arxiv.org/abs/2401.18058, section 3.2), with a pack in place of a batch of
@@ -50,7 +50,7 @@ def sorted_batch(lengths: NDArray[np.int64], max_tokens: int, seed: int) -> Pack
     return next_fit(lengths[ascending], max_tokens, seed).renumbered(ascending)
 
 
-STRATEGIES: dict[str, Callable[[NDArray[np.int64], int, int], PackPlan]] = {
+STRATEGIES: dict[str, Callable[[Ints, int, int], PackPlan]] = {
     "best_fit": best_fit,
     "next_fit": next_fit,
     "none": single,
@@ -70,7 +70,7 @@ def plan_packs(lengths: ArrayLike, max_tokens: int, strategy: str = "best_fit", 
     return STRATEGIES[strategy](_checked(lengths, budget), budget, whole_number("data.seed", seed, least=0))
 
 
-def _checked(lengths: ArrayLike, max_tokens: int) -> NDArray[np.int64]:
+def _checked(lengths: ArrayLike, max_tokens: int) -> Ints:
     array = np.asarray(lengths)
     if array.ndim != 1:
         raise ValueError(f"lengths must be one-dimensional; got shape {array.shape}")
@@ -87,9 +87,7 @@ def _checked(lengths: ArrayLike, max_tokens: int) -> NDArray[np.int64]:
     return array.astype(np.int64, copy=False)
 
 
-def plan_repeated(
-    lengths: NDArray[np.integer], documents: NDArray[np.int64], max_tokens: int, strategy: str, seed: int
-) -> PackPlan:
+def plan_repeated(lengths: Indices, documents: Ints, max_tokens: int, strategy: str, seed: int) -> PackPlan:
     """Return the plan of `documents` int64[D]; lengths integer[S] of all.
 
         documents    a a a  b b  c d e          a three times, b twice

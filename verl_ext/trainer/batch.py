@@ -29,7 +29,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.dataset.dataset_utils import DatasetPadMode
 
 from verl_ext.data import CategoryTable
-from verl_ext.losses import MEASURES, LossSpec, pack_coefficients, shift_left
+from verl_ext.losses import TOKEN_STATS, LossSpec, pack_coefficients, shift_left
 from verl_ext.metrics import StepSums
 from verl_ext.trainer.hang import watch
 
@@ -220,6 +220,6 @@ class StepLoss:
             is_target, slots = category >= 0, category.clamp(min=0)
             self.sums.category_loss.index_add_(0, slots, torch.where(is_target, nll.detach().double(), 0.0))
             if "entropy" in model_output:
-                self.sums.add_measures(slots, is_target, *(model_output[name].values() for name in MEASURES))
+                self.sums.add_token_stats(slots, is_target, *(model_output[name].values() for name in TOKEN_STATS))
         share = terms.sum() * self.scale
         return share * torch.where(share.detach().isfinite(), 1.0, torch.nan), {}

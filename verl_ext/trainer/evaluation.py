@@ -65,7 +65,7 @@ class Evaluation:
             for batch in terminal_bar("validate", rank.rank == 0, batches, unit="step", leave=False):
                 sums = rank.sums(batch)
                 loss = StepLoss(1.0, 1, sums)
-                micro_batches = list(batch.micro_batches(size, head_measures=True, **flags))
+                micro_batches = list(batch.micro_batches(size, token_stats=True, **flags))
                 self._engine.evaluate(micro_batches, loss if answers is None else _counting(answers, loss))
                 total = sums if total is None else total + sums
         assert total is not None

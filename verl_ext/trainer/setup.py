@@ -40,9 +40,9 @@ from verl_ext.data.mixture import mixture_notices
 from verl_ext.engines.activations import check_host_memory
 from verl_ext.engines.cost import balancing_cost
 from verl_ext.engines.schedule import keeps_rates, schedule_problems
+from verl_ext.environment import differences, folder_digest, versions
 from verl_ext.losses import LossSpec
 from verl_ext.metrics import RESERVED
-from verl_ext.nodes import differences, digest_of_folder, versions
 from verl_ext.options import leaves, refuse, show
 from verl_ext.packing import TOKENS, CostModel
 from verl_ext.text.tokens.tokenizer import TRUSTED
@@ -334,7 +334,7 @@ def _check_nodes(run: Run, output: resume.OutputDecision) -> None:
         facts["what trainer.default_local_dir holds"] = f"{resumed} ({output.action.value})"
         for dataset in [run.train_set, *([run.validation.dataset] if run.validation else [])]:
             facts |= {
-                f"the content of {dataset.key}, folder {n}": digest_of_folder(p)
+                f"the content of {dataset.key}, folder {n}": folder_digest(p)
                 for n, p in enumerate(dataset.folders, start=1)
             }
         facts["the content of model.path"] = revision(config.model_folder)

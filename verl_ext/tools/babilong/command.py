@@ -141,8 +141,8 @@ def write_samples(options: BabilongOptions) -> str:
                         file.write((",\n" if number else "[\n") + record)
                         bar.update(target or FACT_TOKENS)
                     file.write("\n]\n")
-        written = {key: value for key, value in asdict(options).items() if key not in NOT_WRITTEN}
-        OmegaConf.save(OmegaConf.create(written), folder.path / MARKER)
+        settings = {key: value for key, value in asdict(options).items() if key not in NOT_WRITTEN}
+        OmegaConf.save(OmegaConf.create(settings), folder.path / MARKER)
         folder.publish()
     files, seconds = len(options.tasks) * len(options.sizes), time.monotonic() - started
     done = f"{files} files of {options.samples:,} samples, {tokens / 1e6:,.1f}M tokens in {seconds:,.0f} s"
@@ -175,11 +175,11 @@ def _background_line(options: BabilongOptions, background: Background) -> str:
 
 def _makers(options: BabilongOptions, backgrounds: Mapping[str, Background], counter: TokenCounter | None) -> Makers:
     counter = counter or TokenCounter(load_tokenizer(options.model))
-    given = {key: getattr(options, key) for key in ("seed", "reserve_tokens", "facts_within", "story")}
+    settings = {key: getattr(options, key) for key in ("seed", "reserve_tokens", "facts_within", "story")}
     folder, split = options.stories, options.split
     questions = {task: babi.read_samples(folder, task, split) if folder else None for task in options.tasks}
     return {
-        (task, size): SampleMaker(task, size, counter, backgrounds.get(size), questions=questions[task], **given)
+        (task, size): SampleMaker(task, size, counter, backgrounds.get(size), questions=questions[task], **settings)
         for task, size in product(options.tasks, options.targets)
     }
 

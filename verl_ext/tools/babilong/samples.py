@@ -75,8 +75,8 @@ class Background:
 
     def __init__(self, sentences: list[str], counter: TokenCounter, is_prose: bool) -> None:
         tokens = counter.in_context(sentences)
-        kept = np.flatnonzero(tokens >= MIN_TOKENS)
-        self.sentences, self.tokens, self.is_prose = [sentences[index] for index in kept], tokens[kept], is_prose
+        indices = np.flatnonzero(tokens >= MIN_TOKENS)
+        self.sentences, self.tokens, self.is_prose = [sentences[index] for index in indices], tokens[indices], is_prose
 
     def walk(self, rng: random.Random, target: int) -> np.ndarray:
         """Return sentence numbers from a random start, of more than `target` tokens.
@@ -121,7 +121,7 @@ def folder_background(folder: str, counter: TokenCounter) -> Background:
 
 def split_sentences(text: str) -> list[str]:
     """Return a text's sentences, with white space as single spaces."""
-    ends = [0, *(found.end() for found in _SENTENCE_END.finditer(text)), len(text)]
+    ends = [0, *(match.end() for match in _SENTENCE_END.finditer(text)), len(text)]
     sentences = (" ".join(text[start:end].split()) for start, end in pairwise(ends))
     return [sentence for sentence in sentences if sentence]
 

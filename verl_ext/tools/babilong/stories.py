@@ -77,8 +77,8 @@ def make_story(task: str, rng: random.Random, options: StoryOptions) -> list[Sam
             end = f" to {event.recipient}" if event.recipient else ""
             end += " there" if rng.random() < there.get(event.kind, 0) else ""
             facts.append(f"{event.actor} {rng.choice(VERBS[event.kind])} the {event.thing}{end}.")
-        if asked := ask(events, rng):
-            samples.append(Sample(facts.copy(), *asked))
+        if question := ask(events, rng):
+            samples.append(Sample(facts.copy(), *question))
     return samples
 
 
@@ -159,11 +159,11 @@ def _rooms(rng: random.Random) -> Sample:
     """
     middle, *ends = rng.sample(PLACES, 3)
     direction = rng.choice(list(OPPOSITES))
-    told = [
+    relations = [
         (middle, OPPOSITES[way], end) if rng.random() < 1 / 3 else (end, way, middle)
         for end, way in zip(ends, (direction, OPPOSITES[direction]), strict=True)
     ]
-    room, way, other = rng.choice(told)
+    room, way, other = rng.choice(relations)
     text = rng.choice((f"What is {way} of the {other}?", f"What is the {other} {OPPOSITES[way]} of?"))
-    facts = [f"The {subject} is {way} of the {other}." for subject, way, other in told]
+    facts = [f"The {subject} is {way} of the {other}." for subject, way, other in relations]
     return Sample(facts, text, room)

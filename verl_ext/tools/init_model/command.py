@@ -101,8 +101,8 @@ def _tokenizer_lines(options: TokenizerOptions, tokenizer: Any, text: TrainingTe
     line = f"tokenizer   {len(tokenizer):,} tokens; {', '.join(special) or 'no special ones'}"
     yield line + (f"; trained on {text.characters:,} characters of {len(text.files):,} files" if text else "")
     if text and len(tokenizer) < options.vocab_size:
-        asked = f"tokenizer.vocab_size={options.vocab_size:,}"
-        yield f"note: the text has pairs to merge for {len(tokenizer):,} tokens, not for {asked}"
+        size = f"tokenizer.vocab_size={options.vocab_size:,}"
+        yield f"note: the text has pairs to merge for {len(tokenizer):,} tokens, not for {size}"
     if tokenizer.eos_token_id is None:
         yield "note: the tokenizer has no end-of-text token, which data of documents needs between them"
 

@@ -83,9 +83,9 @@ def meta_model(model: str, changes: Mapping[str, Any], dtype: str, num_tokens: i
         problems = list(_problems(planned, dtype, num_tokens))
     except Exception as error:  # transformers has many errors, some of several lines
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        asked = ", ".join(f"config.{key}={show(value)}" for key, value in leaves(changes)) or "none of its own"
+        keys = ", ".join(f"config.{key}={show(value)}" for key, value in leaves(changes)) or "none of its own"
         must = f"config must have values of which transformers can build a {kind}"
-        raise UsageError(f"{must}; got {asked} ({reason})") from error
+        raise UsageError(f"{must}; got {keys} ({reason})") from error
     if problems:
         raise UsageError("; ".join(problems))
     return planned

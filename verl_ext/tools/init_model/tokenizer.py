@@ -121,8 +121,8 @@ def training_texts(record: dict[str, Any], text_key: str) -> list[str]:
     except BadRecord as error:
         if error.reason != "unknown_fields":
             raise
-    found = ", ".join(map(str, record)) or "none"
-    raise BadRecord("unknown_fields", f"no field {text_key} (tokenizer.text_key) and no chat; its fields: {found}")
+    fields = ", ".join(map(str, record)) or "none"
+    raise BadRecord("unknown_fields", f"no field {text_key} (tokenizer.text_key) and no chat; its fields: {fields}")
 
 
 def trained_tokenizer(texts: Iterable[str], options: TokenizerOptions) -> Any:
@@ -149,7 +149,7 @@ def trained_tokenizer(texts: Iterable[str], options: TokenizerOptions) -> Any:
         show_progress=False,
     )
     bpe.train_from_iterator(texts, trainer)
-    named = {name: token for name in NAMED_TOKENS if (token := getattr(options, name)) is not None}
+    tokens = {name: token for name in NAMED_TOKENS if (token := getattr(options, name)) is not None}
     return PreTrainedTokenizerFast(
-        tokenizer_object=bpe, chat_template=template, clean_up_tokenization_spaces=False, **named
+        tokenizer_object=bpe, chat_template=template, clean_up_tokenization_spaces=False, **tokens
     )
