@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM
 
@@ -111,6 +112,14 @@ def refusals(overrides: Sequence[str], changes: Sequence[Sequence[str]]) -> list
     return told
 
 
+def wait_for(condition: Callable[[], Any], seconds: float = 120) -> None:
+    """Return once a condition holds; fail after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} seconds"
+        time.sleep(0.02)
+
+
 def metrics(folder: Path) -> dict[tuple[int, str], Any]:
     """Read the run's metrics.jsonl, by step and name."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -123,12 +132,15 @@ def exact_metrics(folder: Path) -> dict[tuple[int, str], Any]:
 
 
 def stopped_at(whole: Path, folder: Path, step: int) -> Path:
-    """Copy a run as it was after a step."""
-    shutil.copytree(whole, folder)
-    for checkpoint in saved_folders(folder):
-        if step_of(checkpoint) > step:
-            shutil.rmtree(checkpoint)
-    (folder / TRACKER).write_text(str(step))
+    """Copy a run as it was after a step; of several ranks, rank 0 does."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        shutil.copytree(whole, folder)
+        for checkpoint in saved_folders(folder):
+            if step_of(checkpoint) > step:
+                shutil.rmtree(checkpoint)
+        (folder / TRACKER).write_text(str(step))
+    if dist.is_initialized():
+        dist.barrier()
     return folder
 
 
