@@ -155,7 +155,7 @@ def curve(folder: Path, *names: str) -> dict:
 
 
 LOSSES = ("train/loss", "train/maths_loss", "train/code_loss", "train/grad_norm")
-COUNTS = ("train/tokens", "train/target_tokens", "train/maths_tokens", "train/packs", "train/lr")
+COUNTS = ("train/tokens", "train/total_tokens", "train/target_tokens", "train/maths_tokens", "train/packs", "train/lr")
 
 
 def assert_same_course(folder: Path, whole: Path, tolerance: float) -> None:
