@@ -5,15 +5,17 @@ import io
 import json
 import os
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from tests.ranks import run_ranks
+from tests.ranks import in_turn, run_ranks
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
+from tests.training import into
 from verl_ext.data import SFTDataSet
 from verl_ext.fsdp_sft_trainer import train
 from verl_ext.packing import TOKENS
@@ -131,20 +133,24 @@ def plan(composed):
 
 @pytest.mark.slow
 def test_a_plan_without_training_is_printed_and_written_and_leaves_the_folder_usable(folder, tiny_model, tmp_path):
-    def run(act, *overrides):
-        return run_ranks(command, 1, tmp_path, act, [*given, *overrides])[0]
-
-    given = (
-        *(f"data.train_dir={folder}", "data.max_tokens=20", "data.train_batch_size=2", "data.num_workers=0"),
-        *(f"model.path={tiny_model}", "parallel=cpu", f"trainer.default_local_dir={tmp_path / 'run'}"),
+    run = tmp_path / "run"
+    given = ["data.max_tokens=20", "data.train_batch_size=2", "data.num_workers=0", "parallel=cpu"]
+    given += [f"data.train_dir={folder}", f"model.path={tiny_model}", into(run)]
+    ((planned, names, text, trained, again),) = run_ranks(
+        in_turn,
+        1,
+        [
+            (command, tmp_path, plan, given),
+            *((os.listdir, run), (Path.read_text, run / "data_report.json")),
+            (command, tmp_path, train, given),
+            (command, tmp_path, plan, [*given, "data.max_tokens=21"]),
+        ],
     )
-    planned = run(plan)
     assert "train: 5 documents, 39 tokens" in planned
     assert "steps: 1 an epoch of 2 packs" in planned
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["data_report.json"]
-    report = json.loads((tmp_path / "run" / "data_report.json").read_text())
-    assert list(report) == ["train", "steps"]
-    assert "step 1/1 | loss " in run(train)
-    assert (tmp_path / "run" / "global_step_1").is_dir()
-    assert "holds a run: its data_report.json is left as it is" in run(plan, "data.max_tokens=21")
-    assert json.loads((tmp_path / "run" / "data_report.json").read_text()) == report
+    assert names == ["data_report.json"]
+    assert list(json.loads(text)) == ["train", "steps"]
+    assert "step 1/1 | loss " in trained
+    assert (run / "global_step_1").is_dir()
+    assert "holds a run: its data_report.json is left as it is" in again
+    assert json.loads((run / "data_report.json").read_text()) == json.loads(text)
