@@ -2,8 +2,6 @@
 
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -157,13 +155,3 @@ def test_what_is_there_is_replaced_only_where_asked_and_by_a_complete_run(
     assert run(output, model, "samples=3", "tasks=[qa2]", "overwrite=true") == 0
     assert sorted(path.name for path in output.iterdir()) == [command.MARKER, "qa2"]
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
-
-
-def test_samples_are_made_without_torch(tmp_path: Path, model: Path) -> None:
-    program = (
-        "import sys; from verl_ext.__main__ import main\n"
-        "print(main(['babilong', *sys.argv[1:]]), 'transformers' in sys.modules, 'torch' in sys.modules)"
-    )
-    arguments = [sys.executable, "-c", program, "output_dir=out", f"model.path={model}", "samples=2", "num_workers=1"]
-    done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.stdout.splitlines()[-1] == "0 True False", done.stderr

@@ -195,10 +195,8 @@ def slurm(tmp_path_factory) -> tuple[list[list[str]], list[str], list[str]]:
     environment |= {"SLURM_GPUS_ON_NODE": "8", "SRUN_ARGUMENTS": str(folder / "srun_arguments")}
     command = ["bash", str(LAUNCH / "slurm.sbatch"), *OVERRIDES[:2]]
     outputs = [
-        subprocess.run(
-            command, env=environment | {"SLURM_RESTART_COUNT": n}, capture_output=True, text=True, check=True
-        )
-        for n in ("0", "1")
+        subprocess.check_output(command, env=environment | {"SLURM_RESTART_COUNT": attempt}, text=True)
+        for attempt in ("0", "1")
     ]
     lines = [shlex.split(text) for text in outputs[0].splitlines()[-2:]]
     logs = sorted(path.name for path in (folder / "repo" / "logs" / "job-40007").iterdir())
