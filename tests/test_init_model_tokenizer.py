@@ -137,10 +137,7 @@ def test_a_text_too_small_for_the_vocabulary_is_said_with_the_size_that_came_out
     ("options", "line"),
     [
         (["tokenizer.vocab_size=258"], "tokenizer.vocab_size must be at least 259, the 256 bytes and"),
-        (
-            ["tokenizer.chat_template=no.jinja"],
-            "tokenizer.chat_template must be a Jinja template or a file that",
-        ),
+        (["tokenizer.chat_template=no.jinja"], "tokenizer.chat_template must be a Jinja template or a file that"),
         (["tokenizer.eos_token=''"], "tokenizer.eos_token must hold no empty text; got ''"),
         (["tokenizer.train_on=[3]"], "tokenizer.train_on must be a path, a glob or a list of them; got [3]"),
         (["tokenizer.train_on=none.txt"], "tokenizer.train_on must name files that exist; none.txt does not exist"),

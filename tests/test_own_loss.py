@@ -72,7 +72,12 @@ def _steps(model, file, sequence_parallel):
 
 @pytest.fixture(scope="module")
 def steps(tiny_model, file):
-    return {layout: run_ranks(_steps, layout[0], str(tiny_model), str(file), layout[1])[0] for layout in LAYOUTS}
+    found = {}
+    for ranks in (1, 2):
+        layouts = [layout for layout in LAYOUTS if layout[0] == ranks]
+        calls = [(_steps, str(tiny_model), str(file), shared) for _, shared in layouts]
+        found |= dict(zip(layouts, run_ranks(in_turn, ranks, calls)[0], strict=True))
+    return found
 
 
 @pytest.mark.parametrize("packing", ["none", "packed", "padded"])
@@ -136,8 +141,12 @@ def test_a_function_that_is_no_loss_is_refused_before_a_model_is_loaded(code, li
     with pytest.raises(ValueError, match=r"^loss\.custom_cls\.[^\n]*$") as raised:
         checked(compose(run), 1)
     assert raised.match(line)
-    with pytest.raises(ValueError, match=r"^loss\.mode must be token[^\n]* got sqrt[^\n]*$"):  # both at once
-        checked(compose(["loss=sqrt", *run]), 1)
+
+
+def test_a_function_and_a_mode_at_once_are_refused(tmp_path, tiny_model, file):
+    keys = ["loss=sqrt", f"loss.custom_cls.path={file}", "loss.custom_cls.name=own", "trainer.device=cpu"]
+    with pytest.raises(ValueError, match=r"^loss\.mode must be token[^\n]* got sqrt[^\n]*$"):
+        checked(compose([f"model.path={tiny_model}", f"data.train_dir={tmp_path}", *keys]), 1)
 
 
 def test_a_pack_that_the_function_cannot_do_is_one_line_as_well(tmp_path):
