@@ -191,7 +191,7 @@ def test_babilongs_scores_are_a_table_of_tasks_by_lengths_and_a_figure_of_the_pa
     ("words", "expected"),
     [
         (["chats.jsonl"], "model.path"),
-        (["chats.jsonl", "model.path=model", "tokenize={turn: each}"], "tokenize.turn; nearest: tokenize.turns"),
+        (["chats.jsonl", "model.path=model", "tokenize={turn: each}"], "tokenize must be one of"),
         (["data", "row=0", "tokenize={turns: each}"], "tokenize must be given for raw files alone"),
         (["data", "against={turns: each}"], "against must be paths"),
         (["data", "answers"], "answers must be given with `verl-ext show run`; got true with `verl-ext show data`"),

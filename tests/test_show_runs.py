@@ -147,7 +147,8 @@ def test_bad_runs_are_one_line(tmp_path):
         assert key in errors
 
 
-def test_the_documents_of_a_spike_are_shown(tmp_path):
+def test_the_documents_of_a_spike_are_shown(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")  # a long path wraps no line
     run = write_metrics(tmp_path / "run", 3)
     data = write_data(tmp_path / "data", [document([1, 2], [1]), document([1, 2, 3, 4, 5], [2, 4])])
     place = {"folder": data, "row": 1, "start": 2, "tokens": 3, "category": "maths", "pack": 0, "loss": 9.5}

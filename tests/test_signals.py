@@ -54,7 +54,6 @@ def asked(overrides: list[str], at: int) -> tuple[bool, int, str]:
     requests.pending = None  # of the run before
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        os.environ.pop("VERL_FILE_LOGGER_PATH", None)
         trainer = build(overrides)
         trainer.resume()
         step, numbers = trainer.train_step, itertools.count(1)

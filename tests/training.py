@@ -52,6 +52,7 @@ def into(folder: Path) -> str:
 
 def settle(overrides: Sequence[str]) -> Run:
     """Compose and validate a run. Call it on every rank."""
+    os.environ.pop("VERL_FILE_LOGGER_PATH", None)  # set by a previous run
     return prepare(compose([*SMALL, "trainer.logger=[file]", *overrides]))
 
 
@@ -62,7 +63,6 @@ def build(overrides: Sequence[str]) -> SFTTrainer:
 
 def fit(overrides: Sequence[str]) -> SFTTrainer:
     """Build a trainer, resume and fit. Call it on every rank."""
-    os.environ.pop("VERL_FILE_LOGGER_PATH", None)  # set by a previous run
     trainer = build(overrides)
     trainer.resume()
     trainer.fit()
