@@ -12,22 +12,11 @@ from verl_ext.config.compose import prepare_overrides
 
 # The original training script, with its shell variables filled in.
 SEED_COMMAND = [
-    "+data.train_dir=/data/train",
-    "+data.max_tokens=131072",
-    "optim.lr=3e-5",
-    "data.train_batch_size=2",
-    "data.micro_batch_size=1",
-    "data.micro_batch_size_per_gpu=1",
-    "data.custom_cls.path=sft_data_packer.py",
-    "data.custom_cls.name=SFTDataSet",
-    "model.partial_pretrain=/models/qwen",
-    "model.use_liger=True",
-    "trainer.default_local_dir=/runs/out",
-    "trainer.project_name=task",
-    "trainer.experiment_name=task",
-    "trainer.logger=['console']",
-    "ulysses_sequence_parallel_size=8",
-    "use_remove_padding=true",
+    *("+data.train_dir=/data/train", "+data.max_tokens=131072", "optim.lr=3e-5", "data.train_batch_size=2"),
+    *("data.micro_batch_size=1", "data.micro_batch_size_per_gpu=1", "data.custom_cls.path=sft_data_packer.py"),
+    *("data.custom_cls.name=SFTDataSet", "model.partial_pretrain=/models/qwen", "model.use_liger=True"),
+    *("trainer.default_local_dir=/runs/out", "trainer.project_name=task", "trainer.experiment_name=task"),
+    *("trainer.logger=['console']", "ulysses_sequence_parallel_size=8", "use_remove_padding=true"),
 ]
 
 

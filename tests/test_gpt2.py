@@ -32,11 +32,9 @@ def test_it_trains_as_plain_transformers_and_is_exported_as_itself(ranks, sequen
         train_alone,
         ranks,
         [
-            f"data.train_dir={data}",
-            f"model.path={gpt2}",
+            *(f"data.train_dir={data}", f"model.path={gpt2}"),
             f"engine.ulysses_sequence_parallel_size={sequence_parallel}",
-            f"trainer.default_local_dir={tmp_path}/run",
-            "trainer.total_training_steps=1",
+            *(f"trainer.default_local_dir={tmp_path}/run", "trainer.total_training_steps=1"),
             "checkpoint.save_contents=[hf_model]",
         ],
     )
