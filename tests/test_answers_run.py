@@ -9,7 +9,7 @@ import torch
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.answer_server import answer_server
+from tests.chat_server import chat_server
 from tests.ranks import in_turn, run_ranks
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
@@ -127,8 +127,8 @@ def test_a_server_answers_in_the_models_place_and_its_failure_or_that_of_a_score
     own, served = tmp_path / "own.py", ["small"]
     own.write_text("def picky(record, answer):\n    return len(record['answer']) / (record['question'] != 'w40')\n")
     scored = [*options, into(tmp_path / "scored"), f"eval.score={own}:picky", "eval.freq=null"]
-    with answer_server(answer, served) as (url, _):
-        run = [*options, into(tmp_path / "run"), f"eval.base_url={url}", "eval.freq=null", "parallel=cpu"]
+    with chat_server(answer, served) as server:
+        run = [*options, into(tmp_path / "run"), f"eval.base_url={server.url}", "eval.freq=null", "parallel=cpu"]
         run += ["trainer.logger=[file,tensorboard]"]
         calls = [(_train_and_hear, given, tmp_path / "tensorboard") for given in (run, scored)]
         (of_run, of_scored), _ = run_ranks(in_turn, 2, calls)

@@ -130,10 +130,7 @@ MISTAKES = [  # overrides of a good config, with its ranks and its accelerator; 
     ("model.enable_activation_offload=true", "model.enable_activation_offload must be false: verl's"),
     ("model.tiled_mlp.enabled=true", "engine does not apply it; model.tile_tokens is what works"),
     ("model.use_fused_kernels=true", "model.use_fused_kernels must be false"),
-    (
-        "model.lora_rank=4 model.target_modules='.*(proj|embed_tokens)'",
-        "must leave out model.embed_tokens: verl",
-    ),
+    ("model.lora_rank=4 model.target_modules='.*(proj|embed_tokens)'", "must leave out model.embed_tokens: verl"),
     ("model.lora_rank=4 model.target_modules=[q_proj,v_prj]", "of a Qwen3ForCausalLM; got v_prj (nearest: v_proj)"),
     ("model.lora_rank=4 model.target_modules='.*foo'", "model.target_modules must name modules of a Qwen3ForCausalLM"),
     ("model.path=null", "model.path is required: a folder or hub name of a model; got null"),
@@ -285,22 +282,18 @@ def test_missing_and_torn_weights_are_told_before_they_are_read(tmp_path):
     assert problem.startswith(f"model.path must hold weights that can be read; got {tmp_path}/model.safetensors: ")
 
 
-def _on_gpu(good, folder, model, **updates):
-    """Return the run on a GPU with another model config, and that config."""
-    model.save_pretrained(folder)
-    save_file({"w": torch.zeros(1)}, folder / "model.safetensors")
-    return changed(good, trainer__device="cuda", model__path=str(folder), **updates), model
-
-
 def test_varlen_is_refused_before_loading_where_the_model_or_the_gpu_lacks_what_it_needs(good, tmp_path):
-    on_gpu, _ = _on_gpu(good, tmp_path, GPT2Config(), attention__backend="varlen")
-    assert lines(on_gpu, 1, "cuda") == [
+    GPT2Config().save_pretrained(tmp_path)
+    save_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")
+    on_gpu = changed(good, trainer__device="cuda", attention__backend="varlen")
+    gpt2 = changed(on_gpu, model__path=str(tmp_path))
+    assert lines(gpt2, 1, "cuda") == [
         "attention.backend=varlen needs a model without attention dropout; the model's is 0.1; "
         "attention.backend=auto uses one that runs"
     ]
-    checked(changed(on_gpu, model__override_config={"attn_pdrop": 0.0}), 1, "cuda", (8, 0))
+    checked(changed(gpt2, model__override_config={"attn_pdrop": 0.0}), 1, "cuda", (8, 0))
     with pytest.raises(ValueError, match=r"^attention\.backend=varlen needs a GPU .* newer; got 7\.0"):
-        checked(changed(good, trainer__device="cuda", attention__backend="varlen"), 1, "cuda", (7, 0))
+        checked(on_gpu, 1, "cuda", (7, 0))
 
 
 @pytest.mark.parametrize(
@@ -360,11 +353,7 @@ def test_an_adapter_folder_and_tied_embeddings_are_checked_as_the_options_are(go
 MIXTURE = {**HEADS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}
 ADAPTERS = {  # an adapter, or a config with an adapter, that is refused: its folder's values, the model and the line
     "alora": ({"alora_invocation_tokens": [3]}, {}, "an adapter without alora_invocation_tokens, which packs do not"),
-    "pissa": (
-        {"init_lora_weights": "pissa"},
-        {},
-        "weights in model.path as they are; got .* of init_lora_weights=pissa",
-    ),
+    "pissa": ({"init_lora_weights": "pissa"}, {}, "weights in model.path as they are; got .* init_lora_weights=pissa"),
     "tied tokens": ({"trainable_token_indices": [3]}, {"tie_word_embeddings": True}, "trainable_token_indices of tied"),
     "no bias": ({"lora_bias": True}, {}, "checkpoint.save_contents must leave out hf_model for adapters .* no bias"),
     "dropout": (
@@ -379,10 +368,8 @@ ADAPTERS = {  # an adapter, or a config with an adapter, that is refused: its fo
 def test_an_adapter_that_cannot_be_trained_or_merged_is_refused_before_weights(good, name, tmp_path):
     adapter, model, line = ADAPTERS[name]
     LoraConfig(**{"target_modules": ["q_proj"], **adapter}).save_pretrained(tmp_path)
-    contents = ["model", "hf_model"]
-    given = changed(
-        good, model__lora_rank=8, model__lora_adapter_path=str(tmp_path), checkpoint__save_contents=contents
-    )
+    words = {"model__lora_rank": 8, "model__lora_adapter_path": str(tmp_path)}
+    given = changed(good, **words, checkpoint__save_contents=["model", "hf_model"])
     with pytest.raises(ValueError, match=line) as raised:
         checked(given, 1, hf_config=Qwen3Config(**HEADS, **model))
     assert "\n" not in str(raised.value)

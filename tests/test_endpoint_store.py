@@ -68,12 +68,8 @@ def test_a_second_run_asks_for_nothing_and_other_sampling_asks_again(tmp_path):
             asyncio.run(ask(server, SamplingOptions(), **change))
         asyncio.run(ask(server, SamplingOptions(temperature=0.1)))
         assert len(server.requests) == 5
-    assert (first.reasoning, first.usage, first.model, first.fingerprint) == (
-        "because",
-        Usage(10, 0, 5),
-        "tiny-1",
-        "fp",
-    )
+    facts = (first.reasoning, first.usage, first.model, first.fingerprint)
+    assert facts == ("because", Usage(10, 0, 5), "tiny-1", "fp")
 
 
 def test_a_failure_is_asked_for_again(tmp_path):
