@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.ranks import in_turn, run_ranks
 from tests.training import build, differences, fit, heard, into, settle, small_run, stopped_at
@@ -31,7 +32,7 @@ from verl_ext.checkpoint.layout import (
     remove_unfinished,
     whole_checkpoints,
 )
-from verl_ext.checkpoint.state import read_metadata
+from verl_ext.checkpoint.state import HostCopies, read_metadata
 from verl_ext.files import write_errors
 from verl_ext.trainer.distributed import RunFailed
 
@@ -307,9 +308,29 @@ def not_written_by_rank_1(overrides) -> str:
     return str(raised.value)
 
 
-def test_a_write_error_of_a_rank_is_that_of_all_ranks_in_verls_own_form_too(options, tmp_path):
+def copies_of_a_step_and_the_next() -> bool:
+    mesh = dist.init_device_mesh("cpu", (2,))
+    state = {"weight": distribute_tensor(torch.arange(5.0), mesh, [Shard(0)]), "step": torch.tensor(3.0)}
+    copies = HostCopies()
+    first = copies.copy(state)
+    copies.wait()
+    copies.hold_device()
+    state["weight"].to_local().add_(1)
+    state["step"].add_(1)
+    assert isinstance(first["weight"], DTensor)
+    assert first["weight"].full_tensor().tolist() == [0, 1, 2, 3, 4]  # not the value after the optimizer's step
+    assert first["step"] == 3
+    places = {"weight": first["weight"].to_local().data_ptr(), "step": first["step"].data_ptr()}
+    second = copies.copy(state)
+    assert second["weight"].full_tensor().tolist() == [1, 2, 3, 4, 5]
+    assert second["step"] == 4
+    assert places == {"weight": second["weight"].to_local().data_ptr(), "step": second["step"].data_ptr()}
+    return True
+
+
+def test_host_copies_stay_as_made_and_a_write_error_of_a_rank_is_that_of_all_in_verls_own_form_too(options, tmp_path):
     own_form = ("optim.optimizer_impl=torch.optim.adamw", "trainer.save_freq=-1", "trainer.total_training_steps=1")
-    words = run_ranks(not_written_by_rank_1, 2, [*options, into(tmp_path / "run"), *own_form])
+    calls = [(copies_of_a_step_and_the_next,), (not_written_by_rank_1, [*options, into(tmp_path / "run"), *own_form])]
     told = f"{tmp_path / 'run' / 'global_step_1'} cannot be written: rank 1: No space left on device"
-    assert words == [f"the end of the run is not saved: {told}"] * 2
+    assert run_ranks(in_turn, 2, calls) == [[True, f"the end of the run is not saved: {told}"]] * 2
     assert not list((tmp_path / "run").glob("global_step*"))

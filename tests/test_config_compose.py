@@ -87,7 +87,6 @@ def test_a_recipe_chooses_groups_and_the_command_line_still_wins(tmp_path):
         ("data.max_tokenz", "unknown key data.max_tokenz; nearest: data.max_tokens"),
         ("model.partial_pretrain", "unknown key model.partial_pretrain; nearest: model.path"),
         ("trainer.max_tokens", "unknown key trainer.max_tokens; nearest: data.max_tokens"),
-        ("model.memory.kind", "model.memory.kind has no equivalent: a memory is of networks that learn"),
         ("trainer.foo", "unknown key trainer.foo"),  # the node itself would be no help
     ],
 )

@@ -1,9 +1,13 @@
-"""Options that are settled before training but show only in its steps: the order of documents, the logged steps."""
+"""Options that are settled before training but show only in its steps: order, logged steps, determinism."""
+
+import dataclasses
 
 import pytest
+import torch
 
 from tests.ranks import in_turn, run_ranks
-from tests.training import build, into, metrics, small_run, train_each
+from tests.training import build, into, metrics, settle, small_run, train_each
+from verl_ext.trainer.trainer import SFTTrainer
 
 pytestmark = pytest.mark.slow
 
@@ -49,3 +53,17 @@ def test_steps_are_logged_every_so_many_batches_of_a_rank(done):
     ranks, folder, _, _ = done
     for batches, logged in LOGGED[ranks].items():
         assert {step for step, name in metrics(folder / str(batches)) if name == "train/loss"} == logged
+
+
+def strictness(overrides):
+    """Build a trainer with torch's varlen attention, and return whether torch refuses nondeterministic kernels."""
+    run = settle(overrides)
+    SFTTrainer(dataclasses.replace(run, model=dataclasses.replace(run.model, backend="varlen")))
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def test_full_determinism_is_strict_with_torchs_varlen_attention(tmp_path, tiny_model):
+    """verl only warns of nondeterministic kernels; varlen's backward is one unless torch is strict."""
+    run = small_run(tmp_path, tiny_model, [20] * 8, into(tmp_path / "run"))
+    calls = [(strictness, [*run, f"engine.full_determinism={full}"]) for full in ("false", "true")]
+    assert run_ranks(in_turn, 1, calls) == [[False, True]]

@@ -80,14 +80,6 @@ def test_an_attention_other_than_that_of_the_chosen_backend_is_refused(checked):
             checked(f"+{asked}{name}", f"attention.backend={backend}")
 
 
-def test_a_base_that_is_no_qwen_is_refused(checked, tmp_path):
-    folder = tmp_path / "llama"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
-    with pytest.raises(ValueError, match=r"model\.path must hold a qwen2 or qwen3 model for model.memory; got llama"):
-        checked(f"model.path={folder}")
-
-
 @pytest.fixture
 def write_memory(tmp_path):
     """Return a function that writes a memory of a config's shapes, and returns its path."""
