@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from tests.checked import changed as overridden_by
-from tests.checked import checked, typed
+from tests.checked import checked, sound_run, typed
 from verl_ext.config import compose
 from verl_ext.config.check import check_categories, check_positions, model_positions
 from verl_ext.config.support import Architecture, attention_dropout, model_notices
@@ -32,13 +32,7 @@ HEADS = {"num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 8, "hi
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
-    """Return a config that passes on one CPU rank: its folders exist; its model has 12 heads, 2 key/value heads."""
-    folder = tmp_path_factory.mktemp("run")
-    (folder / "data").mkdir()
-    Qwen3Config(max_position_embeddings=512, **HEADS).save_pretrained(folder / "model")
-    save_file({"w": torch.zeros(1)}, folder / "model" / "model.safetensors")
-    paths = {"data.train_dir": "data", "model.path": "model", "trainer.default_local_dir": "out"}
-    return compose([*(f"{key}={folder / name}" for key, name in paths.items()), "parallel=cpu"])
+    return sound_run(tmp_path_factory.mktemp("run"))
 
 
 def changed(config, **updates):

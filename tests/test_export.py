@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, GPT2Config, MixtralConfig
 
 from tests.ranks import run_ranks
-from tests.test_remote_models import CODE
+from tests.test_remote_models import add_code
 from tests.tiny_model import VOCABULARY, write_tiny_model
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import metrics, plain_losses, stopped_at, train_each
@@ -62,11 +62,7 @@ HOUSE = [*LORA, "model.trust_remote_code=true"]
 
 def write_house(folder):
     write_tiny_model(folder)
-    described = json.loads((folder / "config.json").read_text())
-    named = {"AutoConfig": "modeling_house.HouseConfig", "AutoModelForCausalLM": "modeling_house.HouseForCausalLM"}
-    described |= {"model_type": "house", "architectures": ["HouseForCausalLM"], "auto_map": named}
-    (folder / "config.json").write_text(json.dumps(described))
-    (folder / "modeling_house.py").write_text(CODE.replace("{output}", "2 * output"))
+    add_code(folder, "2 * output")
     (folder / "generation_config.json").write_text(json.dumps(GENERATION))
     (folder / "chat_template.jinja").unlink()
     for name in ("tokenizer.model", "merges.txt"):

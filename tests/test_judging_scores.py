@@ -121,8 +121,7 @@ def test_shuffled_shots_keep_their_ratings_and_differ_between_two_ratings(chat_f
 
 
 @pytest.mark.parametrize(
-    ("text", "rating"),
-    [("[[7]]", 7), ("It beats the shot of [[3]], so [[8]].", 8), ("[[rating: 6.5]]", 6.5)],
+    ("text", "rating"), [("[[7]]", 7), ("It beats the shot of [[3]], so [[8]].", 8), ("[[rating: 6.5]]", 6.5)]
 )
 def test_a_rating_is_the_first_number_of_the_last_brackets(text, rating):
     assert LongBenchChat("").verdict(text) == rating

@@ -158,10 +158,9 @@ def _reduce_on_rank() -> tuple[dict[str, float], int]:
         dist.all_reduce(tensor)
 
     # gsm8k is only on rank 0, code only on rank 1.
-    mine = [
-        _sums(1.0, [0, 6.0, 0], [2.0, 10, 4, 1, 0, 4, 0]),
-        _sums(3.0, [7.0, 0, 1.0], [3.0, 20, 3, 2, 1, 0, 2]),
-    ][dist.get_rank()]
+    mine = [_sums(1.0, [0, 6.0, 0], [2.0, 10, 4, 1, 0, 4, 0]), _sums(3.0, [7.0, 0, 1.0], [3.0, 20, 3, 2, 1, 0, 2])][
+        dist.get_rank()
+    ]
     before = mine.values.tolist()
     report = mine.reduced(all_reduce).report("train", NAMES)
     assert mine.values.tolist() == before, "the rank's own sums stay as they were"

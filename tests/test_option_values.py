@@ -4,12 +4,9 @@ from collections.abc import Mapping
 from typing import Any, get_origin
 
 import pytest
-import torch
 from omegaconf import OmegaConf, open_dict
-from safetensors.torch import save_file
-from transformers import Qwen3Config
 
-from tests.checked import checked
+from tests.checked import checked, sound_run
 from verl_ext.attention import AttentionOptions
 from verl_ext.config import compose, schema
 from verl_ext.config.compose import prepare_overrides
@@ -28,13 +25,7 @@ WRONG: dict[Any, Any] = {int: "many", float: [1], bool: "maybe", str: [1], list:
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("run")
-    (folder / "data").mkdir()
-    heads = {"num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 8, "hidden_size": 96}
-    Qwen3Config(max_position_embeddings=512, num_hidden_layers=1, **heads).save_pretrained(folder / "model")
-    save_file({"w": torch.zeros(1)}, folder / "model" / "model.safetensors")
-    paths = {"data.train_dir": "data", "model.path": "model", "trainer.default_local_dir": "out"}
-    return compose([*(f"{key}={folder / name}" for key, name in paths.items()), "parallel=cpu"])
+    return sound_run(tmp_path_factory.mktemp("run"))
 
 
 def with_values(config, values: Mapping[str, Any]):

@@ -35,7 +35,7 @@ def test_verls_own_trainer_takes_samples_of_a_stream_babilong_rows_and_rows_of_t
     for name, words in datasets.items():
         folder = tmp_path / name
         folder.mkdir()
-        words += [words[0].replace("train", "val")] * (name != "MultiDocDataset")
+        words += [words[0].replace("train_files", "val_files")] * (name != "MultiDocDataset")
         words += [f"+data.cache_dir={folder}/cache", "data.micro_batch_size_per_gpu=2", "trainer.total_epochs=2"]
         calls.append((train_with_stock_verl, name, str(tiny_model), str(folder), words))
     for losses in run_ranks(in_turn, 1, calls)[0]:

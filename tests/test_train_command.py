@@ -246,8 +246,7 @@ while not (folder / "stop").exists():
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
-    [(["code", "2"], 2, None), (["killed"], 137, "SIGKILL"), (["stopped"], 75, "SIGINT")],
+    ("words", "code", "said"), [(["code", "2"], 2, None), (["killed"], 137, "SIGKILL"), (["stopped"], 75, "SIGINT")]
 )
 def test_torchrun_ends_with_the_code_of_its_ranks_and_without_a_report(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], words: list[str], code: int, said: str | None
