@@ -103,9 +103,7 @@ def test_answers_of_shards_are_those_of_the_whole_model_also_with_fresh_adapters
         assert set(untouched.values()) == {(True, True, True, True)}
 
 
-def test_drawn_answers_follow_from_their_seed_and_greedy_ones_ignore_a_penalty_of_the_models_own_settings(
-    folders, tmp_path
-):
+def test_drawn_answers_follow_from_their_seed_and_greedy_ones_ignore_the_models_own_penalty(folders, tmp_path):
     """generation_config.json may hold a repetition penalty."""
     folder = write_tiny_model(tmp_path)
     expected = _plain_answers(folder)

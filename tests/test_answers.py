@@ -136,7 +136,7 @@ def test_a_text_is_gone_on_with_without_a_template_and_has_no_score(tiny_model, 
         Prompts.read(AnswerOptions(prompts=chat), base)
 
 
-def test_categories_are_those_of_the_option_or_of_a_field(tokenizer, tmp_path):
+def test_categories_are_those_of_the_option_or_of_a_field_and_samples_the_first(tokenizer, tmp_path):
     path = _file(tmp_path / "a.jsonl", {"messages": CHAT, "kind": "own"}, {"messages": CHAT})
     options = AnswerOptions(prompts={"named": [path]}, category_field="kind")
     assert [prompt.category for prompt in Prompts.read(options, tokenizer).items] == ["own", "named"]
@@ -215,6 +215,7 @@ def test_a_scorer_of_ones_own_is_given_the_record_and_the_answer(tmp_path):
     path = tmp_path / "own.py"
     path.write_text("def half(record, answer):\n    return 0.5 * (record['x'] == answer)\n")
     own = scorer(f"{path}:half")
+    assert own({"x": "garden"}, "", "<think>kitchen</think>garden") == 0.5  # without its reasoning
     assert (own({"x": "a"}, "", "a"), own({"x": "a"}, "", "b")) == (0.5, 0.0)
     with pytest.raises(ValueError, match=r"eval\.score=.*own\.py:half .*KeyError: 'x'"):
         own({}, "", "a")
@@ -233,9 +234,7 @@ def test_a_server_is_sent_chats_or_tokens(tokenizer, tmp_path):
     assert server.requests == [{**given, "messages": CHAT[:3]}] * 3 + [{**given, "prompt": [5, 6]}]
 
 
-def test_a_server_is_sent_calls_as_text_tools_and_a_records_own_template_arguments_and_its_reasoning_is_no_answer(
-    tokenizer, tmp_path
-):
+def test_a_server_is_sent_calls_tools_and_template_arguments_and_its_reasoning_is_no_answer(tokenizer, tmp_path):
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
     calling = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"n": 1}}}]}
     called = {"messages": [CHAT[0], calling, {"role": "tool", "content": "w9"}, CHAT[1]], "enable_thinking": False}

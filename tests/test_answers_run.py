@@ -113,9 +113,7 @@ def _texts(folder):
     return [text.decode() for value in values for text in value.string_val]
 
 
-def test_a_server_answers_in_the_models_place_and_its_failure_or_that_of_a_scorer_on_a_rank_is_a_warning(
-    options, tmp_path
-):
+def test_a_server_answers_in_the_models_place_and_its_failure_or_a_scorers_is_a_warning(options, tmp_path):
     asked = []
 
     def answer(body):

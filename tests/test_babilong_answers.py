@@ -66,9 +66,7 @@ VERDICTS = [
 
 
 @pytest.mark.parametrize(("task", "question", "target", "output", "published", "words"), VERDICTS)
-def test_the_published_rule_and_its_quirks_and_the_corrected_rule(
-    task: str, question: str, target: str, output: str, published: bool, words: bool
-) -> None:
+def test_the_published_rule_and_its_quirks_and_the_corrected_rule(task, question, target, output, published, words):
     assert is_right_answer(output, target, question, f"{task}_32k") is published
     assert is_right_answer(output, target, question, f"{task}_32k", words=True) is words
 

@@ -98,14 +98,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("override", "line"), REFUSED, ids=[override for override, _ in REFUSED])
-def test_a_mistake_is_one_line_and_code_2_before_a_sample_is_made_and_writes_nothing(
-    override: str,
-    line: str,
-    tmp_path: Path,
-    model: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_mistake_is_one_line_before_a_sample_is_made(override, line, tmp_path, model, capsys, monkeypatch):
     monkeypatch.setattr(SampleMaker, "sample", None)
     assert run(tmp_path / "out", model, "samples=9", override) == 2
     told = [text for text in capsys.readouterr().err.splitlines() if text.startswith("error: ")]
@@ -123,9 +116,7 @@ def test_a_mistake_is_one_line_and_code_2_before_a_sample_is_made_and_writes_not
     ],
     ids=["no .txt", "short sentences", "not UTF-8"],
 )
-def test_unusable_background_is_refused(
-    name: str, content: bytes, line: str, tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unusable_background_is_refused(name, content, line, tmp_path, model, capsys):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / name).write_bytes(content)
     assert run(tmp_path / "out", model, "sizes=[1k]", f"background={tmp_path / 'text'}") == 2
@@ -133,9 +124,7 @@ def test_unusable_background_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_there_is_replaced_only_where_asked_and_by_a_complete_run(
-    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_there_is_replaced_only_where_asked_and_by_a_complete_run(tmp_path, model, capsys, monkeypatch):
     output = tmp_path / "out"
     assert run(output, model, "samples=2") == 0
     before = (output / "qa1/0k.json").read_bytes()

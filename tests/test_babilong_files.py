@@ -135,9 +135,7 @@ def test_a_missing_file_two_of_one_task_and_other_encodings_are_refused(tmp_path
         read_samples(str(tmp_path), "qa1", "test")
 
 
-def test_more_samples_than_questions_fit_are_refused_before_any_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_more_samples_than_questions_fit_are_refused_before_any_is_written(tmp_path, capsys):
     write_forms(tmp_path / "en")
     byte_level().save_pretrained(tmp_path / "model")
     arguments = [f"output_dir={tmp_path / 'out'}", f"model.path={tmp_path / 'model'}", f"stories={tmp_path / 'en'}"]

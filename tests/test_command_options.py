@@ -106,9 +106,7 @@ ENDS = [
 
 
 @pytest.mark.parametrize(("error", "code", "line"), ENDS, ids=[type(error).__name__ for error, *_ in ENDS])
-def test_a_command_that_fails_ends_with_its_code_and_one_line(
-    error: BaseException, code: int, line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_that_fails_ends_with_its_code_and_one_line(error, code, line, capsys, monkeypatch):
     monkeypatch.setattr(signal, "signal", lambda *_: None)
 
     def bake(options: CakeOptions) -> str:
@@ -120,9 +118,7 @@ def test_a_command_that_fails_ends_with_its_code_and_one_line(
     assert err.endswith(line)
 
 
-def test_a_command_prints_what_it_made_and_its_help_on_request_or_without_words(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_prints_what_it_made_and_its_help_on_request_or_without_words(capsys, monkeypatch):
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     main = command("bake", CakeOptions, lambda options: f"a {options.name}", example="name=NAME")
     assert (main(["name=torte"]), capsys.readouterr()) == (0, ("a torte\n", ""))

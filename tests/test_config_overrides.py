@@ -281,9 +281,7 @@ def composed_with(folder, words):
 
 
 @pytest.mark.parametrize(("group", "head", "text", "expected"), OWN)
-def test_a_file_of_a_config_folder_adds_to_what_its_head_names_and_is_refused_without(
-    group, head, text, expected, tmp_path
-):
+def test_a_file_of_a_config_folder_adds_to_what_its_head_names_or_is_refused(group, head, text, expected, tmp_path):
     file = tmp_path / group / "mine.yaml"
     file.parent.mkdir()
     for missing in range(len(head)):

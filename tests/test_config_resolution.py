@@ -41,9 +41,7 @@ def test_device_and_precision_follow_the_accelerator(default, asked, accelerator
         ("No devices found.", None, "13.0", None),
     ],
 )
-def test_a_gpu_that_torch_cannot_start_is_refused_unless_the_cpu_is_asked_for(
-    default, tmp_path, monkeypatch, listed, visible, build, why
-):
+def test_a_gpu_that_torch_cannot_start_is_refused(default, tmp_path, monkeypatch, listed, visible, build, why):
     def init():
         raise RuntimeError("The NVIDIA driver on your system is too old\nmore lines")
 

@@ -132,9 +132,7 @@ def train_on_changing_data(overrides: list[str], folder: str, how: str) -> list[
 
 
 @pytest.mark.slow
-def test_a_change_under_a_run_ends_it_and_refuses_a_resume_and_a_file_of_the_same_content_does_not(
-    tmp_path, tiny_model
-):
+def test_a_change_under_a_run_ends_it_and_refuses_a_resume_and_the_same_content_does_not(tmp_path, tiny_model):
     folder, run = written_by_others(tmp_path / "data"), tmp_path / "run"
     overrides = overrides_of(folder, tiny_model, run, "trainer.save_freq=1", "trainer.spike_factor=null")
     ((told,), others) = run_ranks(train_on_changing_data, 2, overrides, folder, "a token")

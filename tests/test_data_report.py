@@ -21,7 +21,7 @@ from verl_ext.fsdp_sft_trainer import train
 from verl_ext.packing import TOKENS
 from verl_ext.tools.plan.command import plan as plan_run
 from verl_ext.tools.plan.options import PlanOptions
-from verl_ext.trainer.report import data_facts, step_facts, write_report
+from verl_ext.trainer.report import data_facts, step_facts
 from verl_ext.trainer.report_lines import report_lines
 from verl_ext.trainer.start import compose_and_run
 from verl_ext.trainer.step_plan import StepPlan
@@ -54,13 +54,10 @@ def test_every_document_that_is_not_trained_on_as_it_stands_has_a_reason(folder)
     assert (facts["documents"], facts["tokens"], facts["packs"]) == (5, 26, 4)
 
 
-def test_a_split_document_is_without_target_only_when_all_of_its_pieces_are(folder):
+def test_a_split_document_lacks_a_target_if_all_its_pieces_do_and_documents_beyond_max_samples_are_counted(folder):
     facts = data_facts(SFTDataSet(folder, max_tokens=8, over_length="split"))
     assert rows_of(facts)[2] == ("(none)", "no target", 1, 5, 5, 0)
     assert facts["tokens"] == 39
-
-
-def test_documents_beyond_max_samples_are_counted(folder):
     facts = data_facts(SFTDataSet(folder, max_tokens=8, over_length="drop", max_samples=2))
     assert rows_of(facts) == [("code", "drop", 1, 9, 0, 1), ("(none)", "beyond max_samples", 4, 27, 0, 0)]
     assert [row["share"] for row in facts["changed_documents"]] == [9 / 39, 27 / 39]
@@ -108,14 +105,6 @@ def test_the_steps_say_what_the_ranks_wait_for_and_what_is_left_out(folder):
     assert facts["busy"] >= facts["busy_if_shuffled"]
     lines = "\n".join(report_lines({"steps": facts}))
     assert "every epoch leaves out other packs (data.drop_last=true); the first 1, 1 documents" in lines
-
-
-def test_the_report_is_json_that_replaces_an_older_one(folder, tmp_path):
-    facts = data_facts(SFTDataSet(folder, max_tokens=8, over_length="drop"))
-    for _ in range(2):
-        write_report({"train": facts}, tmp_path / "run")
-    assert json.loads((tmp_path / "run" / "data_report.json").read_text()) == {"train": facts}
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["data_report.json"]
 
 
 def command(folder, act, overrides):

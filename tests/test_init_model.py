@@ -74,9 +74,7 @@ def test_the_same_seed_and_text_write_the_same_bytes_and_another_seed_other_weig
     assert other != (made / "model.safetensors").read_bytes()
 
 
-def test_a_copied_tokenizer_gives_the_same_files_leaves_torchs_random_numbers_alone_and_tells_parameters_exactly(
-    made, tmp_path
-):
+def test_a_copied_tokenizer_gives_the_same_files_and_parameters_are_told_exactly(made, tmp_path):
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)
@@ -118,13 +116,11 @@ def test_a_larger_vocabulary_stays_and_null_makes_it_the_tokenizers(tmp_path):
         (["model=tiny", "config.hiden_size=8"], "key config.hiden_size of qwen3; nearest: config.hidden_size"),
         (["model=tiny", "config.initializer_range=nan"], "config.initializer_range must be at least 0 and finite; got"),
         (["model=tiny", "config.hidden_size=194"], "Field 'head_dim' expected int, got float (value: 48.5)"),
-        (["model=minimind_104m", "config.hidden_size=194"], "hidden size (194) is not a multiple of the number of att"),
         (["model=gpt2_124m", "config.hidden_size=100"], "`embed_dim` must be divisible by num_heads"),
         (["model=tiny", "config.num_key_value_heads=3"], "divisible by config.num_key_value_heads (3); got 4"),
         (["model=tiny", "config.head_dim=5"], "config.head_dim must be even for rotary positions; got 5"),
         (["model=tiny", "config.num_hidden_layers=0"], "config.num_hidden_layers must be at least 1; got 0"),
         (["model=tiny", "config.hidden_act=sulu"], "can build a qwen3; got config.hidden_act=sulu (KeyError"),
-        (["model=tiny", "config.rms_norm_eps=x"], "Field 'rms_norm_eps' expected float, got str (value: 'x')"),
         (["model=tiny", "config.rope_parameters=3"], "can build a qwen3; got config.rope_parameters=3 ("),
         (["model=tiny", "config.eos_token_id=1"], "config must not set eos_token_id, which model, dtype or the"),
         (["model=tiny", "config.vocab_size=100"], "config.vocab_size must be at least the tokenizer's 128, or null"),

@@ -50,9 +50,7 @@ def test_compressed_text_is_read_as_the_plain_text_is(tmp_path):
 
 @given(text=st.text(st.sampled_from("ab\n é漢🙂"), min_size=1, max_size=60), block=st.integers(1, 9), cut=st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_blocks_are_the_text_and_end_with_lines_and_the_first_byte_that_is_no_utf8_is_named(
-    text, block, cut, tmp_path_factory
-):
+def test_blocks_are_the_text_and_end_with_lines_and_a_byte_that_is_no_utf8_is_named(text, block, cut, tmp_path_factory):
     path = tmp_path_factory.mktemp("blocks") / "a.txt"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(readers, "BLOCK", block)

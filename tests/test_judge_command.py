@@ -179,9 +179,7 @@ def test_empty_and_refused_answers_count_as_no_words_wherever_they_come_from(jud
         assert model_of["figures"]["all"]["S_l"]["cases"] == 2
 
 
-def test_verdicts_that_stay_unreadable_are_asked_for_five_times_counted_apart_and_end_with_exit_code_1(
-    judged, tmp_path, capsys
-):
+def test_unreadable_verdicts_are_asked_for_five_times_counted_apart_and_end_with_exit_code_1(judged, tmp_path, capsys):
     asked = Counter()
 
     def judge(request):

@@ -39,14 +39,11 @@ def test_without_attention_every_token_costs_the_same():
     assert cost_of(config).documents([5, 7]).tolist() == [5, 7]
 
 
-def test_sequence_parallelism_adds_its_communication_to_every_token():
+def test_sequence_parallelism_adds_its_communication_to_every_token_and_its_zero_heads_what_they_compute():
     config = transformers.Qwen3Config(**SIZES, **HEADS, intermediate_size=160)
     alone, shared, wide = (cost_of(config, ranks) for ranks in (1, 2, 4))
     assert alone.linear < shared.linear < wide.linear
     assert alone.quadratic == shared.quadratic == wide.quadratic
-
-
-def test_zero_heads_of_sequence_parallelism_cost_what_they_compute():
     config = transformers.LlamaConfig(hidden_size=100, num_attention_heads=25, intermediate_size=10**6, vocab_size=2)
     alone, shared = (cost_of(config, ranks).linear for ranks in (1, 8))
     assert shared / alone == pytest.approx(25 / 32, rel=0.01)  # in units of one layer's attention
@@ -63,16 +60,11 @@ def test_a_token_costs_the_experts_that_it_visits():
     assert found.linear == pytest.approx(expected.linear + router, abs=1)
 
 
-def test_sliding_window_layers_cost_their_window():
+def test_a_window_costs_its_width_in_layers_of_its_kind_or_in_every_layer():
     kinds = ["full_attention", "sliding_attention", "sliding_attention"]
-    config = transformers.Qwen3Config(
-        **SIZES, **HEADS, intermediate_size=160, use_sliding_window=True, sliding_window=16, layer_types=kinds
-    )
-    cost = cost_of(config)
+    windows = {"use_sliding_window": True, "sliding_window": 16, "layer_types": kinds}
+    cost = cost_of(transformers.Qwen3Config(**SIZES, **HEADS, intermediate_size=160, **windows))
     assert (cost.quadratic, cost.windowed, cost.window) == (1, 2, 16)
-
-
-def test_a_window_without_layer_types_is_that_of_every_layer():
     cost = cost_of(transformers.MistralConfig(**SIZES, **HEADS, sliding_window=16))
     assert (cost.quadratic, cost.windowed, cost.window) == (0, 3, 16)
 

@@ -171,7 +171,7 @@ class Own(DocumentDataset):
     weighted=st.booleans(),
     first=st.integers(-1, 9),
 )
-def test_packs_and_reports_are_those_of_the_tokenized_folder(
+def test_packs_are_those_of_the_tokenized_folder(
     tmp_path_factory, lengths, over_length, strategy, pads, weighted, first
 ):
     documents = random_documents(np.random.default_rng(len(lengths)), lengths, 100, 2)

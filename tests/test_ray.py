@@ -86,9 +86,7 @@ def once_saved(folder: Path, do) -> threading.Thread:
     return thread
 
 
-def test_two_nodes_have_the_metrics_of_torchruns_ranks_to_the_last_bit(
-    cluster, overrides, tmp_path, monkeypatch, capfd
-):
+def test_two_nodes_have_the_metrics_of_torchruns_ranks_to_the_bit(cluster, overrides, tmp_path, monkeypatch, capfd):
     whole, folder = tmp_path / "whole", tmp_path / "run"
     overrides = [*overrides, "trainer.total_training_steps=4", "trainer.test_freq=2"]
     run_ranks(train_alone, 2, [*overrides, into(whole)])
@@ -101,9 +99,7 @@ def test_two_nodes_have_the_metrics_of_torchruns_ranks_to_the_last_bit(
 
 
 @pytest.mark.cluster
-def test_a_killed_rank_restarts_all_and_the_run_ends_as_an_uninterrupted_one(
-    cluster, overrides, tmp_path, monkeypatch, capfd
-):
+def test_a_killed_rank_restarts_all_and_the_run_ends_as_uninterrupted(cluster, overrides, tmp_path, monkeypatch, capfd):
     whole, folder = tmp_path / "whole", tmp_path / "run"
     run_ranks(train_alone, 2, [*overrides, into(whole)])
     killed = once_saved(folder, lambda ranks: ranks[1].kill())
@@ -167,9 +163,7 @@ def test_a_rank_ends_with_its_actor(cluster, overrides, tmp_path, monkeypatch, c
 
 
 @pytest.mark.cluster
-def test_a_mistake_that_the_ranks_find_is_one_line_and_no_reason_to_restart(
-    cluster, overrides, tmp_path, monkeypatch, capfd
-):
+def test_a_mistake_of_the_ranks_is_one_line_and_no_reason_to_restart(cluster, overrides, tmp_path, monkeypatch, capfd):
     folder = into(tmp_path / "run")
     wrong = ["trainer.nnodes=2", "data.train_batch_size=3", "ray.max_restarts=3"]
     assert run(monkeypatch, [*overrides, folder, *wrong]) == 2
@@ -265,7 +259,7 @@ class Refuses(grpc.ServerInterceptor):
         (grpc.StatusCode.UNIMPLEMENTED, ADDRESS),
     ],
 )
-def test_a_cluster_that_wants_a_token_and_another_service_of_grpcs_are_told_at_once(
+def test_a_cluster_with_a_token_and_another_service_of_grpcs_are_told_at_once(
     code, line, overrides, monkeypatch, capfd
 ):
     server = grpc.server(ThreadPoolExecutor(1), interceptors=[Refuses(code)])

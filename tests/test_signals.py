@@ -257,9 +257,7 @@ def node(folder: Path, **environment: str) -> Iterator[tuple[subprocess.Popen[st
 
 
 @pytest.mark.parametrize(("preflight", "number"), [("0", signal.SIGINT), ("1", signal.SIGUSR1)])
-def test_a_signal_before_there_are_ranks_ends_the_launcher_and_what_it_waits_for(
-    preflight, number, free_port, tmp_path
-):
+def test_a_signal_before_there_are_ranks_ends_the_launcher_and_its_child(preflight, number, free_port, tmp_path):
     with node(tmp_path, PREFLIGHT=preflight, MASTER_PORT=free_port) as (launcher, child):
         launcher.send_signal(number)
         _, said = launcher.communicate(timeout=SECONDS)

@@ -69,9 +69,7 @@ def report_of(tmp_path):
     return yaml.safe_load((tmp_path / "out" / "report.yaml").read_text())
 
 
-def test_longalign_records_begin_with_the_same_bytes_and_are_read_by_tokenize_with_their_categories(
-    run, tmp_path, documents, tiny_model
-):
+def test_longalign_records_begin_with_the_same_bytes_and_are_read_by_tokenize(run, tmp_path, documents, tiny_model):
     with chat_server(longalign_reply) as server:
         assert run(server, documents, "records=6", "endpoint.concurrency=1") == 0
     records = records_of(tmp_path)

@@ -74,9 +74,7 @@ def _told_on_a_terminal(folder: Path, tracker: str) -> str:
 
 
 @pytest.mark.parametrize("tracker", TRACKERS)
-def test_a_resumed_run_keeps_its_id_a_fresh_one_has_its_own_and_a_missing_login_is_one_line_and_no_question(
-    tracker, tmp_path
-):
+def test_a_resume_keeps_the_id_a_fresh_run_has_its_own_and_a_missing_login_is_no_question(tracker, tmp_path):
     calls = [(_ids_of, tmp_path, tracker, [0, 3, 0, 3]), (_told_on_a_terminal, tmp_path, tracker)]
     (((first, resumed, fresh, chosen), told),) = run_ranks(in_turn, 1, calls)
     assert resumed == first

@@ -83,9 +83,7 @@ def error_of(capfd: pytest.CaptureFixture[str]) -> str:
 COMMAND = ("train", SOURCES, "model.path=MODEL", "data.cache_dir=cache", "num_workers=1", "nproc=1", *SMALL, *SHORT)
 
 
-def test_a_second_run_tokenizes_nothing_until_a_file_or_an_option_changes(
-    folder: Path, started: list[list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_run_tokenizes_nothing_until_a_file_or_an_option_changes(folder, started, monkeypatch):
     assert main(COMMAND) == 0
     files = written(folder)
     with monkeypatch.context() as patch:
@@ -105,9 +103,7 @@ def test_a_second_run_tokenizes_nothing_until_a_file_or_an_option_changes(
     assert "output_dir" not in report["options"]  # equal data has equal reports
 
 
-def test_overrides_reach_the_trainer_word_for_word_and_those_of_tokenize_do_not(
-    folder: Path, started: list[list[str]]
-) -> None:
+def test_overrides_reach_the_trainer_word_for_word_and_those_of_tokenize_do_not(folder, started):
     own = ["loss=sequence", "optim.lr=1e-3", "loss.category_weights={code: 2}"]
     validation = ["data.val_sources={gsm8k:train.jsonl}", "sample=10", "trainer.test_freq=1"]
     assert main([*COMMAND, *own, *validation]) == 0
@@ -138,9 +134,7 @@ def test_training_data_alone_is_trained_on_as_it_is(folder: Path, started: list[
         (["model.path="], ["model.path", "got nothing"]),
     ],
 )
-def test_a_mistake_is_one_line_before_anything_is_tokenized(
-    folder: Path, started: list[list[str]], capfd: pytest.CaptureFixture[str], words: list[str], parts: list[str]
-) -> None:
+def test_a_mistake_is_one_line_before_anything_is_tokenized(folder, started, capfd, words, parts):
     given = {word.partition("=")[0] for word in words}
     kept = [word for word in COMMAND if word.partition("=")[0] not in given]
     assert main([*kept, *words]) == 2
@@ -157,9 +151,7 @@ def test_a_mistake_is_one_line_before_anything_is_tokenized(
         (["data=pretrain"], ["data.sources", "files of text records"]),
     ],
 )
-def test_a_mistake_that_the_ranks_find_interrupts_the_tokenizing(
-    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str], parts: list[str]
-) -> None:
+def test_a_mistake_that_the_ranks_find_interrupts_the_tokenizing(folder, capfd, monkeypatch, words, parts):
     def endless(*_: Any) -> None:
         for _ in range(1800):
             time.sleep(0.1)
@@ -175,9 +167,7 @@ def test_a_mistake_that_the_ranks_find_interrupts_the_tokenizing(
     assert not [path for path in written(folder) if path.is_dir()]
 
 
-def test_ranks_that_wait_for_data_end_silently_with_a_mistake_in_it(
-    folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_that_wait_for_data_end_silently_with_a_mistake_in_it(folder, capfd):
     (folder / "train.jsonl").write_text("{}\n")
     assert main(COMMAND) == 1
     heard = capfd.readouterr()
@@ -189,9 +179,9 @@ def test_ranks_that_wait_for_data_end_silently_with_a_mistake_in_it(
 
 
 @pytest.mark.parametrize("how", ["sources change", "interrupted"])
-def test_sources_that_change_while_they_are_tokenized_are_refused_and_an_interrupted_tokenization_leaves_nothing_either(
-    folder: Path, started: list[list[str]], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], how: str
-) -> None:
+def test_changed_sources_are_refused_and_an_interrupted_tokenization_leaves_nothing(
+    folder, started, monkeypatch, capfd, how
+):
     original = train.write_dataset
 
     def changes(*arguments: Any) -> Any:
@@ -248,9 +238,7 @@ while not (folder / "stop").exists():
 @pytest.mark.parametrize(
     ("words", "code", "said"), [(["code", "2"], 2, None), (["killed"], 137, "SIGKILL"), (["stopped"], 75, "SIGINT")]
 )
-def test_torchrun_ends_with_the_code_of_its_ranks_and_without_a_report(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], words: list[str], code: int, said: str | None
-) -> None:
+def test_torchrun_ends_with_the_code_of_its_ranks_and_without_a_report(tmp_path, capfd, words, code, said):
     """A rank's code is passed on; a killed rank is named; a request reaches the ranks by their file."""
     (tmp_path / "rank.py").write_text(RANK)
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
