@@ -56,9 +56,7 @@ def file(tmp_path: Path) -> Path:
         ("FILE", "losss", r"node\.name must be a name in .*; got losss \(nearest: loss\)"),
     ],
 )
-def test_what_is_not_named_rightly_or_cannot_be_executed_is_one_line(
-    path: str | None, name: str | None, line: str, file: Path
-) -> None:
+def test_what_is_not_named_rightly_or_cannot_be_executed_is_one_line(path, name, line, file):
     broken, unreadable = file.with_name("broken.py"), file.with_name("unreadable.py")
     broken.write_text("\n1 / 0\n")
     unreadable.write_text("def own(:")
@@ -72,9 +70,7 @@ def _first_pack(pickled: bytes) -> tuple[str, list[int]]:
     return type(dataset).__module__, dataset[0]["input_ids"].tolist()
 
 
-def test_a_file_that_several_options_name_is_executed_once_and_its_objects_pickle(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_several_options_name_is_executed_once_and_its_objects_pickle(file, monkeypatch):
     documents = custom_object("data.custom_cls", str(file), "Documents")
     monkeypatch.chdir(file.parent)
     assert named_object("eval.score", f"{file.name}:Documents") is documents

@@ -1,7 +1,5 @@
 """Changes of the data between two runs or during one are found and named."""
 
-import contextlib
-import io
 import os
 import shutil
 from pathlib import Path
@@ -9,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.ranks import run_ranks
+from tests.ranks import in_turn, run_ranks
 from tests.test_spikes import overrides_of
 from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import build
+from tests.training import build, heard
 from verl_ext.cache import fingerprint
 from verl_ext.checkpoint.layout import saved_folders
 from verl_ext.data import SFTDataSet
@@ -115,8 +113,8 @@ def test_the_checksum_of_a_long_file_is_that_of_its_blocks(tmp_path, monkeypatch
 
 def train_on_changing_data(overrides: list[str], folder: str, how: str) -> list[str]:
     """Train, change the data once the first checkpoint exists, and return the errors that end the run."""
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.suppress(SystemExit):
+
+    def run() -> None:
         trainer = build(overrides)
         save = trainer.checkpoints.save
 
@@ -131,28 +129,27 @@ def train_on_changing_data(overrides: list[str], folder: str, how: str) -> list[
 
         trainer.checkpoints.save = save_and_change
         trainer.fit()
-    return [line for line in said.getvalue().splitlines() if line.startswith("error: ")]
+
+    return [line for line in heard(run).splitlines() if line.startswith("error: ")]
 
 
 @pytest.mark.slow
-def test_a_change_under_a_run_ends_it_and_refuses_a_resume(tmp_path, tiny_model):
+def test_a_change_under_a_run_ends_it_and_refuses_a_resume_and_the_same_content_does_not(tmp_path, tiny_model):
     folder, run = written_by_others(tmp_path / "data"), tmp_path / "run"
     overrides = overrides_of(folder, tiny_model, run, "trainer.save_freq=1", "trainer.spike_factor=null")
     ((told,), others) = run_ranks(train_on_changing_data, 2, overrides, folder, "a token")
     assert told.startswith(f"error: data.train_dir must not change while it is trained on; {folder}/data-0")
     assert others == []
     assert [path.name for path in saved_folders(run)] == ["global_step_1"]
-    ((told,),) = run_ranks(train_on_changing_data, 1, overrides, folder, "")
+    same, other = written_by_us(tmp_path / "same"), tmp_path / "other"
+    more = ["trainer.save_freq=1", "trainer.spike_factor=null", "trainer.total_training_steps=2"]
+    calls = [
+        (train_on_changing_data, overrides, folder, ""),
+        (train_on_changing_data, overrides_of(same, tiny_model, other, *more), same, "replaced by a copy"),
+    ]
+    (((told,), none),) = run_ranks(in_turn, 1, calls)
     assert told.startswith("error: the content of the files in data.train_dir is ")
     assert [path.name for path in saved_folders(run)] == ["global_step_1"]
     assert not (run / "spikes.jsonl").exists()
-
-
-@pytest.mark.slow
-def test_a_file_of_the_same_content_ends_no_run(tmp_path, tiny_model):
-    folder, run = written_by_us(tmp_path / "data"), tmp_path / "run"
-    more = ["trainer.save_freq=1", "trainer.spike_factor=null", "trainer.total_training_steps=2"]
-    overrides = overrides_of(folder, tiny_model, run, *more)
-    (told,) = run_ranks(train_on_changing_data, 1, overrides, folder, "replaced by a copy")
-    assert told == []
-    assert len(saved_folders(run)) == 2
+    assert none == []
+    assert len(saved_folders(other)) == 2

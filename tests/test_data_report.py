@@ -5,21 +5,23 @@ import io
 import json
 import os
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from tests.ranks import run_ranks
+from tests.ranks import in_turn, run_ranks
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
+from tests.training import into
 from verl_ext.data import SFTDataSet
 from verl_ext.fsdp_sft_trainer import train
 from verl_ext.packing import TOKENS
 from verl_ext.tools.plan.command import plan as plan_run
 from verl_ext.tools.plan.options import PlanOptions
-from verl_ext.trainer.report import data_facts, step_facts, write_report
+from verl_ext.trainer.report import data_facts, step_facts
 from verl_ext.trainer.report_lines import report_lines
 from verl_ext.trainer.start import compose_and_run
 from verl_ext.trainer.step_plan import StepPlan
@@ -52,13 +54,10 @@ def test_every_document_that_is_not_trained_on_as_it_stands_has_a_reason(folder)
     assert (facts["documents"], facts["tokens"], facts["packs"]) == (5, 26, 4)
 
 
-def test_a_split_document_is_without_target_only_when_all_of_its_pieces_are(folder):
+def test_a_split_document_lacks_a_target_if_all_its_pieces_do_and_documents_beyond_max_samples_are_counted(folder):
     facts = data_facts(SFTDataSet(folder, max_tokens=8, over_length="split"))
     assert rows_of(facts)[2] == ("(none)", "no target", 1, 5, 5, 0)
     assert facts["tokens"] == 39
-
-
-def test_documents_beyond_max_samples_are_counted(folder):
     facts = data_facts(SFTDataSet(folder, max_tokens=8, over_length="drop", max_samples=2))
     assert rows_of(facts) == [("code", "drop", 1, 9, 0, 1), ("(none)", "beyond max_samples", 4, 27, 0, 0)]
     assert [row["share"] for row in facts["omitted_documents"]] == [9 / 39, 27 / 39]
@@ -108,14 +107,6 @@ def test_the_steps_say_what_the_ranks_wait_for_and_what_is_left_out(folder):
     assert "every epoch leaves out other packs (data.drop_last=true); the first 1, 1 documents" in lines
 
 
-def test_the_report_is_json_that_replaces_an_older_one(folder, tmp_path):
-    facts = data_facts(SFTDataSet(folder, max_tokens=8, over_length="drop"))
-    for _ in range(2):
-        write_report({"train": facts}, tmp_path / "run")
-    assert json.loads((tmp_path / "run" / "data_report.json").read_text()) == {"train": facts}
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["data_report.json"]
-
-
 def command(folder, act, overrides):
     """Return the output of the command on its only rank."""
     os.chdir(folder)
@@ -131,20 +122,24 @@ def plan(composed):
 
 @pytest.mark.slow
 def test_a_plan_without_training_is_printed_and_written_and_leaves_the_folder_usable(folder, tiny_model, tmp_path):
-    def run(act, *overrides):
-        return run_ranks(command, 1, tmp_path, act, [*given, *overrides])[0]
-
-    given = (
-        *(f"data.train_dir={folder}", "data.max_tokens=20", "data.train_batch_size=2", "data.num_workers=0"),
-        *(f"model.path={tiny_model}", "parallel=cpu", f"trainer.default_local_dir={tmp_path / 'run'}"),
+    run = tmp_path / "run"
+    given = ["data.max_tokens=20", "data.train_batch_size=2", "data.num_workers=0", "parallel=cpu"]
+    given += [f"data.train_dir={folder}", f"model.path={tiny_model}", into(run)]
+    ((planned, names, text, trained, again),) = run_ranks(
+        in_turn,
+        1,
+        [
+            (command, tmp_path, plan, given),
+            *((os.listdir, run), (Path.read_text, run / "data_report.json")),
+            (command, tmp_path, train, given),
+            (command, tmp_path, plan, [*given, "data.max_tokens=21"]),
+        ],
     )
-    planned = run(plan)
     assert "train: 5 documents, 39 tokens" in planned
     assert "steps: 1 an epoch of 2 packs" in planned
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["data_report.json"]
-    report = json.loads((tmp_path / "run" / "data_report.json").read_text())
-    assert list(report) == ["train", "steps"]
-    assert "step 1/1 | loss " in run(train)
-    assert (tmp_path / "run" / "global_step_1").is_dir()
-    assert "holds a run: its data_report.json is left as it is" in run(plan, "data.max_tokens=21")
-    assert json.loads((tmp_path / "run" / "data_report.json").read_text()) == report
+    assert names == ["data_report.json"]
+    assert list(json.loads(text)) == ["train", "steps"]
+    assert "step 1/1 | loss " in trained
+    assert (run / "global_step_1").is_dir()
+    assert "holds a run: its data_report.json is left as it is" in again
+    assert json.loads((run / "data_report.json").read_text()) == json.loads(text)

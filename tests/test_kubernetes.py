@@ -94,13 +94,8 @@ def environment(name: str, node: str) -> dict[str, str]:
     }
 
 
-OPERATOR = {
-    "PET_NNODES": "4",
-    "PET_NODE_RANK": "2",
-    "PET_NPROC_PER_NODE": "8",
-    "PET_MASTER_ADDR": "verl-ext-sft-master-0",
-    "PET_MASTER_PORT": "23456",
-}
+OPERATOR = {"PET_NNODES": "4", "PET_NODE_RANK": "2", "PET_NPROC_PER_NODE": "8", "PET_MASTER_PORT": "23456"}
+OPERATOR["PET_MASTER_ADDR"] = "verl-ext-sft-master-0"
 
 
 @pytest.mark.parametrize(("name", "given"), [("k8s.yaml", {}), ("pytorchjob.yaml", OPERATOR)])
