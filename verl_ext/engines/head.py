@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from verl_ext.losses import head_terms
+from verl_ext.parallel.exchange import exchange_rows
 from verl_ext.parallel.shards import SequenceShards
 
 
@@ -62,7 +63,8 @@ class TargetRows:
             first, last = np.maximum(edges[rank], others[:-1]), np.minimum(edges[rank + 1], others[1:])
             return np.maximum(last - first, 0).tolist()
 
-        at, mine = shards.positions(places, len(is_target)), places[held[rank] : held[rank + 1]] - rank * length
+        at = shards.by_rank(torch.arange(len(is_target)))[places]
+        mine = places[held[rank] : held[rank + 1]] - rank * length
         return cls(at, mine, slice(*even[rank : rank + 2].tolist()), shared(held, even), shared(even, held), padded)
 
 
@@ -119,7 +121,7 @@ class FusedHead:
             return self._logits(hidden)
         x = hidden.squeeze(0)
         if given.group is not None:
-            x = _Exchange.apply(x, given.rows.send, given.rows.receive, given.group)
+            x = exchange_rows(x, given.group, given.rows.send, given.rows.receive)
         head: Any = self._head
         base = head.get_base_layer() if hasattr(head, "get_base_layer") else head
         x = x.to(base.weight.dtype)
@@ -146,23 +148,6 @@ def _active_adapters(head: Any) -> Sequence[str]:
             head.unmerge()
         return ()
     return () if head.merged else head.active_adapters
-
-
-class _Exchange(torch.autograd.Function):
-    """An all-to-all of rows, whose sizes all ranks know."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
-    ) -> torch.Tensor:
-        ctx.send, ctx.receive, ctx.group = send, receive, group
-        moved = x.new_empty(sum(receive), *x.shape[1:])
-        dist.all_to_all_single(moved, x.contiguous(), receive, send, group=group)
-        return moved
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _Exchange.apply(grad_outputs[0], ctx.receive, ctx.send, ctx.group), None, None, None
 
 
 def supported_head(module: Any) -> str:
