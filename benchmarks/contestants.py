@@ -27,7 +27,7 @@ from verl.workers.utils.losses import sft_loss
 
 from benchmarks.documents import Document
 from benchmarks.small_run import take_step
-from verl_ext.attention import has_flash_attn
+from verl_ext.attention import unusable
 from verl_ext.config import compose
 from verl_ext.config.run import worker_config
 from verl_ext.data import SFTDataSet
@@ -91,7 +91,7 @@ class StockContestant:
         config = copy.deepcopy(dict(run.config.values))
         config["model"]["use_remove_padding"] = padded is None
         # verl's own choice, if it can run here
-        attention = "flash_attention_2" if torch.cuda.is_available() and has_flash_attn() else "sdpa"
+        attention = "flash_attention_2" if torch.cuda.is_available() and not unusable("flash_attn") else "sdpa"
         config["model"]["override_config"]["attn_implementation"] = attention
         os.environ["VERL_ENGINE_VENDOR"] = STOCK
         worker = TrainingWorker(worker_config(config, run.total_steps))

@@ -23,8 +23,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from benchmarks.harness import Row, table
 from verl_ext import options
-from verl_ext.layers.probe import trial_model
-from verl_ext.layers.shrink import shrunk
+from verl_ext.layers.trial import shrunk, trial_model
 from verl_ext.options import option
 from verl_ext.parallel.shards import document_layout
 

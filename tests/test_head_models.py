@@ -229,16 +229,21 @@ def test_an_adapter_that_is_more_than_a_product_is_not_fused(folder):
         assert cheapest_head(get_peft_model(base, LoraConfig(r=4, target_modules=["lm_head"], **more))) == "targets"
 
 
-def test_an_adapter_on_the_head_has_the_gradients_of_its_logits(folder):
-    model = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(folder("llama")), LoraConfig(r=4, lora_alpha=8, target_modules=["lm_head"])
-    )
+def adapted(folder, *modules):
+    """Return a model with an adapter, the ids of a document, and the labels, coefficients and rows of its targets."""
+    base = AutoModelForCausalLM.from_pretrained(folder("llama"))
+    model = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=[*modules]))
     torch.manual_seed(0)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter)
     ids = torch.randint(4, 128, (1, 12))
-    labels, coefficients = ids[0, 1:], torch.rand(11)
+    rows = TargetRows.from_mask(torch.tensor([True] * 11 + [False]), SequenceShards())
+    return model, ids, ids[0, 1:], torch.rand(11), rows
+
+
+def test_an_adapter_on_the_head_has_the_gradients_of_its_logits(folder):
+    model, ids, labels, coefficients, rows = adapted(folder, "lm_head")
     assert cheapest_head(model) == "fused"
 
     def gradients(loss):
@@ -249,7 +254,6 @@ def test_an_adapter_on_the_head_has_the_gradients_of_its_logits(folder):
     logits = model(ids).logits[0, :-1].float()
     plain = gradients((coefficients * torch.nn.functional.cross_entropy(logits, labels, reduction="none")).sum())
     head = FusedHead(model)
-    rows = TargetRows.from_mask(torch.tensor([True] * 11 + [False]), SequenceShards())
     with head.computing_loss(HeadInputs(labels, coefficients, rows, None, 3000)):
         terms = model(ids, logits_to_keep=rows.local).logits[0, :, 0]
     fused = gradients(terms.sum())
@@ -263,15 +267,7 @@ def test_an_adapter_on_the_head_has_the_gradients_of_its_logits(folder):
 @pytest.mark.parametrize("merged", [False, True])
 def test_a_fused_head_without_its_adapter_is_the_base_models(merged, folder):
     """In PEFT's contexts for a reference model, values and gradients are those of the model's own logits."""
-    base = AutoModelForCausalLM.from_pretrained(folder("llama"))
-    model = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=["lm_head", "q_proj"]))
-    torch.manual_seed(0)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter)
-    ids = torch.randint(4, 128, (1, 12))
-    labels, coefficients = ids[0, 1:], torch.rand(11)
-    rows = TargetRows.from_mask(torch.tensor([True] * 11 + [False]), SequenceShards())
+    model, ids, labels, coefficients, rows = adapted(folder, "lm_head", "q_proj")
     embeddings = model.get_input_embeddings().weight.requires_grad_()
 
     def gradient(loss):

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl_ext.layers.probe import isolation_problem, trial_model
 from verl_ext.layers.towers import outside_text, text_alone
+from verl_ext.layers.trial import isolation_problem, trial_model
 from verl_ext.options import first_line, nearest_hint, plain, show
 
 if TYPE_CHECKING:

@@ -123,7 +123,7 @@ class PackedModel(HFModelConfig, ModelNode):
         problems = list(support.option_problems(config, model))
         backend = config.attention.backend
         try:
-            backend = support.chosen_backend(config, model)[0]
+            backend = support.chosen_backend(config, model)
         except ValueError as error:
             problems.append(str(error))
         refuse(problems)

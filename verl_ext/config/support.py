@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from verl_ext.answers.generation import generation_problem
-from verl_ext.attention import choose_backend, fallback_notices, flash_limit
+from verl_ext.attention import AttentionNeeds, KernelDevice, choose_backend, fallback_notices, flash_limit
 from verl_ext.config.adapters import lora_problems
 from verl_ext.engines.head import cheapest_head
 from verl_ext.engines.router import asks_for_router_loss, has_router_loss
@@ -22,9 +22,9 @@ from verl_ext.engines.tiles import tileable, untileable
 from verl_ext.flops import windowed_layers
 from verl_ext.layers import MIXERS, SCANS, mixers_of, torch_forms, unknown_mixers
 from verl_ext.layers.experts import experts_problem, has_experts
-from verl_ext.layers.probe import isolation_problem, trial_model
 from verl_ext.layers.scans import kernels_problem
 from verl_ext.layers.towers import auto_class, freeze, model_class, outside_text
+from verl_ext.layers.trial import isolation_problem, trial_model
 from verl_ext.losses import HEADS, row_bytes
 from verl_ext.options import first_line, show
 from verl_ext.parallel.ulysses import HeadPadding
@@ -102,7 +102,7 @@ class Architecture:
 def model_support_problems(model: Architecture) -> list[str]:
     """List reasons why this architecture would leak between documents, or miscompute packs.
 
-    A small model of the same class is tried on a pack (verl_ext.layers.probe). Reasons that are known by name come
+    A small model of the same class is tried on a pack (verl_ext.layers.trial). Reasons that are known by name come
     first.
     """
     if getattr(model.hf_config, "model_type", None) == "qwen_titans":
@@ -312,8 +312,8 @@ def _kernel_notices(config: "RunConfig", model: Architecture) -> Iterator[str]:
     Without its flash kernel, torch's sdpa computes grouped heads with all scores ``[l, l]`` of a document in memory;
     with a window, it holds those of a block.
     """
-    backend, limit = chosen_backend(config, model)
-    asked, capability = config.attention.backend, config.machine.capability
+    asked, needs = config.attention.backend, _kernel_needs(config, model)
+    backend, limit = choose_backend(asked, *needs), flash_limit(*needs)
     layers, window = windowed_layers(model.text)
     has_window = window is not None and window < config.max_tokens and layers == model.text.num_hidden_layers
     if backend == "sdpa" and limit and not has_window:
@@ -322,21 +322,19 @@ def _kernel_notices(config: "RunConfig", model: Architecture) -> Iterator[str]:
             f"document's length: flash attention needs {limit}"
         )
     if not limit and asked == "auto":
-        restriction = attention_dropout(model.hf_config) or model.softcap
-        exact = bool(config.engine.full_determinism)
-        yield from fallback_notices(backend, restriction, capability, model.head_size, exact)
+        yield from fallback_notices(backend, *needs)
 
 
-def chosen_backend(config: "RunConfig", model: Architecture) -> tuple[str, str | None]:
-    """Return the attention backend, and flash attention's unmet requirement or None.
+def chosen_backend(config: "RunConfig", model: Architecture) -> str:
+    """Return the attention backend; raise ValueError if the requested one cannot run."""
+    return choose_backend(config.attention.backend, *_kernel_needs(config, model))
 
-    Raises ValueError if the requested backend cannot run.
-    """
-    dtype, capability = _DTYPES.get(config.param_dtype, torch.bfloat16), config.machine.capability
-    dropout, device = attention_dropout(model.hf_config), config.trainer.device
-    limit = flash_limit(dtype, model.head_size, capability, model.has_sinks and bool(dropout or model.softcap))
-    given = (capability, model.head_size, model.softcap, bool(config.engine.full_determinism))
-    return choose_backend(config.attention.backend, device, limit, dropout, *given), limit
+
+def _kernel_needs(config: "RunConfig", model: Architecture) -> tuple[AttentionNeeds, KernelDevice]:
+    dtype, dropout = _DTYPES.get(config.param_dtype, torch.bfloat16), attention_dropout(model.hf_config)
+    exact = bool(config.engine.full_determinism)
+    needs = AttentionNeeds(dtype, model.head_size, dropout, model.softcap, model.has_sinks, exact)
+    return needs, KernelDevice(config.trainer.device, config.machine.capability)
 
 
 def attention_dropout(hf_config: Any) -> float:

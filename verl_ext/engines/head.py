@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from verl_ext.losses import head_terms
+from verl_ext.parallel.exchange import exchange_rows
 from verl_ext.parallel.shards import SequenceShards
 
 
@@ -61,7 +62,8 @@ class TargetRows:
             return np.maximum(last - first, 0).tolist()
 
         local = by_rank[slices[rank] : slices[rank + 1]] - rank * length
-        part, positions = slice(*even[rank : rank + 2].tolist()), shards.positions(by_rank, len(is_target))
+        positions = shards.by_rank(torch.arange(len(is_target)))[by_rank]
+        part = slice(*even[rank : rank + 2].tolist())
         return cls(positions, local, part, overlaps(slices, even), overlaps(even, slices), most)
 
 
@@ -116,7 +118,7 @@ class FusedHead:
             return self._logits(hidden)
         x = hidden.squeeze(0)
         if inputs.group is not None:
-            x = _Exchange.apply(x, inputs.rows.send, inputs.rows.receive, inputs.group)
+            x = exchange_rows(x, inputs.group, inputs.rows.send, inputs.rows.receive)
         head: Any = self._head
         base = head.get_base_layer() if hasattr(head, "get_base_layer") else head
         x = x.to(base.weight.dtype)
@@ -143,23 +145,6 @@ def _active_adapters(head: Any) -> Sequence[str]:
             head.unmerge()
         return ()
     return () if head.merged else head.active_adapters
-
-
-class _Exchange(torch.autograd.Function):
-    """An all-to-all of rows, whose sizes all ranks know."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
-    ) -> torch.Tensor:
-        ctx.send, ctx.receive, ctx.group = send, receive, group
-        moved = x.new_empty(sum(receive), *x.shape[1:])
-        dist.all_to_all_single(moved, x.contiguous(), receive, send, group=group)
-        return moved
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _Exchange.apply(grad_outputs[0], ctx.receive, ctx.send, ctx.group), None, None, None
 
 
 def cheapest_head(module: Any) -> str:

@@ -49,7 +49,7 @@ def delta_rule(
     assert pack.layout is not None
     # A recurrence needs all tokens of a document in order, but its heads are independent: ranks split those.
     heads = value.size(2)
-    q, k, v, decay, rate = _heads_of_this_rank(pack, query, key, value, g.unsqueeze(-1), beta.unsqueeze(-1))
+    q, k, v, decay, rate = tokens_to_heads(pack, query, key, value, g.unsqueeze(-1), beta.unsqueeze(-1))
     decay, rate = decay.squeeze(-1), rate.squeeze(-1)
     kernel = _fla("gated_delta_rule", "chunk_gated_delta_rule") if value.is_cuda else None
     if kernel is not None:
@@ -66,7 +66,7 @@ def delta_rule(
             for start, end in pairwise(pack.layout.offsets)
         ]
         output = torch.cat(of_documents, dim=1)
-    return _tokens_of_this_rank(pack, output, heads), None
+    return heads_to_tokens(pack, output, heads), None
 
 
 def state_space(
@@ -102,7 +102,7 @@ def state_space(
     divides = groups % ranks == 0 and heads % ranks == 0
     if not divides:
         B, C = (t.repeat(1, 1, ranks, 1) for t in (B, C))
-    v, b, c, log_decay = _heads_of_this_rank(pack, (x * steps).to(x.dtype), B, C, decay)
+    v, b, c, log_decay = tokens_to_heads(pack, (x * steps).to(x.dtype), B, C, decay)
     first = 0 if divides else pack.shards.rank * v.size(2)
     group_of = (torch.arange(first, first + v.size(2), device=x.device) // (heads // groups)).clamp(max=b.size(2) - 1)
     b, c = b[:, :, group_of], c[:, :, group_of]
@@ -115,7 +115,7 @@ def state_space(
             for start, end in pairwise(pack.layout.offsets)
         ]
         output = torch.cat(of_documents).unsqueeze(0)
-    output = _tokens_of_this_rank(pack, output.to(x.dtype), heads)
+    output = heads_to_tokens(pack, output.to(x.dtype), heads)
     if D is not None:
         output = output + (D.float().unsqueeze(-1) * x).to(x.dtype)
     return (output, None) if return_final_states else output
@@ -148,32 +148,28 @@ def _state_space_of_document(
     return (inside + carried).transpose(1, 2).flatten(0, 1)[:length]
 
 
-def _heads_of_this_rank(pack: RunningPack, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return ``[1, T, H/n, ·]`` by position from ``[1, L, H, ·]``.
+def tokens_to_heads(pack: RunningPack, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Exchange tokens for heads between ranks.
 
-    Zero heads fill H up to a multiple of n.
-
-
-    Tensors of one type travel in one all-to-all.
+    ``x[1, L, H, ·]`` become ``[1, T, H/n, ·]`` in the pack's order; H is padded with zero heads. Tensors of one type
+    travel in one all-to-all.
     """
     if pack.group is None:
         return tensors
-    ranks, group = pack.shards.ranks, pack.group
-    padded = [F.pad(x, (0, 0, 0, -x.size(2) % ranks)) for x in tensors]
-    result = list(padded)
-    for dtype in dict.fromkeys(x.dtype for x in padded):
-        places = [i for i, x in enumerate(padded) if x.dtype == dtype]
-        for place, x in zip(places, split_heads([padded[i] for i in places], group), strict=True):
+    result = [F.pad(x, (0, 0, 0, -x.size(2) % pack.shards.ranks)) for x in tensors]
+    for dtype in dict.fromkeys(x.dtype for x in tensors):
+        places = [place for place, x in enumerate(result) if x.dtype == dtype]
+        for place, x in zip(places, split_heads([result[place] for place in places], pack.group), strict=True):
             result[place] = pack.shards.by_position(x.squeeze(0)).unsqueeze(0)
     return tuple(result)
 
 
-def _tokens_of_this_rank(pack: RunningPack, output: torch.Tensor, heads: int) -> torch.Tensor:
-    """Return ``[1, L, H, P]`` from ``[1, T, H/n, P]``, inverting :func:`_heads_of_this_rank`."""
+def heads_to_tokens(pack: RunningPack, x: torch.Tensor, heads: int) -> torch.Tensor:
+    """Exchange ``x[1, T, H/n, P]`` for ``[1, L, heads, P]``: `tokens_to_heads` back."""
     if pack.group is None:
-        return output
-    by_rank = pack.shards.by_rank(output.squeeze(0)).unsqueeze(0)
-    return join_heads(by_rank.contiguous(), pack.group)[:, :, :heads]
+        return x
+    by_rank = pack.shards.by_rank(x.squeeze(0)).unsqueeze(0)
+    return join_heads(by_rank, pack.group)[:, :, :heads]
 
 
 def kernels_problem(capability: tuple[int, int] | None) -> str | None:
