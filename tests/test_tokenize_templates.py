@@ -17,7 +17,7 @@ from verl_ext.commands.tokenize import TokenizeOptions, tokenize
 from verl_ext.options import DataError
 from verl_ext.text.chat.spans import locate
 from verl_ext.text.chat.template import ChatTemplate
-from verl_ext.text.read.json_records import BadRecord
+from verl_ext.text.records.bad_record import BadRecord
 from verl_ext.text.records.records import parse_record
 from verl_ext.text.tokens.encoders import TokenCharacters, mask_from_offsets
 from verl_ext.text.tokens.prefixes import mask_from_prefixes

@@ -16,8 +16,9 @@ from verl_ext.data.omitted import DroppedDocuments
 from verl_ext.data.sft import SFTDataSet, SFTOptions
 from verl_ext.files import default_root
 from verl_ext.options import option, options_of
+from verl_ext.text.encoder import Encoder
 from verl_ext.text.read.sources import SourceFile
-from verl_ext.text.tokenizing import Encoder, read_report, tokenized
+from verl_ext.text.tokenizing import read_report, tokenized
 
 IGNORED = -100  # the label that Hugging Face losses ignore
 
@@ -81,7 +82,8 @@ class TextSet(SFTDataSet):
             raise ValueError(f"{type(self).__name__} must be given a tokenizer (model.path's); got nothing")
         self.files = tuple(file.path for file in files)
         of_encoder = self.encoder.Options
-        encoder = self.encoder(tokenizer, of_encoder(**{n: getattr(options, n) for n in options_of(of_encoder)}), key)
+        own = of_encoder(**{name: getattr(options, name) for name in options_of(of_encoder)})
+        encoder = self.encoder(own, tokenizer, key)
         folder = tokenized(files, names, encoder, default_root("verl_ext_tokenized", options.cache_dir))
         data = TokenizedData([str(folder)], key)
         return data, split_rows(len(data), self.split, options.train_ratio, options.seed)

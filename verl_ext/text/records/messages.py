@@ -24,8 +24,9 @@ from itertools import accumulate
 from typing import Any
 
 from verl_ext.endpoint.reasoning import REASONING_TAGS
-from verl_ext.text.read.json_records import BadRecord, from_json, parse_json, short_text
+from verl_ext.text.read.json_records import from_json, parse_json
 from verl_ext.text.read.readers import TextFile
+from verl_ext.text.records.bad_record import BadRecord, short_text
 from verl_ext.text.records.tool_calls import called, function_of, read_calls
 
 ROLES = {
