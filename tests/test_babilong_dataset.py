@@ -285,7 +285,7 @@ def test_a_slow_tokenizer_serves_prompts_that_fit_and_is_refused_for_others(open
         opened([record(9)], Slow(), max_length=32)
     named = {**record(1), "question": "What is <pad>?"}
     with pytest.raises(
-        ValueError, match=r"1k\.json:1: the text holds the special token <pad>, which only a fast tokenizer"
+        ValueError, match=r"1k\.json:1: question holds the special token <pad>, which only a fast tokenizer"
     ):
         opened([named], Slow())
 

@@ -29,9 +29,9 @@ from verl_ext.data.pretrain import PreTrainEncoder, TextDocumentOptions, find_te
 from verl_ext.data.stream.megatron.blend import blend_order, megatron_blend_order
 from verl_ext.data.stream.megatron.index import IndexWriter, TokenIndex
 from verl_ext.data.stream.megatron.samples import build_sample_indices, cached_blend, cached_sample_indices
+from verl_ext.data.text_set import tokenized
 from verl_ext.files import cached_folder, default_root
 from verl_ext.text.read.readers import read_files
-from verl_ext.text.tokenizing import tokenized
 from verl_ext.text.tokens.dataset_folder import DatasetWriter
 
 _context = multiprocessing.get_context("fork")
@@ -419,7 +419,7 @@ def _lines_of_opening(name, path):
     lines = []
     handler = logging.Handler()
     handler.emit = lambda entry: lines.append(entry.getMessage())
-    logging.getLogger("verl_ext.text.tokenizing").addHandler(handler)
+    logging.getLogger("verl_ext.data.text_set").addHandler(handler)
     FAMILIES[name].opened(path)
     FAMILIES[name].opened(path, **FAMILIES[name].free[0])
     return lines

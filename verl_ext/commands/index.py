@@ -71,7 +71,7 @@ def index_texts(options: IndexOptions) -> str:
 
 def _report(options: IndexOptions, encoder: TextRecordEncoder, counts: Mapping[str, Counts]) -> dict[str, Any]:
     """Return report.json's content, without times: equal runs write equal files."""
-    in_all = _counted(Counts.total(counts.values()))
+    in_all = _counted(Counts().add(*counts.values()))
     del in_all["examples"]
     return {
         "tokenizer": options.model.tokenizer,

@@ -54,8 +54,7 @@ class Report:
     def add(self, documents: Documents) -> None:
         """Count a chunk. Raises `DataError` if there are more than MAX_CATEGORIES categories."""
         name = list(self.sources)[documents.category_id - 1]
-        for counts in (documents.counts, documents.counted()):
-            self.sources[name].add(counts)
+        self.sources[name].add(documents.counts, documents.counted())
         self.chat_template = self.chat_template or documents.chat_template
         self.end_of_chat = self.end_of_chat or documents.end_of_chat
         places = zip(documents.starts.tolist(), documents.lengths.tolist(), strict=True)
@@ -64,8 +63,7 @@ class Report:
             self.previews[name].append(preview_of(ids, mask, self._decode))
         for category, counts in documents.category_counts.items():
             of_category = np.array([own == category for own in documents.category_names or ()], bool)
-            for each in (counts, documents.counted(of_category)):
-                self.categories.setdefault(category, Counts()).add(each)
+            self.categories.setdefault(category, Counts()).add(counts, documents.counted(of_category))
         if len(self.categories) > MAX_CATEGORIES and self.options.category_field:
             raise DataError(
                 f"category_field={self.options.category_field} must give at most {MAX_CATEGORIES:,} categories;"
@@ -85,7 +83,7 @@ class Report:
     @property
     def total(self) -> Counts:
         """The counts of all sources."""
-        return Counts.total(self.sources.values())
+        return Counts().add(*self.sources.values())
 
     def as_dict(self) -> dict[str, Any]:
         """Return report.json's content, without times: equal runs write equal files."""

@@ -27,7 +27,7 @@ from verl_ext.data.babilong_answers import is_right_answer
 from verl_ext.data.dataset import DatasetOptions, missing_paths
 from verl_ext.data.measure import AnswerMeasure
 from verl_ext.data.sft import SFTOptions
-from verl_ext.data.text_set import TextSet, TextSetOptions
+from verl_ext.data.text_set import TextSet, TextSetOptions, number_categories
 from verl_ext.files import fingerprint
 from verl_ext.options import DataError, Options, UsageError, option, plain
 from verl_ext.packing import MOST_TOKENS
@@ -38,7 +38,6 @@ from verl_ext.text.read.readers import Chunk, ChunkSize
 from verl_ext.text.read.sources import SourceFile, absolute_path
 from verl_ext.text.records.bad_record import BadRecord, check_characters
 from verl_ext.text.records.records import read_record
-from verl_ext.text.tokenizing import number_categories
 from verl_ext.text.tokens.documents import Document, Documents
 from verl_ext.text.tokens.tokenizer import tokenizer_facts
 
@@ -104,14 +103,6 @@ class BABILongOptions(TextSetOptions, SampleOptions):
         return replace(self, max_tokens=self.max_length)
 
 
-class BabilongRecord(NamedTuple):
-    """The texts of one record."""
-
-    input: str
-    question: str
-    target: str
-
-
 def question_prompt(context: str, question: str) -> str:
     """Return the prompt of a model; `context` is the record's input."""
     return f"{context}\n\nQuestion: {question}\nAnswer:"
@@ -158,13 +149,13 @@ class BABILongEncoder(Encoder):
     def encode(self, chunk: Chunk) -> Documents:
         """Return the documents of a chunk, one for each record."""
         records = [self._record(raw) for _, raw in chunk.records]
-        usable = iter(self._tokens([record for record in records if isinstance(record, BabilongRecord)]))
-        found = [(record, None if isinstance(record, BadRecord) else next(usable)) for record in records]
+        usable = iter(self._tokens([record for record in records if isinstance(record, dict)]))
+        places = (place for place, _ in chunk.records)
         makers = (
-            (place, "", partial(self._document, record, tokens, place))
-            for (place, _), (record, tokens) in zip(chunk.records, found, strict=True)
+            partial(self._document, record, next(usable) if isinstance(record, dict) else None, place)
+            for record, place in zip(records, places, strict=True)
         )
-        return self.collected(chunk, makers)
+        return self.made(chunk, makers)
 
     @override
     def notices(self, total: Mapping[str, Any]) -> Iterator[str]:
@@ -174,7 +165,7 @@ class BABILongEncoder(Encoder):
                 f"tokens: cut by {cut['tokens']} tokens in all (data.truncate={self.options.truncate})"
             )
 
-    def _record(self, raw: Any) -> BabilongRecord | BadRecord:
+    def _record(self, raw: Any) -> dict[str, Any] | BadRecord:
         try:
             if isinstance(raw, bytes):
                 raise BadRecord("no_list", "the file is no list: it has an object on each line")
@@ -185,27 +176,26 @@ class BABILongEncoder(Encoder):
                 if not isinstance(record[name], str):
                     raise BadRecord("non_string_text", f"{name} must be a text; got {json.dumps(record[name])[:80]}")
                 check_characters(record[name])
-            texts = BabilongRecord(*(record[name] for name in FIELDS))
-            # It would take the names of special tokens for the tokens themselves.
-            if not getattr(self.tokenizer, "is_fast", False) and (named := self._special.found("\n".join(texts))):
-                needed = "which only a fast tokenizer can encode as text"
-                raise BadRecord("special_token", f"the text holds the special token {named[0][0]}, {needed}")
-            return texts
+                # A slow tokenizer would take the names of special tokens for the tokens themselves.
+                if not getattr(self.tokenizer, "is_fast", False) and (named := self._special.found(record[name])):
+                    needed = "which only a fast tokenizer can encode as text"
+                    raise BadRecord("special_token", f"{name} holds the special token {named[0][0]}, {needed}")
+            return record
         except BadRecord as bad:
             return bad
 
-    def _tokens(self, records: Sequence[BabilongRecord]) -> list[tuple[list[int], Any, list[int]]]:
+    def _tokens(self, records: Sequence[dict[str, Any]]) -> list[tuple[list[int], Any, list[int]]]:
         """Return (prompt, its encoding by a fast tokenizer, answer) of each record."""
         if not records:
             return []
         how = {"padding": False, "truncation": False, "return_attention_mask": False, "return_token_type_ids": False}
         how |= {"verbose": False, **as_plain_text(self.tokenizer)}  # avoids a warning above model_max_length
-        prompts = self.tokenizer([question_prompt(record.input, record.question) for record in records], **how)
-        answers = self.tokenizer([f" {record.target}" for record in records], add_special_tokens=False, **how)
+        prompts = self.tokenizer([question_prompt(record["input"], record["question"]) for record in records], **how)
+        answers = self.tokenizer([f" {record['target']}" for record in records], add_special_tokens=False, **how)
         encodings = prompts.encodings or [None] * len(records)
         return list(zip(prompts["input_ids"], encodings, answers["input_ids"], strict=True))
 
-    def _document(self, record: BabilongRecord | BadRecord, tokens: Any, place: str) -> Document:
+    def _document(self, record: dict[str, Any] | BadRecord, tokens: Any, place: str) -> Document:
         """Return a record's document.
 
         Raises `BadRecord`, and `UsageError` for an answer longer than answer_reserve_tokens, or if max_length has no
@@ -214,17 +204,17 @@ class BABILongEncoder(Encoder):
         if isinstance(record, BadRecord):
             raise record
         prompt, encoding, answer = tokens
-        answer = self._checked_answer(answer, record, place)
+        answer = self._checked_answer(answer, record["target"], place)
         ids = np.asarray(prompt, np.int32)
         if len(prompt) > self.prompt_tokens:
             ids = without_middle(ids, self.prompt_tokens, self._last_tokens(len(prompt), encoding, record, place))
         mask = np.repeat([0, 1], [len(ids), len(answer)]).astype(np.int8)
         ids = np.append(ids, np.asarray(answer, np.int32))
-        return Document(ids, mask, full_length=len(prompt) + len(answer), texts=(record.question, record.target))
+        return Document(ids, mask, full_length=len(prompt) + len(answer), texts=[record[name] for name in self.texts])
 
-    def _checked_answer(self, tokens: list[int], record: BabilongRecord, place: str) -> list[int]:
-        if not tokens or not record.target.strip():
-            raise BadRecord("empty", f"target must be an answer; got {record.target!r}")
+    def _checked_answer(self, tokens: list[int], target: str, place: str) -> list[int]:
+        if not tokens or not target.strip():
+            raise BadRecord("empty", f"target must be an answer; got {target!r}")
         end = [self.tokenizer.eos_token_id] * self.options.append_eos
         answer, reserve = [*tokens, *end], self.options.answer_reserve_tokens
         if len(answer) > reserve:
@@ -232,7 +222,7 @@ class BABILongEncoder(Encoder):
             raise UsageError(f"data.answer_reserve_tokens must hold every answer; got {got}")
         return answer
 
-    def _last_tokens(self, size: int, encoding: Any, record: BabilongRecord, place: str) -> int:
+    def _last_tokens(self, size: int, encoding: Any, record: dict[str, Any], place: str) -> int:
         """Return how many tokens at the end of a prompt of `size` tokens stay, those that `truncate` keeps."""
         if encoding is None:
             limit, kind = self.prompt_tokens, type(self.tokenizer).__name__
@@ -252,10 +242,10 @@ class BABILongEncoder(Encoder):
             )
         return size - keep_from
 
-    def _question_begins(self, encoding: Any, record: BabilongRecord, first: int, end: int) -> int:
+    def _question_begins(self, encoding: Any, record: dict[str, Any], first: int, end: int) -> int:
         """Return the first token of the question; first..end-1 are the tokens that are not special."""
-        context = len(record.input)
-        characters = range(context, len(question_prompt(record.input, record.question)))
+        context = len(record["input"])
+        characters = range(context, len(question_prompt(record["input"], record["question"])))
         found = ((at, token) for at in characters if (token := encoding.char_to_token(at)) is not None)
         character, token = next(found, (context, end))
         if character > context:  # offsets omit white space, for which a tokenizer may still have tokens

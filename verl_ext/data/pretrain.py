@@ -22,12 +22,11 @@ from typing_extensions import override
 
 from verl_ext.data.dataset import DatasetOptions
 from verl_ext.data.sft import SFTOptions
-from verl_ext.data.text_set import TextSet, TextSetOptions
+from verl_ext.data.text_set import TextSet, TextSetOptions, number_categories
 from verl_ext.options import option
 from verl_ext.packing import MOST_TOKENS
 from verl_ext.text.encoder_texts import RecordTextOptions, TextRecordEncoder
 from verl_ext.text.read.sources import SourceFile, absolute_path, file_name, find_source_files, without_compression
-from verl_ext.text.tokenizing import number_categories
 
 ROWS = ("packed", "padded")
 ADDED = 2  # tokens of max_length that are not text: BOS and EOS

@@ -1,9 +1,19 @@
-"""TextSet: the base class of datasets that tokenize texts into a cache when opened."""
+"""TextSet: the base class of datasets that tokenize texts into a cache when opened.
 
+CACHE/<fingerprint>/       of the files, the tokenizer and the encoder's options
+    data-00000-of-00001.arrow, state.json, dataset_info.json    what `datasets.load_from_disk` opens
+    categories.json        {"1": "gsm8k", "2": "code"}
+    report.json            the counts of records, by category
+"""
+
+import json
+import logging
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,13 +24,20 @@ from verl_ext.data.arrow import TokenizedData
 from verl_ext.data.dataset import split_rows
 from verl_ext.data.omitted import DroppedDocuments
 from verl_ext.data.sft import SFTDataSet, SFTOptions
-from verl_ext.files import default_root
+from verl_ext.files import CATEGORIES, REPORT, default_root, write_json
 from verl_ext.options import option, options_of
+from verl_ext.redaction import redacted
 from verl_ext.text.encoder import Encoder
 from verl_ext.text.read.sources import SourceFile
-from verl_ext.text.tokenizing import read_report, tokenized
+from verl_ext.text.tokenizing import cached_tokens, code_digest, tokenize_files, tokens_fingerprint
+from verl_ext.text.tokens.counts import Counts
+from verl_ext.text.tokens.dataset_folder import DatasetWriter
+from verl_ext.text.tokens.documents import Documents
 
 IGNORED = -100  # the label that Hugging Face losses ignore
+
+_logger = logging.getLogger(__name__)
+_reported: set[tuple[Path, str]] = set()
 
 
 @dataclass(frozen=True)
@@ -115,7 +132,70 @@ class TextSet(SFTDataSet):
         """Return the report of an SFTDataSet and, for the training part, the records that gave no document."""
         bad = [
             DroppedDocuments(category, f"bad record: {reason}", documents)
-            for category, counts in read_report(self.folders[0])["categories"].items()
+            for category, counts in _report(Path(self.folders[0]))["categories"].items()
             for reason, documents in counts["bad_records"].items()
         ]
         return [*super().changed_documents(), *([] if self.split == "val" else bad)]
+
+
+def tokenized(files: Sequence[SourceFile], names: Mapping[int, str], encoder: Encoder, root: Path) -> Path:
+    """Return the folder below `root` with the documents of these files, tokenized if it is missing.
+
+    The notices of cuts and omissions are logged once in a process. Processes may call this at the same time. names:
+    category number -> name.
+
+    Raises ValueError if files cannot be used or change meanwhile, or if the cache cannot be written.
+    """
+    folder = cached_tokens(
+        root,
+        lambda: tokens_fingerprint(files, encoder, [names[file.category_id] for file in files], code_digest(__name__)),
+        lambda to: _write(to, files, names, encoder),
+        encoder.key,
+    )
+    if (folder, encoder.key) not in _reported:
+        _reported.add((folder, encoder.key))
+        for line in encoder.notices(_report(folder)["total"]):
+            _logger.warning("%s", line)
+    return folder
+
+
+def _write(folder: Path, files: Sequence[SourceFile], names: Mapping[int, str], encoder: Encoder) -> None:
+    """Write the dataset with its categories and its report into an empty folder."""
+    counts = {number: Counts() for number in names}
+    writer = DatasetWriter(folder, texts=encoder.texts)
+
+    def add(documents: Documents) -> Documents:
+        counts[documents.category_id].add(documents.counts, documents.counted())
+        writer.add(documents)
+        return documents
+
+    tokenize_files(files, encoder, add, writer)
+    total = Counts().add(*counts.values())
+    if not total.documents:
+        example = next(chain.from_iterable(total.examples.values()), "")
+        raise ValueError(
+            f"{encoder.key} must hold at least one record with a text; got none in {files[0].path} and "
+            f"{len(files) - 1} files more, of {total.records} records{example and f', such as {example}'}"
+        )
+    write_json(folder / CATEGORIES, {str(number): name for number, name in names.items()})
+    report = {
+        "files": redacted([file.path for file in files]),
+        "options": vars(encoder.options),
+        "categories": {names[number]: of_category.as_dict() for number, of_category in counts.items()},
+        "total": total.as_dict(),
+    }
+    write_json(folder / REPORT, report)
+
+
+def _report(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / REPORT).read_text(encoding="utf-8"))
+
+
+def number_categories(
+    files: Iterable[SourceFile], category_of: Callable[[SourceFile], str]
+) -> tuple[list[SourceFile], dict[int, str]]:
+    """Return (files with category numbers, number -> name); numbers begin at 1, in the order of their first files."""
+    categories = [(file, category_of(file)) for file in files]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(name for _, name in categories), start=1)}
+    numbered = [replace(file, category_id=numbers[name]) for file, name in categories]
+    return numbered, {number: name for name, number in numbers.items()}

@@ -103,11 +103,6 @@ def cut_spans(lengths: NDArray[np.integer], max_tokens: int, policy: str, key: s
             f"data.max_tokens must hold at least one document of {key}; got {max_tokens}, the shortest document has "
             f"{lengths[over].min()} tokens and data.over_length=drop leaves none"
         )
-    return pieces_within(lengths, max_tokens, policy)
-
-
-def pieces_within(lengths: NDArray[np.integer], max_tokens: int, policy: str) -> Spans:
-    """Return the documents of at most `max_tokens` tokens, or their pieces by `policy` (drop, truncate, split)."""
     budget = min(max_tokens, np.iinfo(lengths.dtype).max)  # no document is longer than a number of its type
     pieces = -(-lengths // budget)  # 0 for an empty row
     if policy == "drop":

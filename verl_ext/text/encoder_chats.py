@@ -92,23 +92,23 @@ class ChatEncoder(Encoder):
         It covers the options, the tokenizer, the template and the stop tokens, wherever they were read from, and the
         date if the template may print it.
         """
-        options = {each.name: getattr(self.options, each.name) for each in fields(ChatOptions) if each.name != "model"}
-        if (template := self.options.chat_template) is not None:
-            options["chat_template"] = read_template(template, "chat_template")
+        own = {each.name: getattr(self.options, each.name) for each in fields(ChatOptions)}
+        own |= {"model": None, "chat_template": self._own_template}
         if not self.prints_date:
-            del options["chat_date"]
-        ends = [
-            self.tokenizer.bos_token_id,
-            self.tokenizer.eos_token_id,
-            stop_tokens(self.tokenizer, self.options.model),
-        ]
-        return fingerprint([tokenizer_facts(self.tokenizer), self.tokenizer.chat_template, ends, options])
+            del own["chat_date"]
+        tokenizer = self.tokenizer
+        ends = [tokenizer.bos_token_id, tokenizer.eos_token_id, stop_tokens(tokenizer, self.options.model)]
+        return fingerprint([tokenizer_facts(tokenizer), tokenizer.chat_template, ends, own])
+
+    @property
+    def _own_template(self) -> str | None:
+        given = self.options.chat_template
+        return None if given is None else read_template(given, "chat_template")
 
     @property
     def prints_date(self) -> bool:
         """Whether the chat template may print today's date."""
-        given = self.options.chat_template
-        return prints_date(self.tokenizer.chat_template if given is None else read_template(given, "chat_template"))
+        return prints_date(self._own_template or self.tokenizer.chat_template)
 
     def encode(self, chunk: Chunk) -> Documents:
         """Return the documents of a chunk, one for each text of its records."""
@@ -116,13 +116,13 @@ class ChatEncoder(Encoder):
         items = list(self._items(chunk, counts))
         tokens = self._encoded([item.text for item in items])
         makers = (
-            (item.place, item.category, partial(self._document, item.text, encoded, item.weight, counts[item.category]))
-            for item, encoded in zip(items, tokens, strict=True)
+            partial(self._document, item, each, counts[item.category]) for item, each in zip(items, tokens, strict=True)
         )
-        documents = self.collected(chunk, makers, counts)
-        if "_chats" not in vars(self):
-            return documents
-        return replace(documents, chat_template=self._chats.jinja, end_of_chat=self._chats.end)
+        documents = self.made(chunk, makers, [(item.place, counts[item.category]) for item in items])
+        if "_chats" in vars(self):
+            documents = replace(documents, chat_template=self._chats.jinja, end_of_chat=self._chats.end)
+        by_category = dict(counts) if self.options.category_field else {}
+        return replace(documents, counts=Counts().add(*counts.values()), category_counts=by_category)
 
     def failure(self, bad: BadRecord, place: str) -> str | None:
         """Return the line of a bad record that ends the run; on_unprinted=drop leaves out chats of its own."""
@@ -130,11 +130,11 @@ class ChatEncoder(Encoder):
         return None if is_asked_for else super().failure(bad, place)
 
     def shown(self, raw: Any) -> Iterator[ShownText]:
-        """Yield the texts of a record that give documents. Raises `BadRecord` if none does."""
+        """Yield the texts of a record that give documents. Raises `BadRecord` if one gives none."""
         content = self._record(raw).content
         texts = self._texts(content)
         for text, encoded in zip(texts, self._encoded(texts), strict=True):
-            ids = self._document(text, encoded, None, Counts()).input_ids
+            ids = self._document(_Item("", "", text), encoded, Counts()).input_ids
             if isinstance(text, ChatText) and isinstance(content, Chat):
                 turns = dict.fromkeys(target.message for target in text.rendered.targets)
                 yield ShownText(text.text, ids, [(turn, self._chats.prompt(content, turn).text) for turn in turns])
@@ -147,22 +147,27 @@ class ChatEncoder(Encoder):
         A plain text, without a chat, is gone on with. The tokens begin the document that the record gives, up to what
         the template prints only before an answer. Raises `BadRecord`.
         """
-        content = self._record(raw).content
-        if not isinstance(content, Chat):
-            (encoded,) = self._encoded(self._texts(content))
-            ids = _usable(encoded).ids.tolist()
-            while ids and ids[-1] == self.tokenizer.eos_token_id:  # it ends the documents of training
-                ids.pop()
-            if not ids:
-                raise BadRecord("empty", "the text is empty")
-            return None, 0, ids
-        last = max(number for number, message in enumerate(content.messages) if message["role"] == "assistant")
-        if not last:
-            raise BadRecord("no_prompt", "nothing stands before the answer")
-        text = self._chats.prompt(content, last)
-        check_characters(text.text)
-        (encoded,) = self._encoded([text])
-        return content, last, _usable(encoded).ids.tolist()
+        content, last = self._record(raw).content, 0
+        texts: Sequence[str | TextFile | ChatText]
+        if isinstance(content, Chat):
+            last = max(number for number, message in enumerate(content.messages) if message["role"] == "assistant")
+            if not last:
+                raise BadRecord("no_prompt", "nothing stands before the answer")
+            texts = [chat := self._chats.prompt(content, last)]
+            check_characters(chat.text)
+        else:
+            texts = self._texts(content)
+        (encoded,) = self._encoded(texts)
+        if isinstance(encoded, Exception):
+            raise encoded
+        ids = encoded.ids.tolist()
+        if isinstance(content, Chat):
+            return content, last, ids
+        while ids and ids[-1] == self.tokenizer.eos_token_id:  # it ends the documents of training
+            ids.pop()
+        if not ids:
+            raise BadRecord("empty", "the text is empty")
+        return None, 0, ids
 
     @property
     def ends(self) -> list[str]:
@@ -232,34 +237,31 @@ class ChatEncoder(Encoder):
             for text in texts
         ]
 
-    def _document(
-        self, text: str | TextFile | ChatText, encoded: Encoded | Exception, weight: float | None, counts: Counts
-    ) -> Document:
+    def _document(self, item: _Item, encoded: Encoded | Exception, counts: Counts) -> Document:
         """Make a text's document with its mask and weights, and count what a chat holds. Raises `BadRecord`."""
-        ids, weights = _usable(encoded).ids, None
-        if isinstance(text, ChatText):
-            mask, weights, firsts, border_tokens = self._learnt_tokens(text, _usable(encoded))
-        else:
+        if isinstance(encoded, Exception):
+            raise encoded
+        ids, weights, chat = encoded.ids, None, item.text if isinstance(item.text, ChatText) else None
+        if chat is None:
             ids = self._with_eos(ids)
             mask = np.ones(len(ids), dtype=np.int8)
+        else:
+            mask, weights, firsts, border_tokens = self._learnt_tokens(chat, encoded)
         mask[:1] = 0
         if not mask.any():
             raise BadRecord("no_target", "no token is left to learn after the first")
-        if weight is not None:
-            weights = weight * (np.ones(len(ids), np.float64) if weights is None else weights)
-        # Only a text that gives a document counts.
-        if isinstance(text, ChatText):
-            self._count_chat(text, counts)
+        if item.weight is not None:
+            weights = item.weight * (np.ones(len(ids), np.float64) if weights is None else weights)
+        if chat is not None:  # only a text that gives a document counts
+            self._count_chat(chat, counts)
             counts.border_tokens += border_tokens
-            kinds = dict(zip(firsts, (KIND_OF_TARGET[part.kind] for part in text.learnt), strict=True))
+            kinds = dict(zip(firsts, (KIND_OF_TARGET[part.kind] for part in chat.learnt), strict=True))
             kinds.pop(len(mask), None)  # if two parts begin at one token, the later one counts
-            if kinds:
-                for kind, tokens in zip(
-                    kinds.values(), np.add.reduceat(mask, list(kinds), dtype=np.int64), strict=True
-                ):
-                    counts.target_kinds[kind] += int(tokens)
+            sums = np.add.reduceat(mask, list(kinds), dtype=np.int64).tolist() if kinds else []
+            for kind, tokens in zip(kinds.values(), sums, strict=True):
+                counts.target_kinds[kind] += tokens
         weights = None if weights is None else weights.astype(np.float32)
-        return Document(ids, mask, weights, special_tokens=_usable(encoded).special_tokens)
+        return Document(ids, mask, weights, special_tokens=encoded.special_tokens, category=item.category)
 
     def _learnt_tokens(
         self, chat: ChatText, encoded: Encoded
@@ -293,10 +295,3 @@ class ChatEncoder(Encoder):
         counts.dropped_reasoning += chat.dropped_reasoning
         counts.dropped_blocks += chat.dropped_blocks
         counts.closed_again += sum(closes_again(chat.text, part) for part in chat.parts)
-
-
-def _usable(encoded: Encoded | Exception) -> Encoded:
-    """Return a text's tokens, or raise its error."""
-    if isinstance(encoded, Exception):
-        raise encoded
-    return encoded

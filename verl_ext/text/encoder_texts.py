@@ -124,10 +124,10 @@ class TextRecordEncoder(Encoder):
 
     def encode(self, chunk: Chunk) -> Documents:
         """Return the documents of a chunk, one for each record."""
-        texts = [(place, self._text(raw)) for place, raw in chunk.records]
-        usable = iter(self._encoder.encode([text for _, text in texts if not isinstance(text, BadRecord)]))
-        encoded = [(place, text if isinstance(text, BadRecord) else next(usable)) for place, text in texts]
-        return self.collected(chunk, ((place, "", partial(self._document, each)) for place, each in encoded))
+        texts = [self._text(raw) for _, raw in chunk.records]
+        usable = iter(self._encoder.encode([text for text in texts if not isinstance(text, BadRecord)]))
+        encoded = (text if isinstance(text, BadRecord) else next(usable) for text in texts)
+        return self.made(chunk, (partial(self._document, each) for each in encoded))
 
     def _text(self, raw: Any) -> str | TextFile | BadRecord:
         try:

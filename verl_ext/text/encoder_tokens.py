@@ -66,7 +66,7 @@ class TokenRecordEncoder(Encoder):
 
     def encode(self, chunk: Chunk) -> Documents:
         """Return the documents of a chunk, one for each record."""
-        return self.collected(chunk, ((place, "", partial(self._document, raw)) for place, raw in chunk.records))
+        return self.made(chunk, (partial(self._document, raw) for _, raw in chunk.records))
 
     def _document(self, raw: Any) -> Document:
         record = read_record(raw)

@@ -154,26 +154,13 @@ def ray_results(
 
 
 def _submitted(jobs: Iterable[Job], submit: Callable[[Job], Result], most: int) -> Iterator[Result]:
-    """Yield `submit(job)` for every job, in order, with at most `most` jobs pending.
-
-    A DataError of `jobs` is raised after the results of earlier jobs, so that the first mistake in order is reported.
-    """
+    """Yield `submit(job)` for every job, in order, with at most `most` jobs pending."""
     pending: deque[Result] = deque()
-    failure: DataError | None = None
-    remaining = iter(jobs)
-    while failure is None:
-        try:
-            pending.append(submit(next(remaining)))
-        except StopIteration:
-            break
-        except DataError as error:
-            failure = error
+    for job in jobs:
+        pending.append(submit(job))
         if len(pending) >= most:
             yield pending.popleft()
-    while pending:
-        yield pending.popleft()
-    if failure is not None:
-        raise failure
+    yield from pending
 
 
 def _do_on_ray(common: tuple[str, Callable[[], Any], Callable[[Any, Any], Any], list[str]], job: Any) -> Any:

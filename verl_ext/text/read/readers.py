@@ -86,21 +86,21 @@ def read_files(
     source, however far it is found ahead of the documents before it. Nothing more is read of a source that `is_full`.
     """
     for source, own in groupby(files, key=lambda file: file.category_id):
-        parts: list[Chunk] = []
+        chunk = none = Chunk(source, [])
         for part in _until_failure(own, size, read or read_chunks):
-            parts.append(part)
-            records, text_bytes = sum(len(part.records) for part in parts), sum(part.text_bytes for part in parts)
-            if records >= size.records or text_bytes >= size.bytes:
-                yield _joined(parts)
-                parts = []
+            num_bytes, text_bytes = chunk.num_bytes + part.num_bytes, chunk.text_bytes + part.text_bytes
+            chunk = Chunk(source, chunk.records + part.records, num_bytes, text_bytes, part.failure)
+            if len(chunk.records) >= size.records or text_bytes >= size.bytes:
+                yield chunk
+                chunk = none
             if is_full(source):
                 break
-        if parts:
-            yield _joined(parts)
+        if chunk != none:
+            yield chunk
 
 
 def _until_failure(
-    files: Iterator[SourceFile], size: ChunkSize, read: Callable[..., Iterator[Chunk]]
+    files: Iterable[SourceFile], size: ChunkSize, read: Callable[[SourceFile, ChunkSize], Iterator[Chunk]]
 ) -> Iterator[Chunk]:
     for file in files:
         try:
@@ -108,14 +108,6 @@ def _until_failure(
         except DataError as error:
             yield Chunk(file.category_id, [], failure=str(error))
             return
-
-
-def _joined(parts: list[Chunk]) -> Chunk:
-    if len(parts) == 1:
-        return parts[0]
-    records = [record for part in parts for record in part.records]
-    num_bytes, text_bytes = sum(part.num_bytes for part in parts), sum(part.text_bytes for part in parts)
-    return Chunk(parts[0].category_id, records, num_bytes, text_bytes, parts[-1].failure)
 
 
 def read_chunks(source: SourceFile, size: ChunkSize = CHUNK, columns: Columns = None) -> Iterator[Chunk]:

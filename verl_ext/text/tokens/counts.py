@@ -1,7 +1,6 @@
 """Count records and the documents that they become, by source or category."""
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,23 +49,17 @@ class Counts:
         known = self.examples.setdefault(reason, [])
         known += examples[: EXAMPLES - len(known)]
 
-    def add(self, other: "Counts") -> None:
-        """Add the counts of another; its examples come after those here."""
-        for name, value in vars(other).items():
-            if isinstance(value, Counter):
-                getattr(self, name).update(value)
-            elif isinstance(value, int):
-                setattr(self, name, getattr(self, name) + value)
-        for reason, examples in other.examples.items():
-            self._add_examples(reason, examples)
-
-    @classmethod
-    def total(cls, counts: Iterable["Counts"]) -> "Counts":
-        """Return the sum of counts."""
-        found = cls()
-        for each in counts:
-            found.add(each)
-        return found
+    def add(self, *others: "Counts") -> "Counts":
+        """Add the counts of others, whose examples come after those here; return the sum."""
+        for other in others:
+            for name, value in vars(other).items():
+                if isinstance(value, Counter):
+                    getattr(self, name).update(value)
+                elif isinstance(value, int):
+                    setattr(self, name, getattr(self, name) + value)
+            for reason, examples in other.examples.items():
+                self._add_examples(reason, examples)
+        return self
 
     @property
     def target_share(self) -> float:

@@ -21,8 +21,8 @@ class Document:
     """A document of T tokens.
 
     weights: of each target; None for 1. full_length: the number of tokens before it was cut; None if it was not.
-    special_tokens: the number of special tokens' names in its text that are encoded as text. category_ids: those of a
-    record that was tokenized already. texts: further columns.
+    special_tokens: the number of special tokens' names in its text that are encoded as text. category: that of its
+    record, "" for its source's. category_ids: those of a record that was tokenized already. texts: further columns.
     """
 
     input_ids: NDArray[np.int32]  # [T]
@@ -30,6 +30,7 @@ class Document:
     weights: NDArray[np.float32] | None = None  # [T]
     full_length: int | None = None
     special_tokens: int = 0
+    category: str = ""
     category_ids: NDArray[np.int32] | None = None  # [T]
     texts: Sequence[str] = ()
 
@@ -88,15 +89,15 @@ class Documents:
         )
 
 
-def join_documents(documents: Sequence[Document], category_id: int, num_bytes: int, counts: Counts) -> Documents:
-    """Concatenate documents; the records' other facts are still missing."""
+def join_documents(documents: Sequence[Document], category_id: int, num_bytes: int, **of_records: Any) -> Documents:
+    """Concatenate documents; `of_records` are fields of `Documents`."""
     weights = None
     if any(document.weights is not None for document in documents):
         weights = np.concatenate(
             [np.ones(len(d.input_ids), np.float32) if d.weights is None else d.weights for d in documents]
         )
     categories = [d.category_ids for d in documents if d.category_ids is not None]
-    lengths = [len(d.input_ids) for d in documents]
+    lengths, names = [len(d.input_ids) for d in documents], [d.category for d in documents]
     return Documents(
         category_id,
         num_bytes,
@@ -107,7 +108,8 @@ def join_documents(documents: Sequence[Document], category_id: int, num_bytes: i
         np.array([d.full_length or length for d, length in zip(documents, lengths, strict=True)], np.int64),
         np.array([d.special_tokens for d in documents], np.int64),
         np.concatenate(categories) if categories else None,
-        counts,
+        category_names=names if any(names) else None,
+        **of_records,
     )
 
 

@@ -9,13 +9,13 @@ token at the same place. A dataset whose labels are shifted by one token must sh
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from verl_ext.data.stream.megatron.index import IndexWriter
 from verl_ext.options import DataError
-from verl_ext.packing.plan import pieces_within
 from verl_ext.text.tokens.counts import Counts
 from verl_ext.text.tokens.documents import Document, Documents, join_documents
 
@@ -40,40 +40,36 @@ class MaskedIndexes:
     def fitting(self, documents: Documents) -> Documents:
         """Return documents, of which too long ones are left out or cut; a piece's first token is no target.
 
-        One of which no target is left is left out. Raises `DataError` under `error`.
+        Also left out is one without a target left. Raises `DataError` for weights, which the form cannot hold, and
+        under `error`.
         """
-        most, lengths, ids, mask = self._most, documents.lengths, documents.input_ids, documents.loss_mask
+        key, lengths, most = self._keys[documents.category_id - 1], documents.lengths, self._most
+        if documents.weights is not None:
+            raise DataError(f"{key} must have no weights with format=megatron, whose masks are 0 and 1; got some")
         if most is None or not (lengths > most).any():
             return documents
         if self._over_length == "error":
-            raise DataError(
-                f"max_document_tokens must hold every document of {self._keys[documents.category_id - 1]}; got {most},"
-                f" and one has {lengths.max()} tokens: raise it or choose over_length=drop|truncate|split"
-            )
-        spans, pieces = pieces_within(lengths, most, self._over_length), []
-        rows, begins = spans.row.tolist(), (documents.starts[spans.row] + spans.start).tolist()
-        for begin, length in zip(begins, spans.length.tolist(), strict=True):
-            own = mask[begin : begin + length].copy()
-            own[0] = 0
-            pieces.append(Document(ids[begin : begin + length], own))
-        learnt = {row for row, piece in zip(rows, pieces, strict=True) if piece.loss_mask.any()}
-        kept = [piece for row, piece in zip(rows, pieces, strict=True) if row in learnt]
-        over = Counter(
-            documents=int((lengths > most).sum()),
-            tokens=len(ids) - sum(len(piece.input_ids) for piece in kept),
-            targets=int(mask.sum(dtype=np.int64)) - sum(int(piece.loss_mask.sum()) for piece in kept),
-            without_target=len(set(rows) - learnt),
-        )
-        counts = Counts.total([documents.counts, Counts(over_length=over)])
-        return join_documents(kept, documents.category_id, documents.num_bytes, counts)
+            got = f"got {most}, and one has {lengths.max()} tokens: raise it or choose over_length=drop|truncate|split"
+            raise DataError(f"max_document_tokens must hold every document of {key}; {got}")
+        kept: list[Document] = []
+        for start, length in zip(documents.starts.tolist(), lengths.tolist(), strict=True):
+            stop = {"drop": 0 if length > most else length, "truncate": most, "split": length}[self._over_length]
+            pieces = []
+            for at in range(start, start + min(stop, length), most):
+                mask = documents.loss_mask[at : min(at + most, start + length)].copy()
+                mask[0] = 0
+                pieces.append(Document(documents.input_ids[at : at + len(mask)], mask))
+            kept += pieces if any(piece.loss_mask.any() for piece in pieces) else []
+        found = join_documents(kept, documents.category_id, documents.num_bytes, counts=documents.counts)
+        whole, rest = documents.counted(), found.counted()
+        over = Counter(documents=int((lengths > most).sum()), tokens=whole.tokens - rest.tokens)
+        over["targets"] = whole.target_tokens - rest.target_tokens
+        more = Counts(over_length=over, special_tokens=whole.special_tokens)
+        return replace(found, counts=Counts().add(documents.counts, more))
 
     def add(self, documents: Documents) -> None:
-        """Append documents of one source. Raises `DataError` if they have weights, which the form cannot hold."""
+        """Append documents of one source."""
         source = documents.category_id - 1
-        if documents.weights is not None:
-            raise DataError(
-                f"{self._keys[source]} must have no weights with format=megatron, whose masks are 0 and 1; got some"
-            )
         self._tokens[source].add(documents.input_ids, documents.lengths)
         self._masks[source].add(documents.loss_mask.view(np.uint8), documents.lengths)
 

@@ -49,8 +49,7 @@ class TextIndexes:
         if self.max_corpus_tokens is not None:
             documents = _first(documents, self.max_corpus_tokens - self.counts[key].tokens)
         self._writer.add(documents.input_ids, documents.lengths)
-        for counts in (documents.counts, documents.counted()):
-            self.counts[key].add(counts)
+        self.counts[key].add(documents.counts, documents.counted())
         return documents
 
     def _close_source(self) -> None:
