@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from datasets import load_from_disk
 
 from tests.babilong_files import byte_tokenizer, record, records, write_records
 from tests.pretrain_files import texts_of, word_tokenizer, write_jsonl
@@ -25,13 +24,12 @@ from tests.ranks import run_ranks
 from verl_ext.data import BABILongDataset, PreTrainDataset
 from verl_ext.data.babilong import BABILongEncoder, SampleOptions
 from verl_ext.data.babilong import find_task_files as find_babilong_files
-from verl_ext.data.pretrain import PreTrainEncoder, TextDocumentOptions, find_text_files
+from verl_ext.data.pretrain import PreTrainEncoder
 from verl_ext.data.stream.megatron.blend import blend_order, megatron_blend_order
 from verl_ext.data.stream.megatron.index import IndexWriter, TokenIndex
 from verl_ext.data.stream.megatron.samples import build_sample_indices, cached_blend, cached_sample_indices
-from verl_ext.data.text_set import tokenized
 from verl_ext.files import cached_folder, default_root
-from verl_ext.text.read.readers import read_files
+from verl_ext.text.read.readers import ChunkSize, read_files
 from verl_ext.text.tokens.dataset_folder import DatasetWriter
 
 _context = multiprocessing.get_context("fork")
@@ -474,15 +472,13 @@ def test_of_two_ranks_one_tokenizes_and_both_have_the_rows_and_the_scan(tmp_path
     assert targets == [sum(label != -100 for label in labels) for labels in rows]
 
 
-def test_texts_of_several_chunks_are_one_dataset(tmp_path):
+def test_texts_of_several_chunks_are_one_dataset(tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "data/web.jsonl", texts_of([3] * 600))
     whole = [row["input_ids"] for row in FAMILIES["pretrain"].opened(path, rows="padded")]
-    files, names = find_text_files([path], "data.train_dir")
-    encoder = PreTrainEncoder(TextDocumentOptions(max_length=8), word_tokenizer())
-    folder = tokenized(files, names, encoder, Path(path).parent / "other")
-    other = load_from_disk(str(folder))["input_ids"]
+    monkeypatch.setattr("verl_ext.text.tokenizing.THREADS_CHUNK", ChunkSize(7))
+    other = FAMILIES["pretrain"].opened(path, rows="padded", cache_dir=str(tmp_path / "other"))
     assert len(whole) == len(other) == 600
-    assert all(row == wanted[: len(row)].tolist() for row, wanted in zip(other, whole, strict=True))
+    assert all(torch.equal(row["input_ids"], wanted) for row, wanted in zip(other, whole, strict=True))
 
 
 def test_samples_are_tokenized_in_chunks_of_bounded_size(tmp_path):

@@ -22,7 +22,6 @@ from verl_ext.text.read.json_records import JsonList
 from verl_ext.text.read.readers import ChunkSize
 from verl_ext.text.tokens.counts import Counts
 from verl_ext.text.tokens.dataset_folder import DOCUMENT_COLUMNS
-from verl_ext.text.tokens.documents import NamedCategories
 
 QA = [{"question": f"the cat {i}", "answer": "sat on the mat " * (i % 5 + 1)} for i in range(20)]
 
@@ -327,7 +326,7 @@ def test_a_run_shows_the_first_documents_of_every_source_as_they_were_written(tm
 
 def test_the_table_says_how_turns_end_and_what_the_template_does_not_print(tmp_path: Path, model: Path) -> None:
     options = ["sources={a:a.jsonl,b:b.jsonl}", f"output_dir={tmp_path / 'out'}", f"model.path={model}"]
-    report = Report(read_options(TokenizeOptions, options), ["a", "b"], NamedCategories(["a", "b"]))
+    report = Report(read_options(TokenizeOptions, options), ["a", "b"])
     counts = Counts(end_of_turn=Counter({"<|im_end|>": 1200, "</s>\n": 3}), unprinted=Counter(tools=2))
     report.sources["a"].add(counts)
     report.sources["a"].add(counts)

@@ -119,7 +119,7 @@ def target_texts(
     tokenizer = tiny_tokenizer(template)
     chat = parse_record(record).content
     if last_turn_only:
-        chat.keep_last_target()
+        chat = chat.with_last_target()
     rendered = locate(ChatTemplate(tokenizer, None, template_kwargs), chat)
     text, spans = rendered.text, rendered.spans
     at_once = tokenizer.apply_chat_template(chat.messages, tools=chat.tools, return_dict=True, **template_kwargs)

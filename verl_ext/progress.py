@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from tqdm import tqdm
 
@@ -67,22 +67,6 @@ def four_digits(value: float) -> str:
     return f"{value:#.4g}".rstrip(".") + unit
 
 
-class Done(Protocol):
-    """The counts of finished records."""
-
-    @property
-    def num_bytes(self) -> int:
-        """The number of input bytes."""
-
-    @property
-    def records(self) -> int:
-        """The number of records."""
-
-    @property
-    def tokens(self) -> int:
-        """The number of their tokens."""
-
-
 class Progress:
     """A bar over input bytes, with records, tokens/s and time left; it appears with the first tokens.
 
@@ -104,17 +88,17 @@ class Progress:
                 self.bar.n = self._total
             self.bar.close()
 
-    def add(self, done: Done) -> None:
-        """Count records that have been written."""
-        self.num_bytes += done.num_bytes
-        self.records += done.records
-        self.tokens += done.tokens
+    def add(self, num_bytes: int, records: int, tokens: int) -> None:
+        """Count records that have been written, and the bytes that they take in the input."""
+        self.num_bytes += num_bytes
+        self.records += records
+        self.tokens += tokens
         if not self.tokens:  # an early mistake is told without a bar
             return
         start = "{desc}: " if self._total is None else "{desc}: {percentage:3.0f}%|{bar}| "
         if self.bar is None:
             self.bar = progress_bar(self._description, self._total, bar_format=f"{start}starting")
-        left = ", {remaining} left" if self._total and done.num_bytes else ""
+        left = ", {remaining} left" if self._total and num_bytes else ""
         rate = four_digits(self.tokens / max(time.monotonic() - self.started, 1e-9))
         self.bar.bar_format = f"{start}{self.records:,} records, {rate} tokens/s [{{elapsed}}{left}]"
         reached = self.num_bytes if self._total is None else min(self.num_bytes, self._total)

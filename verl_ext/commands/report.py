@@ -5,20 +5,18 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from verl_ext.commands.preview import Decode, Run, preview_of
-from verl_ext.files import CATEGORIES, REPORT, write_json
 from verl_ext.options import DataError, Options, one_line
 from verl_ext.redaction import redacted
 from verl_ext.tables import Row, aligned
 from verl_ext.text.chat.parts import KINDS
 from verl_ext.text.chat.renderer import ChatOptions
 from verl_ext.text.tokens.counts import Counts
-from verl_ext.text.tokens.documents import Documents, NamedCategories
+from verl_ext.text.tokens.documents import Documents
 
 # Options that change neither tokens nor counts are left out, so that equal data has equal reports.
 NOT_REPORTED = ("backend", "num_workers", "output_dir", "overwrite", "preview")
@@ -30,20 +28,12 @@ _LEFT = ("source", "category", "encoded as text", "bad record", "first")  # left
 class Report:
     """The counts by source and by category.
 
-    The category is the source unless records name one. names: the numbered categories. decode: turns tokens into text,
-    for the first `preview` documents of each source. read: the number of records by source, including those that
-    `sample` left out.
+    The category is the source unless records name one. decode: turns tokens into text, for the first `preview`
+    documents of each source. read: the number of records by source, including those that `sample` left out.
     """
 
-    def __init__(
-        self,
-        options: ChatOptions,
-        sources: Sequence[str],
-        names: NamedCategories,
-        preview: int = 0,
-        decode: Decode | None = None,
-    ) -> None:
-        self.options, self.names, self._preview, self._decode = options, names, preview, decode
+    def __init__(self, options: ChatOptions, sources: Sequence[str], preview: int = 0, decode: Decode = str) -> None:
+        self.options, self._preview, self._decode = options, preview, decode
         self.sources = {name: Counts() for name in sources}
         self.categories = {} if options.category_field else self.sources
         self.read: Counter[str] = Counter()
@@ -58,7 +48,7 @@ class Report:
         self.chat_template = self.chat_template or documents.chat_template
         self.end_of_chat = self.end_of_chat or documents.end_of_chat
         places = zip(documents.starts.tolist(), documents.lengths.tolist(), strict=True)
-        for start, length in islice(places, self._preview - len(self.previews[name])) if self._decode else ():
+        for start, length in islice(places, self._preview - len(self.previews[name])):
             ids, mask = (values[start : start + length] for values in (documents.input_ids, documents.loss_mask))
             self.previews[name].append(preview_of(ids, mask, self._decode))
         for category, counts in documents.category_counts.items():
@@ -110,14 +100,16 @@ class Report:
             found |= {"records_without_category": counts.uncategorised, **counts.as_dict()}
         return {**found, "preview": self.previews[name]}
 
-    def write(self, folder: Path) -> None:
-        """Write report.json and categories.json into the dataset's folder."""
-        write_json(folder / REPORT, self.as_dict())
-        write_json(folder / CATEGORIES, {str(number): name for name, number in self.names.numbers.items()})
-
     def table(self) -> str:
         """Return the closing tables and a line for each further finding."""
-        cut = [row for name, counts in self.categories.items() for row in _cut_rows(name, counts)]
+        cut: list[Row] = []
+        for name, counts in self.categories.items():
+            if over := counts.over_length:
+                gone = {f"{what} removed": f"{over[what]:,}" for what in ("tokens", "targets")}
+                share = f"{over['tokens'] / (counts.tokens + over['tokens']):.2%}"
+                cut.append(
+                    {"category": name, "over max_document_tokens": f"{over['documents']:,}", **gone, "share": share}
+                )
         notes = [f"{name}: {note}" for name, counts in self.sources.items() for note in self._notes(name, counts)]
         summary, *problems = tables("category", self.categories, targets=True)
         if len(self.categories) > 1:
@@ -218,11 +210,3 @@ def _summary(what: str, name: str, counts: Counts, targets: bool) -> Row:
         "max": max(counts.lengths, default=0),
     }
     return {key: f"{value:,}" if isinstance(value, int) else value for key, value in row.items()}
-
-
-def _cut_rows(name: str, counts: Counts) -> Iterator[Row]:
-    """Yield a row if documents were longer than max_document_tokens."""
-    if over := counts.over_length:
-        share = over["tokens"] / (counts.tokens + over["tokens"])
-        lost = {f"{what} removed": f"{over[what]:,}" for what in ("tokens", "targets")}
-        yield {"category": name, "over max_document_tokens": f"{over['documents']:,}", **lost, "share": f"{share:.2%}"}

@@ -20,7 +20,7 @@ from verl_ext.commands.command_line import SourceOptions, command
 from verl_ext.commands.preview import previews_text
 from verl_ext.commands.report import Report
 from verl_ext.data.stream.megatron.masked_index import MaskedIndexes
-from verl_ext.files import OutputFolder
+from verl_ext.files import CATEGORIES, REPORT, OutputFolder, write_json
 from verl_ext.options import UsageError, option, show
 from verl_ext.packing import OVER_LENGTH_POLICIES
 from verl_ext.text.chat.renderer import ChatOptions
@@ -145,7 +145,7 @@ def write_dataset(
     if options.format == "megatron":
         prefixes = {f"sources.{name}": folder / name for name in sources}
         writer = MaskedIndexes(prefixes, options.max_document_tokens, options.over_length)
-    report = Report(options, sources, names, options.preview, encoder.decode)
+    report = Report(options, sources, options.preview, encoder.decode)
 
     def add(documents: Documents) -> Documents:
         documents = names.numbered(documents)
@@ -156,14 +156,12 @@ def write_dataset(
         return documents
 
     on_ray = options.backend == "ray"
-    how: Any = {
-        "num_workers": options.num_workers,
-        "on_ray": on_ray,
-        "size": chunk_size or (RAY_CHUNK if on_ray else CHUNK),
-    }
-    tokenize_files(files, encoder, add, writer, read=_sampled(options, files, encoder, report.read), **how)
+    size, read = chunk_size or (RAY_CHUNK if on_ray else CHUNK), _sampled(options, files, encoder, report.read)
+    how: Any = {"num_workers": options.num_workers, "on_ray": on_ray, "size": size, "read": read}
+    tokenize_files(files, encoder, add, writer, **how)
     report.check(options.sources)
-    report.write(folder)
+    write_json(folder / REPORT, report.as_dict())
+    write_json(folder / CATEGORIES, {str(number): name for name, number in names.numbers.items()})
     return report
 
 

@@ -34,10 +34,9 @@ from verl_ext.packing import MOST_TOKENS
 from verl_ext.text.chat.special_tokens import SpecialTokens, as_plain_text
 from verl_ext.text.encoder import Encoder
 from verl_ext.text.encoder_texts import without_middle
-from verl_ext.text.read.readers import Chunk, ChunkSize
+from verl_ext.text.read.readers import Chunk, ChunkSize, read_record
 from verl_ext.text.read.sources import SourceFile, absolute_path
 from verl_ext.text.records.bad_record import BadRecord, check_characters
-from verl_ext.text.records.records import read_record
 from verl_ext.text.tokens.documents import Document, Documents
 from verl_ext.text.tokens.tokenizer import tokenizer_facts
 
@@ -333,7 +332,7 @@ class BABILongDataset(TextSet):
     def question(self, pack: int) -> BABILongQuestion:
         """Return the question of row `pack`, the right answer and its category."""
         row, columns = int(self.spans.row[pack]), self._data.document_columns
-        assert columns is not None, "tokenized() writes them"
+        assert columns is not None, "a set of texts has them"
         name = self.category_names[int(columns.category[row])]
         return BABILongQuestion(name, *(self._data.text(column, row) for column in BABILongEncoder.texts))
 

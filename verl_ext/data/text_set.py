@@ -27,7 +27,6 @@ from verl_ext.data.sft import SFTDataSet, SFTOptions
 from verl_ext.files import CATEGORIES, REPORT, default_root, write_json
 from verl_ext.options import option, options_of
 from verl_ext.redaction import redacted
-from verl_ext.text.encoder import Encoder
 from verl_ext.text.read.sources import SourceFile
 from verl_ext.text.tokenizing import cached_tokens, code_digest, tokenize_files, tokens_fingerprint
 from verl_ext.text.tokens.counts import Counts
@@ -68,7 +67,7 @@ class TextSet(SFTDataSet):
 
     needs_tokenizer = True
     requires_max_tokens = False
-    encoder: ClassVar[type[Encoder]]
+    encoder: ClassVar[type[Any]]
     cut_reason: str
     cuts_targets = False
     split: str | None
@@ -101,7 +100,17 @@ class TextSet(SFTDataSet):
         of_encoder = self.encoder.Options
         own = of_encoder(**{name: getattr(options, name) for name in options_of(of_encoder)})
         encoder = self.encoder(own, tokenizer, key)
-        folder = tokenized(files, names, encoder, default_root("verl_ext_tokenized", options.cache_dir))
+        categories = [names[file.category_id] for file in files]
+        folder = cached_tokens(
+            default_root("verl_ext_tokenized", options.cache_dir),
+            lambda: tokens_fingerprint(files, encoder, categories, code_digest(__name__)),
+            lambda to: _write(to, files, names, encoder),
+            key,
+        )
+        if (folder, key) not in _reported:  # once in a process
+            _reported.add((folder, key))
+            for line in encoder.notices(_report(folder)["total"]):
+                _logger.warning("%s", line)
         data = TokenizedData([str(folder)], key)
         return data, split_rows(len(data), self.split, options.train_ratio, options.seed)
 
@@ -118,7 +127,7 @@ class TextSet(SFTDataSet):
         Tokens are counted before the cut.
         """
         columns, rows = self._data.document_columns, self._in_use
-        assert columns is not None, "tokenized() writes them"
+        assert columns is not None, "a set of texts has them"
         full, lengths = columns.full_length[rows], self._data.lengths[rows]
         cut = full > lengths
         report = replace(self._dropped, total=int(full.sum(dtype=np.int64))).by_category(
@@ -138,28 +147,7 @@ class TextSet(SFTDataSet):
         return [*super().changed_documents(), *([] if self.split == "val" else bad)]
 
 
-def tokenized(files: Sequence[SourceFile], names: Mapping[int, str], encoder: Encoder, root: Path) -> Path:
-    """Return the folder below `root` with the documents of these files, tokenized if it is missing.
-
-    The notices of cuts and omissions are logged once in a process. Processes may call this at the same time. names:
-    category number -> name.
-
-    Raises ValueError if files cannot be used or change meanwhile, or if the cache cannot be written.
-    """
-    folder = cached_tokens(
-        root,
-        lambda: tokens_fingerprint(files, encoder, [names[file.category_id] for file in files], code_digest(__name__)),
-        lambda to: _write(to, files, names, encoder),
-        encoder.key,
-    )
-    if (folder, encoder.key) not in _reported:
-        _reported.add((folder, encoder.key))
-        for line in encoder.notices(_report(folder)["total"]):
-            _logger.warning("%s", line)
-    return folder
-
-
-def _write(folder: Path, files: Sequence[SourceFile], names: Mapping[int, str], encoder: Encoder) -> None:
+def _write(folder: Path, files: Sequence[SourceFile], names: Mapping[int, str], encoder: Any) -> None:
     """Write the dataset with its categories and its report into an empty folder."""
     counts = {number: Counts() for number in names}
     writer = DatasetWriter(folder, texts=encoder.texts)

@@ -17,10 +17,9 @@ from verl_ext.options import DataError, UsageError
 from verl_ext.text.chat.renderer import ChatOptions
 from verl_ext.text.encoder import Encoder
 from verl_ext.text.encoder_texts import vocabulary_size
-from verl_ext.text.read.readers import Chunk, ChunkSize, read_chunks
+from verl_ext.text.read.readers import Chunk, ChunkSize, read_chunks, read_record
 from verl_ext.text.read.sources import SourceFile
 from verl_ext.text.records.bad_record import BadRecord, readable_value
-from verl_ext.text.records.records import read_record
 from verl_ext.text.tokens.documents import Document, Documents
 
 REQUIRED = ("input_ids", "loss_mask", "category_ids")

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 from verl_ext.files import cached_folder, file_state, fingerprint
 from verl_ext.nodes import differences, versions
 from verl_ext.options import DataError
-from verl_ext.progress import Done, Progress
+from verl_ext.progress import Progress
 from verl_ext.ray_cluster import ray_cluster
 from verl_ext.text.encoder import Encoder
 from verl_ext.text.read.readers import CHUNK, Chunk, ChunkSize, read_files
@@ -49,7 +49,7 @@ class Writer(Protocol):
 def tokenize_files(
     files: Sequence[SourceFile],
     encoder: Encoder,
-    add: Callable[[Documents], Done],
+    add: Callable[[Documents], Documents],
     writer: Writer,
     *,
     num_workers: int | None = None,
@@ -78,10 +78,10 @@ def tokenize_files(
             chunks = read_files(files, size, read or encoder.read, is_full)
             with closing(_results(encoder, chunks, num_workers, on_ray, name="tokenize", preload=preload)) as results:
                 for documents in results:
-                    done = add(documents)
+                    written = add(documents)
                     if documents.failure is not None and not is_full(documents.category_id):
                         raise DataError(documents.failure)
-                    progress.add(done)
+                    progress.add(written.num_bytes, written.counts.records, len(written.input_ids))
         writer.close()
     finally:
         writer.abandon()

@@ -264,7 +264,7 @@ class ChatRenderer:
                 for i, weight in chat.targets.items()
             ]
         if self._options.turns == "last" or self._options.last_turn_only:
-            chat.keep_last_target()
+            chat = chat.with_last_target()
             if not chat.targets:
                 raise BadRecord("no_target", "the last assistant turn is no target")
         return [chat]

@@ -127,6 +127,18 @@ def read_chunks(source: SourceFile, size: ChunkSize = CHUNK, columns: Columns = 
         raise DataError(f"{source.path}: cannot be read: {first_line(error)}") from error
 
 
+def read_record(raw: Any) -> dict[str, Any]:
+    """Return a record of a chunk, parsed if it is a line's bytes. Raises `BadRecord` unless it is an object."""
+    record = parse_line(raw) if isinstance(raw, bytes) else raw
+    if isinstance(record, BadRecord):
+        raise record
+    if isinstance(record, TextFile):
+        return {"text": record if record.text is None else record.text}
+    if not isinstance(record, dict):
+        raise BadRecord("not_an_object", f"a record must be an object with fields; got {type(record).__name__}")
+    return record
+
+
 def _pieces(
     source: SourceFile, limit: ChunkSize, _: Columns = None, *, read: Callable[[SourceFile, BinaryIO], Records]
 ) -> Pieces:

@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl_ext.options import choice_problem
-from verl_ext.text.read.json_records import parse_line
-from verl_ext.text.read.readers import TextFile
+from verl_ext.text.read.readers import read_record
 from verl_ext.text.records.bad_record import BadRecord, readable_value, short_text
 from verl_ext.text.records.messages import Chat, Content, as_weight, without_placeholders
 from verl_ext.text.records.shapes import (
@@ -52,18 +51,6 @@ class Record:
     message_fields: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
     text_calls: int = 0
-
-
-def read_record(raw: Any) -> dict[str, Any]:
-    """Return a record of a chunk, parsed if it is a line's bytes. Raises `BadRecord` unless it is an object."""
-    record = parse_line(raw) if isinstance(raw, bytes) else raw
-    if isinstance(record, BadRecord):
-        raise record
-    if isinstance(record, TextFile):
-        return {"text": record if record.text is None else record.text}
-    if not isinstance(record, dict):
-        raise BadRecord("not_an_object", f"a record must be an object with fields; got {type(record).__name__}")
-    return record
 
 
 def parse_record(raw: Any, columns: Mapping[str, str | None] | None = None, drop_media: bool = False) -> Record:

@@ -58,16 +58,6 @@ class Documents:
     texts: dict[str, list[str]] = field(default_factory=dict)  # further columns, with one text for each document
 
     @property
-    def records(self) -> int:
-        """The number of records."""
-        return self.counts.records
-
-    @property
-    def tokens(self) -> int:
-        """The number of tokens."""
-        return len(self.input_ids)
-
-    @property
     def starts(self) -> NDArray[np.int64]:
         """The first token of each document, int64[D]."""
         return np.cumsum(self.lengths, dtype=np.int64) - self.lengths
@@ -81,7 +71,7 @@ class Documents:
         cut = self.full_lengths[chosen] - lengths
         return Counts(
             documents=len(lengths),
-            tokens=int(lengths.sum(dtype=np.int64)),
+            tokens=int(lengths.sum()),
             target_tokens=int(targets.sum()),
             lengths=Counter(lengths.tolist()),
             over_length=+Counter(documents=int((cut > 0).sum()), tokens=int(cut.sum(dtype=np.int64))),

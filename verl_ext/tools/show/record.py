@@ -23,10 +23,9 @@ from verl_ext.files import working_in
 from verl_ext.options import DataError, UsageError, one_line, options_of
 from verl_ext.text.chat.renderer import ChatOptions
 from verl_ext.text.encoder_chats import ChatEncoder, ShownText
-from verl_ext.text.read.readers import read_chunks
+from verl_ext.text.read.readers import read_chunks, read_record
 from verl_ext.text.read.sources import SourceFile, absolute_path, find_source_files
 from verl_ext.text.records.bad_record import BadRecord
-from verl_ext.text.records.records import read_record
 from verl_ext.text.tokens.tokenizer import ModelOptions
 from verl_ext.tools.show.document import AFTER, BEFORE, first_difference
 from verl_ext.tools.show.documents import Report, Row
@@ -75,14 +74,12 @@ class RecordFinder:
 
     def find(self, row: Row, category: str) -> FoundRecord:
         """Return a document's record; raise DataError if none gives its tokens."""
-        ids = row.input_ids.tolist()
         words = self._words(row)
-        own = [file for file in self._files if self._encoder.sources[file.category_id - 1] == category]
-        for file in [*own, *(file for file in self._files if file not in own)]:
+        for file in sorted(self._files, key=lambda file: self._encoder.sources[file.category_id - 1] != category):
             for place, raw in _candidates(file, words):
                 with suppress(BadRecord, DataError):
                     for text in self._encoder.shown(raw):
-                        if text.input_ids.tolist() == ids:
+                        if np.array_equal(text.input_ids, row.input_ids):
                             return FoundRecord(place, raw, text)
         needed = "record needs the sources, tokenizer and template with which the document was made"
         raise DataError(f"{needed}; no record gives its tokens now")

@@ -17,10 +17,9 @@ from verl_ext.files import OutputFolder
 from verl_ext.options import DataError, option
 from verl_ext.redaction import redacted
 from verl_ext.tables import aligned
-from verl_ext.text.read.readers import TextFile, read_chunks
+from verl_ext.text.read.readers import TextFile, read_chunks, read_record
 from verl_ext.text.read.sources import FORMATS, find_source_files, local_path
 from verl_ext.text.records.bad_record import BadRecord
-from verl_ext.text.records.records import read_record
 from verl_ext.text.tokens.tokenizer import ModelOptions, load_tokenizer
 from verl_ext.tools.synthesis import agentwrite, glm_long, longalign
 from verl_ext.tools.synthesis.asking import Work, WriteResult, write_records

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.options import DataError
-from verl_ext.text.read.readers import TextFile, read_chunks
+from verl_ext.text.read.readers import TextFile, read_chunks, read_record
 from verl_ext.text.read.sources import SourceFile
 from verl_ext.text.records.bad_record import BadRecord, check_characters
-from verl_ext.text.records.records import read_record
 
 
 @dataclass(frozen=True)
@@ -82,10 +81,8 @@ def read_items(
                         raise DataError(f"{place}: {error}") from error
                     left_out[error.reason] += 1
                     continue
-                number = place[len(file.path) + 1 :] or "1"  # a text file's record has none
-                yield SourceItem(
-                    f"{name}:{number}", source, text.strip(), kind=kind, documents=_documents(record, text)
-                )
+                item = f"{name}:{place[len(file.path) + 1 :] or 1}"  # a text file's only record has no number
+                yield SourceItem(item, source, text.strip(), kind=kind, documents=_documents(record, text))
 
 
 def _documents(record: Mapping[str, Any], text: str) -> list[tuple[int, int]]:

@@ -73,7 +73,7 @@ class TextIndexes:
 
 def _first(documents: Documents, room: int) -> Documents:
     """Return the documents that begin within `room` tokens, the last one shortened, and the records of these."""
-    if documents.tokens < room:
+    if len(documents.input_ids) < room:
         return documents
     ends = np.cumsum(documents.lengths)
     kept = int(np.searchsorted(ends, room)) + 1 if room else 0
