@@ -34,13 +34,11 @@ from benchmarks.harness import Row, Turns, table, take_turns
 from benchmarks.meters import PrivatePeak, seconds
 from benchmarks.texts import first_line, write_texts
 from verl_ext import options
-from verl_ext.commands.index import load_text_tokenizer
 from verl_ext.data.stream.megatron.blend import megatron_blend_order, normalised
 from verl_ext.data.stream.megatron.index import IndexWriter, TokenIndex
 from verl_ext.data.stream.megatron.samples import build_sample_indices
 from verl_ext.options import option
-from verl_ext.text.encoder_texts import TextOptions
-from verl_ext.text.tokens.tokenizer import ModelOptions
+from verl_ext.text.tokens.tokenizer import ModelOptions, load_tokenizer
 
 OURS, PEER = "verl-ext", "megatron-core"
 VOCABULARY = 6400
@@ -90,7 +88,7 @@ def build(options: Options, folder: Path) -> Iterable[Row]:
     """Text to .bin and .idx."""
     lines, texts = write_texts(options.megabytes, VOCABULARY, folder, np.random.default_rng(SEED))
     one, tokenizer_folder = first_line(lines), str(folder / "tokenizer")
-    tokenizer = load_text_tokenizer(ModelOptions(tokenizer_folder), TextOptions()).tokenizer
+    tokenizer = load_tokenizer(ModelOptions(tokenizer_folder))
     counts: set[int] = set()
 
     def tokenizer_alone() -> tuple[float, float]:
@@ -158,7 +156,7 @@ _worker: dict[str, Any] = {}  # the state of a worker process of the peer
 
 
 def _load(folder: str) -> None:
-    _worker["tokenizer"] = load_text_tokenizer(ModelOptions(folder), TextOptions()).tokenizer
+    _worker["tokenizer"] = load_tokenizer(ModelOptions(folder))
 
 
 def _encode(line: str) -> list[int]:

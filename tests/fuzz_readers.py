@@ -130,7 +130,8 @@ def _make_folder(folder: Path) -> None:
 def _make_our_folder(folder: Path) -> None:
     from verl_ext.files import write_json
     from verl_ext.text.tokenizing import DatasetWriter
-    from verl_ext.text.tokens.documents import Counts, Documents
+    from verl_ext.text.tokens.counts import Counts
+    from verl_ext.text.tokens.documents import Documents
 
     writer = DatasetWriter(folder)
     for document in _documents():
@@ -163,9 +164,10 @@ def _read_folder(folder: Path) -> None:
 
 
 def _read_records(folder: Path) -> None:
-    from verl_ext.text.read.json_records import BadRecord, parse_line
+    from verl_ext.text.read.json_records import parse_line
     from verl_ext.text.read.readers import read_chunks
     from verl_ext.text.read.sources import find_source_files
+    from verl_ext.text.records.bad_record import BadRecord
 
     for file in find_source_files({"a": [str(folder)]}):
         for chunk in read_chunks(file):

@@ -15,7 +15,8 @@ from transformers import BatchEncoding
 
 from tests.babilong_files import FACTS, byte_tokenizer, record, records, write_records
 from verl_ext.data import BABILongDataset, SFTDataSet
-from verl_ext.data.babilong import BABILongEncoder, BabilongRecord, SampleOptions, question_prompt
+from verl_ext.data.babilong import BABILongEncoder, SampleOptions, question_prompt
+from verl_ext.text.read.readers import Chunk
 
 TOKENIZER = byte_tokenizer()
 PLAIN = byte_tokenizer(special=False)
@@ -124,11 +125,11 @@ TOKENIZERS = [TOKENIZER, PLAIN, byte_tokenizer(special=False, trim_offsets=True)
     tokenizer=st.sampled_from(TOKENIZERS),
 )
 def test_the_question_survives_and_a_cut_prompt_has_exactly_the_tokens_allowed(context, question, limit, tokenizer):
-    encoder = BABILongEncoder(tokenizer, SampleOptions(max_length=limit + 8, answer_reserve_tokens=8))
-    (sample,) = encoder.samples([BabilongRecord("f", 0, context, question, "garden")])
+    encoder = BABILongEncoder(SampleOptions(max_length=limit + 8, answer_reserve_tokens=8), tokenizer)
+    sample = encoder.encode(Chunk(1, [("f:1", {"input": context, "question": question, "target": "garden"})]))
     whole = tokenizer(question_prompt(context, question))["input_ids"]
-    prompt = sample.input_ids[: len(sample.input_ids) - sample.targets].tolist()
-    assert sample.full_tokens == len(whole) + sample.targets
+    prompt = sample.input_ids[sample.loss_mask == 0].tolist()
+    assert sample.full_lengths.tolist() == [len(whole) + sample.loss_mask.sum()]
     assert len(prompt) == min(len(whole), limit)
     assert len(sample.input_ids) <= encoder.options.max_length
     text = tokenizer.decode(prompt, skip_special_tokens=True)
@@ -157,8 +158,8 @@ def test_a_prompt_is_cut_where_a_word_tokenizer_drops_white_space(tiny_model):
 
     words = AutoTokenizer.from_pretrained(tiny_model)
     context = " ".join(f"w{number}" for number in range(30))
-    encoder = BABILongEncoder(words, SampleOptions(max_length=20, answer_reserve_tokens=4))
-    (sample,) = encoder.samples([BabilongRecord("f", 0, context, "w50 w51", "w7")])
+    encoder = BABILongEncoder(SampleOptions(max_length=20, answer_reserve_tokens=4), words)
+    sample = encoder.encode(Chunk(1, [("f:1", {"input": context, "question": "w50 w51", "target": "w7"})]))
     unknown = words.unk_token_id  # for `Question:` and `Answer:`
     expected = [f"w{number}" for number in range(12)]
     assert words.convert_ids_to_tokens(sample.input_ids)[:12] == expected
@@ -280,11 +281,13 @@ def test_a_slow_tokenizer_serves_prompts_that_fit_and_is_refused_for_others(open
     rows = [dataset[0]["input_ids"] for dataset in (opened([record(1)], Slow()), opened([record(1)]))]
     assert torch.equal(*rows)
     with pytest.raises(
-        ValueError, match=r"^prompts over 24 tokens need a fast tokenizer [^\n]* got Slow, and record 0"
+        ValueError, match=r"^prompts over 24 tokens need a fast tokenizer [^\n]* got Slow, and \S+1k.json:1 has"
     ):
         opened([record(9)], Slow(), max_length=32)
     named = {**record(1), "question": "What is <pad>?"}
-    with pytest.raises(ValueError, match=r"must hold no name of a special token .*; record 0.* has <pad>"):
+    with pytest.raises(
+        ValueError, match=r"1k\.json:1: question holds the special token <pad>, which only a fast tokenizer"
+    ):
         opened([named], Slow())
 
 

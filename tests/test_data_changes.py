@@ -19,7 +19,8 @@ from verl_ext.data.ranks import ONE_RANK
 from verl_ext.files import checksum, combine_checksums
 from verl_ext.text.arrow_folder import read_shards
 from verl_ext.text.tokenizing import DatasetWriter
-from verl_ext.text.tokens.documents import Counts, Documents
+from verl_ext.text.tokens.counts import Counts
+from verl_ext.text.tokens.documents import Documents
 
 
 def written_by_us(folder: Path) -> str:

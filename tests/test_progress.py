@@ -38,14 +38,12 @@ for step in range(1, 4):
 progress.close()
 """
 FILES = """
-from types import SimpleNamespace
-
 from verl_ext.progress import Progress
 
 for total in (1000, None):
     with Progress(total) as progress:
         for _ in range(4):
-            progress.add(SimpleNamespace(records=300, tokens=123456, num_bytes=250))
+            progress.add(250, 300, 123456)
 """
 
 

@@ -169,7 +169,7 @@ def test_a_hub_dataset_is_streamed_by_split(hub: Path) -> None:
     assert records("hf://datasets/owner/name:default:test") == TEXTS[:1]
     (file,) = find_source_files({"a": ["hf://datasets/owner/name"]})
     assert (file.kind, file.path) == ("hub", "hf://datasets/owner/name:train")
-    assert next(read_chunks(file)).place(1) == "hf://datasets/owner/name:train:1"
+    assert next(read_chunks(file)).records[0][0] == "hf://datasets/owner/name:train:1"
     with pytest.raises(UsageError, match=r"sources\.a must name a split, .*name:dev, which has train, test"):
         find_source_files({"a": ["hf://datasets/owner/name:dev"]})
     with pytest.raises(DataError, match=r"hf://datasets/owner/none: cannot be read as a Hub dataset.*does not answer$"):

@@ -15,7 +15,8 @@ from tests.tokenized_data import random_documents, write_tokenized
 from verl_ext.data import SFTDataSet
 from verl_ext.data.facts import shares
 from verl_ext.text.arrow_folder import DatasetWriter
-from verl_ext.text.tokens.documents import Counts, Documents
+from verl_ext.text.tokens.counts import Counts
+from verl_ext.text.tokens.documents import Documents
 
 pytestmark = pytest.mark.slow
 

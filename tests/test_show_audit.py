@@ -6,11 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.pretrain_files import texts_of, word_tokenizer, write_jsonl
 from tests.shown import audit_of, document, show, write_data
 from tests.test_tokenize_templates import CHATML, tiny_tokenizer
 from tests.tokenized_data import random_documents
 from verl_ext.commands.tokenize import main as tokenize
-from verl_ext.data import SFTDataSet
+from verl_ext.data import PreTrainDataset, SFTDataSet
 from verl_ext.data.options import DataOptions
 from verl_ext.data.stream.megatron.index import IndexWriter
 from verl_ext.options import options_of
@@ -73,17 +74,37 @@ def test_findings_name_their_rows(tmp_path):
     assert found["duplicates"]["share"] == pytest.approx(1 / 5)
 
 
-def test_a_tokenized_folder_tells_cut_targets_ends_and_fields_that_nothing_read(tmp_path, tokenizer):
-    long = {"messages": [CHAT["messages"][0], {"role": "assistant", "content": "the cat sat " * 30}], "extra": 1}
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in (CHAT, long)))
-    words = ["max_tokens=40", "over_length=truncate", "preview=0"]
+def test_a_tokenized_folder_tells_turns_without_end_and_fields_that_nothing_read(tmp_path, tokenizer):
+    longer = {"messages": [*CHAT["messages"], *CHAT["messages"]], "extra": 1}
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in (CHAT, longer)))
+    (tmp_path / "open.jinja").write_text(CHATML.replace("<|im_end|>", "{% if not loop.last %}<|im_end|>{% endif %}"))
     source = f"sources={{chat:{tmp_path / 'in.jsonl'}}}"
-    assert tokenize([source, f"output_dir={tmp_path / 'out'}", f"model.path={tokenizer}", *words]) == 0
+    assert (
+        tokenize(
+            [
+                source,
+                f"output_dir={tmp_path / 'out'}",
+                f"model.path={tokenizer}",
+                f"chat_template={tmp_path / 'open.jinja'}",
+            ]
+        )
+        == 0
+    )
     found = audit_of(tmp_path, tmp_path / "out")
     rows = rows_of(found["findings"])
-    assert rows == {"cut": [1], "cut_in_target": [1], "no_end": [1], "unused_fields": []}
+    assert rows == {"no_end": [0, 1], "open_turns": [], "unused_fields": []}
     assert found["findings"]["unused_fields"]["details"] == {"extra": 1}
     assert found["tokenizer"] == str(tokenizer)
+
+
+def test_texts_that_were_cut_are_found(tmp_path):
+    texts = write_jsonl(tmp_path / "web.jsonl", texts_of([3, 9]))
+    (folder,) = PreTrainDataset(word_tokenizer(), texts, 8, cache_dir=str(tmp_path / "cache")).folders
+    findings = audit_of(tmp_path, folder)["findings"]
+    assert {name: [row for _, row in findings[name]["rows"]] for name in ("cut", "cut_in_target")} == {
+        "cut": [1],
+        "cut_in_target": [1],
+    }
 
 
 def test_bos_twice_empty_reasoning_and_another_tokenizer_are_found(tmp_path, tokenizer):

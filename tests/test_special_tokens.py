@@ -23,7 +23,7 @@ from verl_ext.data.stream.megatron.index import TokenIndex
 from verl_ext.options import DataError, UsageError
 from verl_ext.text.chat.template import ChatTemplate
 from verl_ext.text.chat.template_cache import ProvenChats
-from verl_ext.text.read.json_records import BadRecord, RecordOptions
+from verl_ext.text.records.bad_record import BadRecord, RecordOptions
 from verl_ext.text.records.records import parse_record
 from verl_ext.text.tokens.encoders import Encoded, TextEncoder, Windows, mask_from_offsets
 

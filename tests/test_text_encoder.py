@@ -19,11 +19,11 @@ from verl_ext.data.stream.megatron.index import TokenIndex
 from verl_ext.data.stream.megatron.writer import write_text_indexes
 from verl_ext.text.chat.spans import RenderedChat
 from verl_ext.text.chat.special_tokens import ChatText
-from verl_ext.text.encoder_texts import TextOptions, TextTokenizer
+from verl_ext.text.encoder_texts import TextOptions, TextRecordEncoder
 from verl_ext.text.read import readers as chunks
-from verl_ext.text.read.json_records import BadRecord, RecordOptions
 from verl_ext.text.read.readers import TextFile, read_chunks
 from verl_ext.text.read.sources import find_source_files
+from verl_ext.text.records.bad_record import BadRecord, RecordOptions
 from verl_ext.text.tokens.encoders import TextEncoder, TokenCharacters, Windows
 
 CORPUS = [
@@ -285,7 +285,7 @@ def write_and_index(folder: Path, content: bytes, name: str = "a.txt", on_bad_re
     (folder / name).write_bytes(content)
     files = find_source_files({"a": [str(folder / name)]})
     options = TextOptions(on_bad_record=on_bad_record, add_eos=False)
-    write_text_indexes(files, TextTokenizer(tiny_tokenizer(), options), {"a": folder / "out"})
+    write_text_indexes(files, TextRecordEncoder(options, tiny_tokenizer()), {"a": folder / "out"})
     return TokenIndex(folder / "out").tokens(0).tolist()
 
 
@@ -305,7 +305,7 @@ def test_a_text_file_read_as_a_stream_is_the_document_of_its_text(
         (chunk,) = read_chunks(find_source_files({"a": [str(folder / "a.txt")]})[0])
         ((_, record),) = chunk.records
         (encoded,) = TextEncoder(tiny_tokenizer(), RecordOptions("encode"), windows=Windows(64, 30)).encode(
-            [record["text"]]
+            [record if record.text is None else record.text]
         )
     assert encoded.ids.tolist() == expected
 

@@ -21,7 +21,8 @@ from verl_ext.data.omitted import OverLength, OverLengthCount, sum_by_category
 from verl_ext.packing import cut_spans
 from verl_ext.text import tokenizing as tokenized
 from verl_ext.text.tokenizing import DatasetWriter
-from verl_ext.text.tokens.documents import Counts, Documents
+from verl_ext.text.tokens.counts import Counts
+from verl_ext.text.tokens.documents import Documents
 
 
 def document(mask, category=1, tokens=None, **more):

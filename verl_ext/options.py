@@ -82,10 +82,12 @@ def option(
 class Options:
     """The base class of options dataclasses, which check their values at construction.
 
-    prefix: the dotted key of the config node that holds the fields, "" for the top level.
+    prefix: the dotted key of the config node that holds the fields, "" for the top level. gone: {a key of an earlier
+    version: what does its work}.
     """
 
     prefix: ClassVar[str] = ""
+    gone: ClassVar[Mapping[str, str]] = {}
 
     def __post_init__(self) -> None:
         """Raise ValueError with a line for each value that is not allowed."""

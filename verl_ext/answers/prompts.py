@@ -28,9 +28,9 @@ from verl_ext.files import REPORT
 from verl_ext.options import DataError, UsageError, options_of
 from verl_ext.text.chat.renderer import ChatOptions
 from verl_ext.text.encoder_chats import ChatEncoder
-from verl_ext.text.read.json_records import BadRecord, read_record
-from verl_ext.text.read.readers import read_chunks
+from verl_ext.text.read.readers import read_chunks, read_record
 from verl_ext.text.read.sources import file_name, find_source_files, without_compression
+from verl_ext.text.records.bad_record import BadRecord
 from verl_ext.text.records.messages import Message
 from verl_ext.text.records.records import category_of
 
@@ -149,8 +149,7 @@ def _records(paths: Any, options: AnswerOptions, encoder: ChatEncoder) -> Iterat
     names = list(patterns)
     for file in find_source_files(patterns, _KEY):
         for chunk in read_chunks(file):
-            for number, raw in chunk.records:
-                place = chunk.place(number)
+            for place, raw in chunk.records:
                 try:
                     record = read_record(raw)
                     category = category_of(record, options.category_field) if options.category_field else None

@@ -182,7 +182,8 @@ def read_options(options_class: type[OptionsT], arguments: Sequence[str], **more
             if key in known and _is_node(known[key]) and isinstance(value, dict):
                 given = {f"{key}.{name}": below for name, below in value.items()}
             for name, below in given.items():
-                refuse([_problem(name, below, known)])
+                gone = options_class.gone.get(name)
+                refuse([f"unknown key {name}; {gone}" if gone else _problem(name, below, known)])
                 OmegaConf.update(config, name, below, merge=True, force_add=True)
         values: Any = OmegaConf.to_container(config, resolve=True)
         for name, value in values.items():

@@ -1,8 +1,18 @@
-"""TextSet: the base class of datasets that tokenize texts into a cache when opened."""
+"""TextSet: the base class of datasets that tokenize texts into a cache when opened.
 
+CACHE/<fingerprint>/       of the files, the tokenizer and the encoder's options
+    data-00000-of-00001.arrow, state.json, dataset_info.json    what `datasets.load_from_disk` opens
+    categories.json        {"1": "gsm8k", "2": "code"}
+    report.json            the counts of records, by category
+"""
+
+import json
+import logging
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,11 +25,19 @@ from verl_ext.data.arrow import TokenizedData
 from verl_ext.data.dataset import split_rows
 from verl_ext.data.omitted import OmittedDocuments
 from verl_ext.data.sft import SFTDataSet, SFTOptions
+from verl_ext.files import CATEGORIES, REPORT, write_json
 from verl_ext.options import option, options_of
+from verl_ext.redaction import redacted
+from verl_ext.text.arrow_folder import DatasetWriter
 from verl_ext.text.read.sources import SourceFile
-from verl_ext.text.tokenizing import Encoder, read_report, tokenized
+from verl_ext.text.tokenizing import cached_tokens, code_digest, tokenize_files, tokens_fingerprint
+from verl_ext.text.tokens.counts import Counts
+from verl_ext.text.tokens.documents import Documents
 
 IGNORED = -100  # the label that Hugging Face losses ignore
+
+_logger = logging.getLogger(__name__)
+_reported: set[tuple[Path, str]] = set()
 
 
 @dataclass(frozen=True)
@@ -50,7 +68,7 @@ class TextSet(SFTDataSet):
 
     needs_tokenizer = True
     requires_max_tokens = False
-    encoder: ClassVar[type[Encoder]]
+    encoder: ClassVar[type[Any]]
     _data: TokenizedData
     cut_reason: str
     cuts_targets = False
@@ -82,8 +100,19 @@ class TextSet(SFTDataSet):
             raise ValueError(f"{type(self).__name__} must be given a tokenizer (model.path's); got nothing")
         self.files = tuple(file.path for file in files)
         of_encoder = self.encoder.Options
-        encoder = self.encoder(tokenizer, of_encoder(**{n: getattr(options, n) for n in options_of(of_encoder)}), key)
-        folder = tokenized(files, names, encoder, default_root("verl_ext_tokenized", options.cache_dir))
+        own = of_encoder(**{name: getattr(options, name) for name in options_of(of_encoder)})
+        encoder = self.encoder(own, tokenizer, key)
+        categories = [names[file.category_id] for file in files]
+        folder = cached_tokens(
+            default_root("verl_ext_tokenized", options.cache_dir),
+            lambda: tokens_fingerprint(files, encoder, categories, code_digest(__name__)),
+            lambda to: _write(to, files, names, encoder),
+            key,
+        )
+        if (folder, key) not in _reported:  # once in a process
+            _reported.add((folder, key))
+            for line in encoder.notices(_report(folder)["total"]):
+                _logger.warning("%s", line)
         data = TokenizedData([str(folder)], key)
         return data, split_rows(len(data), self.split, options.train_ratio, options.seed)
 
@@ -100,7 +129,7 @@ class TextSet(SFTDataSet):
         Tokens are counted before the cut.
         """
         columns = self._data.document_columns
-        assert columns is not None, "tokenized() writes them"
+        assert columns is not None, "a set of texts has them"
         full, lengths = self._in_use.of(columns.full_length), self._in_use.of(self._data.lengths)
         cut = np.flatnonzero(full > lengths)
         report = replace(self._omitted, total=int(full.sum(dtype=np.int64))).by_category(
@@ -110,7 +139,49 @@ class TextSet(SFTDataSet):
             row.targets_removed = row.tokens_removed if self.cuts_targets else 0
         bad = [
             OmittedDocuments(category, f"bad record: {reason}", documents)
-            for category, counts in read_report(self.folders[0])["categories"].items()
+            for category, counts in _report(Path(self.folders[0]))["categories"].items()
             for reason, documents in counts["bad_records"].items()
         ]
         return [*report, *super().omitted_documents(), *([] if self.split == "val" else bad)]
+
+
+def _write(folder: Path, files: Sequence[SourceFile], names: Mapping[int, str], encoder: Any) -> None:
+    """Write the dataset with its categories and its report into an empty folder."""
+    counts = {number: Counts() for number in names}
+    writer = DatasetWriter(folder, texts=encoder.texts)
+
+    def add(documents: Documents) -> Documents:
+        counts[documents.category_id].add(documents.counts, documents.counted())
+        writer.add(documents)
+        return documents
+
+    tokenize_files(files, encoder, add, writer)
+    total = Counts().add(*counts.values())
+    if not total.documents:
+        example = next(chain.from_iterable(total.examples.values()), "")
+        raise ValueError(
+            f"{encoder.key} must hold at least one record with a text; got none in {files[0].path} and "
+            f"{len(files) - 1} files more, of {total.records} records{example and f', such as {example}'}"
+        )
+    write_json(folder / CATEGORIES, {str(number): name for number, name in names.items()})
+    report = {
+        "files": redacted([file.path for file in files]),
+        "options": vars(encoder.options),
+        "categories": {names[number]: of_category.as_dict() for number, of_category in counts.items()},
+        "total": total.as_dict(),
+    }
+    write_json(folder / REPORT, report)
+
+
+def _report(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / REPORT).read_text(encoding="utf-8"))
+
+
+def number_categories(
+    files: Iterable[SourceFile], category_of: Callable[[SourceFile], str]
+) -> tuple[list[SourceFile], dict[int, str]]:
+    """Return (files with category numbers, number -> name); numbers begin at 1, in the order of their first files."""
+    categories = [(file, category_of(file)) for file in files]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(name for _, name in categories), start=1)}
+    numbered = [replace(file, category_id=numbers[name]) for file, name in categories]
+    return numbered, {number: name for name, number in numbers.items()}

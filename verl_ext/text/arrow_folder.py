@@ -181,10 +181,9 @@ class DatasetWriter:
         tokens = [ids, mask, of_tokens]
         if self.weighted:
             tokens.append(np.ones(len(mask), np.float32) if documents.weights is None else documents.weights)
-        full = lengths if documents.full_lengths is None else documents.full_lengths
         starts = ends - lengths
         lowest, highest = (reduce.reduceat(ids, starts) for reduce in (np.minimum, np.maximum))
-        facts = [lengths, count_targets(mask, starts), lowest, highest, full, category]
+        facts = [lengths, count_targets(mask, starts), lowest, highest, documents.full_lengths, category]
         # The columns in the schema's order: lists of tokens, numbers and texts of documents, weights of tokens.
         rows = pa.array(np.concatenate([[0], ends]).astype(np.int32))
         lists = [pa.ListArray.from_arrays(rows, pa.array(values)) for values in tokens]

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_ext.cache import fingerprint
 from verl_ext.data.dataset import split_rows
 from verl_ext.data.omitted import OmittedDocuments
 from verl_ext.data.stream.megatron.blend import check_blend_weights
@@ -25,18 +24,16 @@ from verl_ext.data.stream.megatron.samples import count_tokens
 from verl_ext.data.stream.megatron.writer import write_text_indexes
 from verl_ext.files import REPORT, write_json
 from verl_ext.options import plain
-from verl_ext.text.encoder_texts import TextOptions, TextTokenizer
+from verl_ext.text.encoder_texts import TextOptions, TextRecordEncoder
 from verl_ext.text.read.sources import (
-    SourceFile,
     absolute_path,
     find_source_files,
     is_url,
     kind_of,
     without_compression,
 )
-from verl_ext.text.tokenizing import cached_tokens, file_facts, tokenizer_facts
+from verl_ext.text.tokenizing import cached_tokens, tokens_fingerprint
 
-FORMAT = 1  # raise it when the same text gives other tokens
 _RECORDS = "records.json"
 
 
@@ -139,13 +136,13 @@ def is_path(path: Any) -> bool:
 class SourceFinder:
     """A finder of the sources that `data.train_dir`, `data.val_dir` or `data.blend` names.
 
-    options, max_tokens: how a text becomes documents, and the tokens after which it is cut; root: the cache of
+    options, max_corpus_tokens: how a text becomes documents, and the tokens after which it is cut; root: the cache of
     tokenized texts; key: the config key that messages name.
     """
 
     tokenizer: Any
     options: TextOptions
-    max_tokens: int | None
+    max_corpus_tokens: int | None
     root: Path
     key: str
 
@@ -214,29 +211,20 @@ class SourceFinder:
         if self.tokenizer is None:
             raise ValueError(f"{self.key} names texts, which need a tokenizer (model.path's); got none for {paths[0]}")
         files = find_source_files({name: paths}, self.key)
+        encoder = TextRecordEncoder(self.options, self.tokenizer)
 
         def make(folder: Path) -> None:
-            tokenizer, prefixes = TextTokenizer(self.tokenizer, self.options), {self.key: folder / "text"}
-            counts = write_text_indexes(files, tokenizer, prefixes, max_tokens=self.max_tokens)[self.key]
+            prefixes = {self.key: folder / "text"}
+            (counts,) = write_text_indexes(files, encoder, prefixes, max_corpus_tokens=self.max_corpus_tokens).values()
             records = {"bad_records": counts.bad, "special_tokens": counts.special_tokens["records"]}
             write_json(folder / _RECORDS, records)
 
-        folder = cached_tokens(self.root, lambda: f"text-{self._fingerprint(files)}", make, self.key)
+        def named() -> str:
+            return f"text-{tokens_fingerprint(files, encoder, self.max_corpus_tokens)}"
+
+        folder = cached_tokens(self.root, named, make, self.key)
         records = json.loads((folder / _RECORDS).read_text(encoding="utf-8"))
         return Source(name, TokenIndex(folder / "text", self.key), weight, is_text=True, **records)
-
-    def _fingerprint(self, files: Sequence[SourceFile]) -> str:
-        """Return a digest of everything that the tokens depend on."""
-        options = self.options
-        return fingerprint(
-            [
-                FORMAT,
-                [[file.kind, file_facts([file.path])] for file in files],
-                tokenizer_facts(self.tokenizer),
-                self.tokenizer.eos_token_id if options.add_eos else None,
-                [options.text_key, self.max_tokens, options.special_tokens_in_text, options.on_bad_record],
-            ]
-        )
 
 
 def _name(path: str) -> str:

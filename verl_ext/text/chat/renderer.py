@@ -10,12 +10,11 @@ from typing import Any, NamedTuple, TypeVar
 
 from verl_ext.cache import fingerprint
 from verl_ext.options import UsageError, first_line, option
-from verl_ext.packing import OVER_LENGTH_POLICIES
 from verl_ext.text.chat.parts import EMPTY_BLOCK, Learnt, RenderedChat, is_opened, without_empty_blocks
 from verl_ext.text.chat.special_tokens import ChatText, SpecialTokens, strings_of
 from verl_ext.text.chat.template import ChatTemplate
 from verl_ext.text.chat.template_cache import ProvenChats
-from verl_ext.text.read.json_records import BadRecord, RecordOptions
+from verl_ext.text.records.bad_record import BadRecord, RecordOptions
 from verl_ext.text.records.messages import Chat
 from verl_ext.text.records.records import column_problems
 from verl_ext.text.records.shapes import RESERVED_TEMPLATE_KWARGS
@@ -81,8 +80,6 @@ class ChatOptions(RecordOptions):
         "images, audio, video in records: error: a bad record | drop: the text is kept, the rest is counted",
         choices=("error", "drop"),
     )
-    max_tokens: int | None = option(None, "maximum number of tokens of a document; null: any length", least=2)
-    over_length: str = option("error", "treatment of longer documents", choices=OVER_LENGTH_POLICIES)
 
     def dated(self: OptionsT) -> OptionsT:
         """Return the options with today's date if they have none, so that all workers and nodes print the same."""
@@ -267,7 +264,7 @@ class ChatRenderer:
                 for i, weight in chat.targets.items()
             ]
         if self._options.turns == "last" or self._options.last_turn_only:
-            chat.keep_last_target()
+            chat = chat.with_last_target()
             if not chat.targets:
                 raise BadRecord("no_target", "the last assistant turn is no target")
         return [chat]

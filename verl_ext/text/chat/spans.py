@@ -28,7 +28,7 @@ from typing import Any
 from verl_ext.text.chat.marks import TOOLS, WAYS, MarkedPlace, Marks, framing_key, length_but_space, unmarked_fields
 from verl_ext.text.chat.parts import RenderedChat, Target, add_borders
 from verl_ext.text.chat.template import ChatTemplate, joined_spans, longest_prefix_in
-from verl_ext.text.read.json_records import BadRecord
+from verl_ext.text.records.bad_record import BadRecord
 from verl_ext.text.records.messages import Chat, Message
 from verl_ext.text.records.tool_calls import functions_called
 

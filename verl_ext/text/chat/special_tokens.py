@@ -26,7 +26,7 @@ from tokenizers import AddedToken
 
 from verl_ext.text.chat.parts import Part, RenderedChat
 from verl_ext.text.chat.template import Span, any_of, joined_spans
-from verl_ext.text.read.json_records import BadRecord
+from verl_ext.text.records.bad_record import BadRecord
 from verl_ext.text.records.messages import Chat
 
 _HIDDEN, _DISGUISED = 0x100000, 0xF0000  # first private-use characters of Unicode's planes 16 and 15

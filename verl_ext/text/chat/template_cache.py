@@ -21,7 +21,7 @@ from verl_ext.text.chat.marks import SPOKEN_FIELDS
 from verl_ext.text.chat.parts import ANSWER, REASONING, Border, RenderedChat, Target
 from verl_ext.text.chat.spans import locate
 from verl_ext.text.chat.template import ChatTemplate
-from verl_ext.text.read.json_records import BadRecord
+from verl_ext.text.records.bad_record import BadRecord
 from verl_ext.text.records.messages import Chat, Message
 
 CHECKED = 256  # one in so many chats is also rendered, as a check

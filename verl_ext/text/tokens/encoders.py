@@ -28,8 +28,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from verl_ext.options import DataError
 from verl_ext.text.chat.special_tokens import ChatText, SpecialTokens, as_plain_text
 from verl_ext.text.chat.template import Span
-from verl_ext.text.read.json_records import BadRecord, RecordOptions
 from verl_ext.text.read.readers import TextFile
+from verl_ext.text.records.bad_record import BadRecord, RecordOptions
 from verl_ext.text.tokens.prefixes import Prefixes, mask_from_prefixes
 
 TRIES = 16  # places tried for a cut before a window is doubled

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 from verl_ext.commands.command_line import as_list, is_names
 from verl_ext.options import DataError, Options, option, show
 from verl_ext.progress import progress_bar
-from verl_ext.text.read.json_records import BadRecord, read_record
-from verl_ext.text.read.readers import read_chunks, text_blocks
+from verl_ext.text.read.readers import read_chunks, read_record, text_blocks
 from verl_ext.text.read.sources import FORMATS, SourceFile, find_source_files, total_bytes
+from verl_ext.text.records.bad_record import BadRecord
 from verl_ext.text.records.messages import Chat
 from verl_ext.text.records.records import parse_record
 from verl_ext.text.tokens.tokenizer import check_template, read_template
@@ -101,8 +101,8 @@ class TrainingText:
                 yield from text_blocks(place)
                 return
             for chunk in read_chunks(file):
-                for number, raw in chunk.records:
-                    place = chunk.place(number)
+                for at, raw in chunk.records:
+                    place = at
                     yield from ((text, 0) for text in training_texts(read_record(raw), self.text_key))
                 yield "", chunk.num_bytes
         except BadRecord as error:

@@ -9,10 +9,10 @@ import numpy as np
 from rich.console import RenderableType
 from rich.text import Text
 
+from verl_ext.commands.preview import Decode
 from verl_ext.options import DataError, Options, UsageError, one_line, option, options_of
 from verl_ext.packing import MOST_TOKENS, OVER_LENGTH_POLICIES, STRATEGIES, TOKENS, CostModel
 from verl_ext.tables import plain_table
-from verl_ext.tools.show.document import Decode
 from verl_ext.tools.show.documents import ShownDocuments
 from verl_ext.trainer.step_plan import StepPlan
 
