@@ -23,11 +23,11 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from typing_extensions import override
 
+from verl_ext.cache import fingerprint
 from verl_ext.data.babilong_answers import is_right_answer
 from verl_ext.data.options import DatasetOptions, missing_paths
 from verl_ext.data.sft import SFTOptions
 from verl_ext.data.text_set import TextSet, TextSetOptions, number_categories
-from verl_ext.cache import fingerprint
 from verl_ext.options import DataError, Options, UsageError, option, plain
 from verl_ext.packing import MOST_TOKENS
 from verl_ext.text.chat.special_tokens import SpecialTokens, as_plain_text
