@@ -82,10 +82,12 @@ def option(
 class Options:
     """The base class of options dataclasses, which check their values at construction.
 
-    prefix: the dotted key of the config node that holds the fields, "" for the top level.
+    prefix: the dotted key of the config node that holds the fields, "" for the top level. legacy: {old word of a
+    command line: today's, or nothing}.
     """
 
     prefix: ClassVar[str] = ""
+    legacy: ClassVar[Mapping[str, str]] = {}
 
     def __post_init__(self) -> None:
         """Raise ValueError with a line for each value that is not allowed."""

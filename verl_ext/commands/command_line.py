@@ -174,7 +174,7 @@ def read_options(options_class: type[OptionsT], arguments: Sequence[str], **more
     known = known_options(options_class)
     config = OmegaConf.create(default_values(options_class))
     try:
-        for item in parsed_words(arguments):
+        for item in parsed_words([*filter(None, (options_class.legacy.get(word.lower(), word) for word in arguments))]):
             key, value = restored(item.key), item.parsed()
             if item.prefix == "~" or "@" in key:
                 raise ValueError(unknown(restored(f"{item.prefix}{item.key}"), known))

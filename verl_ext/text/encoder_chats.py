@@ -1,7 +1,7 @@
 """Encode chat and text records as documents, in each worker process.
 
-record --parse_record--> Chat --ChatRenderer--> ChatText, with spans --TextEncoder--> ids, offsets --> Document
-                         PlainText ---------------------------------> ids, with EOS              --> Document
+record --parse_record--> Chat --ChatRenderer--> RenderedTurns --TextEncoder--> ids, offsets --> Document
+                         PlainText ---------------------------> ids, with EOS              --> Document
 """
 
 from collections import Counter, defaultdict
@@ -15,9 +15,8 @@ import numpy as np
 
 from verl_ext.files import fingerprint
 from verl_ext.options import DataError, UsageError, one_line
-from verl_ext.text.chat.parts import EMPTY_REASONING, KINDS, REASONING, closes_again
-from verl_ext.text.chat.renderer import ChatOptions, ChatRenderer, stop_tokens
-from verl_ext.text.chat.special_tokens import ChatText
+from verl_ext.text.chat.parts import EMPTY_REASONING, KINDS, REASONING
+from verl_ext.text.chat.renderer import ChatOptions, ChatRenderer, RenderedTurns
 from verl_ext.text.chat.template import prints_date
 from verl_ext.text.read.json_records import BadRecord, check_characters, parse_line
 from verl_ext.text.read.readers import Chunk, Place, TextFile
@@ -26,7 +25,7 @@ from verl_ext.text.records.records import Record, category_of, parse_record
 from verl_ext.text.tokenizing import tokenizer_facts
 from verl_ext.text.tokens.documents import Counts, Document, Documents, Run, concat_documents, cut_to_length, preview_of
 from verl_ext.text.tokens.encoders import Encoded, TextEncoder
-from verl_ext.text.tokens.tokenizer import load_tokenizer, read_template
+from verl_ext.text.tokens.tokenizer import load_tokenizer, read_template, stop_tokens
 
 KIND_OF_TARGET = {**{kind: kind for kind in KINDS}, EMPTY_REASONING: REASONING}  # the kinds that the report counts
 
@@ -37,7 +36,7 @@ class _Item:
 
     number: Place
     category: str
-    text: str | TextFile | ChatText
+    text: str | TextFile | RenderedTurns
     weight: float | None
     content: Chat | PlainText
 
@@ -133,7 +132,7 @@ class ChatEncoder:
         documents = concat_documents(found.documents, chunk.category_id, chunk.num_bytes, of_source)
         documents.preview = found.preview
         if "_chats" in vars(self):
-            documents.chat_template, documents.end_of_chat = self._chats.jinja, self._chats.end
+            documents.chat_template, documents.end_of_chat = self._chats.jinja, next(reversed(self.ends), None)
         if self.options.category_field:
             documents.category_names, documents.category_counts = found.categories, dict(found.counts)
         return documents
@@ -151,10 +150,9 @@ class ChatEncoder:
             except (BadRecord, DataError):
                 continue
             prompts: list[tuple[int, str]] = []
-            if isinstance(item.text, ChatText) and isinstance(chat := item.content, Chat):
-                turns = dict.fromkeys(target.message for target in item.text.rendered.targets)
-                prompts = [(turn, self._chats.prompt(chat, turn).text) for turn in turns]
-            text = item.text.text if isinstance(item.text, ChatText) else str(item.text)
+            if isinstance(item.text, RenderedTurns) and isinstance(chat := item.content, Chat):
+                prompts = [(turn, self._chats.prompt(chat, turn).text) for turn in item.text.turns]
+            text = item.text.text if isinstance(item.text, RenderedTurns) else str(item.text)
             yield ShownText(text, documents, prompts)
 
     def prompt(self, raw: Any) -> tuple[Chat | None, int, list[int]]:
@@ -188,7 +186,7 @@ class ChatEncoder:
     @property
     def ends(self) -> list[str]:
         """The texts that end an assistant's turn; none before the first chat."""
-        return self._chats.template.ends if "_chats" in vars(self) else []
+        return self._chats.turn_ends if "_chats" in vars(self) else []
 
     def ids(self, text: str) -> list[int]:
         """Return the token ids of a text, without those that the tokenizer adds at either end."""
@@ -216,9 +214,9 @@ class ChatEncoder:
                 found.bad.append((number, category, error))
             found.counts[category].records += 1
 
-    def _texts(self, content: Chat | PlainText) -> Sequence[str | TextFile | ChatText]:
-        texts: list[str | TextFile | ChatText]
-        texts = [*self._chats.texts(content)] if isinstance(content, Chat) else [content.text]
+    def _texts(self, content: Chat | PlainText) -> Sequence[str | TextFile | RenderedTurns]:
+        texts: list[str | TextFile | RenderedTurns]
+        texts = [*self._chats.render(content)] if isinstance(content, Chat) else [content.text]
         for text in texts:
             if not isinstance(text, TextFile):
                 check_characters(text if isinstance(text, str) else text.text)
@@ -246,11 +244,11 @@ class ChatEncoder:
 
     def _encoded(self, items: list[_Item]) -> list[Any]:
         """Encode every text; return an `Encoded` or an error for each."""
-        chats = [item.text for item in items if isinstance(item.text, ChatText)]
-        plain = [item.text for item in items if not isinstance(item.text, ChatText)]
+        chats = [item.text for item in items if isinstance(item.text, RenderedTurns)]
+        plain = [item.text for item in items if not isinstance(item.text, RenderedTurns)]
         of_chats = iter(self._encoder.encode_chats(chats))
         of_plain = iter(self._encoder.encode(plain, add_special_tokens=True))
-        return [next(of_chats) if isinstance(item.text, ChatText) else next(of_plain) for item in items]
+        return [next(of_chats) if isinstance(item.text, RenderedTurns) else next(of_plain) for item in items]
 
     def _add(self, item: _Item, encoded: Encoded | Exception, path: str, found: _Found) -> None:
         """Add a text's documents, cut if they are too long, and their counts. Raises `BadRecord`."""
@@ -258,15 +256,15 @@ class ChatEncoder:
             raise encoded
         document, counts = self._document(item, encoded), found.counts[item.category]
         counts.add_special_tokens(encoded.special_tokens)
-        if isinstance(chat := item.text, ChatText):
-            counts.end_of_turn.update(t.closed_by for t in chat.rendered.targets if t.closed_by is not None)
-            counts.border_tokens += chat.border_tokens
+        if isinstance(chat := item.text, RenderedTurns):
+            counts.end_of_turn.update(chat.ends)
+            counts.border_tokens += document.border_tokens
             counts.unprinted.update(chat.unprinted)
             if len(chat.learnt) < len(chat.parts):
                 counts.context_parts.update(part.kind for part in chat.parts if not part.weight)
             counts.dropped_reasoning += chat.dropped_reasoning
             counts.dropped_blocks += chat.dropped_blocks
-            counts.closed_again += sum(closes_again(chat.text, part) for part in chat.parts)
+            counts.closed_again += chat.closed_again
         try:
             pieces = cut_to_length(document, self.options.max_tokens, self.options.over_length, counts.over_length)
         except DataError as error:
@@ -283,10 +281,10 @@ class ChatEncoder:
 
     def _document(self, item: _Item, encoded: Encoded) -> Document:
         """Make a document from a text's tokens, mask and weights; a plain text ends with EOS."""
-        ids, weights = encoded.ids, None
+        ids, weights, border_tokens = encoded.ids, None, 0
         parts: list[tuple[int, str]] = []
-        if isinstance(chat := item.text, ChatText):
-            mask, chat.border_tokens = self._encoder.mask(encoded, chat.text, chat.spans)
+        if isinstance(chat := item.text, RenderedTurns):
+            mask, border_tokens = self._encoder.mask(encoded, chat.text, chat.spans)
             learnt = chat.learnt
             firsts = self._encoder.first_tokens(encoded, chat.text, [part.start for part in learnt])
             parts = [(first, KIND_OF_TARGET[part.kind]) for first, part in zip(firsts, learnt, strict=True)]
@@ -308,4 +306,4 @@ class ChatEncoder:
         if item.weight is not None:
             weights = item.weight * (np.ones(len(ids), np.float64) if weights is None else weights)
         weights = None if weights is None else weights.astype(np.float32)
-        return Document(ids, mask, weights, parts=parts)
+        return Document(ids, mask, weights, parts=parts, border_tokens=border_tokens)

@@ -124,7 +124,7 @@ class Document:
 
     full_length: the number of tokens before the document was cut; None if it was not cut. parts: the first token and
     the kind of each learnt part of a chat, in order; empty for a plain text. category_ids[T] int32: those of a record
-    that was tokenized already.
+    that was tokenized already. border_tokens: the targets that also hold text from outside their part of a chat.
     """
 
     input_ids: np.ndarray
@@ -133,6 +133,7 @@ class Document:
     full_length: int | None = None
     parts: Sequence[tuple[int, str]] = ()
     category_ids: np.ndarray | None = None
+    border_tokens: int = 0
 
     def part(self, start: int, stop: int) -> "Document":
         """Return tokens start..stop-1 as a document, whose first token is not a target."""
