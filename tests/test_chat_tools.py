@@ -10,7 +10,8 @@ from tests.test_tokenize_run import tokenize_files, write_jsonl
 from tests.test_tokenize_templates import CHATML, STRIPS_THINKING, chat, tiny_tokenizer
 from verl_ext.commands.report import Report
 from verl_ext.options import DataError
-from verl_ext.text.chat.spans import RenderedChat, locate
+from verl_ext.text.chat.parts import RenderedChat
+from verl_ext.text.chat.spans import locate
 from verl_ext.text.chat.template import ChatTemplate
 from verl_ext.text.records.bad_record import BadRecord
 from verl_ext.text.records.records import parse_record

@@ -17,8 +17,7 @@ from tests.test_special_tokens import END, PLAIN, START, TOKENIZER, chat_of, enc
 from tests.test_tokenize_templates import tiny_tokenizer
 from verl_ext.data.stream.megatron.index import TokenIndex
 from verl_ext.data.stream.megatron.writer import write_text_indexes
-from verl_ext.text.chat.spans import RenderedChat
-from verl_ext.text.chat.special_tokens import ChatText
+from verl_ext.text.chat.renderer import RenderedTurns
 from verl_ext.text.encoder_texts import TextOptions, TextRecordEncoder
 from verl_ext.text.read import readers as chunks
 from verl_ext.text.read.readers import TextFile, read_chunks
@@ -193,9 +192,7 @@ def test_a_text_in_pieces_has_the_tokens_of_one_piece(kind: str, on_found: str, 
     )
     windows = Windows(window, 40, 1 << 20)
     (encoded,) = TextEncoder(tokenizer, RecordOptions(on_found), windows=windows).encode([text])
-    (chat,) = TextEncoder(tokenizer, RecordOptions("keep"), windows=windows).encode_chats(
-        [ChatText(RenderedChat(text, []))]
-    )
+    (chat,) = TextEncoder(tokenizer, RecordOptions("keep"), windows=windows).encode_chats([RenderedTurns(text)])
     if not isinstance(encoded, BadRecord):  # a tokenizer of words has </s> itself
         assert encoded.ids.tolist() == whole["input_ids"]
     if on_found == "keep":

@@ -53,8 +53,8 @@ def end_tokens(tokenizer: Any, ends: Sequence[str], *others: int | None) -> tupl
 
     Args:
         tokenizer: its EOS is one of them.
-        ends: `ChatTemplate.ends`. The last one ends a chat, if it is one token. An earlier one also ends parts of a
-            turn, such as gpt-oss's reasoning.
+        ends: `ChatTemplate.turn_ends`. The last one ends a chat, if it is one token. An earlier one also ends parts
+            of a turn, such as gpt-oss's reasoning.
         others: further tokens, such as those of a generation config or of data.
     """
     encoded = (tokenizer(end, add_special_tokens=False)["input_ids"] for end in ends[-1:])

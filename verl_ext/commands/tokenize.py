@@ -47,7 +47,10 @@ class TokenizeOptions(ChatOptions, SourceOptions):
     with input_ids, loss_mask and category_ids are copied.
     """
 
-    gone: ClassVar[Mapping[str, str]] = {"max_tokens": f"{_CUTS}, and max_document_tokens with format=megatron"}
+    gone: ClassVar[Mapping[str, str]] = {
+        **ChatOptions.gone,
+        "max_tokens": f"{_CUTS}, and max_document_tokens with format=megatron",
+    }
 
     backend: str = option(
         "local",

@@ -4,7 +4,7 @@ One chat, from its line of a file to its row:
 
     read/readers          {"messages": …}                         a Chunk of lines; a worker goes on here
     records/records       Chat: messages, targets and weights     by the shapes and the messages of records
-    chat/renderer         ChatText: <|im_start|>user …            the template's text, and the parts that are learnt
+    chat/renderer         RenderedTurns: <|im_start|>user …       the template's text, and the parts that are learnt
     tokens/encoders       Encoded: ids, characters of each token
     encoder_chats         Document: ids, loss_mask, weights       bad records and counts of the chunk: Documents
     tokenizing            NamedCategories, report, writer         in the command's own process, in order
@@ -24,9 +24,8 @@ from numpy.typing import NDArray
 
 from verl_ext.cache import fingerprint
 from verl_ext.options import UsageError, one_line
-from verl_ext.text.chat.parts import EMPTY_REASONING, KINDS, REASONING, closes_again
-from verl_ext.text.chat.renderer import ChatOptions, ChatRenderer, stop_tokens
-from verl_ext.text.chat.special_tokens import ChatText
+from verl_ext.text.chat.parts import EMPTY_REASONING, KINDS, REASONING
+from verl_ext.text.chat.renderer import ChatOptions, ChatRenderer, RenderedTurns
 from verl_ext.text.chat.template import prints_date
 from verl_ext.text.encoder import Encoder
 from verl_ext.text.read.json_records import parse_line
@@ -37,7 +36,7 @@ from verl_ext.text.records.records import Record, category_of, parse_record, rea
 from verl_ext.text.tokens.counts import Counts
 from verl_ext.text.tokens.documents import Document, Documents
 from verl_ext.text.tokens.encoders import Encoded, TextEncoder
-from verl_ext.text.tokens.tokenizer import read_template, tokenizer_facts
+from verl_ext.text.tokens.tokenizer import read_template, stop_tokens, tokenizer_facts
 
 KIND_OF_TARGET = {**{kind: kind for kind in KINDS}, EMPTY_REASONING: REASONING}  # the kinds that the report counts
 
@@ -48,7 +47,7 @@ class _Item:
 
     place: str
     category: str
-    text: str | TextFile | ChatText | BadRecord
+    text: str | TextFile | RenderedTurns | BadRecord
     weight: float | None = None
 
 
@@ -120,7 +119,7 @@ class ChatEncoder(Encoder):
         )
         documents = self.made(chunk, makers, [(item.place, counts[item.category]) for item in items])
         if "_chats" in vars(self):
-            documents = replace(documents, chat_template=self._chats.jinja, end_of_chat=self._chats.end)
+            documents = replace(documents, chat_template=self._chats.jinja, end_of_chat=next(reversed(self.ends), None))
         by_category = dict(counts) if self.options.category_field else {}
         return replace(documents, counts=Counts().add(*counts.values()), category_counts=by_category)
 
@@ -135,9 +134,8 @@ class ChatEncoder(Encoder):
         texts = self._texts(content)
         for text, encoded in zip(texts, self._encoded(texts), strict=True):
             ids = self._document(_Item("", "", text), encoded, Counts()).input_ids
-            if isinstance(text, ChatText) and isinstance(content, Chat):
-                turns = dict.fromkeys(target.message for target in text.rendered.targets)
-                yield ShownText(text.text, ids, [(turn, self._chats.prompt(content, turn).text) for turn in turns])
+            if isinstance(text, RenderedTurns) and isinstance(content, Chat):
+                yield ShownText(text.text, ids, [(turn, self._chats.prompt(content, turn).text) for turn in text.turns])
             else:
                 yield ShownText(str(text), ids, [])
 
@@ -148,7 +146,7 @@ class ChatEncoder(Encoder):
         the template prints only before an answer. Raises `BadRecord`.
         """
         content, last = self._record(raw).content, 0
-        texts: Sequence[str | TextFile | ChatText]
+        texts: Sequence[str | TextFile | RenderedTurns]
         if isinstance(content, Chat):
             last = max(number for number, message in enumerate(content.messages) if message["role"] == "assistant")
             if not last:
@@ -172,7 +170,7 @@ class ChatEncoder(Encoder):
     @property
     def ends(self) -> list[str]:
         """The texts that end an assistant's turn; none before the first chat."""
-        return self._chats.template.ends if "_chats" in vars(self) else []
+        return self._chats.turn_ends if "_chats" in vars(self) else []
 
     def ids(self, text: str) -> list[int]:
         """Return the token ids of a text, without those that the tokenizer adds at either end."""
@@ -202,9 +200,9 @@ class ChatEncoder(Encoder):
     def _record(self, raw: Any) -> Record:
         return parse_record(raw, self.options.columns, drop_media=self.options.media == "drop")
 
-    def _texts(self, content: Content) -> Sequence[str | TextFile | ChatText]:
+    def _texts(self, content: Content) -> Sequence[str | TextFile | RenderedTurns]:
         if isinstance(content, Chat):
-            chats = self._chats.texts(content)
+            chats = self._chats.render(content)
             for chat in chats:
                 check_characters(chat.text)
             return chats
@@ -229,11 +227,11 @@ class ChatEncoder(Encoder):
 
     def _encoded(self, texts: Sequence[Any]) -> list[Any]:
         """Encode every text; return an `Encoded` or an error for each."""
-        chats = iter(self._encoder.encode_chats([text for text in texts if isinstance(text, ChatText)]))
+        chats = iter(self._encoder.encode_chats([text for text in texts if isinstance(text, RenderedTurns)]))
         plain = [text for text in texts if isinstance(text, (str, TextFile))]
         others = iter(self._encoder.encode(plain, add_special_tokens=True))
         return [
-            text if isinstance(text, BadRecord) else next(chats if isinstance(text, ChatText) else others)
+            text if isinstance(text, BadRecord) else next(chats if isinstance(text, RenderedTurns) else others)
             for text in texts
         ]
 
@@ -241,7 +239,7 @@ class ChatEncoder(Encoder):
         """Make a text's document with its mask and weights, and count what a chat holds. Raises `BadRecord`."""
         if isinstance(encoded, Exception):
             raise encoded
-        ids, weights, chat = encoded.ids, None, item.text if isinstance(item.text, ChatText) else None
+        ids, weights, chat = encoded.ids, None, item.text if isinstance(item.text, RenderedTurns) else None
         if chat is None:
             ids = self._with_eos(ids)
             mask = np.ones(len(ids), dtype=np.int8)
@@ -264,7 +262,7 @@ class ChatEncoder(Encoder):
         return Document(ids, mask, weights, special_tokens=encoded.special_tokens, category=item.category)
 
     def _learnt_tokens(
-        self, chat: ChatText, encoded: Encoded
+        self, chat: RenderedTurns, encoded: Encoded
     ) -> tuple[NDArray[np.int8], NDArray[np.float64] | None, list[int], int]:
         """Return a chat's mask, its weights if one is not 1, the first token of each learnt part, and border tokens."""
         mask, border_tokens = self._encoder.mask(encoded, chat.text, chat.spans)
@@ -284,9 +282,9 @@ class ChatEncoder(Encoder):
             raise UsageError(f"the tokenizer of {name} must have an eos_token for text records")
         return ids if len(ids) and ids[-1] == eos else np.append(ids, np.int32(eos))
 
-    def _count_chat(self, chat: ChatText, counts: Counts) -> None:
+    def _count_chat(self, chat: RenderedTurns, counts: Counts) -> None:
         """Count the ends of a chat's turns, and what its text lacks of the record or holds in another form."""
-        ends = Counter(target.closed_by for target in chat.rendered.targets if target.closed_by is not None)
+        ends = Counter(chat.ends)
         counts.end_of_turn.update(ends)
         counts.text_ends.update({end: turns for end, turns in ends.items() if end and not self._is_one_token(end)})
         counts.unprinted.update(chat.unprinted)
@@ -294,4 +292,4 @@ class ChatEncoder(Encoder):
             counts.context_parts.update(part.kind for part in chat.parts if not part.weight)
         counts.dropped_reasoning += chat.dropped_reasoning
         counts.dropped_blocks += chat.dropped_blocks
-        counts.closed_again += sum(closes_again(chat.text, part) for part in chat.parts)
+        counts.closed_again += chat.closed_again

@@ -1,4 +1,4 @@
-"""Load and check tokenizers, and read the chat templates that options name."""
+"""Load and check tokenizers, their stop tokens and the templates of options."""
 
 import hashlib
 import json
@@ -192,3 +192,27 @@ def tokenizer_facts(tokenizer: Any) -> list[Any]:
         hashlib.sha256(model.encode()).hexdigest(),
         bool(getattr(tokenizer, "split_special_tokens", False)),
     ]
+
+
+def stop_tokens(tokenizer: Any, model: ModelOptions) -> list[str]:
+    """Read the tokens that stop generation from the model's generation_config.json, if there is one."""
+    from transformers.utils import cached_file  # heavy, and needed in worker processes only
+
+    if not model.tokenizer:
+        return []
+    path = cached_file(
+        model.path or model.tokenizer,
+        "generation_config.json",
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    if path is None:
+        return []
+    try:
+        with open(path, encoding="utf-8") as file:
+            ids = json.load(file).get("eos_token_id")
+    except (OSError, ValueError, AttributeError) as error:
+        raise UsageError(f"{path} must be a generation config in JSON: {first_line(error)}") from error
+    ids = ids if isinstance(ids, list) else [ids]
+    return [token for token in tokenizer.convert_ids_to_tokens([i for i in ids if isinstance(i, int)]) if token]

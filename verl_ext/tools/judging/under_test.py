@@ -116,7 +116,7 @@ class LocalModel:
         # Answers end where the model was trained to end a turn, or where its own config says so.
         own = model.generation_config.eos_token_id
         template = ChatTemplate(self._tokenizer, None, {})
-        self._ends = end_tokens(self._tokenizer, template.ends, *(own if isinstance(own, list) else [own]))
+        self._ends = end_tokens(self._tokenizer, template.turn_ends, *(own if isinstance(own, list) else [own]))
         self._model = model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
 
 
