@@ -185,12 +185,12 @@ def test_a_source_of_unknown_size_has_a_bar_without_an_end(hub: Path, tmp_path: 
 
 
 def test_pretraining_takes_urls_and_sees_that_their_files_change(memory: str) -> None:
-    files, names = find_text_files([f"{memory}/a.jsonl", f"{memory}/more/"], "data.train_dir")
-    assert list(names.values()) == ["a", "b", "c"]
-    before = file_facts(file.path for file in files)
-    assert before == file_facts(file.path for file in files)
+    found = find_text_files([f"{memory}/a.jsonl", f"{memory}/more/"], "data.train_dir")
+    assert [category for _, category in found] == ["a", "b", "c"]
+    before = file_facts(file.path for file, _ in found)
+    assert before == file_facts(file.path for file, _ in found)
     fsspec.filesystem("memory").pipe("/bucket/a.jsonl", LINES + LINES)
-    assert before != file_facts(file.path for file in files)
+    assert before != file_facts(file.path for file, _ in found)
 
 
 def test_an_output_folder_that_holds_a_file_url_source_is_not_replaced(tmp_path: Path) -> None:

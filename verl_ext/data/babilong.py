@@ -27,7 +27,7 @@ from verl_ext.cache import fingerprint
 from verl_ext.data.babilong_answers import is_right_answer
 from verl_ext.data.options import DatasetOptions, missing_paths
 from verl_ext.data.sft import SFTOptions
-from verl_ext.data.text_set import TextSet, TextSetOptions, number_categories
+from verl_ext.data.text_set import TextSet, TextSetOptions
 from verl_ext.options import DataError, Options, UsageError, option, plain
 from verl_ext.packing import MOST_TOKENS
 from verl_ext.text.chat.special_tokens import SpecialTokens, as_plain_text
@@ -155,8 +155,8 @@ class BABILongEncoder(Encoder):
         )
         return self.made(chunk, makers)
 
-    @override
     def notices(self, total: Mapping[str, Any]) -> Iterator[str]:
+        """Yield a line for each way in which documents differ from the records; total: the counts in the report."""
         if cut := total["over_length"]:
             yield (
                 f"{cut['documents']} of {total['documents']} samples have prompts over {self.prompt_tokens} "
@@ -253,19 +253,17 @@ class BABILongEncoder(Encoder):
         return token
 
 
-def find_task_files(paths: Sequence[str], key: str) -> tuple[list[SourceFile], dict[int, str]]:
-    """Return (files, category number -> name) of paths to JSON files or to folders with *.json or */*.json.
+def find_task_files(paths: Sequence[str], key: str) -> list[tuple[SourceFile, str]]:
+    """Return (file, category) of paths to JSON files or to folders with *.json or */*.json.
 
     The paths keep their order; a folder's files are sorted by name, numbers by value. The category of …/qa1/32k.json is
     `<task>_<size>`, or else the file's stem. Raises ValueError, which names `key`, if there are none.
     """
-
-    def category_of(file: SourceFile) -> str:
-        path = Path(file.path)
-        return f"{path.parent.name}_{path.stem}" if re.fullmatch(r"qa\d+", path.parent.name) else path.stem
-
-    found = [file for path in paths for file in _json_files(Path(absolute_path(path)), key)]
-    return number_categories([SourceFile(0, str(file), "json", file.stat().st_size) for file in found], category_of)
+    found = []
+    for file in (file for path in paths for file in _json_files(Path(absolute_path(path)), key)):
+        category = f"{file.parent.name}_{file.stem}" if re.fullmatch(r"qa\d+", file.parent.name) else file.stem
+        found.append((SourceFile(0, str(file), "json", file.stat().st_size), category))
+    return found
 
 
 def _json_files(path: Path, key: str) -> list[Path]:

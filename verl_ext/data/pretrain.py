@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from verl_ext.data.options import DatasetOptions
 from verl_ext.data.sft import SFTOptions
-from verl_ext.data.text_set import TextSet, TextSetOptions, number_categories
+from verl_ext.data.text_set import TextSet, TextSetOptions
 from verl_ext.options import option
 from verl_ext.packing import MOST_TOKENS
 from verl_ext.text.encoder_texts import RecordTextOptions, TextRecordEncoder
@@ -102,8 +102,8 @@ class PreTrainEncoder(TextRecordEncoder):
         super().__init__(options, tokenizer, key, add_bos=tokenizer.bos_token_id is not None)
         self.most_tokens = options.max_length - ADDED + 1 + self.add_bos
 
-    @override
     def notices(self, total: Mapping[str, Any]) -> Iterator[str]:
+        """Yield a line for each way in which documents differ from the records; total: the counts in the report."""
         if not self.add_bos:
             yield f"the tokenizer has no bos_token: documents of {self.key} begin with the first token of their text"
         if cut := total["over_length"]:
@@ -126,8 +126,8 @@ class PreTrainEncoder(TextRecordEncoder):
             )
 
 
-def find_text_files(paths: Sequence[str], key: str) -> tuple[list[SourceFile], dict[int, str]]:
-    """Return (files, category number -> name) of files, folders, globs and URLs, in the given order.
+def find_text_files(paths: Sequence[str], key: str) -> list[tuple[SourceFile, str]]:
+    """Return (file, category) of files, folders, globs and URLs, in the given order.
 
     The files of a folder or a glob are sorted by name. A file's category is its name without suffixes; that of an Arrow
     folder or a Hub dataset is its full name.
@@ -140,7 +140,8 @@ def find_text_files(paths: Sequence[str], key: str) -> tuple[list[SourceFile], d
         name = file_name(file.path)
         return name if file.kind in ("arrow", "hub") else Path(without_compression(name)).stem
 
-    return number_categories(find_source_files({"text": [absolute_path(path) for path in paths]}, key), category_of)
+    files = find_source_files({"text": [absolute_path(path) for path in paths]}, key)
+    return [(file, category_of(file)) for file in files]
 
 
 class PreTrainDataset(TextSet):

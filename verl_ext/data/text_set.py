@@ -9,7 +9,7 @@ CACHE/<fingerprint>/       of the files, the tokenizer and the encoder's options
 import json
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -77,8 +77,8 @@ class TextSet(SFTDataSet):
 
     @staticmethod
     @abstractmethod
-    def find_files(paths: Sequence[str], key: str) -> tuple[list[SourceFile], dict[int, str]]:
-        """Return (files, category number -> name) of paths. Raises ValueError, which names `key`, if there are none."""
+    def find_files(paths: Sequence[str], key: str) -> list[tuple[SourceFile, str]]:
+        """Return (file, category) of paths. Raises ValueError, which names `key`, if there are none."""
 
     def __init__(
         self,
@@ -95,17 +95,19 @@ class TextSet(SFTDataSet):
 
     def _open(self, paths: Sequence[str], tokenizer: Any, key: str) -> tuple[TokenizedData, NDArray[np.int64] | None]:
         options: Any = self.options
-        files, names = self.find_files(paths, key)
+        found = self.find_files(paths, key)
         if tokenizer is None:
             raise ValueError(f"{type(self).__name__} must be given a tokenizer (model.path's); got nothing")
-        self.files = tuple(file.path for file in files)
+        self.files = tuple(file.path for file, _ in found)
+        # Categories are numbered from 1, in the order of their first files.
+        names = list(dict.fromkeys(name for _, name in found))
+        files = [replace(file, category_id=names.index(name) + 1) for file, name in found]
         of_encoder = self.encoder.Options
         own = of_encoder(**{name: getattr(options, name) for name in options_of(of_encoder)})
         encoder = self.encoder(own, tokenizer, key)
-        categories = [names[file.category_id] for file in files]
         folder = cached_tokens(
             default_root("verl_ext_tokenized", options.cache_dir),
-            lambda: tokens_fingerprint(files, encoder, categories, code_digest(__name__)),
+            lambda: tokens_fingerprint(files, encoder, names, code_digest(__name__)),
             lambda to: _write(to, files, names, encoder),
             key,
         )
@@ -145,13 +147,13 @@ class TextSet(SFTDataSet):
         return [*report, *super().omitted_documents(), *([] if self.split == "val" else bad)]
 
 
-def _write(folder: Path, files: Sequence[SourceFile], names: Mapping[int, str], encoder: Any) -> None:
+def _write(folder: Path, files: Sequence[SourceFile], names: Sequence[str], encoder: Any) -> None:
     """Write the dataset with its categories and its report into an empty folder."""
-    counts = {number: Counts() for number in names}
+    counts = {name: Counts() for name in names}
     writer = DatasetWriter(folder, texts=encoder.texts)
 
     def add(documents: Documents) -> Documents:
-        counts[documents.category_id].add(documents.counts, documents.counted())
+        counts[names[documents.category_id - 1]].add(documents.counts, documents.counted())
         writer.add(documents)
         return documents
 
@@ -163,11 +165,11 @@ def _write(folder: Path, files: Sequence[SourceFile], names: Mapping[int, str], 
             f"{encoder.key} must hold at least one record with a text; got none in {files[0].path} and "
             f"{len(files) - 1} files more, of {total.records} records{example and f', such as {example}'}"
         )
-    write_json(folder / CATEGORIES, {str(number): name for number, name in names.items()})
+    write_json(folder / CATEGORIES, {str(number): name for number, name in enumerate(names, start=1)})
     report = {
         "files": redacted([file.path for file in files]),
         "options": vars(encoder.options),
-        "categories": {names[number]: of_category.as_dict() for number, of_category in counts.items()},
+        "categories": {name: of_category.as_dict() for name, of_category in counts.items()},
         "total": total.as_dict(),
     }
     write_json(folder / REPORT, report)
@@ -175,13 +177,3 @@ def _write(folder: Path, files: Sequence[SourceFile], names: Mapping[int, str], 
 
 def _report(folder: Path) -> dict[str, Any]:
     return json.loads((folder / REPORT).read_text(encoding="utf-8"))
-
-
-def number_categories(
-    files: Iterable[SourceFile], category_of: Callable[[SourceFile], str]
-) -> tuple[list[SourceFile], dict[int, str]]:
-    """Return (files with category numbers, number -> name); numbers begin at 1, in the order of their first files."""
-    categories = [(file, category_of(file)) for file in files]
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(name for _, name in categories), start=1)}
-    numbered = [replace(file, category_id=numbers[name]) for file, name in categories]
-    return numbered, {number: name for name, number in numbers.items()}

@@ -258,8 +258,8 @@ class ChatEncoder(Encoder):
             sums = np.add.reduceat(mask, list(kinds), dtype=np.int64).tolist() if kinds else []
             for kind, tokens in zip(kinds.values(), sums, strict=True):
                 counts.target_kinds[kind] += tokens
-        weights = None if weights is None else weights.astype(np.float32)
-        return Document(ids, mask, weights, special_tokens=encoded.special_tokens, category=item.category)
+        own = None if weights is None else weights.astype(np.float32)
+        return Document(ids, mask, own, special_tokens=encoded.special_tokens, category=item.category)
 
     def _learnt_tokens(
         self, chat: RenderedTurns, encoded: Encoded

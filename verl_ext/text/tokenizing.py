@@ -10,7 +10,7 @@ import hashlib
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import cache, partial
 from pathlib import Path
@@ -100,7 +100,7 @@ def _useful_workers(encoder: Encoder, num_bytes: int | None) -> int:
 
 def _results(
     encoder: Encoder, chunks: Iterator[Chunk], num_workers: int | None, on_ray: bool, **how: Any
-) -> Iterator[Documents]:
+) -> Generator[Documents, None, None]:
     """Yield the chunks' documents in order, encoded by processes or Ray tasks."""
     encode = type(encoder).encode
     if not on_ray:
