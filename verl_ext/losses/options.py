@@ -1,4 +1,4 @@
-"""The options of the loss, and a loss mode of the user's own."""
+"""The options of the loss, and a mode of the user's own."""
 
 import functools
 import hashlib

@@ -1,4 +1,4 @@
-"""The cost of documents, of packs, and of the steps that visit them."""
+"""The cost of documents, packs, and the steps that visit them."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -70,9 +70,7 @@ class BabilongOptions(OutputOptions):
     )
     story: StoryOptions = option(StoryOptions, "length of generated stories")
     num_workers: int | None = option(
-        None,
-        "worker processes; null: chosen by CPUs and work. The output does not depend on it",
-        least=1,
+        None, "worker processes; null: chosen by CPUs and work. The output does not depend on it", least=1
     )
 
     @property
@@ -118,6 +116,7 @@ def write_samples(options: BabilongOptions) -> str:
     for maker in _makers(options, backgrounds, counter).values():  # A too small size ends the run now, not in hours.
         of_a_story = options.samples if maker.questions else options.story.questions_of(maker.task)
         maker.story_part(min(options.samples, of_a_story) - 1)
+    # A job holds many short samples or a long one, so that workers wait for each other little.
     jobs = [
         (task, size, range(options.samples)[first : first + step])
         for task, (size, target) in product(options.tasks, options.targets.items())
@@ -131,6 +130,7 @@ def write_samples(options: BabilongOptions) -> str:
     make = partial(_makers, options, backgrounds, counter if num_workers == 1 else None)
     results = ordered_results(make, _records, jobs, num_workers, name="generator", preload=[tokenizer_module()])
     records = chain.from_iterable(results)  # in the order of the files
+    # Write the files in turn while workers are ahead; the folder appears when all of it is there.
     with OutputFolder(options.output_dir, options.overwrite) as folder:
         with progress_bar("generate", tokens, unit="tokens", unit_scale=True) as bar:
             for task, (size, target) in product(options.tasks, options.targets.items()):

@@ -70,6 +70,7 @@ def init_model(options: InitModelOptions) -> str:
             tokenizer = trained_tokenizer(text, options.tokenizer)
         num_tokens = max(tokenizer.get_vocab().values()) + 1
         planned = meta_model(*model_of, num_tokens, **{name: getattr(tokenizer, name) for name in TOKEN_IDS})
+        # Draw the weights last, because everything that can be refused is known before.
         total, outside = count_parameters(planned)
         print(f"random weights: {total:,}", file=sys.stderr)
         model = random_model(planned.config, options.seed, options.dtype)

@@ -1,4 +1,4 @@
-"""A new model: its config, from a preset or file, and random weights.
+"""A new model: its config, from a preset or file, and weights.
 
 A preset is a YAML file in `presets/` with the keys of a config.json, except for those that the tokenizer determines.
 """

@@ -34,8 +34,7 @@ class TokenizerOptions(Options):
 
     path: str | None = option(None, "tokenizer to copy: a folder or a name on the Hub; exclusive with train_on")
     train_on: Any = option(
-        [],
-        f"data to train a byte-level BPE on, text_key of a record or every message of a chat: {FORMATS}",
+        [], f"data to train a byte-level BPE on, text_key of a record or every message of a chat: {FORMATS}"
     )
     text_key: str = option("text", "field of a record that holds its text")
     vocab_size: int = option(6400, "size of the vocabulary, including the 256 bytes and the special tokens")
