@@ -25,7 +25,7 @@ from verl_ext.data.categories import CategoryTable
 from verl_ext.data.dataset import DatasetOptions, PackDataset, named_paths
 from verl_ext.data.ranks import ONE_RANK, DataFile, Ranks
 from verl_ext.files import fingerprint
-from verl_ext.options import first_line, option, show
+from verl_ext.options import first_line, option, spell
 from verl_ext.packing import MOST_TOKENS, CostModel, PackPlan
 from verl_ext.packing.plan import offsets_of
 from verl_ext.text.read.sources import absolute_path
@@ -50,8 +50,8 @@ class CollatedOptions(DatasetOptions):
         for name, default in _THEIRS.items():
             if (value := getattr(self, name)) != default:
                 yield (
-                    f"data.{name} must be {show(default)} for a class with a collate_fn, which makes the packs itself; "
-                    f"got {show(value)}"
+                    f"data.{name} must be {spell(default)} for a class with a collate_fn, which makes the packs itself"
+                    f"; got {spell(value)}"
                 )
 
 

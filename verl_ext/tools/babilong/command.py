@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from verl_ext.commands.command_line import OutputOptions, command
 from verl_ext.data.babilong_answers import TASK_LABELS
 from verl_ext.files import OutputFolder
-from verl_ext.options import choice_problem, option, show
+from verl_ext.options import choice_problem, option, spell
 from verl_ext.progress import progress_bar
 from verl_ext.text.tokens.tokenizer import ModelOptions, load_tokenizer, tokenizer_module
 from verl_ext.text.workers import available_cpus, ordered_results
@@ -88,11 +88,11 @@ class BabilongOptions(OutputOptions):
             yield f"tasks must be of {', '.join(TASKS)} unless stories names bAbI's own files; got {', '.join(others)}"
         for key, folder, of in (("stories", self.stories, "bAbI's"), ("background", self.background, ".txt")):
             if folder is not None and not os.path.isdir(folder):
-                yield f"{key} must be a folder of {of} files that exists; got {show(folder)}"
+                yield f"{key} must be a folder of {of} files that exists; got {spell(folder)}"
         for size in self.sizes:
             tokens = size_tokens(size)
             if tokens is None:
-                yield f"sizes must be like 0k, 32k, 1M or a number of tokens; got {show(size)}"
+                yield f"sizes must be like 0k, 32k, 1M or a number of tokens; got {spell(size)}"
             elif 0 < tokens <= self.reserve_tokens:
                 yield f"sizes must be above reserve_tokens ({self.reserve_tokens}), or 0k; got {size}"
         yield from self.output_problems(
@@ -105,7 +105,7 @@ class BabilongOptions(OutputOptions):
             is_range = all(type(token) is int for token in within) and 0 <= within[0] < within[1]
         if not is_range:
             must = "facts_within must be null, a share above 0 and at most 1, or [first token, end token]"
-            yield f"{must}; got {show(within)}"
+            yield f"{must}; got {spell(within)}"
 
 
 def write_samples(options: BabilongOptions) -> str:
