@@ -139,7 +139,7 @@ def rows(values: Any) -> torch.Tensor:
     """View a jagged tensor of rows of one length as ``[B, L]``."""
     lengths = values.offsets().diff()
     assert bool((lengths == lengths[0]).all()), "rows of one length on every rank, or the ranks wait for each other"
-    return values.values().view(len(lengths), -1)
+    return values.values().view(len(lengths), -1)  # [B, L]
 
 
 def target_positions(micro_batch: TensorDict) -> torch.Tensor:
