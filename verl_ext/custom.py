@@ -48,7 +48,7 @@ def _member(key: str, module: ModuleType, path: str, name: str) -> Any:
     return getattr(module, name)
 
 
-class _Files(MetaPathFinder):
+class _FileFinder(MetaPathFinder):
     """The finder of users' files by module name, for unpickling elsewhere."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
@@ -60,7 +60,7 @@ class _Files(MetaPathFinder):
 
 
 __path__: list[str] = []  # so that modules may have names below this one
-sys.meta_path.append(_Files())
+sys.meta_path.append(_FileFinder())
 
 
 def _module(key: str, path: str) -> ModuleType:

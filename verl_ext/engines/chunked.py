@@ -41,7 +41,7 @@ class ChunkedEngine(StepEngine):
 
     @classmethod
     def idle_tokens(cls, max_tokens: int) -> int:
-        """Return the tokens of a whole row, because every chunk has collectives."""
+        """Return the tokens of a whole row: every chunk has collectives."""
         return max_tokens
 
     def _build_module(self) -> torch.nn.Module:

@@ -304,7 +304,7 @@ def tile(model: nn.Module, tokens: int) -> None:
 
 
 def tileable(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Return the layers, and the MLPs and norms outside, for tiles.
+    """Return the layers that can be tiled, and others' MLPs and norms.
 
     They read each token by itself, layers apart from their attention, and are made of linear layers, norms, activations
     and dropout. Mixtures of experts are not among them, because they have parameters and routers of their own.
