@@ -32,7 +32,7 @@ import numpy as np
 from tqdm import tqdm
 
 from verl_ext.commands.command_line import help_text, read_options
-from verl_ext.options import UsageError, show
+from verl_ext.options import UsageError, spell
 
 NAMES = (
     "packing",
@@ -194,7 +194,7 @@ def run(name: str, words: Sequence[str], tables: Sequence[str] = (), quick: bool
 
 def words_of(overrides: Mapping[str, Any]) -> tuple[str, ...]:
     """Return overrides as on the trainer's command line."""
-    return tuple(f"{key}={show(value)}" for key, value in overrides.items())
+    return tuple(f"{key}={spell(value)}" for key, value in overrides.items())
 
 
 def help_of(name: str) -> str:

@@ -16,7 +16,7 @@ from verl_ext.data.options import DataOptions
 from verl_ext.data.sft import SFTOptions
 from verl_ext.engines.schedule import ScheduleOptions
 from verl_ext.legacy import DEPRECATED, RENAMED, RENAMED_NODES
-from verl_ext.options import Options, options_of, plain, show
+from verl_ext.options import Options, options_of, plain, spell
 
 OURS: tuple[type[Options], ...] = (*NODES, DataOptions, SFTOptions, ScheduleOptions, ModelNode)
 # A value that no option of the type takes, beside null.
@@ -54,7 +54,7 @@ def test_every_node_of_a_config_is_read_by_its_options(good, kind):
         found = lines(with_values(good, values)) if values else []
         for key, value in values.items():
             (line,) = [line for line in found if line.startswith((f"{key} must be ", f"{key} is required"))]
-            assert line.partition("; got ")[2].partition(" (nearest")[0] == show(value)
+            assert line.partition("; got ")[2].partition(" (nearest")[0] == spell(value)
 
 
 OLD = {

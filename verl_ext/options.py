@@ -154,12 +154,12 @@ class Option:
         """Convert ints to floats and numbers to texts, as annotated."""
         if self.type is float and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
-        return show(value) if self.type is str and isinstance(value, (int, float)) else value
+        return spell(value) if self.type is str and isinstance(value, (int, float)) else value
 
     def problem(self, key: str, value: Any) -> str | None:
         """Return one line if the value is not allowed."""
         if self.required and value in (None, "", [], {}):
-            return f"{key} is required: {self.meaning}; got {show(value)}"
+            return f"{key} is required: {self.meaning}; got {spell(value)}"
         kind = typing.get_origin(self.type) or self.type
         words, classes = _KINDS.get(kind, ("a value", object))
         if value is None:
@@ -168,10 +168,10 @@ class Option:
         if self.choices:
             return choice_problem(key, value, self.choices)
         if not isinstance(value, classes) or (kind in (int, float) and isinstance(value, bool)):
-            return f"{key} must be {words}; got {show(value)}"
+            return f"{key} must be {words}; got {spell(value)}"
         of = (*typing.get_args(self.type), Any)[0] if kind is list else Any
         if of in _KINDS and any(Option(key, of, False, ()).problem(key, each) for each in value):
-            return f"{key} must be a list of {_KINDS[of][0].removeprefix('a ')}s; got {show(value)}"
+            return f"{key} must be a list of {_KINDS[of][0].removeprefix('a ')}s; got {spell(value)}"
         if kind not in (int, float):
             return None
         bounds = (
@@ -181,8 +181,8 @@ class Option:
         )
         for words, holds, bound in bounds:
             if bound is not None and not holds(value, bound):
-                return f"{key} must be {words} {show(bound)}; got {show(value)}"
-        return None if math.isfinite(value) else f"{key} must be finite; got {show(value)}"
+                return f"{key} must be {words} {spell(bound)}; got {spell(value)}"
+        return None if math.isfinite(value) else f"{key} must be finite; got {spell(value)}"
 
 
 def options_of(cls: Any) -> dict[str, Option]:
@@ -226,7 +226,7 @@ def type_problems(cls: type, values: Mapping[str, Any], prefix: str, skipped: It
         if dataclasses.is_dataclass(field.type) and isinstance(value, Mapping):
             lines += type_problems(typing.cast(type, field.type), value, key)
         elif dataclasses.is_dataclass(field.type):
-            lines.append(f"{key} must be given by its keys; got {show(value)}")
+            lines.append(f"{key} must be given by its keys; got {spell(value)}")
         elif (typing.get_origin(field.type) or field.type) in _KINDS:
             lines.append(field.problem(key, field.converted(value)))
     return [line for line in lines if line]
@@ -255,7 +255,7 @@ def choice_problem(key: str, value: object, options: Iterable[str]) -> str | Non
     if value in options:
         return None
     hint = nearest_hint(str(value), options) if len(options) > 1 else ""
-    return f"{key} must be {'one of ' * (len(options) > 1)}{', '.join(options)}; got {show(value)}{hint}"
+    return f"{key} must be {'one of ' * (len(options) > 1)}{', '.join(options)}; got {spell(value)}{hint}"
 
 
 def check_choice(key: str, value: object, choices: Iterable[str]) -> None:
@@ -324,8 +324,8 @@ def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield f"{prefix}{name}", value
 
 
-def show(value: object) -> str:
-    """Return a value as the user would write it."""
+def spell(value: object) -> str:
+    """Return a value as a user writes it: null, true, an empty text."""
     if value is None:
         return "null"
     if isinstance(value, bool):

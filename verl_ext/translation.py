@@ -166,7 +166,7 @@ def _without_foreign_engine(command: _Command, result: Translation, is_known: Ca
 
 
 def _translate(item: Item, command: _Command, result: Translation) -> None:
-    """Add an override's translation, notice or problem to `found`."""
+    """Add an override's translation, notice or problem to `result`."""
     key, value = item.key, command.values[item.key]
     entry, new = superseded(key), renamed(key)
     # A user's class may read any key of data, so those of verl's own datasets go on to it.
@@ -221,7 +221,7 @@ def _read_offload(command: _Command, result: Translation) -> None:
 
 
 def _supersede(item: Item, entry: Superseded, keys: set[str], result: Translation) -> None:
-    """Add a superseded override's translation, notice or problem to `found`."""
+    """Add a superseded override's translation, notice or problem to `result`."""
     old, value = str(replace(item, prefix="")), (item.value or "").strip("'\"")
     if entry.by in keys:
         result.notices.append(f"{item.key} is left out: {entry.by} is given, and {entry.why}")

@@ -26,7 +26,7 @@ from verl_ext.layers.scans import kernels_problem
 from verl_ext.layers.towers import auto_class, freeze, model_class, outside_text
 from verl_ext.layers.trial import isolation_problem, trial_model
 from verl_ext.losses import HEADS, row_bytes
-from verl_ext.options import first_line, show
+from verl_ext.options import first_line, spell
 from verl_ext.parallel.ulysses import HeadPadding
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ def _freeze_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:
     if options.freeze and options.lora_rank:
         yield (
             f"model.freeze must be [] with model.lora_rank={options.lora_rank}, which trains adapters alone "
-            f"(model.exclude_modules names modules without them); got {show(options.freeze)}"
+            f"(model.exclude_modules names modules without them); got {spell(options.freeze)}"
         )
     elif model.module is not None:
         try:
@@ -300,7 +300,7 @@ def _frozen_notice(model: Architecture, patterns: Sequence[str]) -> Iterator[str
     """Count the frozen parameters; `option_problems` froze them in the meta-device model."""
     counts = [sum(p.numel() for p in model.module.parameters() if p.requires_grad is grad) for grad in (False, True)]
     if counts[0]:
-        outside, asked = ", ".join(outside_text(model.module)), f"model.freeze={show(patterns)}"
+        outside, asked = ", ".join(outside_text(model.module)), f"model.freeze={spell(patterns)}"
         why = [f"a text does not reach {outside}"] * bool(outside) + [asked] * bool(patterns)
         why = why or ["as the model's class has them"]
         yield f"{counts[0]:,} of {sum(counts):,} parameters are frozen ({'; '.join(why)}), {counts[1]:,} are trained"

@@ -27,7 +27,7 @@ from verl_ext.data.dataset import PackDataset, PackFacts
 from verl_ext.data.files_in_use import DataFile
 from verl_ext.data.options import DatasetOptions, named_paths
 from verl_ext.data.ranks import ONE_RANK, Ranks
-from verl_ext.options import first_line, option, show
+from verl_ext.options import first_line, option, spell
 from verl_ext.packing import MOST_TOKENS, TOKENS, CostModel, PackPlan
 from verl_ext.packing.plan import offsets_of
 from verl_ext.text.read.sources import absolute_path
@@ -52,8 +52,8 @@ class CollatedOptions(DatasetOptions):
         for name, default in _THEIRS.items():
             if (value := getattr(self, name)) != default:
                 yield (
-                    f"data.{name} must be {show(default)} for a class with a collate_fn, which makes the packs itself; "
-                    f"got {show(value)}"
+                    f"data.{name} must be {spell(default)} for a class with a collate_fn, which makes the packs itself"
+                    f"; got {spell(value)}"
                 )
 
 

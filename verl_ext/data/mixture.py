@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from verl_ext.options import MISSING, Options, option, options_of, plain, refuse, show, unknown
+from verl_ext.options import MISSING, Options, option, options_of, plain, refuse, spell, unknown
 from verl_ext.packing import Spans
 from verl_ext.packing.mixture import KEY, IntervalDraw, MixtureSource, draw_mixture
 from verl_ext.tables import aligned
@@ -47,10 +47,10 @@ class MixtureSourceOptions(Options):
             whole = all(type(edge) is int and edge >= 0 for edge in edges)
             if len(edges) < 2 or not whole or any(low >= high for low, high in pairwise(edges)):
                 wanted = "at least two ascending whole numbers of tokens, e.g. [8192, 16384]"
-                yield f"{self.prefix}.intervals must be {wanted}; got {show(edges)}"
+                yield f"{self.prefix}.intervals must be {wanted}; got {spell(edges)}"
         paths = self.paths
         if self.train_dir is not None and not (paths and all(isinstance(p, (str, os.PathLike)) and p for p in paths)):
-            yield f"{self.prefix}.train_dir must name a tokenized dataset folder; got {show(self.train_dir)}"
+            yield f"{self.prefix}.train_dir must name a tokenized dataset folder; got {spell(self.train_dir)}"
 
     @property
     def paths(self) -> Sequence[Any]:
@@ -78,15 +78,15 @@ class MixtureOptions(Options):
         """Read data.mixture of a config, or a similar mapping. Raises ValueError with a line for each mistake."""
         node = plain(node)
         if not isinstance(node, Mapping):
-            raise ValueError(f"{KEY} must be a mapping with sources; got {show(node)}")
+            raise ValueError(f"{KEY} must be a mapping with sources; got {spell(node)}")
         lines, sources, given = _unknown_keys(cls, KEY, node), {}, node.get("sources")
         if not lines and (not isinstance(given, Mapping) or not given):
             wanted = "at least one source, e.g. {original: {tokens: 4.0e9}}"
-            lines.append(f"{KEY}.sources must name {wanted}; got {show(given)}")
+            lines.append(f"{KEY}.sources must name {wanted}; got {spell(given)}")
         for name, source in given.items() if isinstance(given, Mapping) else ():
             key = f"{KEY}.sources.{name}"
             if not isinstance(source, Mapping):
-                lines.append(f"{key} must be a mapping, e.g. {{tokens: 4.0e9}}; got {show(source)}")
+                lines.append(f"{key} must be a mapping, e.g. {{tokens: 4.0e9}}; got {spell(source)}")
             elif unknown := _unknown_keys(MixtureSourceOptions, key, source):
                 lines += unknown
             elif source.get("train_dir") == MISSING:
@@ -107,7 +107,7 @@ class MixtureOptions(Options):
     def problems(self) -> Iterable[str | None]:
         weighted = any(source.weight for source in self.sources.values())
         if self.total_tokens is not None and self.sources and not weighted:
-            yield f"{KEY}.total_tokens must be null where no source has a weight; got {show(self.total_tokens)}"
+            yield f"{KEY}.total_tokens must be null where no source has a weight; got {spell(self.total_tokens)}"
 
     @property
     def budgets(self) -> tuple[MixtureSource, ...]:

@@ -29,7 +29,7 @@ from verl_ext.data.files_in_use import DataFile
 from verl_ext.data.options import DatasetOptions
 from verl_ext.data.ranks import Ranks
 from verl_ext.data.sft import SFTDataSet, SFTOptions
-from verl_ext.options import option, show
+from verl_ext.options import option, spell
 from verl_ext.packing.plan import index_type
 from verl_ext.text.read.sources import absolute_path
 
@@ -47,7 +47,7 @@ class CustomDocumentOptions(SFTOptions):
     @override
     def problems(self) -> Iterable[str | None]:
         if self.mixture is not None:
-            yield f"data.mixture must be null for a dataset class of one's own; got {show(self.mixture)}"
+            yield f"data.mixture must be null for a dataset class of one's own; got {spell(self.mixture)}"
         yield from self.document_problems()
         if self.category_names is not None:
             yield "data.category_names must be null for a dataset class of one's own, whose `categories` has the names"

@@ -9,7 +9,7 @@ import yaml  # type: ignore[import-untyped]
 
 from verl_ext.endpoint.answer import Usage
 from verl_ext.endpoint.client import Client, EndpointOptions
-from verl_ext.options import UsageError, choice_problem, first_line, reason_of, refuse, show
+from verl_ext.options import UsageError, choice_problem, first_line, reason_of, refuse, spell
 from verl_ext.progress import four_digits, progress_bar
 
 _KINDS = ("input", "cached", "output")
@@ -52,7 +52,7 @@ def read_price(options: EndpointOptions) -> Price | None:
         for name in _KINDS:
             value = entry.get(name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
-                raise ValueError(f"{key}.{options.model}.{name} must be a number of at least 0; got {show(value)}")
+                raise ValueError(f"{key}.{options.model}.{name} must be a number of at least 0; got {spell(value)}")
     except ValueError as error:
         raise UsageError(f"{first_line(error)}, in {options.prices}") from error
     return Price(*(float(entry[name]) for name in _KINDS))

@@ -41,7 +41,7 @@ class ChunkedEngine(StepEngine):
 
     @classmethod
     def idle_tokens(cls, max_tokens: int) -> int:
-        """Return the tokens of a whole row, because every chunk has collectives."""
+        """Return the tokens of a whole row: every chunk has collectives."""
         return max_tokens
 
     def _build_module(self) -> torch.nn.Module:
@@ -139,7 +139,7 @@ def rows(values: Any) -> torch.Tensor:
     """View a jagged tensor of rows of one length as ``[B, L]``."""
     lengths = values.offsets().diff()
     assert bool((lengths == lengths[0]).all()), "rows of one length on every rank, or the ranks wait for each other"
-    return values.values().view(len(lengths), -1)
+    return values.values().view(len(lengths), -1)  # [B, L]
 
 
 def target_positions(micro_batch: TensorDict) -> torch.Tensor:

@@ -116,7 +116,7 @@ class FusedHead:
         """Return terms fp32``[1, R, 2 or 4]``, or logits without inputs."""
         if (inputs := self._inputs) is None:
             return self._logits(hidden)
-        x = hidden.squeeze(0)
+        x = hidden.squeeze(0)  # [targets of this rank's slice, H]
         if inputs.group is not None:
             x = exchange_rows(x, inputs.group, inputs.rows.send, inputs.rows.receive)
         head: Any = self._head

@@ -85,7 +85,7 @@ def step_problem(build: Callable[[list[nn.Parameter]], torch.optim.Optimizer], s
 
 @contextmanager
 def _mesh() -> Iterator[DeviceMesh]:
-    """Yield a mesh of all ranks; without a group, two imagined."""
+    """Yield a mesh of all ranks, or of two imagined ones."""
     is_alone = not dist.is_initialized()
     if is_alone:
         dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())

@@ -76,7 +76,7 @@ class StepEngine(FSDPEngineWithLMHead):
 
     @classmethod
     def idle_tokens(cls, max_tokens: int) -> int:
-        """Return the tokens of a packless rank, for the others' collectives."""
+        """Return the tokens that a rank without a pack runs."""
         return 1
 
     def initialize(self) -> None:

@@ -113,7 +113,7 @@ class TiledLayer:
 
 
 def _of_tile(keywords: dict[str, Any], tile_slice: slice, shape: Sequence[int]) -> dict[str, Any]:
-    """Return a layer's arguments for a tile of the ``shape[B, T]``; masks are attention's."""
+    """Return a layer's arguments for a tile of ``shape[B, T]``, masks whole."""
 
     def cut(x: torch.Tensor) -> torch.Tensor:
         assert not x.requires_grad, "gradients of a layer go through its hidden states"
@@ -125,7 +125,7 @@ def _of_tile(keywords: dict[str, Any], tile_slice: slice, shape: Sequence[int]) 
 
 
 def tile_slices(tokens: int, size: int) -> list[slice]:
-    """Cut a number of tokens into tiles; a plan replaces it by fewer."""
+    """Cut tokens into tiles; a plan replaces it by fewer."""
     return [slice(start, start + size) for start in range(0, tokens, size)]
 
 
@@ -139,7 +139,7 @@ class _AttentionReached(Exception):
 def _raise_reached(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **keywords: Any
 ) -> Any:
-    """Raise queries, keys and values as ``[B, T, heads, E]``, and the other arguments."""
+    """Raise queries, keys and values ``[B, T, heads, E]``, with all arguments."""
     raise _AttentionReached(tuple(x.transpose(1, 2) for x in (query, key, value)), (module, args, keywords))
 
 
@@ -269,7 +269,7 @@ class _OutputHalf(torch.autograd.Function):
 
 
 def _random_state(x: torch.Tensor) -> Callable[[], AbstractContextManager[None]]:
-    """Return a context of today's random states of the host and a tensor's device."""
+    """Return a context of the present random states of a tensor's device."""
     kind, host, (devices, states) = x.device.type, torch.get_rng_state(), get_device_states(x)
 
     @contextmanager
@@ -304,7 +304,7 @@ def tile(model: nn.Module, tokens: int) -> None:
 
 
 def tileable(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Return the layers, and the MLPs and norms outside, for tiles.
+    """Return the layers that can be tiled, and others' MLPs and norms.
 
     They read each token by itself, layers apart from their attention, and are made of linear layers, norms, activations
     and dropout. Mixtures of experts are not among them, because they have parameters and routers of their own.

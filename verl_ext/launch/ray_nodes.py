@@ -1,4 +1,4 @@
-"""The nodes of a run on Ray: an actor and a launch each.
+"""The nodes of a run on Ray: an actor and launch each.
 
     driver ── an actor per node, with `per_node` GPUs or CPUs
            ◄─ output and exit code ─  actor  ◄─ pipes ─  verl-ext launch  ─►  torchrun  ─►  the ranks of the node
@@ -199,10 +199,7 @@ class PlacedNodes:
                 signal.signal(number, handler)
 
     def _launch(self, words: Sequence[str], planned_nodes: int) -> dict[Any, tuple[NodePlace, Any]]:
-        """Start a stream of events per node.
-
-        A stream ends with an error if its actor is gone.
-        """
+        """Start a stream of events per node, which fails with its actor."""
         first, _ = self._nodes[0]
         topology: dict[str, Any] = {"MASTER_ADDR": first.address, "MASTER_PORT": first.port}
         topology |= {"NNODES": len(self._nodes), "NPROC_PER_NODE": self._per_node, "VERL_EXT_RAY_NODES": planned_nodes}
@@ -222,6 +219,7 @@ class PlacedNodes:
             for stream in ray.wait(list(streams), timeout=_POLL)[0]:
                 place, actor = streams[stream]
                 node = f"the node {place.host} ({place.address})"
+                # A launch's events are its output, then its end; the loss of its node is an end too.
                 try:
                     kind, value = ray.get(next(stream))  # type: ignore[arg-type]  # a streaming generator
                 except RayError as error:
@@ -240,6 +238,7 @@ class PlacedNodes:
             # The others would wait for a failed node in a collective; first let them say so.
             if deadline == math.inf and (lost or any(code != STOPPED for code, _ in failed)):
                 deadline = time.monotonic() + _GRACE
+            # Pass on what came meanwhile; nodes that do not end after another's failure are killed.
             unsent, num_sent = signals[num_sent:], len(signals)
             if not signals and time.monotonic() > deadline:
                 unsent, deadline = [signal.SIGKILL], math.inf

@@ -1,4 +1,4 @@
-"""The options of the loss, and a loss mode of the user's own."""
+"""The options of the loss, and a mode of the user's own."""
 
 import functools
 import hashlib
@@ -12,7 +12,7 @@ import numpy as np
 
 from verl_ext.custom import custom_object
 from verl_ext.losses.modes import MODES, Array, LossSpec, Mode, PackCoefficients, category_weight_table
-from verl_ext.options import Options, first_line, option, options_of, show
+from verl_ext.options import Options, first_line, option, options_of, spell
 
 HEADS = ("fused", "targets", "plain")  # from the least memory to the most
 
@@ -123,7 +123,7 @@ class LossOptions(Options):
         for name, weight in (self.category_weights or {}).items():
             key = f"loss.category_weights.{name}"
             if isinstance(weight, bool) or not isinstance(weight, int | float):
-                yield f"{key} must be a number; got {show(weight)}"
+                yield f"{key} must be a number; got {spell(weight)}"
             elif not math.isfinite(weight) or weight < 0:
                 yield f"{key} must be finite and at least 0; got {weight}"
 

@@ -57,7 +57,7 @@ class _TokenNLL(torch.autograd.Function):
             log_sums.append(total.log())
             means.append(products / total if with_stats else products)
         log_sum, peak = torch.cat(log_sums), peak.squeeze(-1)
-        target = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1).float()
+        target = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1).float()  # [T]
         ctx.save_for_backward(logits, labels, peak, log_sum)
         ctx.inplace_backward, ctx.rows = inplace_backward, rows
         nll = log_sum - (target - peak)

@@ -113,10 +113,11 @@ def _sort_keys(lengths: Ints, longest: int, length_bits: int, number_bits: int, 
 
 
 def fewest_packs(histogram: Histogram, max_tokens: int) -> int:
-    """Return Martello and Toth's lower bound L2 (Knapsack Problems, 1990, chapter 8), in linear time.
+    """Return Martello and Toth's lower bound L2, in linear time.
 
     Documents over max_tokens / 2 need a pack each. Beside one of more than max_tokens - t no document of t or more
-    finds room, so documents of t .. max_tokens / 2 share the room that the other large ones leave, and new packs:
+    finds room, so documents of t .. max_tokens / 2 share the room that the other large ones leave, and new packs
+    (Knapsack Problems, 1990, chapter 8):
 
         L2 = large + max over t of ceil((tokens of t .. max_tokens/2 - room beside large ones up to max_tokens - t) / max_tokens)
     """  # noqa: E501  the formula is one line

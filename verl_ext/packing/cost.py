@@ -1,4 +1,4 @@
-"""The cost of documents, of packs, and of the steps that visit them."""
+"""The cost of documents, packs, and the steps that visit them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -68,7 +68,7 @@ def micro_step_costs(costs: Floats, ranks: int, batch_size: int | None = None, m
     full = len(costs) // batch
     slots[:full, :batch] = costs[: full * batch].reshape(full, batch)
     slots[full:, : len(costs) - full * batch] = costs[full * batch :]
-    by_rank = slots.reshape(len(slots), -1, micro_batch_size, ranks).sum(axis=2)
+    by_rank = slots.reshape(len(slots), -1, micro_batch_size, ranks).sum(axis=2)  # [steps, M, ranks]
     return by_rank.max(axis=2)
 
 

@@ -21,9 +21,8 @@ _TRIES = 64
 
 def epoch_order(num_packs: int, seed: int, epoch: int) -> Ints:
     """Return int64[P], a permutation of packs by seed and epoch alone."""
-    whole_number("num_packs", num_packs, least=0)
-    whole_number("data.seed", seed, least=0)
-    whole_number("epoch", epoch, least=0)
+    for key, value in (("num_packs", num_packs), ("data.seed", seed), ("epoch", epoch)):
+        whole_number(key, value, least=0)
     return np.random.default_rng([seed, epoch]).permutation(num_packs)
 
 

@@ -43,7 +43,7 @@ from verl_ext.engines.schedule import keeps_rates, schedule_problems
 from verl_ext.environment import differences, folder_digest, versions
 from verl_ext.losses import LossSpec
 from verl_ext.metrics import RESERVED
-from verl_ext.options import leaves, refuse, show
+from verl_ext.options import leaves, refuse, spell
 from verl_ext.packing import TOKENS, CostModel
 from verl_ext.text.tokens.tokenizer import TRUSTED
 from verl_ext.trainer.distributed import RunRanks, accelerator, print_on_rank0, user_errors_end_the_run
@@ -300,7 +300,7 @@ def _resumed(run: Run, checkpoint: Path) -> Run:
     saved = Manifest.from_folder(checkpoint).run_state
     loaded, evaluates = run.config.checkpoint.load_contents, run.config.trainer.eval_only
     if anew := list(resume.begins_anew(loaded, evaluates)):
-        notice = f"checkpoint.load_contents={show(list(loaded))}: from {checkpoint.name} on, {' and '.join(anew)}"
+        notice = f"checkpoint.load_contents={spell(list(loaded))}: from {checkpoint.name} on, {' and '.join(anew)}"
         run = replace(run, notices=(*run.notices, notice))
     seen = step_of(checkpoint) * run.plan.batch_size
     is_same = saved.get(CONTENT, run.content) == run.content
@@ -329,7 +329,7 @@ def _check_nodes(run: Run, output: resume.OutputDecision) -> None:
     facts: dict[str, str] = {}
     if os.environ["LOCAL_RANK"] == "0":
         stated = {**dict(leaves(config.values)), **config.loss.fingerprint}  # includes the code of a custom loss mode
-        facts |= {key: show(value) for key, value in stated.items()} | versions()
+        facts |= {key: spell(value) for key, value in stated.items()} | versions()
         resumed = next((path.name for path in output.checkpoints), "no checkpoint")
         facts["what trainer.default_local_dir holds"] = f"{resumed} ({output.action.value})"
         for dataset in [run.train_set, *([run.validation.dataset] if run.validation else [])]:
@@ -354,7 +354,7 @@ def _notices(config: RunConfig, packs: PackFacts, plan: StepPlan) -> Iterator[st
             "like cost; raise it for steps that mix costs, or set data.balance=none"
         )
     if config.trainer.profile_interval[1] > 0 and not select(config.values, "profiler.enable"):
-        interval = show(list(config.trainer.profile_interval))
+        interval = spell(list(config.trainer.profile_interval))
         yield f"trainer.profile_interval={interval} needs profiler.enable=true, which is false: no profile is written"
     if missing := [name for name in ("model", "optimizer", "extra") if name not in config.checkpoint.save_contents]:
         yield f"checkpoint.save_contents lacks {', '.join(missing)}: this run's checkpoints cannot be resumed"

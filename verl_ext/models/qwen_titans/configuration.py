@@ -66,8 +66,7 @@ def settings_of_today(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _resolved_layers(layers: Any, num_layers: int) -> tuple[int, ...]:
     if layers is None:
-        first = num_layers // 2
-        count = max(1, min(4, num_layers // 6))
+        first, count = num_layers // 2, max(1, min(4, num_layers // 6))
         return tuple(first + index * (num_layers - first) // count for index in range(count))
     wrong = isinstance(layers, str | bytes) or not hasattr(layers, "__iter__")
     if wrong or any(isinstance(layer, bool) or not isinstance(layer, int) for layer in layers):

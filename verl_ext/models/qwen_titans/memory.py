@@ -101,7 +101,7 @@ def _sum_from_behind(x: torch.Tensor) -> torch.Tensor:
 
 def recall(x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
     """Compute M(x) for queries ``x[B, H, s, dk]``, in their shape."""
-    first, *second = state[..., : x.shape[-1], :].unbind(2)
+    first, *second = state[..., : x.shape[-1], :].unbind(2)  # W1 and W2ᵀ: [B, H, dk, e]
     return 2 * F.silu(x @ first) @ second[0].mT if second else x @ first
 
 
@@ -115,7 +115,7 @@ def write_limit(c: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
     to 1. If many keys are alike, the memory would otherwise oscillate at its clamp. Back-propagation takes the factor
     as a constant: with its own gradient, the memory of a small recall task was not learned.
     """
-    root = c.sqrt().unsqueeze(-1)
+    root = c.sqrt().unsqueeze(-1)  # [..., s, 1]
     change = 2 * root * ((z @ z.mT).abs_() @ root)
     return change.amax(-2).clamp(min=1).reciprocal()
 
@@ -131,7 +131,7 @@ def stream_matrix(
     one outlier would make the weights, and so the next gradients, grow without bound.
     """
     size = v.shape[2]
-    k, now, recalled = qk[:, :, size:], state.squeeze(1), []
+    k, now, recalled = qk[:, :, size:], state.squeeze(1), []  # [N, n, s, dk], [N, 2dk, dk]
     carries, rates = coefficients
     rates = rates * (2 * write_limit(rates[..., 0], k)).unsqueeze(-1)
     left = (rates.unsqueeze(-1) * k.unsqueeze(-2)).flatten(-2)  # [N, n, s, 2dk]
@@ -155,7 +155,7 @@ def stream_network(
     """
     size, recalled = v.shape[2], []
     for qk_i, v_i, carry, rates in zip(*(x.unbind(1) for x in (qk, v, *coefficients)), strict=True):
-        first, second = state[:, :, : v.shape[-1]].unbind(1)
+        first, second = state[:, :, : v.shape[-1]].unbind(1)  # W1 and W2ᵀ: [N, dk, e]
         inner = torch.bmm(qk_i, first)
         sigmoid = torch.sigmoid(inner)
         features = 2 * inner * sigmoid
@@ -163,11 +163,12 @@ def stream_network(
         recalled.append(values)
         p, z, sigmoid = 2 * (at_keys - v_i), features[:, size:], sigmoid[:, size:]
         at_inner = torch.bmm(p, second) * torch.addcmul(z, sigmoid, 2 - z)  # g'(a) = z + σ(a) (2 - z)
-        left, right = torch.stack([qk_i[:, size:], p], 1), torch.stack([at_inner, z], 1)
+        left, right = torch.stack([qk_i[:, size:], p], 1), torch.stack([at_inner, z], 1)  # [N, 2, s, dk or e]
         norms = torch.linalg.vector_norm(left, dim=-1) * torch.linalg.vector_norm(right, dim=-1)
         norm = torch.linalg.vector_norm(norms, dim=1)  # its derivative at 0 is 0
         rates = rates * (write_limit(rates[..., 0], z) / (norm / max_surprise).clamp(min=1)).unsqueeze(-1)
         left = (rates[:, None, :, :, None] * left.unsqueeze(3)).flatten(3)  # [N, 2, s, 2dk]
+        # [N, 1, 2, 2] times [N, 2, 2, dk·e], and back to [N, 2, 2dk, e]
         state = (carry.unsqueeze(1) @ state.unflatten(2, (2, -1)).flatten(3)).view_as(state)
         state.flatten(0, 1).baddbmm_(left.flatten(0, 1).mT, right.flatten(0, 1), alpha=-1)
     return torch.cat(recalled, 1), state
@@ -267,6 +268,7 @@ class LongTermMemory(nn.Module):
         """Read and write sub-chunks; return M(q) ``[B, H, T, dk]`` and state."""
         v = self._heads(self.v_proj(normed[:, self.options.conv_tokens - 1 :]))
         k = self._directions(self.k_proj, self.k_conv, normed)
+        # [B, H, T, dk] to sub-chunks [B, H, n, s, dk], the queries of each before its keys
         qk, v = torch.cat([x.unflatten(2, (-1, size)) for x in (q, k)], 3), v.unflatten(2, (-1, size))
         by_head = (qk, v, state, *self._coefficients(normed, is_written, size))  # [B, H, …] to [N, …]
         qk, v, new, *coefficients = (x.flatten(0, 1) for x in by_head)
@@ -278,7 +280,7 @@ class LongTermMemory(nn.Module):
     def _coefficients(self, normed: torch.Tensor, is_written: torch.Tensor, size: int) -> WriteCoefficients:
         """Return coefficients ``[B, H, n, …]`` for ``normed[B, r + T, d]``."""
         raw = _upcast(_convolved(self.rates, normed)).unflatten(-1, (3, -1)).permute(2, 0, 3, 1)  # [3, B, H, T]
-        theta, eta, alpha = raw.unflatten(-1, (-1, size))
+        theta, eta, alpha = raw.unflatten(-1, (-1, size))  # [B, H, n, s]
         theta = (torch.sigmoid(theta) - self.least_write).relu() / (1 - self.least_write)
         forgotten = (theta * torch.sigmoid(alpha)).clamp(max=1 - 1e-6)  # a logarithm of 0 has no derivative
         rates = WriteRates(theta, F.logsigmoid(eta), torch.log1p(-forgotten))
@@ -287,7 +289,7 @@ class LongTermMemory(nn.Module):
     def initial_state(self, batch: int) -> torch.Tensor:
         """Make the state of ``batch`` new samples."""
         w1, w2 = self.initial_w1, self.initial_w2
-        w = _upcast(w1.unsqueeze(1) if w2 is None else torch.stack([w1, w2.mT], 1))
+        w = _upcast(w1.unsqueeze(1) if w2 is None else torch.stack([w1, w2.mT], 1))  # [H, L, dk, e]
         # Copies, not views: FSDP2 frees the parameters' storage when this module's forward ends.
         return torch.cat([w, torch.zeros_like(w)], -2).repeat(batch, 1, 1, 1, 1)
 
@@ -298,7 +300,7 @@ class LongTermMemory(nn.Module):
         return x * torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=1e-12).reciprocal()
 
     def _heads(self, projected: torch.Tensor) -> torch.Tensor:
-        return _upcast(projected).unflatten(-1, (self.options.heads, -1)).transpose(1, 2)
+        return _upcast(projected).unflatten(-1, (self.options.heads, -1)).transpose(1, 2)  # [B, H, T, dk]
 
 
 def _convolved(convolution: nn.Conv1d, x: torch.Tensor) -> torch.Tensor:
@@ -320,7 +322,7 @@ def _merge_heads(recalled: torch.Tensor) -> torch.Tensor:
     """
     norm = torch.linalg.vector_norm(recalled, dim=-1, keepdim=True)
     scaled = recalled * ((norm.square() + 1) / recalled.shape[-1]).rsqrt()
-    return scaled.transpose(1, 2).flatten(2)
+    return scaled.transpose(1, 2).flatten(2)  # [B, T, H * dk]
 
 
 class MemoryLayer(GradientCheckpointingLayer):

@@ -67,15 +67,13 @@ class ChunkPass:
     """A pass through a Qwen2Model or Qwen3Model, chunk after chunk."""
 
     def __init__(self, model: Any, memory: nn.ModuleDict, cache: StreamCache) -> None:
-        self.model = model
-        self.memory = memory
-        self.cache = cache
+        self.model, self.memory, self.cache = model, memory, cache
         self._masks: dict[int, torch.Tensor] = {}
 
     def __call__(self, input_ids: torch.Tensor, place: ChunkPart) -> torch.Tensor:
         """Return the last layer's output ``[B, w, d]``; update the cache's memories."""
         hidden = self.model.embed_tokens(input_ids)
-        columns = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)
+        columns = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)  # [1, w]
         if place.is_resumed:
             assert place.start is not None
             columns = place.start[:, None] + columns

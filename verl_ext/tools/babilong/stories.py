@@ -113,7 +113,7 @@ def _where_is_actor(events: list[Event], rng: random.Random) -> tuple[str, str]:
 
 
 def _where_object(events: list[Event], rng: random.Random, was: bool) -> tuple[str, str] | None:
-    """Ask for a recent object's place, or with `was` for its place before a later one.
+    """Ask for a recent object's place, or with `was` an earlier one.
 
     An object is recent if one of the last :data:`RECENT` facts is its get or drop. It is in the last place of the actor
     who got it; bAbI asks about a held object only after its holder has moved with it.

@@ -6,7 +6,7 @@ from itertools import chain
 from typing import Any, ClassVar
 
 from verl_ext.commands.command_line import as_list, is_names
-from verl_ext.options import DataError, Options, option, show
+from verl_ext.options import DataError, Options, option, spell
 from verl_ext.progress import progress_bar
 from verl_ext.text.read.readers import read_chunks, read_record, text_blocks
 from verl_ext.text.read.sources import FORMATS, SourceFile, find_source_files, total_bytes
@@ -34,8 +34,7 @@ class TokenizerOptions(Options):
 
     path: str | None = option(None, "tokenizer to copy: a folder or a name on the Hub; exclusive with train_on")
     train_on: Any = option(
-        [],
-        f"data to train a byte-level BPE on, text_key of a record or every message of a chat: {FORMATS}",
+        [], f"data to train a byte-level BPE on, text_key of a record or every message of a chat: {FORMATS}"
     )
     text_key: str = option("text", "field of a record that holds its text")
     vocab_size: int = option(6400, "size of the vocabulary, including the 256 bytes and the special tokens")
@@ -62,10 +61,10 @@ class TokenizerOptions(Options):
     def problems(self) -> Iterator[str]:
         """Yield a line for every mistake visible without opening a text."""
         if self.train_on != [] and not is_names(self.train_on):
-            yield f"tokenizer.train_on must be a path, a glob or a list of them; got {show(self.train_on)}"
+            yield f"tokenizer.train_on must be a path, a glob or a list of them; got {spell(self.train_on)}"
         for name in (*NAMED_TOKENS, "special_tokens"):
             if "" in (as_list(getattr(self, name)) or ()):
-                yield f"tokenizer.{name} must hold no empty text; got {show(getattr(self, name))}"
+                yield f"tokenizer.{name} must hold no empty text; got {spell(getattr(self, name))}"
         if self.vocab_size < (least := 256 + len(self.all_special_tokens)):
             must = f"tokenizer.vocab_size must be at least {least}, the 256 bytes and the special tokens"
             yield f"{must}; got {self.vocab_size}"

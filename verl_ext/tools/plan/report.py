@@ -27,7 +27,7 @@ from verl_ext.config.run import RunConfig, sequence_parallel_size
 from verl_ext.config.support import CP as _CP
 from verl_ext.config.support import SP as _SP
 from verl_ext.config.upstream import select
-from verl_ext.options import show
+from verl_ext.options import spell
 from verl_ext.parallel.shards import SequenceShards
 from verl_ext.progress import progress_bar
 from verl_ext.tools.plan.caching_allocator import reserved
@@ -219,7 +219,7 @@ class Trial:
     @property
     def override(self) -> str:
         """The overrides as on the command line."""
-        return " ".join(f"{remedy.key}={show(value)}" for remedy, value in self.chosen)
+        return " ".join(f"{remedy.key}={spell(value)}" for remedy, value in self.chosen)
 
     @property
     def costs(self) -> str:
