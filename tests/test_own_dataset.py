@@ -178,17 +178,16 @@ def test_packs_are_those_of_the_tokenized_folder(
     if not weighted:
         documents = [{name: document[name] for name in document if name != "loss_weight"} for document in documents]
     folder = write_tokenized(tmp_path_factory.mktemp("folder"), documents, {1: "one", 2: "two"}, loss_weight=weighted)
-    node = {"max_tokens": 16, "over_length": over_length, "strategy": strategy, "max_samples": first}
-    node |= {"pad_mode": "right" if pads else "no_padding"}
-    limit = node.pop("max_samples")
+    padding = "right" if pads else "no_padding"
+    node = {"max_tokens": 16, "over_length": over_length, "strategy": strategy, "pad_mode": padding}
     try:
-        wanted = SFTDataSet(parquet_files=folder, config=node, max_samples=limit)
+        wanted = SFTDataSet(parquet_files=folder, config=node, max_samples=first)
         targets = wanted.pack_targets()
     except ValueError as error:  # nothing left, or no target: the same refusal
         with pytest.raises(ValueError, match=str(error).split(";")[0].replace("(", ".").replace(")", ".")):
-            Own("x", config={**node, "documents": documents}, max_samples=limit).pack_targets()
+            Own("x", config={**node, "documents": documents}, max_samples=first).pack_targets()
         return
-    found = Own("x", config={**node, "documents": documents}, max_samples=limit)
+    found = Own("x", config={**node, "documents": documents}, max_samples=first)
     assert found.pack_targets().tolist() == targets.tolist()
     assert found.changed_documents() == wanted.changed_documents()
     assert (found.digest, found.token_range) == (wanted.digest, wanted.token_range)
