@@ -11,15 +11,9 @@ WHERE = "Where is Mary? "
 @pytest.mark.parametrize(
     ("output", "right"),
     [
-        ("kitchen", True),
-        (" The KITCHEN", True),
-        ("Mary is in the kitchen. Then she went to the garden.", True),
-        ("kitchen <context> garden", True),
-        ("kitchen <example> garden", True),
-        ("", False),
-        ("garden", False),
-        ("kitchen or garden", False),
-        ("It is not said. kitchen", False),
+        *(("kitchen", True), (" The KITCHEN", True), ("Mary is in the kitchen. Then she went to the garden.", True)),
+        *(("kitchen <context> garden", True), ("kitchen <example> garden", True), ("", False), ("garden", False)),
+        *(("kitchen or garden", False), ("It is not said. kitchen", False)),
     ],
 )
 def test_the_target_must_be_the_only_label_of_the_first_sentence(output: str, right: bool) -> None:
@@ -74,20 +68,16 @@ def test_the_published_rule_and_its_quirks_and_the_corrected_rule(task, question
 @pytest.mark.parametrize(
     ("output", "target", "right"),
     [
-        (" 3.5", "3.5", True),
-        ("3", "3.5", False),
-        ("w34", "w3", False),
-        ("w3.", "w3", True),
-        ("none", "one", False),
-        ("One\nQuestion: two", "one", True),
-        ("\none", "one", True),
-        ("apple,football", "apple,football", True),
-        ("apple", "apple,football", False),
-        ("in the U.S.", "in the U.S.", True),
-        ("first\nSecond\nthird", "first\nsecond", True),
-        ("the one", "one", False),
-        ("one two", "one", False),
-        ("", "one", False),
+        *(
+            (" 3.5", "3.5", True),
+            ("3", "3.5", False),
+            ("w34", "w3", False),
+            ("w3.", "w3", True),
+            ("none", "one", False),
+        ),
+        *(("One\nQuestion: two", "one", True), ("\none", "one", True), ("apple,football", "apple,football", True)),
+        *(("apple", "apple,football", False), ("in the U.S.", "in the U.S.", True), ("the one", "one", False)),
+        *(("first\nSecond\nthird", "first\nsecond", True), ("one two", "one", False), ("", "one", False)),
     ],
 )
 def test_other_tasks_take_the_first_line_as_the_answer(output: str, target: str, right: bool) -> None:

@@ -70,8 +70,8 @@ def test_a_checkpoint_of_stock_verl_is_refused_with_what_to_do(run, named):
     words = [f"trainer.resume_from_path={checkpoint}"] if named else []
     with pytest.raises(ValueError, match=r"\S") as raised:
         check_output(config(*words))
-    told = f"a checkpoint must have a manifest.json; {checkpoint} is one of stock verl or of an earlier version, which"
     line = str(raised.value)
+    told = f"a checkpoint must have a manifest.json; {checkpoint} is one of stock verl or of an earlier version, which"
     assert line.startswith(told)
     assert f"python -m verl.model_merger merge --backend fsdp --local_dir {checkpoint} --target_dir DIR" in line
     assert "\n" not in line

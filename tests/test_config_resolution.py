@@ -19,10 +19,8 @@ def default():
 @pytest.mark.parametrize(
     ("asked", "accelerator", "device", "precision"),
     [
-        ("auto", None, "cpu", FP32),
-        ("auto", "cuda", "cuda", BF16),
-        ("cpu", None, "cpu", FP32),
-        ("cuda", "cuda", "cuda", BF16),
+        *(("auto", None, "cpu", FP32), ("auto", "cuda", "cuda", BF16)),
+        *(("cpu", None, "cpu", FP32), ("cuda", "cuda", "cuda", BF16)),
         ("cuda", None, "cuda", BF16),  # refused by check_run
     ],
 )

@@ -169,17 +169,16 @@ def test_packs_are_those_of_the_tokenized_folder(
     if not weighted:
         documents = [{name: document[name] for name in document if name != "loss_weight"} for document in documents]
     folder = write_tokenized(tmp_path_factory.mktemp("folder"), documents, {1: "one", 2: "two"}, loss_weight=weighted)
-    node = {"max_tokens": 16, "over_length": over_length, "strategy": strategy, "max_samples": first}
-    node |= {"pad_mode": "right" if pads else "no_padding"}
-    limit = node.pop("max_samples")
+    padding = "right" if pads else "no_padding"
+    node = {"max_tokens": 16, "over_length": over_length, "strategy": strategy, "pad_mode": padding}
     try:
-        wanted = SFTDataSet(parquet_files=folder, config=node, max_samples=limit)
+        wanted = SFTDataSet(parquet_files=folder, config=node, max_samples=first)
         targets = wanted.facts().targets
     except ValueError as error:  # nothing left, or no target: the same refusal
         with pytest.raises(ValueError, match=str(error).split(";")[0].replace("(", ".").replace(")", ".")):
-            Own("x", config={**node, "documents": documents}, max_samples=limit).facts()
+            Own("x", config={**node, "documents": documents}, max_samples=first).facts()
         return
-    found = Own("x", config={**node, "documents": documents}, max_samples=limit)
+    found = Own("x", config={**node, "documents": documents}, max_samples=first)
     assert found.facts().targets.tolist() == targets.tolist()
     assert found.omitted_documents() == wanted.omitted_documents()
     assert (found.digest, found.facts().token_range) == (wanted.digest, wanted.facts().token_range)

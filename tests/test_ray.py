@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +21,7 @@ from tests.ranks import run_ranks
 from tests.ray_cluster import ranks_of, ray_nodes
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import SMALL, differences, exact_metrics, into, tracked_step, train_alone
+from tests.training import SMALL, differences, exact_metrics, into, tracked_step, train_alone, wait_for
 from verl_ext.checkpoint.layout import refuse_locked
 from verl_ext.config import compose
 from verl_ext.fsdp_sft_trainer_ray import main
@@ -76,9 +75,7 @@ def once_saved(folder: Path, do) -> threading.Thread:
     before = tracked_step(folder) or 0
 
     def watch() -> None:
-        deadline = time.monotonic() + _PATIENCE
-        while (tracked_step(folder) or 0) <= before and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_for(lambda: (tracked_step(folder) or 0) > before, _PATIENCE)
         do(ranks_of(folder))
 
     thread = threading.Thread(target=watch, daemon=True)

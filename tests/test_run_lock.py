@@ -118,11 +118,10 @@ def test_a_start_in_a_folder_in_use_is_refused_and_a_measurement_is_not(other_ru
 
 
 def is_free(folder: Path) -> bool:
-    try:
+    with contextlib.suppress(ValueError):
         refuse_locked(folder)
-    except ValueError:
-        return False
-    return True
+        return True
+    return False
 
 
 def has_ended(process: psutil.Process) -> bool:

@@ -212,11 +212,12 @@ def test_the_printed_commands_give_the_run_that_it_trains(folder: Path) -> None:
     shutil.move("run", "whole")
     for command in commands:
         subprocess.run(shlex.split(command), env=binaries, check=True, capture_output=True, timeout=400)
-    ours, theirs = metrics(Path("whole")), metrics(Path("run"))
+    ours, theirs = (
+        {key: value for key, value in metrics(Path(name)).items() if key[1].endswith("loss")}
+        for name in ("whole", "run")
+    )
     assert (2, "train/code_loss") in ours
-    assert {key: value for key, value in ours.items() if key[1].endswith("loss")} == {
-        key: value for key, value in theirs.items() if key[1].endswith("loss")
-    }
+    assert ours == theirs
 
 
 RANK = """

@@ -190,17 +190,6 @@ def poison_of(tiny_model: Path, folder: Path, token: int) -> Path:
     return folder
 
 
-def poisoned_data(folder: Path, poisoned: set[int], count: int = 6) -> str:
-    """Write ``count`` documents, one a step in order, of which exactly those in ``poisoned`` contain token 5."""
-    rng = np.random.default_rng(1)
-    documents = random_documents(rng, [10] * count, VOCABULARY, 1)
-    for index, document in enumerate(documents):
-        document["input_ids"][document["input_ids"] == 5] = 6
-        if index in poisoned:
-            document["input_ids"][2] = 5
-    return write_tokenized(folder, documents, {1: "maths"})
-
-
 ONE_DOCUMENT_A_STEP = ("data.strategy=none", "data.train_batch_size=1", "trainer.max_skipped_steps=2")
 
 
@@ -221,7 +210,12 @@ def test_a_step_whose_targets_all_weigh_0_moves_nothing_and_is_counted(tiny_mode
 
 def test_steps_without_a_finite_gradient_are_counted_and_too_many_end_the_run_also_over_a_resume(tiny_model, tmp_path):
     model = poison_of(tiny_model, tmp_path / "model", 5)
-    folder = poisoned_data(tmp_path / "data", {1, 2, 4})
+    documents = random_documents(np.random.default_rng(1), [10] * 6, VOCABULARY, 1)  # one a step, in order
+    for index, document in enumerate(documents):
+        document["input_ids"][document["input_ids"] == 5] = 6
+        if index in (1, 2, 4):
+            document["input_ids"][2] = 5
+    folder = write_tokenized(tmp_path / "data", documents, {1: "maths"})
     in_order = ("data.shuffle=false", "data.balance=none", "trainer.total_epochs=2")
 
     def run(output: str, steps: int, *more: str) -> list[str]:

@@ -25,14 +25,8 @@ from verl_ext.trainer.distributed import RunFailed
 from verl_ext.trainer.setup import Run, prepare
 from verl_ext.trainer.trainer import SFTTrainer
 
-MEASURED = (
-    "per_second",
-    "per_gpu",
-    "memory_gib",
-    "_gb",
-    "mfu",
-    "save_pause",
-)  # endings of metrics that differ between equal runs
+# Endings of metrics that differ between equal runs.
+MEASURED = ("per_second", "per_gpu", "memory_gib", "_gb", "mfu", "save_pause")
 SMALL = ("data.max_tokens=64", "data.train_batch_size=4", "data.num_workers=0", "optim.lr=1e-2", "parallel=cpu")
 
 
