@@ -1,15 +1,17 @@
 """Files of the user: executed once in a process, and their objects unpickled by another one."""
 
-import multiprocessing
 import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
 from verl_ext.config import compose
 from verl_ext.config.run import dataset_class
 from verl_ext.custom import custom_object, named_object
+from verl_ext.data.ranks import ONE_RANK
 
 FILE = """
 from pathlib import Path
@@ -82,11 +84,12 @@ def test_a_file_that_several_options_name_is_executed_once_and_its_objects_pickl
 
 
 @pytest.mark.slow
-def test_a_dataset_of_ones_own_reaches_a_process_that_is_spawned(file: Path) -> None:
-    dataset = custom_object("data.custom_cls", str(file), "Documents")("unread", max_tokens=8)
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        found = pool.apply(_first_pack, (pickle.dumps(dataset),))
-    assert found == (type(dataset).__module__, dataset[0]["input_ids"].tolist())
+def test_a_dataset_of_ones_own_is_loaded_by_processes_that_are_spawned(file: Path) -> None:
+    dataset = custom_object("data.custom_cls", str(file), "Documents")("unread", max_tokens=4)
+    dataset.read_together(ONE_RANK)
+    loader = DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context="spawn")
+    for pack, expected in zip(loader, dataset, strict=True):
+        assert all(torch.equal(pack[name], values) for name, values in expected.items())
 
 
 def test_a_dataset_class_without_all_members_is_refused_in_one_line(file: Path) -> None:

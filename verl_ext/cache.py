@@ -1,4 +1,4 @@
-"""Folders and arrays that are made once, by one of several processes, and named by a fingerprint.
+"""Folders and arrays that one process makes, named by a fingerprint.
 
     ROOT/<name>/                the files that `make` wrote, and contents.json with their sizes
     ROOT/<name>.lock            held by the process that makes the folder

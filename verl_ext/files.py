@@ -1,4 +1,4 @@
-"""Files and output folders that are written whole or not at all, and checksums."""
+"""Files and output folders, written whole or not at all, and checksums."""
 
 import contextlib
 import errno
@@ -46,7 +46,7 @@ def checksum(path: str | os.PathLike[str], begin: int = 0, most: int | None = No
 
 
 class ChecksumFile(io.FileIO):
-    """A new file that computes its checksum, that of its blocks of 1 GiB, while it is written."""
+    """A new file with the checksum of its blocks of 1 GiB."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(os.fspath(path), "wb")

@@ -1,4 +1,4 @@
-"""Datasets of packs. Importing this package imports neither torch nor verl nor `datasets`."""
+"""Datasets of packs; importing this package imports none of them."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name when it is first used (PEP 562), so that `verl-ext index` runs without torch."""
+    """Import a name when it is first used (PEP 562)."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"verl_ext.{_MODULES[name]}"), name)

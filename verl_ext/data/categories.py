@@ -1,4 +1,4 @@
-"""Number the categories of several folders together, by name, and list those of a run.
+"""Number the categories of several folders by name, and list a run's.
 
 folder         categories.json              number here
 train          1 gsm8k    2 code            1, 2         the first folder keeps its numbers
@@ -11,9 +11,9 @@ tokens are read: it also has the numbers of the data that no folder names.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,60 +24,53 @@ from verl_ext.files import CATEGORIES
 from verl_ext.options import first_line
 from verl_ext.text.read.json_records import parse_json
 
-SMALL = 1 << 16  # smaller numbers are looked up in a table, which is many times faster than searching
+SMALL, LEAST = 1 << 16, 1 << 10  # the most and, for numbers without a name, the least numbers in a table
 _HIGHEST = (1 << 62) - 1
-_REFUSED = np.iinfo(np.int64).min
 
 
 class NumberMap:
-    """A map of whole numbers; one that it lacks stays as it is, or becomes `missing`."""
+    """A map of category numbers.
 
-    def __init__(self, numbers: Mapping[int, int], missing: int | None = None) -> None:
-        self._missing = missing
-        self._keys, self._values = np.array(sorted({0: 0, **numbers}.items()), np.int64).T
-        small = self._keys[self._keys < SMALL]
-        self._table = np.arange(small[-1] + 1) if missing is None else np.full(small[-1] + 1, missing)
-        self._table[small] = self._values[: len(small)]
-
-    def __call__(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Map numbers of any shape."""
-        if numbers.size and numbers.min() >= 0 and numbers.max() < len(self._table):
-            return self._table[numbers]
-        at = np.minimum(np.searchsorted(self._keys, numbers), len(self._keys) - 1)
-        others = numbers if self._missing is None else self._missing
-        return np.where(self._keys[at] == numbers, self._values[at], others)
-
-
-class FolderMap(NumberMap):
-    """A map of a folder's numbers to those over all folders.
-
-    ambiguous: number -> name of the categories that only other folders name, so that this folder must not hold them.
+    refused: the numbers that are refused, by the line of `problem(n)`; others stay as they are. None: all that the map
+    lacks.
     """
 
-    def __init__(self, path: Path, numbers: Mapping[int, int], ambiguous: Mapping[int, str]) -> None:
-        super().__init__({**numbers, **dict.fromkeys(ambiguous, _REFUSED)})
-        self._path, self._ambiguous = path, ambiguous
+    def __init__(
+        self, numbers: Mapping[int, int], problem: Callable[[int], str], refused: Collection[int] | None = None
+    ) -> None:
+        self._problem, self._refused = problem, refused
+        self._keys, self._values = np.array(sorted({0: 0, **numbers}.items()), np.int64).T
+        # Small numbers are looked up in a table, which is many times faster than searching.
+        small = [number for number in (*self._keys.tolist(), *(refused or ())) if number < SMALL]
+        self._table = np.full(max(small) + 1, -1) if refused is None else np.arange(max(max(small) + 1, LEAST))
+        self._table[small] = -1
+        self._table[self._keys[self._keys < SMALL]] = self._values[self._keys < SMALL]
 
-    def __call__(self, numbers: NDArray[Any]) -> NDArray[np.int64]:
-        """Map numbers. Raises ValueError if one is ambiguous."""
-        wanted = numbers.astype(np.int64, copy=False)
-        found = super().__call__(wanted)
-        if self._ambiguous and (refused := found == _REFUSED).any():
-            number = int(wanted[refused].max())
-            if name := self._ambiguous.get(number):  # else the data has this very number, which the scan refuses
-                raise ValueError(f"{self._path} must name category {number}, which is {name!r} in another folder")
-        return found
+    def __call__(self, numbers: ArrayLike) -> NDArray[np.int64]:
+        """Map numbers of any shape. Raises ValueError if one is refused."""
+        wanted = np.asarray(numbers, np.int64)
+        if wanted.size and wanted.min() >= 0 and wanted.max() < len(self._table):
+            found = self._table[wanted]
+            if found.min() >= 0:
+                return found
+        at = np.minimum(np.searchsorted(self._keys, wanted), len(self._keys) - 1)
+        lacking = self._keys[at] != wanted
+        for number in np.unique(wanted[lacking]).tolist():
+            if self._refused is None or number in self._refused:
+                raise ValueError(self._problem(number))
+        return np.where(lacking, wanted, self._values[at])
 
 
 @dataclass(frozen=True)
 class FolderCategories:
-    """The categories of several folders together; a number without a name is one category in all folders.
+    """The categories of several folders together.
 
-    names: number -> name; maps: that of each folder's numbers, None if they stay as they are.
+    names: number -> name; maps: that of each folder's numbers, None if they stay as they are. A number without a name
+    is one category in all folders.
     """
 
     names: dict[int, str]
-    maps: tuple[FolderMap | None, ...]
+    maps: tuple[NumberMap | None, ...]
 
     @classmethod
     def read(cls, folders: Iterable[str]) -> "FolderCategories":
@@ -97,15 +90,18 @@ class FolderCategories:
                 numbers[name] = free if number in names else number
                 free += number in names
                 names[numbers[name]] = name
-        # In a folder's data, a number that only others use could be of two categories.
+        # In a folder's data, a number that only other folders use could be of two categories.
         used = {**names, **{number: name for file in reversed(files) for number, name in file.items()}}
         maps = []
         for path, file in zip(paths, files, strict=True):
-            ambiguous = {number: name for number, name in used.items() if number not in file}
-            stays = not ambiguous and all(number == numbers[name] for number, name in file.items())
-            own = {number: numbers[name] for number, name in file.items()}
-            maps.append(None if stays else FolderMap(path, own, ambiguous))
+            own, ambiguous = {number: numbers[name] for number, name in file.items()}, used.keys() - file.keys()
+            stays = not ambiguous and all(number == other for number, other in own.items())
+            maps.append(None if stays else NumberMap(own, partial(_ambiguous, path, used), ambiguous))
         return cls(names, tuple(maps))
+
+
+def _ambiguous(path: Path, names: Mapping[int, str], number: int) -> str:
+    return f"{path} must name category {number}, which is {names[number]!r} in another folder"
 
 
 def _read_file(path: Path) -> dict[int, str]:
@@ -119,9 +115,9 @@ def _read_file(path: Path) -> dict[int, str]:
 
 
 def read_names(names: Any, source: object) -> dict[int, str]:
-    """Return {number: name} of a mapping with whole numbers or their texts as keys.
+    """Return {number: name} of a mapping, whose keys may be texts.
 
-    Raises ValueError, which names the `source`, if it is none, or gives two numbers the same name.
+    Raises ValueError, which names the `source`, if it is no mapping, or gives two numbers the same name.
     """
     if not isinstance(names, Mapping):
         raise ValueError(f'{source} must be an object like {{"1": "gsm8k"}}; got {str(names)[:60]}')
@@ -163,21 +159,20 @@ class CategoryTable:
 
     @classmethod
     def of(cls, names: Mapping[int, str], numbers: Iterable[int] = (), source: str = CATEGORIES) -> "CategoryTable":
-        """Return the table of named categories and of `numbers`; one without a name is named by its number.
+        """Return the table of named categories and of `numbers`, which name themselves.
 
-        Raises ValueError if two numbers have the same name; it names their `source`.
+        Raises ValueError, which names the `source`, if two numbers have the same name.
         """
         table = {number: names.get(number, str(number)) for number in sorted({*names, *numbers})}
         return cls(tuple(table), tuple(_distinct(table, source).values()))
 
     def index(self, category_ids: ArrayLike) -> NDArray[np.int64]:
-        """Return the dense index 1..C of each category id, 0 for id 0. Raises ValueError for an unknown id."""
-        wanted = np.asarray(category_ids, np.int64)
-        dense = self._dense(wanted)
-        if (unknown := dense < 0).any():
-            raise ValueError(f"category ids must be of the table {self.ids}; got {wanted[unknown][0]}")
-        return dense
+        """Return each id's dense index 1..C, 0 for 0; refuse unknown ids."""
+        return self._dense(category_ids)
 
     @cached_property
     def _dense(self) -> NumberMap:
-        return NumberMap({number: index for index, number in enumerate((0, *self.ids))}, missing=-1)
+        return NumberMap({number: index for index, number in enumerate(self.ids, start=1)}, self._problem)
+
+    def _problem(self, number: int) -> str:
+        return f"category ids must be of the table {self.ids}; got {number}"

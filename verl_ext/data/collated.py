@@ -1,4 +1,4 @@
-"""CollatedDataset: a user's class of packs with a `collate_fn`, as verl's TokenAwareBatchPack has it, as a PackDataset.
+"""CollatedDataset: a user's class of packs, like verl's TokenAwareBatchPack.
 
     own[k]                    [7, 0, 3]           what stands for pack k, such as its documents
     own.collate_fn([own[k]])  five tensors [1, T] input_ids, position_ids, loss_mask, category_ids, attention_mask
@@ -39,7 +39,7 @@ _THEIRS = {"strategy": "best_fit", "over_length": "error", "pad_mode": "no_paddi
 
 @dataclass(frozen=True)
 class CollatedOptions(DatasetOptions):
-    """The options that are passed on to a class with a `collate_fn`; it packs by itself."""
+    """The options for a class with a `collate_fn`, which packs by itself."""
 
     max_tokens: int = option(8192, "budget of a pack, given to the class", least=2, most=MOST_TOKENS, resume="same")
     strategy: Any = option("best_fit", "not used: the class packs")
@@ -64,14 +64,14 @@ def is_collated(named: Any) -> bool:
 
 
 class _Pack(NamedTuple):
-    """The facts of one pack: lengths of its documents, targets, token range, categories, and a digest of its values."""
+    """The facts of one pack."""
 
-    lengths: NDArray[np.int64]
+    lengths: NDArray[np.int64]  # of its documents
     targets: int
     lowest: int
     highest: int
     categories: tuple[int, ...]
-    digest: str
+    digest: str  # of its values
 
 
 class CollatedDataset(PackDataset):
@@ -137,7 +137,7 @@ class CollatedDataset(PackDataset):
         return self._num
 
     def __getitem__(self, pack: int) -> dict[str, torch.Tensor]:
-        """Return pack `pack`: 1-D tensors of one length, without padding at its end."""
+        """Return a pack's 1-D tensors of one length, without padding."""
         given = self._own.collate_fn([self._own[range(len(self))[pack]]])
         row = {name: torch.as_tensor(given[name]).reshape(-1) for name in given} if isinstance(given, Mapping) else {}
         sizes = {len(values) for values in row.values()}

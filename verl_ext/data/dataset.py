@@ -28,7 +28,7 @@ DIGEST, CONTENT = "the digest of the documents in data.train_dir", "the content 
 
 
 class PackedDocument(NamedTuple):
-    """The source of a document of a pack: `tokens` tokens from `start` on in row `row` of `folder`."""
+    """A document of a pack: `tokens` tokens of a row from `start`."""
 
     folder: str
     row: int
@@ -37,7 +37,7 @@ class PackedDocument(NamedTuple):
 
 
 class DocumentSource(Protocol):
-    """The N documents of which packs are made; their tokens are read when they are needed.
+    """The N documents that packs are made of.
 
     key: the config key that messages name; folders: the documents' paths; category_names: those of numbers.
     """
@@ -63,10 +63,10 @@ class DocumentSource(Protocol):
         """The facts of the documents; None if only their tokens show them."""
 
     def first_rows(self) -> NDArray[np.int64]:
-        """Return the first row of every folder, then the number of rows, int64[F+1]."""
+        """Return the first row of every folder and their number, int64[F+1]."""
 
     def blocks(self, first: int, last: int, max_tokens: int) -> Iterator[tuple[int, int]]:
-        """Yield ranges that cover rows first..last-1 in order, each of at most `max_tokens` tokens or one row."""
+        """Yield ranges of rows of at most `max_tokens` tokens, or one row."""
 
     def block(self, first: int, last: int) -> dict[str, NDArray[Any]]:
         """Return the values of rows first..last-1, a range of `blocks`, by column."""
@@ -74,12 +74,12 @@ class DocumentSource(Protocol):
     def gather(
         self, row: NDArray[np.int64], start: NDArray[np.int64], length: NDArray[np.int64], out: dict[str, NDArray[Any]]
     ) -> None:
-        """Write tokens start..start+length-1 of each row to the arrays of `out`, by column, one after the other."""
+        """Write tokens start..start+length-1 of each row to `out`, by column."""
 
 
 @dataclass(frozen=True)
 class PackFacts:
-    """The facts of P packs that decide their order and what a report says.
+    """The facts of P packs, for their order and the report.
 
     tokens int64[P]: those that a model reads, without padding; targets, documents int64[P]; costs float64[P] of the
     packs in a model. token_range: the lowest and the highest token id. longest_document: its tokens as a model reads
@@ -102,7 +102,7 @@ class PackFacts:
 
 
 class PackDataset(torch.utils.data.Dataset, ABC):
-    """A dataset of P packs, which are planned before any of them is read.
+    """A dataset of P packs, planned before any of them is read.
 
     Pack k is a dict of 1-D tensors of one length: input_ids, position_ids (from 0 in every document), loss_mask and
     category_ids int64, and loss_weight float32 if there are weights.
@@ -123,7 +123,7 @@ class PackDataset(torch.utils.data.Dataset, ABC):
     def __getitem__(self, pack: int) -> dict[str, torch.Tensor]: ...
 
     def read_together(self, ranks: Ranks) -> None:
-        """Read facts that only the tokens show, each rank its share; this call is collective."""
+        """Read what only the tokens show, each rank its share; collective."""
 
     @abstractmethod
     def facts(self, cost: CostModel = TOKENS) -> PackFacts:
@@ -146,23 +146,26 @@ class PackDataset(torch.utils.data.Dataset, ABC):
 
     @property
     def data_files(self) -> tuple[DataFile, ...]:
-        """The files that hold the tokens, whose changes end a run; none unless a class names them."""
+        """The files whose changes end a run; none by default."""
         return ()
 
     def documents_of(self, pack: int) -> list[PackedDocument]:
-        """Return the documents of a pack in their order; empty unless a class names them."""
+        """Return the documents of a pack in their order; none by default."""
         return []
 
     def report(self) -> dict[str, Any]:
-        """Return what a report says of the data besides its packs, such as its omitted documents."""
+        """Return what a report says of the data besides its packs."""
         return {"omitted_documents": []}
 
     def plan_options(self) -> dict[str, Any]:
-        """Return facts besides the config that decide which tokens a pack has, by the names that messages use."""
+        """Return facts besides the config that decide a pack's tokens, by name."""
         return {}
 
     def extends(self, saved: Mapping[str, Any], seen: int) -> bool:
-        """Return whether a run with the plan options `saved`, longer or shorter, has the same first `seen` packs."""
+        """Return whether another run's first `seen` packs are the same.
+
+        saved: the plan options of that run, which is longer or shorter.
+        """
         return False
 
 
@@ -173,7 +176,7 @@ def open_datasets(
     length: RunLength,
     only_validation: bool = False,
 ) -> tuple[PackDataset, PackDataset | None]:
-    """Open the training and the validation set of a run, with planned packs; None if there is no validation.
+    """Open the training and the validation set (None without) of a run.
 
     node: the whole data node as a plain mapping, with a user's own keys; a class receives it as a DictConfig, as from
     verl. only_validation: nothing is trained on, and the validation set replaces the training set.
@@ -196,9 +199,11 @@ def open_datasets(
 
     training, measuring = family.Options.run_arguments(node, length)
     train, val, most = data.train_dir, data.val_dir, data.val_max_samples
+    # A measurement of data.val_dir alone opens it once.
     if only_validation and val is not None and train in (None, val):
         measured = opened("val_dir", val, most, **measuring)
         return measured, measured
+    # Validation data is a part of the training data, or data of its own.
     splits = val is None and options.splits_validation
     part = {"split": "train"} if splits else {}
     train_set = opened("train_dir", train, data.train_max_samples, **part, **training)
@@ -208,7 +213,7 @@ def open_datasets(
 
 
 def split_rows(samples: int, split: str | None, train_ratio: float, seed: int) -> NDArray[np.int64]:
-    """Return the samples of `split` ("train", "val", or None: all) among 0..samples-1, int64[rows], ascending.
+    """Return the samples of "train", "val" or None (all), int64[rows], ascending.
 
     The members are those of torch.utils.data.random_split(data, [n, samples - n], generator=manual_seed(seed)) with
     n = int(train_ratio * samples).

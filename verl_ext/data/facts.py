@@ -63,7 +63,7 @@ def scan_documents(
     keep: bool = False,
     block_tokens: int = BLOCK_TOKENS,
 ) -> DocumentScan:
-    """Scan `spans` (at least one); collective, and each rank reads about as many tokens as any other.
+    """Scan `spans`, at least one; the ranks share the reading.
 
     keep: reuse the result of an earlier start, and keep this one's, in the cache of `datasets`.
 
@@ -116,16 +116,16 @@ def check_vocabulary(token_range: tuple[int, int], vocab_size: int, key: str = "
 
 
 def shares(lengths: NDArray[np.integer], ranks: int) -> NDArray[np.int64]:
-    """Split documents of these lengths (at least one) into shares of the ranks, int64[ranks+1].
+    """Split documents into shares of about the same number of tokens.
 
-    Rank r reads documents shares[r]..shares[r+1]-1. All shares have about the same number of tokens.
+    Rank r reads documents shares[r]..shares[r+1]-1, of int64[ranks+1].
     """
     offsets = offsets_of(lengths)
     return np.searchsorted(offsets[:-1], np.arange(ranks + 1) * (int(offsets[-1]) / ranks))
 
 
 def _fingerprint(data: "DocumentSource", is_read: NDArray[np.bool_], over: OverLength) -> str:
-    """Return a digest of the data files, their categories, and the documents that are read and cut."""
+    """Return a digest of all that decides what is read and cut."""
     paths = [file.path for file in data.files]
     paths += [path for folder in data.folders if os.path.exists(path := os.path.join(folder, CATEGORIES))]
     files = [file_state(path) for path in paths]
@@ -134,16 +134,16 @@ def _fingerprint(data: "DocumentSource", is_read: NDArray[np.bool_], over: OverL
 
 
 class _Reader:
-    """A reader of documents' tokens; it cuts those longer than `over.max_tokens` as packs do."""
+    """A reader of documents' tokens, which cuts them as packs do."""
 
     def __init__(self, data: "DocumentSource", over: OverLength, block_tokens: int) -> None:
         self.data, self.over, self.block_tokens = data, over, block_tokens
         self.tokens_read = 0
 
     def read(self, is_read: NDArray[np.bool_], span_rows: NDArray[np.int64], ranks: Ranks) -> Arrays:
-        """Read this rank's share of the rows of is_read bool[N], none of them empty; return the facts of all shares.
+        """Read this rank's share; return the facts of all shares.
 
-        span_rows: the rows of the spans, which are the pieces that packs have.
+        is_read bool[N]: the rows to read, none of them empty; span_rows: the rows of the pieces that packs have.
         """
         targets, own = np.zeros(len(span_rows), np.int32), [[*_NOTHING]]
         with ranks.guard():
@@ -167,7 +167,7 @@ class _Reader:
     def _blocks(
         self, is_read: NDArray[np.bool_], rows: NDArray[np.int64], has_bar: bool
     ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], Values]]:
-        """Yield (rows, their lengths, their values) of these rows, about block_tokens at a time; a bar after 3 s."""
+        """Yield rows, lengths and values, in blocks of about block_tokens."""
         if not len(rows):  # there may be fewer documents than ranks
             return
         total = int(self.data.lengths[rows].sum(dtype=np.int64))
@@ -188,7 +188,7 @@ class _Reader:
     def _facts(
         self, rows: NDArray[np.int64], length: NDArray[np.int64], values: Values
     ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
-        """Return the targets of each piece in packs, their range of token ids, their categories, and the counts."""
+        """Return the targets of pieces in packs, and facts like _NOTHING."""
         # Cut the documents into pieces, of which the policy decides whether packs have them.
         is_target, policy, max_tokens = values["loss_mask"] != 0, self.over.policy, self.over.max_tokens
         pieces = cut_spans(length, max_tokens, "split")
@@ -211,7 +211,10 @@ class _Reader:
         return targets, token_ids, _distinct(values["category_ids"][is_target]), counts
 
     def _check(self, values: Values, rows: NDArray[np.int64], lengths: NDArray[np.integer]) -> None:
-        """Raise ValueError, with the row of the first one, if values of pieces of `rows` are out of range."""
+        """Raise ValueError if values are out of range.
+
+        rows, lengths: of the pieces that the values belong to, for the row in the message.
+        """
 
         def refuse(requirement: str, column: NDArray[Any], wrong: NDArray[np.bool_]) -> None:
             at = int(wrong.argmax())

@@ -20,15 +20,15 @@ from verl_ext.progress import terminal_bar
 
 
 class DataFile(NamedTuple):
-    """A file that is read during a run; the tokenizer recorded its checksum xxh3_128 at `recorded_ns`."""
+    """A file that is read during a run."""
 
     path: str
-    xxh3_128: str | None = None
-    recorded_ns: int = 0
+    xxh3_128: str | None = None  # the checksum that the tokenizer recorded
+    recorded_ns: int = 0  # the time of this record
 
 
 class DataFiles:
-    """The files that a dataset reads during a run, in the state that they have now.
+    """The files that a dataset reads, in their present state.
 
     Args:
         files: the files in the order in which their documents are read.
@@ -51,7 +51,7 @@ class DataFiles:
             ) from error
 
     def changed(self, sizes_alone: bool = False) -> str | None:
-        """Return in a few words which file has changed, None if none has. No content is read."""
+        """Return which file has changed, None if none; read no content."""
         for file, before in zip(self._files, self._states, strict=True):
             try:
                 now = file_state(file.path)
@@ -64,9 +64,10 @@ class DataFiles:
         return None
 
     def digest(self, ranks: Ranks) -> str:
-        """Return a digest (32 hex digits) of all files' content; ranks share the reading of files without a checksum.
+        """Return a digest (32 hex digits) of the content; collective.
 
-        This call is collective. Raises ValueError on every rank if a file is not as it was when it was tokenized.
+        Ranks share the reading of files without a checksum. Raises ValueError on every rank if a file is not as it was
+        when it was tokenized.
         """
         recorded = [
             file.xxh3_128 if changed_ns <= file.recorded_ns else None
@@ -89,9 +90,9 @@ class DataFiles:
         return fingerprint(checksums)
 
     def verify_content(self, before: str, changed: str, ranks: Ranks) -> None:
-        """Hash modified files again; raise ValueError if the digest is no longer `before`.
+        """Hash modified files again; refuse another digest than `before`; collective.
 
-        This call is collective. changed: the result of :meth:`changed` on one of the ranks.
+        changed: the result of :meth:`changed` on one of the ranks.
         """
         message, now = f"{self._key} must not change while it is trained on; {changed}", ""
         with ranks.guard():
@@ -107,7 +108,7 @@ class DataFiles:
 
 
 def _read(files: Sequence[tuple[str, int, int]], ranks: Ranks) -> list[str]:
-    """Return the checksums of files by their states; each rank reads its share of their blocks."""
+    """Return the checksums of files; each rank reads its share of blocks."""
     blocks = [(number, begin) for number, (_, size, _) in enumerate(files) for begin in range(0, max(size, 1), BLOCK)]
     mine: list[str] = []
     own = blocks[ranks.rank :: ranks.size]

@@ -1,4 +1,4 @@
-"""The scores of answers at validation, for a dataset family that says which answers are right (`HasAnswers`).
+"""The scores of answers at validation, of a dataset that `HasAnswers`.
 
 exact_match   every target token is the most likely one, given the tokens before it (teacher forcing)
 accuracy      the generated text, up to the tokenizer's EOS or `trainer.answer_tokens`, is right by the family's rule
@@ -37,13 +37,13 @@ class AnswerMeasure:
     generated = "accuracy"
 
     def __init__(self, dataset: Any, device: Any) -> None:
-        """Begin to count the answers of a PackDataset that `HasAnswers` on a device."""
+        """Begin to count a dataset's answers on a device."""
         self._dataset = dataset
         self._packs = np.flatnonzero(dataset.facts().targets)  # a truncated row may have no answer
         self.counts = torch.zeros(2, len(dataset.categories.ids) + 1, dtype=torch.float64, device=device)
 
     def add(self, is_likeliest: torch.Tensor, is_target: torch.Tensor, slots: torch.Tensor) -> None:
-        """Count the rows [B, L] with an answer, and with an exact one.
+        """Count rows [B, L] with an answer, and exact ones.
 
         is_likeliest, is_target: of each next token. slots: the category of a target, -1 elsewhere.
         """

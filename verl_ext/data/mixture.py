@@ -1,4 +1,4 @@
-"""data.mixture: the tokens that an epoch draws from each source, and the draw's report.
+"""data.mixture: the tokens of an epoch by source, and their report.
 
 scale: 1.0                    # one factor on every budget
 total_tokens: null            # less the budgets in tokens, shared by the sources with a weight
@@ -75,7 +75,7 @@ class MixtureOptions(Options):
 
     @classmethod
     def read(cls, node: Any) -> "MixtureOptions":  # type: ignore[override]
-        """Read data.mixture of a config, or a similar mapping. Raises ValueError with a line for each mistake."""
+        """Read data.mixture; raise ValueError with a line for each mistake."""
         node = plain(node)
         if not isinstance(node, Mapping):
             raise ValueError(f"{KEY} must be a mapping with sources; got {spell(node)}")
@@ -119,7 +119,7 @@ class MixtureOptions(Options):
 
     @property
     def folders(self) -> tuple[tuple[str, ...] | None, ...]:
-        """The absolute folders that each source draws from, None if they are those of data.train_dir."""
+        """Each source's absolute folders, None for those of data.train_dir."""
         return tuple(
             None if source.train_dir is None else tuple(absolute_path(path) for path in source.paths)
             for source in self.sources.values()
@@ -131,7 +131,7 @@ class MixtureOptions(Options):
         return None in self.folders
 
     def all_folders(self, train_dir: Iterable[str]) -> tuple[str, ...]:
-        """Return the folders of data.train_dir and of the sources, each once. Raises ValueError if one is missing."""
+        """Return all folders, each once; raise ValueError if one is missing."""
         for name, own in zip(self.sources, self.folders, strict=True):
             for folder in own or ():
                 if not os.path.isdir(folder):
@@ -140,17 +140,17 @@ class MixtureOptions(Options):
 
 
 def _unknown_keys(cls: type[Options], key: str, node: Mapping[Any, Any]) -> list[str]:
-    """Return a line for each key of a node that is not an option."""
+    """Return a line for each key that is no option."""
     return [unknown(str(name), options_of(cls), node=key) for name in node if name not in options_of(cls)]
 
 
 @dataclass
 class MixtureRow:
-    """One interval of a source: documents of low < length <= high tokens (None: of any length).
+    """One interval of a source: its documents, low < length <= high.
 
-    documents counts every draw, and distinct counts each document once. epochs = tokens given / tokens of all documents
-    of the interval. off = given / wanted - 1, or 0 if nothing is wanted. blocked_by names the document that keeps
-    the interval more than 1 % off.
+    low, high: None for any length. documents counts every draw, and distinct counts each document once. epochs = tokens
+    given / tokens of all documents of the interval. off = given / wanted - 1, or 0 if nothing is wanted. blocked_by
+    names the document that keeps the interval more than 1 % off.
     """
 
     source: str
@@ -191,7 +191,7 @@ def mixture_report(
 
 
 def mixture_table(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Format MixtureRows, given as dicts, as a table; * marks a budget that is missed by more than 1 %."""
+    """Format MixtureRows as dicts; * marks one more than 1 % off."""
     lines = []
     for row in rows:
         cells = {name: f"{value:,}" for name, value in row.items() if isinstance(value, int)}
@@ -201,7 +201,7 @@ def mixture_table(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def mixture_notices(report: Iterable[MixtureRow]) -> Iterator[str]:
-    """Yield a line for each interval that is more than 1 % off its budget."""
+    """Yield a line for each interval more than 1 % off."""
     for row in report:
         if row.blocked_by:
             interval = "" if row.low is None else f", {row.low} < length <= {row.high}"
@@ -223,7 +223,7 @@ def draw_spans(
     train_dir: Sequence[str],
     seed: int,
 ) -> tuple[NDArray[np.int64], list[MixtureRow]]:
-    """Draw the spans of an epoch: (int64[D], each span as often as it is drawn; the report's row for each interval).
+    """Draw an epoch: its spans, int64[D], and a report of each interval.
 
     Folder f of `folders` holds the rows first_rows[f]..first_rows[f+1]-1; `train_dir`: the folders of data.train_dir,
     for sources without folders of their own. The draw is the same in every epoch.

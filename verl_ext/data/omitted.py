@@ -1,4 +1,4 @@
-"""The documents that are changed, left out or without a target, by category and reason."""
+"""The documents that packs omit, change or have without targets."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -42,11 +42,11 @@ class OmittedDocuments:
 
 
 class OverLength(NamedTuple):
-    """The documents longer than a pack: rows int64[M], ascending; policy: drop, truncate or split."""
+    """The documents longer than a pack."""
 
-    rows: NDArray[np.int64]
+    rows: NDArray[np.int64]  # [M], ascending
     max_tokens: int
-    policy: str
+    policy: str  # drop, truncate or split
 
 
 class OverLengthCount(NamedTuple):
@@ -134,7 +134,10 @@ class OmittedReport:
     def over_length(
         self, counts: Iterable[OverLengthCount], policy: str, lengths: NDArray[np.integer]
     ) -> list[OmittedDocuments]:
-        """Report the documents longer than a pack, then the empty ones; `lengths` are those of the documents in use."""
+        """Report the documents longer than a pack, then the empty ones.
+
+        lengths: those of the documents in use.
+        """
         report = []
         for count in sorted(counts, key=lambda count: (count.category == 0, count.category)):
             category, documents, tokens, kept, *targets = count
@@ -145,7 +148,10 @@ class OmittedReport:
     def by_category(
         self, reason: str, rows: NDArray[np.int64], tokens: NDArray[Any], kept: NDArray[Any] | None = None
     ) -> list[OmittedDocuments]:
-        """Report the documents `rows` int64[D] (one for each piece), their tokens and the kept tokens (None: none)."""
+        """Report documents by category.
+
+        rows int64[D]: one for each piece, with its tokens and the tokens that are kept (None: none).
+        """
         kept = np.zeros_like(tokens) if kept is None else kept
         category = np.zeros(len(rows), np.int64) if self.categories is None else self.categories[rows]
         report = []
@@ -156,7 +162,7 @@ class OmittedReport:
         return report
 
     def of_plan(self, spans: Spans, plan: PackPlan, targets: NDArray[Any]) -> list[OmittedDocuments]:
-        """Report the documents with a span that `plan` lacks, and those in it without a target.
+        """Report the documents that `plan` lacks, or has without a target.
 
         targets: the targets of each span, int32[S].
         """

@@ -1,4 +1,4 @@
-"""The options of data that every dataset family has, and the base class of a family's own."""
+"""The options of data: those of every family, and their base class."""
 
 import logging
 import os
@@ -19,15 +19,15 @@ _logger = logging.getLogger(__name__)
 
 
 class RunLength(NamedTuple):
-    """The length of a run, for datasets that draw samples; samples: of all steps, None if epochs decide."""
+    """The length of a run, for datasets that draw samples."""
 
-    samples: int | None
+    samples: int | None  # of all steps; None if epochs decide
     epochs: int
 
 
 @dataclass(frozen=True)
 class DataOptions(Options):
-    """The keys of the data node that every dataset family has: the data's place, and how packs become steps."""
+    """The options of every family: the data's place, and steps of packs."""
 
     prefix: ClassVar[str] = "data"
 
@@ -78,7 +78,7 @@ class DataOptions(Options):
 
 @dataclass(frozen=True)
 class DatasetOptions(Options):
-    """The base class of a dataset family's options, the keys of the data node that its class reads.
+    """The base class of a dataset family's own options.
 
     reads: a description of what data.train_dir names; data_keys: the keys that name the training data.
     """
@@ -91,7 +91,7 @@ class DatasetOptions(Options):
 
     @classmethod
     def read(cls: type[OptionsT], values: Mapping[str, Any], **given: Any) -> OptionsT:
-        """Read options like Options.read; raise TypeError for a name in `given` that is not an option.
+        """Read options like Options.read; raise TypeError for an unknown argument.
 
         In verl's own trainer nothing else checks the data node: a key that resembles an option, and a way to cut that
         has no effect, are refused, and other keys without effect are logged.
@@ -103,7 +103,7 @@ class DatasetOptions(Options):
 
     @property
     def splits_validation(self) -> bool:
-        """Whether a part of the training data is kept for validation if data.val_dir is null."""
+        """Whether training data is kept for validation without data.val_dir."""
         return getattr(self, "train_ratio", 1.0) < 1
 
     @property
@@ -113,27 +113,29 @@ class DatasetOptions(Options):
 
     @classmethod
     def implied(cls, node: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the keys of the data node whose values follow from its other keys, with these values."""
+        """Return the keys whose values follow from others, with these values."""
         return {}
 
     @classmethod
     def run_arguments(cls, node: Mapping[str, Any], length: RunLength) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the constructor arguments that depend on the run: (for training, for validation)."""
+        """Return the constructor's arguments that depend on the run.
+
+        They are those for training and those for validation.
+        """
         return {}, {}
 
     @classmethod
     def for_evaluation(cls, node: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the keys to set for an evaluation without data.train_dir, which the measured data replaces.
+        """Return the keys to set for an evaluation without training data.
 
-        Raises:
-            ValueError: if there is nothing to measure.
+        Raises ValueError if there is nothing to measure.
         """
         if not node.get("val_dir"):
             raise ValueError("data.val_dir is required with trainer.eval_only=true; got null")
         return {"train_dir": node["val_dir"]}
 
     def path_problems(self, key: str, paths: Any) -> Iterable[str]:
-        """Yield a line for each path that the family cannot read; called before a model is read."""
+        """Yield a line for each path that the family cannot read."""
         return ()
 
 
@@ -180,10 +182,9 @@ def _notice(line: str) -> None:
 
 
 def named_paths(key: str, what: str, **given: Any) -> list[str]:
-    """Return the paths of the one argument that is given (a path or a list of paths) as strings.
+    """Return the paths of the one argument that is given.
 
-    Raises:
-        ValueError: if no path is given (it says `what` the config key `key` must name), or two arguments are.
+    Raises ValueError if two are given, or no path is: it says `what` the config key `key` must name.
     """
     values = [value for value in given.values() if value is not None]
     if len(values) > 1:
@@ -198,7 +199,7 @@ def named_paths(key: str, what: str, **given: Any) -> list[str]:
 
 
 def missing_paths(key: str, paths: Any, exists: Callable[[str], bool], kind: str) -> Iterator[str]:
-    """Yield a line for each local path of one or several that is not an existing `kind`."""
+    """Yield a line for each local path that is no existing `kind`."""
     for path in paths if isinstance(paths, (list, tuple)) else [paths]:
         if path and "://" not in str(path) and not exists(os.path.expanduser(str(path))):
             yield f"{key} must be an existing {kind}; got {path}"

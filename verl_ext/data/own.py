@@ -58,7 +58,9 @@ class CustomDocumentOptions(SFTOptions):
 
 
 class DocumentDataset(SFTDataSet):
-    """A dataset of custom documents as packs; a subclass defines `lengths`, `row` and `categories`.
+    """A dataset of custom documents as packs.
+
+    A subclass defines `lengths`, `row` and `categories`.
 
     lengths: the tokens of each document, integer[D]. categories: the numbers that rows have, with their names. Both may
     be class attributes, properties, or set before this class's constructor is called.
@@ -80,10 +82,10 @@ class DocumentDataset(SFTDataSet):
         max_samples: int = -1,
         **given: Any,
     ) -> None:
-        """Open the paths `parquet_files`; the arguments are verl's, and others are those of SFTDataSet.
+        """Open the paths `parquet_files`.
 
-        Raises:
-            ValueError: if an option, a path or `lengths` cannot be used, or the class lacks one of the three.
+        The arguments are verl's, and others are those of SFTDataSet. Raises ValueError if an option, a path or
+        `lengths` cannot be used, or the class lacks one of the three.
         """
         self.config, self.tokenizer = config, tokenizer
         super().__init__(
@@ -102,9 +104,10 @@ class DocumentDataset(SFTDataSet):
         return OwnDocuments(self, key), None
 
     def row(self, document: int) -> Mapping[str, ArrayLike]:
-        """Return one document: input_ids, loss_mask, category_ids and, in all rows or in none, loss_weight.
+        """Return a document's columns.
 
-        Each has as many values as `lengths` says, or is one number for all tokens. The first token is never a target.
+        They are input_ids, loss_mask, category_ids and, in all rows or in none, loss_weight. Each has as many values as
+        `lengths` says, or is one number for all tokens. The first token is never a target.
         """
         raise NotImplementedError(f"{type(self).__name__} lacks row")
 
@@ -123,18 +126,18 @@ class DocumentDataset(SFTDataSet):
 
     @property
     def data_files(self) -> tuple[DataFile, ...]:
-        """The paths that are files; a class that reads other files names them here, so that changes are detected."""
+        """The paths that are files; a class that reads others names them."""
         return tuple(DataFile(path) for path in self.paths if os.path.isfile(path))
 
 
 class OwnDocuments:
-    """The documents of a DocumentDataset as a DocumentSource, which reads them row by row."""
+    """The documents of a DocumentDataset, read row by row."""
 
     files: tuple[DataFile, ...] = ()
     document_columns: DocumentColumns | None = None
 
     def __init__(self, dataset: DocumentDataset, key: str) -> None:
-        """Check `lengths` and the names of the columns, those of the first row."""
+        """Check `lengths` and the first row, which names the columns."""
         self._dataset, self.key = dataset, key
         self.folders: tuple[str, ...] = (",".join(dataset.paths),)  # the path of a single document is unknown
         self.category_names = dict(zip(dataset.categories.ids, dataset.categories.names, strict=True))
@@ -153,7 +156,7 @@ class OwnDocuments:
         return np.array([0, len(self.lengths)])
 
     def blocks(self, first: int, last: int, max_tokens: int) -> Iterator[tuple[int, int]]:
-        """Yield ranges that cover rows first..last-1, of at most `max_tokens` tokens or one row."""
+        """Yield ranges like `fitting`."""
         return fitting(first, self.lengths[first:last], max_tokens)
 
     def block(self, first: int, last: int) -> dict[str, NDArray[Any]]:
@@ -172,7 +175,7 @@ class OwnDocuments:
             at += tokens
 
     def _row(self, document: int) -> dict[str, NDArray[Any]]:
-        """Return a document's columns, each as long as the document. Raises ValueError if the row is invalid."""
+        """Return a document's columns, each of its length; refuse an invalid row."""
         columns, tokens = self._dataset.row(document), int(self.lengths[document])
         wanted = self.columns or [name for name in _KINDS if name != "loss_weight" or name in columns]
         if columns.keys() != set(wanted):

@@ -1,4 +1,4 @@
-"""The ranks that read data together, without torch, and the arrays that they keep in the cache."""
+"""The ranks that read data together, and their cached arrays."""
 
 import contextlib
 import shutil
@@ -12,12 +12,12 @@ from verl_ext.cache import Arrays, cached_arrays, default_root, is_complete, sto
 
 
 class Ranks:
-    """The ranks of a run that read data together; this class itself is a process that runs alone."""
+    """The ranks of a run; this class itself is a process alone."""
 
     rank, size = 0, 1
 
     def guard(self) -> contextlib.AbstractContextManager[None]:
-        """End the run on all ranks, with one report, if the body raises ValueError or OSError on one of them."""
+        """End the run on all ranks if one raises ValueError or OSError."""
         return contextlib.nullcontext()
 
     def broadcast(self, value: Any) -> Any:
@@ -36,7 +36,7 @@ ONE_RANK = Ranks()
 
 
 def arrays_of_ranks(ranks: Ranks, name: str, make: Callable[[], Arrays], root: Path | None = None) -> Arrays:
-    """Return the arrays of `make`, which all ranks call together, from the cache if it has them.
+    """Return the arrays of `make`, a collective call, or the cached ones.
 
     A cache that cannot be written or read only costs time. root: the folder of the cache; None: that of `datasets`.
     """

@@ -96,7 +96,7 @@ class SFTOptions(DatasetOptions):
         yield from self.document_problems()
 
     def document_problems(self) -> Iterable[str]:
-        """Yield a line for each mistake in the order and the categories of documents."""
+        """Yield a line for each mistake in documents' order and categories."""
         strategy = self.implied(vars(self)).get("strategy", self.strategy)
         if self.shuffle_documents and strategy not in _ORDERED:
             got = f"got {strategy}, which orders them itself"
@@ -124,9 +124,9 @@ class SFTOptions(DatasetOptions):
 
 
 class Selection(NamedTuple):
-    """Rows of the data: their numbers int64[n], ascending, or a slice from 0, as numbers take 8 bytes each."""
+    """Rows of the data, ascending."""
 
-    rows: Any
+    rows: Any  # int64[n], or a slice from 0, as numbers take 8 bytes each
 
     def of(self, values: NDArray[Any]) -> NDArray[Any]:
         """Return the values of these rows."""
@@ -142,7 +142,7 @@ class Selection(NamedTuple):
 
 
 class SFTDataSet(PackDataset):
-    """A dataset of packs of whole documents, separated by their positions; item k is a dict of tensors.
+    """A dataset of packs of whole documents, separated by their positions.
 
     Two constructor forms give the same rows: `SFTDataSet(train_dir=…, max_tokens=…, padding_value=…)`, and verl's
     `SFTDataSet(parquet_files=…, tokenizer=…, config=…, processor=None, max_samples=-1)`, whose options are the keys of
@@ -240,11 +240,11 @@ class SFTDataSet(PackDataset):
         return self.plan.num_packs
 
     def __getitem__(self, pack: int) -> dict[str, torch.Tensor]:
-        """Return pack `pack`: 1-D tensors of one length T ≤ max_tokens, its documents one after the other.
+        """Return a pack's documents, one after the other, as 1-D tensors.
 
         They are input_ids, position_ids, loss_mask and category_ids int64, and loss_weight float32 if the dataset has
-        it. With pad_mode=right, T is max_tokens, the rest is one last pseudo-document of the padding value, and
-        attention_mask int64 is added.
+        it, of one length. With pad_mode=right, this is max_tokens: the rest is one last pseudo-document of the padding
+        value, and attention_mask int64 is added.
         """
         documents = self.plan.documents(range(len(self))[pack])
         length = self.spans.length[documents].astype(np.int64)
@@ -267,10 +267,11 @@ class SFTDataSet(PackDataset):
         return {name: torch.from_numpy(values) for name, values in out.items()}
 
     def collate_fn(self, items: Sequence[Mapping[str, torch.Tensor] | int]) -> dict[str, torch.Tensor]:
-        """Return packs, given as rows or by their numbers, as tensors [B, max_tokens], each padded on its right.
+        """Return packs as tensors [B, max_tokens], each padded on its right.
 
-        They are input_ids, position_ids, loss_mask, category_ids and attention_mask int64, and loss_weight float32 if
-        the dataset has it: what verl's TokenAwareBatchPack makes, for a DataLoader outside of this package's trainer.
+        items: rows, or the numbers of packs. They give input_ids, position_ids, loss_mask, category_ids and
+        attention_mask int64, and loss_weight float32 if the dataset has it: what verl's TokenAwareBatchPack makes, for
+        a DataLoader outside of this package's trainer.
         """
         rows = [item if isinstance(item, Mapping) else self[int(item)] for item in items]
         batch: dict[str, torch.Tensor] = {}
@@ -297,11 +298,11 @@ class SFTDataSet(PackDataset):
 
     @cached_property
     def scan(self) -> DocumentScan:
-        """The scan, read at its first use. Raises ValueError if there is no target or a value is out of range."""
+        """The scan, read at its first use; it refuses data without targets."""
         return scan_documents(self._data, self.spans, self._over_length)
 
     def read_together(self, ranks: Ranks) -> None:
-        """Scan the tokens, each rank its share; the scan is cached for the next start."""
+        """Scan the tokens, each rank its share, and cache the scan."""
         self.scan = scan_documents(self._data, self.spans, self._over_length, ranks, keep=True)
 
     @property
@@ -340,7 +341,7 @@ class SFTDataSet(PackDataset):
 
     @cached_property
     def categories(self) -> CategoryTable:
-        """The ids of categories.json and those that occur on targets (needs the scan)."""
+        """The categories with names, and those of targets (needs the scan)."""
         source = f"data.category_names and {CATEGORIES}" if self.options.category_names else CATEGORIES
         return CategoryTable.of(self.category_names, self.scan.category_ids, source)
 
@@ -356,7 +357,7 @@ class SFTDataSet(PackDataset):
         return OmittedReport(categories, self.category_names, int(lengths.sum(dtype=np.int64)))
 
     def omitted_documents(self) -> list[OmittedDocuments]:
-        """Return the documents that packs lack, have cut or without a target, by category and reason."""
+        """Return the documents that packs lack, have cut or without targets."""
         lengths, scan = self._data.lengths, self.scan
         used, all_of_set = self._in_use.of(lengths), self._set.of(lengths)
         beyond = self._set.number(np.arange(len(used), len(all_of_set)))
@@ -372,7 +373,7 @@ class SFTDataSet(PackDataset):
 
     @cached_property
     def digest(self) -> str:
-        """A digest (16 hex digits) of the documents' rows, cuts, lengths and targets (needs the scan)."""
+        """A digest of the documents' rows, cuts, lengths and targets."""
         scan, spans = self.scan, self.spans
         arrays = (spans.row, spans.start, spans.length, scan.targets)
         facts = f"{scan.min_token_id} {scan.max_token_id} {scan.category_ids}"

@@ -1,4 +1,4 @@
-"""The folder of a tokenized dataset: its columns, its writer, and the reader of its list of shards.
+"""A tokenized dataset's folder: its columns, writer and list of shards.
 
     data-00000-of-00002.arrow, data-00001-of-00002.arrow, dataset_info.json, and state.json:
     {"_fingerprint": "7c1e…", "_data_files": [{"filename": "data-00000-of-00002.arrow",
@@ -47,12 +47,15 @@ MARK = {b"verl_ext.document_columns": b"1"}  # metadata of a shard whose DOCUMEN
 
 
 def count_targets(loss_mask: NDArray[Any], starts: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Return the targets of documents that begin at `starts`, none of them empty; a first token never is one."""
+    """Count the targets of documents; a first token never is one.
+
+    starts: the first token of each, int64[D]; none is empty.
+    """
     return np.add.reduceat(loss_mask, starts, dtype=np.int32) - loss_mask[starts]
 
 
 class Shard(NamedTuple):
-    """A file of record batches, with its size and checksum (:func:`verl_ext.files.checksum`) if they were recorded."""
+    """A file of record batches, with its size and checksum if recorded."""
 
     name: str
     bytes: int | None = None
@@ -78,7 +81,7 @@ def parse_shards(content: str) -> tuple[Shard, ...]:
 
 
 def read_shards(folder: Path) -> tuple[Shard, ...]:
-    """Return the shards of a local folder. Raises ValueError like `parse_shards`, or if a link leads out of it."""
+    """Return a folder's shards like `parse_shards`; refuse links out of it."""
     shards = parse_shards((folder / STATE).read_text(encoding="utf-8"))
     for shard in shards:
         if not is_inside(folder / shard.name, folder):
@@ -96,7 +99,7 @@ def _shard(file: dict[str, Any]) -> Shard:
 
 
 class DatasetWriter:
-    """A writer of documents to the shards of `folder`, which loads only after `close()`.
+    """A writer of a folder, which loads only after `close()`.
 
     texts: the names of further columns. The column `loss_weight` exists only if a target has a weight. Shards written
     before the first such record get the column, filled with 1, in `close()`. Documents with categories of their own
@@ -127,7 +130,7 @@ class DatasetWriter:
             self._write_pending()
 
     def close(self) -> None:
-        """Finish the shards and write the two files that make the folder a dataset."""
+        """Finish the shards, and write the files that name them."""
         self._write_pending()
         self._close_shard()
         schema, shards = self._schema, []
@@ -193,7 +196,7 @@ class DatasetWriter:
 
 
 def _write_metadata(folder: Path, shards: Sequence[Shard], schema: pa.Schema) -> None:
-    """Write dataset_info.json and state.json like `Dataset.save_to_disk`, with the size and checksum of each shard."""
+    """Write dataset_info.json and state.json like `Dataset.save_to_disk`."""
     from datasets import DatasetInfo, Features  # here, because importing it takes a second
 
     DatasetInfo(features=Features.from_arrow_schema(schema)).write_to_directory(str(folder), pretty_print=True)
@@ -219,7 +222,7 @@ def _schema_of(weighted: bool, texts: tuple[str, ...], marked: bool) -> pa.Schem
 
 
 def _add_weights(shard: Path, schema: pa.Schema) -> ChecksumFile:
-    """Rewrite a shard, batch by batch, with the column loss_weight = 1; return the file that was written."""
+    """Rewrite a shard with loss_weight = 1; return the new file."""
     with (
         atomic_write(shard) as partial,
         pa.memory_map(str(shard)) as source,

@@ -137,10 +137,8 @@ class FolderDocuments(ShownDocuments):
         """Read all documents that have tokens, in order."""
         for begin, end in self.data.blocks(0, len(self), BLOCK_TOKENS):
             length = self.lengths[begin:end].astype(np.int64)
-            columns = self.data.columns
-            yield Block(
-                begin, length, columns["input_ids"].block(begin, end)[1], columns["loss_mask"].block(begin, end)[1]
-            )
+            ids, mask = (self.data.columns[name].block(begin, end) for name in ("input_ids", "loss_mask"))
+            yield Block(begin, length, ids, mask)
 
 
 class IndexDocuments(ShownDocuments):
