@@ -4,20 +4,17 @@ Flash attention's backward sums dq in fp32, and holds dk and dv for every query 
 8 key heads this is 4.5 times the size of the queries; one group of heads at a time takes only its share of that.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from verl_ext.parallel.key_exchange import LseKernel
-from verl_ext.parallel.shards import DocumentLayout
+from verl_ext.parallel.shards import DocumentLayout, KernelFunction
 
 GROUP_BYTES = 2**30  # most bytes, in fp32, of the query heads of one kernel call
 
 
-def by_groups_of_heads(
-    kernel: Callable[..., torch.Tensor], group_bytes: int = GROUP_BYTES
-) -> Callable[..., torch.Tensor]:
+def by_groups_of_heads(kernel: KernelFunction, group_bytes: int = GROUP_BYTES) -> KernelFunction:
     """Run the kernel over groups of query heads within `group_bytes` in fp32.
 
     If all heads together are no larger than `group_bytes`, there is one call.

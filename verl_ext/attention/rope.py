@@ -50,9 +50,9 @@ def restore_rope_precision(model: Any) -> None:
 def choose_rope_by_document(model: Any, shards: SequenceShards | None = None) -> None:
     """Replace, in place, rotary embeddings that depend on documents' lengths.
 
-    Their parent modules must be called with the keyword argument ``document_layout``, as attention layers are. shards
-    are the tokens of a pack that this rank holds, None for all. Raises ValueError if the config has such frequencies,
-    and no module is a rotary embedding as transformers writes them.
+    Their parent modules must be called with the keyword argument ``document_layout``, as attention layers are. Without
+    shards this rank holds all of a pack. Raises ValueError if the config has such frequencies, and no module is a
+    rotary embedding as transformers writes them.
     """
     found = False
     for parent in list(model.modules()):
@@ -99,9 +99,7 @@ class DocumentRope(torch.nn.Module):
         parts = []
         for start, end, length in self._runs(self.layout, limit):
             rotary = _copied(self.on_host[0])
-            rotary(
-                torch.empty(0), torch.tensor([[length - 1]]), **kwargs
-            )  # chooses frequencies and keeps them in its buffers
+            rotary(torch.empty(0), torch.tensor([[length - 1]]), **kwargs)  # keeps its frequencies in buffers
             for name, buffer in rotary._buffers.items():
                 rotary._buffers[name] = pinned(buffer, x.device).to(x.device, non_blocking=True)
             # PhiMoE's rotary embedding chooses again by the largest position, so it gets a document's last one too.

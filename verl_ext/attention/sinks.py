@@ -29,9 +29,9 @@ _QUERY_BLOCK = 512  # queries whose scores or mask are held at a time
 def attention_by_blocks(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Any
 ) -> Iterator[torch.Tensor]:
-    """Yield ``[B, H, E]`` of a document's queries ``[Q, H, E]`` to its ``[S, K, E]``.
+    """Yield a document's attention by blocks of queries, ``[B, H, E]`` each.
 
-    The queries are the document's last tokens, and no tensor has the square of its length:
+    ``query[Q, H, E]`` are the last tokens of ``key, value[S, K, E]``. No tensor has the square of their number:
 
     - with a soft cap or sinks, the scores of a block are computed again in backward;
     - with a window alone, sdpa gets a mask. Only its memory-efficient kernel accepts one and holds no scores. It has no
@@ -64,12 +64,12 @@ def _unseen(queries: int, keys: int, window: int | None, device: Any) -> torch.T
 
 
 def _repeated(x: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """Return ``[S, H, E]``, a key or value head for each query head."""
+    """Repeat ``x[S, K, E]`` to a head for each query head."""
     return x.repeat_interleave(query.size(1) // x.size(1), dim=1)
 
 
 def _scored(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Any) -> torch.Tensor:
-    """Attend from ``query[B, H, E]``, the last of keys ``[S, K, E]``, by all scores."""
+    """Attend from ``[B, H, E]``, the last of ``[S, K, E]``, by scores."""
     key, value = _repeated(key, query), _repeated(value, query)
     scale = query.size(-1) ** -0.5 if options.scale is None else options.scale
     logits = torch.einsum("qhe,khe->hqk", query, key) * scale
@@ -88,17 +88,9 @@ class LseAttention(torch.autograd.Function):
     """Attention by an :class:`LseKernel`, with sinks ``[H]`` or None."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        sinks: torch.Tensor | None,
-        layout: DocumentLayout,
-        options: Any,
-        kernel: LseKernel,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, *given: Any) -> torch.Tensor:
         """Scale the output by what sinks leave; keep the joint log-sum-exp."""
+        query, key, value, sinks, layout, options, kernel = given
         output, lse, *kept = kernel.forward(query, key, value, layout, options)
         if sinks is not None:
             whole = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(1))  # [H, T]

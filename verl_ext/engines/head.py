@@ -33,7 +33,6 @@ class TargetRows:
 
     All of this is known on the host.
 
-
     Attributes:
         at: int64[N], the positions of all targets in the pack, in the order of the ranks that hold them.
         held: int64[≤ N], the targets in this rank's slice, counted from the slice's beginning.

@@ -85,7 +85,7 @@ _MOST_LAYERS = 12
 
 
 def trial_model(config: Any, cls: Any, **sizes: Any) -> nn.Module:
-    """Return a small random model for CPU packs, of a config and its class.
+    """Return a small random model of a class, for CPU packs.
 
     cls is transformers' Auto class for remote code; `sizes` override those of the small config. Raises ValueError if
     the small config's model is still too large to be tried.

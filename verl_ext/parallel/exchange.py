@@ -58,7 +58,7 @@ class Route:
 
     @classmethod
     def from_needs(cls, held: Sequence[Ranges], needs: Sequence[Ranges], rank: int) -> "Route":
-        """Send to each rank the parts that it needs, each from one span.
+        """Send each rank the parts that it needs, each of one span.
 
         held: the spans of each rank, in the order of its rows; needs: the parts that each rank needs.
         """
@@ -73,7 +73,7 @@ class Route:
         return Route(self.arriving, self.sent, self.receive_sizes, self.send_sizes)
 
     def start(self, rows: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
-        """Start an exchange without gradients; return arriving rows and the work to await."""
+        """Start an exchange without gradients: return arriving rows and the work."""
         send, receive = self.send_sizes, self.receive_sizes
         received = rows.new_empty(sum(receive), *rows.shape[1:])
         return received, dist.all_to_all_single(received, rows, receive, send, group=group, async_op=True)
@@ -85,7 +85,7 @@ def _inside(spans: Ranges, parts: Ranges) -> list[TokenRange]:
 
 @dataclass(frozen=True)
 class KnownRows:
-    """A rank's rows after an exchange: its own, and those that they see.
+    """A rank's own rows, and those of others that they see.
 
     Attributes:
         held: this rank's spans, in the order of its rows.
@@ -101,7 +101,7 @@ class KnownRows:
 
     @classmethod
     def from_offsets(cls, offsets: Sequence[int], held: Sequence[Ranges], rank: int, window: int | None) -> "KnownRows":
-        """Find what tokens of all ranks see in their documents, at most `window` tokens."""
+        """Find what tokens see in their documents, `window` tokens at most."""
         needs = [_needed(offsets, own, [*chain(*held)], window) for own in held]
         return cls(held[rank], needs[rank], Route.from_needs(held, needs, rank), not any(needs))
 
@@ -136,7 +136,7 @@ class _OwnAndSent(torch.autograd.Function):
 
 
 def with_returned(own: torch.Tensor, returned: torch.Tensor, held: Ranges, sent: Ranges, copy: bool) -> torch.Tensor:
-    """Add gradients that other ranks return to own rows' (in a copy), rounding once."""
+    """Add gradients that other ranks return to own ones, rounding once."""
     total = own.to(torch.promote_types(own.dtype, torch.float32), copy=copy)
     for part, rows in zip(sent, returned.split([part.tokens for part in sent]), strict=True):
         total[place_in(held, part)] += rows
@@ -144,7 +144,7 @@ def with_returned(own: torch.Tensor, returned: torch.Tensor, held: Ranges, sent:
 
 
 def _needed(offsets: Sequence[int], own: Ranges, spans: Ranges, window: int | None) -> list[TokenRange]:
-    """Return the parts of others' spans that own tokens see, to spans' ends."""
+    """Return the ends of others' spans that own tokens see."""
     first = {query: first_seen(offsets, query.start, window) for query in own}
     needed = []
     for span in spans:
@@ -171,7 +171,7 @@ def place_in(ranges: Ranges, part: TokenRange) -> slice:
 
 
 def parts_of(rows: torch.Tensor, ranges: Ranges, parts: Ranges) -> torch.Tensor:
-    """Return the rows of parts of the ranges, one part after the other."""
+    """Return the rows of parts of ranges, part after part."""
     return torch.cat([rows[place_in(ranges, part)] for part in parts] or [rows[:0]])
 
 
