@@ -40,17 +40,17 @@ def by_groups_of_heads(kernel: KernelFunction, group_bytes: int = GROUP_BYTES) -
 def backward_by_groups_of_heads(kernel: LseKernel, group_bytes: int = GROUP_BYTES) -> LseKernel:
     """Run only the backward by groups; a forward holds no fp32."""
 
-    def backward(*given: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        grad, query, key, value, output, lse, *others = given
+    def backward(*inputs: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        grad, query, key, value, output, lse, *others = inputs
         size, of_keys, shared = _heads_of_a_call(query, key, group_bytes)
         if size == query.size(1):
-            return kernel.backward(*given, **named)
+            return kernel.backward(*inputs, **named)
         dq, dk, dv = (torch.zeros_like(x) for x in (query, key, value))
         for first in range(0, query.size(1), size):
             heads, keys = slice(first, first + size), slice(first // shared, first // shared + of_keys)
-            seen = grad[:, heads], query[:, heads], key[:, keys], value[:, keys], output[:, heads], lse[heads]
-            found = kernel.backward(*seen, *others, **named)
-            for total, part in zip((dq[:, heads], dk[:, keys], dv[:, keys]), found, strict=True):
+            of_heads = grad[:, heads], query[:, heads], key[:, keys], value[:, keys], output[:, heads], lse[heads]
+            parts = kernel.backward(*of_heads, *others, **named)
+            for total, part in zip((dq[:, heads], dk[:, keys], dv[:, keys]), parts, strict=True):
                 total += part
         return dq, dk, dv
 

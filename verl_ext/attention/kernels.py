@@ -73,8 +73,8 @@ def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options
     is_square = len(query) == len(key)
     mask: Any = None if is_square else causal_lower_right(len(query), len(key))
     query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))  # [1, heads, ·, E]
-    given: dict[str, Any] = {"dropout_p": options.dropout, "scale": options.scale, "enable_gqa": True}
-    output = F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_square, **given)
+    settings: dict[str, Any] = {"dropout_p": options.dropout, "scale": options.scale, "enable_gqa": True}
+    output = F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_square, **settings)
     return output.squeeze(0).transpose(0, 1)
 
 
@@ -133,9 +133,9 @@ class Kernel(NamedTuple):
     whole: KernelFunction
     lse: LseKernel | None = None
 
-    def __call__(self, *given: Any) -> torch.Tensor:
+    def __call__(self, *inputs: Any) -> torch.Tensor:
         """Attend if all keys are present."""
-        return self.whole(*given)
+        return self.whole(*inputs)
 
 
 KERNELS: dict[str, Kernel] = {

@@ -42,14 +42,14 @@ def convolve(
         known, layout = whole.derived(("halo", taps), lambda: _with_halo(whole, pack.shards, taps))
         output = kernel(known.gathered(rows, pack.group), weight, bias, activation, layout)
         parts = by_range(output, known.ranges)
-        output = torch.cat([parts[span] for span in known.held])
+        output = torch.cat([parts[span] for span in known.own])
     return output.transpose(0, 1).unsqueeze(0)
 
 
 def _with_halo(layout: DocumentLayout, shards: SequenceShards, taps: int) -> tuple[KnownRows, DocumentLayout]:
     """Return a rank's rows and those before them, and their documents."""
     offsets = layout.offsets
-    known = KnownRows.from_offsets(offsets, shards.spans_of_ranks(offsets[-1]), shards.rank, taps)
+    known = KnownRows.from_spans(offsets, shards.spans_of_ranks(offsets[-1]), shards.rank, taps)
     runs: list[TokenRange] = []
     for part in known.ranges:  # a span follows its halo
         start = runs.pop().start if runs and runs[-1].end == part.start else part.start

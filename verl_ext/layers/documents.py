@@ -41,12 +41,12 @@ class Deal:
         documents = dealt(offsets, shards.ranks)
         lengths = [offsets[d + 1] - offsets[d] for d in documents[shards.rank]]
         rank_of = {d: rank for rank, own in enumerate(documents) for d in own}
-        held = shards.spans_of_ranks(offsets[-1])
-        needs: list[list[TokenRange]] = [[] for _ in held]
-        for span in chain(*held):
+        spans = shards.spans_of_ranks(offsets[-1])
+        needs: list[list[TokenRange]] = [[] for _ in spans]
+        for span in chain(*spans):
             for d, start, end in pieces(offsets, *span):
                 needs[rank_of[d]].append(TokenRange(start, end))
-        return cls(Route.from_needs(held, needs, shards.rank), lengths)
+        return cls(Route.from_needs(spans, needs, shards.rank), lengths)
 
 
 def dealt(offsets: Sequence[int], ranks: int) -> list[list[int]]:
@@ -75,22 +75,22 @@ def layer_by_document(
         return _run(layer, hidden, others, layout.lengths)
     deal = layout.derived("deal", lambda: Deal.from_offsets(layout.offsets, pack.shards))
     route, group = deal.route, pack.group
-    come = _travel(hidden, route, group)
+    own = _travel(hidden, route, group)
     beside = {name: _mapped(value, length, lambda x: _travel(x, route, group)) for name, value in others.items()}
     if not deal.lengths:
         # FSDP reduces gradients over all ranks, so a rank without documents computes one token with weight 0.
         token = {name: _mapped(value, length, lambda x: x[:, :1]) for name, value in others.items()}
-        output = come + 0 * _run(layer, hidden[:, :1], token, [1]).sum()
+        output = own + 0 * _run(layer, hidden[:, :1], token, [1]).sum()
     else:
-        output = _run(layer, come, beside, deal.lengths)
+        output = _run(layer, own, beside, deal.lengths)
     return _travel(output, route.back, group)
 
 
 def _travel(x: torch.Tensor, route: Route, group: dist.ProcessGroup) -> torch.Tensor:
     """Exchange ``x[1, L, …]`` for the arriving ``[1, S, …]``, in the pack's order."""
     sizes = (route.send_sizes, route.receive_sizes)
-    come = exchange_rows(_reordered(x[0], sorted(route.sent), route.sent), group, *sizes)
-    return _reordered(come, route.arriving, sorted(route.arriving)).unsqueeze(0)
+    received = exchange_rows(_reordered(x[0], sorted(route.outgoing), route.outgoing), group, *sizes)
+    return _reordered(received, route.incoming, sorted(route.incoming)).unsqueeze(0)
 
 
 def _reordered(rows: torch.Tensor, ranges: Ranges, order: Ranges) -> torch.Tensor:

@@ -91,11 +91,11 @@ def _carries_a_state(module: nn.Module) -> bool:
 
 
 def _in_packs(layer: Any, pack: RunningPack, name: str = "forward", alone: Any = None) -> Callable[[Any], None]:
-    """Decorate a layer's function in packs, called with the layer's own one.
+    """Decorate what a layer's function becomes while a pack runs.
 
     ```
     @_in_packs(layer, pack)
-    def forward(alone, *args, **kwargs): …    without a pack, layer.forward stays `alone`
+    def forward(alone, *args, **kwargs): …        alone: the layer's own function, called without a pack
     ```
     """
     alone = alone or getattr(layer, name)

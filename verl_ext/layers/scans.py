@@ -121,8 +121,8 @@ def _state_space_of_document(
     v, b, c = (F.pad(t, (0, 0, 0, 0, 0, pad)).unflatten(0, (-1, CHUNK)).transpose(1, 2) for t in (v, b, c))
     total = F.pad(log_decay, (0, 0, 0, pad)).unflatten(0, (-1, CHUNK)).transpose(1, 2).cumsum(-1)  # [chunks, H, CHUNK]
     between = total.unsqueeze(-1) - total.unsqueeze(-2)
-    seen = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=v.device).tril()
-    inside = (c @ b.transpose(-1, -2) * between.masked_fill(~seen, -torch.inf).exp()) @ v  # [chunks, H, CHUNK, P]
+    causal = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=v.device).tril()
+    inside = (c @ b.transpose(-1, -2) * between.masked_fill(~causal, -torch.inf).exp()) @ v  # [chunks, H, CHUNK, P]
     added = (b * (total[..., -1:] - total).exp().unsqueeze(-1)).transpose(-1, -2) @ v  # [chunks, H, N, P]
     state, before = torch.zeros_like(added[0]), []
     for chunk in range(len(added)):

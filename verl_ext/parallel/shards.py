@@ -210,8 +210,8 @@ class SequenceShards:
 
     def spans(self, tokens: int) -> Iterator[TokenRange]:
         """Yield this rank's parts of the pack in order, at most two."""
-        length, held = tokens // len(self.chunks), tokens // self.ranks
-        first, last = self.rank * held, (self.rank + 1) * held
+        length, share = tokens // len(self.chunks), tokens // self.ranks
+        first, last = self.rank * share, (self.rank + 1) * share
         for index, chunk in enumerate(self.chunks):
             start, end = max(first - index * length, 0), min(last - index * length, length)
             if start < end:
