@@ -204,7 +204,7 @@ def test_a_layout_that_leaves_rows_of_a_kernel_uncovered_is_refused():
 
 def _sent(shards: SequenceShards, rows: KnownRows, x: torch.Tensor, group: int) -> torch.Tensor:
     """Return a rank's data for a group."""
-    return parts_of(shards.slice(x), rows.held, rows.route.sent).split(rows.route.send_sizes)[group]
+    return parts_of(shards.slice(x), rows.own, rows.route.outgoing).split(rows.route.send_sizes)[group]
 
 
 @pytest.mark.parametrize(("window", "received"), [(None, [[0, 8], [4, 0]]), (4, [[0, 3], [3, 0]]), (1, [[0, 0]] * 2)])

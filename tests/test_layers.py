@@ -66,7 +66,7 @@ def _convolutions(ulysses, context, cases, taps):
         expected = F.silu(torch.cat(parts))
         expected.backward(wanted)
         pack = RunningPack(shards, group)
-        pack.begin(DocumentLayout.from_lengths(lengths, "cpu"))
+        pack.layout = DocumentLayout.from_lengths(lengths, "cpu")
         own = shards.slice(x).requires_grad_()
         output = convolve(pack, own.T[None], weight, bias, "silu")[0].T
         output.backward(shards.slice(wanted))

@@ -17,11 +17,9 @@ attention), E head size.
 
 import importlib.util
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from inspect import signature
-from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -32,7 +30,7 @@ from torch.nn.attention.bias import causal_lower_right
 from verl_ext.attention.sinks import FLASH, attention_by_blocks, flash_arguments, flash_with_sinks
 from verl_ext.options import Options, check_choice, first_line, option
 from verl_ext.parallel.key_exchange import LseKernel
-from verl_ext.parallel.shards import DocumentLayout
+from verl_ext.parallel.shards import DocumentLayout, KernelFunction
 
 PACKED_ATTENTION = "verl_ext_packed"  # its name in `model.override_config.attn_implementation`
 
@@ -61,8 +59,8 @@ def sdpa(
 ) -> torch.Tensor:
     """Attend causally in documents from ``query[T, H, E]`` to ``[S, K, E]``."""
     outputs: list[torch.Tensor] = []
-    for queries, keys in zip(pairwise(layout.offsets), pairwise(layout.keys.offsets), strict=True):
-        q, k, v = query[slice(*queries)], key[slice(*keys)], value[slice(*keys)]
+    documents = query.split(layout.lengths), *(x.split(layout.keys.lengths) for x in (key, value))
+    for q, k, v in zip(*documents, strict=True):
         is_windowed = options.window is not None and options.window < len(k)
         if is_windowed or options.softcap is not None or options.sinks is not None:
             outputs += attention_by_blocks(q, k, v, options)
@@ -75,8 +73,8 @@ def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options
     is_square = len(query) == len(key)
     mask: Any = None if is_square else causal_lower_right(len(query), len(key))
     query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))  # [1, heads, ·, E]
-    given: dict[str, Any] = {"dropout_p": options.dropout, "scale": options.scale, "enable_gqa": True}
-    output = F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_square, **given)
+    settings: dict[str, Any] = {"dropout_p": options.dropout, "scale": options.scale, "enable_gqa": True}
+    output = F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_square, **settings)
     return output.squeeze(0).transpose(0, 1)
 
 
@@ -132,12 +130,12 @@ class Kernel(NamedTuple):
         lse: the same with its log-sum-exp, for keys that arrive in parts; None: it returns none, or accepts none.
     """
 
-    whole: Callable[..., torch.Tensor]
+    whole: KernelFunction
     lse: LseKernel | None = None
 
-    def __call__(self, *given: Any) -> torch.Tensor:
+    def __call__(self, *inputs: Any) -> torch.Tensor:
         """Attend if all keys are present."""
-        return self.whole(*given)
+        return self.whole(*inputs)
 
 
 KERNELS: dict[str, Kernel] = {
@@ -204,7 +202,7 @@ class AttentionNeeds:
 
     @property
     def changes_weights(self) -> bool:
-        """Whether there is dropout or a soft cap, which torch's own flash attention does not have."""
+        """Whether there is what torch's own flash attention has not."""
         return bool(self.dropout or self.softcap)
 
 

@@ -119,8 +119,8 @@ def packed_attention(
     query, key, value = (x.flatten(0, 1) for x in (query, key, value))  # [B · T, heads/n, E]
 
     # A kernel with a log-sum-exp sees own keys while those of other groups travel; others wait for all keys.
-    kernel = _kernel_of(query, dropout, softcap, s_aux)
     options = KernelOptions(scaling, sliding_window, dropout, softcap, s_aux)
+    kernel = _kernel_of(query, options)
     overlapped = shared.overlapped(backward_by_groups_of_heads(kernel.lse), options) if shared and kernel.lse else None
     if overlapped is None:
         output = document_layout.attend(by_groups_of_heads(kernel.whole), query, key, value, options)
@@ -134,12 +134,12 @@ def packed_attention(
     return padding.output(output).contiguous(), None
 
 
-def _kernel_of(query: torch.Tensor, dropout: float, softcap: float | None, sinks: torch.Tensor | None) -> Kernel:
+def _kernel_of(query: torch.Tensor, options: KernelOptions) -> Kernel:
     """Return this process's kernel, or for ``auto`` the fastest for a call."""
     if not isinstance(_requested, str):
         return _requested
-    exact = torch.are_deterministic_algorithms_enabled()
-    needs = AttentionNeeds(query.dtype, query.size(-1), dropout, softcap, sinks is not None, exact)
+    has_sinks, exact = options.sinks is not None, torch.are_deterministic_algorithms_enabled()
+    needs = AttentionNeeds(query.dtype, query.size(-1), options.dropout, options.softcap, has_sinks, exact)
     capability = gpu_capability(query.device.index) if query.is_cuda else None
     return KERNELS[choose_backend(_requested, needs, KernelDevice(query.device.type, capability))]
 

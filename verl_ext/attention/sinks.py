@@ -29,9 +29,9 @@ _QUERY_BLOCK = 512  # queries whose scores or mask are held at a time
 def attention_by_blocks(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Any
 ) -> Iterator[torch.Tensor]:
-    """Yield ``[B, H, E]`` of a document's queries ``[Q, H, E]`` to its ``[S, K, E]``.
+    """Yield a document's attention by blocks of queries, ``[B, H, E]`` each.
 
-    The queries are the document's last tokens, and no tensor has the square of its length:
+    ``query[Q, H, E]`` are the last tokens of ``key, value[S, K, E]``. No tensor has the square of their number:
 
     - with a soft cap or sinks, the scores of a block are computed again in backward;
     - with a window alone, sdpa gets a mask. Only its memory-efficient kernel accepts one and holds no scores. It has no
@@ -44,8 +44,8 @@ def attention_by_blocks(
     reach = len(key) if options.window is None else -(-(options.window - 1) // 16) * 16
     for start in range(0, len(query), _QUERY_BLOCK):
         q = query[start : start + _QUERY_BLOCK]
-        seen = slice(max(before + start - reach, 0), before + start + len(q))
-        k, v = key[seen], value[seen]
+        visible = slice(max(before + start - reach, 0), before + start + len(q))
+        k, v = key[visible], value[visible]
         if has_scores:
             yield checkpoint(_scored, q, k, v, options, use_reentrant=False)
             continue
@@ -64,12 +64,12 @@ def _unseen(queries: int, keys: int, window: int | None, device: Any) -> torch.T
 
 
 def _repeated(x: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """Return ``[S, H, E]``, a key or value head for each query head."""
+    """Repeat ``x[S, K, E]`` to a head for each query head."""
     return x.repeat_interleave(query.size(1) // x.size(1), dim=1)
 
 
 def _scored(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Any) -> torch.Tensor:
-    """Attend from ``query[B, H, E]``, the last of keys ``[S, K, E]``, by all scores."""
+    """Attend from ``[B, H, E]``, the last of ``[S, K, E]``, by scores."""
     key, value = _repeated(key, query), _repeated(value, query)
     scale = query.size(-1) ** -0.5 if options.scale is None else options.scale
     logits = torch.einsum("qhe,khe->hqk", query, key) * scale
@@ -88,33 +88,25 @@ class LseAttention(torch.autograd.Function):
     """Attention by an :class:`LseKernel`, with sinks ``[H]`` or None."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        sinks: torch.Tensor | None,
-        layout: DocumentLayout,
-        options: Any,
-        kernel: LseKernel,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
         """Scale the output by what sinks leave; keep the joint log-sum-exp."""
-        output, lse, *kept = kernel.forward(query, key, value, layout, options)
+        query, key, value, sinks, layout, options, kernel = inputs
+        output, lse, *others = kernel.forward(query, key, value, layout, options)
         if sinks is not None:
             whole = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(1))  # [H, T]
             output = (output * share_of_sum(lse, whole)).to(output.dtype)
             lse = whole
-        ctx.save_for_backward(query, key, value, sinks, output, lse, *kept)
+        ctx.save_for_backward(query, key, value, sinks, output, lse, *others)
         ctx.layout, ctx.options, ctx.kernel = layout, options, kernel
         return output
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[Any, ...]:
         """Pass output and log-sum-exp, both with sinks, to the kernel."""
-        query, key, value, sinks, output, lse, *kept = ctx.saved_tensors
+        query, key, value, sinks, output, lse, *others = ctx.saved_tensors
         (grad,) = grad_outputs
-        given = (grad.contiguous(), query, key, value, output, lse, *kept)
-        gradients = ctx.kernel.backward(*given, ctx.layout, ctx.options)
+        inputs = (grad.contiguous(), query, key, value, output, lse, *others)
+        gradients = ctx.kernel.backward(*inputs, ctx.layout, ctx.options)
         of_sinks = None
         if sinks is not None:
             of_rows = (grad.to(lse.dtype) * output.to(lse.dtype)).sum(-1).t()  # [H, T]
@@ -145,8 +137,8 @@ def _flash_windows(options: Any) -> dict[str, Any]:
     return {"scale": options.scale, **window}
 
 
-def _flash_forward(*given: Any, causal: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-    query, key, value, layout, options = given
+def _flash_forward(*inputs: Any, causal: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    query, key, value, layout, options = inputs
     assert (options.dropout, options.softcap) == (0, None), "flash_limit and choose_backend refuse both"
     padded, lengths = flash_arguments(query, value, layout)
     output, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -155,8 +147,8 @@ def _flash_forward(*given: Any, causal: bool = True) -> tuple[torch.Tensor, torc
     return output[..., : value.size(-1)], lse
 
 
-def _flash_backward(*given: Any, causal: bool = True) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    grad, query, key, value, output, lse, layout, options = given
+def _flash_backward(*inputs: Any, causal: bool = True) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad, query, key, value, output, lse, layout, options = inputs
     padded, lengths = flash_arguments(query, value, layout)
     grad, output = _widened(grad, query), _widened(output, query)
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)

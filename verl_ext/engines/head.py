@@ -29,7 +29,9 @@ from verl_ext.parallel.shards import SequenceShards
 
 @dataclass(frozen=True)
 class TargetRows:
-    """A sequence-parallel rank's targets before and after the exchange, on the host.
+    """A sequence-parallel rank's targets before and after the exchange.
+
+    All of this is known on the host.
 
     Attributes:
         positions: int64[N], those of all targets in the pack, in the order of the ranks that hold them.

@@ -12,7 +12,6 @@ rank 1           halo:  (0 B)   B B B B B B B        only one of the two tokens 
 
 from collections.abc import Callable
 from functools import cache
-from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -43,14 +42,14 @@ def convolve(
         known, layout = whole.derived(("halo", taps), lambda: _with_halo(whole, pack.shards, taps))
         output = kernel(known.gathered(rows, pack.group), weight, bias, activation, layout)
         parts = by_range(output, known.ranges)
-        output = torch.cat([parts[span] for span in known.held])
+        output = torch.cat([parts[span] for span in known.own])
     return output.transpose(0, 1).unsqueeze(0)
 
 
 def _with_halo(layout: DocumentLayout, shards: SequenceShards, taps: int) -> tuple[KnownRows, DocumentLayout]:
-    """Return a rank's rows with those that its first taps read, and their documents."""
+    """Return a rank's rows and those before them, and their documents."""
     offsets = layout.offsets
-    known = KnownRows.from_offsets(offsets, shards.spans_of_ranks(offsets[-1]), shards.rank, taps)
+    known = KnownRows.from_spans(offsets, shards.spans_of_ranks(offsets[-1]), shards.rank, taps)
     runs: list[TokenRange] = []
     for part in known.ranges:  # a span follows its halo
         start = runs.pop().start if runs and runs[-1].end == part.start else part.start
@@ -88,10 +87,9 @@ def convolve_documents(
 ) -> torch.Tensor:
     """Convolve ``x[T, C]`` one document after the other, each as transformers does."""
     taps, channels = weight.size(-1), weight.size(0)
-    documents = [x[start:end].transpose(0, 1) for start, end in pairwise(layout.offsets)]
     outputs = [
-        F.conv1d(document, weight.unsqueeze(1), bias, padding=taps - 1, groups=channels)[:, : document.size(1)]
-        for document in documents
+        F.conv1d(document.T, weight.unsqueeze(1), bias, padding=taps - 1, groups=channels)[:, : len(document)]
+        for document in x.split(layout.lengths)
     ]
     output = torch.cat(outputs, dim=1).transpose(0, 1)
     return output if activation is None else ACT2FN[activation](output)

@@ -11,7 +11,8 @@ documents   rank 0 │ B B B B B   │   rank 1 │ A A A A C C · │    the lo
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
+from itertools import chain, pairwise
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -24,28 +25,28 @@ from verl_ext.parallel.shards import SequenceShards, TokenRange, pieces
 
 @dataclass(frozen=True)
 class Deal:
-    """The documents of a rank, and the route of all tokens to their ranks.
+    """The documents of a rank, and the way of tokens to them.
 
     Attributes:
         route: from a rank's L rows to the S rows of its documents.
-        offsets: bounds of these documents, which end at S.
+        lengths: the tokens of these documents, S together.
     """
 
     route: Route
-    offsets: tuple[int, ...]
+    lengths: list[int]
 
     @classmethod
     def from_offsets(cls, offsets: Sequence[int], shards: SequenceShards) -> "Deal":
         """Deal the documents [offsets[d], offsets[d + 1]) to ranks."""
         documents = dealt(offsets, shards.ranks)
+        lengths = [offsets[d + 1] - offsets[d] for d in documents[shards.rank]]
         rank_of = {d: rank for rank, own in enumerate(documents) for d in own}
-        held = shards.spans_of_ranks(offsets[-1])
-        needs: list[list[TokenRange]] = [[] for _ in held]
-        for span in chain(*held):
+        spans = shards.spans_of_ranks(offsets[-1])
+        needs: list[list[TokenRange]] = [[] for _ in spans]
+        for span in chain(*spans):
             for d, start, end in pieces(offsets, *span):
                 needs[rank_of[d]].append(TokenRange(start, end))
-        lengths = [offsets[d + 1] - offsets[d] for d in documents[shards.rank]]
-        return cls(Route.from_needs(held, needs, shards.rank), (0, *accumulate(lengths)))
+        return cls(Route.from_needs(spans, needs, shards.rank), lengths)
 
 
 def dealt(offsets: Sequence[int], ranks: int) -> list[list[int]]:
@@ -65,37 +66,31 @@ def layer_by_document(
 ) -> torch.Tensor:
     """Run a layer on each document of ``hidden[1, L, C]`` alone.
 
-    The result is ``[1, L, C]`` too.
-
-
-    Args:
-        pack: the pack that runs.
-        layer: a layer's forward; if it returns a tuple, the first value counts.
-        hidden: its input.
-        others: its other arguments; tensors of L tokens in dimension 1 (rotary embeddings) are cut like the input.
+    layer is a layer's forward; if it returns a tuple, the first value, ``[1, L, C]``, counts. Of its other arguments,
+    tensors of L tokens in dimension 1 (rotary embeddings) are cut like the input; they have no gradients.
     """
     assert pack.layout is not None
-    length, offsets = hidden.size(1), pack.layout.offsets
+    length, layout = hidden.size(1), pack.layout
     if pack.group is None:
-        return _run(layer, hidden, others, offsets)
-    deal = pack.layout.derived("deal", lambda: Deal.from_offsets(offsets, pack.shards))
+        return _run(layer, hidden, others, layout.lengths)
+    deal = layout.derived("deal", lambda: Deal.from_offsets(layout.offsets, pack.shards))
     route, group = deal.route, pack.group
-    come = _travel(hidden, route, group)
+    own = _travel(hidden, route, group)
     beside = {name: _mapped(value, length, lambda x: _travel(x, route, group)) for name, value in others.items()}
-    if len(deal.offsets) == 1:
+    if not deal.lengths:
         # FSDP reduces gradients over all ranks, so a rank without documents computes one token with weight 0.
         token = {name: _mapped(value, length, lambda x: x[:, :1]) for name, value in others.items()}
-        output = come + 0 * _run(layer, hidden[:, :1], token, (0, 1)).sum()
+        output = own + 0 * _run(layer, hidden[:, :1], token, [1]).sum()
     else:
-        output = _run(layer, come, beside, deal.offsets)
+        output = _run(layer, own, beside, deal.lengths)
     return _travel(output, route.back, group)
 
 
 def _travel(x: torch.Tensor, route: Route, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return ``[1, S, …]``, the rows that arrive for ``x[1, L, …]``, both in the pack's order."""
+    """Exchange ``x[1, L, …]`` for the arriving ``[1, S, …]``, in the pack's order."""
     sizes = (route.send_sizes, route.receive_sizes)
-    come = exchange_rows(_reordered(x[0], sorted(route.sent), route.sent), group, *sizes)
-    return _reordered(come, route.arriving, sorted(route.arriving)).unsqueeze(0)
+    received = exchange_rows(_reordered(x[0], sorted(route.outgoing), route.outgoing), group, *sizes)
+    return _reordered(received, route.incoming, sorted(route.incoming)).unsqueeze(0)
 
 
 def _reordered(rows: torch.Tensor, ranges: Ranges, order: Ranges) -> torch.Tensor:
@@ -104,17 +99,14 @@ def _reordered(rows: torch.Tensor, ranges: Ranges, order: Ranges) -> torch.Tenso
     return torch.cat([parts[part] for part in order] or [rows])
 
 
-def _run(
-    layer: Callable[..., Any], hidden: torch.Tensor, others: dict[str, Any], offsets: Sequence[int]
-) -> torch.Tensor:
-    length, outputs = hidden.size(1), []
-    for start, end in pairwise(offsets):
-
-        def cut(x: torch.Tensor, start: int = start, end: int = end) -> torch.Tensor:
-            return x[:, start:end]
-
-        output = layer(cut(hidden), **{name: _mapped(value, length, cut) for name, value in others.items()})
+def _run(layer: Callable[..., Any], hidden: torch.Tensor, others: dict[str, Any], lengths: list[int]) -> torch.Tensor:
+    """Run the layer document by document, from the first on."""
+    length, outputs, start = hidden.size(1), [], 0
+    for document in hidden.split(lengths, dim=1):
+        cut = itemgetter((slice(None), slice(start, start + document.size(1))))  # x[:, start:end]
+        output = layer(document, **{name: _mapped(value, length, cut) for name, value in others.items()})
         outputs.append(output if isinstance(output, torch.Tensor) else output[0])
+        start += document.size(1)
     return torch.cat(outputs, dim=1)
 
 

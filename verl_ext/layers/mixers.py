@@ -91,11 +91,11 @@ def _carries_a_state(module: nn.Module) -> bool:
 
 
 def _in_packs(layer: Any, pack: RunningPack, name: str = "forward", alone: Any = None) -> Callable[[Any], None]:
-    """Decorate a layer's function in packs, called with the layer's own one.
+    """Decorate what a layer's function becomes while a pack runs.
 
     ```
     @_in_packs(layer, pack)
-    def forward(alone, *args, **kwargs): …    without a pack, layer.forward stays `alone`
+    def forward(alone, *args, **kwargs): …        alone: the layer's own function, called without a pack
     ```
     """
     alone = alone or getattr(layer, name)
@@ -123,7 +123,7 @@ def _install_delta(layer: Any, pack: RunningPack) -> None:
 
 
 def _install_short_convolution(layer: Any, pack: RunningPack, **scan: Callable[..., Any]) -> None:
-    """Run the layer's forward for GPU kernels, with other functions in their names."""
+    """Run a layer's forward for GPU kernels, with our functions inside."""
     kernels_forward = type(layer).cuda_kernels_forward
     names = {"causal_conv1d_fn": functools.partial(convolve, pack), **scan}
 
@@ -221,7 +221,7 @@ def _convolve_rows(
 
 @contextlib.contextmanager
 def _replaced(scope: dict[str, Any], values: dict[str, Any]) -> Iterator[None]:
-    """Replace values of a modeling module or a layer during a layer's forward."""
+    """Replace values of a module or a layer for a while."""
     with _swapped:
         before = {name: scope.get(name) for name in values}
         scope.update(values)

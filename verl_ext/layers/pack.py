@@ -5,7 +5,6 @@ to their layers, so the layout reaches layers through an object that all modules
 """
 
 import importlib
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -32,17 +31,13 @@ class RunningPack:
         self.shards, self.group = shards or SequenceShards(), group
         self.layout: DocumentLayout | None = None
 
-    def begin(self, layout: DocumentLayout | None) -> None:
-        """Take the layout of the next forward."""
-        self.layout = layout
-
     def positions(self) -> torch.Tensor:
         """Return int64[L], the places of this rank's tokens in documents."""
         assert self.layout is not None
-        offsets, device = self.layout.offsets, self.layout.cu_seqlens.device
+        lengths, device = self.layout.lengths, self.layout.cu_seqlens.device
 
         def make() -> torch.Tensor:
-            of_pack = torch.cat([torch.arange(end - start) for start, end in pairwise(offsets)])
+            of_pack = torch.cat([torch.arange(length) for length in lengths])
             return pinned(self.shards.slice(of_pack), device).to(device, non_blocking=True)
 
         return self.layout.derived("positions", make)
@@ -75,7 +70,7 @@ def attach(model: nn.Module, pack: RunningPack) -> None:
     """Let all modules read their model's `document_layout`."""
 
     def begin(_: nn.Module, args: tuple, kwargs: dict) -> None:
-        pack.begin(kwargs.get("document_layout"))
+        pack.layout = kwargs.get("document_layout")
 
     model.register_forward_pre_hook(begin, with_kwargs=True)
     for module in model.modules():

@@ -11,7 +11,6 @@ Gated delta rule: https://arxiv.org/abs/2412.06464. State-space duality: https:/
 from collections.abc import Callable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -41,31 +40,23 @@ def delta_rule(
 ) -> tuple[torch.Tensor, None]:
     """Compute the gated delta rule of ``[1, L, H, ·]`` inside documents.
 
-    ``g`` and ``beta`` are ``[1, L, H]``.
-
-
-    `rule` is transformers' function for one document, for devices without flash-linear-attention.
+    ``g`` and ``beta`` are ``[1, L, H]``. `rule` is transformers' function for one document, for devices without
+    flash-linear-attention.
     """
     assert pack.layout is not None
     # A recurrence needs all tokens of a document in order, but its heads are independent: ranks split those.
     heads = value.size(2)
     q, k, v, decay, rate = tokens_to_heads(pack, query, key, value, g.unsqueeze(-1), beta.unsqueeze(-1))
     decay, rate = decay.squeeze(-1), rate.squeeze(-1)
+
+    # The package computes all documents at once; transformers' function one at a time.
     kernel = _fla("gated_delta_rule", "chunk_gated_delta_rule") if value.is_cuda else None
+    normed: dict[str, Any] = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
     if kernel is not None:
-        normed: dict[str, Any] = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
         output, _state = kernel(q, k, v, g=decay, beta=rate, **normed, **fla_lengths(pack.layout))
     else:
-        of_documents = [
-            rule(
-                *(x[:, start:end] for x in (q, k, v)),
-                g=decay[:, start:end],
-                beta=rate[:, start:end],
-                use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            )[0]
-            for start, end in pairwise(pack.layout.offsets)
-        ]
-        output = torch.cat(of_documents, dim=1)
+        parts = zip(*(x.split(pack.layout.lengths, dim=1) for x in (q, k, v, decay, rate)), strict=True)
+        output = torch.cat([rule(*qkv, g=g, beta=beta, **normed)[0] for *qkv, g, beta in parts], dim=1)
     return heads_to_tokens(pack, output, heads), None
 
 
@@ -85,12 +76,9 @@ def state_space(
 ) -> torch.Tensor | tuple[torch.Tensor, None]:
     """Compute Mamba 2's recurrence of ``x[1, L, H, P]`` inside documents.
 
-    It is called like mamba_chunk_scan_combined.
-
-
-    ``dt[1, L, H]`` are steps in time before ``dt_bias[H]``, softplus and the clamp to `dt_limit`; ``A, D[H]`` rates of
-    decay and weights of the values themselves; ``B, C[1, L, G, N]`` belong to G groups of H/G heads. With
-    `return_final_states` the result is a pair; the states are not computed.
+    It is called like mamba_chunk_scan_combined. ``dt[1, L, H]`` are steps in time before ``dt_bias[H]``, softplus and
+    the clamp to `dt_limit`; ``A, D[H]`` rates of decay and weights of the values themselves; ``B, C[1, L, G, N]``
+    belong to G groups of H/G heads. With `return_final_states` the result is a pair; the states are not computed.
     """
     assert pack.layout is not None
     heads, groups = x.size(2), B.size(2)
@@ -106,15 +94,14 @@ def state_space(
     first = 0 if divides else pack.shards.rank * v.size(2)
     group_of = (torch.arange(first, first + v.size(2), device=x.device) // (heads // groups)).clamp(max=b.size(2) - 1)
     b, c = b[:, :, group_of], c[:, :, group_of]
+
+    # The package computes all documents at once; torch one at a time.
     kernel = _fla("simple_gla", "chunk_simple_gla") if x.is_cuda else None
     if kernel is not None:  # simple gated linear attention with C as queries and B as keys
         output, _state = kernel(c, b, v, g=log_decay.squeeze(-1), scale=1.0, **fla_lengths(pack.layout))
     else:
-        of_documents = [
-            _state_space_of_document(*(t[0, start:end].float() for t in (v, log_decay[..., 0], b, c)))
-            for start, end in pairwise(pack.layout.offsets)
-        ]
-        output = torch.cat(of_documents).unsqueeze(0)
+        parts = zip(*(t[0].split(pack.layout.lengths) for t in (v, log_decay[..., 0], b, c)), strict=True)
+        output = torch.cat([_state_space_of_document(*(t.float() for t in part)) for part in parts]).unsqueeze(0)
     output = heads_to_tokens(pack, output.to(x.dtype), heads)
     if D is not None:
         output = output + (D.float().unsqueeze(-1) * x).to(x.dtype)
@@ -126,19 +113,16 @@ def _state_space_of_document(
 ) -> torch.Tensor:
     """Return ``[L, H, P]`` of one document, by chunks of :data:`CHUNK` tokens.
 
-    v is ``[L, H, P]``, log_decay ``[L, H]``, b and c ``[L, H, N]``.
-
-
-    State S_t = exp(log_decay_t) · S_{t-1} + b_t v_tᵀ and output c_tᵀ S_t. Pairs of one chunk are computed at once; the
-    state at the end of a chunk carries the rest.
+    v is ``[L, H, P]``, log_decay ``[L, H]``, b and c ``[L, H, N]``. State S_t = exp(log_decay_t) · S_{t-1} + b_t v_tᵀ
+    and output c_tᵀ S_t. Pairs of one chunk are computed at once; the state at the end of a chunk carries the rest.
     """
     length = len(v)
     pad = -length % CHUNK
     v, b, c = (F.pad(t, (0, 0, 0, 0, 0, pad)).unflatten(0, (-1, CHUNK)).transpose(1, 2) for t in (v, b, c))
     total = F.pad(log_decay, (0, 0, 0, pad)).unflatten(0, (-1, CHUNK)).transpose(1, 2).cumsum(-1)  # [chunks, H, CHUNK]
     between = total.unsqueeze(-1) - total.unsqueeze(-2)
-    seen = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=v.device).tril()
-    inside = (c @ b.transpose(-1, -2) * between.masked_fill(~seen, -torch.inf).exp()) @ v  # [chunks, H, CHUNK, P]
+    causal = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=v.device).tril()
+    inside = (c @ b.transpose(-1, -2) * between.masked_fill(~causal, -torch.inf).exp()) @ v  # [chunks, H, CHUNK, P]
     added = (b * (total[..., -1:] - total).exp().unsqueeze(-1)).transpose(-1, -2) @ v  # [chunks, H, N, P]
     state, before = torch.zeros_like(added[0]), []
     for chunk in range(len(added)):
@@ -168,8 +152,7 @@ def heads_to_tokens(pack: RunningPack, x: torch.Tensor, heads: int) -> torch.Ten
     """Exchange ``x[1, T, H/n, P]`` for ``[1, L, heads, P]``: `tokens_to_heads` back."""
     if pack.group is None:
         return x
-    by_rank = pack.shards.by_rank(x.squeeze(0)).unsqueeze(0)
-    return join_heads(by_rank, pack.group)[:, :, :heads]
+    return join_heads(pack.shards.by_rank(x.squeeze(0)).unsqueeze(0), pack.group)[:, :, :heads]
 
 
 def kernels_problem(capability: tuple[int, int] | None) -> str | None:

@@ -85,7 +85,7 @@ _MOST_LAYERS = 12
 
 
 def trial_model(config: Any, cls: Any, **sizes: Any) -> nn.Module:
-    """Return a small random model for CPU packs, of a config and its class.
+    """Return a small random model of a class, for CPU packs.
 
     cls is transformers' Auto class for remote code; `sizes` override those of the small config. Raises ValueError if
     the small config's model is still too large to be tried.
@@ -93,11 +93,11 @@ def trial_model(config: Any, cls: Any, **sizes: Any) -> nn.Module:
     small = shrunk(config, **sizes)
     with torch.random.fork_rng(devices=[]), torch_forms(cls):
         torch.manual_seed(0)
-        given: dict[str, Any] = {"attn_implementation": PACKED_ATTENTION}
+        attention: dict[str, Any] = {"attn_implementation": PACKED_ATTENTION}
         if hasattr(cls, "_from_config"):
-            make = functools.partial(cls._from_config, small, **given)
+            make = functools.partial(cls._from_config, small, **attention)
         else:  # an Auto class; the config of remote code was read with the user's consent
-            make = functools.partial(cls.from_config, small, trust_remote_code=True, **given)
+            make = functools.partial(cls.from_config, small, trust_remote_code=True, **attention)
         with torch.device("meta"):
             parameters = sum(weight.numel() for weight in make().parameters())
         if parameters > _MOST_PARAMETERS:
@@ -163,8 +163,8 @@ def _use_own_attention(model: nn.Module) -> None:
 def _logits(model: nn.Module, ids: torch.Tensor, lengths: tuple[int, ...], has_layout: bool = True) -> torch.Tensor:
     positions = torch.cat([torch.arange(length) for length in lengths])
     layout = document_layout(positions) if has_layout else None
-    given: dict[str, Any] = {"input_ids": ids[None], "position_ids": positions[None], "attention_mask": None}
-    return model(**given, document_layout=layout, use_cache=False).logits[0]
+    inputs: dict[str, Any] = {"input_ids": ids[None], "position_ids": positions[None], "attention_mask": None}
+    return model(**inputs, document_layout=layout, use_cache=False).logits[0]
 
 
 def shrunk(config: Any, **sizes: Any) -> Any:

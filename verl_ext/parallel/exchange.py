@@ -4,8 +4,8 @@ All ranks know a pack's documents, so each computes the same routes on the host,
 
 ```
 pack        │ A A A A B B │ B B B C C · │
-held        │ rank 0      │ rank 1      │
-needed                B B                    rank 1 needs two tokens before its own: rank 0 sends two rows
+own         │ rank 0      │ rank 1      │
+foreign               B B                    rank 1 sees two tokens before its own: rank 0 sends two rows
 ```
 """
 
@@ -46,34 +46,34 @@ class Route:
     """The parts of a pack that a rank sends and receives.
 
     Attributes:
-        sent: parts of this rank's spans, in the order of the ranks that they go to.
-        arriving: parts of other ranks' spans, in the order of the ranks that they come from.
+        outgoing: parts of this rank's spans, in the order of the ranks that they go to.
+        incoming: parts of other ranks' spans, in the order of the ranks that they come from.
         send_sizes, receive_sizes: the number of rows for and from each rank.
     """
 
-    sent: Ranges
-    arriving: Ranges
+    outgoing: Ranges
+    incoming: Ranges
     send_sizes: list[int]
     receive_sizes: list[int]
 
     @classmethod
-    def from_needs(cls, held: Sequence[Ranges], needs: Sequence[Ranges], rank: int) -> "Route":
-        """Send to each rank the parts that it needs, each from one span.
+    def from_needs(cls, spans: Sequence[Ranges], needs: Sequence[Ranges], rank: int) -> "Route":
+        """Send each rank the parts that it needs, each of one span.
 
-        held: the spans of each rank, in the order of its rows; needs: the parts that each rank needs.
+        spans: those of each rank, in the order of its rows; needs: the parts that each rank needs.
         """
-        sent = [_inside(held[rank], needed) for needed in needs]
-        come = [_inside(spans, needs[rank]) for spans in held]
-        sizes = ([sum(part.tokens for part in parts) for parts in of_ranks] for of_ranks in (sent, come))
-        return cls(tuple(chain(*sent)), tuple(chain(*come)), *sizes)
+        outgoing = [_inside(spans[rank], parts) for parts in needs]
+        incoming = [_inside(of_rank, needs[rank]) for of_rank in spans]
+        sizes = ([sum(part.tokens for part in parts) for parts in of_ranks] for of_ranks in (outgoing, incoming))
+        return cls([*chain(*outgoing)], [*chain(*incoming)], *sizes)
 
     @property
     def back(self) -> "Route":
         """The way back of what arrived."""
-        return Route(self.arriving, self.sent, self.receive_sizes, self.send_sizes)
+        return Route(self.incoming, self.outgoing, self.receive_sizes, self.send_sizes)
 
     def start(self, rows: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
-        """Start an exchange without gradients; return arriving rows and the work to await."""
+        """Start an exchange without gradients: return arriving rows and the work."""
         send, receive = self.send_sizes, self.receive_sizes
         received = rows.new_empty(sum(receive), *rows.shape[1:])
         return received, dist.all_to_all_single(received, rows, receive, send, group=group, async_op=True)
@@ -85,76 +85,77 @@ def _inside(spans: Ranges, parts: Ranges) -> list[TokenRange]:
 
 @dataclass(frozen=True)
 class KnownRows:
-    """A rank's rows after an exchange: its own, and those that they see.
+    """A rank's own rows, and those of others that they see.
 
     Attributes:
-        held: this rank's spans, in the order of its rows.
-        needed: the parts of other spans that its tokens see, in the order of these spans.
-        route: the exchange that brings `needed`.
+        own: this rank's spans, in the order of its rows.
+        foreign: the parts of other ranks' spans that its tokens see, in the order of these spans.
+        route: the exchange that brings the foreign rows.
         is_complete: whether no rank needs a row of another.
     """
 
-    held: Ranges
-    needed: Ranges
+    own: Ranges
+    foreign: Ranges
     route: Route
     is_complete: bool
 
     @classmethod
-    def from_offsets(cls, offsets: Sequence[int], held: Sequence[Ranges], rank: int, window: int | None) -> "KnownRows":
-        """Find what tokens of all ranks see in their documents, at most `window` tokens."""
-        needs = [_needed(offsets, own, [*chain(*held)], window) for own in held]
-        return cls(held[rank], needs[rank], Route.from_needs(held, needs, rank), not any(needs))
+    def from_spans(cls, offsets: Sequence[int], spans: Sequence[Ranges], rank: int, window: int | None) -> "KnownRows":
+        """Find what tokens see in their documents, `window` tokens at most."""
+        needs = [_foreign(offsets, own, [*chain(*spans)], window) for own in spans]
+        return cls(spans[rank], needs[rank], Route.from_needs(spans, needs, rank), not any(needs))
 
     @property
     def ranges(self) -> list[TokenRange]:
         """What the known rows hold, in the pack's order."""
-        return sorted([*self.held, *self.needed])
+        return sorted([*self.own, *self.foreign])
 
     def gathered(self, rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         """Return the known rows, in the pack's order, from own ``[L, …]``."""
         if self.is_complete:
             return rows
-        rows, leaving = _OwnAndSent.apply(rows, self.held, self.route.sent)
+        rows, leaving = _OwnAndOutgoing.apply(rows, self.own, self.route.outgoing)
         received = exchange_rows(leaving, group, self.route.send_sizes, self.route.receive_sizes)
         del leaving
-        parts = by_range(rows, self.held) | by_range(received, self.route.arriving)
+        parts = by_range(rows, self.own) | by_range(received, self.route.incoming)
         # The empty part is for a rank that receives nothing: its backward must join the exchange of gradients.
         return torch.cat([*(parts[part] for part in self.ranges), received[:0]])
 
 
-class _OwnAndSent(torch.autograd.Function):
-    """Own rows, and beside them those that leave."""
+class _OwnAndOutgoing(torch.autograd.Function):
+    """Own rows beside those that leave, whose gradients are added in fp32."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, held: Ranges, sent: Ranges) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.held, ctx.sent = held, sent
-        return rows.view_as(rows), parts_of(rows, held, sent)
+    def forward(ctx: Any, rows: torch.Tensor, spans: Ranges, outgoing: Ranges) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.spans, ctx.outgoing = spans, outgoing
+        return rows.view_as(rows), parts_of(rows, spans, outgoing)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return with_returned(*grad_outputs, ctx.held, ctx.sent, copy=True), None, None
+        own, returned = grad_outputs
+        return with_returned(own, returned, ctx.spans, ctx.outgoing, copy=True), None, None
 
 
-def with_returned(own: torch.Tensor, returned: torch.Tensor, held: Ranges, sent: Ranges, copy: bool) -> torch.Tensor:
-    """Add gradients that other ranks return to own rows' (in a copy), rounding once."""
+def with_returned(own: torch.Tensor, returned: torch.Tensor, spans: Ranges, parts: Ranges, copy: bool) -> torch.Tensor:
+    """Add gradients that other ranks return to own ones, rounding once."""
     total = own.to(torch.promote_types(own.dtype, torch.float32), copy=copy)
-    for part, rows in zip(sent, returned.split([part.tokens for part in sent]), strict=True):
-        total[place_in(held, part)] += rows
+    for part, rows in zip(parts, returned.split([part.tokens for part in parts]), strict=True):
+        total[place_in(spans, part)] += rows
     return total.to(own.dtype)
 
 
-def _needed(offsets: Sequence[int], own: Ranges, spans: Ranges, window: int | None) -> list[TokenRange]:
-    """Return the parts of others' spans that own tokens see, to spans' ends."""
-    first = {query: first_seen(offsets, query.start, window) for query in own}
-    needed = []
+def _foreign(offsets: Sequence[int], own: Ranges, spans: Ranges, window: int | None) -> list[TokenRange]:
+    """Return the ends of others' spans that own tokens see."""
+    first = {query: window_start(offsets, query.start, window) for query in own}
+    parts = []
     for span in spans:
-        seen_by = [query for query in own if first[query] < span.end <= query.start]
-        if span not in own and seen_by:
-            needed.append(TokenRange(max(span.start, min(first[query] for query in seen_by)), span.end))
-    return needed
+        starts = [first[query] for query in own if first[query] < span.end <= query.start]
+        if starts and span not in own:
+            parts.append(TokenRange(max(span.start, min(starts)), span.end))
+    return parts
 
 
-def first_seen(offsets: Sequence[int], token: int, window: int | None) -> int:
+def window_start(offsets: Sequence[int], token: int, window: int | None) -> int:
     """Return the earliest token of its document that a token sees."""
     document, _, _ = next(pieces(offsets, token, token + 1))
     return offsets[document] if window is None else max(offsets[document], token - window + 1)
@@ -171,7 +172,7 @@ def place_in(ranges: Ranges, part: TokenRange) -> slice:
 
 
 def parts_of(rows: torch.Tensor, ranges: Ranges, parts: Ranges) -> torch.Tensor:
-    """Return the rows of parts of the ranges, one part after the other."""
+    """Return the rows of parts of ranges, part after part."""
     return torch.cat([rows[place_in(ranges, part)] for part in parts] or [rows[:0]])
 
 

@@ -11,8 +11,7 @@ backward    foreign keys ─► send gradients ─► own keys ─► wait   exa
 For other kernels, and in layers with a window, which fetch little, all keys lie in one tensor, in the order of the
 pack, before a kernel runs: one call for both chunks if their keys lie apart, else one for each.
 
-Legend: T tokens of a pack with padding, L tokens of a chunk, H query and K key/value heads of a rank inside attention,
-E head size.
+Legend: T tokens of a pack, L of a chunk, H query and K key/value heads of a rank inside attention, E head size.
 """
 
 from collections.abc import Callable
@@ -103,21 +102,21 @@ class _Overlapped:
     parts: KeyParts
     across: dist.ProcessGroup
 
-    def forward(self, *given: Any) -> tuple[torch.Tensor, ...]:
+    def forward(self, *inputs: Any) -> tuple[torch.Tensor, ...]:
         """Return outputs, log-sum-exp, and the foreign keys beside their values."""
-        query, key, value, _, options = given
+        query, key, value, _, options = inputs
         rows, route, widths = self.rows, self.rows.route, [key.size(-1), value.size(-1)]
-        leaving = torch.cat([parts_of(x, rows.held, route.sent) for x in (key, value)], dim=-1)
+        leaving = torch.cat([parts_of(x, rows.own, route.outgoing) for x in (key, value)], dim=-1)
         foreign, work = route.start(leaving, self.across)
         output, lse = self.kernel.forward(query, key, value, self.parts.own, options)
         work.wait()
-        foreign = parts_of(foreign, route.arriving, rows.needed)
+        foreign = parts_of(foreign, route.incoming, rows.foreign)
         for call in self.parts.foreign:
             keys, values = foreign[call.keys].split(widths, dim=-1)
             at, queries = call.queries, query[call.queries]
-            more, more_lse = self.kernel.forward(queries, keys, values, call.layout, options, causal=False)
-            whole = torch.logaddexp(lse[:, at], more_lse)
-            output[at] = (output[at] * share_of_sum(lse[:, at], whole)).addcmul_(more, share_of_sum(more_lse, whole))
+            part, part_lse = self.kernel.forward(queries, keys, values, call.layout, options, causal=False)
+            whole = torch.logaddexp(lse[:, at], part_lse)
+            output[at] = (output[at] * share_of_sum(lse[:, at], whole)).addcmul_(part, share_of_sum(part_lse, whole))
             lse[:, at] = whole
         return output, lse, foreign
 
@@ -129,15 +128,15 @@ class _Overlapped:
         of_foreign, of_queries = torch.zeros_like(foreign), []
         for call in self.parts.foreign:
             at, (keys, values) = call.queries, foreign[call.keys].split(widths, dim=-1)
-            seen = grad[at], query[at], keys, values, output[at], lse[:, at]
-            dq, dk, dv = self.kernel.backward(*seen, call.layout, options, causal=False)
+            inputs = grad[at], query[at], keys, values, output[at], lse[:, at]
+            dq, dk, dv = self.kernel.backward(*inputs, call.layout, options, causal=False)
             of_foreign[call.keys] += torch.cat([dk, dv], dim=-1)
             of_queries.append(dq)
-        of_foreign = parts_of(of_foreign, rows.needed, route.arriving)
+        of_foreign = parts_of(of_foreign, rows.foreign, route.incoming)
         returned, work = route.back.start(of_foreign, self.across)
         dq, dk, dv = self.kernel.backward(grad, query, key, value, output, lse, self.parts.own, options)
-        for call, more in zip(self.parts.foreign, of_queries, strict=True):
-            dq[call.queries] += more
+        for call, of_part in zip(self.parts.foreign, of_queries, strict=True):
+            dq[call.queries] += of_part
         work.wait()
         own = torch.cat([dk, dv], dim=-1)
-        return dq, *with_returned(own, returned, rows.held, route.sent, copy=False).split(widths, dim=-1)
+        return dq, *with_returned(own, returned, rows.own, route.outgoing, copy=False).split(widths, dim=-1)

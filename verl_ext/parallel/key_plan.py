@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
-from verl_ext.parallel.exchange import KnownRows, first_seen, place_in
+from verl_ext.parallel.exchange import KnownRows, place_in, window_start
 from verl_ext.parallel.shards import DocumentLayout, SequenceShards, TokenRange, pieces
 
 
@@ -49,32 +49,32 @@ class KeyExchange:
             end += call.layout.offsets[-1]
             assert call.queries.stop == end
             assert call.keys.stop - call.keys.start == call.layout.keys.offsets[-1]
-        assert end == sum(span.tokens for span in self.rows.held), "each query is in one call"
+        assert end == sum(span.tokens for span in self.rows.own), "each query is in one call"
 
     @classmethod
     def from_offsets(
         cls, offsets: Sequence[int], shards: SequenceShards, window: int | None, device: Any
     ) -> "KeyExchange":
         """Compute the exchange for documents that end at T, and `window`."""
-        held = SequenceShards(1, shards.context).spans_of_ranks(offsets[-1])  # by group
-        rows = KnownRows.from_offsets(offsets, held, shards.rank // shards.ulysses, window)
+        spans = SequenceShards(1, shards.context).spans_of_ranks(offsets[-1])  # of groups
+        rows = KnownRows.from_spans(offsets, spans, shards.rank // shards.ulysses, window)
         return cls(rows, _calls(offsets, rows, window, device))
 
 
 def _calls(offsets: Sequence[int], rows: KnownRows, window: int | None, device: Any) -> tuple[KernelCall, ...]:
     """Return one call if both chunks' keys lie apart, else two."""
-    keys = [TokenRange(first_seen(offsets, chunk.start, window), chunk.end) for chunk in rows.held]
-    documents = [list(pieces(offsets, *chunk)) for chunk in rows.held]
+    keys = [TokenRange(window_start(offsets, chunk.start, window), chunk.end) for chunk in rows.own]
+    documents = [list(pieces(offsets, *chunk)) for chunk in rows.own]
     queries = [[end - start for _, start, end in parts] for parts in documents]
-    seen = [
+    visible = [
         [end - max(offsets[d], key.start) for d, _, end in parts] for key, parts in zip(keys, documents, strict=True)
     ]
     if keys[0].end <= keys[1].start:
-        layout = DocumentLayout.from_lengths([*chain(*queries)], device, [*chain(*seen)])
+        layout = DocumentLayout.from_lengths([*chain(*queries)], device, [*chain(*visible)])
         return (KernelCall(slice(0, layout.offsets[-1]), slice(0, layout.keys.offsets[-1]), layout),)
     return tuple(
-        KernelCall(place_in(rows.held, chunk), place_in(rows.ranges, key), DocumentLayout.from_lengths(q, device, k))
-        for chunk, key, q, k in zip(rows.held, keys, queries, seen, strict=True)
+        KernelCall(place_in(rows.own, chunk), place_in(rows.ranges, key), DocumentLayout.from_lengths(q, device, k))
+        for chunk, key, q, k in zip(rows.own, keys, queries, visible, strict=True)
     )
 
 
@@ -103,14 +103,14 @@ class KeyParts:
     def from_rows(cls, rows: KnownRows, offsets: Sequence[int], device: Any) -> "KeyParts":
         """Split known keys into own and foreign ones, by document."""
         lengths: dict[int, int] = {}
-        for document, start, end in chain(*(pieces(offsets, *chunk) for chunk in rows.held)):
+        for document, start, end in chain(*(pieces(offsets, *chunk) for chunk in rows.own)):
             lengths[document] = lengths.get(document, 0) + end - start
         foreign = []
-        for chunk in rows.held:
+        for chunk in rows.own:
             document, start, end = next(pieces(offsets, *chunk))
-            seen = [place_in(rows.needed, part) for part in rows.needed if offsets[document] < part.end <= start]
-            if seen:
-                queries, keys = place_in(rows.held, TokenRange(start, end)), slice(seen[0].start, seen[-1].stop)
+            places = [place_in(rows.foreign, part) for part in rows.foreign if offsets[document] < part.end <= start]
+            if places:
+                queries, keys = place_in(rows.own, TokenRange(start, end)), slice(places[0].start, places[-1].stop)
                 layout = DocumentLayout.from_lengths([end - start], device, [keys.stop - keys.start])
                 foreign.append(KernelCall(queries, keys, layout))
         return cls(DocumentLayout.from_lengths([*lengths.values()], device), tuple(foreign))

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from verl_ext.options import Options, option
 
 ValueT = TypeVar("ValueT")
+KernelFunction = Callable[..., torch.Tensor]  # attention of (query, key, value, layout, options)
 
 
 @dataclass(frozen=True)
@@ -61,17 +62,17 @@ class DocumentLayout:
         return cls(offsets, cu_seqlens, max(lengths), longer)
 
     @property
+    def lengths(self) -> list[int]:
+        """The tokens of each document."""
+        return [end - start for start, end in pairwise(self.offsets)]
+
+    @property
     def keys(self) -> "DocumentLayout":
         """The layout of the keys; queries are each document's last."""
         return self.longer_keys or self
 
     def attend(
-        self,
-        kernel: Callable[..., torch.Tensor],
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: Any,
+        self, kernel: KernelFunction, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Any
     ) -> torch.Tensor:
         """Return a kernel's ``[T, H, E]`` for this rank's rows.
 
@@ -96,11 +97,9 @@ class DocumentLayout:
         documents   │ A A A A A │ B B B │        size 2   │ A A │ A A │ A │ B B │ B │
         ```
         """
-        lengths = (min(size, end - at) for start, end in pairwise(self.offsets) for at in range(start, end, size))
-        device = self.cu_seqlens.device
-        return self.derived(
-            ("chunks", size), lambda: replace(self, **vars(DocumentLayout.from_lengths([*lengths], device)))
-        )
+        lengths = [min(size, end - at) for start, end in pairwise(self.offsets) for at in range(start, end, size)]
+        chunks = (lengths, self.cu_seqlens.device)
+        return self.derived(("chunks", size), lambda: replace(self, **vars(DocumentLayout.from_lengths(*chunks))))
 
     def derived(self, key: Hashable, make: Callable[[], ValueT]) -> ValueT:
         """Return a value that layers share, made for the first of them."""
@@ -210,9 +209,9 @@ class SequenceShards:
         return [[*replace(self, rank=rank).spans(tokens)] for rank in range(self.ranks)]
 
     def spans(self, tokens: int) -> Iterator[TokenRange]:
-        """Yield this rank's parts of the pack in its order, at most two."""
-        length, held = tokens // len(self.chunks), tokens // self.ranks
-        first, last = self.rank * held, (self.rank + 1) * held
+        """Yield this rank's parts of the pack in order, at most two."""
+        length, share = tokens // len(self.chunks), tokens // self.ranks
+        first, last = self.rank * share, (self.rank + 1) * share
         for index, chunk in enumerate(self.chunks):
             start, end = max(first - index * length, 0), min(last - index * length, length)
             if start < end:
