@@ -80,7 +80,7 @@ def test_a_passing_trouble_is_tried_again(tmp_path, trouble):
 )
 def test_every_reply_has_its_outcome(tmp_path, reply, outcome):
     with chat_server(lambda _: reply) as server:
-        (answer,), client = ask_all(server.url, tmp_path)
+        (answer,), _ = ask_all(server.url, tmp_path)
     assert answer.outcome == outcome
     assert answer.reason
     assert len(server.requests) == (4 if str(reply).startswith("(500") else 1)  # a refused one is not sent again

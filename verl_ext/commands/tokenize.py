@@ -21,7 +21,7 @@ from verl_ext.commands.preview import previews_text
 from verl_ext.commands.report import Report
 from verl_ext.data.stream.megatron.masked_index import MaskedIndexes
 from verl_ext.files import CATEGORIES, REPORT, OutputFolder, write_json
-from verl_ext.options import UsageError, option, show
+from verl_ext.options import UsageError, option, spell
 from verl_ext.packing import OVER_LENGTH_POLICIES
 from verl_ext.text.arrow_folder import SHARD_BYTES, DatasetWriter
 from verl_ext.text.chat.renderer import ChatOptions
@@ -86,7 +86,7 @@ class TokenizeOptions(ChatOptions, SourceOptions):
                 yield f"category_field must be null with format=megatron; {got}"
         else:
             for name in self.changed().keys() & {"max_document_tokens", "over_length"}:
-                yield f"{name} must be left out with format=arrow: {_CUTS}; got {show(getattr(self, name))}"
+                yield f"{name} must be left out with format=arrow: {_CUTS}; got {spell(getattr(self, name))}"
         parts = {"sample": self.sample}
         if isinstance(self.sample, dict):
             parts = {f"sample.{name}": part for name, part in self.sample.items()}

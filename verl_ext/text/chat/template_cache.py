@@ -1,22 +1,22 @@
 r"""Find the targets of chats of a known shape in one rendering, by the gaps between their words.
 
-A chat's shape is its roles, fields, targets and the white space around its words. The chat of a shape whose words are
-stand-ins is rendered and searched once (spans.py). Other chats of the shape are rendered by the template, and compared:
+A chat's shape is its roles, fields, targets and the white space around its words. A chat of stand-ins for the words is
+rendered and searched once for each shape (spans.py); other chats of the shape are rendered, and compared with it:
 
-    stand-ins    <|im_start|>user\n Zq8w0x <|im_end|>\n<|im_start|>assistant\nZq8w1x<|im_end|>\n
-    gaps         <|im_start|>user\n……………………<|im_end|>\n<|im_start|>assistant\n……………<|im_end|>\n
-    chat         <|im_start|>user\n hello  <|im_end|>\n<|im_start|>assistant\nthe cat<|im_end|>\n
-    target                                                               ^^^^^^^^^^^^^^^^^
+    stand-ins    <|im_start|>user\n Zq8w0x<|im_end|>\n<|im_start|>assistant\nZq8w1x<|im_end|>\n
+    gaps         <|im_start|>user\n ......<|im_end|>\n<|im_start|>assistant\n......<|im_end|>\n
+    chat         <|im_start|>user\n hello<|im_end|>\n<|im_start|>assistant\nthe cat<|im_end|>\n
+    target                                                                 ^^^^^^^^^^^^^^^^^
 
-If its text is the gaps with the chat's words in them, its targets lie where those of the stand-ins lie. Otherwise, and
-if its words are of a kind that the search or the template may look at (`_Frames.are_plain`), it is searched itself. So
-the result follows from the chat alone, whichever chats came before it.
+If a text is the gaps with the chat's words in them, its targets lie where those of the stand-ins lie. Other chats are
+searched, and so are those whose words the search or the template might look at (`_are_plain`). The result follows from
+the chat alone, whichever chats came before it.
 """
 
 import re
 from bisect import bisect_right
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from verl_ext.text.chat.marks import SPOKEN_FIELDS
@@ -24,21 +24,22 @@ from verl_ext.text.chat.parts import TAGS, Border, RenderedChat, Target, has_tag
 from verl_ext.text.chat.spans import TurnSearch
 from verl_ext.text.chat.template import ChatTemplate
 from verl_ext.text.records.bad_record import BadRecord
-from verl_ext.text.records.messages import Chat, Message
+from verl_ext.text.records.messages import Chat
 
 SHAPES = 1024  # the maximum number of shapes that are kept
 LONGEST = 64  # the maximum number of messages of a chat that has a shape
 LONGEST_SOUGHT = 64  # the maximum length of a variable's value that may be sought in words; prompts are longer
 _STAND_IN = re.compile("Zq8w([0-9]+)x")
-_TRACE = re.compile("zq8", re.IGNORECASE)  # of stand-ins that the template changes
+_TRIAL = 'A "word" \\ of é,\n\n  - 1. and more: (x) {y} [z] ' * 200
 _TAGS = [tag for pair in TAGS for tag in pair]
 _TAG_HEADS = tuple({tag[:at] for tag in _TAGS for at in range(1, len(tag))})
 _TAG_TAILS = tuple({tag[at:] for tag in _TAGS for at in range(1, len(tag))})
-# Methods whose constant arguments are compared with the ends of words; those of others are sought anywhere in them.
+# Methods whose constant arguments are compared with the ends of words, and methods that look at nothing in words. The
+# arguments of others are sought anywhere in them.
 _AT_ENDS = ("startswith", "endswith", "removeprefix", "removesuffix")
-_BLIND = ("strip", "lstrip", "rstrip", "get", "join", "append")  # methods that look at nothing inside words
+_BLIND = ("strip", "lstrip", "rstrip", "get", "join", "append")
 
-# (field, value) of a role and of blank words; (field, white space before and after the words) of others.
+# (field, value) of a role and of blank words; (field, (white space before, after)) of other words.
 Field = tuple[str, Any]
 Shape = tuple[tuple[tuple[Field, ...], ...], tuple[int, ...]]  # of each message, and the targets
 
@@ -60,7 +61,7 @@ class _Frame(NamedTuple):
 
     def filled(self, words: list[str], text: str) -> RenderedChat | None:
         """Return the chat with this text; None if that is not this frame with the words in it."""
-        at, shifts = 0, [0]  # characters that the text is longer after so many words
+        at, shifts = 0, [0]  # the characters that the text has more than the frame, after so many words
         for gap, number, end in zip(self.gaps, self.words, self.ends, strict=False):
             if not text.startswith(gap, at) or not text.startswith(words[number], at + len(gap)):
                 return None
@@ -69,18 +70,15 @@ class _Frame(NamedTuple):
         if text[at:] != self.gaps[-1]:
             return None
         targets = []
-        for (start, stop, message, closed_by, borders, _), (first, last, *inner) in zip(
-            self.rendered.targets, self.before, strict=True
-        ):
-            moved = [
-                Border(end + shifts[n], kind, doubts) for (end, kind, doubts), n in zip(borders, inner, strict=True)
-            ]
+        for target, (first, last, *inner) in zip(self.rendered.targets, self.before, strict=True):
+            start, stop, message, closed_by, borders, _ = target
+            moved = [Border(end + shifts[n], *kinds) for (end, *kinds), n in zip(borders, inner, strict=True)]
             targets.append(Target(start + shifts[first], stop + shifts[last], message, closed_by, tuple(moved)))
         return RenderedChat(text, tuple(targets), self.rendered.unprinted)
 
 
 class TemplateCache:
-    """A chat template with the frames of shapes that it has rendered."""
+    """A chat template with the frames of the shapes that it has rendered."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self.template = template
@@ -88,18 +86,20 @@ class TemplateCache:
         self._sought, self._compared = _constants_of(template)
 
     def locate(self, chat: Chat) -> RenderedChat:
-        """Render a chat and find its targets as `spans.locate` does."""
+        """Render a chat and find its targets, as `spans.locate` does."""
         if (found := _shape_of(chat)) is None:
             return TurnSearch(self.template, *self.template.with_arguments_as_printed(chat)).result()
-        (shape, words), text = found, self.template.render(chat.messages)
-        if (
-            self._are_plain(words)
-            and (frame := self._frame(shape)) is not None
-            and not any(word.startswith(frame.continuations) for word in words)
-            and (rendered := frame.filled(words, text)) is not None
-        ):
-            return rendered
-        return TurnSearch(self.template, chat, text).result()
+        shape, words = found
+        text = self.template.render(chat.messages)
+        return self._filled(shape, words, text) or TurnSearch(self.template, chat, text).result()
+
+    def _filled(self, shape: Shape, words: list[str], text: str) -> RenderedChat | None:
+        if not self._are_plain(words) or not self._is_usable or (frame := self._frame(shape)) is None:
+            return None
+        for word in words:
+            if word.startswith(frame.continuations):
+                return None
+        return frame.filled(words, text)
 
     def _are_plain(self, words: list[str]) -> bool:
         """Return whether neither the search nor the template looks at anything in these words."""
@@ -112,18 +112,26 @@ class TemplateCache:
                 return False
         return len({*words}) == len(words) and not has_tags(text)  # words may be compared with each other
 
+    @cached_property
+    def _is_usable(self) -> bool:
+        """Whether the template prints long words of many kinds of characters as it prints stand-ins."""
+        words = [f"{_TRIAL}{role}." for role in ("system", "user", "assistant")]
+        for chosen in (words[1:], words):
+            messages = [{"role": word[len(_TRIAL) : -1], "content": word} for word in chosen]
+            shape, core = _shape_of(Chat(messages, {len(messages) - 1: 1.0})) or ((), [])
+            text, frame = self.template.try_render(messages), self._frame(shape)
+            if text is not None and frame is not None:
+                return frame.filled(core, text) is not None
+        return False
+
     def _new_frame(self, shape: Shape) -> _Frame | None:
         """Render and search a shape's chat of stand-ins; return None if its words cannot be told from the text."""
-        messages, targets = shape
-        count = 0
-        chat = Chat([], dict.fromkeys(targets, 1.0))
-        for fields in messages:
-            message: Message = {}
+        chat, count = Chat([], dict.fromkeys(shape[1], 1.0)), 0
+        for fields in shape[0]:
+            chat.messages.append(dict(fields))
             for name, value in fields:
                 if isinstance(value, tuple):
-                    value, count = f"{value[0]}Zq8w{count}x{value[1]}", count + 1
-                message[name] = value
-            chat.messages.append(message)
+                    chat.messages[-1][name], count = f"{value[0]}Zq8w{count}x{value[1]}", count + 1
         try:
             search = TurnSearch(self.template, chat, self.template.render(chat.messages))
             rendered = search.result()
@@ -137,12 +145,12 @@ class TemplateCache:
         before = [[bisect_right(ends, at) for at in of_target] for of_target in borders]
         if (
             search.marks.way != "around"
-            or _TRACE.search("\0".join(gaps))
             or len({*numbers}) < len(numbers)
-            # A tag might be made of words and the text around them.
-            or any(gap.endswith(_TAG_HEADS) or gap.startswith(_TAG_TAILS) for gap in gaps)
-            or any(gap in tag for gap in gaps[1:-1] for tag in _TAGS)
             or any(at > begins[n] for a, b in zip(borders, before, strict=True) for at, n in zip(a, b, strict=True))
+            # A tag might be made of words and the text around them.
+            or any(gap.endswith(_TAG_HEADS) for gap in gaps[:-1])
+            or any(gap.startswith(_TAG_TAILS) for gap in gaps[1:])
+            or any(gap in tag for gap in gaps[1:-1] for tag in _TAGS)
         ):
             return None
         return _Frame(gaps, numbers, ends, rendered, before, tuple(search.continuations))
@@ -150,13 +158,10 @@ class TemplateCache:
 
 def _shape_of(chat: Chat) -> tuple[Shape, list[str]] | None:
     """Return a chat's shape and its words without white space around them; None if it has more than words."""
-    if (
-        chat.tools
-        or len(chat.messages) > LONGEST
-        or (chat.masks and any(mask.stretches for mask in chat.masks.values()))
-    ):
+    if chat.tools or len(chat.messages) > LONGEST or any(mask.stretches for mask in chat.masks.values()):
         return None
-    messages, words = [], []
+    messages: list[tuple[Field, ...]] = []
+    words: list[str] = []
     for message in chat.messages:
         fields: list[Field] = []
         for name, value in message.items():
@@ -177,13 +182,13 @@ def _shape_of(chat: Chat) -> tuple[Shape, list[str]] | None:
 def _constants_of(template: ChatTemplate) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the texts that a template may seek in words, and those that it may compare words with.
 
-    Words without them take the same way through the template as stand-ins.
+    Words without them take the same way through the template as stand-ins. The parts of marks are among the former.
     """
     from jinja2 import TemplateSyntaxError, nodes
 
     from verl_ext.text.chat.sandbox import parsed
 
-    sought, compared = {"q7", "Q7"}, set()  # parts of marks
+    sought, compared = {"q7", "Q7"}, set()
 
     def strings(node: nodes.Node) -> Iterator[str]:
         if isinstance(node, nodes.Const) and isinstance(node.value, str) and node.value:
@@ -199,20 +204,17 @@ def _constants_of(template: ChatTemplate) -> tuple[tuple[str, ...], tuple[str, .
         for node in tree.find_all((nodes.Compare, nodes.Call, nodes.Filter, nodes.List, nodes.Tuple, nodes.Assign)):
             if isinstance(node, nodes.Compare):
                 for operand in node.ops:
-                    if operand.op not in ("in", "notin"):
-                        compared.update(strings(node.expr), strings(operand.expr))
-                        continue
-                    sought.update(strings(node.expr))
+                    is_search = operand.op in ("in", "notin")
+                    (sought if is_search else compared).update(strings(node.expr))
                     compared.update(strings(operand.expr))
-                    if isinstance(operand.expr, nodes.Const) and not isinstance(node.expr, nodes.Const):
-                        sought.add("")  # words are sought in a text
-            elif isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr):
-                if node.node.attr not in _BLIND:
-                    to = compared if node.node.attr in _AT_ENDS else sought
-                    to.update(text for argument in node.args for text in strings(argument))
+                    if is_search and isinstance(operand.expr, nodes.Const):
+                        sought.add("")  # words are sought in a text, so that none are plain
             elif isinstance(node, nodes.Filter):
-                if node.name == "replace":
-                    sought.update(text for argument in node.args for text in strings(argument))
+                sought.update(text for given in node.args if node.name == "replace" for text in strings(given))
+            elif isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr):
+                if (method := node.node.attr) not in _BLIND:
+                    to = compared if method in _AT_ENDS else sought
+                    to.update(text for given in node.args for text in strings(given))
             elif not isinstance(node, nodes.Call):  # a list or a variable, which may be used in any way
                 for text in strings(node):
                     if len(text) <= LONGEST_SOUGHT:
