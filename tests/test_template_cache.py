@@ -46,8 +46,8 @@ LOOKS = {
     "before a tag": "<{{ m.content }}",
     "after a tag": "{{ m.content }}>",
     "halved": "{{ m.content[:-3] }}{% generation %}{{ m.content[-3:] }}{% endgeneration %}",
-    "marked if": "{% if 'cat' in m.content %}{{ m.content }}{% else %}{% generation %}{{ m.content }}{% endgeneration %}"
-    "{% endif %}",
+    "marked if": "{% if 'cat' in m.content %}{{ m.content }}{% else %}"
+    "{% generation %}{{ m.content }}{% endgeneration %}{% endif %}",
 }
 # Templates that look at the last words before a turn, and show it only in the prompt: it has the block that turns have.
 BLOCK = "{{ '<think>\n\n</think>\n\n' if m.role == 'assistant' }}{{ m.content }}"

@@ -186,7 +186,14 @@ class DatasetWriter:
             tokens.append(np.ones(len(mask), np.float32) if documents.weights is None else documents.weights)
         starts = ends - lengths
         lowest, highest = (reduce.reduceat(ids, starts) for reduce in (np.minimum, np.maximum))
-        facts = [lengths, count_targets(mask, starts), lowest, highest, documents.full_lengths, category]
+        facts: list[NDArray[Any]] = [
+            lengths,
+            count_targets(mask, starts),
+            lowest,
+            highest,
+            documents.full_lengths,
+            category,
+        ]
         # The columns in the schema's order: lists of tokens, numbers and texts of documents, weights of tokens.
         rows = pa.array(np.concatenate([[0], ends]).astype(np.int32))
         lists = [pa.ListArray.from_arrays(rows, pa.array(values)) for values in tokens]

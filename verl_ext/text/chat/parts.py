@@ -97,7 +97,7 @@ def with_borders(
             last = max((i for i, border in enumerate(borders) if border.kind != END_OF_TURN), default=None)
             if last is not None:
                 borders[last] = borders[last]._replace(doubts=(TOOL_CALL,))
-        mask, stretches = chat.masks.get(target.message), ()
+        mask, stretches = chat.masks.get(target.message), target.stretches
         if mask is not None and mask.stretches:
             stretches = tuple(_stretches(text, target, borders, own, mask))
         borders = _with_tags(text, target.start, borders) if is_tagged else borders

@@ -234,16 +234,19 @@ class ChatRenderer:
         Unprinted words that `on_unprinted` accepts are recorded in the first text.
         """
         chats, chat, is_drawn = self._chosen(chat)
-        texts, unprinted = [], set()
+        texts: list[RenderedTurns] = []
+        unprinted: set[str] = set()
         for part in self._turns(chat):
             part, dropped = self._without_reasoning(part)
-            rendered, *names = self._located(chats, part, is_prompt=False)
+            rendered, disguised, names = self._located(chats, part, is_prompt=False)
             parts = self._learnt.parts(rendered, part)
             turns = tuple(dict.fromkeys([target.message for target in rendered.targets]))
             ends = tuple([target.closed_by for target in rendered.targets if target.closed_by is not None])
             learnt = tuple([each for each in parts if each.weight])
             texts.append(
-                RenderedTurns(rendered.text, tuple(parts), learnt, turns, ends, dropped, int(is_drawn), *names)
+                RenderedTurns(
+                    rendered.text, tuple(parts), learnt, turns, ends, dropped, int(is_drawn), disguised, names
+                )
             )
             unprinted.update(rendered.unprinted)
         with_turns = [text for text in texts if text.turns]
@@ -254,9 +257,11 @@ class ChatRenderer:
             raise BadRecord("no_target", f"there is nothing to learn: {message}")
         if not with_turns:
             raise BadRecord("no_target", "the chat template marks no assistant turn")
-        if not (learnt := [text for text in with_turns if text.learnt]):
+        if not (with_targets := [text for text in with_turns if text.learnt]):
             raise BadRecord("no_target", "no part of an assistant turn is to be learnt")
-        return [learnt[0]._replace(unprinted=tuple(sorted(unprinted))), *learnt[1:]] if unprinted else learnt
+        if unprinted:
+            with_targets[0] = with_targets[0]._replace(unprinted=tuple(sorted(unprinted)))
+        return with_targets
 
     def prompt(self, chat: Chat, turn: int) -> RenderedTurns:
         """Return the text from which message `turn` is generated, with the changes that `render` makes of the chat.

@@ -171,7 +171,7 @@ class ChatTemplate:
 
         try:
             rendered: Any = chat_template_utils.render_jinja_template(
-                conversations=[self._as_given(chat.messages)],
+                conversations=[[*self._as_given(chat.messages)]],
                 tools=chat.tools,
                 chat_template=self.tokenizer.get_chat_template(self.template, chat.tools),
                 return_assistant_tokens_mask=True,

@@ -72,7 +72,7 @@ class _Frame(NamedTuple):
         targets = []
         for target, (first, last, *inner) in zip(self.rendered.targets, self.before, strict=True):
             start, stop, message, closed_by, borders, _ = target
-            moved = [Border(end + shifts[n], *kinds) for (end, *kinds), n in zip(borders, inner, strict=True)]
+            moved = [Border(b[0] + shifts[n], b[1], b[2]) for b, n in zip(borders, inner, strict=True)]
             targets.append(Target(start + shifts[first], stop + shifts[last], message, closed_by, tuple(moved)))
         return RenderedChat(text, tuple(targets), self.rendered.unprinted)
 
@@ -188,7 +188,8 @@ def _constants_of(template: ChatTemplate) -> tuple[tuple[str, ...], tuple[str, .
 
     from verl_ext.text.chat.sandbox import parsed
 
-    sought, compared = {"q7", "Q7"}, set()
+    compared: set[str] = set()
+    sought = {"q7", "Q7"}
 
     def strings(node: nodes.Node) -> Iterator[str]:
         if isinstance(node, nodes.Const) and isinstance(node.value, str) and node.value:
