@@ -108,10 +108,7 @@ def flash_attn(
         return flash_with_sinks(query, key, value, layout, options)
     padded, lengths = flash_arguments(query, value, layout)
     output = flash_attn_varlen_func(
-        query,
-        key,
-        padded,
-        *lengths,
+        *(query, key, padded, *lengths),
         dropout_p=options.dropout,
         softmax_scale=options.scale,
         causal=True,

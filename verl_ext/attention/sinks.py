@@ -69,7 +69,7 @@ def _repeated(x: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
 
 
 def _scored(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Any) -> torch.Tensor:
-    """Attend from ``[B, H, E]``, the last of ``[S, K, E]``, by scores."""
+    """Attend from ``[B, H, E]``, the last tokens of ``[S, K, E]``."""
     key, value = _repeated(key, query), _repeated(value, query)
     scale = query.size(-1) ** -0.5 if options.scale is None else options.scale
     logits = torch.einsum("qhe,khe->hqk", query, key) * scale

@@ -12,6 +12,7 @@ rank 1           halo:  (0 B)   B B B B B B B        only one of the two tokens 
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -67,13 +68,8 @@ def convolution_kernel(device: str) -> Callable[..., torch.Tensor]:
         except ImportError:
             return convolve_documents
 
-        def kernel(
-            x: torch.Tensor,
-            weight: torch.Tensor,
-            bias: torch.Tensor | None,
-            activation: str | None,
-            layout: DocumentLayout,
-        ) -> torch.Tensor:
+        def kernel(*inputs: Any) -> torch.Tensor:
+            x, weight, bias, activation, layout = inputs
             inside = activation if activation in _INSIDE else None
             output = causal_conv1d(x.unsqueeze(0), weight, bias, activation=inside, **fla_lengths(layout))[0].squeeze(0)
             return output if activation == inside else ACT2FN[activation](output)
@@ -86,10 +82,20 @@ def convolve_documents(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, layout: DocumentLayout
 ) -> torch.Tensor:
     """Convolve ``x[T, C]`` one document after the other, each as transformers does."""
-    taps, channels = weight.size(-1), weight.size(0)
-    outputs = [
-        F.conv1d(document.T, weight.unsqueeze(1), bias, padding=taps - 1, groups=channels)[:, : len(document)]
-        for document in x.split(layout.lengths)
-    ]
+    outputs = [convolve_rows(document.T, weight, bias) for document in x.split(layout.lengths)]
     output = torch.cat(outputs, dim=1).transpose(0, 1)
+    return output if activation is None else ACT2FN[activation](output)
+
+
+def convolve_rows(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None = None,
+    seq_idx: None = None,
+) -> torch.Tensor:
+    """Convolve ``x[…, C, L]``, one document in each row, without a kernel."""
+    output = F.conv1d(x, weight.unsqueeze(1), bias, padding=weight.size(-1) - 1, groups=weight.size(0))[
+        ..., : x.size(-1)
+    ]
     return output if activation is None else ACT2FN[activation](output)

@@ -87,7 +87,7 @@ def layer_by_document(
 
 
 def _travel(x: torch.Tensor, route: Route, group: dist.ProcessGroup) -> torch.Tensor:
-    """Exchange ``x[1, L, …]`` for the arriving ``[1, S, …]``, in the pack's order."""
+    """Exchange ``x[1, L, …]`` for ``[1, S, …]``, in the pack's order."""
     sizes = (route.send_sizes, route.receive_sizes)
     received = exchange_rows(_reordered(x[0], sorted(route.outgoing), route.outgoing), group, *sizes)
     return _reordered(received, route.incoming, sorted(route.incoming)).unsqueeze(0)

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from verl_ext.attention.packed import PositionNeeds
-from verl_ext.layers.convolution import convolve
+from verl_ext.layers.convolution import convolve, convolve_rows
 from verl_ext.layers.documents import layer_by_document
 from verl_ext.layers.pack import RunningPack
 from verl_ext.layers.scans import delta_rule, state_space
@@ -117,7 +117,7 @@ def _install_delta(layer: Any, pack: RunningPack) -> None:
 
     if hasattr(layer, "causal_conv1d_fn"):  # else its convolutions are modules with their own rows
 
-        @_in_packs(layer, pack, "causal_conv1d_fn", layer.causal_conv1d_fn or _convolve_rows)
+        @_in_packs(layer, pack, "causal_conv1d_fn", layer.causal_conv1d_fn or convolve_rows)
         def convolution(alone: Any, *args: Any, **kwargs: Any) -> Any:
             return convolve(pack, *args, **kwargs)
 
@@ -206,17 +206,6 @@ def _install_padded_positions(layer: Any, pack: RunningPack) -> None:
 def _install_causality(layer: Any, pack: RunningPack) -> None:
     """Mark a decoder's attention as causal, as its masks make it."""
     layer.is_causal = True
-
-
-def _convolve_rows(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str, seq_idx: None = None
-) -> torch.Tensor:
-    """Convolve rows ``x[B, C, L]``, one document each, without a kernel."""
-    from transformers.activations import ACT2FN
-
-    taps = weight.size(-1)
-    output = nn.functional.conv1d(x, weight.unsqueeze(1), bias, padding=taps - 1, groups=weight.size(0))
-    return ACT2FN[activation](output[..., : x.size(-1)])
 
 
 @contextlib.contextmanager
