@@ -129,14 +129,12 @@ def _make_folder(folder: Path) -> None:
 
 def _make_our_folder(folder: Path) -> None:
     from verl_ext.files import write_json
-    from verl_ext.text.tokenizing import DatasetWriter
-    from verl_ext.text.tokens.counts import Counts
-    from verl_ext.text.tokens.documents import Documents
+    from verl_ext.text.arrow_folder import DatasetWriter
+    from verl_ext.text.tokens.documents import Document, join_documents
 
     writer = DatasetWriter(folder)
     for document in _documents():
-        lengths = np.array([len(document["input_ids"])], np.int32)
-        writer.add(Documents(1, 0, document["input_ids"], document["loss_mask"], lengths, None, Counts()))
+        writer.add(join_documents([Document(document["input_ids"], document["loss_mask"])], 1, 0))
     writer.close()
     write_json(folder / "categories.json", {"1": "maths"})
 

@@ -17,20 +17,16 @@ from verl_ext.data import SFTDataSet
 from verl_ext.data.files_in_use import DataFile, DataFiles
 from verl_ext.data.ranks import ONE_RANK
 from verl_ext.files import checksum, combine_checksums
-from verl_ext.text.arrow_folder import read_shards
-from verl_ext.text.tokenizing import DatasetWriter
-from verl_ext.text.tokens.counts import Counts
-from verl_ext.text.tokens.documents import Documents
+from verl_ext.text.arrow_folder import DatasetWriter, read_shards
+from verl_ext.text.tokens.documents import Document, join_documents
 
 
 def written_by_us(folder: Path) -> str:
     """Write a folder with recorded checksums of its shards."""
     folder.mkdir()
     writer = DatasetWriter(folder)
-    lengths = np.array([10] * 8, np.int32)
-    ids = np.random.default_rng(0).integers(1, 100, lengths.sum()).astype(np.int32)
-    mask = np.tile([0] + [1] * 9, 8).astype(np.int8)
-    writer.add(Documents(1, 0, ids, mask, lengths, None, Counts()))
+    ids = np.random.default_rng(0).integers(1, 100, (8, 10)).astype(np.int32)
+    writer.add(join_documents([Document(each, np.array([0] + [1] * 9, np.int8)) for each in ids], 1, 0))
     writer.close()
     return str(folder)
 
@@ -87,7 +83,7 @@ def test_shards_are_recorded_with_the_sizes_and_checksums_of_their_files(tmp_pat
     for number in range(6):  # weights come late, so that the first shards are written once more
         ids, mask = np.arange(300, dtype=np.int32), np.ones(300, np.int8)
         weights = np.full(300, 0.5, np.float32) if number == 4 else None
-        writer.add(Documents(1, 0, ids, mask, np.array([300], np.int32), weights, Counts()))
+        writer.add(join_documents([Document(ids, mask, weights)], 1, 0))
     writer.close()
     shards = read_shards(tmp_path)
     assert len(shards) == 6

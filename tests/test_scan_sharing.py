@@ -15,8 +15,7 @@ from tests.tokenized_data import random_documents, write_tokenized
 from verl_ext.data import SFTDataSet
 from verl_ext.data.facts import shares
 from verl_ext.text.arrow_folder import DatasetWriter
-from verl_ext.text.tokens.counts import Counts
-from verl_ext.text.tokens.documents import Documents
+from verl_ext.text.tokens.documents import Document, join_documents
 
 pytestmark = pytest.mark.slow
 
@@ -215,9 +214,8 @@ def ours(tmp_path, documents):
     for number, document in enumerate(documents):
         category = number % 3 + 1
         document["category_ids"] = document["loss_mask"] * np.int32(category)
-        lengths = np.array([len(document["input_ids"])], np.int32)
         ids, mask = document["input_ids"].astype(np.int32), document["loss_mask"].astype(np.int8)
-        writer.add(Documents(category, 0, ids, mask, lengths, None, Counts()))
+        writer.add(join_documents([Document(ids, mask)], category, 0))
     writer.close()
     return str(ours), write_tokenized(other, documents)
 

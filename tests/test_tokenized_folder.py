@@ -20,9 +20,8 @@ from verl_ext.data.facts import scan_documents
 from verl_ext.data.omitted import OverLength, OverLengthCount, sum_by_category
 from verl_ext.packing import cut_spans
 from verl_ext.text import tokenizing as tokenized
-from verl_ext.text.tokenizing import DatasetWriter
-from verl_ext.text.tokens.counts import Counts
-from verl_ext.text.tokens.documents import Documents
+from verl_ext.text.arrow_folder import DatasetWriter
+from verl_ext.text.tokens.documents import Document, join_documents
 
 
 def document(mask, category=1, tokens=None, **more):
@@ -257,8 +256,7 @@ def test_a_folder_of_ours_with_a_damaged_name_of_a_column_is_refused(tmp_path, d
     folder = tmp_path / "data"
     folder.mkdir()
     writer = DatasetWriter(folder)
-    tokens = documents[0]["input_ids"]
-    writer.add(Documents(1, 0, tokens, documents[0]["loss_mask"], np.array([len(tokens)], np.int32), None, Counts()))
+    writer.add(join_documents([Document(documents[0]["input_ids"], documents[0]["loss_mask"])], 1, 0))
     writer.close()
     arrow = next(folder.glob("*.arrow"))
     arrow.write_bytes(arrow.read_bytes().replace(b"full_length", damaged))
@@ -365,12 +363,12 @@ def assert_same_packs(ours, theirs):
 
 
 def test_the_name_of_cached_documents_follows_the_code_that_makes_them(tmp_path, monkeypatch):
-    digests = [tokenized.code_digest()]
+    digests = [tokenized.code_digest(__name__)]
     for change in ("", "# mended"):
         package = tmp_path / f"text{len(digests)}"
         shutil.copytree(Path(tokenized.__file__).parent, package)
         (package / "chat" / "spans.py").write_text((package / "chat" / "spans.py").read_text() + change)
         monkeypatch.setattr(tokenized, "__file__", str(package / "tokenizing.py"))
-        digests.append(tokenized.code_digest.__wrapped__())
+        digests.append(tokenized.code_digest.__wrapped__(__name__))
     assert digests[0] == digests[1]
     assert digests[1] != digests[2]

@@ -48,7 +48,7 @@ class Documents:
     full_lengths: NDArray[np.int64]  # [D], the tokens before a cut
     special_tokens: NDArray[np.int64]  # [D], the names of special tokens encoded as text
     token_categories: NDArray[np.int32] | None  # [ΣT], of records that were tokenized already
-    counts: Counts  # of the records; `counted` counts the documents
+    counts: Counts = field(default_factory=Counts)  # of the records; `counted` counts the documents
     failure: str | None = None  # the error that ends the run after these documents
     category_names: list[str] | None = None  # one for each document, if records name their categories
     category_counts: dict[str, Counts] = field(default_factory=dict)  # the counts of records of each of these
