@@ -41,28 +41,35 @@ LOOKS = {
     "joined": "{% set t = ''.join([m.content]) %}{{ 'X' if 'cat' in t }}{{ t }}",
     "block": "{% set t %}{{ m.content }}{% endset %}{{ 'X' if 'cat' in t }}{{ t }}",
     "formatted": "{% set t = '%s' % m.content %}{{ 'X' if 'cat' in t }}{{ t }}",
-    "twice": "{{ m.content }}/{{ m.content }}",
+    "twice": "{{ m.content }} or {{ m.content }}",
     "touching": "{{ m.reasoning_content }}{{ m.content }}",
     "before a tag": "<{{ m.content }}",
     "after a tag": "{{ m.content }}>",
     "halved": "{{ m.content[:-3] }}{% generation %}{{ m.content[-3:] }}{% endgeneration %}",
-    "marked if": "{% if 'cat' in m.content %}{{ m.content }}{% else %}"
-    "{% generation %}{{ m.content }}{% endgeneration %}{% endif %}",
+}
+# Templates that look at words, and show it only in what they mark as generated.
+MARKS = {
+    "contain": "'cat' in m.content",
+    "start": "m.content.startswith('cat')",
+    "equal": "m.content == 'cat'",
+    "are in": "m.content in 'a cat sat'",
+    "are among": "m.content in ['dog', 'cat']",
+    "repeat": "loop.index0 and m.content == messages[0].content",
 }
 # Templates that look at the last words before a turn, and show it only in the prompt: it has the block that turns have.
 BLOCK = "{{ '<think>\n\n</think>\n\n' if m.role == 'assistant' }}{{ m.content }}"
 ASKS = {
     "in": "'/cat' in messages[-1].content",
-    "starts": "messages[-1].content.startswith('cat')",
-    "equals": "messages[-1].content == 'cat'",
-    "is in": "messages[-1].content in 'a cat sat'",
-    "is among": "messages[-1].content in ['dog', 'cat']",
-    "is another's": "messages | length > 1 and messages[-1].content == messages[-2].content",
     "splits": "messages[-1].content.split('/cat') | length > 1",
     "named": "(['<b>', '/cat'] | select('in', messages[-1].content) | list)",
 }
+MARKED = "{% generation %}{{ m.content }}{% endgeneration %}"
 TEMPLATES = {
     **{name: HEAD + look + TAIL for name, look in LOOKS.items()},
+    **{
+        f"marks if words {name}": f"{HEAD}{{% if {ask} %}}{{{{ m.content }}}}{{% else %}}{MARKED}{{% endif %}}{TAIL}"
+        for name, ask in MARKS.items()
+    },
     **{
         f"asks {name}": HEAD + BLOCK + TAIL[:-11] + f"{{{{ '<think>\n\n</think>\n\n' if {ask} }}}}{{% endif %}}"
         for name, ask in ASKS.items()
@@ -77,7 +84,7 @@ TEMPLATES = {
 }
 
 
-CHATS = 150  # of each template
+CHATS = 400  # of each template
 
 
 class Counted(ChatTemplate):
@@ -103,10 +110,10 @@ def content(*said: str, **fields: Any) -> Chat:
 @pytest.mark.parametrize("source", [CHATML, GENERATION, STRIPS_THINKING, TEMPLATES["trims"], parts.QWEN3, parts.GLM])
 def test_chats_of_a_shape_seen_before_are_rendered_once(source: str) -> None:
     cache = TemplateCache(template_of(source))
-    cache.locate(content("hello", "the cat"))
+    cache.locate(content("hello\n", "the cat"))
     before = cache.template.renders
     for number in range(20):
-        cache.locate(content(f"other {number}", f"It is\n {number} <b> of 'some'"))
+        cache.locate(content(f"other {number}\n", f"It is\n {number} <b> of 'some'"))
     assert cache.template.renders == before + 20
 
 
@@ -165,6 +172,6 @@ def found(locating: Callable[[Chat], RenderedChat], given: Chat) -> RenderedChat
 def test_any_chats_in_any_order_give_what_the_search_finds_for_each_alone(name: str) -> None:
     random = Random(name)
     template, cache = template_of(TEMPLATES[name]), TemplateCache(template_of(TEMPLATES[name]))
-    chats = [random_chat(random) for _ in range(CHATS)]
-    for given in random.sample(chats * 2, 2 * CHATS):
+    chats = [random_chat(random) for _ in range(CHATS)] + [content("a", "ink> b", reasoning_content="<th")]
+    for given in random.sample(chats * 2, 2 * len(chats)):
         assert found(cache.locate, given) == found(partial(locate, template), given), given.messages
