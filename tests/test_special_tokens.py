@@ -25,7 +25,9 @@ from verl_ext.text.chat.renderer import ChatOptions, ChatRenderer
 from verl_ext.text.records.bad_record import BadRecord, RecordOptions
 from verl_ext.text.records.records import parse_record
 from verl_ext.text.tokens.encoders import Encoded, TextEncoder, Windows, mask_from_offsets
+from verl_ext.text.tokens.tokenizer import ModelOptions
 
+NO_MODEL = ModelOptions(".")  # the tests give their own tokenizer
 TOKENIZER = tiny_tokenizer()
 TOKENIZER.add_tokens(["<think>", "</think>"])  # added but not special, like Qwen3's
 START, END = TOKENIZER.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
@@ -50,7 +52,7 @@ def encoded_chat(
 ) -> tuple[list[int], list[int], int]:
     """Return a chat's (ids, mask, names of special tokens encoded as text)."""
     encoder = TextEncoder(tokenizer, RecordOptions(on_found), windows=windows)
-    options = ChatOptions(special_tokens_in_text=on_found, empty_reasoning="learn")
+    options = ChatOptions(model=NO_MODEL, special_tokens_in_text=on_found, empty_reasoning="learn")
     (chat,) = ChatRenderer(tokenizer, encoder.special, options).render(parse_record(record).content)
     (encoded,) = encoder.encode_chats([chat])
     if isinstance(encoded, BadRecord):
@@ -204,7 +206,7 @@ def test_a_slow_tokenizer_refuses_names_and_encodes_all_else() -> None:
     good, bad = encoder.encode(["a b", "a</s>b"], add_special_tokens=True)
     assert good.ids.tolist() == tokenizer("a b")["input_ids"]
     assert "only a fast tokenizer can encode it as text" in str(bad)
-    renderer = ChatRenderer(tokenizer, encoder.special, ChatOptions())
+    renderer = ChatRenderer(tokenizer, encoder.special, ChatOptions(model=NO_MODEL))
     with pytest.raises(BadRecord, match="only a fast tokenizer"):
         renderer.render(parse_record(chat_of("a</s>", "b")).content)
 

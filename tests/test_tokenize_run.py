@@ -214,10 +214,10 @@ def test_each_turn_weighs_what_its_record_and_message_say(tmp_path: Path, templa
     assert set(plain["loss_weight"]) == {1.0}
 
 
-def test_last_turn_only_leaves_one_target_turn(tmp_path: Path, model: Path) -> None:
+def test_the_last_turn_alone_is_learnt_if_asked(tmp_path: Path, model: Path) -> None:
     turns = [("user", "a"), ("assistant", "the cat"), ("user", "b"), ("assistant", "sat")]
     record = {"messages": [{"role": role, "content": text} for role, text in turns]}
-    tokenize_files({"a": write_jsonl(tmp_path / "a.jsonl", [record])}, tmp_path / "out", model, "last_turn_only=true")
+    tokenize_files({"a": write_jsonl(tmp_path / "a.jsonl", [record])}, tmp_path / "out", model, "turns=last")
     (row,) = rows(tmp_path / "out")
     targets = [token for token, target in zip(row["input_ids"], row["loss_mask"], strict=True) if target]
     assert tiny_tokenizer(CHATML).decode(targets) == "sat<|im_end|>"
