@@ -131,6 +131,7 @@ def test_training_data_alone_is_trained_on_as_it_is(folder: Path, started: list[
         (["data.val_sources={gsm8k:none.jsonl}"], ["data.val_sources.gsm8k", "none.jsonl"]),
         (["data.sources=train.jsonl"], ["data.sources={train:train.jsonl}", "got train.jsonl"]),
         (["turns=lst"], ["turns", "nearest: last"]),
+        (["max_tokens=8"], ["unknown key max_tokens", "data.max_tokens and data.over_length"]),
         (["sample={cod: 3}"], ["sample.cod", "gsm8k, code"]),
         (["data.train_dir=data/train"], ["data.train_dir", "data.sources"]),
         (["backend=ray"], ["backend", "local", "got ray"]),
@@ -215,7 +216,7 @@ def test_an_interrupted_tokenization_leaves_nothing(
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("verl_ext.commands.tokenize.Report.write", interrupted)  # after the shards
+    monkeypatch.setattr("verl_ext.commands.tokenize.Report.as_dict", interrupted)  # after the shards
     assert main(COMMAND) == 130
     assert not [path for path in written(folder) if path.is_dir()]
     assert not started
