@@ -128,6 +128,7 @@ def test_training_data_alone_is_trained_on_as_it_is(folder: Path, started: list[
         (["data.val_sources={gsm8k:none.jsonl}"], ["data.val_sources.gsm8k", "none.jsonl"]),
         (["data.sources=train.jsonl"], ["data.sources={train:train.jsonl}", "got train.jsonl"]),
         (["turns=lst"], ["turns", "nearest: last"]),
+        (["max_tokens=8"], ["unknown key max_tokens", "data.max_tokens and data.over_length"]),
         (["sample={cod: 3}"], ["sample.cod", "gsm8k, code"]),
         (["data.train_dir=data/train"], ["data.train_dir", "data.sources"]),
         (["backend=ray"], ["backend", "local", "got ray"]),
@@ -193,7 +194,7 @@ def test_changed_sources_are_refused_and_an_interrupted_tokenization_leaves_noth
         raise KeyboardInterrupt
 
     if how == "interrupted":
-        monkeypatch.setattr("verl_ext.commands.tokenize.Report.write", interrupted)  # after the shards
+        monkeypatch.setattr("verl_ext.commands.tokenize.Report.as_dict", interrupted)  # after the shards
     else:
         monkeypatch.setattr(train, "write_dataset", changes)
     assert main(COMMAND) == (130 if how == "interrupted" else 1)

@@ -68,7 +68,7 @@ def tokenize_and_train(words: Sequence[str]) -> str:
     if words_of(words, NODES.values()):  # else data.cache_dir belongs to a dataset that reads text itself
         own += words_of(words, [*NODES.values(), "data.cache_dir"])
         given_here = {"model", "sources", "output_dir", "overwrite"}
-        encoding = words_of(words, known_options(TokenizeOptions).keys() - given_here)
+        encoding = words_of(words, {*known_options(TokenizeOptions), *TokenizeOptions.gone} - given_here)
     of_both = words_of(encoding, ["model"])
     overrides = [word for word in words if word not in own and (word not in encoding or word in of_both)]
     options, texts = read_options(TrainOptions, own), {}

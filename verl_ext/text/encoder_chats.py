@@ -1,15 +1,15 @@
 """Encode chat and text records as documents, in each worker process.
 
-One chat, from its line of a file to its row:
+One chat from its line of a file to its row. This module calls 2 to 8 in turn, 6 not for
+a plain text, which ends with EOS; none changes what another one made:
 
-    read/readers          {"messages": …}                         a Chunk of lines; a worker goes on here
-    records/records       Chat: messages, targets and weights     by the shapes and the messages of records
-    chat/renderer         RenderedTurns: <|im_start|>user …       the template's text, and the parts that are learnt
-    tokens/encoders       Encoded: ids, characters of each token
-    encoder_chats         Document: ids, loss_mask, weights       bad records and counts of the chunk: Documents
-    tokenizing            NamedCategories, report, writer         in the command's own process, in order
-
-A plain text skips the renderer; its document ends with EOS.
+    1 read/readers          {"messages": [ …         a line of a Chunk, read in the command's process
+    2 read/json_records     {"messages": […]}        the record
+    3 records/records       Chat                     by its shape (4 records/shapes) and messages (5 records/messages)
+    6 chat/renderer         <|im_start|>user …       RenderedTurns: the text and the parts that are learnt
+    7 tokens/encoders       ids, their characters    Encoded
+    8 tokens/documents      ids, loss_mask, weights  Document, and with those of the chunk Documents
+    9 arrow_folder          a row of a shard         written in the command's process, in the order of the files
 """
 
 from collections import Counter, defaultdict
