@@ -1,4 +1,4 @@
-"""Measure: `python -m benchmarks [NAME …] [--quick] [--table NAME …] [--output FILE] [key=value …]`.
+"""Measure: `python -m benchmarks [NAME …] [key=value …]`.
 
 Without a name every benchmark of README.md runs, each in a process of its own; `gpu` only by its name, or with
 `--quick`. `--quick` takes the smallest shapes, to see that all of them run; its figures mean nothing.
@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def in_its_process(name: str, quick: bool) -> dict[str, Any]:
-    """Run a benchmark apart from others' imports and settings; return its figures."""
+    """Run a benchmark apart from others' imports and settings."""
     with tempfile.NamedTemporaryFile("r", suffix=".json") as file:
         command = [sys.executable, "-m", "benchmarks", name, "--output", file.name, *["--quick"] * quick]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True)

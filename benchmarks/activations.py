@@ -1,4 +1,4 @@
-"""Memory and time of a training step of decoder layers, by what they keep of their activations.
+"""Memory and time of a step, by what layers keep.
 
 | case | layers |
 |---|---|
@@ -7,9 +7,8 @@
 | `tiles` | `model.tile_tokens` |
 | `host` | `model.activation_offload=true`; on a CPU this shows the cost of the copies and not what they save |
 
-A cell is the forward and backward pass of Llama layers with random weights in fp32, in a process of its own. Its
-figures are processor seconds on one thread, and the peak above weights and gradients. Losses and gradients of the cases
-are compared.
+A cell is the forward and backward pass of Llama layers with random weights in fp32, in a process of its own: processor
+seconds on one thread, and the peak above weights and gradients. Losses and gradients of the cases must agree.
 """
 
 from collections.abc import Iterable
@@ -19,11 +18,10 @@ import torch
 from transformers import AutoModel
 
 from benchmarks.cells import in_own_process
-from benchmarks.harness import Row, Sizes, equal, relative, table
+from benchmarks.harness import Row, Sizes, equal, option, relative, table
 from benchmarks.meters import measured
 from benchmarks.models import config_of
 from verl_ext.engines.activations import ActivationOptions, apply_activation_options
-from verl_ext.options import option
 
 CASES = ("plain", "tiles", "checkpoints", "checkpoints+tiles", "checkpoints+tiles+host")
 QUICK = ["tokens=[512]", "hidden=64", "intermediate=128", "layers=1"]
@@ -31,10 +29,10 @@ QUICK = ["tokens=[512]", "hidden=64", "intermediate=128", "layers=1"]
 
 class Options(Sizes):
     tokens: list[int] = option([2048, 4096], "tokens of the sequence, a row each")
-    hidden: int = option(512, "hidden size", least=1)
-    intermediate: int = option(2048, "hidden size of the MLP", least=1)
-    layers: int = option(4, "layers", least=1)
-    tile: int = option(256, "tokens of a tile", least=1)
+    hidden: int = option(512, "hidden size")
+    intermediate: int = option(2048, "hidden size of the MLP")
+    layers: int = option(4, "layers")
+    tile: int = option(256, "tokens of a tile")
 
 
 @table(
@@ -50,7 +48,6 @@ def kept(options: Options, folder: Path) -> Iterable[Row]:
 
 
 def measure(case: str, tokens: int, options: Options) -> Row:
-    """Return the figures of a step, with its loss and gradient norm."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     config = config_of("llama", options.hidden, options.layers, intermediate_size=options.intermediate, vocab_size=128)

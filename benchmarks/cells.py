@@ -1,4 +1,4 @@
-"""Cells of a table in a process, or on ranks, of their own.
+"""Cells of a table in their own process, or on ranks.
 
 A cell is a function of a module, called with picklable arguments. It returns its figures, or yields them in parts: what
 it yielded before it failed is kept.

@@ -20,9 +20,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.cells import in_own_process, on_ranks
-from benchmarks.harness import Row, Sizes, Turns, table
+from benchmarks.harness import Row, Sizes, Turns, option, table
 from benchmarks.meters import MIB, measured, seconds
-from verl_ext.options import option
 
 TOKENS = 256
 SHARD_GB = 0.02
@@ -31,10 +30,10 @@ QUICK = ["hidden=128", "layers=1", "repeats=1"]
 
 class Options(Sizes):
     folder: str | None = option(None, "folder whose disk is measured; null: a temporary one")
-    hidden: int = option(512, "hidden size", least=1)
-    layers: int = option(8, "layers", least=1)
-    repeats: int = option(3, "turns, of which the median counts", least=1)
-    ranks: int = option(1, "ranks", least=1)
+    hidden: int = option(512, "hidden size")
+    layers: int = option(8, "layers")
+    repeats: int = option(3, "turns, of which the median counts")
+    ranks: int = option(1, "ranks")
 
 
 @table("{part} | seconds {seconds.median:.2f} | GB {GB:.2f} | GB of memory {memory:.3f}")
@@ -57,7 +56,6 @@ def saved(options: Options, folder: Path) -> Iterable[Row]:
 
 
 def measure(folder: Path, repeats: int) -> Row:
-    """Return the seconds of each part over `repeats`, and the checkpoint's GB."""
     import torch.distributed as dist
 
     from benchmarks.contestants import build_trainer, take_step, together
@@ -88,7 +86,6 @@ def measure(folder: Path, repeats: int) -> Row:
 
 
 def exported(checkpoint: Path, output: Path) -> Row:
-    """Return an export's seconds, and its GB of private memory."""
     import verl_ext.checkpoint.export  # noqa: F401  (what export imports is not counted)
     from verl_ext.commands.export import ExportOptions, export
 

@@ -1,4 +1,4 @@
-"""The contestants of the training tables: each trains through its own engine and optimizer.
+"""The contestants of the training tables, each with its own engine.
 
 | contestant | engine and step |
 |---|---|
@@ -65,7 +65,7 @@ class Contestant:
         self._calls.append((kwargs["position_ids"], time.process_time()))  # positions are read afterwards
 
     def turn(self, cost: Any, batches: Sequence[Any]) -> dict[str, Any]:
-        """Train on the batches; return this rank's times, losses, and costs by forward."""
+        """Train on batches; return this rank's times, losses, and forwards' costs."""
         self._calls.clear()
         gc.collect()
         _meet()
@@ -203,7 +203,7 @@ def take_step(trainer: SFTTrainer, batch: StepBatch, summed: bool = True) -> Ste
 
 
 def together(function: Callable[[], Any], count: int = 1) -> list[float]:
-    """Return the wall seconds of calls after each of which all ranks meet."""
+    """Return the wall seconds of calls, after each of which ranks meet."""
     _meet()
     return [seconds(lambda: (function(), _meet())) for _ in range(count)]
 

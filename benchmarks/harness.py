@@ -31,6 +31,7 @@ from typing import Any, ClassVar
 import numpy as np
 from tqdm import tqdm
 
+from verl_ext import options
 from verl_ext.commands.command_line import help_text, read_options
 from verl_ext.options import Options, UsageError, choice_problem, show
 
@@ -41,6 +42,12 @@ NAMES = (
 VERSIONS = ("torch", "transformers", "datasets", "numpy", "verl", "flash-attn", "liger-kernel", "trl", "megatron-core")
 
 Row = dict[str, Any]
+
+
+def option(default: Any, meaning: str, **checks: Any) -> Any:
+    """Return an option's field; an unchecked whole number is at least 1."""
+    is_size = isinstance(default, int) and not checks
+    return options.option(default, meaning, **({"least": 1} if is_size else checks))
 
 
 class Sizes(Options):
@@ -61,7 +68,7 @@ class Sizes(Options):
 
 
 class Turns(list[float]):
-    """A figure of each turn, printed as median and range: 2.33 [2.31, 2.38].
+    """A figure of each turn, printed with its range: 2.33 [2.31, 2.38].
 
     A ratio is taken turn by turn, so that a drift of the machine cancels out.
     """
@@ -140,7 +147,7 @@ def table(columns: str, **more: Any) -> Callable[[Callable[..., Iterable[Row]]],
 
 
 def equal(rows: Sequence[Row], figures: Iterable[str], tolerance: float) -> None:
-    """Raise RuntimeError if a figure, or one of its turns, differs between rows.
+    """Raise RuntimeError if a figure, or a turn's, differs between rows.
 
     tolerance: the difference that is allowed, relative to the first row.
     """
@@ -151,7 +158,7 @@ def equal(rows: Sequence[Row], figures: Iterable[str], tolerance: float) -> None
 
 
 def relative(rows: Sequence[Row], *figures: str) -> Iterable[Row]:
-    """Yield rows with `× figure` over the first row's, if both were measured."""
+    """Yield rows with `× figure` over the first row's, where measured."""
     for row in rows:
         known = [name for name in figures if name in row and rows[0].get(name)]
         yield row | {f"× {name}": row[name] / rows[0][name] for name in known}
@@ -170,15 +177,15 @@ def run(name: str, words: Sequence[str], tables: Sequence[str] = (), quick: bool
     known = tables_of(module)
     if unknown := set(tables) - set(known):
         raise UsageError(f"--table must be of {', '.join(known)}; got {', '.join(sorted(unknown))}")
-    options = read_options(module.Options, [*(module.QUICK if quick else ()), *words])
+    sizes = read_options(module.Options, [*(module.QUICK if quick else ()), *words])
     machine = describe_machine()
-    found: dict[str, Any] = {"machine": machine, "options": vars(options), "failures": []}
+    found: dict[str, Any] = {"machine": machine, "options": vars(sizes), "failures": []}
     texts = [f"# {name}", ", ".join(f"{key} {value}" for key, value in machine.items())]
     print(*texts, sep="\n\n", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         for title, each in known.items():
             if title in tables or not (tables or each.on_request):
-                rows = found[title] = list(each.rows(options, Path(folder)))
+                rows = found[title] = list(each.rows(sizes, Path(folder)))
                 found["failures"] += each.failures(rows)
                 texts.append(each.text(rows))
                 print(f"\n{texts[-1]}", flush=True)

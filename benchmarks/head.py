@@ -1,4 +1,4 @@
-"""Memory and time of a language model's head and token loss, from hidden states to gradients.
+"""Memory and time of a head and its token loss.
 
 | head | what it computes |
 |---|---|
@@ -8,12 +8,9 @@
 | `verl` | the logits of every token, then stock verl 0.9.1's token loss without flash-attn |
 | `trl` | the fused head of TRL 1.16's SFTTrainer without its metrics, on target tokens |
 
-The inputs are hidden states in fp32; the outputs are their gradients and the weight's. A cell has a process of its own:
-its figures are processor seconds, and the peak above weight and hidden states, including the weight's gradient. The
-losses and the weight's gradient of all heads are compared.
-
-verl 0.9.1 builds no model if TRL 1.16 is installed: `pip install --no-deps --target trl_only trl`, then
-`PYTHONPATH=trl_only` for this command alone.
+From hidden states in fp32 to their gradients and the weight's; losses and gradients must agree. A cell has a process of
+its own: processor seconds, and the peak above weight and hidden states. verl 0.9.1 builds no model if TRL 1.16 is
+installed: `pip install --no-deps --target trl_only trl`, then `PYTHONPATH=trl_only` for this command alone.
 """
 
 from collections.abc import Callable, Iterable
@@ -23,10 +20,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.cells import in_own_process
-from benchmarks.harness import Row, Sizes, equal, relative, table
+from benchmarks.harness import Row, Sizes, equal, option, relative, table
 from benchmarks.meters import measured
 from verl_ext.losses import head_terms, token_nll
-from verl_ext.options import option
 
 QUICK = ["tokens=[128]", "targets=[0.3]", "hidden=64", "vocabulary=1000"]
 
@@ -65,10 +61,10 @@ HEADS: dict[str, tuple[Callable[..., Tensor], bool]] = {
 class Options(Sizes, heads=HEADS):
     tokens: list[int] = option([1024, 2048, 4096], "tokens, a row each")
     targets: list[float] = option([0.1, 0.3, 1.0], "shares of the tokens that are targets, a row each")
-    hidden: int = option(1024, "hidden size", least=1)
+    hidden: int = option(1024, "hidden size")
     vocabulary: int = option(151_936, "size of the vocabulary", least=2)
     heads: list[str] = option(list(HEADS), "heads")
-    threads: int = option(1, "threads of torch", least=1)
+    threads: int = option(1, "threads of torch")
 
 
 @table(
@@ -86,7 +82,6 @@ def heads(options: Options, folder: Path) -> Iterable[Row]:
 
 
 def measure(tokens: int, share: float, head: str, options: Options) -> Row:
-    """Return the figures of one head."""
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     hidden = torch.randn(tokens, options.hidden, requires_grad=True)
@@ -98,7 +93,6 @@ def measure(tokens: int, share: float, head: str, options: Options) -> Row:
     with measured() as figures:
         loss = loss_of(head, hidden, weight, labels, coefficients)
         loss.backward()
-    assert weight.grad is not None
     return {**figures, "loss": loss.item(), "gradient": weight.grad.norm().item()}
 
 

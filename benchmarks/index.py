@@ -1,7 +1,7 @@
-"""Megatron's indexed format: building it from text, its sample index, the order of blends, random samples.
+"""Megatron's indexed format: building it, its sample index, blends, random samples.
 
-megatron-core is compared if it is installed (`pip install megatron-core`); both must write the same bytes, build the
-same indices and read the same tokens, or the run ends. Text, tokenizer and corpora are made up.
+megatron-core is compared if it is installed; both must write the same bytes, build the same indices and read the same
+tokens, or the run ends. Text, tokenizer and corpora are made up.
 
 | table | ours | megatron-core | figure |
 |---|---|---|---|
@@ -33,14 +33,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cells import ROOT, in_own_process
-from benchmarks.harness import Row, Sizes, Turns, table, take_turns
+from benchmarks.harness import Row, Sizes, Turns, option, table, take_turns
 from benchmarks.meters import measured, seconds
 from benchmarks.texts import first_line, write_texts
 from verl_ext.commands.index import load_text_tokenizer
 from verl_ext.data.stream.megatron.blend import megatron_blend_order, normalised
 from verl_ext.data.stream.megatron.index import IndexWriter, TokenIndex
 from verl_ext.data.stream.megatron.samples import build_sample_indices
-from verl_ext.options import option
 from verl_ext.text.encoder_texts import TextOptions
 from verl_ext.text.tokens.tokenizer import ModelOptions
 
@@ -58,19 +57,19 @@ QUICK = [
 
 class Options(Sizes):
     megabytes: float = option(48.0, "text of the build", above=0)
-    workers: int = option(os.cpu_count() or 1, "processes of each builder", least=1)
-    repeats: int = option(3, "turns", least=1)
-    tokens: int = option(10**9, "tokens of the sample index", least=1)
+    workers: int = option(os.cpu_count() or 1, "processes of each builder")
+    repeats: int = option(3, "turns")
+    tokens: int = option(10**9, "tokens of the sample index")
     mean_tokens: list[int] = option([200, 2000], "tokens of a document, on average, a row each")
-    seq_len: int = option(1024, "tokens of a sample", least=1)
-    blend_samples: int = option(10**6, "samples of a blend", least=1)
+    seq_len: int = option(1024, "tokens of a sample")
+    blend_samples: int = option(10**6, "samples of a blend")
     blend_sources: list[int] = option([3, 100], "sources of a blend, a row each")
-    read_tokens: int = option(5 * 10**7, "tokens of the corpus that samples are read from", least=1)
-    reads: int = option(20_000, "samples that are read", least=1)
+    read_tokens: int = option(5 * 10**7, "tokens of the corpus that samples are read from")
+    reads: int = option(20_000, "samples that are read")
 
 
 def peer() -> Any:
-    """Return megatron-core's datasets, imported without warnings; None without it."""
+    """Import megatron-core's datasets without warnings; None without it."""
     with warnings.catch_warnings(), suppress(ImportError):
         warnings.simplefilter("ignore")
         import megatron.core.datasets.gpt_dataset
@@ -122,7 +121,6 @@ def build(options: Options, folder: Path) -> Iterable[Row]:
 
 
 def same_files(folder: Path) -> None:
-    """Raise RuntimeError unless both builders wrote the same bytes."""
     for name in ("texts.bin", "texts.idx"):
         if not filecmp.cmp(folder / OURS / name, folder / PEER / name, shallow=False):
             raise RuntimeError(f"the builders wrote different {name}")
@@ -133,7 +131,7 @@ def text_tokenizer(folder: str) -> Any:
 
 
 def build_as_peer(source: Path, tokenizer: str, output: Path, workers: int) -> Row:
-    """Run the builder of Megatron's own script, fed as that script feeds it."""
+    """Run the builder of Megatron's script, fed as that script feeds it."""
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
     shutil.rmtree(output, ignore_errors=True)
@@ -181,7 +179,6 @@ def samples(options: Options, folder: Path) -> Iterable[Row]:
 
 
 def sample_index(builder: Callable[..., tuple[np.ndarray, ...]], tokens: int, mean: int, seq_len: int) -> Row:
-    """Build the three indices of one epoch once."""
     lengths = drawn_lengths(tokens, mean)
     builder(lengths[:1000], seq_len)  # loads imports and library pages
     with measured(private=True) as figures:
@@ -207,7 +204,6 @@ def our_indices(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, ...]:
 
 
 def their_indices(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, ...]:
-    """Do GPTDataset's work for one epoch, on lengths."""
     gpt_dataset, random = peer().gpt_dataset, np.random.RandomState(SEED)
     order = gpt_dataset._build_document_index(np.arange(len(lengths), dtype=np.int32), 1, random, False)
     tokens = int(lengths.sum(dtype=np.int64))
@@ -256,7 +252,7 @@ def reads(options: Options, folder: Path) -> Iterable[Row]:
 
 
 def build_readers(options: Options, mean: int, folder: Path) -> tuple[dict[str, Callable[[int], Any]], int]:
-    """Return the readers of a corpus by name, which agree, and the number of samples."""
+    """Return the readers of a corpus, and its number of samples."""
     prefix = folder / f"reads_{mean}"
     writer = IndexWriter(prefix, np.uint16)
     lengths = drawn_lengths(options.read_tokens, mean)

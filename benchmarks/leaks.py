@@ -10,8 +10,7 @@ A small random model of each type gets one row of five documents (108 tokens):
 | `ours` | the layout of documents |
 
 On a CPU transformers' recurrence accepts and ignores verl's lengths; with flash-linear-attention on a GPU it does not.
-The error is ‖g − g'‖ / ‖g'‖ over all parameters in fp32; g' is plain transformers', document by document, with eager
-attention.
+The error is ‖g − g'‖ / ‖g'‖ over all parameters in fp32; g' is transformers' with eager attention, by document.
 """
 
 from collections.abc import Callable, Iterable
@@ -27,10 +26,9 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from benchmarks.harness import Row, Sizes, table
+from benchmarks.harness import Row, Sizes, option, table
 from verl_ext.layers.probe import trial_model
 from verl_ext.layers.shrink import shrunk
-from verl_ext.options import option
 from verl_ext.parallel.shards import document_layout
 
 KINDS = ("qwen3", "qwen3_moe", "qwen3_5_text", "qwen3_next", "falcon_h1", "lfm2", "gpt_oss", "gemma2", "llama4_text")
@@ -45,7 +43,6 @@ class Options(Sizes):
     kinds: list[str] = option(list(KINDS), "model types of transformers")
 
     def problems(self) -> Iterable[str]:
-        """Yield a line for each unknown type."""
         return (f"kinds must be model types of transformers; got {k}" for k in self.kinds if k not in CONFIG_MAPPING)
 
 
@@ -58,7 +55,6 @@ def leaks(options: Options, folder: Path) -> Iterable[Row]:
 
 
 def errors(kind: str) -> Row:
-    """Return the error of each contestant's gradient on a small model."""
     config = CONFIG_MAPPING[kind](**_VALUES.get(kind, {}))
     cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     ours = trial_model(config, cls)
@@ -86,13 +82,11 @@ def _gradient(loss: Callable[[nn.Module], torch.Tensor], model: nn.Module) -> to
 
 
 def alone(model: nn.Module) -> torch.Tensor:
-    """Return the loss of the documents one by one."""
     logits = [model(input_ids=ids[None], use_cache=False).logits[0, :-1] for ids in _DOCUMENTS]
     return F.cross_entropy(torch.cat(logits), torch.cat([ids[1:] for ids in _DOCUMENTS]), reduction="sum")
 
 
 def packed(model: nn.Module, **inputs: object) -> torch.Tensor:
-    """Return the loss of one row of all documents."""
     ids = torch.cat(_DOCUMENTS)
     logits = model(input_ids=ids[None], position_ids=_POSITIONS[None], use_cache=False, **inputs).logits[0]
     is_target = _POSITIONS.roll(-1) != 0
@@ -100,7 +94,6 @@ def packed(model: nn.Module, **inputs: object) -> torch.Tensor:
 
 
 def of_trl(model: nn.Module) -> torch.Tensor:
-    """Return transformers' own loss of TRL's batch of the same documents."""
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
     collate = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
@@ -109,7 +102,7 @@ def of_trl(model: nn.Module) -> torch.Tensor:
 
 
 def of_verl(model: nn.Module) -> torch.Tensor:
-    """Return the loss by verl's forwards, which it patches into transformers' classes."""
+    """Return the loss by verl's forwards, patched into transformers' classes."""
     from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
     from verl.models.transformers.qwen3_5 import qwen3_5_decoder_layer_forward, qwen3_5_gated_delta_net_forward
 

@@ -1,4 +1,4 @@
-"""Reading packs in a loader's worker, beside the original's collate and verl's templating; a start on millions.
+"""Reading packs in a loader's worker, and starting on millions.
 
 One worker makes training data of the same conversations in four ways that take turns:
 
@@ -33,12 +33,11 @@ import torch
 
 from benchmarks.cells import on_ranks
 from benchmarks.documents import write_many_documents
-from benchmarks.harness import Row, Sizes, Turns, equal, table, take_turns
+from benchmarks.harness import Row, Sizes, Turns, equal, option, table, take_turns
 from benchmarks.meters import MIB, measured, seconds
 from benchmarks.texts import CHATS, LONG, Kind, make_conversations, write_conversations
 from verl_ext.data import SFTDataSet
 from verl_ext.losses import LossSpec
-from verl_ext.options import option
 from verl_ext.packing import plan_packs
 from verl_ext.trainer.batch import StepCollator
 
@@ -50,12 +49,12 @@ Reader = tuple[Sequence[Any], Callable[[Any], Any]]  # read(item) over all items
 class Options(Sizes):
     folder: str | None = option(None, "your tokenized folder, on which to start instead; null: made-up ones")
     max_tokens: int = option(8192, "tokens of a pack, of a start", least=2)
-    documents: int = option(2_000_000, "documents of a start", least=1)
+    documents: int = option(2_000_000, "documents of a start")
     mean_tokens: int = option(50, "tokens of a document of the first start; the second has 4 times", least=2)
-    chats: int = option(2000, "chats of about 200 tokens", least=1)
-    long: int = option(48, "documents of 8k to 32k tokens", least=1)
-    repeats: int = option(7, "turns", least=1)
-    passes: int = option(20, "passes of ours over the documents in each turn", least=1)
+    chats: int = option(2000, "chats of about 200 tokens")
+    long: int = option(48, "documents of 8k to 32k tokens")
+    repeats: int = option(7, "turns")
+    passes: int = option(20, "passes of ours over the documents in each turn")
 
 
 @table(
@@ -73,7 +72,6 @@ def reading(options: Options, folder: Path) -> Iterable[Row]:
 
 
 def read_in_turns(kind: Kind, count: int, folder: Path, options: Options) -> Row:
-    """Return million tokens a second by reader, and the tokens of a pass."""
     readers, tokens = build_readers(kind, count, folder)
 
     def rate(name: str) -> float:
@@ -89,7 +87,7 @@ def read_in_turns(kind: Kind, count: int, folder: Path, options: Options) -> Row
 
 
 def build_readers(kind: Kind, count: int, folder: Path) -> tuple[dict[str, Reader], int]:
-    """Write conversations; return their readers by name, and the tokens that each of them reads."""
+    """Write conversations; return their readers, and the tokens that each reads."""
     from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
 
     from verl_ext.commands.command_line import read_options
@@ -122,7 +120,7 @@ def build_readers(kind: Kind, count: int, folder: Path) -> tuple[dict[str, Reade
 
 
 def seed_collate_fn(rows: Sequence[dict[str, Any]], max_tokens: int, padding_value: int) -> dict[str, torch.Tensor]:
-    """Collate as the original does: positions from Python ranges, all padded to max_tokens."""
+    """Collate as the original does: Python ranges, all padded to max_tokens."""
     names = ("input_ids", "position_ids", "loss_mask", "category_ids", "attention_mask")
     out = {name: np.zeros(max_tokens, np.int64) for name in names}
     out["input_ids"][:] = padding_value
@@ -144,7 +142,7 @@ def seed_collate_fn(rows: Sequence[dict[str, Any]], max_tokens: int, padding_val
     "scan, s {scan:.2f} | private MB held {held_mb:.0f} | at the peak {peak_mb:.0f}"
 )
 def start(options: Options, folder: Path) -> Iterable[Row]:
-    """One rank's start on equally many documents of two sizes, or on your folder."""
+    """One rank's start on documents of two sizes, or on your folder."""
     if options.folder:
         yield {"which": "yours", **started(str(Path(options.folder).absolute()), options.max_tokens)}
         return
@@ -157,12 +155,11 @@ def start(options: Options, folder: Path) -> Iterable[Row]:
 
 
 def started(folder: str, max_tokens: int) -> Row:
-    """Measure a start in a fresh process, in which only the page cache may be warm."""
     return on_ranks(1, measure_start, folder, max_tokens, CUDA_VISIBLE_DEVICES="")[0]
 
 
 def measure_start(folder: str, max_tokens: int) -> Row:
-    """Open, plan and scan, as the only rank."""
+    """Open, plan and scan; only the page cache may be warm."""
     from verl_ext.data.arrow import TokenizedData
     from verl_ext.trainer.distributed import RunRanks
 

@@ -1,4 +1,4 @@
-"""The peak memory of a step that `verl-ext plan` predicts, beside the resident memory of real ranks.
+"""The peak memory that `verl-ext plan` predicts, beside that of real ranks.
 
 | | what it is |
 |---|---|
@@ -6,8 +6,7 @@
 | measured | the peak of resident memory in a step, as the kernel counts it, minus that before the step |
 
 Small models (hidden size 512, 4 layers, vocabulary 32,000, fp32, `sdpa`) take steps of hundreds of MiB, each rank in a
-fresh process. `--table lengths` plans a Qwen3-8B on 8 GPUs with the options of `recipe=glm_long/stage2_1m`, one
-micro-batch a step of one pack of two documents; half of its tokens are targets.
+fresh process. `--table lengths` plans a Qwen3-8B on 8 GPUs with the options of `recipe=glm_long/stage2_1m`.
 """
 # ruff: noqa: E402 - upstream warns while it is imported
 
@@ -26,14 +25,14 @@ warnings.simplefilter("ignore")  # of upstream, on every rank
 logging.disable(logging.INFO)
 
 from benchmarks.cells import ROOT, on_ranks
-from benchmarks.harness import Row, Sizes, table, words_of
+from benchmarks.harness import Row, Sizes, option, table, words_of
 from benchmarks.meters import MIB, measured
 from benchmarks.models import config_of, write_model
 from verl_ext.config import compose
 from verl_ext.config.resolve import resolve_device
 from verl_ext.data import CategoryTable
 from verl_ext.losses import LossSpec
-from verl_ext.options import option, plain
+from verl_ext.options import plain
 from verl_ext.plugin import PACKED
 from verl_ext.tools.plan.report import Predictor
 from verl_ext.tools.plan.run import Job, build_engine, fill_optimizer, take_step
@@ -51,7 +50,7 @@ QUICK = ["cases=[0]"]
 
 @dataclass(frozen=True)
 class Case:
-    """A run on `ranks` ranks, whose steps have `micro_batches` micro-batches of `tokens` tokens."""
+    """A run whose steps have `micro_batches` micro-batches of `tokens` tokens."""
 
     name: str
     overrides: tuple[str, ...] = ()
@@ -83,7 +82,6 @@ class Options(Sizes):
     overrides: dict[str, Any] = option({}, "options of those plans, such as data.max_tokens:65536")
 
     def problems(self) -> Iterable[str]:
-        """Yield a line for each number without a case."""
         return (f"cases must be 0 to {len(CASES) - 1}; got {n}" for n in self.cases if not 0 <= n < len(CASES))
 
 
@@ -110,7 +108,7 @@ def cases(options: Options, folder: Path) -> Iterable[Row]:
     on_request=True,
 )
 def lengths(options: Options, folder: Path) -> Iterable[Row]:
-    """Plans of a Qwen3-8B on 8 GPUs, by the length of its packs."""
+    """Plans of a Qwen3-8B on 8 GPUs, by length of packs."""
     model = f"model.path={ROOT / 'recipes/glm_long/qwen3_8b'}"
     memory = ("parallel=ulysses8", "model.activation_offload=true", "model.tile_tokens=4096")
     with Predictor() as predictor:
@@ -123,14 +121,14 @@ def lengths(options: Options, folder: Path) -> Iterable[Row]:
 
 
 def job_of(overrides: Sequence[str], step: Sequence[StepBatch], ranks: int, device: str | None = None) -> Job:
-    """Return the job of one step, on CPU ranks unless a device is named."""
+    """Return the job of one step, on CPU ranks by default."""
     composed = compose(["data.train_dir=unused", *overrides])
     resolve_device(composed, device)
     return Job(plain(composed), [step], ranks, 0, "varlen" if device else "sdpa", PACKED, on_gpu=device is not None)
 
 
 def batch_of(tokens: int) -> StepBatch:
-    """Return a pack of two documents in which every second token is a target."""
+    """Return a pack of two documents, every second token a target."""
     pack = {
         "input_ids": torch.arange(tokens) % 1000,
         "position_ids": torch.arange(tokens // 2).repeat(2),

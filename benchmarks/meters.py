@@ -1,4 +1,4 @@
-"""Clocks and peaks of memory: of a block, and of a whole command."""
+"""Clocks and peaks of memory, of a block and of a command."""
 
 import contextlib
 import resource
@@ -91,7 +91,7 @@ def _status(name: str) -> int:
 
 
 def run_command(command: Sequence[str]) -> dict[str, float]:
-    """Run a command; return its seconds, and peak MiB of it and any worker."""
+    """Run a command; return its seconds, its and any worker's peak MiB."""
     import psutil
 
     began = time.perf_counter()

@@ -13,7 +13,7 @@ VOCABULARY = 1024
 
 
 def config_of(kind: str, hidden: int, layers: int, groups: int = 1, **fields: Any) -> Any:
-    """Return a config with heads of size 64, `groups` of them a key/value head."""
+    """Return a config with heads of size 64, `groups` a key/value head."""
     heads = max(hidden // 64, 1)
     sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "vocab_size": VOCABULARY, "head_dim": hidden // heads}
     sizes |= {"num_attention_heads": heads, "num_key_value_heads": heads // groups}
@@ -29,7 +29,7 @@ def write_model(folder: Path, config: Any, words: int = VOCABULARY, dtype: torch
 
 
 def write_qwen3(folder: Path, hidden: int, layers: int, positions: int) -> None:
-    """Save a Qwen3 with two heads a key/value head and an MLP of 3 × hidden."""
+    """Save a Qwen3 with an MLP of 3 × hidden."""
     if hidden % 128:
         raise UsageError(f"hidden must be a multiple of 128; got {hidden}")
     fields = {"intermediate_size": 3 * hidden, "max_position_embeddings": positions, "tie_word_embeddings": False}

@@ -1,4 +1,4 @@
-"""Packers beside each other, and how evenly ranks share the steps of full packs.
+"""Packers beside each other, and how evenly ranks share steps.
 
 | packer | takes | gives |
 |---|---|---|
@@ -32,9 +32,9 @@ from numpy.typing import NDArray
 
 from benchmarks.cells import in_own_process
 from benchmarks.documents import DISTRIBUTIONS
-from benchmarks.harness import Row, Sizes, relative, table, take_turns
+from benchmarks.harness import Row, Sizes, option, relative, table, take_turns
 from benchmarks.meters import measured
-from verl_ext.options import first_line, option
+from verl_ext.options import first_line
 from verl_ext.packing import CostModel, PackPlan, balanced_order, cost_over_ideal, epoch_order, plan_packs
 
 SLOW = 3.0  # seconds: a slower packer runs once
@@ -49,14 +49,14 @@ Lengths = NDArray[np.int64]
 
 
 class Options(Sizes):
-    documents: int = option(1_000_000, "documents of the comparison", least=1)
-    large: int = option(10_000_000, "documents for ours alone", least=1)
-    balance_documents: int = option(100_000, "documents whose packs ranks share", least=1)
-    repeats: int = option(5, "turns, of which the best counts", least=1)
+    documents: int = option(1_000_000, "documents of the comparison")
+    large: int = option(10_000_000, "documents for ours alone")
+    balance_documents: int = option(100_000, "documents whose packs ranks share")
+    repeats: int = option(5, "turns, of which the best counts")
 
 
 class Packer(NamedTuple):
-    """A packer: pack(prepare(lengths), max_tokens), of which pack is timed; documents(result) gives its packs."""
+    """pack(prepare(lengths), max_tokens) is a packer; documents(result) gives its packs."""
 
     pack: Callable[[Any, int], Any]
     prepare: Callable[[Lengths], Any]
@@ -72,7 +72,7 @@ def as_int32(lengths: Lengths) -> NDArray[np.int32]:
 
 
 def peer(package: str, path: str, name: str, prepare: Callable[[Lengths], Any], **settings: Any) -> Packer:
-    """Import a packer from one file of a package; import the package only if that fails."""
+    """Import a packer from one file, else from its package."""
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError(f"No module named {package}")
@@ -118,50 +118,33 @@ def compared(options: Options, folder: Path) -> Iterable[Row]:
         except Exception as error:  # a foreign import may raise anything
             absent.append({"packer": name, "failed": first_line(error)})
     for lengths_name, distribution in DISTRIBUTIONS.items():
-        lengths = distribution.draw(options.documents, np.random.default_rng(0))
-        contests = {name: Contest(packer, lengths, distribution.max_tokens) for name, packer in packers.items()}
-        plans = {name: contest.plan(name) for name, contest in contests.items()}
-        turns = take_turns({name: contest.seconds for name, contest in contests.items()}, options.repeats)
-        work = {"lengths": lengths_name, "documents": options.documents}
-        rows = [{**work, "packer": name, **plan, "seconds": min(turns[name])} for name, plan in plans.items()]
+        lengths, rows, turns = distribution.draw(options.documents, np.random.default_rng(0)), [], {}
+        for name, packer in packers.items():
+            whole = partial(timed, packer, lengths, distribution.max_tokens)
+            first_call, _ = timed(packer, lengths[:FIRST_CALL], distribution.max_tokens)
+            took, packed = whole()
+            figures = checked(name, packer.documents(packed), lengths, distribution.max_tokens)
+            work = {"lengths": lengths_name, "documents": options.documents, "packer": name}
+            rows.append({**work, **figures, "first_call": first_call})
+            turns[name] = (lambda took=took: (took, None)) if took > SLOW else whole
+        for row, took in zip(rows, take_turns(turns, options.repeats).values(), strict=True):
+            row["seconds"] = min(seconds for seconds, _ in took)
         yield from relative(rows, "seconds")
     yield from absent
 
 
-class Contest:
-    """One packer's turns on the same lengths."""
-
-    def __init__(self, packer: Packer, lengths: Lengths, max_tokens: int) -> None:
-        self.packer, self.lengths, self.max_tokens = packer, lengths, max_tokens
-        self._last = 0.0
-
-    def plan(self, name: str) -> Row:
-        """Pack few documents, then all, and check every pack."""
-        first_call, _ = self._packed(self.lengths[:FIRST_CALL])
-        self._last, packed = self._packed(self.lengths)
-        return {"first_call": first_call, **checked(name, self.packer.documents(packed), self.lengths, self.max_tokens)}
-
-    def seconds(self) -> float:
-        """Return the seconds of a call, or of the last one if slow."""
-        if self._last < SLOW:
-            self._last, _ = self._packed(self.lengths)
-        return self._last
-
-    def _packed(self, lengths: Lengths) -> tuple[float, Any]:
-        prepared = self.packer.prepare(lengths)
-        gc.collect()
-        gc.freeze()  # keeps objects of the peers' imports out of collections while a packer makes its lists
-        started = time.perf_counter()
-        packed = self.packer.pack(prepared, self.max_tokens)
-        return time.perf_counter() - started, packed
+def timed(packer: Packer, lengths: Lengths, max_tokens: int) -> tuple[float, Any]:
+    """Return the seconds of a call and its packs."""
+    prepared = packer.prepare(lengths)
+    gc.collect()
+    gc.freeze()  # keeps objects of the peers' imports out of collections while a packer makes its lists
+    started = time.perf_counter()
+    packed = packer.pack(prepared, max_tokens)
+    return time.perf_counter() - started, packed
 
 
 def checked(name: str, packs: Sequence[Any], lengths: Lengths, max_tokens: int) -> Row:
-    """Return the number of packs and their fill.
-
-    Raises:
-        RuntimeError: If a document does not lie in exactly one pack, or a pack is over its budget.
-    """
+    """Return packs and fill, if every document lies in one pack."""
     documents = np.concatenate([np.asarray(pack, np.int64) for pack in packs])
     if not np.array_equal(np.bincount(documents, minlength=len(lengths)), np.ones(len(lengths), np.int64)):
         raise RuntimeError(f"{name} lost or repeated documents")
@@ -206,7 +189,6 @@ def balance(options: Options, folder: Path) -> Iterable[Row]:
 
 
 def shared(costs: NDArray[np.float64], ranks: int) -> Row:
-    """Return how evenly a number of ranks share steps of full packs."""
     batch = ranks * ACCUMULATION
     steps = len(costs) // batch
     epochs = max(-(-PAIRS // (steps * ACCUMULATION)), SHUFFLES)

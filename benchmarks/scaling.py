@@ -1,4 +1,4 @@
-"""The time of a step on 8 to 512 data-parallel ranks, simulated from document lengths, and checked on two real ranks.
+"""A step on 8 to 512 ranks, simulated, and checked on two.
 
     micro-step   the most expensive pack of a group of packs, one a rank, times each rank's jitter
                  + FSDP's traffic that this computation does not hide
@@ -27,11 +27,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.cells import ROOT, on_ranks
 from benchmarks.documents import DISTRIBUTIONS, make_documents, write_documents
-from benchmarks.harness import Row, Sizes, Turns, table
+from benchmarks.harness import Row, Sizes, Turns, option, table
 from benchmarks.models import VOCABULARY, write_qwen3
 from verl_ext.data.arrow import TokenizedData
 from verl_ext.engines.cost import balancing_cost
-from verl_ext.options import option
 from verl_ext.packing import balanced_order, epoch_order, micro_step_costs, plan_packs
 from verl_ext.tools.plan.time import not_hidden
 
@@ -51,10 +50,10 @@ QUICK = ["documents=20000", "turns=1", "steps=1"]
 class Options(Sizes):
     model: str | None = option(None, "folder with a config.json; null: Qwen3-8B's")
     data: str | None = option(None, "tokenized folder, whose lengths are used; null: drawn, LongAlign's mixture")
-    documents: int = option(2_000_000, "documents that are drawn", least=1)
-    max_tokens: int = option(65_536, "tokens of a pack", least=1)
+    documents: int = option(2_000_000, "documents that are drawn")
+    max_tokens: int = option(65_536, "tokens of a pack")
     flops: float = option(400e12, "operations a second of a rank in matrix products and attention", above=0)
-    node_ranks: int = option(8, "data-parallel ranks of a node", least=1)
+    node_ranks: int = option(8, "data-parallel ranks of a node")
     node_link: float = option(300e9, "bytes a second that a rank sends inside a node", above=0)
     network: float = option(45e9, "bytes a second that it sends to other nodes, and any collective over nodes", above=0)
     latency: float = option(30e-6, "seconds of a small collective for each doubling of the nodes", least=0)
@@ -63,8 +62,8 @@ class Options(Sizes):
     memory: float = option(2.5e12, "bytes a second of a rank's memory, for the optimizer", above=0)
     storage: float = option(40e9, "bytes a second that all nodes together write", above=0)
     node_storage: float = option(4e9, "bytes a second that one node writes", above=0)
-    turns: int = option(5, "turns of the check", least=1)
-    steps: int = option(8, "timed steps of a turn", least=1)
+    turns: int = option(5, "turns of the check")
+    steps: int = option(8, "timed steps of a turn")
 
 
 def step_time(
@@ -119,7 +118,7 @@ def step_time(
     "small {share[small]:.2%} | optimizer {share[optimizer]:.2%} | checkpoint {share[checkpoint]:.2%}"
 )
 def simulated(options: Options, folder: Path) -> Iterable[Row]:
-    """A step by the number of ranks, with packs in shuffled and in balanced order."""
+    """A step by the number of ranks, in shuffled and balanced order."""
     config = AutoConfig.from_pretrained(options.model or ROOT / "recipes/glm_long/qwen3_8b")
     text, lengths = config.get_text_config(), DISTRIBUTIONS["A"].draw(options.documents, np.random.default_rng(0))
     if options.data is not None:
@@ -143,12 +142,11 @@ def simulated(options: Options, folder: Path) -> Iterable[Row]:
 
 
 def unit_of(text: Any) -> float:
-    """Return the operations of one unit of cost, one layer's attention to one token."""
+    """Return a unit of cost: a layer's attention to one token."""
     return 2.0 * text.num_attention_heads * text.head_dim
 
 
 def parameters_of(text: Any) -> float:
-    """Return the number of parameters in a dense model's matrices."""
     attention = text.hidden_size * text.head_dim * 2 * (text.num_attention_heads + text.num_key_value_heads)
     layer = attention + 3 * text.hidden_size * text.intermediate_size
     return float(layer * text.num_hidden_layers + 2 * text.vocab_size * text.hidden_size)
@@ -185,7 +183,7 @@ def check(options: Options, folder: Path) -> Iterable[Row]:
 
 
 def measure(folder: Path, count: int) -> Row:
-    """Take the trainer's steps; return their seconds, the packs' costs and the link's bytes a second."""
+    """Return the seconds of steps, the packs' costs and the link's speed."""
     import torch.distributed as dist
 
     from benchmarks.contestants import build_trainer, take_step, together

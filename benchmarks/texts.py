@@ -20,7 +20,7 @@ Conversation = list[dict[str, str]]
 
 
 class Kind(NamedTuple):
-    """The words of each turn (user, assistant, …), and the max_tokens of a pack."""
+    """The words of each turn, and the max_tokens of a pack."""
 
     name: str
     words: tuple[tuple[int, int], ...]
@@ -75,7 +75,7 @@ def write_texts(megabytes: float, vocabulary: int, folder: Path, rng: np.random.
 
 
 def first_line(lines: Path) -> Path:
-    """Write the first record of a file beside it, to measure a start."""
+    """Write a file's first record beside it, to measure a start."""
     with open(lines, "rb") as file:
         lines.with_name("one.jsonl").write_bytes(next(file))
     return lines.with_name("one.jsonl")

@@ -1,4 +1,4 @@
-"""Time and memory per token, by length, of a Qwen with long-term memory and of the same Qwen with full attention.
+"""Time and memory per token, with long-term memory and full attention.
 
 | | what is compared |
 |---|---|
@@ -21,11 +21,10 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from benchmarks.cells import in_own_process
-from benchmarks.harness import Row, Sizes, table
+from benchmarks.harness import Row, Sizes, option, table
 from benchmarks.meters import measured, seconds, wait_for_gpu
 from benchmarks.models import VOCABULARY, config_of
 from verl_ext.models.qwen_titans import QwenTitansConfig, QwenTitansForCausalLM
-from verl_ext.options import option
 
 ANSWER = 8  # target tokens at the end of a sequence
 QUICK = ["lengths=[128]", "hidden=32", "layers=2", "chunk=64", "repeats=1"]
@@ -33,15 +32,14 @@ QUICK = ["lengths=[128]", "hidden=32", "layers=2", "chunk=64", "repeats=1"]
 
 class Options(Sizes):
     lengths: list[int] = option([4096, 8192, 16384, 32768, 65536], "tokens of a sequence, at least 16, a row each")
-    longest_step: int = option(16384, "tokens of the longest sequence that is trained on", least=1)
-    hidden: int = option(256, "hidden size", least=1)
-    layers: int = option(4, "layers", least=1)
-    chunk: int = option(2048, "tokens of a chunk", least=1)
+    longest_step: int = option(16384, "tokens of the longest sequence that is trained on")
+    hidden: int = option(256, "hidden size")
+    layers: int = option(4, "layers")
+    chunk: int = option(2048, "tokens of a chunk")
     bptt_chunks: int | None = option(None, "chunks that gradients reach back; null: all of them")
-    repeats: int = option(2, "passes of a cell, of which the fastest counts", least=1)
+    repeats: int = option(2, "passes of a cell, of which the fastest counts")
 
     def problems(self) -> Iterable[str]:
-        """Yield a line for a length that leaves no text before the answer."""
         if short := [length for length in self.lengths if length < 2 * ANSWER]:
             yield f"lengths must be at least {2 * ANSWER}; got {short[0]}"
 
@@ -57,13 +55,12 @@ def lengths(options: Options, folder: Path) -> Iterable[Row]:
         for length in sorted(options.lengths):
             if work == "read" or length <= options.longest_step:
                 cells = {kind: in_own_process(measure, kind, work, length, options) for kind in ("full", "memory")}
-                if failed := next((cell["failed"] for cell in cells.values() if "failed" in cell), None):
-                    raise RuntimeError(f"{work} {length}: {failed}")
+                if failed := [cell["failed"] for cell in cells.values() if "failed" in cell]:
+                    raise RuntimeError(f"{work} {length}: {failed[0]}")
                 yield {"work": work, "length": length, **cells, "ratio": cells["full"]["us"] / cells["memory"]["us"]}
 
 
 def measure(kind: str, work: str, length: int, options: Options) -> Row:
-    """Return microseconds a token, peak MiB above the idle model, parameters, and the memory's share of time."""
     work_of(kind, work, 2 * ANSWER, options)[1]()  # loads libraries and starts threads
     model, one_pass = work_of(kind, work, length, options)
     with measured() as figures:
@@ -102,11 +99,11 @@ def work_of(kind: str, work: str, length: int, options: Options) -> tuple[Any, C
 
 
 def memory_share(model: Any, one_pass: Callable[[], Any]) -> float:
-    """Return the share of another pass inside the memories, waiting for the GPU at each border."""
+    """Return the share of another pass inside the memories."""
     spent = [0.0]
 
     def now() -> float:
-        wait_for_gpu()
+        wait_for_gpu()  # at each border
         return time.perf_counter()
 
     for memory in model.memory.values():

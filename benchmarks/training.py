@@ -50,9 +50,9 @@ import torch.distributed as dist
 
 from benchmarks.cells import on_ranks
 from benchmarks.documents import Document, make_documents, write_documents
-from benchmarks.harness import Row, Sizes, Turns, equal, table, take_turns
+from benchmarks.harness import Row, Sizes, Turns, equal, option, table, take_turns
 from benchmarks.models import VOCABULARY, write_qwen3
-from verl_ext.options import UsageError, option
+from verl_ext.options import UsageError
 from verl_ext.packing import cost_over_ideal, epoch_order, plan_packs
 
 SEED = 0
@@ -66,16 +66,16 @@ Way = tuple[Any, list[list[Any]]]  # a contestant, and for each turn the batches
 
 class Options(Sizes):
     hidden: int = option(256, "hidden size, a multiple of 128", least=128)
-    layers: int = option(2, "layers", least=1)
-    micro_batch: int = option(4, "documents of a padded micro-batch", least=1)
-    threads: int = option(1, "threads of torch on a CPU, in each rank", least=1)
-    documents: int = option(40, "contest: documents of a step", least=1)
+    layers: int = option(2, "layers")
+    micro_batch: int = option(4, "documents of a padded micro-batch")
+    threads: int = option(1, "threads of torch on a CPU, in each rank")
+    documents: int = option(40, "contest: documents of a step")
     budget: int = option(4096, "contest: tokens of a pack, and limit of a dynamic batch", least=256)
-    repeats: int = option(5, "contest: measured steps, each on new documents", least=1)
-    epoch_documents: int = option(256, "longalign: documents of an epoch", least=1)
+    repeats: int = option(5, "contest: measured steps, each on new documents")
+    epoch_documents: int = option(256, "longalign: documents of an epoch")
     epoch_budget: int = option(2048, "longalign: tokens of a pack, and limit of a dynamic batch", least=256)
-    steps: int = option(4, "longalign: optimizer steps of an epoch", least=1)
-    epochs: int = option(3, "longalign: measured epochs of each method", least=1)
+    steps: int = option(4, "longalign: optimizer steps of an epoch")
+    epochs: int = option(3, "longalign: measured epochs of each method")
     ranks: list[int] = option([1, 2], "longalign: data-parallel ranks, a row of each method for each")
 
     def problems(self) -> Iterable[str]:
@@ -169,7 +169,7 @@ def measure_epochs(options: Options, folder: Path) -> Row:
 
 
 def measured_rows(ways: dict[str, Way], turns: int, model: Path) -> list[Row]:
-    """Let the ways take turns after one of warm-up; return their figures, over all ranks.
+    """Let the ways take turns after a warm-up; return their rows.
 
     Raises RuntimeError if they did not train on the same targets, or ranks ran different numbers of forwards.
     """
@@ -263,6 +263,6 @@ def sorted_batching(lengths: np.ndarray, group: int, seed: int) -> np.ndarray:
 
 
 def dealt_out(order: np.ndarray, steps: int, micro_batch_size: int, ranks: int) -> np.ndarray:
-    """Deal int64[D] out by micro-batches to the ranks in turn: int64[ranks, steps, …]."""
+    """Deal out by micro-batches to ranks in turn: int64[ranks, steps, …]."""
     dealt = order.reshape(steps, -1, ranks, micro_batch_size)  # [steps, micro-steps, ranks, micro-batch]
     return np.moveaxis(dealt, 2, 0).reshape(ranks, steps, -1)

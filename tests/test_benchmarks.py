@@ -232,9 +232,9 @@ def _on_tiny_models(folder):
     from benchmarks.contestants import Setting
 
     addmm = {torch.ops.aten.addmm_: lambda total, left, right, **_: 2 * left[0] * left[1] * right[1]}  # like its addmm
-    found, work = {}, shapes.Cell("", "tiny", 512, 1024, 0, 256, (), folder)
+    found, work = {}, shapes.Cell("", "tiny", 512, gpu.Options(shapes=["tiny"]), folder)
     write_model(work.model, shapes.config_of("tiny"), 16, torch.bfloat16)
-    (documents,) = work.documents()
+    documents = work.few_documents()
     write_documents(documents, folder / "data")
     setting = Setting(work.model, folder / "data", folder / "runs", 512, 3)  # without recomputation
     for name, built in (("ours", setting.packed("ours")), ("verl", setting.stock("verl", None))):

@@ -22,7 +22,6 @@ has a process of its own. The row of a contestant that is not installed, or does
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,9 +30,8 @@ import torch
 
 from benchmarks.cells import in_own_process
 from benchmarks.gpu.shapes import SHAPES, Cell, config_of
-from benchmarks.harness import Row, Sizes, allocator, table, words_of
+from benchmarks.harness import Row, Sizes, allocator, option, table
 from benchmarks.models import write_model
-from verl_ext.options import option
 
 CONTESTANTS = ("ours", "ours_liger", "ours_fa3", "verl", "trl")
 RAN = "kernel {kernel} | head {head} | optimizer {optimizer}"
@@ -45,8 +43,8 @@ class Options(Sizes, contestants=CONTESTANTS, shapes=SHAPES):
     contestants: list[str] = option(list(CONTESTANTS), f"of {', '.join(CONTESTANTS)}")
     shapes: list[str] = option(["0.6B", "1.7B"], f"of {', '.join(SHAPES)}; tiny runs on a CPU too")
     packs: list[int] = option([8192, 32_768, 131_072], "tokens of a pack")
-    step_tokens: int = option(262_144, "tokens of an optimizer step, about", least=1)
-    steps: int = option(4, "measured steps, after one more", least=1)
+    step_tokens: int = option(262_144, "tokens of an optimizer step, about")
+    steps: int = option(4, "measured steps, after one more")
     first: int = option(65_536, "tokens with which the search for the longest document begins", least=256)
     overrides: dict[str, Any] = option({}, "options of ours, such as loss.head_block_mib:1024")
     trl: str | None = option(None, "folder that holds TRL alone; null: without TRL")
@@ -60,23 +58,20 @@ class Options(Sizes, contestants=CONTESTANTS, shapes=SHAPES):
 def measured(kind: str, options: Options, folder: Path, packs: Sequence[int], *names: str) -> Iterable[list[Row]]:
     """Yield the contestants' rows for each shape and pack."""
     names = [name for name in names or options.contestants if name != "trl" or options.trl]
-    common = Cell("", "", 0, options.step_tokens, options.steps, options.first, words_of(options.overrides), folder)
     for shape in options.shapes:
         if not (folder / shape).is_dir():  # the tables of a run share it
             written = in_own_process(write_model, folder / shape, config_of(shape), 16, torch.bfloat16)
             if "failed" in written:
                 raise RuntimeError(f"{shape}: {written['failed']}")
         for pack in packs:
-            cells = [replace(common, contestant=name, shape=shape, pack=pack) for name in names]
-            yield [row_of(kind, cell, options.trl) for cell in cells]
+            yield [row_of(kind, Cell(name, shape, pack, options, folder)) for name in names]
 
 
-def row_of(kind: str, cell: Cell, trl: str | None) -> Row:
-    """Return a cell's figures, with its contestant marked if its mask is quadratic."""
-    is_trl = cell.contestant == "trl"
-    environment = allocator()
+def row_of(kind: str, cell: Cell) -> Row:
+    """Return a cell's figures, marked if its mask is quadratic."""
+    is_trl, environment = cell.contestant == "trl", allocator()
     if is_trl:  # only its process can import it
-        paths = (str(Path(trl or "").absolute()), os.environ.get("PYTHONPATH", ""))
+        paths = (str(Path(cell.options.trl).absolute()), os.environ.get("PYTHONPATH", ""))
         environment["PYTHONPATH"] = os.pathsep.join(paths)
     function = f"benchmarks.gpu.{'trl_cell' if is_trl else 'cell'}:{kind}"
     row = in_own_process(function, cell, environment=environment, group=not is_trl)

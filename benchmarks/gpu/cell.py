@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.documents import Document, random_document, write_documents
 from benchmarks.gpu.shapes import POSITIONS, Cell, kernel_of, longest_of, optimizer_of, peak_memory, vocabulary
+from benchmarks.harness import words_of
 from benchmarks.meters import on_gpu, seconds, wait_for_gpu
 
 OWN = {"ours_liger": ("model.use_liger=true",), "ours_fa3": ("attention.backend=fa3",)}
@@ -30,7 +31,7 @@ def contestant(cell: Cell, budget: int, documents: list[Document], steps: int) -
     name = f"{cell.contestant}-{cell.shape}-{budget}"
     if cell.contestant == "verl":
         return setting.stock(name, None)
-    return setting.packed(name, *OWN.get(cell.contestant, ()), *cell.overrides)
+    return setting.packed(name, *OWN.get(cell.contestant, ()), *words_of(cell.options.overrides))
 
 
 def implementations(built: Any, packed: bool) -> dict[str, Any]:
@@ -70,7 +71,7 @@ def loaded(cell: Cell, built: Any, steps: list[list[Document]]) -> list[Any]:
 
 def throughput(cell: Cell) -> Iterator[dict[str, Any]]:
     steps = cell.documents()
-    built = contestant(cell, cell.pack, steps[0], cell.steps + 2)
+    built = contestant(cell, cell.pack, steps[0], cell.options.steps + 2)
     yield (ran := implementations(built, packed=True))
     first, *batches = loaded(cell, built, steps)
     built.train(first)
@@ -93,7 +94,7 @@ def longest(cell: Cell) -> Iterator[dict[str, Any]]:
             pack = {name: torch.from_numpy(column) for name, column in document.items()}
             built.train(built.collate([{**pack, "position_ids": torch.arange(length)}]))
 
-    yield from longest_of(train, cell.first)
+    yield from longest_of(train, cell.options.first)
 
 
 def shares(cell: Cell) -> dict[str, Any]:
@@ -124,7 +125,7 @@ def _busy(train: Any) -> tuple[float, float]:
 
 
 class Spans:
-    """Time on the GPU's stream by kind; a moment belongs to the innermost open part.
+    """Time on the GPU's stream, each moment of the innermost open part.
 
     A checkpointed layer is recomputed inside the backward pass of its last part, up to the last tensor that is kept.
     Parts therefore open inside others there, and nothing closes the last one explicitly.

@@ -1,8 +1,8 @@
-"""The common parts of cells on a GPU: shapes, documents, FLOPs, peaks; no import of verl."""
+"""Shapes, documents, FLOPs and peaks of cells; no import of verl."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +25,12 @@ SHAPES: dict[str, dict[str, int]] = {  # of a Qwen3 with tied embeddings
 
 @dataclass(frozen=True)
 class Cell:
-    """A contestant on a shape, with packs of `pack` tokens; `folder` holds the models."""
+    """A contestant on a shape and pack; `folder` holds the models."""
 
     contestant: str
     shape: str
     pack: int
-    step_tokens: int
-    steps: int
-    first: int
-    overrides: tuple[str, ...]
+    options: Any
     folder: Path
 
     @property
@@ -42,22 +39,26 @@ class Cell:
 
     def documents(self) -> list[list[Document]]:
         """Make the documents of each step; the first step is not measured."""
-        rng = np.random.default_rng(0)
-        mean = long_tailed_lengths(10_000, self.pack, rng)[0].mean()
-        count = max(round(self.step_tokens / mean), 10)
-        return [make_documents(count, self.pack, vocabulary(self.shape), rng) for _ in range(self.steps + 1)]
+        return step_documents(self.shape, self.pack, self.options.step_tokens, self.options.steps + 1)
 
     def few_documents(self) -> list[Document]:
-        return replace(self, pack=512, step_tokens=2048, steps=0).documents()[0]
+        return step_documents(self.shape, 512, 2048, 1)[0]
 
     def figures(self, lengths: Sequence[int], targets: int, targets_only: bool, took: float) -> dict[str, Any]:
-        """Return tokens per second, MFU by model FLOPs and by computed FLOPs, and peaks."""
+        """Return tokens per second, MFU by model and computed FLOPs, peaks."""
         figures = {"tokens_per_second": sum(lengths) / took, **peak_memory()}
         if peak := peak_flops(torch.cuda.get_device_name()) if on_gpu() else None:
             computed = targets if targets_only else sum(lengths)
             for name, head_tokens in (("mfu", sum(lengths)), ("computed_mfu", computed)):
                 figures[name] = flops(self.shape, lengths, head_tokens) / took / peak
         return figures
+
+
+def step_documents(shape: str, pack: int, step_tokens: int, steps: int) -> list[list[Document]]:
+    rng = np.random.default_rng(0)
+    mean = long_tailed_lengths(10_000, pack, rng)[0].mean()
+    count = max(round(step_tokens / mean), 10)
+    return [make_documents(count, pack, vocabulary(shape), rng) for _ in range(steps)]
 
 
 def vocabulary(shape: str) -> int:
@@ -87,7 +88,7 @@ def _model_flops(shape: str) -> Any:
 
 
 def peak_memory() -> dict[str, float]:
-    """Return the most GB since the last call: reserved, and allocated to tensors."""
+    """Return the peak GB since the last call, reserved and allocated."""
     if not on_gpu():
         return {"reserved": 0.0, "allocated": 0.0}
     peak = {"reserved": torch.cuda.max_memory_reserved(), "allocated": torch.cuda.max_memory_allocated()}
@@ -96,7 +97,7 @@ def peak_memory() -> dict[str, float]:
 
 
 def kernel_of(model: Any, packed: bool) -> dict[str, Any]:
-    """Name the attention of a Hugging Face model; tell whether its mask is quadratic.
+    """Name a model's attention; tell whether its mask is quadratic.
 
     transformers gives sdpa a mask of all tokens by all tokens if a row holds several documents.
     """
@@ -106,7 +107,7 @@ def kernel_of(model: Any, packed: bool) -> dict[str, Any]:
 
 
 def optimizer_of(optimizer: Any) -> str:
-    """Name an optimizer and its implementation: as its options say, else torch's default."""
+    """Name an optimizer and its implementation, by options or torch's default."""
     group = optimizer.param_groups[0]
     fused, foreach = group.get("fused"), group.get("foreach")
     if fused is None and foreach is None:

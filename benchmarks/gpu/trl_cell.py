@@ -1,4 +1,4 @@
-"""A cell with TRL's SFTTrainer, without verl, whose model patches fail beside TRL."""
+"""A cell with TRL's SFTTrainer; verl's model patches fail beside TRL."""
 
 import time
 from collections.abc import Iterator
@@ -78,9 +78,9 @@ def implementations(built: Counting, packed: bool) -> dict[str, Any]:
 
 
 def throughput(cell: Cell) -> Iterator[dict[str, Any]]:
-    accumulation = max(round(cell.step_tokens / cell.pack), 1)
+    accumulation = max(round(cell.options.step_tokens / cell.pack), 1)
     documents = [document for step in cell.documents() for document in step]
-    built, clock = build(cell, documents, cell.pack, accumulation, cell.steps + 1), Clock()
+    built, clock = build(cell, documents, cell.pack, accumulation, cell.options.steps + 1), Clock()
     yield (ran := implementations(built, packed=True))
     built.add_callback(clock)
     built.train()
@@ -107,4 +107,4 @@ def longest(cell: Cell) -> Iterator[dict[str, Any]]:
         built.optimizer.step()
         built.optimizer.zero_grad()
 
-    yield from longest_of(train, cell.first)
+    yield from longest_of(train, cell.options.first)
