@@ -26,8 +26,8 @@ own three run there:
 - All have the same weights, optimizer, precision (fp32 on a CPU) and gradient checkpointing (off). Documents are
   LongAlign's mixture, scaled to the budget. A hidden size of 256 keeps tokens per hidden unit, and thus attention's
   share of the work, as with 4,096 at 65,536 tokens.
-- Tokens, targets and loss of a turn are the same for all, the loss to 1e-5, or the run ends. longalign's methods put
-  other documents into a step, so an epoch's loss is compared, at a learning rate (1e-30) that moves no weight.
+- Tokens, targets and loss of a turn are the same for all, or the run ends: contest's loss to 1.4e-5 (1e-4 of 6.9),
+  longalign's to 1e-4, over an epoch, as its steps differ, at a learning rate (1e-30) that moves no weight.
 - `wall` is the time of a turn between two barriers of all ranks; batches are made before it. `cpu` adds up the busiest
   rank's processor time micro-step by micro-step (the work of all ranks before they meet in the next forward's
   collectives): other work affects it less, and collectives cost nothing. Ratios are taken turn by turn.
@@ -150,7 +150,7 @@ def compete(options: Options, folder: Path) -> Row:
         "ours": setting.packed("ours"),
     }
     ways = {name: (one, [[one.load(*step)] for step in steps]) for name, one in contestants.items()}
-    return {"rows": measured_rows(ways, options.repeats, setting.model)}
+    return {"rows": measured_rows(ways, options.repeats, setting.model, 1.4e-5)}
 
 
 def documents_of(options: Options) -> list[Document]:
@@ -163,12 +163,12 @@ def measure_epochs(options: Options, folder: Path) -> Row:
 
     files = folder / "model", folder / "documents", folder / f"on_{dist.get_world_size()}"
     setting = Setting(*files, options.epoch_budget, options.steps * (options.epochs + 1), (NO_LEARNING,))
-    rows = measured_rows(build_methods(setting, options), options.epochs, setting.model)
+    rows = measured_rows(build_methods(setting, options), options.epochs, setting.model, 1e-4)
     equal(rows, ("documents",), 0)
     return {"rows": rows}
 
 
-def measured_rows(ways: dict[str, Way], turns: int, model: Path) -> list[Row]:
+def measured_rows(ways: dict[str, Way], turns: int, model: Path, tolerance: float) -> list[Row]:
     """Let the ways take turns after a warm-up; return their rows.
 
     Raises RuntimeError if they did not train on the same targets, or ranks ran different numbers of forwards.
@@ -188,7 +188,7 @@ def measured_rows(ways: dict[str, Way], turns: int, model: Path) -> list[Row]:
         figures = {figure: [of_turn[figure] for of_turn in of_turns] for figure in of_turns[0]}
         rows.append({"name": name, "engine": ways[name][0].ENGINE, "steps": len(ways[name][1][-1]), **figures})
     equal(rows, ("tokens", "targets"), 0)
-    equal(rows, ("loss",), 1e-5)
+    equal(rows, ("loss",), tolerance)
     return rows
 
 
