@@ -18,7 +18,7 @@ from verl_ext.attention.sinks import LseAttention
 from verl_ext.parallel.key_exchange import ContextGroups, ContextLayout
 from verl_ext.parallel.shards import DocumentLayout, SequenceShards, document_layout
 
-FLASH = pytest.mark.skipif(unusable("flash_attn"), reason="needs the flash-attn package")
+FLASH = pytest.mark.skipif(unusable("flash_attn") is not None, reason="needs the flash-attn package")
 BACKENDS = [pytest.param("flash_attn", marks=FLASH), "varlen", "sdpa"]
 
 

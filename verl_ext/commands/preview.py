@@ -19,7 +19,7 @@ Decode = Callable[[list[int]], str]
 
 
 def preview_of(input_ids: np.ndarray, loss_mask: np.ndarray, decode: Decode) -> list[Run]:
-    """Decode the runs of targets and of other tokens in input_ids[T], by loss_mask[T].
+    """Decode a document's runs of targets and of other tokens.
 
     Long runs, and documents of many runs, are shortened in the middle.
     """
@@ -42,8 +42,8 @@ def preview_of(input_ids: np.ndarray, loss_mask: np.ndarray, decode: Decode) -> 
 
 
 def decoded(ids: np.ndarray, start: int, stop: int, decode: Decode) -> str:
-    """Decode tokens start..stop-1 after the token before, because some tokenizers drop a leading space otherwise."""
-    if start:
+    """Return the text of tokens start..stop-1."""
+    if start:  # some tokenizers drop a leading space unless a token stands before
         before, text = decode(ids[start - 1 : start].tolist()), decode(ids[start - 1 : stop].tolist())
         if CUT not in before and text.startswith(before):
             return text[len(before) :]
@@ -51,7 +51,7 @@ def decoded(ids: np.ndarray, start: int, stop: int, decode: Decode) -> str:
 
 
 def previews_text(previews: Mapping[str, Sequence[Sequence[Run]]], console: Any) -> str:
-    """Format every source's documents for a rich console, in colour if it has colours, or else with `[[…]]`."""
+    """Format documents for a rich console, in colour or with `[[…]]`."""
     from rich.text import Text  # imported here: a command that only reports a mistake does not need it
 
     in_colour = console.is_terminal and console.color_system and not console.no_color

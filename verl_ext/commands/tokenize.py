@@ -171,7 +171,7 @@ def write_dataset(
 def _sampled(
     options: TokenizeOptions, files: Sequence[SourceFile], encoder: Encoder, counts: Counter[str]
 ) -> Callable[[SourceFile, ChunkSize], Iterator[Chunk]]:
-    """Return a reader of each file's drawn records, in the files' order; it counts all records by source."""
+    """Return a reader of drawn records, which counts all by source."""
     sources, places = list(options.sources), Counter[str]()
     limits = cache(partial(_sample_limit, options, files))
 
@@ -189,7 +189,7 @@ def _sampled(
 
 
 def _sample_limit(options: TokenizeOptions, files: Sequence[SourceFile], source: int) -> int | None:
-    """Return the bound of a drawn record's number in a source; None draws all.
+    """Return the bound of drawn numbers in a source; None: all.
 
     If `sample` is a number of records, this reads the files to count their records.
     """

@@ -1,7 +1,7 @@
 """Encode chat and text records as documents, in each worker process.
 
-One chat from its line of a file to its row. This module calls 2 to 8 in turn, 6 not for
-a plain text, which ends with EOS; none changes what another one made:
+One chat from its line of a file to its row. This module calls 2 to 8 in turn, but not 6 for a plain text, which ends
+with EOS; none changes what another one made:
 
     1 read/readers          {"messages": [ …         a line of a Chunk, read in the command's process
     2 read/json_records     {"messages": […]}        the record

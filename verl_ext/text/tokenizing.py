@@ -71,6 +71,7 @@ def tokenize_files(
     num_bytes = total_bytes(files)
     try:
         with Progress(num_bytes, description) as progress:
+            # The server of processes imports for seconds, while this process loads the tokenizer.
             preload = [tokenizer_module(), type(encoder).__module__]
             if not on_ray and (num_workers := num_workers or _useful_workers(encoder, num_bytes)) > 1:
                 start_server(preload)

@@ -171,6 +171,7 @@ def _stretches(
         if given is None:
             yield border.stop, 1.0
             continue
+        # A weight ends where its words end in the text, which the template must print as they are.
         words, end = place.words.text.rstrip(), _end(text, place)
         lead = len(place.words.text) - len(place.words.text.lstrip())
         kept = [(min(stop, len(words)), weight) for stop, weight in given if stop > lead]

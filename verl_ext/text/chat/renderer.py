@@ -249,6 +249,7 @@ class ChatRenderer:
                 )
             )
             unprinted.update(rendered.unprinted)
+        # Refuse a chat of which nothing is learnt, by the first cause that explains it.
         with_turns = [text for text in texts if text.turns]
         if unprinted and (self._options.on_unprinted != "warn" or not with_turns):
             message = f"the chat template leaves out: {', '.join(sorted(unprinted))}"

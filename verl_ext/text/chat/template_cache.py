@@ -202,6 +202,7 @@ def _constants_of(template: ChatTemplate) -> tuple[tuple[str, ...], tuple[str, .
             tree = parsed(source)
         except TemplateSyntaxError:
             return ("",), ()
+        # What stands beside `in` or is a method's argument may be sought anywhere in words; what is compared, at ends.
         for node in tree.find_all((nodes.Compare, nodes.Call, nodes.Filter, nodes.List, nodes.Tuple, nodes.Assign)):
             if isinstance(node, nodes.Compare):
                 for operand in node.ops:
