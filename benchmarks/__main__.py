@@ -1,16 +1,17 @@
-"""Measure: `python -m benchmarks [NAME …] [--quick] [--table NAME …] [--output FILE] [key=value …]`.
+"""Measure: `python -m benchmarks [NAME …] [key=value …]`.
 
-Without a name every benchmark of README.md runs, each in a process of its own. `--quick` takes the smallest shapes, to
-see that all of them run; its figures mean nothing. `python -m benchmarks NAME --help` explains one, with its options.
+Without a name every benchmark of README.md runs, each in a process of its own; `gpu` only by its name, or with
+`--quick`. `--quick` takes the smallest shapes, to see that all of them run; its figures mean nothing.
+`python -m benchmarks NAME --help` explains one, with its options.
 """
 
 import argparse
 import json
+import os
 import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -21,60 +22,49 @@ from verl_ext.options import UsageError, choice_problem
 
 
 def main() -> int:
-    """Run the benchmarks that the command line names, and return the exit code."""
+    """Run the benchmarks that the command line names; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, add_help=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("words", nargs="*", metavar="NAME", help=", ".join((*harness.NAMES, *harness.APART)))
+    parser.add_argument("words", nargs="*", metavar="NAME", help=", ".join(harness.NAMES))
     parser.add_argument("--quick", action="store_true", help="smallest shapes")
     parser.add_argument("--table", action="append", default=[], help="only this table; may be repeated")
     parser.add_argument("--output", type=Path, help="every figure as JSON, or the tables if it ends in .md")
     parser.add_argument("--help", "-h", action="store_true", help="with a name, what it measures and its options")
-    given = parser.parse_intermixed_args()
-    words = [word for word in given.words if "=" in word]
-    names = [word for word in given.words if "=" not in word]
+    arguments = parser.parse_intermixed_args()
+    words = [word for word in arguments.words if "=" in word]
+    names = [word for word in arguments.words if "=" not in word]
     try:
         for name in names:
-            if problem := choice_problem("NAME", name, (*harness.NAMES, *harness.APART)):
+            if problem := choice_problem("NAME", name, harness.NAMES):
                 raise UsageError(problem)
-        if given.help:
+        if arguments.help:
             print(harness.help_of(names[0]) if names else parser.format_help())
             return 0
         if len(names) == 1:
-            found = {names[0]: harness.run(names[0], words, given.table, given.quick)}
-        elif words or given.table:
+            found = {names[0]: harness.run(names[0], words, arguments.table, arguments.quick)}
+        elif words or arguments.table:
             raise UsageError(f"options and --table need one NAME; got {len(names)}")
         else:
-            found = each_alone(names or all_names(given.quick), given.quick)
+            everything = harness.NAMES if arguments.quick else harness.NAMES[:-1]  # all but gpu
+            # Figures of smallest shapes mean nothing, so two run at a time.
+            with ThreadPoolExecutor(2 if arguments.quick else 1) as pool:
+                results = pool.map(partial(in_its_process, quick=arguments.quick), names or everything)
+                found = dict(zip(names or everything, results, strict=True))
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if given.output:
-        texts = [of_one["text"] for of_one in found.values()]
+    if arguments.output:
         command = f"    python -m benchmarks {shlex.join(sys.argv[1:])}"
-        as_text = "\n\n".join([command, *texts]) + "\n"
+        as_text = "\n\n".join([command, *(of_one["text"] for of_one in found.values())]) + "\n"
         as_json = json.dumps(found, indent=1, default=str) + "\n"
-        given.output.write_text(as_text if given.output.suffix == ".md" else as_json, encoding="utf-8")
-    failures = [f"{name}: {reason}" for name, of_one in found.items() for reason in of_one["failures"]]
-    print(*(f"error: {failure}" for failure in failures), sep="\n", end="\n" if failures else "", file=sys.stderr)
+        arguments.output.write_text(as_text if arguments.output.suffix == ".md" else as_json, encoding="utf-8")
+    failures = [f"error: {name}: {reason}\n" for name, of_one in found.items() for reason in of_one["failures"]]
+    print(*failures, sep="", end="", file=sys.stderr)
     return 1 if failures else 0
 
 
-def all_names(quick: bool) -> tuple[str, ...]:
-    """Return the benchmarks that a machine without a GPU can run; on smallest shapes that is also `gpu`."""
-    return (*harness.NAMES, "gpu") if quick else harness.NAMES
-
-
-def each_alone(names: Sequence[str], quick: bool) -> dict[str, Any]:
-    """Run each benchmark in a process of its own, so that no import or setting of one reaches another.
-
-    On smallest shapes two run at a time, as their figures mean nothing.
-    """
-    with ThreadPoolExecutor(2 if quick else 1) as pool:
-        return dict(zip(names, pool.map(partial(alone, quick=quick), names), strict=True))
-
-
-def alone(name: str, quick: bool) -> dict[str, Any]:
-    """Run a benchmark, print its tables and return its figures."""
+def in_its_process(name: str, quick: bool) -> dict[str, Any]:
+    """Run a benchmark apart from others' imports and settings."""
     with tempfile.NamedTemporaryFile("r", suffix=".json") as file:
         command = [sys.executable, "-m", "benchmarks", name, "--output", file.name, *["--quick"] * quick]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
@@ -84,6 +74,7 @@ def alone(name: str, quick: bool) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    os.environ.update(HF_HUB_DISABLE_PROGRESS_BARS="1", HF_DATASETS_DISABLE_PROGRESS_BARS="1")  # in all processes
     if "index" not in sys.argv:  # which compares megatron-core; verl imports it for seconds, with pages of warnings
         sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
     sys.exit(main())

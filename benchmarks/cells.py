@@ -1,10 +1,11 @@
-"""Cells of a table that have a process, or the ranks of a process group, of their own.
+"""Cells of a table in their own process, or on ranks.
 
 A cell is a function of a module, called with picklable arguments. It returns its figures, or yields them in parts: what
 it yielded before it failed is kept.
 """
 
 import json
+import logging
 import os
 import pickle
 import pkgutil
@@ -31,71 +32,61 @@ def in_own_process(
 ) -> Figures:
     """Return the figures of a cell, with `failed`: why, if it failed.
 
-    Args:
-        function: the cell, or "module:name" if only its process can import the module.
-        arguments: its arguments.
-        environment: variables of the process beside this one's.
-        group: whether it runs as the only rank of a process group.
+    function: the cell, or "module:name" if only its process can import the module. environment: variables beside this
+    process's. group: whether it runs as the only rank of a process group.
     """
     with tempfile.TemporaryFile("w+") as errors:
         process = _start(function, arguments, environment or {}, group, errors)
-        lines, code = process.communicate()[0].splitlines(), process.returncode
+        found = _figures(process)
         errors.seek(0)
-        said = errors.read()
-    found: Figures = {}
-    for line in lines:
-        found |= json.loads(line)
-    if code:
-        reason = (said.strip().splitlines() or [f"exit code {code}"])[-1]
-        found["failed"] = "out of memory" if "out of memory" in said else reason[:160]
+        text = errors.read().strip()
+    if process.returncode:
+        reason = (text.splitlines() or [f"exit code {process.returncode}"])[-1]
+        found["failed"] = "out of memory" if "out of memory" in text else reason[:160]
     return found
 
 
 def on_ranks(
-    ranks: int, function: Callable[..., Any], *arguments: Any, copies: int = 1, **environment: str
-) -> list[list[Figures]]:
-    """Return the figures of every rank, for each of `copies` process groups that run side by side.
+    ranks: int, function: Callable[..., Any], *arguments: Any, threads: int = 1, **environment: str
+) -> list[Figures]:
+    """Return the figures of every rank of a process group.
 
-    Raises:
-        RuntimeError: If a rank fails; its error stands on stderr.
+    Raises RuntimeError if a rank fails; its error stands on stderr.
     """
-    processes = []
-    for _ in range(copies):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
-        shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
-        for rank in range(ranks):
-            own = {**shared, "MASTER_PORT": port, "RANK": str(rank), "LOCAL_RANK": str(rank), **environment}
-            processes.append(_start(function, arguments, own, True, None))
-    answers = [process.communicate()[0] for process in processes]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    environment |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": str(threads)}
+    places = ({"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks))
+    processes = [_start(function, arguments, environment | place, True, None) for place in places]
+    found = [_figures(process) for process in processes]
     if any(process.returncode for process in processes):
         raise RuntimeError(f"a rank of {function.__name__} failed; its error stands above")
-    figures = [json.loads(answer.splitlines()[-1]) for answer in answers]
-    return [figures[first : first + ranks] for first in range(0, len(figures), ranks)]
+    return found
 
 
 def _start(function: Any, arguments: Any, environment: Mapping[str, str], group: bool, errors: Any) -> Any:
-    command = [sys.executable, "-m", "benchmarks.cells", *["group"] * group]
     process = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=errors,
-        cwd=ROOT,
-        env={**os.environ, **environment},
+        [sys.executable, "-m", "benchmarks.cells", *["group"] * group],
+        **{"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors},
+        **{"cwd": ROOT, "env": {**os.environ, **environment}},
     )
-    assert process.stdin is not None
     process.stdin.write(pickle.dumps((function, arguments)))
     process.stdin.close()
-    process.stdin = None  # communicate() would flush it
     return process
 
 
+def _figures(process: Any) -> Figures:
+    with process:
+        parts = [json.loads(line) or {} for line in process.stdout]
+    return {name: figure for part in parts for name, figure in part.items()}
+
+
 def main() -> None:
-    """Call the function that stdin names, and print its figures as lines of JSON, alone on stdout."""
+    """Call the function that stdin names; print its figures, alone on stdout."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else prints
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whatever else prints, as verl does while it builds an engine
+    logging.disable(logging.WARNING)
     if "group" in sys.argv:
         from verl_ext.trainer.distributed import process_group
     with process_group() if "group" in sys.argv else nullcontext():

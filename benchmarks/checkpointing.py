@@ -1,57 +1,52 @@
-"""The cost of saving (waiting or in the background), verifying, loading and exporting checkpoints, beside verl's.
+"""The cost of saving, verifying, loading and exporting checkpoints, beside verl's.
 
-The model is a Qwen3 with random weights in fp32 and AdamW. "Saved" includes syncing the copy to the disk and its
-checksums; verl's files are neither synced nor checked. "Aside" is `checkpoint.async_save=true`: the time for which
-training waits. The export's memory is private, beyond a process with torch, transformers and verl.
+| part | what is timed |
+|---|---|
+| saved | a checkpoint, with syncing it to the disk and its checksums |
+| saved as verl does | verl's files, which are neither synced nor checked |
+| saved aside | `checkpoint.async_save=true`: the time for which training waits; a step while one is saved |
+| verified, loaded | its checksums; the state into the engine |
+| exported | shards for Hugging Face; private memory, beyond a process with torch, transformers and verl |
+
+The model is a Qwen3 with random weights in fp32 and AdamW.
 """
 
 import hashlib
 import shutil
-import time
 import zlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from benchmarks.cells import in_own_process, on_ranks
-from benchmarks.harness import Row, Turns, table
-from benchmarks.meters import PrivatePeak, seconds
-from verl_ext import options
-from verl_ext.options import option
+from benchmarks.harness import Row, Sizes, Turns, option, table
+from benchmarks.meters import MIB, measured, seconds
 
 TOKENS = 256
 SHARD_GB = 0.02
 QUICK = ["hidden=128", "layers=1", "repeats=1"]
 
 
-@dataclass(frozen=True)
-class Options(options.Options):
-    """Size of the model, and where files are written."""
-
+class Options(Sizes):
     folder: str | None = option(None, "folder whose disk is measured; null: a temporary one")
-    hidden: int = option(512, "hidden size", least=1)
-    layers: int = option(8, "layers", least=1)
-    repeats: int = option(3, "turns, of which the median counts", least=1)
-    ranks: int = option(1, "ranks", least=1)
+    hidden: int = option(512, "hidden size")
+    layers: int = option(8, "layers")
+    repeats: int = option(3, "turns, of which the median counts")
+    ranks: int = option(1, "ranks")
 
 
 @table("{part} | seconds {seconds.median:.2f} | GB {GB:.2f} | GB of memory {memory:.3f}")
 def saved(options: Options, folder: Path) -> Iterable[Row]:
     """Seconds of a step and of each part of a checkpoint."""
-    from benchmarks.documents import write_documents
-    from benchmarks.small_run import VOCABULARY, write_model
+    from benchmarks.documents import random_document, write_documents
+    from benchmarks.models import VOCABULARY, write_qwen3
 
     folder = Path(options.folder).absolute() if options.folder else folder
-    write_model(folder / "model", options.hidden, options.layers, TOKENS)
-    rng, mask = np.random.default_rng(0), np.arange(TOKENS).clip(0, 1)
-    packs = 4 * (options.repeats + 1)
-    ids = [rng.integers(2, VOCABULARY, TOKENS) for _ in range(packs)]
-    write_documents([{"input_ids": each, "loss_mask": mask, "category_ids": mask} for each in ids], folder / "data")
-    ((found, *_),) = on_ranks(options.ranks, measure, folder, options.repeats, OMP_NUM_THREADS="1")
+    write_qwen3(folder / "model", options.hidden, options.layers, TOKENS)
+    rng, packs = np.random.default_rng(0), 4 * (options.repeats + 1)
+    write_documents([random_document(TOKENS, VOCABULARY, rng) for _ in range(packs)], folder / "data")
+    found = on_ranks(options.ranks, measure, folder, options.repeats)[0]
     size = found.pop("GB")
     for part, took in found.items():
         yield {"part": part, "seconds": Turns(took), **({"GB": size} if part == "saved" else {})}
@@ -61,53 +56,43 @@ def saved(options: Options, folder: Path) -> Iterable[Row]:
 
 
 def measure(folder: Path, repeats: int) -> Row:
-    """Return the seconds of each part over `repeats`, and the checkpoint's GB."""
     import torch.distributed as dist
 
-    from benchmarks.small_run import build_trainer, take_step
+    from benchmarks.contestants import build_trainer, take_step, together
     from verl_ext.checkpoint.layout import changed_file
     from verl_ext.checkpoint.state import load_engine
-
-    def together(function: Callable[[], Any], count: int = repeats) -> list[float]:
-        def met() -> None:
-            function()
-            dist.barrier()
-
-        dist.barrier()
-        return [seconds(met) for _ in range(count)]
 
     common = (f"data.max_tokens={TOKENS}", "data.train_batch_size=2", "trainer.logger=[console]")
     trainer = build_trainer(folder, folder / "run", *common)
     batches = iter(list(trainer.rank.batches(trainer.run.train_set, trainer.run.plan, 0, 2 * repeats + 2)))
-    first = next(batches)
-    found: Row = {"a step": together(lambda: take_step(trainer, next(batches), False), repeats + 1)}
-    found["saved"] = together(lambda: trainer.checkpoints.save(1))
-    manager = trainer.engine.checkpoint_manager
-    found["saved as verl does"] = together(lambda: manager.save_checkpoint(str(folder / "verl"), global_step=1))
-    checkpoint = folder / "run" / "global_step_1"
-    found["verified"] = together(lambda: changed_file(checkpoint, dist.get_rank(), dist.get_world_size()))
-    found["loaded"] = together(lambda: load_engine(trainer.engine, checkpoint))
+    first, checkpoint, manager = next(batches), folder / "run/global_step_1", trainer.engine.checkpoint_manager
+    found: Row = {
+        "a step": together(lambda: take_step(trainer, next(batches), False), repeats + 1),
+        "saved": together(lambda: trainer.checkpoints.save(1), repeats),
+        "saved as verl does": together(lambda: manager.save_checkpoint(str(folder / "verl"), global_step=1), repeats),
+        "verified": together(lambda: changed_file(checkpoint, dist.get_rank(), dist.get_world_size()), repeats),
+        "loaded": together(lambda: load_engine(trainer.engine, checkpoint), repeats),
+    }
     aside = build_trainer(folder, folder / "aside", "checkpoint.async_save=true", *common)
     trainer.checkpoints = aside.checkpoints
     take_step(aside, first, False)
     waits, during = [], []
     for _ in range(repeats):
-        waits += together(lambda: aside.checkpoints.save(1), 1)
-        during += together(partial(take_step, aside, first, False), 2)
+        waits += together(lambda: aside.checkpoints.save(1))
+        during += together(lambda: take_step(aside, first, False), 2)
         aside.checkpoints.finish()
     size = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file()) / 1e9
     return {**found, "saved aside: training waits": waits, "a step while one is saved aside": during, "GB": size}
 
 
 def exported(checkpoint: Path, output: Path) -> Row:
-    """Return an export's seconds, and its GB of private memory."""
     import verl_ext.checkpoint.export  # noqa: F401  (what export imports is not counted)
     from verl_ext.commands.export import ExportOptions, export
 
     options = ExportOptions(checkpoint=str(checkpoint), output_dir=str(output), shard_gb=SHARD_GB)
-    with PrivatePeak() as peak:
+    with measured(private=True) as memory:
         took = seconds(lambda: export(options))
-    return {"seconds": took, "memory": peak.peak / 1e9}
+    return {"seconds": took, "memory": memory["peak_mib"] * MIB / 1e9}
 
 
 @table("checksum {name} | GB/s {speed:.1f}")
@@ -117,6 +102,4 @@ def checksums(options: Options, folder: Path) -> Iterable[Row]:
 
     content = np.random.default_rng(0).bytes(2**28)
     for name, checksum in (("xxh3_128", xxhash.xxh3_128), ("crc32", zlib.crc32), ("blake2b", hashlib.blake2b)):
-        began = time.perf_counter()
-        checksum(content)
-        yield {"name": name, "speed": len(content) / 1e9 / (time.perf_counter() - began)}
+        yield {"name": name, "speed": len(content) / 1e9 / seconds(lambda checksum=checksum: checksum(content))}

@@ -1,8 +1,4 @@
-"""Memory and time of a language model's head and token loss, from hidden states to gradients.
-
-The inputs are hidden states in fp32; the outputs are their gradients and the weight's. A cell has a process of its own:
-its figures are processor seconds, and the peak above weight and hidden states, including the weight's gradient. The
-losses and the weight's gradient of all heads are compared.
+"""Memory and time of a head and its token loss.
 
 | head | what it computes |
 |---|---|
@@ -12,68 +8,48 @@ losses and the weight's gradient of all heads are compared.
 | `verl` | the logits of every token, then stock verl 0.9.1's token loss without flash-attn |
 | `trl` | the fused head of TRL 1.16's SFTTrainer without its metrics, on target tokens |
 
-verl 0.9.1 builds no model if TRL 1.16 is installed: `pip install --no-deps --target trl_only trl`, then
-`PYTHONPATH=trl_only` for this command alone.
+From hidden states in fp32 to their gradients and the weight's; losses and gradients must agree. A cell has a process of
+its own: processor seconds, and the peak above weight and hidden states. verl 0.9.1 builds no model if TRL 1.16 is
+installed: `pip install --no-deps --target trl_only trl`, then `PYTHONPATH=trl_only` for this command alone.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from benchmarks.cells import in_own_process
-from benchmarks.harness import Row, equal, relative, table
+from benchmarks.harness import Row, Sizes, equal, option, relative, table
 from benchmarks.meters import measured
-from verl_ext import options
 from verl_ext.losses import head_terms, token_nll
-from verl_ext.options import choice_problem, option
 
 QUICK = ["tokens=[128]", "targets=[0.3]", "hidden=64", "vocabulary=1000"]
 
 
-@dataclass(frozen=True)
-class Options(options.Options):
-    """Sizes of the cells."""
-
-    tokens: list[int] = option([1024, 2048, 4096], "tokens, a row each")
-    targets: list[float] = option([0.1, 0.3, 1.0], "shares of the tokens that are targets, a row each")
-    hidden: int = option(1024, "hidden size", least=1)
-    vocabulary: int = option(151_936, "size of the vocabulary", least=2)
-    heads: list[str] = option(["plain", "targets", "fused", "verl", "trl"], "heads")
-    threads: int = option(1, "threads of torch", least=1)
-
-    def problems(self) -> Iterable[str | None]:
-        """Yield a line for each unknown head."""
-        return (choice_problem("heads", head, HEADS) for head in self.heads)
+def plain(hidden: Tensor, weight: Tensor, labels: Tensor, coefficients: Tensor) -> Tensor:
+    return coefficients * token_nll(hidden @ weight.t(), labels, inplace_backward=True)
 
 
-def plain(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
-    nll = token_nll(hidden @ weight.t(), labels, inplace_backward=True)
-    return (coefficients * nll).sum()
+def fused(hidden: Tensor, weight: Tensor, labels: Tensor, coefficients: Tensor) -> Tensor:
+    return head_terms([(hidden, weight)], labels, coefficients)[0]
 
 
-def fused(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
-    return head_terms([(hidden, weight)], labels, coefficients)[0].sum()
-
-
-def verl(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
+def verl(hidden: Tensor, weight: Tensor, labels: Tensor, coefficients: Tensor) -> Tensor:
     from verl.utils.torch_functional import logprobs_from_logits
 
-    log_probs = logprobs_from_logits(hidden @ weight.t(), labels, inplace_backward=True)
-    return -(coefficients * log_probs).sum()
+    return -coefficients * logprobs_from_logits(hidden @ weight.t(), labels, inplace_backward=True)
 
 
-def trl(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
+def trl(hidden: Tensor, weight: Tensor, labels: Tensor, coefficients: Tensor) -> Tensor:
     from trl.kernels import ChunkedLogProbFunction
     from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as CHUNK
 
-    log_probs = ChunkedLogProbFunction.apply(hidden, weight, None, labels, 1.0, CHUNK, None, 1.0, ())[0]
-    return -(coefficients * log_probs).sum()
+    return -coefficients * ChunkedLogProbFunction.apply(hidden, weight, None, labels, 1.0, CHUNK, None, 1.0, ())[0]
 
 
-# name: (loss, whether it gets the target tokens alone)
-HEADS: dict[str, tuple[Callable[..., torch.Tensor], bool]] = {
+# name: (the terms of tokens' loss, by hidden states [T, h] and coefficients [T]; whether it gets target tokens alone)
+HEADS: dict[str, tuple[Callable[..., Tensor], bool]] = {
     "plain": (plain, False),
     "targets": (plain, True),
     "fused": (fused, True),
@@ -82,42 +58,45 @@ HEADS: dict[str, tuple[Callable[..., torch.Tensor], bool]] = {
 }
 
 
+class Options(Sizes, heads=HEADS):
+    tokens: list[int] = option([1024, 2048, 4096], "tokens, a row each")
+    targets: list[float] = option([0.1, 0.3, 1.0], "shares of the tokens that are targets, a row each")
+    hidden: int = option(1024, "hidden size")
+    vocabulary: int = option(151_936, "size of the vocabulary", least=2)
+    heads: list[str] = option(list(HEADS), "heads")
+    threads: int = option(1, "threads of torch")
+
+
 @table(
     "tokens {tokens:,} | targets {share:.0%} | head {head} | seconds {seconds:.2f} | to first {× seconds:.2f} | "
     "MiB above {peak_mib:,.0f} | MiB to first {× peak_mib:.2f}"
 )
 def heads(options: Options, folder: Path) -> Iterable[Row]:
     """One forward and backward of each head."""
-    sizes = (options.hidden, options.vocabulary, options.threads)
     for tokens in options.tokens:
         for share in options.targets:
-            work = {"tokens": tokens, "share": share}
-            rows = [
-                {**work, "head": head, **in_own_process(measure, head, tokens, share, *sizes)} for head in options.heads
-            ]
+            work = [{"tokens": tokens, "share": share, "head": head} for head in options.heads]
+            rows = [{**one, **in_own_process(measure, *one.values(), options)} for one in work]
             equal(rows, ("loss", "gradient"), 1e-4)
             yield from relative(rows, "seconds", "peak_mib")
 
 
-def measure(head: str, tokens: int, share: float, hidden_size: int, vocabulary: int, threads: int) -> Row:
-    """Return the figures of one head."""
-    torch.set_num_threads(threads)
+def measure(tokens: int, share: float, head: str, options: Options) -> Row:
+    torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    hidden = torch.randn(tokens, hidden_size, requires_grad=True)
-    weight = torch.empty(vocabulary, hidden_size).normal_(std=0.02).requires_grad_()
-    labels = torch.randint(vocabulary, (tokens,))
+    hidden = torch.randn(tokens, options.hidden, requires_grad=True)
+    weight = torch.empty(options.vocabulary, options.hidden).normal_(std=0.02).requires_grad_()
+    labels = torch.randint(options.vocabulary, (tokens,))
     coefficients = (torch.rand(tokens) < share).float()
     few = torch.randn(8, 4, requires_grad=True), torch.randn(16, 4, requires_grad=True)
     loss_of(head, *few, torch.arange(8), torch.ones(8)).backward()  # pays for imports and first calls
     with measured() as figures:
         loss = loss_of(head, hidden, weight, labels, coefficients)
         loss.backward()
-    assert weight.grad is not None
     return {**figures, "loss": loss.item(), "gradient": weight.grad.norm().item()}
 
 
-def loss_of(head: str, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, coefficients: torch.Tensor):
-    """Return the summed loss of all tokens, [T, h] hidden states and T coefficients."""
-    loss, targets_alone = HEADS[head]
+def loss_of(head: str, hidden: Tensor, weight: Tensor, labels: Tensor, coefficients: Tensor) -> Tensor:
+    terms, targets_alone = HEADS[head]
     at = coefficients.nonzero().flatten() if targets_alone else slice(None)
-    return loss(hidden[at], weight, labels[at], coefficients[at])
+    return terms(hidden[at], weight, labels[at], coefficients[at]).sum()

@@ -1,16 +1,20 @@
-"""Megatron's indexed format: building it from text, its sample index, the order of blends, random samples.
+"""Megatron's indexed format: building it, its sample index, blends, random samples.
 
-Text, tokenizer and corpora are made up. megatron-core is compared if it is installed (`pip install megatron-core`);
-both must write the same bytes, build the same indices and read the same tokens, or the run ends.
+megatron-core is compared if it is installed; both must write the same bytes, build the same indices and read the same
+tokens, or the run ends. Text, tokenizer and corpora are made up.
 
-`build` has tokens per second against the tokenizer's own batch call on texts in memory, its threads on all cores. The
-peer works like its `preprocess_data.py`: a pool of processes, one document a call, `IndexedDatasetBuilder`. Both are
-whole commands; their start, measured on one text, is not counted. `samples` has one epoch's three indices over lengths
-alone, in a process each: seconds of one core, peak private memory above the lengths. `blend` has the order of samples
-by Megatron's rule beside megatron-core's compiled loop. `reads` has random samples through a warm map on one core; a
-whole row is the result of `GPTDataset[i]`: tokens, labels, masks and positions as tensors.
+| table | ours | megatron-core | figure |
+|---|---|---|---|
+| `build` | `verl-ext index` | a pool, one document a call, its builder, as `preprocess_data.py` works | tokens/s |
+| `samples` | the three indices of an epoch | GPTDataset's | seconds of one core; private MiB above the lengths |
+| `blend` | the order of samples by Megatron's rule | its compiled loop | seconds |
+| `reads` | a random sample through a warm map | the same; a whole row is `GPTDataset[i]`, tensors and masks | µs |
+
+`build` is also compared with the tokenizer's own batch call on texts in memory, its threads on all cores. Both builders
+are whole commands; their start, measured on one text, is not counted. `samples` has a process for each.
 """
 
+import filecmp
 import hashlib
 import json
 import multiprocessing
@@ -18,11 +22,10 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,17 +33,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cells import ROOT, in_own_process
-from benchmarks.harness import Row, Turns, table, take_turns
-from benchmarks.meters import PrivatePeak, seconds
+from benchmarks.harness import Row, Sizes, Turns, option, table, take_turns
+from benchmarks.meters import measured, seconds
 from benchmarks.texts import first_line, write_texts
-from verl_ext import options
-from verl_ext.commands.index import load_text_tokenizer
 from verl_ext.data.stream.megatron.blend import megatron_blend_order, normalised
 from verl_ext.data.stream.megatron.index import IndexWriter, TokenIndex
 from verl_ext.data.stream.megatron.samples import build_sample_indices
-from verl_ext.options import option
-from verl_ext.text.encoder_texts import TextOptions
-from verl_ext.text.tokens.tokenizer import ModelOptions
+from verl_ext.text.tokens.tokenizer import ModelOptions, load_tokenizer
 
 OURS, PEER = "verl-ext", "megatron-core"
 VOCABULARY = 6400
@@ -54,32 +53,27 @@ QUICK = [
 ]
 
 
-@dataclass(frozen=True)
-class Options(options.Options):
-    """Sizes of the four tables."""
-
+class Options(Sizes):
     megabytes: float = option(48.0, "text of the build", above=0)
-    workers: int = option(os.cpu_count() or 1, "processes of each builder", least=1)
-    repeats: int = option(3, "turns", least=1)
-    tokens: int = option(10**9, "tokens of the sample index", least=1)
+    workers: int = option(os.cpu_count() or 1, "processes of each builder")
+    repeats: int = option(3, "turns")
+    tokens: int = option(10**9, "tokens of the sample index")
     mean_tokens: list[int] = option([200, 2000], "tokens of a document, on average, a row each")
-    seq_len: int = option(1024, "tokens of a sample", least=1)
-    blend_samples: int = option(10**6, "samples of a blend", least=1)
+    seq_len: int = option(1024, "tokens of a sample")
+    blend_samples: int = option(10**6, "samples of a blend")
     blend_sources: list[int] = option([3, 100], "sources of a blend, a row each")
-    read_tokens: int = option(5 * 10**7, "tokens of the corpus that samples are read from", least=1)
-    reads: int = option(20_000, "samples that are read", least=1)
+    read_tokens: int = option(5 * 10**7, "tokens of the corpus that samples are read from")
+    reads: int = option(20_000, "samples that are read")
 
 
-def has_peer() -> bool:
-    """Return whether megatron-core can be imported, without its warnings."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            import megatron.core.datasets.gpt_dataset
-            import megatron.core.datasets.helpers  # noqa: F401
-    except ImportError:
-        return False
-    return True
+def peer() -> Any:
+    """Import megatron-core's datasets without warnings; None without it."""
+    with warnings.catch_warnings(), suppress(ImportError):
+        warnings.simplefilter("ignore")
+        import megatron.core.datasets.gpt_dataset
+        import megatron.core.datasets.helpers
+
+        return megatron.core.datasets
 
 
 @table(
@@ -90,13 +84,12 @@ def build(options: Options, folder: Path) -> Iterable[Row]:
     """Text to .bin and .idx."""
     lines, texts = write_texts(options.megabytes, VOCABULARY, folder, np.random.default_rng(SEED))
     one, tokenizer_folder = first_line(lines), str(folder / "tokenizer")
-    tokenizer = load_text_tokenizer(ModelOptions(tokenizer_folder), TextOptions()).tokenizer
+    tokenizer = text_tokenizer(tokenizer_folder)
     counts: set[int] = set()
 
     def tokenizer_alone() -> tuple[float, float]:
         os.environ["TOKENIZERS_PARALLELISM"] = "true"  # for this process; workers turn it off
-        took = seconds(lambda: counts.add(sum(map(len, tokenizer(texts)["input_ids"]))))
-        return took, 0.0
+        return seconds(lambda: counts.add(sum(map(len, tokenizer(texts)["input_ids"])))), 0.0
 
     def whole(builder: Callable[[Path], None]) -> tuple[float, float]:
         start, took = seconds(lambda: builder(one)), seconds(lambda: builder(lines))
@@ -113,43 +106,43 @@ def build(options: Options, folder: Path) -> Iterable[Row]:
             raise RuntimeError(f"{PEER}: {ended['failed']}")
 
     contestants = {"tokenizer alone": tokenizer_alone, "verl-ext index": partial(whole, ours)}
-    contestants |= {PEER: partial(whole, theirs)} if has_peer() else {}
+    contestants |= {PEER: partial(whole, theirs)} if peer() else {}
     turns = take_turns(contestants, options.repeats)
-    if has_peer():
+    if peer():
         same_files(folder)
     (tokens,) = counts
     alone = Turns(took for took, _ in turns["tokenizer alone"])
-    for name, measured in turns.items():
-        took, start = (Turns(of_part) for of_part in zip(*measured, strict=True))
-        speed = Turns(tokens / each for each in took)
-        size = lines.stat().st_size / 1e6
+    for name, of_one in turns.items():
+        took, start = (Turns(of_part) for of_part in zip(*of_one, strict=True))
+        speed, size = Turns(tokens / each for each in took), lines.stat().st_size / 1e6
         yield {"name": name, "megabytes": size, "tokens": tokens, "speed": speed, "ratio": alone / took, "start": start}
 
 
 def same_files(folder: Path) -> None:
-    """Raise RuntimeError unless both builders wrote the same bytes."""
-    for suffix in (".bin", ".idx"):
-        ours, theirs = ((folder / name / f"texts{suffix}").read_bytes() for name in (OURS, PEER))
-        if ours != theirs:
-            raise RuntimeError(f"the builders wrote different {suffix} files")
+    for name in ("texts.bin", "texts.idx"):
+        if not filecmp.cmp(folder / OURS / name, folder / PEER / name, shallow=False):
+            raise RuntimeError(f"the builders wrote different {name}")
+
+
+def text_tokenizer(folder: str) -> Any:
+    return load_tokenizer(ModelOptions(folder))
 
 
 def build_as_peer(source: Path, tokenizer: str, output: Path, workers: int) -> Row:
-    """Run the builder of Megatron's own script, fed as that script feeds it."""
+    """Run the builder of Megatron's script, fed as that script feeds it."""
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir()
     _load(tokenizer)
     builder = IndexedDatasetBuilder(f"{output}/texts.bin", dtype=DType.optimal_dtype(len(_worker["tokenizer"])))
-    with open(source, encoding="utf-8") as lines:
-        if workers == 1:  # in this process, like ours
-            for ids in map(_encode, lines):
-                builder.add_document(ids, [len(ids)])
-        else:
-            with multiprocessing.get_context("forkserver").Pool(workers, _load, (tokenizer,)) as pool:
-                for ids in pool.imap(_encode, lines, LINES_PER_JOB):
-                    builder.add_document(ids, [len(ids)])
+    with open(source, encoding="utf-8") as lines, ExitStack() as pools:
+        encoded: Iterable[list[int]] = map(_encode, lines)  # in this process, like ours with one worker
+        if workers > 1:
+            pool = pools.enter_context(multiprocessing.get_context("forkserver").Pool(workers, _load, (tokenizer,)))
+            encoded = pool.imap(_encode, lines, LINES_PER_JOB)
+        for ids in encoded:
+            builder.add_document(ids, [len(ids)])
     builder.finalize(f"{output}/texts.idx")
     return {}
 
@@ -158,7 +151,7 @@ _worker: dict[str, Any] = {}  # the state of a worker process of the peer
 
 
 def _load(folder: str) -> None:
-    _worker["tokenizer"] = load_text_tokenizer(ModelOptions(folder), TextOptions()).tokenizer
+    _worker["tokenizer"] = text_tokenizer(folder)
 
 
 def _encode(line: str) -> list[int]:
@@ -172,31 +165,27 @@ def _encode(line: str) -> list[int]:
 )
 def samples(options: Options, folder: Path) -> Iterable[Row]:
     """The sample index of one epoch."""
+    builders = {OURS: our_indices, **({PEER: their_indices} if peer() else {})}
     for mean in options.mean_tokens:
-        names = [OURS, *[PEER] * has_peer()]
-        rows = [in_own_process(sample_index, name, options.tokens, mean, options.seq_len) for name in names]
+        rows = []
+        for name, builder in builders.items():
+            figures = in_own_process(sample_index, builder, options.tokens, mean, options.seq_len)
+            rows.append({"mean": mean, "name": name, **figures})
         if len({row.get("digest", "") for row in rows}) > 1:
             raise RuntimeError(f"the builders made different indices: {rows}")
-        yield from ({"mean": mean, "name": name, **row} for name, row in zip(names, rows, strict=True))
+        yield from rows
 
 
-def sample_index(name: str, tokens: int, mean: int, seq_len: int) -> Row:
-    """Build the three indices of one epoch once."""
-    lengths = document_lengths(tokens, mean)
-    builder = _ours if name == OURS else _theirs()
+def sample_index(builder: Callable[..., tuple[np.ndarray, ...]], tokens: int, mean: int, seq_len: int) -> Row:
+    lengths = drawn_lengths(tokens, mean)
     builder(lengths[:1000], seq_len)  # loads imports and library pages
-    with PrivatePeak() as peak:
-        started = time.process_time()
+    with measured(private=True) as figures:
         arrays = builder(lengths, seq_len)
-        took = time.process_time() - started
-    digest = hashlib.sha256()
-    for array in arrays:
-        digest.update(np.ascontiguousarray(array).data)
-    found = {"documents": len(lengths), "samples": len(arrays[2]), "seconds": took, "peak_mib": peak.peak / 2**20}
-    return {**found, "digest": digest.hexdigest()}
+    digest = hashlib.sha256(b"".join(hashlib.sha256(np.ascontiguousarray(array)).digest() for array in arrays))
+    return {"documents": len(lengths), "samples": len(arrays[2]), "digest": digest.hexdigest(), **figures}
 
 
-def document_lengths(tokens: int, mean: int) -> np.ndarray:
+def drawn_lengths(tokens: int, mean: int) -> np.ndarray:
     """Draw lognormal lengths int32[D] that sum to `tokens`."""
     rng = np.random.default_rng(SEED)
     draws = rng.lognormal(np.log(mean) - SIGMA**2 / 2, SIGMA, int(1.1 * tokens / mean) + 100)
@@ -207,26 +196,17 @@ def document_lengths(tokens: int, mean: int) -> np.ndarray:
     return np.diff(ends[:count], prepend=0).astype(np.int32)
 
 
-def _ours(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, ...]:
+def our_indices(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, ...]:
     found = build_sample_indices(lengths, None, seq_len, None, SEED)
     return found.document_index, found.sample_index, found.shuffle_index
 
 
-def _theirs() -> Callable[[np.ndarray, int], tuple[np.ndarray, ...]]:
-    """Return a function that does GPTDataset's work for one epoch, on lengths."""
-    has_peer()  # imports it without its warnings
-    from megatron.core.datasets import gpt_dataset, helpers
-
-    def peer(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, ...]:
-        random = np.random.RandomState(SEED)
-        documents = np.arange(len(lengths), dtype=np.int32)
-        order = gpt_dataset._build_document_index(documents, 1, random, False)
-        tokens = int(lengths.sum(dtype=np.int64))
-        starts = helpers.build_sample_idx(lengths, order, seq_len, 1, tokens, True, True)
-        count = len(starts) - 1
-        return order, starts, gpt_dataset._build_shuffle_index(count, count, random)
-
-    return peer
+def their_indices(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, ...]:
+    gpt_dataset, random = peer().gpt_dataset, np.random.RandomState(SEED)
+    order = gpt_dataset._build_document_index(np.arange(len(lengths), dtype=np.int32), 1, random, False)
+    tokens = int(lengths.sum(dtype=np.int64))
+    starts = peer().helpers.build_sample_idx(lengths, order, seq_len, 1, tokens, True, True)
+    return order, starts, gpt_dataset._build_shuffle_index(len(starts) - 1, len(starts) - 1, random)
 
 
 @table(
@@ -236,57 +216,52 @@ def _theirs() -> Callable[[np.ndarray, int], tuple[np.ndarray, ...]]:
 def blend(options: Options, folder: Path) -> Iterable[Row]:
     """The order of a blend's samples."""
     for sources in options.blend_sources:
-        weights = np.random.default_rng(SEED).uniform(0.01, 1, sources)
-        orders = {OURS: partial(megatron_blend_order, weights.tolist(), options.blend_samples)}
-        orders |= {PEER: partial(_their_blend, weights, options.blend_samples)} if has_peer() else {}
-        first, *others = (order() for order in orders.values())
-        if not all(np.array_equal(*pair) for other in others for pair in zip(first, other, strict=True)):
-            raise RuntimeError("the blends differ")
-        timed = {name: partial(seconds, order) for name, order in orders.items()}
-        turns = {name: Turns(took) for name, took in take_turns(timed, options.repeats).items()}
-        row: Row = {"samples": options.blend_samples, "sources": sources, "ours": turns[OURS]}
-        yield row | ({"theirs": turns[PEER], "ratio": turns[OURS] / turns[PEER]} if PEER in turns else {})
+        weights = np.random.default_rng(SEED).uniform(0.01, 1, sources).tolist()
+        orders = {"ours": partial(megatron_blend_order, weights, options.blend_samples)}
+        orders |= {"theirs": partial(their_blend, weights, options.blend_samples)} if peer() else {}
+        if peer():
+            np.testing.assert_array_equal(*(order() for order in orders.values()), "the blends differ")
+        timed = take_turns({name: partial(seconds, order) for name, order in orders.items()}, options.repeats)
+        turns = {name: Turns(took) for name, took in timed.items()}
+        ratio = {"ratio": turns["ours"] / turns["theirs"]} if peer() else {}
+        yield {"samples": options.blend_samples, "sources": sources, **turns, **ratio}
 
 
-def _their_blend(weights: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    from megatron.core.datasets import helpers
-
+def their_blend(weights: list[float], count: int) -> tuple[np.ndarray, np.ndarray]:
     source, sample = np.zeros(count, np.int16), np.zeros(count, np.int64)
-    helpers.build_blending_indices(source, sample, normalised(weights.tolist()), len(weights), count, False)
+    peer().helpers.build_blending_indices(source, sample, normalised(weights), len(weights), count, False)
     return source, sample
 
 
-@table("tokens of a document {mean:,} | {name} | µs a sample {us.median:.1f} | least {us.best:.1f}")
+@table("tokens of a document {mean:,} | {name} | µs a sample {us.median:.1f} | least {least:.1f}")
 def reads(options: Options, folder: Path) -> Iterable[Row]:
     """Random samples from a warm map."""
+
+    def us(read: Callable[[int], Any], drawn: list[int]) -> float:
+        return seconds(lambda: [read(k) for k in drawn]) / len(drawn) * 1e6
+
     for mean in options.mean_tokens:
         readers, count = build_readers(options, mean, folder)
         size = (-(-options.reads // READS_PER_TURN), READS_PER_TURN)
-        drawn = np.random.default_rng(SEED).integers(0, count, size).tolist()
-        contestants = {name: partial(next, _timed(read, drawn)) for name, read in readers.items()}
-        for name, us in take_turns(contestants, len(drawn)).items():
-            yield {"mean": mean, "name": name, "us": Turns(us)}
-
-
-def _timed(read: Callable[[int], Any], drawn: list[list[int]]) -> Iterator[float]:
-    """Yield the microseconds of a read for each turn."""
-    for wanted in drawn:
-        yield seconds(lambda wanted=wanted: [read(k) for k in wanted]) / len(wanted) * 1e6
+        turns = np.random.default_rng(SEED).integers(0, count, size).tolist()
+        contestants = {name: partial(next, map(partial(us, read), turns)) for name, read in readers.items()}
+        for name, took in take_turns(contestants, len(turns)).items():
+            yield {"mean": mean, "name": name, "us": Turns(took), "least": min(took)}
 
 
 def build_readers(options: Options, mean: int, folder: Path) -> tuple[dict[str, Callable[[int], Any]], int]:
-    """Return the readers of a corpus by name, after comparing some samples, and the number of samples."""
+    """Return the readers of a corpus, and its number of samples."""
     prefix = folder / f"reads_{mean}"
     writer = IndexWriter(prefix, np.uint16)
-    lengths = document_lengths(options.read_tokens, mean)
+    lengths = drawn_lengths(options.read_tokens, mean)
     writer.add(np.random.default_rng(SEED).integers(0, VOCABULARY, options.read_tokens, dtype=np.uint16), lengths)
     writer.close()
     index = TokenIndex(prefix)
     plan = build_sample_indices(index.lengths, None, options.seq_len, None, SEED)
     index.token_range()  # warms every page of the map
     readers: dict[str, Callable[[int], Any]] = {OURS: lambda k: index.gather(*plan.pieces(k)).astype(np.int64)}
-    if has_peer():
-        theirs = _their_dataset(prefix, len(lengths), options.seq_len, folder)
+    if peer():
+        theirs = their_dataset(prefix, len(lengths), options.seq_len, folder)
         readers[PEER] = lambda k: theirs._query_document_sample_shuffle_indices(k)[0]
         readers[f"{PEER}, its whole row"] = theirs.__getitem__
         for k in range(min(100, len(plan))):
@@ -294,21 +269,19 @@ def build_readers(options: Options, mean: int, folder: Path) -> tuple[dict[str, 
     return readers, len(plan)
 
 
-def _their_dataset(prefix: Path, documents: int, seq_len: int, folder: Path) -> Any:
-    from megatron.core.datasets import gpt_dataset, indexed_dataset
+def their_dataset(prefix: Path, documents: int, seq_len: int, folder: Path) -> Any:
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
     from megatron.core.datasets.utils import Split
 
-    config = gpt_dataset.GPTDatasetConfig(
+    off = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "create_attention_mask")
+    config = peer().gpt_dataset.GPTDatasetConfig(
         random_seed=SEED,
         sequence_length=seq_len,
         blend=([str(prefix)], None),
         split="1,0,0",
         tokenizer=types.SimpleNamespace(vocab_size=VOCABULARY, eod=0, pad=-1, unique_identifiers={}),
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        create_attention_mask=False,
         path_to_cache=str(folder / "cache"),
+        **dict.fromkeys(off, False),
     )
-    low = indexed_dataset.IndexedDataset(str(prefix))
-    return gpt_dataset.GPTDataset(low, str(prefix), np.arange(documents, dtype=np.int32), None, Split.train, config)
+    parts = IndexedDataset(str(prefix)), str(prefix), np.arange(documents, dtype=np.int32), None, Split.train
+    return peer().gpt_dataset.GPTDataset(*parts, config)

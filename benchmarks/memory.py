@@ -1,10 +1,12 @@
-"""The peak memory of a step that `verl-ext plan` predicts, beside the resident memory of real ranks.
+"""The peak memory that `verl-ext plan` predicts, beside that of real ranks.
+
+| | what it is |
+|---|---|
+| predicted | the peak minus the memory held between steps, for the kernel and type of the real ranks |
+| measured | the peak of resident memory in a step, as the kernel counts it, minus that before the step |
 
 Small models (hidden size 512, 4 layers, vocabulary 32,000, fp32, `sdpa`) take steps of hundreds of MiB, each rank in a
-fresh process. The measured figure is resident memory, as the kernel counts it (`VmHWM`, reset before the step), minus
-that before the step. The predicted figure is the peak minus the memory held between steps, for the same kernel and
-type. `--table lengths` plans a Qwen3-8B on 8 GPUs with the options of `recipe=glm_long/stage2_1m`, one micro-batch a
-step of one pack of two documents; half of its tokens are targets.
+fresh process. `--table lengths` plans a Qwen3-8B on 8 GPUs with the options of `recipe=glm_long/stage2_1m`.
 """
 # ruff: noqa: E402 - upstream warns while it is imported
 
@@ -23,36 +25,32 @@ warnings.simplefilter("ignore")  # of upstream, on every rank
 logging.disable(logging.INFO)
 
 from benchmarks.cells import ROOT, on_ranks
-from benchmarks.harness import Row, table, words_of
+from benchmarks.harness import Row, Sizes, option, table, words_of
 from benchmarks.meters import MIB, measured
-from benchmarks.small_run import no_progress_bars, quiet
-from verl_ext import options
+from benchmarks.models import config_of, write_model
 from verl_ext.config import compose
 from verl_ext.config.resolve import resolve_device
 from verl_ext.data import CategoryTable
 from verl_ext.losses import LossSpec
-from verl_ext.options import option, plain
+from verl_ext.options import plain
 from verl_ext.plugin import PACKED
 from verl_ext.tools.plan.report import Predictor
 from verl_ext.tools.plan.run import Job, build_engine, fill_optimizer, take_step
 from verl_ext.trainer.batch import StepBatch, StepCollator
 
-_SHAPE = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4}
-_DENSE = {**_SHAPE, "model_type": "qwen3", "vocab_size": 32_000, "intermediate_size": 1536, "head_dim": 64}
-_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
 _MODELS: dict[str, dict[str, Any]] = {
-    "dense": _DENSE,
-    "tied": {**_DENSE, "tie_word_embeddings": True},
-    "experts": {**_DENSE, **_EXPERTS, "model_type": "qwen3_moe"},
+    "dense": {"kind": "qwen3"},
+    "tied": {"kind": "qwen3", "tie_word_embeddings": True},
+    "experts": {"kind": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512},
 }
-_QWEN3_8B = ROOT / "recipes/glm_long/qwen3_8b"
+_VOCABULARY = 32_000
 _RETURN_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}  # once it is freed
 QUICK = ["cases=[0]"]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A run on `ranks` ranks, whose steps have `micro_batches` micro-batches of `tokens` tokens."""
+    """A run whose steps have `micro_batches` micro-batches of `tokens` tokens."""
 
     name: str
     overrides: tuple[str, ...] = ()
@@ -60,53 +58,49 @@ class Case:
     ranks: int = 1
     tokens: int = 4096
     micro_batches: int = 1
-    checkpointing: bool = False
 
 
+_CHECKPOINTING = "model.enable_gradient_checkpointing=true"
 _SMALL_BLOCK = "loss.head_block_mib=16"  # of logits, so that the peak is in the backward pass of a layer
+_TILES = (_SMALL_BLOCK, "model.tile_tokens=512", _CHECKPOINTING)
 _NO_SYNC = "engine.use_no_sync_for_gradient_accumulation=true"
 CASES = (
     Case("dense"),
-    Case("dense, checkpointing, plain head", ("loss.head=plain",), checkpointing=True),
+    Case("dense, checkpointing, plain head", ("loss.head=plain", _CHECKPOINTING)),
     Case("LoRA, head of targets", ("model=lora", "loss.head=targets")),
-    Case("dense, checkpointing, small block of the head", (_SMALL_BLOCK,), tokens=8192, checkpointing=True),
-    Case(
-        "the same over tiles of 512 tokens",
-        (_SMALL_BLOCK, "model.tile_tokens=512"),
-        tokens=8192,
-        checkpointing=True,
-    ),
-    Case("experts, checkpointing, 2 ranks", model="experts", ranks=2, checkpointing=True),
+    Case("dense, checkpointing, small block of the head", (_SMALL_BLOCK, _CHECKPOINTING), tokens=8192),
+    Case("the same over tiles of 512 tokens", _TILES, tokens=8192),
+    Case("experts, checkpointing, 2 ranks", (_CHECKPOINTING,), model="experts", ranks=2),
     Case("tied, sequence parallel over 2 ranks", ("parallel=ulysses2",), model="tied", ranks=2, tokens=8192),
     Case("dense, 2 ranks, 3 micro-batches, no_sync", (_NO_SYNC,), ranks=2, tokens=2048, micro_batches=3),
 )
 
 
-@dataclass(frozen=True)
-class Options(options.Options):
-    """Which runs are compared or planned."""
-
+class Options(Sizes):
     cases: list[int] = option(list(range(len(CASES))), "cases by number, from 0")
     lengths: list[int] = option([1_048_576, 4_194_304], "tokens of a pack, for --table lengths")
     overrides: dict[str, Any] = option({}, "options of those plans, such as data.max_tokens:65536")
 
     def problems(self) -> Iterable[str]:
-        """Yield a line for each number without a case."""
         return (f"cases must be 0 to {len(CASES) - 1}; got {n}" for n in self.cases if not 0 <= n < len(CASES))
 
 
 @table("case {case} | predicted {predicted:,.0f} MiB | measured {measured:,.0f} MiB | ratio {ratio:.3f}")
 def cases(options: Options, folder: Path) -> Iterable[Row]:
     """The peak above the memory before a step, on rank 0."""
-    no_progress_bars()
     with Predictor() as predictor:
         for case in (CASES[number] for number in options.cases):
-            job = job_of(case, folder)
+            model = folder / case.model
+            if not model.is_dir():
+                sizes = {"vocab_size": _VOCABULARY, "intermediate_size": 1536, **_MODELS[case.model]}
+                write_model(model, config_of(hidden=512, layers=4, groups=2, **sizes), _VOCABULARY)
+            overrides = (f"model.path={model}", "model.enable_gradient_checkpointing=false", *case.overrides)
+            job = job_of(overrides, [batch_of(case.tokens)] * case.micro_batches, case.ranks)
             prediction = predictor.predict(job)
             predicted = (prediction.peak - prediction.standing) / MIB
-            ((found, *_),) = on_ranks(case.ranks, measure, job, **_RETURN_MEMORY)
-            ratio = predicted / found["peak_mib"]
-            yield {"case": case.name, "predicted": predicted, "measured": found["peak_mib"], "ratio": ratio}
+            measured_mib = on_ranks(case.ranks, measure, job, **_RETURN_MEMORY)[0]["peak_mib"]
+            ratio = predicted / measured_mib
+            yield {"case": case.name, "predicted": predicted, "measured": measured_mib, "ratio": ratio}
 
 
 @table(
@@ -114,40 +108,27 @@ def cases(options: Options, folder: Path) -> Iterable[Row]:
     on_request=True,
 )
 def lengths(options: Options, folder: Path) -> Iterable[Row]:
-    """Plans of a Qwen3-8B on 8 GPUs, by the length of its packs."""
+    """Plans of a Qwen3-8B on 8 GPUs, by length of packs."""
+    model = f"model.path={ROOT / 'recipes/glm_long/qwen3_8b'}"
+    memory = ("parallel=ulysses8", "model.activation_offload=true", "model.tile_tokens=4096")
     with Predictor() as predictor:
         for tokens in options.lengths:
-            prediction = predictor.predict(job_of_length(tokens, words_of(options.overrides)))
+            data = (f"data.max_tokens={tokens}", "data.train_batch_size=1")
+            positions = f"model.override_config.max_position_embeddings={tokens}"
+            overrides = (model, positions, *data, *memory, *words_of(options.overrides))
+            prediction = predictor.predict(job_of(overrides, [batch_of(tokens)], 8, "cuda"))
             yield {"tokens": tokens, "gpu": prediction.peak / 2**30, "host": prediction.host / 2**30}
 
 
-def job_of(case: Case, folder: Path) -> Job:
-    """Return the job of a case on CPU ranks, after writing its model."""
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-
-    model = folder / case.model
-    if not model.is_dir():
-        fields = dict(_MODELS[case.model])
-        config = CONFIG_MAPPING[fields.pop("model_type")](**fields)
-        AutoModelForCausalLM.from_config(config).save_pretrained(model)
-    checkpointing = f"model.enable_gradient_checkpointing={str(case.checkpointing).lower()}"
-    composed = compose([f"model.path={model}", "data.train_dir=unused", checkpointing, *case.overrides])
-    resolve_device(composed, None)
-    steps = [[batch_of(case.tokens)] * case.micro_batches]
-    return Job(plain(composed), steps, case.ranks, 0, "sdpa", PACKED, on_gpu=False)
-
-
-def job_of_length(tokens: int, overrides: Sequence[str] = ()) -> Job:
-    """Return the job of one micro-batch of a Qwen3-8B on 8 GPUs, with the options of recipe=glm_long/stage2_1m."""
-    model = (f"model.path={_QWEN3_8B}", f"model.override_config.max_position_embeddings={tokens}")
-    data = ("data.train_dir=unused", f"data.max_tokens={tokens}", "data.train_batch_size=1", "parallel=ulysses8")
-    composed = compose([*model, *data, "model.activation_offload=true", "model.tile_tokens=4096", *overrides])
-    resolve_device(composed, "cuda")
-    return Job(plain(composed), [[batch_of(tokens)]], 8, 0, "varlen", PACKED)
+def job_of(overrides: Sequence[str], step: Sequence[StepBatch], ranks: int, device: str | None = None) -> Job:
+    """Return the job of one step, on CPU ranks by default."""
+    composed = compose(["data.train_dir=unused", *overrides])
+    resolve_device(composed, device)
+    return Job(plain(composed), [step], ranks, 0, "varlen" if device else "sdpa", PACKED, on_gpu=device is not None)
 
 
 def batch_of(tokens: int) -> StepBatch:
-    """Return a pack of two documents in which every second token is a target."""
+    """Return a pack of two documents, every second token a target."""
     pack = {
         "input_ids": torch.arange(tokens) % 1000,
         "position_ids": torch.arange(tokens // 2).repeat(2),
@@ -158,14 +139,11 @@ def batch_of(tokens: int) -> StepBatch:
 
 
 def measure(job: Job) -> Row:
-    """Return how far a step's peak exceeds this rank's resident memory before the step."""
+    """Return how far a step's peak exceeds this rank's memory before it."""
     from verl_ext.tools.plan.fake_gpu import MemoryTracker
 
-    no_progress_bars()
-    torch.set_num_threads(1)
     idle = MemoryTracker("cpu", fake=False)  # counts nothing, as it is never entered
-    with quiet():
-        engine = build_engine(job)
+    engine = build_engine(job)
     fill_optimizer(engine, idle)
     take_step(engine, job, job.steps[0], idle)  # creates the lasting buffers and threads
     with measured() as figures:

@@ -1,13 +1,13 @@
-"""Clocks and peaks of memory: of a block, of private memory, of a whole command."""
+"""Clocks and peaks of memory, of a block and of a command."""
 
 import contextlib
-import os
 import resource
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ def on_gpu() -> bool:
 
 
 def wait_for_gpu() -> None:
-    """Wait for the GPU, if there is one."""
     if on_gpu():
         sys.modules["torch"].cuda.synchronize()
 
@@ -38,31 +37,52 @@ def seconds(function: Callable[[], Any]) -> float:
 
 
 @contextlib.contextmanager
-def measured() -> Iterator[dict[str, float]]:
-    """Measure a block's processor seconds, and the MiB of its peak above the memory before it.
+def measured(private: bool = False) -> Iterator[dict[str, float]]:
+    """Measure a block's processor `seconds`, and the `peak_mib` that it adds.
 
-    The memory is the process's resident one, or on a GPU that of its tensors.
+    The memory is the process's resident one, or on a GPU that of its tensors. private: the process's memory without
+    mapped files, with `held_mib` at the end of the block.
     """
     figures: dict[str, float] = {}
-    before = _memory(reset=True)
+    end = (_sampled_memory if private else _counted_memory)()
     began = time.process_time()
     yield figures
     figures["seconds"] = time.process_time() - began
-    figures["peak_mib"] = (_memory(reset=False) - before) / MIB
+    figures |= end()
 
 
-def _memory(reset: bool) -> float:
-    """Return the peak in bytes; `reset` makes the present value the peak, and returns that."""
+def _counted_memory() -> Callable[[], dict[str, float]]:
+    peak: Callable[[], int]
     if on_gpu():
         cuda = sys.modules["torch"].cuda
-        if reset:
-            cuda.reset_peak_memory_stats()
-        return cuda.memory_allocated() if reset else cuda.max_memory_allocated()
-    if sys.platform == "darwin":  # counts bytes, and has no reset
-        return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-    if reset:
-        Path("/proc/self/clear_refs").write_text("5")
-    return _status("VmRSS" if reset else "VmHWM")
+        cuda.reset_peak_memory_stats()
+        before, peak = cuda.memory_allocated(), cuda.max_memory_allocated
+    elif sys.platform == "darwin":  # counts bytes, and has no reset
+        peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # noqa: E731
+        before = peak()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")  # makes the present value the peak
+        before, peak = _status("VmRSS"), partial(_status, "VmHWM")
+    return lambda: {"peak_mib": (peak() - before) / MIB}
+
+
+def _sampled_memory() -> Callable[[], dict[str, float]]:
+    """Sample the private memory, of which the kernel keeps no peak."""
+    samples, ended = [_status("RssAnon")], threading.Event()
+
+    def sample() -> None:
+        while not ended.wait(_PRIVATE_EVERY):
+            samples.append(_status("RssAnon"))
+
+    def end() -> dict[str, float]:
+        ended.set()
+        thread.join()
+        samples.append(_status("RssAnon"))
+        return {"held_mib": (samples[-1] - samples[0]) / MIB, "peak_mib": (max(samples) - samples[0]) / MIB}
+
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    return end
 
 
 def _status(name: str) -> int:
@@ -70,42 +90,12 @@ def _status(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
-class PrivatePeak:
-    """The bytes of private memory that a block adds: `held` at its end, `peak` at most; without mapped files."""
-
-    def __enter__(self) -> "PrivatePeak":
-        self._before = self._highest = _status("RssAnon")
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stop.set()
-        self._thread.join()
-        now = _status("RssAnon")
-        self.held, self.peak = now - self._before, max(now, self._highest) - self._before
-
-    def _watch(self) -> None:
-        while not self._stop.wait(_PRIVATE_EVERY):
-            self._highest = max(self._highest, _status("RssAnon"))
-
-
-def run_command(command: Sequence[str], environment: Mapping[str, str] | None = None) -> dict[str, float]:
-    """Run a command; return its seconds, processor seconds, and peak MiB of its process and of any worker.
-
-    The processor seconds include those of its children. Workers are those of multiprocessing and of Ray.
-    """
+def run_command(command: Sequence[str]) -> dict[str, float]:
+    """Run a command; return its seconds, its and any worker's peak MiB."""
     import psutil
 
-    began, used = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    run = psutil.Popen(
-        command,
-        cwd=ROOT,
-        env={**os.environ, **(environment or {})},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    began = time.perf_counter()
+    run = psutil.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     peaks = {"own_mib": 0.0, "worker_mib": 0.0}
     while run.poll() is None:
         for process in (run, *run.children(recursive=True)):
@@ -118,6 +108,4 @@ def run_command(command: Sequence[str], environment: Mapping[str, str] | None = 
             run.wait(_COMMAND_EVERY)
     if run.returncode:
         raise subprocess.CalledProcessError(run.returncode, command)
-    now = resource.getrusage(resource.RUSAGE_CHILDREN)
-    processor = now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime
-    return {"seconds": time.perf_counter() - began, "processor_seconds": processor, **peaks}
+    return {"seconds": time.perf_counter() - began, **peaks}

@@ -1,12 +1,16 @@
-"""Packers beside each other, and how evenly ranks share the steps of full packs.
+"""Packers beside each other, and how evenly ranks share steps.
 
-Packers take turns in one process on one core; a figure is the best of its turns. Each receives lengths in its own form,
-made outside the clock, and returns packs in its own form: lists of lists from the others, `document_index` and
-`pack_offsets` from ours. Every plan is checked for lost documents and packs over budget. Peers are optional; a missing
-one has a row with the reason. TRL's packing function moves the tokens with the documents and gets 5,000 documents;
-verl's Karmarkar–Karp distributes documents over a given number of packs, which is raised until they fit, and gets 300.
-Ours is compared with each on the same number. Objects left by imports are frozen before the clock starts: without this,
-packers that return many lists took up to three times as long.
+| packer | takes | gives |
+|---|---|---|
+| `best_fit`, ours | lengths int64[D] | `document_index` and `pack_offsets`, the CSR index that a dataset reads |
+| `lightbinpack.obfd` | a list, or int32[D] | lists of lists |
+| NeMo Automodel's `greedy_knapsack` | a list | lists of lists |
+| axolotl's `pack_parallel` | int32[D] | lists of lists |
+
+Packers take turns in one process on one core; a figure is the best of its turns. Lengths are made in a packer's form
+outside the clock. Every plan is checked for lost documents and packs over budget. Peers are optional; a missing one has
+a row with the reason. Objects left by imports are frozen before the clock starts: without this, packers that return
+many lists took up to three times as long.
 
 The balance is the cost of the most expensive pack of each group of packs (one a rank) over the mean, with a cost of
 24,576·l + l²: attention costs as much as the rest at 24,576 tokens. An epoch takes that many times as long as with
@@ -15,24 +19,23 @@ and ranks idle in its last group. Order is the correlation of a group's cost wit
 """
 
 import gc
+import importlib
+import importlib.util
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks import packers
 from benchmarks.cells import in_own_process
 from benchmarks.documents import DISTRIBUTIONS
-from benchmarks.harness import Row, Turns, relative, table, take_turns
+from benchmarks.harness import Row, Sizes, option, relative, table, take_turns
 from benchmarks.meters import measured
-from benchmarks.packers import Lengths, Packer, plan_documents
-from verl_ext import options
-from verl_ext.options import option
-from verl_ext.packing import CostModel, balanced_order, cost_over_ideal, epoch_order, plan_packs
+from verl_ext.options import first_line
+from verl_ext.packing import CostModel, PackPlan, balanced_order, cost_over_ideal, epoch_order, plan_packs
 
 SLOW = 3.0  # seconds: a slower packer runs once
 FIRST_CALL = 1000  # documents of a call that pays for imports and compilation
@@ -42,15 +45,64 @@ PAIRS = 60_000  # at least, of consecutive groups: a standard error of the corre
 SHUFFLES = 5  # over which step costs are averaged
 QUICK = ["documents=5000", "large=20000", "repeats=2", "balance_documents=20000"]
 
+Lengths = NDArray[np.int64]
 
-@dataclass(frozen=True)
-class Options(options.Options):
-    """Sizes of the three tables."""
 
-    documents: int = option(1_000_000, "documents of the comparison", least=1)
-    large: int = option(10_000_000, "documents for ours alone", least=1)
-    balance_documents: int = option(100_000, "documents whose packs ranks share", least=1)
-    repeats: int = option(5, "turns, of which the best counts", least=1)
+class Options(Sizes):
+    documents: int = option(1_000_000, "documents of the comparison")
+    large: int = option(10_000_000, "documents for ours alone")
+    balance_documents: int = option(100_000, "documents whose packs ranks share")
+    repeats: int = option(5, "turns, of which the best counts")
+
+
+class Packer(NamedTuple):
+    """pack(prepare(lengths), max_tokens) is a packer; documents(result) gives its packs."""
+
+    pack: Callable[[Any, int], Any]
+    prepare: Callable[[Lengths], Any]
+    documents: Callable[[Any], Sequence[Any]] = lambda packs: packs
+
+
+def plan_documents(plan: PackPlan) -> Sequence[Any]:
+    return np.split(plan.document_index, plan.pack_offsets[1:-1])
+
+
+def as_int32(lengths: Lengths) -> NDArray[np.int32]:
+    return lengths.astype(np.int32)
+
+
+def peer(package: str, path: str, name: str, prepare: Callable[[Lengths], Any], **settings: Any) -> Packer:
+    """Import a packer from one file, else from its package."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError(f"No module named {package}")
+    file = Path(spec.submodule_search_locations[0]) / path
+    try:
+        module_spec = importlib.util.spec_from_file_location(f"_packer_of_{package}", file)
+        module = importlib.util.module_from_spec(module_spec)
+        module_spec.loader.exec_module(module)
+    except Exception:
+        module = importlib.import_module(f"{package}.{path.removesuffix('.py').replace('/', '.')}")
+    return Packer(partial(getattr(module, name), **settings), prepare)
+
+
+OURS = "verl-ext best_fit"
+_OBFD = ("lightbinpack", "__init__.py", "obfd")
+_GREEDY_KNAPSACK = ("nemo_automodel", "components/datasets/llm/neat_packing.py", "greedy_knapsack")
+_PACK_PARALLEL = ("axolotl", "utils/samplers/multipack.py", "pack_parallel")
+PACKERS: dict[str, Callable[[], Packer]] = {
+    OURS: lambda: Packer(plan_packs, lambda lengths: lengths, plan_documents),
+    "lightbinpack.obfd (list)": lambda: peer(*_OBFD, np.ndarray.tolist),
+    "lightbinpack.obfd (int32 array)": lambda: peer(*_OBFD, as_int32),
+    "NeMo Automodel greedy_knapsack": lambda: peer(*_GREEDY_KNAPSACK, np.ndarray.tolist),
+    "axolotl pack_parallel": lambda: peer(
+        *_PACK_PARALLEL,
+        as_int32,
+        group_size=100_000,
+        bin_size=200,
+        num_processes=1,  # its sampler's defaults
+    ),
+}
 
 
 @table(
@@ -59,60 +111,47 @@ class Options(options.Options):
 )
 def compared(options: Options, folder: Path) -> Iterable[Row]:
     """Packers on the same documents."""
-    found, absent = packers.peers()
-    everyone = [packers.ours(), *found]
-    sizes = {packer.name: min(packer.most_documents or options.documents, options.documents) for packer in everyone}
-    for name, distribution in DISTRIBUTIONS.items():
-        for size in sorted(set(sizes.values()), reverse=True):
-            lengths = distribution.draw(size, np.random.default_rng(0))
-            group = [everyone[0], *(packer for packer in found if sizes[packer.name] == size)]
-            contests = {packer.name: Contest(packer, lengths, distribution.max_tokens) for packer in group}
-            rows = [{"packer": packer, **contest.plan()} for packer, contest in contests.items()]
-            turns = take_turns({packer: contest.seconds for packer, contest in contests.items()}, options.repeats)
-            rows = [{**row, "seconds": Turns(turns[row["packer"]]).best} for row in rows]
-            yield from ({"lengths": name, "documents": size, **row} for row in relative(rows, "seconds"))
-    yield from ({"packer": name, "failed": reason} for name, reason in absent.items())
+    packers, absent = {}, []
+    for name, load in PACKERS.items():
+        try:
+            packers[name] = load()
+        except Exception as error:  # a foreign import may raise anything
+            absent.append({"packer": name, "failed": first_line(error)})
+    for lengths_name, distribution in DISTRIBUTIONS.items():
+        lengths, rows, turns = distribution.draw(options.documents, np.random.default_rng(0)), [], {}
+        for name, packer in packers.items():
+            whole = partial(timed, packer, lengths, distribution.max_tokens)
+            first_call, _ = timed(packer, lengths[:FIRST_CALL], distribution.max_tokens)
+            took, packed = whole()
+            figures = checked(name, packer.documents(packed), lengths, distribution.max_tokens)
+            work = {"lengths": lengths_name, "documents": options.documents, "packer": name}
+            rows.append({**work, **figures, "first_call": first_call})
+            turns[name] = (lambda took=took: (took, None)) if took > SLOW else whole
+        for row, took in zip(rows, take_turns(turns, options.repeats).values(), strict=True):
+            row["seconds"] = min(seconds for seconds, _ in took)
+        yield from relative(rows, "seconds")
+    yield from absent
 
 
-class Contest:
-    """One packer's turns on the same lengths."""
-
-    def __init__(self, packer: Packer, lengths: Lengths, max_tokens: int) -> None:
-        self.packer, self.lengths, self.max_tokens = packer, lengths, max_tokens
-        self._last = 0.0
-
-    def plan(self) -> Row:
-        """Pack few documents, then all, and check every pack."""
-        first_call, _ = self._packed(self.lengths[:FIRST_CALL])
-        self._last, packed = self._packed(self.lengths)
-        packs = self.packer.documents(packed)
-        check_packs(self.packer.name, packs, self.lengths, self.max_tokens)
-        fill = float(self.lengths.sum() / len(packs) / self.max_tokens)
-        return {"first_call": first_call, "packs": len(packs), "fill": fill}
-
-    def seconds(self) -> float:
-        """Return the seconds of a call, or those of the last one if the packer is slow."""
-        if self._last < SLOW:
-            self._last, _ = self._packed(self.lengths)
-        return self._last
-
-    def _packed(self, lengths: Lengths) -> tuple[float, Any]:
-        prepared = self.packer.prepare(lengths)
-        gc.collect()
-        gc.freeze()  # keeps objects of the peers' imports out of collections while a packer makes its lists
-        started = time.perf_counter()
-        packed = self.packer.pack(prepared, self.max_tokens)
-        return time.perf_counter() - started, packed
+def timed(packer: Packer, lengths: Lengths, max_tokens: int) -> tuple[float, Any]:
+    """Return the seconds of a call and its packs."""
+    prepared = packer.prepare(lengths)
+    gc.collect()
+    gc.freeze()  # keeps objects of the peers' imports out of collections while a packer makes its lists
+    started = time.perf_counter()
+    packed = packer.pack(prepared, max_tokens)
+    return time.perf_counter() - started, packed
 
 
-def check_packs(name: str, packs: Sequence[Any], lengths: Lengths, max_tokens: int) -> None:
-    """Raise RuntimeError unless every document lies in one pack and no pack is over its budget."""
+def checked(name: str, packs: Sequence[Any], lengths: Lengths, max_tokens: int) -> Row:
+    """Return packs and fill, if every document lies in one pack."""
     documents = np.concatenate([np.asarray(pack, np.int64) for pack in packs])
     if not np.array_equal(np.bincount(documents, minlength=len(lengths)), np.ones(len(lengths), np.int64)):
         raise RuntimeError(f"{name} lost or repeated documents")
     starts = np.cumsum([0] + [len(pack) for pack in packs[:-1]])
     if np.add.reduceat(lengths[documents], starts).max() > max_tokens:
         raise RuntimeError(f"{name} went over the budget")
+    return {"packs": len(packs), "fill": float(lengths.sum() / len(packs) / max_tokens)}
 
 
 @table(
@@ -126,14 +165,12 @@ def large(options: Options, folder: Path) -> Iterable[Row]:
 
 
 def large_plan(name: str, documents: int) -> Row:
-    """Return one plan's processor seconds, packs, fill, and peak memory above the input in MiB."""
     distribution = DISTRIBUTIONS[name]
     lengths = distribution.draw(documents, np.random.default_rng(0))
     gc.collect()
     with measured() as figures:
         plan = plan_packs(lengths, distribution.max_tokens)
-    check_packs("verl-ext", plan_documents(plan), lengths, distribution.max_tokens)
-    return {**figures, "packs": plan.num_packs, "fill": float(lengths.sum() / plan.num_packs / distribution.max_tokens)}
+    return {**figures, **checked(OURS, plan_documents(plan), lengths, distribution.max_tokens)}
 
 
 @table(
@@ -152,7 +189,6 @@ def balance(options: Options, folder: Path) -> Iterable[Row]:
 
 
 def shared(costs: NDArray[np.float64], ranks: int) -> Row:
-    """Return how evenly a number of ranks share steps of full packs."""
     batch = ranks * ACCUMULATION
     steps = len(costs) // batch
     epochs = max(-(-PAIRS // (steps * ACCUMULATION)), SHUFFLES)

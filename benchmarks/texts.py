@@ -1,8 +1,8 @@
-"""Texts and conversations of made-up words, whose frequencies follow Zipf's law, and tokenizers trained on them."""
+"""Texts and conversations of made-up words, by Zipf's law, with trained tokenizers."""
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
@@ -19,9 +19,8 @@ TRAINED_ON = 2000  # texts
 Conversation = list[dict[str, str]]
 
 
-@dataclass(frozen=True)
-class Kind:
-    """Conversations of one shape: the words of each turn (user, assistant, …) and the max_tokens of a pack."""
+class Kind(NamedTuple):
+    """The words of each turn, and the max_tokens of a pack."""
 
     name: str
     words: tuple[tuple[int, int], ...]
@@ -33,8 +32,6 @@ LONG = Kind("long documents", ((6_600, 24_000), (200, 600)), 32_768)
 
 
 class Words:
-    """A vocabulary of made-up words."""
-
     def __init__(self, count: int, letters: str, sizes: tuple[int, int], rng: np.random.Generator) -> None:
         self._rng = rng
         self._words = np.array(["".join(rng.choice(list(letters), rng.integers(*sizes))) for _ in range(count)])
@@ -42,12 +39,10 @@ class Words:
         self._share = share / share.sum()
 
     def text(self, words: int) -> str:
-        """Draw a text."""
         return " ".join(self._rng.choice(self._words, words, p=self._share))
 
 
 def make_conversations(kind: Kind, count: int, rng: np.random.Generator) -> list[Conversation]:
-    """Make conversations in which user and assistant take turns."""
     words = Words(3000, "abcdefghijklmnopqrstuvwxyz", (3, 9), rng)
     roles = [("assistant" if turn % 2 else "user", length) for turn, length in enumerate(kind.words)]
     return [
@@ -56,7 +51,7 @@ def make_conversations(kind: Kind, count: int, rng: np.random.Generator) -> list
 
 
 def write_conversations(conversations: list[Conversation], folder: Path) -> tuple[Path, PreTrainedTokenizerFast]:
-    """Write the conversations as a JSONL file, and a tokenizer trained on them beside it as `tokenizer`."""
+    """Write conversations as JSONL, with a trained `tokenizer` beside it."""
     lines = folder / "conversations.jsonl"
     lines.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in conversations))
     texts = [message["content"] for messages in conversations for message in messages]
@@ -67,20 +62,20 @@ def write_conversations(conversations: list[Conversation], folder: Path) -> tupl
 
 
 def write_texts(megabytes: float, vocabulary: int, folder: Path, rng: np.random.Generator) -> tuple[Path, list[str]]:
-    """Write documents of about 200 words as JSONL, with a trained `tokenizer` beside it; return file and texts."""
+    """Write documents of about 200 words as JSONL, with a trained `tokenizer`."""
     words = Words(20_000, "eeettaaoinshrdlucmfwypvbgkjqxz", (1, 11), rng)
     texts, size = [], 0
     while size < megabytes * 1e6:
         texts.append(words.text(int(rng.lognormal(np.log(170), 0.6)) + 1) + ".\n")
         size += len(texts[-1])
-    lines = folder / "texts.jsonl"
-    lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
     trained_tokenizer(texts[:TRAINED_ON], TokenizerOptions(vocab_size=vocabulary)).save_pretrained(folder / "tokenizer")
+    lines = folder / "texts.jsonl"
+    lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return lines, texts
 
 
 def first_line(lines: Path) -> Path:
-    """Write the first record of a file beside it, with which a command's start is measured."""
+    """Write a file's first record beside it, to measure a start."""
     with open(lines, "rb") as file:
         lines.with_name("one.jsonl").write_bytes(next(file))
     return lines.with_name("one.jsonl")

@@ -11,10 +11,10 @@ from verl_ext.attention import AttentionOptions
 from verl_ext.config.run import RayOptions, TrainerOptions
 from verl_ext.config.schema import dataset_families, model_kinds
 from verl_ext.config.weights import ModelNode
-from verl_ext.data.dataset import DataOptions
+from verl_ext.data.options import DataOptions
 from verl_ext.engines.schedule import ScheduleOptions
 from verl_ext.losses import LossOptions
-from verl_ext.options import Option, Options, options_of, show
+from verl_ext.options import Option, Options, options_of, spell
 from verl_ext.parallel.shards import ParallelOptions
 
 PAGE = Path(__file__).parent / "configuration.md"
@@ -85,7 +85,7 @@ def _rows(cls: type[Options], prefix: str) -> Iterator[str]:
         if isinstance(field.type, type) and issubclass(field.type, Options):
             yield from _rows(field.type, f"{prefix}{name}.")
             continue
-        default = "required" if field.required and field.default in (None, "") else f"`{show(field.default)}`"
+        default = "required" if field.required and field.default in (None, "") else f"`{spell(field.default)}`"
         cells = (f"`{prefix}{name}`", default, _values(field), field.meaning)
         yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
@@ -95,7 +95,7 @@ def _values(field: Option) -> str:
         return ", ".join(f"`{choice}`" for choice in field.choices)
     bounds = {"≥": field.least, ">": field.above, "≤": field.most}
     kind: Any = getattr(field.type, "__name__", "any") if field.type is not Any else "any"
-    limits = " ".join(f"{sign} {show(bound)}" for sign, bound in bounds.items() if bound is not None)
+    limits = " ".join(f"{sign} {spell(bound)}" for sign, bound in bounds.items() if bound is not None)
     return " ".join(filter(None, [kind, limits, "or null" if field.nullable and kind != "any" else ""]))
 
 

@@ -14,7 +14,7 @@ from tests.small_models import KINDS, SIZES, model_class, model_config, refusal
 from verl_ext.config.support import Architecture, windowed_layers
 from verl_ext.layers import mixers_of
 from verl_ext.layers.experts import experts_problem, has_experts
-from verl_ext.layers.shrink import shrunk
+from verl_ext.layers.trial import shrunk
 
 PAGE = Path(__file__).parent / "models.md"
 _FLASH = "`flash_attn`, `varlen` (`fa3`, `fa4`), else `sdpa`"

@@ -21,29 +21,33 @@ def completion(text, finish_reason="stop", prompt_tokens=10, completion_tokens=5
 
 
 @contextmanager
-def chat_server(reply, models=("tiny",)):
+def chat_server(reply, models=None):
     """Serve `reply(request)`: a text, a body, (status, body), (status, body, headers), raw bytes, or HANG.
 
-    Yields url, requests (their bodies in order), headers, and busy, the most requests that were open at once.
+    With models, another model gets a 404, as from OpenAI. Yields url, requests (their bodies in order), paths, headers,
+    and busy, the most requests that were open at once.
     """
-    seen = SimpleNamespace(requests=[], headers=[], busy=0, url="")
+    seen = SimpleNamespace(requests=[], paths=[], headers=[], busy=0, url="")
     lock, closing, open_now = threading.Lock(), threading.Event(), set()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_GET(self):
-            self._send(200, {"data": [{"id": name} for name in models]}, {})
+            found = self.path == "/v1/models"
+            self._send(200 if found else 404, {"data": [{"id": name} for name in models or ("tiny",)]}, {})
 
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             with lock:
                 seen.requests.append(body)
+                seen.paths.append(self.path)
                 seen.headers.append(self.headers)
                 open_now.add(self)
                 seen.busy = max(seen.busy, len(open_now))
             try:
-                found = reply(body)
+                is_known = models is None or body["model"] in models
+                found = reply(body) if is_known else (404, {"error": {"message": "no such model"}})
                 if found is HANG:
                     closing.wait()
                     self.close_connection = True
@@ -54,7 +58,10 @@ def chat_server(reply, models=("tiny",)):
                     return
                 found = found if isinstance(found, tuple) else (200, found)
                 status, content, *headers = found
-                self._send(status, completion(content) if isinstance(content, str) else content, *headers or [{}])
+                if isinstance(content, str):
+                    chat = self.path.endswith("/chat/completions")
+                    content = completion(content) if chat else {"choices": [{"text": content, "finish_reason": "stop"}]}
+                self._send(status, content, *headers or [{}])
             finally:
                 with lock:
                     open_now.discard(self)

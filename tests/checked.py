@@ -1,16 +1,31 @@
 """Type and check a composed configuration as the trainer does, for a machine of the test's choice."""
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import DictConfig, OmegaConf
+from safetensors.torch import save_file
+from transformers import Qwen3Config
 
+from verl_ext.config import compose
 from verl_ext.config.check import check_run
 from verl_ext.config.model import ModelFacts
 from verl_ext.config.resolve import resolve_run
 from verl_ext.config.run import Machine, RunConfig
 from verl_ext.config.support import Architecture, model_support_problems
 from verl_ext.overrides import parsed_words
+
+
+def sound_run(folder: Path) -> DictConfig:
+    """Compose a run that passes on one CPU rank: its folders exist; its model has 12 heads, 2 key/value heads."""
+    (folder / "data").mkdir()
+    heads = {"num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 8, "hidden_size": 96}
+    Qwen3Config(max_position_embeddings=512, num_hidden_layers=1, **heads).save_pretrained(folder / "model")
+    save_file({"w": torch.zeros(1)}, folder / "model" / "model.safetensors")
+    paths = {"data.train_dir": "data", "model.path": "model", "trainer.default_local_dir": "out"}
+    return compose([*(f"{key}={folder / name}" for key, name in paths.items()), "parallel=cpu"])
 
 
 def changed(composed: DictConfig, words: Iterable[str]) -> DictConfig:

@@ -129,13 +129,12 @@ def _make_folder(folder: Path) -> None:
 
 def _make_our_folder(folder: Path) -> None:
     from verl_ext.files import write_json
-    from verl_ext.text.tokenizing import DatasetWriter
-    from verl_ext.text.tokens.documents import Counts, Documents
+    from verl_ext.text.arrow_folder import DatasetWriter
+    from verl_ext.text.tokens.documents import Document, join_documents
 
     writer = DatasetWriter(folder)
     for document in _documents():
-        lengths = np.array([len(document["input_ids"])], np.int32)
-        writer.add(Documents(1, 0, document["input_ids"], document["loss_mask"], lengths, None, Counts()))
+        writer.add(join_documents([Document(document["input_ids"], document["loss_mask"])], 1, 0))
     writer.close()
     write_json(folder / "categories.json", {"1": "maths"})
 
@@ -150,12 +149,12 @@ def _make_scanned_folder(folder: Path) -> None:
 
 def _read_folder(folder: Path) -> None:
     from verl_ext.data import SFTDataSet
-    from verl_ext.data.content import DataFiles
+    from verl_ext.data.files_in_use import DataFiles
     from verl_ext.data.ranks import ONE_RANK
 
     packs = SFTDataSet(str(folder), 16, over_length="split")
     packs.read_together(ONE_RANK)
-    found = packs.categories, packs.digest, packs.changed_documents(), packs.pack_targets(), packs.token_range
+    found = packs.categories, packs.digest, packs.omitted_documents(), packs.facts(), packs.report()
     assert found
     DataFiles(packs.data_files, "data.train_dir").digest(ONE_RANK)
     for number in range(len(packs)):
@@ -163,9 +162,10 @@ def _read_folder(folder: Path) -> None:
 
 
 def _read_records(folder: Path) -> None:
-    from verl_ext.text.read.json_records import BadRecord, parse_line
+    from verl_ext.text.read.json_records import parse_line
     from verl_ext.text.read.readers import read_chunks
     from verl_ext.text.read.sources import find_source_files
+    from verl_ext.text.records.bad_record import BadRecord
 
     for file in find_source_files({"a": [str(folder)]}):
         for chunk in read_chunks(file):

@@ -70,7 +70,7 @@ def train_step(engine: Any, packs: Sequence[Pack], collate: StepCollator, accumu
     mine = StepPlan(len(packs), len(packs), seed=0, shuffle=False).rank_packs(0, rank, ranks)
     batch = collate([None if index is None else packs[index] for index in mine])
     # 3000 bytes are a few rows of the tiny vocabulary at a time
-    flags = {"head": head, "head_block_bytes": 3000, "head_measures": True}
+    flags = {"head": head, "head_block_bytes": 3000, "token_stats": True}
     micro_batches = list(batch.micro_batches(ceil(len(mine) / accumulation), **flags))
     assert len(micro_batches) == accumulation
 

@@ -11,7 +11,7 @@ import pickle
 import queue
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import forkserver
@@ -30,6 +30,11 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) ->
     """Run ``function(*arguments)`` on ``world_size`` gloo ranks; raise with the traceback of the first that failed."""
     with started_ranks(function, world_size, *arguments) as (_, answers):
         return _collect(answers, world_size)
+
+
+def in_turn(calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Call functions, each with its arguments, one after the other on ranks that start once; return their results."""
+    return [function(*arguments) for function, *arguments in calls]
 
 
 @contextmanager

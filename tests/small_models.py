@@ -15,8 +15,7 @@ from transformers.models.auto.modeling_auto import (
 
 from tests.checked import support_problems
 from verl_ext.config.support import Architecture
-from verl_ext.layers.probe import trial_model
-from verl_ext.layers.shrink import shrunk
+from verl_ext.layers.trial import shrunk, trial_model
 from verl_ext.options import first_line
 
 # Every model type that transformers has for text, with images or without.
@@ -44,6 +43,7 @@ VALUES: dict[str, dict[str, Any]] = {
     "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", *["sparse"] * 11], "num_hidden_layers": 12}},
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_shared_experts": 2, "n_routed_experts": 128, "num_experts_per_tok": 6},
+    "gemma4": {"vision_config": {"model_type": "gemma4_vision"}},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2, "num_hidden_layers": 4},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},

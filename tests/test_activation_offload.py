@@ -10,7 +10,6 @@ import weakref
 from collections import Counter
 from contextlib import contextmanager
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -21,10 +20,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from tests.ranks import run_ranks
-from tests.tiny_model import VOCABULARY, write_tiny_model
+from tests.tiny_model import write_tiny_model
 from tests.tiny_titans import tiny_titans
-from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import refusals
+from tests.training import into, refusals, small_run
 from verl_ext.engines.activations import ActivationOptions, HostCheckpoints, apply_activation_options
 
 SIZES = {"vocab_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 64}
@@ -351,11 +349,7 @@ def test_what_a_hub_model_holds_after_its_forward_does_not_grow_with_its_layers(
 
 
 def test_hidden_states_that_the_host_has_no_memory_for_are_refused_before_the_model_is_loaded(tiny_model, tmp_path):
-    data = write_tokenized(tmp_path / "data", random_documents(np.random.default_rng(0), [20] * 4, VOCABULARY, 1))
-    options = [
-        *(f"data.train_dir={data}", f"model.path={tiny_model}", f"trainer.default_local_dir={tmp_path / 'run'}"),
-        "model.activation_offload=true",
-    ]
+    options = small_run(tmp_path, tiny_model, [20] * 4, into(tmp_path / "run"), "model.activation_offload=true")
     ((said, fits),) = run_ranks(refusals, 1, options, [[f"data.max_tokens={2**52}"], ["data.max_tokens=64"]])
     assert said.startswith("model.activation_offload=true must find host memory for 2 layers × 4,503,599,627,370,496 ")
     assert "\n" not in said

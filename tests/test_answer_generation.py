@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.ranks import run_ranks
+from tests.ranks import in_turn, run_ranks
 from tests.small_models import packed_and_plain
 from tests.tiny_model import write_tiny_model
 from verl_ext.answers.generation import Sampling
@@ -68,27 +68,6 @@ def _answers(folders, layout, stops):
     return found, untouched
 
 
-@pytest.mark.parametrize("layout", [(1, ()), (2, ())], ids=["data_parallel", "ulysses"])
-def test_answers_of_shards_are_those_of_the_whole_model(folders, layout):
-    expected = {name: _plain_answers(folder) for name, folder in folders.items()}
-    # An end token that only some answers contain ends rows at different times, on one rank long before the other.
-    stops = {"qwen3": (expected["qwen3"][0][1], expected["qwen3"][2][0], expected["qwen3"][4][0])}
-    expected["qwen3"] = _plain_answers(folders["qwen3"], stops["qwen3"])
-    assert len(set(map(tuple, expected["gpt2"]))) > 1
-    for rank, (found, untouched) in enumerate(run_ranks(_answers, 2, folders, layout, stops)):
-        for name in folders:
-            assert found[name] == expected[name][rank::2], name
-            assert untouched[name] == (True, True, True, True), name
-
-
-def test_answers_with_adapters_are_those_of_the_model_around_them(folders):
-    folder = {"qwen3": folders["qwen3"]}
-    expected = _plain_answers(folder["qwen3"])  # fresh adapters change nothing
-    for rank, (found, untouched) in enumerate(run_ranks(_answers, 2, folder, (1, LORA), {})):
-        assert found["qwen3"] == expected[rank::2]
-        assert all(untouched["qwen3"])
-
-
 def _drawn(folder):
     from tests.packed_engine import build_worker
 
@@ -99,18 +78,40 @@ def _drawn(folder):
         ]
 
 
-def test_drawn_answers_follow_from_their_seed(folders):
-    (first, again, other), *_ = run_ranks(_drawn, 1, folders["qwen3"])
-    assert first == again != other
+LAYOUTS = {"data_parallel": (1, ()), "ulysses": (2, ()), "adapters": (1, LORA)}
 
 
-def test_an_ignored_penalty_of_the_models_own_settings(tmp_path):
-    """generation_config.json may hold a repetition penalty, which greedy answers ignore."""
+@pytest.fixture(scope="module")
+def answered(folders):
+    """Return the expected answers of each family, and those on two ranks by layout; adapters have Qwen3 alone."""
+    expected = {name: _plain_answers(folder) for name, folder in folders.items()}
+    # An end token that only some answers contain ends rows at different times, on one rank long before the other.
+    stops = {"qwen3": (expected["qwen3"][0][1], expected["qwen3"][2][0], expected["qwen3"][4][0])}
+    expected |= {"qwen3": _plain_answers(folders["qwen3"], stops["qwen3"])}
+    calls = [(_answers, folders, layout, stops) for layout in LAYOUTS.values()]
+    calls[2] = (_answers, {"qwen3": folders["qwen3"]}, LAYOUTS["adapters"], stops)
+    of_ranks = run_ranks(in_turn, 2, calls)
+    return expected, {name: [found[number] for found in of_ranks] for number, name in enumerate(LAYOUTS)}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_answers_of_shards_are_those_of_the_whole_model_also_with_fresh_adapters_around_it(answered, layout):
+    expected, found = answered
+    assert len(set(map(tuple, expected["gpt2"]))) > 1
+    for rank, (answers, untouched) in enumerate(found[layout]):
+        assert answers == {name: expected[name][rank::2] for name in answers}
+        assert set(untouched.values()) == {(True, True, True, True)}
+
+
+def test_drawn_answers_follow_from_their_seed_and_greedy_ones_ignore_the_models_own_penalty(folders, tmp_path):
+    """generation_config.json may hold a repetition penalty."""
     folder = write_tiny_model(tmp_path)
     expected = _plain_answers(folder)
     config = AutoModelForCausalLM.from_pretrained(folder).generation_config
     config.repetition_penalty = 5.0
     config.save_pretrained(folder)
     assert _plain_answers(folder) != expected
-    (found, _), *_ = run_ranks(_answers, 1, {"one": folder}, (1, ()), {})
+    calls = [(_drawn, folders["qwen3"]), (_answers, {"one": folder}, (1, ()), {})]
+    (((first, again, other), (found, _)),) = run_ranks(in_turn, 1, calls)
+    assert first == again != other
     assert found["one"] == expected[0::2]

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from tests.answer_server import answer_server
 from tests.chat_server import chat_server
 from tests.tokenized_data import write_tokenized
 from verl_ext.answers import AnswerOptions, Prompts
@@ -88,44 +87,26 @@ def test_the_prompt_of_a_chat_follows_the_options_of_the_training_data(tokenizer
         ({"chat_template": "{% x"}, "eval.chat_template must be a Jinja template"),
         ({"apply_chat_template_kwargs": {"tokenize": True}}, "eval.apply_chat_template_kwargs must not set tokenize"),
         ({"columns": {"mesages": "m"}}, "a name in eval.columns must be"),
+        ({"prompts": "no_such.jsonl"}, r"eval\.prompts must name files that exist; no_such\.jsonl"),
     ],
 )
 def test_options_of_prompts_that_cannot_be_used_are_one_line(given, line, tokenizer, tmp_path):
     path = _file(tmp_path / "a.jsonl", {"messages": CHAT})
     with pytest.raises(ValueError, match=f"^{line}") as raised:
-        Prompts.read(AnswerOptions(prompts=path, **given), tokenizer)
+        Prompts.read(AnswerOptions(**{"prompts": path, **given}), tokenizer)
     assert "\n" not in str(raised.value)
 
 
-def test_a_server_is_sent_calls_with_text_and_a_records_own_template_arguments(tokenizer, tmp_path):
-    calling = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"n": 1}}}]}
-    record = {"messages": [CHAT[0], calling, {"role": "tool", "content": "w9"}, CHAT[1]], "enable_thinking": False}
-    with answer_server(lambda body: "w3", ("small",)) as (url, asked):
-        options = AnswerOptions(prompts=_file(tmp_path / "a.jsonl", record), base_url=url)
-        Server(options).answers(Prompts.read(options, tokenizer).items)
-    ((_, body),) = asked
-    assert body["messages"][1]["tool_calls"][0]["function"]["arguments"] == '{"n": 1}'
-    assert body["chat_template_kwargs"] == {"enable_thinking": False}
-
-
-def test_answers_end_with_the_templates_end_of_a_turn_beside_the_tokenizers(tokenizer, tmp_path):
+def test_answers_end_with_the_end_of_a_turn_that_ends_a_chat_beside_the_tokenizers(tokenizer, tmp_path):
     path = _file(tmp_path / "a.jsonl", {"messages": CHAT})
     other = AutoTokenizer.from_pretrained(tokenizer.name_or_path, eos_token="<|pad|>")
-    stops = Prompts.read(AnswerOptions(prompts=path), other).stops
-    assert set(stops) == set(other.convert_tokens_to_ids(["<|pad|>", "<|im_end|>"]))
-
-
-def test_of_two_ends_of_turns_the_one_that_ends_a_chat_ends_an_answer(tokenizer, tmp_path):
-    """As gpt-oss's <|end|>, which also ends its reasoning, and <|return|>."""
-    path = _file(tmp_path / "a.jsonl", {"messages": CHAT})
-    template = (
+    two_ends = (  # as gpt-oss's <|end|>, which also ends its reasoning, and <|return|>
         "{% for m in messages %}{{ m.role }} {{ m.content }}"
         "{{ '<|im_end|>' if loop.last and m.role == 'assistant' else '<|im_start|>' }} {% endfor %}"
         "{% if add_generation_prompt %}assistant {% endif %}"
     )
-    other = AutoTokenizer.from_pretrained(tokenizer.name_or_path, eos_token="<|pad|>")
-    stops = Prompts.read(AnswerOptions(prompts=path, chat_template=template), other).stops
-    assert set(stops) == set(other.convert_tokens_to_ids(["<|pad|>", "<|im_end|>"]))
+    for options in (AnswerOptions(prompts=path), AnswerOptions(prompts=path, chat_template=two_ends)):
+        assert set(Prompts.read(options, other).stops) == set(other.convert_tokens_to_ids(["<|pad|>", "<|im_end|>"]))
 
 
 def test_the_prompt_of_a_tokenized_document_ends_before_its_last_targets(tokenizer, tmp_path):
@@ -155,7 +136,7 @@ def test_a_text_is_gone_on_with_without_a_template_and_has_no_score(tiny_model, 
         Prompts.read(AnswerOptions(prompts=chat), base)
 
 
-def test_categories_are_those_of_the_option_or_of_a_field(tokenizer, tmp_path):
+def test_categories_are_those_of_the_option_or_of_a_field_and_samples_the_first(tokenizer, tmp_path):
     path = _file(tmp_path / "a.jsonl", {"messages": CHAT, "kind": "own"}, {"messages": CHAT})
     options = AnswerOptions(prompts={"named": [path]}, category_field="kind")
     assert [prompt.category for prompt in Prompts.read(options, tokenizer).items] == ["own", "named"]
@@ -186,6 +167,7 @@ def test_a_record_without_prompt_or_answer_is_refused_with_its_line(record, prob
         ({"prompts": {"a": {"b": "c"}}}, r"eval\.prompts must be a path"),
         ({"base_url": "localhost:8000"}, r"eval\.base_url must begin with http"),
         ({"model": "m"}, r"eval\.base_url is required with eval\.model=m"),
+        ({"prompts": None, "freq": 5}, r"eval\.prompts is required with eval\.freq=5; got null"),
     ],
 )
 def test_wrong_options_are_one_line(given, line):
@@ -194,27 +176,11 @@ def test_wrong_options_are_one_line(given, line):
     assert "\n" not in str(raised.value)
 
 
-def test_a_frequency_without_prompts_is_refused():
-    with pytest.raises(ValueError, match=r"eval\.prompts is required with eval\.freq=5; got null"):
-        AnswerOptions(freq=5)
-
-
-def test_a_missing_file_is_refused(tokenizer):
-    with pytest.raises(ValueError, match=r"eval\.prompts must name files that exist; no_such\.jsonl"):
-        Prompts.read(AnswerOptions(prompts="no_such.jsonl"), tokenizer)
-
-
 @pytest.mark.parametrize(
     ("text", "number"),
     [
-        ("It is 3 + 4 = 7.\n#### 7", "7"),
-        ("#### 1,234.50 dollars of 9", "1234.5"),
-        ("12 apples, then 15", "15"),
-        ("The sum is -8.", "-8"),
-        ("from 3-4", "4"),
-        ("costs $.50", "0.5"),
-        ("none", None),
-        ("####", None),
+        *(("It is 3 + 4 = 7.\n#### 7", "7"), ("#### 1,234.50 dollars of 9", "1234.5"), ("12 apples, then 15", "15")),
+        *(("The sum is -8.", "-8"), ("from 3-4", "4"), ("costs $.50", "0.5"), ("none", None), ("####", None)),
     ],
 )
 def test_the_number_of_a_text_is_its_result_as_gsm8k_writes_it_or_its_last_one(text, number):
@@ -243,6 +209,7 @@ def test_a_scorer_of_ones_own_is_given_the_record_and_the_answer(tmp_path):
     path = tmp_path / "own.py"
     path.write_text("def half(record, answer):\n    return 0.5 * (record['x'] == answer)\n")
     own = scorer(f"{path}:half")
+    assert own({"x": "garden"}, "", "<think>kitchen</think>garden") == 0.5  # without its reasoning
     assert (own({"x": "a"}, "", "a"), own({"x": "a"}, "", "b")) == (0.5, 0.0)
     with pytest.raises(ValueError, match=r"eval\.score=.*own\.py:half .*KeyError: 'x'"):
         own({}, "", "a")
@@ -252,24 +219,30 @@ def test_a_server_is_sent_chats_or_tokens(tokenizer, tmp_path):
     chats = Prompts.read(AnswerOptions(prompts=_file(tmp_path / "a.jsonl", *[{"messages": CHAT}] * 3)), tokenizer)
     document = {"input_ids": np.array([5, 6, 7]), "loss_mask": np.array([0, 0, 1]), "category_ids": np.zeros(3, int)}
     folder = write_tokenized(tmp_path / "data", [document])
-    with answer_server(lambda body: f"as {body['model']}", ("small",)) as (url, asked):
-        options = AnswerOptions(prompts="a", base_url=url, max_new_tokens=9, temperature=0.5)
+    with chat_server(lambda body: f"as {body['model']}", ("small",)) as server:
+        options = AnswerOptions(prompts="a", base_url=server.url, max_new_tokens=9, temperature=0.5)
         assert Server(options).answers(chats.items) == ["as small"] * 3
         assert Server(options).answers(Prompts.read(AnswerOptions(prompts=folder), tokenizer).items) == ["as small"]
     given = {"model": "small", "max_tokens": 9, "temperature": 0.5, "top_p": 1.0}
-    assert asked[:3] == [("/v1/chat/completions", {**given, "messages": CHAT[:3]})] * 3
-    assert asked[3:] == [("/v1/completions", {**given, "prompt": [5, 6]})]
+    assert server.paths == ["/v1/chat/completions"] * 3 + ["/v1/completions"]
+    assert server.requests == [{**given, "messages": CHAT[:3]}] * 3 + [{**given, "prompt": [5, 6]}]
 
 
-def test_a_server_is_sent_the_templates_arguments_and_tools_and_its_reasoning_is_no_answer(tokenizer, tmp_path):
+def test_a_server_is_sent_calls_tools_and_template_arguments_and_its_reasoning_is_no_answer(tokenizer, tmp_path):
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
-    record = {"messages": CHAT[:2], "tools": tools}
-    with answer_server(lambda body: "<think>w9</think>w3", ("small",)) as (url, asked):
-        options = AnswerOptions(prompts="a", base_url=url, apply_chat_template_kwargs={"enable_thinking": False})
-        chats = AnswerOptions(prompts=_file(tmp_path / "a.jsonl", record))
-        assert Server(options).answers(Prompts.read(chats, tokenizer).items) == ["w3"]
-    ((_, body),) = asked
-    assert (body["tools"], body["chat_template_kwargs"]) == (tools, {"enable_thinking": False})
+    calling = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"n": 1}}}]}
+    called = {"messages": [CHAT[0], calling, {"role": "tool", "content": "w9"}, CHAT[1]], "enable_thinking": False}
+    path = _file(tmp_path / "a.jsonl", called, {"messages": CHAT[:2], "tools": tools})
+    with chat_server(lambda body: "<think>w9</think>w3", ("small",)) as server:
+        options = AnswerOptions(prompts=path, base_url=server.url)
+        first, second = Prompts.read(options, tokenizer).items
+        assert Server(options).answers([first]) == ["w3"]
+        options = AnswerOptions(prompts="a", base_url=server.url, apply_chat_template_kwargs={"enable_thinking": True})
+        assert Server(options).answers([second]) == ["w3"]
+    of_calls, of_tools = server.requests
+    assert of_calls["messages"][1]["tool_calls"][0]["function"]["arguments"] == '{"n": 1}'
+    assert of_calls["chat_template_kwargs"] == {"enable_thinking": False}
+    assert (of_tools["tools"], of_tools["chat_template_kwargs"]) == (tools, {"enable_thinking": True})
 
 
 def test_an_error_of_a_server_is_no_answer(tokenizer, tmp_path):
@@ -288,11 +261,11 @@ def test_a_server_must_answer_and_have_the_model():
         url = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
         with pytest.raises(ServerFailed, match=rf"eval\.base_url must be a server that answers; got {url}"):
             Server(AnswerOptions(prompts="a", base_url=url))
-    with answer_server(lambda body: "", ("small", "large")) as (url, _):
+    with chat_server(lambda body: "", ("small", "large")) as server:
         with pytest.raises(ServerFailed, match=r"eval\.model must be one of small, large; got smal \(nearest: small\)"):
-            Server(AnswerOptions(prompts="a", base_url=url, model="smal"))
+            Server(AnswerOptions(prompts="a", base_url=server.url, model="smal"))
         with pytest.raises(ServerFailed, match=r"eval\.model is required: .* serves small, large; got null"):
-            Server(AnswerOptions(prompts="a", base_url=url))
+            Server(AnswerOptions(prompts="a", base_url=server.url))
         with pytest.raises(ServerFailed, match=r"/nowhere must list its models at /models"):
-            Server(AnswerOptions(prompts="a", base_url=f"{url}/nowhere"))
-        Server(AnswerOptions(prompts="a", base_url=f"{url}/nowhere", model="small"))  # some servers have no list
+            Server(AnswerOptions(prompts="a", base_url=f"{server.url}/nowhere"))
+        Server(AnswerOptions(prompts="a", base_url=f"{server.url}/nowhere", model="small"))  # some servers have no list

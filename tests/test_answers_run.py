@@ -1,7 +1,5 @@
 """Runs that are evaluated by answers: metrics, the table, resumes, a server, and unchanged training."""
 
-import contextlib
-import io
 import json
 import os
 
@@ -11,13 +9,11 @@ import torch
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.answer_server import answer_server
-from tests.ranks import run_ranks
+from tests.chat_server import chat_server
+from tests.ranks import in_turn, run_ranks
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import build, differences, metrics, stopped_at, train_alone
-from verl_ext.config import compose
-from verl_ext.trainer.setup import prepare
+from tests.training import differences, fit, heard, into, metrics, refusals, stopped_at, train_alone
 
 pytestmark = pytest.mark.slow
 
@@ -63,31 +59,28 @@ def _rows(folder):
 
 
 @pytest.fixture(scope="module")
-def whole(options, tmp_path_factory):
-    """Return the folder of a run on two ranks that share every pack."""
-    folder = tmp_path_factory.mktemp("whole")
-    run_ranks(
-        train_alone, 2, [*options, f"trainer.default_local_dir={folder}", "parallel=ulysses2", "trainer.device=cpu"]
-    )
-    return folder
+def runs(options, tmp_path_factory):
+    """Return the folder of a run on two ranks that share every pack, one without answers, and one that resumes it."""
+    whole, without, resumed = (tmp_path_factory.mktemp("runs") / name for name in ("whole", "without", "resumed"))
+    shared = [*options, "parallel=ulysses2", "trainer.device=cpu"]
+    silent = [*(word for word in shared if not word.startswith("eval.")), "trainer.val_before_train=false"]
+    calls = [(train_alone, [*shared, into(whole)]), (train_alone, [*silent, into(without)])]
+    run_ranks(in_turn, 2, [*calls, (stopped_at, whole, resumed, 2), (train_alone, [*shared, into(resumed)])])
+    return whole, without, resumed
 
 
-def test_scores_before_training_are_those_of_plain_generation(whole):
-    found = metrics(whole)
+def test_scores_before_training_are_those_of_plain_generation_and_a_validation_comes_then_too(runs):
+    found = metrics(runs[0])
     assert found[0, "val/answer/even"] == 1.0
     assert found[0, "val/answer/odd"] == 0.0
     assert found[0, "val/answer"] == pytest.approx(4 / 7)
     assert {step for step, name in found if name == "val/answer"} == {0, 1, 2, 3, 4}
-
-
-def test_a_validation_comes_before_the_first_step(whole):
-    found = metrics(whole)
     assert {step for step, name in found if name == "val/loss"} == {0, 2, 4}
     assert {"val/maths_loss", "val/code_loss"} & {name for step, name in found if step == 0}
 
 
-def test_the_table_has_a_few_prompts_of_all_parts_of_the_file(whole):
-    rows = _rows(whole)
+def test_the_table_has_a_few_prompts_of_all_parts_of_the_file(runs):
+    rows = _rows(runs[0])
     assert [row["step"] for row in rows] == [step for step in range(STEPS + 1) for _ in range(3)]
     first = rows[0]
     assert "w1 w2 w3" in first["prompt"]
@@ -95,37 +88,22 @@ def test_the_table_has_a_few_prompts_of_all_parts_of_the_file(whole):
     assert ["w4 w4" in row["prompt"] for row in rows[:3]] == [False, True, False]
 
 
-def test_training_is_the_same_to_the_last_bit_without_answers(options, whole, tmp_path):
-    run_ranks(
-        train_alone,
-        2,
-        [
-            *(option for option in options if not option.startswith("eval.")),
-            *(f"trainer.default_local_dir={tmp_path}", "parallel=ulysses2", "trainer.device=cpu"),
-            "trainer.val_before_train=false",
-        ],
-    )
-    differing = [name for name in differences(tmp_path, whole, STEPS) if not name.startswith("val/")]
-    assert not differing
-    assert not (tmp_path / "answers.jsonl").exists()
+def test_training_is_the_same_to_the_last_bit_without_answers(runs):
+    whole, without, _ = runs
+    assert not [name for name in differences(without, whole, STEPS) if not name.startswith("val/")]
+    assert not (without / "answers.jsonl").exists()
 
 
-def test_a_resumed_run_gives_the_same_answers_and_repeats_no_line(options, whole, tmp_path):
-    stopped = stopped_at(whole, tmp_path / "stopped", 2)
-    again = [*options, f"trainer.default_local_dir={stopped}", "parallel=ulysses2", "trainer.device=cpu"]
-    run_ranks(train_alone, 2, again)
-    assert _rows(stopped) == _rows(whole)
-    assert not differences(stopped, whole, STEPS)
+def test_a_resumed_run_gives_the_same_answers_and_repeats_no_line(runs):
+    whole, _, resumed = runs
+    assert _rows(resumed) == _rows(whole)
+    assert not differences(resumed, whole, STEPS)
 
 
 def _train_and_hear(options, folder):
     """Return rank 0's stderr in a run that writes tensorboard files into a folder."""
     os.environ["TENSORBOARD_DIR"] = str(folder)
-    with contextlib.redirect_stderr(io.StringIO()) as heard:
-        trainer = build(options)
-        trainer.resume()
-        trainer.fit()
-    return heard.getvalue()
+    return heard(fit, options)
 
 
 def _texts(folder):
@@ -135,7 +113,7 @@ def _texts(folder):
     return [text.decode() for value in values for text in value.string_val]
 
 
-def test_a_server_answers_in_the_models_place_and_its_failure_is_a_warning(options, tmp_path):
+def test_a_server_answers_in_the_models_place_and_its_failure_or_a_scorers_is_a_warning(options, tmp_path):
     asked = []
 
     def answer(body):
@@ -144,44 +122,29 @@ def test_a_server_answers_in_the_models_place_and_its_failure_is_a_warning(optio
             served.clear()
         return "w0"
 
-    served = ["small"]
-    with answer_server(answer, served) as (url, _):
-        given = [*options, f"trainer.default_local_dir={tmp_path / 'run'}", f"eval.base_url={url}", "eval.freq=null"]
-        given += ["trainer.logger=[file,tensorboard]", "parallel=cpu"]
-        heard, _ = run_ranks(_train_and_hear, 2, given, tmp_path / "tensorboard")
+    own, served = tmp_path / "own.py", ["small"]
+    own.write_text("def picky(record, answer):\n    return len(record['answer']) / (record['question'] != 'w40')\n")
+    scored = [*options, into(tmp_path / "scored"), f"eval.score={own}:picky", "eval.freq=null"]
+    with chat_server(answer, served) as server:
+        run = [*options, into(tmp_path / "run"), f"eval.base_url={server.url}", "eval.freq=null", "parallel=cpu"]
+        run += ["trainer.logger=[file,tensorboard]"]
+        calls = [(_train_and_hear, given, tmp_path / "tensorboard") for given in (run, scored)]
+        (of_run, of_scored), _ = run_ranks(in_turn, 2, calls)
     assert sorted(asked) == sorted(QUESTIONS)
     found = metrics(tmp_path / "run")
     assert found[0, "val/answer/odd"] == 1.0
     assert (STEPS, "val/answer") not in found
-    assert f"warning: step {STEPS} has no val/answer: eval.model must be a model of the server" in heard
+    assert f"warning: step {STEPS} has no val/answer: eval.model must be a model of the server" in of_run
     assert any("w1 w2 w3" in text and "w0" in text for text in _texts(tmp_path / "tensorboard"))
+    assert "picky must give a number; got ZeroDivisionError" in of_scored
+    assert not [name for _, name in metrics(tmp_path / "scored") if name.startswith("val/answer")]
 
 
-def test_a_scorer_that_fails_on_one_rank_is_a_warning(options, tmp_path):
-    (tmp_path / "own.py").write_text(
-        "def picky(record, answer):\n    return len(record['answer']) / (record['question'] != 'w40')\n"
-    )
-    given = [*options, f"trainer.default_local_dir={tmp_path / 'run'}", f"eval.score={tmp_path / 'own.py'}:picky"]
-    heard, _ = run_ranks(_train_and_hear, 2, [*given, "eval.freq=null"], tmp_path)
-    assert "picky must give a number; got ZeroDivisionError" in heard
-    assert not [name for _, name in metrics(tmp_path / "run") if name.startswith("val/answer")]
-
-
-def _refusal(options):
-    """Return the stderr of a run that ends while it is prepared."""
-    with contextlib.redirect_stderr(io.StringIO()) as heard, pytest.raises(SystemExit):
-        prepare(compose(["parallel=cpu", *options]))
-    return heard.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("given", "line"),
-    [
-        ("eval.prompts=none.jsonl", "eval.prompts must name files that exist"),
-        ("eval.max_new_tokens=600", "eval.max_new_tokens must be at most"),
-        ("eval.base_url=http://127.0.0.1:9/v1", "eval.base_url must be a server that answers"),
-    ],
-)
-def test_a_mistake_ends_the_run_before_the_model_is_loaded(given, line, options, tmp_path):
-    (heard,) = run_ranks(_refusal, 1, [*options, f"trainer.default_local_dir={tmp_path}", *given.split()])
-    assert line in heard
+def test_a_mistake_ends_the_run_before_the_model_is_loaded(options, tmp_path):
+    lines = {
+        "eval.prompts=none.jsonl": "eval.prompts must name files that exist",
+        "eval.max_new_tokens=600": "eval.max_new_tokens must be at most",
+        "eval.base_url=http://127.0.0.1:9/v1": "eval.base_url must be a server that answers",
+    }
+    (told,) = run_ranks(refusals, 1, [*options, into(tmp_path)], [[word] for word in lines])
+    assert all(line in one for line, one in zip(lines.values(), told, strict=True)), told

@@ -154,13 +154,6 @@ def test_without_a_layout_each_row_is_one_document():
         )
 
 
-def test_a_mask_without_a_layout_is_refused():
-    model, _ = _pair(CONFIGS["qwen3"])
-    query = torch.randn(1, 4, 5, 8)
-    with pytest.raises(ValueError, match="attn_implementation=sdpa"):
-        packed_attention(model, query, query, query, attention_mask=torch.ones(1, 1, 5, 5))
-
-
 # position_ids   0 1 2 | 0 1 2 3 | 0        offsets 0 3 7 8
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=9), st.integers(0, 7))
 def test_a_layout_gives_back_the_lengths_it_was_made_from(lengths, pad):
@@ -181,25 +174,24 @@ def test_a_micro_batch_that_begins_inside_a_document_is_a_broken_one():
         document_layout(torch.tensor([1, 2, 0, 1]))
 
 
-def test_a_mask_that_the_model_computed_is_refused():
-    q = torch.rand(1, 4, 3, 8)
-    layout = document_layout(torch.tensor([0, 1, 2]))
-    with pytest.raises(ValueError, match=r"needs an attention mask of its own, which .* does not compute"):
-        packed_attention(torch.nn.Module(), q, q, q, torch.ones(1, 1, 3, 3), document_layout=layout)
-
-
-def test_attention_that_no_backend_computes_is_refused():
-    query = torch.randn(1, 4, 5, 8)
-    with pytest.raises(ValueError, match=r"^model\.path: Linear needs bidirectional attention"):
-        packed_attention(torch.nn.Linear(1, 1), query, query, query, is_causal=False)
-
-
-def test_a_module_that_says_it_is_not_causal_is_refused():
-    module = torch.nn.Linear(1, 1)
-    module.is_causal = False
-    query = torch.randn(1, 4, 5, 8)
-    with pytest.raises(ValueError, match="bidirectional"):
-        packed_attention(module, query, query, query)
+@pytest.mark.parametrize(
+    ("given", "is_causal", "refusal"),
+    [
+        ({"attention_mask": torch.ones(1, 1, 5, 5)}, True, "attn_implementation=sdpa"),
+        (
+            {"attention_mask": torch.ones(1, 1, 5, 5), "document_layout": document_layout(torch.arange(5))},
+            True,
+            r"needs an attention mask of its own, which .* does not compute",
+        ),
+        ({"is_causal": False}, True, r"^model\.path: Linear needs bidirectional attention"),
+        ({}, False, r"^model\.path: Linear needs bidirectional attention"),
+    ],
+)
+def test_attention_that_no_backend_computes_is_refused(given, is_causal, refusal):
+    module, query = torch.nn.Linear(1, 1), torch.randn(1, 4, 5, 8)
+    module.is_causal = is_causal
+    with pytest.raises(ValueError, match=refusal):
+        packed_attention(module, query, query, query, **given)
 
 
 @pytest.mark.parametrize("name", ["position_bias", "sinks", "indices", "block_indices", "a_name_of_the_future"])

@@ -13,63 +13,93 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from verl_ext.attention import AttentionOptions, choose_backend, fallback_notices, flash_limit, has_flash_attn, unusable
+from verl_ext.attention import (
+    AttentionNeeds,
+    AttentionOptions,
+    KernelDevice,
+    choose_backend,
+    fallback_notices,
+    flash_limit,
+    unusable,
+)
 from verl_ext.attention.head_groups import by_groups_of_heads
 from verl_ext.attention.kernels import KERNELS, KernelOptions, in_autocast_dtype, sdpa, varlen
 from verl_ext.parallel.shards import DocumentLayout, document_layout
 
+CPU, GPU, PLAIN = KernelDevice("cpu"), KernelDevice("cuda"), AttentionNeeds()
+
 
 def test_the_fastest_backend_of_a_device_is_chosen():
-    assert choose_backend("auto", "cpu") == "sdpa"
-    assert choose_backend("auto", "cuda") == ("flash_attn" if has_flash_attn() else "varlen")
-    assert choose_backend("sdpa", "cuda") == "sdpa"
-    assert choose_backend("varlen", "cuda") == "varlen"
+    assert choose_backend("auto", PLAIN, CPU) == "sdpa"
+    assert choose_backend("auto", PLAIN, GPU) == ("varlen" if unusable("flash_attn") else "flash_attn")
+    assert choose_backend("sdpa", PLAIN, GPU) == "sdpa"
+    assert choose_backend("varlen", PLAIN, GPU) == "varlen"
 
 
 @pytest.mark.parametrize("backend", ["varlen", "flash_attn"])
 def test_a_gpu_backend_is_refused_on_cpu(backend):
     with pytest.raises(ValueError, match=rf"^attention\.backend={backend} needs a CUDA GPU; this run is on cpu$"):
-        choose_backend(backend, "cpu")
+        choose_backend(backend, PLAIN, CPU)
 
 
 def test_an_unknown_backend_is_refused():
-    for refused in (lambda: choose_backend("eager", "cpu"), lambda: AttentionOptions("eager")):
+    for refused in (lambda: choose_backend("eager", PLAIN, CPU), lambda: AttentionOptions("eager")):
         with pytest.raises(ValueError, match=r"^attention\.backend must be one of auto, flash_attn, .*; got eager$"):
             refused()
 
 
-@pytest.mark.skipif(has_flash_attn(), reason="the flash-attn package is installed")
+@pytest.mark.skipif(not unusable("flash_attn"), reason="the flash-attn package is installed")
 def test_flash_attn_without_its_package_is_refused():
     with pytest.raises(ValueError, match=r"^attention\.backend=flash_attn needs the package flash-attn"):
-        choose_backend("flash_attn", "cuda")
+        choose_backend("flash_attn", PLAIN, GPU)
 
 
 @pytest.mark.parametrize(
-    ("given", "limit"),
+    ("needs", "capability", "limit"),
     [
-        ({"dtype": torch.float32}, "half precision"),
-        ({"head_size": 512}, "up to 256"),
-        ({"head_size": 12}, "multiple of 8"),
-        ({"capability": (7, 0)}, r"compute capability 8\.0 \(Ampere\) or newer; got 7\.0"),  # V100
-        ({"capability": (7, 5)}, r"got 7\.5"),  # T4
-        ({"altered_sinks": True}, "neither attention dropout nor a soft cap"),
+        ({"dtype": torch.float32}, None, "half precision"),
+        ({"head_size": 512}, None, "up to 256"),
+        ({"head_size": 12}, None, "multiple of 8"),
+        ({}, (7, 0), r"compute capability 8\.0 \(Ampere\) or newer; got 7\.0"),  # V100
+        ({}, (7, 5), r"got 7\.5"),  # T4
+        ({"has_sinks": True, "dropout": 0.1}, None, "neither attention dropout nor a soft cap"),
+        ({"has_sinks": True, "softcap": 50.0}, None, "neither attention dropout nor a soft cap"),
     ],
 )
-def test_what_flash_kernels_cannot_compute_goes_to_sdpa_or_is_refused(given, limit):
-    found = flash_limit(**given)
-    assert choose_backend("auto", "cuda", found) == choose_backend("sdpa", "cuda", found) == "sdpa"
+def test_what_flash_kernels_cannot_compute_goes_to_sdpa_or_is_refused(needs, capability, limit):
+    facts = AttentionNeeds(**needs), KernelDevice("cuda", capability)
+    assert choose_backend("auto", *facts) == choose_backend("sdpa", *facts) == "sdpa"
     with pytest.raises(ValueError, match=rf"^attention\.backend=varlen needs .*{limit}"):
-        choose_backend("varlen", "cuda", found)
+        choose_backend("varlen", *facts)
 
 
 def test_gpus_from_ampere_on_run_flash_kernels():
-    assert [flash_limit(capability=capability) for capability in ((8, 0), (8, 9), (9, 0), (12, 0))] == [None] * 4
+    gpus = [KernelDevice("cuda", capability) for capability in ((8, 0), (8, 9), (9, 0), (12, 0))]
+    assert [flash_limit(PLAIN, gpu) for gpu in gpus] == [None] * 4
 
 
 def test_attention_dropout_goes_to_a_kernel_that_has_it_or_is_refused():
-    assert choose_backend("auto", "cuda", dropout=0.1) == ("flash_attn" if has_flash_attn() else "sdpa")
+    needs = AttentionNeeds(dropout=0.1)
+    assert choose_backend("auto", needs, GPU) == ("sdpa" if unusable("flash_attn") else "flash_attn")
     with pytest.raises(ValueError, match=r"^attention\.backend=varlen needs a model without attention dropout"):
-        choose_backend("varlen", "cuda", dropout=0.1)
+        choose_backend("varlen", needs, GPU)
+
+
+def test_a_soft_cap_is_computed_by_the_kernels_that_know_it():
+    assert choose_backend("auto", AttentionNeeds(softcap=50.0), CPU) == "sdpa"
+    with pytest.raises(ValueError, match=r"attention\.backend=varlen needs .*soft cap.* 50"):
+        choose_backend("varlen", AttentionNeeds(softcap=50.0), KernelDevice("cuda", (9, 0)))
+
+
+def test_a_deterministic_run_takes_no_kernel_whose_backward_is_not(monkeypatch):
+    monkeypatch.setattr("verl_ext.attention.kernels.unusable", lambda name: None if name == "fa3" else "not here")
+    hopper = KernelDevice("cuda", (9, 0))
+    for size, exact, chosen in ((256, False, "fa3"), (256, True, "varlen"), (192, True, "fa3")):
+        needs = AttentionNeeds(head_size=size, deterministic=exact)
+        assert choose_backend("auto", needs, hopper) == chosen
+        assert fallback_notices(chosen, needs, hopper) == []
+    with pytest.raises(ValueError, match=r"at most 192 with engine\.full_determinism=true; the model's is 256"):
+        choose_backend("fa3", AttentionNeeds(head_size=256, deterministic=True), hopper)
 
 
 # Packages that a machine may have: their files by name.
@@ -86,25 +116,26 @@ FA3 = {
 FA3_OF_ANOTHER_TORCH = {"flash_attn_interface.py": "raise ImportError('undefined symbol: aoti')"}
 
 
-def _choose(folder, requested, capability, given):
+def _choose(folder, requested, needs, device):
     sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
     unusable.cache_clear()
     try:
-        chosen = choose_backend(requested, "cuda", capability=capability, **given)
+        chosen = choose_backend(requested, needs, device)
     except ValueError as error:
         return str(error), []
-    return chosen, fallback_notices(chosen, given.get("dropout", 0.0), capability, given.get("head_size", 128))
+    return chosen, fallback_notices(chosen, needs, device)
 
 
-def choice(folder, packages, requested, capability, **given):
+def choice(folder, packages, requested, capability, **needs):
     """Return (the backend or the refusal, notices) from a process of its own that has these packages."""
     for name, text in packages.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     # Not a Pool, which ends by SIGTERM: a process with the handler of a command that a test ran here may survive that.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as process:
-        return process.submit(_choose, folder, requested, capability, given).result()
+        facts = AttentionNeeds(**needs), KernelDevice("cuda", capability)
+        return process.submit(_choose, folder, requested, *facts).result()
 
 
 @pytest.mark.parametrize(

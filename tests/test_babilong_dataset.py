@@ -15,7 +15,8 @@ from transformers import BatchEncoding
 
 from tests.babilong_files import FACTS, byte_tokenizer, record, records, write_records
 from verl_ext.data import BABILongDataset, SFTDataSet
-from verl_ext.data.babilong import BABILongEncoder, BabilongRecord, SampleOptions, question_prompt
+from verl_ext.data.babilong import BABILongEncoder, SampleOptions, question_prompt
+from verl_ext.text.read.readers import Chunk
 
 TOKENIZER = byte_tokenizer()
 PLAIN = byte_tokenizer(special=False)
@@ -124,11 +125,11 @@ TOKENIZERS = [TOKENIZER, PLAIN, byte_tokenizer(special=False, trim_offsets=True)
     tokenizer=st.sampled_from(TOKENIZERS),
 )
 def test_the_question_survives_and_a_cut_prompt_has_exactly_the_tokens_allowed(context, question, limit, tokenizer):
-    encoder = BABILongEncoder(tokenizer, SampleOptions(max_length=limit + 8, answer_reserve_tokens=8))
-    (sample,) = encoder.samples([BabilongRecord("f", 0, context, question, "garden")])
+    encoder = BABILongEncoder(SampleOptions(max_length=limit + 8, answer_reserve_tokens=8), tokenizer)
+    sample = encoder.encode(Chunk(1, [("f:1", {"input": context, "question": question, "target": "garden"})]))
     whole = tokenizer(question_prompt(context, question))["input_ids"]
-    prompt = sample.input_ids[: len(sample.input_ids) - sample.targets].tolist()
-    assert sample.full_tokens == len(whole) + sample.targets
+    prompt = sample.input_ids[sample.loss_mask == 0].tolist()
+    assert sample.full_lengths.tolist() == [len(whole) + sample.loss_mask.sum()]
     assert len(prompt) == min(len(whole), limit)
     assert len(sample.input_ids) <= encoder.options.max_length
     text = tokenizer.decode(prompt, skip_special_tokens=True)
@@ -145,11 +146,11 @@ def test_the_boundary_between_fitting_and_cutting_is_exact(opened):
     items = [record(4)]
     whole = len(TOKENIZER(question_prompt(items[0]["input"], items[0]["question"]))["input_ids"])
     fits, cut = (opened(items, max_length=whole + 8 - less) for less in (0, 1))
-    assert fits.over_length_report == []
-    assert fits.pack_tokens()[0] == whole + fits.pack_targets()[0]
-    (row,) = cut.over_length_report
+    assert fits.omitted_documents() == []
+    assert fits.facts().tokens[0] == whole + fits.facts().targets[0]
+    (row,) = cut.omitted_documents()
     assert (row.category, row.reason, row.documents, row.tokens_removed) == ("qa1_1k", "context truncated", 1, 1)
-    assert cut.pack_tokens()[0] == fits.pack_tokens()[0] - 1
+    assert cut.facts().tokens[0] == fits.facts().tokens[0] - 1
 
 
 def test_a_prompt_is_cut_where_a_word_tokenizer_drops_white_space(tiny_model):
@@ -157,8 +158,8 @@ def test_a_prompt_is_cut_where_a_word_tokenizer_drops_white_space(tiny_model):
 
     words = AutoTokenizer.from_pretrained(tiny_model)
     context = " ".join(f"w{number}" for number in range(30))
-    encoder = BABILongEncoder(words, SampleOptions(max_length=20, answer_reserve_tokens=4))
-    (sample,) = encoder.samples([BabilongRecord("f", 0, context, "w50 w51", "w7")])
+    encoder = BABILongEncoder(SampleOptions(max_length=20, answer_reserve_tokens=4), words)
+    sample = encoder.encode(Chunk(1, [("f:1", {"input": context, "question": "w50 w51", "target": "w7"})]))
     unknown = words.unk_token_id  # for `Question:` and `Answer:`
     expected = [f"w{number}" for number in range(12)]
     assert words.convert_ids_to_tokens(sample.input_ids)[:12] == expected
@@ -189,10 +190,10 @@ def test_max_samples_limits_the_split_and_says_so(opened):
     whole, limited = (opened(content, split="train", max_samples=count) for count in (-1, 4))
     assert [limited.question(k) for k in range(4)] == [whole.question(k) for k in range(4)]
     assert len(limited) == 4
-    (row,) = limited.changed_documents()
+    (row,) = limited.omitted_documents()
     assert (row.reason, row.documents) == ("beyond max_samples", 5)
     assert row.category == "qa1_1k"
-    assert whole.changed_documents() == []
+    assert whole.omitted_documents() == []
 
 
 def test_samples_beyond_max_samples_are_reported_by_category(tmp_path, cache):
@@ -202,7 +203,7 @@ def test_samples_beyond_max_samples_are_reported_by_category(tmp_path, cache):
     limited, whole = (
         BABILongDataset(str(tmp_path / "data"), TOKENIZER, 96, max_samples=count, **options) for count in (4, -1)
     )
-    report, tokens = limited.changed_documents(), whole.spans.length
+    report, tokens = limited.omitted_documents(), whole.spans.length
     assert [(row.category, row.reason, row.documents) for row in report] == [
         ("qa1_2k", "beyond max_samples", 1),
         ("qa2_1k", "beyond max_samples", 4),
@@ -216,16 +217,17 @@ def test_what_was_cut_is_reported_by_category_for_the_rows_in_use(tmp_path, cach
     write_records(tmp_path / "data/qa1/1k.json", [record(2), record(12)])
     write_records(tmp_path / "data/qa2/2k.json", [record(14), record(13), record(1)])
     dataset = BABILongDataset(str(tmp_path / "data"), TOKENIZER, 64, answer_reserve_tokens=8, cache_dir=cache)
-    report = dataset.changed_documents()
+    report = dataset.omitted_documents()
     assert [(row.category, row.documents) for row in report] == [("qa1_1k", 1), ("qa2_2k", 2)]
     assert all(row.tokens == row.tokens_kept + row.tokens_removed and row.tokens_removed > 0 for row in report)
-    kept = dataset.pack_tokens()
+    kept = dataset.facts().tokens
     assert report[0].tokens_kept == kept[1]
     assert report[1].tokens_kept == kept[2] + kept[3]
     right = BABILongDataset(
         str(tmp_path / "data"), TOKENIZER, 64, answer_reserve_tokens=8, cache_dir=cache, truncate="right", max_samples=2
     )
-    assert [(row.category, row.reason) for row in right.over_length_report] == [("qa1_1k", "question truncated")]
+    reasons = [(row.category, row.reason) for row in right.omitted_documents()]
+    assert reasons == [("qa1_1k", "question truncated"), ("qa2_2k", "beyond max_samples")]
 
 
 def test_categories_are_tasks_and_sizes_by_the_files_paths(tmp_path, cache):
@@ -279,11 +281,13 @@ def test_a_slow_tokenizer_serves_prompts_that_fit_and_is_refused_for_others(open
     rows = [dataset[0]["input_ids"] for dataset in (opened([record(1)], Slow()), opened([record(1)]))]
     assert torch.equal(*rows)
     with pytest.raises(
-        ValueError, match=r"^prompts over 24 tokens need a fast tokenizer [^\n]* got Slow, and record 0"
+        ValueError, match=r"^prompts over 24 tokens need a fast tokenizer [^\n]* got Slow, and \S+1k.json:1 has"
     ):
         opened([record(9)], Slow(), max_length=32)
     named = {**record(1), "question": "What is <pad>?"}
-    with pytest.raises(ValueError, match=r"must hold no name of a special token .*; record 0.* has <pad>"):
+    with pytest.raises(
+        ValueError, match=r"1k\.json:1: question holds the special token <pad>, which only a fast tokenizer"
+    ):
         opened([named], Slow())
 
 
@@ -295,8 +299,8 @@ def test_the_scan_needs_no_token_and_is_that_of_a_tokenized_folder(opened):
     assert dataset.scan.targets.tolist() == read.scan.targets[rows].tolist()
     assert (dataset.scan.min_token_id, dataset.scan.category_ids) == (read.scan.min_token_id, read.scan.category_ids)
     assert dataset.scan.max_token_id <= read.scan.max_token_id
-    assert dataset.pack_targets().tolist() == [int(row["loss_mask"].sum()) for row in dataset]
-    assert np.array_equal(dataset.pack_tokens(), [int(row["attention_mask"].sum()) for row in dataset])
+    assert dataset.facts().targets.tolist() == [int(row["loss_mask"].sum()) for row in dataset]
+    assert np.array_equal(dataset.facts().tokens, [int(row["attention_mask"].sum()) for row in dataset])
 
 
 def test_a_dataset_pickles_and_loads_in_workers(opened):
@@ -320,7 +324,7 @@ def test_our_collator_and_verls_take_the_rows(opened):
     weights = category_weight_table(None, dataset.categories.names)
     batch = StepCollator(LossSpec("token", weights), dataset.categories)(rows)
     assert batch.input_ids.tolist() == torch.cat([row["input_ids"] for row in rows]).tolist()
-    targets = int(dataset.pack_targets().sum())
+    targets = int(dataset.facts().targets.sum())
     assert batch.counts[2] == targets
     assert int((batch.coefficients > 0).sum()) == targets
     nested = SFTTensorCollator(DatasetPadMode.NO_PADDING)(rows)

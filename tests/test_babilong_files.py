@@ -110,13 +110,9 @@ def test_samples_of_all_tasks_are_written_loaded_and_scored(tmp_path: Path) -> N
         (["1 A fact.", "3 Another."], "line 2 of "),
         (["1 A fact.", "No number."], "'No number.'"),
         (["1 Where? \thome\t1"], "line 1 of "),
-        (["1 A fact.", "2 Where?\t \t1"], "line 2 of "),
-        (["1 A fact.", "2 Where?\thome\tone"], "line 2 of "),
-        (["1 A fact.", "2 "], "line 2 of "),
-        (["1 A fact."], "stories must hold questions with answers; "),
-        ([], "stories must hold questions with answers; "),
+        *((["1 A fact.", f"2 {rest}"], "line 2 of ") for rest in ("Where?\t \t1", "Where?\thome\tone", "")),
+        *((lines, "stories must hold questions with answers; ") for lines in (["1 A fact."], [])),
     ],
-    ids=["a gap", "no number", "no fact", "no answer", "no facts' numbers", "no text", "no question", "empty"],
 )
 def test_a_malformed_file_is_one_line_with_its_place(tmp_path: Path, lines: list[str], line: str) -> None:
     (tmp_path / "qa1_train.txt").write_text("\n".join(lines), encoding="utf-8")
@@ -139,9 +135,7 @@ def test_a_missing_file_two_of_one_task_and_other_encodings_are_refused(tmp_path
         read_samples(str(tmp_path), "qa1", "test")
 
 
-def test_more_samples_than_questions_fit_are_refused_before_any_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_more_samples_than_questions_fit_are_refused_before_any_is_written(tmp_path, capsys):
     write_forms(tmp_path / "en")
     byte_level().save_pretrained(tmp_path / "model")
     arguments = [f"output_dir={tmp_path / 'out'}", f"model.path={tmp_path / 'model'}", f"stories={tmp_path / 'en'}"]

@@ -178,9 +178,7 @@ def test_a_sample_follows_from_seed_task_size_and_number_alone() -> None:
     assert few == many[2]
     assert len({sample["input"] for sample in many}) == 20
     assert maker("qa3", "1k", seed=1).sample(7) != made.sample(7)
-
-
-def test_no_sample_has_more_facts_than_the_benchmark_takes_or_the_user_allows() -> None:
+    # None has more facts than the benchmark takes, or the user allows.
     assert all(len(facts_in(maker("qa3", "400").sample(n)["input"])) <= 100 // 8 - 1 for n in range(0, 10, 5))
     made = maker("qa2", "0k", story=StoryOptions(max_facts=6))
     assert all(len(facts_in(made.sample(n)["input"])) <= 6 for n in range(0, 20, 5))
@@ -240,10 +238,7 @@ def test_filler_never_names_what_stories_are_about_and_is_long_and_varied() -> N
     assert min(len(sentence.split()) for sentence in sentences) >= 15
     assert len(set(sentences)) > 4950
     assert filler_sentences(10) == sentences[:10]
-
-
-def test_generated_background_is_in_another_order_in_every_sample_and_repeats_nothing() -> None:
-    _, background = equipment()
+    _, background = equipment()  # in another order in every sample, without repetitions
     walks = [background.walk(random.Random(seed), 5000) for seed in range(5)]
     assert all(len(set(walk)) == len(walk) for walk in walks)
     assert len({int(walk[1] - walk[0]) for walk in walks}) == 5

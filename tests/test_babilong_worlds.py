@@ -29,20 +29,14 @@ seeds = st.integers(0, 2**32)
 # number before a question; last place: the share of questions that the last move answers; other shares: of the facts.
 PUBLISHED = {
     "qa1": {"facts": 6.0, "first question": 2.0, "last place": 0.542, "move": 1.0},
-    "qa2": {
-        **{"facts": 15.58, "first question": 9.29, "last place": 0.392, "move": 0.650, "get": 0.198, "drop": 0.152},
-        **{"get there": 1.0, "drop there": 0.204},
-    },
-    "qa3": {
-        **{"facts": 50.50, "first question": 31.0, "last place": 0.128, "move": 0.637, "get": 0.188, "drop": 0.175},
-        **{"get there": 0.193, "drop there": 0.211, "visited once": 0.594},
-    },
+    "qa2": {"facts": 15.58, "first question": 9.29, "last place": 0.392, "move": 0.650, "get": 0.198, "drop": 0.152},
+    "qa3": {"facts": 50.50, "first question": 31.0, "last place": 0.128, "move": 0.637, "get": 0.188, "drop": 0.175},
     "qa4": {"facts": 2.0, "middle room": 0.338},
-    "qa5": {
-        **{"facts": 20.05, "first question": 14.04, "move": 0.559, "get": 0.169, "drop": 0.117, "give": 0.155},
-        **{"get there": 1.0, "drop there": 0.205},
-    },
+    "qa5": {"facts": 20.05, "first question": 14.04, "move": 0.559, "get": 0.169, "drop": 0.117, "give": 0.155},
 }
+PUBLISHED["qa2"] |= {"get there": 1.0, "drop there": 0.204}
+PUBLISHED["qa3"] |= {"get there": 0.193, "drop there": 0.211, "visited once": 0.594}
+PUBLISHED["qa5"] |= {"get there": 1.0, "drop there": 0.205}
 # Shares of questions by the distance in facts to the actor's last move (qa1), last get or drop (qa2) or gift (qa5).
 DISTANCES = {
     "qa1": [0.452, 0.289, 0.133, 0.086, 0.040],
@@ -272,8 +266,6 @@ def test_all_wordings_occur() -> None:
 
 
 def test_the_same_seed_tells_the_same_story() -> None:
-    def told(seed: int) -> list[list[Sample]]:
-        return [make_story(task, random.Random(seed), StoryOptions()) for task in TASKS]
-
-    assert told(3) == told(3)
-    assert told(3) != told(4)
+    seeds = (3, 3, 4)
+    first, again, other = ([make_story(task, random.Random(n), StoryOptions()) for task in TASKS] for n in seeds)
+    assert first == again != other

@@ -18,9 +18,10 @@ from tests.test_tokenize_templates import CHATML, tiny_tokenizer
 from verl_ext.commands.command_line import read_options
 from verl_ext.commands.tokenize import TokenizeOptions, main, tokenize
 from verl_ext.options import DataError, UsageError
-from verl_ext.text.read.json_records import BadRecord, parse_line
-from verl_ext.text.read.readers import read_chunks
+from verl_ext.text.read.json_records import parse_line
+from verl_ext.text.read.readers import TextFile, read_chunks, read_record
 from verl_ext.text.read.sources import find_source_files
+from verl_ext.text.records.bad_record import BadRecord
 
 
 def read(path: Path | str) -> list[tuple[str, Any]]:
@@ -28,14 +29,12 @@ def read(path: Path | str) -> list[tuple[str, Any]]:
     found = []
     for file in find_source_files({"a": [str(path)]}):
         for chunk in read_chunks(file):
-            for number, raw in chunk.records:
+            for place, raw in chunk.records:
                 try:
-                    record = parse_line(raw) if isinstance(raw, bytes) else raw
+                    record = read_record(raw) if isinstance(raw, (bytes, TextFile, BadRecord)) else raw
                 except BadRecord as error:
-                    record = error
-                if isinstance(record, BadRecord):
-                    record = f"{record.reason}: {record}"
-                found.append((chunk.place(number), record))
+                    record = f"{error.reason}: {error}"
+                found.append((place, record))
     return found
 
 

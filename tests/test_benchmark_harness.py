@@ -14,8 +14,7 @@ from benchmarks.meters import measured
 
 
 def test_turns_print_their_median_and_range_and_divide_turn_by_turn():
-    assert f"{Turns([3, 1, 2]):.1f}" == "2.0 [1.0, 3.0]"
-    assert f"{Turns([4]):.1f}" == "4.0"
+    assert (f"{Turns([3, 1, 2]):.1f}", f"{Turns([4]):.1f}") == ("2.0 [1.0, 3.0]", "4.0")
     assert Turns([4, 9]) / [2, 3] == [2, 3]
 
 
@@ -30,11 +29,8 @@ def test_a_row_shows_its_figures_and_why_others_are_missing():
     def rows_of(options, folder):
         """Rows."""
 
-    rows = [
-        {"name": "a", "seconds": 1.25, "peak": None},
-        {"name": "b", "failed": "No module named 'b'"},
-        {"name": "c", "failed": "it broke"},
-    ]
+    failed = [{"name": "b", "failed": "No module named 'b'"}, {"name": "c", "failed": "it broke"}]
+    rows = [{"name": "a", "seconds": 1.25, "peak": None}, *failed]
     made = table("name {name} | seconds {seconds:.1f} | peak {peak:.0f} MiB")(rows_of)
     lines = made.text(rows).splitlines()
     assert lines[4:] == ["| a | 1.2 | – |", "| b | – | No module named 'b' |", "| c | – | it broke |"]
@@ -45,7 +41,8 @@ def test_ratios_are_to_the_first_row_and_rows_that_differ_are_no_result():
     rows = [{"loss": 1.0, "seconds": 2.0}, {"loss": 1.0 + 1e-6, "seconds": 3.0}, {"failed": "why"}]
     assert [row.get("× seconds") for row in relative(rows, "seconds")] == [1.0, 1.5, None]
     equal(rows, ("loss",), 1e-5)
-    for differing, tolerance in ((rows, 1e-7), ([*rows, {"loss": math.nan}], 1e-5)):
+    of_turns = [{"loss": [1.0, 2.0]}, {"loss": [1.0, 2.1]}]
+    for differing, tolerance in ((rows, 1e-7), ([*rows, {"loss": math.nan}], 1e-5), (of_turns, 1e-2)):
         with pytest.raises(RuntimeError, match="differ in loss"):
             equal(differing, ("loss",), tolerance)
 
@@ -60,21 +57,7 @@ def _failing():
     raise ValueError("too long")
 
 
-def test_a_cell_returns_its_figures_alone_and_keeps_them_when_it_fails():
-    assert in_own_process(_printing, 3) == {"found": 3}
-    named = "tests.test_benchmark_harness:_failing"
-    assert in_own_process(named) == {"kernel": "sdpa", "failed": "ValueError: too long"}
-
-
-def test_a_peak_is_what_a_block_adds():
-    kept = bytearray(64 << 20)
-    with measured() as figures:
-        bytearray(b"x" * (32 << 20))
-    assert 30 < figures["peak_mib"] < 100
-    del kept
-
-
-def _meet():
+def _meeting():
     import torch.distributed as dist
 
     found = [None] * dist.get_world_size()
@@ -82,9 +65,30 @@ def _meet():
     return {"ranks": found}
 
 
+def test_a_cell_returns_its_figures_alone_and_keeps_them_when_it_fails():
+    assert in_own_process(_printing, 3) == {"found": 3}
+    named = "tests.test_benchmark_harness:_failing"
+    assert in_own_process(named) == {"kernel": "sdpa", "failed": "ValueError: too long"}
+
+
 @pytest.mark.slow
-def test_ranks_meet_within_their_group():
-    assert on_ranks(2, _meet, copies=2) == [[{"ranks": [0, 1]}] * 2] * 2
+def test_ranks_meet_and_one_that_fails_ends_the_benchmark():
+    assert on_ranks(2, _meeting) == [{"ranks": [0, 1]}] * 2
+    with pytest.raises(RuntimeError, match="a rank of _failing failed"):
+        on_ranks(1, _failing)
+
+
+@pytest.mark.parametrize(
+    ("private", "figures"), [(False, {"seconds", "peak_mib"}), (True, {"seconds", "peak_mib", "held_mib"})]
+)
+def test_a_peak_is_what_a_block_adds(private, figures):
+    kept = bytearray(64 << 20)
+    with measured(private) as found:
+        held = bytearray(b"x" * (32 << 20))
+    assert found.keys() == figures
+    assert 30 < found["peak_mib"] < 100
+    assert not private or 30 < found["held_mib"] < 34
+    del kept, held
 
 
 @pytest.mark.parametrize(
@@ -97,7 +101,7 @@ def test_ranks_meet_within_their_group():
         (["repeats=3"], "options and --table need one NAME; got 0"),
         (["head", "heads=[fused,trll]"], "heads must be one of"),
         (["training", "documents=10"], "documents must be a multiple of micro_batch=4; got 10"),
-        (["gpu", "shapes=[0.6B]"], "shapes must be tiny ones without a CUDA GPU"),
+        (["gpu", "shapes=[0.6B]"], "shapes must be tiny without a CUDA GPU"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_one_line(words, message, monkeypatch, capsys):

@@ -8,13 +8,13 @@ import torch
 from datasets import load_from_disk
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import activations, gpu, head, index, leaks, loading, packers, packing, scaling, titans, training
-from benchmarks.documents import DISTRIBUTIONS, make_documents, write_documents, write_many_documents
+from benchmarks import activations, gpu, head, index, leaks, loading, packing, scaling, titans, training
+from benchmarks.documents import DISTRIBUTIONS, write_documents, write_many_documents
 from benchmarks.gpu import cell, shapes
 from benchmarks.harness import equal
+from benchmarks.models import write_model, write_qwen3
 from benchmarks.texts import Kind
 from tests.ranks import run_ranks
-from tests.test_packing import first_fit_decreasing_count
 from verl_ext.packing import cost_over_ideal
 
 pytestmark = pytest.mark.slow
@@ -23,18 +23,10 @@ pytestmark = pytest.mark.slow
 # --- packing
 
 
-@pytest.mark.parametrize("packer", [packers.ours, lambda: packers.PEERS["verl"]()[0]])
-def test_packers_lose_nothing_and_need_no_more_packs_than_first_fit_decreasing(packer):
-    lengths = DISTRIBUTIONS["A"].draw(300, np.random.default_rng(0))
-    plan = packing.Contest(packer(), lengths, 65_536).plan()
-    assert plan["packs"] <= first_fit_decreasing_count(lengths.tolist(), 65_536)
-    assert plan["fill"] == lengths.sum() / plan["packs"] / 65_536
-
-
 @pytest.mark.parametrize(("packs", "fault"), [([[0], [0, 1]], "repeated"), ([[0]], "lost"), ([[0, 1]], "budget")])
 def test_a_packer_that_cheats_is_an_error(packs, fault):
     with pytest.raises(RuntimeError, match=fault):
-        packing.check_packs("peer", packs, np.array([6, 5]), 10)
+        packing.checked("peer", packs, np.array([6, 5]), 10)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +53,7 @@ def test_every_reader_gives_the_same_tokens_and_targets(tmp_path):
 
 def _read(folder):
     readers, tokens = loading.build_readers(Kind("short", ((3, 9),) * 4, 256), 24, folder)
-    found = {name: [_documents(reader.read(item)) for item in reader.items] for name, reader in readers.items()}
+    found = {name: [_documents(read(item)) for item in items] for name, (items, read) in readers.items()}
     return {name: sorted(itertools.chain(*documents)) for name, documents in found.items()}, tokens
 
 
@@ -76,8 +68,7 @@ def _documents(batch):
     else:
         ids, positions, predicts = batch.input_ids, batch.position_ids, batch.coefficients
     edges = [*(positions == 0).nonzero().flatten().tolist(), len(positions)]
-    spans = [slice(*edge) for edge in itertools.pairwise(edges)]
-    found = [(ids[at].tolist(), predicts[at].nonzero().flatten().tolist()) for at in spans]
+    found = [(ids[a:b].tolist(), predicts[a:b].nonzero().flatten().tolist()) for a, b in itertools.pairwise(edges)]
     return sorted((tokens, targets) for tokens, targets in found if targets)  # the rest is padding
 
 
@@ -96,81 +87,45 @@ def test_many_documents_are_an_ordinary_tokenized_folder(tmp_path, monkeypatch):
 
 # --- training
 
-CONTEST = training.Options(documents=12, budget=256, hidden=128, layers=1, repeats=2)
-EPOCHS = training.Options(epoch_documents=32, epoch_budget=256, hidden=128, layers=1, steps=2, epochs=1, ranks=[2])
+
+def test_contestants_get_the_same_documents_and_run_what_their_names_say(tmp_path):
+    options = training.Options(documents=12, budget=256, hidden=128, layers=1, repeats=2)
+    rows, loaded = run_ranks(_compete, 1, options, tmp_path)[0]
+    assert all(documents == loaded["ours"] for documents in loaded.values())
+    rows = {row["name"]: row for row in rows}
+    assert len({tuple(row["tokens"]) for row in rows.values()}) == 1  # their losses are compared by the benchmark
+    tokens, losses = rows["ours"]["tokens"], rows["ours"]["loss"]
+    assert abs(losses[0] - losses[1]) > 1e-4
+    assert rows["dynamic"]["ran"] == rows["ours"]["ran"] == tokens
+    assert rows["padded"]["forwards"] == [3, 3]
+    assert rows["next_fit"]["ran"] == [256 * packs for packs in rows["next_fit"]["forwards"]]
+    assert all((np.array(rows[name]["ran"]) > tokens).all() for name in ("padded", "next_fit"))
+    assert all((tokens <= 256 * np.array(rows[name]["forwards"])).all() for name in ("dynamic", "next_fit", "ours"))
 
 
-@pytest.fixture(scope="module")
-def contest(tmp_path_factory):
-    return run_ranks(_compete, 1, tmp_path_factory.mktemp("contest"))[0]
-
-
-def _compete(folder):
-    training.write_model(folder / "model", 128, 1, 256)
-    found = training.compete(CONTEST, folder)
-    documents = make_documents(8, 256, 1024, np.random.default_rng(1))
-    write_documents(documents, folder / "again")
-    training.write_model(folder / "second" / "model", 128, 1, 256)
-    contestants = training.build_contestants(CONTEST, folder / "again", folder / "second", 1)
-    loaded = {name: _documents(each.load(documents, folder / "again")) for name, each in contestants.items()}
-    plain = sorted((d["input_ids"].tolist(), d["loss_mask"][1:].nonzero()[0].tolist()) for d in documents)
-    return {**found, "loaded": loaded, "plain": plain, "isolation": _around_a_change(contestants["dynamic"])}
-
-
-def _around_a_change(dynamic):
-    """Return (calls, log-probabilities by document before and after changing document 0's first token)."""
-    from verl.utils import tensordict_utils as tu
-
-    rng = np.random.default_rng(0)
-    documents = [{"input_ids": rng.integers(1, 100, n), "loss_mask": np.arange(n).clip(0, 1)} for n in (30, 40, 50)]
-
-    def log_probs():
-        data = tu.get_tensordict(tensor_dict=dynamic.load(documents), non_tensor_dict=dict(dynamic.meta))
-        with dynamic.engine.eval_mode():
-            output = dynamic.engine.infer_batch(data, loss_function=dynamic.loss)
-        return [column.numpy() for column in output["model_output"]["log_probs"].unbind()]
-
-    dynamic.forwards.clear()
-    before = log_probs()
-    documents[0]["input_ids"][0] += 1
-    return len(dynamic.forwards.positions) + 1, before, log_probs()
-
-
-def test_contestants_get_the_same_documents_and_report_the_same_loss(contest):
-    assert all(loaded == contest["plain"] for loaded in contest["loaded"].values())
-    losses = np.array([record["loss"] for record in contest["records"].values()])
-    assert losses.shape == (4, 2)
-    assert np.ptp(losses, axis=0).max() < 1e-4 < abs(losses[0, 0] - losses[0, 1])
-
-
-def test_contestants_run_the_tokens_and_micro_batches_that_their_names_say(contest):
-    records, tokens = contest["records"], np.array(contest["tokens"])
-    assert records["dynamic"]["ran"] == records["ours"]["ran"] == contest["tokens"]
-    assert records["padded"]["calls"] == [3, 3]
-    assert records["next_fit"]["ran"] == [256 * packs for packs in records["next_fit"]["calls"]]
-    assert all((np.array(records[name]["ran"]) > tokens).all() for name in ("padded", "next_fit"))
-    assert all((tokens <= 256 * np.array(records[name]["calls"])).all() for name in ("dynamic", "next_fit", "ours"))
-
-
-def test_stock_dynamic_batches_keep_documents_apart(contest):
-    calls, before, after = contest["isolation"]
-    assert calls == 2  # one micro-batch each time: the documents lay side by side
-    assert np.abs(before[0] - after[0])[1:-1].max() > 1e-4  # inside the changed document, later tokens see the change
-    assert max(np.abs(before[kept] - after[kept])[:-1].max() for kept in (1, 2)) < 1e-6
+def _compete(options, folder):
+    write_qwen3(folder / "model", options.hidden, options.layers, options.budget)
+    ways, measured_rows = {}, training.measured_rows
+    training.measured_rows = lambda given, *rest: ways.update(given) or measured_rows(given, *rest)
+    rows = training.compete(options, folder)["rows"]
+    return rows, {name: _documents(turns[-1][0]) for name, (_, turns) in ways.items()}
 
 
 def test_longaligns_methods_train_on_the_same_targets_and_wait_as_their_names_say(tmp_path):
-    training.write_model(tmp_path / "model", 128, 1, 256)
-    write_documents(training.documents_of(EPOCHS), tmp_path / "documents")
-    rows = {row["method"]: row for row in run_ranks(training.measure_epochs, 2, EPOCHS, tmp_path)[0]["rows"]}
-    forwards = {name: row["forwards"] for name, row in rows.items()}
-    assert {row["documents"] for row in rows.values()} == {32}
+    options = training.Options(epoch_documents=32, epoch_budget=256, hidden=128, layers=1, steps=2, epochs=1, ranks=[2])
+    write_qwen3(tmp_path / "model", 128, 1, 256)
+    write_documents(training.documents_of(options), tmp_path / "documents")
+    found = run_ranks(training.measure_epochs, 2, options, tmp_path)[0]["rows"]
+    rows = {row["name"]: row for row in training.ratios(found, "naive")}
+    forwards = {name: row["forwards"][0] for name, row in rows.items()}
+    uneven = {name: row["cost_over_ideal"][0] for name, row in rows.items()}
+    assert {tuple(row["documents"]) for row in rows.values()} == {(32,)}
     assert (forwards["naive"], forwards["sorted"], forwards["naive_1"], forwards["sorted_1"]) == (4, 4, 16, 16)
     assert forwards["packing"] == forwards["balanced"] < 4
     assert rows["sorted"]["padding"] < rows["naive"]["padding"]
     assert rows["naive_1"]["padding"] == rows["dynamic"]["padding"] == 0
-    assert 1 <= rows["sorted_1"]["cost_over_ideal"] < rows["naive_1"]["cost_over_ideal"]
-    assert rows["balanced"]["cost_over_ideal"] <= rows["packing"]["cost_over_ideal"]
+    assert 1 <= uneven["sorted_1"] < uneven["naive_1"]
+    assert uneven["balanced"] <= uneven["packing"]
 
 
 def test_sorted_batching_keeps_documents_of_like_length_in_shuffled_groups():
@@ -187,7 +142,8 @@ def test_sorted_batching_keeps_documents_of_like_length_in_shuffled_groups():
 
 
 def test_heads_and_activation_cases_compute_the_same():
-    heads = [head.measure(name, 24, 0.3, 16, 300, 1) for name in ("plain", "targets", "fused", "verl")]
+    sizes = head.Options(hidden=16, vocabulary=300)
+    heads = [head.measure(24, 0.3, name, sizes) for name in ("plain", "targets", "fused", "verl")]
     equal(heads, ("loss", "gradient"), 1e-5)
     sizes = activations.Options(hidden=16, intermediate=48, layers=2, tile=5)
     equal([activations.measure(case, 24, sizes) for case in activations.CASES], ("loss", "gradient"), 1e-5)
@@ -200,23 +156,21 @@ def test_plain_transformers_mixes_the_documents_of_a_convolution_and_not_those_o
 
 
 def test_both_models_are_the_same_qwen_but_for_the_memory_and_read_the_whole_text():
-    options = titans.Options(lengths=[256], hidden=32, layers=2, chunk=64)
-    shapes = {}
+    options, names = titans.Options(lengths=[256], hidden=32, layers=2, chunk=64), {}
     for kind, chunks in (("full", [256]), ("memory", [64] * 4)):
-        model, read = titans.work_of(kind, "read", 256, options, "cpu")
+        model, read = titans.work_of(kind, "read", 256, options)
         seen = []
         model.get_input_embeddings().register_forward_pre_hook(lambda _, x, seen=seen: seen.append(x[0].shape[-1]))
         assert read().shape == (1, 1, titans.VOCABULARY)
         assert seen == chunks
-        shapes[kind] = {name: parameter.shape for name, parameter in model.named_parameters()}
-        model, step = titans.work_of(kind, "train", 128, options, "cpu")
-        reached = set()
+        model, step = titans.work_of(kind, "train", 128, options)
+        names[kind], reached = {name for name, _ in model.named_parameters()}, set()
         for name, parameter in model.named_parameters():
             parameter.register_post_accumulate_grad_hook(lambda _, name=name, reached=reached: reached.add(name))
         step()
-        assert reached == set(shapes[kind])
-    assert shapes["full"].items() < shapes["memory"].items()
-    assert all("memory." in name for name in shapes["memory"].keys() - shapes["full"].keys())
+        assert reached == names[kind]
+    assert names["full"] < names["memory"]
+    assert all("memory." in name for name in names["memory"] - names["full"])
 
 
 # --- scaling
@@ -227,22 +181,17 @@ PERFECT |= {"storage": 1e30, "node_storage": 1e30}
 
 
 def parts(ranks=8, layers=4, costs=COSTS, **changes):
-    work = scaling.Work(costs, unit=1, parameters=1e3, layers=layers)
-    return scaling.step_time(work, scaling.Options(**{**PERFECT, **changes}), ranks)
-
-
-def test_on_perfect_machines_a_step_is_the_work_and_the_wait_for_the_dearest_pack():
-    found = parts()
-    assert sum(found.values()) == pytest.approx(found["ideal"] + found["balance"])
-    assert found["ideal"] == pytest.approx(COSTS.mean() * 4 * 4)  # four packs, each with four forwards' operations
-    assert (found["ideal"] + found["balance"]) / found["ideal"] == pytest.approx(cost_over_ideal(COSTS, 8))
+    return scaling.step_time(costs, scaling.Options(**{**PERFECT, **changes}), ranks, 1e3, layers)
 
 
 def test_each_part_of_a_simulated_step_follows_its_assumption():
-    calm = parts()
+    perfect = parts()
+    assert sum(perfect.values()) == pytest.approx(perfect["ideal"] + perfect["balance"])
+    assert perfect["ideal"] == pytest.approx(COSTS.mean() * 4)  # four packs
+    assert (perfect["ideal"] + perfect["balance"]) / perfect["ideal"] == pytest.approx(cost_over_ideal(COSTS, 8))
     for found in (parts(jitter=0.1), parts(slow=1.5)):
         assert found["jitter"] > 0
-        assert {**found, "jitter": 0} == pytest.approx({**calm, "jitter": 0})
+        assert {**found, "jitter": 0} == pytest.approx({**perfect, "jitter": 0})
     travels = (2 * 2 * 4 + 4) * 1e3 * 7 / 8 / 1e9  # two gathers in each of four micro-steps, one reduction
     assert parts(node_link=1e9)["communication"] == pytest.approx(travels / 4)  # the first of four layers'
     assert parts(node_link=1e9, layers=1)["communication"] == pytest.approx(travels)
@@ -261,7 +210,7 @@ def test_builders_that_disagree_are_an_error(tmp_path):
     for name, content in ((index.OURS, "a"), (index.PEER, "b")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "texts.bin").write_text(content)
-    with pytest.raises(RuntimeError, match=r"different \.bin files"):
+    with pytest.raises(RuntimeError, match=r"different texts\.bin"):
         index.same_files(tmp_path)
 
 
@@ -273,24 +222,22 @@ def test_flops_are_those_that_torch_counts_and_a_head_of_targets_computes_fewer(
     for name, of_one in found.items():
         assert of_one["counted"] == pytest.approx(of_one["expected"], rel=0.02), name
         assert of_one["quadratic"] is any(len(mask) == 4 and mask[-1] == mask[-2] for mask in of_one["masks"]), name
-    assert [found[name]["targets_only"] for name in ("ours", "verl")] == [True, False]
-    assert [found[name]["kernel"] for name in ("ours", "verl")] == ["sdpa", "sdpa, T × T mask"]
-    assert [found[name]["head"] for name in ("ours", "verl")] == ["fused", "plain, log-softmax by rows"]
+    facts = {name: [found[name][key] for key in ("targets_only", "kernel", "head")] for name in ("ours", "verl")}
+    assert facts["ours"] == [True, "sdpa", "fused"]
+    assert facts["verl"] == [False, "sdpa, T × T mask", "plain, log-softmax by rows"]
     assert found["ours"]["counted"] < 0.8 * found["verl"]["counted"]
 
 
 def _on_tiny_models(folder):
     from benchmarks.contestants import Setting
-    from verl_ext.plugin import register_engine
 
     addmm = {torch.ops.aten.addmm_: lambda total, left, right, **_: 2 * left[0] * left[1] * right[1]}  # like its addmm
-    found, work = {}, shapes.Cell("", "tiny", 512, 1024, 0, 256, (), folder)
-    cell.prepare(work)
-    register_engine()
-    (documents,) = work.documents()
+    found, work = {}, shapes.Cell("", "tiny", 512, gpu.Options(shapes=["tiny"]), folder)
+    write_model(work.model, shapes.config_of("tiny"), 16, torch.bfloat16)
+    documents = work.few_documents()
     write_documents(documents, folder / "data")
     setting = Setting(work.model, folder / "data", folder / "runs", 512, 3)  # without recomputation
-    for name, built in (("ours", setting.packed("ours", "best_fit")), ("verl", setting.stock("verl", None))):
+    for name, built in (("ours", setting.packed("ours")), ("verl", setting.stock("verl", None))):
         ran, masks = cell.implementations(built, packed=True), []
         for path, part in built.engine.module.named_modules():
             if path.endswith("self_attn"):
@@ -300,8 +247,7 @@ def _on_tiny_models(folder):
         batch = built.load(documents, folder / "data")
         with FlopCounterMode(display=False, custom_mapping=addmm) as counter:
             built.train(batch)
-        tokens = sum(len(document["input_ids"]) for document in documents)
-        targets = sum(int(document["loss_mask"][1:].sum()) for document in documents)
+        _, tokens, targets = built.counts(batch)
         # Matrices only, as the counter does not know sdpa on a CPU. Documents of one token have no attention to count.
         counts = counter.get_flop_counts()["Global"].items()
         found[name] = {

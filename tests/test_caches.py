@@ -17,20 +17,20 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from datasets import load_from_disk
 
 from tests.babilong_files import byte_tokenizer, record, records, write_records
 from tests.pretrain_files import texts_of, word_tokenizer, write_jsonl
 from tests.ranks import run_ranks
+from verl_ext.cache import cached_folder, default_root
 from verl_ext.data import BABILongDataset, PreTrainDataset
 from verl_ext.data.babilong import BABILongEncoder, SampleOptions
 from verl_ext.data.babilong import find_task_files as find_babilong_files
-from verl_ext.data.pretrain import PreTrainEncoder, TextDocumentOptions, find_text_files
+from verl_ext.data.pretrain import PreTrainEncoder
 from verl_ext.data.stream.megatron.blend import blend_order, megatron_blend_order
 from verl_ext.data.stream.megatron.index import IndexWriter, TokenIndex
 from verl_ext.data.stream.megatron.samples import build_sample_indices, cached_blend, cached_sample_indices
-from verl_ext.files import cached_folder, default_root
-from verl_ext.text.tokenizing import tokenized
+from verl_ext.text.arrow_folder import DatasetWriter
+from verl_ext.text.read.readers import ChunkSize, read_files
 
 _context = multiprocessing.get_context("fork")
 
@@ -50,7 +50,7 @@ def calls(tmp_path: Path) -> int:
 
 
 def warnings(caplog):
-    return [entry.getMessage() for entry in caplog.records if entry.name == "verl_ext.files"]
+    return [entry.getMessage() for entry in caplog.records if entry.name == "verl_ext.cache"]
 
 
 def test_a_folder_is_made_at_the_first_call_and_opened_at_the_next(tmp_path, caplog):
@@ -182,8 +182,6 @@ def test_what_cannot_be_written_is_one_line_with_the_key(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"^data\.cache_dir must be a folder that can be written; got [^\n]*$"):
         cached_folder(tmp_path / "file" / "cache", "abc", write_two_files)
-    with pytest.raises(ValueError, match=r"^index\.cache must be"):
-        cached_folder(tmp_path / "file" / "cache", "abc", write_two_files, key="index.cache")
 
 
 def test_a_file_that_make_cannot_read_is_named_and_the_cache_is_not(tmp_path):
@@ -342,7 +340,7 @@ def built(family, monkeypatch):
 
 
 def _documents(dataset):
-    return int(dataset.pack_documents().sum())
+    return int(dataset.facts().documents.sum())
 
 
 def test_files_are_tokenized_once_for_every_split_limit_padding_and_packing(family, path, built):
@@ -385,13 +383,13 @@ def test_a_damaged_folder_of_tokens_is_made_anew(family, path, built, damage):
 
 
 def test_a_file_that_changes_meanwhile_is_refused_and_leaves_no_folder_of_tokens(family, path, tmp_path, monkeypatch):
-    original = family.encoder.encode
+    original = DatasetWriter.close
 
-    def changes(*arguments):
-        yield from original(*arguments)
+    def changes(writer):
+        original(writer)
         family.write(Path(path), 9)
 
-    monkeypatch.setattr(family.encoder, "encode", changes)
+    monkeypatch.setattr(DatasetWriter, "close", changes)
     with pytest.raises(ValueError, match=r"^the files of data\.train_dir must not change while they are tokenized"):
         family.opened(path)
     assert not any(entry.is_dir() for entry in (tmp_path / "cache").iterdir())
@@ -417,7 +415,7 @@ def _lines_of_opening(name, path):
     lines = []
     handler = logging.Handler()
     handler.emit = lambda entry: lines.append(entry.getMessage())
-    logging.getLogger("verl_ext.text.tokenizing").addHandler(handler)
+    logging.getLogger("verl_ext.data.text_set").addHandler(handler)
     FAMILIES[name].opened(path)
     FAMILIES[name].opened(path, **FAMILIES[name].free[0])
     return lines
@@ -460,7 +458,7 @@ def _open_on_a_rank(name, path):
     dist.barrier()
     dataset = family.opened(path, split="train", train_ratio=0.9)
     dataset.read_together(RunRanks())
-    return len(made), [row["labels"].tolist() for row in dataset], dataset.pack_targets().tolist()
+    return len(made), [row["labels"].tolist() for row in dataset], dataset.facts().targets.tolist()
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -472,27 +470,25 @@ def test_of_two_ranks_one_tokenizes_and_both_have_the_rows_and_the_scan(tmp_path
     assert targets == [sum(label != -100 for label in labels) for labels in rows]
 
 
-def test_texts_of_several_batches_are_one_dataset(tmp_path):
+def test_texts_of_several_chunks_are_one_dataset(tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "data/web.jsonl", texts_of([3] * 600))
     whole = [row["input_ids"] for row in FAMILIES["pretrain"].opened(path, rows="padded")]
-    files, names = find_text_files([path], "data.train_dir")
-    encoder = PreTrainEncoder(word_tokenizer(), TextDocumentOptions(max_length=8))
-    folder = tokenized(files, names, encoder, Path(path).parent / "other", batch_bytes=1)
-    other = load_from_disk(str(folder))["input_ids"]
+    monkeypatch.setattr("verl_ext.text.tokenizing.THREADS_CHUNK", ChunkSize(7))
+    other = FAMILIES["pretrain"].opened(path, rows="padded", cache_dir=str(tmp_path / "other"))
     assert len(whole) == len(other) == 600
-    assert all(row == wanted[: len(row)].tolist() for row, wanted in zip(other, whole, strict=True))
+    assert all(torch.equal(row["input_ids"], wanted) for row, wanted in zip(other, whole, strict=True))
 
 
-def test_samples_are_tokenized_in_batches_of_bounded_size(tmp_path):
+def test_samples_are_tokenized_in_chunks_of_bounded_size(tmp_path):
     path = write_records(tmp_path / "data/qa1/1k.json", records(600))
-    files, names = find_babilong_files([path], "data.train_dir")
-    encoder = BABILongEncoder(byte_tokenizer(), SampleOptions(max_length=96, answer_reserve_tokens=8))
-    batches = list(encoder.encode(files, 1))
-    assert [len(batch.lengths) for batch in batches] == [256, 256, 88]
-    assert names == {1: "qa1_1k"}
+    ((file, category),) = find_babilong_files([path], "data.train_dir")
+    encoder = BABILongEncoder(SampleOptions(max_length=96, answer_reserve_tokens=8), byte_tokenizer())
+    chunks = [encoder.encode(chunk) for chunk in read_files([file], read=encoder.read)]
+    assert [len(chunk.lengths) for chunk in chunks] == [256, 256, 88]
+    assert category == "qa1_1k"
     tokens = [row["input_ids"][row["attention_mask"] == 1].tolist() for row in FAMILIES["babilong"].opened(path)]
     assert [token for row in tokens for token in row] == [
-        token for batch in batches for token in batch.input_ids.tolist()
+        token for chunk in chunks for token in chunk.input_ids.tolist()
     ]
 
 
@@ -571,9 +567,7 @@ def test_an_array_of_another_shape_or_dtype_is_refused_in_one_line(tmp_path, ind
     content = path.read_bytes()
     assert old in content
     path.write_bytes(content.replace(old, new))
-    with pytest.raises(
-        ValueError, match=r"^data\.cache_dir must hold the indices that were written there.*samples-.*$"
-    ):
+    with pytest.raises(ValueError, match=r"^data\.cache_dir must hold the arrays that were written there.*samples-.*$"):
         cached_sample_indices(tmp_path / "cache", index, None, 4, 30, seed=1)
 
 

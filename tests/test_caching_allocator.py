@@ -43,16 +43,13 @@ def test_segments_are_reserved_as_pytorch_reserves_them(events, fixed, expandabl
     assert [played(kind, *events).reserved / MIB for kind in (False, True)] == [fixed, expandable]
 
 
-def test_blocks_are_rounded_to_512_bytes():
+def test_blocks_are_rounded_to_512_bytes_and_steps_that_come_again_reserve_no_more_and_leave_no_block():
     allocator = CachingAllocator(expandable=False)
     for name, size in enumerate((1, 512, 513)):
         allocator.allocate(name, size)
     assert allocator.live == 4 * 512
     allocator.free(2)
     assert allocator.live == 2 * 512
-
-
-def test_steps_that_come_again_reserve_no_more_and_leave_no_block():
     standing = [("weights", 30 * MIB, 0), ("old", 30 * MIB, 0)]
     step = [("old", 0, 0), ("activation", 50 * MIB, 0), ("gradient", 30 * MIB, 0), ("activation", 0, 0)]
     for expandable in (False, True):

@@ -7,20 +7,16 @@ import pytest
 
 from tests.tokenized_data import random_documents, write_tokenized
 from verl_ext.data import CategoryTable, SFTDataSet
-from verl_ext.data.categories import CategoryNumbers
+from verl_ext.data.categories import FolderCategories
 
 
-def test_the_table_has_the_ids_of_the_file_and_of_the_data(tmp_path):
+def test_the_table_has_the_ids_of_the_file_and_of_the_data_which_are_named_by_their_number(tmp_path):
     (tmp_path / "categories.json").write_text('{"12": "code", "3": "gsm8k"}')
-    table = CategoryTable.read(str(tmp_path), (3, 7))
+    table = CategoryTable.of(FolderCategories.read([str(tmp_path)]).names, (3, 7))
     assert table == CategoryTable((3, 7, 12), ("gsm8k", "7", "code"))
     assert table.index(np.asarray([[0, 12], [7, 3]])).tolist() == [[0, 3], [2, 1]]
     assert table.index([]).tolist() == []
-
-
-def test_without_a_file_a_category_is_named_by_its_number(tmp_path):
-    assert CategoryTable.read(str(tmp_path), (2, 5)).names == ("2", "5")
-    assert CategoryTable.read(str(tmp_path)).index([0]).tolist() == [0]
+    assert CategoryTable.of({}).index([0]).tolist() == [0]
 
 
 def test_an_id_outside_the_table_is_an_error():
@@ -39,7 +35,8 @@ def test_an_id_outside_the_table_is_an_error():
         ('{"9999999999999999999": "a"}', "must have category numbers of 1 to 4611686018427387903 as its keys; got '9"),
         ('{"1": 5}', "must give category 1 a name; got 5"),
         ('{"1": " "}', "must give category 1 a name; got ' '"),
-        ('{"1": "a", "1": "b"}', "must name each category once; got '1' twice"),
+        ('{"1": "a", "1": "b"}', "must be JSON; an object has the key '1' more than once"),
+        ('{"1": "a", "01": "b"}', "must name each category once; got '01' twice"),
         ('{"1": "a", "2": "a"}', "must give every category its own name; got 'a' for 1 and 2"),
         ('{"1": "7"}', "must give every category its own name; got '7' for 1 and 7"),
     ],
@@ -47,7 +44,7 @@ def test_an_id_outside_the_table_is_an_error():
 def test_a_bad_categories_file_is_answered_with_one_line(tmp_path, text, message):
     (tmp_path / "categories.json").write_text(text)
     with pytest.raises(ValueError, match="categories.json " + message.replace("{", r"\{")) as error:
-        CategoryTable.read(str(tmp_path), (7,))
+        CategoryTable.of(FolderCategories.read([str(tmp_path)]).names, (7,))
     assert "\n" not in str(error.value)
 
 
@@ -81,15 +78,20 @@ def write_names(folder, names):
     ],
 )
 def test_a_categorys_name_has_one_number_in_all_folders(tmp_path, files, names, read_as, ambiguous):
-    numbers = CategoryNumbers.read([write_names(tmp_path / str(n), file) for n, file in enumerate(files)])
-    assert numbers.names == names
-    assert [lookup if lookup is None else lookup.here for lookup in numbers.lookups] == read_as
-    assert [lookup if lookup is None else lookup.ambiguous for lookup in numbers.lookups] == ambiguous
+    categories = FolderCategories.read([write_names(tmp_path / str(n), file) for n, file in enumerate(files)])
+    assert categories.names == names
+    for numbers, own, refused in zip(categories.maps, read_as, ambiguous, strict=True):
+        assert (numbers is None) == (own is None)
+        for number, other in (own or {}).items():
+            assert numbers(np.array([number])).tolist() == [other]
+        for number, name in (refused or {}).items():
+            with pytest.raises(ValueError, match=f"must name category {number}, which is '{name}' in another folder"):
+                numbers(np.array([0, number]))
 
 
 def test_numbers_of_any_size_are_looked_up(tmp_path):
     files = [{"1": "a"}, {"1": "b", "70000": "c", "3000000000": "a"}]
-    (_, numbers) = CategoryNumbers.read([write_names(tmp_path / str(n), file) for n, file in enumerate(files)]).lookups
+    (_, numbers) = FolderCategories.read([write_names(tmp_path / str(n), file) for n, file in enumerate(files)]).maps
     assert numbers(np.asarray([0, 1, 5, 1], np.int32)).tolist() == [0, 3000000001, 5, 3000000001]
     assert numbers(np.asarray([1, 70000, 3000000000, 70001, -2, 0])).tolist() == [3000000001, 70000, 1, 70001, -2, 0]
     assert numbers(np.asarray([], np.int64)).tolist() == []
@@ -136,4 +138,4 @@ def test_folders_that_were_numbered_on_their_own_are_read_by_name(tmp_path):
     assert dataset.scan.category_ids == (1, 2, 3)
     of_pack = [int(dataset[pack]["category_ids"].max()) for pack in range(6)]
     assert of_pack == [1, 2, 1, 2, 3, 2]
-    assert [row.category for row in dataset.over_length_report] == ["code", "chat"]
+    assert [row.category for row in dataset.omitted_documents()] == ["code", "chat"]

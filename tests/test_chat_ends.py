@@ -10,7 +10,8 @@ from tests.test_tokenize_run import tokenize_files, write_jsonl
 from tests.test_tokenize_templates import CHATML, ENDS_DOCUMENT, OTHER_LAST_END, chat, tiny_tokenizer
 from verl_ext.commands.report import Report
 from verl_ext.options import UsageError
-from verl_ext.text.chat.spans import RenderedChat, locate
+from verl_ext.text.chat.parts import RenderedChat
+from verl_ext.text.chat.spans import locate
 from verl_ext.text.chat.template import ChatTemplate
 from verl_ext.text.records.records import parse_record
 
@@ -54,7 +55,7 @@ def ends_and_turns(
     content = parse_record(record).content
     rendered: RenderedChat = locate(chat_template, content)
     assert rendered.text == tokenizer.apply_chat_template(content.messages, tokenize=False)
-    return chat_template.ends, [(rendered.text[t.start : t.stop], t.closed_by) for t in rendered.targets]
+    return chat_template.turn_ends, [(rendered.text[t.start : t.stop], t.closed_by) for t in rendered.targets]
 
 
 @pytest.mark.parametrize("eos", ["<|im_end|>", "</s>", None])

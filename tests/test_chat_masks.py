@@ -52,7 +52,7 @@ def chunk_tokenizer(folder: Path, template: str) -> ChatEncoder:
 
 
 def tokenized(folder: Path, template: str, record: dict[str, Any]) -> Documents:
-    return chunk_tokenizer(folder, template).encode(Chunk(1, "in.jsonl", [(1, record)], 1))
+    return chunk_tokenizer(folder, template).encode(Chunk(1, [("in.jsonl:1", record)]))
 
 
 def called(message: Message) -> str:

@@ -10,9 +10,10 @@ from tests.test_tokenize_run import tokenize_files, write_jsonl
 from tests.test_tokenize_templates import CHATML, STRIPS_THINKING, chat, tiny_tokenizer
 from verl_ext.commands.report import Report
 from verl_ext.options import DataError
-from verl_ext.text.chat.spans import RenderedChat, locate
+from verl_ext.text.chat.parts import RenderedChat
+from verl_ext.text.chat.spans import locate
 from verl_ext.text.chat.template import ChatTemplate
-from verl_ext.text.read.json_records import BadRecord
+from verl_ext.text.records.bad_record import BadRecord
 from verl_ext.text.records.records import parse_record
 
 TOKENS = ("<s>", "</s>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "[INST]", "[/INST]", "[CALLS]")
@@ -247,7 +248,7 @@ def test_reasoning_is_learnt_before_what_is_said() -> None:
     record = agent_chat(SIT, content="Let me see.", reasoning_content="The mat?")
     called = '<think>The mat?</think>Let me see.<call>sit {"on": "mat"}</call><|im_end|>'
     assert learnt(REASONING, record) == [called, "ok<|im_end|>"]
-    assert rendered(REASONING, record).unprinted == []
+    assert rendered(REASONING, record).unprinted == ()
 
 
 def with_everything() -> dict[str, Any]:
@@ -274,24 +275,24 @@ NO_SYSTEM = "{% for m in messages if m.role != 'system' %}"
     ],
 )
 def test_what_a_template_leaves_out_is_told_by_kind(template: str, unprinted: list[str]) -> None:
-    assert rendered(template, with_everything()).unprinted == unprinted
+    assert rendered(template, with_everything()).unprinted == tuple(unprinted)
 
 
 def test_a_second_call_that_repeats_the_first_is_seen_to_be_left_out() -> None:
-    assert rendered(FIRST_CALL, agent_chat(SIT, SIT)).unprinted == ["tool_calls"]
-    assert rendered(HEADERS, agent_chat(SIT, SIT)).unprinted == []
+    assert rendered(FIRST_CALL, agent_chat(SIT, SIT)).unprinted == ("tool_calls",)
+    assert rendered(HEADERS, agent_chat(SIT, SIT)).unprinted == ()
 
 
 def test_reasoning_that_is_taken_out_of_earlier_turns_is_told() -> None:
     record = chat("hello", "<think>\nfirst\n</think>\n\nthe cat", "more", "<think>\nsecond\n</think>\n\nsat")
-    assert rendered(STRIPS_THINKING, record).unprinted == ["reasoning in content"]
+    assert rendered(STRIPS_THINKING, record).unprinted == ("reasoning in content",)
     del record["messages"][:2]
-    assert rendered(STRIPS_THINKING, record).unprinted == []
+    assert rendered(STRIPS_THINKING, record).unprinted == ()
 
 
 def test_words_before_reasoning_that_a_template_takes_out_with_it_are_told() -> None:
     record = chat("hello", "Well. <think>\nhm\n</think>\n\nthe cat", "more", "sat")
-    assert rendered(STRIPS_THINKING, record).unprinted == ["assistant content", "reasoning in content"]
+    assert rendered(STRIPS_THINKING, record).unprinted == ("assistant content", "reasoning in content")
 
 
 def tokenized(tmp_path: Path, template: str, records: list[Any], *options: str) -> Report:

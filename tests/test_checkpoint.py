@@ -1,8 +1,6 @@
 """Checkpoints are whole or absent: damage is found and named, the previous one is used, a full disk costs nothing."""
 
-import contextlib
 import errno
-import io
 import json
 import os
 import pickle
@@ -18,11 +16,10 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from tests.ranks import run_ranks
-from tests.tiny_model import VOCABULARY
-from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import SMALL, build, differences, stopped_at
+from tests.ranks import in_turn, run_ranks
+from tests.training import build, differences, fit, heard, into, settle, small_run, stopped_at
 from verl_ext.checkpoint.identity import RunState
 from verl_ext.checkpoint.layout import (
     MANIFEST,
@@ -35,11 +32,9 @@ from verl_ext.checkpoint.layout import (
     remove_unfinished,
     whole_checkpoints,
 )
-from verl_ext.checkpoint.state import read_metadata
-from verl_ext.config import compose
+from verl_ext.checkpoint.state import HostCopies, read_metadata
 from verl_ext.files import write_errors
 from verl_ext.trainer.distributed import RunFailed
-from verl_ext.trainer.setup import prepare
 
 pytestmark = pytest.mark.slow
 
@@ -54,16 +49,10 @@ def write_checkpoint(folder: Path, step: int, contents=("model", "optimizer", "e
     for name, size in FILES.items():
         (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
         (checkpoint / name).write_bytes(rng.bytes(size))
-    files = {**files_of_rank(checkpoint, 0), **files_of_rank(checkpoint, 1)}
-    assert files.keys() == FILES.keys()
-    Manifest(step, 2, contents, {"data.seed": 1}, True, files).write(checkpoint)
+    first, second, none = (files_of_rank(checkpoint, rank) for rank in range(3))
+    assert (first.keys() | second.keys(), list(second), none) == (FILES.keys(), ["state/__1_0.distcp"], {})
+    Manifest(step, 2, contents, {"data.seed": 1}, True, first | second).write(checkpoint)
     return checkpoint
-
-
-def test_every_file_is_of_one_rank(tmp_path):
-    checkpoint = write_checkpoint(tmp_path, 1)
-    assert list(files_of_rank(checkpoint, 1)) == ["state/__1_0.distcp"]
-    assert not files_of_rank(checkpoint, 2)
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -91,14 +80,11 @@ def test_a_truncated_or_missing_file_is_found_by_its_size_alone(tmp_path, name, 
     assert damage(checkpoint) == f"it has no {name}"
 
 
-def test_a_manifest_never_leads_out_of_its_folder(tmp_path):
+def test_a_manifest_that_leads_out_of_its_folder_or_is_of_another_step_is_damage(tmp_path):
     checkpoint = write_checkpoint(tmp_path, 1)
     (tmp_path / "secret").write_bytes(b"secret")
     Manifest(1, 1, ("model",), {}, True, {"../secret": FileFacts.from_file(tmp_path / "secret")}).write(checkpoint)
     assert damage(checkpoint) == f"its {MANIFEST} names files of other folders"
-
-
-def test_a_checkpoint_under_the_name_of_another_step_is_damaged(tmp_path):
     checkpoint = write_checkpoint(tmp_path, 1).rename(tmp_path / "global_step_9")
     assert damage(checkpoint) == f"its {MANIFEST} is of step 1"
 
@@ -147,17 +133,16 @@ SORTED = ({"data.balance": "sorted", "data.cost": "flops"}, {"group_size": 2, "c
 PLAIN = ({"data.balance": "none", "data.cost": "flops"}, {})
 
 
-@pytest.mark.parametrize(("saved", "own"), [(SORTED, PLAIN), (PLAIN, SORTED)])
-def test_packs_are_grouped_anew_where_what_groups_them_is_allowed_to_change(saved, own):
+ON_MORE_RANKS = (SORTED[0], {"group_size": 8, "cost": [352, 1, 0, None]})
+
+
+@pytest.mark.parametrize(
+    ("saved", "own", "expected"), [(SORTED, PLAIN, PLAIN), (PLAIN, SORTED, SORTED), (SORTED, ON_MORE_RANKS, SORTED)]
+)
+def test_packs_are_grouped_anew_where_what_groups_them_may_change_and_else_as_they_were(saved, own, expected):
     resumed = RunState(*own, "run", ["data.balance"])
     resumed.load_state_dict(RunState(*saved, "run").state_dict())
-    assert resumed.grouping == own[1]
-
-
-def test_packs_stay_grouped_as_they_were_on_another_layout_of_ranks():
-    resumed = RunState(SORTED[0], {"group_size": 8, "cost": [352, 1, 0, None]}, "run")
-    resumed.load_state_dict(RunState(*SORTED, "run").state_dict())
-    assert resumed.grouping == SORTED[1]
+    assert resumed.grouping == expected[1]
 
 
 @pytest.mark.parametrize("grouping", [{"foo": 1}, {}, {"group_size": 0, "cost": [1]}, {"group_size": 1, "cost": ["a"]}])
@@ -180,40 +165,6 @@ def test_the_memory_of_an_earlier_version_is_compared_by_todays_keys():
 STEPS = 4
 
 
-@pytest.fixture(scope="module")
-def options(tiny_model, tmp_path_factory):
-    """Return the overrides of a run of four steps that saves at each."""
-    rng = np.random.default_rng(0)
-    documents = random_documents(rng, rng.integers(5, 60, 24), VOCABULARY, 2)
-    data = write_tokenized(tmp_path_factory.mktemp("data") / "data", documents, {1: "maths", 2: "code"})
-    length = ("trainer.save_freq=1", f"trainer.total_training_steps={STEPS}")
-    return [f"data.train_dir={data}", f"model.path={tiny_model}", *length]
-
-
-def into(folder: Path) -> str:
-    return f"trainer.default_local_dir={folder}"
-
-
-def told(function, *arguments) -> str:
-    """Run, and return its stderr, including "error: …"."""
-    os.environ.pop("VERL_FILE_LOGGER_PATH", None)  # set by the previous run
-    words = io.StringIO()
-    with contextlib.redirect_stderr(words), contextlib.suppress(SystemExit):
-        function(*arguments)
-    return words.getvalue()
-
-
-def quietly(overrides) -> None:
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        trainer = build(overrides)
-        trainer.resume()
-        trainer.fit()
-
-
-def refused(overrides) -> None:
-    prepare(compose([*SMALL, *overrides]))
-
-
 def assert_same_run(folder: Path, whole: Path) -> None:
     """Assert equal metrics of every step, parameters and optimizer, to the last bit."""
     assert not differences(folder, whole, STEPS)
@@ -221,26 +172,39 @@ def assert_same_run(folder: Path, whole: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(options, tmp_path_factory):
-    """Return the folder of an uninterrupted run."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    run_ranks(told, 1, quietly, [*options, into(folder)])
-    return folder
+def options(tiny_model, tmp_path_factory):
+    """Return the overrides of a run of four steps that saves at each."""
+    lengths = np.random.default_rng(0).integers(5, 60, 24).tolist()
+    length = ("trainer.save_freq=1", f"trainer.total_training_steps={STEPS}")
+    return small_run(tmp_path_factory.mktemp("data"), tiny_model, lengths, *length, categories=2)
 
 
-def damaged_runs(options, whole, folder):
+@pytest.fixture(scope="module")
+def done(options, tmp_path_factory):
+    """Execute an uninterrupted run, and copies of it that are damaged or meet a full disk; return their folder, and
+    what was heard of them."""
+    folder = tmp_path_factory.mktemp("runs")
+    calls = [(heard, fit, [*options, into(folder / "whole")]), (damaged_runs, options, folder)]
+    calls += [(full_disk_runs, [*options, f"checkpoint.async_save={later}"], folder, later) for later in LATER]
+    ((_, damaged, *full),) = run_ranks(in_turn, 1, calls)
+    return folder, damaged, dict(zip(LATER, full, strict=True))
+
+
+LATER = ("false", "true")
+
+
+def damaged_runs(options, folder):
     """Return the messages about a damaged last checkpoint, by name and by auto, and about having no whole one."""
-    words = []
-    for name, harm in (("flipped", flip), ("truncated", truncate)):
-        run = stopped_at(whole, folder / name, 3)
+    words = {}
+    for name, harm in (("flipped", flip), ("truncated", lambda file: os.truncate(file, 1000))):
+        run = stopped_at(folder / "whole", folder / name, 3)
         harm(run / "global_step_3" / "state" / "__0_0.distcp")
         named = (f"trainer.resume_from_path={run / 'global_step_3'}", "trainer.resume_mode=resume_path")
-        words.append(told(refused, [*options, into(run), *named]))
-        words.append(told(quietly, [*options, into(run)]))
-    last = stopped_at(whole, folder / "none", 1)
+        words[f"{name} refused"] = heard(settle, [*options, into(run), *named])
+        words[name] = heard(fit, [*options, into(run)])
+    last = stopped_at(folder / "whole", folder / "none", 1)
     flip(last / "global_step_1" / "state" / "__0_0.distcp")
-    words.append(told(refused, [*options, into(last)]))
-    return words
+    return words | {"none refused": heard(settle, [*options, into(last)])}
 
 
 def flip(file: Path) -> None:
@@ -249,45 +213,46 @@ def flip(file: Path) -> None:
     file.write_bytes(content)
 
 
-def truncate(file: Path) -> None:
-    os.truncate(file, 1000)
+def test_a_damaged_checkpoint_is_said_and_the_one_before_gives_the_uninterrupted_run(done):
+    folder, words, _ = done
+    assert "global_step_3 is damaged: its state/__0_0.distcp is not as it was written" in words["flipped refused"]
+    assert "__0_0.distcp has 1,000 bytes" in words["truncated refused"]
+    for name in ("flipped", "truncated", "none"):
+        assert words[f"{name} refused"].count("error: ") == 1
+    for name in ("flipped", "truncated"):
+        assert f"warning: going on from {folder / name / 'global_step_2'} in its place" in words[name]
+        assert_same_run(folder / name, folder / "whole")
+        assert (folder / name / "global_step_3.set_aside").is_dir()
 
 
-def test_a_damaged_checkpoint_is_said_and_the_one_before_gives_the_uninterrupted_run(options, whole, tmp_path):
-    ((refused_flipped, flipped, refused_truncated, truncated, none),) = run_ranks(
-        damaged_runs, 1, options, whole, tmp_path
-    )
-    assert "global_step_3 is damaged: its state/__0_0.distcp is not as it was written" in refused_flipped
-    assert "__0_0.distcp has 1,000 bytes" in refused_truncated
-    for refusal in (refused_flipped, refused_truncated, none):
-        assert refusal.count("error: ") == 1
-    for name, said in (("flipped", flipped), ("truncated", truncated)):
-        assert f"warning: going on from {tmp_path / name / 'global_step_2'} in its place" in said
-        assert_same_run(tmp_path / name, whole)
-        assert (tmp_path / name / "global_step_3.set_aside").is_dir()
-
-
-def full_disk_runs(options, whole, folder):
-    """Return the messages of a run whose disk is full from step 2 on, and of the same command with room again."""
-    run = stopped_at(whole, folder, 1)
+def full_disk_runs(options, folder, later):
+    """Return the messages of a run whose disk is full from step 2 on, what it leaves, and the messages of the same
+    command with room again."""
+    run = stopped_at(folder / "whole", folder / f"full_{later}", 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))  # metrics fit, a checkpoint does not
-    words = []
     try:
-        words.append(told(not_written, [*options, into(run)]))
+        full = heard(fit, [*options, into(run)])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     left = sorted(path.name for path in run.iterdir() if path.name.startswith("global"))
-    words.append(told(quietly, [*options, into(run)]))
-    return words, left
+    return full, left, heard(fit, [*options, into(run)])
 
 
-def not_written(overrides) -> None:
-    with pytest.raises(RunFailed):
-        quietly(overrides)
+@pytest.mark.parametrize("later", LATER)
+def test_on_a_full_disk_a_run_goes_on_and_its_last_step_ends_it_with_the_old_checkpoint_whole(later, done):
+    folder, _, runs = done
+    full, left, roomy = runs[later]
+    for step in (2, 3):
+        checkpoint = folder / f"full_{later}" / f"global_step_{step}"
+        assert f"goes on without a checkpoint: {checkpoint} cannot be written: rank 0: File too large" in full
+    assert "error: the end of the run is not saved: " in full
+    assert left == ["global_step_1"]
+    assert "warning" not in roomy
+    assert_same_run(folder / f"full_{later}", folder / "whole")
 
 
-def save_on_a_full_disk(overrides, folder, disk):
+def save_on_a_full_disk(overrides, disk):
     """Return the errors of one-step runs with checkpoints on an almost full disk of 1 MiB, for three sizes of room."""
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], check=True)
     words = []
@@ -295,9 +260,7 @@ def save_on_a_full_disk(overrides, folder, disk):
         for room in (0, 150_000, 350_000):  # too little for the state, again for the state, then for the export
             (disk / "fill").write_bytes(bytes(2**20 - room - 2**16))
             shutil.rmtree(disk / "run", ignore_errors=True)
-            with pytest.raises(RunFailed) as raised:
-                quietly([*overrides, f"trainer.default_local_dir={disk / 'run'}"])
-            words.append(str(raised.value))
+            words.append(heard(fit, [*overrides, into(disk / "run")]).splitlines()[-1])
             (disk / "fill").unlink()
     finally:
         subprocess.run(["umount", "-l", disk], check=True)
@@ -305,15 +268,14 @@ def save_on_a_full_disk(overrides, folder, disk):
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("mount") is None, reason="mounts a small disk")
-@pytest.mark.parametrize("later", ["false", "true"])
-def test_a_full_disk_is_named_whichever_library_fills_it(later, options, tmp_path):
+def test_a_full_disk_is_named_whichever_library_fills_it(options, tmp_path):
     (tmp_path / "disk").mkdir()
     contents = "checkpoint.save_contents=[model,optimizer,extra,hf_model]"
-    asked = [*options, contents, "trainer.total_training_steps=1", f"checkpoint.async_save={later}"]
-    (words,) = run_ranks(save_on_a_full_disk, 1, asked, tmp_path, tmp_path / "disk")
+    asked = [*options, contents, "trainer.total_training_steps=1"]
+    calls = [(save_on_a_full_disk, [*asked, f"checkpoint.async_save={x}"], tmp_path / "disk") for x in LATER]
     path = tmp_path / "disk" / "run" / "global_step_1"
-    told = f"the end of the run is not saved: {path} cannot be written: rank 0: No space left on device"
-    assert words == [told] * 3
+    told = f"error: the end of the run is not saved: {path} cannot be written: rank 0: No space left on device"
+    assert run_ranks(in_turn, 1, calls) == [[[told] * 3] * 2]
 
 
 @pytest.mark.parametrize(
@@ -330,40 +292,45 @@ def test_a_write_error_of_a_library_has_its_reason(error, tmp_path, monkeypatch)
         raise RuntimeError("a mistake")
 
 
-@pytest.mark.parametrize("later", ["false", "true"])
-def test_on_a_full_disk_a_run_goes_on_and_its_last_step_ends_it_with_the_old_checkpoint_whole(
-    later, options, whole, tmp_path
-):
-    asked = [*options, f"checkpoint.async_save={later}"]
-    (((full, roomy), left),) = run_ranks(full_disk_runs, 1, asked, whole, tmp_path / "run")
-    for step in (2, 3):
-        checkpoint = tmp_path / "run" / f"global_step_{step}"
-        assert f"goes on without a checkpoint: {checkpoint} cannot be written: rank 0: File too large" in full
-    assert left == ["global_step_1"]
-    assert "warning" not in roomy
-    assert_same_run(tmp_path / "run", whole)
-
-
 def not_written_by_rank_1(overrides) -> str:
     """Return the error of a save in verl's own form, during which rank 1 has a full disk."""
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        trainer = build(overrides)
-        save = torch.save
+    save = torch.save
 
-        def full(content, path, *more, **options):
-            if dist.get_rank() == 1 and "optim" in str(path):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-            save(content, path, *more, **options)
+    def full(content, path, *more, **options):
+        if dist.get_rank() == 1 and "optim" in str(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        save(content, path, *more, **options)
 
-        torch.save = full
-        with pytest.raises(RunFailed) as raised:
-            trainer.fit()
+    trainer = build(overrides)
+    torch.save = full
+    with pytest.raises(RunFailed) as raised:
+        trainer.fit()
     return str(raised.value)
 
 
-def test_a_write_error_of_a_rank_is_that_of_all_ranks_in_verls_own_form_too(options, tmp_path):
+def copies_of_a_step_and_the_next() -> bool:
+    mesh = dist.init_device_mesh("cpu", (2,))
+    state = {"weight": distribute_tensor(torch.arange(5.0), mesh, [Shard(0)]), "step": torch.tensor(3.0)}
+    copies = HostCopies()
+    first = copies.copy(state)
+    copies.wait()
+    copies.hold_device()
+    state["weight"].to_local().add_(1)
+    state["step"].add_(1)
+    assert isinstance(first["weight"], DTensor)
+    assert first["weight"].full_tensor().tolist() == [0, 1, 2, 3, 4]  # not the value after the optimizer's step
+    assert first["step"] == 3
+    places = {"weight": first["weight"].to_local().data_ptr(), "step": first["step"].data_ptr()}
+    second = copies.copy(state)
+    assert second["weight"].full_tensor().tolist() == [1, 2, 3, 4, 5]
+    assert second["step"] == 4
+    assert places == {"weight": second["weight"].to_local().data_ptr(), "step": second["step"].data_ptr()}
+    return True
+
+
+def test_host_copies_stay_as_made_and_a_write_error_of_a_rank_is_that_of_all_in_verls_own_form_too(options, tmp_path):
     own_form = ("optim.optimizer_impl=torch.optim.adamw", "trainer.save_freq=-1", "trainer.total_training_steps=1")
-    words = run_ranks(not_written_by_rank_1, 2, [*options, into(tmp_path / "run"), *own_form])
+    calls = [(copies_of_a_step_and_the_next,), (not_written_by_rank_1, [*options, into(tmp_path / "run"), *own_form])]
     told = f"{tmp_path / 'run' / 'global_step_1'} cannot be written: rank 1: No space left on device"
-    assert words == [f"the end of the run is not saved: {told}"] * 2
+    assert run_ranks(in_turn, 2, calls) == [[True, f"the end of the run is not saved: {told}"]] * 2
     assert not list((tmp_path / "run").glob("global_step*"))

@@ -1,5 +1,6 @@
 """The commands as a user types them: the seed's own line, a mistake, and a wheel in an empty folder."""
 
+import json
 import os
 import re
 import subprocess
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import verl_ext
+from tests.chat_server import chat_server
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
 from verl_ext.__main__ import COMMANDS, main
@@ -108,17 +110,48 @@ def test_the_trainer_starts_from_an_installed_wheel_in_an_empty_folder(folder, t
     assert "step 1/1 | loss " in done.stdout
 
 
-@pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_help_waits_for_neither_torch_nor_verl(command):
-    code = (
-        "import sys\nfrom verl_ext.__main__ import main\n"
-        f"assert main({[command, '--help'] if command else ['--help']}) == 0\n"
-        "print({'torch', 'verl', 'transformers', 'ray', 'datasets', 'pandas'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
-    usage, *_, imported = done.stdout.splitlines()
-    assert usage.startswith(f"usage: verl-ext {command or 'COMMAND'} ")
-    assert imported == "set()"
+HELP = """
+import contextlib, io, sys
+from verl_ext.__main__ import COMMANDS, main
+for words in (["--help"], *([name, "--help"] for name in COMMANDS), ["babilong", "outptu_dir=x"], ["init-model", "x"]):
+    with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(io.StringIO()):
+        code = main(words)
+    heavy = {"torch", "verl", "transformers", "ray", "datasets", "pandas"} & set(sys.modules)
+    print(code, *heavy, printed.getvalue().partition("\\n")[0], sep="|")
+"""
+
+
+def test_help_waits_for_neither_torch_nor_verl_and_mistakes_of_small_commands_neither():
+    done = subprocess.run([sys.executable, "-c", HELP], env=environment(), capture_output=True, text=True, check=True)
+    *helps, first, second = done.stdout.splitlines()
+    assert (first, second) == ("2|", "2|")
+    assert len(helps) == 1 + len(COMMANDS)
+    for line, command in zip(helps, ("COMMAND", *COMMANDS), strict=True):
+        assert line.startswith(f"0|usage: verl-ext {command} "), line
+
+
+WITHOUT_TORCH = """
+import json, sys
+from verl_ext.__main__ import main
+for words in json.loads(sys.argv[1]):
+    print(main(words), "torch" in sys.modules)
+"""
+
+
+def test_tools_that_need_a_tokenizer_alone_run_without_torch(folder, tiny_model, tmp_path):
+    (tmp_path / "documents.jsonl").write_text(json.dumps({"text": "w5 w6 w7 " * 50}))
+    model, output = f"model.path={tiny_model}", f"output_dir={tmp_path}"
+    with chat_server(lambda _: "1: Why?") as server:
+        endpoint = [f"endpoint.base_url={server.url}", "endpoint.model=tiny"]
+        source = f"sources={{docs:{tmp_path / 'documents.jsonl'}}}"
+        commands = [
+            ["babilong", model, f"{output}/samples", "samples=2", "num_workers=1"],
+            ["synthesize", model, f"{output}/records", "task=longalign", source, "intervals=[100,400]", *endpoint],
+            *(["show", folder], ["show", folder, model, "row=0"]),
+        ]
+        command = [sys.executable, "-c", WITHOUT_TORCH, json.dumps(commands)]
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
+    assert [line for line in done.stdout.splitlines() if line.endswith(("True", "False"))] == ["0 False"] * 4
 
 
 def test_verl_does_not_import_megatron_for_a_run():

@@ -40,21 +40,19 @@ def write_stock_checkpoint(folder, step=3):
     return checkpoint
 
 
-def test_a_new_or_empty_folder_is_fresh(run):
+def test_a_new_or_empty_folder_is_fresh_one_with_files_needs_overwrite_and_a_file_is_none(run):
     folder, config = run
     assert check_output(config()) == OutputDecision(OutputAction.FRESH)
     folder.mkdir()
     assert check_output(config()) == OutputDecision(OutputAction.FRESH)
-
-
-def test_a_folder_with_files_needs_overwrite(run):
-    folder, config = run
-    folder.mkdir()
     (folder / "notes.txt").touch()
     with pytest.raises(ValueError, match=r"^trainer\.default_local_dir must be empty.*trainer\.overwrite=true[^\n]*$"):
         check_output(config())
     assert check_output(config("trainer.overwrite=true")) == OutputDecision(OutputAction.REPLACE)
     assert (folder / "notes.txt").exists()
+    for path, line in (("notes.txt", "a folder; got the file"), ("notes.txt/x", "a folder that can be made; .*file$")):
+        with pytest.raises(ValueError, match=rf"^trainer\.default_local_dir must be {line}"):
+            check_output(config(f"trainer.default_local_dir={folder / path}"))
 
 
 def test_a_complete_checkpoint_is_resumed(run):
@@ -72,8 +70,8 @@ def test_a_checkpoint_of_stock_verl_is_refused_with_what_to_do(run, named):
     words = [f"trainer.resume_from_path={checkpoint}"] if named else []
     with pytest.raises(ValueError, match=r"\S") as raised:
         check_output(config(*words))
-    told = f"a checkpoint must have a manifest.json; {checkpoint} is one of stock verl or of an earlier version, which"
     line = str(raised.value)
+    told = f"a checkpoint must have a manifest.json; {checkpoint} is one of stock verl or of an earlier version, which"
     assert line.startswith(told)
     assert f"python -m verl.model_merger merge --backend fsdp --local_dir {checkpoint} --target_dir DIR" in line
     assert "\n" not in line
@@ -96,16 +94,11 @@ def test_an_incomplete_checkpoint_is_not_resumed_and_says_why(run):
     assert check_output(config()).damaged == (f"{folder}/global_step_3 is damaged: it has no manifest.json",)
 
 
-def test_another_number_of_ranks_cannot_resume_files_of_each_rank(run):
+def test_another_number_of_ranks_and_a_disabled_resume_are_refused(run):
     folder, config = run
     write_checkpoint(folder, elastic=False)
     with pytest.raises(ValueError, match=r"was saved by 2 rank\(s\).*got 4"):
         check_output(config(), 4)
-
-
-def test_disabled_resume_does_not_write_into_an_old_run(run):
-    folder, config = run
-    write_checkpoint(folder)
     with pytest.raises(ValueError, match=r"trainer\.resume_mode is disable.*trainer\.overwrite=true"):
         check_output(config("trainer.resume_mode=disable"))
 
@@ -138,43 +131,16 @@ def test_resume_path_must_name_a_checkpoint(run, path, line):
 
 def test_overwrite_never_deletes_what_the_run_reads(run, tmp_path, monkeypatch):
     folder, config = run
-    data = folder / "data"
-    data.mkdir(parents=True)
-    for path in (data, f"file://{data}"):
-        with pytest.raises(ValueError, match=r"must not hold data\.train_dir with trainer\.overwrite=true"):
-            check_output(config("trainer.overwrite=true", f"data.train_dir='{path}'"))
+    for name in ("data", "adapter", "tokens"):
+        (folder / name).mkdir(parents=True)
+    inside = write_checkpoint(folder)
+    for reads in (
+        *("data.train_dir='{}/data'", "data.train_dir='file://{}/data'", "data.train_dir=[{}/data,elsewhere]"),
+        *("model.lora_adapter_path={}/adapter", "model.tokenizer_path={}/tokens"),
+        f"trainer.resume_from_path={inside}",
+    ):
+        with pytest.raises(ValueError, match=f"must not hold {reads.split('=')[0]} with trainer.overwrite=true"):
+            check_output(config("trainer.overwrite=true", reads.format(folder)))
     monkeypatch.chdir(folder)
     with pytest.raises(ValueError, match="must not hold the working directory"):
         check_output(config("trainer.overwrite=true"))
-    monkeypatch.chdir(tmp_path)
-    inside = write_checkpoint(folder)
-    with pytest.raises(ValueError, match=r"must not hold trainer\.resume_from_path"):
-        check_output(config("trainer.overwrite=true", f"trainer.resume_from_path={inside}"))
-
-
-def test_a_file_is_no_output_folder(run):
-    folder, config = run
-    folder.touch()
-    with pytest.raises(ValueError, match=r"trainer\.default_local_dir must be a folder; got the file"):
-        check_output(config())
-
-
-@pytest.mark.parametrize(
-    "reads", ["model.lora_adapter_path={}/adapter", "model.tokenizer_path={}/tokens", "data.train_dir=[{}/a,elsewhere]"]
-)
-def test_overwrite_never_deletes_an_adapter_a_tokenizer_or_one_of_several_datasets(run, reads):
-    folder, config = run
-    for name in ("adapter", "tokens", "a"):
-        (folder / name).mkdir(parents=True)
-    key = reads.split("=")[0]
-    with pytest.raises(ValueError, match=f"must not hold {key}"):
-        check_output(config("trainer.overwrite=true", reads.format(folder)))
-
-
-def test_a_folder_that_cannot_be_made_is_refused(run, tmp_path):
-    _, config = run
-    (tmp_path / "file").touch()
-    with pytest.raises(
-        ValueError, match=r"^trainer\.default_local_dir must be a folder that can be made; .*is a file$"
-    ):
-        check_output(config(f"trainer.default_local_dir={tmp_path / 'file' / 'sub'}"))

@@ -19,10 +19,8 @@ def default():
 @pytest.mark.parametrize(
     ("asked", "accelerator", "device", "precision"),
     [
-        ("auto", None, "cpu", FP32),
-        ("auto", "cuda", "cuda", BF16),
-        ("cpu", None, "cpu", FP32),
-        ("cuda", "cuda", "cuda", BF16),
+        *(("auto", None, "cpu", FP32), ("auto", "cuda", "cuda", BF16)),
+        *(("cpu", None, "cpu", FP32), ("cuda", "cuda", "cuda", BF16)),
         ("cuda", None, "cuda", BF16),  # refused by check_run
     ],
 )
@@ -37,14 +35,11 @@ def test_device_and_precision_follow_the_accelerator(default, asked, accelerator
     ("listed", "visible", "build", "why"),
     [
         ("GPU 0: NVIDIA H200 (UUID: GPU-1)", None, None, "a build without CUDA"),
-        ("GPU 0: NVIDIA H200 (UUID: GPU-1)", None, "13.0", "driver on your system is too old"),
         ("GPU 0: NVIDIA H200 (UUID: GPU-1)", "", "13.0", "driver on your system is too old (CUDA_VISIBLE_DEVICES=)"),
         ("No devices found.", None, "13.0", None),
     ],
 )
-def test_a_gpu_that_torch_cannot_start_is_refused_unless_the_cpu_is_asked_for(
-    default, tmp_path, monkeypatch, listed, visible, build, why
-):
+def test_a_gpu_that_torch_cannot_start_is_refused(default, tmp_path, monkeypatch, listed, visible, build, why):
     def init():
         raise RuntimeError("The NVIDIA driver on your system is too old\nmore lines")
 
@@ -72,9 +67,11 @@ def test_a_gpu_that_torch_cannot_start_is_refused_unless_the_cpu_is_asked_for(
     assert resolve_device(default.copy(), "cuda") == []
 
 
-def test_an_npu_is_refused(default):
+def test_an_npu_and_an_unknown_device_are_refused(default):
     with pytest.raises(ValueError, match=r"^NPUs are not supported: trainer\.device must be cuda or cpu"):
         resolve_device(default.copy(), "npu")
+    with pytest.raises(ValueError, match=r"trainer\.device must be one of auto, cpu, cuda; got gpu"):
+        resolve_device(changed(default, ["trainer.device=gpu"]), None)
 
 
 @pytest.mark.parametrize("given", ["abc", "3", "null"])
@@ -84,20 +81,18 @@ def test_overrides_of_a_models_config_are_a_mapping(given):
         compose([f"model.override_config={given}"])
 
 
-def test_a_folder_may_have_a_number_as_its_name(tmp_path, monkeypatch):
+def test_paths_are_texts_the_home_directory_is_written_out_and_an_empty_path_is_none(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config = compose(["trainer.default_local_dir=20260301", "model.path=7", "data.train_dir=2024"])
-    assert (config.trainer.default_local_dir, config.model.path, config.data.train_dir) == ("20260301", "7", "2024")
+    config = compose(["trainer.default_local_dir=20260301", "model.path=7", "data.train_dir=~/data", "data.val_dir="])
+    assert (config.trainer.default_local_dir, config.model.path, config.data.val_dir) == ("20260301", "7", None)
+    assert config.data.train_dir == str(Path.home() / "data")
     assert check_output(config).action is OutputAction.FRESH
 
 
-def test_a_precision_that_is_given_is_kept(default):
+def test_a_precision_that_is_given_is_kept_and_what_it_leaves_out_is_that_of_the_device(default):
     config = changed(default, ["engine.mixed_precision.param_dtype=fp16"])
     assert resolve_device(config, "cuda") == []
     assert config.engine.mixed_precision == {**BF16, "param_dtype": "fp16"}
-
-
-def test_what_a_given_precision_leaves_out_is_that_of_the_device(default):
     config = changed(default, ["engine.mixed_precision.reduce_dtype=fp32", "engine.mixed_precision.param_dtype=null"])
     resolve_device(config, None)
     assert config.engine.mixed_precision == FP32
@@ -121,30 +116,16 @@ def test_flash_attention_2_becomes_the_packed_backend():
     assert "attention.backend=flash_attn" in notices[0]
 
 
-@pytest.mark.parametrize("name", ["flash_attention_3", "sdpa", "eager", "verl_ext_pakced"])
-def test_attention_that_would_mix_documents_is_refused(name):
-    with pytest.raises(ValueError, match=rf"attention\.backend=auto, flash_attn, varlen or sdpa; got {name}$"):
-        compose([f"model.override_config.attn_implementation={name}"])
-
-
-def test_two_attentions_at_once_are_refused():
-    with pytest.raises(ValueError, match=r"got flash_attention_2 and attention\.backend=sdpa"):
-        compose(["model.override_config.attn_implementation=flash_attention_2", "attention.backend=sdpa"])
-
-
-def test_an_unknown_device_is_refused(default):
-    with pytest.raises(ValueError, match=r"trainer\.device must be one of auto, cpu, cuda; got gpu"):
-        resolve_device(changed(default, ["trainer.device=gpu"]), None)
-
-
-def test_the_home_directory_is_written_out():
-    config = compose(["data.train_dir=~/data", "model.path=~/model"])
-    assert config.data.train_dir == str(Path.home() / "data")
-    assert config.model.path == str(Path.home() / "model")
-
-
-def test_an_empty_path_is_no_path():
-    assert compose(["data.val_dir="]).data.val_dir is None
+@pytest.mark.parametrize(
+    ("name", "backend", "line"),
+    [
+        *((name, "auto", rf"=auto, flash_attn, varlen or sdpa; got {name}$") for name in ("sdpa", "verl_ext_pakced")),
+        ("flash_attention_2", "sdpa", r"got flash_attention_2 and attention\.backend=sdpa"),
+    ],
+)
+def test_attention_that_would_mix_documents_or_is_another_one_is_refused(name, backend, line):
+    with pytest.raises(ValueError, match=line):
+        compose([f"model.override_config.attn_implementation={name}", f"attention.backend={backend}"])
 
 
 def test_padded_rows_are_packs_of_one_document_padded_to_max_length():

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.utils import _apply_to_tensors
 
 from tests.collectives import recorded_all_to_alls
 from tests.flash_stand_ins import register_flash_stand_ins
@@ -17,9 +18,10 @@ from tests.ranks import run_ranks
 from verl_ext.attention.kernels import KERNELS, KernelOptions, sdpa
 from verl_ext.attention.packed import packed_attention, set_backend
 from verl_ext.attention.sinks import FLASH, LseAttention
-from verl_ext.parallel.key_exchange import ContextGroups, ContextLayout, _with_returned
+from verl_ext.parallel.exchange import KnownRows, parts_of, with_returned
+from verl_ext.parallel.key_exchange import ContextGroups, ContextLayout
 from verl_ext.parallel.key_plan import KeyExchange
-from verl_ext.parallel.shards import DocumentLayout, SequenceShards
+from verl_ext.parallel.shards import DocumentLayout, SequenceShards, TokenRange
 
 shapes = st.tuples(st.integers(1, 3), st.integers(1, 4))
 
@@ -64,7 +66,6 @@ def test_every_token_lies_with_one_rank_and_is_found_again(shape, more):
     by_rank = torch.cat(held)
     assert torch.equal(by_rank, shards[0].by_rank(pack))
     assert torch.equal(shards[0].by_position(by_rank), pack)
-    assert torch.equal(shards[0].positions(torch.arange(tokens), tokens), by_rank)
     for shard, part in zip(shards, held, strict=True):
         assert [*chain(*(range(*span) for span in shard.spans(tokens)))] == part.tolist()
 
@@ -95,12 +96,13 @@ def _attended(attend, lengths, context, window, query, key, value):
     exchanges = [layout.exchange(window) for layout in layouts]
     sent = []
 
-    def exchange(received, _, receive_sizes, send_sizes, group, async_op):
+    def exchange(received, _, output_split_sizes, input_split_sizes, group, async_op=False):
         whole = torch.cat([key, value], dim=-1)
-        sent.append(send_sizes)
-        come = (_sent(other, e, whole, group.group) for other, e in zip(ranks, exchanges, strict=True))
+        sent.append(input_split_sizes)
+        come = [_sent(other, e.rows, whole, group.rank) for other, e in zip(ranks, exchanges, strict=True)]
         received.fill_(-1)  # not valid before the wait
-        return SimpleNamespace(wait=lambda: received.copy_(torch.cat([whole[:0], *chain(*come)])))
+        work = SimpleNamespace(wait=lambda: received.copy_(torch.cat(come)))
+        return work if async_op else work.wait()
 
     with patch("torch.distributed.all_to_all_single", exchange):
         outputs = [
@@ -174,6 +176,15 @@ def test_groups_that_exchange_keys_compute_the_attention_of_the_whole_pack(lengt
         torch.testing.assert_close(whole, expected)
 
 
+def test_copies_that_fsdp_makes_of_a_layout_share_its_exchanges():
+    layout = ContextLayout.from_layout(
+        DocumentLayout.from_lengths([16], "cpu"), ContextGroups(SequenceShards(1, 2), *"ab")
+    )
+    copied = _apply_to_tensors(torch.clone, layout)
+    assert copied is not layout
+    assert copied.exchange(None) is layout.exchange(None)
+
+
 def test_a_layout_that_leaves_rows_of_a_kernel_uncovered_is_refused():
     """A flash kernel would leave such rows uninitialized."""
     rows = torch.ones(6, 1, 2)
@@ -191,22 +202,17 @@ def test_a_layout_that_leaves_rows_of_a_kernel_uncovered_is_refused():
         replace(exchange, calls=exchange.calls[:1])
 
 
-def _sent(shards: SequenceShards, exchange: KeyExchange, x: torch.Tensor, group: int) -> list[torch.Tensor]:
+def _sent(shards: SequenceShards, rows: KnownRows, x: torch.Tensor, group: int) -> torch.Tensor:
     """Return a rank's data for a group."""
-    first = sum(exchange.send_sizes[:group])
-    starts = [0, *accumulate(part.stop - part.start for part in exchange.send)]
-    return [
-        shards.slice(x)[part]
-        for part, start in zip(exchange.send, starts[:-1], strict=True)
-        if first <= start < first + exchange.send_sizes[group]
-    ]
+    return parts_of(shards.slice(x), rows.own, rows.route.outgoing).split(rows.route.send_sizes)[group]
 
 
 @pytest.mark.parametrize(("window", "received"), [(None, [[0, 8], [4, 0]]), (4, [[0, 3], [3, 0]]), (1, [[0, 0]] * 2)])
 def test_only_keys_that_are_seen_travel(window, received):
     """One document of 16 tokens in chunks of 4: group 0 has the first and the last, group 1 the two between."""
     sizes = [
-        KeyExchange.from_offsets((0, 16), SequenceShards(1, 2, rank), window, "cpu").receive_sizes for rank in range(2)
+        KeyExchange.from_offsets((0, 16), SequenceShards(1, 2, rank), window, "cpu").rows.route.receive_sizes
+        for rank in range(2)
     ]
     assert sizes == received
 
@@ -287,6 +293,6 @@ def test_ranks_have_the_attention_and_the_gradients_of_the_whole_pack(backend):
 
 
 def test_returned_parts_of_a_half_precision_gradient_are_rounded_once():
-    exchange = SimpleNamespace(send=(slice(0, 1), slice(0, 1)))
+    token = TokenRange(0, 1)
     own, returned = torch.ones(1, 1, 1).bfloat16(), torch.full((2, 1, 1), 0.75 * 2**-8).bfloat16()
-    assert _with_returned(own, returned, exchange).item() == 1 + 2**-7
+    assert with_returned(own, returned, [token], [token, token], copy=True).item() == 1 + 2**-7

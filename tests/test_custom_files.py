@@ -1,15 +1,17 @@
 """Files of the user: executed once in a process, and their objects unpickled by another one."""
 
-import multiprocessing
 import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
 from verl_ext.config import compose
 from verl_ext.config.run import dataset_class
 from verl_ext.custom import custom_object, named_object
+from verl_ext.data.ranks import ONE_RANK
 
 FILE = """
 from pathlib import Path
@@ -29,8 +31,6 @@ class Documents(DocumentDataset):
 
 
 class Lacking(PackDataset):
-    digest = "0"
-
     def __len__(self):
         return 1
 
@@ -58,9 +58,7 @@ def file(tmp_path: Path) -> Path:
         ("FILE", "losss", r"node\.name must be a name in .*; got losss \(nearest: loss\)"),
     ],
 )
-def test_what_is_not_named_rightly_or_cannot_be_executed_is_one_line(
-    path: str | None, name: str | None, line: str, file: Path
-) -> None:
+def test_what_is_not_named_rightly_or_cannot_be_executed_is_one_line(path, name, line, file):
     broken, unreadable = file.with_name("broken.py"), file.with_name("unreadable.py")
     broken.write_text("\n1 / 0\n")
     unreadable.write_text("def own(:")
@@ -74,9 +72,7 @@ def _first_pack(pickled: bytes) -> tuple[str, list[int]]:
     return type(dataset).__module__, dataset[0]["input_ids"].tolist()
 
 
-def test_a_file_that_several_options_name_is_executed_once_and_its_objects_pickle(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_several_options_name_is_executed_once_and_its_objects_pickle(file, monkeypatch):
     documents = custom_object("data.custom_cls", str(file), "Documents")
     monkeypatch.chdir(file.parent)
     assert named_object("eval.score", f"{file.name}:Documents") is documents
@@ -88,15 +84,16 @@ def test_a_file_that_several_options_name_is_executed_once_and_its_objects_pickl
 
 
 @pytest.mark.slow
-def test_a_dataset_of_ones_own_reaches_a_process_that_is_spawned(file: Path) -> None:
-    dataset = custom_object("data.custom_cls", str(file), "Documents")("unread", max_tokens=8)
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        found = pool.apply(_first_pack, (pickle.dumps(dataset),))
-    assert found == (type(dataset).__module__, dataset[0]["input_ids"].tolist())
+def test_a_dataset_of_ones_own_is_loaded_by_processes_that_are_spawned(file: Path) -> None:
+    dataset = custom_object("data.custom_cls", str(file), "Documents")("unread", max_tokens=4)
+    dataset.read_together(ONE_RANK)
+    loader = DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context="spawn")
+    for pack, expected in zip(loader, dataset, strict=True):
+        assert all(torch.equal(pack[name], values) for name, values in expected.items())
 
 
 def test_a_dataset_class_without_all_members_is_refused_in_one_line(file: Path) -> None:
     config: Any = compose([f"data.custom_cls.path={file}", "data.custom_cls.name=Lacking"])
     with pytest.raises(ValueError, match=r"^data\.custom_cls\.name must be a class with [^\n]*$") as error:
         dataset_class(config)
-    assert "Lacking lacks __getitem__, categories, folders, longest_document, pack_costs, " in str(error.value)
+    assert str(error.value).endswith("Lacking lacks __getitem__, categories, digest, facts, folders")

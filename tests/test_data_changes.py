@@ -1,7 +1,5 @@
 """Changes of the data between two runs or during one are found and named."""
 
-import contextlib
-import io
 import os
 import shutil
 from pathlib import Path
@@ -9,28 +7,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.ranks import run_ranks
+from tests.ranks import in_turn, run_ranks
 from tests.test_spikes import overrides_of
 from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import build
+from tests.training import build, heard
+from verl_ext.cache import fingerprint
 from verl_ext.checkpoint.layout import saved_folders
 from verl_ext.data import SFTDataSet
-from verl_ext.data.content import DataFiles
-from verl_ext.data.ranks import ONE_RANK, DataFile
-from verl_ext.files import checksum, checksum_by_blocks, combine_checksums, fingerprint
-from verl_ext.text.read.arrow_folder import read_shards
-from verl_ext.text.tokenizing import DatasetWriter
-from verl_ext.text.tokens.documents import Counts, Documents
+from verl_ext.data.files_in_use import DataFile, DataFiles
+from verl_ext.data.ranks import ONE_RANK
+from verl_ext.files import checksum, combine_checksums
+from verl_ext.text.arrow_folder import DatasetWriter, read_shards
+from verl_ext.text.tokens.documents import Document, join_documents
 
 
 def written_by_us(folder: Path) -> str:
     """Write a folder with recorded checksums of its shards."""
     folder.mkdir()
     writer = DatasetWriter(folder)
-    lengths = np.array([10] * 8, np.int32)
-    ids = np.random.default_rng(0).integers(1, 100, lengths.sum()).astype(np.int32)
-    mask = np.tile([0] + [1] * 9, 8).astype(np.int8)
-    writer.add(Documents(1, 0, ids, mask, lengths, None, Counts()))
+    ids = np.random.default_rng(0).integers(1, 100, (8, 10)).astype(np.int32)
+    writer.add(join_documents([Document(each, np.array([0] + [1] * 9, np.int8)) for each in ids], 1, 0))
     writer.close()
     return str(folder)
 
@@ -87,17 +83,18 @@ def test_shards_are_recorded_with_the_sizes_and_checksums_of_their_files(tmp_pat
     for number in range(6):  # weights come late, so that the first shards are written once more
         ids, mask = np.arange(300, dtype=np.int32), np.ones(300, np.int8)
         weights = np.full(300, 0.5, np.float32) if number == 4 else None
-        writer.add(Documents(1, 0, ids, mask, np.array([300], np.int32), weights, Counts()))
+        writer.add(join_documents([Document(ids, mask, weights)], 1, 0))
     writer.close()
     shards = read_shards(tmp_path)
     assert len(shards) == 6
     for shard in shards:
         assert shard.bytes == (tmp_path / shard.name).stat().st_size > 700
-        assert shard.xxh3_128 == checksum_by_blocks(tmp_path / shard.name)
+        blocks = [checksum(tmp_path / shard.name, begin, 700) for begin in range(0, shard.bytes, 700)]
+        assert shard.xxh3_128 == combine_checksums(blocks)
 
 
 def test_the_checksum_of_a_long_file_is_that_of_its_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr("verl_ext.data.content.BLOCK", 100)
+    monkeypatch.setattr("verl_ext.data.files_in_use.BLOCK", 100)
     path = tmp_path / "long.bin"
     path.write_bytes(bytes(range(250)))
     blocks = [checksum(path, begin, 100) for begin in (0, 100, 200)]
@@ -113,8 +110,8 @@ def test_the_checksum_of_a_long_file_is_that_of_its_blocks(tmp_path, monkeypatch
 
 def train_on_changing_data(overrides: list[str], folder: str, how: str) -> list[str]:
     """Train, change the data once the first checkpoint exists, and return the errors that end the run."""
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.suppress(SystemExit):
+
+    def run() -> None:
         trainer = build(overrides)
         save = trainer.checkpoints.save
 
@@ -129,28 +126,27 @@ def train_on_changing_data(overrides: list[str], folder: str, how: str) -> list[
 
         trainer.checkpoints.save = save_and_change
         trainer.fit()
-    return [line for line in said.getvalue().splitlines() if line.startswith("error: ")]
+
+    return [line for line in heard(run).splitlines() if line.startswith("error: ")]
 
 
 @pytest.mark.slow
-def test_a_change_under_a_run_ends_it_and_refuses_a_resume(tmp_path, tiny_model):
+def test_a_change_under_a_run_ends_it_and_refuses_a_resume_and_the_same_content_does_not(tmp_path, tiny_model):
     folder, run = written_by_others(tmp_path / "data"), tmp_path / "run"
     overrides = overrides_of(folder, tiny_model, run, "trainer.save_freq=1", "trainer.spike_factor=null")
     ((told,), others) = run_ranks(train_on_changing_data, 2, overrides, folder, "a token")
     assert told.startswith(f"error: data.train_dir must not change while it is trained on; {folder}/data-0")
     assert others == []
     assert [path.name for path in saved_folders(run)] == ["global_step_1"]
-    ((told,),) = run_ranks(train_on_changing_data, 1, overrides, folder, "")
+    same, other = written_by_us(tmp_path / "same"), tmp_path / "other"
+    more = ["trainer.save_freq=1", "trainer.spike_factor=null", "trainer.total_training_steps=2"]
+    calls = [
+        (train_on_changing_data, overrides, folder, ""),
+        (train_on_changing_data, overrides_of(same, tiny_model, other, *more), same, "replaced by a copy"),
+    ]
+    (((told,), none),) = run_ranks(in_turn, 1, calls)
     assert told.startswith("error: the content of the files in data.train_dir is ")
     assert [path.name for path in saved_folders(run)] == ["global_step_1"]
     assert not (run / "spikes.jsonl").exists()
-
-
-@pytest.mark.slow
-def test_a_file_of_the_same_content_ends_no_run(tmp_path, tiny_model):
-    folder, run = written_by_us(tmp_path / "data"), tmp_path / "run"
-    more = ["trainer.save_freq=1", "trainer.spike_factor=null", "trainer.total_training_steps=2"]
-    overrides = overrides_of(folder, tiny_model, run, *more)
-    (told,) = run_ranks(train_on_changing_data, 1, overrides, folder, "replaced by a copy")
-    assert told == []
-    assert len(saved_folders(run)) == 2
+    assert none == []
+    assert len(saved_folders(other)) == 2

@@ -5,21 +5,23 @@ import io
 import json
 import os
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from tests.ranks import run_ranks
+from tests.ranks import in_turn, run_ranks
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
+from tests.training import into
 from verl_ext.data import SFTDataSet
 from verl_ext.fsdp_sft_trainer import train
 from verl_ext.packing import TOKENS
 from verl_ext.tools.plan.command import plan as plan_run
 from verl_ext.tools.plan.options import PlanOptions
-from verl_ext.trainer.report import data_facts, step_facts, write_report
+from verl_ext.trainer.report import data_facts, step_facts
 from verl_ext.trainer.report_lines import report_lines
 from verl_ext.trainer.start import compose_and_run
 from verl_ext.trainer.step_plan import StepPlan
@@ -38,7 +40,7 @@ def folder(tmp_path):
 
 def rows_of(facts):
     names = ("category", "reason", "documents", "tokens", "tokens_kept", "without_target")
-    return [tuple(row[name] for name in names) for row in facts["changed_documents"]]
+    return [tuple(row[name] for name in names) for row in facts["omitted_documents"]]
 
 
 def test_every_document_that_is_not_trained_on_as_it_stands_has_a_reason(folder):
@@ -48,20 +50,17 @@ def test_every_document_that_is_not_trained_on_as_it_stands_has_a_reason(folder)
         ("(none)", "empty", 1, 0, 0, 0),
         ("(none)", "no target", 2, 13, 13, 0),
     ]
-    assert [round(row["share"], 6) for row in facts["changed_documents"]] == [round(29 / 39, 6), 0, round(13 / 39, 6)]
+    assert [round(row["share"], 6) for row in facts["omitted_documents"]] == [round(29 / 39, 6), 0, round(13 / 39, 6)]
     assert (facts["documents"], facts["tokens"], facts["packs"]) == (5, 26, 4)
 
 
-def test_a_split_document_is_without_target_only_when_all_of_its_pieces_are(folder):
+def test_a_split_document_lacks_a_target_if_all_its_pieces_do_and_documents_beyond_max_samples_are_counted(folder):
     facts = data_facts(SFTDataSet(folder, max_tokens=8, over_length="split"))
     assert rows_of(facts)[2] == ("(none)", "no target", 1, 5, 5, 0)
     assert facts["tokens"] == 39
-
-
-def test_documents_beyond_max_samples_are_counted(folder):
     facts = data_facts(SFTDataSet(folder, max_tokens=8, over_length="drop", max_samples=2))
     assert rows_of(facts) == [("code", "drop", 1, 9, 0, 1), ("(none)", "beyond max_samples", 4, 27, 0, 0)]
-    assert [row["share"] for row in facts["changed_documents"]] == [9 / 39, 27 / 39]
+    assert [row["share"] for row in facts["omitted_documents"]] == [9 / 39, 27 / 39]
 
 
 def test_documents_that_a_mixture_does_not_draw_are_counted_and_only_drawn_ones_lack_a_target(folder):
@@ -69,7 +68,7 @@ def test_documents_that_a_mixture_does_not_draw_are_counted_and_only_drawn_ones_
     facts = data_facts(SFTDataSet(folder, max_tokens=20, mixture=mixture))
     assert facts["documents"] == 4  # those of 9 and 20 tokens, each drawn twice
     assert rows_of(facts) == [("(none)", "empty", 1, 0, 0, 0), ("(none)", "not drawn", 3, 10, 0, 0)]
-    assert facts["changed_documents"][1]["share"] == 10 / 39
+    assert facts["omitted_documents"][1]["share"] == 10 / 39
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -77,9 +76,9 @@ def test_documents_that_a_mixture_does_not_draw_are_counted_and_only_drawn_ones_
 def test_tokens_of_no_pack_are_removed_once_in_the_report(folder, budget, policy, max_tokens):
     mixture = {"sources": {"all": {"tokens": budget}}}
     dataset = SFTDataSet(folder, max_tokens=max_tokens, over_length=policy, mixture=mixture)
-    assume(dataset.pack_targets().any())
+    assume(dataset.facts().targets.any())
     held = dataset.spans.length[np.unique(dataset.plan.document_index)].sum()
-    removed = sum(row["tokens_removed"] for row in data_facts(dataset)["changed_documents"])
+    removed = sum(row["tokens_removed"] for row in data_facts(dataset)["omitted_documents"])
     assert held + removed == 39
 
 
@@ -87,7 +86,7 @@ def test_documents_that_all_stand_as_they_are_make_no_table(tmp_path):
     documents = random_documents(np.random.default_rng(0), [3, 9], VOCABULARY, 1)
     dataset = SFTDataSet(write_tokenized(tmp_path / "data", documents), max_tokens=16)
     facts = data_facts(dataset)
-    assert facts["changed_documents"] == []
+    assert facts["omitted_documents"] == []
     assert list(report_lines({"train": facts})) == [
         f"train: 2 documents, 12 tokens ({facts['target_tokens']} targets) in 1 packs of 16, 75.0% full"
     ]
@@ -95,10 +94,10 @@ def test_documents_that_all_stand_as_they_are_make_no_table(tmp_path):
 
 def test_the_steps_say_what_the_ranks_wait_for_and_what_is_left_out(folder):
     dataset = SFTDataSet(folder, max_tokens=20, strategy="none")
-    costs = dataset.pack_costs(TOKENS)
+    costs = dataset.facts(TOKENS).costs
     assert sorted(costs) == [2, 3, 5, 9, 20]
     plan = StepPlan(5, 2, seed=0, drop_last=True, costs=costs, group_size=2)
-    facts = step_facts(dataset, plan, costs, ranks=2, micro_batch_size=1)
+    facts = step_facts(dataset.facts(), plan, ranks=2, micro_batch_size=1)
     (left,) = plan.left_out(0)
     assert (facts["left_out_packs"], facts["left_out_documents"], facts["left_out_tokens"]) == (1, 1, costs[left])
     kept = np.sort(np.delete(costs, left))
@@ -106,14 +105,6 @@ def test_the_steps_say_what_the_ranks_wait_for_and_what_is_left_out(folder):
     assert facts["busy"] >= facts["busy_if_shuffled"]
     lines = "\n".join(report_lines({"steps": facts}))
     assert "every epoch leaves out other packs (data.drop_last=true); the first 1, 1 documents" in lines
-
-
-def test_the_report_is_json_that_replaces_an_older_one(folder, tmp_path):
-    facts = data_facts(SFTDataSet(folder, max_tokens=8, over_length="drop"))
-    for _ in range(2):
-        write_report({"train": facts}, tmp_path / "run")
-    assert json.loads((tmp_path / "run" / "data_report.json").read_text()) == {"train": facts}
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["data_report.json"]
 
 
 def command(folder, act, overrides):
@@ -131,20 +122,24 @@ def plan(composed):
 
 @pytest.mark.slow
 def test_a_plan_without_training_is_printed_and_written_and_leaves_the_folder_usable(folder, tiny_model, tmp_path):
-    def run(act, *overrides):
-        return run_ranks(command, 1, tmp_path, act, [*given, *overrides])[0]
-
-    given = (
-        *(f"data.train_dir={folder}", "data.max_tokens=20", "data.train_batch_size=2", "data.num_workers=0"),
-        *(f"model.path={tiny_model}", "parallel=cpu", f"trainer.default_local_dir={tmp_path / 'run'}"),
+    run = tmp_path / "run"
+    given = ["data.max_tokens=20", "data.train_batch_size=2", "data.num_workers=0", "parallel=cpu"]
+    given += [f"data.train_dir={folder}", f"model.path={tiny_model}", into(run)]
+    ((planned, names, text, trained, again),) = run_ranks(
+        in_turn,
+        1,
+        [
+            (command, tmp_path, plan, given),
+            *((os.listdir, run), (Path.read_text, run / "data_report.json")),
+            (command, tmp_path, train, given),
+            (command, tmp_path, plan, [*given, "data.max_tokens=21"]),
+        ],
     )
-    planned = run(plan)
     assert "train: 5 documents, 39 tokens" in planned
     assert "steps: 1 an epoch of 2 packs" in planned
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["data_report.json"]
-    report = json.loads((tmp_path / "run" / "data_report.json").read_text())
-    assert list(report) == ["train", "steps"]
-    assert "step 1/1 | loss " in run(train)
-    assert (tmp_path / "run" / "global_step_1").is_dir()
-    assert "holds a run: its data_report.json is left as it is" in run(plan, "data.max_tokens=21")
-    assert json.loads((tmp_path / "run" / "data_report.json").read_text()) == report
+    assert names == ["data_report.json"]
+    assert list(json.loads(text)) == ["train", "steps"]
+    assert "step 1/1 | loss " in trained
+    assert (run / "global_step_1").is_dir()
+    assert "holds a run: its data_report.json is left as it is" in again
+    assert json.loads((run / "data_report.json").read_text()) == json.loads(text)

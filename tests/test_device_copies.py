@@ -72,9 +72,9 @@ def _copies(model: str, ulysses: int, groups: int) -> dict:
         "shapes": [
             tuple(inputs["input_ids"].shape),
             tuple(inputs["position_ids"].shape),
-            tuple(outputs["labels"].shape),
+            tuple(outputs.labels.shape),
         ],
-        "devices": {tensor.device.type for tensor in (inputs["input_ids"], outputs["labels"], moved["input_ids"])},
+        "devices": {tensor.device.type for tensor in (inputs["input_ids"], outputs.labels, moved["input_ids"])},
     }
 
 

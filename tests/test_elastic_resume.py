@@ -1,7 +1,5 @@
 """Checkpoints resume on any layout of ranks, with unchanged settings; files of verl's own form need as many ranks."""
 
-import contextlib
-import io
 import os
 import shutil
 from dataclasses import replace
@@ -14,10 +12,8 @@ import torch.distributed as dist
 from tests.ranks import run_ranks
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import SMALL, build, metrics, stopped_at
+from tests.training import fit, heard, into, metrics, settle, stopped_at
 from verl_ext.checkpoint.layout import FileFacts, Manifest
-from verl_ext.config import compose
-from verl_ext.trainer.setup import prepare
 
 pytestmark = pytest.mark.slow
 
@@ -52,26 +48,7 @@ def folder_of(name: str) -> str:
 
 def run(overrides: list[str], folder: Path, *more: str) -> str:
     """Execute a whole run, and return rank 0's stderr, including the error that ends it."""
-    os.environ.pop("VERL_FILE_LOGGER_PATH", None)  # of the run before
-    said = io.StringIO()
-    with (
-        open(os.devnull, "w") as nowhere,
-        contextlib.redirect_stdout(nowhere),
-        contextlib.redirect_stderr(said),
-        contextlib.suppress(SystemExit),
-    ):
-        trainer = build([*overrides, f"trainer.default_local_dir={folder}", *more])
-        trainer.resume()
-        trainer.fit()
-    return said.getvalue()
-
-
-def copied(source: Path, folder: Path, step: int = SAVED) -> Path:
-    """Let rank 0 copy a run as it was after a step, and return the copy."""
-    if dist.get_rank() == 0:
-        stopped_at(source, folder, step)
-    dist.barrier()
-    return folder
+    return heard(fit, [*overrides, into(folder), *more])
 
 
 def on_two_ranks(options: list[str], folder: Path) -> dict[str, str]:
@@ -80,12 +57,12 @@ def on_two_ranks(options: list[str], folder: Path) -> dict[str, str]:
     run(options, whole)
     for name, (ranks, layout) in LAYOUTS.items():
         if ranks == 2:
-            run(options, copied(whole, folder / folder_of(name)), *layout)
+            run(options, stopped_at(whole, folder / folder_of(name), SAVED), *layout)
     named = (f"trainer.resume_from_path={folder / 'back' / 'global_step_2'}", "trainer.resume_mode=resume_path")
-    said = run(options, copied(whole, folder / "back", STEPS), *named)
+    said = run(options, stopped_at(whole, folder / "back", STEPS), *named)
     run([*options, OWN_FORM], folder / "verl", f"trainer.total_training_steps={SAVED}")
-    run([*options, OWN_FORM], copied(folder / "verl", folder / "verl_rate"), *ANOTHER_RATE)
-    torn = copied(folder / "verl", folder / "torn")
+    run([*options, OWN_FORM], stopped_at(folder / "verl", folder / "verl_rate", SAVED), *ANOTHER_RATE)
+    torn = stopped_at(folder / "verl", folder / "torn", SAVED)
     if dist.get_rank() == 0:
         tear(torn / f"global_step_{SAVED}", "model_world_size_2_rank_1.pt")
     dist.barrier()
@@ -104,29 +81,20 @@ def tear(checkpoint: Path, name: str) -> None:
 def on_one_rank(options: list[str], folder: Path, other: str) -> dict[str, str]:
     """Execute the runs on one rank; return the messages for every change, refused or allowed, and for verl's form."""
     whole, said = folder / "whole", {}
-    run(options, copied(whole, folder / folder_of("one rank")))
-    run(options, copied(whole, folder / "rate"), *ANOTHER_RATE)
-    begun = copied(whole, folder / "begun")
+    run(options, stopped_at(whole, folder / folder_of("one rank"), SAVED))
+    run(options, stopped_at(whole, folder / "rate", SAVED), *ANOTHER_RATE)
+    begun = [*options, into(stopped_at(whole, folder / "begun", SAVED))]
     for key, change in CHANGES.items():
-        asked = (change.replace("{other}", other), f"trainer.default_local_dir={begun}")
-        said[key] = refusal([*options, *asked])
-        said[f"{key} allowed"] = refusal([*options, *asked, f"trainer.allow_resume_mismatch=[{key}]"])
-    begin = f"trainer.default_local_dir={begun}"
-    said["unknown"] = refusal([*options, begin, "trainer.allow_resume_mismatch=[optim.rl]"])
-    said["verl"] = refusal([*options, OWN_FORM, f"trainer.default_local_dir={folder / 'verl'}"])
+        changed = [*begun, change.replace("{other}", other)]
+        said[key] = heard(settle, changed)
+        said[f"{key} allowed"] = heard(settle, [*changed, f"trainer.allow_resume_mismatch=[{key}]"])
+    said["unknown"] = heard(settle, [*begun, "trainer.allow_resume_mismatch=[optim.rl]"])
+    said["verl"] = heard(settle, [*options, OWN_FORM, into(folder / "verl")])
     return said
 
 
-def refusal(overrides: list[str]) -> str:
-    """Return the error before a model is loaded."""
-    words = io.StringIO()
-    with contextlib.redirect_stderr(words), contextlib.suppress(SystemExit):
-        prepare(compose([*SMALL, *overrides]))
-    return words.getvalue()
-
-
 def on_three_ranks(options: list[str], folder: Path) -> None:
-    run(options, copied(folder / "whole", folder / folder_of("more ranks")))
+    run(options, stopped_at(folder / "whole", folder / folder_of("more ranks"), SAVED))
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +123,7 @@ def curve(folder: Path, *names: str) -> dict:
 
 
 LOSSES = ("train/loss", "train/maths_loss", "train/code_loss", "train/grad_norm")
-COUNTS = ("train/tokens", "train/target_tokens", "train/maths_tokens", "train/packs", "train/lr")
+COUNTS = ("train/tokens", "train/total_tokens", "train/target_tokens", "train/maths_tokens", "train/packs", "train/lr")
 
 
 def assert_same_course(folder: Path, whole: Path, tolerance: float) -> None:

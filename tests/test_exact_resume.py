@@ -1,6 +1,5 @@
 """A resumed run equals an uninterrupted one to the last bit, for every dataset and kind of model, at any step."""
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ from tests.ranks import run_ranks
 from tests.tiny_model import VOCABULARY
 from tests.titans_run import TITANS
 from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import differences, stopped_at, train
+from tests.training import differences, into, stopped_at, train
 from verl_ext.checkpoint.layout import saved_folders
 
 pytestmark = pytest.mark.slow
@@ -65,12 +64,10 @@ def whole_and_resumed(cases: dict[str, list[str]], folder: Path) -> None:
         whole = folder / name.replace(" ", "_").replace(",", "")
         for step in (0, *resumed):
             run = whole if step == 0 else whole.with_name(f"{whole.name}_{step}")
-            if step and torch.distributed.get_rank() == 0:
+            if step:
                 stopped_at(whole, run, step)
-            torch.distributed.barrier()
-            os.environ.pop("VERL_FILE_LOGGER_PATH", None)  # set by the previous run
             kept = ["trainer.max_ckpt_to_keep=2"] if step else []
-            train([*overrides, *length, *kept, f"trainer.default_local_dir={run}"])
+            train([*overrides, *length, *kept, into(run)])
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from tests.small_models import model_class, model_config, packed_and_plain
 from tests.test_hybrid_training import DOCUMENTS, PACKS, engine_steps
 from verl_ext.config import compose
 from verl_ext.layers.experts import choose_experts, experts_problem
-from verl_ext.layers.shrink import shrunk
+from verl_ext.layers.trial import shrunk
 
 GROUPED = ("qwen3_moe", "gpt_oss", "nemotron_h")
 

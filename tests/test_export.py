@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, GPT2Config, MixtralConfig
 
 from tests.ranks import run_ranks
-from tests.test_remote_models import CODE
+from tests.test_remote_models import add_code
 from tests.tiny_model import VOCABULARY, write_tiny_model
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import metrics, plain_losses, stopped_at, train_each
@@ -62,11 +62,7 @@ HOUSE = [*LORA, "model.trust_remote_code=true"]
 
 def write_house(folder):
     write_tiny_model(folder)
-    described = json.loads((folder / "config.json").read_text())
-    named = {"AutoConfig": "modeling_house.HouseConfig", "AutoModelForCausalLM": "modeling_house.HouseForCausalLM"}
-    described |= {"model_type": "house", "architectures": ["HouseForCausalLM"], "auto_map": named}
-    (folder / "config.json").write_text(json.dumps(described))
-    (folder / "modeling_house.py").write_text(CODE.replace("{output}", "2 * output"))
+    add_code(folder, "2 * output")
     (folder / "generation_config.json").write_text(json.dumps(GENERATION))
     (folder / "chat_template.jinja").unlink()
     for name in ("tokenizer.model", "merges.txt"):
@@ -96,9 +92,8 @@ def runs(documents, tmp_path_factory):
     for name, config in MODELS.items():
         write_tiny_model(folder / "models" / name, **config)
     router = folder / "models" / "deepseek_v3" / "model.safetensors"
-    biased = {
-        k: torch.randn_like(t) if k.endswith("score_correction_bias") else t for k, t in load_file(router).items()
-    }
+    biased = load_file(router)
+    biased |= {k: torch.randn_like(t) for k, t in biased.items() if k.endswith("score_correction_bias")}
     save_file(biased, router, metadata={"format": "pt"})
     write_house(folder / "models" / "house")
     torch.manual_seed(1)
@@ -121,8 +116,8 @@ def runs(documents, tmp_path_factory):
     add("unmergeable", "qwen3", "data", *LORA, f"model.lora_adapter_path={folder / 'of' / 'unmergeable'}")
     add("house", "house", "chats", *HOUSE)
     add("whole house", "house", "chats", *HOUSE, whole)
-    for first in range(0, len(commands), 6):  # ranks have a limit of time
-        run_ranks(train_each, 2, commands[first : first + 6])
+    for half in (commands[::2], commands[1::2]):  # ranks have a limit of time
+        run_ranks(train_each, 2, half)
     return folder
 
 
@@ -198,54 +193,31 @@ def test_shards_are_of_the_size_asked_for_and_the_last_checkpoint_of_a_run_is_ta
     assert json.loads((out / "export.json").read_text())["checkpoint"] == "global_step_1"
 
 
-def _cut(runs, folder):
-    (checkpoint,) = saved_folders(stopped_at(runs / "shards", folder / "cut", 1))
-    shard = checkpoint / "state" / "__1_0.distcp"
+def test_what_cannot_be_exported_is_refused_in_one_line(runs, tmp_path, capsys):
+    (cut,) = saved_folders(stopped_at(runs / "shards", tmp_path / "cut", 1))
+    shard = cut / "state" / "__1_0.distcp"
     shard.write_bytes(shard.read_bytes()[:-1])
-    return [f"checkpoint={checkpoint}"]
-
-
-def _empty(runs, folder):
-    (folder / "empty").mkdir()
-    return [f"checkpoint={folder / 'empty'}"]
-
-
-def _stock(runs, folder):
-    (folder / "stock").mkdir()
-    (folder / "stock" / "model_world_size_1_rank_0.pt").touch()
-    return [f"checkpoint={folder / 'stock'}"]
-
-
-REFUSED = {  # the line of each refusal, and the options that it answers
-    "checkpoint must be whole, or hold global_step_N folders; got": _empty,
-    "checkpoint must be whole; got": _cut,
-    "a checkpoint must have a manifest.json; ": _stock,
-    "base is required for a checkpoint of adapters alone": lambda runs, _: [f'checkpoint="{runs / "dora"}"'],
-    "base must hold the weights that the adapters were trained on": lambda runs, _: [
-        f'checkpoint="{runs / "dora"}"',
-        f"base={runs / 'models' / 'other'}",
-    ],
-    "form=adapter must be given for adapters that PEFT does not merge": lambda runs, _: [
-        f"checkpoint={runs / 'unmergeable'}"
-    ],
-    "form must be merged for a checkpoint without adapters": lambda runs, _: [
-        f"checkpoint={runs / 'shards'}",
-        "form=adapter",
-    ],
-    "trust_remote_code must be true for a model with code of its own": lambda runs, _: [f"checkpoint={runs / 'house'}"],
-}
-
-
-@pytest.mark.parametrize("line", REFUSED)
-def test_what_cannot_be_exported_is_refused_in_one_line(line, runs, tmp_path, capsys):
-    if not (runs / "models" / "other").exists():
-        write_tiny_model(runs / "models" / "other", seed=1)
-    capsys.readouterr()
-    assert main([*REFUSED[line](runs, tmp_path), f"output_dir={tmp_path / 'out'}"]) == 1
-    error = capsys.readouterr().err
-    assert "Traceback" not in error
-    assert error.splitlines()[-1].startswith(f"error: {line}")
-    assert not (tmp_path / "out").exists()
+    for name in ("empty", "stock"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "stock" / "model_world_size_1_rank_0.pt").touch()
+    other = write_tiny_model(tmp_path / "other", seed=1)
+    alone, lora = f'checkpoint="{runs / "dora"}"', "form=adapter must be given for adapters that PEFT does not merge"
+    for line, options in {
+        "checkpoint must be whole, or hold global_step_N folders; got": [f"checkpoint={tmp_path / 'empty'}"],
+        "checkpoint must be whole; got": [f"checkpoint={cut}"],
+        "a checkpoint must have a manifest.json; ": [f"checkpoint={tmp_path / 'stock'}"],
+        "base is required for a checkpoint of adapters alone": [alone],
+        "base must hold the weights that the adapters were trained on": [alone, f"base={other}"],
+        lora: [f"checkpoint={runs / 'unmergeable'}"],
+        "form must be merged for a checkpoint without adapters": [f"checkpoint={runs / 'shards'}", "form=adapter"],
+        "trust_remote_code must be true for a model with code of its own": [f"checkpoint={runs / 'house'}"],
+    }.items():
+        capsys.readouterr()
+        assert main([*options, f"output_dir={tmp_path / 'out'}"]) == 1
+        error = capsys.readouterr().err
+        assert "Traceback" not in error
+        assert error.splitlines()[-1].startswith(f"error: {line}")
+        assert not (tmp_path / "out").exists()
 
 
 def test_checkpoints_with_and_without_an_export_and_a_run_are_judged_as_the_exported_folder_is(runs, tmp_path, capsys):

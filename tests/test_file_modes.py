@@ -3,23 +3,15 @@
 import os
 import stat
 
-import numpy as np
 import pytest
 
-from tests.ranks import run_ranks
+from tests.ranks import in_turn, run_ranks
 from tests.test_init_model import SMALL
-from tests.tiny_model import VOCABULARY
-from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import train_alone
+from tests.training import into, small_run, train_alone
 from verl_ext.commands import export, tokenize
 from verl_ext.tools.init_model import command as init_model
 
 pytestmark = pytest.mark.slow
-
-
-def train_under(umask, overrides):
-    os.umask(umask)
-    train_alone(overrides)
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o002])
@@ -27,13 +19,10 @@ def test_the_files_of_a_run_an_export_a_model_and_tokenized_data_follow_the_umas
     before = os.umask(umask)
     try:
         (tmp_path / "all").mkdir()
-        documents = random_documents(np.random.default_rng(0), [30] * 16, VOCABULARY, 1)
-        data = write_tokenized(tmp_path / "data", documents)
-        run = [f"data.train_dir={data}", f"data.val_dir={data}", f"model.path={tiny_model}"]
-        run += ["trainer.total_training_steps=2", "trainer.spike_factor=2", "trainer.save_freq=1"]
-        run += ["checkpoint.save_contents=[model,optimizer,extra,hf_model]"]
-        run += [f"trainer.default_local_dir={tmp_path / 'all' / 'run'}"]
-        run_ranks(train_under, 1, umask, run)
+        steps = ("trainer.total_training_steps=2", "trainer.spike_factor=2", "trainer.save_freq=1")
+        contents = "checkpoint.save_contents=[model,optimizer,extra,hf_model]"
+        run = [*steps, contents, f"data.val_dir={tmp_path / 'data'}", into(tmp_path / "all" / "run")]
+        run_ranks(in_turn, 1, [(os.umask, umask), (train_alone, small_run(tmp_path, tiny_model, [30] * 16, *run))])
         exported = [f"checkpoint={tmp_path / 'all' / 'run'}", f"output_dir={tmp_path / 'all' / 'export'}"]
         assert export.main(exported) == 0
         (tmp_path / "records.jsonl").write_text('{"text": "a b c"}\n' * 20)

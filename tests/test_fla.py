@@ -13,8 +13,6 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from tests.checked import support_problems
-from verl_ext.attention import choose_backend
-from verl_ext.attention.kernels import fallback_notices
 from verl_ext.layers import UNAWARE, scans, torch_forms
 from verl_ext.layers.convolution import convolution_kernel, convolve_documents
 from verl_ext.layers.pack import fla_lengths, import_fla
@@ -123,12 +121,3 @@ def test_a_triton_that_compiles_it_wrongly_on_hopper_is_refused(triton, capabili
     problem = scans.kernels_problem(capability)
     assert (problem is not None) is refused
     assert problem is None or "needs triton 3.7.1 or newer on a Hopper GPU (torch 2.13 brings it)" in problem
-
-
-def test_a_deterministic_run_takes_no_kernel_whose_backward_is_not(monkeypatch):
-    monkeypatch.setattr("verl_ext.attention.kernels.unusable", lambda name: None if name == "fa3" else "not here")
-    for size, exact, chosen in ((256, False, "fa3"), (256, True, "varlen"), (192, True, "fa3")):
-        assert choose_backend("auto", "cuda", None, 0.0, (9, 0), size, None, exact) == chosen
-        assert fallback_notices(chosen, None, (9, 0), size, exact) == []
-    with pytest.raises(ValueError, match=r"at most 192 with engine\.full_determinism=true; the model's is 256"):
-        choose_backend("fa3", "cuda", None, 0.0, (9, 0), 256, None, True)

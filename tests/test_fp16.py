@@ -1,16 +1,16 @@
 """fp16 with a gradient scaler: losses are scaled, gradients unscaled before the norm, bad ones skipped on all ranks."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.packed_engine import build_worker
-from tests.ranks import run_ranks
+from tests.ranks import in_turn, run_ranks
 from tests.reference import Document, pack_row
 from tests.tiny_model import VOCABULARY
 from verl_ext.checkpoint.save import Snapshot
@@ -54,11 +54,23 @@ def parameters(engine: StepEngine) -> torch.Tensor:
     return torch.cat([p.full_tensor().detach().flatten() for p in engine.module.parameters()]).clone()
 
 
-def on_ranks(function: Callable[..., Any], ranks: int, *arguments: Any) -> Any:
-    """Run a function, and return the result, which must be the same on every rank."""
-    first, *others = run_ranks(function, ranks, *arguments)
-    assert all(other == first for other in others)
-    return first
+@pytest.fixture(scope="module")
+def done(tiny_model, tmp_path_factory):
+    """Return by number of ranks the results of all functions below, which must be the same on every rank."""
+    model, saved = str(tiny_model), str(tmp_path_factory.mktemp("saved") / "saved")
+    calls = {
+        1: [(_scalers, model), (_clipped_step, model), (_step_with_a_bad_gradient, model, 0, float("nan"))],
+        2: [
+            *((_deviations, model, 1e8), (_clipped_step, model), (_step_with_a_bad_gradient, model, 1, float("inf"))),
+            *((_saved_and_loaded, model, saved), (_loaded_without_a_scaler, model, saved)),
+        ],
+    }
+    found = {}
+    for ranks, each in calls.items():
+        first, *others = run_ranks(in_turn, ranks, each)
+        assert all(other == first for other in others)
+        found[ranks] = {function.__name__: result for (function, *_), result in zip(each, first, strict=True)}
+    return found
 
 
 def _scalers(model: str) -> list[tuple[bool, float] | None]:
@@ -66,8 +78,8 @@ def _scalers(model: str) -> list[tuple[bool, float] | None]:
     return [scaler and (scaler.is_enabled(), scaler.get_scale()) for scaler in scalers]
 
 
-def test_fp16_alone_has_a_scaler_and_it_works_where_there_is_no_gpu(tiny_model):
-    assert on_ranks(_scalers, 1, str(tiny_model)) == [None, None, (True, 65536.0)]
+def test_fp16_alone_has_a_scaler_and_it_works_where_there_is_no_gpu(done):
+    assert done[1]["_scalers"] == [None, None, (True, 65536.0)]
 
 
 def _deviations(model: str, normaliser: float) -> dict[str, float]:
@@ -86,8 +98,8 @@ def _deviations(model: str, normaliser: float) -> dict[str, float]:
     return found
 
 
-def test_a_gradient_that_would_underflow_arrives_with_the_scaler(tiny_model):
-    deviations = on_ranks(_deviations, 2, str(tiny_model), 1e8)
+def test_a_gradient_that_would_underflow_arrives_with_the_scaler(done):
+    deviations = done[2]["_deviations"]
     assert deviations["plain"] > 0.9  # nearly nothing is left of it
     assert deviations["scaled"] < 5e-3
 
@@ -113,8 +125,8 @@ def _clipped_step(model: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_norm_and_the_clipped_update_are_those_of_the_unscaled_gradient(tiny_model, ranks):
-    seen = on_ranks(_clipped_step, ranks, str(tiny_model))
+def test_the_norm_and_the_clipped_update_are_those_of_the_unscaled_gradient(done, ranks):
+    seen = done[ranks]["_clipped_step"]
     assert seen["scaled norm"] == pytest.approx(65536, rel=5e-3)  # the backward pass's gradients are scaled
     assert seen["told norm"] == pytest.approx(1, rel=5e-3)
     assert seen["update norm"] == pytest.approx(1, rel=1e-3)
@@ -138,10 +150,9 @@ def _step_with_a_bad_gradient(model: str, rank: int, value: float) -> dict[str, 
     return seen
 
 
-@pytest.mark.parametrize(("ranks", "rank", "value"), [(1, 0, float("nan")), (2, 1, float("inf"))])
-def test_a_bad_gradient_on_one_rank_skips_the_step_on_all_and_halves_the_scale(tiny_model, ranks, rank, value):
-    seen = on_ranks(_step_with_a_bad_gradient, ranks, str(tiny_model), rank, value)
-    assert seen == {
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_bad_gradient_on_one_rank_skips_the_step_on_all_and_halves_the_scale(done, ranks):
+    assert done[ranks]["_step_with_a_bad_gradient"] == {
         "finite": [True, False, True],
         "moved": [True, False, True],
         "scale": [65536, 32768, 32768],
@@ -166,17 +177,20 @@ def _saved_and_loaded(model: str, folder: str) -> dict[str, Any]:
     return states
 
 
-def _loaded(model: str, folder: str) -> dict[str, Any]:
+def _loaded_without_a_scaler(model: str, folder: str) -> dict[str, Any]:
+    """Return the scaler's state after loading a checkpoint as from a run in another precision."""
+    path = Path(folder) / EXTRA
+    extra = json.loads(path.read_text())
+    dist.barrier()
+    path.write_text(json.dumps({**extra, "scaler": None}))
+    dist.barrier()
     engine = engine_of(model, FP16)
     load_engine(engine, Path(folder))
     return engine.scaler.state_dict()
 
 
-def test_the_scale_and_its_growth_are_of_the_checkpoint_and_begin_anew_after_another_precision(tiny_model, tmp_path):
-    states = on_ranks(_saved_and_loaded, 2, str(tiny_model), str(tmp_path / "saved"))
+def test_the_scale_and_its_growth_are_of_the_checkpoint_and_begin_anew_after_another_precision(done):
+    states, anew = done[2]["_saved_and_loaded"], done[2]["_loaded_without_a_scaler"]
     assert (states["saved"]["scale"], states["saved"]["_growth_tracker"]) == (256, 2)
     assert states["loaded"] == states["saved"]
-    extra = json.loads((tmp_path / "saved" / EXTRA).read_text())
-    (tmp_path / "saved" / EXTRA).write_text(json.dumps({**extra, "scaler": None}))  # as from a run in another precision
-    state = on_ranks(_loaded, 2, str(tiny_model), str(tmp_path / "saved"))
-    assert (state["scale"], state["_growth_tracker"]) == (65536, 0)
+    assert (anew["scale"], anew["_growth_tracker"]) == (65536, 0)

@@ -3,20 +3,13 @@
 import contextlib
 import math
 import os
-import shutil
 
 import numpy as np
 import pytest
 
-from tests.ranks import run_ranks
+from tests.ranks import in_turn, run_ranks
 from tests.test_fp16 import FP16
-from tests.tiny_model import VOCABULARY
-from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import SMALL, metrics, train_alone
-from verl_ext.checkpoint.layout import TRACKER
-from verl_ext.config import compose
-from verl_ext.trainer.setup import prepare
-from verl_ext.trainer.trainer import SFTTrainer
+from tests.training import build, into, metrics, small_run, stopped_at, train_each
 
 pytestmark = pytest.mark.slow
 
@@ -27,12 +20,9 @@ TOO_HIGH = 2.0**24  # like a scale that has grown over many quiet steps
 
 @pytest.fixture(scope="module")
 def options(tiny_model, tmp_path_factory):
-    """Return the overrides of a run into a folder; an epoch has 6 steps."""
-    rng = np.random.default_rng(0)
-    documents = random_documents(rng, rng.integers(5, 60, 40), VOCABULARY, 1)
-    data = write_tokenized(tmp_path_factory.mktemp("data") / "data", documents)
-    common = (f"data.train_dir={data}", f"model.path={tiny_model}")
-    return lambda folder, *more: [*common, f"trainer.default_local_dir={folder}", *more]
+    """Return the overrides of a run; an epoch has 6 steps."""
+    lengths = np.random.default_rng(0).integers(5, 60, 40).tolist()
+    return small_run(tmp_path_factory.mktemp("data"), tiny_model, lengths)
 
 
 def column(folder, name):
@@ -41,8 +31,8 @@ def column(folder, name):
 
 
 def test_fp16_follows_the_loss_of_fp32_within_half_a_percent(options, tmp_path):
-    run_ranks(train_alone, 2, options(tmp_path / "fp32", "trainer.total_epochs=2"))
-    run_ranks(train_alone, 2, options(tmp_path / "fp16", "trainer.total_epochs=2", FP16))
+    two = [*options, "trainer.total_epochs=2"]
+    run_ranks(train_each, 2, [[*two, into(tmp_path / "fp32")], [*two, into(tmp_path / "fp16"), FP16]])
     exact, half = (column(tmp_path / name, "train/loss") for name in ("fp32", "fp16"))
     assert len(exact) > 10
     assert half == pytest.approx(exact, rel=5e-3)
@@ -54,7 +44,7 @@ def test_fp16_follows_the_loss_of_fp32_within_half_a_percent(options, tmp_path):
 def _from_a_scale_too_high(overrides):
     """Execute a run whose first scale is TOO_HIGH, and return its scaler's final state."""
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-        trainer = SFTTrainer(prepare(compose([*SMALL, "trainer.logger=[file]", *overrides])))
+        trainer = build(overrides)
         scaler = trainer.engine.scaler
         scaler.load_state_dict({**scaler.state_dict(), "scale": TOO_HIGH})
         trainer.resume()
@@ -63,16 +53,18 @@ def _from_a_scale_too_high(overrides):
 
 
 @pytest.fixture(scope="module")
-def run(options, tmp_path_factory):
-    """Run 14 steps from too high a scale, saved at step 8; return overrides, folder and the scaler's final state."""
-    folder = tmp_path_factory.mktemp("runs") / "run"
-    overrides = options(folder, FP16, *COSINE, f"trainer.total_training_steps={STEPS}", "trainer.save_freq=8")
-    (state,) = run_ranks(_from_a_scale_too_high, 1, overrides)
-    return overrides, folder, state
+def runs(options, tmp_path_factory):
+    """Run 14 steps from too high a scale, saved at step 8, and resume it there; return both folders and the scalers'
+    final states."""
+    whole, resumed = (tmp_path_factory.mktemp("runs") / name for name in ("whole", "resumed"))
+    run = [*options, FP16, *COSINE, f"trainer.total_training_steps={STEPS}", "trainer.save_freq=8"]
+    calls = [(_from_a_scale_too_high, [*run, into(folder)]) for folder in (whole, resumed)]
+    ((state, _, again),) = run_ranks(in_turn, 1, [calls[0], (stopped_at, whole, resumed, 8), calls[1]])
+    return whole, resumed, state, again
 
 
-def test_a_scale_that_is_too_high_costs_a_few_steps_at_the_start_and_the_schedule_goes_on(run):
-    _, folder, state = run
+def test_a_scale_that_is_too_high_costs_a_few_steps_at_the_start_and_the_schedule_goes_on(runs):
+    folder, _, state, _ = runs
     skipped = column(folder, "train/skipped_steps")
     few = skipped[STEPS]
     assert 2 <= few <= 7  # trainer.max_skipped_steps is 10
@@ -84,12 +76,8 @@ def test_a_scale_that_is_too_high_costs_a_few_steps_at_the_start_and_the_schedul
     assert column(folder, "train/lr") == pytest.approx(lr)  # skipped steps count
 
 
-def test_a_resumed_run_goes_on_with_the_scale_as_if_uninterrupted(run, tmp_path):
-    overrides, folder, state = run
-    resumed = tmp_path / "resumed"
-    shutil.copytree(folder, resumed)
-    (resumed / TRACKER).write_text("8")
-    (again,) = run_ranks(_from_a_scale_too_high, 1, [*overrides, f"trainer.default_local_dir={resumed}"])
+def test_a_resumed_run_goes_on_with_the_scale_as_if_uninterrupted(runs):
+    folder, resumed, state, again = runs
     assert again == state
     for name in ("train/loss", "train/grad_norm", "train/lr"):
         assert column(resumed, name) == column(folder, name)

@@ -25,9 +25,10 @@ from verl_ext.commands.command_line import read_options
 from verl_ext.commands.tokenize import TokenizeOptions
 from verl_ext.options import DataError, UsageError
 from verl_ext.text.encoder_chats import ChatEncoder
-from verl_ext.text.read.json_records import BadRecord, parse_line
+from verl_ext.text.read.json_records import parse_line
 from verl_ext.text.read.readers import Chunk, read_chunks
 from verl_ext.text.read.sources import find_source_files
+from verl_ext.text.records.bad_record import BadRecord
 
 TIMES = float(os.environ.get("VERL_EXT_FUZZ", "1"))
 FIELDS = [
@@ -116,9 +117,9 @@ def test_a_random_record_is_tokenized_or_counted_as_bad(tmp_path: Path) -> None:
     draw, told = random.Random(0), Counter[str]()
     for _ in range(round(12 * TIMES)):
         lines = [json.dumps(record(draw)).encode() for _ in range(50)]
-        result = tokenizer.encode(Chunk(1, "a.jsonl", list(enumerate(lines, start=1)), 0))
-        told.update({"used": result.counts.documents}, **result.counts.bad)
-        assert result.counts.documents + sum(result.counts.bad.values()) == result.counts.records == len(lines)
+        result = tokenizer.encode(Chunk(1, [(f"a.jsonl:{number}", line) for number, line in enumerate(lines, start=1)]))
+        told.update({"used": len(result.lengths)}, **result.counts.bad)
+        assert len(result.lengths) + sum(result.counts.bad.values()) == result.counts.records == len(lines)
         json.dumps(result.counts.as_dict(), ensure_ascii=False).encode()
     assert told["used"]
     assert len(told) > 6
@@ -195,8 +196,8 @@ def read(path: Path) -> tuple[int, int]:
     total = bad = 0
     for file in find_source_files({"a": [str(path)]}):
         for chunk in read_chunks(file):
-            for number, raw in chunk.records:
-                assert chunk.place(number).startswith(str(path))
+            for place, raw in chunk.records:
+                assert place.startswith(str(path))
                 total += 1
                 try:
                     bad += isinstance(parse_line(raw) if isinstance(raw, bytes) else raw, BadRecord)

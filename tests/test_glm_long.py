@@ -67,12 +67,6 @@ def test_a_stage_has_the_published_budgets_over_intervals_that_double_up_to_its_
     assert config.loss.mode == "token"
 
 
-def test_the_folder_of_artificial_documents_must_be_given():
-    config = compose(["recipe=glm_long/stage2_1m"])
-    with pytest.raises(ValueError, match=r"^data.mixture.sources.artificial.train_dir must name a tokenized"):
-        MixtureOptions.read(config.data.mixture)
-
-
 @pytest.mark.parametrize("stage", BUDGETS)
 def test_a_scaled_stage_balances_the_tokens_of_its_intervals(stage, data):
     config = compose(overrides(stage, data, 0.1))
@@ -81,11 +75,11 @@ def test_a_scaled_stage_balances_the_tokens_of_its_intervals(stage, data):
         rows = [row for row in dataset.mixture_report if row.source == source]
         assert sum(row.tokens_wanted for row in rows) == tokens / 10
         assert sum(row.tokens_given for row in rows) == pytest.approx(tokens / 10, rel=TOLERANCE)
-        assert all(abs(row.off) <= TOLERANCE or row.hinders for row in rows)
-    assert dataset.pack_tokens().sum() == sum(row.tokens_given for row in dataset.mixture_report)
+        assert all(abs(row.off) <= TOLERANCE or row.blocked_by for row in rows)
+    assert dataset.facts().tokens.sum() == sum(row.tokens_given for row in dataset.mixture_report)
     assert dataset.categories.names == ("text",)
-    assert dataset.pack_tokens().max() <= config.data.max_tokens
-    assert dataset.pack_tokens().mean() > 0.98 * config.data.max_tokens
+    assert dataset.facts().tokens.max() <= config.data.max_tokens
+    assert dataset.facts().tokens.mean() > 0.98 * config.data.max_tokens
 
 
 def test_copies_of_a_document_lie_in_different_packs_while_they_are_no_more_than_the_parts():
@@ -109,12 +103,14 @@ def test_the_plan_is_printed_without_a_gpu_or_a_model(stage, data, monkeypatch, 
     assert " packs of " in told
 
 
-def test_a_mistake_is_one_line(data, monkeypatch):
+def test_mistakes_are_one_line(data, monkeypatch):
     with pytest.raises(SystemExit) as told:
         run(monkeypatch, "plan.py", *overrides("stage1_128k", data, 0.01), "data.mixture.sources.over_8k.token=5")
-    assert str(told.value) == (
-        "plan.py: unknown key data.mixture.sources.over_8k.token; nearest: data.mixture.sources.over_8k.tokens"
-    )
+    key = "data.mixture.sources.over_8k.token"
+    assert str(told.value) == f"plan.py: unknown key {key}; nearest: {key}s"
+    config = compose(["recipe=glm_long/stage2_1m"])
+    with pytest.raises(ValueError, match=r"^data.mixture.sources.artificial.train_dir must name a tokenized"):
+        MixtureOptions.read(config.data.mixture)
 
 
 def test_the_same_seed_writes_the_same_documents_and_every_interval_has_some(data, tmp_path, monkeypatch):
@@ -123,6 +119,6 @@ def test_the_same_seed_writes_the_same_documents_and_every_interval_has_some(dat
         first, again = (SFTDataSet(str(folder / name), 2**20) for folder in (data, tmp_path))
         assert first.spans.length.tolist() == again.spans.length.tolist()
         assert first[0]["input_ids"].tolist() == again[0]["input_ids"].tolist()
-        assert first[0]["loss_mask"].sum() == len(first[0]["loss_mask"]) - first.pack_documents()[0]
+        assert first[0]["loss_mask"].sum() == len(first[0]["loss_mask"]) - first.facts().documents[0]
         counts, _ = np.histogram(first.spans.length, [2**power for power in range(13, 21)])
         assert counts.all()

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 from tests.ranks import run_ranks
 from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import metrics, plain_losses, train_alone
+from tests.training import into, metrics, plain_losses, train_alone
 
 pytestmark = pytest.mark.slow
 
@@ -28,18 +28,9 @@ def gpt2(tiny_model, tmp_path_factory):
 def test_it_trains_as_plain_transformers_and_is_exported_as_itself(ranks, sequence_parallel, gpt2, tmp_path):
     documents = random_documents(np.random.default_rng(0), [64, 9, 30, 2, 17, 40], vocab=128, categories=2)
     data = write_tokenized(tmp_path / "data", documents)
-    run_ranks(
-        train_alone,
-        ranks,
-        [
-            f"data.train_dir={data}",
-            f"model.path={gpt2}",
-            f"engine.ulysses_sequence_parallel_size={sequence_parallel}",
-            f"trainer.default_local_dir={tmp_path}/run",
-            "trainer.total_training_steps=1",
-            "checkpoint.save_contents=[hf_model]",
-        ],
-    )
+    sizes = (f"engine.ulysses_sequence_parallel_size={sequence_parallel}", "trainer.total_training_steps=1")
+    run = [f"data.train_dir={data}", f"model.path={gpt2}", into(tmp_path / "run"), *sizes]
+    run_ranks(train_alone, ranks, [*run, "checkpoint.save_contents=[hf_model]"])
     expected = plain_losses(gpt2, documents)
     said = metrics(tmp_path / "run")
     assert said[1, "train/loss"] == pytest.approx(expected[0], rel=1e-5)

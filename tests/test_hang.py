@@ -9,16 +9,13 @@ import threading
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.ranks import run_ranks, started_ranks
-from tests.tiny_model import VOCABULARY
-from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import build
+from tests.training import build, into, small_run
 from verl_ext.checkpoint.save import Snapshot
 from verl_ext.config.run import TrainerOptions
 from verl_ext.trainer.distributed import TRAINING_FAILED, failures_reported
@@ -27,6 +24,7 @@ from verl_ext.trainer.hang import RankState, diagnosis, watch
 pytestmark = pytest.mark.slow
 
 SECONDS = 6  # trainer.hang_timeout; a busy machine may delay a tiny model's step
+TWO_A_STEP = ("data.strategy=none", "data.train_batch_size=2")
 
 
 def hang(overrides: list[str], how: str, folder: Path, step: int = 3) -> None:
@@ -50,14 +48,11 @@ def hang(overrides: list[str], how: str, folder: Path, step: int = 3) -> None:
 
 
 def test_a_rank_that_hangs_and_one_that_is_stopped_are_named(tiny_model, tmp_path):
-    documents = random_documents(np.random.default_rng(0), [20] * 8, VOCABULARY, 1)
-    data = write_tokenized(tmp_path / "data", documents)
-    common = [f"data.train_dir={data}", f"model.path={tiny_model}", "data.strategy=none", "data.train_batch_size=2"]
-    common += [f"trainer.hang_timeout={SECONDS}"]
+    common = small_run(tmp_path, tiny_model, [20] * 8, *TWO_A_STEP, f"trainer.hang_timeout={SECONDS}")
     with contextlib.ExitStack() as both:  # at the same time
         ranks = {}
         for how in ("hung", "stopped"):
-            overrides = [*common, f"trainer.default_local_dir={tmp_path / how / 'run'}"]
+            overrides = [*common, into(tmp_path / how / "run")]
             ranks[how], _ = both.enter_context(started_ranks(hang, 2, overrides, how, tmp_path))
         ending = (*ranks["hung"], ranks["stopped"][0])
         for rank in ending:
@@ -81,15 +76,13 @@ def errors(file: Path) -> list[str]:
 
 
 def test_a_first_step_and_a_save_that_hang_are_named_under_limits_of_their_own(tiny_model, tmp_path):
-    documents = random_documents(np.random.default_rng(0), [20] * 8, VOCABULARY, 1)
-    data = write_tokenized(tmp_path / "data", documents)
-    common = [f"data.train_dir={data}", f"model.path={tiny_model}", "data.strategy=none", "data.train_batch_size=2"]
+    common = small_run(tmp_path, tiny_model, [20] * 8, *TWO_A_STEP)
     first, save = ("trainer.first_step_timeout", "step 1"), ("trainer.save_timeout", "the checkpoint of step 2")
     for both in ({"first": first, "save": save}, {"save-aside": save, "save-at-the-end": save}):
         with contextlib.ExitStack() as runs:  # at the same time
             ranks = {}
             for how, (option, _) in both.items():
-                overrides = [*common, f"trainer.default_local_dir={tmp_path / how / 'run'}", f"{option}={SECONDS}"]
+                overrides = [*common, into(tmp_path / how / "run"), f"{option}={SECONDS}"]
                 overrides += ["trainer.hang_timeout=5" if how == "first" else "trainer.hang_timeout=60"]
                 overrides += ["trainer.save_freq=2"] if how != "save-at-the-end" else ["trainer.total_training_steps=2"]
                 overrides += [f"checkpoint.async_save={str('-' in how).lower()}"]

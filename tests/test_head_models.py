@@ -21,7 +21,7 @@ from tests.tiny_model import write_tiny_model
 from verl_ext.config import compose
 from verl_ext.config.model import PackedModel
 from verl_ext.data import CategoryTable
-from verl_ext.engines.head import FusedHead, HeadInputs, TargetRows, supported_head
+from verl_ext.engines.head import FusedHead, HeadInputs, TargetRows, cheapest_head
 from verl_ext.losses import LossSpec
 from verl_ext.parallel.shards import SequenceShards
 from verl_ext.trainer.batch import StepCollator
@@ -93,7 +93,7 @@ def train_one(model: str, kind: str):
             parameter.data.copy_(distribute_tensor(adapter(parameter), parameter.device_mesh, parameter.placements))
     collate = StepCollator(LossSpec("token", np.ones(1)), CategoryTable((), ()))
     packs = [pack_row(pack) for pack in PACKS]
-    return engine.head_use, [train_step(engine, packs, collate, len(packs), head) for head in HEADS]
+    return engine.cheapest_head, [train_step(engine, packs, collate, len(packs), head) for head in HEADS]
 
 
 def adapter(parameter: torch.Tensor) -> torch.Tensor:
@@ -212,34 +212,39 @@ def test_target_rows_are_shared_evenly_and_in_order(is_target, ulysses, groups):
     ranks = [SequenceShards(ulysses, groups, rank) for rank in range(ulysses * groups)]
     flags = torch.tensor([*is_target, *[False] * (-len(is_target) % ranks[0].multiple)])
     shares = [TargetRows.from_mask(flags, rank) for rank in ranks]
-    held = [rank.slice(torch.arange(len(flags)))[share.held] for rank, share in zip(ranks, shares, strict=True)]
+    held = [rank.slice(torch.arange(len(flags)))[share.local] for rank, share in zip(ranks, shares, strict=True)]
     targets = torch.cat(held).tolist()
     assert sorted(targets) == flags.nonzero().flatten().tolist()
-    assert [at for share in shares for at in share.at[share.rows].tolist()] == targets
+    assert [at for share in shares for at in share.positions[share.part].tolist()] == targets
     for rank, share in enumerate(shares):
-        assert share.at.tolist() == targets
-        assert sum(share.send) == len(share.held)
-        assert sum(share.receive) == share.rows.stop - share.rows.start <= share.padded
+        assert share.positions.tolist() == targets
+        assert sum(share.send) == len(share.local)
+        assert sum(share.receive) == share.part.stop - share.part.start <= share.most
         assert share.receive == [other.send[rank] for other in shares]
 
 
 def test_an_adapter_that_is_more_than_a_product_is_not_fused(folder):
     for more in ({"use_dora": True}, {"lora_bias": True}):
         base = AutoModelForCausalLM.from_pretrained(folder("llama"))
-        assert supported_head(get_peft_model(base, LoraConfig(r=4, target_modules=["lm_head"], **more))) == "targets"
+        assert cheapest_head(get_peft_model(base, LoraConfig(r=4, target_modules=["lm_head"], **more))) == "targets"
 
 
-def test_an_adapter_on_the_head_has_the_gradients_of_its_logits(folder):
-    model = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(folder("llama")), LoraConfig(r=4, lora_alpha=8, target_modules=["lm_head"])
-    )
+def adapted(folder, *modules):
+    """Return a model with an adapter, the ids of a document, and the labels, coefficients and rows of its targets."""
+    base = AutoModelForCausalLM.from_pretrained(folder("llama"))
+    model = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=[*modules]))
     torch.manual_seed(0)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter)
     ids = torch.randint(4, 128, (1, 12))
-    labels, coefficients = ids[0, 1:], torch.rand(11)
-    assert supported_head(model) == "fused"
+    rows = TargetRows.from_mask(torch.tensor([True] * 11 + [False]), SequenceShards())
+    return model, ids, ids[0, 1:], torch.rand(11), rows
+
+
+def test_an_adapter_on_the_head_has_the_gradients_of_its_logits(folder):
+    model, ids, labels, coefficients, rows = adapted(folder, "lm_head")
+    assert cheapest_head(model) == "fused"
 
     def gradients(loss):
         model.zero_grad()
@@ -249,9 +254,8 @@ def test_an_adapter_on_the_head_has_the_gradients_of_its_logits(folder):
     logits = model(ids).logits[0, :-1].float()
     plain = gradients((coefficients * torch.nn.functional.cross_entropy(logits, labels, reduction="none")).sum())
     head = FusedHead(model)
-    rows = TargetRows.from_mask(torch.tensor([True] * 11 + [False]), SequenceShards())
     with head.computing_loss(HeadInputs(labels, coefficients, rows, None, 3000)):
-        terms = model(ids, logits_to_keep=rows.held).logits[0, :, 0]
+        terms = model(ids, logits_to_keep=rows.local).logits[0, :, 0]
     fused = gradients(terms.sum())
     assert plain.keys() == fused.keys()
     assert any("lora_A" in name for name in plain)
@@ -263,15 +267,7 @@ def test_an_adapter_on_the_head_has_the_gradients_of_its_logits(folder):
 @pytest.mark.parametrize("merged", [False, True])
 def test_a_fused_head_without_its_adapter_is_the_base_models(merged, folder):
     """In PEFT's contexts for a reference model, values and gradients are those of the model's own logits."""
-    base = AutoModelForCausalLM.from_pretrained(folder("llama"))
-    model = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=["lm_head", "q_proj"]))
-    torch.manual_seed(0)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter)
-    ids = torch.randint(4, 128, (1, 12))
-    labels, coefficients = ids[0, 1:], torch.rand(11)
-    rows = TargetRows.from_mask(torch.tensor([True] * 11 + [False]), SequenceShards())
+    model, ids, labels, coefficients, rows = adapted(folder, "lm_head", "q_proj")
     embeddings = model.get_input_embeddings().weight.requires_grad_()
 
     def gradient(loss):
@@ -293,7 +289,7 @@ def test_a_fused_head_without_its_adapter_is_the_base_models(merged, folder):
 
     def fused():
         with head.computing_loss(HeadInputs(labels, coefficients, rows, None, 3000)):
-            terms, nll = model(ids, logits_to_keep=rows.held).logits[0].unbind(-1)
+            terms, nll = model(ids, logits_to_keep=rows.local).logits[0].unbind(-1)
         return nll.detach(), gradient(terms.sum())
 
     assert not torch.allclose(without[0], with_adapter[0], rtol=1e-2)

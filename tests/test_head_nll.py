@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from verl_ext.losses.token_nll import _fp16_grad_scale, head_terms, row_bytes, token_measures
+from verl_ext.losses.token_nll import _fp16_grad_scale, head_terms, nll_and_stats, row_bytes
 
 
 def plain_terms(factors, labels, coefficients, bias=None):
@@ -51,10 +51,10 @@ def test_measures_are_the_argmax_and_the_entropy_of_plain_logits_and_change_no_l
     right, logs = (logits.argmax(-1) == labels).float(), logits.double().log_softmax(-1)
     entropy = -(logs.exp() * logs).sum(-1).float()
     terms, nll = head_terms(factors, labels, coefficients, bias=bias, block_bytes=block_bytes)
-    fused = head_terms(factors, labels, coefficients, bias=bias, block_bytes=block_bytes, measures=True)
+    fused = head_terms(factors, labels, coefficients, bias=bias, block_bytes=block_bytes, with_stats=True)
     assert torch.equal(fused[0], terms)
     assert torch.equal(fused[1], nll)
-    plain = token_measures(logits, labels, rows=3)
+    plain = nll_and_stats(logits, labels, rows=3)
     torch.testing.assert_close(plain[0], nll, rtol=1e-5, atol=1e-5)
     for is_greedy, found in (fused[2:], plain[1:]):
         assert torch.equal(is_greedy, right)
@@ -184,7 +184,7 @@ def test_the_factor_of_a_half_precision_gradient_is_not_rounded():
 def test_the_entropy_of_logits_of_minus_infinity_is_finite():
     logits = torch.tensor([[0.0, 1.0, -torch.inf]])
     share = logits.softmax(-1)[0, :2]
-    torch.testing.assert_close(token_measures(logits, torch.tensor([1]))[2], -(share * share.log()).sum()[None])
+    torch.testing.assert_close(nll_and_stats(logits, torch.tensor([1]))[2], -(share * share.log()).sum()[None])
 
 
 @pytest.mark.parametrize("largest", [0.75, 0.5, 1 / 3, 1e-6, 3.0])

@@ -59,12 +59,9 @@ def test_the_profile_of_an_interval_is_written_wherever_a_run_begins_and_ends(fi
     assert calls == (["start", *["step"] * len(inside), "stop"] if inside else [])
     planned = set(range(done + 1, max(done, ended) + 1))
     assert bool(trainer.said) == planned.isdisjoint(range(first, first + more + 1))
-
-
-def test_no_profile_is_asked_for_by_default():
-    trainer = trainer_of(profile_interval=[-1, -1])
-    steps_of(ProfileHook(trainer), 0, 6, stops=False)
-    assert trainer.said == []
+    by_default = trainer_of(profile_interval=[-1, -1])
+    steps_of(ProfileHook(by_default), 0, 6, stops=False)
+    assert by_default.said == []
 
 
 @given(st.lists(st.one_of(st.integers(-1, 9), st.just(AFTER_EACH_EPOCH)), min_size=1), st.floats(0.3, 20))
@@ -79,8 +76,8 @@ def test_a_frequency_is_due_at_multiples_and_at_the_step_in_which_an_epoch_ends(
 def test_a_validation_set_without_an_answer_has_no_mean_of_scores():
     assert mean_scores([]) == {}
     table = SimpleNamespace(ids=[1], names=["qa1"])
-    dataset: Any = SimpleNamespace(pack_targets=lambda: [0], categories=table)
-    measure = AnswerMeasure(dataset, lambda pack, answer: True, "cpu")
+    dataset: Any = SimpleNamespace(facts=lambda: SimpleNamespace(targets=[0]), categories=table)
+    measure = AnswerMeasure(dataset, "cpu")
     assert (len(measure), measure.report()) == (0, {"answers": 0})
 
 

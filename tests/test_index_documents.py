@@ -2,24 +2,27 @@
 
 import json
 from copy import deepcopy
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import normalizers
 
 from tests.test_tokenize_templates import tiny_tokenizer
-from verl_ext.data.stream.megatron.index import TokenIndex
+from verl_ext.data.stream.megatron.index import IndexWriter, TokenIndex
 from verl_ext.data.stream.megatron.writer import TextIndexes, write_text_indexes
 from verl_ext.data.stream.multidoc import MultiDocOptions
 from verl_ext.options import DataError, UsageError
-from verl_ext.text.encoder_texts import BadText, PlainDocuments, TextOptions, TextTokenizer, vocabulary_size
-from verl_ext.text.read.readers import Batch, Chunk, read_batches
+from verl_ext.text.encoder_texts import TextOptions, TextRecordEncoder, optimal_dtype, vocabulary_size
+from verl_ext.text.read.readers import Chunk, ChunkSize, TextFile, read_files
 from verl_ext.text.read.sources import SourceFile, find_source_files
-from verl_ext.text.tokens.documents import Counts
+from verl_ext.text.tokenizing import tokenize_files
+from verl_ext.text.tokens.counts import Counts
+from verl_ext.text.tokens.documents import Documents
 
 TOKENIZER = tiny_tokenizer()
 EOS, BOS = TOKENIZER.eos_token_id, TOKENIZER.bos_token_id
@@ -29,16 +32,13 @@ def ids(text: str) -> list[int]:
     return TOKENIZER(text, add_special_tokens=False)["input_ids"]
 
 
-def batch(*records: Any) -> Batch:
-    return Batch(1, [Chunk(1, "a.jsonl", list(enumerate(records, start=1)), 10)])
+def encoded(*records: Any, tokenizer: Any = TOKENIZER, add_bos: bool = False, **options: Any) -> Documents:
+    encoder = TextRecordEncoder(TextOptions(**options), tokenizer, add_bos=add_bos)
+    return encoder.encode(Chunk(1, [(f"a.jsonl:{number}", record) for number, record in enumerate(records, start=1)]))
 
 
-def documents(result: PlainDocuments) -> list[list[int]]:
-    return [part.tolist() for part in np.split(result.tokens, np.cumsum(result.lengths))[:-1]]
-
-
-def tokenized_from(*records: Any, add_bos: bool = False, **options: Any) -> PlainDocuments:
-    return TextTokenizer(TOKENIZER, TextOptions(**options), add_bos).tokenize(batch(*records))
+def documents(result: Documents) -> list[list[int]]:
+    return [part.tolist() for part in np.split(result.input_ids, np.cumsum(result.lengths))[:-1]]
 
 
 @pytest.mark.parametrize("add_bos", [False, True])
@@ -46,21 +46,21 @@ def tokenized_from(*records: Any, add_bos: bool = False, **options: Any) -> Plai
 def test_a_document_is_its_tokens_between_the_tokens_asked_for(add_bos: bool, add_eos: bool) -> None:
     texts = ["the cat", "sat on the mat", "a<|im_end|>"]
     options = {"add_bos": add_bos, "add_eos": add_eos, "special_tokens_in_text": "keep"}
-    result = tokenized_from(*({"text": text} for text in texts), **options)
+    result = encoded(*({"text": text} for text in texts), **options)
     assert documents(result) == [[BOS] * add_bos + ids(text) + [EOS] * add_eos for text in texts]
-    assert (result.tokens.dtype, result.lengths.dtype) == (np.uint16, np.int64)
+    targets = [mask.tolist() for mask in np.split(result.loss_mask, np.cumsum(result.lengths))[:-1]]
+    assert targets == [[0] + [1] * (len(document) - 1) for document in documents(result)]
 
 
 def test_fields_of_a_record_are_joined_by_newlines() -> None:
     record = {"question": "the cat?", "answer": "sat", "text": "other"}
-    result = tokenized_from(record, b'{"answer": "b", "question": "a"}', text_key=["question", "answer"], add_eos=False)
+    result = encoded(record, b'{"answer": "b", "question": "a"}', text_key=["question", "answer"], add_eos=False)
     assert documents(result) == [ids("the cat?\nsat"), ids("a\nb")]
 
 
 def test_text_key_is_of_records_and_not_of_text_files() -> None:
-    given = Batch(1, [Chunk(1, "a.txt", [(1, {"text": "the cat"})], 7, whole_file=True)])
-    result = TextTokenizer(TOKENIZER, TextOptions(text_key="question", add_eos=False)).tokenize(given)
-    assert documents(result) == [ids("the cat")]
+    for record in (TextFile("a.txt", "the cat"), {"question": "the cat"}):
+        assert documents(encoded(record, text_key="question", add_eos=False)) == [ids("the cat")]
 
 
 BAD = [
@@ -78,13 +78,13 @@ BAD = [
 @pytest.mark.parametrize(("record", "reason", "line"), BAD)
 def test_what_cannot_be_used_is_named_with_its_place(record: Any, reason: str, line: str) -> None:
     good = {"text": "the cat"}
-    skipped = tokenized_from(good, record, good, on_bad_record="skip")
+    skipped = encoded(good, record, good, on_bad_record="skip")
     assert (len(skipped.lengths), skipped.failure) == (2, None)
-    ((after, found, told),) = [(bad.after, bad.reason, bad.line) for bad in skipped.bad]
-    assert (after, found) == (1, reason)
+    assert (skipped.counts.records, skipped.counts.bad) == (3, {reason: 1})
+    (told,) = skipped.counts.examples[reason]
     assert told.startswith(line)
     assert "\n" not in told
-    stopped = tokenized_from(good, record, good)
+    stopped = encoded(good, record, good)
     assert len(stopped.lengths) == 1
     assert stopped.failure == f"{told} ({reason}; on_bad_record=skip leaves such records out)"
 
@@ -92,8 +92,8 @@ def test_what_cannot_be_used_is_named_with_its_place(record: Any, reason: str, l
 def test_a_text_without_a_token_is_empty() -> None:
     tokenizer = deepcopy(TOKENIZER)
     tokenizer.backend_tokenizer.normalizer = normalizers.Replace("\u00ad", "")
-    result = TextTokenizer(tokenizer, TextOptions()).tokenize(batch({"text": "a"}, {"text": "\u00ad"}, {"text": "b"}))
-    assert (len(result.lengths), [bad.reason for bad in result.bad]) == (1, ["empty"])
+    result = encoded({"text": "a"}, {"text": "\u00ad"}, {"text": "b"}, tokenizer=tokenizer)
+    assert (len(result.lengths), list(result.counts.bad)) == (1, ["empty"])
 
 
 @pytest.mark.parametrize("name", ["eos", "bos"])
@@ -101,8 +101,8 @@ def test_a_token_that_the_tokenizer_lacks_cannot_be_added(name: str) -> None:
     tokenizer = deepcopy(TOKENIZER)
     setattr(tokenizer, f"{name}_token", None)
     with pytest.raises(UsageError, match=f"^data.add_{name} must be false for a tokenizer that has no {name}_token"):
-        TextTokenizer(tokenizer, MultiDocOptions(), add_bos=True)
-    TextTokenizer(tokenizer, TextOptions(add_eos=name != "eos"), add_bos=name != "bos")
+        TextRecordEncoder(MultiDocOptions(), tokenizer, add_bos=True).open()
+    TextRecordEncoder(TextOptions(add_eos=name != "eos"), tokenizer, add_bos=name != "bos").open()
 
 
 class Numbers:
@@ -129,24 +129,20 @@ class Numbers:
     [(65_499, 65_498, np.uint16), (65_500, 65_499, np.int32), (60_000, 65_600, np.int32), (2, 1, np.uint16)],
 )
 def test_tokens_are_as_wide_as_the_vocabulary_needs(size: int, highest: int, dtype: Any) -> None:
-    worker = TextTokenizer(Numbers(size, highest), TextOptions())
-    assert worker.dtype == dtype
-    result = worker.tokenize(batch({"text": f"{highest} 1"}))
-    assert result.tokens.tolist() == [highest, 1, 0]
+    assert optimal_dtype(vocabulary_size(Numbers(size, highest))) == dtype
+    assert encoded({"text": f"{highest} 1"}, tokenizer=Numbers(size, highest)).input_ids.tolist() == [highest, 1, 0]
 
 
 @pytest.mark.parametrize("token", [-1, 12, 70_000])
 def test_a_token_outside_the_vocabulary_is_refused(token: int) -> None:
-    worker = TextTokenizer(Numbers(10, 11), TextOptions())
-    assert worker.vocabulary == vocabulary_size(worker.tokenizer) == 12
     with pytest.raises(UsageError, match=rf"tokens of its vocabulary, 0\.\.11; got {token}$"):
-        worker.tokenize(batch({"text": f"1 {token}"}))
+        encoded({"text": f"1 {token}"}, tokenizer=Numbers(10, 11))
 
 
 def write_index(files: list[SourceFile], prefix: Path, **options: Any) -> Counts:
     """Tokenize one source in this process, and return the counts."""
-    tokenizer = TextTokenizer(TOKENIZER, MultiDocOptions(**options))
-    return write_text_indexes(files, tokenizer, {"data.train_dir": prefix})["data.train_dir"]
+    encoder = TextRecordEncoder(MultiDocOptions(**options), TOKENIZER)
+    return write_text_indexes(files, encoder, {"data.train_dir": prefix})["data.train_dir"]
 
 
 def text_files(folder: Path, sizes: list[list[int]]) -> list[SourceFile]:
@@ -158,95 +154,86 @@ def text_files(folder: Path, sizes: list[list[int]]) -> list[SourceFile]:
     return find_source_files({str(source): [str(folder / str(source))] for source in range(len(sizes))})
 
 
-def test_small_files_of_one_source_share_a_batch(tmp_path: Path) -> None:
+def test_small_files_of_one_source_share_a_chunk(tmp_path: Path) -> None:
     files = text_files(tmp_path, [[30, 30, 50, 1, 200, 1], [5, 5]])
-    batches = list(read_batches(files, lambda source: False, batch_bytes=100))
-    assert [(p.source, [chunk.num_bytes for chunk in p.chunks]) for p in batches] == [
-        (1, [30, 30, 50]),
-        (1, [1, 200]),
-        (1, [1]),
-        (2, [5, 5]),
-    ]
+    chunks = list(read_files(files, ChunkSize(bytes=100)))
+    sizes = [(chunk.category_id, [len(record.text) for _, record in chunk.records]) for chunk in chunks]
+    assert sizes == [(1, [30, 30, 50]), (1, [1, 200]), (1, [1]), (2, [5, 5])]
+    assert [chunk.num_bytes for chunk in chunks] == [110, 201, 1, 10]
+    assert [place for place, _ in chunks[1].records] == [files[3].path, files[4].path]
 
 
 def test_nothing_more_of_a_full_source_is_read(tmp_path: Path) -> None:
     files = text_files(tmp_path, [[100] * 5, [100]])
     for file in files[2:5]:
         Path(file.path).unlink()  # would be reported
-    taken: list[Batch] = []
-    for found in read_batches(files, lambda source: source == 1 and len(taken) == 2, batch_bytes=100):
+    taken: list[Chunk] = []
+    for found in read_files(files, ChunkSize(bytes=100), is_full=lambda source: source == 1 and len(taken) == 2):
         taken.append(found)
-    assert [p.source for p in taken] == [1, 1, 2]
-    assert [p.failure for p in taken] == [None] * 3
+    assert [(chunk.category_id, chunk.failure) for chunk in taken] == [(1, None), (1, None), (2, None)]
 
 
 def test_a_file_that_cannot_be_read_ends_its_source_after_the_documents_before_it(tmp_path: Path) -> None:
     files = text_files(tmp_path, [[10, 10, 10], [10]])
     Path(files[1].path).unlink()
-    first, second = read_batches(files, lambda source: False)
-    assert [chunk.path for chunk in first.chunks] == [files[0].path]
+    first, second = read_files(files)
+    assert [place for place, _ in first.records] == [files[0].path]
     assert first.failure is not None
     assert first.failure.startswith(f"{files[1].path}: cannot be read")
-    assert (second.source, second.failure) == (2, None)
+    assert (second.category_id, second.failure) == (2, None)
 
 
-# document lengths by batch; 0 stands for a bad record
+# document lengths by file; 0 stands for a bad record
 STREAMS = st.lists(st.lists(st.integers(0, 5), max_size=6), min_size=1, max_size=5)
 
 
-@given(stream=STREAMS, max_tokens=st.integers(1, 40), fails=st.booleans())
-def test_a_stream_is_cut_after_max_tokens_and_counts_no_record_after_the_cut(
-    stream: list[list[int]], max_tokens: int, fails: bool, tmp_path_factory: pytest.TempPathFactory
+@settings(deadline=None)
+@given(stream=STREAMS, most=st.integers(1, 40), fails=st.booleans(), records=st.integers(1, 9))
+def test_a_stream_is_cut_after_max_corpus_tokens_and_no_error_after_the_cut_ends_it(
+    stream: list[list[int]], most: int, fails: bool, records: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    prefix = tmp_path_factory.mktemp("cut") / "out"
-    index = TextIndexes({"a": prefix}, np.dtype(np.uint16), max_tokens)
-    results, number = [], 0
-    for records in stream:
-        lengths = np.array([length for length in records if length], dtype=np.int32)
-        tokens = np.arange(number, number + lengths.sum(), dtype=np.uint16)
-        number += len(tokens)
-        afters = [int(np.count_nonzero(records[:at])) for at, length in enumerate(records) if not length]
-        results.append(
-            PlainDocuments(
-                1,
-                9,
-                tokens,
-                lengths,
-                [BadText(after, "empty", "x") for after in afters],
-                None,
-                np.zeros(len(lengths), np.int64),
-            )
-        )
-    results[-1].failure = "broken" if fails else None
-    if fails and number < max_tokens:
-        with pytest.raises(DataError, match=r"^broken$"):
-            [index.add(result) for result in results]
-    else:
-        written = [index.add(result) for result in results]
-        assert sum(w.tokens for w in written) == min(number, max_tokens)
-        assert sum(w.num_bytes for w in written) == 9 * len(stream)
-    if not number:
-        with pytest.raises(DataError, match=r"^a must hold at least one document"):
-            index.close()
-        index.abandon()
+    folder = tmp_path_factory.mktemp("cut")
+    numbers, files = count(1), []
+    for at, lengths in enumerate(stream):
+        texts = [" ".join(str(next(numbers)) for _ in range(length)) for length in lengths]
+        (folder / f"{at}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        files.append(SourceFile(1, str(folder / f"{at}.jsonl"), "jsonl", 9))
+    files += [SourceFile(1, str(folder / "none.jsonl"), "jsonl", 9)] if fails else []
+    encoder = TextRecordEncoder(TextOptions(on_bad_record="skip", add_eos=False), Numbers(1000, 999))
+    total = sum(map(sum, stream))
+
+    indexes = TextIndexes({"a": folder / "out"}, np.dtype(np.uint16), most)
+
+    def write() -> Counts:
+        size = ChunkSize(records)
+        tokenize_files(files, encoder, indexes.add, indexes, size=size, is_full=indexes.is_full)
+        return indexes.counts["a"]
+
+    if total < most and fails:
+        with pytest.raises(DataError, match=r"none\.jsonl: cannot be read"):
+            write()
         return
-    index.close()
+    if not total:
+        with pytest.raises(DataError, match=r"^a must hold at least one document"):
+            write()
+        return
+    counts = write()
     # The same rule, record by record.
-    kept, bad, tokens_left = [], 0, max_tokens
-    for length in (length for records in stream for length in records):
-        if tokens_left == 0:
+    kept, bad, room = [], 0, most
+    for length in (length for lengths in stream for length in lengths):
+        if not room:
             break
         bad += not length
-        kept += [min(length, tokens_left)] if length else []
-        tokens_left -= min(length, tokens_left)
-    found = TokenIndex(prefix)
-    assert [token for place in range(found.num_documents) for token in found.tokens(place)] == [*range(sum(kept))]
-    assert found.lengths.tolist() == kept
-    counts = index.counts["a"]
+        kept += [min(length, room)] if length else []
+        room -= min(length, room)
+    index = TokenIndex(folder / "out")
+    found = [token for place in range(index.num_documents) for token in index.tokens(place).tolist()]
+    assert found == [*range(1, sum(kept) + 1)]
+    assert index.lengths.tolist() == kept
     assert (counts.documents, counts.tokens) == (len(kept), sum(kept))
-    assert (counts.bad.total(), counts.records) == (bad, bad + len(kept))
+    assert counts.records == counts.bad.total() + len(kept)
+    assert bad <= counts.bad.total() <= sum(length == 0 for lengths in stream for length in lengths)
     assert sorted(counts.lengths.elements()) == sorted(kept)
-    assert index.is_full(1) == (tokens_left == 0)
 
 
 def test_the_same_work_runs_inside_a_process_with_a_tokenizer_at_hand(tmp_path: Path) -> None:
@@ -287,8 +274,8 @@ def test_a_mistake_at_the_start_is_told_without_a_bar(
 
 def test_a_document_too_long_for_the_format_names_the_key_of_its_text(tmp_path: Path) -> None:
     tokens = np.broadcast_to(np.uint16(0), 2**31)  # one element in memory
-    index = TextIndexes({"data.val_dir": tmp_path / "out"}, np.dtype(np.uint16))
+    writer = IndexWriter(tmp_path / "out", np.uint16, "data.val_dir")
     with pytest.raises(ValueError, match=r"^data\.val_dir must give documents of at most 2147483647 tokens"):
-        index.add(PlainDocuments(1, 9, tokens, np.array([2**31]), [], None, np.zeros(1, np.int64)))
-    index.abandon()
+        writer.add(tokens, np.array([2**31]))
+    writer.abandon()
     assert list(tmp_path.iterdir()) == []

@@ -118,7 +118,7 @@ def test_every_format_gives_the_same_bytes(tmp_path: Path, model: Path, kind: st
 
 
 def test_workers_do_not_change_a_byte(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verl_ext.text.read.readers.CHUNK", ChunkSize(records=3))
+    monkeypatch.setattr("verl_ext.text.tokenizing.CHUNK", ChunkSize(records=3))
     sources = {"a": write_texts(tmp_path / "a", TEXTS), "b": write_jsonl(tmp_path / "b.jsonl", [{"text": "cat"}, 3])}
     overrides = ["on_bad_record=skip", "max_corpus_tokens=150"]
     for workers in (1, 2):

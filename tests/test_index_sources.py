@@ -16,9 +16,9 @@ from tests.test_tokenize_templates import CHATML, tiny_tokenizer
 from verl_ext.commands.command_line import read_options
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
 from verl_ext.options import DataError, UsageError
-from verl_ext.text.read.json_records import BadRecord
-from verl_ext.text.read.readers import Chunk, read_batches, read_chunks
+from verl_ext.text.read.readers import Chunk, ChunkSize, TextFile, read_chunks, read_files
 from verl_ext.text.read.sources import find_source_files
+from verl_ext.text.records.bad_record import BadRecord
 
 
 def chunks_of(path: Path) -> list[Chunk]:
@@ -39,9 +39,8 @@ def test_a_text_file_is_one_record_read_as_pythons_text_mode_reads_it(
 ) -> None:
     (tmp_path / "a.txt").write_bytes(content)
     (chunk,) = chunks_of(tmp_path / "a.txt")
-    assert chunk.records == [(1, {"text": text})]
+    assert chunk.records == [(str(tmp_path / "a.txt"), TextFile(str(tmp_path / "a.txt"), text))]
     assert chunk.num_bytes == len(content)
-    assert chunk.place(1) == str(tmp_path / "a.txt")
 
 
 @pytest.mark.parametrize(("content", "byte"), [(b"\xff", 1), (b"\xef\xbb\xbfab\xc3", 6), (b"ab\xed\xa0\x80", 3)])
@@ -60,7 +59,7 @@ def test_bad_records_reach_the_worker_processes() -> None:
 def test_records_of_other_formats_keep_their_line_as_their_place(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('\n{"text": "x"}\n')
     (chunk,) = chunks_of(tmp_path / "a.jsonl")
-    assert [chunk.place(number) for number, _ in chunk.records] == [f"{tmp_path}/a.jsonl:2"]
+    assert [place for place, _ in chunk.records] == [f"{tmp_path}/a.jsonl:2"]
 
 
 def test_a_folder_of_text_files_is_read_in_the_order_of_names(tmp_path: Path) -> None:
@@ -127,7 +126,8 @@ CONTENTS = {
 
 
 def records_of(path: Path) -> list[Any]:
-    return [record for chunk in chunks_of(path) for record in chunk.records]
+    raws = [raw for chunk in chunks_of(path) for _, raw in chunk.records]
+    return ["".join(raw.blocks()) if isinstance(raw, TextFile) else raw for raw in raws]
 
 
 @pytest.mark.parametrize("ending", COMPRESS)
@@ -159,14 +159,14 @@ def test_a_damaged_compressed_file_is_one_line_that_names_it(
     assert "\n" not in str(error.value)
 
 
-def test_a_batch_of_a_compressed_file_is_no_larger_than_one_of_the_plain_file(tmp_path: Path) -> None:
+def test_a_chunk_of_a_compressed_file_is_no_larger_than_one_of_the_plain_file(tmp_path: Path) -> None:
     content = "".join(json.dumps({"text": "the cat " * 10000}) + "\n" for _ in range(64)).encode()
     (tmp_path / "a.jsonl").write_bytes(content)
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(content))
     sizes = {}
     for name in ("a.jsonl", "a.jsonl.gz"):
         files = find_source_files({"a": [str(tmp_path / name)]})
-        sizes[name] = [batch.num_records for batch in read_batches(files, lambda source: False, 1 << 20)]
+        sizes[name] = [len(chunk.records) for chunk in read_files(files, ChunkSize(bytes=1 << 20))]
     assert sizes["a.jsonl.gz"] == sizes["a.jsonl"]
     assert len(sizes["a.jsonl"]) > 4
 

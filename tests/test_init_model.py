@@ -50,18 +50,15 @@ def refused(folder: Path, *options: str) -> str:
     return str(error.value)
 
 
-def test_plain_transformers_loads_the_folder_and_predicts_about_uniformly(made):
+def test_plain_transformers_loads_the_folder_and_predicts_about_uniformly_by_the_tokenizers_ids(made):
     model, tokenizer = AutoModelForCausalLM.from_pretrained(made), AutoTokenizer.from_pretrained(made)
-    ids = tokenizer(TEXT, return_tensors="pt").input_ids
+    text = tokenizer(TEXT, return_tensors="pt").input_ids
     with torch.no_grad():
-        loss = model(ids, labels=ids).loss
+        loss = model(text, labels=text).loss
     assert abs(loss.item() - math.log(len(tokenizer))) < 1
-    assert tokenizer.decode(ids[0]) == TEXT
+    assert tokenizer.decode(text[0]) == TEXT
     assert model.config.vocab_size == len(tokenizer)
-
-
-def test_the_tokenizers_ids_are_those_of_the_config_and_of_generation(made):
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(made), AutoTokenizer.from_pretrained(made)
+    assert model.model.layers[0].mlp.up_proj.weight.std().item() == pytest.approx(0.1, rel=0.05)  # initializer_range
     ids = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
     assert ids == {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     assert ids == {name: getattr(model.config, name) for name in ids}
@@ -77,12 +74,19 @@ def test_the_same_seed_and_text_write_the_same_bytes_and_another_seed_other_weig
     assert other != (made / "model.safetensors").read_bytes()
 
 
-def test_making_a_model_leaves_torchs_random_numbers_alone(made, tmp_path):
+def test_a_copied_tokenizer_gives_the_same_files_and_parameters_are_told_exactly(made, tmp_path):
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)
-    make(tmp_path / "model", f"tokenizer.path={made}")
+    told = make(tmp_path / "copy", f"tokenizer.path={made}")
     assert torch.rand(1) == expected
+    for name in ("tokenizer.json", "chat_template.jinja", "model.safetensors", "config.json"):
+        assert (tmp_path / "copy" / name).read_bytes() == (made / name).read_bytes()
+    model = AutoModelForCausalLM.from_pretrained(made)
+    total, embedding = model.num_parameters(), model.get_input_embeddings().weight.numel()
+    assert f"{total:,} parameters, {total - embedding:,} without embeddings" in told
+    record = json.loads((made / "init_model.json").read_text())
+    assert (record["parameters"], record["parameters_without_embeddings"]) == (total, total - embedding)
 
 
 def test_bfloat16_weights_are_the_float32_ones_rounded(made, tmp_path):
@@ -91,17 +95,6 @@ def test_bfloat16_weights_are_the_float32_ones_rounded(made, tmp_path):
     assert half.dtype == torch.bfloat16
     for mine, theirs in zip(half.parameters(), full.parameters(), strict=True):
         assert torch.equal(mine, theirs.to(torch.bfloat16))
-
-
-def test_weights_spread_as_initializer_range_says(made):
-    model = AutoModelForCausalLM.from_pretrained(made)
-    assert model.model.layers[0].mlp.up_proj.weight.std().item() == pytest.approx(0.1, rel=0.05)
-
-
-def test_a_copied_tokenizer_keeps_its_vocabulary_and_template(made, tmp_path):
-    make(tmp_path / "copy", f"tokenizer.path={made}")
-    for name in ("tokenizer.json", "chat_template.jinja", "model.safetensors", "config.json"):
-        assert (tmp_path / "copy" / name).read_bytes() == (made / name).read_bytes()
 
 
 def test_a_larger_vocabulary_stays_and_null_makes_it_the_tokenizers(tmp_path):
@@ -115,15 +108,6 @@ def test_a_larger_vocabulary_stays_and_null_makes_it_the_tokenizers(tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 128
 
 
-def test_it_tells_parameters_exactly(made, tmp_path):
-    told = make(tmp_path / "model", f"tokenizer.path={made}")
-    model = AutoModelForCausalLM.from_pretrained(made)
-    total, embedding = model.num_parameters(), model.get_input_embeddings().weight.numel()
-    assert f"{total:,} parameters, {total - embedding:,} without embeddings" in told
-    record = json.loads((made / "init_model.json").read_text())
-    assert (record["parameters"], record["parameters_without_embeddings"]) == (total, total - embedding)
-
-
 @pytest.mark.parametrize(
     ("options", "line"),
     [
@@ -132,13 +116,11 @@ def test_it_tells_parameters_exactly(made, tmp_path):
         (["model=tiny", "config.hiden_size=8"], "key config.hiden_size of qwen3; nearest: config.hidden_size"),
         (["model=tiny", "config.initializer_range=nan"], "config.initializer_range must be at least 0 and finite; got"),
         (["model=tiny", "config.hidden_size=194"], "Field 'head_dim' expected int, got float (value: 48.5)"),
-        (["model=minimind_104m", "config.hidden_size=194"], "hidden size (194) is not a multiple of the number of att"),
         (["model=gpt2_124m", "config.hidden_size=100"], "`embed_dim` must be divisible by num_heads"),
         (["model=tiny", "config.num_key_value_heads=3"], "divisible by config.num_key_value_heads (3); got 4"),
         (["model=tiny", "config.head_dim=5"], "config.head_dim must be even for rotary positions; got 5"),
         (["model=tiny", "config.num_hidden_layers=0"], "config.num_hidden_layers must be at least 1; got 0"),
         (["model=tiny", "config.hidden_act=sulu"], "can build a qwen3; got config.hidden_act=sulu (KeyError"),
-        (["model=tiny", "config.rms_norm_eps=x"], "Field 'rms_norm_eps' expected float, got str (value: 'x')"),
         (["model=tiny", "config.rope_parameters=3"], "can build a qwen3; got config.rope_parameters=3 ("),
         (["model=tiny", "config.eos_token_id=1"], "config must not set eos_token_id, which model, dtype or the"),
         (["model=tiny", "config.vocab_size=100"], "config.vocab_size must be at least the tokenizer's 128, or null"),

@@ -51,12 +51,9 @@ def test_minimind_is_as_its_authors_make_it():
     assert asks_for_router_loss(config)
 
 
-def test_gpt2_has_learned_positions_and_dropout():
+def test_gpt2_has_learned_positions_and_dropout_and_residual_outputs_smaller_by_the_root_of_their_number():
     config = config_of("gpt2_124m")
     assert (config.n_positions, config.resid_pdrop, config.embd_pdrop, config.attn_pdrop) == (1024, 0.1, 0.1, 0.1)
-
-
-def test_gpt2s_residual_outputs_start_smaller_by_the_root_of_their_number():
     model = random_model(config_of("gpt2_124m", n_embd=192, n_layer=8, vocab_size=None), 0, "float32")
     spread = {name: float(weight.std()) for name, weight in model.named_parameters()}
     for layer in range(8):

@@ -7,9 +7,11 @@ from collections import Counter
 
 import pytest
 import vl_convert
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.chat_server import chat_server, completion
 from verl_ext.__main__ import main
+from verl_ext.tools.judging.recall import BABILong
 from verl_ext.tools.judging.writing import DIMENSIONS
 
 pytestmark = pytest.mark.slow
@@ -27,15 +29,40 @@ def cases(tmp_path):
     return path
 
 
-def _result(folder):
-    return json.loads((folder / "results.json").read_text())
+@pytest.fixture
+def judged(tmp_path, cases):
+    """Return a function that judges by words of the command, and returns the result of each model."""
+
+    def judged(*given, task="longbench_write", code=0):
+        words = {"task": task, "cases": cases, "output_dir": tmp_path / "out"}
+        words |= dict(word.split("=", 1) for word in given)
+        assert main(["judge", *(f"{key}={value}" for key, value in words.items())]) == code
+        return json.loads((tmp_path / "out" / "results.json").read_text())["models"]
+
+    return judged
+
+
+def _model(server):
+    return f"endpoint.base_url={server.url}", "endpoint.model=m"
+
+
+def _judge(server):
+    return f"judge.base_url={server.url}", "judge.model=gpt"
+
+
+def _predictions(tmp_path, **words):
+    """Write predictions of so many words for each case, by name, and return the option that names their files."""
+    for name, count in words.items():
+        rows = [{**case, "response": "word " * count} for case in CASES]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return f"predictions={{{','.join(f'{name}:{tmp_path}/{name}.jsonl' for name in words)}}}"
 
 
 def _good_judge(request):
     return json.dumps({"Analysis": "fine", **dict.fromkeys(DIMENSIONS, 4)})
 
 
-def test_an_endpoint_is_judged_and_a_second_run_asks_nobody(tmp_path, cases, capsys):
+def test_an_endpoint_is_judged_and_a_second_run_asks_nobody(judged, tmp_path, capsys):
     asked = Counter()
 
     def model(request):
@@ -51,15 +78,10 @@ def test_an_endpoint_is_judged_and_a_second_run_asks_nobody(tmp_path, cases, cap
         return _good_judge(request)
 
     with chat_server(model) as server, chat_server(judge) as judge_server:
-        arguments = [
-            "judge", "task=longbench_write", f"cases={cases}", f"endpoint.base_url={server.url}", "endpoint.model=m",
-            f"judge.base_url={judge_server.url}", "judge.model=gpt", f"output_dir={tmp_path / 'out'}",
-        ]  # fmt: skip
-        assert main(arguments) == 0
+        judged(*_model(server), *_judge(judge_server))
         assert "S_q_imputed" in capsys.readouterr().out
-        assert main([*arguments, "overwrite=true"]) == 0
+        found = judged(*_model(server), *_judge(judge_server), "overwrite=true")["m"]
     assert asked == {"model": 2, "judge": 2}
-    found = _result(tmp_path / "out")["models"]["m"]
     assert found["figures"]["all"]["S_l"]["mean"] == pytest.approx(75)
     assert found["figures"]["all"]["S_q"]["mean"] == 75
     assert found["figures"]["type Essay"]["S_l"]["mean"] == 50
@@ -80,18 +102,17 @@ def _charts(folder):
     return {chart["title"]: chart["values"] for chart in data["charts"]}
 
 
-def test_the_page_has_figures_with_intervals_side_by_side_and_the_judges_raw_texts(tmp_path, cases):
+def test_the_page_has_figures_with_intervals_side_by_side_and_the_judges_raw_texts(judged, tmp_path):
     script = "<script>alert(1)</script>"
-    for name, count in (("short", 50), ("exact", 100)):
-        rows = [{**case, "response": f"{script} " + "word " * count} for case in CASES]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    predictions = _predictions(tmp_path, short=50, exact=100)
+    for name in ("short", "exact"):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text(path.read_text().replace('"response": "', f'"response": "{script} '))
     with chat_server(lambda request: f"{script} {_good_judge(request)}") as server:
-        given = [f"predictions={{short:{tmp_path}/short.jsonl,exact:{tmp_path}/exact.jsonl}}", f"cases={cases}"]
-        given += [f"judge.base_url={server.url}", "judge.model=gpt", f"output_dir={tmp_path / 'out'}"]
-        assert main(["judge", "task=longbench_write", *given]) == 0
+        models = judged(predictions, *_judge(server))
     charts = _charts(tmp_path / "out")
     assert list(charts) == ["S_bar", "S_bar by type", "S_l", "S_l by type", "S_q", "S_q by type"]
-    figures = {name: of["figures"]["all"]["S_l"] for name, of in _result(tmp_path / "out")["models"].items()}
+    figures = {name: of["figures"]["all"]["S_l"] for name, of in models.items()}
     assert {row.pop("model"): row for row in charts["S_l"]} == {n: {"group": "", **f} for n, f in figures.items()}
     page = (tmp_path / "out" / "page.html").read_text()
     assert "<script>alert" not in page
@@ -100,94 +121,65 @@ def test_the_page_has_figures_with_intervals_side_by_side_and_the_judges_raw_tex
     assert "<summary>case 2</summary>" in page
 
 
-def test_the_ruler_is_drawn_as_words_written_over_words_asked_for(tmp_path, cases):
-    rows = [{**case, "response": "word " * case["length"]} for case in CASES]
-    (tmp_path / "pred.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    given = [f"predictions.a={tmp_path}/pred.jsonl", f"cases={cases}", f"output_dir={tmp_path / 'out'}"]
-    assert main(["judge", "task=longwrite_ruler", *given]) == 0
+def test_the_ruler_is_drawn_as_words_written_over_words_asked_for(judged, tmp_path):
+    judged(_predictions(tmp_path, a=100), task="longwrite_ruler")
     points = _charts(tmp_path / "out")["words written over words asked for"]
-    assert [(point["asked"], point["is"]) for point in points] == [(100, 100), (200, 200)]
+    assert [(point["asked"], point["is"]) for point in points] == [(100, 100), (200, 100)]
 
 
-def test_what_is_spent_is_printed_for_each_server_by_its_prices(tmp_path, cases, capsys):
-    (tmp_path / "prices.yaml").write_text("m: {input: 1000, output: 10000}\ngpt: {input: 0, output: 100000}\n")
+def test_what_is_spent_is_printed_for_each_server_by_its_prices(judged, tmp_path, cases, capsys):
+    file = tmp_path / "prices.yaml"
+    file.write_text("m: {input: 1000, output: 10000}\ngpt: {input: 0, output: 100000}\n")
     with chat_server(lambda request: "word " * 100) as server, chat_server(_good_judge) as judge_server:
-        arguments = [
-            "judge", "task=longbench_write", f"cases={cases}", f"endpoint.base_url={server.url}", "endpoint.model=m",
-            f"judge.base_url={judge_server.url}", "judge.model=gpt", f"output_dir={tmp_path / 'out'}",
-            f"endpoint.prices={tmp_path}/prices.yaml", f"judge.prices={tmp_path}/prices.yaml",
-        ]  # fmt: skip
-        assert main(arguments) == 0
+        given = [*_model(server), *_judge(judge_server), f"endpoint.prices={file}", f"judge.prices={file}"]
+        judged(*given)
         printed = capsys.readouterr()
         assert re.search(r"^m: 2 requests.* 20 prompt tokens .* cost 0\.12$", printed.out, re.MULTILINE)
         assert re.search(r"^judge gpt: 2 requests.* 10 written, cost 1\.00$", printed.out, re.MULTILINE)
         assert re.search(r"2/2, .* requests/s, 60\.00 tokens, cost 1\.12, ", printed.err)
-        (tmp_path / "prices.yaml").write_text("m: {input: 1, output: 1}\ngpt: {inptu: 0, output: 100000}\n")
-        assert main([*arguments, "overwrite=true"]) == 2
+        file.write_text("m: {input: 1, output: 1}\ngpt: {inptu: 0, output: 100000}\n")
+        judged(*given, "overwrite=true", code=2)
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
     assert "judge.prices.gpt" in line
     assert "inptu" in line
 
 
-def test_predictions_of_other_programs_are_judged_side_by_side(tmp_path, cases, capsys):
-    for name, words in (("short", 50), ("exact", 100)):
-        rows = [{**case, "response_length": words, "response": "word " * words} for case in CASES]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    given = f"predictions={{short:{tmp_path}/short.jsonl,exact:{tmp_path}/exact.jsonl}}"
-    assert main(["judge", "task=longbench_write", f"cases={cases}", given, f"output_dir={tmp_path / 'out'}"]) == 0
-    models = _result(tmp_path / "out")["models"]
+def test_predictions_of_other_programs_are_judged_side_by_side(judged, tmp_path, capsys):
+    models = judged(_predictions(tmp_path, short=50, exact=100))
     assert models["short"]["figures"]["all"]["S_l"]["mean"] == pytest.approx((50 + 0) / 2)
     assert models["exact"]["figures"]["all"]["S_l"]["mean"] == pytest.approx((100 + 50) / 2)
     assert "S_q" not in models["exact"]["figures"]["all"]
     assert "exact" in capsys.readouterr().out.splitlines()[0]
 
 
-def test_a_case_that_had_no_answer_before_is_none_when_judged_again(tmp_path, cases, capsys):
-    outcomes = ("done", "failed")
-    rows = [
-        {"case": str(number), "answer": "word " * 100 if outcome == "done" else "", "outcome": outcome}
-        for number, outcome in enumerate(outcomes, start=1)
-    ]
+def test_a_case_that_had_no_answer_before_is_none_when_judged_again(judged, tmp_path, capsys):
+    rows = [{"case": "1", "answer": "word " * 100, "outcome": "done"}, {"case": "2", "answer": "", "outcome": "failed"}]
     (tmp_path / "answers.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    given = [f"predictions.a={tmp_path}/answers.jsonl", f"cases={cases}", f"output_dir={tmp_path / 'out'}"]
-    assert main(["judge", "task=longbench_write", *given]) == 1
+    found = judged(f"predictions.a={tmp_path}/answers.jsonl", code=1)["a"]
     assert "1 of 2 cases of a" in capsys.readouterr().err
-    found = _result(tmp_path / "out")["models"]["a"]
     assert found["figures"]["all"]["S_l"] == {"mean": 100, "low": None, "high": None, "cases": 1}
     assert found["outcomes"] == {"done": 1, "failed": 1}
 
 
-def test_empty_and_refused_answers_count_as_no_words_wherever_they_come_from(tmp_path, cases):
-    asked = Counter()
-
-    def judge(request):
-        asked["judge"] += 1
-        return _good_judge(request)
-
+def test_empty_and_refused_answers_count_as_no_words_wherever_they_come_from(judged, tmp_path):
     def model(request):
         return completion("", refusal="No.") if "essay" in request["messages"][0]["content"] else ""
 
-    with chat_server(model) as server, chat_server(judge) as judge_server:
-        rows = [{"case": str(number), "answer": "", "outcome": o} for number, o in enumerate(("done", "refused"), 1)]
-        (tmp_path / "answers.jsonl").write_text("\n".join(map(json.dumps, rows)))
-        arguments = [
-            *("judge", "task=longbench_write", f"cases={cases}", f"endpoint.base_url={server.url}"),
-            *("endpoint.model=m", f"predictions.file={tmp_path}/answers.jsonl", f"output_dir={tmp_path / 'out'}"),
-            *(f"judge.base_url={judge_server.url}", "judge.model=gpt"),
-        ]
-        assert main(arguments) == 0
-    for model_of in _result(tmp_path / "out")["models"].values():
+    rows = [{"case": str(number), "answer": "", "outcome": o} for number, o in enumerate(("done", "refused"), 1)]
+    (tmp_path / "answers.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with chat_server(model) as server, chat_server(_good_judge) as judge_server:
+        file = f"predictions.file={tmp_path}/answers.jsonl"
+        models = judged(*_model(server), *_judge(judge_server), file)
+        assert not judge_server.requests
+    for model_of in models.values():
         assert model_of["outcomes"] == {"unparsable": 1, "refused": 1}
         means = {name: figure["mean"] for name, figure in model_of["figures"]["all"].items()}
         assert set(means.values()) == {0}
         assert {"S_l", "S_q", "S_q_imputed", "S_bar"} <= set(means)
         assert model_of["figures"]["all"]["S_l"]["cases"] == 2
-    assert not asked
 
 
-def test_verdicts_that_stay_unreadable_are_asked_for_five_times_counted_apart_and_end_with_exit_code_1(
-    tmp_path, cases, capsys
-):
+def test_unreadable_verdicts_are_asked_for_five_times_counted_apart_and_end_with_exit_code_1(judged, tmp_path, capsys):
     asked = Counter()
 
     def judge(request):
@@ -195,94 +187,66 @@ def test_verdicts_that_stay_unreadable_are_asked_for_five_times_counted_apart_an
         asked[essay] += 1
         return "I liked it." if essay else _good_judge(request)
 
-    rows = [{**case, "response": "word " * 100} for case in CASES]
-    (tmp_path / "pred.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    predictions = _predictions(tmp_path, a=100)
     with chat_server(judge) as server:
-        arguments = [
-            "judge", "task=longbench_write", f"cases={cases}", f"predictions.a={tmp_path}/pred.jsonl",
-            f"judge.base_url={server.url}", "judge.model=gpt", f"output_dir={tmp_path / 'out'}",
-        ]  # fmt: skip
-        assert main(arguments) == 1
+        found = judged(predictions, *_judge(server), code=1)["a"]
     error = capsys.readouterr().err.splitlines()[-1]
     assert "1 of 2 cases of a" in error
     assert "max_failed=0" in error
     assert asked == {True: 5, False: 1}
-    found = _result(tmp_path / "out")["models"]["a"]
     assert found["outcomes"] == {"done": 1, "verdict unparsable": 1}
     assert found["figures"]["all"]["S_q"] == {"mean": 75, "low": None, "high": None, "cases": 1}
     assert found["figures"]["all"]["S_q_imputed"]["mean"] == pytest.approx((75 + 50) / 2)
     with chat_server(judge) as server:
-        arguments[4] = f"judge.base_url={server.url}"
-        assert main([*arguments, "overwrite=true", "max_failed=0.5"]) == 0
+        judged(predictions, *_judge(server), "overwrite=true", "max_failed=0.5")
     assert asked == {True: 5, False: 1}  # unreadable verdicts cost as much
 
 
-def test_longbench_chat_gives_the_mean_and_the_codes_sum(tmp_path):
+def test_longbench_chat_gives_the_mean_and_the_codes_sum(judged, tmp_path):
     cases = [{"idx": i, "prompt": f"doc {i}", "query": f"why {i}?", "answer": f"because {i}"} for i in (1, 2)]
     shots = [[{"answer": f"shot {i}{k}", "score": k + 1} for k in range(3)] for i in (1, 2)]
     for name, value in (("cases", cases), ("shots", shots)):
         (tmp_path / f"{name}.json").write_text(json.dumps(value))
     ratings = iter([6, 8, 3, 3])
+    given = [f"cases={tmp_path}/cases.json", f"chat.shots={tmp_path}/shots.json", "chat.ratings=2"]
     with (
         chat_server(lambda request: "an answer") as server,
         chat_server(lambda request: f"Rating: [[{next(ratings)}]]") as judge_server,
     ):
-        arguments = [
-            "judge", "task=longbench_chat", f"cases={tmp_path}/cases.json", f"chat.shots={tmp_path}/shots.json",
-            f"endpoint.base_url={server.url}", "endpoint.model=m", f"judge.base_url={judge_server.url}",
-            "judge.model=gpt", "chat.ratings=2", "chat.shuffle_shots=true", f"output_dir={tmp_path / 'out'}",
-        ]  # fmt: skip
-        assert main(arguments) == 0
-    found = _result(tmp_path / "out")["models"]["m"]
+        more = [*_model(server), *_judge(judge_server), "chat.shuffle_shots=true"]
+        found = judged(*given, *more, task="longbench_chat")["m"]
     assert found["figures"]["all"]["rating"]["mean"] == 5
     assert found["sums"] == {"rating": 10}
 
 
-def test_a_needle_is_asked_for_at_every_length_and_depth(tmp_path, tiny_model):
+def test_a_needle_is_asked_for_at_every_length_and_depth(judged, tmp_path, tiny_model):
     (tmp_path / "hay.txt").write_text(" ".join(f"Sentence {i} of the hay." for i in range(400)))
 
     def model(request):
         prompt = request["messages"][0]["content"]
         return "It is 7421." if prompt.index("7421") < len(prompt) / 2 else "I do not know."
 
+    given = [f"cases={tmp_path / 'hay.txt'}", f"model.path={tiny_model}", "needle.lengths=[100,900]"]
+    given += ["needle.depths=[0,100]", "needle.text=The key is 7421.", "needle.question=What is the key?"]
     with chat_server(model) as server:
-        arguments = [
-            "judge", "task=needle", f"cases={tmp_path / 'hay.txt'}", f"model.path={tiny_model}",
-            "needle.lengths=[100,900]", "needle.depths=[0,100]",
-            "'needle.text=The key is 7421.'", "'needle.question=What is the key?'",
-            "needle.expected=['7421']", f"endpoint.base_url={server.url}", "endpoint.model=m",
-            f"output_dir={tmp_path}/out",
-        ]  # fmt: skip
-        assert main([argument.strip("'") for argument in arguments]) == 0
-    figures = _result(tmp_path / "out")["models"]["m"]["figures"]
-    assert {name: of["found"]["mean"] for name, of in figures.items() if name.startswith("cell")} == {
-        "cell 100 at 0%": 1, "cell 100 at 100%": 0, "cell 900 at 0%": 1, "cell 900 at 100%": 0
-    }  # fmt: skip
-    cells = _charts(tmp_path / "out")["m: found"]
-    assert {(cell["across"], cell["down"]): cell["score"] for cell in cells} == {
-        ("100", "0%"): 1, ("100", "100%"): 0, ("900", "0%"): 1, ("900", "100%"): 0
-    }  # fmt: skip
+        figures = judged(*given, "needle.expected=['7421']", *_model(server), task="needle")["m"]["figures"]
+    found = {name: of["found"]["mean"] for name, of in figures.items() if name.startswith("cell")}
+    assert found == {f"cell {length} at {depth}%": depth == 0 for length in (100, 900) for depth in (0, 100)}
+    cells = {(c["across"], c["down"]): c["score"] for c in _charts(tmp_path / "out")["m: found"]}
+    assert cells == {(str(length), f"{depth}%"): depth == 0 for length in (100, 900) for depth in (0, 100)}
 
 
-def test_a_folder_answers_as_plain_transformers_does(tmp_path, tiny_model):
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
+def test_a_folder_answers_as_plain_transformers_does(judged, tmp_path, tiny_model):
     (tmp_path / "qa1").mkdir()
     rows = [{"input": "John went home.", "question": "Where is John?", "target": "kitchen"}]
     (tmp_path / "qa1" / "0k.json").write_text(json.dumps(rows))
-    given = [f"cases={tmp_path / 'qa1'}", f"models.tiny={tiny_model}", f"output_dir={tmp_path / 'out'}"]
-    assert main(["judge", "task=babilong", "max_tokens=8", *given]) == 0
+    judged(f"cases={tmp_path / 'qa1'}", f"models.tiny={tiny_model}", "max_tokens=8", task="babilong")
     (answer,) = map(json.loads, (tmp_path / "out" / "tiny" / "answers.jsonl").read_text().splitlines())
     tokenizer, model = (cls.from_pretrained(tiny_model) for cls in (AutoTokenizer, AutoModelForCausalLM))
-    from verl_ext.tools.judging.recall import BABILong
-
     (case,) = BABILong(str(tmp_path / "qa1")).cases()
-    inputs = tokenizer.apply_chat_template(
-        [{"role": "user", "content": case.prompt}], add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    with torch.inference_mode():
-        output = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs["input_ids"].size(1) :]
+    chat = [{"role": "user", "content": case.prompt}]
+    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    output = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs["input_ids"].size(1) :]
     assert answer["answer"] == tokenizer.decode(output, skip_special_tokens=True).strip()
 
 
@@ -293,10 +257,7 @@ def test_a_folder_answers_as_plain_transformers_does(tmp_path, tiny_model):
         (["task=longbench_write", "cases=CASES"], "models, predictions or endpoint.base_url"),
         (["task=longbench_write", "cases=nowhere.jsonl", "models.a=x"], "cases"),
         (["task=longbench_write", "cases=CASES", "models.a=nowhere"], "models.a"),
-        (
-            ["task=longbench_write", "cases=CASES", "endpoint.base_url=localhost", "endpoint.model=m"],
-            "endpoint.base_url",
-        ),
+        (["task=longbench_write", "cases=CASES", "endpoint.base_url=localhost", "endpoint.model=m"], "endpoint.base"),
         (["task=longbench_chat", "cases=CASES", "models.a=x"], "judge.base_url"),
         (["task=needle", "cases=CASES", "models.a=x"], "model.path"),
         (["task=needle", "cases=CASES", "models.a=x", "needle.text=T"], "needle.text"),

@@ -8,15 +8,11 @@ import pytest
 
 from verl_ext.endpoint.answer import Unparsable
 from verl_ext.options import DataError
+from verl_ext.text.word_count import count_words, length_score
 from verl_ext.tools.judging.chat import ChatBenchOptions, LongBenchChat
 from verl_ext.tools.judging.figures import figure, figures
 from verl_ext.tools.judging.recall import BABILong, Needle, NeedleOptions
-from verl_ext.tools.judging.writing import (
-    DIMENSIONS,
-    LongBenchWrite,
-    LongWriteRuler,
-    read_quality,
-)
+from verl_ext.tools.judging.writing import DIMENSIONS, LongBenchWrite, LongWriteRuler, read_quality
 
 SCORES = dict(zip(DIMENSIONS, (5, 4, 3, 2, 1, 5), strict=True))
 
@@ -38,10 +34,7 @@ def test_a_verdict_is_read_in_the_forms_that_judges_give_it(text):
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "no scores",
-        json.dumps({**SCORES, "Clarity": 6}),
-        json.dumps({**SCORES, "Clarity": None}),
+        *("", "no scores", json.dumps({**SCORES, "Clarity": 6}), json.dumps({**SCORES, "Clarity": None})),
         json.dumps(dict.fromkeys(DIMENSIONS[1:], 3)),
         json.dumps({"Analysis": "x"})[:-1],
     ],
@@ -76,15 +69,11 @@ def test_longbench_write_scores_as_longwriter_and_as_evalscope_where_a_verdict_i
     assert found["all"]["S_l"].mean == pytest.approx(np.mean([100, 50, 100 * (1 - 2 / 3)]))
     assert found["all"]["S_q"].mean == pytest.approx(total([v for v in verdicts if v]))
     assert found["all"]["S_q"].cases == 2
-    assert found["all"]["S_q_imputed"].mean == pytest.approx(
-        total([v or dict.fromkeys(DIMENSIONS, 3) for v in verdicts])
-    )
+    imputed = total([verdict or dict.fromkeys(DIMENSIONS, 3) for verdict in verdicts])
+    assert found["all"]["S_q_imputed"].mean == pytest.approx(imputed)
     assert found["all"]["Clarity"].mean == pytest.approx((4.5 - 1) * 25)
-    assert {group for group in found if group.startswith("length")} == {
-        "length 0-500",
-        "length 500-2000",
-        "length 2000-4000",
-    }
+    lengths = {f"length {interval}" for interval in ("0-500", "500-2000", "2000-4000")}
+    assert {group for group in found if group.startswith("length")} == lengths
     assert found["type Story"]["S_l"].cases == 2
     published = task.published(cases[1], answers[1])
     assert published == {**rows[1], "response_length": 300, "response": answers[1]}
@@ -132,8 +121,7 @@ def test_shuffled_shots_keep_their_ratings_and_differ_between_two_ratings(chat_f
 
 
 @pytest.mark.parametrize(
-    ("text", "rating"),
-    [("[[7]]", 7), ("It beats the shot of [[3]], so [[8]].", 8), ("[[rating: 6.5]]", 6.5)],
+    ("text", "rating"), [("[[7]]", 7), ("It beats the shot of [[3]], so [[8]].", 8), ("[[rating: 6.5]]", 6.5)]
 )
 def test_a_rating_is_the_first_number_of_the_last_brackets(text, rating):
     assert LongBenchChat("").verdict(text) == rating
@@ -145,9 +133,10 @@ def test_a_text_without_a_rating_from_1_to_10_cannot_be_read(text):
         LongBenchChat("").verdict(text)
 
 
-def test_two_ratings_count_with_their_mean_and_one_that_is_missing_with_none(chat_files):
-    task = LongBenchChat(chat_files[0], ChatBenchOptions(shots=chat_files[1]))
+def test_two_ratings_count_with_their_mean_one_that_is_missing_with_none_and_a_long_prompt_loses_its_middle(chat_files):
+    task = LongBenchChat(chat_files[0], ChatBenchOptions(shots=chat_files[1], max_prompt_tokens=10), Words())
     case = next(iter(task.cases()))
+    assert case.prompt.split() == ["doc", "1"] * 5
     assert task.scores(case, "x", [7, 8]) == {"rating": 7.5}
     assert task.scores(case, "x", [7, None]) == {"rating": None}
 
@@ -168,11 +157,6 @@ class Words:
         return {"offset_mapping": [word.span() for word in re.finditer(r"\s*\S+", text)]}
 
 
-def test_a_prompt_over_the_limit_loses_its_middle(chat_files):
-    task = LongBenchChat(chat_files[0], ChatBenchOptions(shots=chat_files[1], max_prompt_tokens=10), Words())
-    assert next(iter(task.cases())).prompt.split() == ["doc", "1", "doc", "1", "doc", "1", "doc", "1", "doc", "1"]
-
-
 @pytest.mark.parametrize(("depth", "sentences"), [(0, 0), (50, 5), (100, 10)])
 def test_a_needle_stands_between_sentences_at_its_depth(tmp_path, depth, sentences):
     text = " ".join(f"This is sentence number {i}." for i in range(10))
@@ -184,11 +168,7 @@ def test_a_needle_stands_between_sentences_at_its_depth(tmp_path, depth, sentenc
     assert document.split("The key is blue.")[0].count("sentence") == sentences
     assert document.replace("The key is blue.", "").split() == text.split()
     assert Needle("", options).scores(case, "It is BLUE.", []) == {"found": 1.0}
-
-
-def test_texts_that_are_too_short_for_a_length_are_refused(tmp_path):
-    (tmp_path / "hay.txt").write_text("One sentence.")
-    with pytest.raises(DataError, match="lengths=1000"):
+    with pytest.raises(DataError, match="lengths=1000"):  # the texts are too short
         list(Needle(str(tmp_path), NeedleOptions(lengths=[1000]), Words()).cases())
 
 
@@ -222,3 +202,19 @@ def test_a_file_that_is_not_the_benchmarks_is_refused(tmp_path, text):
     (tmp_path / "cases.jsonl").write_text(text)
     with pytest.raises(DataError, match=r"cases must .*cases\.jsonl|cases must have"):
         list(LongBenchWrite(str(tmp_path / "cases.jsonl")).cases())
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("two words", 2), ("don't", 2), ("GPT4 is 42", 1), ("两个字", 3), ("用Python写", 2), ("かな", 0), ("", 0)],
+)
+def test_words_are_counted_as_published(text, count):
+    assert count_words(text) == count
+
+
+@pytest.mark.parametrize(
+    ("asked", "written", "score"),
+    [(1000, 1000, 100), (1000, 2000, 200 / 3), (1000, 500, 50), (1000, 4000, 0), (900, 300, 0), (1000, 0, 0)],
+)
+def test_the_length_score_is_the_published_formula(asked, written, score):
+    assert length_score(asked, written) == pytest.approx(score)

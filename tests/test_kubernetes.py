@@ -64,9 +64,8 @@ def test_the_pytorch_job_fits_its_schema():
         assert set(replica) <= PYTORCH_JOB["replica"]
         assert replica["restartPolicy"] in ("Always", "OnFailure", "Never", "ExitCode")
         assert [container["name"] for container in replica["template"]["spec"]["containers"]] == ["pytorch"]
-        validate(
-            {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "x"}, "template": replica["template"]}
-        )
+        pod = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "x"}, "template": replica["template"]}
+        validate(pod)
 
 
 def test_the_pods_of_a_job_are_found_by_the_name_that_they_are_given():
@@ -94,13 +93,8 @@ def environment(name: str, node: str) -> dict[str, str]:
     }
 
 
-OPERATOR = {
-    "PET_NNODES": "4",
-    "PET_NODE_RANK": "2",
-    "PET_NPROC_PER_NODE": "8",
-    "PET_MASTER_ADDR": "verl-ext-sft-master-0",
-    "PET_MASTER_PORT": "23456",
-}
+OPERATOR = {"PET_NNODES": "4", "PET_NODE_RANK": "2", "PET_NPROC_PER_NODE": "8", "PET_MASTER_PORT": "23456"}
+OPERATOR["PET_MASTER_ADDR"] = "verl-ext-sft-master-0"
 
 
 @pytest.mark.parametrize(("name", "given"), [("k8s.yaml", {}), ("pytorchjob.yaml", OPERATOR)])

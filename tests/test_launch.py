@@ -18,7 +18,6 @@ from verl_ext.launch.topology import Topology
 
 LAUNCH = Path(__file__).resolve().parent.parent / "launch"
 MODULE = ["-m", "verl_ext.fsdp_sft_trainer"]
-ONE_NODE = ["torchrun", "--standalone", "--local_addr=127.0.0.1"]
 
 
 def launch(*words: str, command: str = "launch", **environment: str) -> tuple[int, str, str]:
@@ -41,22 +40,45 @@ def line(*overrides: str, **environment: str) -> list[str]:
     return shlex.split(output)
 
 
-def test_one_host_without_gpus_gets_one_process_and_a_free_port():
-    assert line() == [*ONE_NODE, "--nproc_per_node=1", *MODULE]
+OVERRIDES = ["data.train_dir=/a folder/x", "loss.category_weights={code: 2.0, gsm8k: 1}", "trainer.logger=['console']"]
+FOUR = {"NNODES": "4", "NODE_RANK": "3", "NPROC_PER_NODE": "8", "MASTER_ADDR": "host0", "MASTER_PORT": "6000"}
+OF_FOUR = ["--nnodes=4", "--node_rank=3", "--master_addr=host0", "--master_port=6000", "--nproc_per_node=8"]
+TORCHRUNS = [f"PET_{name}" for name in FOUR]
+THE_SEEDS = ["nnodes", "NODE_RANK", "nproc_per_node", "master_ip", "master_port"]
+TWO = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "host0", "LOCAL_ADDR": "10.0.0.1"}
+OF_TWO = [
+    *("--nnodes=2", "--rdzv_backend=c10d", "--rdzv_endpoint=host0:29500", "--rdzv_id=verl-ext-29500"),
+    *("--rdzv_conf=is_host=0", "--local_addr=10.0.0.1", "--max_restarts=3", "--nproc_per_node=1"),
+]
+ONE = ["--standalone", "--local_addr=127.0.0.1"]
+LINES = [  # variables of a node, and the options of its torchrun
+    ({}, [*ONE, "--nproc_per_node=1"]),
+    ({"WORLD_SIZE": "16", "RANK": "3"}, [*ONE, "--nproc_per_node=1"]),  # ambiguous, so not read
+    *(
+        ({"CUDA_VISIBLE_DEVICES": x}, [*ONE, f"--nproc_per_node={n}"])
+        for x, n in (("0", 1), ("0,1", 2), ("GPU-a,b", 2))
+    ),
+    (
+        {"MASTER_PORT": "12345", "NPROC_PER_NODE": "2"},
+        ["--nnodes=1", "--node_rank=0", "--master_addr=127.0.0.1", "--master_port=12345", "--nproc_per_node=2"],
+    ),
+    *(
+        (dict(zip(names, FOUR.values(), strict=True)), OF_FOUR)
+        for names in (FOUR, THE_SEEDS, [f"PET_{x}" for x in FOUR])
+    ),
+    ({k: v for k, v in FOUR.items() if k != "MASTER_PORT"}, [*OF_FOUR[:3], "--master_port=29500", OF_FOUR[4]]),
+    *((TWO | {name: "3"}, OF_TWO) for name in ("MAX_RESTARTS", "max_restarts", "PET_MAX_RESTARTS")),
+    (
+        TWO | {"NODE_RANK": "0", "LOCAL_ADDR": "10.0.0.0", "MAX_RESTARTS": "3"},
+        [*OF_TWO[:4], "--rdzv_conf=is_host=1", "--local_addr=10.0.0.0", *OF_TWO[6:]],
+    ),
+    ({"MAX_RESTARTS": "2"}, [*ONE, "--max_restarts=2", "--nproc_per_node=1"]),
+]
 
 
-def test_overrides_go_through_unchanged():
-    overrides = [
-        "data.train_dir=/a folder/x",
-        "loss.category_weights={code: 2.0, gsm8k: 1}",
-        "trainer.logger=['console']",
-    ]
-    assert line(*overrides)[-3:] == overrides
-
-
-@pytest.mark.parametrize("devices", ["0", "0,1,3", "GPU-ab12,GPU-cd34"])
-def test_processes_follow_the_visible_devices(devices):
-    assert f"--nproc_per_node={len(devices.split(','))}" in line(CUDA_VISIBLE_DEVICES=devices)
+@pytest.mark.parametrize(("environment", "options"), LINES)
+def test_a_node_runs_torchrun_with_the_topology_of_its_variables_and_the_overrides_as_they_are(environment, options):
+    assert line(*OVERRIDES, **environment) == ["torchrun", *options, *MODULE, *OVERRIDES]
 
 
 def test_processes_follow_nvidia_smi_where_no_device_list_is_set(tmp_path):
@@ -67,76 +89,14 @@ def test_processes_follow_nvidia_smi_where_no_device_list_is_set(tmp_path):
     assert Topology.of({"PATH": ""}, 29500).processes == 1
 
 
-def test_a_named_port_on_one_node_is_used():
-    assert line(MASTER_PORT="12345", NPROC_PER_NODE="2") == [
-        "torchrun",
-        "--nnodes=1",
-        "--node_rank=0",
-        "--master_addr=127.0.0.1",
-        "--master_port=12345",
-        "--nproc_per_node=2",
-        *MODULE,
-    ]
-
-
-@pytest.mark.parametrize(
-    "environment",
-    [
-        {"NNODES": "4", "NODE_RANK": "3", "NPROC_PER_NODE": "8", "MASTER_ADDR": "host0", "MASTER_PORT": "6000"},
-        {"nnodes": "4", "NODE_RANK": "3", "nproc_per_node": "8", "master_ip": "host0", "master_port": "6000"},
-        {
-            "PET_NNODES": "4",
-            "PET_NODE_RANK": "3",
-            "PET_NPROC_PER_NODE": "8",
-            "PET_MASTER_ADDR": "host0",
-            "PET_MASTER_PORT": "6000",
-        },
-    ],
-    ids=["ours", "the seed's", "torchrun's"],
-)
-def test_several_nodes_meet_at_the_first_under_every_set_of_names(environment):
-    assert line("a=1", **environment) == [
-        "torchrun",
-        "--nnodes=4",
-        "--node_rank=3",
-        "--master_addr=host0",
-        "--master_port=6000",
-        "--nproc_per_node=8",
-        *MODULE,
-        "a=1",
-    ]
-
-
-def test_several_nodes_have_a_default_port():
-    assert "--master_port=29500" in line(NNODES="2", NODE_RANK="0", MASTER_ADDR="host0")
-
-
-@pytest.mark.parametrize("name", ["MAX_RESTARTS", "max_restarts", "PET_MAX_RESTARTS"])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_restarts_meet_by_c10d_at_a_store_on_node_0(name, rank):
-    environment = {"NNODES": "2", "NODE_RANK": str(rank), "MASTER_ADDR": "host0", "LOCAL_ADDR": f"10.0.0.{rank}"}
-    assert line("a=1", **environment, **{name: "3"}) == [
-        *("torchrun", "--nnodes=2", "--rdzv_backend=c10d", "--rdzv_endpoint=host0:29500"),
-        *("--rdzv_id=verl-ext-29500", f"--rdzv_conf=is_host={1 - rank}", f"--local_addr=10.0.0.{rank}"),
-        *("--max_restarts=3", "--nproc_per_node=1", *MODULE, "a=1"),
-    ]
-
-
-def test_one_host_restarts_by_itself():
-    assert line(MAX_RESTARTS="2") == [*ONE_NODE, "--max_restarts=2", "--nproc_per_node=1", *MODULE]
-
-
-TWO = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "host0", "NPROC_PER_NODE": "4"}
-
-
 def test_the_check_of_several_nodes_has_the_topology_of_torchrun():
-    words = preflight_command(Topology.of({**TWO, "local_addr": "10.0.0.1", "MAX_RESTARTS": "1"}, 29500), "9")
+    words = preflight_command(Topology.of({**TWO, "NPROC_PER_NODE": "4", "MAX_RESTARTS": "1"}, 29500), "9")
     assert words[-9:] == [
         *("preflight", "nnodes=2", "node_rank=1", "master_addr=host0", "master_port=29500"),
         *("processes=4", "timeout=9", "local_addr=10.0.0.1", "rdzv_id=verl-ext-29500"),
     ]
-    assert "--rdzv_id=verl-ext-29500" in line(**TWO, MAX_RESTARTS="1")
-    assert preflight_command(Topology.of(TWO, 29500), "9")[-1] == "timeout=9"
+    without = {name: value for name, value in TWO.items() if name != "LOCAL_ADDR"}
+    assert preflight_command(Topology.of(without, 29500), "9")[-1] == "timeout=9"
 
 
 COMMANDS = """
@@ -152,12 +112,15 @@ def supervised(*commands: str, **environment: str) -> subprocess.CompletedProces
     return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
 
 
-def test_torchrun_is_started_after_a_check_and_only_where_it_passes():
-    done = supervised("echo checked", "echo $ADDED; exit 3")
-    assert (done.returncode, done.stdout, done.stderr) == (3, "1\n", "checked\n")
+def test_torchrun_is_started_after_a_check_that_passes_and_finds_no_other_topology_in_its_variables():
+    pod = {"PET_NNODES": "4", "PET_RDZV_BACKEND": "c10d", "PET_MAX_RESTARTS": "3", "PET_NODE_RANK": "1"}
+    done = supervised("echo checked", "echo $ADDED; env | grep ^PET_ | sort; kill -KILL $$", **pod)
+    assert (done.returncode, done.stderr) == (137, "checked\n")
+    added, *kept = done.stdout.splitlines()
+    assert added == "1"
+    assert [text.partition("=")[0] for text in kept] == ["PET_SHUTDOWN_TIMEOUT", "PET_SIGNALS_TO_HANDLE"]
     done = supervised("exit 2", "echo started")
     assert (done.returncode, done.stdout) == (2, "")
-    assert supervised("kill -KILL $$").returncode == 137
 
 
 def test_a_request_that_comes_before_there_are_handlers_waits_where_the_parent_blocks_signals():
@@ -170,34 +133,22 @@ def test_a_request_that_comes_before_there_are_handlers_waits_where_the_parent_b
     assert launcher.wait(30) == os.EX_TEMPFAIL
 
 
-def test_torchrun_finds_no_other_topology_in_its_own_variables():
-    pod = {"PET_NNODES": "4", "PET_RDZV_BACKEND": "c10d", "PET_MAX_RESTARTS": "3", "PET_NODE_RANK": "1"}
-    done = supervised("env | grep ^PET_ | sort", **pod)
-    kept = [line.partition("=")[0] for line in done.stdout.splitlines()]
-    assert kept == ["PET_SHUTDOWN_TIMEOUT", "PET_SIGNALS_TO_HANDLE"]
-
-
 @pytest.mark.parametrize(
     ("given", "seen"),
     [
         ({}, "expandable_segments:True None"),
-        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64 None"),
         ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "None max_split_size_mb:64"),
     ],
 )
 def test_torch_is_imported_with_expandable_segments_unless_the_user_says_otherwise(given, seen, tmp_path):
-    torch = "import os\nprint(*map(os.environ.get, ['PYTORCH_ALLOC_CONF', 'PYTORCH_CUDA_ALLOC_CONF']))\nos._exit(0)\n"
-    (tmp_path / "torch.py").write_text(f"import sys\nsys.stdout.reconfigure(line_buffering=True)\n{torch}")
+    torch = "print(*map(os.environ.get, ['PYTORCH_ALLOC_CONF', 'PYTORCH_CUDA_ALLOC_CONF']), flush=True)\nos._exit(0)\n"
+    (tmp_path / "torch.py").write_text(f"import os\n{torch}")
     kept = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
     command = [sys.executable, "-m", "verl_ext.fsdp_sft_trainer"]
     done = subprocess.run(
         command, env={**kept, "PYTHONPATH": str(tmp_path), **given}, capture_output=True, text=True, check=True
     )
     assert done.stdout.splitlines()[-1] == seen
-
-
-def test_ambiguous_world_size_and_rank_are_not_read():
-    assert line(WORLD_SIZE="16", RANK="3") == line()
 
 
 @pytest.mark.parametrize(
@@ -209,10 +160,7 @@ def test_ambiguous_world_size_and_rank_are_not_read():
         ({"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR (or master_ip) must name the first node"),
         ({"NNODES": "2", "MASTER_ADDR": "host0"}, "NODE_RANK must be 0 to 1 when NNODES=2; got ''"),
         ({"NNODES": "2", "MASTER_ADDR": "host0", "NODE_RANK": "2"}, "NODE_RANK must be 0 to 1 when NNODES=2; got '2'"),
-        (
-            {"NNODES": "9", "MASTER_ADDR": "host0", "NODE_RANK": "08"},
-            "NODE_RANK must be 0 to 8 when NNODES=9; got '08'",
-        ),
+        ({"NNODES": "9", "MASTER_ADDR": "h", "NODE_RANK": "08"}, "NODE_RANK must be 0 to 8 when NNODES=9; got '08'"),
         ({"MASTER_PORT": "http"}, "MASTER_PORT must be a port, 1 to 65535; got 'http'"),
         ({"MASTER_PORT": "65536"}, "MASTER_PORT must be a port, 1 to 65535; got '65536'"),
     ],
@@ -224,61 +172,45 @@ def test_a_topology_that_cannot_be_is_refused_in_one_line(environment, message):
     assert message in errors
 
 
-@pytest.mark.parametrize("script", [path.name for path in sorted(LAUNCH.iterdir()) if path.suffix != ".yaml"])
-def test_every_launcher_is_valid_bash_and_executable(script):
-    subprocess.run(["bash", "-n", str(LAUNCH / script)], check=True)
-    assert os.access(LAUNCH / script, os.X_OK)
+def test_every_launcher_is_valid_bash_and_executable():
+    scripts = [path for path in LAUNCH.iterdir() if path.suffix != ".yaml"]
+    assert all(os.access(script, os.X_OK) for script in scripts)
+    subprocess.run(["bash", "-c", 'for script; do bash -n "$script" || exit 1; done', "", *scripts], check=True)
 
 
-def slurm(tmp_path: Path, restarts: str) -> subprocess.CompletedProcess[str]:
-    """Run slurm.sbatch on two nodes; scontrol and srun are small scripts, and srun runs its command once a node."""
-    programs = {
-        "scontrol": 'printf "%s\\n" node-a node-b',
-        "srun": "\n".join(
-            [
-                'echo "$*" >"$SRUN_ARGUMENTS"',
-                "while [[ $1 == --* ]]; do shift; done",
-                'for i in 0 1; do SLURM_NODEID=$i "$@"; done',
-            ]
-        ),
-    }
-    for name, body in programs.items():
-        (tmp_path / name).write_text(f"#!/usr/bin/env bash\nset -e\n{body}\n")
-        (tmp_path / name).chmod(0o755)
-    submit = tmp_path / "repo"
-    submit.mkdir(exist_ok=True)
-    if not (submit / "launch").exists():
-        (submit / "launch").symlink_to(LAUNCH)
-    environment = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "DRY_RUN": "1",
-        "SLURM_SUBMIT_DIR": str(submit),
-        "SLURM_JOB_ID": "40007",
-        "SLURM_JOB_NAME": "job",
-        "SLURM_JOB_NODELIST": "node-[a-b]",
-        "SLURM_GPUS_ON_NODE": "8",
-        "SLURM_RESTART_COUNT": restarts,
-        "SRUN_ARGUMENTS": str(tmp_path / "srun_arguments"),
-    }
-    command = ["bash", str(LAUNCH / "slurm.sbatch"), "recipe=token_aware_pack", "data.train_dir=/a folder/x"]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory) -> tuple[list[list[str]], list[str], list[str]]:
+    """Run slurm.sbatch on two nodes, and once more as after a requeue; return the lines of the first run, the arguments
+    of srun and the folders of logs. scontrol and srun are small scripts, and srun runs its command once a node."""
+    folder = tmp_path_factory.mktemp("slurm")
+    once_a_node = 'while [[ $1 == --* ]]; do shift; done\nfor i in 0 1; do SLURM_NODEID=$i "$@"; done'
+    srun = f'echo "$*" >>"$SRUN_ARGUMENTS"\n{once_a_node}'
+    for name, body in {"scontrol": 'printf "%s\\n" node-a node-b', "srun": srun}.items():
+        (folder / name).write_text(f"#!/usr/bin/env bash\nset -e\n{body}\n")
+        (folder / name).chmod(0o755)
+    (folder / "repo").mkdir()
+    (folder / "repo" / "launch").symlink_to(LAUNCH)
+    environment = {"PATH": f"{folder}:{os.environ['PATH']}", "DRY_RUN": "1", "SLURM_SUBMIT_DIR": str(folder / "repo")}
+    environment |= {"SLURM_JOB_ID": "40007", "SLURM_JOB_NAME": "job", "SLURM_JOB_NODELIST": "node-[a-b]"}
+    environment |= {"SLURM_GPUS_ON_NODE": "8", "SRUN_ARGUMENTS": str(folder / "srun_arguments")}
+    command = ["bash", str(LAUNCH / "slurm.sbatch"), *OVERRIDES[:2]]
+    outputs = [
+        subprocess.check_output(command, env=environment | {"SLURM_RESTART_COUNT": attempt}, text=True)
+        for attempt in ("0", "1")
+    ]
+    lines = [shlex.split(text) for text in outputs[0].splitlines()[-2:]]
+    logs = sorted(path.name for path in (folder / "repo" / "logs" / "job-40007").iterdir())
+    return lines, (folder / "srun_arguments").read_text().splitlines(), logs
 
 
-def test_slurm_runs_the_line_once_a_node_and_passes_overrides_through(tmp_path):
-    first, second = (shlex.split(text) for text in slurm(tmp_path, "0").stdout.splitlines()[-2:])
-    shared = ["--master_addr=node-a", "--master_port=24007", "--nproc_per_node=8", *MODULE]
-    overrides = ["recipe=token_aware_pack", "data.train_dir=/a folder/x"]
-    assert first == ["torchrun", "--nnodes=2", "--node_rank=0", *shared, *overrides]
-    assert second == ["torchrun", "--nnodes=2", "--node_rank=1", *shared, *overrides]
-    assert "--kill-on-bad-exit=1" in (tmp_path / "srun_arguments").read_text()
-
-
-def test_a_requeued_slurm_job_logs_into_a_folder_of_its_own(tmp_path):
-    for restarts in ("0", "1"):
-        slurm(tmp_path, restarts)
-        assert f"job-40007/attempt-{restarts}/node-%n.log" in (tmp_path / "srun_arguments").read_text()
-    logs = tmp_path / "repo" / "logs" / "job-40007"
-    assert sorted(path.name for path in logs.iterdir()) == ["attempt-0", "attempt-1"]
+def test_slurm_runs_the_line_once_a_node_and_a_requeued_job_logs_into_a_folder_of_its_own(slurm):
+    lines, arguments, logs = slurm
+    shared = ["--master_addr=node-a", "--master_port=24007", "--nproc_per_node=8", *MODULE, *OVERRIDES[:2]]
+    assert lines == [["torchrun", "--nnodes=2", f"--node_rank={node}", *shared] for node in (0, 1)]
+    for attempt, words in enumerate(arguments):
+        assert "--kill-on-bad-exit=1" in words
+        assert f"job-40007/attempt-{attempt}/node-%n.log" in words
+    assert logs == ["attempt-0", "attempt-1"]
 
 
 RAY = ["python", "-m", "verl_ext.fsdp_sft_trainer_ray"]
@@ -306,38 +238,24 @@ def test_the_first_node_of_a_ray_cluster_runs_the_head_and_the_run_on_it():
     ]
 
 
-def test_one_node_needs_no_head():
+def test_other_nodes_join_the_head_one_node_needs_none_and_a_head_without_overrides_waits_for_jobs():
+    two = {"NNODES": "2", "MASTER_ADDR": "host0", "MASTER_PORT": "7000"}
+    start = ["ray", "start", "--block", "--disable-usage-stats"]
+    assert ray_lines("node", "a=1", **two, NODE_RANK="1") == [[*start, "--address=host0:7000"]]
+    assert ray_lines("node", **two, NODE_RANK="0") == [[*start, "--head", "--port=7000", "--dashboard-host=0.0.0.0"]]
     (run,) = ray_lines("node", "a=1", NPROC_PER_NODE="2", RAY_AUTH_MODE="")
     assert run == ["env", "-u", "RAY_ADDRESS", *RAY, "trainer.n_gpus_per_node=2", "ray.max_restarts=0", "a=1"]
 
 
-def test_other_nodes_join_the_head_and_a_head_without_overrides_waits_for_jobs():
-    two = {"NNODES": "2", "MASTER_ADDR": "host0", "MASTER_PORT": "7000"}
-    start = ["ray", "start", "--block", "--disable-usage-stats"]
-    assert ray_lines("node", "a=1", **two, NODE_RANK="1") == [[*start, "--address=host0:7000"]]
-    assert ray_lines("node", **two, NODE_RANK="0") == [
-        [*start, "--head", "--port=7000", "--dashboard-host=0.0.0.0"],
-    ]
-
-
 def test_a_ray_job_has_the_overrides_as_they_are():
-    overrides = ["data.train_dir=/a folder/x", "loss.category_weights={code: 2.0, gsm8k: 1}"]
-    assert ray_lines("submit", *overrides) == [["ray", "job", "submit", "--", *RAY, *overrides]]
+    assert ray_lines("submit", *OVERRIDES) == [["ray", "job", "submit", "--", *RAY, *OVERRIDES]]
     environment = {"NNODES": "2", "NPROC_PER_NODE": "8", "MAX_RESTARTS": "1", "WORKING_DIR": "."}
     environment["RUNTIME_ENV"] = '{"env_vars": {"NCCL_DEBUG": "INFO"}}'
-    assert ray_lines("submit", "a=1", **environment) == [
-        [
-            *(
-                "ray",
-                "job",
-                "submit",
-                "--working-dir=.",
-                f"--runtime-env-json={environment['RUNTIME_ENV']}",
-                "--",
-                *RAY,
-            ),
-            *("trainer.nnodes=2", "trainer.n_gpus_per_node=8", "ray.max_restarts=1", "a=1"),
-        ]
+    (words,) = ray_lines("submit", "a=1", **environment)
+    at = f"--runtime-env-json={environment['RUNTIME_ENV']}"
+    assert words == [
+        *("ray", "job", "submit", "--working-dir=.", at, "--", *RAY),
+        *("trainer.nnodes=2", "trainer.n_gpus_per_node=8", "ray.max_restarts=1", "a=1"),
     ]
 
 

@@ -22,7 +22,7 @@ POSITIONS = (
     *("blenderbot", "blenderbot-small", "camembert", "data2vec-text", "marian", "mbart", "plbart"),
     *("roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
 )
-FAMILIES = (
+FAMILIES = (  # on one rank and on two: test_model_types.py
     *SEAMS,
     *("qwen3_next", "qwen3_5_moe_text", "bamba", "granitemoehybrid", "falcon_h1", "zamba2", "mamba2", "lfm2_moe"),
     *("minimax", "jamba", "zamba", "mamba", "falcon_mamba"),
@@ -39,13 +39,6 @@ def _errors(families, ulysses, context):
 def test_a_pack_has_the_losses_and_gradients_of_its_documents_alone():
     (errors,) = run_ranks(_errors, 1, (*SEAMS, "jamba", *SCORES, *LEARNED), 1, 1)
     assert max(errors.values()) < 1e-11, errors
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("ulysses", "context"), [(1, 1), (2, 1), (1, 2)])
-def test_every_family_has_them_on_ranks_that_share_a_pack(ulysses, context):
-    for errors in run_ranks(_errors, ulysses * context, FAMILIES, ulysses, context):
-        assert max(errors.values()) < 1e-11, errors
 
 
 @pytest.mark.slow
@@ -73,7 +66,7 @@ def _convolutions(ulysses, context, cases, taps):
         expected = F.silu(torch.cat(parts))
         expected.backward(wanted)
         pack = RunningPack(shards, group)
-        pack.begin(DocumentLayout.from_lengths(lengths, "cpu"))
+        pack.layout = DocumentLayout.from_lengths(lengths, "cpu")
         own = shards.slice(x).requires_grad_()
         output = convolve(pack, own.T[None], weight, bias, "silu")[0].T
         output.backward(shards.slice(wanted))

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
@@ -162,6 +163,18 @@ def test_a_death_between_two_batches_is_told(folder):
 
     with pytest.raises(LoadingFailed, match=r"^a loader process .*(killed by signal: Killed|exited)"):
         train_on()
+
+
+def test_a_death_raises_in_no_operator_of_a_step(folder):
+    batches = iter(loader_of(SFTDataSet(folder, 64, strategy="none"), num_workers=1, prefetch_factor=1))
+    next(batches)
+    (process,) = multiprocessing.active_children()
+    with FakeTensorMode():  # as in DTensor's operators, where an exception of a signal's handler aborts the process
+        os.kill(process.pid, signal.SIGKILL)
+        connection.wait([process.sentinel])
+        torch.zeros(1)
+    with pytest.raises(LoadingFailed, match=r"^a loader process .*(killed by signal: Killed|exited)"):
+        next(batches)
 
 
 def test_signals_that_a_scheduler_sends_to_all_processes_leave_the_loaders_to_their_rank(folder):

@@ -81,11 +81,7 @@ def test_documents_are_joined_by_an_encoder_in_a_folder(tmp_path, tiny_model):
     encoder = write_encoder(tmp_path / "encoder", tiny_model)
     given = [
         *("synthesize", "task=glm_long_documents", f"sources={{docs:{documents}}}", f"output_dir={tmp_path}/out"),
-        *(
-            f"model.path={tiny_model}",
-            "intervals=[100,200]",
-            f"encoder.path={encoder}",
-        ),
+        *(f"model.path={tiny_model}", "intervals=[100,200]", f"encoder.path={encoder}"),
     ]
     subprocess.run(_command(*given), check=True)
     assert records_of(tmp_path)

@@ -1,19 +1,16 @@
 """The memory of a step predicted on fake tensors equals that of real ranks; and a plan's lines about memory."""
 
-import contextlib
 import copy
 import dataclasses
-import io
 import os
 
-import numpy as np
 import pytest
 import torch
 
-from tests.ranks import run_ranks
+from tests.ranks import in_turn, run_ranks
 from tests.small_models import write_small_models
 from tests.tiny_model import write_tiny_model
-from tests.tokenized_data import random_documents, write_tokenized
+from tests.training import heard, small_run
 from verl_ext.config import compose
 from verl_ext.config.resolve import resolve_device
 from verl_ext.data import CategoryTable
@@ -63,13 +60,24 @@ def tracked(jobs):
     return peaks
 
 
-def test_a_prediction_on_fake_tensors_is_what_real_ranks_allocate(tmp_path):
+def test_a_prediction_on_fake_tensors_is_what_real_ranks_allocate_also_of_a_frozen_tower(tmp_path, tiny_model):
     model = write_tiny_model(tmp_path / "model", hidden_size=64, intermediate_size=256, vocab_size=512)
+    tower = write_small_models(["gemma3"], tmp_path, tiny_model)["gemma3"]
     jobs = [
         job_of(model, 2, 512, 1, f"{CHECKPOINTING}=false", "loss.head=plain", "parallel=ulysses2"),
         job_of(model, 2, 256, 2, f"{CHECKPOINTING}=true", "engine.use_no_sync_for_gradient_accumulation=true"),
+        job_of(tower, 2, 96, 1),
+        job_of(tower, 2, 96, 2, f"{CHECKPOINTING}=false"),
     ]
-    _assert_predicted(jobs)
+    with Predictor() as predictor:
+        predictions = [predictor.predict(job) for job in jobs]
+    real = run_ranks(tracked, 2, jobs)[0]
+    for number, (prediction, kinds) in enumerate(zip(predictions, real, strict=True)):
+        within = 0.02 if number < 2 else 0.03  # in some runs, 26 kB of the tower's 5.8 MB are freed late
+        assert prediction.peak == pytest.approx(sum(kinds.values()), rel=within)
+        for kind in ("parameters", "gradients", "optimizer state"):
+            assert prediction.kinds[kind] == pytest.approx(kinds[kind], rel=0.01)
+            assert kinds[kind] > 0
 
 
 def test_layers_over_tiles_with_an_offload_add_weights_alone_to_a_prediction(tmp_path):
@@ -98,43 +106,38 @@ def test_steps_of_a_second_process_are_replayed_as_if_one_process_had_run_them(t
     }
 
 
-def test_a_prediction_counts_a_frozen_tower(tmp_path, tiny_model):
-    model = write_small_models(["gemma3"], tmp_path, tiny_model)["gemma3"]
-    jobs = [job_of(model, 2, 96, 1), job_of(model, 2, 96, 2, f"{CHECKPOINTING}=false")]
-    _assert_predicted(jobs, within=0.03)  # in some runs, 26 kB of the ranks' 5.8 MB are freed late
-
-
-def _assert_predicted(jobs, within=0.02):
-    with Predictor() as predictor:
-        predictions = [predictor.predict(job) for job in jobs]
-    real = run_ranks(tracked, 2, jobs)[0]
-    for prediction, kinds in zip(predictions, real, strict=True):
-        assert prediction.peak == pytest.approx(sum(kinds.values()), rel=within)
-        for kind in ("parameters", "gradients", "optimizer state"):
-            assert prediction.kinds[kind] == pytest.approx(kinds[kind], rel=0.01)
-            assert kinds[kind] > 0
-
-
 def planned(folder, of_plan, overrides):
     """Return a plan's facts about memory, each time that there are more."""
     os.chdir(folder)
     return [copy.deepcopy(facts) for facts in memory_facts(*planned_run(compose(overrides), PlanOptions.read(of_plan)))]
 
 
-def test_a_plan_says_what_a_gpu_would_need_and_which_override_lowers_it(tmp_path):
-    model = write_tiny_model(tmp_path / "model")
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory):
+    """Return the facts of a plan on small GPUs, those of one on a small host, and the refusals of GPUs beside a CPU."""
+    folder = tmp_path_factory.mktemp("plans")
+    model = write_tiny_model(folder / "model")
     (model / "model.safetensors").unlink()  # a plan reads only the config
-    data = write_tokenized(tmp_path / "data", random_documents(np.random.default_rng(0), [60] * 40, 100, 1))
-    reports = run_ranks(
-        planned,
-        1,
-        tmp_path,
-        {"gpu_memory": "1GiB", "reserve": "1GiB", "world_size": 8},
-        [
-            *(f"data.train_dir={data}", f"model.path={model}", "data.max_tokens=64", "data.train_batch_size=16"),
-            *("loss.head=plain", f"{CHECKPOINTING}=false"),
-        ],
-    )[0]
+    run = small_run(folder, model, [60] * 40, "data.max_tokens=64", "data.train_batch_size=16")
+    gpus = {"gpu_memory": "1GiB", "reserve": "1GiB", "world_size": 8}
+    hosts = {"gpu_memory": "8GiB", "host_memory": "1KiB", "world_size": 16, "ranks_per_node": 4}
+    calls = [
+        (planned, folder, gpus, [*run, "loss.head=plain", f"{CHECKPOINTING}=false"]),
+        (planned, folder, hosts, [*run, "model.activation_offload=true"]),
+        *((heard, plan, ["parallel=cpu", f"model.path={model}"], {key: value}) for key, value in ON_CPU.items()),
+    ]
+    return run_ranks(in_turn, 1, calls)[0]
+
+
+def plan(overrides, of_plan):
+    planned_run(compose(overrides), PlanOptions.read(of_plan))
+
+
+ON_CPU = {"gpu_memory": "80GiB", "gpu": "H100-80G"}
+
+
+def test_a_plan_says_what_a_gpu_would_need_and_which_override_lowers_it(plans):
+    reports = plans[0]
     first, last = reports[0], reports[-1]
     assert (first["world_size"], first["micro_batch_tokens"], first["fits"]) == (8, 60, False)
     assert first["peak"] == sum(first["kinds"].values())
@@ -162,20 +165,8 @@ def test_a_plan_says_what_a_gpu_would_need_and_which_override_lowers_it(tmp_path
     assert f"{together[-1]} does not fit: peak 0.00" in remedy_line(last["remedies"][-1])
 
 
-def test_a_plan_compares_what_a_nodes_ranks_keep_on_the_host(tmp_path):
-    model = write_tiny_model(tmp_path / "model")
-    data = write_tokenized(tmp_path / "data", random_documents(np.random.default_rng(0), [60] * 40, 100, 1))
-    reports = run_ranks(
-        planned,
-        1,
-        tmp_path,
-        {"gpu_memory": "8GiB", "host_memory": "1KiB", "world_size": 16, "ranks_per_node": 4},
-        [
-            *(f"data.train_dir={data}", f"model.path={model}", "data.max_tokens=64", "data.train_batch_size=16"),
-            "model.activation_offload=true",
-        ],
-    )[0]
-    first = reports[0]
+def test_a_plan_compares_what_a_nodes_ranks_keep_on_the_host(plans):
+    first = plans[1][0]
     assert first["host"] > 256
     assert (first["ranks_of_node"], first["host_memory"], first["fits"]) == (4, 1024, False)
     assert first["peak"] + first["reserve"] < first["gpu_memory"]
@@ -189,10 +180,6 @@ def test_a_plan_compares_what_a_nodes_ranks_keep_on_the_host(tmp_path):
     [
         ({"host_memory": "much"}, "plan.host_memory must be a size such as 80GiB, 80GB or a number of bytes; got much"),
         ({"gpu_memory": 80}, "plan.gpu_memory must be at least 1GiB; got 80"),
-        (
-            {"gpu_memory": "eighty"},
-            "plan.gpu_memory must be a size such as 80GiB, 80GB or a number of bytes; got eighty",
-        ),
         ({"gpu_memory": "4GiB"}, "plan.reserve must be at most plan.gpu_memory=4GiB; got 5GiB"),
         (
             {"gpu": "H100-80", "gpu_memory": "80GiB"},
@@ -208,23 +195,12 @@ def test_a_plan_that_cannot_be_made_is_one_line(given, line):
     assert str(error.value) == line
 
 
-def test_a_gpu_of_a_plan_is_refused_beside_a_cpu_and_before_a_run(tiny_model):
-    asked = {"gpu_memory": "80GiB", "gpu": "H100-80G"}
-    (heard,) = run_ranks(plan_refusals, 1, ["parallel=cpu", f"model.path={tiny_model}"], asked)
-    for (key, value), line in zip(asked.items(), heard, strict=True):
+def test_a_gpu_of_a_plan_is_refused_beside_a_cpu_and_before_a_run(plans):
+    for (key, value), line in zip(ON_CPU.items(), plans[2:], strict=True):
         assert line == f"error: plan.{key} must be null with trainer.device=cpu (parallel=cpu); got {value}\n"
     for word in ("plan.world_size=8", "trainer.plan_only=true"):
         with pytest.raises(ValueError, match="`verl-ext plan` plans a run"):
             compose([word])
-
-
-def plan_refusals(overrides, asked):
-    told = []
-    for key, value in asked.items():
-        with contextlib.redirect_stderr(io.StringIO()) as heard, contextlib.suppress(SystemExit):
-            planned_run(compose(overrides), PlanOptions.read({key: value}))
-        told.append(heard.getvalue())
-    return told
 
 
 def test_sizes_are_read_with_their_units():

@@ -31,27 +31,20 @@ def _sums(weighted_loss: float, category_loss: list[float], counts: list[float])
 def test_a_report_has_the_loss_the_counts_and_each_categorys_mean():
     #                       weighted   none gsm8k code   Z    tokens targets packs none gsm8k code
     report = _sums(12.0, [5.0, 6.0, 2.0], [4.0, 100, 9, 3, 1, 4, 4]).report("train", NAMES)
-    assert report == {
-        "train/loss": 3.0,
-        "train/tokens": 100,
-        "train/target_tokens": 9,
-        "train/packs": 3,
-        "train/gsm8k_loss": 1.5,
-        "train/gsm8k_tokens": 4,
-        "train/code_loss": 0.5,
-        "train/code_tokens": 4,
-    }
-    assert all(isinstance(report[f"train/{key}"], int) for key in ("tokens", "target_tokens", "packs", "code_tokens"))
+    counts = {"tokens": 100, "target_tokens": 9, "packs": 3, "gsm8k_tokens": 4, "code_tokens": 4}
+    losses = {"loss": 3.0, "gsm8k_loss": 1.5, "code_loss": 0.5}
+    assert report == {f"train/{name}": value for name, value in (losses | counts).items()}
+    assert all(isinstance(report[f"train/{name}"], int) for name in counts)
 
 
-def test_a_category_without_a_token_has_a_count_and_no_loss():
+def test_a_category_without_a_token_has_a_count_and_no_loss_and_nothing_seen_neither():
     report = _sums(1.0, [0, 6.0, 0], [1.0, 10, 4, 1, 0, 4, 0]).report("val", NAMES)
     assert report["val/code_tokens"] == 0
     assert "val/code_loss" not in report
-
-
-def test_nothing_seen_has_no_loss():
-    assert math.isnan(StepSums.zeros(2, "cpu").report("val", NAMES)["val/loss"])
+    report = StepSums.zeros(2, "cpu").report("val", NAMES)
+    assert math.isnan(report["val/loss"])
+    assert math.isnan(report["val/perplexity"])
+    assert "val/gsm8k_perplexity" not in report
 
 
 def test_validation_has_perplexities_of_all_targets_and_of_each_category():
@@ -68,12 +61,6 @@ def test_validation_has_perplexities_of_all_targets_and_of_each_category():
 def test_a_perplexity_past_float64_is_infinite(loss, expected):
     report = _sums(1.0, [0, loss, 0], [1.0, 1, 1, 1, 0, 1, 0]).report("val", NAMES)
     assert report["val/perplexity"] == report["val/gsm8k_perplexity"] == expected
-
-
-def test_nothing_seen_has_no_perplexity():
-    report = StepSums.zeros(2, "cpu").report("val", NAMES)
-    assert math.isnan(report["val/perplexity"])
-    assert "val/gsm8k_perplexity" not in report
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -109,7 +96,7 @@ def test_no_two_metrics_share_a_name_unless_it_is_reserved(names):
     names = [name for name in names if name not in RESERVED]
     sums = StepSums.zeros(len(names), "cpu")
     sums.add_counts(torch.ones(6 + len(names), dtype=torch.float64))
-    sums.measured = True
+    sums.has_stats = True
     assert len(sums.report("val", tuple(names))) == 7 + 5 * len(names)
 
 
@@ -122,8 +109,8 @@ def test_a_reserved_name_would_be_another_metric():
 def test_accuracy_and_entropy_are_means_over_targets_where_the_engine_gives_them():
     sums = _sums(12.0, [5.0, 6.0, 2.0], [4.0, 100, 9, 3, 1, 4, 4])
     assert not any("entropy" in name or "accuracy" in name for name in sums.report("val", NAMES))
-    right, entropy = torch.tensor([1.0, 1, 0, 1, 1]), torch.tensor([0.5, 1, 2, 3, torch.nan])
-    sums.add_targets(torch.tensor([0, 1, 1, 2, -1]), torch.zeros(5), right, entropy)
+    correct, entropy = torch.tensor([1.0, 1, 0, 1, 1]), torch.tensor([0.5, 1, 2, 3, torch.nan])
+    sums.add_targets(torch.tensor([0, 1, 1, 2, -1]), torch.zeros(5), correct, entropy)
     report = (sums + StepSums.zeros(2, "cpu")).report("val", NAMES)
     assert "val/entropy" not in report  # part of the set lacks them
     report = sums.report("val", NAMES)
@@ -172,10 +159,9 @@ def _reduce_on_rank() -> tuple[dict[str, float], int]:
         dist.all_reduce(tensor)
 
     # gsm8k is only on rank 0, code only on rank 1.
-    mine = [
-        _sums(1.0, [0, 6.0, 0], [2.0, 10, 4, 1, 0, 4, 0]),
-        _sums(3.0, [7.0, 0, 1.0], [3.0, 20, 3, 2, 1, 0, 2]),
-    ][dist.get_rank()]
+    mine = [_sums(1.0, [0, 6.0, 0], [2.0, 10, 4, 1, 0, 4, 0]), _sums(3.0, [7.0, 0, 1.0], [3.0, 20, 3, 2, 1, 0, 2])][
+        dist.get_rank()
+    ]
     before = mine.values.tolist()
     report = mine.reduced(all_reduce).report("train", NAMES)
     assert mine.values.tolist() == before, "the rank's own sums stay as they were"
@@ -186,16 +172,6 @@ def test_categories_that_only_one_rank_has_are_the_same_on_all_after_one_reducti
     ranks = run_ranks(_reduce_on_rank, 2)
     for report, calls in ranks:
         assert calls == 1
-        assert report == pytest.approx(
-            {
-                "train/loss": 4 / 5,
-                "train/tokens": 30,
-                "train/target_tokens": 7,
-                "train/packs": 3,
-                "train/gsm8k_loss": 1.5,
-                "train/gsm8k_tokens": 4,
-                "train/code_loss": 0.5,
-                "train/code_tokens": 2,
-            },
-            rel=1e-15,
-        )
+        counts = {"tokens": 30, "target_tokens": 7, "packs": 3, "gsm8k_tokens": 4, "code_tokens": 2}
+        expected = {"loss": 4 / 5, "gsm8k_loss": 1.5, "code_loss": 0.5, **counts}
+        assert report == pytest.approx({f"train/{name}": value for name, value in expected.items()}, rel=1e-15)

@@ -53,12 +53,12 @@ def mixture(folders):
 def test_packs_hold_the_documents_drawn_and_every_document_as_often_as_drawn(folders, mixture):
     dataset = SFTDataSet(folders[0], 50, mixture=mixture)
     found = documents_of(dataset)
-    assert len(found) == sum(row.documents for row in dataset.mixture_report) == dataset.pack_documents().sum()
+    assert len(found) == sum(row.documents for row in dataset.mixture_report) == dataset.facts().documents.sum()
     assert sum(size for _, size in found) == sum(row.tokens_given for row in dataset.mixture_report)
     tokens = dataset.plan.pack_sums(dataset.spans.length)
-    assert tokens.tolist() == dataset.pack_tokens().tolist()
+    assert tokens.tolist() == dataset.facts().tokens.tolist()
     assert tokens.max() <= 50
-    assert dataset.pack_targets().tolist() == [int(row["loss_mask"].sum()) for row in dataset]
+    assert dataset.facts().targets.tolist() == [int(row["loss_mask"].sum()) for row in dataset]
 
 
 def test_a_source_draws_from_its_own_folder_or_from_train_dir(folders, mixture):
@@ -116,7 +116,7 @@ def test_what_hinders_is_named_by_row_and_folder(folders, tmp_path):
     dataset = SFTDataSet(folders[0], 50, mixture=mixture)
     row = dataset.mixture_report[-1]
     assert (row.tokens_given, row.off) == (45, 0.5)
-    assert row.hinders == f"row 1 of {own} (45 tokens) drawn once less would make it -100.00%"
+    assert row.blocked_by == f"row 1 of {own} (45 tokens) drawn once less would make it -100.00%"
     (notice,) = mixture_notices(dataset.mixture_report)
     assert notice.startswith("data.mixture: source own, 20 < length <= 64 gives 45 of 30 tokens (+50.00%); row 1 of ")
 
@@ -125,7 +125,7 @@ def test_a_split_document_that_hinders_is_named_by_where_its_piece_begins(tmp_pa
     own = write_tokenized(tmp_path / "own", random_documents(np.random.default_rng(0), [25], 50, 1))
     sources = {"own": {"tokens": 4, "intervals": [0, 8]}}
     dataset = SFTDataSet(own, 10, over_length="split", mixture={"sources": sources})
-    assert dataset.mixture_report[0].hinders.startswith(f"row 0 of {own} (5 tokens from 20) drawn once less")
+    assert dataset.mixture_report[0].blocked_by.startswith(f"row 0 of {own} (5 tokens from 20) drawn once less")
 
 
 @pytest.mark.parametrize("max_tokens", [2**53 + 1, 2**62, 2**63, 10**30])

@@ -37,7 +37,7 @@ def times_drawn(interval, size):
 
 def test_every_interval_gives_the_same_number_of_tokens_not_of_documents(lengths):
     intervals = draw(lengths, MixtureSource("long", tokens=20_000, edges=EDGES))
-    assert [interval.given for interval in intervals] == pytest.approx([5000] * 4, rel=TOLERANCE)
+    assert [interval.drawn for interval in intervals] == pytest.approx([5000] * 4, rel=TOLERANCE)
     documents = [len(interval.documents) for interval in intervals]
     assert documents[0] > 5 * documents[-1]
 
@@ -51,7 +51,7 @@ def test_an_interval_holds_its_upper_edge_and_not_its_lower_one():
 def test_given_tokens_are_those_of_the_documents_and_lie_in_their_interval(lengths):
     for interval in draw(lengths, MixtureSource("long", tokens=60_000, edges=EDGES)):
         drawn = lengths[interval.documents]
-        assert interval.given == drawn.sum()
+        assert interval.drawn == drawn.sum()
         assert (drawn > interval.low).all()
         assert (drawn <= interval.high).all()
         assert interval.distinct == len(np.unique(interval.documents))
@@ -72,7 +72,7 @@ def test_a_whole_epoch_is_every_document_once(lengths):
 def test_subsampling_takes_no_document_twice(lengths):
     (interval,) = draw(lengths, MixtureSource("all", tokens=float(lengths.sum()) * 0.3))
     assert times_drawn(interval, len(lengths)).max() == 1
-    assert interval.given == pytest.approx(interval.wanted, rel=TOLERANCE)
+    assert interval.drawn == pytest.approx(interval.budget, rel=TOLERANCE)
 
 
 def test_a_random_part_keeps_the_distribution_of_lengths(lengths):
@@ -101,7 +101,7 @@ def test_weighted_sources_share_what_the_budgets_in_tokens_leave_of_the_total(le
         MixtureSource("one", weight=1),
         MixtureSource("three", weight=3),
     ]
-    wanted = [interval.wanted for interval in draw(lengths, *sources, total_tokens=50_000)]
+    wanted = [interval.budget for interval in draw(lengths, *sources, total_tokens=50_000)]
     assert wanted == [10_000, 10_000, 30_000]
     with pytest.raises(ValueError, match=r"^data.mixture.total_tokens must leave tokens .*got 10000, .* sum to 10000$"):
         draw(lengths, *sources, total_tokens=10_000)
@@ -111,15 +111,15 @@ def test_without_a_total_weighted_sources_share_the_tokens_that_they_hold(length
     half = np.arange(1000)
     sources = [MixtureSource("one", weight=1), MixtureSource("three", weight=3)]
     intervals = draw_mixture(lengths, sources, [half, half], seed=0)
-    assert sum(interval.wanted for interval in intervals) == pytest.approx(lengths[:1000].sum(), abs=1)
-    assert intervals[1].wanted == pytest.approx(3 * intervals[0].wanted, abs=4)
+    assert sum(interval.budget for interval in intervals) == pytest.approx(lengths[:1000].sum(), abs=1)
+    assert intervals[1].budget == pytest.approx(3 * intervals[0].budget, abs=4)
 
 
 def test_the_scale_is_a_factor_on_every_budget(lengths):
     sources = [MixtureSource("fixed", tokens=10_000, edges=EDGES), MixtureSource("rest", weight=1)]
     whole = draw(lengths, *sources, total_tokens=30_000)
     tenth = draw(lengths, *sources, total_tokens=30_000, scale=0.1)
-    assert [interval.wanted for interval in tenth] == [interval.wanted / 10 for interval in whole]
+    assert [interval.budget for interval in tenth] == [interval.budget / 10 for interval in whole]
 
 
 def test_an_interval_without_a_document_is_an_error_that_names_it(lengths):
@@ -145,7 +145,7 @@ def test_a_budget_far_too_large_is_one_line_with_its_key(tokens, scale):
 
 
 def test_an_interval_that_nothing_is_wanted_of_is_not_off():
-    nothing = IntervalDraw("all", 0, 8, np.zeros(0, np.int64), 0, wanted=0, given=0, pool=5, alternative=None)
+    nothing = IntervalDraw("all", 0, 8, np.zeros(0, np.int64), 0, budget=0, drawn=0, pool=5, nearest_swap=None)
     spans = Spans(np.zeros(1, int), np.zeros(1, int), np.array([5]))
     (row,) = mixture_report([nothing], spans, ["DIR"], np.array([0, 1]))
     assert (row.off, row.epochs) == (0.0, 0.0)
@@ -153,15 +153,15 @@ def test_an_interval_that_nothing_is_wanted_of_is_not_off():
 
 def test_a_draw_that_is_off_names_the_nearest_document_and_what_it_would_give():
     short, long = draw(np.array([9, 9, 9, 30]), MixtureSource("long", tokens=54, edges=(8, 16, 32)))
-    assert (short.given, short.alternative) == (27, None)
-    assert (long.given, long.alternative) == (30, (3, 0))
+    assert (short.drawn, short.nearest_swap) == (27, None)
+    assert (long.drawn, long.nearest_swap) == (30, (3, 0))
 
 
 def test_a_long_document_does_not_leave_a_hole_that_short_ones_could_fill():
     lengths = np.array([1_000_000] * 50 + [100] * 50_000)
     for seed in range(5):
         (interval,) = draw(lengths, MixtureSource("all", tokens=4_050_000), seed=seed)
-        assert abs(interval.given - 4_050_000) <= 50
+        assert abs(interval.drawn - 4_050_000) <= 50
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=7), st.floats(0, 1), st.integers(0, 9))
@@ -189,16 +189,16 @@ def test_a_draw_is_whole_epochs_and_a_part_of_one_within_the_tolerance_or_explai
         pools = [((values > low) & (values <= high)).sum() for low, high in pairwise(edges or (0, 200))]
         assert 0 in pools or source.tokens <= 200 * len(pools)
         return
-    assert abs(sum(interval.wanted for interval in intervals) - source.tokens) <= 0.5
+    assert abs(sum(interval.budget for interval in intervals) - source.tokens) <= 0.5
     for interval in intervals:
         low, high = (0, 200) if interval.low is None else (interval.low, interval.high)
         pool = np.flatnonzero((values > low) & (values <= high))
         counts = times_drawn(interval, len(values))
         assert counts.sum() == counts[pool].sum()
         assert counts[pool].max() - counts[pool].min() <= 1
-        assert counts[pool].min() >= interval.wanted // values[pool].sum()
-        assert interval.given == (counts * values).sum()
-        off = abs(interval.given - interval.wanted)
-        assert (interval.alternative is not None) == (off > TOLERANCE * interval.wanted)
-        if interval.alternative:
-            assert abs(interval.alternative[1] - interval.wanted) >= off or len(pool) > WINDOW
+        assert counts[pool].min() >= interval.budget // values[pool].sum()
+        assert interval.drawn == (counts * values).sum()
+        off = abs(interval.drawn - interval.budget)
+        assert (interval.nearest_swap is not None) == (off > TOLERANCE * interval.budget)
+        if interval.nearest_swap:
+            assert abs(interval.nearest_swap[1] - interval.budget) >= off or len(pool) > WINDOW

@@ -20,9 +20,8 @@ from transformers import AutoTokenizer
 from tests.document_texts import EOS, random_words, stream_of, tokens_of, write_jsonl, write_texts
 from tests.megatron_peer import megatron_file, open_gpt_dataset
 from verl_ext.data import MultiDocDataset
-from verl_ext.data.stream.megatron.index import IndexWriter
+from verl_ext.data.stream.megatron.index import IndexWriter, TokenIndex
 from verl_ext.data.stream.plans import random_starts
-from verl_ext.packing import TOKENS
 from verl_ext.trainer.report import data_facts, step_facts
 from verl_ext.trainer.report_lines import report_lines
 from verl_ext.trainer.step_plan import StepPlan
@@ -73,8 +72,8 @@ def test_random_starts_are_distinct_places_anywhere_in_the_stream(opened):
     starts = [places[tuple(ids(dataset[k]))] for k in range(len(dataset))]
     assert len(set(starts)) == len(starts)
     assert any(start % 16 for start in starts)
-    assert dataset.pack_tokens().tolist() == [16] * len(dataset)
-    assert dataset.pack_targets().tolist() == [15] * len(dataset)
+    assert dataset.facts().tokens.tolist() == [16] * len(dataset)
+    assert dataset.facts().targets.tolist() == [15] * len(dataset)
 
 
 def test_a_seed_gives_the_same_samples_and_another_gives_others(opened):
@@ -89,8 +88,8 @@ def test_in_order_every_token_but_the_first_is_predicted_once(opened, seq_len):
     dataset = opened(seq_len=seq_len, sampling="in_order")
     predicted = [token for k in range(len(dataset)) for token in ids(dataset[k])[1:]]
     assert predicted == STREAM[1:]
-    assert dataset.pack_targets().sum() == dataset.pack_tokens().sum() == len(STREAM) - 1
-    assert dataset.pack_tokens().max() <= seq_len
+    assert dataset.facts().targets.sum() == dataset.facts().tokens.sum() == len(STREAM) - 1
+    assert dataset.facts().tokens.max() <= seq_len
 
 
 def test_a_sample_is_one_document_to_attention_or_as_many_as_it_holds(opened):
@@ -109,8 +108,8 @@ def test_a_sample_is_one_document_to_attention_or_as_many_as_it_holds(opened):
         assert other["position_ids"].tolist() == positions
         assert other["loss_mask"].tolist() == [int(position > 0) for position in positions]
         assert torch.equal(other["category_ids"], other["loss_mask"])
-        assert apart.pack_targets()[k] == sum(position > 0 for position in positions)
-        assert apart.pack_documents()[k] == positions.count(0)
+        assert apart.facts().targets[k] == sum(position > 0 for position in positions)
+        assert apart.facts().documents[k] == positions.count(0)
 
 
 def test_counts_of_all_samples_are_those_of_the_rows(opened):
@@ -119,11 +118,11 @@ def test_counts_of_all_samples_are_those_of_the_rows(opened):
             dataset = opened(sampling=sampling, attend_across_documents=across, num_samples=40)
             rows = [dataset[k] for k in range(len(dataset))]
             read = [len(row["input_ids"]) - dataset.last_is_label for row in rows]
-            assert dataset.pack_tokens().tolist() == read
-            assert dataset.pack_targets().tolist() == [int(row["loss_mask"].sum()) for row in rows]
-            assert dataset.pack_documents().tolist() == [int((row["position_ids"] == 0).sum()) for row in rows]
-            assert dataset.pack_costs(TOKENS).tolist() == read
-            assert dataset.longest_document >= max(int(row["position_ids"][: read[0]].max()) + 1 for row in rows)
+            facts = dataset.facts()
+            assert facts.tokens.tolist() == facts.costs.tolist() == read
+            assert facts.targets.tolist() == [int(row["loss_mask"].sum()) for row in rows]
+            assert facts.documents.tolist() == [int((row["position_ids"] == 0).sum()) for row in rows]
+            assert facts.longest_document >= max(int(row["position_ids"][: read[0]].max()) + 1 for row in rows)
 
 
 @pytest.mark.parametrize(("sampling", "label"), [("random_starts", 0), ("document_stream", 1), ("in_order", 1)])
@@ -131,13 +130,13 @@ def test_a_label_is_no_token_that_a_model_reads(opened, sampling, label):
     dataset = opened(sampling=sampling)
     assert dataset.last_is_label == bool(label)
     assert len(dataset[0]["input_ids"]) == 16 + label
-    assert dataset.pack_tokens()[0] == 16
+    assert dataset.facts().tokens[0] == 16
 
 
 def test_the_report_names_the_sources_and_the_epochs_of_the_steps(opened, tmp_path):
     dataset = opened({"web": write_index(tmp_path / "corpus", [[5] * 81])}, epochs=3)
     plan = StepPlan(len(dataset), 1, seed=0, shuffle=False)
-    steps = step_facts(dataset, plan, dataset.pack_costs(TOKENS), ranks=1, micro_batch_size=1)
+    steps = step_facts(dataset.facts(), plan, ranks=1, micro_batch_size=1)
     lines = "\n".join(report_lines({"train": data_facts(dataset), "steps": steps}))
     assert "train: its sources:" in lines
     assert re.search(r"^ *web +1 +81 +15 +2\.963$", lines, re.MULTILINE)
@@ -181,7 +180,7 @@ def test_a_single_document_is_cut_in_two_whose_samples_never_overlap(opened, tmp
         assert (place.row, place.start) == (0, rows[0][0] - 1)
         copy = pickle.loads(pickle.dumps(parts[part]))
         assert ids(copy[len(copy) - 1]) == rows[-1]
-        (row,) = parts[part].changed_documents()
+        (row,) = parts[part].omitted_documents()
         assert (row.reason, row.tokens_kept, row.tokens_removed) == (
             "cut into training and validation",
             last - first + 1,
@@ -257,7 +256,7 @@ def test_a_blend_keeps_its_shares_at_every_prefix_and_names_its_sources(opened, 
     for number, weight in enumerate(weights, start=1):
         counts = np.cumsum([category == number for category in drawn])
         assert np.abs(counts - weight * np.arange(1, 101)).max() < 1
-    assert [row["samples"] for row in dataset.facts()["sources"]] == [50, 30, 20]
+    assert [row["samples"] for row in dataset.report()["sources"]] == [50, 30, 20]
 
 
 def test_a_source_of_weight_0_is_never_drawn_and_may_be_too_short(opened, tmp_path):
@@ -339,8 +338,8 @@ def test_attention_is_kept_inside_documents_and_not_inside_their_sentences(opene
         begins = [True, *(left != right for left, right in pairwise(tokens))]
         assert (dataset[k]["position_ids"] == 0).tolist() == begins
         assert (dataset[k]["loss_mask"] == 0).tolist() == begins
-        assert dataset.pack_documents()[k] == sum(begins)
-    assert dataset.longest_document == 16
+        assert dataset.facts().documents[k] == sum(begins)
+    assert dataset.facts().longest_document == 16
 
 
 def test_no_sentences_of_one_document_are_trained_on_and_validated_on(opened, sentences):
@@ -351,7 +350,7 @@ def test_no_sentences_of_one_document_are_trained_on_and_validated_on(opened, se
     found = {part: {token for k in range(len(data)) for token in ids(data[k])} for part, data in parts.items()}
     assert found["train"].isdisjoint(found["val"])
     assert (len(found["train"]), len(found["val"])) == (7, 3)
-    assert [parts[part].facts()["sources"][0]["documents"] for part in ("train", "val")] == [7, 3]
+    assert [parts[part].report()["sources"][0]["documents"] for part in ("train", "val")] == [7, 3]
 
 
 def test_a_stream_of_documents_of_several_sequences_is_said_not_to_be_megatrons(opened, sentences, tmp_path, caplog):
@@ -421,7 +420,7 @@ class ThreadRanks:
         return self.gather(value)[0]
 
 
-def test_the_token_range_is_read_in_shares_and_kept(tmp_path):
+def test_the_token_range_is_read_in_shares_and_kept(tmp_path, monkeypatch):
     prefix = write_index(tmp_path / "corpus", [[9, 50], [], [7], [80, 8, 8, 8]])
 
     def read_by_ranks():
@@ -433,10 +432,8 @@ def test_the_token_range_is_read_in_shares_and_kept(tmp_path):
         return [dataset.token_range for dataset in datasets]
 
     assert read_by_ranks() == [(7, 80)] * 5
-    [kept] = (tmp_path / "cache").glob("range-*/facts.npz")
-    assert np.load(kept)["token_range"].tolist() == [7, 80]
-    np.savez(kept, token_range=np.array([7, 81]))
-    assert read_by_ranks() == [(7, 81)] * 5  # not read again
+    monkeypatch.delattr(TokenIndex, "token_range")  # what is kept is not read again
+    assert read_by_ranks() == [(7, 80)] * 5
 
 
 def _documents(stream):

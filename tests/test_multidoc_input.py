@@ -143,8 +143,8 @@ def test_a_text_that_is_no_utf8_names_the_file_and_the_byte(tmp_path, refused, t
     refused(folder, r"000\.txt.*UTF-8.*byte 7.*data\.on_bad_record=skip")
     config = {"seq_len": 8, "cache_dir": str(tmp_path / "cache"), "on_bad_record": "skip"}
     dataset = MultiDocDataset(folder, tokenizer, config=config)
-    assert [(row.category, row.documents) for row in dataset.changed_documents()] == [("texts", 1)]
-    assert dataset.facts()["sources"][0]["tokens"] == 13
+    assert [(row.category, row.documents) for row in dataset.omitted_documents()] == [("texts", 1)]
+    assert dataset.report()["sources"][0]["tokens"] == 13
 
 
 def test_texts_behind_a_url_give_the_same_samples(tmp_path, tokenizer):
@@ -165,7 +165,7 @@ def test_an_empty_document_is_a_bad_record(tmp_path, refused, tokenizer):
     path = write_jsonl(tmp_path / "texts.jsonl", ["w1 w2 w3", " ", *random_words((20,))])
     refused(path, r"texts\.jsonl:2: .*empty")
     config = {"seq_len": 8, "cache_dir": str(tmp_path / "cache"), "on_bad_record": "skip"}
-    row = MultiDocDataset(path, tokenizer, config=config).changed_documents()[0]
+    row = MultiDocDataset(path, tokenizer, config=config).omitted_documents()[0]
     assert (row.reason, row.documents) == ("bad record: empty", 1)
 
 
@@ -174,7 +174,7 @@ def test_records_whose_special_tokens_are_text_are_counted(tmp_path):
     config = {"seq_len": 8, "cache_dir": str(tmp_path / "cache"), "add_eos": False}
     for _ in range(2):  # written, then opened again
         dataset = MultiDocDataset(path, byte_tokenizer(), config=config)
-        (row,) = dataset.changed_documents()
+        (row,) = dataset.omitted_documents()
         assert (row.category, row.reason, row.documents) == ("texts", "special tokens encoded as text", 2)
         assert dataset.token_range[0] > 2  # the ids of <pad>, <bos> and <eos>
 
@@ -213,13 +213,12 @@ def test_a_damaged_cache_is_told_and_made_anew(tmp_path, tokenizer, caplog):
         caplog.clear()
 
 
-def test_a_cached_token_range_of_another_shape_is_read_anew(tmp_path, prefix, tokenizer, caplog):
+def test_a_cached_token_range_that_was_changed_is_read_anew(tmp_path, prefix, tokenizer):
     first = MultiDocDataset(prefix, tokenizer, 8, cache_dir=str(tmp_path / "cache")).token_range
     assert first == (0, 89)
-    [cached] = (tmp_path / "cache").glob("range-*/facts.npz")
-    cached.write_text("{}")
+    [cached] = (tmp_path / "cache").glob("range-*/token_range.npy")
+    cached.write_bytes(cached.read_bytes()[:-1] + b"1")
     assert MultiDocDataset(prefix, tokenizer, 8, cache_dir=str(tmp_path / "cache")).token_range == first
-    assert "made anew" in caplog.text
 
 
 def test_its_options_are_refused_where_nothing_reads_them(tiny_model, tmp_path):

@@ -1,5 +1,6 @@
 """Streams of documents through the trainer equal plain Hugging Face, sample by sample."""
 
+import itertools
 import json
 import re
 import shutil
@@ -12,20 +13,16 @@ import pytest
 import torch
 
 from tests.document_texts import random_words, write_jsonl
-from tests.ranks import run_ranks
+from tests.ranks import in_turn, run_ranks
 from tests.reference import load_eager
-from tests.training import SMALL, metrics, refusals, train, train_alone
-from verl_ext.config import compose
+from tests.training import build, heard, into, metrics, refusals, train, train_alone
 from verl_ext.data import MultiDocDataset
 from verl_ext.data.stream.megatron.index import IndexWriter
 from verl_ext.trainer.distributed import RunRanks
-from verl_ext.trainer.setup import prepare
-from verl_ext.trainer.trainer import SFTTrainer
 
 pytestmark = pytest.mark.slow
 
-SEQ_LEN = 16
-LAYOUTS = {"1 rank": (1, 1), "2 ranks": (2, 1), "2 ranks share a sample": (2, 2)}
+WINDOW = ("data.seq_len=16", "data.max_tokens=16")
 
 
 @pytest.fixture(scope="module")
@@ -37,27 +34,27 @@ def sources(tmp_path_factory):
     return a, b
 
 
-def options(model, sources, folder, *more, sequence_parallel=1):
+def options(model, sources, folder, *more):
     a, b = sources
+    data = ["data=multidoc", f"data.blend=[[0.7,{a}],[0.3,{b}]]", "data.train_ratio=0.8"]
+    steps = ["trainer.total_training_steps=2", "trainer.test_freq=2", "trainer.save_freq=-1"]
     return [
-        "data=multidoc",
-        f"data.blend=[[0.7,{a}],[0.3,{b}]]",
-        f"data.seq_len={SEQ_LEN}",
-        "data.train_ratio=0.8",
+        *data,
+        *WINDOW,
+        *steps,
         f"data.cache_dir={folder}/cache",
         f"model.path={model}",
-        f"engine.ulysses_sequence_parallel_size={sequence_parallel}",
-        f"trainer.default_local_dir={folder}/run",
-        "trainer.total_training_steps=2",
-        "trainer.test_freq=2",
-        "trainer.save_freq=-1",
-        "data.max_tokens=16",
+        into(folder / "run"),
         *more,
     ]
 
 
-def _rows_and_metrics_of(runs):
-    return [_rows_and_metrics(overrides) for overrides in runs]
+def write_index(prefix, tokens, length):
+    """Write documents of one length as an index of Megatron-LM."""
+    writer = IndexWriter(prefix, np.uint16)
+    writer.add(np.array(tokens, np.uint16), np.full(len(tokens) // length, length))
+    writer.close()
+    return prefix
 
 
 def _rows_and_metrics(overrides):
@@ -86,22 +83,17 @@ def _sums(model, rows):
     return {name: torch.cat(parts) for name, parts in sums.items()}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_step_and_validation_are_those_of_plain_hugging_face(layout, tiny_model, sources, tmp_path):
-    ranks, sequence_parallel = LAYOUTS[layout]
-    asked = [
-        options(
-            tiny_model,
-            sources,
-            tmp_path / across,
-            "optim.lr=1e-12",  # validation follows the last step
-            f"data.attend_across_documents={across}",
-            sequence_parallel=sequence_parallel,
-        )
-        for across in ("true", "false")
-        if (layout, across) != ("1 rank", "false")
-    ]
-    for rows, validation, said in run_ranks(_rows_and_metrics_of, ranks, asked)[0]:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_and_validation_are_those_of_plain_hugging_face(ranks, tiny_model, sources, tmp_path):
+    runs = []
+    for sharing, across in ((1, "true"),) if ranks == 1 else itertools.product((1, 2), ("true", "false")):
+        run = options(tiny_model, sources, tmp_path / f"{sharing}-{across}", f"data.attend_across_documents={across}")
+        run += [
+            "optim.lr=1e-12",
+            f"engine.ulysses_sequence_parallel_size={sharing}",
+        ]  # validation follows the last step
+        runs.append((_rows_and_metrics, run))
+    for rows, validation, said in run_ranks(in_turn, ranks, runs)[0]:
         _assert_plain(load_eager(str(tiny_model)), rows, validation, said)
 
 
@@ -126,108 +118,84 @@ def _assert_plain(model, rows, validation, said):
         assert said[2, f"val/{name}_perplexity"] == pytest.approx(exp(measured[category].mean().item()), rel=1e-4)
 
 
+CHANGES = {
+    "data.attend_across_documents=false": r"attend_across_documents is False, but the run in .* was trained with",
+    # more than an epoch needs another order
+    "trainer.total_training_steps=20": r"number of samples of the run \(.*\) is 80, but .* with 8",
+    "data.blend_rule=megatron": r"data\.blend_rule is megatron, but the run in .* with tijdeman",
+    "data.blend=[[0.5,{a}],[0.5,{b}]]": r"the weights of data\.blend is \[0\.5, 0\.5\], but .* \[0\.7, 0\.3\]",
+    "data.blend=[[0.7,{moved}],[0.3,{b}]]": "^$",  # the same documents by another path
+}
+
+
 @pytest.fixture(scope="module")
-def parts(tiny_model, sources, tmp_path_factory):
-    """Return the folder and the overrides of a run of two steps, which is saved."""
-    folder = tmp_path_factory.mktemp("parts")
-    asked = options(tiny_model, sources, folder, "trainer.save_freq=2", "optim.lr_scheduler_type=constant")
-    run_ranks(train_alone, 1, asked)
-    return folder, asked
+def runs(tiny_model, sources, tmp_path_factory):
+    """Return the folder of the runs of one rank, and the errors of a resume under each change."""
+    folder, (a, b) = tmp_path_factory.mktemp("runs"), sources
+    constant = options(tiny_model, sources, folder, "optim.lr_scheduler_type=constant")
+    parts, longer = [*constant, "trainer.save_freq=2"], [*constant, "trainer.total_training_steps=4"]
+    changes = [[each.format(a=a, b=b, moved=a.replace("/a.jsonl", "/./a.jsonl"))] for each in CHANGES]
+    epochs = [word for word in options(tiny_model, sources, folder / "epochs") if "total_training_steps" not in word]
+    epochs += ["data.sampling=document_stream", "trainer.total_epochs=2", "trainer.test_freq=after_each_epoch"]
+    blend = options(tiny_model, sources, folder / "blend", "trainer.eval_only=true")
+    short = [word for word in blend if not word.startswith(("data.blend", "data.train_ratio"))]
+    words = write_jsonl(folder / "short.jsonl", random_words((5,)))
+    short += [f"data.val_dir={{short: {words}}}", into(folder / "short")]
+    calls = [(train_alone, parts), (shutil.copytree, folder / "run", folder / "extended"), (refusals, parts, changes)]
+    calls += [(train_alone, [*longer, into(folder / name)]) for name in ("extended", "whole")]
+    calls += [(train_alone, epochs), *((heard, _evaluate, evaluation) for evaluation in (blend, short))]
+    return folder, run_ranks(in_turn, 1, calls)[0][2]
 
 
-def test_a_stream_that_is_extended_goes_on_as_if_it_had_been_as_long_from_the_start(
-    parts, tiny_model, sources, tmp_path
-):
-    whole = options(tiny_model, sources, tmp_path / "whole", "trainer.total_training_steps=4")
-    run_ranks(train_alone, 1, whole)
-    folder, asked = parts
-    shutil.copytree(folder / "run", tmp_path / "parts" / "run")
-    more = [f"trainer.default_local_dir={tmp_path / 'parts' / 'run'}", "trainer.total_training_steps=4"]
-    run_ranks(train_alone, 1, [*asked, *more])
-    first, second = (metrics(tmp_path / name / "run") for name in ("whole", "parts"))
+def test_a_stream_that_is_extended_goes_on_as_if_it_had_been_as_long_from_the_start(runs):
+    first, second = (metrics(runs[0] / name) for name in ("whole", "extended"))
     assert [second[step, "train/loss"] for step in (1, 2, 3, 4)] == [first[step, "train/loss"] for step in (1, 2, 3, 4)]
     assert second[4, "val/loss"] == first[4, "val/loss"]
 
 
-def test_a_resume_on_other_samples_is_refused(parts, sources):
-    _, asked = parts
-    a, b = sources
-    changes = {
-        "data.attend_across_documents=false": r"attend_across_documents is False, but the run in .* was trained with",
-        # more than an epoch needs another order
-        "trainer.total_training_steps=20": r"number of samples of the run \(.*\) is 80, but .* with 8",
-        "data.blend_rule=megatron": r"data\.blend_rule is megatron, but the run in .* with tijdeman",
-        f"data.blend=[[0.5,{a}],[0.5,{b}]]": r"the weights of data\.blend is \[0\.5, 0\.5\], but .* \[0\.7, 0\.3\]",
-    }
-    moved = a.replace("/a.jsonl", "/./a.jsonl")  # the same documents by another path
-    changes[f"data.blend=[[0.7,{moved}],[0.3,{b}]]"] = "^$"
-    (told,) = run_ranks(refusals, 1, asked, [[change] for change in changes])
-    for line, expected in zip(told, changes.values(), strict=True):
+def test_a_resume_on_other_samples_is_refused(runs):
+    for line, expected in zip(runs[1], CHANGES.values(), strict=True):
         assert re.search(expected, line)
 
 
-def test_tokens_beyond_the_models_vocabulary_are_refused_before_it_is_loaded(tiny_model, tmp_path):
-    writer = IndexWriter(tmp_path / "corpus", np.uint16)
-    writer.add(np.array([5, 6, 128] * 30, np.uint16), np.array([90]))
-    writer.close()
-    asked = ["data=multidoc", f"data.train_dir={tmp_path}/corpus", "data.seq_len=16", "data.max_tokens=16"]
-    asked += [f"model.path={tiny_model}", f"data.cache_dir={tmp_path}/cache"]
-    asked += [f"trainer.default_local_dir={tmp_path}/run"]
-    for (told,) in run_ranks(refusals, 2, asked, [[]]):
-        assert re.search(r"data.train_dir must hold token ids .* \(0..127\); got .* 5 to 128", told)
-
-
-def test_an_epoch_of_a_stream_is_as_many_tokens_as_it_has(tiny_model, sources, tmp_path):
-    asked = options(tiny_model, sources, tmp_path, "data.sampling=document_stream", "trainer.total_epochs=2")
-    asked = [word for word in asked if "total_training_steps" not in word]
-    _, _, said = run_ranks(_rows_and_metrics, 1, [*asked, "trainer.test_freq=after_each_epoch"])[0]
+def test_an_epoch_of_a_stream_is_as_many_tokens_as_it_has(runs):
+    said = metrics(runs[0] / "epochs" / "run")
     last = max(step for step, _ in said)
     assert said[last, "train/epoch"] == pytest.approx(2, rel=0.2)
     assert len([step for step, name in said if name == "val/loss"]) >= 2
 
 
-def test_an_index_is_trained_on_where_the_cache_cannot_be_written(tiny_model, tmp_path):
-    documents = [token for number in range(20) for token in ([5 + number] * 9)]
-    writer = IndexWriter(tmp_path / "corpus", np.uint16)
-    writer.add(np.array(documents, np.uint16), np.full(20, 9))
-    writer.close()
-    (tmp_path / "file").write_text("")
-    asked = ["data=multidoc", f"data.train_dir={{words: {tmp_path}/corpus}}", "data.sampling=in_order"]
-    asked += [
-        f"data.cache_dir={tmp_path}/file/cache",
-        f"model.path={tiny_model}",
-        "data.seq_len=16",
-        "data.max_tokens=16",
-    ]
-    asked += [f"trainer.default_local_dir={tmp_path}/run", "trainer.total_training_steps=1", "trainer.save_freq=-1"]
-    run_ranks(train_alone, 2, asked)
-    assert metrics(tmp_path / "run")[1, "train/words_tokens"] > 0
-
-
-def test_evaluation_alone_measures_a_split_blend_and_a_set_shorter_than_a_sample(tiny_model, sources, tmp_path):
-    asked = options(tiny_model, sources, tmp_path, "trainer.eval_only=true")
-    run_ranks(_evaluate, 1, asked)
-    told = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+def test_evaluation_alone_measures_a_split_blend_and_a_set_shorter_than_a_sample(runs):
+    told = json.loads((runs[0] / "blend" / "run" / "evaluation.json").read_text())
     assert told["data.train_ratio"] == 0.8
     assert [weight for weight, _ in told["data.blend"]] == [0.7, 0.3]
     assert told["val/a_tokens"] > 0
-    short = write_jsonl(tmp_path / "short.jsonl", random_words((5,)))
-    alone = [word for word in asked if not word.startswith(("data.blend", "data.train_ratio", "trainer.default"))]
-    folder = f"trainer.default_local_dir={tmp_path}/short"
-    run_ranks(_evaluate, 1, [*alone, f"data.val_dir={{short: {short}}}", folder])
-    told = json.loads((tmp_path / "short" / "evaluation.json").read_text())
-    assert told["data.val_dir"] == {"short": short}
+    told = json.loads((runs[0] / "short" / "evaluation.json").read_text())
+    assert told["data.val_dir"] == {"short": str(runs[0] / "short.jsonl")}
     assert told["val/short_tokens"] == 5
 
 
 def _evaluate(overrides):
-    import contextlib
-    import io
+    trainer = build(overrides)
+    trainer.resume()
+    trainer.evaluate_only()
 
-    with contextlib.redirect_stdout(io.StringIO()):
-        trainer = SFTTrainer(prepare(compose([*SMALL, *overrides])))
-        trainer.resume()
-        trainer.evaluate_only()
+
+def test_tokens_beyond_the_models_vocabulary_are_refused_before_it_is_loaded(tiny_model, tmp_path):
+    corpus = write_index(tmp_path / "corpus", [5, 6, 128] * 30, 90)
+    asked = ["data=multidoc", f"data.train_dir={corpus}", f"model.path={tiny_model}", *WINDOW]
+    asked += [f"data.cache_dir={tmp_path}/cache", into(tmp_path / "run")]
+    for (told,) in run_ranks(refusals, 2, asked, [[]]):
+        assert re.search(r"data.train_dir must hold token ids .* \(0..127\); got .* 5 to 128", told)
+
+
+def test_an_index_is_trained_on_where_the_cache_cannot_be_written(tiny_model, tmp_path):
+    corpus = write_index(tmp_path / "corpus", [5 + number // 9 for number in range(180)], 9)
+    (tmp_path / "file").write_text("")
+    asked = ["data=multidoc", f"data.train_dir={{words: {corpus}}}", "data.sampling=in_order"]
+    asked += [f"data.cache_dir={tmp_path}/file/cache", f"model.path={tiny_model}", *WINDOW, into(tmp_path / "run")]
+    run_ranks(train_alone, 2, [*asked, "trainer.total_training_steps=1", "trainer.save_freq=-1"])
+    assert metrics(tmp_path / "run")[1, "train/words_tokens"] > 0
 
 
 def _token_range(prefix, cache):
@@ -237,10 +205,8 @@ def _token_range(prefix, cache):
 
 
 def test_the_token_range_is_of_all_ranks_and_is_kept(tmp_path):
-    writer = IndexWriter(tmp_path / "corpus", np.uint16)
-    writer.add(np.array([50] * 80 + [5] * 79 + [90], np.uint16), np.full(16, 10))
-    writer.close()
-    said = run_ranks(_token_range, 2, str(tmp_path / "corpus"), str(tmp_path / "cache"))
+    corpus = write_index(tmp_path / "corpus", [50] * 80 + [5] * 79 + [90], 10)
+    said = run_ranks(_token_range, 2, str(corpus), str(tmp_path / "cache"))
     assert said == [(5, 90)] * 2
-    [kept] = (tmp_path / "cache").glob("range-*/facts.npz")
-    assert np.load(kept)["token_range"].tolist() == [5, 90]
+    [kept] = (tmp_path / "cache").glob("range-*/token_range.npy")
+    assert np.load(kept).tolist() == [5, 90]

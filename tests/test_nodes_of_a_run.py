@@ -1,7 +1,5 @@
 """Causes that end a run of several nodes: options, data or models that differ between nodes, and lost ranks."""
 
-import contextlib
-import io
 import os
 import socket
 from pathlib import Path
@@ -14,32 +12,25 @@ import torch.distributed as dist
 from tests.ranks import run_ranks, started_ranks
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import SMALL
+from tests.training import heard, into, settle
 from verl_ext.checkpoint.resume import check_output
 from verl_ext.config import compose
 from verl_ext.trainer import distributed
 from verl_ext.trainer.distributed import TRAINING_FAILED, failures_reported, process_group
-from verl_ext.trainer.setup import prepare
 
 
 def prepared(folders: list[str], cases: list[list[list[str]]]) -> list[str]:
     """Return the messages when this rank, a node with its own folder, prepares its overrides of each case."""
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     os.chdir(folders[dist.get_rank()])
-    told = []
-    for of_nodes in cases:
-        errors = io.StringIO()
-        with contextlib.redirect_stderr(errors), contextlib.suppress(SystemExit):
-            prepare(compose([*SMALL, *of_nodes[dist.get_rank()]]))
-        told.append(errors.getvalue())
-    return told
+    return [heard(settle, of_nodes[dist.get_rank()]) for of_nodes in cases]
 
 
 def test_nodes_that_differ_are_told_before_they_share_a_scan(tiny_model, tmp_path):
     for node, seed in (("a", 0), ("b", 0), ("a", 1), ("b", 2)):
         documents = random_documents(np.random.default_rng(seed), [30, 9, 17, 40, 12, 50], VOCABULARY, 1)
         write_tokenized(tmp_path / node / ("same" if seed == 0 else "other"), documents)
-    common = [f"model.path={tiny_model}", f"trainer.default_local_dir={tmp_path / 'run'}"]
+    common = [f"model.path={tiny_model}", into(tmp_path / "run")]
     same, other = [*common, "data.train_dir=same"], [*common, "data.train_dir=other"]
     cases = [[same, same], [same, [*same, "optim.lr=0.5"]], [other, other]]
     agree, options, data = run_ranks(prepared, 2, [str(tmp_path / "a"), str(tmp_path / "b")], cases)[0]
@@ -55,9 +46,7 @@ def test_nodes_that_differ_are_told_before_they_share_a_scan(tiny_model, tmp_pat
     "error",
     [
         RuntimeError("[/build/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation"),
-        RuntimeError(
-            "Gloo connectFullMesh failed with [/build/gloo/transport/tcp/pair.cc:152] Connection refused. GLHF!"
-        ),
+        RuntimeError("Gloo connectFullMesh failed with [/build/gloo/transport/tcp/pair.cc:152] refused. GLHF!"),
         dist.DistNetworkError("The client socket has timed out"),
     ],
 )
@@ -111,7 +100,7 @@ def test_the_full_error_is_raised_for_who_asks(monkeypatch):
     [("TORCHELASTIC_MAX_RESTARTS", "MAX_RESTARTS=2"), ("SLURM_RESTART_COUNT", "slurm requeued it 2 times")],
 )
 def test_a_run_that_may_be_restarted_does_not_overwrite(variable, why, monkeypatch, tmp_path: Path):
-    config = compose([f"trainer.default_local_dir={tmp_path}", "trainer.overwrite=true"])
+    config = compose([into(tmp_path), "trainer.overwrite=true"])
     monkeypatch.setenv(variable, "0")
     check_output(config)
     monkeypatch.setenv(variable, "2")

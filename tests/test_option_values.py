@@ -4,21 +4,19 @@ from collections.abc import Mapping
 from typing import Any, get_origin
 
 import pytest
-import torch
 from omegaconf import OmegaConf, open_dict
-from safetensors.torch import save_file
-from transformers import Qwen3Config
 
-from tests.checked import checked
+from tests.checked import checked, sound_run
+from verl_ext.attention import AttentionOptions
 from verl_ext.config import compose, schema
 from verl_ext.config.compose import prepare_overrides
-from verl_ext.config.run import NODES, RunConfig
+from verl_ext.config.run import NODES, RunConfig, TrainerOptions
 from verl_ext.config.weights import ModelNode
-from verl_ext.data.dataset import DataOptions
+from verl_ext.data.options import DataOptions
 from verl_ext.data.sft import SFTOptions
 from verl_ext.engines.schedule import ScheduleOptions
 from verl_ext.legacy import DEPRECATED, RENAMED, RENAMED_NODES
-from verl_ext.options import Options, options_of, plain, show
+from verl_ext.options import Options, options_of, plain, spell
 
 OURS: tuple[type[Options], ...] = (*NODES, DataOptions, SFTOptions, ScheduleOptions, ModelNode)
 # A value that no option of the type takes, beside null.
@@ -27,13 +25,7 @@ WRONG: dict[Any, Any] = {int: "many", float: [1], bool: "maybe", str: [1], list:
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("run")
-    (folder / "data").mkdir()
-    heads = {"num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 8, "hidden_size": 96}
-    Qwen3Config(max_position_embeddings=512, num_hidden_layers=1, **heads).save_pretrained(folder / "model")
-    save_file({"w": torch.zeros(1)}, folder / "model" / "model.safetensors")
-    paths = {"data.train_dir": "data", "model.path": "model", "trainer.default_local_dir": "out"}
-    return compose([*(f"{key}={folder / name}" for key, name in paths.items()), "parallel=cpu"])
+    return sound_run(tmp_path_factory.mktemp("run"))
 
 
 def with_values(config, values: Mapping[str, Any]):
@@ -62,7 +54,7 @@ def test_every_node_of_a_config_is_read_by_its_options(good, kind):
         found = lines(with_values(good, values)) if values else []
         for key, value in values.items():
             (line,) = [line for line in found if line.startswith((f"{key} must be ", f"{key} is required"))]
-            assert line.partition("; got ")[2].partition(" (nearest")[0] == show(value)
+            assert line.partition("; got ")[2].partition(" (nearest")[0] == spell(value)
 
 
 OLD = {
@@ -108,6 +100,39 @@ def test_an_old_name_in_a_file_is_read_or_refused(good):
     ):
         with pytest.raises(ValueError, match=line):
             schema.check_keys(with_values(good, values))
+
+
+@pytest.mark.parametrize(
+    ("build", "line"),
+    [
+        (lambda: DataOptions(balance_group=9), "data.balance_group must be at most data.train_batch_size=8; got 9"),
+        (lambda: SFTOptions(mixture={"sources": {"a": {"weight": 1}}, "scal": 2}), "unknown key data.mixture.sc"),
+        (lambda: TrainerOptions(save_freq="often"), "trainer.save_freq must be a whole number of steps or after_"),
+        (lambda: TrainerOptions(save_freq=[10, [5]]), "or a list of both; got [10, [5]]"),
+        (lambda: TrainerOptions(logger=["consol"]), "got consol (nearest: console)"),
+        (lambda: TrainerOptions(logger=[]), "trainer.logger must be a list of loggers"),
+        (lambda: TrainerOptions(profile_interval=[3, 1]), "trainer.profile_interval must be [first step, last step]"),
+    ],
+)
+def test_values_that_do_not_fit_each_other_are_refused_by_key_and_value(build, line):
+    with pytest.raises(ValueError, match=r"\S") as raised:
+        build()
+    assert line in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_the_composed_config_becomes_typed_options():
+    words = ["loss=longwriter", "loss.category_weights={code: 2, 7: 0.5}", "attention.backend=sdpa", "data.train_dir=d"]
+    words += ["trainer.experiment_name=7", "trainer.test_freq=after_each_epoch"]
+    run = RunConfig.from_composed(compose(words))
+    assert (run.loss.mode, run.loss.documents_per_pack) == ("longwriter", 30)
+    assert run.loss.category_weights == {"code": 2.0, "7": 0.5}
+    assert run.attention == AttentionOptions("sdpa")
+    assert (run.data.train_dir, run.dataset.max_tokens, run.dataset.strategy) == ("d", 8192, "best_fit")
+    assert (run.trainer.experiment_name, run.trainer.default_local_dir) == ("7", "checkpoints/verl_ext/7")
+    assert (run.trainer.test_freq, run.trainer.logger) == ("after_each_epoch", ["console"])
+    for more, needs in (({}, True), ({"train_dir": "d"}, False)):  # a source may name its folder
+        assert SFTOptions(mixture={"sources": {"a": {"tokens": 1, **more}}}).needs_train_dir is needs
 
 
 @pytest.mark.slow

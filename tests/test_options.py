@@ -10,7 +10,7 @@ import pytest
 
 from verl_ext.__main__ import COMMANDS
 from verl_ext.config import run, schema
-from verl_ext.options import Option, Options, options_of, show
+from verl_ext.options import Option, Options, options_of, spell
 
 # {type: (its name in errors, values of other types)}
 KINDS: dict[Any, tuple[str, list[Any]]] = {
@@ -60,11 +60,11 @@ def refused(option: Option) -> Iterator[tuple[Any, tuple[str, ...]]]:
     if kind is list and element in ELEMENTS:
         yield [ELEMENTS[element]], ("must be a list of",)
     if option.least is not None:
-        yield next_to(option.least, kind, -1), (f"at least {show(option.least)}",)
+        yield next_to(option.least, kind, -1), (f"at least {spell(option.least)}",)
     if option.most is not None:
-        yield next_to(option.most, kind, 1), (f"at most {show(option.most)}",)
+        yield next_to(option.most, kind, 1), (f"at most {spell(option.most)}",)
     if option.above is not None:
-        yield option.above, (f"above {show(option.above)}",)
+        yield option.above, (f"above {spell(option.above)}",)
     if kind is float:
         yield math.nan, ("must be",)
         yield math.inf, ("must be",)
@@ -100,7 +100,7 @@ def test_an_option_refuses_what_it_does_not_take_and_takes_its_bounds_and_choice
         for value, said in refused(option):
             (line,) = lines(cls, name, value)
             got = line.rpartition("; got ")[2].partition(" (nearest")[0]
-            assert got in (show(value), show(option.converted(value))), line
+            assert got in (spell(value), spell(option.converted(value))), line
             assert "read" in vars(cls) or all(word in line for word in said), (line, said)  # or it has its own sentence
         for value in allowed(option):
             if "read" in vars(cls) and value == {}:

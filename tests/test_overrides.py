@@ -9,7 +9,7 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from tests.ranks import run_ranks
-from tests.training import metrics, train_alone
+from tests.training import into, metrics, train_alone
 from verl_ext.__main__ import main
 from verl_ext.commands.command_line import OutputOptions, read_options
 from verl_ext.commands.tokenize import TokenizeOptions
@@ -62,7 +62,7 @@ def test_categories_of_any_script_are_tokenized_indexed_and_trained_on(tmp_path,
     assert json.loads((tmp_path / "tokenize/categories.json").read_text()) == {"1": "数学", "2": "ä"}
     assert (tmp_path / "index/数学.idx").is_file()
     keys = [f"data.train_dir={tmp_path}/tokenize", "loss.category_weights={数学:2}", f"model.path={tiny_model}"]
-    run_ranks(train_alone, 1, [*keys, f"trainer.default_local_dir={tmp_path}/run"])
+    run_ranks(train_alone, 1, [*keys, into(tmp_path / "run")])
     assert metrics(tmp_path / "run")[1, "train/数学_loss"] > 0
 
 

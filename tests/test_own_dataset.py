@@ -2,6 +2,7 @@
 
 import json
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.checked import checked
-from tests.ranks import run_ranks
+from tests.ranks import in_turn, run_ranks
 from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import differences, metrics, stopped_at, train_alone
+from tests.training import differences, into, metrics, refusals, stopped_at, train_alone
 from verl_ext.config import compose
 from verl_ext.data import CategoryTable, DocumentDataset, SFTDataSet
 from verl_ext.data.ranks import ONE_RANK
@@ -26,7 +27,8 @@ import json
 import numpy as np
 import torch
 
-from verl_ext.data import CategoryTable, PackDataset
+from verl_ext.data import CategoryTable, PackDataset, PackFacts
+from verl_ext.packing import TOKENS
 
 
 class OwnDataset(PackDataset):
@@ -38,8 +40,6 @@ class OwnDataset(PackDataset):
 
     categories = CategoryTable((1,), ("own",))
     digest = "0" * 16
-    token_range = (1, 99)
-    longest_document = 6
 
     @property
     def folders(self):
@@ -54,42 +54,10 @@ class OwnDataset(PackDataset):
         mask[0] = 0
         return {"input_ids": ids, "position_ids": torch.arange(len(ids)), "loss_mask": mask, "category_ids": mask}
 
-    def pack_tokens(self):
-        return np.array([len(row) for row in self.rows])
-
-    def pack_costs(self, cost):
-        return cost.documents(self.pack_tokens())
-
-    def pack_documents(self):
-        return np.ones(len(self), np.int64)
-
-    def pack_targets(self):
-        return self.pack_tokens() - 1
+    def facts(self, cost=TOKENS):
+        tokens, documents = np.array([len(row) for row in self.rows]), np.ones(len(self), np.int64)
+        return PackFacts(tokens, tokens - 1, documents, cost.documents(tokens), token_range=(1, 99), longest_document=6)
 """
-
-
-@pytest.fixture
-def overrides(tmp_path, tiny_model):
-    (tmp_path / "own.py").write_text(OWN)
-    (tmp_path / "rows.json").write_text(json.dumps([[5, 6, 7], [8, 9, 10, 11, 12, 13], [3, 4], [1, 2, 3, 4]]))
-    return [
-        *(f"data.train_dir={tmp_path / 'rows.json'}", f"data.val_dir={tmp_path / 'rows.json'}"),
-        *(f"data.custom_cls.path={tmp_path / 'own.py'}", "data.custom_cls.name=OwnDataset"),
-        *("+data.custom_cls.shift=1", f"model.path={tiny_model}", f"trainer.default_local_dir={tmp_path / 'out'}"),
-    ]
-
-
-def test_a_dataset_class_without_options_trains_and_validates(overrides, tmp_path):
-    run_ranks(train_alone, 1, overrides)
-    logged = metrics(tmp_path / "out")
-    assert logged[1, "train/target_tokens"] == 11
-    assert logged[1, "val/own_loss"] > 0
-
-
-def test_a_dataset_class_without_options_needs_data(overrides):
-    config = compose([*overrides, "data.train_dir=null", "trainer.device=cpu"])
-    with pytest.raises(ValueError, match=r"^data\.train_dir is required: what the dataset class reads; got null$"):
-        checked(config, 1)
 
 
 DOCUMENTS = """
@@ -117,55 +85,59 @@ class Documents(DocumentDataset):
 
 
 @pytest.fixture(scope="module")
-def documents():
-    return random_documents(np.random.default_rng(3), [9, 40, 3, 64, 100, 17, 23, 31, 8, 12, 50, 28], 100, 2)
-
-
-@pytest.fixture
-def of_documents(tmp_path, tiny_model, documents):
-    """Return (overrides of a run on a file of documents, of one on the tokenized folder of the same documents)."""
+def runs(tiny_model, tmp_path_factory):
+    """Return the folder of runs on a class of ours, on documents of ours, on the tokenized folder of them, and of one
+    that resumes; and the lines on a resume on changed documents and on a class that is not there."""
+    folder = tmp_path_factory.mktemp("runs")
+    documents = random_documents(np.random.default_rng(3), [9, 40, 3, 64, 100, 17, 23, 31, 8, 12, 50, 28], 100, 2)
     rows = [{name: np.asarray(values).tolist() for name, values in document.items()} for document in documents]
-    (tmp_path / "documents.json").write_text(json.dumps(rows))
-    (tmp_path / "documents.py").write_text(DOCUMENTS)
+    (folder / "documents.json").write_text(json.dumps(rows))
+    (folder / "rows.json").write_text(json.dumps([[5, 6, 7], [8, 9, 10, 11, 12, 13], [3, 4], [1, 2, 3, 4]]))
+    for name, code in (("own", OWN), ("documents", DOCUMENTS)):
+        (folder / f"{name}.py").write_text(code)
     names = {1: "one", 2: "two", 7: "of no document"}
-    folder = write_tokenized(tmp_path / "folder", documents, names, loss_weight=True)
-    usual = [f"model.path={tiny_model}", "data.over_length=split", "trainer.total_epochs=2", "trainer.save_freq=1"]
-    usual += ["loss=sequence", "loss.category_weights={one: 2}", "trainer.test_freq=2"]
-    file, runs = tmp_path / "documents.json", "trainer.default_local_dir=" + str(tmp_path)
-    own = [f"data.custom_cls.path={tmp_path / 'documents.py'}", "data.custom_cls.name=Documents"]
-    return (
-        [
-            *usual,
-            *own,
-            f"data.train_dir={file}",
-            f"data.val_dir={file}",
-            f"trainer.default_local_dir={tmp_path / 'own'}",
-        ],
-        [*usual, f"data.train_dir={folder}", f"data.val_dir={folder}", f"{runs}/run"],
-    )
+    tokenized = write_tokenized(folder / "folder", documents, names, loss_weight=True)
+
+    def run(data, output: str, file: str | None = None, name: str = "", *more: str) -> list[str]:
+        own = [f"data.custom_cls.path={folder / file}", f"data.custom_cls.name={name}"] if file else []
+        paths = [f"data.train_dir={data}", f"data.val_dir={data}", f"model.path={tiny_model}", into(folder / output)]
+        return [*own, *paths, *more]
+
+    usual = ("data.over_length=split", "trainer.total_epochs=2", "trainer.save_freq=1", "loss=sequence")
+    usual += ("loss.category_weights={one: 2}", "trainer.test_freq=2")
+    own = run(folder / "documents.json", "own", "documents.py", "Documents", *usual)
+    run_ranks(in_turn, 2, [(train_alone, run(tokenized, "run", None, "", *usual)), (train_alone, own)])
+    rows[3]["input_ids"][5] += 1
+    calls = [
+        (train_alone, run(folder / "rows.json", "rows", "own.py", "OwnDataset", "+data.custom_cls.shift=1")),
+        (stopped_at, folder / "own", folder / "stopped", 2),
+        (train_alone, [*own, into(folder / "stopped"), "trainer.total_training_steps=4"]),
+        (Path.write_text, folder / "documents.json", json.dumps(rows)),
+        (refusals, own, [["trainer.total_epochs=3"], ["data.custom_cls.name=Documants", into(folder / "new")]]),
+    ]
+    return folder, run_ranks(in_turn, 1, calls)[0][-1]
 
 
-def test_documents_of_ones_own_train_validate_and_resume_as_a_tokenized_folder_of_them(of_documents, tmp_path):
-    own, folder = of_documents
-    for overrides in (folder, own):
-        run_ranks(train_alone, 2, overrides)
-    assert metrics(tmp_path / "own")[4, "val/two_loss"] > 0
-    assert differences(tmp_path / "own", tmp_path / "run", 4) == []
-    stopped = stopped_at(tmp_path / "own", tmp_path / "stopped", 2)
-    run_ranks(train_alone, 1, [*own, f"trainer.default_local_dir={stopped}", "trainer.total_training_steps=4"])
-    found, whole = metrics(stopped), metrics(tmp_path / "run")
+def test_a_dataset_class_without_options_trains_and_validates(runs):
+    logged = metrics(runs[0] / "rows")
+    assert logged[1, "train/target_tokens"] == 11
+    assert logged[1, "val/own_loss"] > 0
+
+
+def test_documents_of_ones_own_train_validate_and_resume_as_a_tokenized_folder_of_them(runs):
+    folder, _ = runs
+    assert metrics(folder / "own")[4, "val/two_loss"] > 0
+    assert differences(folder / "own", folder / "run", 4) == []
+    found, whole = metrics(folder / "stopped"), metrics(folder / "run")
     for key in ((step, name) for step in (3, 4) for name in ("train/loss", "train/one_loss", "val/loss")):
         assert key not in whole or found[key] == pytest.approx(whole[key], rel=1e-5)
 
 
-def test_a_resume_on_changed_documents_is_refused(of_documents, tmp_path):
-    own, _ = of_documents
-    run_ranks(train_alone, 1, own)
-    rows = json.loads((tmp_path / "documents.json").read_text())
-    rows[3]["input_ids"][5] += 1
-    (tmp_path / "documents.json").write_text(json.dumps(rows))
-    with pytest.raises(AssertionError, match=r"ValueError: the content of the files in data\.train_dir"):
-        run_ranks(train_alone, 1, [*own, "trainer.total_epochs=3"])
+def test_a_resume_on_changed_documents_and_a_class_that_is_not_there_are_refused_and_leave_nothing_behind(runs):
+    folder, (changed, not_there) = runs
+    assert changed.startswith("the content of the files in data.train_dir")
+    assert not_there.startswith("data.custom_cls.name must be a name in")
+    assert not (folder / "new").exists()
 
 
 class Own(DocumentDataset):
@@ -190,27 +162,26 @@ class Own(DocumentDataset):
     weighted=st.booleans(),
     first=st.integers(-1, 9),
 )
-def test_packs_and_reports_are_those_of_the_tokenized_folder(
+def test_packs_are_those_of_the_tokenized_folder(
     tmp_path_factory, lengths, over_length, strategy, pads, weighted, first
 ):
     documents = random_documents(np.random.default_rng(len(lengths)), lengths, 100, 2)
     if not weighted:
         documents = [{name: document[name] for name in document if name != "loss_weight"} for document in documents]
     folder = write_tokenized(tmp_path_factory.mktemp("folder"), documents, {1: "one", 2: "two"}, loss_weight=weighted)
-    node = {"max_tokens": 16, "over_length": over_length, "strategy": strategy, "max_samples": first}
-    node |= {"pad_mode": "right" if pads else "no_padding"}
-    limit = node.pop("max_samples")
+    padding = "right" if pads else "no_padding"
+    node = {"max_tokens": 16, "over_length": over_length, "strategy": strategy, "pad_mode": padding}
     try:
-        wanted = SFTDataSet(parquet_files=folder, config=node, max_samples=limit)
-        targets = wanted.pack_targets()
+        wanted = SFTDataSet(parquet_files=folder, config=node, max_samples=first)
+        targets = wanted.facts().targets
     except ValueError as error:  # nothing left, or no target: the same refusal
         with pytest.raises(ValueError, match=str(error).split(";")[0].replace("(", ".").replace(")", ".")):
-            Own("x", config={**node, "documents": documents}, max_samples=limit).pack_targets()
+            Own("x", config={**node, "documents": documents}, max_samples=first).facts()
         return
-    found = Own("x", config={**node, "documents": documents}, max_samples=limit)
-    assert found.pack_targets().tolist() == targets.tolist()
-    assert found.changed_documents() == wanted.changed_documents()
-    assert (found.digest, found.token_range) == (wanted.digest, wanted.token_range)
+    found = Own("x", config={**node, "documents": documents}, max_samples=first)
+    assert found.facts().targets.tolist() == targets.tolist()
+    assert found.omitted_documents() == wanted.omitted_documents()
+    assert (found.digest, found.facts().token_range) == (wanted.digest, wanted.facts().token_range)
     assert len(found) == len(wanted)
     for pack, other in zip((found[n] for n in range(len(found))), (wanted[n] for n in range(len(wanted))), strict=True):
         assert pack.keys() == other.keys()
@@ -277,22 +248,16 @@ def test_a_class_that_lacks_a_member_and_a_mixture_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("name", "line"),
+    ("name", "word", "line"),
     [
-        ("Documants", r"must be .* Documants \(nearest: Documents\)"),
-        ("json", "must name a subclass of .*; got json of"),
+        ("Documants", "data.seed=1", r"data\.custom_cls\.name must be .* Documants \(nearest: Documents\)"),
+        ("json", "data.seed=1", r"data\.custom_cls\.name must name a subclass of .*; got json of"),
+        ("Documents", "data.train_dir=null", r"data\.train_dir is required: what the dataset class reads; got null$"),
     ],
 )
-def test_a_class_that_is_not_there_is_one_line(name, line, tmp_path, tiny_model):
+def test_a_class_that_is_not_there_and_one_without_data_are_one_line(name, word, line, tmp_path, tiny_model):
     (tmp_path / "documents.py").write_text(DOCUMENTS)
-    keys = [f"data.custom_cls.path={tmp_path / 'documents.py'}", f"data.custom_cls.name={name}"]
+    keys = [f"data.custom_cls.path={tmp_path / 'documents.py'}", f"data.custom_cls.name={name}", word]
     config = compose([f"model.path={tiny_model}", f"data.train_dir={tmp_path}", "trainer.device=cpu", *keys])
-    with pytest.raises(ValueError, match=rf"^data\.custom_cls\.name {line}[^\n]*$"):
+    with pytest.raises(ValueError, match=rf"^{line}[^\n]*$"):
         checked(config, 1)
-
-
-def test_a_class_that_is_not_there_leaves_nothing_behind(of_documents, tmp_path):
-    own, _ = of_documents
-    with pytest.raises(AssertionError, match=r"data\.custom_cls\.name must be a name in"):
-        run_ranks(train_alone, 1, [*own, "data.custom_cls.name=Documants"])
-    assert not (tmp_path / "own").exists()

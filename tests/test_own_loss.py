@@ -1,15 +1,15 @@
 """A user's own loss mode is as exact on every layout as the built-in ones; errors in it are one line."""
 
-import numpy as np
+import re
+
 import pytest
 import torch
 
 from tests.checked import checked
-from tests.ranks import run_ranks
+from tests.ranks import in_turn, run_ranks
 from tests.reference import Reference, load_eager, pack_row
 from tests.test_parity import CATEGORIES, CATEGORY_WEIGHTS, DOCUMENTS, GROUPS, MAX_TOKENS, TOLERANCE
-from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import differences, train_alone
+from tests.training import differences, into, refusals, small_run, train_alone
 from verl_ext.config import compose
 from verl_ext.data import CategoryTable
 from verl_ext.losses import LossOptions, LossSpec, category_weight_table
@@ -72,7 +72,12 @@ def _steps(model, file, sequence_parallel):
 
 @pytest.fixture(scope="module")
 def steps(tiny_model, file):
-    return {layout: run_ranks(_steps, layout[0], str(tiny_model), str(file), layout[1])[0] for layout in LAYOUTS}
+    found = {}
+    for ranks in (1, 2):
+        layouts = [layout for layout in LAYOUTS if layout[0] == ranks]
+        calls = [(_steps, str(tiny_model), str(file), shared) for _, shared in layouts]
+        found |= dict(zip(layouts, run_ranks(in_turn, ranks, calls)[0], strict=True))
+    return found
 
 
 @pytest.mark.parametrize("packing", ["none", "packed", "padded"])
@@ -102,19 +107,16 @@ def test_a_function_unlike_the_built_in_modes_equals_plain_hugging_face(steps, e
 
 
 def test_a_run_with_a_function_is_that_of_the_mode_and_no_resume_changes_its_code(tmp_path, tiny_model, file):
-    documents = random_documents(np.random.default_rng(3), [9, 40, 3, 64, 17, 23, 31, 8], 100, 2)
-    folder = write_tokenized(tmp_path / "data", documents, {1: "one", 2: "two"})
-    usual = [f"data.train_dir={folder}", f"data.val_dir={folder}", f"model.path={tiny_model}"]
+    usual = small_run(tmp_path, tiny_model, [9, 40, 3, 64, 17, 23, 31, 8], categories=2)
     code = tmp_path / "mine.py"
     code.write_text(file.read_text())
-    own = [*usual, f"loss.custom_cls.path={code}", "loss.custom_cls.name=square_root"]
-    own += [f"trainer.default_local_dir={tmp_path / 'own'}"]
-    run_ranks(train_alone, 1, [*usual, "loss=sqrt", f"trainer.default_local_dir={tmp_path / 'run'}"])
-    run_ranks(train_alone, 1, own)
+    own = [*usual, f"loss.custom_cls.path={code}", "loss.custom_cls.name=square_root", into(tmp_path / "own")]
+    calls = [(train_alone, [*usual, "loss=sqrt", into(tmp_path / "run")]), (train_alone, own)]
+    run_ranks(in_turn, 1, calls)  # a new process reads the changed file
     assert differences(tmp_path / "own", tmp_path / "run", 1) == []
     code.write_text(OWN.replace("-0.5", "-0.6"))
-    with pytest.raises(AssertionError, match=r"loss\.mode is square_root \(\w{8}\), but .* with square_root \(\w{8}\)"):
-        run_ranks(train_alone, 1, [*own, "trainer.total_epochs=2"])
+    ((told,),) = run_ranks(refusals, 1, own, [["trainer.total_epochs=2"]])
+    assert re.match(r"loss\.mode is square_root \(\w{8}\), but .* with square_root \(\w{8}\)", told)
 
 
 @pytest.mark.parametrize(
@@ -135,8 +137,9 @@ def test_a_run_with_a_function_is_that_of_the_mode_and_no_resume_changes_its_cod
 def test_a_function_that_is_no_loss_is_refused_before_a_model_is_loaded(code, line, tmp_path, tiny_model):
     (tmp_path / "own.py").write_text(code)
     keys = [f"loss.custom_cls.path={tmp_path / 'own.py'}", "loss.custom_cls.name=own", "trainer.device=cpu"]
+    run = [f"model.path={tiny_model}", f"data.train_dir={tmp_path}", *keys]
     with pytest.raises(ValueError, match=r"^loss\.custom_cls\.[^\n]*$") as raised:
-        checked(compose([f"model.path={tiny_model}", f"data.train_dir={tmp_path}", *keys]), 1)
+        checked(compose(run), 1)
     assert raised.match(line)
 
 

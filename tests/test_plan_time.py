@@ -11,7 +11,7 @@ from tests.ranks import run_ranks
 from tests.shown import show
 from tests.test_flops import counted
 from tests.tiny_model import write_tiny_model
-from tests.tokenized_data import random_documents, write_tokenized
+from tests.training import into, small_run
 from verl_ext.config import compose
 from verl_ext.tools.plan.machine import planned_run
 from verl_ext.tools.plan.options import PlanOptions
@@ -43,17 +43,9 @@ def plan(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plan")
     model = write_tiny_model(folder / "model", tie_word_embeddings=False)
     lengths = np.random.default_rng(0).integers(5, 100, 60).tolist()
-    data = write_tokenized(folder / "data", random_documents(np.random.default_rng(0), [TOKENS, *lengths], 100, 1))
-    overrides = [
-        *(
-            f"data.train_dir={data}",
-            f"model.path={model}",
-            f"data.max_tokens={TOKENS}",
-            f"data.train_batch_size={BATCH}",
-        ),
-        *("parallel=ulysses2", "trainer.total_epochs=3", f"trainer.gpu_peak_tflops={TFLOPS}"),
-        *(f"trainer.default_local_dir={folder}/out", "model.enable_gradient_checkpointing=true"),
-    ]
+    batch = (f"data.max_tokens={TOKENS}", f"data.train_batch_size={BATCH}", "parallel=ulysses2")
+    more = ("trainer.total_epochs=3", f"trainer.gpu_peak_tflops={TFLOPS}", "model.enable_gradient_checkpointing=true")
+    overrides = small_run(folder, model, [TOKENS, *lengths], *batch, *more, into(folder / "out"))
     of_plan = {"world_size": RANKS, "gpu": "mine", "gpu_memory": "80GiB", "link": f"{LINK:.0f}", "network": "1GB"}
     facts, packs, steps = run_ranks(planned, 1, folder, {**of_plan, "efficiency": EFFICIENCY}, overrides)[0]
     return folder, facts, packs, steps

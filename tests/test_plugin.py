@@ -78,14 +78,8 @@ print("SEEN" + json.dumps(seen))
 def _start(program: str, path: str, **environment: str) -> subprocess.Popen:
     kept = {key: value for key, value in os.environ.items() if not key.startswith("VERL_")}
     kept |= {"PATH": f"{path}{os.pathsep}{os.environ['PATH']}", **environment}
-    return subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", program],
-        env=kept,
-        cwd=path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    return subprocess.Popen(command, env=kept, cwd=path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.fixture(scope="module")
@@ -115,9 +109,17 @@ def test_verl_loads_the_plugin_and_nothing_more_of_the_package(programs):
     assert set(programs["stock"]["modules"]) <= set(programs["installed"]["modules"])
 
 
-def test_verls_own_engines_are_as_before(programs):
-    assert programs["stock"]["engines"], "verl registers engines of its own"
-    assert programs["installed"]["engines"] == programs["stock"]["engines"]
+def test_verls_own_engines_and_platforms_and_transformers_attentions_are_as_before(programs):
+    stock, installed = programs["stock"], programs["installed"]
+    assert stock["engines"], "verl registers engines of its own"
+    assert installed["engines"] == stock["engines"]
+    assert installed["attentions"] == stock["attentions"]
+    added = dict(installed["platforms"])
+    assert "CPUPlatform" in added.pop("cpu")
+    assert added == stock["platforms"]
+    assert stock["platform"] == installed["platform"] == "PlatformCUDA"  # a GPU host keeps it
+    # A CPU-only driver of a GPU cluster must not turn into a CPU run.
+    assert installed["platform without a GPU"] == stock["platform without a GPU"] == "nvidia"
 
 
 def test_ppo_and_grpo_find_the_same_algorithms_and_compose_the_same_configurations(programs):
@@ -126,33 +128,8 @@ def test_ppo_and_grpo_find_the_same_algorithms_and_compose_the_same_configuratio
     assert installed["RL"] == stock["RL"]
     assert stock["RL configurations"]["ppo_trainer grpo"]["algorithm"]["adv_estimator"] == "grpo"
     assert installed["RL configurations"] == stock["RL configurations"]
-    assert installed["RL modules"] == [
-        "verl_ext",
-        "verl_ext.cpu_platform",
-        "verl_ext.launch",
-        "verl_ext.launch.torchrun",
-        "verl_ext.plugin",
-    ]
-
-
-def test_verls_own_platforms_are_as_before_and_one_is_added(programs):
-    added = dict(programs["installed"]["platforms"])
-    assert "CPUPlatform" in added.pop("cpu")
-    assert added == programs["stock"]["platforms"]
-
-
-def test_transformers_attentions_are_as_before(programs):
-    assert programs["installed"]["attentions"] == programs["stock"]["attentions"]
-
-
-def test_a_gpu_host_keeps_its_platform(programs):
-    assert programs["stock"]["platform"] == "PlatformCUDA"
-    assert programs["installed"]["platform"] == "PlatformCUDA"
-
-
-def test_a_host_without_a_gpu_keeps_what_verl_falls_back_to(programs):
-    # A CPU-only driver of a GPU cluster must not turn into a CPU run.
-    assert programs["installed"]["platform without a GPU"] == programs["stock"]["platform without a GPU"] == "nvidia"
+    ours = ("", ".cpu_platform", ".launch", ".launch.torchrun", ".plugin")
+    assert installed["RL modules"] == [f"verl_ext{name}" for name in ours]
 
 
 def test_two_environment_variables_select_the_platform_and_the_engine(programs):

@@ -15,7 +15,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_
 import verl_ext.commands.preflight as preflight
 from verl_ext.__main__ import main
 from verl_ext.commands.preflight import PreflightOptions, check_nodes
-from verl_ext.nodes import PACKAGES, differences, digest_of_folder, versions
+from verl_ext.environment import PACKAGES, differences, folder_digest, versions
 from verl_ext.options import UsageError
 
 pytestmark = pytest.mark.slow
@@ -62,14 +62,11 @@ def test_a_clock_that_is_ahead_is_told(free_port, monkeypatch):
     assert re.search(r"must agree with node 0's within clock_seconds=5; got (39|40)\.\d s ahead of it", said)
 
 
-def test_a_node_that_does_not_come_is_named(free_port):
-    (said,) = set(nodes(free_port, 0, 1, timeout=1))
-    assert said == f"all 3 nodes must report to 127.0.0.1:{free_port} within 1 s; got nothing from node 2"
-
-
-def test_two_nodes_of_one_rank_are_told_at_once(free_port):
+def test_a_node_that_does_not_come_and_two_nodes_of_one_rank_are_told(free_port):
     (said,) = set(nodes(free_port, 0, 1, 1, timeout=SECONDS))
     assert said.startswith("NODE_RANK must differ from node to node; got 1 on node 1 (")
+    (said,) = set(nodes(free_port, 0, 1, timeout=1))
+    assert said == f"all 3 nodes must report to 127.0.0.1:{free_port} within 1 s; got nothing from node 2"
 
 
 def test_a_port_in_use_and_a_node_0_that_is_not_there_are_told(free_port):
@@ -78,9 +75,8 @@ def test_a_port_in_use_and_a_node_0_that_is_not_there_are_told(free_port):
     assert said.endswith(f" within 1 s; got 127.0.0.1:{free_port} (Connection refused)")
     with socket.create_server(("", int(free_port))):
         (said,) = nodes(free_port, 0, timeout=1)
-    assert said.startswith(
-        f"MASTER_PORT must be a free port of node 0; got {free_port} (Address already in use) on node"
-    )
+    told = f"MASTER_PORT must be a free port of node 0; got {free_port} (Address already in use) on node"
+    assert said.startswith(told)
 
 
 def test_two_nodes_0_of_one_host_end_with_a_line_each(free_port):
@@ -166,9 +162,8 @@ def test_a_host_name_that_others_cannot_reach_asks_for_an_interface(free_port, m
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setattr(preflight.socket, "gethostname", lambda: "no-such-host.invalid")
     (said,) = nodes(free_port, 0, nnodes=1)
-    assert said.startswith(
-        "GLOO_SOCKET_IFNAME must name the interface of node 0 (no-such-host.invalid) that other nodes"
-    )
+    named = "the interface of node 0 (no-such-host.invalid) that other nodes"
+    assert said.startswith(f"GLOO_SOCKET_IFNAME must name {named}")
 
 
 def test_a_rank_that_cannot_be_is_refused(capsys):
@@ -193,7 +188,7 @@ def test_content_tells_copies_from_other_data(tmp_path):
     (tmp_path / "other" / "below" / "data.arrow").write_bytes(bytes(199_999) + b"\1")
     (tmp_path / "short" / "below" / "data.arrow").write_bytes(bytes(199_998))
     one, copy, other, short, missing = (
-        digest_of_folder(str(tmp_path / name)) for name in ("one", "copy", "other", "short", "no")
+        folder_digest(str(tmp_path / name)) for name in ("one", "copy", "other", "short", "no")
     )
     assert one == copy
     assert len({one, other, short, missing}) == 4

@@ -114,7 +114,7 @@ def test_the_longest_text_that_fits_is_whole_and_one_token_more_is_cut(opened):
     rows = opened(texts_of([5, 6, 7, 1]), max_length=8, rows="padded")
     assert [int(row["attention_mask"].sum()) for row in rows] == [7, 8, 8, 3]
     assert [row["input_ids"][int(row["attention_mask"].sum()) - 1].item() for row in rows] == [2] * 4
-    (cut,) = rows.over_length_report
+    (cut,) = rows.omitted_documents()
     assert (cut.category, cut.reason, cut.documents) == ("web", "truncated to max_length", 1)
     assert (cut.tokens, cut.tokens_kept, cut.tokens_removed, cut.targets_removed) == (9, 8, 1, 1)
     assert cut.share == 9 / (7 + 8 + 9 + 3)
@@ -135,7 +135,8 @@ def test_without_a_bos_documents_begin_with_their_text_and_it_is_told_once(opene
     )
     assert again.folders == dataset.folders
     for opening, rows in ((dataset, "packed"), (again, "padded")):
-        assert opening.facts() == {"rows": rows, "max_length": 8, "bos": False}
+        report = opening.report()
+        assert [report[name] for name in ("rows", "max_length", "bos")] == [rows, 8, False]
     assert [len(ids) for ids, _ in documents_of(dataset[0])] == [7]
     assert documents_of(dataset[1]) == [([11, 2], [-100, 2])]
     told = [entry.getMessage() for entry in caplog.records if "bos_token" in entry.getMessage()]
@@ -193,8 +194,8 @@ def test_the_split_is_by_document_and_has_the_members_of_torchs_random_split(ope
 def test_max_samples_limits_the_documents_of_the_split_and_says_so_by_category(tmp_path, cache):
     paths = [write_jsonl(tmp_path / f"{name}.jsonl", texts_of([4] * count)) for name, count in (("a", 3), ("b", 5))]
     dataset = PreTrainDataset(TOKENIZER, paths, 8, cache_dir=cache, max_samples=4)
-    assert int(dataset.pack_documents().sum()) == 4
-    (beyond,) = dataset.changed_documents()
+    assert int(dataset.facts().documents.sum()) == 4
+    (beyond,) = dataset.omitted_documents()
     assert (beyond.category, beyond.reason, beyond.documents) == ("b", "beyond max_samples", 4)
     assert (beyond.tokens, beyond.tokens_removed, beyond.share) == (24, 24, 24 / 48)
     assert dataset.categories.names == ("a", "b")
@@ -206,26 +207,27 @@ def test_what_was_cut_is_reported_by_category_for_the_documents_in_use(tmp_path,
         write_jsonl(tmp_path / f"{name}.jsonl", texts_of(size)) for name, size in (("a", [9, 2, 8]), ("b", [9, 9]))
     ]
     dataset = PreTrainDataset(TOKENIZER, paths, 8, cache_dir=cache, max_samples=4)
-    report = dataset.over_length_report
+    report = dataset.omitted_documents()
     assert [(row.category, row.documents, row.tokens, row.tokens_removed) for row in report] == [
         ("a", 2, 21, 5),
         ("b", 1, 11, 3),
+        ("b", 1, 8, 8),  # beyond max_samples
     ]
-    assert [row.share for row in report] == [21 / 36, 11 / 36]
+    assert [row.share for row in report[:2]] == [21 / 36, 11 / 36]
 
 
 @pytest.mark.parametrize(("policy", "sizes"), [("truncate", [4, 6, 6]), ("drop", [4]), ("split", [4, 6, 2, 6, 1])])
 def test_documents_over_the_budget_of_a_pack_follow_over_length(opened, policy, sizes):
     dataset = opened(texts_of([2, 6, 5]), max_tokens=6, over_length=policy, strategy="none")
-    assert dataset.pack_tokens().tolist() == sizes
-    assert dataset.pack_targets().tolist() == [int(row["loss_mask"].sum()) for row in dataset]
+    assert dataset.facts().tokens.tolist() == sizes
+    assert dataset.facts().targets.tolist() == [int(row["loss_mask"].sum()) for row in dataset]
     assert dataset.scan.targets.tolist() == [size - 1 for size in sizes]
 
 
 def test_documents_over_the_budget_are_counted_among_those_in_use(opened):
     dataset = opened(texts_of([9, 2, 6, 6]), max_tokens=6, over_length="truncate", strategy="none", max_samples=3)
     assert [(count.documents, count.tokens, count.tokens_kept) for count in dataset.scan.over_length] == [(2, 16, 12)]
-    assert [(row.reason, row.documents, row.tokens_removed) for row in dataset.changed_documents()] == [
+    assert [(row.reason, row.documents, row.tokens_removed) for row in dataset.omitted_documents()] == [
         ("truncated to max_length", 1, 3),
         ("truncate", 2, 4),
         ("beyond max_samples", 1, 8),
@@ -240,15 +242,15 @@ def test_the_scan_needs_no_token_and_is_that_of_a_tokenized_folder(opened):
     read = SFTDataSet(folder, max_tokens=20)
     assert dataset.scan.targets.tolist() == read.scan.targets[dataset.spans.row].tolist()
     whole = opened(texts_of([3, 9, 1, 5, 2]), max_tokens=20)
-    assert whole.token_range == read.token_range
+    assert whole.facts().token_range == read.facts().token_range
     assert whole.scan.category_ids == read.scan.category_ids
-    assert whole.pack_targets().tolist() == [int(row["loss_mask"].sum()) for row in whole]
+    assert whole.facts().targets.tolist() == [int(row["loss_mask"].sum()) for row in whole]
 
 
 def test_a_dataset_pickles_and_loads_in_workers(opened):
     dataset = opened(texts_of([3, 9, 1, 5, 2, 4]), split="train", train_ratio=0.9, rows="padded")
     again = pickle.loads(pickle.dumps(dataset))
-    assert again.changed_documents() == dataset.changed_documents()
+    assert again.omitted_documents() == dataset.omitted_documents()
     loaded = list(DataLoader(again, batch_size=2, num_workers=1, multiprocessing_context="fork"))
     for number, batch in enumerate(loaded[:2]):
         wanted = default_collate([dataset[2 * number], dataset[2 * number + 1]])
@@ -266,7 +268,7 @@ def test_our_collator_and_verls_take_the_rows(opened, rows):
     weights = category_weight_table(None, dataset.categories.names)
     items = [dataset[0], dataset[1]]
     batch = StepCollator(LossSpec("token", weights), dataset.categories)(items)
-    targets = int(dataset.pack_targets()[:2].sum())
+    targets = int(dataset.facts().targets[:2].sum())
     assert batch.counts[2] == targets == int((batch.coefficients > 0).sum())
     nested = SFTTensorCollator(DatasetPadMode.NO_PADDING)(items)
     assert nested["labels"].offsets().diff().tolist() == [len(item["labels"]) for item in items]
@@ -285,7 +287,7 @@ def test_the_loss_of_packed_rows_is_that_of_padded_rows_document_by_document(ope
         wanted.append(plain(**batch, use_cache=False).loss.item())
 
     dataset = opened(texts, tokenizer=PADS_WITH_EOS, max_tokens=17)
-    assert max(dataset.pack_documents()) > 1
+    assert max(dataset.facts().documents) > 1
     found = np.zeros(len(texts))
     for number, row in enumerate(dataset):
         layout = document_layout(row["position_ids"])

@@ -40,7 +40,7 @@ def refusal(opened):
 def tokens_of(dataset):
     """Return the documents in the order of the files."""
     columns = dataset._data.columns["input_ids"]
-    return [columns.block(row, row + 1)[1].tolist() for row in range(len(columns))]
+    return [columns.block(row, row + 1).tolist() for row in range(len(columns))]
 
 
 def test_every_format_gives_the_same_documents(tmp_path, opened):
@@ -140,7 +140,7 @@ def test_records_left_out_are_counted_told_in_one_line_and_reported(tmp_path, op
     (line,) = (entry.getMessage() for entry in caplog.records if "left out" in entry.getMessage())
     assert line.startswith("10 of 12 records of data.train_dir are left out (data.on_bad_record=skip): 2 empty, ")
     assert f"one of them is {path}:2: " in line
-    report = dataset.changed_documents()
+    report = dataset.omitted_documents()
     assert {row.reason: row.documents for row in report} == {
         "bad record: empty": 2,
         "bad record: no_text": 2,
@@ -150,7 +150,7 @@ def test_records_left_out_are_counted_told_in_one_line_and_reported(tmp_path, op
         "bad record: invalid_text": 1,
     }
     assert {row.category for row in report} == {"web"}
-    assert val.changed_documents() == []
+    assert val.omitted_documents() == []
 
 
 def test_a_file_that_cannot_be_read_on_ends_the_run_under_skip_too(tmp_path, refusal):

@@ -38,14 +38,12 @@ for step in range(1, 4):
 progress.close()
 """
 FILES = """
-from types import SimpleNamespace
-
 from verl_ext.progress import Progress
 
 for total in (1000, None):
     with Progress(total) as progress:
         for _ in range(4):
-            progress.add(SimpleNamespace(records=300, tokens=123456, num_bytes=250))
+            progress.add(250, 300, 123456)
 """
 
 
@@ -69,28 +67,23 @@ def on_terminal(code: str, columns: int, lines: int) -> str:
     return shown.decode().replace("\r\n", "\n")
 
 
-def in_pipes(code: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done
+def in_files(code: str, capfd: pytest.CaptureFixture[str]) -> tuple[str, str]:
+    """Return what a program prints into files, on stdout and stderr."""
+    exec(code, {})
+    return capfd.readouterr()
 
 
 @pytest.mark.parametrize("total", [3, 2_000_000])
-def test_redirected_output_has_one_line_a_step_with_every_category_and_no_control_characters(total):
-    done = in_pipes(STEPS.format(total=total, visible=True))
-    assert done.stderr == ""  # no bar in a file
-    lines = done.stdout.splitlines()
+def test_redirected_output_has_one_line_a_step_with_every_category_and_no_control_characters(total, capfd):
+    out, errors = in_files(STEPS.format(total=total, visible=True), capfd)
+    assert errors == ""  # no bar in a file
+    lines = out.splitlines()
     assert len(lines) == 7
     assert all(line.isprintable() for line in lines)
     width = len(str(total))
     count, train, val, pace = lines[0].split(" | ")
     assert count == f"step {1:>{width}}/{total}"
-    assert train.split("  ")[:4] == [
-        "loss 2.138",
-        "gsm8k_loss 2.718",
-        "code_loss 2.718",
-        "a name of two-words_loss 2.718",
-    ]
+    assert train.startswith("loss 2.138  gsm8k_loss 2.718  code_loss 2.718  a name of two-words_loss 2.718  ")
     assert len(train.split("  ")) == 1 + CATEGORIES
     assert val == "val loss 2.012  exact_match 0.9123  accuracy 0.9123  perplexity 7.481  gsm8k_loss 1.000"
     assert re.fullmatch(
@@ -103,7 +96,7 @@ def test_redirected_output_has_one_line_a_step_with_every_category_and_no_contro
 @pytest.mark.parametrize(
     ("speed", "shown"), [("mfu", "MFU 41.2%"), ("tokens_per_second_per_gpu", "61.73k/rank"), ("other", None)]
 )
-def test_a_steps_line_has_the_share_of_the_gpu_or_the_rate_of_a_rank(speed, shown):
+def test_a_steps_line_has_the_share_of_the_gpu_or_the_rate_of_a_rank(speed, shown, capfd):
     values = {"mfu": 0.4123, "tokens_per_second_per_gpu": 61728.394, "other": 1.0}
     metrics = {"train/loss": 2.13841295, "train/tokens_per_second": 123456.789, "train/memory_gib": 141.234}
     code = f"""
@@ -113,13 +106,13 @@ progress.step(1000)
 progress.log({metrics | {f"perf/{speed}": values[speed]}}, 7)
 progress.flush()
 """
-    (line,) = in_pipes(code).stdout.splitlines()
+    (line,) = in_files(code, capfd)[0].splitlines()
     count, loss, pace = line.split(" | ")
     assert (count, loss) == ("step   7/300", "loss 2.138")
     assert pace.split("  ")[:-1] == ["123.5k tokens/s", *([shown] if shown else []), "141.2 GiB"]
 
 
-@pytest.mark.parametrize(("columns", "lines"), [(80, 20), (80, 50), (132, 24)])
+@pytest.mark.parametrize(("columns", "lines"), [(80, 20), (132, 50)])
 def test_a_terminal_of_any_height_shows_every_category_in_rows_that_fit_beside_the_bar(columns, lines):
     shown = on_terminal(STEPS.format(total=3, visible=True), columns, lines)
     rows = [row for line in shown.split("\n") for row in line.split("\r")]
@@ -133,7 +126,7 @@ def test_a_terminal_of_any_height_shows_every_category_in_rows_that_fit_beside_t
     assert "router" not in text
 
 
-def test_a_failed_validation_leaves_the_line_of_its_step():
+def test_a_failed_validation_leaves_the_line_of_its_step(capfd):
     code = """
 from verl_ext.progress import StepProgress
 progress = StepProgress(0, 3, visible=True)
@@ -142,19 +135,20 @@ with progress.paused():
     print(end="")
     raise KeyError
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.stdout.splitlines() == ["step 1/3 | loss 2.000"]
+    with pytest.raises(KeyError):
+        exec(code, {})
+    assert capfd.readouterr().out.splitlines() == ["step 1/3 | loss 2.000"]
 
 
-def test_other_ranks_show_nothing_and_a_run_without_steps_has_no_total():
+def test_other_ranks_show_nothing_and_a_run_without_steps_has_no_total(capfd):
     quiet = STEPS.format(total=3, visible=False).replace("progress.log(", "(")  # only rank 0 has verl's tracking
     assert on_terminal(quiet, 80, 24) == ""
     nothing = "from verl_ext.progress import StepProgress\nStepProgress(3, 3, True).close()\n"
-    assert in_pipes(nothing).stdout == ""
+    assert in_files(nothing, capfd)[0] == ""
 
 
-def test_a_bar_over_files_is_whole_lines_in_a_log():
-    told = in_pipes(FILES).stderr
+def test_a_bar_over_files_is_whole_lines_in_a_log(capfd):
+    told = in_files(FILES, capfd)[1]
     assert all(line.isprintable() for line in told.splitlines())
     assert [line.partition(":")[0] for line in told.splitlines()] == ["tokenize", "tokenize"]
     assert "| 1,200 records, " in told

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +21,7 @@ from tests.ranks import run_ranks
 from tests.ray_cluster import ranks_of, ray_nodes
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import SMALL, differences, exact_metrics, tracked_step, train_alone
+from tests.training import SMALL, differences, exact_metrics, into, tracked_step, train_alone, wait_for
 from verl_ext.checkpoint.layout import refuse_locked
 from verl_ext.config import compose
 from verl_ext.fsdp_sft_trainer_ray import main
@@ -64,14 +63,19 @@ def run(monkeypatch, arguments: list[str]) -> int:
     return ended.value.code
 
 
+def line_of(capfd) -> str:
+    """Return the only line on stderr."""
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1
+    return said
+
+
 def once_saved(folder: Path, do) -> threading.Thread:
     """Call `do` with the rank processes of the run that writes into this folder, once it has saved again."""
     before = tracked_step(folder) or 0
 
     def watch() -> None:
-        deadline = time.monotonic() + _PATIENCE
-        while (tracked_step(folder) or 0) <= before and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_for(lambda: (tracked_step(folder) or 0) > before, _PATIENCE)
         do(ranks_of(folder))
 
     thread = threading.Thread(target=watch, daemon=True)
@@ -79,14 +83,12 @@ def once_saved(folder: Path, do) -> threading.Thread:
     return thread
 
 
-def test_two_nodes_have_the_metrics_of_torchruns_ranks_to_the_last_bit(
-    cluster, overrides, tmp_path, monkeypatch, capfd
-):
+def test_two_nodes_have_the_metrics_of_torchruns_ranks_to_the_bit(cluster, overrides, tmp_path, monkeypatch, capfd):
     whole, folder = tmp_path / "whole", tmp_path / "run"
     overrides = [*overrides, "trainer.total_training_steps=4", "trainer.test_freq=2"]
-    run_ranks(train_alone, 2, [*overrides, f"trainer.default_local_dir={whole}"])
+    run_ranks(train_alone, 2, [*overrides, into(whole)])
     capfd.readouterr()
-    assert run(monkeypatch, [*overrides, f"trainer.default_local_dir={folder}", "trainer.nnodes=2"]) == 0
+    assert run(monkeypatch, [*overrides, into(folder), "trainer.nnodes=2"]) == 0
     printed, errors = capfd.readouterr()
     assert printed.count("trained on ") == 1
     assert "Traceback" not in errors
@@ -94,14 +96,12 @@ def test_two_nodes_have_the_metrics_of_torchruns_ranks_to_the_last_bit(
 
 
 @pytest.mark.cluster
-def test_a_killed_rank_restarts_all_and_the_run_ends_as_an_uninterrupted_one(
-    cluster, overrides, tmp_path, monkeypatch, capfd
-):
+def test_a_killed_rank_restarts_all_and_the_run_ends_as_uninterrupted(cluster, overrides, tmp_path, monkeypatch, capfd):
     whole, folder = tmp_path / "whole", tmp_path / "run"
-    run_ranks(train_alone, 2, [*overrides, f"trainer.default_local_dir={whole}"])
+    run_ranks(train_alone, 2, [*overrides, into(whole)])
     killed = once_saved(folder, lambda ranks: ranks[1].kill())
     capfd.readouterr()
-    arguments = [*overrides, f"trainer.default_local_dir={folder}", "trainer.nnodes=2", "ray.max_restarts=1"]
+    arguments = [*overrides, into(folder), "trainer.nnodes=2", "ray.max_restarts=1"]
     assert run(monkeypatch, arguments) == 0
     killed.join()
     printed, errors = capfd.readouterr()
@@ -119,12 +119,12 @@ def test_a_killed_rank_restarts_all_and_the_run_ends_as_an_uninterrupted_one(
 def test_a_lost_node_leaves_its_ranks_to_the_other_one(cluster, overrides, tmp_path, monkeypatch, capfd):
     whole, folder = tmp_path / "whole", tmp_path / "run"
     shared = [*overrides, "engine.ulysses_sequence_parallel_size=2"]
-    run_ranks(train_alone, 4, [*shared, f"trainer.default_local_dir={whole}"])
+    run_ranks(train_alone, 4, [*shared, into(whole)])
     lost = once_saved(folder, lambda ranks: cluster.kill_second())
     capfd.readouterr()
     layout = ["trainer.nnodes=2", "trainer.n_gpus_per_node=2", "ray.max_restarts=1", "ray.timeout=3"]
     try:
-        assert run(monkeypatch, [*shared, f"trainer.default_local_dir={folder}", *layout]) == 0
+        assert run(monkeypatch, [*shared, into(folder), *layout]) == 0
         lost.join()
     finally:
         cluster.add_second()
@@ -151,7 +151,7 @@ def test_a_rank_ends_with_its_actor(cluster, overrides, tmp_path, monkeypatch, c
 
     killed = once_saved(folder, kill_actor)
     endless = ["trainer.nnodes=2", "trainer.total_training_steps=1000000"]
-    assert run(monkeypatch, [*overrides, f"trainer.default_local_dir={folder}", *endless]) == TRAINING_FAILED
+    assert run(monkeypatch, [*overrides, into(folder), *endless]) == TRAINING_FAILED
     killed.join()
     assert psutil.wait_procs(ranks.values(), _PATIENCE)[1] == []
     said = capfd.readouterr().err
@@ -160,26 +160,20 @@ def test_a_rank_ends_with_its_actor(cluster, overrides, tmp_path, monkeypatch, c
 
 
 @pytest.mark.cluster
-def test_a_mistake_that_the_ranks_find_is_one_line_and_no_reason_to_restart(
-    cluster, overrides, tmp_path, monkeypatch, capfd
-):
-    folder = f"trainer.default_local_dir={tmp_path / 'run'}"
+def test_a_mistake_of_the_ranks_is_one_line_and_no_reason_to_restart(cluster, overrides, tmp_path, monkeypatch, capfd):
+    folder = into(tmp_path / "run")
     wrong = ["trainer.nnodes=2", "data.train_batch_size=3", "ray.max_restarts=3"]
     assert run(monkeypatch, [*overrides, folder, *wrong]) == 2
-    said = capfd.readouterr().err
-    assert said.startswith("error: data.train_batch_size must be a multiple of ")
-    assert said.count("\n") == 1
+    assert line_of(capfd).startswith("error: data.train_batch_size must be a multiple of ")
 
 
 @pytest.mark.cluster
 def test_nodes_that_do_not_come_are_named(cluster, overrides, monkeypatch, capfd):
     assert run(monkeypatch, [*overrides, "trainer.nnodes=3", "trainer.n_gpus_per_node=2", "ray.timeout=1"]) == 2
-    said = capfd.readouterr().err
-    assert said.startswith(
+    assert line_of(capfd).startswith(
         "error: the Ray cluster must have 3 nodes with 2 free CPUs each, free within ray.timeout=1 seconds; got 2 such "
         "nodes: it has 2 nodes ("
     )
-    assert said.count("\n") == 1
 
 
 @pytest.mark.cluster
@@ -187,16 +181,15 @@ def test_a_cluster_of_the_runs_own_is_not_waited_for_to_grow(overrides, tmp_path
     command = [sys.executable, "-m", "verl_ext.fsdp_sft_trainer_ray", *overrides, "trainer.nnodes=1000"]
     done = subprocess.run(command, env={**os.environ, "RAY_ADDRESS": "local"}, capture_output=True, text=True)
     assert done.returncode == 2
-    assert (
-        "error: the Ray cluster must have 1000 nodes with 1 free CPU each, free within ray.timeout=15 " in done.stderr
-    )
+    told = "error: the Ray cluster must have 1000 nodes with 1 free CPU each, free within ray.timeout=15 "
+    assert told in done.stderr
 
 
 @pytest.mark.cluster
 def test_ranks_end_with_their_driver_and_the_same_command_goes_on(cluster, overrides, tmp_path):
     folder, ranks = tmp_path / "run", {}
     command = [sys.executable, "-m", "verl_ext.fsdp_sft_trainer_ray", *overrides, "trainer.nnodes=2"]
-    command += [f"trainer.default_local_dir={folder}", "trainer.total_training_steps=1000000"]
+    command += [into(folder), "trainer.total_training_steps=1000000"]
 
     def ended(number: int) -> tuple[int, str]:
         """Return the command's exit code and errors after its driver gets a signal after a checkpoint."""
@@ -227,25 +220,23 @@ def test_ranks_end_with_their_driver_and_the_same_command_goes_on(cluster, overr
     refuse_locked(folder)
 
 
-def test_an_address_where_no_cluster_listens_is_told_at_once(overrides, monkeypatch, capfd, free_port):
+ADDRESS = "error: RAY_ADDRESS must be host:port of the head of a Ray cluster"
+
+
+def test_an_address_where_no_cluster_or_another_service_listens_is_told(overrides, monkeypatch, capfd, free_port):
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free_port}")
-    assert run(monkeypatch, [*overrides]) == 2
-    said = capfd.readouterr().err
-    assert said.startswith("error: RAY_ADDRESS must be host:port of the head of a Ray cluster")
+    assert run(monkeypatch, overrides) == 2
+    said = line_of(capfd)
+    assert said.startswith(ADDRESS)
     assert f"; got 127.0.0.1:{free_port}: " in said
-    assert said.count("\n") == 1
-
-
-def test_an_address_where_another_service_listens_is_told(overrides, monkeypatch, capfd):
     monkeypatch.setattr("verl_ext.ray_cluster.ANSWERS_WITHIN", 1)
     with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as dashboard:
         address = f"127.0.0.1:{dashboard.server_port}"
         monkeypatch.setenv("RAY_ADDRESS", address)
-        assert run(monkeypatch, [*overrides]) == 2
-    said = capfd.readouterr().err
-    assert said.startswith("error: RAY_ADDRESS must be host:port of the head of a Ray cluster")
+        assert run(monkeypatch, overrides) == 2
+    said = line_of(capfd)
+    assert said.startswith(ADDRESS)
     assert said.endswith(f"; got {address}, where something else listens\n")
-    assert said.count("\n") == 1
 
 
 class Refuses(grpc.ServerInterceptor):
@@ -261,14 +252,11 @@ class Refuses(grpc.ServerInterceptor):
 @pytest.mark.parametrize(
     ("code", "line"),
     [
-        (
-            grpc.StatusCode.UNAUTHENTICATED,
-            "error: RAY_AUTH_MODE must be token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH",
-        ),
-        (grpc.StatusCode.UNIMPLEMENTED, "error: RAY_ADDRESS must be host:port of the head of a Ray cluster"),
+        (grpc.StatusCode.UNAUTHENTICATED, "error: RAY_AUTH_MODE must be token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_P"),
+        (grpc.StatusCode.UNIMPLEMENTED, ADDRESS),
     ],
 )
-def test_a_cluster_that_wants_a_token_and_another_service_of_grpcs_are_told_at_once(
+def test_a_cluster_with_a_token_and_another_service_of_grpcs_are_told_at_once(
     code, line, overrides, monkeypatch, capfd
 ):
     server = grpc.server(ThreadPoolExecutor(1), interceptors=[Refuses(code)])
@@ -279,10 +267,9 @@ def test_a_cluster_that_wants_a_token_and_another_service_of_grpcs_are_told_at_o
         assert run(monkeypatch, [*overrides]) == 2
     finally:
         server.stop(0)
-    said = capfd.readouterr().err
+    said = line_of(capfd)
     assert said.startswith(line)
     assert address in said
-    assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -303,7 +290,7 @@ def test_a_restart_says_that_there_is_no_checkpoint_to_go_on_from(options, start
     if "saved" in options:
         (tmp_path / "run" / "global_step_3").mkdir(parents=True)
     given = ["data.train_dir=data", "model.path=model", "ray.max_restarts=1", options[0]]
-    assert run(monkeypatch, [*given, f"trainer.default_local_dir={tmp_path / 'run'}"]) == 0
+    assert run(monkeypatch, [*given, into(tmp_path / "run")]) == 0
     assert f"restart 1 of 1: a node was lost; going on from {start} " in capfd.readouterr().err
 
 
@@ -317,15 +304,13 @@ def test_a_restart_says_that_there_is_no_checkpoint_to_go_on_from(options, start
             "error: trainer.overwrite must be false where a run may be restarted (ray.max_restarts=2); got true: a "
             "restart would remove what the run has written\n",
         ),
-        ([], "error: RAY_ADDRESS must be host:port of the head of a Ray cluster, or auto, on one of the cluster's "),
+        ([], f"{ADDRESS}, or auto, on one of the cluster's "),
     ],
 )
 def test_a_mistake_is_one_line_before_a_cluster_is_joined(words, line, monkeypatch, capfd):
     monkeypatch.setenv("RAY_ADDRESS", "ray://nowhere:10001")
     assert run(monkeypatch, ["data.train_dir=data", "model.path=model", *words]) == 2
-    said = capfd.readouterr().err
-    assert said.startswith(line)
-    assert said.count("\n") == 1
+    assert line_of(capfd).startswith(line)
 
 
 def noticed(overrides: list[str]) -> tuple[str, ...]:
@@ -334,6 +319,6 @@ def noticed(overrides: list[str]) -> tuple[str, ...]:
 
 
 def test_torchrun_says_that_it_does_not_read_the_options_of_ray(overrides, tmp_path):
-    given = ["ray.max_restarts=2", "ray.timeout=600", f"trainer.default_local_dir={tmp_path / 'run'}"]
+    given = ["ray.max_restarts=2", "ray.timeout=600", into(tmp_path / "run")]
     (notices,) = run_ranks(noticed, 1, [*overrides, *given])
     assert "ray.max_restarts: without effect here: torchrun has MAX_RESTARTS of its own" in notices

@@ -42,11 +42,6 @@ def test_reasoning_is_no_part_of_an_answer_wherever_it_comes_from(opener, closer
     assert answer_from_completion(completion(text, "length")).outcome == CUT
 
 
-def test_a_scorer_of_ones_own_is_given_no_reasoning(tmp_path):
-    (tmp_path / "own.py").write_text("def right(record, answer):\n    return answer == 'garden'\n")
-    assert scorer(f"{tmp_path}/own.py:right")({}, "", "<think>kitchen</think>garden") == 1
-
-
 class Channels:
     """A tokenizer whose tags of channels are special tokens, as gpt-oss's are."""
 

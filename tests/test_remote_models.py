@@ -29,6 +29,15 @@ class HouseForCausalLM(Qwen3ForCausalLM):
 """
 
 
+def add_code(folder, output):
+    """Give a Qwen3's folder code of its own, which changes the embeddings by an expression."""
+    described = json.loads((folder / "config.json").read_text())
+    named = {"AutoConfig": "modeling_house.HouseConfig", "AutoModelForCausalLM": "modeling_house.HouseForCausalLM"}
+    described |= {"model_type": "house", "architectures": ["HouseForCausalLM"], "auto_map": named}
+    (folder / "config.json").write_text(json.dumps(described))
+    (folder / "modeling_house.py").write_text(CODE.replace("{output}", output))
+
+
 @pytest.fixture
 def folder(tmp_path, tiny_model):
     """Write a model's folder whose code changes the embeddings by an expression."""
@@ -39,14 +48,7 @@ def folder(tmp_path, tiny_model):
         config = Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2)
         Qwen3ForCausalLM(config).save_pretrained(tmp_path)
         AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path)
-        described = json.loads((tmp_path / "config.json").read_text())
-        described["auto_map"] = {
-            "AutoConfig": "modeling_house.HouseConfig",
-            "AutoModelForCausalLM": "modeling_house.HouseForCausalLM",
-        }
-        described |= {"model_type": "house", "architectures": ["HouseForCausalLM"]}
-        (tmp_path / "config.json").write_text(json.dumps(described))
-        (tmp_path / "modeling_house.py").write_text(CODE.replace("{output}", output))
+        add_code(tmp_path, output)
         return str(tmp_path)
 
     return write

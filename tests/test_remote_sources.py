@@ -169,7 +169,7 @@ def test_a_hub_dataset_is_streamed_by_split(hub: Path) -> None:
     assert records("hf://datasets/owner/name:default:test") == TEXTS[:1]
     (file,) = find_source_files({"a": ["hf://datasets/owner/name"]})
     assert (file.kind, file.path) == ("hub", "hf://datasets/owner/name:train")
-    assert next(read_chunks(file)).place(1) == "hf://datasets/owner/name:train:1"
+    assert next(read_chunks(file)).records[0][0] == "hf://datasets/owner/name:train:1"
     with pytest.raises(UsageError, match=r"sources\.a must name a split, .*name:dev, which has train, test"):
         find_source_files({"a": ["hf://datasets/owner/name:dev"]})
     with pytest.raises(DataError, match=r"hf://datasets/owner/none: cannot be read as a Hub dataset.*does not answer$"):
@@ -185,12 +185,12 @@ def test_a_source_of_unknown_size_has_a_bar_without_an_end(hub: Path, tmp_path: 
 
 
 def test_pretraining_takes_urls_and_sees_that_their_files_change(memory: str) -> None:
-    files, names = find_text_files([f"{memory}/a.jsonl", f"{memory}/more/"], "data.train_dir")
-    assert list(names.values()) == ["a", "b", "c"]
-    before = file_facts(file.path for file in files)
-    assert before == file_facts(file.path for file in files)
+    found = find_text_files([f"{memory}/a.jsonl", f"{memory}/more/"], "data.train_dir")
+    assert [category for _, category in found] == ["a", "b", "c"]
+    before = file_facts(file.path for file, _ in found)
+    assert before == file_facts(file.path for file, _ in found)
     fsspec.filesystem("memory").pipe("/bucket/a.jsonl", LINES + LINES)
-    assert before != file_facts(file.path for file in files)
+    assert before != file_facts(file.path for file, _ in found)
 
 
 def test_an_output_folder_that_holds_a_file_url_source_is_not_replaced(tmp_path: Path) -> None:

@@ -15,13 +15,8 @@ ONE_LENGTH = {
     2000: [
         *("Write a 2,000-word essay", "Write 2000 words", "a 2k word essay", "in 2,000+ words", "at least 2000 words"),
         *("2000 English words", "two thousand words", "a two-thousand-word story", "Word count: 2000.", "字数：2000"),
-        *(
-            "写一篇2000字的文章",
-            "写两千字",
-            "不少于2000字",
-            "约2000个汉字",
-            "Write 2000 words. The 2000 words must rhyme.",
-        ),
+        *("写一篇2000字的文章", "写两千字", "不少于2000字", "约2000个汉字"),
+        "Write 2000 words. The 2000 words must rhyme.",
     ],
     1500: ["1500 (fifteen hundred) word", "fifteen hundred words", "1.5k words", "一千五百字", "一千五字"],
     1050: ["写一千零五十字"],
@@ -30,29 +25,14 @@ ONE_LENGTH = {
 }
 OTHER_LENGTHS = [
     *("between 3000 and 4000 words", "1000 or 2000 words", "2000-3000 words", "2-3k words", "2500〜3000字"),
-    *(
-        "写3000、4000字",
-        "2000到3000字",
-        "写两三千字",
-        "From 2,000 words to 3,000 words",
-        "1000 words here, 2000 words there",
-    ),
-    *(
-        "two to three thousand words",
-        "a few thousand words",
-        "几千字",
-        "hundreds of words",
-        "five parts of 200 words each",
-        "from 3000 up to 4000 words",
-        "half a million words",
-    ),
+    *("写3000、4000字", "2000到3000字", "写两三千字", "From 2,000 words to 3,000 words"),
+    "1000 words here, 2000 words there",
+    *("two to three thousand words", "a few thousand words", "几千字", "hundreds of words"),
+    *("five parts of 200 words each", "from 3000 up to 4000 words", "half a million words"),
     *("每段200字", "3 pages", "half a page", "no more than 500 characters", "length: 1500", "the year 1984 words"),
 ]
 NO_LENGTH = [
-    "Write on tides.",
-    "写一个关于名字的故事",
-    "十字路口",
-    "Explain the words of the king",
+    *("Write on tides.", "写一个关于名字的故事", "十字路口", "Explain the words of the king"),
     "Write a story of 3 ships",
 ]
 
@@ -62,9 +42,7 @@ def test_one_length_is_read_in_any_words_and_no_other_is_taken_for_one_or_for_no
         assert {text: asked_words(text) for text in instructions} == dict.fromkeys(instructions, words)
     assert {text: asked_words(text) for text in OTHER_LENGTHS} == dict.fromkeys(OTHER_LENGTHS)
     assert {text: mentions_length(text) for text in OTHER_LENGTHS} == dict.fromkeys(OTHER_LENGTHS, True)
-    assert {text: (asked_words(text), mentions_length(text)) for text in NO_LENGTH} == dict.fromkeys(
-        NO_LENGTH, (None, False)
-    )
+    assert {(asked_words(text), mentions_length(text)) for text in NO_LENGTH} == {(None, False)}
 
 
 STEP = "Paragraph 1 - Main Point: the moon - Word Count: 200"
@@ -80,41 +58,17 @@ LABELS = [
         "Paragraph 1 (400 words):\n",
         "Paragraph 1 (Word Count: 4):\n",
     ),
-    *(
-        "[Paragraph 1]\n",
-        "[Paragraph 4]",
-        "(Paragraph 1) ",
-        "Paragraph 1. ",
-        "Paragraph One: ",
-        "Paragraph Twenty-One: ",
-        "### Paragraph 1:\n",
-    ),
-    *(
-        "**Paragraph 1**\n",
-        "**Paragraph 1:** ",
-        "Paragraph 2 – ",
-        "Section 3: ",
-        "第一段：",
-        "第 1 段\n",
-        "第十二段：",
-        "【第三段】",
-    ),
-    *(
-        "段落一：",
-        "段落1：",
-        "Here is the next paragraph:\n\n",
-        "Sure! Here's paragraph 2:\n\nParagraph 2: ",
-        "以下是下一段：\n",
-    ),
+    *("[Paragraph 1]\n", "[Paragraph 4]", "(Paragraph 1) ", "Paragraph 1. ", "Paragraph One: "),
+    *("Paragraph Twenty-One: ", "### Paragraph 1:\n"),
+    *("**Paragraph 1**\n", "**Paragraph 1:** ", "Paragraph 2 – ", "Section 3: ", "第一段：", "第 1 段\n", "第十二段："),
+    "【第三段】",
+    *("段落一：", "段落1：", "Here is the next paragraph:\n\n", "Sure! Here's paragraph 2:\n\nParagraph 2: "),
+    "以下是下一段：\n",
 ]
 TEXTS = [
     *("The tide rises. It falls.", "Paragraph 2 of the treaty says this.", "第一段时间很长。", "Section 3.2 says so."),
-    *(
-        "Part one of the story ended: badly.",
-        "## The sea\n\nIt rises.",
-        "Here are three causes:\n- the moon",
-        "Here is the sea.",
-    ),
+    *("Part one of the story ended: badly.", "## The sea\n\nIt rises.", "Here are three causes:\n- the moon"),
+    "Here is the sea.",
 ]
 
 
@@ -191,17 +145,11 @@ def test_a_refusal_in_words_is_no_answer():
             "I'm unable to assist with it.",
         ),
         *("As an AI language model, I cannot provide this.", "I apologize, but I am unable to write this."),
-        *(
-            "Sorry, I won’t continue.",
-            "抱歉，我无法协助完成这个请求。",
-            "对不起，我不能提供。",
-            "作为一个人工智能，我无法回答。",
-        ),
+        *("Sorry, I won’t continue.", "抱歉，我无法协助完成这个请求。", "对不起，我不能提供。"),
+        "作为一个人工智能，我无法回答。",
     ]
     answers = [
-        "I'm sorry to say that it fell.",
-        "I cannot find it in the text.",
-        "无法预测的是潮汐。",
+        *("I'm sorry to say that it fell.", "I cannot find it in the text.", "无法预测的是潮汐。"),
         f"{refusals[0]} {'x ' * 400}",
     ]
     for text in refusals:

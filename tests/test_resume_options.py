@@ -10,7 +10,7 @@ from verl_ext.config.resolve import resolve_device
 from verl_ext.config.run import TrainerOptions
 from verl_ext.config.schema import dataset_families
 from verl_ext.data import SFTDataSet
-from verl_ext.data.dataset import DataOptions
+from verl_ext.data.options import DataOptions
 from verl_ext.losses import LossOptions
 from verl_ext.options import plain
 

@@ -24,7 +24,7 @@ from tests.training import build, metrics, train_alone
 from verl_ext.config import compose
 from verl_ext.config.model import override
 from verl_ext.engines.router import RouterLoss, RoutingSums, router_loss
-from verl_ext.layers.shrink import shrunk
+from verl_ext.layers.trial import shrunk
 
 pytestmark = pytest.mark.slow
 

@@ -13,19 +13,13 @@ import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 
 from tests.ranks import run_ranks
-from tests.tiny_model import VOCABULARY
-from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import SMALL, wait_for
+from tests.training import build, into, small_run, wait_for
 from verl_ext.checkpoint.layout import RUN_LOCK, lock_folder, refuse_locked
-from verl_ext.config import compose
 from verl_ext.trainer.distributed import USER_ERROR, at_exit
-from verl_ext.trainer.setup import prepare
-from verl_ext.trainer.trainer import SFTTrainer
 
 pytestmark = pytest.mark.slow
 
@@ -35,9 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.fixture(scope="module")
 def options(tiny_model, tmp_path_factory):
     """Return overrides of a run of two packs a step, without its folder."""
-    documents = random_documents(np.random.default_rng(0), [20] * 4, VOCABULARY, 1)
-    folder = write_tokenized(tmp_path_factory.mktemp("data") / "train", documents)
-    return [f"data.train_dir={folder}", f"model.path={tiny_model}", "data.strategy=none", "data.train_batch_size=2"]
+    two_a_step = ("data.strategy=none", "data.train_batch_size=2")
+    return small_run(tmp_path_factory.mktemp("data"), tiny_model, [20] * 4, *two_a_step)
 
 
 def hold_until_killed(folder: Path, held: Connection) -> None:
@@ -70,6 +63,8 @@ def test_a_folder_in_use_is_refused_with_who_holds_it_and_free_when_that_process
     process.kill()
     process.join()
     refuse_locked(folder)
+    refuse_locked(folder / "new")
+    assert not (folder / "new").exists()  # looking makes nothing
     at_exit.callback(lock_folder(folder))
     at_exit.close()
     assert not (folder / RUN_LOCK).exists()
@@ -82,11 +77,6 @@ def test_a_lock_that_its_holder_removes_meanwhile_is_not_taken_for_the_folders(t
     assert str(os.getpid()) in path.read_text()
     at_exit.close()
     assert not path.exists()
-
-
-def test_looking_whether_a_folder_is_in_use_makes_nothing(tmp_path):
-    refuse_locked(tmp_path / "run")
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch, capsys):
@@ -107,7 +97,7 @@ def starts(runs: list[list[str]]) -> list[tuple[object, str]]:
         words, code = io.StringIO(), None
         try:
             with contextlib.redirect_stderr(words):
-                SFTTrainer(prepare(compose([*SMALL, *overrides])))
+                build(overrides)
         except SystemExit as ended:
             code = ended.code
         errors = [line for line in words.getvalue().splitlines() if line.startswith("error: ")]
@@ -115,12 +105,11 @@ def starts(runs: list[list[str]]) -> list[tuple[object, str]]:
     return ends
 
 
-def test_a_start_in_a_folder_in_use_is_refused_and_a_measurement_is_not(other_run, options, tmp_path):
+def test_a_start_in_a_folder_in_use_is_refused_and_a_measurement_is_not(other_run, options):
     folder, process = other_run
-    val = write_tokenized(tmp_path / "val", random_documents(np.random.default_rng(1), [20], VOCABULARY, 1))
-    run = [*options, f"trainer.default_local_dir={folder}"]
-    changes = [(), ("trainer.overwrite=true",), ("trainer.eval_only=true", f"data.val_dir={val}")]
-    *refused, measured = run_ranks(starts, 2, [[*run, *change] for change in changes])[0]
+    measure = ("trainer.eval_only=true", options[0].replace("train_dir", "val_dir"))
+    changes = [(), ("trainer.overwrite=true",), measure]
+    *refused, measured = run_ranks(starts, 2, [[*options, into(folder), *change] for change in changes])[0]
     for code, error in refused:
         assert code == USER_ERROR
         assert f"held by process {process.pid}" in error
@@ -129,11 +118,10 @@ def test_a_start_in_a_folder_in_use_is_refused_and_a_measurement_is_not(other_ru
 
 
 def is_free(folder: Path) -> bool:
-    try:
+    with contextlib.suppress(ValueError):
         refuse_locked(folder)
-    except ValueError:
-        return False
-    return True
+        return True
+    return False
 
 
 def has_ended(process: psutil.Process) -> bool:
@@ -148,7 +136,7 @@ def test_ranks_and_loaders_end_when_their_torchrun_is_killed_and_leave_the_folde
     run, said = tmp_path / "run", tmp_path / "stderr"
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port}"),
-        *("-m", "verl_ext.fsdp_sft_trainer", *options, f"trainer.default_local_dir={run}", "data.num_workers=1"),
+        *("-m", "verl_ext.fsdp_sft_trainer", *options, into(run), "data.num_workers=1"),
         *("data.max_tokens=64", "parallel=cpu", "trainer.logger=[file]", "trainer.total_training_steps=1000000000"),
     ]
     kept = {key: value for key, value in os.environ.items() if key not in ("VERL_PLATFORM", "VERL_ENGINE_VENDOR")}

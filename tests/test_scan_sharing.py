@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +14,8 @@ from tests.ranks import run_ranks
 from tests.tokenized_data import random_documents, write_tokenized
 from verl_ext.data import SFTDataSet
 from verl_ext.data.facts import shares
-from verl_ext.text.tokens.dataset_folder import DatasetWriter
-from verl_ext.text.tokens.documents import Counts, Documents
+from verl_ext.text.arrow_folder import DatasetWriter
+from verl_ext.text.tokens.documents import Document, join_documents
 
 pytestmark = pytest.mark.slow
 
@@ -172,30 +171,21 @@ def test_a_kept_scan_of_data_that_changed_is_not_taken(folder):
     assert start(folder)[1] == 0
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped", "other_file"])
-def test_a_broken_scan_is_ignored_and_overwritten(folder, damage, cache):
+DAMAGES = {
+    "cut": lambda content: content[:-8],
+    "flipped": lambda content: content[:-1] + b"\xff",
+    "other": lambda _: b"1",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", ["targets.npy", "arrays.json"])
+def test_a_broken_scan_is_ignored_and_overwritten(folder, damage, name, cache):
     scan, _ = start(folder)
-    ((found,),) = (list(path.glob("*.npz")) for path in kept(cache))
-    DAMAGES[damage](found)
+    (file,) = cache.glob(f"*/{name}")
+    file.write_bytes(DAMAGES[damage](file.read_bytes()))
     assert start(folder) == (scan, sum(LENGTHS))
     assert start(folder) == (scan, 0)
-
-
-def _cut(path):
-    os.truncate(path, os.path.getsize(path) // 2)
-
-
-def _flip(path):
-    with zipfile.ZipFile(path) as archive:
-        at = archive.getinfo("targets.npy").header_offset + 200
-    with open(path, "r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 255]))
-
-
-DAMAGES = {"cut": _cut, "flipped": _flip, "other_file": lambda path: Path(path).write_text("not a zip file")}
 
 
 def test_a_scan_that_cannot_be_kept_is_made_again(folder, cache):
@@ -224,9 +214,8 @@ def ours(tmp_path, documents):
     for number, document in enumerate(documents):
         category = number % 3 + 1
         document["category_ids"] = document["loss_mask"] * np.int32(category)
-        lengths = np.array([len(document["input_ids"])], np.int32)
         ids, mask = document["input_ids"].astype(np.int32), document["loss_mask"].astype(np.int8)
-        writer.add(Documents(category, 0, ids, mask, lengths, None, Counts()))
+        writer.add(join_documents([Document(ids, mask)], category, 0))
     writer.close()
     return str(ours), write_tokenized(other, documents)
 

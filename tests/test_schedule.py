@@ -10,17 +10,14 @@ import re
 import warnings
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from transformers import get_cosine_with_hard_restarts_schedule_with_warmup, get_linear_schedule_with_warmup
 from verl.utils.torch_functional import get_wsd_schedule_with_warmup
 
 from tests.packed_engine import build_worker
-from tests.ranks import run_ranks
-from tests.tiny_model import VOCABULARY
-from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import differences, metrics, refusals, stopped_at, train_alone, train_each
+from tests.ranks import in_turn, run_ranks
+from tests.training import differences, into, metrics, refusals, small_run, stopped_at, train_each
 from verl_ext.config import compose
 from verl_ext.engines.schedule import DECAYS, StepOptimizerConfig, rate_factor
 
@@ -31,7 +28,6 @@ OVERRIDES = (
     "optim.lr_warmup_steps=0",
     "optim.lr_scheduler_type=cosine",
 )
-_SAVES = ("trainer.save_freq=2",)
 TOTAL = 1000  # the steps of build_worker's schedule
 
 
@@ -119,13 +115,26 @@ def test_steps_are_counted_from_one_where_verls_option_says_so(kind):
     assert _factors(20, **options, zero_indexed_step=False)[:-1] == _factors(20, **options)[1:]
 
 
-def _overrides(model, tmp_path, name: str, total: int, *more: str) -> list[str]:
-    folder = tmp_path / "data"
-    if not folder.exists():
-        write_tokenized(folder, random_documents(np.random.default_rng(0), [20] * 32, VOCABULARY, 1))
-    schedule = ["optim.lr_scheduler_type=wsd", "optim.min_lr_ratio=0.1", f"trainer.total_training_steps={total}"]
-    paths = [f"data.train_dir={folder}", f"model.path={model}", f"trainer.default_local_dir={tmp_path / name}"]
-    return [*paths, *schedule, "data.train_batch_size=1", *more]
+@pytest.fixture(scope="module")
+def done(tiny_model, tmp_path_factory):
+    """Execute runs of a cosine and of WSD, and runs that resume those of WSD; return their folder and refusals."""
+    folder = tmp_path_factory.mktemp("runs")
+    run = small_run(folder, tiny_model, [20] * 32, "data.train_batch_size=1", "trainer.save_freq=2")
+    wsd = [*run, "optim.lr_scheduler_type=wsd", "optim.min_lr_ratio=0.1", "trainer.total_training_steps=8"]
+    decay = ["optim.lr_wsd_decay_steps=4"]
+    early = ["optim.lr_wsd_decay_steps=2", "optim.lr_wsd_decay_style=linear", "trainer.total_training_steps=6"]
+    runs = {"whole": [*wsd, *decay], "long": wsd, "short": [*wsd, *early]}
+    runs["cosine"] = [*run, *OVERRIDES, "trainer.total_training_steps=6"]
+    changes = [["optim.lr_wsd_decay_steps=2"], ["optim.lr_wsd_decay_steps=9", into(folder / "new")]]
+    resumed, sooner = [*wsd, into(folder / "resumed")], [*wsd, *early, into(folder / "early")]
+    calls = [
+        (train_each, [[*words, into(folder / name)] for name, words in runs.items()]),
+        (stopped_at, folder / "whole", folder / "resumed", 6),  # in the middle of the decay
+        (stopped_at, folder / "long", folder / "early", 4),
+        (refusals, resumed, changes),
+        (train_each, [[*resumed, *decay], sooner]),
+    ]
+    return folder, run_ranks(in_turn, 1, calls)[0][3]
 
 
 def _learning_rates(folder) -> list[float]:
@@ -134,57 +143,33 @@ def _learning_rates(folder) -> list[float]:
 
 
 @pytest.mark.slow
-def test_a_resumed_wsd_run_is_the_uninterrupted_one_to_the_last_bit_and_its_decay_keeps_its_length(
-    tiny_model, tmp_path
-):
-    run_ranks(train_alone, 1, _overrides(tiny_model, tmp_path, "whole", 8, "optim.lr_wsd_decay_steps=4", *_SAVES))
-    resumed = stopped_at(tmp_path / "whole", tmp_path / "resumed", 6)  # in the middle of the decay
-    shorter = _overrides(tiny_model, tmp_path, "resumed", 8)
-    elsewhere = f"trainer.default_local_dir={tmp_path / 'new'}"
-    changes = [["optim.lr_wsd_decay_steps=2"], ["optim.lr_wsd_decay_steps=9", elsewhere]]
-    ((told_of_decay, told_of_run),) = run_ranks(refusals, 1, shorter, changes)
+def test_a_resumed_wsd_run_is_the_uninterrupted_one_to_the_last_bit_and_its_decay_keeps_its_length(done):
+    folder, (told_of_decay, told_of_run) = done
     assert re.match(r"optim\.lr_wsd_decay_steps is 2, but the run in .* with 4", told_of_decay)
     assert re.match(r"optim\.lr_wsd_decay_steps must be at most 8, .*; got 9", told_of_run)
-    run_ranks(train_alone, 1, _overrides(tiny_model, tmp_path, "resumed", 8, "optim.lr_wsd_decay_steps=4", *_SAVES))
-    assert differences(resumed, tmp_path / "whole", 8) == []
+    assert differences(folder / "resumed", folder / "whole", 8) == []
 
 
 @pytest.mark.slow
-def test_a_resumed_wsd_run_may_begin_its_decay_early_and_is_the_run_that_was_so_short_from_the_start(
-    tiny_model, tmp_path
-):
-    decay = ("optim.lr_wsd_decay_steps=2", "optim.lr_wsd_decay_style=linear")
-    whole = ("long", 8), ("short", 6, *decay)
-    run_ranks(train_each, 1, [_overrides(tiny_model, tmp_path, *given, *_SAVES) for given in whole])
-    early = stopped_at(tmp_path / "long", tmp_path / "early", 4)
-    run_ranks(train_alone, 1, _overrides(tiny_model, tmp_path, "early", 6, *decay, *_SAVES))
-    assert _learning_rates(early) == pytest.approx([1e-2] * 5 + [1e-2 * (0.1 + 0.9 / 2)], rel=1e-12)
-    assert differences(early, tmp_path / "short", 6) == []
+def test_a_resumed_wsd_run_may_begin_its_decay_early_and_is_the_run_that_was_so_short_from_the_start(done):
+    folder, _ = done
+    expected = pytest.approx([1e-2] * 5 + [1e-2 * (0.1 + 0.9 / 2)], rel=1e-12)
+    assert _learning_rates(folder / "early") == expected
+    assert differences(folder / "early", folder / "short", 6) == []
 
 
 @pytest.mark.slow
-def test_step_s_of_a_run_trains_at_the_formula_for_s_minus_1(tiny_model, tmp_path):
-    documents = random_documents(np.random.default_rng(0), [20] * 8, VOCABULARY, 1)
-    folder = write_tokenized(tmp_path / "data", documents)
-    overrides = [
-        f"data.train_dir={folder}",
-        f"model.path={tiny_model}",
-        f"trainer.default_local_dir={tmp_path / 'run'}",
-    ]
-    run_ranks(train_alone, 1, [*overrides, *OVERRIDES, "trainer.total_training_steps=6"])
-    rates = {step: value for (step, name), value in metrics(tmp_path / "run").items() if name == "train/lr"}
-    assert rates == pytest.approx({step: formula(step - 1, 6) for step in range(1, 7)}, rel=1e-12)
+def test_step_s_of_a_run_trains_at_the_formula_for_s_minus_1(done):
+    folder, _ = done
+    expected = pytest.approx([formula(step - 1, 6) for step in range(1, 7)], rel=1e-12)
+    assert _learning_rates(folder / "cosine") == expected
 
 
-def test_the_recipe_of_minimind_3_has_its_own():
-    chosen = ["recipe=minimind_pretrain/minimind3", "data.train_dir=unused", "model.path=unused"]
-    config = compose(chosen)
-    assert (config.optim.lr, config.optim.min_lr_ratio, config.data.max_length) == (LR, 0.1, 340)
-    assert config.trainer.experiment_name == "minimind3_pretrain"
-
-
-def test_the_recipe_of_minimind_has_this_schedule():
+def test_the_recipes_of_minimind_have_their_schedules():
     optim = compose(["recipe=minimind_pretrain", "data.train_dir=unused", "model.path=unused"]).optim
     assert optim.lr == pytest.approx(1.1 * LR)
     assert optim.min_lr_ratio == pytest.approx(1 / 11, rel=1e-12)
     assert (optim.lr_scheduler_type, optim.lr_warmup_steps, optim.lr_warmup_steps_ratio) == ("cosine", 0, 0)
+    config = compose(["recipe=minimind_pretrain/minimind3", "data.train_dir=unused", "model.path=unused"])
+    assert (config.optim.lr, config.optim.min_lr_ratio, config.data.max_length) == (LR, 0.1, 340)
+    assert config.trainer.experiment_name == "minimind3_pretrain"

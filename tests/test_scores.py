@@ -7,7 +7,7 @@ import torch
 
 from tests.flash_stand_ins import register_flash_stand_ins
 from verl_ext.attention.head_groups import backward_by_groups_of_heads, by_groups_of_heads
-from verl_ext.attention.kernels import KernelOptions, choose_backend, sdpa
+from verl_ext.attention.kernels import KernelOptions, sdpa
 from verl_ext.attention.sinks import FLASH, LseAttention, flash_with_sinks
 from verl_ext.parallel.key_exchange import LseKernel
 from verl_ext.parallel.shards import DocumentLayout
@@ -116,12 +116,6 @@ def test_the_gradient_of_a_scaled_output_would_be_wrong():
 
     with pytest.raises(AssertionError):
         _compare(attend, *SHAPES[0], KernelOptions())
-
-
-def test_a_soft_cap_is_computed_by_the_kernels_that_know_it():
-    assert choose_backend("auto", "cpu", softcap=50.0) == "sdpa"
-    with pytest.raises(ValueError, match=r"attention\.backend=varlen needs .*soft cap.* 50"):
-        choose_backend("varlen", "cuda", capability=(9, 0), softcap=50.0)
 
 
 def test_chunks_are_counted_from_each_documents_first_token():

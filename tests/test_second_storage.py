@@ -1,22 +1,16 @@
 """`trainer.default_hdfs_dir`: a copy of each checkpoint in its own folder, and what happens where it cannot be made."""
 
-import contextlib
-import io
 import os
 import stat
 from pathlib import Path
 
 import fsspec
-import numpy as np
 import pytest
 
-from tests.ranks import run_ranks
-from tests.tiny_model import VOCABULARY
-from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import build
+from tests.ranks import in_turn, run_ranks
+from tests.training import fit, heard, into, small_run
 from verl_ext.checkpoint.copies import SecondStorage
 from verl_ext.checkpoint.layout import damage
-from verl_ext.trainer.distributed import RunFailed
 
 CLIENT = """#!/bin/sh
 echo "$@" >> {log}
@@ -89,11 +83,10 @@ def test_a_client_that_may_not_write_is_refused_before_training(failing, client,
 
 def test_a_failed_copy_has_its_reason(client, tmp_path):
     client("-put")
-    with pytest.raises(OSError, match="Permission denied: user=me"):
-        SecondStorage("hdfs://host/a").put(checkpoint(tmp_path, 1, "manifest.json"))
     (tmp_path / "file").touch()
-    with pytest.raises(OSError, match="Not a directory"):
-        SecondStorage(f"{tmp_path}/file").put(checkpoint(tmp_path, 1, "manifest.json"))
+    for place, reason in (("hdfs://host/a", "Permission denied: user=me"), (f"{tmp_path}/file", "Not a directory")):
+        with pytest.raises(OSError, match=reason):
+            SecondStorage(place).put(checkpoint(tmp_path, 1, "manifest.json"))
 
 
 def test_places_that_cannot_be_written_are_refused_in_one_line(tmp_path, monkeypatch):
@@ -113,36 +106,30 @@ def test_places_that_cannot_be_written_are_refused_in_one_line(tmp_path, monkeyp
         assert "\n" not in str(raised.value)
 
 
-def failed_copies(overrides: list[str], path: str) -> tuple[str, str]:
-    """Run with PATH; return its stderr, and how it failed."""
+def failed_copies(overrides: list[str], path: str) -> str:
+    """Run with PATH; return the stderr, with the error that ends the run."""
     os.environ["PATH"] = path
-    words = io.StringIO()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(words):
-        trainer = build(overrides)
-        trainer.resume()
-        with pytest.raises(RunFailed) as raised:
-            trainer.fit()
-    return words.getvalue(), str(raised.value)
+    return heard(fit, overrides)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("later", ["false", "true"])
-def test_a_run_goes_on_without_its_copies_says_so_at_once_and_fails_at_its_end(later, client, tiny_model, tmp_path):
+def test_a_run_goes_on_without_its_copies_says_so_at_once_and_fails_at_its_end(client, tiny_model, tmp_path):
     store = client("-put")
-    documents = random_documents(np.random.default_rng(0), [20, 30, 40, 50] * 4, VOCABULARY, 2)
-    data = write_tokenized(tmp_path / "data", documents)
-    own = ("trainer.default_hdfs_dir=hdfs://host/copies", f"trainer.default_local_dir={tmp_path / 'run'}")
-    asked = [f"data.train_dir={data}", f"model.path={tiny_model}", *own, f"checkpoint.async_save={later}"]
-    asked += ["trainer.save_freq=1", "trainer.total_training_steps=2"]
-    (first, end), (other, other_end) = run_ranks(failed_copies, 2, asked, os.environ["PATH"])
-    for step in (1, 2):
-        saved = tmp_path / "run" / f"global_step_{step}"
-        told = (
-            f"warning: {saved} is not copied to trainer.default_hdfs_dir=hdfs://host/copies: rank 0: mkdir: Permission"
-        )
-        assert told in first
-        assert damage(saved) is None
-    assert "warning" not in other
-    assert end == other_end
-    assert end.startswith("trainer.default_hdfs_dir=hdfs://host/copies lacks global_step_1, global_step_2")
+    own = ("trainer.default_hdfs_dir=hdfs://host/copies", "trainer.save_freq=1", "trainer.total_training_steps=2")
+    asked = small_run(tmp_path, tiny_model, [20, 30, 40, 50] * 4, *own, categories=2)
+    runs = {later: tmp_path / f"run_{later}" for later in ("false", "true")}
+    calls = [
+        (failed_copies, [*asked, into(run), f"checkpoint.async_save={later}"], os.environ["PATH"])
+        for later, run in runs.items()
+    ]
+    for run, *words in zip(runs.values(), *run_ranks(in_turn, 2, calls), strict=True):
+        for step in (1, 2):
+            saved = run / f"global_step_{step}"
+            told = f"warning: {saved} is not copied to trainer.default_hdfs_dir=hdfs://host/copies: rank 0: mkdir: Perm"
+            assert told in words[0]
+            assert damage(saved) is None
+        assert "warning: " not in words[1]
+        (end, other_end) = (each.splitlines()[-1] for each in words)
+        assert end == other_end
+        assert end.startswith("error: trainer.default_hdfs_dir=hdfs://host/copies lacks global_step_1, global_step_2")
     assert list((store / "copies").iterdir()) == []

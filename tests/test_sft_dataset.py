@@ -88,7 +88,7 @@ def test_one_token_documents_hold_no_target(tmp_path):
     dataset = SFTDataSet(write_tokenized(tmp_path / "data", documents), max_tokens=3, strategy="next_fit")
     assert dataset[0]["position_ids"].tolist() == [0, 0, 1]
     assert dataset[0]["loss_mask"].tolist() == [0, 0, 1]
-    assert dataset.pack_targets().tolist() == [1]
+    assert dataset.facts().targets.tolist() == [1]
 
 
 def test_two_categories_in_one_document_keep_their_tokens(tmp_path):
@@ -107,9 +107,9 @@ def test_every_document_is_whole_in_one_pack_and_the_counts_agree(folder, strate
         documents += [part.tolist() for part in np.split(row["input_ids"].numpy(), begins)]
         assert len(row["input_ids"]) <= 20
     assert sorted(documents) == sorted(load_from_disk(folder)["input_ids"])
-    assert dataset.pack_tokens().tolist() == [len(row["input_ids"]) for row in dataset]
-    assert dataset.pack_targets().tolist() == [int(row["loss_mask"].sum()) for row in dataset]
-    assert dataset.pack_documents().tolist() == [int((row["position_ids"] == 0).sum()) for row in dataset]
+    assert dataset.facts().tokens.tolist() == [len(row["input_ids"]) for row in dataset]
+    assert dataset.facts().targets.tolist() == [int(row["loss_mask"].sum()) for row in dataset]
+    assert dataset.facts().documents.tolist() == [int((row["position_ids"] == 0).sum()) for row in dataset]
 
 
 def test_the_plan_is_plan_packs_of_the_lengths(folder):
@@ -208,7 +208,7 @@ def over_length(tmp_path):
 def report_of(dataset):
     return [
         (row.category, row.reason, row.documents, row.tokens, row.tokens_kept, row.tokens_removed, row.targets_removed)
-        for row in dataset.over_length_report
+        for row in dataset.omitted_documents()
     ]
 
 
@@ -233,7 +233,7 @@ def test_truncated_documents_that_lose_targets_are_counted(over_length):
         [n, n + 1, n + 2, n + 3] for n in (10, 20, 30)
     ]
     assert report_of(dataset)[:2] == [("long", "truncate", 2, 11, 8, 3, 3), ("(none)", "truncate", 1, 5, 4, 1, 0)]
-    long, none, _ = dataset.over_length_report
+    long, none, *_ = dataset.omitted_documents()
     assert (long.lost_last_target, long.without_target) == (2, 1)
     assert (none.lost_last_target, none.without_target) == (0, 0)
 
@@ -245,13 +245,9 @@ def test_split_documents_keep_every_token_and_restart_positions(over_length):
     assert pieces[4] == ([24], [0])
     assert dataset[2]["position_ids"].tolist() == [0, 1]
     assert dataset.scan.targets.tolist() == [2, 3, 1, 0, 0, 1, 0]
-    long = dataset.over_length_report[0]
+    long = dataset.omitted_documents()[0]
     assert (long.tokens_kept, long.tokens_removed, long.targets_removed) == (11, 0, 2)
     assert (long.lost_last_target, long.without_target) == (1, 1)
-
-
-def test_the_report_is_empty_when_every_document_fits(folder):
-    assert SFTDataSet(folder, max_tokens=16).over_length_report == []
 
 
 # Options
@@ -280,7 +276,7 @@ def test_a_wrong_option_is_answered_with_its_key(folder, options, message):
 def test_a_scan_of_another_rank_can_be_set(folder):
     first, second = SFTDataSet(folder, 20), SFTDataSet(folder, 20)
     second.scan = pickle.loads(pickle.dumps(first.scan))
-    assert second.pack_targets().tolist() == first.pack_targets().tolist()
+    assert second.facts().targets.tolist() == first.facts().targets.tolist()
     assert second.categories.names == ("gsm8k", "code", "chat")
 
 

@@ -1,19 +1,18 @@
 """The audit of `verl-ext show`: numbers equal plain counting, findings name rows; also requirements and bad input."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.pretrain_files import texts_of, word_tokenizer, write_jsonl
 from tests.shown import audit_of, document, show, write_data
 from tests.test_tokenize_templates import CHATML, tiny_tokenizer
 from tests.tokenized_data import random_documents
 from verl_ext.commands.tokenize import main as tokenize
-from verl_ext.data import SFTDataSet
-from verl_ext.data.dataset import DataOptions
+from verl_ext.data import PreTrainDataset, SFTDataSet
+from verl_ext.data.options import DataOptions
 from verl_ext.data.stream.megatron.index import IndexWriter
 from verl_ext.options import options_of
 from verl_ext.tools.show.packs import PackOptions
@@ -39,12 +38,8 @@ def test_counts_by_category_are_those_of_plain_counting(tmp_path):
         row = found["categories"][name]
         assert (row["documents"], row["tokens"]) == (len(mine), sum(lengths))
         assert row["targets"] == sum(int(d["loss_mask"][1:].sum()) for d in mine)
-        middle, most = (
-            np.percentile(lengths, 50, method="inverted_cdf"),
-            np.percentile(lengths, 99, method="inverted_cdf"),
-        )
-        assert row["length"]["p50"] == middle
-        assert (row["length"]["p99"], row["length"]["max"]) == (most, lengths[-1])
+        places = {name: np.percentile(lengths, q, method="inverted_cdf") for name, q in (("p50", 50), ("p99", 99))}
+        assert {name: row["length"][name] for name in ("p50", "p99", "max")} == places | {"max": lengths[-1]}
     assert sum(row["share"] for row in found["categories"].values()) == pytest.approx(1)
 
 
@@ -79,19 +74,37 @@ def test_findings_name_their_rows(tmp_path):
     assert found["duplicates"]["share"] == pytest.approx(1 / 5)
 
 
-def test_a_tokenized_folder_tells_cut_targets_ends_and_fields_that_nothing_read(tmp_path, tokenizer):
-    long = {"messages": [CHAT["messages"][0], {"role": "assistant", "content": "the cat sat " * 30}], "extra": 1}
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in (CHAT, long)))
-    words = ["max_tokens=40", "over_length=truncate", "preview=0"]
+def test_a_tokenized_folder_tells_turns_without_end_and_fields_that_nothing_read(tmp_path, tokenizer):
+    longer = {"messages": [*CHAT["messages"], *CHAT["messages"]], "extra": 1}
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in (CHAT, longer)))
+    (tmp_path / "open.jinja").write_text(CHATML.replace("<|im_end|>", "{% if not loop.last %}<|im_end|>{% endif %}"))
     source = f"sources={{chat:{tmp_path / 'in.jsonl'}}}"
-    assert tokenize([source, f"output_dir={tmp_path / 'out'}", f"model.path={tokenizer}", *words]) == 0
+    assert (
+        tokenize(
+            [
+                source,
+                f"output_dir={tmp_path / 'out'}",
+                f"model.path={tokenizer}",
+                f"chat_template={tmp_path / 'open.jinja'}",
+            ]
+        )
+        == 0
+    )
     found = audit_of(tmp_path, tmp_path / "out")
-    rows = {
-        name: [row for _, row in finding["rows"]] for name, finding in found["findings"].items() if finding["count"]
-    }
-    assert rows == {"cut": [1], "cut_in_target": [1], "no_end": [1], "unused_fields": []}
+    rows = rows_of(found["findings"])
+    assert rows == {"no_end": [0, 1], "open_turns": [], "unused_fields": []}
     assert found["findings"]["unused_fields"]["details"] == {"extra": 1}
     assert found["tokenizer"] == str(tokenizer)
+
+
+def test_texts_that_were_cut_are_found(tmp_path):
+    texts = write_jsonl(tmp_path / "web.jsonl", texts_of([3, 9]))
+    (folder,) = PreTrainDataset(word_tokenizer(), texts, 8, cache_dir=str(tmp_path / "cache")).folders
+    findings = audit_of(tmp_path, folder)["findings"]
+    assert {name: [row for _, row in findings[name]["rows"]] for name in ("cut", "cut_in_target")} == {
+        "cut": [1],
+        "cut_in_target": [1],
+    }
 
 
 def test_bos_twice_empty_reasoning_and_another_tokenizer_are_found(tmp_path, tokenizer):
@@ -121,11 +134,9 @@ def test_targets_by_kind_of_the_report_are_shown(tmp_path):
 
 def test_packs_are_planned_with_the_defaults_of_a_training_run(tmp_path):
     shown, trained = options_of(PackOptions), options_of(SFTDataSet.Options) | options_of(DataOptions)
-    common = shown.keys() & trained.keys()
+    common = shown.keys() & trained.keys() - {"max_tokens"}
     assert common >= {"over_length", "strategy", "seed", "mixture", "train_batch_size"}
-    assert {name: shown[name].default for name in common - {"max_tokens"}} == {
-        name: trained[name].default for name in common - {"max_tokens"}
-    }
+    assert {name: shown[name].default for name in common} == {name: trained[name].default for name in common}
     folder = write_data(tmp_path / "data", random_documents(np.random.default_rng(1), [3, 65], 50, 2))
     with pytest.raises(ValueError, match=r"1 of 2 documents are longer") as refused:
         SFTDataSet(folder, max_tokens=64)
@@ -140,9 +151,7 @@ def test_packs_are_those_of_the_trainer(tmp_path, over_length):
     folder = write_data(tmp_path / "data", random_documents(np.random.default_rng(1), range(2, 90), 50, 2))
     plan = audit_of(tmp_path, folder, "max_tokens=64", f"over_length={over_length}", "ranks=2", "seed=3")["plan"]
     facts = data_facts(SFTDataSet(folder, max_tokens=64, over_length=over_length, seed=3))
-    assert {name: plan[name] for name in ("packs", "tokens", "fill")} == {
-        name: facts[name] for name in ("packs", "tokens", "fill")
-    }
+    assert all(plan[name] == facts[name] for name in ("packs", "tokens", "fill"))
     assert plan["documents_over"] == 25
     assert 0 < plan["busy"] <= 1
 
@@ -150,9 +159,8 @@ def test_packs_are_those_of_the_trainer(tmp_path, over_length):
 def test_a_mixture_draws_what_the_trainer_would(tmp_path):
     folder = write_data(tmp_path / "data", random_documents(np.random.default_rng(1), range(2, 90), 50, 2))
     mixture = {"sources": {"short": {"tokens": 900, "intervals": [1, 20, 40]}}}
-    plan = audit_of(tmp_path, folder, "max_tokens=128", "mixture={sources:{short:{tokens:900,intervals:[1,20,40]}}}")[
-        "plan"
-    ]
+    words = ("max_tokens=128", "mixture={sources:{short:{tokens:900,intervals:[1,20,40]}}}")
+    plan = audit_of(tmp_path, folder, *words)["plan"]
     dataset = SFTDataSet(folder, max_tokens=128, mixture=mixture)
     assert plan["packs"] == len(dataset)
     assert [row["tokens_given"] for row in plan["mixture"]] == [row.tokens_given for row in dataset.mixture_report]
@@ -210,10 +218,3 @@ def test_bad_input_is_one_line(tmp_path, tokenizer):
     code, _, errors = show(folder)
     assert (code, errors.count("\n")) == (1, 1)
     assert "report.json" in errors
-
-
-def test_the_command_imports_no_torch(tmp_path, tokenizer):
-    folder = write_data(tmp_path / "data", [document([30, 31, 32], [2])], {"tokenizer": str(tokenizer)})
-    code = "import sys; from verl_ext.tools.show.command import main; "
-    code += f"main([{folder!r}]); main([{folder!r}, 'row=0']); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

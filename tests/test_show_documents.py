@@ -45,7 +45,7 @@ def test_cells_hold_every_token_once_and_read_as_the_text(text, drawn):
     assert [cell.text for cell in cells if cell.is_special] == ["<|im_end|>"]
 
 
-def test_a_document_is_shown_with_its_targets(data):
+def test_a_document_is_shown_with_its_targets_or_the_ids_and_weights_of_its_tokens(tmp_path, data):
     code, shown, errors = show(data, "row=0")
     assert code == 0, errors
     assert "[[the cat sat]]" in shown
@@ -53,13 +53,13 @@ def test_a_document_is_shown_with_its_targets(data):
     assert "你好" in shown
     assert shown.count("[[") == 2
     assert "maths" in shown
-
-
-def test_tokens_are_shown_with_their_ids(data):
-    shown = show(data, "row=0", "tokens")[1]
-    end = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
+    shown, end = show(data, "row=0", "tokens")[1], TOKENIZER.convert_tokens_to_ids("<|im_end|>")
     assert f"*<|im_end|>·{end}" in shown
     assert f" <|im_end|>·{end}" in shown
+    ids = ids_of("the cat sat")
+    one = {**document(ids, [1, 2]), "loss_weight": np.full(len(ids), 0.5, np.float32)}
+    folder = write_tokenized(tmp_path / "weighted", [one], {1: "maths"}, loss_weight=True)
+    assert "target ×0.5" in show(folder, "row=0", f"model.path={tmp_path / 'model'}")[1]
 
 
 @pytest.mark.parametrize(
@@ -80,22 +80,12 @@ def test_documents_are_selected(data, words, rows):
     assert [int(line.split()[1]) for line in shown.splitlines() if line.startswith("row ")] == rows
 
 
-def test_a_random_order_is_that_of_its_seed(data):
+def test_a_random_order_is_that_of_its_seed_and_a_selection_of_nothing_is_refused(data):
     assert show(data, "random=4", "documents=3")[1] == show(data, "random=4", "documents=3")[1]
     assert len({show(data, f"random={seed}")[1] for seed in range(8)}) > 1
-
-
-def test_a_selection_of_nothing_is_refused(data):
     for words in (("matches=elephant",), ("cut",), ("category=poems",), ("row=3",)):
         code, _, errors = show(data, *words)
         assert (code, errors.count("\n")) == (2, 1)
-
-
-def test_weights_of_targets_are_shown(tmp_path, data):
-    ids = ids_of("the cat sat")
-    one = {**document(ids, [1, 2]), "loss_weight": np.full(len(ids), 0.5, np.float32)}
-    folder = write_tokenized(tmp_path / "weighted", [one], {1: "maths"}, loss_weight=True)
-    assert "target ×0.5" in show(folder, "row=0", f"model.path={tmp_path / 'model'}")[1]
 
 
 def test_a_pack_is_the_one_that_the_trainer_feeds(tmp_path):
@@ -119,10 +109,9 @@ def test_views_stand_beside_each_other_and_on_a_page(tmp_path, data):
     assert code == 0, errors
     parts = ("3 documents", "pack 0: ", "[[the cat sat]]")
     assert sorted(map(shown.index, parts)) == list(map(shown.index, parts))
-    page = tmp_path / "page.html"
-    assert show(*words, f"html={page}")[0] == 0
-    text = page.read_text()
-    assert all(part in text for part in ("3 documents", "pack 0: ", "the cat sat"))
+    assert show(*words, f"html={tmp_path / 'page.html'}")[0] == 0
+    page = (tmp_path / "page.html").read_text()
+    assert all(part in page for part in ("3 documents", "pack 0: ", "the cat sat"))
     code, _, errors = show(*words[:4], "require=no_target=0")
     assert (code, "no_target=0: got 1 of 3" in errors) == (1, True)
 

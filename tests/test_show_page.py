@@ -28,8 +28,7 @@ def browse(page: Path, *options: str) -> tuple[str, list[str]]:
 
 
 @needs_browser
-@pytest.mark.parametrize("scheme", ["dark", "light"])
-@pytest.mark.parametrize("width", [400, 1300])
+@pytest.mark.parametrize(("scheme", "width"), [("dark", 400), ("light", 1300)])
 def test_figures_of_runs_are_drawn_without_an_error(tmp_path, scheme, width):
     runs = [write_metrics(tmp_path / name, 60, ["maths", f"a {SCRIPT}"]) for name in ("one", "two")]
     page = tmp_path / "page.html"

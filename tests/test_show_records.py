@@ -66,15 +66,7 @@ def test_raw_chats_have_the_audit_of_their_tokenized_folder(tmp_path, chats, fol
     assert any(places)
     assert raw == tokenized
     assert raw["findings"]["bad_records"]["count"] == raw["findings"]["unused_fields"]["count"] == 1
-
-
-def test_options_of_tokenize_decide_what_is_shown_of_raw_chats(chats, model):
-    assert "4 documents" in show(chats, model, "tokenize={turns: each}")[1]
-    code, _, errors = show(chats, model, "tokenize={turn: each}")
-    assert code == 2
-    assert "tokenize" in errors
-    assert "turns" in errors
-    assert errors.count("\n") == 1
+    assert "4 documents" in show(chats, model, "tokenize={turns: each}")[1]  # tokenize's options decide
 
 
 def test_roles_and_kinds_stand_beside_the_text(folder):
@@ -102,7 +94,7 @@ def test_prompts_are_those_of_transformers(chats, model):
     encoder = ChatEncoder(ChatOptions(model=ModelOptions(model.partition("=")[2])), ["chats"])
     (file,) = find_source_files({"chats": [str(chats)]})
     (chunk,) = read_chunks(file)
-    texts = list(encoder.shown(chunk))
+    texts = [text for _, raw in chunk.records[:3] for text in encoder.shown(raw)]
     assert [len(text.prompts) for text in texts] == [2, 1, 0]
     for text, record in zip(texts, CHATS, strict=False):
         for turn, prompt in text.prompts:
@@ -112,7 +104,11 @@ def test_prompts_are_those_of_transformers(chats, model):
             assert prompt == given
 
 
-def test_a_prompt_that_training_does_not_show_is_marked_where_it_differs(chats, tmp_path, model):
+def test_a_prompt_that_training_does_not_show_and_two_templates_are_marked_where_they_differ(chats, tmp_path, model):
+    (tmp_path / "other.jinja").write_text(CHATML.replace("<|im_start|>", "<|im_start|> "))
+    code, shown, errors = show(chats, model, f"against={{chat_template: {tmp_path / 'other.jinja'}}}")
+    assert code == 0, errors
+    assert "3 rows compared: 1 equal, 2 with other tokens" in shown
     assert THINKS_FIRST != CHATML
     (tmp_path / "thinks.jinja").write_text(THINKS_FIRST)
     shown = show(chats, model, f"tokenize={{chat_template: {tmp_path / 'thinks.jinja'}}}", "row=1", "record")[1]
@@ -120,13 +116,6 @@ def test_a_prompt_that_training_does_not_show_is_marked_where_it_differs(chats, 
     (given, trained) = (line for line in shown.splitlines() if line.startswith(("  given", "  trained")))
     assert "» <think>" in given
     assert "» the cat" in trained
-
-
-def test_two_templates_are_compared_on_the_same_records(chats, tmp_path, model):
-    (tmp_path / "other.jinja").write_text(CHATML.replace("<|im_start|>", "<|im_start|> "))
-    code, shown, errors = show(chats, model, f"against={{chat_template: {tmp_path / 'other.jinja'}}}")
-    assert code == 0, errors
-    assert "3 rows compared: 1 equal, 2 with other tokens" in shown
 
 
 def test_babilongs_samples_are_audited_as_rows(tmp_path, model):
@@ -165,16 +154,15 @@ def test_answers_of_a_run_are_shown_by_step_and_category(tmp_path):
     assert "2 answers of step 10" in shown
     assert "mean score 1" in shown
     assert "[red]question" in shown
-    rows = [json.loads(line) for line in (run / "answers.jsonl").read_text().splitlines()[:-1]]
-    rows = [{**row, "question": "and 3+3?"} for row in rows]  # the last user message
-    (run / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    shown = show(run, "answers")[1]
-    assert "and 3+3?" in shown
-    assert "[red]question" not in shown
     shown = show(run, "answers", "step=0", "category=code")[1]
     assert "1 answers of step 0" in shown
     assert "five" in shown
     assert "maths" not in shown
+    path = run / "answers.jsonl"
+    path.write_text(path.read_text().replace('"category"', '"question": "and 3+3?", "category"'))
+    shown = show(run, "answers")[1]  # the last user message
+    assert "and 3+3?" in shown
+    assert "[red]question" not in shown
 
 
 def babilong_run(folder):
@@ -185,29 +173,25 @@ def babilong_run(folder):
     return folder
 
 
-def test_babilongs_scores_are_a_table_of_tasks_by_lengths(tmp_path):
-    shown = show(babilong_run(tmp_path / "run"))[1].splitlines()
+def test_babilongs_scores_are_a_table_of_tasks_by_lengths_and_a_figure_of_the_page(tmp_path):
+    run, page = babilong_run(tmp_path / "run"), tmp_path / "page.html"
+    shown = show(run)[1].splitlines()
     first = next(number for number, line in enumerate(shown) if "right answers" in line)
     assert shown[first].split()[-3:] == ["0k", "4k", "32k"]
     assert [line.split()[0] for line in shown[first + 1 : first + 3]] == ["qa1", "qa2"]
     assert shown[first + 2].split()[-1] == "20%"
-
-
-def test_babilongs_scores_are_a_figure_of_the_page(tmp_path):
     pytest.importorskip("vl_convert")
-    page = tmp_path / "page.html"
-    assert show(babilong_run(tmp_path / "run"), f"html={page}")[0] == 0
+    assert show(run, f"html={page}")[0] == 0
     data = json.loads(page.read_text().partition('id="data">')[2].partition("</script>")[0])
-    values = data["charts"][-1]["values"]
-    assert [(cell["task"], cell["length"], cell["value"]) for cell in values[:3]] == [
-        ("qa1", length, 0.1) for length in ("0k", "4k", "32k")
-    ]
+    cells = [(cell["task"], cell["length"], cell["value"]) for cell in data["charts"][-1]["values"]]
+    assert cells[:3] == [("qa1", length, 0.1) for length in ("0k", "4k", "32k")]
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
         (["chats.jsonl"], "model.path"),
+        (["chats.jsonl", "model.path=model", "tokenize={turn: each}"], "tokenize must be one of"),
         (["data", "row=0", "tokenize={turns: each}"], "tokenize must be given for raw files alone"),
         (["data", "against={turns: each}"], "against must be paths"),
         (["data", "answers"], "answers must be given with `verl-ext show run`; got true with `verl-ext show data`"),

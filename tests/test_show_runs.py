@@ -4,15 +4,15 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from tests.ranks import run_ranks
+from tests.ranks import in_turn, run_ranks
 from tests.shown import document, show, write_data, write_metrics
 from tests.test_tokenize_templates import CHATML, tiny_tokenizer
-from tests.tokenized_data import random_documents, write_tokenized
+from tests.training import small_run
 from verl_ext.config import compose
 from verl_ext.files import write_json
 from verl_ext.tools.show import run as show_run
@@ -35,23 +35,19 @@ def test_curves_are_those_of_the_metrics(tmp_path):
     assert found["curves"]["train/loss"]["values"] == [3 / step for step in range(1, 41)]
 
 
-def test_a_torn_file_is_shown_up_to_the_tear_and_says_so(tmp_path):
-    run = write_metrics(tmp_path / "run", 4)
+def test_a_torn_file_is_shown_up_to_the_tear_and_numbers_that_are_not_finite_leave_a_gap(tmp_path):
+    run, curves = write_metrics(tmp_path / "run", 4), tmp_path / "curves.json"
     path = run / "metrics.jsonl"
     path.write_text(path.read_text()[:-20])
     code, shown, _ = show(run)
     assert code == 0
     assert "step 3" in shown
     assert "line 4 of its metrics is not whole" in shown
-
-
-def test_numbers_that_are_not_finite_leave_a_gap(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text(
-        '{"step": 1, "data": {"train/loss": NaN}}\n{"step": 2, "data": {"train/loss": 2.5, "train/lr": null}}\n'
-    )
-    code, shown, errors = show(tmp_path, f"json={tmp_path / 'curves.json'}")
+    lines = ('{"step": 1, "data": {"train/loss": NaN}}', '{"step": 2, "data": {"train/loss": 2.5, "train/lr": null}}')
+    path.write_text("\n".join(lines))
+    code, shown, errors = show(run, f"json={curves}")
     assert code == 0, errors
-    (found,) = json.loads((tmp_path / "curves.json").read_text())
+    (found,) = json.loads(curves.read_text())
     assert found["curves"]["train/loss"]["values"] == [None, 2.5]
     assert "2.500" in shown
 
@@ -80,20 +76,11 @@ def test_lines_fit_the_terminal_and_a_pipe_has_no_control_characters(tmp_path, m
     assert "\x1b" not in shown
 
 
-def test_the_share_of_the_gpus_peak_is_a_curve(tmp_path):
-    lines = [{"step": step, "data": {"train/loss": 1.0, "perf/mfu": 0.4 + step / 100}} for step in (1, 2)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (line,) = (line for line in show(tmp_path)[1].splitlines() if line.startswith("perf/mfu"))
-    assert line.split()[1:4] == ["0.4100", "0.4200", "0.4100"]
-    page = tmp_path / "page.html"
-    assert show(tmp_path, f"html={page}")[0] == 0
-    assert '"title": "mfu"' in page.read_text()
-
-
 def test_every_metric_of_the_file_is_shown_but_the_details_of_categories(tmp_path):
     """Answers and their categories, accuracies, entropies, totals and whatever else a hook logged, also on the page."""
     train = ["loss", "maths_loss", "router_loss", "token_accuracy", "entropy", "total_tokens", "loss_scale", "mine"]
     shown = [*(f"train/{name}" for name in train), "val/answer", "val/answer/maths", "val/entropy", "val/perplexity"]
+    shown.append("perf/mfu")
     details = ["train/maths_tokens", "train/maths_entropy", "train/maths_token_accuracy", "val/maths_entropy"]
     values = dict.fromkeys((*shown, *details), 0.5) | {"val/perplexity": 8e6, "train/skipped_steps": 0}
     lines = [{"step": step, "data": values} for step in (1, 2)]
@@ -105,6 +92,7 @@ def test_every_metric_of_the_file_is_shown_but_the_details_of_categories(tmp_pat
     charts = json.loads(page.read_text().partition('id="data">')[2].partition("</script>")[0])["charts"]
     assert {curve["metric"] for chart in charts for curve in chart["curves"]} == set(shown)  # no figure of zeros
     scales = {chart["title"]: chart["spec"]["encoding"]["y"]["scale"] for chart in charts}
+    assert "mfu" in scales
     assert scales["answer"] == scales["token accuracy"] == {"domain": [0, 1]}
     assert scales["perplexity"]["type"] == "log"
     assert scales["loss"] == {"zero": False}
@@ -159,7 +147,8 @@ def test_bad_runs_are_one_line(tmp_path):
         assert key in errors
 
 
-def test_the_documents_of_a_spike_are_shown(tmp_path):
+def test_the_documents_of_a_spike_are_shown(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")  # a long path wraps no line
     run = write_metrics(tmp_path / "run", 3)
     data = write_data(tmp_path / "data", [document([1, 2], [1]), document([1, 2, 3, 4, 5], [2, 4])])
     place = {"folder": data, "row": 1, "start": 2, "tokens": 3, "category": "maths", "pack": 0, "loss": 9.5}
@@ -180,14 +169,10 @@ def describe(overrides: list[str], folder: str) -> None:
     """Write a run's description, and for every step and rank the rows that it trains on; paths are below `folder`."""
     os.chdir(folder)
     run = prepare(compose(overrides))
+    documents = run.train_set.documents_of
     rows = [
         [
-            [
-                place.row
-                for pack in run.plan.rank_packs(step, rank, 2)
-                if pack is not None
-                for place in run.train_set.documents_of(pack)
-            ]
+            [place.row for pack in run.plan.rank_packs(step, rank, 2) if pack is not None for place in documents(pack)]
             for rank in range(2)
         ]
         for step in range(STEPS)
@@ -198,32 +183,29 @@ def describe(overrides: list[str], folder: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("balance", ["sorted", "none"])
-def test_the_packs_of_a_step_are_those_that_the_run_feeds(tmp_path, tiny_model, balance):
-    data = write_tokenized(
-        tmp_path / "data", random_documents(np.random.default_rng(5), [*range(4, 60)], 100, 1), {1: "maths"}
-    )
-    overrides = ["data.train_dir=data", f"model.path={tiny_model}", "data.max_tokens=64", "data.train_batch_size=4"]
-    overrides += [
-        "parallel=cpu",
-        f"data.balance={balance}",
-        "trainer.default_local_dir=run",
-        "data.seed=3",
-    ]
-    run_ranks(describe, 2, [*overrides, f"trainer.total_training_steps={STEPS}"], str(tmp_path))
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "data": {"train/loss": 1.0}}\n')
-    rows = json.loads((tmp_path / "rows.json").read_text())
-    # A process of its own has nothing of what other tests imported.
-    program = [sys.executable, "-m", "verl_ext", "show", str(tmp_path), "step=1", "rank=0"]
-    alone = subprocess.run(program, cwd=tmp_path.parent, capture_output=True, text=True, check=True).stdout
-    assert alone.count("data row") == len(rows[0][0])
-    for step in (1, STEPS):
-        for rank in range(2):
-            code, shown, errors = show(tmp_path, f"step={step}", f"rank={rank}")
+def test_the_packs_of_a_step_are_those_that_the_run_feeds(tmp_path, tiny_model):
+    calls = []
+    for balance in ("sorted", "none"):
+        (tmp_path / balance).mkdir()
+        small_run(tmp_path / balance, tiny_model, range(4, 60), seed=5)
+        words = ["data.train_dir=data", f"model.path={tiny_model}", "data.max_tokens=64", "data.train_batch_size=4"]
+        words += [f"data.balance={balance}", "data.seed=3", "parallel=cpu", f"trainer.total_training_steps={STEPS}"]
+        calls.append((describe, [*words, "trainer.default_local_dir=run"], str(tmp_path / balance)))
+    run_ranks(in_turn, 2, calls)
+    for balance in ("sorted", "none"):
+        folder = tmp_path / balance
+        (folder / "metrics.jsonl").write_text('{"step": 1, "data": {"train/loss": 1.0}}\n')
+        rows = json.loads((folder / "rows.json").read_text())
+        for step, rank in product((1, STEPS), range(2)):
+            code, shown, errors = show(folder, f"step={step}", f"rank={rank}")
             assert code == 0, errors
             found = [int(line.split()[2]) for line in shown.splitlines() if line.startswith("data row")]
             assert found == rows[step - 1][rank]
-    write_tokenized(data, random_documents(np.random.default_rng(5), [*range(5, 61)], 100, 1), {1: "maths"})
-    code, _, errors = show(tmp_path, "step=1")
+    # A process of its own has nothing of what other tests imported.
+    program = [sys.executable, "-m", "verl_ext", "show", str(folder), "step=1", "rank=0"]
+    alone = subprocess.run(program, cwd=tmp_path.parent, capture_output=True, text=True, check=True).stdout
+    assert alone.count("data row") == len(rows[0][0])
+    small_run(folder, tiny_model, range(5, 61), seed=5)
+    code, _, errors = show(folder, "step=1")
     assert (code, errors.count("\n")) == (1, 1)
     assert "data.train_dir" in errors

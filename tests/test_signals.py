@@ -13,17 +13,14 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import run_ranks, started_ranks
+from tests.ranks import in_turn, run_ranks, started_ranks
 from tests.test_launch import LAUNCH
-from tests.tiny_model import VOCABULARY
-from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import build, differences, metrics, train_alone, wait_for
+from tests.training import build, differences, into, metrics, small_run, stopped_at, wait_for
 from verl_ext.checkpoint.layout import saved_folders
 from verl_ext.trainer.distributed import TRAINING_FAILED
 from verl_ext.trainer.signals import SIGNALS, STOPPED, requests
@@ -34,19 +31,27 @@ SECONDS = 120  # the limit of every wait
 STEPS = 5
 
 
-@pytest.fixture(scope="module")
-def options(tiny_model, tmp_path_factory):
-    """Return overrides of a run on two sequence-parallel ranks, without its folder."""
-    documents = random_documents(np.random.default_rng(0), [20] * 40, VOCABULARY, 1)
-    folder = write_tokenized(tmp_path_factory.mktemp("data") / "train", documents)
-    run = (f"data.train_dir={folder}", f"model.path={tiny_model}", "engine.ulysses_sequence_parallel_size=2")
-    return [*run, "data.train_batch_size=2", f"trainer.total_training_steps={STEPS}"]
+EXPORT = "checkpoint.save_contents=[model,optimizer,extra,hf_model]"
+ASIDE = "checkpoint.async_save=true"
+RUNS = {  # name: (step during which rank 1 gets signals, overrides)
+    "whole": (0, ()),
+    "asked": (3, ("trainer.save_freq=2",)),
+    "asked_while_it_saves": (2, ("trainer.save_freq=2", ASIDE)),
+    "asked_in_the_last_step": (STEPS, ()),
+    "export": (0, (EXPORT,)),
+    "export_aside": (0, (EXPORT, ASIDE)),
+    "asked_while_it_exports": (2, (EXPORT, ASIDE)),
+}
+
+
+def listen() -> None:
+    requests.listen()
 
 
 def asked(overrides: list[str], at: int) -> tuple[bool, int, str]:
     """Execute a run whose rank 1 gets signals during step `at`, if there is one; return whether it is complete, its
     exit code, and this rank's output."""
-    requests.listen()
+    requests.pending = None  # of the run before
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         trainer = build(overrides)
@@ -66,53 +71,57 @@ def asked(overrides: list[str], at: int) -> tuple[bool, int, str]:
 
 
 @pytest.fixture(scope="module")
-def whole(options, tmp_path_factory):
-    """Return the folder of the run without a signal."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    run_ranks(train_alone, 2, [*options, f"trainer.default_local_dir={folder}"])
-    return folder
+def done(tiny_model, tmp_path_factory):
+    """Execute all runs in one start of two sequence-parallel ranks; return their folder, and by name what `asked`
+    returned on each rank."""
+    folder = tmp_path_factory.mktemp("runs")
+    more = ("engine.ulysses_sequence_parallel_size=2", "data.train_batch_size=2")
+    options = small_run(folder, tiny_model, [20] * 40, *more, f"trainer.total_training_steps={STEPS}")
+    runs = {name: (asked, [*options, *words, into(folder / name)], at) for name, (at, words) in RUNS.items()}
+    resumed = [(stopped_at, folder / "asked", folder / "resumed", STEPS)]
+    resumed += [(asked, [*options, "trainer.save_freq=2", into(folder / "resumed")], 0)]
+    of_ranks = run_ranks(in_turn, 2, [(listen,), *runs.values(), *resumed])
+    return folder, {name: [found[number] for found in of_ranks] for number, name in enumerate(runs, start=1)}
 
 
-def test_one_rank_that_is_asked_ends_all_with_one_checkpoint_and_the_resumed_run_is_the_same(options, whole, tmp_path):
-    run = [*options, "trainer.save_freq=2", f"trainer.default_local_dir={tmp_path}"]
-    (complete, code, said), (other_complete, _, _) = run_ranks(asked, 2, run, 3)
+def test_one_rank_that_is_asked_ends_all_with_one_checkpoint_and_the_resumed_run_is_the_same(done):
+    folder, ends = done
+    (complete, code, said), (other_complete, _, _) = ends["asked"]
     assert not complete
     assert not other_complete
     assert code == STOPPED
     assert said.count("stopping after step 3 of 5. Run the same command") == 1
-    assert [path.name for path in saved_folders(tmp_path)] == ["global_step_2", "global_step_3"]
-    run_ranks(train_alone, 2, run)
-    assert not differences(tmp_path, whole, STEPS)
+    assert [path.name for path in saved_folders(folder / "asked")] == ["global_step_2", "global_step_3"]
+    assert not differences(folder / "resumed", folder / "whole", STEPS)
 
 
-def test_a_checkpoint_that_is_there_is_not_written_again_and_one_that_is_being_written_is_waited_for(options, tmp_path):
-    run = [*options, "trainer.save_freq=2", "checkpoint.async_save=true", f"trainer.default_local_dir={tmp_path}"]
-    (complete, _, said), _ = run_ranks(asked, 2, run, 2)
+def test_a_checkpoint_that_is_there_is_not_written_again_and_one_that_is_being_written_is_waited_for(done):
+    folder, ends = done
+    (complete, _, said), _ = ends["asked_while_it_saves"]
     assert not complete
     assert said.count("Saving checkpoint to") == 1
-    assert [path.name for path in tmp_path.glob("global_step*")] == ["global_step_2"]
+    assert [path.name for path in (folder / "asked_while_it_saves").glob("global_step*")] == ["global_step_2"]
 
 
-def test_an_export_that_threads_write_is_waited_for_also_after_a_signal(options, tmp_path):
-    contents = "checkpoint.save_contents=[model,optimizer,extra,hf_model]"
-    for at, last, later in ((2, 2, "true"), (0, STEPS, "true"), (0, STEPS, "false")):
-        folder = tmp_path / f"{at} {later}"
-        run = [*options, contents, f"checkpoint.async_save={later}", f"trainer.default_local_dir={folder}"]
-        (complete, _, said), _ = run_ranks(asked, 2, run, at)
-        assert complete == (at == 0)
-        assert (folder / f"global_step_{last}" / "huggingface" / "model.safetensors").is_file()
+def test_an_export_that_threads_write_is_waited_for_also_after_a_signal(done):
+    folder, ends = done
+    exports = {}
+    for name, last in (("export", STEPS), ("export_aside", STEPS), ("asked_while_it_exports", 2)):
+        (complete, _, said), _ = ends[name]
+        assert complete == (last == STEPS)
+        exports[name] = folder / name / f"global_step_{last}" / "huggingface"
+        assert (exports[name] / "model.safetensors").is_file()
         assert "Writing model shards" not in said
-        assert metrics(folder).get((STEPS, "train/save_pause"), 0) >= 0
-        assert ((STEPS, "train/save_pause") in metrics(folder)) == complete
-    exports = [tmp_path / f"0 {later}" / f"global_step_{STEPS}" / "huggingface" for later in ("true", "false")]
-    different = filecmp.cmpfiles(*exports, [path.name for path in exports[0].iterdir()], shallow=False)[1:]
-    assert different == ([], [])
+        assert metrics(folder / name).get((STEPS, "train/save_pause"), 0) >= 0
+        assert ((STEPS, "train/save_pause") in metrics(folder / name)) == complete
+    names = [path.name for path in exports["export"].iterdir()]
+    assert filecmp.cmpfiles(exports["export"], exports["export_aside"], names, shallow=False)[1:] == ([], [])
 
 
-def test_a_request_during_the_last_step_leaves_a_complete_run(options, tmp_path):
-    (complete, _, _), _ = run_ranks(asked, 2, [*options, f"trainer.default_local_dir={tmp_path}"], STEPS)
-    assert complete
-    assert {step for step, _ in metrics(tmp_path)} == set(range(1, STEPS + 1))
+def test_a_request_during_the_last_step_leaves_a_complete_run(done):
+    folder, ends = done
+    assert ends["asked_in_the_last_step"][0][0]
+    assert {step for step, _ in metrics(folder / "asked_in_the_last_step")} == set(range(1, STEPS + 1))
 
 
 def wait_in_a_collective(folder: Path, in_training: bool) -> None:
@@ -156,20 +165,20 @@ def listen_below(torchrun: int, folder: Path) -> None:
     threading.Event().wait()
 
 
-def test_a_rank_whose_torchrun_was_killed_before_it_listened_ends(tmp_path):
+def test_a_rank_whose_torchrun_was_killed_before_it_listened_ends_and_one_below_a_script_does_not(tmp_path):
     gone = subprocess.Popen(["true"])
     gone.wait()
-    with started_ranks(listen_below, 1, gone.pid, tmp_path) as ((rank,), _):
-        rank.join(SECONDS)
-        assert rank.exitcode == TRAINING_FAILED
+    (tmp_path / "below").mkdir()
+    with (
+        started_ranks(listen_below, 1, os.getpid(), tmp_path / "below") as ((below,), _),  # a server lies between them
+        started_ranks(listen_below, 1, gone.pid, tmp_path) as ((orphan,), _),
+    ):
+        wait_for((tmp_path / "below" / "ready").exists)
+        orphan.join(SECONDS)
+        assert orphan.exitcode == TRAINING_FAILED
+        below.join(2.5)  # the watch checks every second
+        assert below.exitcode is None
     assert f"torchrun (process {gone.pid}) is gone" in (tmp_path / "stderr").read_text()
-
-
-def test_a_script_between_torchrun_and_a_rank_is_no_sign_that_torchrun_is_gone(tmp_path):
-    with started_ranks(listen_below, 1, os.getpid(), tmp_path) as ((rank,), _):  # a server lies between them
-        wait_for((tmp_path / "ready").exists)
-        rank.join(2.5)  # the watch checks every second
-        assert rank.exitcode is None
 
 
 TORCHRUN = f"""#!{sys.executable}
@@ -218,46 +227,38 @@ def test_the_launcher_passes_requests_on_past_torchrun_and_says_whether_to_run_a
 
 
 @contextlib.contextmanager
-def node(folder: Path, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """Start launch/node.sh of the second of two nodes for the block; node 0 never comes."""
+def node(folder: Path, **environment: str) -> Iterator[tuple[subprocess.Popen[str], psutil.Process]]:
+    """Start launch/node.sh of the second of two nodes for the block; yield it and the process that it waits for.
+
+    Node 0 never comes.
+    """
     port = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "NPROC_PER_NODE": "1"}
     path = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "TMPDIR": str(folder)}
     command = [str(LAUNCH / "node.sh"), "data.train_dir=nowhere"]
     everything = {**os.environ, **path, **port, "CUDA_VISIBLE_DEVICES": "", **environment}
+    children: list[psutil.Process] = []
     with subprocess.Popen(
         command, env=everything, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as launcher:
-        children: list[psutil.Process] = []
+
+        def look() -> bool:
+            with contextlib.suppress(psutil.Error):
+                found = psutil.Process(launcher.pid).children()
+                children[:] = [each for each in found if "VERL_EXT_REQUESTS" in each.environ()]
+            return bool(children)
+
         try:
-            children += child_of(launcher)
-            yield launcher
+            wait_for(look)
+            yield launcher, children[0]
         finally:
             for process in (launcher, *children):
                 with contextlib.suppress(psutil.Error, ProcessLookupError):
                     process.kill()
 
 
-def child_of(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
-    """Return the process that the launcher waits for, once it runs."""
-    found: list[psutil.Process] = []
-
-    def look() -> bool:
-        with contextlib.suppress(psutil.Error):
-            found[:] = [
-                each for each in psutil.Process(launcher.pid).children() if "VERL_EXT_REQUESTS" in each.environ()
-            ]
-        return bool(found)
-
-    wait_for(look)
-    return found
-
-
-@pytest.mark.parametrize(("preflight", "number"), zip("010", SIGNALS, strict=True))
-def test_a_signal_before_there_are_ranks_ends_the_launcher_and_what_it_waits_for(
-    preflight, number, free_port, tmp_path
-):
-    with node(tmp_path, PREFLIGHT=preflight, MASTER_PORT=free_port) as launcher:
-        (child,) = child_of(launcher)
+@pytest.mark.parametrize(("preflight", "number"), [("0", signal.SIGINT), ("1", signal.SIGUSR1)])
+def test_a_signal_before_there_are_ranks_ends_the_launcher_and_its_child(preflight, number, free_port, tmp_path):
+    with node(tmp_path, PREFLIGHT=preflight, MASTER_PORT=free_port) as (launcher, child):
         launcher.send_signal(number)
         _, said = launcher.communicate(timeout=SECONDS)
         assert not child.is_running()
@@ -266,8 +267,7 @@ def test_a_signal_before_there_are_ranks_ends_the_launcher_and_what_it_waits_for
 
 
 def test_torchrun_ends_with_a_launcher_that_is_killed_also_while_it_waits_for_other_nodes(free_port, tmp_path):
-    with node(tmp_path, PREFLIGHT="0", MASTER_PORT=free_port) as launcher:
-        (torchrun,) = child_of(launcher)
+    with node(tmp_path, PREFLIGHT="0", MASTER_PORT=free_port) as (launcher, torchrun):
         launcher.kill()
         assert not psutil.wait_procs([torchrun], SECONDS)[1]
 

@@ -9,20 +9,15 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from tests.tiny_model import VOCABULARY
-from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import SMALL, metrics
+from tests.training import SMALL, into, metrics, small_run, wait_for
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scancel", "scontrol")
-_PATIENCE = 300
 CONFIG = """
 ClusterName=test
 SlurmctldHost={host}
@@ -104,10 +99,7 @@ def free_ports(number: int) -> list[int]:
 
 
 def wait(what: Callable[[], object]) -> None:
-    end = time.monotonic() + _PATIENCE
-    while not what():
-        assert time.monotonic() < end
-        time.sleep(0.2)
+    wait_for(what, 300)
 
 
 def state(run: Callable[..., str], job: str) -> str:
@@ -118,21 +110,13 @@ def state(run: Callable[..., str], job: str) -> str:
 @pytest.fixture
 def submit(slurm, tiny_model, tmp_path) -> Iterator[Callable[..., str]]:
     """Submit launch/slurm.sbatch with these overrides on both nodes, and return the job's number. Removes its logs."""
-    documents = random_documents(np.random.default_rng(0), range(2, 60), VOCABULARY, 1)
-    write_tokenized(tmp_path / "data", documents)
+    run = small_run(tmp_path, tiny_model, range(2, 60), into(tmp_path / "run"), "trainer.logger=[file]")
     jobs = []
 
     def sbatch(*overrides: str) -> str:
-        options = [
-            "--parsable",
-            "--nodes=2",
-            "--gpus-per-node=0",
-            f"--output={tmp_path / 'job.log'}",
-            "--job-name=test-run",
-        ]
-        paths = [f"data.train_dir={tmp_path / 'data'}", f"model.path={tiny_model}"]
-        words = [*SMALL, *paths, f"trainer.default_local_dir={tmp_path / 'run'}", "trainer.logger=[file]", *overrides]
-        jobs.append(slurm("sbatch", *options, "launch/slurm.sbatch", *words).strip())
+        options = ["--parsable", "--nodes=2", "--gpus-per-node=0", "--job-name=test-run"]
+        words = [f"--output={tmp_path / 'job.log'}", "launch/slurm.sbatch", *SMALL, *run, *overrides]
+        jobs.append(slurm("sbatch", *options, *words).strip())
         return jobs[-1]
 
     yield sbatch

@@ -21,12 +21,13 @@ from verl_ext.commands.tokenize import TokenizeOptions, tokenize
 from verl_ext.data import MultiDocDataset, PreTrainDataset
 from verl_ext.data.stream.megatron.index import TokenIndex
 from verl_ext.options import DataError, UsageError
-from verl_ext.text.chat.template import ChatTemplate
-from verl_ext.text.chat.template_cache import ProvenChats
-from verl_ext.text.read.json_records import BadRecord, RecordOptions
+from verl_ext.text.chat.renderer import ChatOptions, ChatRenderer
+from verl_ext.text.records.bad_record import BadRecord, RecordOptions
 from verl_ext.text.records.records import parse_record
 from verl_ext.text.tokens.encoders import Encoded, TextEncoder, Windows, mask_from_offsets
+from verl_ext.text.tokens.tokenizer import ModelOptions
 
+NO_MODEL = ModelOptions(".")  # the tests give their own tokenizer
 TOKENIZER = tiny_tokenizer()
 TOKENIZER.add_tokens(["<think>", "</think>"])  # added but not special, like Qwen3's
 START, END = TOKENIZER.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
@@ -51,14 +52,14 @@ def encoded_chat(
 ) -> tuple[list[int], list[int], int]:
     """Return a chat's (ids, mask, names of special tokens encoded as text)."""
     encoder = TextEncoder(tokenizer, RecordOptions(on_found), windows=windows)
-    chats = ProvenChats(ChatTemplate(tokenizer, None, {}))
-    chat = encoder.special.chat_text(chats, parse_record(record).content, on_found)
+    options = ChatOptions(model=NO_MODEL, special_tokens_in_text=on_found, empty_reasoning="learn")
+    (chat,) = ChatRenderer(tokenizer, encoder.special, options).render(parse_record(record).content)
     (encoded,) = encoder.encode_chats([chat])
     if isinstance(encoded, BadRecord):
         raise encoded
     return (
         encoded.ids.tolist(),
-        mask_from_offsets(chat.text, encoded.offsets, chat.rendered.spans)[0].tolist(),
+        mask_from_offsets(chat.text, encoded.offsets, chat.spans)[0].tolist(),
         (encoded.special_tokens),
     )
 
@@ -205,9 +206,9 @@ def test_a_slow_tokenizer_refuses_names_and_encodes_all_else() -> None:
     good, bad = encoder.encode(["a b", "a</s>b"], add_special_tokens=True)
     assert good.ids.tolist() == tokenizer("a b")["input_ids"]
     assert "only a fast tokenizer can encode it as text" in str(bad)
-    template = ProvenChats(ChatTemplate(tokenizer, None, {}))
+    renderer = ChatRenderer(tokenizer, encoder.special, ChatOptions(model=NO_MODEL))
     with pytest.raises(BadRecord, match="only a fast tokenizer"):
-        encoder.special.chat_text(template, parse_record(chat_of("a</s>", "b")).content, "encode")
+        renderer.render(parse_record(chat_of("a</s>", "b")).content)
 
 
 RECORDS = [

@@ -8,10 +8,10 @@ import pytest
 import torch
 from datasets import load_from_disk
 
-from tests.ranks import run_ranks
+from tests.ranks import in_turn, run_ranks
 from tests.test_trainer import poison_of
 from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import metrics, stopped_at, train, train_alone
+from tests.training import into, metrics, stopped_at, train, train_alone
 from verl_ext.data import MultiDocDataset, SFTDataSet
 from verl_ext.data.stream.megatron.index import IndexWriter, TokenIndex
 from verl_ext.trainer.batch import StepLoss
@@ -36,7 +36,7 @@ def data(tmp_path_factory) -> str:
 
 def overrides_of(data: str, model: Path, output: Path, *more: str) -> list[str]:
     return [
-        *(f"data.train_dir={data}", f"model.path={model}", f"trainer.default_local_dir={output}"),
+        *(f"data.train_dir={data}", f"model.path={model}", into(output)),
         *("data.strategy=none", "data.train_batch_size=2", "data.shuffle=false", "data.balance=none"),
         *("trainer.spike_factor=2", *more),
     ]
@@ -46,19 +46,41 @@ def spikes(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "spikes.jsonl").read_text().splitlines()]
 
 
+def skipped_and_parameters(overrides: list[str]) -> tuple[int, float]:
+    trainer = train(overrides)
+    parameters = [parameter.full_tensor().double() for parameter in trainer.engine.module.parameters()]
+    return trainer.run_state.skipped_steps, sum(parameter.nansum().item() for parameter in parameters)
+
+
 @pytest.fixture(scope="module")
-def runs(data, tiny_model, tmp_path_factory) -> dict[str, Path]:
-    outputs = {}
-    for name, (ranks, ulysses) in LAYOUTS.items():
-        outputs[name] = output = tmp_path_factory.mktemp("runs") / "run"
-        more = ["trainer.log_freq=11", "trainer.save_freq=9", f"engine.ulysses_sequence_parallel_size={ulysses}"]
-        run_ranks(train_alone, ranks, overrides_of(data, tiny_model, output, *more))
-    return outputs
+def runs(data, tiny_model, tmp_path_factory) -> tuple[dict[str, Path], list[tuple[int, float]]]:
+    """Return the folders of a run on each layout, one that resumes, and one with a loss that is no number on a rank;
+    of this, also the skipped steps and the sum of the parameters on each rank."""
+    folder = tmp_path_factory.mktemp("runs")
+    folders = {name: folder / name for name in (*LAYOUTS, "resumed", "skipped")}
+
+    def run(name: str, data: str = data, model: Path = tiny_model, *more: str) -> list[str]:
+        ulysses = f"engine.ulysses_sequence_parallel_size={LAYOUTS.get(name, (1, 1))[1]}"
+        return overrides_of(data, model, folders[name], "trainer.log_freq=11", "trainer.save_freq=9", ulysses, *more)
+
+    whole = folders["one rank"]
+    stopped = (stopped_at, whole, folders["resumed"], 9)
+    run_ranks(in_turn, 1, [(train_alone, run("one rank")), stopped, (train_alone, run("resumed"))])
+    documents = random_documents(np.random.default_rng(1), [10] * 8, VOCABULARY, 1)
+    for number, document in enumerate(documents):
+        document["input_ids"][document["input_ids"] == 5] = 6
+        if number == 3:
+            document["input_ids"][2] = 5
+    poisoned = write_tokenized(folder / "data", documents), poison_of(tiny_model, folder / "model", 5)
+    more = ("engine.ulysses_sequence_parallel_size=2", "trainer.save_freq=-1")
+    calls = [(train_alone, run("two groups of two")), (skipped_and_parameters, run("skipped", *poisoned, *more))]
+    return folders, [result for _, result in run_ranks(in_turn, 4, calls)]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_spike_is_written_with_the_document_that_made_it(runs, data, layout):
-    (found,) = spikes(runs[layout])
+@pytest.mark.parametrize("layout", [*LAYOUTS, "resumed"])
+def test_a_spike_is_written_with_the_document_that_made_it_also_by_a_resumed_run(runs, data, layout):
+    folders, _ = runs
+    (found,) = spikes(folders[layout])
     assert (found["step"], found["reason"], found["packs"]) == (ODD // 2 + 1, "spike", [ODD, ODD + 1])
     worst, other = found["documents"]
     assert (worst["folder"], worst["row"], worst["start"], worst["category"]) == (data, ODD, 0, "maths")
@@ -68,38 +90,17 @@ def test_a_spike_is_written_with_the_document_that_made_it(runs, data, layout):
     targets = np.array([worst["target_tokens"], other["target_tokens"]])
     mean = np.array([worst["loss"], other["loss"]]) @ targets / targets.sum()
     assert found["loss"] == pytest.approx(mean, rel=1e-6)
-    (alone,) = spikes(runs["one rank"])
+    (alone,) = spikes(folders["one rank"])
     assert found["loss"] == pytest.approx(alone["loss"], rel=1e-3)  # Adam amplifies rounding
-    assert metrics(runs[layout])[STEPS, "train/spikes"] == 1
+    assert layout != "resumed" or found == alone
+    assert metrics(folders[layout])[STEPS, "train/spikes"] == 1
 
 
-def test_a_resumed_run_says_the_same(runs, data, tiny_model, tmp_path):
-    folder = stopped_at(runs["one rank"], tmp_path / "run", 9)
-    more = ["trainer.log_freq=11", "trainer.save_freq=9"]
-    run_ranks(train_alone, 1, overrides_of(data, tiny_model, folder, *more))
-    assert spikes(folder) == spikes(runs["one rank"])
-    assert metrics(folder)[STEPS, "train/spikes"] == 1
-
-
-def skipped_and_parameters(overrides: list[str]) -> tuple[int, float]:
-    trainer = train(overrides)
-    parameters = [parameter.full_tensor().double() for parameter in trainer.engine.module.parameters()]
-    return trainer.run_state.skipped_steps, sum(parameter.nansum().item() for parameter in parameters)
-
-
-def test_a_loss_that_is_no_number_on_one_rank_skips_the_step_on_all(tiny_model, tmp_path):
-    model = poison_of(tiny_model, tmp_path / "model", 5)
-    documents = random_documents(np.random.default_rng(1), [10] * 8, VOCABULARY, 1)
-    for number, document in enumerate(documents):
-        document["input_ids"][document["input_ids"] == 5] = 6
-        if number == 3:
-            document["input_ids"][2] = 5
-    data = write_tokenized(tmp_path / "data", documents)
-    more = ["engine.ulysses_sequence_parallel_size=2", "trainer.save_freq=-1"]
-    found = run_ranks(skipped_and_parameters, 4, overrides_of(data, model, tmp_path / "run", *more))
+def test_a_loss_that_is_no_number_on_one_rank_skips_the_step_on_all(runs):
+    folders, found = runs
     assert {skipped for skipped, _ in found} == {1}
     assert len({total for _, total in found}) == 1
-    (line,) = spikes(tmp_path / "run")
+    (line,) = spikes(folders["skipped"])
     assert (line["step"], line["reason"], line["loss"]) == (2, "skipped", "nan")
     assert [(document["row"], document["loss"] == "nan") for document in line["documents"]] == [(3, True), (2, False)]
 

@@ -78,13 +78,9 @@ def test_one_rank_runs_the_packs_in_the_order_of_the_step(plan, step):
     assert plan.rank_packs(step, 0, 1) == plan.packs(step).tolist()
 
 
-def test_two_ranks_share_five_packs_as_drawn():
+def test_two_ranks_share_five_packs_as_drawn_and_more_ranks_than_packs_leave_ranks_idle():
     plan = StepPlan(5, 5, seed=0, shuffle=False)
-    assert plan.rank_packs(0, 0, 2) == [0, 2, 4]
-    assert plan.rank_packs(0, 1, 2) == [1, 3, None]
-
-
-def test_more_ranks_than_packs_leaves_ranks_idle():
+    assert [plan.rank_packs(0, rank, 2) for rank in (0, 1)] == [[0, 2, 4], [1, 3, None]]
     plan = StepPlan(2, 2, seed=0, shuffle=False)
     assert [plan.rank_packs(0, rank, 4) for rank in range(4)] == [[0], [1], [None], [None]]
 
@@ -95,11 +91,6 @@ def test_epochs_differ_in_order_and_a_seed_repeats_them():
     assert plan.packs(1).tolist() == StepPlan(50, 50, seed=1).packs(1).tolist()
     assert plan.packs(0).tolist() != StepPlan(50, 50, seed=2).packs(0).tolist()
     assert plan.packs(0).tolist() != list(range(50))
-
-
-def test_without_shuffle_packs_keep_the_datasets_order():
-    plan = StepPlan(7, 3, seed=0, shuffle=False)
-    assert [packs.tolist() for packs in _epoch(plan, 1)] == [[0, 1, 2], [3, 4, 5], [6]]
 
 
 @given(plans, st.integers(0, 2), st.data())
@@ -127,11 +118,6 @@ def test_a_group_larger_than_a_step_is_a_step():
 def test_validation_runs_packs_by_cost_the_dearest_first():
     plan = StepPlan(4, 2, seed=0, shuffle=False, costs=np.array([2.0, 9, 1, 5]))
     assert [packs.tolist() for packs in _epoch(plan, 3)] == [[1, 3], [0, 2]]
-
-
-@pytest.mark.parametrize(("drop_last", "steps"), [(False, 3), (True, 2)])
-def test_steps_per_epoch(drop_last, steps):
-    assert StepPlan(7, 3, seed=0, drop_last=drop_last).steps_per_epoch == steps
 
 
 def test_an_unshuffled_plan_keeps_the_datasets_order_in_every_epoch():

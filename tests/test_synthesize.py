@@ -4,8 +4,6 @@ import json
 import random
 import re
 import sqlite3
-import subprocess
-import sys
 
 import pytest
 import yaml
@@ -47,28 +45,34 @@ def longalign_reply(request):
     return f"The answer to {content.rpartition(chr(10))[2]}"
 
 
-def run(server, tmp_path, *given, task="longalign", out="out"):
-    options = {
-        "task": task,
-        "output_dir": tmp_path / out,
-        "endpoint.base_url": server.url,
-        "endpoint.model": "tiny",
-        "endpoint.retries": 0,
-        "intervals": "[100,200,300,400]",
-    }
-    pairs = {**options, **dict(each.split("=", 1) for each in given)}
-    return main([f"{key}={value}" for key, value in pairs.items()])
+@pytest.fixture
+def run(tmp_path, tiny_model):
+    """Return a function that runs the command on a file or folder, and returns its exit code."""
+
+    def run(server, source, *given, task="longalign", out="out"):
+        options = {
+            **{"task": task, "output_dir": tmp_path / out, "sources": f"{{docs:{source}}}", "endpoint.model": "tiny"},
+            **{"endpoint.base_url": server.url, "endpoint.retries": 0, "intervals": "[100,200,300,400]"},
+            **({} if task == "agentwrite" else {"model.path": tiny_model}),
+        }
+        pairs = {**options, **dict(each.split("=", 1) for each in given)}
+        return main([f"{key}={value}" for key, value in pairs.items()])
+
+    return run
 
 
 def records_of(tmp_path, task="longalign", out="out"):
     return [json.loads(line) for line in (tmp_path / out / f"{task}.jsonl").read_text().splitlines()]
 
 
-def test_longalign_records_are_read_by_tokenize_with_their_categories(tmp_path, documents, tiny_model):
+def report_of(tmp_path):
+    return yaml.safe_load((tmp_path / "out" / "report.yaml").read_text())
+
+
+def test_longalign_records_begin_with_the_same_bytes_and_are_read_by_tokenize(run, tmp_path, documents, tiny_model):
     with chat_server(longalign_reply) as server:
-        code = run(server, tmp_path, f"sources={{docs:{documents}}}", f"model.path={tiny_model}", "records=6")
+        assert run(server, documents, "records=6", "endpoint.concurrency=1") == 0
     records = records_of(tmp_path)
-    assert (code, len(records)) == (0, 6)
     lengths = sorted(record["provenance"]["document_tokens"] for record in records)
     assert lengths == [120, 120, 220, 220, 320, 320]
     texts = [json.loads(line)["text"] for line in documents.read_text().splitlines()]
@@ -79,100 +83,75 @@ def test_longalign_records_are_read_by_tokenize_with_their_categories(tmp_path, 
         assert re.fullmatch(r"(First|Second|Third|Fourth|Fifth)\?", question)
         assert assistant["content"] == f"The answer to {question}"
         assert record["provenance"]["usage"] == {"prompt_tokens": 20, "cached_tokens": 0, "completion_tokens": 10}
-    tokenized = tokenize(
-        TokenizeOptions.read(
-            {
-                "sources": {"long": str(tmp_path / "out")},
-                "output_dir": str(tmp_path / "tokenized"),
-                "model": {"path": str(tiny_model)},
-                "category_field": "category",
-                "num_workers": 1,
-            }
-        )
-    )
+    asked = [request["messages"][0]["content"] for request in server.requests]
+    starts = [text for content in asked for text in texts if content.startswith(f"{text}\n\n")]
+    assert len(starts) == len(asked) == 12
+    assert starts[::2] == starts[1::2]  # the two requests of a document follow each other
+    assert len(set(starts)) == 6
+    options = {"sources": {"long": str(tmp_path / "out")}, "output_dir": str(tmp_path / "tokenized"), "num_workers": 1}
+    options |= {"model": {"path": str(tiny_model)}, "category_field": "category"}
+    tokenized = tokenize(TokenizeOptions.read(options))
     assert set(tokenized.categories) == {record["category"] for record in records}
     assert tokenized.total.documents == 6
 
 
-def test_the_document_comes_first_in_the_same_bytes(tmp_path, documents, tiny_model):
-    with chat_server(longalign_reply) as server:
-        given = (f"sources={{docs:{documents}}}", f"model.path={tiny_model}", "records=3", "endpoint.concurrency=1")
-        run(server, tmp_path, *given)
-    texts = [json.loads(line)["text"] for line in documents.read_text().splitlines()]
-    asked = [request["messages"][0]["content"] for request in server.requests]
-    starts = [text for content in asked for text in texts if content.startswith(f"{text}\n\n")]
-    assert len(starts) == len(asked) == 6
-    assert starts[::2] == starts[1::2]  # the two requests of a document follow each other
-    assert len(set(starts)) == 3
-
-
-def test_files_of_one_name_are_told_apart(tmp_path, tiny_model):
+def test_files_of_one_name_are_told_apart(run, tmp_path):
     for folder in ("a", "b"):
         (tmp_path / "docs" / folder).mkdir(parents=True)
         (tmp_path / "docs" / folder / "book.txt").write_text(words(150, ord(folder)))
     with chat_server(longalign_reply) as server:
-        assert run(server, tmp_path, f"sources={{docs:{tmp_path}/docs}}", f"model.path={tiny_model}") == 0
+        assert run(server, tmp_path / "docs") == 0
     items = [record["provenance"]["item"] for record in records_of(tmp_path)]
     assert items == ["docs/book.txt:1", "docs/book.txt#2:1"]
 
 
-def test_records_do_not_depend_on_the_number_of_requests_and_cost_nothing_again(tmp_path, documents, tiny_model):
-    given = (f"sources={{docs:{documents}}}", f"model.path={tiny_model}", "records=9")
+def test_records_do_not_depend_on_the_number_of_requests_and_cost_nothing_again(run, tmp_path, documents, capsys):
+    (tmp_path / "prices.yaml").write_text("tiny: {input: 1000, output: 10000}\n")
+    given = ("records=9", f"endpoint.prices={tmp_path}/prices.yaml")
     with chat_server(longalign_reply) as server:
-        run(server, tmp_path, *given, "endpoint.concurrency=1")
-        run(server, tmp_path, *given, "endpoint.concurrency=8", out="other")
+        run(server, documents, *given, "endpoint.concurrency=1")
+        assert "cost 1.08" in capsys.readouterr().out  # 18 requests of 10 prompt tokens and 5 output tokens
+        run(server, documents, *given, "endpoint.concurrency=8", out="other")
         assert records_of(tmp_path) == records_of(tmp_path, out="other")
         before = len(server.requests)
-        run(server, tmp_path, *given, f"store={tmp_path}/out.answers.sqlite", out="third")
+        run(server, documents, *given, f"store={tmp_path}/out.answers.sqlite", out="third")
         assert len(server.requests) == before
     assert records_of(tmp_path) == records_of(tmp_path, out="third")
 
 
-def test_what_is_left_out_is_counted(tmp_path, tiny_model, capsys):
+def test_what_is_left_out_is_counted(run, tmp_path, capsys):
     copy = words(250, 3)
     benchmark = write_lines(tmp_path / "benchmark.jsonl", [{"prompt": words(40, 9), "shots": [words(30, 8)]}])
-    records = [
-        {"text": words(150, 1)},
-        {"text": copy},
-        {"text": f"{copy} w1 w2"},
-        {"text": f"{words(100, 5)} {words(30, 8)}"},
-        {"text": words(20, 6)},
-        {"text": words(900, 7)},
-        {"text": ""},
-    ]
-    source = write_lines(tmp_path / "documents.jsonl", records)
-    given = (f"sources={{docs:{source}}}", f"model.path={tiny_model}", f"decontaminate=[{benchmark}]")
+    texts = [words(150, 1), copy, f"{copy} w1 w2", f"{words(100, 5)} {words(30, 8)}", words(20, 6), words(900, 7), ""]
+    source = write_lines(tmp_path / "documents.jsonl", [{"text": text} for text in texts])
     with chat_server(longalign_reply) as server:
-        assert run(server, tmp_path, *given) == 1
+        assert run(server, source, f"decontaminate=[{benchmark}]") == 1
         assert "documents.jsonl:7" in capsys.readouterr().err
-        assert run(server, tmp_path, *given, "on_bad_record=skip", "over_length=truncate") == 0
-    report = yaml.safe_load((tmp_path / "out" / "report.yaml").read_text())
+        given = (f"decontaminate=[{benchmark}]", "on_bad_record=skip", "over_length=truncate")
+        assert run(server, source, *given) == 0
     left_out = {"near_duplicate": 1, "contaminated": 1, "too_short": 1, "truncated": 1, "no_text": 1}
-    assert report["left_out"] == left_out
-    assert report["outcomes"] == {"done": 3}
+    assert report_of(tmp_path)["left_out"] == left_out
+    assert report_of(tmp_path)["outcomes"] == {"done": 3}
     longest = max(records_of(tmp_path), key=lambda record: record["provenance"]["document_tokens"])
     assert longest["provenance"]["document_tokens"] == 400
     assert longest["messages"][0]["content"].startswith(words(900, 7)[:1000])
 
 
-def test_items_without_an_answer_end_the_run_above_a_share_and_are_listed_below(
-    tmp_path, documents, tiny_model, capsys
-):
+def test_items_without_an_answer_end_the_run_above_a_share_and_are_listed_below(run, tmp_path, documents, capsys):
     def reply(request):
         content = request["messages"][0]["content"]
         return completion("half", "length") if len(content) > 1000 else longalign_reply(request)
 
-    given = (f"sources={{docs:{documents}}}", f"model.path={tiny_model}")
     with chat_server(reply) as server:
-        assert run(server, tmp_path, *given) == 1
+        assert run(server, documents) == 1
         error = capsys.readouterr().err
         assert "max_failed_share" in error
         assert "cut" in error
         assert not (tmp_path / "out").exists()
         before = len(server.requests)
-        assert run(server, tmp_path, *given, "max_failed_share=0.7") == 0
+        assert run(server, documents, "max_failed_share=0.7") == 0
         assert len(server.requests) == before
-    report = yaml.safe_load((tmp_path / "out" / "report.yaml").read_text())
+    report = report_of(tmp_path)
     assert report["outcomes"]["cut"] == len(report["without_record"]) > 0
     assert report["outcomes"]["done"] == len(records_of(tmp_path))
     assert "half" not in (tmp_path / "out" / "longalign.jsonl").read_text()
@@ -185,36 +164,27 @@ def agentwrite_reply(request):
     return "Paragraph 2: " + "word " * 200
 
 
-def test_agentwrite_writes_paragraph_after_paragraph_and_keeps_the_right_length(tmp_path):
-    prompts = [
-        {"prompt": "Write an essay of 400 words on tides."},
-        {"prompt": "Write 5,000 words on tides."},
-        {"prompt": "Write on tides."},
-    ]
-    source = write_lines(tmp_path / "prompts.jsonl", prompts)
+def test_agentwrite_writes_paragraph_after_paragraph_and_keeps_the_right_length(run, tmp_path):
+    tides = [{"prompt": f"Write {what} on tides."} for what in ("an essay of 400 words", "5,000 words", "a text")]
+    source = write_lines(tmp_path / "prompts.jsonl", tides)
     with chat_server(agentwrite_reply) as server:
-        assert run(server, tmp_path, f"sources={{a:{source}}}", task="agentwrite") == 0
-    (record,) = records_of(tmp_path, "agentwrite")
+        assert run(server, source, task="agentwrite") == 0
+        (record,) = records_of(tmp_path, "agentwrite")
+        asked = [request["messages"][0]["content"] for request in server.requests]
+        report = report_of(tmp_path)
+        source = write_lines(tmp_path / "without.jsonl", tides[2:])
+        assert run(server, source, "lengths=[400]", task="agentwrite", out="given") == 0
     paragraph = " ".join(["word"] * 200)
     assert record["messages"] == [
-        {"role": "user", "content": prompts[0]["prompt"]},
+        {"role": "user", "content": tides[0]["prompt"]},
         {"role": "assistant", "content": f"{paragraph}\n\n{paragraph}"},
     ]
     assert record["provenance"]["words_written"] == 400
-    second = [
-        r["messages"][0]["content"] for r in server.requests if "400 words on tides" in r["messages"][0]["content"]
-    ]
-    assert [paragraph in content for content in second] == [False, False, True]
-    report = yaml.safe_load((tmp_path / "out" / "report.yaml").read_text())
+    of_essay = [content for content in asked if "400 words on tides" in content]
+    assert [paragraph in content for content in of_essay] == [False, False, True]
     assert report["outcomes"] == {"done": 1, "length_score": 1, "no_length": 1}
-
-
-def test_an_instruction_without_a_length_is_given_one(tmp_path):
-    source = write_lines(tmp_path / "prompts.jsonl", [{"prompt": "Write on tides."}])
-    with chat_server(agentwrite_reply) as server:
-        assert run(server, tmp_path, f"sources={{a:{source}}}", "lengths=[400]", task="agentwrite") == 0
-    (record,) = records_of(tmp_path, "agentwrite")
-    assert record["messages"][0]["content"] == "Write on tides.\n\nWrite about 400 words."
+    (record,) = records_of(tmp_path, "agentwrite", "given")  # an instruction without a length is given one
+    assert record["messages"][0]["content"] == "Write a text on tides.\n\nWrite about 400 words."
 
 
 @pytest.mark.parametrize(
@@ -227,36 +197,30 @@ def test_an_instruction_without_a_length_is_given_one(tmp_path):
         (PLAN, "I'm sorry, but I can't continue with this.", "refused"),
     ],
 )
-def test_plans_and_paragraphs_that_cannot_be_used_make_no_record(tmp_path, capsys, plan, paragraph, outcome):
+def test_plans_and_paragraphs_that_cannot_be_used_make_no_record(run, tmp_path, capsys, plan, paragraph, outcome):
     def reply(request):
         return plan if "Divide the work" in request["messages"][0]["content"] else paragraph
 
     source = write_lines(tmp_path / "prompts.jsonl", [{"prompt": "Write 400 words."}])
     with chat_server(reply) as server:
-        assert run(server, tmp_path, f"sources={{a:{source}}}", task="agentwrite") == 1
+        assert run(server, source, task="agentwrite") == 1
     assert f"1 {outcome}" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
-def test_prompts_are_chosen_by_language_and_replaced_by_a_file(tmp_path, tiny_model, capsys):
+def test_prompts_are_chosen_by_language_and_replaced_by_a_file(run, tmp_path, capsys):
     source = write_lines(tmp_path / "documents.jsonl", [{"text": "海潮 每天 涨落 两次 " * 30}])
-    own = {
-        "longalign": {
-            "kinds": {k: k for k in ("general", "summary", "reasoning", "extraction")},
-            "questions": "ASK {kind}",
-        }
-    }
-    given = (f"sources={{docs:{source}}}", f"model.path={tiny_model}")
-    file = tmp_path / "prompts.yaml"
+    kinds = {kind: kind for kind in ("general", "summary", "reasoning", "extraction")}
+    own, file = {"longalign": {"kinds": kinds, "questions": "ASK {kind}"}}, tmp_path / "prompts.yaml"
     with chat_server(lambda _: "1：潮汐是什么？") as server:
-        assert run(server, tmp_path, *given) == 0
+        assert run(server, source) == 0
         assert "五个问题" in server.requests[0]["messages"][0]["content"]
         file.write_text(yaml.safe_dump(own))
-        assert run(server, tmp_path, *given, f"prompts={file}", out="own") == 0
+        assert run(server, source, f"prompts={file}", out="own") == 0
         assert "ASK" in server.requests[2]["messages"][0]["content"]
         own["longalign"]["questions"] = "no place"
         file.write_text(yaml.safe_dump(own))
-        assert run(server, tmp_path, *given, f"prompts={file}", out="third") == 2
+        assert run(server, source, f"prompts={file}", out="third") == 2
     assert "{kind}" in capsys.readouterr().err
 
 
@@ -271,27 +235,19 @@ def test_prompts_are_chosen_by_language_and_replaced_by_a_file(tmp_path, tiny_mo
         (["text_key=body"], "text_key=body"),
     ],
 )
-def test_mistakes_are_one_line(tmp_path, documents, tiny_model, capsys, monkeypatch, given, error):
+def test_mistakes_are_one_line(run, tmp_path, documents, capsys, monkeypatch, given, error):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prices.yaml").write_text("tiny: {inptu: 1, output: 2}\n")
     Store("store").close()
     with sqlite3.connect("store") as database:
         database.execute("PRAGMA user_version = 9")
     with chat_server(longalign_reply) as server:
-        code = run(server, tmp_path, f"sources={{docs:{documents}}}", f"model.path={tiny_model}", *given)
+        code = run(server, documents, *given)
     printed = capsys.readouterr().err.strip().splitlines()
     assert code in (1, 2)
     assert printed[-1].startswith("error: ")
     assert error in printed[-1]
     assert not any(line.startswith("Traceback") for line in printed)
-
-
-def test_the_cost_follows_the_prices(tmp_path, documents, tiny_model, capsys):
-    (tmp_path / "prices.yaml").write_text("tiny: {input: 1000, output: 10000}\n")
-    given = (f"sources={{docs:{documents}}}", f"model.path={tiny_model}", "records=3")
-    with chat_server(longalign_reply) as server:
-        assert run(server, tmp_path, *given, f"endpoint.prices={tmp_path}/prices.yaml") == 0
-    assert "cost 0.36" in capsys.readouterr().out  # 6 requests of 10 prompt tokens and 5 output tokens
 
 
 def glm_long_reply(request):
@@ -301,12 +257,11 @@ def glm_long_reply(request):
     return "a part" if "Summarize this part" in content else "the whole"
 
 
-def test_glm_long_asks_within_the_window_and_records_the_whole_document(tmp_path, tiny_model):
+def test_glm_long_asks_within_the_window_and_records_the_whole_document(run, tmp_path):
     texts = [words(600, i) for i in range(12)]
     source = write_lines(tmp_path / "documents.jsonl", [{"text": text} for text in texts])
-    given = (f"sources={{docs:{source}}}", f"model.path={tiny_model}", "intervals=[100,1000]", "window=128")
     with chat_server(glm_long_reply) as server:
-        assert run(server, tmp_path, *given, task="glm_long") == 0
+        assert run(server, source, "intervals=[100,1000]", "window=128", task="glm_long") == 0
     asked = [request["messages"][0]["content"] for request in server.requests]
     assert max(len(re.findall(r"\bw\d+", content)) for content in asked) == 128
     records = records_of(tmp_path, "glm_long")
@@ -327,39 +282,37 @@ def test_glm_long_asks_within_the_window_and_records_the_whole_document(tmp_path
             assert begins == [0, 1, 2, 3]
 
 
-def test_a_number_of_records_is_drawn_where_the_intervals_together_have_it(tmp_path, tiny_model, capsys):
+def test_a_number_of_records_is_drawn_where_the_intervals_together_have_it(run, tmp_path, capsys):
     lengths = [150] + [250] * 4 + [350] * 6
     source = write_lines(tmp_path / "documents.jsonl", [{"text": words(n, i)} for i, n in enumerate(lengths)])
-    given = (f"sources={{docs:{source}}}", f"model.path={tiny_model}")
     with chat_server(longalign_reply) as server:
         names = []
         for count in (6, 7, 11):
-            assert run(server, tmp_path, *given, f"records={count}", out=f"out{count}") == 0
+            assert run(server, source, f"records={count}", out=f"out{count}") == 0
             names.append({record["provenance"]["item"] for record in records_of(tmp_path, out=f"out{count}")})
         before = len(server.requests)
-        assert run(server, tmp_path, *given, "records=12") == 1
+        assert run(server, source, "records=12") == 1
         assert len(server.requests) == before
     assert "records must be at most 11" in capsys.readouterr().err.splitlines()[-1]
     assert [len(drawn) for drawn in names] == [6, 7, 11]
     assert names[0] < names[1] < names[2]
 
 
-def test_stretches_are_spread_over_the_documents_of_a_joined_text(tmp_path, tiny_model):
+def test_stretches_are_spread_over_the_documents_of_a_joined_text(run, tmp_path):
     records = []
     for number in range(40):
-        parts = [
-            words(count, number + place) for place, count in enumerate((400, 100, 90, 80, 70, 60)[: 2 + number % 5])
-        ]
+        lengths = (400, 100, 90, 80, 70, 60)[: 2 + number % 5]
         text, spans = "", []
-        for part in parts:
+        for place, length in enumerate(lengths):
             text += "\n\n" if text else ""
+            part = words(length, number + place)
             spans.append({"span": [len(text), len(text) + len(part)]})
             text += part
         records.append({"text": text, "provenance": {"documents": spans}})
     source = write_lines(tmp_path / "documents.jsonl", records)
-    given = (f"sources={{docs:{source}}}", f"model.path={tiny_model}", "intervals=[100,1000]", "window=64")
+    given = ("intervals=[100,1000]", "window=64", "near_duplicates=null")
     with chat_server(glm_long_reply) as server:
-        assert run(server, tmp_path, *given, "near_duplicates=null", task="glm_long") == 0
+        assert run(server, source, *given, task="glm_long") == 0
     seen = set()
     for record in records_of(tmp_path, "glm_long"):
         if record["category"] == "glm_long_chunks":
@@ -373,18 +326,3 @@ def test_stretches_are_spread_over_the_documents_of_a_joined_text(tmp_path, tiny
             assert max(of_documents) - min(of_documents) <= 1
             seen.add(len(spans))
     assert len(seen) > 2
-
-
-def test_the_command_does_not_import_torch(tmp_path, documents, tiny_model):
-    program = (
-        "import sys; from verl_ext.__main__ import main; code = main(sys.argv[1:]); print('torch' in sys.modules);"
-        " sys.exit(code)"
-    )
-    with chat_server(longalign_reply) as server:
-        command = [
-            *(sys.executable, "-c", program, "synthesize", "task=longalign", f"sources={{docs:{documents}}}"),
-            *(f"output_dir={tmp_path}/out", f"model.path={tiny_model}", "intervals=[100,400]"),
-            *(f"endpoint.base_url={server.url}", "endpoint.model=tiny"),
-        ]
-        done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "False")

@@ -11,9 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, Features, Json, List, Value
 
-from verl_ext.text.read.json_records import BadRecord, parse_line
+from verl_ext.text.read.json_records import parse_line
 from verl_ext.text.read.readers import CHUNK, Chunk, ChunkSize, read_chunks
 from verl_ext.text.read.sources import find_source_files
+from verl_ext.text.records.bad_record import BadRecord
 from verl_ext.text.records.records import parse_record, read_columns
 
 FEATURES = Features(
@@ -33,8 +34,9 @@ def chunks_of(source: Path | str, size: ChunkSize = CHUNK, columns: Any = None) 
 
 def records_of(source: Path | str, **how: Any) -> list[Any]:
     found = []
-    for place, (number, raw) in enumerate(record for chunk in chunks_of(source, **how) for record in chunk.records):
-        assert number == place + 1
+    records = (record for chunk in chunks_of(source, **how) for record in chunk.records)
+    for number, (place, raw) in enumerate(records, start=1):
+        assert place.endswith(f":{number}")
         found.append(parse_line(raw) if isinstance(raw, bytes) else raw)
     return found
 

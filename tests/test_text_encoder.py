@@ -17,13 +17,12 @@ from tests.test_special_tokens import END, PLAIN, START, TOKENIZER, chat_of, enc
 from tests.test_tokenize_templates import tiny_tokenizer
 from verl_ext.data.stream.megatron.index import TokenIndex
 from verl_ext.data.stream.megatron.writer import write_text_indexes
-from verl_ext.text.chat.spans import RenderedChat
-from verl_ext.text.chat.special_tokens import ChatText
-from verl_ext.text.encoder_texts import TextOptions, TextTokenizer
+from verl_ext.text.chat.renderer import RenderedTurns
+from verl_ext.text.encoder_texts import TextOptions, TextRecordEncoder
 from verl_ext.text.read import readers as chunks
-from verl_ext.text.read.json_records import BadRecord, RecordOptions
 from verl_ext.text.read.readers import TextFile, read_chunks
 from verl_ext.text.read.sources import find_source_files
+from verl_ext.text.records.bad_record import BadRecord, RecordOptions
 from verl_ext.text.tokens.encoders import TextEncoder, TokenCharacters, Windows
 
 CORPUS = [
@@ -193,9 +192,7 @@ def test_a_text_in_pieces_has_the_tokens_of_one_piece(kind: str, on_found: str, 
     )
     windows = Windows(window, 40, 1 << 20)
     (encoded,) = TextEncoder(tokenizer, RecordOptions(on_found), windows=windows).encode([text])
-    (chat,) = TextEncoder(tokenizer, RecordOptions("keep"), windows=windows).encode_chats(
-        [ChatText(RenderedChat(text, []))]
-    )
+    (chat,) = TextEncoder(tokenizer, RecordOptions("keep"), windows=windows).encode_chats([RenderedTurns(text)])
     if not isinstance(encoded, BadRecord):  # a tokenizer of words has </s> itself
         assert encoded.ids.tolist() == whole["input_ids"]
     if on_found == "keep":
@@ -285,7 +282,7 @@ def write_and_index(folder: Path, content: bytes, name: str = "a.txt", on_bad_re
     (folder / name).write_bytes(content)
     files = find_source_files({"a": [str(folder / name)]})
     options = TextOptions(on_bad_record=on_bad_record, add_eos=False)
-    write_text_indexes(files, TextTokenizer(tiny_tokenizer(), options), {"a": folder / "out"})
+    write_text_indexes(files, TextRecordEncoder(options, tiny_tokenizer()), {"a": folder / "out"})
     return TokenIndex(folder / "out").tokens(0).tolist()
 
 
@@ -305,7 +302,7 @@ def test_a_text_file_read_as_a_stream_is_the_document_of_its_text(
         (chunk,) = read_chunks(find_source_files({"a": [str(folder / "a.txt")]})[0])
         ((_, record),) = chunk.records
         (encoded,) = TextEncoder(tiny_tokenizer(), RecordOptions("encode"), windows=Windows(64, 30)).encode(
-            [record["text"]]
+            [record if record.text is None else record.text]
         )
     assert encoded.ids.tolist() == expected
 

@@ -163,7 +163,7 @@ def test_fp32_coefficients_keep_their_digits_beside_a_token_that_forgets_all():
     by = write_coefficients(rates, torch.tensor(True))
     exact = write_coefficients(WriteRates(*(rate.double() for rate in rates)), torch.tensor(True))
     torch.testing.assert_close(by.rates, exact.rates.float(), rtol=1e-6, atol=0)
-    assert by.kept[1, 1] == 0
+    assert by.carry[1, 1] == 0
 
 
 def test_a_momentum_that_forgets_soon_has_no_subnormal_coefficients():

@@ -83,7 +83,7 @@ def test_tokenized_records_are_copied_with_the_categories_of_their_tokens(
         assert columns(rows) == expected
     dataset = SFTDataSet(str(tmp_path / "out0"), 64, category_names={12: "code"})
     assert dataset.categories.names == ("3", "code", str(2**31 - 1))
-    assert int(dataset.pack_targets().sum()) == sum(sum(record["loss_mask"]) for record in expected)
+    assert int(dataset.facts().targets.sum()) == sum(sum(record["loss_mask"]) for record in expected)
 
 
 @pytest.mark.parametrize(

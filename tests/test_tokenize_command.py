@@ -1,6 +1,7 @@
 """`verl-ext tokenize` as a user starts it: exit codes, one-line errors, and a run that is killed."""
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -73,3 +74,38 @@ def test_killed_run_leaves_nothing_that_loads_and_the_next_cleans_up(tmp_path: P
         assert {path.name.rsplit("-")[-1] for path in tmp_path.glob(".out.unfinished-*")} == {str(os.getpid()), number}
     elsewhere.rmdir()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "model"]
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+
+import verl_ext.text.tokenizing as tokenizing
+from tests.test_tokenize_templates import tiny_tokenizer
+from verl_ext.data import MultiDocDataset, PreTrainDataset
+from verl_ext.text import workers
+
+print("started")
+tokenizing.WORKER_BYTES, cache = 1, Path(sys.argv[1])
+workers.available_cpus = tokenizing.available_cpus = lambda: 2
+for tokenizing.THREADS_BYTES in (0, 1 << 30):  # in processes, then in this one
+    options = {"cache_dir": str(cache / str(tokenizing.THREADS_BYTES))}
+    packs = PreTrainDataset(tiny_tokenizer(), "texts.jsonl", 16, **options)
+    stream = MultiDocDataset("texts.jsonl", tiny_tokenizer(), 8, max_tokens=900, **options)
+"""
+
+
+def test_a_script_without_a_guard_tokenizes_in_processes_what_it_does_alone(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": "the cat sat on the mat " * (number % 9)}) for number in range(300)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(line for line in lines if "cat" in line))
+    (tmp_path / "script.py").write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    line = [sys.executable, "script.py", str(tmp_path / "cache")]
+    done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stdout) == (0, "started\n"), done.stderr
+    found = [
+        {path.name: path.read_bytes() for path in folder.rglob("*") if path.suffix in (".arrow", ".bin", ".idx")}
+        for folder in (tmp_path / "cache").iterdir()
+    ]
+    assert found[0] == found[1]
+    assert len(found[0]) == 3

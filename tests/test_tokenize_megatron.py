@@ -49,3 +49,32 @@ def test_what_the_form_has_no_place_for_is_refused(tmp_path: Path, model: Path, 
     with pytest.raises(UsageError, match=r"format must be one of arrow, megatron; got megatrn \(nearest: megatron\)"):
         tokenize_files(sources, tmp_path / "out", model, "format=megatrn")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("policy", ["drop", "truncate", "split"])
+def test_documents_above_max_document_tokens_are_cut_and_counted(tmp_path: Path, model: Path, policy: str) -> None:
+    records = [{"text": "the"}, {"text": "the cat sat on the mat " * 4}, {"question": "cat " * 30, "answer": "a"}]
+    source = {"a": write_jsonl(tmp_path / "a.jsonl", records)}
+    tokenize_files(source, tmp_path / "whole", model)
+    limit = ("format=megatron", "max_document_tokens=8")
+    report = tokenize_files(source, tmp_path / "out", model, *limit, f"over_length={policy}")
+    tokens, masks = (TokenIndex(str(tmp_path / "out" / name)) for name in ("a", "a_mask"))
+    found = [(tokens.tokens(i).tolist(), masks.tokens(i).tolist()) for i in range(tokens.num_documents)]
+    whole = rows(tmp_path / "whole")
+    wanted = []
+    for number, row in enumerate(whole):
+        stop = {"drop": 0 if number else 8, "truncate": 8, "split": row["length"]}[policy]
+        spans = [slice(at, min(at + 8, stop, row["length"])) for at in range(0, stop, 8)]
+        pieces = [(row["input_ids"][span], [0, *row["loss_mask"][span][1:]]) for span in spans]
+        wanted += pieces if any(any(mask) for _, mask in pieces) else []
+    assert found == wanted
+    over, total = report.total.over_length, report.total
+    assert over["documents"] == 2
+    assert total.tokens + over["tokens"] == sum(row["length"] for row in whole)
+    assert total.target_tokens + over["targets"] == sum(sum(row["loss_mask"]) for row in whole)
+    header, row = report.table().split("\n\n")[1].splitlines()
+    assert header.split()[:3] == ["category", "over", "max_document_tokens"]
+    assert row.split()[:3] == ["a", "2", f"{over['tokens']}"]
+    with pytest.raises(DataError, match=r"max_document_tokens must hold every document of sources\.a; got 8"):
+        tokenize_files(source, tmp_path / "none", model, *limit)
+    assert not (tmp_path / "none").exists()

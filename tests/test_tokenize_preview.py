@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tests.test_tokenize_templates import CHATML, tiny_tokenizer
-from verl_ext.text.tokens.documents import CUT, preview_of, previews_text
+from verl_ext.commands.preview import CUT, preview_of, previews_text
 
 TOKENIZER = tiny_tokenizer(CHATML)
 RUNS = [[(False, "<|im_start|>user\n\tq "), (True, "a[0]\x1b[31m\u202e"), (False, "\n")]]

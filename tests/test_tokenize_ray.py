@@ -16,12 +16,13 @@ from datasets import Dataset, load_from_disk
 
 from tests.ray_cluster import ray_nodes
 from tests.test_tokenize_templates import CHATML, tiny_tokenizer
-from verl_ext.commands import tokenize as command
 from verl_ext.commands.command_line import read_options
 from verl_ext.commands.report import Report
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
 from verl_ext.options import DataError, UsageError
 from verl_ext.ray_cluster import ray_cluster
+from verl_ext.text import tokenizing
+from verl_ext.text.encoder_chats import ChatEncoder
 from verl_ext.text.read.readers import ChunkSize
 from verl_ext.text.workers import TRIES, ray_results
 
@@ -42,7 +43,7 @@ def cluster() -> Iterator[None]:
     """Start one cluster for all tests, each of which would otherwise start its own."""
     with pytest.MonkeyPatch.context() as patch, ray_nodes(1):
         # As in a command: its process and so its workers do not import torch, which takes seconds.
-        patch.setattr(command, "tokenizer_module", lambda: "verl_ext.text.tokens.torchless_tokenizers")
+        patch.setattr(tokenizing, "tokenizer_module", lambda: "verl_ext.text.tokens.torchless_tokenizers")
         with ray_cluster(2):
             yield
 
@@ -87,7 +88,7 @@ def on_ray(sources: dict[str, Any], output: Path, model: Path, *overrides: str) 
     "overrides",
     [
         ("category_field=kind", "sample={lines:13,rows:0.6,arrow:9,packed:0.5}"),
-        ("max_tokens=16", "over_length=split"),
+        ("turns=last",),
     ],
 )
 def test_rows_categories_and_report_are_those_of_the_local_backend(
@@ -124,7 +125,7 @@ def test_nothing_is_left_of_a_run_with_a_bad_record(tmp_path: Path, model: Path)
 
 
 def test_a_node_with_another_tokenizer_is_refused(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command.ChatEncoder, "fingerprint", lambda self: "the driver's")
+    monkeypatch.setattr(ChatEncoder, "fingerprint", lambda self: "the driver's")
     with pytest.raises(DataError, match=r"model\.path must be the same tokenizer and template on every node"):
         on_ray({"a": write_jsonl(tmp_path / "a.jsonl", QA)}, tmp_path / "out", model)
 

@@ -18,10 +18,10 @@ from verl_ext.commands.command_line import read_options
 from verl_ext.commands.report import Report
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
 from verl_ext.options import DataError, UsageError
-from verl_ext.text.read.json_records import json_list
+from verl_ext.text.arrow_folder import DOCUMENT_COLUMNS
+from verl_ext.text.read.json_records import JsonList
 from verl_ext.text.read.readers import ChunkSize
-from verl_ext.text.tokens.dataset_folder import DOCUMENT_COLUMNS
-from verl_ext.text.tokens.documents import Counts
+from verl_ext.text.tokens.counts import Counts
 
 QA = [{"question": f"the cat {i}", "answer": "sat on the mat " * (i % 5 + 1)} for i in range(20)]
 
@@ -119,7 +119,7 @@ def test_every_format_gives_the_same_documents(tmp_path: Path, model: Path, kind
 
 def test_json_list_is_read_in_blocks_smaller_than_its_records() -> None:
     stream = io.BytesIO(json.dumps(QA, indent=1).encode())
-    assert [record for (_, record), _ in json_list("in.json", stream, block=5)] == QA
+    assert [record for (_, record), _ in JsonList("in.json", stream, block=5)] == QA
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,6 @@ def test_each_turn_weighs_what_its_record_and_message_say(tmp_path: Path, templa
     ]
     source = write_jsonl(tmp_path / "a.jsonl", [{"messages": messages, "loss_weight": 4}, *QA[:1]])
     tokenize_files({"a": source}, tmp_path / "out", tmp_path / "model")
-    tokenize_files({"a": source}, tmp_path / "cut", tmp_path / "model", "max_tokens=8", "over_length=split")
     weighted, plain = rows(tmp_path / "out")
     found = {weight: [] for weight in (2.0, 4.0)}
     for token, target, weight in zip(*(weighted[k] for k in ("input_ids", "loss_mask", "loss_weight")), strict=True):
@@ -213,79 +212,15 @@ def test_each_turn_weighs_what_its_record_and_message_say(tmp_path: Path, templa
     decode = tiny_tokenizer(template).decode
     assert [decode(tokens) for tokens in found.values()] == ["the cat<|im_end|>", "on the mat<|im_end|>"]
     assert set(plain["loss_weight"]) == {1.0}
-    pieces = rows(tmp_path / "cut")
-    assert [w for piece in pieces for w in piece["loss_weight"]] == weighted["loss_weight"] + plain["loss_weight"]
 
 
-def test_last_turn_only_leaves_one_target_turn(tmp_path: Path, model: Path) -> None:
+def test_the_last_turn_alone_is_learnt_if_asked(tmp_path: Path, model: Path) -> None:
     turns = [("user", "a"), ("assistant", "the cat"), ("user", "b"), ("assistant", "sat")]
     record = {"messages": [{"role": role, "content": text} for role, text in turns]}
-    tokenize_files({"a": write_jsonl(tmp_path / "a.jsonl", [record])}, tmp_path / "out", model, "last_turn_only=true")
+    tokenize_files({"a": write_jsonl(tmp_path / "a.jsonl", [record])}, tmp_path / "out", model, "turns=last")
     (row,) = rows(tmp_path / "out")
     targets = [token for token, target in zip(row["input_ids"], row["loss_mask"], strict=True) if target]
     assert tiny_tokenizer(CHATML).decode(targets) == "sat<|im_end|>"
-
-
-def test_over_length_documents_are_refused_with_their_place(tmp_path: Path, model: Path) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", [{"text": "the"}, {"text": "the cat sat on the mat " * 9}])
-    with pytest.raises(DataError, match=r"a\.jsonl:2: a document must have at most max_tokens=8"):
-        tokenize_files({"a": source}, tmp_path / "out", model, "max_tokens=8")
-
-
-def test_a_bad_record_before_an_over_length_document_is_named_first(tmp_path: Path, model: Path) -> None:
-    records = [{"text": "the"}, {"text": ""}, {"text": "the cat sat on the mat " * 9}, {"text": ""}]
-    source = write_jsonl(tmp_path / "a.jsonl", records)
-    for on_bad, message in (("error", r"a\.jsonl:2: text is empty"), ("skip", r"a\.jsonl:3: a document must have")):
-        with pytest.raises(DataError, match=message):
-            tokenize_files({"a": source}, tmp_path / "out", model, "max_tokens=8", f"on_bad_record={on_bad}")
-    source = write_jsonl(tmp_path / "b.jsonl", records[2:])
-    with pytest.raises(DataError, match=r"b\.jsonl:1: a document must have"):
-        tokenize_files({"a": source}, tmp_path / "out", model, "max_tokens=8")
-
-
-@pytest.mark.parametrize("policy", ["drop", "truncate", "split"])
-def test_over_length_policies_count_what_they_do(tmp_path: Path, model: Path, policy: str) -> None:
-    records = [{"text": "the"}, {"text": "the cat sat on the mat " * 4}, {"question": "cat " * 30, "answer": "a"}]
-    source = write_jsonl(tmp_path / "a.jsonl", records)
-    tokenize_files({"a": source}, tmp_path / "whole", model)
-    whole = rows(tmp_path / "whole")
-    tokenize_files({"a": source}, tmp_path / "out", model, "max_tokens=8", f"over_length={policy}")
-    data = rows(tmp_path / "out")
-    assert all(row["length"] <= 8 and row["loss_mask"][0] == row["category_ids"][0] == 0 for row in data)
-    report = json.loads((tmp_path / "out/report.json").read_text())["categories"]["a"]
-    counts, lengths = report["over_length"], [row["length"] for row in whole]
-    if policy == "drop":
-        assert data == whole[:1]
-        assert counts == {"dropped_documents": 2, "dropped_tokens": sum(lengths[1:])}
-    elif policy == "truncate":
-        assert data == [whole[0], {**{k: v[:8] for k, v in whole[1].items() if k != "length"}, "length": 8}]
-        lost = sum(whole[1]["loss_mask"][8:])
-        assert counts == {
-            "truncated_documents": 1,
-            "truncated_tokens": lengths[1] - 8,
-            "truncated_targets_lost": lost,
-            "truncated_last_target_lost": 1,
-        }
-        assert report["bad_records"] == {"no_target_after_truncation": 1}
-    else:
-        assert [t for row in data for t in row["input_ids"]] == [t for row in whole for t in row["input_ids"]]
-        assert counts["split_documents"] == 2
-        assert counts["split_pieces"] == len(data) - 1
-        lost = sum(sum(row["loss_mask"]) for row in whole) - sum(sum(row["loss_mask"]) for row in data)
-        assert counts["split_targets_lost"] == lost > 0
-        assert counts["split_pieces_without_target"] == sum(not any(row["loss_mask"]) for row in data)
-
-
-def test_the_table_says_what_was_cut_and_whether_a_last_target_was_lost(tmp_path: Path, model: Path) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", [{"text": "the"}, {"text": "the cat sat on the mat " * 4}])
-    report = tokenize_files({"a": source}, tmp_path / "out", model, "max_tokens=8", "over_length=truncate")
-    header, row = report.table().split("\n\n")[1].splitlines()
-    tally = report.total
-    removed = tally.over_length["truncated_tokens"]
-    assert header.split()[:3] == ["category", "over", "max_tokens"]
-    share = f"{removed / (tally.tokens + removed):.2%}"
-    lost = str(tally.over_length["truncated_targets_lost"])
-    assert row.split() == ["a", "truncated", "1", str(removed), share, lost, "1"]
 
 
 def test_records_give_their_category_numbered_as_they_appear_in_the_output(tmp_path: Path, model: Path) -> None:
@@ -441,7 +376,13 @@ def test_output_with_files_is_only_replaced_when_asked(tmp_path: Path, model: Pa
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["max_tokns=3"], "unknown key max_tokns; nearest: max_tokens"),
+        (["previw=3"], "unknown key previw; nearest: preview"),
+        (
+            ["max_tokens=8"],
+            "unknown key max_tokens; tokenizing cuts no document, a run does, by its data.max",
+        ),
+        (["max_document_tokens=8"], "max_document_tokens must be left out with format=arrow: tokenizing cuts no doc"),
+        (["over_length=drop"], "over_length must be left out with format=arrow: tokenizing cuts no document, a run"),
         (["model.pat=x"], "nearest: model.path"),
         (["+zzzzzz=1"], "unknown key zzzzzz"),
         (["model.path=/no/such/folder"], "model.path must be a folder that exists; got /no/such/folder"),

@@ -17,7 +17,7 @@ from verl_ext.commands.tokenize import TokenizeOptions, tokenize
 from verl_ext.options import DataError
 from verl_ext.text.chat.spans import locate
 from verl_ext.text.chat.template import ChatTemplate
-from verl_ext.text.read.json_records import BadRecord
+from verl_ext.text.records.bad_record import BadRecord
 from verl_ext.text.records.records import parse_record
 from verl_ext.text.tokens.encoders import TokenCharacters, mask_from_offsets
 from verl_ext.text.tokens.prefixes import mask_from_prefixes
@@ -119,7 +119,7 @@ def target_texts(
     tokenizer = tiny_tokenizer(template)
     chat = parse_record(record).content
     if last_turn_only:
-        chat.keep_last_target()
+        chat = chat.with_last_target()
     rendered = locate(ChatTemplate(tokenizer, None, template_kwargs), chat)
     text, spans = rendered.text, rendered.spans
     at_once = tokenizer.apply_chat_template(chat.messages, tools=chat.tools, return_dict=True, **template_kwargs)

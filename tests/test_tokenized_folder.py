@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from tests.tokenized_data import random_documents, write_tokenized
 from verl_ext.data import SFTDataSet, check_vocabulary
 from verl_ext.data.arrow import ListColumn, TokenizedData
-from verl_ext.data.facts import OverLength, scan_documents, sum_by_category
-from verl_ext.data.omitted import OverLengthCount
+from verl_ext.data.facts import scan_documents
+from verl_ext.data.omitted import OverLength, OverLengthCount, sum_by_category
 from verl_ext.packing import cut_spans
 from verl_ext.text import tokenizing as tokenized
-from verl_ext.text.tokenizing import DatasetWriter
-from verl_ext.text.tokens.documents import Counts, Documents
+from verl_ext.text.arrow_folder import DatasetWriter
+from verl_ext.text.tokens.documents import Document, join_documents
 
 
 def document(mask, category=1, tokens=None, **more):
@@ -167,7 +167,7 @@ def test_columns_of_sliced_arrays_are_read_from_their_own_rows(large):
     fixed = pa.array([[8, 9], [10, 11], [12, 13]], pa.list_(pa.int64(), 2))
     column = ListColumn([whole.slice(1, 3), fixed.slice(1, 2)], "input_ids", ("integer",), "data.train_dir")
     assert column.row_lengths().tolist() == [1, 0, 3, 2, 2]
-    assert [column.block(row, row + 1)[1].tolist() for row in range(5)] == [[3], [], [4, 5, 6], [10, 11], [12, 13]]
+    assert [column.block(row, row + 1).tolist() for row in range(5)] == [[3], [], [4, 5, 6], [10, 11], [12, 13]]
     out = np.zeros(4, np.int64)
     pieces = column.pieces(np.asarray([4, 2, 0]), np.asarray([1, 1, 0]), np.asarray([1, 2, 1]))
     column.gather(pieces, out)
@@ -194,7 +194,7 @@ def test_tokenized_data_pickles_as_its_paths(tmp_path, documents):
     data = TokenizedData([write_tokenized(tmp_path / "data", documents)])
     text = pickle.dumps(data)
     assert len(text) < 500
-    assert pickle.loads(text).columns["input_ids"].block(3, 4)[1].tolist() == documents[3]["input_ids"].tolist()
+    assert pickle.loads(text).columns["input_ids"].block(3, 4).tolist() == documents[3]["input_ids"].tolist()
 
 
 @settings(max_examples=15, deadline=None)
@@ -256,8 +256,7 @@ def test_a_folder_of_ours_with_a_damaged_name_of_a_column_is_refused(tmp_path, d
     folder = tmp_path / "data"
     folder.mkdir()
     writer = DatasetWriter(folder)
-    tokens = documents[0]["input_ids"]
-    writer.add(Documents(1, 0, tokens, documents[0]["loss_mask"], np.array([len(tokens)], np.int32), None, Counts()))
+    writer.add(join_documents([Document(documents[0]["input_ids"], documents[0]["loss_mask"])], 1, 0))
     writer.close()
     arrow = next(folder.glob("*.arrow"))
     arrow.write_bytes(arrow.read_bytes().replace(b"full_length", damaged))
@@ -364,12 +363,12 @@ def assert_same_packs(ours, theirs):
 
 
 def test_the_name_of_cached_documents_follows_the_code_that_makes_them(tmp_path, monkeypatch):
-    digests = [tokenized.code_digest()]
+    digests = [tokenized.code_digest(__name__)]
     for change in ("", "# mended"):
         package = tmp_path / f"text{len(digests)}"
         shutil.copytree(Path(tokenized.__file__).parent, package)
         (package / "chat" / "spans.py").write_text((package / "chat" / "spans.py").read_text() + change)
         monkeypatch.setattr(tokenized, "__file__", str(package / "tokenizing.py"))
-        digests.append(tokenized.code_digest.__wrapped__())
+        digests.append(tokenized.code_digest.__wrapped__(__name__))
     assert digests[0] == digests[1]
     assert digests[1] != digests[2]

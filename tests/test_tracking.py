@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import run_ranks
+from tests.ranks import in_turn, run_ranks
+from tests.training import into
 from verl_ext.checkpoint.layout import remove_run_files
 from verl_ext.config import compose
 from verl_ext.config.run import RunConfig
@@ -38,7 +39,7 @@ def _ids_of(folder: Path, tracker: str, first_steps: list[int]) -> list[str]:
     """Return the ids of runs begun in turn, each after a step; the last gets its id from the environment."""
     _alone(folder, WANDB_MODE="offline", WANDB_SILENT="true", SWANLAB_MODE="offline")
     sys.argv = ["train.py", "data.train_dir=https://me:a_secret_of_mine@host/a.jsonl", "trainer.seed=3"]
-    config = compose([f"trainer.logger=[{tracker}]", f"trainer.default_local_dir={folder / 'out'}"])
+    config = compose([f"trainer.logger=[{tracker}]", into(folder / "out")])
     seen = []
     for number, first_step in enumerate(first_steps, start=1):
         if number == len(first_steps):
@@ -54,17 +55,6 @@ def _ids_of(folder: Path, tracker: str, first_steps: list[int]) -> list[str]:
     return seen
 
 
-@pytest.mark.parametrize("tracker", TRACKERS)
-def test_a_resumed_run_keeps_its_id_and_a_fresh_one_has_its_own(tracker, tmp_path):
-    ((first, resumed, fresh, chosen),) = run_ranks(_ids_of, 1, tmp_path, tracker, [0, 3, 0, 3])
-    assert resumed == first
-    assert fresh != first
-    assert chosen == "chosen"  # the environment's id, also on a resume
-    written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
-    assert tracker != "wandb" or b"trainer.seed=3" in written  # the command line is uploaded
-    assert b"a_secret_of_mine" not in written
-
-
 def _told_on_a_terminal(folder: Path, tracker: str) -> str:
     """Return the error about a tracker without a login, on a terminal that could be asked."""
     _alone(folder)
@@ -72,7 +62,7 @@ def _told_on_a_terminal(folder: Path, tracker: str) -> str:
     with os.fdopen(terminal, "r+b", buffering=0) as raw:
         sys.stdin = sys.stderr = open(raw.fileno(), "w+b", buffering=0, closefd=False)  # noqa: SIM115
         asked = sys.stdin
-        config = compose([f"trainer.logger=[{tracker}]", f"trainer.default_local_dir={folder / 'out'}"])
+        config = compose([f"trainer.logger=[{tracker}]", into(folder / "out")])
         try:
             open_tracking(RunConfig.from_composed(config), 0)
         except ValueError as error:
@@ -84,15 +74,22 @@ def _told_on_a_terminal(folder: Path, tracker: str) -> str:
 
 
 @pytest.mark.parametrize("tracker", TRACKERS)
-def test_a_tracker_without_a_login_is_one_line_and_not_a_question(tracker, tmp_path):
-    (told,) = run_ranks(_told_on_a_terminal, 1, tmp_path, tracker)
+def test_a_resume_keeps_the_id_a_fresh_run_has_its_own_and_a_missing_login_is_no_question(tracker, tmp_path):
+    calls = [(_ids_of, tmp_path, tracker, [0, 3, 0, 3]), (_told_on_a_terminal, tmp_path, tracker)]
+    (((first, resumed, fresh, chosen), told),) = run_ranks(in_turn, 1, calls)
+    assert resumed == first
+    assert fresh != first
+    assert chosen == "chosen"  # the environment's id, also on a resume
+    written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert tracker != "wandb" or b"trainer.seed=3" in written  # the command line is uploaded
+    assert b"a_secret_of_mine" not in written
     assert told.startswith(f"trainer.logger must name trackers that can begin; got ['{tracker}'] (")
     assert "\n" not in told
 
 
 def test_a_tracker_that_is_not_installed_is_told_by_name(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "swanlab", None)
-    config = compose(["trainer.logger=[swanlab]", f"trainer.default_local_dir={tmp_path}"])
+    config = compose(["trainer.logger=[swanlab]", into(tmp_path)])
     with pytest.raises(ValueError, match=r"^trainer\.logger .* got \['swanlab'\] \([^\n]*swanlab[^\n]*\)"):
         open_tracking(RunConfig.from_composed(config), 0)
 
@@ -106,7 +103,7 @@ def test_lines_that_were_torn_cost_no_others(tmp_path):
 
 def test_a_resumed_metrics_file_goes_on_behind_its_lines(tmp_path, monkeypatch):
     monkeypatch.delenv("VERL_FILE_LOGGER_PATH", raising=False)
-    config = RunConfig.from_composed(compose(["trainer.logger=[file]", f"trainer.default_local_dir={tmp_path}"]))
+    config = RunConfig.from_composed(compose(["trainer.logger=[file]", into(tmp_path)]))
     for first_step, loss in ((0, 3.0), (1, 2.0)):
         tracking = open_tracking(config, first_step)
         for step in range(first_step + 1, 4):
@@ -128,17 +125,19 @@ class _Run:
         return self
 
 
-def test_ids_of_trackers_that_a_resume_leaves_out_are_kept(tmp_path):
+def test_ids_of_trackers_are_kept_over_a_resume_and_forgotten_by_a_fresh_run_and_an_overwritten_one(tmp_path):
     keep_run_ids(tmp_path, {}, {"wandb": _Run("a"), "swanlab": _Run("b"), "console": object()})
     assert read_run_ids(tmp_path) == {"wandb": "a", "swanlab": "b"}
-    keep_run_ids(tmp_path, read_run_ids(tmp_path), {"swanlab": _Run("c")})
+    keep_run_ids(tmp_path, read_run_ids(tmp_path), {"swanlab": _Run("c")})  # a resume that leaves one out
     assert read_run_ids(tmp_path) == {"wandb": "a", "swanlab": "c"}
-
-
-def test_a_fresh_run_without_a_tracker_leaves_no_id_of_an_earlier_one(tmp_path):
-    keep_run_ids(tmp_path, {}, {"wandb": _Run("a")})
     keep_run_ids(tmp_path, {}, {"console": object()})
     assert read_run_ids(tmp_path) == {}
+    keep_run_ids(tmp_path, {}, {"wandb": _Run("a")})
+    remove_run_files(tmp_path)
+    assert read_run_ids(tmp_path) == {}
+    (tmp_path / RUN_IDS).write_text('["a"')
+    with pytest.raises(ValueError, match=r"^trainer\.default_local_dir: run_ids\.json must be a JSON object"):
+        read_run_ids(tmp_path)
 
 
 def test_only_the_named_trackers_see_an_id_and_the_environment_is_given_back(monkeypatch):
@@ -150,15 +149,3 @@ def test_only_the_named_trackers_see_an_id_and_the_environment_is_given_back(mon
         added = {name: value for name, value in os.environ.items() if before.get(name) != value}
         assert added == {"SWANLAB_RUN_ID": "b"}
     assert dict(os.environ) == before
-
-
-def test_overwriting_a_run_forgets_its_ids(tmp_path):
-    keep_run_ids(tmp_path, {}, {"wandb": _Run("a")})
-    remove_run_files(tmp_path)
-    assert read_run_ids(tmp_path) == {}
-
-
-def test_a_damaged_file_of_ids_is_named(tmp_path):
-    (tmp_path / RUN_IDS).write_text('["a"')
-    with pytest.raises(ValueError, match=r"^trainer\.default_local_dir: run_ids\.json must be a JSON object"):
-        read_run_ids(tmp_path)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.reference import Document, Reference
+from tests.reference import Document, Reference, tree_row
 from verl_ext.attention.kernels import PACKED_ATTENTION
 from verl_ext.attention.packed import set_backend
 from verl_ext.data import CategoryTable
@@ -66,16 +66,8 @@ class Pack:
         return cls([documents[document] for document in plan.document_index], begins.tolist())
 
     def row(self) -> dict[str, torch.Tensor]:
-        """Return the pack as a dataset gives it: own tokens, and the other columns of whole texts."""
-        pairs = list(zip(self.documents, self.begins, strict=True))
-        row = {
-            "input_ids": [token for document, begin in pairs for token in document.input_ids[begin:]],
-            "position_ids": [at for document, begin in pairs for at in range(begin, len(document.input_ids))],
-        }
-        for name in ("loss_mask", "category_ids", "loss_weight"):
-            row[name] = [value for document in self.documents for value in getattr(document, name)]
-        tensors = {name: torch.tensor(values) for name, values in row.items()}
-        return {**tensors, "loss_weight": tensors["loss_weight"].float()}
+        """Return the pack as a dataset gives it."""
+        return tree_row(self.documents, self.begins)
 
 
 def random_trie(seed: int) -> list[Document]:
@@ -100,8 +92,11 @@ def models_of(kind: str) -> tuple[Any, Any]:
     """Return a model with transformers' own attention, and one of the same weights with packed attention."""
     config = AutoConfig.for_model(kind, **{**SIZES, **KINDS[kind]})
     torch.manual_seed(0)
-    plain = AutoModelForCausalLM.from_config(config, attn_implementation="eager").double().eval()
-    packed = AutoModelForCausalLM.from_config(config, attn_implementation="eager").double().eval()
+    eager = {
+        "attn_implementation": "eager",
+        "experts_implementation": "eager",
+    }  # products of experts are not in float64
+    plain, packed = (AutoModelForCausalLM.from_config(config, **eager).double().eval() for _ in range(2))
     packed.load_state_dict(plain.state_dict())
     packed.set_attn_implementation(PACKED_ATTENTION)
     return plain, packed
@@ -183,7 +178,7 @@ def test_gradients_of_shared_rows_add_up_in_a_fixed_order(monkeypatch):
 
     x, grad = torch.randn(11, 2, 3, requires_grad=True), torch.randn(6 + 7 + 6, 2, 3)
     _TextRows.apply(x, run.keys).backward(grad)
-    wanted = torch.zeros_like(x).index_add_(0, run.keys.index, grad)
+    wanted = torch.zeros_like(x).index_add_(0, run.keys.of_texts, grad)
     torch.testing.assert_close(x.grad, wanted)
     first, x.grad = x.grad, None
     monkeypatch.setattr("verl_ext.parallel.trees._SUMMED_BYTES", 1)  # one column at a time

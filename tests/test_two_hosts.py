@@ -15,9 +15,7 @@ import pytest
 
 from tests.hosts import Host, two_hosts, why_no_hosts
 from tests.ranks import run_ranks
-from tests.tiny_model import VOCABULARY
-from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import SMALL, metrics, train_alone
+from tests.training import SMALL, into, metrics, small_run, train_alone
 
 STEPS = 60
 COLLECTIVE = 15  # seconds: trainer.nccl_timeout
@@ -39,11 +37,8 @@ def hosts():
 def overrides(tiny_model, tmp_path_factory) -> list[str]:
     folder = tmp_path_factory.mktemp("two_hosts")
     lengths = np.random.default_rng(0).integers(2, 64, 100).tolist()
-    write_tokenized(
-        folder / "data", random_documents(np.random.default_rng(1), lengths, VOCABULARY, 2), {1: "a", 2: "b"}
-    )
     return [
-        *(f"data.train_dir={folder / 'data'}", f"model.path={tiny_model}", "engine.ulysses_sequence_parallel_size=2"),
+        *small_run(folder, tiny_model, lengths, "engine.ulysses_sequence_parallel_size=2", categories=2, seed=1),
         *(f"trainer.total_training_steps={STEPS}", f"trainer.nccl_timeout={COLLECTIVE}", "trainer.save_freq=4"),
         *("trainer.max_ckpt_to_keep=2", "data.balance_group=2", "trainer.logger=[file]"),
     ]
@@ -53,7 +48,7 @@ def overrides(tiny_model, tmp_path_factory) -> list[str]:
 def on_one_host(overrides, tmp_path_factory) -> dict[tuple[int, str], float]:
     """Return the losses of the same four ranks on one host."""
     output = tmp_path_factory.mktemp("one_host")
-    run_ranks(train_alone, 4, [*overrides, f"trainer.default_local_dir={output}"])
+    run_ranks(train_alone, 4, [*overrides, into(output)])
     return metrics(output)
 
 
@@ -62,7 +57,7 @@ def start(hosts: tuple[Host, Host], overrides: list[str], output: Path, **more: 
     output.parent.mkdir(exist_ok=True)
     shared = {"NNODES": "2", "NPROC_PER_NODE": "2", "MASTER_ADDR": hosts[0].address, "MASTER_PORT": "29500"}
     shared |= {"PREFLIGHT_TIMEOUT": "60"}
-    command = ["launch/node.sh", *SMALL, *overrides, f"trainer.default_local_dir={output}"]
+    command = ["launch/node.sh", *SMALL, *overrides, into(output)]
     return [
         host.start(
             command,

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from tests.tokenized_data import random_documents, write_tokenized
 from verl_ext.checkpoint.state import check_file_of_verl
@@ -16,7 +17,8 @@ from verl_ext.commands.command_line import command
 from verl_ext.commands.tokenize import TokenizeOptions
 from verl_ext.config.weights import weight_problems
 from verl_ext.data import SFTDataSet
-from verl_ext.data.categories import CategoryTable
+from verl_ext.data.categories import FolderCategories
+from verl_ext.text.chat.sandbox import compiled
 
 
 class Runs:
@@ -84,7 +86,7 @@ def test_an_index_of_weights_names_files_beside_it(tmp_path):
 def test_categories_json_of_any_content_is_refused_in_one_line(tmp_path, text):
     (tmp_path / "categories.json").write_text(text)
     with pytest.raises(ValueError, match=r"categories\.json must") as error:
-        CategoryTable.read(str(tmp_path))
+        FolderCategories.read([str(tmp_path)])
     assert len(str(error.value)) < 400
 
 
@@ -93,3 +95,35 @@ def test_code_of_a_model_is_said_before_it_runs(capsys, tmp_path):
     for more, told in (([], False), (["model.trust_remote_code=true"], True)):
         command("tokenize", TokenizeOptions, lambda options: "done", "")([*arguments, *more])
         assert ("note: model.trust_remote_code=true runs Python code" in capsys.readouterr().err) is told
+
+
+REACHES = [  # from a template to objects of Python
+    *("{{ ''.__class__.__mro__ }}", "{{ m.__class__ }}", "{{ m.content.__class__.__init__.__globals__ }}"),
+    *(
+        "{{ '{0.__class__}'.format(m) }}",
+        "{{ '{0.__class__.__mro__}'.format(m.content) }}",
+        "{{ m.content.format(m) }}",
+    ),
+    *("{{ m.content.format_map(m) }}", "{{ m.content | attr('__class__') }}", "{{ m.keys.__self__ }}"),
+    *("{{ m.update({'role': 'x'}) }}", "{{ m.pop('role') }}", "{{ m.clear() }}", "{{ messages.append(m) }}"),
+    *("{{ loop.__init__.__globals__ }}", "{{ loop._iterator }}", "{% set ns = namespace() %}{{ ns.__class__ }}"),
+    *("{{ self.__init__.__globals__ }}", "{{ cycler.__init__.__globals__ }}", "{{ range(1000000000) | list }}"),
+]
+
+
+@pytest.mark.parametrize("reach", REACHES)
+def test_a_chat_template_reaches_no_more_than_transformers_lets_it(reach):
+    source = f"{{% for m in messages %}}{reach}{{% endfor %}}"
+
+    def outcome(render):
+        messages = [{"role": "user", "content": "a {b}"}]
+        try:
+            text = render({"messages": messages})
+        except Exception as error:
+            return type(error), str(error), messages
+        return text, messages
+
+    found = outcome(compiled(source))
+    assert found == outcome(lambda variables: _compile_jinja_template(source).render(**variables))
+    assert isinstance(found[0], type) or "<class" not in found[0]
+    assert found[-1] == [{"role": "user", "content": "a {b}"}]

@@ -40,17 +40,9 @@ class Outer(Options):
     ("given_values", "line"),
     [
         ({"size": 1}, "outer.size must be at least 2; got 1"),
-        ({"size": 65}, "outer.size must be at most 64; got 65"),
-        ({"size": "8"}, "outer.size must be a whole number; got 8"),
-        ({"size": 2.5}, "outer.size must be a whole number; got 2.5"),
-        ({"size": True}, "outer.size must be a whole number; got true"),
-        ({"rate": 0}, "outer.rate must be above 0; got 0.0"),
         ({"rate": float("nan")}, "outer.rate must be above 0; got nan"),
-        ({"limit": 0}, "outer.limit must be at least 1; got 0"),
         ({"limit": 9}, "outer.limit must be at most outer.size=8; got 9"),
         ({"kind": "packd"}, "outer.kind must be one of plain, packed; got packd (nearest: packed)"),
-        ({"on": "yes"}, "outer.on must be true or false; got yes"),
-        ({"names": "a"}, "outer.names must be a list; got a"),
         ({"names": ["a", 1]}, "outer.names must be a list of texts; got ['a', 1]"),
         ({"inner": {"path": ""}}, "outer.inner.path is required: a folder; got ''"),
     ],
@@ -74,12 +66,9 @@ def test_options_are_read_from_a_config_node_and_other_keys_are_left_alone():
     assert Outer.read(node, size=32, kind=None).size == 32
 
 
-def test_a_list_is_not_shared_between_instances():
+def test_options_cannot_change_share_no_list_and_go_to_other_processes_as_they_are():
     assert Outer().names is not Outer().names
     assert options_of(Outer)["names"].default == ["a"]
-
-
-def test_options_cannot_change_and_go_to_other_processes_as_they_are():
     options = Outer(size=9, names=["b"], inner=Inner("x"))
     assert pickle.loads(pickle.dumps(options)) == options
     with pytest.raises(FrozenInstanceError):
@@ -93,14 +82,10 @@ def test_a_whole_number_is_one_of_any_kind(value, line):
         whole_number("n", value, least=1)
 
 
-def test_a_name_that_reads_as_a_number_is_a_text():
-    assert Inner.read({"path": 7}) == Inner("7")
-
-
 @given(st.integers(2, 64), st.floats(0.01, 1))
-def test_every_value_within_its_bounds_is_kept(size, rate):
-    made = Outer.read({"size": size, "rate": rate})
-    assert (made.size, made.rate) == (size, rate)
+def test_every_value_within_its_bounds_is_kept_and_a_name_that_reads_as_a_number_is_a_text(size, rate):
+    made = Outer.read({"size": size, "rate": rate, "inner": {"path": 7}})
+    assert (made.size, made.rate, made.inner) == (size, rate, Inner("7"))
 
 
 def test_the_nearest_key_prefers_the_same_name_then_the_same_node():

@@ -4,13 +4,10 @@ On a CPU both places are host memory, so the tests compare bits and record the o
 reads weights or optimizer state must find them loaded.
 """
 
-import numpy as np
 import pytest
 
 from tests.ranks import run_ranks
-from tests.tiny_model import VOCABULARY
-from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import build, exact_metrics, train_each
+from tests.training import build, exact_metrics, into, small_run, train_each
 
 pytestmark = pytest.mark.slow
 
@@ -19,15 +16,12 @@ OFFLOAD = ("engine.param_offload=true", "engine.optimizer_offload=true")
 
 @pytest.fixture
 def options(tmp_path, tiny_model):
-    documents = random_documents(np.random.default_rng(0), [20] * 24, VOCABULARY, 1)
-    data = write_tokenized(tmp_path / "data", documents)
-    return [f"data.train_dir={data}", f"data.val_dir={data}", f"model.path={tiny_model}", "trainer.test_freq=1"]
+    return small_run(tmp_path, tiny_model, [20] * 24, f"data.val_dir={tmp_path / 'data'}", "trainer.test_freq=1")
 
 
 def test_an_offloaded_run_and_its_resume_equal_a_plain_one_to_the_last_bit(options, tmp_path):
     def run(folder: str, steps: int, *overrides: str) -> list[str]:
-        output = (f"trainer.default_local_dir={tmp_path / folder}", f"trainer.total_training_steps={steps}")
-        return [*options, *output, *overrides]
+        return [*options, into(tmp_path / folder), f"trainer.total_training_steps={steps}", *overrides]
 
     runs = [run("plain", 3), run("offloaded", 2, *OFFLOAD), run("offloaded", 3, *OFFLOAD)]
     run_ranks(train_each, 2, runs)
@@ -72,7 +66,7 @@ def watched(overrides: list[str]) -> tuple[list[tuple[str, str]], dict[str, str]
 @pytest.mark.parametrize("model", ["packed", "lora"])
 def test_weights_are_loaded_whenever_they_are_used_and_offloaded_at_the_end(model, options, tmp_path):
     exported = ("checkpoint.save_contents=[model,optimizer,extra,hf_model]", f"model={model}", *OFFLOAD)
-    output = (f"trainer.default_local_dir={tmp_path / 'run'}", "trainer.total_training_steps=2")
+    output = (into(tmp_path / "run"), "trainer.total_training_steps=2")
     ((uses, at),) = run_ranks(watched, 1, [*exported, *options, *output])
     assert {use for use, _ in uses} == {"forward", "step", "save"}
     assert {place for use, place in uses if use != "save"} == {"device"}

@@ -20,8 +20,7 @@ from transformers.utils import logging as transformers_logging
 from tests.ranks import run_ranks
 from tests.reference import Reference, documents_of_answers, load_eager, pack_row
 from tests.tiny_model import write_tiny_model
-from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import build
+from tests.training import build, into, small_run
 from verl_ext.config.check import read_hf_config
 from verl_ext.config.model import override as apply_override
 from verl_ext.config.support import model_class
@@ -101,19 +100,13 @@ def test_an_expert_without_a_part_is_named_also_when_transformers_is_silenced(fo
     assert "model.layers.0.mlp.experts.gate_up_proj" in line
 
 
-def test_a_weight_of_another_shape_is_named_with_both(folders, tmp_path):
-    def change(weights):
-        weights["model.norm.weight"] = torch.zeros(31)
-
-    line = refusal(rewritten(folders["untied"], tmp_path, change))
+def test_a_weight_of_another_shape_and_one_that_the_model_lacks_are_named(folders, tmp_path):
+    reshape = {"model.norm.weight": torch.zeros(31)}
+    line = refusal(rewritten(folders["untied"], tmp_path, lambda weights: weights.update(reshape)))
     assert "holds other shapes of 1: model.norm.weight [31] for [32]" in line
-
-
-def test_a_weight_that_the_model_lacks_is_named(folders, tmp_path):
-    def change(weights):
-        weights["v_head.weight"] = torch.zeros(1)
-
-    assert "also holds 1: v_head.weight" in refusal(rewritten(folders["untied"], tmp_path, change))
+    more = {"v_head.weight": torch.zeros(1)}
+    line = refusal(rewritten(folders["untied"], tmp_path, lambda weights: weights.update(more)))
+    assert "also holds 1: v_head.weight" in line
     (notice,) = check(tmp_path, allowed=["v_head.*"])
     assert "v_head.weight" in notice
     assert "left out" in notice
@@ -256,7 +249,5 @@ def _exit(options):
 @pytest.mark.slow
 def test_a_run_ends_before_it_writes_anything(folders, tmp_path):
     model = rewritten(folders["untied"], tmp_path, lambda weights: weights.pop("model.norm.weight"))
-    data = write_tokenized(tmp_path / "data", random_documents(np.random.default_rng(0), [20] * 4, 128, 1))
-    run = [f"data.train_dir={data}", f"model.path={model}", f"trainer.default_local_dir={tmp_path / 'run'}"]
-    assert run_ranks(_exit, 2, run) == [2, 2]
+    assert run_ranks(_exit, 2, small_run(tmp_path, model, [20] * 4, into(tmp_path / "run"))) == [2, 2]
     assert not (tmp_path / "run").exists()

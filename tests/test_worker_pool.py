@@ -58,18 +58,6 @@ def test_jobs_are_taken_only_a_bounded_number_ahead_of_the_results() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_a_mistake_in_the_jobs_comes_after_the_results_of_those_before_it(num_workers: int) -> None:
-    def jobs() -> Iterator[int]:
-        yield from range(5)
-        raise DataError("a.json: malformed JSON")
-
-    results = ordered_results(partial(Counter, 10), Counter.add, jobs(), num_workers, name="test")
-    assert [next(results)[0] for _ in range(5)] == [*range(10, 15)]
-    with pytest.raises(DataError, match=r"a\.json: malformed JSON"):
-        next(results)
-
-
-@pytest.mark.parametrize("num_workers", [1, 2])
 def test_a_state_that_cannot_be_made_raises_its_own_error(num_workers: int) -> None:
     with pytest.raises(UsageError, match="must hold a tokenizer"):
         list(ordered_results(refused, Counter.add, range(9), num_workers, name="test"))

@@ -1,47 +1,72 @@
 """Whole training runs in tests: the trainer's own steps on the ranks that ``run_ranks`` started."""
 
 import contextlib
+import io
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM
 
+from tests.tiny_model import VOCABULARY
+from tests.tokenized_data import random_documents, write_tokenized
 from verl_ext.checkpoint.layout import TRACKER, saved_folders, step_of
 from verl_ext.checkpoint.state import StateReader, read_metadata
 from verl_ext.config import compose
-from verl_ext.trainer.setup import prepare
+from verl_ext.trainer.distributed import RunFailed
+from verl_ext.trainer.setup import Run, prepare
 from verl_ext.trainer.trainer import SFTTrainer
 
-MEASURED = (
-    "per_second",
-    "per_gpu",
-    "memory_gib",
-    "_gb",
-    "mfu",
-    "save_pause",
-)  # endings of metrics that differ between equal runs
+# Endings of metrics that differ between equal runs.
+MEASURED = ("per_second", "per_gpu", "memory_gib", "_gb", "mfu", "save_pause")
 SMALL = ("data.max_tokens=64", "data.train_batch_size=4", "data.num_workers=0", "optim.lr=1e-2", "parallel=cpu")
+
+
+def small_run(
+    folder: Path, model: Path, lengths: Iterable[int], *more: str, categories: int = 1, seed: int = 0
+) -> list[str]:
+    """Write random documents, of maths and code, below a folder; return a run's overrides without its output folder."""
+    documents = random_documents(np.random.default_rng(seed), lengths, VOCABULARY, categories)
+    data = write_tokenized(folder / "data", documents, {1: "maths", 2: "code"} if categories <= 2 else None)
+    return [f"data.train_dir={data}", f"model.path={model}", *more]
+
+
+def into(folder: Path) -> str:
+    """Return the override that names a run's output folder."""
+    return f"trainer.default_local_dir={folder}"
+
+
+def settle(overrides: Sequence[str]) -> Run:
+    """Compose and validate a run. Call it on every rank."""
+    os.environ.pop("VERL_FILE_LOGGER_PATH", None)  # set by a previous run
+    return prepare(compose([*SMALL, "trainer.logger=[file]", *overrides]))
 
 
 def build(overrides: Sequence[str]) -> SFTTrainer:
     """Compose, validate and build a trainer. Call it on every rank."""
-    return SFTTrainer(prepare(compose([*SMALL, "trainer.logger=[file]", *overrides])))
+    return SFTTrainer(settle(overrides))
+
+
+def fit(overrides: Sequence[str]) -> SFTTrainer:
+    """Build a trainer, resume and fit. Call it on every rank."""
+    trainer = build(overrides)
+    trainer.resume()
+    trainer.fit()
+    return trainer
 
 
 def train(overrides: Sequence[str]) -> SFTTrainer:
-    """Build a trainer, resume and fit, quietly. Call it on every rank."""
+    """Call :func:`fit` quietly."""
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-        trainer = build(overrides)
-        trainer.resume()
-        trainer.fit()
-    return trainer
+        return fit(overrides)
 
 
 def train_alone(overrides: Sequence[str]) -> None:
@@ -52,8 +77,33 @@ def train_alone(overrides: Sequence[str]) -> None:
 def train_each(runs: Sequence[Sequence[str]]) -> None:
     """Call :func:`train` for one run after the other in one start of ranks."""
     for overrides in runs:
-        os.environ.pop("VERL_FILE_LOGGER_PATH", None)  # set by the previous run
         train(overrides)
+
+
+def heard(function: Callable[..., Any], *arguments: Any) -> str:
+    """Call a function without its output; return its stderr, with the error of a user's mistake or a failed run."""
+    words = io.StringIO()
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(words):
+        try:
+            function(*arguments)
+        except RunFailed as error:
+            print(f"error: {error}", file=words)
+        except SystemExit:
+            pass  # its line is among the words
+    return words.getvalue()
+
+
+def refusals(overrides: Sequence[str], changes: Sequence[Sequence[str]]) -> list[str]:
+    """Return this rank's errors of :func:`settle` for a run under each change, one after the other; "" for none."""
+    told = []
+    for change in changes:
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+            try:
+                settle([*overrides, *change])
+                told.append("")
+            except SystemExit as error:
+                told.append(str(error.__context__))
+    return told
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 120) -> None:
@@ -62,19 +112,6 @@ def wait_for(condition: Callable[[], Any], seconds: float = 120) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds} seconds"
         time.sleep(0.02)
-
-
-def refusals(overrides: Sequence[str], changes: Sequence[Sequence[str]]) -> list[str]:
-    """Return the errors of :func:`prepare` for a run under each change, one after the other; "" for none."""
-    told = []
-    for change in changes:
-        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-            try:
-                prepare(compose([*SMALL, "trainer.logger=[file]", *overrides, *change]))
-                told.append("")
-            except SystemExit as error:
-                told.append(str(error.__context__))
-    return told
 
 
 def metrics(folder: Path) -> dict[tuple[int, str], Any]:
@@ -89,12 +126,15 @@ def exact_metrics(folder: Path) -> dict[tuple[int, str], Any]:
 
 
 def stopped_at(whole: Path, folder: Path, step: int) -> Path:
-    """Copy a run as it was after a step."""
-    shutil.copytree(whole, folder)
-    for checkpoint in saved_folders(folder):
-        if step_of(checkpoint) > step:
-            shutil.rmtree(checkpoint)
-    (folder / TRACKER).write_text(str(step))
+    """Copy a run as it was after a step; of several ranks, rank 0 does."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        shutil.copytree(whole, folder)
+        for checkpoint in saved_folders(folder):
+            if step_of(checkpoint) > step:
+                shutil.rmtree(checkpoint)
+        (folder / TRACKER).write_text(str(step))
+    if dist.is_initialized():
+        dist.barrier()
     return folder
 
 

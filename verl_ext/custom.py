@@ -11,7 +11,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from verl_ext.options import first_line, nearest_hint, show
+from verl_ext.options import first_line, nearest_hint, spell
 
 _PACKAGE = "pkg://"
 
@@ -27,7 +27,7 @@ def custom_object(node: str, path: str | None, name: str | None) -> Any:
     """
     for key, value, other in (("path", path, "name"), ("name", name, "path")):
         if not value:
-            raise ValueError(f"{node}.{key} is required with {node}.{other}; got {show(value)}")
+            raise ValueError(f"{node}.{key} is required with {node}.{other}; got {spell(value)}")
     return _member(f"{node}.name", _module(f"{node}.path", str(path)), str(path), str(name))
 
 
@@ -48,7 +48,7 @@ def _member(key: str, module: ModuleType, path: str, name: str) -> Any:
     return getattr(module, name)
 
 
-class _Files(MetaPathFinder):
+class _FileFinder(MetaPathFinder):
     """The finder of users' files by module name, for unpickling elsewhere."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
@@ -60,7 +60,7 @@ class _Files(MetaPathFinder):
 
 
 __path__: list[str] = []  # so that modules may have names below this one
-sys.meta_path.append(_Files())
+sys.meta_path.append(_FileFinder())
 
 
 def _module(key: str, path: str) -> ModuleType:
@@ -76,8 +76,8 @@ def _module(key: str, path: str) -> ModuleType:
     except Exception as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename.endswith(file)]
         line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
-        at = f" in line {line}" if line else ""
+        where = f" in line {line}" if line else ""
         raise ValueError(
-            f"{key} must be Python code that can be imported; got {path}, {type(error).__name__}{at}: "
+            f"{key} must be Python code that can be imported; got {path}, {type(error).__name__}{where}: "
             f"{first_line(error)}"
         ) from error

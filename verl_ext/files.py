@@ -1,11 +1,4 @@
-"""Atomic files and folders, their fingerprints and checksums, and cached folders.
-
-    ROOT/<name>/                the files that `make` wrote, and contents.json with their sizes
-    ROOT/<name>.lock            held by the process that makes the folder
-    ROOT/<name>.failed          the error of the last attempt, for the processes that waited for it
-
-The name of a cached folder is a fingerprint of everything that determines its content, so no folder is ever stale.
-"""
+"""Files and output folders, written whole or not at all, and checksums."""
 
 import contextlib
 import errno
@@ -13,13 +6,11 @@ import functools
 import hashlib
 import io
 import json
-import logging
 import os
 import re
 import shutil
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +19,6 @@ import xxhash
 from verl_ext.launch.torchrun import is_running
 from verl_ext.options import DataError, file_of, first_line, reason_of
 
-CONTENTS = "contents.json"
 # Files in the output folder of a command: the report on its records, and the categories as {number: name}.
 REPORT, CATEGORIES = "report.json", "categories.json"
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # EFBIG: the file system or a limit allows no larger file
@@ -36,20 +26,6 @@ BLOCK = 1 << 30  # bytes of a file that a rank reads when ranks compute its chec
 _CHUNK = 1 << 23
 _WRITERS = ("PytorchStreamWriter", "inline_container", "os error")  # words in the write errors of torch and safetensors
 _LEAST_FREE = 1 << 20  # bytes; a disk with less free space counts as full
-
-_logger = logging.getLogger(__name__)
-
-
-def fingerprint(*facts: Any, digits: int = 32) -> str:
-    """Return the first hex `digits` of the SHA-256 of facts.
-
-    facts: texts, buffers, JSON values, and iterators of these.
-    """
-    digest = hashlib.sha256()
-    for fact in chain.from_iterable(fact if isinstance(fact, Iterator) else (fact,) for fact in facts):
-        text = json.dumps(fact) if isinstance(fact, (list, tuple, dict)) else fact
-        digest.update(text.encode() if isinstance(text, str) else text)
-    return digest.hexdigest()[:digits]
 
 
 def file_state(path: str | os.PathLike[str]) -> tuple[str, int, int]:
@@ -69,44 +45,25 @@ def checksum(path: str | os.PathLike[str], begin: int = 0, most: int | None = No
     return found.hexdigest()
 
 
-def checksum_by_blocks(path: str | os.PathLike[str]) -> str:
-    """Return the joined checksums of a file's blocks of 1 GiB."""
-    return combine_checksums([checksum(path, begin, BLOCK) for begin in range(0, max(os.path.getsize(path), 1), BLOCK)])
-
-
-class ChecksumFile(io.RawIOBase):
-    """A new file that computes its :func:`checksum_by_blocks` while it is written."""
+class ChecksumFile(io.FileIO):
+    """A new file with the checksum of its blocks of 1 GiB."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__()
-        self._file = open(path, "wb", buffering=0)  # noqa: SIM115 (`close` closes it)
-        self._size = 0
+        super().__init__(os.fspath(path), "wb")
+        self.size = 0
         self._blocks = [xxhash.xxh3_128()]
-
-    def writable(self) -> bool:
-        """Return True."""
-        return True
 
     def write(self, data: Any) -> int:
         """Write all bytes of `data`."""
         view = memoryview(data).cast("B")
         done = 0
         while done < len(view):
-            if self._size and self._size % BLOCK == 0:
+            if self.size and self.size % BLOCK == 0:
                 self._blocks.append(xxhash.xxh3_128())
-            written = self._file.write(view[done : done + BLOCK - self._size % BLOCK])
+            written = super().write(view[done : done + BLOCK - self.size % BLOCK])
             self._blocks[-1].update(view[done : done + written])
-            self._size, done = self._size + written, done + written
+            self.size, done = self.size + written, done + written
         return done
-
-    def tell(self) -> int:
-        """Return the number of bytes written."""
-        return self._size
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-        super().close()
 
     @property
     def checksum(self) -> str:
@@ -274,7 +231,7 @@ def _process_space() -> str:
     """Return a word for the boot and container of a process number."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
-        return fingerprint(boot, os.readlink("/proc/self/ns/pid"), digits=8)
+        return hashlib.sha256((boot + os.readlink("/proc/self/ns/pid")).encode()).hexdigest()[:8]
     except OSError:  # no /proc, as on macOS
         return ""
 
@@ -314,82 +271,3 @@ def writable_problem(key: str, folder: str) -> str | None:
     elif not os.access(existing, os.W_OK | os.X_OK) or str(existing).startswith("/proc"):
         problem = "cannot be written to"
     return problem and f"{key} must be a folder that can be made; got {folder}, but {existing} {problem}"
-
-
-def default_root(name: str, cache_dir: str | os.PathLike[str] | None) -> Path:
-    """Return `cache_dir`, absolute, or folder `name` in the cache of `datasets`."""
-    if cache_dir is not None:
-        return Path(os.path.abspath(os.path.expanduser(cache_dir)))
-    from datasets.config import HF_DATASETS_CACHE  # here, because importing it takes a second
-
-    return Path(HF_DATASETS_CACHE) / name
-
-
-def is_complete(folder: Path) -> bool:
-    """Tell whether a cached folder holds every file with its size."""
-    try:
-        sizes = json.loads((folder / CONTENTS).read_text(encoding="utf-8"))["sizes"]
-        return all((folder / file).stat().st_size == size for file, size in sizes.items())
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return False
-
-
-def cached_folder(root: Path, name: str, make: Callable[[Path], None], *, key: str = "data.cache_dir") -> Path:
-    """Return the folder `root`/`name`, filled by `make` unless it is complete.
-
-    If several processes call this at the same time, one makes the folder, by `make(empty_folder)`; the others wait, and
-    raise its error if it fails. If it is killed, the next waiting process takes over. Nothing is written if the folder
-    is complete.
-
-    Raises:
-        ValueError: If `make` raises it or an OSError (one line then gives the file and the reason), or if `root` cannot
-            be written, even if only `make` finds this out or fills the disk (one line then names `key`).
-    """
-    folder = root / name
-    if is_complete(folder):
-        return folder
-    from filelock import FileLock
-
-    # The same input fails in the same way, so the processes that waited for an attempt raise its error; otherwise the
-    # ranks would fail one after another. The modification time identifies an older note, because clocks may disagree.
-    note = root / f"{name}.failed"
-    before = _changed(note)
-    try:
-        if folder.exists():  # every process logs this, but only rank 0 of a run prints it
-            _logger.warning("%s is made anew: files of it are missing or have another size", folder)
-        root.mkdir(parents=True, exist_ok=True)
-        # Whoever waited for the lock finds the folder complete or a new note, unless the maker was killed.
-        with FileLock(root / f"{name}.lock"):
-            if is_complete(folder):
-                return folder
-            if _changed(note) not in (None, before):
-                raise ValueError(note.read_text(encoding="utf-8"))
-            try:
-                _make(folder, make, key)
-            except ValueError as error:
-                # If the disk has no room for the note, the waiting processes try again.
-                with contextlib.suppress(OSError), atomic_write(note) as partial:
-                    partial.write_text(str(error), encoding="utf-8")
-                raise
-            note.unlink(missing_ok=True)
-    except OSError as error:
-        raise ValueError(f"{key} must be a folder that can be written; got {root}: {reason_of(error)}") from error
-    return folder
-
-
-def _changed(file: Path) -> int | None:
-    return file.stat().st_mtime_ns if file.exists() else None
-
-
-def _make(folder: Path, make: Callable[[Path], None], key: str) -> None:
-    with OutputFolder(str(folder), overwrite=True, key=key, named=str(folder.parent)) as output:
-        try:
-            make(output.path)
-        except OSError as error:
-            if output.is_cause_of(error):
-                raise
-            raise ValueError(f"{file_of(error) or f'{folder} cannot be made'}: {reason_of(error)}") from error
-        files = sorted(entry for entry in output.path.rglob("*") if entry.is_file())
-        sizes = {entry.relative_to(output.path).as_posix(): entry.stat().st_size for entry in files}
-        write_json(output.path / CONTENTS, {"sizes": sizes})
-        output.publish()

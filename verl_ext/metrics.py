@@ -29,12 +29,12 @@ class StepSums:
             target_tokens, packs, then for each category slot the sums of losses, target tokens, correct predictions and
             entropies.
         slots: C + 1.
-        measured: whether the last two were added.
+        has_stats: whether the last two were added.
     """
 
     values: torch.Tensor
     slots: int
-    measured: bool = False
+    has_stats: bool = False
 
     @classmethod
     def zeros(cls, categories: int, device: torch.device | str) -> "StepSums":
@@ -57,12 +57,15 @@ class StepSums:
         """The sums by category slot: float64[4, C + 1], a view."""
         return self.values[len(_SCALARS) :].view(4, self.slots)
 
-    def add_targets(self, category: torch.Tensor, nll: torch.Tensor, *measures: torch.Tensor) -> None:
-        """Add losses and, if measured, correct predictions and entropies; category int64[T] is -1 for no target."""
-        is_target, slots = category >= 0, category.clamp(min=0)
-        for row, values in ((0, nll), *enumerate(measures, start=2)):
+    def add_targets(self, slots: torch.Tensor, nll: torch.Tensor, *stats: torch.Tensor) -> None:
+        """Add losses, and correct predictions and entropies if given.
+
+        slots: int64[T], each target's category slot; -1 for no target, whose values may be infinite.
+        """
+        is_target, slots = slots >= 0, slots.clamp(min=0)
+        for row, values in ((0, nll), *enumerate(stats, start=2)):
             self._by_category[row].index_add_(0, slots, torch.where(is_target, values.detach().double(), 0.0))
-        self.measured |= bool(measures)
+        self.has_stats |= bool(stats)
 
     @property
     def loss(self) -> float:
@@ -80,10 +83,10 @@ class StepSums:
         """Return the sums over all data-parallel ranks, in one reduction."""
         values = self.values.clone()
         all_reduce(values)
-        return StepSums(values, self.slots, self.measured)
+        return StepSums(values, self.slots, self.has_stats)
 
     def __add__(self, other: "StepSums") -> "StepSums":
-        return StepSums(self.values + other.values, self.slots, self.measured and other.measured)
+        return StepSums(self.values + other.values, self.slots, self.has_stats and other.has_stats)
 
     def report(self, prefix: str, names: tuple[str, ...]) -> dict[str, float]:
         """Return the metrics by name; read the device once.
@@ -96,7 +99,7 @@ class StepSums:
         values = self.values.tolist()
         weighted_loss, normaliser, tokens, computed_tokens, target_tokens, packs = values[: len(_SCALARS)]
         starts = range(len(_SCALARS), len(values), self.slots)
-        sums, counts, right, entropies = (values[start : start + self.slots] for start in starts)
+        sums, counts, correct, entropies = (values[start : start + self.slots] for start in starts)
         metrics = {
             f"{prefix}/loss": weighted_loss / normaliser if normaliser else float("nan"),
             f"{prefix}/tokens": int(tokens),
@@ -112,12 +115,12 @@ class StepSums:
             if count and prefix == VALIDATION:
                 metrics[f"{prefix}/{name}_perplexity"] = perplexity(loss, count)
             metrics[f"{prefix}/{name}_tokens"] = int(count)
-        # Sums that no head added to are zeros, which would pass for measured values.
-        if self.measured:
-            for kind, measured in (("token_accuracy", right), ("entropy", entropies)):
+        # Sums that no head added to are zeros, which would pass for values.
+        if self.has_stats:
+            for kind, totals in (("token_accuracy", correct), ("entropy", entropies)):
                 if sum(counts):
-                    metrics[f"{prefix}/{kind}"] = sum(measured) / sum(counts)
-                for name, total, count in zip(names, measured[1:], counts[1:], strict=True):
+                    metrics[f"{prefix}/{kind}"] = sum(totals) / sum(counts)
+                for name, total, count in zip(names, totals[1:], counts[1:], strict=True):
                     if count:
                         metrics[f"{prefix}/{name}_{kind}"] = total / count
         # Divide the sums over all targets: a mean of categories would favour small ones.

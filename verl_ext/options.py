@@ -82,10 +82,12 @@ def option(
 class Options:
     """The base class of options dataclasses, which check their values at construction.
 
-    prefix: the dotted key of the config node that holds the fields, "" for the top level.
+    prefix: the dotted key of the config node that holds the fields, "" for the top level. gone: {a key of an earlier
+    version: what does its work}.
     """
 
     prefix: ClassVar[str] = ""
+    gone: ClassVar[Mapping[str, str]] = {}
 
     def __post_init__(self) -> None:
         """Raise ValueError with a line for each value that is not allowed."""
@@ -107,14 +109,14 @@ class Options:
         return {name: getattr(self, name) for name, field in fields if getattr(self, name) != field.default}
 
     @classmethod
-    def read(cls: type[OptionsT], values: Mapping[str, Any], **given: Any) -> OptionsT:
+    def read(cls: type[OptionsT], values: Mapping[str, Any], **overrides: Any) -> OptionsT:
         """Read the options from a mapping and ignore its other keys.
 
-        given: options by name that override the mapping's unless they are None. "???" and DictConfig are accepted.
+        overrides: options by name that override the mapping's unless they are None. "???" and DictConfig are accepted.
         Raises ValueError as the constructor does.
         """
-        values = {**plain(values), **{name: value for name, value in given.items() if value is not None}}
-        named: dict[str, Any] = {}
+        values = {**plain(values), **{name: value for name, value in overrides.items() if value is not None}}
+        options: dict[str, Any] = {}
         below: list[str] = []  # mistakes in the nodes below
         for name, field in options_of(cls).items():
             if name not in values:
@@ -126,10 +128,10 @@ class Options:
                 except ValueError as error:
                     below += str(error).splitlines()
                     continue
-            named[name] = field.converted(value)
+            options[name] = field.converted(value)
         if below:  # combinations of options can only be checked if each option is valid
-            refuse([*cls._field_problems(named), *below])
-        return cls(**named)
+            refuse([*cls._field_problems(options), *below])
+        return cls(**options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,12 +154,12 @@ class Option:
         """Convert ints to floats and numbers to texts, as annotated."""
         if self.type is float and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
-        return show(value) if self.type is str and isinstance(value, (int, float)) else value
+        return spell(value) if self.type is str and isinstance(value, (int, float)) else value
 
     def problem(self, key: str, value: Any) -> str | None:
         """Return one line if the value is not allowed."""
         if self.required and value in (None, "", [], {}):
-            return f"{key} is required: {self.meaning}; got {show(value)}"
+            return f"{key} is required: {self.meaning}; got {spell(value)}"
         kind = typing.get_origin(self.type) or self.type
         words, classes = _KINDS.get(kind, ("a value", object))
         if value is None:
@@ -166,10 +168,10 @@ class Option:
         if self.choices:
             return choice_problem(key, value, self.choices)
         if not isinstance(value, classes) or (kind in (int, float) and isinstance(value, bool)):
-            return f"{key} must be {words}; got {show(value)}"
+            return f"{key} must be {words}; got {spell(value)}"
         of = (*typing.get_args(self.type), Any)[0] if kind is list else Any
         if of in _KINDS and any(Option(key, of, False, ()).problem(key, each) for each in value):
-            return f"{key} must be a list of {_KINDS[of][0].removeprefix('a ')}s; got {show(value)}"
+            return f"{key} must be a list of {_KINDS[of][0].removeprefix('a ')}s; got {spell(value)}"
         if kind not in (int, float):
             return None
         bounds = (
@@ -179,8 +181,8 @@ class Option:
         )
         for words, holds, bound in bounds:
             if bound is not None and not holds(value, bound):
-                return f"{key} must be {words} {show(bound)}; got {show(value)}"
-        return None if math.isfinite(value) else f"{key} must be finite; got {show(value)}"
+                return f"{key} must be {words} {spell(bound)}; got {spell(value)}"
+        return None if math.isfinite(value) else f"{key} must be finite; got {spell(value)}"
 
 
 def options_of(cls: Any) -> dict[str, Option]:
@@ -191,7 +193,7 @@ def options_of(cls: Any) -> dict[str, Option]:
 @functools.cache  # separate from options_of, because mypy takes the type of a dataclass to be unhashable
 def _options_of(cls: Any) -> dict[str, Option]:
     hints = typing.get_type_hints(cls)
-    found = {}
+    options = {}
     for field in (field for field in dataclasses.fields(cls) if field.init):
         hint = hints[field.name]
         is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
@@ -201,8 +203,8 @@ def _options_of(cls: Any) -> dict[str, Option]:
         default = field.default_factory() if has_factory else field.default  # type: ignore[misc]
         nullable = type(None) in members or default is None  # verl writes `micro_batch_size_per_gpu: int = None`
         kind = kinds[0] if len(kinds) == 1 else Any
-        found[field.name] = Option(field.name, kind, nullable, default, **field.metadata)
-    return found
+        options[field.name] = Option(field.name, kind, nullable, default, **field.metadata)
+    return options
 
 
 def default_values(cls: type[Options]) -> dict[str, Any]:
@@ -224,7 +226,7 @@ def type_problems(cls: type, values: Mapping[str, Any], prefix: str, skipped: It
         if dataclasses.is_dataclass(field.type) and isinstance(value, Mapping):
             lines += type_problems(typing.cast(type, field.type), value, key)
         elif dataclasses.is_dataclass(field.type):
-            lines.append(f"{key} must be given by its keys; got {show(value)}")
+            lines.append(f"{key} must be given by its keys; got {spell(value)}")
         elif (typing.get_origin(field.type) or field.type) in _KINDS:
             lines.append(field.problem(key, field.converted(value)))
     return [line for line in lines if line]
@@ -253,7 +255,7 @@ def choice_problem(key: str, value: object, options: Iterable[str]) -> str | Non
     if value in options:
         return None
     hint = nearest_hint(str(value), options) if len(options) > 1 else ""
-    return f"{key} must be {'one of ' * (len(options) > 1)}{', '.join(options)}; got {show(value)}{hint}"
+    return f"{key} must be {'one of ' * (len(options) > 1)}{', '.join(options)}; got {spell(value)}{hint}"
 
 
 def check_choice(key: str, value: object, choices: Iterable[str]) -> None:
@@ -269,8 +271,8 @@ def whole_number(key: str, value: Any, least: int, most: int | None = None) -> i
 
 def nearest_name(name: str, options: Iterable[str]) -> str | None:
     """Return the option closest to `name`, or None if none is close."""
-    found = difflib.get_close_matches(name, list(options), n=1, cutoff=0.6)
-    return found[0] if found else None
+    names = difflib.get_close_matches(name, list(options), n=1, cutoff=0.6)
+    return names[0] if names else None
 
 
 def nearest_hint(name: str, options: Iterable[str]) -> str:
@@ -292,8 +294,8 @@ def nearest_key(key: str, keys: Iterable[str]) -> str | None:
         return by_name[name]
     if close := nearest_name(name, siblings):
         return siblings[close]
-    if found := difflib.get_close_matches(key, keys, n=1, cutoff=0.75):
-        return found[0]
+    if names := difflib.get_close_matches(key, keys, n=1, cutoff=0.75):
+        return names[0]
     close = nearest_name(name, by_name)
     return by_name[close] if close else None
 
@@ -322,8 +324,8 @@ def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield f"{prefix}{name}", value
 
 
-def show(value: object) -> str:
-    """Return a value as the user would write it."""
+def spell(value: object) -> str:
+    """Return a value as a user writes it: null, true, an empty text."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -109,7 +109,7 @@ def _parsed(text: str) -> Override | None:
 def restored(value: Any) -> Any:
     """Return a string, dict or list with the original characters."""
     if isinstance(value, str):
-        return _SPELLED.sub(lambda found: chr(int(found[1], 16)), value)
+        return _SPELLED.sub(lambda match: chr(int(match[1], 16)), value)
     if isinstance(value, dict):
         return {restored(key): restored(below) for key, below in value.items()}
     return [restored(below) for below in value] if isinstance(value, list) else value

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from tqdm import tqdm
 
@@ -67,52 +67,42 @@ def four_digits(value: float) -> str:
     return f"{value:#.4g}".rstrip(".") + unit
 
 
-class Done(Protocol):
-    """The counts of finished records."""
-
-    @property
-    def num_bytes(self) -> int:
-        """The number of input bytes."""
-
-    @property
-    def records(self) -> int:
-        """The number of records."""
-
-    @property
-    def tokens(self) -> int:
-        """The number of their tokens."""
-
-
 class Progress:
-    """A bar over input bytes, with records, tokens/s and time left.
+    """A bar over input bytes, with records, tokens/s and time left; it appears with the first tokens.
 
     total_bytes: None if it is unknown; the bar then has no end.
     """
 
     def __init__(self, total_bytes: int | None, description: str = "tokenize") -> None:
-        self.records = self.tokens = 0
+        self.num_bytes = self.records = self.tokens = 0
         self.started = time.monotonic()
-        self._start = "{desc}: " if total_bytes is None else "{desc}: {percentage:3.0f}%|{bar}| "
-        self.bar = progress_bar(description, total_bytes, bar_format=f"{self._start}starting")
+        self.bar: tqdm | None = None
+        self._total, self._description = total_bytes, description
 
     def __enter__(self) -> "Progress":
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
-        if error_type is None and self.bar.total is not None:
-            self.bar.n = self.bar.total
-        self.bar.close()
+        if self.bar is not None:
+            if error_type is None and self._total is not None:
+                self.bar.n = self._total
+            self.bar.close()
 
-    def add(self, done: Done) -> None:
-        """Count records that have been written."""
-        self.records += done.records
-        self.tokens += done.tokens
-        seconds = max(time.monotonic() - self.started, 1e-9)
-        total = self.bar.total
-        left = ", {remaining} left" if total and done.num_bytes else ""
-        rate = four_digits(self.tokens / seconds)
-        self.bar.bar_format = f"{self._start}{self.records:,} records, {rate} tokens/s [{{elapsed}}{left}]"
-        self.bar.update(done.num_bytes if total is None else min(done.num_bytes, total - self.bar.n))
+    def add(self, num_bytes: int, records: int, tokens: int) -> None:
+        """Count records that have been written, and the bytes that they take in the input."""
+        self.num_bytes += num_bytes
+        self.records += records
+        self.tokens += tokens
+        if not self.tokens:  # an early mistake is told without a bar
+            return
+        start = "{desc}: " if self._total is None else "{desc}: {percentage:3.0f}%|{bar}| "
+        if self.bar is None:
+            self.bar = progress_bar(self._description, self._total, bar_format=f"{start}starting")
+        left = ", {remaining} left" if self._total and num_bytes else ""
+        rate = four_digits(self.tokens / max(time.monotonic() - self.started, 1e-9))
+        self.bar.bar_format = f"{start}{self.records:,} records, {rate} tokens/s [{{elapsed}}{left}]"
+        reached = self.num_bytes if self._total is None else min(self.num_bytes, self._total)
+        self.bar.update(reached - self.bar.n)
 
 
 class StepProgress:

@@ -41,15 +41,15 @@ def ray_cluster(num_cpus: int) -> Iterator[bool]:
     if ray.is_initialized():
         yield False
         return
-    address = _checked(os.environ.get("RAY_ADDRESS", ""))
+    address = _reachable(os.environ.get("RAY_ADDRESS", ""))
     on_signal = signal.getsignal(signal.SIGTERM)
     # The output of workers stays in Ray's log files; the work itself returns the errors that matter.
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "include_dashboard": False}
     is_own = address in ("", "local")
-    own: dict[str, Any] = {"num_cpus": num_cpus, "object_store_memory": OBJECT_STORE} if is_own else {}
+    options: dict[str, Any] = {"num_cpus": num_cpus, "object_store_memory": OBJECT_STORE} if is_own else {}
     try:
         try:
-            ray.init(address or None, **quiet, **own)
+            ray.init(address or None, **quiet, **options)
         except ValueError:
             if address:
                 raise
@@ -66,7 +66,7 @@ def ray_cluster(num_cpus: int) -> Iterator[bool]:
         ray.shutdown()
 
 
-def _checked(address: str) -> str:
+def _reachable(address: str) -> str:
     """Return the address; `local` if none is given and none answers.
 
     Raises `UsageError` if no Ray cluster answers, another service answers, or the cluster has another token. `ray.init`
@@ -76,19 +76,19 @@ def _checked(address: str) -> str:
     from ray._private.grpc_utils import init_grpc_channel
     from ray._private.services import find_bootstrap_address
 
-    at = address
+    target = address
     if address in ("", "auto"):  # the address file of `ray start` stays when its cluster is killed
-        at = find_bootstrap_address(None) or "local"
-    if at == "local":
+        target = find_bootstrap_address(None) or "local"
+    if target == "local":
         return address
     # Refuse a malformed address in the name of its variable, which Ray would not mention.
-    host, _, port = at.rpartition(":")
+    host, _, port = target.rpartition(":")
     if not host or not port.isdigit() or "://" in host:
         raise UsageError(f"{_NEEDED}; got {address}")
     # Ask twice, with a time limit: whether anything listens, and whether it is Ray with this token.
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWERS_WITHIN).close()
-        with init_grpc_channel(at) as channel:  # with TLS and token according to RAY_USE_TLS and RAY_AUTH_MODE
+        with init_grpc_channel(target) as channel:  # with TLS and token according to RAY_USE_TLS and RAY_AUTH_MODE
             grpc.channel_ready_future(channel).result(ANSWERS_WITHIN)
             channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")(b"", timeout=ANSWERS_WITHIN)
     except (OSError, OverflowError) as error:
@@ -99,11 +99,11 @@ def _checked(address: str) -> str:
     except (grpc.FutureTimeoutError, grpc.RpcError) as error:
         code = error.code() if isinstance(error, grpc.RpcError) else grpc.StatusCode.UNIMPLEMENTED
         if code is grpc.StatusCode.UNIMPLEMENTED:  # another kind of service answered
-            raise UsageError(f"{_NEEDED}; got {address or at}, where something else listens") from None
+            raise UsageError(f"{_NEEDED}; got {address or target}, where something else listens") from None
         if code is grpc.StatusCode.UNAUTHENTICATED:
             mode = os.environ.get("RAY_AUTH_MODE", "nothing")
             raise UsageError(
                 "RAY_AUTH_MODE must be token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH give the token of the "
-                f"cluster at {address or at}; got RAY_AUTH_MODE={mode} and another token or none"
+                f"cluster at {address or target}; got RAY_AUTH_MODE={mode} and another token or none"
             ) from None
     return address

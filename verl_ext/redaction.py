@@ -37,11 +37,11 @@ def redacted(value: Any) -> Any:
 
 def redacted_text(text: str) -> str:
     """Return a text with the secrets in it masked."""
-    named = {value for name, value in os.environ.items() if _says_so(name) and len(value) >= 8}
-    for secret in sorted(named, key=len, reverse=True):
+    secrets = {value for name, value in os.environ.items() if _says_so(name) and len(value) >= 8}
+    for secret in sorted(secrets, key=len, reverse=True):
         text = text if os.path.exists(secret) else text.replace(secret, MASK)  # the path of a secret is not secret
     text = _FORM.sub(MASK, text)
-    return _ASSIGNED.sub(lambda found: f"{found[1]}{found[2]}{MASK}" if _says_so(found[1]) else found[0], text)
+    return _ASSIGNED.sub(lambda match: f"{match[1]}{match[2]}{MASK}" if _says_so(match[1]) else match[0], text)
 
 
 def _says_so(name: Any) -> bool:

@@ -63,18 +63,18 @@ def translate(
     own_class: whether data.custom_cls names a user's class, which may read any key. packed: whether the data group
     makes packs, for which even data.max_length has no meaning. is_known: whether today's configuration has a key.
     """
-    command, found = _Command(items, own_class, packed), Translation()
-    for item in _without_foreign_engine(command, found, is_known):
-        _translate(item, command, found)
+    command, result = _Command(items, own_class, packed), Translation()
+    for item in _without_foreign_engine(command, result, is_known):
+        _translate(item, command, result)
     if command.batches_rows:
-        _read_rows(command, found)
+        _read_rows(command, result)
     elif command.is_verls and "recipe" not in command.values:
         forward = Item("", _ROWS_OF_FORWARD, FORWARDS[_ROWS_OF_FORWARD])
         if defaults := [*command.defaults, *([] if command.keys & {*FORWARDS} else [forward])]:
-            found.notices.append(f"not given, and another default in verl: {' '.join(map(str, defaults))}")
+            result.notices.append(f"not given, and another default in verl: {' '.join(map(str, defaults))}")
     if command.raw:
-        _read_raw(command, found)
-    return replace(found, notices=list(dict.fromkeys(found.notices)))
+        _read_raw(command, result)
+    return replace(result, notices=list(dict.fromkeys(result.notices)))
 
 
 class _Command:
@@ -85,19 +85,19 @@ class _Command:
 
     def __init__(self, items: Sequence[Item], own_class: bool, packed: bool) -> None:
         self.items, self.own_class, self.packed = items, own_class, packed
-        self.given = {item.key: item for item in items}
+        self.by_key = {item.key: item for item in items}
         self.values = {item.key: (item.value or "").strip("'\"") for item in items}
-        self.keys = {*self.given, *filter(None, map(renamed, self.given))}
+        self.keys = {*self.by_key, *filter(None, map(renamed, self.by_key))}
 
     @cached_property
     def is_old(self) -> bool:
         """Whether it was written for verl ≤ 0.6."""
-        return any(is_of_old(key) and not (self.own_class and key.startswith("data.")) for key in self.given)
+        return any(is_of_old(key) and not (self.own_class and key.startswith("data.")) for key in self.by_key)
 
     @cached_property
     def is_verls(self) -> bool:
         """Whether it has a key that only verl's trainers read."""
-        return self.is_old or (self.packed and not self.own_class and any(map(self._is_of_verls_data, self.given)))
+        return self.is_old or (self.packed and not self.own_class and any(map(self._is_of_verls_data, self.by_key)))
 
     @cached_property
     def batches_rows(self) -> bool:
@@ -105,7 +105,7 @@ class _Command:
 
         Both count data.train_batch_size.
         """
-        reads = self.packed and not self.own_class and any(map(self._is_of_verls_data, self.given))
+        reads = self.packed and not self.own_class and any(map(self._is_of_verls_data, self.by_key))
         return reads and not any(map(self.has, _OF_PACKS))
 
     @staticmethod
@@ -115,11 +115,11 @@ class _Command:
     @cached_property
     def raw(self) -> list[str]:
         """The keys of raw files that no folder of tokenized data replaces."""
-        if self.own_class or "data.train_dir" in self.given:
+        if self.own_class or "data.train_dir" in self.by_key:
             files = "data.val_files"
-            needs = not self.own_class and files in self.given and "data.val_dir" not in self.given
+            needs = not self.own_class and files in self.by_key and "data.val_dir" not in self.by_key
             return [files] if needs and not self.is_nothing(files) else []
-        return [key for key in self.given if is_raw(key) and not self.is_nothing(key)]
+        return [key for key in self.by_key if is_raw(key) and not self.is_nothing(key)]
 
     @cached_property
     def defaults(self) -> list[Item]:
@@ -129,7 +129,7 @@ class _Command:
 
     def has(self, key: str) -> bool:
         """Tell whether a key or one below it is given."""
-        return any(f"{given}.".startswith(f"{key}.") for given in self.given)
+        return any(f"{other}.".startswith(f"{key}.") for other in self.by_key)
 
     def is_nothing(self, key: str) -> bool:
         """Tell whether a key is absent or asks for nothing."""
@@ -143,144 +143,144 @@ class _Command:
 
         The default stands for null too.
         """
-        is_given = self.values.get(key, "null") not in ("null", "")
-        given = self.given[key] if is_given else Item("", key, default)
-        return replace(given, prefix="", key=today or key)
+        is_default = self.values.get(key, "null") in ("null", "")
+        item = Item("", key, default) if is_default else self.by_key[key]
+        return replace(item, prefix="", key=today or key)
 
     def value(self, key: str, default: str) -> str:
         """Return a key's unquoted value; the default if absent or null."""
-        return given if (given := self.values.get(key, "null")) not in ("null", "") else default
+        return value if (value := self.values.get(key, "null")) not in ("null", "") else default
 
 
-def _without_foreign_engine(command: _Command, found: Translation, is_known: Callable[[str], bool]) -> Iterator[Item]:
+def _without_foreign_engine(command: _Command, result: Translation, is_known: Callable[[str], bool]) -> Iterator[Item]:
     """Yield the overrides but a foreign engine's, which become one problem."""
     foreign = [item for item in command.items if item.key in ("engine", "optim") and item.value in FOREIGN_ENGINES]
     gone = [item for item in command.items if item.key.startswith(("engine.", "optim.")) and not is_known(item.key)]
     if foreign:
         also = f", and with it {', '.join(item.key for item in gone)}" if gone else ""
-        found.problems.append(
+        result.problems.append(
             f"{foreign[0].key} must be fsdp: packs train on verl's FSDP engine; got {foreign[0].value}: leave it out"
             f"{also}"
         )
     yield from (item for item in command.items if not (foreign and item in [*foreign, *gone]))
 
 
-def _translate(item: Item, command: _Command, found: Translation) -> None:
-    """Add an override's translation, notice or problem to `found`."""
+def _translate(item: Item, command: _Command, result: Translation) -> None:
+    """Add an override's translation, notice or problem to `result`."""
     key, value = item.key, command.values[item.key]
     entry, new = superseded(key), renamed(key)
     # A user's class may read any key of data, so those of verl's own datasets go on to it.
     if command.own_class and key.startswith("data.") and (entry or is_raw(key)):
-        found.items.append(replace(item, prefix=item.prefix or "++"))  # it may not be a key of today
+        result.items.append(replace(item, prefix=item.prefix or "++"))  # it may not be a key of today
     # Rows and raw files follow from several keys together, so they are read as a whole later.
     elif key in command.raw or (command.batches_rows and key in _ROW_KEYS):
         pass
     elif is_raw(key):
         why = "it asks for nothing" if command.is_nothing(key) else "tokenized data is given"
-        found.notices.append(f"{key}={value} is left out: {why}")
+        result.notices.append(f"{key}={value} is left out: {why}")
     elif entry and key.startswith("model.fsdp_config."):
-        _read_offload(command, found)
+        _read_offload(command, result)
     elif entry and (command.packed or key != "data.max_length"):
-        _supersede(item, entry, command.keys, found)
+        _supersede(item, entry, command.keys, result)
     elif key == "model" and value == "hf_model":
-        found.notices.append("model=hf_model is left out: the default, model=packed, is that model for packs")
+        result.notices.append("model=hf_model is left out: the default, model=packed, is that model for packs")
     elif key == "trainer.logger" and "tracking" in re.findall(r"\w+", value):
-        found.notices.append("trainer.logger: tracking, a name of verl 0.1, is read as wandb")
-        found.items.append(replace(item, value=value.replace("tracking", "wandb"), written=None))
+        result.notices.append("trainer.logger: tracking, a name of verl 0.1, is read as wandb")
+        result.items.append(replace(item, value=value.replace("tracking", "wandb"), written=None))
     # FSDP1 cannot run packs, and FSDP2 does its work.
     elif (new or key) == "engine.strategy" and value == "fsdp":
-        found.notices.append(f"{key}=fsdp is read as engine.strategy=fsdp2: FSDP1 has no packs")
-        found.items.append(Item("", "engine.strategy", "fsdp2"))
+        result.notices.append(f"{key}=fsdp is read as engine.strategy=fsdp2: FSDP1 has no packs")
+        result.items.append(Item("", "engine.strategy", "fsdp2"))
     elif new is None:
-        found.items.append(item)
+        result.items.append(item)
     # Today's name wins, so a command can be moved over key by key.
-    elif new in command.given or (value == "null" and key in NULLABLE):
-        why = f"{new} is given" if new in command.given else "it is null"
-        found.notices.append(f"{key} ({_age(key)}) is left out: {why}")
+    elif new in command.by_key or (value == "null" and key in NULLABLE):
+        why = f"{new} is given" if new in command.by_key else "it is null"
+        result.notices.append(f"{key} ({_age(key)}) is left out: {why}")
     else:
-        found.notices.append(f"{key} ({_age(key)}) is read as {new}")
-        found.items.append(replace(item, key=new))
+        result.notices.append(f"{key} ({_age(key)}) is read as {new}")
+        result.items.append(replace(item, key=new))
 
 
 def _age(key: str) -> str:
     return "deprecated in verl" if key in DEPRECATED else "verl ≤ 0.6"
 
 
-def _read_offload(command: _Command, found: Translation) -> None:
+def _read_offload(command: _Command, result: Translation) -> None:
     """Add engine.offload_policy if both of the old keys ask for it."""
     both = [f"model.fsdp_config.{name}" for name in ("cpu_offload", "offload_params")]
-    said = " ".join(f"{key}={command.values[key]}" for key in both if key in command.given)
+    old = " ".join(f"{key}={command.values[key]}" for key in both if key in command.by_key)
     item = Item("", "engine.offload_policy", "true")
-    if item.key in command.given:
-        found.notices.append(f"{said} is left out: {item.key} is given")
+    if item.key in command.by_key:
+        result.notices.append(f"{old} is left out: {item.key} is given")
     elif not all(command.value(key, "false").lower() == "true" for key in both):
-        found.notices.append(f"{said} is left out: {OFFLOAD}")
-    elif item not in found.items:
-        found.notices.append(f"{said} is read as {item}")
-        found.items.append(item)
+        result.notices.append(f"{old} is left out: {OFFLOAD}")
+    elif item not in result.items:
+        result.notices.append(f"{old} is read as {item}")
+        result.items.append(item)
 
 
-def _supersede(item: Item, entry: Superseded, given: set[str], found: Translation) -> None:
-    """Add a superseded override's translation, notice or problem to `found`."""
-    said, value = str(replace(item, prefix="")), (item.value or "").strip("'\"")
-    if entry.by in given:
-        found.notices.append(f"{item.key} is left out: {entry.by} is given, and {entry.why}")
+def _supersede(item: Item, entry: Superseded, keys: set[str], result: Translation) -> None:
+    """Add a superseded override's translation, notice or problem to `result`."""
+    old, value = str(replace(item, prefix="")), (item.value or "").strip("'\"")
+    if entry.by in keys:
+        result.notices.append(f"{item.key} is left out: {entry.by} is given, and {entry.why}")
     elif today := entry.read_as.get(value.lower()):
         key, _, new_value = today.partition("=")
-        found.notices.append(f"{said} is read as {today}")
-        found.items.append(Item(item.prefix, key, new_value))
+        result.notices.append(f"{old} is read as {today}")
+        result.items.append(Item(item.prefix, key, new_value))
     elif value in ("null", "") or entry.neutral is None or value.lower() in entry.neutral or item.prefix == "~":
-        found.notices.append(f"{said} is left out: {entry.why}")
+        result.notices.append(f"{old} is left out: {entry.why}")
     else:
         instead = f"give {entry.by} instead" if entry.by else "leave it out"
-        found.problems.append(f"{item.key} has no equivalent: {entry.why}; got {item.value}: {instead}")
+        result.problems.append(f"{item.key} has no equivalent: {entry.why}; got {item.value}: {instead}")
 
 
-def _read_rows(command: _Command, found: Translation) -> None:
+def _read_rows(command: _Command, result: Translation) -> None:
     """Add verl's steps: rows, dropped rest, forwards, schedule, defaults."""
     length = command.item("data.max_length", MAX_LENGTH, "data.max_tokens")
     by_tokens = not command.is_old and command.value("data.use_dynamic_bsz", "true").lower() == "true"
     read, unread = FORWARDS if by_tokens else reversed(FORWARDS)
-    rows = [length, Item("", "data.strategy", "none"), *_over_length(command, found)]
-    rows += [] if "data.drop_last" in command.given else [Item("", "data.drop_last", "true")]
+    rows = [length, Item("", "data.strategy", "none"), *_over_length(command, result)]
+    rows += [] if "data.drop_last" in command.by_key else [Item("", "data.drop_last", "true")]
     rows.append(command.item(read, FORWARDS[read]))
-    found.notices.append(
+    result.notices.append(
         f"as in verl, a step is data.train_batch_size rows of at most {length.value} tokens, and an epoch drops the "
         f"rows that fill no step: {' '.join(map(str, rows))} (give data.max_tokens for packs of documents)"
     )
-    if unread in command.given:
-        found.notices.append(f"{unread}={command.values[unread]} is left out: verl reads {read} here")
+    if unread in command.by_key:
+        result.notices.append(f"{unread}={command.values[unread]} is left out: verl reads {read} here")
     if command.is_old:
-        found.notices.append(
+        result.notices.append(
             "the loss is the mean over a step's target tokens, as in verl since 0.7; in verl ≤ 0.6 it was the mean of "
             "the micro-batches' means"
         )
-        if _SPAN not in command.given and "trainer.total_training_steps" in command.given:
-            found.notices.append(f"{_SPAN}=epochs: as in verl ≤ 0.6, trainer.total_training_steps only ends the run")
+        if _SPAN not in command.by_key and "trainer.total_training_steps" in command.by_key:
+            result.notices.append(f"{_SPAN}=epochs: as in verl ≤ 0.6, trainer.total_training_steps only ends the run")
             rows.append(Item("", _SPAN, "epochs"))
     if command.defaults:
-        found.notices.append(f"not given, so verl's defaults: {' '.join(map(str, command.defaults))}")
-    found.items[:] = [*rows, *found.items, *command.defaults]
+        result.notices.append(f"not given, so verl's defaults: {' '.join(map(str, command.defaults))}")
+    result.items[:] = [*rows, *result.items, *command.defaults]
 
 
-def _over_length(command: _Command, found: Translation) -> list[Item]:
+def _over_length(command: _Command, result: Translation) -> list[Item]:
     """Return data.over_length; rows without padding are cut at their end."""
     cut, pads = command.value("data.truncation", "error"), command.value("data.pad_mode", "no_padding") == "right"
     if cut == "left" and not (command.is_old or pads):
-        found.notices.append("data.truncation=left is read as right: verl cuts rows without padding at their end")
+        result.notices.append("data.truncation=left is read as right: verl cuts rows without padding at their end")
         cut = "right"
     if cut not in ("error", "right"):
-        _supersede(Item("", "data.truncation", cut), SUPERSEDED["data.truncation"], command.keys, found)
-    is_given = "data.over_length" in command.given
-    return [Item("", "data.over_length", "truncate")] if cut == "right" and not is_given else []
+        _supersede(Item("", "data.truncation", cut), SUPERSEDED["data.truncation"], command.keys, result)
+    asks = "data.over_length" in command.by_key
+    return [Item("", "data.over_length", "truncate")] if cut == "right" and not asks else []
 
 
-def _read_raw(command: _Command, found: Translation) -> None:
+def _read_raw(command: _Command, result: Translation) -> None:
     """Add raw files, their fields and template for `verl-ext train`."""
-    words = found.sources
+    words = result.sources
     # No command of ours reads a tokenized training set beside raw validation files.
-    if command.raw == ["data.val_files"] and "data.train_dir" in command.given:
-        found.problems.append(
+    if command.raw == ["data.val_files"] and "data.train_dir" in command.by_key:
+        result.problems.append(
             "data.val_files has no equivalent: `verl-ext tokenize` reads raw files, and data.val_dir names its "
             f"folder; got {command.values['data.val_files']}: give data.val_dir instead"
         )
@@ -288,9 +288,9 @@ def _read_raw(command: _Command, found: Translation) -> None:
     # verl's own default files stand in for missing ones, so that the command reads what it read there.
     train = command.item("data.train_files", "~/data/gsm8k/train.parquet")
     files = {} if command.has("data.sources") else {"data.sources": train}
-    if not (command.has("data.val_sources") or "data.val_dir" in command.given):
+    if not (command.has("data.val_sources") or "data.val_dir" in command.by_key):
         default = "~/data/gsm8k/test.parquet" if command.is_old else "null"
-        files["data.val_sources"] = command.given.get("data.val_files", Item("", "data.val_files", default))
+        files["data.val_sources"] = command.by_key.get("data.val_files", Item("", "data.val_files", default))
     name = _category(train.value or "")
     words += [
         replace(item, prefix="", key=f"{key}.{name}")
@@ -312,7 +312,7 @@ def _read_raw(command: _Command, found: Translation) -> None:
             item = command.item(f"{node}.{field_name}_key", field_name, f"columns.{field_name}")
             words += [item] if item.value != field_name else []
     # Arguments of the template go along, because they change the tokens.
-    if not command.is_nothing(_THINKING) and f"data.{_KWARGS}.enable_thinking" not in command.given:
+    if not command.is_nothing(_THINKING) and f"data.{_KWARGS}.enable_thinking" not in command.by_key:
         words.append(command.item(_THINKING, "", f"{_KWARGS}.enable_thinking"))
     if not command.is_nothing(f"data.{_KWARGS}"):
         words.append(command.item(f"data.{_KWARGS}", "", _KWARGS))

@@ -19,7 +19,7 @@ def main() -> None:
     except ValueError as error:
         sys.exit(f"plan.py: {error}")
     print(mixture_table(map(vars, dataset.mixture_report)))
-    tokens, packs = int(dataset.pack_tokens().sum()), len(dataset)
+    tokens, packs = int(dataset.plan.pack_sums(dataset.spans.length).sum()), len(dataset)
     fill = tokens / (packs * data.max_tokens)
     print(f"\n{tokens:,} tokens in {packs:,} packs of {data.max_tokens:,}, {fill:.1%} full")
     for notice in mixture_notices(dataset.mixture_report):

@@ -23,9 +23,8 @@ from typing import Any
 import numpy as np
 
 from tests.ranks import run_ranks, started_ranks
-from tests.tiny_model import VOCABULARY, write_tiny_model
-from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import differences, tracked_step, train_alone
+from tests.tiny_model import write_tiny_model
+from tests.training import differences, into, small_run, tracked_step, train_alone
 from verl_ext.checkpoint.layout import changed_file, saved_folders, step_of, whole_checkpoints
 
 _PATIENCE = 120  # seconds that an attempt may take if nothing kills it
@@ -66,7 +65,7 @@ def survive(
     last = max(map(step_of, saved_folders(whole)))
     while True:
         more, killed = chaos.kills < kills and time.monotonic() < until, False
-        with started_ranks(train_alone, ranks, [*options, f"trainer.default_local_dir={run}"]) as (processes, _):
+        with started_ranks(train_alone, ranks, [*options, into(run)]) as (processes, _):
             if more:
                 killed = _kill(chance.choice(processes), run, chance, life)
             _end(processes, at_once=killed)
@@ -127,12 +126,9 @@ def _newest_whole(run: Path) -> int:
 
 def options_of(folder: Path, steps: int) -> list[str]:
     """Write data and a tiny model, and return the overrides of a run that saves at each of its steps."""
-    rng = np.random.default_rng(0)
-    documents = random_documents(rng, rng.integers(5, 60, 40), VOCABULARY, 2)
-    data = write_tokenized(folder / "data", documents, {1: "maths", 2: "code"})
-    model = write_tiny_model(folder / "model")
-    length = (f"trainer.total_training_steps={steps}", "trainer.save_freq=1", "trainer.max_ckpt_to_keep=3")
-    return [f"data.train_dir={data}", f"model.path={model}", *length]
+    lengths = np.random.default_rng(0).integers(5, 60, 40).tolist()
+    saves = (f"trainer.total_training_steps={steps}", "trainer.save_freq=1", "trainer.max_ckpt_to_keep=3")
+    return small_run(folder, write_tiny_model(folder / "model"), lengths, *saves, categories=2)
 
 
 def main() -> None:
@@ -150,7 +146,7 @@ def main() -> None:
         folder = Path(name)
         options, whole = options_of(folder, given.steps), folder / "whole"
         options.append(f"checkpoint.async_save={str(given.later).lower()}")
-        run_ranks(train_alone, given.ranks, [*options, f"trainer.default_local_dir={whole}"])
+        run_ranks(train_alone, given.ranks, [*options, into(whole)])
         life = time.monotonic() - began
         print(f"uninterrupted: {given.steps} steps, {given.ranks} ranks, {life:.0f} s", flush=True)
         chaos = survive(options, whole, folder, given.kills, given.ranks, given.seed, life, given.seconds)

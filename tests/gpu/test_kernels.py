@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.flash_stand_ins import register_flash_stand_ins
-from verl_ext.attention import has_flash_attn
+from verl_ext.attention import unusable
 from verl_ext.attention.kernels import KERNELS, KernelOptions
 from verl_ext.attention.sinks import LseAttention
 from verl_ext.parallel.key_exchange import ContextGroups, ContextLayout
 from verl_ext.parallel.shards import DocumentLayout, SequenceShards, document_layout
 
-FLASH = pytest.mark.skipif(not has_flash_attn(), reason="needs the flash-attn package")
+FLASH = pytest.mark.skipif(unusable("flash_attn") is not None, reason="needs the flash-attn package")
 BACKENDS = [pytest.param("flash_attn", marks=FLASH), "varlen", "sdpa"]
 
 

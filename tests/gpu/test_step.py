@@ -15,7 +15,7 @@ from tests.packed_engine import build_worker, train_step
 from tests.ranks import run_ranks
 from tests.reference import Document, Reference, load_eager, pack_row
 from tests.tiny_model import VOCABULARY, write_tiny_model
-from verl_ext.attention import has_flash_attn
+from verl_ext.attention import unusable
 from verl_ext.attention.packed import set_backend
 from verl_ext.data import CategoryTable
 from verl_ext.losses import LossSpec
@@ -115,7 +115,7 @@ def test_half_precision_stays_near_fp32(case, model, in_fp32, device):
 def test_every_kernel_and_head_stays_near_fp32(backend, head, model, in_fp32, device):
     if device.type == "cpu" and backend != "sdpa":
         pytest.skip("needs a CUDA GPU")
-    if backend == "flash_attn" and not has_flash_attn():
+    if backend == "flash_attn" and unusable("flash_attn"):
         pytest.skip("needs the flash-attn package")
     assert_close(step(model, BF16, head, backend), in_fp32, 5e-3, 5e-2)
 

@@ -1,4 +1,4 @@
-"""Evaluation by answers: prompts with an expected answer, answers of a model or a server, and their scores.
+"""Evaluation by answers: prompts, answers, and their scores.
 
     file or tokenized folder ──prompts──► Prompt ──generation or server──► text ──scores──► a number ≥ 0
 

@@ -1,11 +1,11 @@
-"""Generation with transformers' own `generate`, by a model that trains on packs and may be sharded by FSDP2.
+"""Generation with transformers' own `generate` by a model in training.
 
-During generation, the changes that training made are undone: attention is transformers' own, which keeps a cache, and
-the model's own generation config, with its penalties and temperatures, has no effect. Layers that carry a state over
-time take each row as one document, because no document layout is given (verl_ext.layers.pack).
+The changes that training made are undone meanwhile: attention is transformers' own, which keeps a cache, and the
+model's own generation config, with its penalties and temperatures, has no effect. Layers that carry a state over time
+take each row as one document, because no document layout is given (verl_ext.layers.pack).
 
-If weights are sharded, every forward gathers them layer by layer. So all ranks must run equally many forwards: each
-continues until the last rank's batch is done (`synced_gpus`). Each rank has prompts of its own, even in a group of
+If weights are sharded by FSDP2, every forward gathers them layer by layer. So all ranks must run equally many forwards:
+each continues until the last rank's batch is done (`synced_gpus`). Each rank has prompts of its own, even in a group of
 ranks that share packs.
 """
 
@@ -24,7 +24,7 @@ from verl_ext.attention.kernels import PACKED_ATTENTION
 
 @dataclass(frozen=True)
 class Sampling:
-    """The rules by which the tokens of an answer are chosen and the answer ends.
+    """The rules that choose an answer's tokens and its end.
 
     Attributes:
         max_new_tokens: the most tokens of an answer.
@@ -53,19 +53,20 @@ def end_tokens(tokenizer: Any, ends: Sequence[str], *others: int | None) -> tupl
 
     Args:
         tokenizer: its EOS is one of them.
-        ends: `ChatTemplate.ends`. The last one ends a chat, if it is one token. An earlier one also ends parts of a
-            turn, such as gpt-oss's reasoning.
+        ends: `ChatTemplate.turn_ends`. The last one ends a chat, if it is one token. An earlier one also ends parts
+            of a turn, such as gpt-oss's reasoning.
         others: further tokens, such as those of a generation config or of data.
     """
     encoded = (tokenizer(end, add_special_tokens=False)["input_ids"] for end in ends[-1:])
-    found = {tokenizer.eos_token_id, *others, *(ids[0] for ids in encoded if len(ids) == 1)}
-    return tuple(sorted(token for token in found if token is not None))
+    tokens = {tokenizer.eos_token_id, *others, *(ids[0] for ids in encoded if len(ids) == 1)}
+    return tuple(sorted(token for token in tokens if token is not None))
 
 
 def generate(module: Any, prompts: Sequence[Sequence[int]], sampling: Sampling, device: Any) -> list[list[int]]:
-    """Return the continuation of each prompt by a model in eval mode, without the stop token.
+    """Return each prompt's continuation by a model in eval mode.
 
-    This is a collective over all ranks of the process group, if there is one. Random states stay as they were.
+    It is without the stop token. This is a collective over all ranks of the process group, if there is one. Random
+    states stay as they were.
 
     Args:
         module: a causal language model; its wrappers by FSDP2 and PEFT run as well.
@@ -73,6 +74,7 @@ def generate(module: Any, prompts: Sequence[Sequence[int]], sampling: Sampling, 
         sampling: the rules by which tokens are chosen.
         device: the device of the model's inputs.
     """
+    # Pad on the left: every row then continues at the same column.
     width = max(map(len, prompts))
     pad = sampling.stops[0] if sampling.stops else 0
     ids = torch.tensor([[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts])
@@ -85,6 +87,7 @@ def generate(module: Any, prompts: Sequence[Sequence[int]], sampling: Sampling, 
         pad_token_id=pad,
         **draws,
     )
+    # Draw on a fork of the random states, because training goes on with its own.
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     devices = [device] if isinstance(device, int) else []
     with torch.random.fork_rng(devices), _model_as_loaded(module, config) as model:
@@ -107,11 +110,11 @@ class _Stop(StoppingCriteria):
 
 @contextmanager
 def _model_as_loaded(module: Any, generation_config: GenerationConfig) -> Iterator[Any]:
-    """Yield the transformers model inside a module with transformers' attention and a given generation config."""
+    """Yield the model with transformers' attention and this generation config."""
     model = module.get_base_model() if hasattr(module, "get_base_model") else module
     configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
     packed = [c for c in configs.values() if getattr(c, "_attn_implementation", None) == PACKED_ATTENTION]
-    own_config, own_forward = model.generation_config, vars(model).get("forward")
+    before, forward = model.generation_config, vars(model).get("forward")
     for config in packed:
         config._attn_implementation_internal = _attention(model, config)
     model.generation_config = generation_config
@@ -122,26 +125,29 @@ def _model_as_loaded(module: Any, generation_config: GenerationConfig) -> Iterat
     finally:
         for config in packed:
             config._attn_implementation_internal = PACKED_ATTENTION
-        model.generation_config = own_config
+        model.generation_config = before
         if module is not model:
             del model.forward
-            if own_forward is not None:
-                model.forward = own_forward
+            if forward is not None:
+                model.forward = forward
 
 
 def _attention(model: Any, config: Any) -> str:
-    """Return "sdpa", or "eager" if the model does not support sdpa or has a soft cap, which sdpa lacks."""
+    """Return "sdpa", or "eager" without support or with a soft cap."""
     softcap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
     return "sdpa" if getattr(model, "_supports_sdpa", False) and not softcap else "eager"
 
 
 def _through(module: Any, model: Any) -> Any:
-    """Return a forward of `model` that runs the module around it with its hooks, as FSDP2's root is PEFT's wrapper."""
-    own = model.forward
+    """Return a forward of `model` that runs the module around it.
 
-    @functools.wraps(own)
+    FSDP2's root, whose hooks must run, is PEFT's wrapper.
+    """
+    plain = model.forward
+
+    @functools.wraps(plain)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        model.forward = own
+        model.forward = plain
         try:
             return module(*args, **kwargs)
         finally:
@@ -152,9 +158,10 @@ def _through(module: Any, model: Any) -> Any:
 
 @torch.no_grad()
 def generation_problem(model: Any) -> str | None:
-    """Return the reason why a small model of an architecture cannot answer prompts in batches; None if it can.
+    """Return why a model cannot answer in batches; None if it can.
 
-    The model answers prompts of two lengths together and alone; its answers differ if rows read their padding.
+    The model, a small one of its architecture, answers prompts of two lengths together and alone; its answers differ if
+    rows read their padding.
     """
     draw = torch.Generator().manual_seed(0)
     prompts = [torch.randint(3, 190, (length,), generator=draw).tolist() for length in (17, 9)]

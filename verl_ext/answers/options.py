@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from verl_ext.answers.scores import BUILT_IN, scorer
-from verl_ext.options import Options, option, show
+from verl_ext.options import Options, option, spell
 
 
 @dataclass(frozen=True)
 class AnswerOptions(Options):
-    """The options for the prompts that a model in training answers, for its answers, and for their scores."""
+    """The options for prompts, a model's answers, and their scores."""
 
     prefix: ClassVar[str] = "eval"
 
@@ -57,14 +57,14 @@ class AnswerOptions(Options):
         except ValueError as error:
             yield str(error)
         if self.base_url is not None and not self.base_url.startswith(("http://", "https://")):
-            yield f"eval.base_url must begin with http:// or https://; got {show(self.base_url)}"
+            yield f"eval.base_url must begin with http:// or https://; got {spell(self.base_url)}"
         for name in ("freq", "base_url"):
             if self.prompts is None and (value := getattr(self, name)) is not None:
                 yield f"eval.prompts is required with eval.{name}={value}; got null"
         if self.model is not None and self.base_url is None:
             yield f"eval.base_url is required with eval.model={self.model}; got null"
         if self.prompts is not None and not _are_paths(self.prompts):
-            yield f"eval.prompts must be a path, a list of paths or {{category: paths}}; got {show(self.prompts)}"
+            yield f"eval.prompts must be a path, a list of paths or {{category: paths}}; got {spell(self.prompts)}"
 
 
 def _are_paths(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Prompts and the answers that are expected, from records or from tokenized documents.
+"""Prompts with their expected answers, from records or tokenized documents.
 
 record       user, assistant, user, assistant    the chat up to its last assistant turn, rendered with the
              ------- prompt -----  -expected-    template's generation prompt, and tokenized as for training
@@ -12,8 +12,9 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +24,19 @@ from verl_ext.answers.generation import end_tokens
 from verl_ext.answers.options import AnswerOptions
 from verl_ext.answers.scores import BUILT_IN
 from verl_ext.data.arrow import TokenizedData
-from verl_ext.data.categories import CategoryTable
 from verl_ext.files import REPORT
 from verl_ext.options import DataError, UsageError, options_of
 from verl_ext.text.chat.renderer import ChatOptions
 from verl_ext.text.encoder_chats import ChatEncoder
-from verl_ext.text.read.json_records import BadRecord, read_record
-from verl_ext.text.read.readers import read_chunks
+from verl_ext.text.read.readers import read_chunks, read_record
 from verl_ext.text.read.sources import file_name, find_source_files, without_compression
+from verl_ext.text.records.bad_record import BadRecord
 from verl_ext.text.records.messages import Message
 from verl_ext.text.records.records import category_of
 
 _KEY = "eval.prompts"
-_OWN = ("columns", "chat_template", "apply_chat_template_kwargs", "chat_date")  # options of `eval` and of chats
-_OF_EVAL = re.compile(rf"(?<![\w.])(?:{'|'.join(_OWN)})\b")
+_SHARED = ("columns", "chat_template", "apply_chat_template_kwargs", "chat_date")  # options of `eval` and of chats
+_OF_EVAL = re.compile(rf"(?<![\w.])(?:{'|'.join(_SHARED)})\b")
 _PROMPT_TOKENS = 400  # tokens of a prompt's end that are shown
 
 
@@ -66,37 +66,30 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Prompts:
-    """All prompts of a run, in the order of the data, and the tokens that end an answer."""
+    """All prompts in the data's order, and the tokens that end answers."""
 
     items: list[Prompt]
     stops: tuple[int, ...]
 
     @classmethod
     def read(cls, options: AnswerOptions, tokenizer: Any, folders: Sequence[str] = ()) -> "Prompts":
-        """Read the prompts that the options name. Raises ValueError, in one line, for data that cannot be used.
+        """Read the prompts of the options; raise ValueError for unusable data.
 
         folders: those of the training data. Records are rendered and tokenized by the options of the first one that
         `verl-ext tokenize` made of chats.
         """
-        named = options.prompts
-        paths = [named] if isinstance(named, str) else named
+        paths, encoder = options.prompts, None
+        paths = [paths] if isinstance(paths, str) else paths
         if isinstance(paths, list) and any(_is_tokenized(path) for path in paths):
-            found: Iterator[tuple[Prompt, int | None]] = _documents(
-                [os.path.expanduser(path) for path in paths], tokenizer
-            )
-            encoder = None
+            prompts = _documents([os.path.expanduser(path) for path in paths], tokenizer)
         else:
             encoder = _encoder(options, tokenizer, folders)
-            found = _records(paths, options, encoder)
-        items, stops = [], set()
-        for prompt, end in found:
-            items.append(prompt)
-            stops.add(end)
-            if len(items) == options.max_samples:
-                break
-        if not items:
-            raise DataError(f"{_KEY} must hold a prompt with an answer; {named} has none")
-        return cls(items, end_tokens(tokenizer, encoder.ends if encoder else [], *stops))
+            prompts = _records(paths, options, encoder)
+        pairs = list(islice(prompts, options.max_samples))
+        if not pairs:
+            raise DataError(f"{_KEY} must hold a prompt with an answer; {options.prompts} has none")
+        ends = encoder.ends if encoder else []  # known once a chat was rendered
+        return cls([prompt for prompt, _ in pairs], end_tokens(tokenizer, ends, *{stop for _, stop in pairs}))
 
     @property
     def longest(self) -> int:
@@ -119,21 +112,19 @@ def _is_tokenized(path: str) -> bool:
 
 
 def _encoder(options: AnswerOptions, tokenizer: Any, folders: Sequence[str]) -> ChatEncoder:
-    """Return the encoder of the training data, changed by the options that are given."""
-    made: dict[str, Any] = {}
+    """Return the encoder of the training data, changed by the options."""
+    training: dict[str, Any] = {}
     for folder in folders:
-        try:
+        with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
             report = json.loads(Path(folder, REPORT).read_text(encoding="utf-8"))
-            made = {name: value for name, value in report["options"].items() if name in options_of(ChatOptions)}
-        except (OSError, ValueError, LookupError, TypeError, AttributeError):
-            continue
-        if "turns" in made:
-            break
-        made = {}
-    own = {name: getattr(options, name) for name in _OWN if getattr(options, name) is not None}
-    model = {"path": tokenizer.name_or_path}
+            values = {name: value for name, value in report["options"].items() if name in options_of(ChatOptions)}
+            if "turns" in values:  # not a folder of texts
+                training = values
+                break
+    shared = {name: getattr(options, name) for name in _SHARED if getattr(options, name) is not None}
+    values = {**training, **shared, "model": {"path": tokenizer.name_or_path}, "turns": "last"}
     with _keys_of_eval():
-        return ChatEncoder(ChatOptions.read({**made, **own, "model": model, "turns": "last"}), tokenizer=tokenizer)
+        return ChatEncoder(ChatOptions.read(values), tokenizer=tokenizer)
 
 
 @contextmanager
@@ -144,26 +135,25 @@ def _keys_of_eval() -> Iterator[None]:
     except (BadRecord, DataError):
         raise
     except ValueError as error:
-        named = (_OF_EVAL.sub(r"eval.\g<0>", line, count=1) for line in str(error).splitlines())
-        raise UsageError("\n".join(named)) from error
+        lines = (_OF_EVAL.sub(r"eval.\g<0>", line, count=1) for line in str(error).splitlines())
+        raise UsageError("\n".join(lines)) from error
 
 
-def _records(named: Any, options: AnswerOptions, encoder: ChatEncoder) -> Iterator[tuple[Prompt, int | None]]:
-    if isinstance(named, Mapping):
-        patterns = {str(name): [paths] if isinstance(paths, str) else list(paths) for name, paths in named.items()}
+def _records(paths: Any, options: AnswerOptions, encoder: ChatEncoder) -> Iterator[tuple[Prompt, int | None]]:
+    patterns: dict[str, list[str]] = {}
+    if isinstance(paths, Mapping):
+        patterns = {str(name): [those] if isinstance(those, str) else list(those) for name, those in paths.items()}
     else:
-        patterns = {}
-        for path in named:
+        for path in paths:
             patterns.setdefault(Path(without_compression(file_name(path))).stem, []).append(path)
     names = list(patterns)
     for file in find_source_files(patterns, _KEY):
         for chunk in read_chunks(file):
-            for number, raw in chunk.records:
-                place = chunk.place(number)
+            for place, raw in chunk.records:
                 try:
                     record = read_record(raw)
-                    own = category_of(record, options.category_field) if options.category_field else None
-                    category = names[file.category_id - 1] if own is None else own
+                    category = category_of(record, options.category_field) if options.category_field else None
+                    category = names[file.category_id - 1] if category is None else category
                     with _keys_of_eval():
                         prompt = _of_record(record, category, place, options, encoder)
                     yield prompt, None
@@ -184,15 +174,13 @@ def _of_record(
     if options.score in BUILT_IN and not expected.strip():
         raise BadRecord("empty", f"the last assistant turn has no words that eval.score={options.score} compares")
     kwargs = {**encoder.options.apply_chat_template_kwargs, **chat.template_kwargs}
-    asked = chat.with_argument_texts().messages[:last]  # as servers take them
-    return Prompt(ids, expected, category, record, place, asked, chat.tools, kwargs)
+    messages = chat.with_argument_texts().messages[:last]  # as servers take them
+    return Prompt(ids, expected, category, record, place, messages, chat.tools, kwargs)
 
 
 def _documents(folders: list[str], tokenizer: Any) -> Iterator[tuple[Prompt, int | None]]:
-    """Yield the prompt of each tokenized document, and the special token that ends its answer or None."""
+    """Yield tokenized documents' prompts, and answers' special last tokens or None."""
     data = TokenizedData(folders, _KEY)
-    table = CategoryTable.read(folders)
-    names = dict(zip(table.ids, table.names, strict=True))
     special = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", ())}
     for row in range(len(data)):
         columns = data.block(row, row + 1)
@@ -203,7 +191,7 @@ def _documents(folders: list[str], tokenizer: Any) -> Iterator[tuple[Prompt, int
                 f"{_KEY} must hold documents with a prompt and an answer; row {row} of {folders[0]} has not"
             )
         number = int(columns["category_ids"][targets[-1]])
-        category = names.get(number, str(number) if number else "")
+        category = data.category_names.get(number, str(number) if number else "")
         answer = ids[first : targets[-1] + 1].tolist()
         prompt, expected = (tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:first], answer))
         record = {"prompt": prompt, "answer": expected, "category": category}

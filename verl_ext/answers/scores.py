@@ -1,4 +1,4 @@
-"""Scores of answers: rules that compare an answer with the expected one, or a function of the user's own.
+"""Scores of answers, by a rule or the user's own function.
 
 | score | an answer is right (1) if |
 |---|---|
@@ -6,8 +6,8 @@
 | `number` | its number equals the number of the expected answer |
 | `contains` | it contains the expected answer, in upper or lower case |
 
-The number of a text is the first one after its last `####`, as in GSM8K, or else its last one; 1,234.50 is 1234.5.
-A model's reasoning is not part of its answer (verl_ext.endpoint.reasoning), for a function of the user's own either.
+The number of a text is the first one after its last `####`, as in GSM8K, or else its last one; 1,234.50 is 1234.5. A
+model's reasoning is not part of its answer (verl_ext.endpoint.reasoning), for a function of the user's own either.
 """
 
 import math
@@ -30,45 +30,33 @@ class ScoreFailed(ValueError):
 
 
 def number_of(text: str) -> Decimal | None:
-    """Return the number that a text gives as its result; None if there is none."""
+    """Return the number that a text gives as its result, or None."""
     _, mark, result = text.rpartition("####")
-    found = _NUMBER.findall(result)
-    if not found:
-        return None
-    return Decimal((found[0] if mark else found[-1]).replace(",", ""))
+    numbers = _NUMBER.findall(result)
+    return Decimal(numbers[0 if mark else -1].replace(",", "")) if numbers else None
 
 
-def _exact(expected: str, answer: str) -> bool:
-    return answer.strip() == expected.strip()
-
-
-def _same_number(expected: str, answer: str) -> bool:
-    number = number_of(answer)
-    return number is not None and number == number_of(expected)
-
-
-def _contains(expected: str, answer: str) -> bool:
-    return expected.strip().casefold() in answer.casefold()
-
-
-BUILT_IN: dict[str, Callable[[str, str], bool]] = {"exact": _exact, "number": _same_number, "contains": _contains}
+BUILT_IN: dict[str, Callable[[str, str], bool]] = {
+    "exact": lambda expected, answer: answer.strip() == expected.strip(),
+    "number": lambda expected, answer: number_of(answer) is not None and number_of(answer) == number_of(expected),
+    "contains": lambda expected, answer: expected.strip().casefold() in answer.casefold(),
+}
 
 
 def scorer(name: str) -> Scorer:
-    """Return the scorer that `eval.score` names. Raises ValueError if there is no such scorer."""
+    """Return the scorer of `eval.score`; raise ValueError if there is none."""
     if rule := BUILT_IN.get(name):
 
-        def compared(record: Mapping[str, Any], expected: str | None, answer: str) -> float | None:
+        def by_rule(record: Mapping[str, Any], expected: str | None, answer: str) -> float | None:
             return None if expected is None else float(rule(_without_thought(expected), _without_thought(answer)))
 
-        return compared
+        return by_rule
     if ":" not in name:
         refuse([choice_problem("eval.score", name, [*BUILT_IN, "module:function"])])
-    function = named_object("eval.score", name)
-    if not callable(function):
+    if not callable(function := named_object("eval.score", name)):
         raise ValueError(f"eval.score must name a function; got {name}")
 
-    def own(record: Mapping[str, Any], expected: str | None, answer: str) -> float:
+    def by_user(record: Mapping[str, Any], expected: str | None, answer: str) -> float:
         try:
             score = float(function(record, _without_thought(answer)))
         except Exception as error:  # the user's code can raise any exception
@@ -78,7 +66,7 @@ def scorer(name: str) -> Scorer:
             raise ScoreFailed(f"eval.score={name} must give a finite number; got {score}")
         return score
 
-    return own
+    return by_user
 
 
 def _without_thought(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Answers of an OpenAI-compatible server (vLLM, SGLang, `transformers serve`) in place of the model in training."""
+"""Answers of an OpenAI-compatible server, such as vLLM, in the model's place."""
 
 import asyncio
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ _RETRIES = 2  # few, because the ranks of a run wait
 
 
 class ServerFailed(ValueError):
-    """The one-line error of a server that cannot be reached or whose answer cannot be used."""
+    """The one-line error of a server that gives no usable answer."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class _Endpoint(EndpointOptions):
 
 
 class Server:
-    """The server of `eval.base_url` and the model that answers there. No store keeps its answers."""
+    """The server of `eval.base_url` and its model; nothing is stored."""
 
     def __init__(self, options: AnswerOptions) -> None:
         """Find the model. Raises ServerFailed."""
@@ -47,22 +47,22 @@ class Server:
         if options.model is None and served is None:
             needed = "must list its models at /models, or eval.model must name one"
             raise ServerFailed(f"eval.base_url={options.base_url} {needed}; it does not, got null")
-        if options.model is None and served is not None and len(served) != 1:
-            names = ", ".join(served) or "none"
+        if options.model is None and len(served or ()) != 1:
+            names = ", ".join(served or ()) or "none"
             raise ServerFailed(f"eval.model is required: {options.base_url} serves {names}; got null")
-        problem = choice_problem("eval.model", options.model, served) if options.model is not None and served else None
-        if problem:
+        model = options.model or (served or [""])[0]
+        if served and (problem := choice_problem("eval.model", model, served)):
             raise ServerFailed(f"{problem} at {options.base_url}")
-        self._endpoint = replace(self._endpoint, model=options.model or (served[0] if served else None))
+        self._endpoint = replace(self._endpoint, model=model)
 
     async def _models(self) -> list[str] | None:
         async with Client(self._endpoint, NoStore()) as client:
             return client.models
 
     def answers(self, prompts: list[Prompt]) -> list[str]:
-        """Return the text of the answer to each prompt; the requests are concurrent. Raises ServerFailed."""
+        """Return each prompt's answer, from concurrent requests; raise ServerFailed."""
         try:
-            answers = asyncio.run(self._asked(prompts))
+            answers = asyncio.run(self._ask(prompts))
         except (UsageError, DataError) as error:
             raise ServerFailed(str(error)) from error
         for answer in answers:
@@ -70,16 +70,15 @@ class Server:
                 raise ServerFailed(f"eval.base_url={self._endpoint.base_url} gave no answer; got {answer.reason}")
         return [answer.raw for answer in answers]  # cut and refused answers are scored as they are
 
-    async def _asked(self, prompts: list[Prompt]) -> list[Answer]:
+    async def _ask(self, prompts: list[Prompt]) -> list[Answer]:
         async with Client(self._endpoint, NoStore()) as client:
 
-            async def asked(number: int, prompt: Prompt) -> Answer:
+            async def ask(number: int, prompt: Prompt) -> Answer:
+                question = (str(number), "answer")
                 if prompt.messages is None:
-                    return await client.complete(str(number), "answer", prompt.ids, self._sampling)
-                tools, kwargs = prompt.tools or (), {**prompt.template_kwargs, **self._kwargs}
-                extra = {"chat_template_kwargs": kwargs} if kwargs else {}
-                return await client.ask(
-                    str(number), "answer", prompt.messages, self._sampling, tools=tools, extra_body=extra
-                )
+                    return await client.complete(*question, prompt.ids, self._sampling)
+                kwargs = {**prompt.template_kwargs, **self._kwargs}
+                extra, tools = {"chat_template_kwargs": kwargs} if kwargs else {}, prompt.tools or ()
+                return await client.ask(*question, prompt.messages, self._sampling, tools=tools, extra_body=extra)
 
-            return list(await asyncio.gather(*(asked(*each) for each in enumerate(prompts))))
+            return list(await asyncio.gather(*(ask(*each) for each in enumerate(prompts))))

@@ -3,11 +3,12 @@
 from verl_ext.attention.kernels import (
     BACKENDS,
     PACKED_ATTENTION,
+    AttentionNeeds,
     AttentionOptions,
+    KernelDevice,
     choose_backend,
     fallback_notices,
     flash_limit,
     gpu_capability,
-    has_flash_attn,
     unusable,
 )

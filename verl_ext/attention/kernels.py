@@ -17,11 +17,9 @@ attention), E head size.
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from inspect import signature
-from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -29,13 +27,12 @@ import torch.nn.attention
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from verl_ext.attention.sinks import FLASH, block_attention, flash_arguments, flash_with_sinks
+from verl_ext.attention.sinks import FLASH, attention_by_blocks, flash_arguments, flash_with_sinks
 from verl_ext.options import Options, check_choice, first_line, option
 from verl_ext.parallel.key_exchange import LseKernel
-from verl_ext.parallel.shards import DocumentLayout
+from verl_ext.parallel.shards import DocumentLayout, KernelFunction
 
 PACKED_ATTENTION = "verl_ext_packed"  # its name in `model.override_config.attn_implementation`
-_QUERY_BLOCK = 512  # queries of one call of sdpa with a window
 
 
 class KernelOptions(NamedTuple):
@@ -61,56 +58,24 @@ def sdpa(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: DocumentLayout, options: KernelOptions
 ) -> torch.Tensor:
     """Attend causally in documents from ``query[T, H, E]`` to ``[S, K, E]``."""
-    if options.softcap is not None or options.sinks is not None:
-        return block_attention(query, key, value, layout, options)
     outputs: list[torch.Tensor] = []
-    for queries, keys in zip(pairwise(layout.offsets), pairwise(layout.keys.offsets), strict=True):
-        q = query[slice(*queries)].transpose(0, 1).unsqueeze(0)
-        k, v = (x[slice(*keys)].transpose(0, 1).unsqueeze(0) for x in (key, value))
-        is_windowed = options.window is not None and options.window < k.size(2)
-        outputs += _windowed(q, k, v, options) if is_windowed else [_causal(q, k, v, options)]
-    return torch.cat(outputs, dim=2).squeeze(0).transpose(0, 1)
+    documents = query.split(layout.lengths), *(x.split(layout.keys.lengths) for x in (key, value))
+    for q, k, v in zip(*documents, strict=True):
+        is_windowed = options.window is not None and options.window < len(k)
+        if is_windowed or options.softcap is not None or options.sinks is not None:
+            outputs += attention_by_blocks(q, k, v, options)
+        else:
+            outputs.append(_causal(q, k, v, options))
+    return torch.cat(outputs)
 
 
 def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: KernelOptions) -> torch.Tensor:
-    given: dict[str, Any] = {"scale": options.scale, "dropout_p": options.dropout, "enable_gqa": True}
-    if query.size(2) == key.size(2):
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, **given)
-    last = causal_lower_right(query.size(2), key.size(2))
-    return F.scaled_dot_product_attention(query, key, value, last, **given)
-
-
-def _windowed(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: KernelOptions
-) -> Iterator[torch.Tensor]:
-    """Yield outputs of query blocks, without a mask of all keys.
-
-    Inside sdpa, only the memory-efficient kernel accepts a mask and holds no scores. It has no grouped heads, and
-    accepts a mask without a copy, shared by all blocks, if keys are a multiple of 16.
-    """
-    assert options.window is not None
-    key, value = (x.repeat_interleave(query.size(1) // x.size(1), dim=1) for x in (key, value))
-    before = key.size(2) - query.size(2)
-    reach = -(-(options.window - 1) // 16) * 16
-    masks: dict[tuple[int, int], torch.Tensor] = {}
-    for start in range(0, query.size(2), _QUERY_BLOCK):
-        q = query[:, :, start : start + _QUERY_BLOCK]
-        end = before + start + q.size(2)
-        first = max(before + start - reach, 0)
-        shape = (q.size(2), end - first)
-        if shape not in masks:
-            masks[shape] = _window_mask(*shape, options.window, query)
-        k, v = key[:, :, first:end], value[:, :, first:end]
-        given: dict[str, Any] = {"scale": options.scale, "dropout_p": options.dropout}
-        yield F.scaled_dot_product_attention(q, k, v, masks[shape], **given)
-
-
-def _window_mask(queries: int, keys: int, window: int, like: torch.Tensor) -> torch.Tensor:
-    """Return the additive mask ``[queries, keys]`` of a document's last queries."""
-    position = torch.arange(keys, device=like.device)
-    distance = position[keys - queries :, None] - position[None, :]
-    unseen = (distance < 0) | (distance >= window)
-    return torch.zeros(queries, keys, dtype=like.dtype, device=like.device).masked_fill(unseen, -torch.inf)
+    is_square = len(query) == len(key)
+    mask: Any = None if is_square else causal_lower_right(len(query), len(key))
+    query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))  # [1, heads, ·, E]
+    settings: dict[str, Any] = {"dropout_p": options.dropout, "scale": options.scale, "enable_gqa": True}
+    output = F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_square, **settings)
+    return output.squeeze(0).transpose(0, 1)
 
 
 def varlen(
@@ -143,10 +108,7 @@ def flash_attn(
         return flash_with_sinks(query, key, value, layout, options)
     padded, lengths = flash_arguments(query, value, layout)
     output = flash_attn_varlen_func(
-        query,
-        key,
-        padded,
-        *lengths,
+        *(query, key, padded, *lengths),
         dropout_p=options.dropout,
         softmax_scale=options.scale,
         causal=True,
@@ -165,12 +127,12 @@ class Kernel(NamedTuple):
         lse: the same with its log-sum-exp, for keys that arrive in parts; None: it returns none, or accepts none.
     """
 
-    whole: Callable[..., torch.Tensor]
+    whole: KernelFunction
     lse: LseKernel | None = None
 
-    def __call__(self, *given: Any) -> torch.Tensor:
+    def __call__(self, *inputs: Any) -> torch.Tensor:
         """Attend if all keys are present."""
-        return self.whole(*given)
+        return self.whole(*inputs)
 
 
 KERNELS: dict[str, Kernel] = {
@@ -196,9 +158,9 @@ class _TorchKernels(NamedTuple):
     head_size: int
     exact_head_size: int
 
-    def widest(self, deterministic: bool) -> int:
+    def widest(self, needs: "AttentionNeeds") -> int:
         """Return the size of the widest head that it computes."""
-        return self.exact_head_size if deterministic else self.head_size
+        return self.exact_head_size if needs.deterministic else self.head_size
 
 
 _TORCH_KERNELS = {
@@ -224,72 +186,73 @@ def in_autocast_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(x.to(torch.get_autocast_dtype(device)) for x in tensors)
 
 
-def flash_limit(
-    dtype: torch.dtype = torch.bfloat16,
-    head_size: int = 128,
-    capability: tuple[int, int] | None = None,
-    altered_sinks: bool = False,
-) -> str | None:
+@dataclass(frozen=True)
+class AttentionNeeds:
+    """What a model and a run need of a kernel."""
+
+    dtype: torch.dtype = torch.bfloat16  # of queries, keys and values
+    head_size: int = 128  # of queries and keys
+    dropout: float = 0.0  # of attention weights
+    softcap: float | None = None  # bound of the logits
+    has_sinks: bool = False  # a learnt logit of each head
+    deterministic: bool = False  # backward passes add in one order (`engine.full_determinism`)
+
+    @property
+    def changes_weights(self) -> bool:
+        """Whether there is what torch's own flash attention has not."""
+        return bool(self.dropout or self.softcap)
+
+
+@dataclass(frozen=True)
+class KernelDevice:
+    """The device of a kernel."""
+
+    type: str  # torch's name: "cpu", "cuda"
+    capability: tuple[int, int] | None = None  # of a GPU; None: not known
+
+    @property
+    def nearest_capability(self) -> tuple[int, int] | None:
+        """The capability, or where it is not known that of this machine."""
+        return self.capability or gpu_capability()
+
+
+def flash_limit(needs: AttentionNeeds, device: KernelDevice) -> str | None:
     """Return the unmet requirement of flash kernels; None if they run.
 
-    capability: the GPU's, as ``torch.cuda.get_device_capability`` gives it; None is taken to be enough. altered_sinks:
-    whether the attention has sinks, and dropout or a soft cap as well.
+    An unknown capability is taken to be enough.
     """
-    if altered_sinks:
+    if needs.has_sinks and needs.changes_weights:
         return "a model with sinks to have neither attention dropout nor a soft cap"
-    if capability is not None and capability < (8, 0):
-        return f"a GPU of compute capability 8.0 (Ampere) or newer; got {_dotted(capability)}"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"half precision (engine.mixed_precision.param_dtype); got {dtype}"
-    if head_size > 256 or head_size % 8:
-        return f"a head size that is a multiple of 8 up to 256; the model's is {head_size}"
+    if device.capability is not None and device.capability < (8, 0):
+        return f"a GPU of compute capability 8.0 (Ampere) or newer; got {_dotted(device.capability)}"
+    if needs.dtype not in (torch.bfloat16, torch.float16):
+        return f"half precision (engine.mixed_precision.param_dtype); got {needs.dtype}"
+    if needs.head_size > 256 or needs.head_size % 8:
+        return f"a head size that is a multiple of 8 up to 256; the model's is {needs.head_size}"
     return None
 
 
-def choose_backend(
-    requested: str,
-    device_type: str,
-    limit: str | None = None,
-    dropout: float = 0.0,
-    capability: tuple[int, int] | None = None,
-    head_size: int = 128,
-    softcap: float | None = None,
-    deterministic: bool = False,
-) -> str:
+def choose_backend(requested: str, needs: AttentionNeeds, device: KernelDevice) -> str:
     """Return `attention.backend`, with ``auto`` as the fastest one here.
 
-    limit is the answer of :func:`flash_limit`, dropout that of attention weights, capability the GPU's, None to ask;
-    softcap is the bound of the logits, which like dropout only flash-attn and sdpa compute; deterministic: whether
-    backward passes must add in one order (`engine.full_determinism`).
     Raises ValueError if there is no backend of that name, or it cannot run here.
     """
     check_choice("attention.backend", requested, ("auto", *BACKENDS))
     if requested == "auto":
-        if device_type != "cuda" or limit:
+        if device.type != "cuda" or flash_limit(needs, device):
             return "sdpa"
         # A package is imported only where it would be used: an import takes seconds and may fail.
-        names = _of_packages(dropout or softcap, capability, head_size, deterministic)
-        usable = (name for name in names if not unusable(name))
-        return next(usable, "sdpa" if dropout or softcap else "varlen")
+        usable = (name for name in _of_packages(needs, device) if not unusable(name))
+        return next(usable, "sdpa" if needs.changes_weights else "varlen")
     if requested == "sdpa":
         return requested
-    if device_type != "cuda":
-        raise ValueError(f"attention.backend={requested} needs a CUDA GPU; this run is on {device_type}")
+    if device.type != "cuda":
+        raise ValueError(f"attention.backend={requested} needs a CUDA GPU; this run is on {device.type}")
     # A backend asked for by name is refused before weights are loaded, never replaced in silence.
-    if requested != "flash_attn" and dropout:
-        limit = limit or f"a model without attention dropout; the model's is {dropout}"
-    if requested != "flash_attn" and softcap:
-        limit = limit or f"a model without a soft cap of its attention; the model's is {softcap}"
-    capability = capability or gpu_capability()
-    if kernels := _TORCH_KERNELS.get(requested):
-        if capability not in (None, kernels.capability):
-            limit = f"a GPU of compute capability {_dotted(kernels.capability)}; got {_dotted(capability)}"
-        elif head_size > (widest := kernels.widest(deterministic)):
-            exact = " with engine.full_determinism=true" * (widest < kernels.head_size)
-            limit = limit or f"a head size of at most {widest}{exact}; the model's is {head_size}"
-    if limit:
+    if limit := _limit_of(requested, needs, device):
         raise ValueError(f"attention.backend={requested} needs {limit}; attention.backend=auto uses one that runs")
     if why := unusable(requested):
+        kernels = _TORCH_KERNELS.get(requested)
         package = f"{kernels.module} ({kernels.name})" if kernels else "flash-attn"
         raise ValueError(
             f"attention.backend={requested} needs the package {package}, built for torch {torch.__version__}; got "
@@ -298,16 +261,27 @@ def choose_backend(
     return requested
 
 
-def fallback_notices(
-    chosen: str,
-    restriction: float | None,
-    capability: tuple[int, int] | None,
-    head_size: int,
-    deterministic: bool = False,
-) -> list[str]:
+def _limit_of(backend: str, needs: AttentionNeeds, device: KernelDevice) -> str | None:
+    """Return the unmet requirement of a flash backend; None if it runs."""
+    kernels = _TORCH_KERNELS.get(backend)
+    if kernels and device.nearest_capability not in (None, kernels.capability):
+        return f"a GPU of compute capability {_dotted(kernels.capability)}; got {_dotted(device.nearest_capability)}"
+    if limit := flash_limit(needs, device):
+        return limit
+    if backend != "flash_attn" and needs.dropout:
+        return f"a model without attention dropout; the model's is {needs.dropout}"
+    if backend != "flash_attn" and needs.softcap:
+        return f"a model without a soft cap of its attention; the model's is {needs.softcap}"
+    if kernels and needs.head_size > (widest := kernels.widest(needs)):
+        exact = " with engine.full_determinism=true" * (widest < kernels.head_size)
+        return f"a head size of at most {widest}{exact}; the model's is {needs.head_size}"
+    return None
+
+
+def fallback_notices(chosen: str, needs: AttentionNeeds, device: KernelDevice) -> list[str]:
     """Name installed packages that ``auto`` prefers, and why they failed."""
     notices = []
-    for name in _of_packages(restriction, capability, head_size, deterministic):
+    for name in _of_packages(needs, device):
         if name == chosen:
             break
         module = _TORCH_KERNELS[name].module if name in _TORCH_KERNELS else name
@@ -317,18 +291,14 @@ def fallback_notices(
     return notices
 
 
-def _of_packages(
-    restriction: float | None, capability: tuple[int, int] | None, head_size: int, deterministic: bool
-) -> list[str]:
-    """Return packages' backends for a GPU and model, fastest first.
-
-    restriction: dropout or a soft cap, which torch's own flash attention does not have.
-    """
-    capability = capability or gpu_capability()
+def _of_packages(needs: AttentionNeeds, device: KernelDevice) -> list[str]:
+    """Return packages' backends for a GPU and model, fastest first."""
     suited = [
         name
         for name, kernels in _TORCH_KERNELS.items()
-        if capability == kernels.capability and head_size <= kernels.widest(deterministic) and not restriction
+        if device.nearest_capability == kernels.capability
+        and needs.head_size <= kernels.widest(needs)
+        and not needs.changes_weights
     ]
     return [*suited, "flash_attn"]
 
@@ -360,8 +330,3 @@ def gpu_capability(device: int | None = None) -> tuple[int, int] | None:
     This initialises CUDA.
     """
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
-
-
-def has_flash_attn() -> bool:
-    """Tell whether the flash-attn package can be imported."""
-    return unusable("flash_attn") is None

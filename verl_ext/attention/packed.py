@@ -22,10 +22,11 @@ from verl_ext.attention.head_groups import backward_by_groups_of_heads, by_group
 from verl_ext.attention.kernels import (
     KERNELS,
     PACKED_ATTENTION,
+    AttentionNeeds,
     Kernel,
+    KernelDevice,
     KernelOptions,
     choose_backend,
-    flash_limit,
     gpu_capability,
     in_autocast_dtype,
 )
@@ -57,7 +58,7 @@ def require_layout() -> None:
 
 
 @dataclass(frozen=True)
-class AttentionNeeds:
+class PositionNeeds:
     """What a module's attention needs of positions in documents.
 
     Attributes:
@@ -88,8 +89,9 @@ def packed_attention(
     It is that of ``query[1, H, T/n, E]`` to ``key, value[1, K, T/n, E]``, with n the sequence-parallel size.
     ``document_layout`` covers all T tokens; without one, each row is a document.
     """
-    pack, needs = getattr(module, "running_pack", None), getattr(module, "attention_needs", AttentionNeeds())
-    if document_layout is None and pack is not None:  # a model may pass no keyword arguments to its layers
+    # The layout comes by keyword, or through the module of a model that passes no keywords to its layers.
+    pack, needs = getattr(module, "running_pack", None), getattr(module, "position_needs", PositionNeeds())
+    if document_layout is None and pack is not None:
         document_layout = pack.layout
     _refuse_unsupported(module, kwargs, masked=document_layout is not None and attention_mask is not None)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [B, T/n, heads, E]
@@ -97,42 +99,49 @@ def packed_attention(
         query = (query * needs.query_scale().view(1, -1, 1, 1)).to(query.dtype)
     if needs.chunk is not None and document_layout is not None:
         document_layout = document_layout.in_chunks(needs.chunk)
+
+    # Ranks exchange tokens for heads. Zero heads come before, since each rank must get equally many.
     shared = document_layout if isinstance(document_layout, ContextLayout) else None
     group: Any = shared.groups.inside if shared else get_ulysses_sequence_parallel_group()
     ranks = get_ulysses_sequence_parallel_world_size(group)
-    # Zero heads come before the exchange of heads, since each rank must get equally many.
     padding = HeadPadding.from_heads(query.size(2), key.size(2), ranks)
     query, key, value = padding.query(query), padding.key_value(key), padding.key_value(value)
     query, key, value = in_autocast_dtype(query, key, value)
     if ranks > 1:
         query, key, value = split_heads((query, key, value), group)  # [B, T, heads/n, E]
+        if s_aux is not None:
+            s_aux = padding.query(s_aux.view(1, 1, -1, 1)).flatten().chunk(ranks)[dist.get_rank(group)]
+
+    # A batch without a layout has a document in each row; a kernel gets all rows as one sequence.
     if document_layout is None:
-        if _layout_required:
-            raise ValueError(
-                f"model.path: {type(module).__name__} must be given its model's keyword arguments; it is not"
-            )
-        document_layout = _rows_layout(query, key, attention_mask)
+        document_layout = _rows_layout(module, query, key, attention_mask)
     rows, length = query.shape[:2]
-    capability = gpu_capability(query.device.index) if query.is_cuda else None
-    limit = flash_limit(query.dtype, query.size(-1), capability, s_aux is not None and bool(dropout or softcap))
-    kernel = _requested
-    if isinstance(kernel, str):
-        given = (dropout, capability, query.size(-1), softcap, torch.are_deterministic_algorithms_enabled())
-        kernel = KERNELS[choose_backend(kernel, query.device.type, limit, *given)]
-    query, key, value = (x.flatten(0, 1) for x in (query, key, value))
-    sinks = s_aux
-    if sinks is not None and ranks > 1:  # those of the heads that this rank computes, zero heads included
-        sinks = padding.query(sinks.view(1, 1, -1, 1)).flatten().chunk(ranks)[dist.get_rank(group)]
-    options = KernelOptions(scaling, sliding_window, dropout, softcap, sinks)
+    query, key, value = (x.flatten(0, 1) for x in (query, key, value))  # [B · T, heads/n, E]
+
+    # A kernel with a log-sum-exp sees own keys while those of other groups travel; others wait for all keys.
+    options = KernelOptions(scaling, sliding_window, dropout, softcap, s_aux)
+    kernel = _kernel_of(query, options)
     overlapped = shared.overlapped(backward_by_groups_of_heads(kernel.lse), options) if shared and kernel.lse else None
     if overlapped is None:
         output = document_layout.attend(by_groups_of_heads(kernel.whole), query, key, value, options)
     else:
-        output = LseAttention.apply(query, key, value, sinks, document_layout, options, overlapped)
-    output = output.unflatten(0, (rows, length))
+        output = LseAttention.apply(query, key, value, s_aux, document_layout, options, overlapped)
+
+    # Ranks exchange heads for tokens, and zero heads go.
+    output = output.unflatten(0, (rows, length))  # [B, T, heads/n, E]
     if ranks > 1:
-        output = join_heads(output, group)
+        output = join_heads(output, group)  # [B, T/n, heads, E]
     return padding.output(output).contiguous(), None
+
+
+def _kernel_of(query: torch.Tensor, options: KernelOptions) -> Kernel:
+    """Return this process's kernel, or for ``auto`` the fastest for a call."""
+    if not isinstance(_requested, str):
+        return _requested
+    has_sinks, exact = options.sinks is not None, torch.are_deterministic_algorithms_enabled()
+    needs = AttentionNeeds(query.dtype, query.size(-1), options.dropout, options.softcap, has_sinks, exact)
+    capability = gpu_capability(query.device.index) if query.is_cuda else None
+    return KERNELS[choose_backend(_requested, needs, KernelDevice(query.device.type, capability))]
 
 
 def _refuse_unsupported(module: torch.nn.Module, kwargs: dict, masked: bool) -> None:
@@ -146,7 +155,12 @@ def _refuse_unsupported(module: torch.nn.Module, kwargs: dict, masked: bool) -> 
         raise ValueError(f"{needs}, which {PACKED_ATTENTION} does not compute")
 
 
-def _rows_layout(query: torch.Tensor, key: torch.Tensor, attention_mask: torch.Tensor | None) -> DocumentLayout:
+def _rows_layout(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, attention_mask: torch.Tensor | None
+) -> DocumentLayout:
+    """Return the layout of ``query[B, T, H, E]``, whose rows are documents."""
+    if _layout_required:
+        raise ValueError(f"model.path: {type(module).__name__} must be given its model's keyword arguments; it is not")
     if query.size(1) != key.size(1) or attention_mask is not None:
         raise ValueError(
             f"{PACKED_ATTENTION} trains packs and keeps no cache; load the model with attn_implementation=sdpa "

@@ -31,6 +31,14 @@ def same_frequencies_up_to(config: Any, layer_type: str | None = None) -> int | 
     return config.max_position_embeddings if "dynamic" in rope_type else None
 
 
+def same_frequencies_in_all_layers_up_to(config: Any) -> int | None:
+    """Return the least of :func:`same_frequencies_up_to` over layer types."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    layer_types = [name for name, of_type in rope.items() if isinstance(of_type, dict)] or [None]
+    limits = (same_frequencies_up_to(config, layer_type) for layer_type in layer_types)
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
 def restore_rope_precision(model: Any) -> None:
     """Compute the frequencies of rotary embeddings again in fp32, in place.
 
@@ -50,21 +58,21 @@ def restore_rope_precision(model: Any) -> None:
 def choose_rope_by_document(model: Any, shards: SequenceShards | None = None) -> None:
     """Replace, in place, rotary embeddings that depend on documents' lengths.
 
-    Their parent modules must be called with the keyword argument ``document_layout``, as attention layers are. shards
-    are the tokens of a pack that this rank holds, None for all. Raises ValueError if the config has such frequencies,
-    and no module is a rotary embedding as transformers writes them.
+    Their parent modules must be called with the keyword argument ``document_layout``, as attention layers are. Without
+    shards this rank holds all of a pack. Raises ValueError if the config has such frequencies, and no module is a
+    rotary embedding as transformers writes them.
     """
-    found = False
+    has_replaced = False
     for parent in list(model.modules()):
         for name, rotary in list(parent.named_children()):
             types = getattr(rotary, "rope_type", None)
             layer_types = types if isinstance(types, dict) else [None] if types else []
             if any(same_frequencies_up_to(rotary.config, layer_type) is not None for layer_type in layer_types):
-                found = True
+                has_replaced = True
                 by_document = DocumentRope(rotary, shards or SequenceShards())
                 setattr(parent, name, by_document)
                 parent.register_forward_pre_hook(by_document.set_layout, with_kwargs=True)
-    if not found and same_frequencies_up_to(model.config.get_text_config()) is not None:
+    if not has_replaced and same_frequencies_up_to(model.config.get_text_config()) is not None:
         raise ValueError(
             f"model.path: {type(model).__name__} has rotary frequencies that depend on a document's length, and must "
             "compute them in a rotary embedding as transformers writes them; it has none"
@@ -99,9 +107,7 @@ class DocumentRope(torch.nn.Module):
         parts = []
         for start, end, length in self._runs(self.layout, limit):
             rotary = _copied(self.on_host[0])
-            rotary(
-                torch.empty(0), torch.tensor([[length - 1]]), **kwargs
-            )  # chooses frequencies and keeps them in its buffers
+            rotary(torch.empty(0), torch.tensor([[length - 1]]), **kwargs)  # keeps its frequencies in buffers
             for name, buffer in rotary._buffers.items():
                 rotary._buffers[name] = pinned(buffer, x.device).to(x.device, non_blocking=True)
             # PhiMoE's rotary embedding chooses again by the largest position, so it gets a document's last one too.

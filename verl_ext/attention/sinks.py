@@ -13,7 +13,7 @@ way (parallel/key_exchange.py).
 Legend: T tokens of a micro-batch with padding, H query heads, K key/value heads, E head size.
 """
 
-from itertools import pairwise
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,46 +23,59 @@ from torch.utils.checkpoint import checkpoint
 from verl_ext.parallel.key_exchange import LseKernel, share_of_sum
 from verl_ext.parallel.shards import DocumentLayout
 
-_QUERY_BLOCK = 512  # queries whose scores are held at a time
+_QUERY_BLOCK = 512  # queries whose scores or mask are held at a time
 
 
-def block_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: DocumentLayout, options: Any
-) -> torch.Tensor:
-    """Attend with a soft cap or sinks, by blocks of queries.
+def attention_by_blocks(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Any
+) -> Iterator[torch.Tensor]:
+    """Yield a document's attention by blocks of queries, ``[B, H, E]`` each.
 
-    query is ``[T, H, E]``; key and value are ``[S, K, E]``.
+    ``query[Q, H, E]`` are the last tokens of ``key, value[S, K, E]``. No tensor has the square of their number:
 
-
-    The scores of a block are computed again in backward, so that no document holds the square of its length.
+    - with a soft cap or sinks, the scores of a block are computed again in backward;
+    - with a window alone, sdpa gets a mask. Only its memory-efficient kernel accepts one and holds no scores. It has no
+      grouped heads, and accepts a mask without a copy, shared by all blocks, if keys are a multiple of 16.
     """
-    outputs = []
-    for queries, keys in zip(pairwise(layout.offsets), pairwise(layout.keys.offsets), strict=True):
-        k, v = (x[slice(*keys)] for x in (key, value))
-        before = len(k) - (queries[1] - queries[0])
-        for start in range(*queries, _QUERY_BLOCK):
-            q = query[start : min(start + _QUERY_BLOCK, queries[1])]
-            place = before + start - queries[0]  # the place of the block's first query among the keys
-            first = 0 if options.window is None else max(place - options.window + 1, 0)
-            seen = slice(first, place + len(q))
-            outputs.append(checkpoint(_block, q, k[seen], v[seen], place - first, options, use_reentrant=False))
-    return torch.cat(outputs)
+    has_scores = options.softcap is not None or options.sinks is not None
+    if not has_scores:
+        key, value = _repeated(key, query), _repeated(value, query)
+    before, masks = len(key) - len(query), {}
+    reach = len(key) if options.window is None else -(-(options.window - 1) // 16) * 16
+    for start in range(0, len(query), _QUERY_BLOCK):
+        q = query[start : start + _QUERY_BLOCK]
+        visible = slice(max(before + start - reach, 0), before + start + len(q))
+        k, v = key[visible], value[visible]
+        if has_scores:
+            yield checkpoint(_scored, q, k, v, options, use_reentrant=False)
+            continue
+        if (shape := (len(q), len(k))) not in masks:
+            masks[shape] = q.new_zeros(shape).masked_fill(_unseen(*shape, options.window, q.device), -torch.inf)
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, H, ·, E]
+        output = F.scaled_dot_product_attention(q, k, v, masks[shape], dropout_p=options.dropout, scale=options.scale)
+        yield output.squeeze(0).transpose(0, 1)
 
 
-def _block(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, place: int, options: Any) -> torch.Tensor:
-    """Attend from ``query[B, H, E]``, at `place` of keys ``[S, K, E]``."""
-    shared = query.size(1) // key.size(1)
-    key, value = (x.repeat_interleave(shared, dim=1) for x in (key, value))
+def _unseen(queries: int, keys: int, window: int | None, device: Any) -> torch.Tensor:
+    """Return bool``[queries, keys]``: which keys the last queries do not see."""
+    place = torch.arange(keys, device=device)
+    distance = place[keys - queries :, None] - place
+    return (distance < 0) | (distance >= (window or keys))
+
+
+def _repeated(x: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Repeat ``x[S, K, E]`` to a head for each query head."""
+    return x.repeat_interleave(query.size(1) // x.size(1), dim=1)
+
+
+def _scored(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Any) -> torch.Tensor:
+    """Attend from ``[B, H, E]``, the last tokens of ``[S, K, E]``."""
+    key, value = _repeated(key, query), _repeated(value, query)
     scale = query.size(-1) ** -0.5 if options.scale is None else options.scale
     logits = torch.einsum("qhe,khe->hqk", query, key) * scale
     if options.softcap is not None:
         logits = torch.tanh(logits / options.softcap) * options.softcap
-    position = torch.arange(len(key), device=query.device)
-    distance = position[place : place + len(query), None] - position
-    unseen = distance < 0
-    if options.window is not None:
-        unseen = unseen | (distance >= options.window)
-    logits = logits.masked_fill(unseen, -torch.inf)
+    logits = logits.masked_fill(_unseen(len(query), len(key), options.window, query.device), -torch.inf)
     if options.sinks is not None:
         sinks = options.sinks.to(logits.dtype).view(-1, 1, 1).expand(-1, len(query), 1)
         logits = torch.cat([logits, sinks], dim=-1)
@@ -75,33 +88,25 @@ class LseAttention(torch.autograd.Function):
     """Attention by an :class:`LseKernel`, with sinks ``[H]`` or None."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        sinks: torch.Tensor | None,
-        layout: DocumentLayout,
-        options: Any,
-        kernel: LseKernel,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
         """Scale the output by what sinks leave; keep the joint log-sum-exp."""
-        output, lse, *kept = kernel.forward(query, key, value, layout, options)
+        query, key, value, sinks, layout, options, kernel = inputs
+        output, lse, *others = kernel.forward(query, key, value, layout, options)
         if sinks is not None:
             whole = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(1))  # [H, T]
             output = (output * share_of_sum(lse, whole)).to(output.dtype)
             lse = whole
-        ctx.save_for_backward(query, key, value, sinks, output, lse, *kept)
+        ctx.save_for_backward(query, key, value, sinks, output, lse, *others)
         ctx.layout, ctx.options, ctx.kernel = layout, options, kernel
         return output
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[Any, ...]:
         """Pass output and log-sum-exp, both with sinks, to the kernel."""
-        query, key, value, sinks, output, lse, *kept = ctx.saved_tensors
+        query, key, value, sinks, output, lse, *others = ctx.saved_tensors
         (grad,) = grad_outputs
-        given = (grad.contiguous(), query, key, value, output, lse, *kept)
-        gradients = ctx.kernel.backward(*given, ctx.layout, ctx.options)
+        inputs = (grad.contiguous(), query, key, value, output, lse, *others)
+        gradients = ctx.kernel.backward(*inputs, ctx.layout, ctx.options)
         of_sinks = None
         if sinks is not None:
             of_rows = (grad.to(lse.dtype) * output.to(lse.dtype)).sum(-1).t()  # [H, T]
@@ -132,33 +137,18 @@ def _flash_windows(options: Any) -> dict[str, Any]:
     return {"scale": options.scale, **window}
 
 
-def _flash_forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    layout: DocumentLayout,
-    options: Any,
-    causal: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _flash_forward(*inputs: Any, causal: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    query, key, value, layout, options = inputs
     assert (options.dropout, options.softcap) == (0, None), "flash_limit and choose_backend refuse both"
     padded, lengths = flash_arguments(query, value, layout)
-    found = torch.ops.aten._flash_attention_forward(
+    output, lse, *_ = torch.ops.aten._flash_attention_forward(
         query, key, padded, *lengths, 0.0, causal, return_debug_mask=False, **_flash_windows(options)
     )
-    return found[0][..., : value.size(-1)], found[1]
+    return output[..., : value.size(-1)], lse
 
 
-def _flash_backward(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    lse: torch.Tensor,
-    layout: DocumentLayout,
-    options: Any,
-    causal: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _flash_backward(*inputs: Any, causal: bool = True) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad, query, key, value, output, lse, layout, options = inputs
     padded, lengths = flash_arguments(query, value, layout)
     grad, output = _widened(grad, query), _widened(output, query)
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)

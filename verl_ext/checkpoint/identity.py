@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from verl_ext.config.run import RunConfig, TrainerOptions
-from verl_ext.data.content import CONTENT
-from verl_ext.data.dataset import DIGEST, DataOptions, PackDataset
+from verl_ext.data.dataset import CONTENT, DIGEST, PackDataset
+from verl_ext.data.options import DataOptions
 from verl_ext.engines.schedule import ScheduleOptions
+from verl_ext.environment import UNKNOWN
 from verl_ext.models.qwen_titans import settings_of_today
-from verl_ext.nodes import UNKNOWN
-from verl_ext.options import Options, nearest_hint, options_of, show
+from verl_ext.options import Options, nearest_hint, options_of, spell
 
 # The keys of verl's own dataclasses that affect a step; our options declare this in their definitions.
 _KEYS_OF_VERL = {
@@ -172,7 +172,7 @@ class RunState:
         counters = {name: state.get(name, 0) for name in _COUNTERS}  # a checkpoint of an earlier version may lack them
         is_sound = _is_like(grouping, self.grouping) and isinstance(losses, list)
         if not is_sound or {*map(type, counters.values())} != {int} or not {*map(type, losses)} <= {float}:
-            raise ValueError(f"a checkpoint must say how far its run was; that of {self.folder} has {show(counters)}")
+            raise ValueError(f"a checkpoint must say how far its run was; that of {self.folder} has {spell(counters)}")
         self.grouping, self.recent_losses = grouping, losses
         vars(self).update(counters)
 

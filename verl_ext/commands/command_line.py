@@ -41,7 +41,7 @@ from verl_ext.options import (
     option,
     options_of,
     refuse,
-    show,
+    spell,
     unknown,
 )
 from verl_ext.overrides import parsed_words, restored
@@ -182,12 +182,13 @@ def read_options(options_class: type[OptionsT], arguments: Sequence[str], **more
             if key in known and _is_node(known[key]) and isinstance(value, dict):
                 given = {f"{key}.{name}": below for name, below in value.items()}
             for name, below in given.items():
-                refuse([_problem(name, below, known)])
+                gone = options_class.gone.get(name)
+                refuse([f"unknown key {name}; {gone}" if gone else _problem(name, below, known)])
                 OmegaConf.update(config, name, below, merge=True, force_add=True)
         values: Any = OmegaConf.to_container(config, resolve=True)
         for name, value in values.items():
             if isinstance(value, dict):  # the key in sources={2024:a.jsonl} is a number
-                values[name] = {key if isinstance(key, str) else show(key): below for key, below in value.items()}
+                values[name] = {key if isinstance(key, str) else spell(key): below for key, below in value.items()}
         return options_class.read({**values, **more})
     except OmegaConfBaseException as error:
         where = getattr(error, "full_key", None)
@@ -212,7 +213,7 @@ def help_text(name: str, options_class: type[Options], example: str) -> str:
     for key, field in known_options(options_class).items():
         if _is_node(field):
             continue
-        default = f"[{','.join(map(show, field.default))}]" if isinstance(field.default, list) else show(field.default)
+        default = f"[{','.join(map(spell, value))}]" if isinstance(value := field.default, list) else spell(value)
         if field.required and not field.default:
             default = "required"
         meaning = field.meaning
@@ -247,12 +248,12 @@ def _problem(key: str, value: Any, known: Mapping[str, Option]) -> str | None:
         return unknown(key, known)
     if _is_node(field):
         keys = ", ".join(other for other in known if other.startswith(f"{key}."))
-        return f"{key} must be given by its keys, {keys}; got {show(value)}"
+        return f"{key} must be given by its keys, {keys}; got {spell(value)}"
     if _is_dict(field) and not isinstance(value, dict):
-        given = f"[{','.join(map(show, value))}]" if isinstance(value, list) else show(value)
+        given = f"[{','.join(map(spell, value))}]" if isinstance(value, list) else spell(value)
         pair = given  # without quotes, the shell turns sources={a:x,b:y} into sources=a:x
         if not re.fullmatch(r"[^:/\\[]+:(?!//)[^:]+", given):
             first = value[0] if isinstance(value, list) and value else value
-            pair = f"{Path(show(first)).name.partition('.')[0] or 'name'}:{given}"
+            pair = f"{Path(spell(first)).name.partition('.')[0] or 'name'}:{given}"
         return f"{key} must map names to values, e.g. '{key}={{{pair}}}'; got {given}"
     return field.problem(key, None) if value is None else None

@@ -3,23 +3,19 @@
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from verl_ext.commands.command_line import SourceOptions, command
-from verl_ext.commands.report import aligned_rows, reported_options, tables, total
+from verl_ext.commands.report import aligned_rows, reported_options, tables
 from verl_ext.data.stream.megatron.writer import write_text_indexes
 from verl_ext.files import REPORT, OutputFolder, write_json
 from verl_ext.options import option
-from verl_ext.text.encoder_texts import TextOptions, TextTokenizer
-from verl_ext.text.read.readers import CHUNK
-from verl_ext.text.read.sources import find_source_files, total_bytes
-from verl_ext.text.tokens.documents import CHAT_COUNTS, Counts
-from verl_ext.text.tokens.tokenizer import ModelOptions, load_tokenizer, tokenizer_module
-from verl_ext.text.workers import available_cpus, ordered_results
+from verl_ext.text.encoder_texts import TextOptions, TextRecordEncoder, optimal_dtype
+from verl_ext.text.read.sources import find_source_files
+from verl_ext.text.tokens.counts import CHAT_COUNTS, Counts
+from verl_ext.text.tokens.tokenizer import ModelOptions
 
-WORKER_BYTES = 8 << 20  # of text that justify another process, which takes a few seconds to start
 # Counts that have no meaning for text without targets and length limits.
 NOT_COUNTED = ("target_tokens", "target_share", "over_length", *CHAT_COUNTS)
 
@@ -57,44 +53,32 @@ def index_texts(options: IndexOptions) -> str:
     Raises `UsageError` and `DataError` with one line.
     """
     files = find_source_files(options.patterns)
-    make = partial(load_text_tokenizer, options.model, options, options.add_bos)
-    tokenizer = make()  # also here, so that a tokenizer without a needed token is refused before any worker starts
-    num_bytes = total_bytes(files)
-    useful = available_cpus() if num_bytes is None else min(available_cpus(), 1 + num_bytes // WORKER_BYTES)
-    tokenized = None  # None: in this process
-    if (num_workers := options.num_workers or useful) > 1:
-        how: Any = {"num_workers": num_workers, "name": "tokenize", "preload": [tokenizer_module()]}
-        tokenized = partial(ordered_results, make, TextTokenizer.tokenize, **how)
+    encoder = TextRecordEncoder(options, add_bos=options.add_bos)
+    encoder.open()  # before the folder is made
     with OutputFolder(options.output_dir, options.overwrite) as folder:
         counts = write_text_indexes(
             files,
-            tokenizer,
+            encoder,
             {f"sources.{name}": folder.path / name for name in options.sources},
-            max_tokens=options.max_corpus_tokens,
-            tokenized=tokenized,
-            batch_bytes=CHUNK.bytes,
+            max_corpus_tokens=options.max_corpus_tokens,
+            num_workers=options.num_workers,
         )
         by_source = dict(zip(options.sources, counts.values(), strict=True))
-        write_json(folder.path / REPORT, _report(options, tokenizer, by_source))
+        write_json(folder.path / REPORT, _report(options, encoder, by_source))
         folder.publish()
     return f"{aligned_rows(*tables('source', by_source, targets=False))}\n\nwritten to {options.output_dir}"
 
 
-def load_text_tokenizer(model: ModelOptions, options: TextOptions, add_bos: bool = False) -> TextTokenizer:
-    """Return the text tokenizer of a worker."""
-    return TextTokenizer(load_tokenizer(model), options, add_bos)
-
-
-def _report(options: IndexOptions, tokenizer: TextTokenizer, counts: Mapping[str, Counts]) -> dict[str, Any]:
+def _report(options: IndexOptions, encoder: TextRecordEncoder, counts: Mapping[str, Counts]) -> dict[str, Any]:
     """Return report.json's content, without times: equal runs write equal files."""
-    in_all = _counted(total(counts))
+    in_all = _counted(Counts().add(*counts.values()))
     del in_all["examples"]
     return {
         "tokenizer": options.model.tokenizer,
-        "vocabulary": tokenizer.vocabulary,
-        "dtype": tokenizer.dtype.name,
-        "eos_token_id": tokenizer.last[0] if tokenizer.last else None,
-        "bos_token_id": tokenizer.first[0] if tokenizer.first else None,
+        "vocabulary": encoder.vocabulary,
+        "dtype": optimal_dtype(encoder.vocabulary).name,
+        "eos_token_id": encoder.last[0] if encoder.last else None,
+        "bos_token_id": encoder.first[0] if encoder.first else None,
         "options": reported_options(options),
         "working_folder": os.getcwd(),
         "sources": {name: _counted(of_source) for name, of_source in counts.items()},

@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from verl_ext.commands.command_line import command
+from verl_ext.environment import differences, versions
 from verl_ext.launch.torchrun import end_with_launcher
-from verl_ext.nodes import differences, versions
 from verl_ext.options import REQUIRED, Options, UsageError, option, reason_of
 
 if TYPE_CHECKING:

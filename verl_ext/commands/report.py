@@ -4,66 +4,61 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from verl_ext.files import CATEGORIES, REPORT, write_json
+from verl_ext.commands.preview import Decode, Run, preview_of
 from verl_ext.options import DataError, Options, one_line
 from verl_ext.redaction import redacted
 from verl_ext.tables import Row, aligned
 from verl_ext.text.chat.parts import KINDS
 from verl_ext.text.chat.renderer import ChatOptions
-from verl_ext.text.tokens.documents import Counts, Documents, Run
+from verl_ext.text.tokens.counts import Counts
+from verl_ext.text.tokens.documents import Documents
 
 # Options that change neither tokens nor counts are left out, so that equal data has equal reports.
 NOT_REPORTED = ("backend", "num_workers", "output_dir", "overwrite", "preview")
 MAX_CATEGORIES = 1000
 NAMED = 12  # names (of fields and the like) in a line of the closing tables
-_LEFT = ("source", "category", "over max_tokens", "encoded as text", "bad record", "first")  # left-aligned columns
+_LEFT = ("source", "category", "encoded as text", "bad record", "first")  # left-aligned columns
 
 
 class Report:
     """The counts by source and by category.
 
-    The category is the source unless records name one. numbers: the categories' numbers from 1, in the order of
-    `sources` or of each category's first document. read: the number of records by source, including those that `sample`
-    left out.
+    The category is the source unless records name one. decode: turns tokens into text, for the first `preview`
+    documents of each source. read: the number of records by source, including those that `sample` left out.
     """
 
-    def __init__(self, options: ChatOptions, sources: Sequence[str], preview: int = 0) -> None:
-        self.options, self._preview = options, preview
+    def __init__(self, options: ChatOptions, sources: Sequence[str], preview: int = 0, decode: Decode = str) -> None:
+        self.options, self._preview, self._decode = options, preview, decode
         self.sources = {name: Counts() for name in sources}
         self.categories = {} if options.category_field else self.sources
-        self.numbers = {} if options.category_field else {name: i for i, name in enumerate(sources, start=1)}
         self.read: Counter[str] = Counter()
         self.previews: dict[str, list[list[Run]]] = {name: [] for name in sources}
         self.chat_template: str | None = None
         self.end_of_chat: str | None = None
 
     def add(self, documents: Documents) -> None:
-        """Count a chunk; number its documents' categories if records name them.
-
-        Raises `DataError` if there are more than MAX_CATEGORIES categories.
-        """
+        """Count a chunk. Raises `DataError` if there are more than MAX_CATEGORIES categories."""
         name = list(self.sources)[documents.category_id - 1]
-        self.sources[name].add(documents.counts)
+        self.sources[name].add(documents.counts, documents.counted())
         self.chat_template = self.chat_template or documents.chat_template
-        if documents.token_categories is not None:  # whose numbers have no names
-            self.numbers = {}
         self.end_of_chat = self.end_of_chat or documents.end_of_chat
-        self.previews[name] += documents.preview[: self._preview - len(self.previews[name])]
-        for category, own in documents.category_counts.items():
-            self.categories.setdefault(category, Counts()).add(own)
+        places = zip(documents.starts.tolist(), documents.lengths.tolist(), strict=True)
+        for start, length in islice(places, self._preview - len(self.previews[name])):
+            ids, mask = (values[start : start + length] for values in (documents.input_ids, documents.loss_mask))
+            self.previews[name].append(preview_of(ids, mask, self._decode))
+        for category, counts in documents.category_counts.items():
+            of_category = np.array([own == category for own in documents.category_names or ()], bool)
+            self.categories.setdefault(category, Counts()).add(counts, documents.counted(of_category))
         if len(self.categories) > MAX_CATEGORIES and self.options.category_field:
             raise DataError(
                 f"category_field={self.options.category_field} must give at most {MAX_CATEGORIES:,} categories;"
                 f" got more, such as {', '.join(list(self.categories)[-3:])}"
             )
-        if (names := documents.category_names) is not None:
-            numbers = [self.numbers.setdefault(category, len(self.numbers) + 1) for category in names]
-            documents.category_ids = np.array(numbers, dtype=np.int32)
 
     def check(self, sources: Mapping[str, Any]) -> None:
         """Raise `DataError` for sources without records, or without any usable record."""
@@ -78,7 +73,7 @@ class Report:
     @property
     def total(self) -> Counts:
         """The counts of all sources."""
-        return total(self.sources)
+        return Counts().add(*self.sources.values())
 
     def as_dict(self) -> dict[str, Any]:
         """Return report.json's content, without times: equal runs write equal files."""
@@ -105,14 +100,16 @@ class Report:
             found |= {"records_without_category": counts.uncategorised, **counts.as_dict()}
         return {**found, "preview": self.previews[name]}
 
-    def write(self, folder: Path) -> None:
-        """Write report.json and categories.json into the dataset's folder."""
-        write_json(folder / REPORT, self.as_dict())
-        write_json(folder / CATEGORIES, {str(number): name for name, number in self.numbers.items()})
-
     def table(self) -> str:
         """Return the closing tables and a line for each further finding."""
-        cut = [row for name, counts in self.categories.items() for row in _cut_rows(name, counts)]
+        cut: list[Row] = []
+        for name, counts in self.categories.items():
+            if over := counts.over_length:
+                gone = {f"{what} removed": f"{over[what]:,}" for what in ("tokens", "targets")}
+                share = f"{over['tokens'] / (counts.tokens + over['tokens']):.2%}"
+                cut.append(
+                    {"category": name, "over max_document_tokens": f"{over['documents']:,}", **gone, "share": share}
+                )
         notes = [f"{name}: {note}" for name, counts in self.sources.items() for note in self._notes(name, counts)]
         summary, *problems = tables("category", self.categories, targets=True)
         if len(self.categories) > 1:
@@ -167,14 +164,6 @@ def _most(counts: Mapping[str, int], unit: str = "") -> str:
     return listed + (f" and {len(counts) - NAMED} more" if len(counts) > NAMED else "")
 
 
-def total(counts: Mapping[str, Counts]) -> Counts:
-    """Return the sum of all counts."""
-    found = Counts()
-    for each in counts.values():
-        found.add(each)
-    return found
-
-
 def reported_options(options: Options) -> dict[str, Any]:
     """Return the options that affect tokens and counts, with secrets masked."""
     given = asdict(options)  # type: ignore[call-overload]
@@ -221,23 +210,3 @@ def _summary(what: str, name: str, counts: Counts, targets: bool) -> Row:
         "max": max(counts.lengths, default=0),
     }
     return {key: f"{value:,}" if isinstance(value, int) else value for key, value in row.items()}
-
-
-def _cut_rows(name: str, counts: Counts) -> Iterator[Row]:
-    """Yield a row for each way of shortening documents above max_tokens.
-
-    Its tokens are the removed tokens; for `split`, they are the tokens of the documents that were split.
-    """
-    over = counts.over_length
-    before = counts.tokens + over["dropped_tokens"] + over["truncated_tokens"]
-    for done in ("dropped", "truncated", "split"):
-        if over[f"{done}_documents"]:
-            yield {
-                "category": name,
-                "over max_tokens": done,
-                "documents": f"{over[f'{done}_documents']:,}",
-                "tokens": f"{over[f'{done}_tokens']:,}",
-                "share": f"{over[f'{done}_tokens'] / before:.2%}",
-                "targets lost": "all" if done == "dropped" else f"{over[f'{done}_targets_lost']:,}",
-                "last target lost": f"{over[f'{done}_last_target_lost']:,}" if done == "truncated" else "–",
-            }

@@ -7,37 +7,34 @@ depend on the number of workers or on the other sources, and a larger sample con
 """
 
 import heapq
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from hashlib import blake2b
 from itertools import chain, count, islice
 from pathlib import Path
-from socket import gethostname
-from typing import Any
+from typing import Any, ClassVar
 
 from verl_ext.commands.command_line import SourceOptions, command
+from verl_ext.commands.preview import previews_text
 from verl_ext.commands.report import Report
 from verl_ext.data.stream.megatron.masked_index import MaskedIndexes
-from verl_ext.files import OutputFolder
-from verl_ext.nodes import differences, versions
-from verl_ext.options import DataError, UsageError, option
-from verl_ext.ray_cluster import ray_cluster
+from verl_ext.files import CATEGORIES, REPORT, OutputFolder, write_json
+from verl_ext.options import UsageError, option, spell
+from verl_ext.packing import OVER_LENGTH_POLICIES
+from verl_ext.text.arrow_folder import SHARD_BYTES, DatasetWriter
 from verl_ext.text.chat.renderer import ChatOptions
+from verl_ext.text.encoder import Encoder
 from verl_ext.text.encoder_chats import ChatEncoder
+from verl_ext.text.encoder_tokens import TokenRecordEncoder, has_tokens
 from verl_ext.text.read.readers import CHUNK, Chunk, ChunkSize, read_chunks
-from verl_ext.text.read.sources import SourceFile, find_source_files, total_bytes
-from verl_ext.text.records.records import read_columns
-from verl_ext.text.records.token_records import COLUMNS, TokenRecordEncoder, has_tokens
-from verl_ext.text.tokenizing import write_documents
-from verl_ext.text.tokens.dataset_folder import SHARD_BYTES, DatasetWriter
-from verl_ext.text.tokens.documents import Documents, previews_text
-from verl_ext.text.tokens.tokenizer import tokenizer_module
-from verl_ext.text.workers import available_cpus, ordered_results, ray_results
+from verl_ext.text.read.sources import SourceFile, find_source_files
+from verl_ext.text.tokenizing import tokenize_files
+from verl_ext.text.tokens.documents import Documents, NamedCategories
 
 BITS = 128
+_CUTS = "tokenizing cuts no document, a run does, by its data.max_tokens and data.over_length"
 RAY_CHUNK = ChunkSize(1024, 1 << 20)  # a task costs the driver a millisecond or two
 
 
@@ -49,6 +46,11 @@ class TokenizeOptions(ChatOptions, SourceOptions):
     (verl_ext/text/records/shapes.py lists the shapes). The name of a source is the category of its records. Records
     with input_ids, loss_mask and category_ids are copied.
     """
+
+    gone: ClassVar[Mapping[str, str]] = {
+        **ChatOptions.gone,
+        "max_tokens": f"{_CUTS}, and max_document_tokens with format=megatron",
+    }
 
     backend: str = option(
         "local",
@@ -64,6 +66,10 @@ class TokenizeOptions(ChatOptions, SourceOptions):
         "arrow: a folder for data.train_dir | megatron: SOURCE.bin and .idx, SOURCE_mask.bin and .idx",
         choices=("arrow", "megatron"),
     )
+    max_document_tokens: int | None = option(
+        None, "format=megatron: maximum number of tokens of a document; null: any length", least=2
+    )
+    over_length: str = option("error", "format=megatron: treatment of longer documents", choices=OVER_LENGTH_POLICIES)
     preview: int = option(2, "documents of each source to show at the end, with their targets marked", least=0)
 
     def problems(self) -> Iterable[str | None]:
@@ -78,6 +84,9 @@ class TokenizeOptions(ChatOptions, SourceOptions):
             if self.category_field:
                 got = f"got {self.category_field}; a source is a pair of indices"
                 yield f"category_field must be null with format=megatron; {got}"
+        else:
+            for name in self.changed().keys() & {"max_document_tokens", "over_length"}:
+                yield f"{name} must be left out with format=arrow: {_CUTS}; got {spell(getattr(self, name))}"
         parts = {"sample": self.sample}
         if isinstance(self.sample, dict):
             parts = {f"sample.{name}": part for name, part in self.sample.items()}
@@ -126,102 +135,72 @@ def write_dataset(
 
     Returns its report. Raises `UsageError` and `DataError` with one line.
     """
-    if chunk_size is None:
-        chunk_size = RAY_CHUNK if options.backend == "ray" else CHUNK
-    num_bytes, options = total_bytes(files), options.dated()
-    report = Report(options, list(options.sources), options.preview)
-    chunks = _sampled_chunks(files, options, report.read, chunk_size)
-    encoder: Any = TokenRecordEncoder if has_tokens(files) else ChatEncoder
-    # Megatron's pairs of indices have no place for a category of each token.
-    if encoder is TokenRecordEncoder and options.format == "megatron":
-        raise UsageError("format must be arrow for tokenized records, whose category_ids it stores; got megatron")
-    make_encoder = partial(encoder, options, list(options.sources), options.preview)
-    if options.backend == "ray":
-        results = _on_ray(options, encoder, make_encoder, chunks)
-    else:
-        num_workers = options.num_workers or available_cpus()
-        # A small input takes few workers, because each needs seconds to start.
-        if num_bytes is not None:
-            num_workers = min(num_workers, max(math.ceil(num_bytes / chunk_size.bytes), 1))
-        preload = [tokenizer_module()]
-        results = ordered_results(make_encoder, encoder.encode, chunks, num_workers, name="tokenize", preload=preload)
-    writer: DatasetWriter | MaskedIndexes
+    options, sources = options.dated(), list(options.sources)
+    encoder: Encoder = ChatEncoder(options, sources)
+    # Records name their categories, or else sources do; the numbers of tokenized records have no names.
+    names = NamedCategories([] if options.category_field else sources)
+    if has_tokens(files):
+        encoder, names = TokenRecordEncoder(options), NamedCategories()
+        # Megatron's pairs of indices have no place for a category of each token.
+        if options.format == "megatron":
+            raise UsageError("format must be arrow for tokenized records, whose category_ids it stores; got megatron")
+    writer: DatasetWriter | MaskedIndexes = DatasetWriter(folder, shard_bytes, first_blocks=True)
     if options.format == "megatron":
-        writer = MaskedIndexes({f"sources.{name}": folder / name for name in options.sources})
-    else:
-        writer = DatasetWriter(folder, shard_bytes)
+        prefixes = {f"sources.{name}": folder / name for name in sources}
+        writer = MaskedIndexes(prefixes, options.max_document_tokens, options.over_length)
+    report = Report(options, sources, options.preview, encoder.decode)
 
-    # The report numbers the categories, and the writer then stores these numbers.
     def add(documents: Documents) -> Documents:
-        report.add(documents)
+        documents = names.numbered(documents)
+        if isinstance(writer, MaskedIndexes):
+            documents = writer.fitting(documents)
         writer.add(documents)
+        report.add(documents)
         return documents
 
-    write_documents(results, add, writer, num_bytes)
+    on_ray = options.backend == "ray"
+    size, read = chunk_size or (RAY_CHUNK if on_ray else CHUNK), _sampled(options, files, encoder, report.read)
+    how: Any = {"num_workers": options.num_workers, "on_ray": on_ray, "size": size, "read": read}
+    tokenize_files(files, encoder, add, writer, **how)
     report.check(options.sources)
-    report.write(folder)
+    write_json(folder / REPORT, report.as_dict())
+    write_json(folder / CATEGORIES, {str(number): name for name, number in names.numbers.items()})
     return report
 
 
-def _on_ray(
-    options: TokenizeOptions,
-    encoder: type[ChatEncoder | TokenRecordEncoder],
-    make: Callable[[], Any],
-    chunks: Iterator[Chunk],
-) -> Iterator[Documents]:
-    """Yield the chunks' documents in order, encoded by Ray tasks."""
-    make_same = partial(_same_encoder, make, make().fingerprint(), versions(), gethostname())
-    with ray_cluster(options.num_workers or available_cpus()):
-        yield from ray_results(
-            make_same,
-            encoder.encode,
-            chunks,
-            options.num_workers,
-            name="tokenize",
-            preload=[tokenizer_module()],
-        )
+def _sampled(
+    options: TokenizeOptions, files: Sequence[SourceFile], encoder: Encoder, counts: Counter[str]
+) -> Callable[[SourceFile, ChunkSize], Iterator[Chunk]]:
+    """Return a reader of drawn records, which counts all by source."""
+    sources, places = list(options.sources), Counter[str]()
+    limits = cache(partial(_sample_limit, options, files))
+
+    def read(file: SourceFile, size: ChunkSize) -> Iterator[Chunk]:
+        name, limit = sources[file.category_id - 1], limits(file.category_id)
+        numbers = _numbers(options.seed, name, places[name])
+        places[name] += 1
+        for chunk in encoder.read(file, size):
+            counts[name] += len(chunk.records)
+            if limit is not None:
+                chunk = replace(chunk, records=[record for record in chunk.records if next(numbers) < limit])
+            yield chunk
+
+    return read
 
 
-def _same_encoder(make: Callable[[], Any], fingerprint: str, driver_versions: Mapping[str, str], driver: str) -> Any:
-    """Return a Ray worker's encoder; raise `DataError` if the driver's differs."""
-    if lines := differences({driver: driver_versions, f"{gethostname()}, a worker": versions()}):
-        raise DataError("; ".join(lines))
-    encoder = make()
-    if encoder.fingerprint() != fingerprint:
-        model = encoder.options.model
-        got = f"got {model.tokenizer}, which is another on {gethostname()} than on {driver}"
-        raise DataError(f"{model.tokenizer_key} must be the same tokenizer and template on every node; {got}")
-    return encoder
-
-
-def _sampled_chunks(
-    files: Sequence[SourceFile], options: TokenizeOptions, read: Counter[str], size: ChunkSize
-) -> Iterator[Chunk]:
-    """Yield chunks of the drawn records; count all by source in `read`."""
-    columns = {*read_columns(options.columns, options.category_field), *COLUMNS}
-    for number, name in enumerate(options.sources, start=1):
-        own = [file for file in files if file.category_id == number]
-        limit = _sample_limit(options, name, own)
-        for place, file in enumerate(own):
-            numbers = _numbers(options.seed, name, place)
-            for chunk in read_chunks(file, size, columns):
-                read[name] += len(chunk.records)
-                if limit is not None:
-                    chunk = replace(chunk, records=[record for record in chunk.records if next(numbers) < limit])
-                yield chunk
-
-
-def _sample_limit(options: TokenizeOptions, name: str, files: Sequence[SourceFile]) -> int | None:
-    """Return the bound of a drawn record's number; None draws all.
+def _sample_limit(options: TokenizeOptions, files: Sequence[SourceFile], source: int) -> int | None:
+    """Return the bound of drawn numbers in a source; None: all.
 
     If `sample` is a number of records, this reads the files to count their records.
     """
+    name = list(options.sources)[source - 1]
     part = options.sample.get(name) if isinstance(options.sample, Mapping) else options.sample
     if part is None:
         return None
     if isinstance(part, float):
         return round(part * (1 << BITS))
-    in_files = (sum(len(chunk.records) for chunk in read_chunks(file, columns=())) for file in files)
+    own = (file for file in files if file.category_id == source)
+    in_files = (sum(len(chunk.records) for chunk in read_chunks(file, columns=())) for file in own)
     drawn = (islice(_numbers(options.seed, name, place), records) for place, records in enumerate(in_files))
     lowest = heapq.nsmallest(part, chain.from_iterable(drawn))
     return lowest[-1] + 1 if lowest else 0

@@ -18,16 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from verl_ext.cache import default_root, is_complete
 from verl_ext.commands.command_line import command, known_options, read_options, words_of
 from verl_ext.commands.tokenize import TokenizeOptions, summary, write_dataset
-from verl_ext.files import default_root, fingerprint, is_complete
 from verl_ext.launch.run import Awaited, run_torchrun
 from verl_ext.legacy import is_name_of_verl
 from verl_ext.options import DataError, Options, UsageError, option
 from verl_ext.overrides import Item
 from verl_ext.text.encoder_chats import ChatEncoder
 from verl_ext.text.read.sources import find_source_files
-from verl_ext.text.tokenizing import cached_tokens, code_digest, file_facts
+from verl_ext.text.tokenizing import cached_tokens, tokens_fingerprint
 from verl_ext.text.tokens.tokenizer import TRUSTED, leave_out_torch
 from verl_ext.translation import translate
 
@@ -68,7 +68,7 @@ def tokenize_and_train(words: Sequence[str]) -> str:
     if words_of(words, NODES.values()):  # else data.cache_dir belongs to a dataset that reads text itself
         own += words_of(words, [*NODES.values(), "data.cache_dir"])
         given_here = {"model", "sources", "output_dir", "overwrite"}
-        encoding = words_of(words, known_options(TokenizeOptions).keys() - given_here)
+        encoding = words_of(words, {*known_options(TokenizeOptions), *TokenizeOptions.gone} - given_here)
     of_both = words_of(encoding, ["model"])
     overrides = [word for word in words if word not in own and (word not in encoding or word in of_both)]
     options, texts = read_options(TrainOptions, own), {}
@@ -134,7 +134,7 @@ class Texts:
             leave_out_torch(options.model)
             if options.model.trust_remote_code:
                 print(f"note: {TRUSTED}", file=sys.stderr, flush=True)  # before the tokenizer runs it
-            self._encoder = ChatEncoder(options, list(options.sources), options.preview)
+            self._encoder = ChatEncoder(options, list(options.sources))
             if self._encoder.prints_date and not words_of(words, ["chat_date"]):
                 self._words.append(f"chat_date={options.chat_date}")  # the same command on another day
                 print(
@@ -171,9 +171,7 @@ class Texts:
 
     def _fingerprint(self) -> str:
         options, files = self._options, find_source_files(self._options.patterns)
-        read = [file_facts(file.path for file in files), [(file.category_id, file.kind) for file in files]]
-        drawn = [list(options.sources), options.sample, options.seed]
-        return fingerprint([code_digest(), self._encoder.fingerprint(), read, drawn])
+        return tokens_fingerprint(files, self._encoder, list(options.sources), options.sample, options.seed)
 
     @contextmanager
     def _errors_name_the_key(self) -> Iterator[None]:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl_ext.layers.probe import isolation_problem, trial_model
 from verl_ext.layers.towers import outside_text, text_alone
-from verl_ext.options import first_line, nearest_hint, plain, show
+from verl_ext.layers.trial import isolation_problem, trial_model
+from verl_ext.options import first_line, nearest_hint, plain, spell
 
 if TYPE_CHECKING:
     from verl_ext.config.run import RunConfig
@@ -119,7 +119,7 @@ def _merge_problems(config: "RunConfig", model: "Architecture", lora: Any) -> It
     module: Any = copy.deepcopy(model.module)
     key, got = "model.lora_adapter_path", config.model_options.lora_adapter_path
     if got is None:
-        key, got = "model.target_modules", show(plain(config.model_options.target_modules))
+        key, got = "model.target_modules", spell(plain(config.model_options.target_modules))
         lora.exclude_modules = text_alone(module, lora.exclude_modules)
     try:
         adapted = with_adapters(module, lora)
@@ -135,7 +135,7 @@ def _merge_problems(config: "RunConfig", model: "Architecture", lora: Any) -> It
         except Exception as error:
             yield (
                 "checkpoint.save_contents must leave out hf_model for adapters that cannot be merged "
-                f"({first_line(error)}); got {show(list(config.checkpoint.save_contents))}: "
+                f"({first_line(error)}); got {spell(list(config.checkpoint.save_contents))}: "
                 "verl-ext export form=adapter writes them as they are"
             )
 

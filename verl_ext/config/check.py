@@ -27,7 +27,7 @@ from verl_ext.engines.optimizer import step_problem
 from verl_ext.engines.router import asks_for_router_loss
 from verl_ext.engines.schedule import schedule_problems
 from verl_ext.layers.mixers import positions_of_padding
-from verl_ext.options import choice_problem, first_line, refuse, show
+from verl_ext.options import choice_problem, first_line, refuse, spell
 
 _ON_GPU_ALONE = ("bitsandbytes", "torchao")  # packages whose optimizers take no steps on a CPU
 _OF_GPU = ("capturable", "foreach", "fused")  # options that are refused on a CPU
@@ -97,7 +97,7 @@ def data_problems(config: RunConfig) -> Iterator[str]:
     train_dir, val_dir, family = config.data.train_dir, config.data.val_dir, config.dataset
     evaluates = config.trainer.eval_only
     if family.needs_train_dir and train_dir in (None, "", []):
-        yield f"data.train_dir is required: {family.reads}; got {show(train_dir)}"
+        yield f"data.train_dir is required: {family.reads}; got {spell(train_dir)}"
     # A set that is only measured also stands for data.train_dir; it is reported once.
     if not (evaluates and train_dir == val_dir):
         yield from family.path_problems("data.train_dir", train_dir)
@@ -105,7 +105,7 @@ def data_problems(config: RunConfig) -> Iterator[str]:
     test_freq = config.trainer.test_freq
     validates = any(every == AFTER_EACH_EPOCH or every > 0 for every in frequencies(test_freq))
     if (validates or evaluates) and not val_dir and not family.splits_validation:
-        asks = f"trainer.test_freq={show(test_freq)}" if validates else "trainer.eval_only=true"
+        asks = f"trainer.test_freq={spell(test_freq)}" if validates else "trainer.eval_only=true"
         yield f"data.val_dir is required with {asks}; got null"
 
 
@@ -183,7 +183,7 @@ def run_path_problems(config: RunConfig) -> Iterator[str]:
     """Yield a line for each missing path; the loader checks Hub names."""
     options = config.model_options
     if not options.path:
-        yield f"model.path is required: a folder or hub name of a model; got {show(options.path)}"
+        yield f"model.path is required: a folder or hub name of a model; got {spell(options.path)}"
     for name in ("path", "hf_config_path", "tokenizer_path", "lora_adapter_path"):
         value = getattr(options, name)
         if value and _is_missing(str(value)):
@@ -235,7 +235,7 @@ def library_problems(config: RunConfig) -> Iterator[str]:
         try:
             importlib.import_module(name)
         except Exception as error:  # a user's module may raise anything
-            yield f"model.external_lib must be a module that can be imported; got {show(name)} ({first_line(error)})"
+            yield f"model.external_lib must be a module that can be imported; got {spell(name)} ({first_line(error)})"
 
 
 def wrap_problems(config: RunConfig, hf_config: Any) -> Iterator[str | None]:
@@ -257,7 +257,7 @@ def optimizer_problem(config: RunConfig) -> str | None:
     """
     optim, key = config.optim, "optim.optimizer_impl"
     if not isinstance(optim.optimizer_impl, str) or not optim.optimizer_impl:
-        return f"{key} must be a module that is installed; got {show(optim.optimizer_impl)}"
+        return f"{key} must be a module that is installed; got {spell(optim.optimizer_impl)}"
     try:
         names = vars(importlib.import_module(optim.optimizer_impl))
     except ImportError as error:
@@ -265,12 +265,12 @@ def optimizer_problem(config: RunConfig) -> str | None:
     kinds = {name for name, kind in names.items() if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)}
     if not kinds:
         return f"{key} must be a module of optimizers; got {optim.optimizer_impl}"
-    if show(optim.optimizer) not in names:  # a list is unhashable
+    if spell(optim.optimizer) not in names:  # a list is unhashable
         return choice_problem("optim.optimizer", optim.optimizer, sorted(kinds - {"Optimizer"}))
     # A trial on small parameters shows what an optimizer refuses before weights are loaded.
     steps = 0 if optim.optimizer_impl.split(".")[0] in _ON_GPU_ALONE else 2
     if not isinstance(given := optim.override_optimizer_config or {}, Mapping):
-        return f"optim.override_optimizer_config must be a mapping of names to values; got {show(given)}"
+        return f"optim.override_optimizer_config must be a mapping of names to values; got {spell(given)}"
     ignored = _OF_GPU if config.trainer.device != "cpu" else ()
 
     def problem_of(options: dict[str, Any]) -> str | None:
@@ -280,7 +280,7 @@ def optimizer_problem(config: RunConfig) -> str | None:
     if not (problem := problem_of({name: value for name, value in given.items() if name not in ignored})):
         return None
     if given and not problem_of({}):
-        return f"optim.override_optimizer_config must be options of {optim.optimizer}; got {show(given)} ({problem})"
+        return f"optim.override_optimizer_config must be options of {optim.optimizer}; got {spell(given)} ({problem})"
     must = "an optimizer that takes steps of FSDP2's shards of matrices and vectors, with a weight decay"
     return f"optim.optimizer must be {must}; got {optim.optimizer} ({problem})"
 

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from verl_ext.config import schema
 from verl_ext.config.resolve import resolve_config
 from verl_ext.legacy import is_name_of_verl, is_raw
-from verl_ext.options import leaves, show
+from verl_ext.options import leaves, spell
 from verl_ext.overrides import Item, parsed_words, restored
 from verl_ext.translation import translate
 
@@ -123,15 +123,15 @@ def _known(item: Item, own_class: bool, folders: Sequence[Path]) -> tuple[Item |
         return item, None  # a key for the user's own dataset class
     if unknown:
         raise ValueError(schema.unknown_key(unknown[0]))
-    if item.key in schema.nodes() and item.value is not None and not isinstance(value, dict):
-        raise ValueError(f"{item.key} must be given by its keys, such as {schema.nodes()[item.key]}; got {show(value)}")
+    if item.key in (nodes := schema.nodes()) and item.value is not None and not isinstance(value, dict):
+        raise ValueError(f"{item.key} must be given by its keys, such as {nodes[item.key]}; got {spell(value)}")
     notice = f"+{item.key}: the key exists, so it is read without the +" if item.prefix == "+" else None
     if group == "recipe" and (value is None or item.prefix == "~"):
         return None, notice  # the default is no recipe
     if item.prefix == "~" and not schema.is_free_form(item.key):
         raise ValueError(f"{item.key} cannot be removed from the config; got {item}")
     if is_choice:
-        return replace(item, prefix="", value=schema.choice_path(group, show(value), folders)), notice
+        return replace(item, prefix="", value=schema.choice_path(group, spell(value), folders)), notice
     if item.prefix in ("++", "~") or item.key.startswith("hydra."):
         return item, None
     return replace(item, prefix="++"), notice  # works whether or not the composed config has the key

@@ -27,7 +27,7 @@ from verl_ext.models.qwen_titans import (
     load_memory_checkpoint,
     settings_of_today,
 )
-from verl_ext.options import Options, choice_problem, option, plain, refuse, show, unknown
+from verl_ext.options import Options, choice_problem, option, plain, refuse, spell, unknown
 from verl_ext.plugin import CHUNKED, PACKED
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class PackedModel(HFModelConfig, ModelNode):
         problems = list(support.option_problems(config, model))
         backend = config.attention.backend
         try:
-            backend = support.chosen_backend(config, model)[0]
+            backend = support.chosen_backend(config, model)
         except ValueError as error:
             problems.append(str(error))
         refuse(problems)
@@ -242,6 +242,7 @@ _ONLY_WITH_MEMORY: dict[str, tuple[Any, str]] = {  # key: (the one value it may 
     "model.experts": ("auto", "its Qwen has no experts"),
     "model.freeze": ([], "model.train=memory is what freezes the base"),
     "model.use_liger": (False, "liger does not know the model"),
+    "data.share_prefixes": (False, "its memory reads every token of a document"),
     "data.strategy": ("none", "a row is one document, whose memory starts empty (data=babilong sets it)"),
     "data.pad_mode": ("right", "every rank must read equally many chunks (data=babilong sets it)"),
 }
@@ -282,7 +283,7 @@ def override(hf_config: Any, values: Mapping[str, Any]) -> None:
             hf_config.validate()  # checks the values together
         except (StrictDataclassError, TypeError, ValueError) as error:
             must = f"{_OVERRIDE} must give values that fit together"
-            raise ValueError(f"{must}; got {show(asked)} ({_reason(error)})") from error
+            raise ValueError(f"{must}; got {spell(asked)} ({_reason(error)})") from error
 
 
 def _set(hf_config: Any, key: str, value: Any) -> None:
@@ -299,7 +300,7 @@ def _set(hf_config: Any, key: str, value: Any) -> None:
         setattr(hf_config, key, value)
     except (StrictDataclassError, TypeError, ValueError) as error:
         must = f"{_OVERRIDE}.{key} must be one of a {type(hf_config).__name__}"
-        raise ValueError(f"{must}; got {show(value)} ({_reason(error)})") from error
+        raise ValueError(f"{must}; got {spell(value)} ({_reason(error)})") from error
 
 
 def _reason(error: Exception) -> str:
@@ -337,8 +338,8 @@ def _memory_problems(path: str | None, titans: QwenTitansConfig) -> list[str]:
         if not isinstance(trained, dict):
             return [f"model.memory_checkpoint: the settings beside it must be a JSON object; got {settings}"]
         differing = [
-            f"model.memory.{name} must be {show(value)}, as in {settings}, with model.memory_checkpoint={path}; got "
-            f"{show(memory.get(name))}"
+            f"model.memory.{name} must be {spell(value)}, as in {settings}, with model.memory_checkpoint={path}; got "
+            f"{spell(memory.get(name))}"
             for name, value in settings_of_today(trained).items()
             if memory.get(name) != value
         ]

@@ -23,7 +23,7 @@ from verl_ext.config.run import Machine, RunConfig, dataset_class
 from verl_ext.data import SFTDataSet
 from verl_ext.engines.schedule import StepOptimizerConfig
 from verl_ext.legacy import DEPRECATED
-from verl_ext.options import choice_problem, first_line, leaves, plain, refuse, show
+from verl_ext.options import choice_problem, first_line, leaves, plain, refuse, spell
 from verl_ext.overrides import restore
 from verl_ext.text.tokens.tokenizer import read_template
 
@@ -80,11 +80,11 @@ def resolve_config(config: DictConfig) -> list[str]:
     """
     restore(config)
     if not OmegaConf.is_dict(given := config.model.override_config):
-        raise ValueError(f"model.override_config must map keys of the model's config to values; got {show(given)}")
+        raise ValueError(f"model.override_config must map keys of the model's config to values; got {spell(given)}")
     for key in PATHS:
         value = OmegaConf.select(config, key)
         if isinstance(value, int | float):
-            OmegaConf.update(config, key, show(value))  # the name of the folder is a number
+            OmegaConf.update(config, key, spell(value))  # the name of the folder is a number
         elif isinstance(value, str) and (value == "" or value.startswith("~")):
             OmegaConf.update(config, key, os.path.expanduser(value) or None)
     # The functions below read the classes of the nodes, so that a wrong name is refused before them.
@@ -125,7 +125,7 @@ def check_classes(config: DictConfig) -> None:
             try:
                 get_class(name)
             except Exception:  # any value may be given, and any module may be imported
-                raise ValueError(f"{key} must be a class by its dotted name; got {show(name)}") from None
+                raise ValueError(f"{key} must be a class by its dotted name; got {spell(name)}") from None
 
 
 def resolve_names(config: DictConfig) -> list[str]:
@@ -140,7 +140,7 @@ def resolve_names(config: DictConfig) -> list[str]:
         if (value := config[node].get(name)) is None:
             continue
         if config[node][today] not in (defaults[today], value):
-            both = f"{show(plain(config[node][today]))} and {old}={show(plain(value))}"
+            both = f"{spell(plain(config[node][today]))} and {old}={spell(plain(value))}"
             raise ValueError(f"{new} must be given once; got {both}")
         config[node][today], config[node][name] = value, None
         notices.append(f"{old} (deprecated in verl) is read as {new}")
@@ -190,7 +190,7 @@ def resolve_device(config: DictConfig, accelerator: str | None) -> list[str]:
     on_cpu = config.trainer.device == "cpu"
     given = OmegaConf.select(config, "engine.mixed_precision") or {}
     if not OmegaConf.is_dict(given) and given != {}:
-        raise ValueError(f"engine.mixed_precision must map {', '.join(FP32)} to dtypes; got {show(given)}")
+        raise ValueError(f"engine.mixed_precision must map {', '.join(FP32)} to dtypes; got {spell(given)}")
     with open_dict(config):  # null or missing values must not become verl's bf16
         kept = {name: dtype for name, dtype in given.items() if dtype is not None}
         config.engine.mixed_precision = {**(FP32 if on_cpu else BF16), **kept}

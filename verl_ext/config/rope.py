@@ -10,7 +10,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from verl_ext.options import choice_problem, show
+from verl_ext.options import choice_problem, spell
 
 _NAMES = ("rope_scaling", "rope_parameters")
 _BESIDE = ("rope_theta", "partial_rotary_factor")
@@ -34,14 +34,14 @@ def set_rope_parameters(hf_config: Any, values: Mapping[str, Any], option: str) 
     others, old = dict(values), hf_config.rope_parameters
     named = {name: others.pop(name) for name in _NAMES if name in others}
     if len(named) > 1 and named["rope_scaling"] != named["rope_parameters"]:
-        raise ValueError(f"{option} must have rope_scaling or rope_parameters, which are one; got {show(named)}")
+        raise ValueError(f"{option} must have rope_scaling or rope_parameters, which are one; got {spell(named)}")
     beside = {name: others.pop(name) for name in _BESIDE if name in others and name in {"rope_theta", *old}}
     if not named and not beside:
         return others
     name, given = next(iter(named.items()), ("rope_parameters", {}))
     given = {"rope_type": "default"} if given is None else given
     if not isinstance(given, Mapping):
-        raise ValueError(f"{option}.{name} must be a dict of rotary parameters, or null; got {show(given)}")
+        raise ValueError(f"{option}.{name} must be a dict of rotary parameters, or null; got {spell(given)}")
     # Some models have one dict for each kind of layer, which then must be named.
     kinds = {kind: inner for kind, inner in old.items() if isinstance(inner, dict)}
     if not kinds:
@@ -49,7 +49,7 @@ def set_rope_parameters(hf_config: Any, values: Mapping[str, Any], option: str) 
         hf_config.rope_parameters = _merged(old, parts[""], f"{option}.{name}")
     else:
         if beside or not given.keys() <= kinds.keys() or not all(isinstance(x, Mapping) for x in given.values()):
-            each, got = ", ".join(f"{kind}: {{…}}" for kind in kinds), show({**named, **beside})
+            each, got = ", ".join(f"{kind}: {{…}}" for kind in kinds), spell({**named, **beside})
             raise ValueError(f"{option} must have rope_parameters: {{{each}}}, by kind of layer; got {got}")
         parts = dict(given)
         merged = {kind: _merged(old[kind], inner, f"{option}.{name}.{kind}") for kind, inner in given.items()}
@@ -59,7 +59,7 @@ def set_rope_parameters(hf_config: Any, values: Mapping[str, Any], option: str) 
         hf_config.validate_rope()
     except (StrictDataclassError, AttributeError, KeyError, TypeError, ValueError) as error:
         must = f"{option}.rope_parameters must be one of a {type(hf_config).__name__}"
-        raise ValueError(f"{must}; got {show({**named, **beside})} ({str(error).splitlines()[-1]})") from error
+        raise ValueError(f"{must}; got {spell({**named, **beside})} ({str(error).splitlines()[-1]})") from error
     # transformers ignores what it does not read, so that a typo would train another model.
     rope, remote = hf_config.rope_parameters, bool(getattr(hf_config, "auto_map", None))
     for kind, part in parts.items():
@@ -72,7 +72,7 @@ def _merged(old: Mapping[str, Any], given: Mapping[str, Any], key: str) -> dict[
     if not types:
         return {**old, **given}
     if len({*map(str, types.values())}) > 1:
-        raise ValueError(f"{key} must have one type; got {show(types)}")
+        raise ValueError(f"{key} must have one type; got {spell(types)}")
     kept = {name: value for name, value in old.items() if name not in _OF_A_TYPE}
     return {**kept, **given, "rope_type": next(iter(types.values()))}
 
@@ -86,4 +86,4 @@ def _check_read(rope: Mapping[str, Any], given: Mapping[str, Any], key: str, rem
         raise ValueError(f"{key} must name the type that has {', '.join(unread)}; got rope_type=default")
     factor = given.get("factor", 1.0)
     if isinstance(factor, bool) or not isinstance(factor, (int, float)):
-        raise ValueError(f"{key}.factor must be a number; got {show(factor)}")
+        raise ValueError(f"{key}.factor must be a number; got {spell(factor)}")

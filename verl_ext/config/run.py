@@ -23,12 +23,12 @@ from verl_ext.config.model import PackedModel, model_kind
 from verl_ext.config.upstream import upstream_problems
 from verl_ext.config.weights import ModelNode
 from verl_ext.custom import custom_object
+from verl_ext.data import PackDataset, SFTDataSet
 from verl_ext.data.collated import CollatedDataset, is_collated
-from verl_ext.data.dataset import DataOptions, DatasetOptions, PackDataset
-from verl_ext.data.sft import SFTDataSet
+from verl_ext.data.options import DataOptions, DatasetOptions
 from verl_ext.engines.schedule import ScheduleOptions, StepOptimizerConfig
 from verl_ext.losses import LossOptions
-from verl_ext.options import Options, choice_problem, option, plain, refuse, show
+from verl_ext.options import Options, choice_problem, option, plain, refuse, spell
 from verl_ext.parallel.shards import ParallelOptions
 
 AFTER_EACH_EPOCH = "after_each_epoch"
@@ -111,12 +111,12 @@ class TrainerOptions(Options):
             kinds = {type(every) for every in frequencies(value) if every != AFTER_EACH_EPOCH}
             if not frequencies(value) or kinds - {int}:
                 must = f"trainer.{name} must be a whole number of steps or {AFTER_EACH_EPOCH}, or a list of both"
-                yield f"{must}; got {show(value)}"
+                yield f"{must}; got {spell(value)}"
         interval = self.profile_interval
         is_pair = isinstance(interval, list) and len(interval) == 2 and all(isinstance(step, int) for step in interval)
         if not is_pair or interval[0] > interval[1] or interval[0] < 0 <= interval[1]:
             must = "trainer.profile_interval must be [first step, last step], or [-1, -1] for none"
-            yield f"{must}; got {show(interval)}"
+            yield f"{must}; got {spell(interval)}"
         yield from _logger_problems(self.logger)
 
     @property
@@ -329,7 +329,7 @@ def _logger_problems(logger: object) -> Iterable[str | None]:
 
     names = [logger] if isinstance(logger, str) else logger
     if not isinstance(names, (list, tuple)) or not names:
-        yield f"trainer.logger must be a list of loggers, e.g. [console]; got {show(logger)}"
+        yield f"trainer.logger must be a list of loggers, e.g. [console]; got {spell(logger)}"
         return
     for name in names:
         yield choice_problem("trainer.logger", name, Tracking.supported_backend)

@@ -28,10 +28,10 @@ from verl_ext import legacy
 from verl_ext.config.model import PackedModel
 from verl_ext.config.run import NODES, dataset_class
 from verl_ext.config.weights import ModelNode
-from verl_ext.data.dataset import DataOptions, PackDataset
-from verl_ext.data.sft import SFTDataSet
+from verl_ext.data import PackDataset, SFTDataSet
+from verl_ext.data.options import DataOptions
 from verl_ext.engines.schedule import ScheduleOptions
-from verl_ext.options import Options, default_values, leaves, nearest_name, options_of, refuse, show, unknown
+from verl_ext.options import Options, default_values, leaves, nearest_name, options_of, refuse, spell, unknown
 from verl_ext.overrides import restored
 
 CONF = "verl_ext.conf"
@@ -190,7 +190,7 @@ def _foreign(node: Any, prefix: str, readers: dict[str, set[str]], read: set[str
     for key in sorted(set().union(*readers.values()) - read - set(_upstream()[prefix])):  # verl's keys always have one
         groups = [f"{prefix}={choice}" for choice, keys in readers.items() if key in keys]
         if node.get(key) is not None:
-            yield f"{prefix}.{key} is an option of {', '.join(groups)}; got {show(node[key])} without it"
+            yield f"{prefix}.{key} is an option of {', '.join(groups)}; got {spell(node[key])} without it"
 
 
 def names_own_class(name: Any) -> bool:
@@ -234,8 +234,8 @@ def _untranslated(config: DictConfig) -> Iterator[str]:
     for key in value_keys(config):
         if not legacy.is_name_of_verl(key) or key in legacy.DEPRECATED or key.removeprefix("data.") in own:
             continue
-        if (value := OmegaConf.select(config, key)) not in (None, OmegaConf.select(defaults, key)):
-            yield f"{key} must be given on the command line, which translates it for packs; got {show(value)} in a file"
+        if (item := OmegaConf.select(config, key)) not in (None, OmegaConf.select(defaults, key)):
+            yield f"{key} must be given on the command line, which translates it for packs; got {spell(item)} in a file"
 
 
 def value_keys(config: DictConfig) -> list[str]:

@@ -14,19 +14,20 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from verl_ext.answers.generation import generation_problem
-from verl_ext.attention import choose_backend, fallback_notices, flash_limit
+from verl_ext.attention import AttentionNeeds, KernelDevice, choose_backend, fallback_notices, flash_limit
+from verl_ext.attention.rope import same_frequencies_in_all_layers_up_to
 from verl_ext.config.adapters import lora_problems
-from verl_ext.engines.head import supported_head
+from verl_ext.engines.head import cheapest_head
 from verl_ext.engines.router import asks_for_router_loss, has_router_loss
 from verl_ext.engines.tiles import tileable, untileable
 from verl_ext.flops import windowed_layers
 from verl_ext.layers import MIXERS, SCANS, mixers_of, torch_forms, unknown_mixers
 from verl_ext.layers.experts import experts_problem, has_experts
-from verl_ext.layers.probe import isolation_problem, trial_model
 from verl_ext.layers.scans import kernels_problem
 from verl_ext.layers.towers import auto_class, freeze, model_class, outside_text
+from verl_ext.layers.trial import isolation_problem, sharing_problem, trial_model
 from verl_ext.losses import HEADS, row_bytes
-from verl_ext.options import first_line, show
+from verl_ext.options import first_line, spell
 from verl_ext.parallel.ulysses import HeadPadding
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ class Architecture:
 def model_support_problems(model: Architecture) -> list[str]:
     """List reasons why this architecture would leak between documents, or miscompute packs.
 
-    A small model of the same class is tried on a pack (verl_ext.layers.probe). Reasons that are known by name come
+    A small model of the same class is tried on a pack (verl_ext.layers.trial). Reasons that are known by name come
     first.
     """
     if getattr(model.hf_config, "model_type", None) == "qwen_titans":
@@ -194,6 +195,23 @@ def answering_problem(model: Architecture) -> str | None:
     return problem and f"eval.prompts must be null, or eval.base_url be given, for a {model.name}: {problem}"
 
 
+def _sharing_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:
+    """Yield a line for each reason against documents that share tokens."""
+    if config.parallel.context_parallel_size > 1:
+        yield f"{CP} must be 1 with data.share_prefixes=true; got {config.parallel.context_parallel_size}"
+    limit = same_frequencies_in_all_layers_up_to(model.text)
+    if limit is not None and config.max_tokens > limit:
+        why = f"up to which the rotary frequencies of a {model.name} are the same for all documents"
+        yield f"data.max_tokens must be at most {limit} with data.share_prefixes=true, {why}; got {config.max_tokens}"
+    try:
+        problem = sharing_problem(trial_model(model.hf_config, model.cls or auto_class(model.hf_config)))
+    except Exception as error:  # a model's code may raise any error
+        problem = first_line(error)
+    if problem is not None:
+        why = "which must carry nothing from token to token but attention"
+        yield f"data.share_prefixes must be false for a {model.name}, {why}; got true ({problem})"
+
+
 def option_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:
     """Yield a line for each option that this architecture cannot have."""
     block, row = config.loss.head_block_mib, -(-row_bytes(model.text.vocab_size, torch.bfloat16) // 2**20)
@@ -211,6 +229,8 @@ def option_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:
         yield f"model.enable_gradient_checkpointing must be false for a {model.name}, which has none; got true"
     if problem := experts_problem(model.module, config.model_options.experts):
         yield f"{problem}; got {config.model_options.experts}"
+    if getattr(config.dataset, "share_prefixes", False):
+        yield from _sharing_problems(config, model)
     yield from _freeze_problems(config, model)
     yield from lora_problems(config, model)
     if has_scans(model) and config.trainer.device == "cuda":
@@ -228,7 +248,7 @@ def _freeze_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:
     if options.freeze and options.lora_rank:
         yield (
             f"model.freeze must be [] with model.lora_rank={options.lora_rank}, which trains adapters alone "
-            f"(model.exclude_modules names modules without them); got {show(options.freeze)}"
+            f"(model.exclude_modules names modules without them); got {spell(options.freeze)}"
         )
     elif model.module is not None:
         try:
@@ -245,7 +265,7 @@ def has_scans(model: Architecture) -> bool:
 def head_in_use(config: "RunConfig", model: Architecture) -> str:
     """Return the head of `loss.head`, or the next best one possible."""
     asked = config.loss.head
-    return asked if model.module is None else max(asked, supported_head(model.module), key=HEADS.index)
+    return asked if model.module is None else max(asked, cheapest_head(model.module), key=HEADS.index)
 
 
 def model_notices(config: "RunConfig", model: Architecture, head: str) -> Iterator[str]:
@@ -300,7 +320,7 @@ def _frozen_notice(model: Architecture, patterns: Sequence[str]) -> Iterator[str
     """Count the frozen parameters; `option_problems` froze them in the meta-device model."""
     counts = [sum(p.numel() for p in model.module.parameters() if p.requires_grad is grad) for grad in (False, True)]
     if counts[0]:
-        outside, asked = ", ".join(outside_text(model.module)), f"model.freeze={show(patterns)}"
+        outside, asked = ", ".join(outside_text(model.module)), f"model.freeze={spell(patterns)}"
         why = [f"a text does not reach {outside}"] * bool(outside) + [asked] * bool(patterns)
         why = why or ["as the model's class has them"]
         yield f"{counts[0]:,} of {sum(counts):,} parameters are frozen ({'; '.join(why)}), {counts[1]:,} are trained"
@@ -312,8 +332,8 @@ def _kernel_notices(config: "RunConfig", model: Architecture) -> Iterator[str]:
     Without its flash kernel, torch's sdpa computes grouped heads with all scores ``[l, l]`` of a document in memory;
     with a window, it holds those of a block.
     """
-    backend, limit = chosen_backend(config, model)
-    asked, capability = config.attention.backend, config.machine.capability
+    asked, needs = config.attention.backend, _kernel_needs(config, model)
+    backend, limit = choose_backend(asked, *needs), flash_limit(*needs)
     layers, window = windowed_layers(model.text)
     has_window = window is not None and window < config.max_tokens and layers == model.text.num_hidden_layers
     if backend == "sdpa" and limit and not has_window:
@@ -322,21 +342,19 @@ def _kernel_notices(config: "RunConfig", model: Architecture) -> Iterator[str]:
             f"document's length: flash attention needs {limit}"
         )
     if not limit and asked == "auto":
-        restriction = attention_dropout(model.hf_config) or model.softcap
-        exact = bool(config.engine.full_determinism)
-        yield from fallback_notices(backend, restriction, capability, model.head_size, exact)
+        yield from fallback_notices(backend, *needs)
 
 
-def chosen_backend(config: "RunConfig", model: Architecture) -> tuple[str, str | None]:
-    """Return the attention backend, and flash attention's unmet requirement or None.
+def chosen_backend(config: "RunConfig", model: Architecture) -> str:
+    """Return the attention backend; raise ValueError if the requested one cannot run."""
+    return choose_backend(config.attention.backend, *_kernel_needs(config, model))
 
-    Raises ValueError if the requested backend cannot run.
-    """
-    dtype, capability = _DTYPES.get(config.param_dtype, torch.bfloat16), config.machine.capability
-    dropout, device = attention_dropout(model.hf_config), config.trainer.device
-    limit = flash_limit(dtype, model.head_size, capability, model.has_sinks and bool(dropout or model.softcap))
-    given = (capability, model.head_size, model.softcap, bool(config.engine.full_determinism))
-    return choose_backend(config.attention.backend, device, limit, dropout, *given), limit
+
+def _kernel_needs(config: "RunConfig", model: Architecture) -> tuple[AttentionNeeds, KernelDevice]:
+    dtype, dropout = _DTYPES.get(config.param_dtype, torch.bfloat16), attention_dropout(model.hf_config)
+    exact = bool(config.engine.full_determinism)
+    needs = AttentionNeeds(dtype, model.head_size, dropout, model.softcap, model.has_sinks, exact)
+    return needs, KernelDevice(config.trainer.device, config.machine.capability)
 
 
 def attention_dropout(hf_config: Any) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 
 from hydra.utils import get_class
 
-from verl_ext.options import choice_problem, show, type_problems
+from verl_ext.options import choice_problem, spell, type_problems
 
 _PACKS_SET_IT = "data.max_tokens and data.micro_batch_size_per_gpu decide what a forward holds"
 # key: (the only allowed value, the reason)
@@ -63,7 +63,7 @@ def upstream_problems(values: Mapping[str, Any]) -> Iterator[str | None]:
     for key, (holds, requirement) in _BOUNDS.items():
         value = select(values, key)
         if not any(line.startswith(f"{key} ") for line in ill_typed) and not holds(value):
-            yield f"{key} must be {requirement}; got {show(value)}"
+            yield f"{key} must be {requirement}; got {spell(value)}"
     yield choice_problem("engine.strategy", values["engine"]["strategy"], ("fsdp2",))
     for name, dtype in (values["engine"].get("mixed_precision") or {}).items():
         if dtype:
@@ -73,11 +73,11 @@ def upstream_problems(values: Mapping[str, Any]) -> Iterator[str | None]:
     betas = values["optim"]["betas"]
     is_pair = isinstance(betas, list) and len(betas) == 2
     if not is_pair or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas):
-        yield f"optim.betas must be two numbers from 0 to below 1; got {show(betas)}"
+        yield f"optim.betas must be two numbers from 0 to below 1; got {spell(betas)}"
     for name in ("save_contents", "load_contents"):  # load_contents defaults to save_contents
         contents = values["checkpoint"][name]
         if not isinstance(contents, list):
-            yield f"checkpoint.{name} must be a list of {', '.join(_CONTENTS)}; got {show(contents)}"
+            yield f"checkpoint.{name} must be a list of {', '.join(_CONTENTS)}; got {spell(contents)}"
         else:
             yield from (choice_problem(f"checkpoint.{name}", content, _CONTENTS) for content in contents)
 
@@ -88,7 +88,7 @@ def fixed_value_problems(
     """Yield a line with the reason for each option not so fixed."""
     for key, (allowed, why) in fixed.items():
         if (value := select(values, key, allowed)) != allowed:
-            yield f"{key} must be {show(allowed)}{condition}: {why}; got {show(value)}"
+            yield f"{key} must be {spell(allowed)}{condition}: {why}; got {spell(value)}"
 
 
 def select(values: Mapping[str, Any], key: str, default: Any = None) -> Any:

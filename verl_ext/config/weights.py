@@ -18,9 +18,9 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 
 from verl_ext.engines.activations import ActivationOptions
+from verl_ext.environment import UNKNOWN, files_digest, folder_digest
 from verl_ext.layers.towers import FreezeOptions, outside_text
-from verl_ext.nodes import UNKNOWN, digest_of_files, digest_of_folder
-from verl_ext.options import first_line, option, refuse, show
+from verl_ext.options import first_line, option, refuse, spell
 from verl_ext.text.read.json_records import parse_json
 
 _NAMED = 3  # the number of weights that a line names
@@ -166,7 +166,7 @@ def check_weights(
             for part in outside_text(model) if rest == set(found.get("missing_keys", ())) else ():
                 inside = {name for name in model.state_dict() if name.startswith(f"{part}.")}
                 rest = rest - inside | {f"{part}.*"} if inside and inside <= rest else rest
-            how = f" with model.override_config={show(override)}" if override else ""
+            how = f" with model.override_config={spell(override)}" if override else ""
             hint = f"; {_OPTION}=[{min(rest)}] names those that may {then.replace('are', 'be')}" if then else ""
             problems.append(
                 f"model.path must hold the weights of the {model_class.__name__} that its config means{how}; {path} "
@@ -200,15 +200,15 @@ def digest_of_weights(path: str) -> str:
     A Hub model is downloaded, and has the digest of a folder with the same files.
     """
     if os.path.exists(path):
-        return digest_of_folder(path, _ENDINGS)
+        return folder_digest(path, _ENDINGS)
     files = [Path(file) for file in _weight_files(path)]
-    return digest_of_files(sorted(files), files[0].parent)
+    return files_digest(sorted(files), files[0].parent)
 
 
 def revision(path: str) -> str:
     """Return a Hub model's commit here, or a folder's content digest."""
     if os.path.exists(path):
-        return digest_of_folder(path)
+        return folder_digest(path)
     file = utils.cached_file(path, utils.CONFIG_NAME)
     return Path(file).parent.name if file else UNKNOWN
 

@@ -1,4 +1,4 @@
-"""Datasets of packs. Importing this package imports neither torch nor verl nor `datasets`."""
+"""Datasets of packs; importing this package imports none of them."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from verl_ext.data.babilong import BABILongDataset
     from verl_ext.data.categories import CategoryTable
-    from verl_ext.data.dataset import PackDataset
+    from verl_ext.data.dataset import PackDataset, PackFacts
     from verl_ext.data.facts import check_vocabulary
+    from verl_ext.data.files_in_use import DataFile
     from verl_ext.data.own import DocumentDataset
     from verl_ext.data.pretrain import PreTrainDataset
     from verl_ext.data.sft import SFTDataSet
@@ -17,9 +18,11 @@ if TYPE_CHECKING:
 _MODULES = {
     "BABILongDataset": "data.babilong",
     "CategoryTable": "data.categories",
+    "DataFile": "data.files_in_use",
     "DocumentDataset": "data.own",
     "MultiDocDataset": "data.stream.multidoc",
     "PackDataset": "data.dataset",
+    "PackFacts": "data.dataset",
     "PreTrainDataset": "data.pretrain",
     "SFTDataSet": "data.sft",
     "check_vocabulary": "data.facts",
@@ -28,7 +31,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name when it is first used (PEP 562), so that `verl-ext index` runs without torch."""
+    """Import a name when it is first used (PEP 562)."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"verl_ext.{_MODULES[name]}"), name)

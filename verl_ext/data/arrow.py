@@ -17,21 +17,35 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from verl_ext.data.categories import CategoryNumbers
-from verl_ext.data.ranks import DataFile
+from verl_ext.data.categories import FolderCategories
+from verl_ext.data.files_in_use import DataFile
 from verl_ext.options import first_line
 from verl_ext.packing.plan import offsets_of
-from verl_ext.text.read.arrow_folder import STATE, Shard, read_shards
-from verl_ext.text.tokens.dataset_folder import DOCUMENT_COLUMNS, TOKEN_COLUMNS, has_document_columns, is_marked
+from verl_ext.text.arrow_folder import (
+    DOCUMENT_COLUMNS,
+    FIRST_BLOCK,
+    STATE,
+    TOKEN_COLUMNS,
+    Shard,
+    is_marked,
+    read_shards,
+)
 
 _END = b"\xff\xff\xff\xff\0\0\0\0"  # the end of a stream of record batches
 
 
-def open_folder(folder: str, key: str) -> pa.Table:
-    """Open the dataset in `folder`, memory-mapped, with the mandatory columns and at least one row.
+class OpenFolder(NamedTuple):
+    """The rows of a tokenized folder."""
 
-    Raises:
-        ValueError: if there is no folder, no single dataset, no document, or a column is missing; it names `key`.
+    table: pa.Table
+    shards: tuple[Shard, ...]
+    is_ours: bool  # the shards have facts of documents that verl-ext wrote
+
+
+def open_folder(folder: str, key: str) -> OpenFolder:
+    """Open the dataset in `folder`, memory-mapped.
+
+    Raises ValueError, which names `key`, if there is no single dataset, no document, or a column is missing.
     """
     path = Path(folder)
     if problem := _folder_problem(path):
@@ -48,7 +62,8 @@ def open_folder(folder: str, key: str) -> pa.Table:
     except Exception as error:  # damaged bytes can make Arrow raise any error
         reason = first_line(error)
         raise ValueError(f"{key} must be a complete dataset folder; {folder} cannot be opened: {reason}") from error
-    wanted = [*TOKEN_COLUMNS, *(DOCUMENT_COLUMNS if is_marked(table.schema) else ())]
+    is_ours = all(is_marked(shard.schema) for shard in tables)
+    wanted = [*TOKEN_COLUMNS, *(DOCUMENT_COLUMNS if is_ours and tables else ())]
     if missing := [name for name in wanted if name not in names]:
         raise ValueError(
             f"{key} must have the columns {', '.join(wanted)}; {folder} lacks {', '.join(missing)} "
@@ -56,11 +71,11 @@ def open_folder(folder: str, key: str) -> pa.Table:
         )
     if not len(table):
         raise ValueError(f"{key} must hold at least one document; {folder} has none")
-    return table
+    return OpenFolder(table, shards, is_ours)
 
 
 def _check_whole(path: Path, shard: Shard) -> None:
-    """Raise ValueError if a shard is cut short, because Arrow accepts a shard that ends between batches."""
+    """Raise ValueError if a shard is cut short, which Arrow may accept."""
     with path.open("rb") as file:
         size = file.seek(0, io.SEEK_END)
         file.seek(max(0, size - len(_END)))
@@ -72,7 +87,7 @@ def _check_whole(path: Path, shard: Shard) -> None:
 
 
 def _folder_problem(path: Path) -> str | None:
-    """Return the requirement that `path` does not meet, None if it meets all."""
+    """Return the requirement that `path` does not meet, if any."""
     wanted = "a folder written by `verl-ext tokenize` or by datasets' save_to_disk"
     if not path.is_dir():
         return f"{wanted}; {path} {'is a file' if path.exists() else 'does not exist'}"
@@ -90,28 +105,28 @@ def _folder_problem(path: Path) -> str | None:
 
 LIST_KINDS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 
-Lookup = Callable[[NDArray[Any]], NDArray[np.int64]] | None
+Convert = Callable[[Any], NDArray[Any]]
 Piece = tuple[int, int, int]  # chunk, begin, end: values of one chunk, counted from the first value of its first row
 
 
 class ListColumn:
-    """A list column of rows 0..N-1, possibly from several tables in order (their types may differ).
+    """A list column of rows 0..N-1, whose chunks may differ in type.
 
     Columns with the same chunks and row lengths have the same pieces: the pieces that `pieces` of one of them finds
     suit `gather` of each.
     """
 
     def __init__(
-        self, chunks: list[pa.Array], name: str, kinds: tuple[str, ...], key: str, lookups: Sequence[Lookup] = ()
+        self, chunks: list[pa.Array], name: str, kinds: tuple[str, ...], key: str, maps: Sequence[Convert | None] = ()
     ) -> None:
-        """Check the type and the borders of the chunks. Raises ValueError, which names `key`.
+        """Check the chunks; raise ValueError, which names `key`.
 
-        kinds: the kinds that the values may have, of `integer`, `boolean`, `floating`. lookups: how to convert the
-        values of each chunk, None to leave them as they are.
+        kinds: the kinds that the values may have, of `integer`, `boolean`, `floating`. maps: how to convert the values
+        of each chunk, None to leave them as they are.
         """
         self._chunks = [chunk for chunk in chunks if len(chunk)]
-        given = lookups or [None] * len(chunks)
-        self._lookups = [lookup for chunk, lookup in zip(chunks, given, strict=True) if len(chunk)]
+        of_chunks = maps or [None] * len(chunks)
+        self._maps = [of_chunk for chunk, of_chunk in zip(chunks, of_chunks, strict=True) if len(chunk)]
         for kind in {chunk.type for chunk in self._chunks}:
             is_list = any(is_kind(kind) for is_kind in LIST_KINDS)
             if not is_list or not any(getattr(pa.types, f"is_{wanted}")(kind.value_type) for wanted in kinds):
@@ -134,29 +149,27 @@ class ListColumn:
         """Return the number of values in each row, integer[N]."""
         return np.concatenate([np.diff(_offsets(chunk)) for chunk in self._chunks])
 
-    def block(self, first: int, last: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
-        """Return rows first..last-1, all in one chunk: (offsets int64[last-first+1] from 0, values)."""
+    def block(self, first: int, last: int) -> NDArray[Any]:
+        """Return the values of rows first..last-1, all in one chunk."""
         number = int(np.searchsorted(self.first_row, first, side="right")) - 1
         offsets, values = self._view(number)
         row = first - int(self.first_row[number])
         assert row + last - first < len(offsets), "a block must lie in one chunk"
-        ends = offsets[row : row + last - first + 1].astype(np.int64)
-        begin = int(ends[0]) - int(offsets[0])
-        ends -= ends[0]
-        return ends, values[begin : begin + int(ends[-1])]
+        begin, end = (int(offsets[at]) - int(offsets[0]) for at in (row, row + last - first))
+        return values[begin:end]
 
     def pieces(self, row: NDArray[np.int64], start: NDArray[np.int64], length: NDArray[np.int64]) -> list[Piece]:
         """Locate tokens start..start+length-1 of each row."""
         chunk = np.searchsorted(self.first_row, row, side="right") - 1
         within = row - self.first_row[chunk]
-        found = []
+        pieces = []
         for number, local, skip, count in zip(
             chunk.tolist(), within.tolist(), start.tolist(), length.tolist(), strict=True
         ):
             offsets = self._view(number)[0]
             begin = offsets.item(local) - offsets.item(0) + skip
-            found.append((number, begin, begin + count))
-        return found
+            pieces.append((number, begin, begin + count))
+        return pieces
 
     def gather(self, pieces: Sequence[Piece], out: NDArray[Any]) -> None:
         """Write the values of `pieces` to `out`, one after the other."""
@@ -166,9 +179,9 @@ class ListColumn:
         np.concatenate(parts, out=out, casting="same_kind")
 
     def _view(self, number: int) -> tuple[NDArray[Any], Any]:
-        """Return (offsets, values) of a chunk; the values begin with the first value of its first row.
+        """Return a chunk's offsets and values, from its first row on.
 
-        Slices of values are numpy arrays. They are views unless the values are bit-packed or looked up.
+        Slices of values are numpy arrays. They are views unless the values are bit-packed or converted.
         """
         view = self._views[number]
         if view is None:
@@ -179,8 +192,8 @@ class ListColumn:
                 flat: Any = _Converted(values, lambda bits: bits.to_numpy(zero_copy_only=False))
             else:
                 flat = values.to_numpy(zero_copy_only=True)
-            if (lookup := self._lookups[number]) is not None:
-                flat = _Converted(flat, lookup)
+            if (convert := self._maps[number]) is not None:
+                flat = _Converted(flat, convert)
             view = self._views[number] = (offsets, flat)
         return view
 
@@ -188,7 +201,7 @@ class ListColumn:
 class _Converted:
     """Values that are converted slice by slice."""
 
-    def __init__(self, values: Any, convert: Callable[[Any], NDArray[Any]]) -> None:
+    def __init__(self, values: Any, convert: Convert) -> None:
         self._values, self._convert = values, convert
 
     def __getitem__(self, part: slice) -> NDArray[Any]:
@@ -210,7 +223,7 @@ VALUE_KINDS = {
 
 
 def fitting(first: int, lengths: NDArray[np.integer], max_tokens: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of rows, from `first` on, of these lengths; each has at most `max_tokens` tokens or one row."""
+    """Yield ranges of rows of at most `max_tokens` tokens, or one row."""
     offsets, row = offsets_of(lengths), 0
     while row < len(lengths):
         until = max(int(np.searchsorted(offsets, offsets[row] + max_tokens, side="right")) - 1, row + 1)
@@ -219,49 +232,51 @@ def fitting(first: int, lengths: NDArray[np.integer], max_tokens: int) -> Iterat
 
 
 class DocumentColumns(NamedTuple):
-    """Facts of each document, integer[N]; -1 in the rows of folders that do not have them."""
+    """Facts of each document, integer[N]; -1 where a folder lacks them."""
 
     num_targets: NDArray[Any]
     lowest_token_id: NDArray[Any]
     highest_token_id: NDArray[Any]
     full_length: NDArray[Any]  # before it was cut
-    category: NDArray[Any]
+    category: NDArray[Any]  # of the document's record, which its targets have
 
 
 class TokenizedData:
-    """The columns of one or several tokenized folders, in order; they pickle as the folders' paths.
+    """The columns of tokenized folders, in order; they pickle as paths.
 
     `columns[name]` is a ListColumn of N rows for input_ids, loss_mask, category_ids and, if the folders have it,
-    loss_weight. Categories of one name have one number in all folders (see categories.py); reading a value that could
-    be of two categories raises ValueError.
+    loss_weight. Categories of one name have one number in all folders, with its name in `category_names`; reading a
+    value that could be of two categories raises ValueError.
     """
 
     def __init__(self, folders: Sequence[str], key: str = "data.train_dir", check: bool = True) -> None:
-        """Open `folders`; with `check`, every list column must be as long as `length` says, in every row.
+        """Open `folders`.
 
-        Raises:
-            ValueError: if a folder is no tokenized dataset, columns have a wrong type, or lengths disagree.
+        check: compare the rows of every list column with `length`.
+
+        Raises ValueError if a folder is no tokenized dataset, columns have a wrong type, or lengths disagree.
         """
         self.folders, self.key = tuple(folders), key
-        self._tables = [open_folder(folder, key) for folder in self.folders]
+        self._folders = [open_folder(folder, key) for folder in self.folders]
+        tables = [folder.table for folder in self._folders]
         names = list(VALUE_KINDS)
-        with_weight = ["loss_weight" in table.column_names for table in self._tables]
+        with_weight = ["loss_weight" in table.column_names for table in tables]
         if not any(with_weight):
             names.remove("loss_weight")
         elif not all(with_weight):
             lacking = self.folders[with_weight.index(False)]
             raise ValueError(f"{key} must have loss_weight in all of its folders or in none; {lacking} lacks it")
-        self._lookups = CategoryNumbers.read(self.folders).lookups  # one for each folder
-        self.columns = {}
-        for name in names:
-            lookups = []
-            if name == "category_ids":
-                for table, lookup in zip(self._tables, self._lookups, strict=True):
-                    lookups += [lookup] * table.column(name).num_chunks
-            self.columns[name] = ListColumn(self._chunks(name), name, VALUE_KINDS[name], key, lookups)
+        # Each folder has numbers of categories of its own, which are converted when they are read.
+        categories = FolderCategories.read(self.folders)
+        self.category_names, self._maps = categories.names, categories.maps
+        of_table = zip(tables, self._maps, strict=True)
+        maps = {"category_ids": [numbers for table, numbers in of_table for _ in table.column("category_ids").chunks]}
+        self.columns = {
+            name: ListColumn(self._chunks(name), name, VALUE_KINDS[name], key, maps.get(name, ())) for name in names
+        }
+        # Arrow files keep all columns in the same record batches, so that pieces of one column are those of all.
         first_row = self.columns["input_ids"].first_row
-        same = all(np.array_equal(column.first_row, first_row) for column in self.columns.values())
-        assert same, "Arrow files keep all columns in the same record batches"
+        assert all(np.array_equal(column.first_row, first_row) for column in self.columns.values())
         if check:
             self._check_lengths()
 
@@ -274,12 +289,11 @@ class TokenizedData:
     @cached_property
     def files(self) -> tuple[DataFile, ...]:
         """The shards of all folders, in the order of their rows."""
-        found = []
-        for folder in map(Path, self.folders):
-            recorded = (folder / STATE).stat().st_mtime_ns
-            for name, _, checksum in read_shards(folder):
-                found.append(DataFile(str(folder / name), checksum, recorded))
-        return tuple(found)
+        files = []
+        for path, folder in zip(map(Path, self.folders), self._folders, strict=True):
+            recorded = (path / STATE).stat().st_mtime_ns
+            files += [DataFile(str(path / shard.name), shard.xxh3_128, recorded) for shard in folder.shards]
+        return tuple(files)
 
     @cached_property
     def lengths(self) -> NDArray[np.integer]:
@@ -297,51 +311,54 @@ class TokenizedData:
 
     @cached_property
     def document_columns(self) -> DocumentColumns | None:
-        """The facts of each document, which verl-ext's folders have as columns; None if there is no such folder."""
-        ours = [has_document_columns(Path(folder)) for folder in self.folders]
-        if not any(ours):
+        """The columns of verl-ext's folders; None if there is none."""
+        if not any(folder.is_ours for folder in self._folders):
             return None
         columns = []
         for name in DOCUMENT_COLUMNS:
             parts = []
-            for table, lookup, is_ours in zip(self._tables, self._lookups, ours, strict=True):
+            for (table, _, is_ours), numbers in zip(self._folders, self._maps, strict=True):
                 part = table.column(name).to_numpy() if is_ours else np.full(table.num_rows, -1, np.int32)
-                parts.append(lookup(part) if name == "document_category" and is_ours and lookup else part)
+                parts.append(numbers(part) if name == "document_category" and is_ours and numbers else part)
             columns.append(np.concatenate(parts))
         return DocumentColumns(*columns)
 
+    @property
+    def first_blocks(self) -> NDArray[np.uint64] | None:
+        """The hashes that `verl-ext tokenize` writes; None if a folder lacks them."""
+        if not all(folder.is_ours and FIRST_BLOCK in folder.table.column_names for folder in self._folders):
+            return None
+        parts = [folder.table.column(FIRST_BLOCK).to_numpy() for folder in self._folders]
+        return np.concatenate(parts).view(np.uint64)
+
     def block(self, first: int, last: int) -> dict[str, NDArray[Any]]:
         """Return the values of rows first..last-1, all in one chunk, by column."""
-        return {name: column.block(first, last)[1] for name, column in self.columns.items()}
+        return {name: column.block(first, last) for name, column in self.columns.items()}
 
     def gather(
         self, row: NDArray[np.int64], start: NDArray[np.int64], length: NDArray[np.int64], out: dict[str, NDArray[Any]]
     ) -> None:
-        """Write tokens start..start+length-1 of each row to the arrays of `out`, by column, one after the other."""
+        """Write tokens start..start+length-1 of each row to `out`, by column."""
         pieces = self.columns["input_ids"].pieces(row, start, length)
         for name, values in out.items():
             self.columns[name].gather(pieces, values)
 
     def text(self, name: str, row: int) -> str:
-        """Return the text in row `row` of column `name`, of the first folder."""
-        return self._tables[0].column(name)[row].as_py()
+        """Return a text of the first folder."""
+        return self._folders[0].table.column(name)[row].as_py()
 
     def first_rows(self) -> NDArray[np.int64]:
-        """Return the first row of every folder, then the number of rows, int64[F+1]."""
-        return np.cumsum([0, *(table.num_rows for table in self._tables)], dtype=np.int64)
+        """Return the first row of every folder and their number, int64[F+1]."""
+        return np.cumsum([0, *(folder.table.num_rows for folder in self._folders)], dtype=np.int64)
 
     def blocks(self, first: int, last: int, max_tokens: int) -> Iterator[tuple[int, int]]:
-        """Yield ranges that cover rows first..last-1 in order, each of at most `max_tokens` tokens or one row.
-
-        A range lies in one chunk of every column.
-        """
-        edges = np.concatenate([[first, last], *(column.first_row for column in self.columns.values())])
-        edges = np.unique(edges[(edges >= first) & (edges <= last)])
+        """Yield ranges like `fitting`, each in one chunk of every column."""
+        edges = np.unique(np.append(self.columns["input_ids"].first_row.clip(first, last), [first, last]))
         for begin, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
             yield from fitting(begin, self.lengths[begin:end], max_tokens)
 
     def _chunks(self, name: str) -> list[pa.Array]:
-        return [chunk for table in self._tables for chunk in table.column(name).chunks]
+        return [chunk for folder in self._folders for chunk in folder.table.column(name).chunks]
 
     def _check_lengths(self) -> None:
         for name, column in self.columns.items():

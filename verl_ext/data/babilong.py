@@ -14,29 +14,30 @@ tokenizer adds at either end are kept.
 import json
 import os
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from typing_extensions import override
 
+from verl_ext.cache import fingerprint
 from verl_ext.data.babilong_answers import is_right_answer
-from verl_ext.data.dataset import DatasetOptions, missing_paths
-from verl_ext.data.measure import AnswerMeasure
+from verl_ext.data.options import DatasetOptions, missing_paths
 from verl_ext.data.sft import SFTOptions
 from verl_ext.data.text_set import TextSet, TextSetOptions
-from verl_ext.options import Options, option, plain
+from verl_ext.options import DataError, Options, UsageError, option, plain
 from verl_ext.packing import MOST_TOKENS
 from verl_ext.text.chat.special_tokens import SpecialTokens, as_plain_text
-from verl_ext.text.read.json_records import BadRecord
-from verl_ext.text.read.readers import read_batches
+from verl_ext.text.encoder import Encoder
+from verl_ext.text.encoder_texts import without_middle
+from verl_ext.text.read.readers import Chunk, ChunkSize, read_record
 from verl_ext.text.read.sources import SourceFile, absolute_path
-from verl_ext.text.tokenizing import Encoder, number_categories
-from verl_ext.text.tokens.documents import Counts, Document, Documents, concat_documents
+from verl_ext.text.records.bad_record import BadRecord, check_characters
+from verl_ext.text.tokens.documents import Document, Documents
+from verl_ext.text.tokens.tokenizer import tokenizer_facts
 
 FIELDS = ("input", "question", "target")
 LINE_BREAKS = 2  # the most tokens that the two line breaks before "Question:" take
@@ -100,27 +101,6 @@ class BABILongOptions(TextSetOptions, SampleOptions):
         return replace(self, max_tokens=self.max_length)
 
 
-class BabilongRecord(NamedTuple):
-    """One record; `number` counts from 0 in the list of the file at `path`."""
-
-    path: str
-    number: int
-    input: str
-    question: str
-    target: str
-
-    def __str__(self) -> str:
-        return f"record {self.number} of {self.path}"
-
-
-class SampleTokens(NamedTuple):
-    """A sample: input_ids int32[T], T ≤ max_length, ending in `targets` answer tokens; full_tokens: T if uncut."""
-
-    input_ids: NDArray[np.int32]
-    targets: int
-    full_tokens: int
-
-
 def question_prompt(context: str, question: str) -> str:
     """Return the prompt of a model; `context` is the record's input."""
     return f"{context}\n\nQuestion: {question}\nAnswer:"
@@ -130,6 +110,7 @@ class BABILongEncoder(Encoder):
     """An encoder of records as documents of prompt and answer, cut to max_length tokens."""
 
     Options, texts = SampleOptions, ("question", "target")
+    reads = f"JSON lists of records of {', '.join(FIELDS)}"
     options: SampleOptions
 
     @property
@@ -137,127 +118,132 @@ class BABILongEncoder(Encoder):
         """The most tokens that a prompt may have."""
         return self.options.max_length - self.options.answer_reserve_tokens
 
-    def encode(self, files: Sequence[SourceFile], batch_bytes: int) -> Iterator[Documents]:
-        """Yield the files' documents. Raises ValueError like `samples`, or if a file is empty or not a record list."""
-        records_of: Counter[str] = Counter()
-        for batch in read_batches(files, lambda source: False, batch_bytes):
-            records = []
-            for chunk in batch.chunks:
-                for _, raw in chunk.records:
-                    records.append(self._record(raw, chunk.path, records_of[chunk.path]))
-                    records_of[chunk.path] += 1
-            if batch.failure:
-                raise ValueError(f"{self.key} must hold JSON lists of records; {batch.failure}")
-            if not records:
-                continue
-            samples = []
-            for ids, targets, full_tokens in self.samples(records):
-                mask = (np.arange(-len(ids), 0) >= -targets).astype(np.int8)
-                samples.append(Document(ids, mask, full_length=full_tokens))
-            documents = concat_documents(samples, batch.source, batch.num_bytes, Counts(records=len(records)))
-            documents.texts = {name: [getattr(record, name) for record in records] for name in self.texts}
-            yield documents
-        for file in files:
-            if not records_of[file.path]:
-                raise ValueError(f"{self.key} must hold at least one record in every file; {file.path} has none")
+    @cached_property
+    def _special(self) -> SpecialTokens:
+        return SpecialTokens(self.tokenizer, self.key)
+
+    def open(self) -> None:
+        """Check that the tokenizer has the tokens that are added."""
+        if self.options.append_eos and self.tokenizer.eos_token_id is None:
+            raise UsageError("data.append_eos=true needs a tokenizer with an eos_token; it has none")
+
+    def fingerprint(self) -> str:
+        """Return a digest of the tokenizer and the options."""
+        return fingerprint([tokenizer_facts(self.tokenizer), self.tokenizer.eos_token_id, vars(self.options)])
 
     @override
+    def read(self, file: SourceFile, size: ChunkSize) -> Iterator[Chunk]:
+        is_empty = True
+        for chunk in super().read(file, size):
+            is_empty = is_empty and not chunk.records
+            yield chunk
+        if is_empty:
+            raise DataError(f"{file.path}: must hold at least one record; it has none")
+
+    @override
+    def failure(self, bad: BadRecord, place: str) -> str:
+        return f"{place}: {bad}"
+
+    def encode(self, chunk: Chunk) -> Documents:
+        """Return the documents of a chunk, one for each record."""
+        records = [self._record(raw) for _, raw in chunk.records]
+        usable = iter(self._tokens([record for record in records if isinstance(record, dict)]))
+        places = (place for place, _ in chunk.records)
+        makers = (
+            partial(self._document, record, next(usable) if isinstance(record, dict) else None, place)
+            for record, place in zip(records, places, strict=True)
+        )
+        return self.made(chunk, makers)
+
     def notices(self, total: Mapping[str, Any]) -> Iterator[str]:
+        """Yield a line for each way in which documents differ from the records; total: the counts in the report."""
         if cut := total["over_length"]:
             yield (
-                f"{cut['truncated_documents']} of {total['documents']} samples have prompts over {self.prompt_tokens} "
-                f"tokens: cut by {cut['truncated_tokens']} tokens in all (data.truncate={self.options.truncate})"
+                f"{cut['documents']} of {total['documents']} samples have prompts over {self.prompt_tokens} "
+                f"tokens: cut by {cut['tokens']} tokens in all (data.truncate={self.options.truncate})"
             )
 
-    def _record(self, raw: Any, path: str, number: int) -> BabilongRecord:
-        if isinstance(raw, bytes):  # the file has one object per line
-            raise ValueError(f"{self.key} must hold JSON lists of records; {path} is no list")
-        where = f"record {number} of {path}"
-        fields = f"{self.key} must hold records of {', '.join(FIELDS)}; {where}"
-        if isinstance(raw, BadRecord):
-            raise ValueError(f"{fields}: {raw}")
-        if not isinstance(raw, dict):
-            raise ValueError(f"{fields} is no object")
-        for name in FIELDS:
-            if name not in raw:
-                raise ValueError(f"{fields} has no {name}")
-            text, value = f"{self.key} must hold records of text; {name} of {where}", raw[name]
-            if not isinstance(value, str):
-                kinds = {list: "a list", dict: "an object", int: "a number", float: "a number"}
-                raise ValueError(f"{text} is {kinds.get(type(value)) or json.dumps(value)}")
-            try:
-                value.encode()
-            except UnicodeEncodeError as error:
-                raise ValueError(f"{text} has half of a surrogate pair") from error
-        return BabilongRecord(path, number, *(raw[name] for name in FIELDS))
+    def _record(self, raw: Any) -> dict[str, Any] | BadRecord:
+        try:
+            if isinstance(raw, bytes):
+                raise BadRecord("no_list", "the file is no list: it has an object on each line")
+            record = read_record(raw)
+            for name in FIELDS:
+                if name not in record:
+                    raise BadRecord("no_text", f"the record has no {name}")
+                if not isinstance(record[name], str):
+                    raise BadRecord("non_string_text", f"{name} must be a text; got {json.dumps(record[name])[:80]}")
+                check_characters(record[name])
+                # A slow tokenizer would take the names of special tokens for the tokens themselves.
+                if not getattr(self.tokenizer, "is_fast", False) and (named := self._special.found(record[name])):
+                    needed = "which only a fast tokenizer can encode as text"
+                    raise BadRecord("special_token", f"{name} holds the special token {named[0][0]}, {needed}")
+            return record
+        except BadRecord as bad:
+            return bad
 
-    def samples(self, records: Sequence[BabilongRecord]) -> list[SampleTokens]:
-        """Return one sample for each record.
-
-        Raises:
-            ValueError: if append_eos is set and the tokenizer has no EOS; also, naming the record, if an answer has no
-                token or more than answer_reserve_tokens, or max_length has no room for a question.
-        """
-        if self.options.append_eos and self.tokenizer.eos_token_id is None:
-            raise ValueError("data.append_eos=true needs a tokenizer with an eos_token; it has none")
-        if not getattr(
-            self.tokenizer, "is_fast", False
-        ):  # it would take the names of special tokens for the tokens themselves
-            special = SpecialTokens(self.tokenizer, self.key)
-            for record in records:
-                if found := special.found(f"{record.input}\n{record.question}\n{record.target}"):
-                    needed = "must hold no name of a special token for a tokenizer that is not a fast one"
-                    raise ValueError(f"{self.key} {needed}; {record} has {found[0][0]}")
+    def _tokens(self, records: Sequence[dict[str, Any]]) -> list[tuple[list[int], Any, list[int]]]:
+        """Return (prompt, its encoding by a fast tokenizer, answer) of each record."""
+        if not records:
+            return []
         how = {"padding": False, "truncation": False, "return_attention_mask": False, "return_token_type_ids": False}
         how |= {"verbose": False, **as_plain_text(self.tokenizer)}  # avoids a warning above model_max_length
-        prompts = self.tokenizer([question_prompt(record.input, record.question) for record in records], **how)
-        answers = self.tokenizer([f" {record.target}" for record in records], add_special_tokens=False, **how)
-        samples = []
-        for number, record in enumerate(records):
-            answer = self._checked_answer(answers["input_ids"][number], record)
-            prompt = whole = np.asarray(prompts["input_ids"][number], np.int32)
-            if len(whole) > self.prompt_tokens:
-                prompt = self._cut(whole, prompts.encodings and prompts.encodings[number], record)
-            ids = np.concatenate([prompt, np.asarray(answer, np.int32)])
-            samples.append(SampleTokens(ids, len(answer), len(whole) + len(answer)))
-        return samples
+        prompts = self.tokenizer([question_prompt(record["input"], record["question"]) for record in records], **how)
+        answers = self.tokenizer([f" {record['target']}" for record in records], add_special_tokens=False, **how)
+        encodings = prompts.encodings or [None] * len(records)
+        return list(zip(prompts["input_ids"], encodings, answers["input_ids"], strict=True))
 
-    def _checked_answer(self, tokens: list[int], record: BabilongRecord) -> list[int]:
-        if not tokens or not record.target.strip():
-            raise ValueError(f"{self.key} must hold an answer in every record; target of {record} is {record.target!r}")
+    def _document(self, record: dict[str, Any] | BadRecord, tokens: Any, place: str) -> Document:
+        """Return a record's document.
+
+        Raises `BadRecord`, and `UsageError` for an answer longer than answer_reserve_tokens, or if max_length has no
+        room for the question.
+        """
+        if isinstance(record, BadRecord):
+            raise record
+        prompt, encoding, answer = tokens
+        answer = self._checked_answer(answer, record["target"], place)
+        ids = np.asarray(prompt, np.int32)
+        if len(prompt) > self.prompt_tokens:
+            ids = without_middle(ids, self.prompt_tokens, self._last_tokens(len(prompt), encoding, record, place))
+        mask = np.repeat([0, 1], [len(ids), len(answer)]).astype(np.int8)
+        ids = np.append(ids, np.asarray(answer, np.int32))
+        return Document(ids, mask, full_length=len(prompt) + len(answer), texts=[record[name] for name in self.texts])
+
+    def _checked_answer(self, tokens: list[int], target: str, place: str) -> list[int]:
+        if not tokens or not target.strip():
+            raise BadRecord("empty", f"target must be an answer; got {target!r}")
         end = [self.tokenizer.eos_token_id] * self.options.append_eos
         answer, reserve = [*tokens, *end], self.options.answer_reserve_tokens
         if len(answer) > reserve:
-            got = f"{reserve}, but {record} has an answer of {len(answer)} tokens{', EOS included' * len(end)}"
-            raise ValueError(f"data.answer_reserve_tokens must hold every answer; got {got}")
+            got = f"{reserve}, but {place} has an answer of {len(answer)} tokens{', EOS included' * len(end)}"
+            raise UsageError(f"data.answer_reserve_tokens must hold every answer; got {got}")
         return answer
 
-    def _cut(self, prompt: NDArray[np.int32], encoding: Any, record: BabilongRecord) -> NDArray[np.int32]:
-        """Return `prompt` cut to prompt_tokens tokens: its beginning, and the part of its end that `truncate` keeps."""
+    def _last_tokens(self, size: int, encoding: Any, record: dict[str, Any], place: str) -> int:
+        """Return how many tokens at the end of a prompt of `size` tokens stay, those that `truncate` keeps."""
         if encoding is None:
             limit, kind = self.prompt_tokens, type(self.tokenizer).__name__
-            raise ValueError(
+            raise UsageError(
                 f"prompts over {limit} tokens need a fast tokenizer (tokenizer.is_fast) to be cut; got {kind}, and "
-                f"{record} has {len(prompt)}"
+                f"{place} has {size}"
             )
         special = encoding.special_tokens_mask
-        size, leading = len(prompt), special.index(0)
-        keep_from = size - special[::-1].index(0)
+        leading, keep_from = special.index(0), size - special[::-1].index(0)
         if self.options.truncate == "context":
             keep_from = self._question_begins(encoding, record, leading, keep_from)
-        begin = self.prompt_tokens - (size - keep_from)
-        if begin < leading:
+        if self.prompt_tokens - (size - keep_from) < leading:
             reserve = self.options.answer_reserve_tokens
-            raise ValueError(
+            raise UsageError(
                 f"data.max_length must hold the question and data.answer_reserve_tokens={reserve}; got "
-                f"{self.options.max_length}, but {record} needs at least {leading + size - keep_from + reserve}"
+                f"{self.options.max_length}, but {place} needs at least {leading + size - keep_from + reserve}"
             )
-        return np.concatenate([prompt[:begin], prompt[keep_from:]])
+        return size - keep_from
 
-    def _question_begins(self, encoding: Any, record: BabilongRecord, first: int, end: int) -> int:
+    def _question_begins(self, encoding: Any, record: dict[str, Any], first: int, end: int) -> int:
         """Return the first token of the question; first..end-1 are the tokens that are not special."""
-        context = len(record.input)
-        characters = range(context, len(question_prompt(record.input, record.question)))
+        context = len(record["input"])
+        characters = range(context, len(question_prompt(record["input"], record["question"])))
         found = ((at, token) for at in characters if (token := encoding.char_to_token(at)) is not None)
         character, token = next(found, (context, end))
         if character > context:  # offsets omit white space, for which a tokenizer may still have tokens
@@ -267,19 +253,17 @@ class BABILongEncoder(Encoder):
         return token
 
 
-def find_task_files(paths: Sequence[str], key: str) -> tuple[list[SourceFile], dict[int, str]]:
-    """Return (files, category number -> name) of paths to JSON files or to folders with *.json or */*.json.
+def find_task_files(paths: Sequence[str], key: str) -> list[tuple[SourceFile, str]]:
+    """Return (file, category) of paths to JSON files or to folders with *.json or */*.json.
 
     The paths keep their order; a folder's files are sorted by name, numbers by value. The category of …/qa1/32k.json is
     `<task>_<size>`, or else the file's stem. Raises ValueError, which names `key`, if there are none.
     """
-
-    def category_of(file: SourceFile) -> str:
-        path = Path(file.path)
-        return f"{path.parent.name}_{path.stem}" if re.fullmatch(r"qa\d+", path.parent.name) else path.stem
-
-    found = [file for path in paths for file in _json_files(Path(absolute_path(path)), key)]
-    return number_categories([SourceFile(0, str(file), "json", file.stat().st_size) for file in found], category_of)
+    found = []
+    for file in (file for path in paths for file in _json_files(Path(absolute_path(path)), key)):
+        category = f"{file.parent.name}_{file.stem}" if re.fullmatch(r"qa\d+", file.parent.name) else file.stem
+        found.append((SourceFile(0, str(file), "json", file.stat().st_size), category))
+    return found
 
 
 def _json_files(path: Path, key: str) -> list[Path]:
@@ -345,13 +329,9 @@ class BABILongDataset(TextSet):
     def question(self, pack: int) -> BABILongQuestion:
         """Return the question of row `pack`, the right answer and its category."""
         row, columns = int(self.spans.row[pack]), self._data.document_columns
-        assert columns is not None, "tokenized() writes them"
+        assert columns is not None, "a set of texts has them"
         name = self.category_names[int(columns.category[row])]
         return BABILongQuestion(name, *(self._data.text(column, row) for column in BABILongEncoder.texts))
-
-    @override
-    def answer_measure(self, device: Any) -> AnswerMeasure:
-        return AnswerMeasure(self, self.is_right_answer, device)
 
     def is_right_answer(self, pack: int, answer: str) -> bool:
         """Return whether a text answers a row's question by its task's rule."""

@@ -30,6 +30,12 @@ CATEGORY = re.compile(r"(?P<task>qa\d+)_(?P<length>\d+[km]?)", re.IGNORECASE)  #
 _ENDS = (".", "<context>", "<example>")  # ends of an answer, after which a model may add an example of its own
 
 
+def category_fields(name: str) -> dict[str, str]:
+    """Return the task and the length in a category's name, or {}."""
+    found = CATEGORY.fullmatch(name)
+    return {} if found is None else found.groupdict()
+
+
 def compare_answers(output: str, target: str, question: str, labels: Iterable[str], *, words: bool = False) -> bool:
     """Return whether the output's first sentence names the target and no other label but those in the question.
 

@@ -1,4 +1,4 @@
-"""CollatedDataset: a user's class of packs with a `collate_fn`, as verl's TokenAwareBatchPack has it, as a PackDataset.
+"""CollatedDataset: a user's class of packs, like verl's TokenAwareBatchPack.
 
     own[k]                    [7, 0, 3]           what stands for pack k, such as its documents
     own.collate_fn([own[k]])  five tensors [1, T] input_ids, position_ids, loss_mask, category_ids, attention_mask
@@ -20,13 +20,15 @@ import xxhash
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from verl_ext.cache import fingerprint
 from verl_ext.custom import custom_object
-from verl_ext.data.categories import CategoryTable
-from verl_ext.data.dataset import DatasetOptions, PackDataset, named_paths
-from verl_ext.data.ranks import ONE_RANK, DataFile, Ranks
-from verl_ext.files import fingerprint
-from verl_ext.options import first_line, option, show
-from verl_ext.packing import MOST_TOKENS, CostModel, PackPlan
+from verl_ext.data.categories import CategoryTable, FolderCategories
+from verl_ext.data.dataset import PackDataset, PackFacts
+from verl_ext.data.files_in_use import DataFile
+from verl_ext.data.options import DatasetOptions, named_paths
+from verl_ext.data.ranks import ONE_RANK, Ranks
+from verl_ext.options import first_line, option, spell
+from verl_ext.packing import MOST_TOKENS, TOKENS, CostModel, PackPlan
 from verl_ext.packing.plan import offsets_of
 from verl_ext.text.read.sources import absolute_path
 
@@ -37,7 +39,7 @@ _THEIRS = {"strategy": "best_fit", "over_length": "error", "pad_mode": "no_paddi
 
 @dataclass(frozen=True)
 class CollatedOptions(DatasetOptions):
-    """The options that are passed on to a class with a `collate_fn`; it packs by itself."""
+    """The options for a class with a `collate_fn`, which packs by itself."""
 
     max_tokens: int = option(8192, "budget of a pack, given to the class", least=2, most=MOST_TOKENS, resume="same")
     strategy: Any = option("best_fit", "not used: the class packs")
@@ -50,8 +52,8 @@ class CollatedOptions(DatasetOptions):
         for name, default in _THEIRS.items():
             if (value := getattr(self, name)) != default:
                 yield (
-                    f"data.{name} must be {show(default)} for a class with a collate_fn, which makes the packs itself; "
-                    f"got {show(value)}"
+                    f"data.{name} must be {spell(default)} for a class with a collate_fn, which makes the packs itself"
+                    f"; got {spell(value)}"
                 )
 
 
@@ -62,14 +64,14 @@ def is_collated(named: Any) -> bool:
 
 
 class _Pack(NamedTuple):
-    """The facts of one pack: lengths of its documents, targets, token range, categories, and a digest of its values."""
+    """The facts of one pack."""
 
-    lengths: NDArray[np.int64]
+    lengths: NDArray[np.int64]  # of its documents
     targets: int
     lowest: int
     highest: int
     categories: tuple[int, ...]
-    digest: str
+    digest: str  # of its values
 
 
 class CollatedDataset(PackDataset):
@@ -135,7 +137,7 @@ class CollatedDataset(PackDataset):
         return self._num
 
     def __getitem__(self, pack: int) -> dict[str, torch.Tensor]:
-        """Return pack `pack`: 1-D tensors of one length, without padding at its end."""
+        """Return a pack's 1-D tensors of one length, without padding."""
         given = self._own.collate_fn([self._own[range(len(self))[pack]]])
         row = {name: torch.as_tensor(given[name]).reshape(-1) for name in given} if isinstance(given, Mapping) else {}
         sizes = {len(values) for values in row.values()}
@@ -205,36 +207,24 @@ class CollatedDataset(PackDataset):
     @cached_property
     @override
     def categories(self) -> CategoryTable:
-        return CategoryTable.read(self._paths, {number for pack in self._packs for number in pack.categories})
+        names = FolderCategories.read(self._paths).names
+        return CategoryTable.of(names, {number for pack in self._packs for number in pack.categories})
 
     @cached_property
     @override
     def digest(self) -> str:
         return fingerprint([pack.digest for pack in self._packs], digits=16)
 
-    @property
     @override
-    def token_range(self) -> tuple[int, int]:
-        return min(pack.lowest for pack in self._packs), max(pack.highest for pack in self._packs)
-
-    @cached_property
-    @override
-    def longest_document(self) -> int:
-        return max(int(pack.lengths.max()) for pack in self._packs)
-
-    @override
-    def pack_tokens(self) -> NDArray[np.int64]:
-        return np.array([pack.lengths.sum() for pack in self._packs], np.int64)
-
-    @override
-    def pack_costs(self, cost: CostModel) -> NDArray[np.float64]:
-        lengths = np.concatenate([pack.lengths for pack in self._packs])
-        return cost.packs(PackPlan(np.arange(len(lengths)), offsets_of(self.pack_documents())), lengths)
-
-    @override
-    def pack_documents(self) -> NDArray[np.int64]:
-        return np.array([len(pack.lengths) for pack in self._packs], np.int64)
-
-    @override
-    def pack_targets(self) -> NDArray[np.int64]:
-        return np.array([pack.targets for pack in self._packs], np.int64)
+    def facts(self, cost: CostModel = TOKENS) -> PackFacts:
+        packs, lengths = self._packs, np.concatenate([pack.lengths for pack in self._packs])
+        documents = np.array([len(pack.lengths) for pack in packs], np.int64)
+        plan = PackPlan(np.arange(len(lengths)), offsets_of(documents))
+        return PackFacts(
+            tokens=plan.pack_sums(lengths),
+            targets=np.array([pack.targets for pack in packs], np.int64),
+            documents=documents,
+            costs=cost.packs(plan, lengths),
+            token_range=(min(pack.lowest for pack in packs), max(pack.highest for pack in packs)),
+            longest_document=int(lengths.max()),
+        )

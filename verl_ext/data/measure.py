@@ -1,17 +1,21 @@
-"""The scores of answers at validation, which a dataset family declares (`PackDataset.answer_measure`).
+"""The scores of answers at validation, of a dataset that `HasAnswers`.
 
 exact_match   every target token is the most likely one, given the tokens before it (teacher forcing)
 accuracy      the generated text, up to the tokenizer's EOS or `trainer.answer_tokens`, is right by the family's rule
 """
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
-if TYPE_CHECKING:
-    from verl_ext.data.dataset import PackDataset
+
+@runtime_checkable
+class HasAnswers(Protocol):
+    """A dataset whose packs are questions with answers."""
+
+    def is_right_answer(self, pack: int, answer: str) -> bool:
+        """Return whether a text answers the question of a pack."""
 
 
 class Question(NamedTuple):
@@ -32,17 +36,14 @@ class AnswerMeasure:
 
     generated = "accuracy"
 
-    def __init__(self, dataset: "PackDataset", is_right: Callable[[int, str], bool], device: Any) -> None:
-        """Begin to count on a device.
-
-        is_right: whether a text answers the question of a pack.
-        """
-        self._dataset, self._is_right = dataset, is_right
-        self._packs = np.flatnonzero(dataset.pack_targets())  # a truncated row may have no answer
+    def __init__(self, dataset: Any, device: Any) -> None:
+        """Begin to count a dataset's answers on a device."""
+        self._dataset = dataset
+        self._packs = np.flatnonzero(dataset.facts().targets)  # a truncated row may have no answer
         self.counts = torch.zeros(2, len(dataset.categories.ids) + 1, dtype=torch.float64, device=device)
 
     def add(self, is_likeliest: torch.Tensor, is_target: torch.Tensor, slots: torch.Tensor) -> None:
-        """Count the rows [B, L] with an answer, and with an exact one.
+        """Count rows [B, L] with an answer, and exact ones.
 
         is_likeliest, is_target: of each next token. slots: the category of a target, -1 elsewhere.
         """
@@ -76,4 +77,4 @@ class AnswerMeasure:
 
     def score(self, number: int, answer: str) -> float:
         """Return 1 if a generated answer is right, else 0."""
-        return float(self._is_right(int(self._packs[number]), answer))
+        return float(self._dataset.is_right_answer(int(self._packs[number]), answer))

@@ -1,4 +1,4 @@
-"""data.mixture: the tokens that an epoch draws from each source, and the draw's report.
+"""data.mixture: the tokens of an epoch by source, and their report.
 
 scale: 1.0                    # one factor on every budget
 total_tokens: null            # less the budgets in tokens, shared by the sources with a weight
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from verl_ext.options import MISSING, Options, option, options_of, plain, refuse, show, unknown
+from verl_ext.options import MISSING, Options, option, options_of, plain, refuse, spell, unknown
 from verl_ext.packing import Spans
 from verl_ext.packing.mixture import KEY, IntervalDraw, MixtureSource, draw_mixture
 from verl_ext.tables import aligned
@@ -47,10 +47,10 @@ class MixtureSourceOptions(Options):
             whole = all(type(edge) is int and edge >= 0 for edge in edges)
             if len(edges) < 2 or not whole or any(low >= high for low, high in pairwise(edges)):
                 wanted = "at least two ascending whole numbers of tokens, e.g. [8192, 16384]"
-                yield f"{self.prefix}.intervals must be {wanted}; got {show(edges)}"
+                yield f"{self.prefix}.intervals must be {wanted}; got {spell(edges)}"
         paths = self.paths
         if self.train_dir is not None and not (paths and all(isinstance(p, (str, os.PathLike)) and p for p in paths)):
-            yield f"{self.prefix}.train_dir must name a tokenized dataset folder; got {show(self.train_dir)}"
+            yield f"{self.prefix}.train_dir must name a tokenized dataset folder; got {spell(self.train_dir)}"
 
     @property
     def paths(self) -> Sequence[Any]:
@@ -75,18 +75,18 @@ class MixtureOptions(Options):
 
     @classmethod
     def read(cls, node: Any) -> "MixtureOptions":  # type: ignore[override]
-        """Read data.mixture of a config, or a similar mapping. Raises ValueError with a line for each mistake."""
+        """Read data.mixture; raise ValueError with a line for each mistake."""
         node = plain(node)
         if not isinstance(node, Mapping):
-            raise ValueError(f"{KEY} must be a mapping with sources; got {show(node)}")
+            raise ValueError(f"{KEY} must be a mapping with sources; got {spell(node)}")
         lines, sources, given = _unknown_keys(cls, KEY, node), {}, node.get("sources")
         if not lines and (not isinstance(given, Mapping) or not given):
             wanted = "at least one source, e.g. {original: {tokens: 4.0e9}}"
-            lines.append(f"{KEY}.sources must name {wanted}; got {show(given)}")
+            lines.append(f"{KEY}.sources must name {wanted}; got {spell(given)}")
         for name, source in given.items() if isinstance(given, Mapping) else ():
             key = f"{KEY}.sources.{name}"
             if not isinstance(source, Mapping):
-                lines.append(f"{key} must be a mapping, e.g. {{tokens: 4.0e9}}; got {show(source)}")
+                lines.append(f"{key} must be a mapping, e.g. {{tokens: 4.0e9}}; got {spell(source)}")
             elif unknown := _unknown_keys(MixtureSourceOptions, key, source):
                 lines += unknown
             elif source.get("train_dir") == MISSING:
@@ -107,7 +107,7 @@ class MixtureOptions(Options):
     def problems(self) -> Iterable[str | None]:
         weighted = any(source.weight for source in self.sources.values())
         if self.total_tokens is not None and self.sources and not weighted:
-            yield f"{KEY}.total_tokens must be null where no source has a weight; got {show(self.total_tokens)}"
+            yield f"{KEY}.total_tokens must be null where no source has a weight; got {spell(self.total_tokens)}"
 
     @property
     def budgets(self) -> tuple[MixtureSource, ...]:
@@ -119,7 +119,7 @@ class MixtureOptions(Options):
 
     @property
     def folders(self) -> tuple[tuple[str, ...] | None, ...]:
-        """The absolute folders that each source draws from, None if they are those of data.train_dir."""
+        """Each source's absolute folders, None for those of data.train_dir."""
         return tuple(
             None if source.train_dir is None else tuple(absolute_path(path) for path in source.paths)
             for source in self.sources.values()
@@ -131,7 +131,7 @@ class MixtureOptions(Options):
         return None in self.folders
 
     def all_folders(self, train_dir: Iterable[str]) -> tuple[str, ...]:
-        """Return the folders of data.train_dir and of the sources, each once. Raises ValueError if one is missing."""
+        """Return all folders, each once; raise ValueError if one is missing."""
         for name, own in zip(self.sources, self.folders, strict=True):
             for folder in own or ():
                 if not os.path.isdir(folder):
@@ -140,17 +140,17 @@ class MixtureOptions(Options):
 
 
 def _unknown_keys(cls: type[Options], key: str, node: Mapping[Any, Any]) -> list[str]:
-    """Return a line for each key of a node that is not an option."""
+    """Return a line for each key that is no option."""
     return [unknown(str(name), options_of(cls), node=key) for name in node if name not in options_of(cls)]
 
 
 @dataclass
 class MixtureRow:
-    """One interval of a source: documents of low < length <= high tokens (None: of any length).
+    """One interval of a source: its documents, low < length <= high.
 
-    documents counts every draw, and distinct counts each document once. epochs = tokens given / tokens of all documents
-    of the interval. off = given / wanted - 1, or 0 if nothing is wanted. hinders names the document that keeps the
-    interval more than 1 % off.
+    low, high: None for any length. documents counts every draw, and distinct counts each document once. epochs = tokens
+    given / tokens of all documents of the interval. off = given / wanted - 1, or 0 if nothing is wanted. blocked_by
+    names the document that keeps the interval more than 1 % off.
     """
 
     source: str
@@ -162,7 +162,7 @@ class MixtureRow:
     tokens_given: int
     epochs: float
     off: float
-    hinders: str | None = None
+    blocked_by: str | None = None
 
 
 def mixture_report(
@@ -174,40 +174,40 @@ def mixture_report(
     """
     report = []
     for draw in draws:
-        counts = len(draw.documents), draw.distinct, draw.wanted, draw.given, draw.given / draw.pool
+        counts = len(draw.documents), draw.distinct, draw.budget, draw.drawn, draw.drawn / draw.pool
         reason = None
-        if draw.alternative is not None:
-            span, otherwise = draw.alternative
+        if draw.nearest_swap is not None:
+            span, otherwise = draw.nearest_swap
             row, start, length = int(spans.row[span]), int(spans.start[span]), int(spans.length[span])
             folder = int(np.searchsorted(first_rows, row, side="right")) - 1
             reason = (
                 f"row {row - int(first_rows[folder])} of {folders[folder]} ({length:,} tokens"
-                f"{f' from {start:,}' if start else ''}) drawn once {'more' if otherwise > draw.given else 'less'} "
-                f"would make it {_off(otherwise, draw.wanted):+.2%}"
+                f"{f' from {start:,}' if start else ''}) drawn once {'more' if otherwise > draw.drawn else 'less'} "
+                f"would make it {_off(otherwise, draw.budget):+.2%}"
             )
-        off = _off(draw.given, draw.wanted)
+        off = _off(draw.drawn, draw.budget)
         report.append(MixtureRow(draw.source, draw.low, draw.high, *counts, off, reason))
     return report
 
 
 def mixture_table(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Format MixtureRows, given as dicts, as a table; * marks a budget that is missed by more than 1 %."""
+    """Format MixtureRows as dicts; * marks one more than 1 % off."""
     lines = []
     for row in rows:
         cells = {name: f"{value:,}" for name, value in row.items() if isinstance(value, int)}
-        rates = {"epochs": f"{row['epochs']:.2f}", "off": f"{row['off']:+.2%}", "": "*" if row["hinders"] else ""}
+        rates = {"epochs": f"{row['epochs']:.2f}", "off": f"{row['off']:+.2%}", "": "*" if row["blocked_by"] else ""}
         lines.append({"source": row["source"], "low": "", "high": "", **cells, **rates})
     return aligned(lines)
 
 
 def mixture_notices(report: Iterable[MixtureRow]) -> Iterator[str]:
-    """Yield a line for each interval that is more than 1 % off its budget."""
+    """Yield a line for each interval more than 1 % off."""
     for row in report:
-        if row.hinders:
+        if row.blocked_by:
             interval = "" if row.low is None else f", {row.low} < length <= {row.high}"
             yield (
                 f"data.mixture: source {row.source}{interval} gives {row.tokens_given:,} of {row.tokens_wanted:,} "
-                f"tokens ({row.off:+.2%}); {row.hinders}"
+                f"tokens ({row.off:+.2%}); {row.blocked_by}"
             )
 
 
@@ -223,7 +223,7 @@ def draw_spans(
     train_dir: Sequence[str],
     seed: int,
 ) -> tuple[NDArray[np.int64], list[MixtureRow]]:
-    """Draw the spans of an epoch: (int64[D], each span as often as it is drawn; the report's row for each interval).
+    """Draw an epoch: its spans, int64[D], and a report of each interval.
 
     Folder f of `folders` holds the rows first_rows[f]..first_rows[f+1]-1; `train_dir`: the folders of data.train_dir,
     for sources without folders of their own. The draw is the same in every epoch.

@@ -13,23 +13,23 @@
 Packing, over-length documents, padding, reports and data checks work as for a tokenized folder.
 """
 
-import copyreg
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from typing_extensions import override
 
-from verl_ext.data.arrow import TokenizedData, fitting
-from verl_ext.data.dataset import DatasetOptions
+from verl_ext.data.arrow import DocumentColumns, fitting
+from verl_ext.data.dataset import DocumentSource
 from verl_ext.data.facts import scan_documents
-from verl_ext.data.ranks import DataFile, Ranks
+from verl_ext.data.files_in_use import DataFile
+from verl_ext.data.options import DatasetOptions
+from verl_ext.data.ranks import Ranks
 from verl_ext.data.sft import SFTDataSet, SFTOptions
-from verl_ext.options import option, show
+from verl_ext.options import option, spell
 from verl_ext.packing.plan import index_type
 from verl_ext.text.read.sources import absolute_path
 
@@ -47,7 +47,7 @@ class CustomDocumentOptions(SFTOptions):
     @override
     def problems(self) -> Iterable[str | None]:
         if self.mixture is not None:
-            yield f"data.mixture must be null for a dataset class of one's own; got {show(self.mixture)}"
+            yield f"data.mixture must be null for a dataset class of one's own; got {spell(self.mixture)}"
         yield from self.document_problems()
         if self.category_names is not None:
             yield "data.category_names must be null for a dataset class of one's own, whose `categories` has the names"
@@ -58,7 +58,9 @@ class CustomDocumentOptions(SFTOptions):
 
 
 class DocumentDataset(SFTDataSet):
-    """A dataset of custom documents as packs; a subclass defines `lengths`, `row` and `categories`.
+    """A dataset of custom documents as packs.
+
+    A subclass defines `lengths`, `row` and `categories`.
 
     lengths: the tokens of each document, integer[D]. categories: the numbers that rows have, with their names. Both may
     be class attributes, properties, or set before this class's constructor is called.
@@ -80,17 +82,17 @@ class DocumentDataset(SFTDataSet):
         max_samples: int = -1,
         **given: Any,
     ) -> None:
-        """Open the paths `parquet_files`; the arguments are verl's, and others are those of SFTDataSet.
+        """Open the paths `parquet_files`.
 
-        Raises:
-            ValueError: if an option, a path or `lengths` cannot be used, or the class lacks one of the three.
+        The arguments are verl's, and others are those of SFTDataSet. Raises ValueError if an option, a path or
+        `lengths` cannot be used, or the class lacks one of the three.
         """
         self.config, self.tokenizer = config, tokenizer
         super().__init__(
             parquet_files=parquet_files, tokenizer=tokenizer, config=config, max_samples=max_samples, **given
         )
 
-    def _open(self, paths: Sequence[str], tokenizer: Any, key: str) -> tuple[TokenizedData, None]:
+    def _open(self, paths: Sequence[str], tokenizer: Any, key: str) -> tuple[DocumentSource, None]:
         cls = type(self)
         own = {name for name in _MEMBERS if getattr(cls, name, None) is not getattr(DocumentDataset, name, None)}
         if lacking := [name for name in _MEMBERS if name not in own | vars(self).keys()]:
@@ -99,18 +101,19 @@ class DocumentDataset(SFTDataSet):
                 f"{', '.join(lacking)}"
             )
         self.paths = tuple(map(absolute_path, paths))
-        return _Rows(self, key), None
+        return OwnDocuments(self, key), None
 
     def row(self, document: int) -> Mapping[str, ArrayLike]:
-        """Return one document: input_ids, loss_mask, category_ids and, in all rows or in none, loss_weight.
+        """Return a document's columns.
 
-        Each has as many values as `lengths` says, or is one number for all tokens. The first token is never a target.
+        They are input_ids, loss_mask, category_ids and, in all rows or in none, loss_weight. Each has as many values as
+        `lengths` says, or is one number for all tokens. The first token is never a target.
         """
         raise NotImplementedError(f"{type(self).__name__} lacks row")
 
     def read_together(self, ranks: Ranks) -> None:
         """Scan all documents, each rank its share; this call is collective."""
-        self.scan = scan_documents(self._data, self.spans, self.over_length, ranks)
+        self.scan = scan_documents(self._data, self.spans, self._over_length, ranks)
         with ranks.guard():
             if unknown := set(self.scan.category_ids) - set(self.categories.ids):
                 table = ", ".join(map(str, self.categories.ids))
@@ -123,24 +126,22 @@ class DocumentDataset(SFTDataSet):
 
     @property
     def data_files(self) -> tuple[DataFile, ...]:
-        """The paths that are files; a class that reads other files names them here, so that changes are detected."""
+        """The paths that are files; a class that reads others names them."""
         return tuple(DataFile(path) for path in self.paths if os.path.isfile(path))
 
-    @cached_property
-    @override
-    def category_names(self) -> dict[int, str]:
-        return dict(zip(self.categories.ids, self.categories.names, strict=True))
 
+class OwnDocuments:
+    """The documents of a DocumentDataset, read row by row."""
 
-class _Rows(TokenizedData):
-    """The documents of a DocumentDataset, read row by row; columns: the names of the rows' columns."""
-
-    files = ()
-    document_columns = None
+    files: tuple[DataFile, ...] = ()
+    document_columns: DocumentColumns | None = None
+    first_blocks: NDArray[np.uint64] | None = None
 
     def __init__(self, dataset: DocumentDataset, key: str) -> None:
+        """Check `lengths` and the first row, which names the columns."""
         self._dataset, self.key = dataset, key
-        self.folders = (",".join(dataset.paths),)  # the path of a single document is unknown
+        self.folders: tuple[str, ...] = (",".join(dataset.paths),)  # the path of a single document is unknown
+        self.category_names = dict(zip(dataset.categories.ids, dataset.categories.names, strict=True))
         lengths = np.asarray(dataset.lengths)
         if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or not len(lengths) or lengths.min() < 0:
             raise ValueError(
@@ -148,28 +149,26 @@ class _Rows(TokenizedData):
                 f"shape {lengths.shape}" + (f", the least {lengths.min()}" if lengths.size else "")
             )
         self.lengths = lengths.astype(index_type(int(lengths.max())), copy=False)
-        self.columns: Any = dict.fromkeys(self._row(0))  # names alone: the values are read row by row
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    @override
-    def __reduce__(self) -> Any:
-        return copyreg.__newobj__, (type(self),), vars(self)  # type: ignore[attr-defined]
+        self.columns: tuple[str, ...] = ()
+        self.columns = tuple(self._row(0))
 
     def first_rows(self) -> NDArray[np.int64]:
-        return np.array([0, len(self)])
+        """Return the borders of the rows of one folder."""
+        return np.array([0, len(self.lengths)])
 
     def blocks(self, first: int, last: int, max_tokens: int) -> Iterator[tuple[int, int]]:
+        """Yield ranges like `fitting`."""
         return fitting(first, self.lengths[first:last], max_tokens)
 
     def block(self, first: int, last: int) -> dict[str, NDArray[Any]]:
+        """Return the values of rows first..last-1 by column."""
         rows = [self._row(document) for document in range(first, last)]
         return {name: np.concatenate([row[name] for row in rows]) for name in self.columns}
 
     def gather(
         self, row: NDArray[np.int64], start: NDArray[np.int64], length: NDArray[np.int64], out: dict[str, NDArray[Any]]
     ) -> None:
+        """Write tokens start..start+length-1 of each row to `out`, one after the other."""
         at = 0
         for document, begin, tokens in zip(row.tolist(), start.tolist(), length.tolist(), strict=True):
             for name, values in self._row(document).items():
@@ -177,15 +176,15 @@ class _Rows(TokenizedData):
             at += tokens
 
     def _row(self, document: int) -> dict[str, NDArray[Any]]:
-        """Return a document's columns, each as long as the document. Raises ValueError if the row is invalid."""
-        given, tokens = self._dataset.row(document), int(self.lengths[document])
-        wanted = self.columns if document else _KINDS.keys() - ({"loss_weight"} - given.keys())
-        if given.keys() != set(wanted):
+        """Return a document's columns, each of its length; refuse an invalid row."""
+        columns, tokens = self._dataset.row(document), int(self.lengths[document])
+        wanted = self.columns or [name for name in _KINDS if name != "loss_weight" or name in columns]
+        if columns.keys() != set(wanted):
             raise ValueError(
-                f"{self.key} must have rows of {', '.join(wanted)}; got {', '.join(given)} in row {document}"
+                f"{self.key} must have rows of {', '.join(wanted)}; got {', '.join(columns)} in row {document}"
             )
         row = {}
-        for name, values in given.items():
+        for name, values in columns.items():
             array = np.asarray(values)
             if array.dtype.kind not in _KINDS[name] or array.shape not in ((), (tokens,)):
                 raise ValueError(

@@ -18,20 +18,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
-from numpy.typing import NDArray
 from typing_extensions import override
 
-from verl_ext.data.dataset import DatasetOptions
+from verl_ext.data.options import DatasetOptions
 from verl_ext.data.sft import SFTOptions
 from verl_ext.data.text_set import TextSet, TextSetOptions
 from verl_ext.options import option
 from verl_ext.packing import MOST_TOKENS
-from verl_ext.text.encoder_texts import RecordTextOptions, TextTokenizer
-from verl_ext.text.read.readers import Batch, read_batches
+from verl_ext.text.encoder_texts import RecordTextOptions, TextRecordEncoder
 from verl_ext.text.read.sources import SourceFile, absolute_path, file_name, find_source_files, without_compression
-from verl_ext.text.tokenizing import Encoder, number_categories
-from verl_ext.text.tokens.documents import Documents
 
 ROWS = ("packed", "padded")
 ADDED = 2  # tokens of max_length that are not text: BOS and EOS
@@ -94,45 +89,27 @@ class PreTrainOptions(TextSetOptions, TextDocumentOptions):
         return replace(self, **{"max_tokens": budget, **self.implied(vars(self))})
 
 
-class PreTrainEncoder(Encoder):
-    """An encoder of text records as documents of BOS, text and EOS."""
+class PreTrainEncoder(TextRecordEncoder):
+    """An encoder of text records as documents of BOS, the beginning of their text, and EOS."""
 
     Options = TextDocumentOptions
     options: TextDocumentOptions
 
-    def encode(self, files: Sequence[SourceFile], batch_bytes: int) -> Iterator[Documents]:
-        """Yield the files' documents. Raises ValueError if the tokenizer lacks EOS or a record cannot be used."""
-        if self.tokenizer.eos_token_id is None:
+    def __init__(self, options: TextDocumentOptions, tokenizer: Any, key: str = "") -> None:
+        """Take the options, a tokenizer with an EOS and the config key of the files."""
+        if tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer must have an eos_token, which every document of data=pretrain ends with")
-        tokenizer = TextTokenizer(self.tokenizer, self.options, add_bos=self.has_bos)
-        batches = read_batches(files, lambda source: False, batch_bytes, self.options.read_columns)
-        return (self._documents(batch, tokenizer) for batch in batches)
+        super().__init__(options, tokenizer, key, add_bos=tokenizer.bos_token_id is not None)
+        self.most_tokens = options.max_length - ADDED + 1 + self.add_bos
 
-    @property
-    def has_bos(self) -> bool:
-        """Whether the tokenizer has a BOS token."""
-        return self.tokenizer.bos_token_id is not None
-
-    def _documents(self, batch: Batch, tokenizer: TextTokenizer) -> Documents:
-        found = tokenizer.tokenize(batch)
-        if found.failure:
-            raise ValueError(f"{self.key} must hold records with a text; {found.failure}")
-        keep = self.options.max_length - ADDED + 1 + self.has_bos
-        tokens, lengths = cut_documents(found.tokens.astype(np.int32), found.lengths, keep)
-        mask = np.ones(len(tokens), np.int8)
-        mask[np.cumsum(lengths, dtype=np.int64) - lengths] = 0
-        full = found.lengths.astype(np.int32)
-        return Documents(batch.source, batch.num_bytes, tokens, mask, lengths, None, found.counts(), full)
-
-    @override
     def notices(self, total: Mapping[str, Any]) -> Iterator[str]:
-        if not self.has_bos:
+        """Yield a line for each way in which documents differ from the records; total: the counts in the report."""
+        if not self.add_bos:
             yield f"the tokenizer has no bos_token: documents of {self.key} begin with the first token of their text"
         if cut := total["over_length"]:
             yield (
-                f"{cut['truncated_documents']:,} of {total['documents']:,} documents of {self.key} are longer than "
-                f"data.max_length={self.options.max_length}: {cut['truncated_tokens']:,} tokens in all are cut off "
-                "their ends"
+                f"{cut['documents']:,} of {total['documents']:,} documents of {self.key} are longer than "
+                f"data.max_length={self.options.max_length}: {cut['tokens']:,} tokens in all are cut off their ends"
             )
         special = total["special_tokens_in_text"]
         if special["records"]:
@@ -149,8 +126,8 @@ class PreTrainEncoder(Encoder):
             )
 
 
-def find_text_files(paths: Sequence[str], key: str) -> tuple[list[SourceFile], dict[int, str]]:
-    """Return (files, category number -> name) of files, folders, globs and URLs, in the given order.
+def find_text_files(paths: Sequence[str], key: str) -> list[tuple[SourceFile, str]]:
+    """Return (file, category) of files, folders, globs and URLs, in the given order.
 
     The files of a folder or a glob are sorted by name. A file's category is its name without suffixes; that of an Arrow
     folder or a Hub dataset is its full name.
@@ -163,22 +140,8 @@ def find_text_files(paths: Sequence[str], key: str) -> tuple[list[SourceFile], d
         name = file_name(file.path)
         return name if file.kind in ("arrow", "hub") else Path(without_compression(name)).stem
 
-    return number_categories(find_source_files({"text": [absolute_path(path) for path in paths]}, key), category_of)
-
-
-def cut_documents(
-    tokens: NDArray[Any], lengths: NDArray[np.integer], keep: int
-) -> tuple[NDArray[Any], NDArray[np.int32]]:
-    """Return (tokens, lengths int32[D]) of concatenated documents, each cut to at most `keep` tokens.
-
-    A longer document keeps its first keep - 1 tokens and its last token.
-    """
-    if not (lengths > keep).any():
-        return tokens, lengths.astype(np.int32)
-    starts = np.cumsum(lengths, dtype=np.int64) - lengths
-    position = np.arange(len(tokens)) - np.repeat(starts, lengths)
-    is_last = position == np.repeat(lengths - 1, lengths)
-    return tokens[(position < keep - 1) | is_last], np.minimum(lengths, keep).astype(np.int32)
+    files = find_source_files({"text": [absolute_path(path) for path in paths]}, key)
+    return [(file, category_of(file)) for file in files]
 
 
 class PreTrainDataset(TextSet):
@@ -204,6 +167,7 @@ class PreTrainDataset(TextSet):
         super().__init__(datapath, tokenizer, max_length, **given)
         self.has_bos = tokenizer.bos_token_id is not None
 
-    def facts(self) -> dict[str, Any]:
-        """Return the options that turned documents into rows, and whether documents begin with a BOS."""
-        return {"rows": self.options.rows, "max_length": self.options.max_length, "bos": self.has_bos}
+    @override
+    def report(self) -> dict[str, Any]:
+        options = self.options
+        return {**super().report(), "rows": options.rows, "max_length": options.max_length, "bos": self.has_bos}

@@ -1,19 +1,24 @@
-"""The ranks that read data together, and its files, without torch."""
+"""The ranks that read data together, and their cached arrays."""
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+import contextlib
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from numpy.typing import NDArray
 
+from verl_ext.cache import Arrays, cached_arrays, default_root, is_complete, stored_arrays
+
 
 class Ranks:
-    """The ranks of a run that read data together; this class itself is a process that runs alone."""
+    """The ranks of a run; this class itself is a process alone."""
 
     rank, size = 0, 1
 
-    def guard(self) -> AbstractContextManager[None]:
-        """End the run on all ranks, with one report, if the body raises ValueError or OSError on one of them."""
-        return nullcontext()
+    def guard(self) -> contextlib.AbstractContextManager[None]:
+        """End the run on all ranks if one raises ValueError or OSError."""
+        return contextlib.nullcontext()
 
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's value on every rank."""
@@ -30,9 +35,22 @@ class Ranks:
 ONE_RANK = Ranks()
 
 
-class DataFile(NamedTuple):
-    """A file that is read during a run; the tokenizer recorded its checksum xxh3_128 at `recorded_ns`."""
+def arrays_of_ranks(ranks: Ranks, name: str, make: Callable[[], Arrays], root: Path | None = None) -> Arrays:
+    """Return the arrays of `make`, a collective call, or the cached ones.
 
-    path: str
-    xxh3_128: str | None = None
-    recorded_ns: int = 0
+    A cache that cannot be written or read only costs time. root: the folder of the cache; None: that of `datasets`.
+    """
+    root, arrays = default_root("verl_ext_facts", None) if root is None else root, None
+    if ranks.rank == 0 and is_complete(root / name):
+        try:
+            arrays = stored_arrays(root / name, in_memory=True)
+        except Exception:  # whatever is wrong with the files, the data can be read instead
+            shutil.rmtree(root / name, ignore_errors=True)
+    arrays = ranks.broadcast(arrays)
+    if arrays is not None:
+        return arrays
+    made = make()
+    if ranks.rank == 0:
+        with contextlib.suppress(ValueError, NotImplementedError):  # NotImplementedError if a file system has no locks
+            cached_arrays(root, name, lambda: made)
+    return made

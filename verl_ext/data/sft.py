@@ -9,38 +9,44 @@
     labels          . . A2  |  . B1 B2 B3 | . .      only in sets of texts; `.` is -100, not shifted
 
 A document's first token is never a target, and a token that is not a target has category 0.
+
+With share_prefixes, a document that begins with tokens of the one before has only its own from the last of these on:
+
+    doc A (4)      doc B (5)        a0 a1 a2 of both
+    input_ids      a0 a1 a2 a3 | a2 b3 b4
+    position_ids    0  1  2  3 |  2  3  4
+    loss_mask       0  0  0  1 |  0 0 0 1 1     of whole documents, as category_ids and loss_weight are
 """
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from verl_ext.cache import fingerprint
 from verl_ext.data.arrow import TokenizedData
-from verl_ext.data.categories import CategoryNumbers, CategoryTable, read_names
-from verl_ext.data.dataset import (
-    DatasetOptions,
-    PackDataset,
-    PackedDocument,
-    missing_paths,
-    named_paths,
-)
-from verl_ext.data.facts import DocumentScan, OverLength, scan_documents
-from verl_ext.data.mixture import MixtureOptions, draw_spans
-from verl_ext.data.omitted import DroppedDocuments, DroppedReport
-from verl_ext.data.ranks import DataFile, Ranks
-from verl_ext.files import fingerprint
+from verl_ext.data.beginnings import beginnings_of_ranks, find_beginnings, share_computed
+from verl_ext.data.categories import CategoryTable, read_names
+from verl_ext.data.dataset import DocumentSource, PackDataset, PackedDocument, PackFacts
+from verl_ext.data.facts import DocumentScan, scan_documents
+from verl_ext.data.files_in_use import DataFile
+from verl_ext.data.mixture import MixtureOptions, MixtureRow, draw_spans
+from verl_ext.data.omitted import OmittedDocuments, OmittedReport, OverLength
+from verl_ext.data.options import DatasetOptions, missing_paths, named_paths
+from verl_ext.data.ranks import Ranks
+from verl_ext.files import CATEGORIES
 from verl_ext.options import option, plain, whole_number
 from verl_ext.packing import (
     MOST_TOKENS,
     OVER_LENGTH_POLICIES,
     STRATEGIES,
+    TOKENS,
     CostModel,
     PackPlan,
     Spans,
@@ -48,11 +54,13 @@ from verl_ext.packing import (
     plan_packs,
 )
 from verl_ext.packing.plan import index_type
-from verl_ext.packing.strategies import plan_repeated
+from verl_ext.packing.shared import NOTHING, SharedBeginnings, plan_drawn, plan_shared
 from verl_ext.text.read.sources import absolute_path
 
+NOTICED_SHARE = 0.9  # of the tokens would be computed with share_prefixes
 PAD_MODES = ("no_padding", "right")
 _ORDERED = ("next_fit", "none")  # the strategies that keep the order of the documents
+_FREE = tuple(name for name in STRATEGIES if name not in _ORDERED)
 
 
 @dataclass(frozen=True)
@@ -75,6 +83,10 @@ class SFTOptions(DatasetOptions):
     category_names: Any = option(
         None, "{NUMBER: NAME}, before the names of categories.json; null: these names alone", resume="same"
     )
+    share_prefixes: bool = option(
+        False, "true: tokens with which several documents of a pack begin are computed once", resume="same"
+    )
+    share_least: int = option(128, "tokens that documents must begin with to share them", least=1, resume="same")
     mixture: Any = option(
         None, "{sources: {NAME: {tokens: 4e9, intervals: [8192, 32768], …}}}; null: every document once", resume="same"
     )
@@ -83,6 +95,11 @@ class SFTOptions(DatasetOptions):
     def mixture_options(self) -> MixtureOptions | None:
         """The mixture with its sources. Raises ValueError if it is wrong."""
         return None if self.mixture is None else MixtureOptions.read(self.mixture)
+
+    @property
+    def given_names(self) -> dict[int, str]:
+        """The names of data.category_names by number. Raises ValueError if they are wrong."""
+        return {} if self.category_names is None else read_names(self.category_names, "data.category_names")
 
     @override
     def problems(self) -> Iterable[str | None]:
@@ -93,17 +110,23 @@ class SFTOptions(DatasetOptions):
         yield from self.document_problems()
 
     def document_problems(self) -> Iterable[str]:
-        """Yield a line for each mistake in the order and the categories of documents."""
-        strategy = self.implied(vars(self)).get("strategy", self.strategy)
+        """Yield a line for each mistake in documents' order and categories."""
+        implied = {**vars(self), **self.implied(vars(self))}
+        strategy = implied["strategy"]
+        if self.share_prefixes:
+            for name, allowed in (("strategy", _FREE), ("pad_mode", ("no_padding",))):
+                if implied[name] not in allowed:
+                    wanted = f"data.{name} must be {' or '.join(allowed)} with data.share_prefixes=true"
+                    yield f"{wanted}; got {implied[name]}"
         if self.shuffle_documents and strategy not in _ORDERED:
             got = f"got {strategy}, which orders them itself"
             yield f"data.strategy must be {' or '.join(_ORDERED)} with data.shuffle_documents=true; {got}"
         if self.shuffle_documents and self.mixture is not None:
             yield "data.shuffle_documents must be false with data.mixture, which draws the documents; got true"
         try:
-            read_names(self.category_names)
+            _ = self.given_names
         except ValueError as error:
-            yield f"data.category_names must be {{NUMBER: NAME}}, e.g. {{1: gsm8k}}: {error}"
+            yield str(error)
 
     @override
     def path_problems(self, key: str, paths: Any) -> Iterable[str]:
@@ -120,15 +143,33 @@ class SFTOptions(DatasetOptions):
         return self
 
 
+class Selection(NamedTuple):
+    """Rows of the data, ascending."""
+
+    rows: Any  # int64[n], or a slice from 0, as numbers take 8 bytes each
+
+    def of(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Return the values of these rows."""
+        return values[self.rows]
+
+    def number(self, places: NDArray[Any]) -> NDArray[Any]:
+        """Return the row numbers at places of the selection."""
+        return places if isinstance(self.rows, slice) else self.rows[places]
+
+    def first(self, count: int | None) -> "Selection":
+        """Return the first `count` rows, or all of them."""
+        return Selection(slice(count) if isinstance(self.rows, slice) else self.rows[:count])
+
+
 class SFTDataSet(PackDataset):
-    """A dataset of packs of whole documents, separated by their positions; item k is a dict of tensors.
+    """A dataset of packs of whole documents, separated by their positions.
 
     Two constructor forms give the same rows: `SFTDataSet(train_dir=…, max_tokens=…, padding_value=…)`, and verl's
     `SFTDataSet(parquet_files=…, tokenizer=…, config=…, processor=None, max_samples=-1)`, whose options are the keys of
     `config` that SFTOptions has. A given argument wins. A folder is a path or a list of paths, read in order. The plan
     depends on the data and these options alone.
 
-    spans: the documents after over-length handling; plan: the pack that each span lies in. A mixture draws from the
+    spans: the documents after over-length handling. A mixture draws from the
     spans, so that a span may lie in several packs or in none; the draw is the same in every epoch. mixture_report: the
     draw by source and length interval, empty without a mixture. The sources' own folders are read after train_dir,
     which is not opened if every source has its own.
@@ -136,6 +177,7 @@ class SFTDataSet(PackDataset):
 
     Options: ClassVar[type[DatasetOptions]] = SFTOptions
     options: SFTOptions
+    mixture_report: Sequence[MixtureRow] = ()
     paths_are: ClassVar[str] = "a tokenized dataset folder"
     requires_max_tokens: ClassVar[bool] = True
 
@@ -175,7 +217,7 @@ class SFTDataSet(PackDataset):
         if self.options.needs_train_dir:
             paths = named_paths(key, self.paths_are, train_dir=train_dir, parquet_files=parquet_files)
         # A text set tokenizes here, or finds its tokens in the cache.
-        data, rows = self._open(paths, tokenizer, key)
+        self._data, rows = self._open(paths, tokenizer, key)
         if tokenizer is not None and tokenizer.pad_token_id is not None:
             padding_value = tokenizer.pad_token_id
         packing = self.options.packing
@@ -183,36 +225,46 @@ class SFTDataSet(PackDataset):
         if self._pads:
             whole_number("padding_value (the tokenizer's pad_token_id)", padding_value, least=0)
         self.key, self.max_tokens, self._padding_value = key, packing.max_tokens, padding_value or 0
-        self._data = data
-        self._rows = rows  # the rows of this set's documents, in use or not
-        first = slice(max_samples if max_samples > 0 else None)
-        self._in_use: Any = first if rows is None else rows[first]  # a slice, as row numbers take 8 bytes each
+        self._set = Selection(slice(None) if rows is None else rows)
+        self._in_use = self._set.first(max_samples if max_samples > 0 else None)
         # Documents are cut to the budget before they are packed, so that the plan knows only pieces that fit.
-        spans = cut_spans(data.lengths[self._in_use], packing.max_tokens, packing.over_length, key)
-        self.spans = spans if rows is None else Spans(rows[spans.row], spans.start, spans.length)
-        how = packing.max_tokens, packing.strategy, packing.seed
-        self.plan: PackPlan
-        if mixture is None:
-            order = self._document_order() if self.options.shuffle_documents else slice(None)
-            plan = plan_packs(spans.length[order], *how)
-            self.plan = plan if isinstance(order, slice) else plan.renumbered(order)
-        else:
+        spans = cut_spans(self._in_use.of(self._data.lengths), packing.max_tokens, packing.over_length, key)
+        self.spans = Spans(self._in_use.number(spans.row), spans.start, spans.length)
+        self._drawn: NDArray[np.int64] | None = None  # all once
+        if mixture is not None:
             train_dirs = [absolute_path(path) for path in paths]
-            drawn, self.mixture_report = draw_spans(
-                mixture, spans, data.folders, data.first_rows(), train_dirs, packing.seed
+            self._drawn, self.mixture_report = draw_spans(
+                mixture, spans, self._data.folders, self._data.first_rows(), train_dirs, packing.seed
             )
-            self.plan = plan_repeated(spans.length, drawn, *how)
+        if not packing.share_prefixes:  # else planned once it is known which documents share tokens
+            self.plan = self._planned(NOTHING)
 
-    def _open(self, paths: Sequence[str], tokenizer: Any, key: str) -> tuple[TokenizedData, NDArray[np.int64] | None]:
+    def _open(self, paths: Sequence[str], tokenizer: Any, key: str) -> tuple[DocumentSource, NDArray[np.int64] | None]:
         """Return the data, and the rows of this set, ascending (None: all)."""
         folders = [absolute_path(path) for path in paths]
         mixture = self.options.mixture_options
         return TokenizedData(folders if mixture is None else mixture.all_folders(folders), key), None
 
+    @cached_property
+    def plan(self) -> PackPlan:
+        """The pack that each span lies in."""
+        return self._planned(find_beginnings(self._data, self.spans, self.options.packing.share_least))
+
+    def _planned(self, kin: SharedBeginnings) -> PackPlan:
+        """Plan the packs, those of documents that share tokens together."""
+        packing, lengths = self.options.packing, self.spans.length
+        how = packing.max_tokens, packing.strategy, packing.seed
+        if self._drawn is not None:
+            return plan_drawn(lengths, self._drawn, kin, *how)
+        if not self.options.shuffle_documents:
+            return plan_shared(lengths, kin, *how)
+        order = self._document_order()
+        return plan_packs(lengths[order], *how).renumbered(order)
+
     def _document_order(self) -> NDArray[np.integer]:
         """Return the spans in the order of shuffled documents, that of `datasets.Dataset.shuffle(seed)`."""
-        rows = np.arange(len(self._data))[self._in_use] if self._rows is None else self._in_use
-        place = np.empty(len(self._data), np.int64)
+        place = np.arange(len(self._data.lengths))
+        rows = self._in_use.of(place)
         place[rows[np.random.default_rng(self.options.packing.seed).permutation(len(rows))]] = np.arange(len(rows))
         return np.argsort(place[self.spans.row], kind="stable").astype(index_type(len(self.spans)))
 
@@ -220,13 +272,15 @@ class SFTDataSet(PackDataset):
         return self.plan.num_packs
 
     def __getitem__(self, pack: int) -> dict[str, torch.Tensor]:
-        """Return pack `pack`: 1-D tensors of one length T ≤ max_tokens, its documents one after the other.
+        """Return a pack's documents, one after the other, as 1-D tensors.
 
         They are input_ids, position_ids, loss_mask and category_ids int64, and loss_weight float32 if the dataset has
-        it. With pad_mode=right, T is max_tokens, the rest is one last pseudo-document of the padding value, and
-        attention_mask int64 is added.
+        it, of one length. With pad_mode=right, this is max_tokens: the rest is one last pseudo-document of the padding
+        value, and attention_mask int64 is added. With share_prefixes, the first two have the documents' own tokens
+        alone, and the others those of whole documents.
         """
-        documents = self.plan.documents(range(len(self))[pack])
+        number = range(len(self))[pack]
+        documents = self.plan.documents(number)
         length = self.spans.length[documents].astype(np.int64)
         tokens = int(length.sum())
         size = self.max_tokens if self._pads else tokens
@@ -240,18 +294,24 @@ class SFTDataSet(PackDataset):
         out["category_ids"] *= out["loss_mask"]
         counts = [*length.tolist(), size - tokens]
         ramp = np.arange(max(counts))
-        out["position_ids"] = np.concatenate([ramp[:count] for count in counts])
+        begins = [*self.plan.begins_of(number).tolist(), 0]
+        out["position_ids"] = np.concatenate([ramp[begin:count] for begin, count in zip(begins, counts, strict=True)])
+        if any(begins):
+            out["input_ids"] = _own_tokens(out["input_ids"], counts, begins)
         if self._pads:
             out["attention_mask"] = np.zeros(size, np.int64)
             out["attention_mask"][:tokens] = 1
         return {name: torch.from_numpy(values) for name, values in out.items()}
 
     def collate_fn(self, items: Sequence[Mapping[str, torch.Tensor] | int]) -> dict[str, torch.Tensor]:
-        """Return packs, given as rows or by their numbers, as tensors [B, max_tokens], each padded on its right.
+        """Return packs as tensors [B, max_tokens], each padded on its right.
 
-        They are input_ids, position_ids, loss_mask, category_ids and attention_mask int64, and loss_weight float32 if
-        the dataset has it: what verl's TokenAwareBatchPack makes, for a DataLoader outside of this package's trainer.
+        items: rows, or the numbers of packs. They give input_ids, position_ids, loss_mask, category_ids and
+        attention_mask int64, and loss_weight float32 if the dataset has it: what verl's TokenAwareBatchPack makes, for
+        a DataLoader outside of this package's trainer.
         """
+        if self.options.packing.share_prefixes:
+            raise ValueError("data.share_prefixes must be false outside of verl-ext's own trainer; got true")
         rows = [item if isinstance(item, Mapping) else self[int(item)] for item in items]
         batch: dict[str, torch.Tensor] = {}
         for name in [name for name in rows[0] if name != "labels"]:
@@ -273,23 +333,45 @@ class SFTDataSet(PackDataset):
         numbers = zip(
             folder.tolist(), (row - first_rows[folder]).tolist(), start.tolist(), length.tolist(), strict=True
         )
-        return [PackedDocument(self.folders[of], *place) for of, *place in numbers]
+        return [PackedDocument(self._data.folders[of], *place) for of, *place in numbers]
 
     @cached_property
     def scan(self) -> DocumentScan:
-        """The scan, read at its first use. Raises ValueError if there is no target or a value is out of range."""
-        return scan_documents(self._data, self.spans, self.over_length)
+        """The scan, read at its first use; it refuses data without targets."""
+        return scan_documents(self._data, self.spans, self._over_length)
 
     def read_together(self, ranks: Ranks) -> None:
-        """Scan the tokens, each rank its share; the scan is cached for the next start."""
-        self.scan = scan_documents(self._data, self.spans, self.over_length, ranks, keep=True)
+        """Scan the tokens, each rank its share, and cache what was found."""
+        self.scan = scan_documents(self._data, self.spans, self._over_length, ranks, keep=True)
+        if self.options.packing.share_prefixes:
+            self.plan = self._planned(
+                beginnings_of_ranks(self._data, self.spans, self.options.packing.share_least, ranks)
+            )
+
+    @property
+    def _over_length(self) -> OverLength:
+        places = np.flatnonzero(self._in_use.of(self._data.lengths) > self.max_tokens)
+        return OverLength(self._in_use.number(places), self.max_tokens, self.options.packing.over_length)
+
+    @override
+    def facts(self, cost: CostModel = TOKENS) -> PackFacts:
+        if cost == TOKENS:
+            return self._facts
+        return replace(self._facts, costs=cost.packs(self.plan, self.spans.length))
 
     @cached_property
-    def over_length(self) -> OverLength:
-        """The documents in use that are longer than a pack."""
-        rows = np.flatnonzero(self._data.lengths[self._in_use] > self.max_tokens)
-        rows = rows if self._rows is None else self._in_use[rows]
-        return OverLength(rows, self.max_tokens, self.options.packing.over_length)
+    def _facts(self) -> PackFacts:
+        tokens, scan, shares = self.plan.pack_tokens(self.spans.length), self.scan, self.options.packing.share_prefixes
+        return PackFacts(
+            tokens=tokens,
+            targets=self.plan.pack_sums(scan.targets),
+            documents=np.diff(self.plan.pack_offsets),
+            costs=tokens.astype(np.float64),
+            token_range=(scan.min_token_id, scan.max_token_id),
+            longest_document=int(self.spans.length.max()),
+            mixture=self.mixture_report,
+            shared=self.plan.pack_sums(self.spans.length) - tokens if shares else None,
+        )
 
     @property
     @override
@@ -301,67 +383,59 @@ class SFTDataSet(PackDataset):
     def data_files(self) -> tuple[DataFile, ...]:
         return self._data.files
 
-    @property
-    @override
-    def token_range(self) -> tuple[int, int]:
-        return self.scan.min_token_id, self.scan.max_token_id
-
-    @property
-    @override
-    def longest_document(self) -> int:
-        return int(self.spans.length.max())
-
     @cached_property
     def categories(self) -> CategoryTable:
-        """The ids of categories.json and those that occur on targets (needs the scan)."""
-        return CategoryTable.read(self.folders, self.scan.category_ids, read_names(self.options.category_names))
+        """The categories with names, and those of targets (needs the scan)."""
+        source = f"data.category_names and {CATEGORIES}" if self.options.category_names else CATEGORIES
+        return CategoryTable.of(self.category_names, self.scan.category_ids, source)
 
     @cached_property
     def category_names(self) -> dict[int, str]:
         """The names of data.category_names and categories.json by number."""
-        return {**CategoryNumbers.read(self.folders).names, **read_names(self.options.category_names)}
+        return {**self._data.category_names, **self.options.given_names}
 
     @cached_property
-    def _dropped(self) -> DroppedReport:
-        columns = self._data.document_columns
-        lengths = self._data.lengths if self._rows is None else self._data.lengths[self._rows]
-        total = int(lengths.sum(dtype=np.int64))
-        return DroppedReport(None if columns is None else columns.category, self.category_names, total)
+    def _omitted(self) -> OmittedReport:
+        columns, lengths = self._data.document_columns, self._set.of(self._data.lengths)
+        categories = None if columns is None else columns.category
+        return OmittedReport(categories, self.category_names, int(lengths.sum(dtype=np.int64)))
 
-    @cached_property
-    def over_length_report(self) -> list[DroppedDocuments]:
-        """The over-length and empty documents, by category (needs the scan); [] for none."""
-        lengths, policy = self._data.lengths[self._in_use], self.options.packing.over_length
-        return self._dropped.over_length(self.scan.over_length, policy, lengths)
+    def omitted_documents(self) -> list[OmittedDocuments]:
+        """Return the documents that packs lack, have cut or without targets."""
+        lengths, scan = self._data.lengths, self.scan
+        used, all_of_set = self._in_use.of(lengths), self._set.of(lengths)
+        beyond = self._set.number(np.arange(len(used), len(all_of_set)))
+        return [
+            *self._omitted.over_length(scan.over_length, self.options.packing.over_length, used),
+            *self._omitted.by_category("beyond max_samples", beyond, lengths[beyond]),
+            *self._omitted.of_plan(self.spans, self.plan, scan.targets),
+        ]
 
-    def changed_documents(self) -> list[DroppedDocuments]:
-        """Return over_length_report, and the documents that no pack holds or that have no target (needs the scan)."""
-        lengths = self._data.lengths
-        rows = np.arange(len(lengths)) if self._rows is None else self._rows
-        beyond = rows[len(lengths[self._in_use]) :]
-        left_out = self._dropped.left_out(beyond, lengths, self.spans, self.plan, self.scan.targets)
-        return [*self.over_length_report, *left_out]
+    @override
+    def report(self) -> dict[str, Any]:
+        facts: dict[str, Any] = {"omitted_documents": [vars(row) for row in self.omitted_documents()]}
+        packing = self.options.packing
+        if packing.strategy in _FREE and not packing.share_prefixes:
+            share = share_computed(self._data, self.spans, packing.share_least)
+            if share is not None and share <= NOTICED_SHARE:
+                facts["share_computed"] = share  # if documents shared their beginnings
+        return facts
 
     @cached_property
     def digest(self) -> str:
-        """A digest (16 hex digits) of the documents' rows, cuts, lengths and targets (needs the scan)."""
+        """A digest of the documents' rows, cuts, lengths and targets."""
         scan, spans = self.scan, self.spans
         arrays = (spans.row, spans.start, spans.length, scan.targets)
         facts = f"{scan.min_token_id} {scan.max_token_id} {scan.category_ids}"
         return fingerprint(facts, (values.astype(np.int64) for values in arrays), digits=16)
 
-    @override
-    def pack_tokens(self) -> NDArray[np.int64]:
-        return self.plan.pack_sums(self.spans.length)
 
-    @override
-    def pack_costs(self, cost: CostModel) -> NDArray[np.float64]:
-        return cost.packs(self.plan, self.spans.length)
-
-    @override
-    def pack_documents(self) -> NDArray[np.int64]:
-        return np.diff(self.plan.pack_offsets)
-
-    @override
-    def pack_targets(self) -> NDArray[np.int64]:
-        return self.plan.pack_sums(self.scan.targets)
+def _own_tokens(ids: NDArray[np.int64], lengths: Sequence[int], begins: Sequence[int]) -> NDArray[np.int64]:
+    """Return the tokens of documents from `begins` on; those before must be tokens of the document before."""
+    own, first, before = [], 0, ids[:0]
+    for length, begin in zip(lengths, begins, strict=True):
+        text = ids[first : first + length]
+        assert np.array_equal(text[:begin], before[:begin]), "documents share the tokens that the plan says"
+        own.append(text[begin:])
+        first, before = first + length, text
+    return np.concatenate(own)

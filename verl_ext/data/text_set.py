@@ -1,25 +1,43 @@
-"""TextSet: the base class of datasets that tokenize texts into a cache when opened."""
+"""TextSet: the base class of datasets that tokenize texts into a cache when opened.
 
+CACHE/<fingerprint>/       of the files, the tokenizer and the encoder's options
+    data-00000-of-00001.arrow, state.json, dataset_info.json    what `datasets.load_from_disk` opens
+    categories.json        {"1": "gsm8k", "2": "code"}
+    report.json            the counts of records, by category
+"""
+
+import json
+import logging
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from itertools import chain
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from typing_extensions import override
 
+from verl_ext.cache import default_root
 from verl_ext.data.arrow import TokenizedData
 from verl_ext.data.dataset import split_rows
-from verl_ext.data.omitted import DroppedDocuments
+from verl_ext.data.omitted import OmittedDocuments
 from verl_ext.data.sft import SFTDataSet, SFTOptions
-from verl_ext.files import default_root
+from verl_ext.files import CATEGORIES, REPORT, write_json
 from verl_ext.options import option, options_of
+from verl_ext.redaction import redacted
+from verl_ext.text.arrow_folder import DatasetWriter
 from verl_ext.text.read.sources import SourceFile
-from verl_ext.text.tokenizing import Encoder, read_report, tokenized
+from verl_ext.text.tokenizing import cached_tokens, code_digest, tokenize_files, tokens_fingerprint
+from verl_ext.text.tokens.counts import Counts
+from verl_ext.text.tokens.documents import Documents
 
 IGNORED = -100  # the label that Hugging Face losses ignore
+
+_logger = logging.getLogger(__name__)
+_reported: set[tuple[Path, str]] = set()
 
 
 @dataclass(frozen=True)
@@ -50,7 +68,8 @@ class TextSet(SFTDataSet):
 
     needs_tokenizer = True
     requires_max_tokens = False
-    encoder: ClassVar[type[Encoder]]
+    encoder: ClassVar[type[Any]]
+    _data: TokenizedData
     cut_reason: str
     cuts_targets = False
     split: str | None
@@ -58,8 +77,8 @@ class TextSet(SFTDataSet):
 
     @staticmethod
     @abstractmethod
-    def find_files(paths: Sequence[str], key: str) -> tuple[list[SourceFile], dict[int, str]]:
-        """Return (files, category number -> name) of paths. Raises ValueError, which names `key`, if there are none."""
+    def find_files(paths: Sequence[str], key: str) -> list[tuple[SourceFile, str]]:
+        """Return (file, category) of paths. Raises ValueError, which names `key`, if there are none."""
 
     def __init__(
         self,
@@ -76,13 +95,26 @@ class TextSet(SFTDataSet):
 
     def _open(self, paths: Sequence[str], tokenizer: Any, key: str) -> tuple[TokenizedData, NDArray[np.int64] | None]:
         options: Any = self.options
-        files, names = self.find_files(paths, key)
+        found = self.find_files(paths, key)
         if tokenizer is None:
             raise ValueError(f"{type(self).__name__} must be given a tokenizer (model.path's); got nothing")
-        self.files = tuple(file.path for file in files)
+        self.files = tuple(file.path for file, _ in found)
+        # Categories are numbered from 1, in the order of their first files.
+        names = list(dict.fromkeys(name for _, name in found))
+        files = [replace(file, category_id=names.index(name) + 1) for file, name in found]
         of_encoder = self.encoder.Options
-        encoder = self.encoder(tokenizer, of_encoder(**{n: getattr(options, n) for n in options_of(of_encoder)}), key)
-        folder = tokenized(files, names, encoder, default_root("verl_ext_tokenized", options.cache_dir))
+        own = of_encoder(**{name: getattr(options, name) for name in options_of(of_encoder)})
+        encoder = self.encoder(own, tokenizer, key)
+        folder = cached_tokens(
+            default_root("verl_ext_tokenized", options.cache_dir),
+            lambda: tokens_fingerprint(files, encoder, names, code_digest(__name__)),
+            lambda to: _write(to, files, names, encoder),
+            key,
+        )
+        if (folder, key) not in _reported:  # once in a process
+            _reported.add((folder, key))
+            for line in encoder.notices(_report(folder)["total"]):
+                _logger.warning("%s", line)
         data = TokenizedData([str(folder)], key)
         return data, split_rows(len(data), self.split, options.train_ratio, options.seed)
 
@@ -92,28 +124,56 @@ class TextSet(SFTDataSet):
         row["labels"] = torch.where(row["loss_mask"] == 1, row["input_ids"], IGNORED)
         return row
 
-    @cached_property
-    def over_length_report(self) -> list[DroppedDocuments]:
-        """The documents that were cut in tokenizing, then those longer than a pack (needs the scan).
+    @override
+    def omitted_documents(self) -> list[OmittedDocuments]:
+        """Return also the documents that were cut in tokenizing and, for the training part, the bad records.
 
         Tokens are counted before the cut.
         """
-        columns, rows = self._data.document_columns, self._in_use
-        assert columns is not None, "tokenized() writes them"
-        full, lengths = columns.full_length[rows], self._data.lengths[rows]
-        cut = full > lengths
-        report = replace(self._dropped, total=int(full.sum(dtype=np.int64))).by_category(
-            self.cut_reason, rows[cut], full[cut], lengths[cut]
+        columns = self._data.document_columns
+        assert columns is not None, "a set of texts has them"
+        full, lengths = self._in_use.of(columns.full_length), self._in_use.of(self._data.lengths)
+        cut = np.flatnonzero(full > lengths)
+        report = replace(self._omitted, total=int(full.sum(dtype=np.int64))).by_category(
+            self.cut_reason, self._in_use.number(cut), full[cut], lengths[cut]
         )
         for row in report:
             row.targets_removed = row.tokens_removed if self.cuts_targets else 0
-        return [*report, *super().over_length_report]
-
-    def changed_documents(self) -> list[DroppedDocuments]:
-        """Return the report of an SFTDataSet and, for the training part, the records that gave no document."""
         bad = [
-            DroppedDocuments(category, f"bad record: {reason}", documents)
-            for category, counts in read_report(self.folders[0])["categories"].items()
+            OmittedDocuments(category, f"bad record: {reason}", documents)
+            for category, counts in _report(Path(self.folders[0]))["categories"].items()
             for reason, documents in counts["bad_records"].items()
         ]
-        return [*super().changed_documents(), *([] if self.split == "val" else bad)]
+        return [*report, *super().omitted_documents(), *([] if self.split == "val" else bad)]
+
+
+def _write(folder: Path, files: Sequence[SourceFile], names: Sequence[str], encoder: Any) -> None:
+    """Write the dataset with its categories and its report into an empty folder."""
+    counts = {name: Counts() for name in names}
+    writer = DatasetWriter(folder, texts=encoder.texts)
+
+    def add(documents: Documents) -> Documents:
+        counts[names[documents.category_id - 1]].add(documents.counts, documents.counted())
+        writer.add(documents)
+        return documents
+
+    tokenize_files(files, encoder, add, writer)
+    total = Counts().add(*counts.values())
+    if not total.documents:
+        example = next(chain.from_iterable(total.examples.values()), "")
+        raise ValueError(
+            f"{encoder.key} must hold at least one record with a text; got none in {files[0].path} and "
+            f"{len(files) - 1} files more, of {total.records} records{example and f', such as {example}'}"
+        )
+    write_json(folder / CATEGORIES, {str(number): name for number, name in enumerate(names, start=1)})
+    report = {
+        "files": redacted([file.path for file in files]),
+        "options": vars(encoder.options),
+        "categories": {name: of_category.as_dict() for name, of_category in counts.items()},
+        "total": total.as_dict(),
+    }
+    write_json(folder / REPORT, report)
+
+
+def _report(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / REPORT).read_text(encoding="utf-8"))

@@ -1,1 +1,1 @@
-"""A client of OpenAI-compatible endpoints; its store keeps answers, so that each question is paid for once."""
+"""A client of OpenAI-compatible endpoints, and a store that saves paid answers."""

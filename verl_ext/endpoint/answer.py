@@ -1,4 +1,4 @@
-"""The outcome of a question: the text of an answer, or the reason why there is none.
+"""The outcome of a question: an answer, or why there is none.
 
 An error never becomes text. Only a finished answer has `Answer.text`; `Answer.raw` holds the model's output with any
 outcome.
@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from verl_ext.endpoint.reasoning import split_reasoning
 
@@ -29,12 +28,12 @@ _FINISHED = ("stop", "eos_token", "end_turn", "stop_sequence")
 
 
 class Unparsable(ValueError):
-    """An answer that does not have the requested form; the message gives the reason."""
+    """The reason why an answer does not have the requested form."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """The tokens of requests as the server counts them; cached tokens are prompt tokens too."""
+    """The tokens that a server counts; cached ones are prompt tokens too."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -72,13 +71,13 @@ class Answer:
         return self.outcome == DONE
 
     @property
-    def is_given(self) -> bool:
-        """Tell whether the model answered at all, be it with nothing or a refusal; the reply may not fit the task."""
+    def is_reply(self) -> bool:
+        """Tell whether the model answered, even with nothing or a refusal."""
         return self.outcome in KEPT
 
     @property
-    def given_text(self) -> str:
-        """The text that counts as the answer: what was cut counts as it is, and a refusal is none."""
+    def reply_text(self) -> str:
+        """The text that counts: what was cut as it is, no refusal."""
         return self.raw if self.outcome in (DONE, CUT) else ""
 
     @property
@@ -89,22 +88,22 @@ class Answer:
 
 
 def answer_from_text(text: str, **facts: Any) -> Answer:
-    """Return the answer in the whole text that a model wrote, its reasoning included.
+    """Return the answer in a model's whole text, reasoning included.
 
     facts: other fields of the answer; by default the outcome follows from the text.
     """
-    reasoning, said = split_reasoning(text)
-    said = said.strip()
+    reasoning, raw = split_reasoning(text)
+    raw = raw.strip()
     outcome, reason = DONE, ""
-    if not said:
+    if not raw:
         outcome, reason = UNPARSABLE, "the answer is empty"
-    elif any("\ud800" <= character <= "\udfff" for character in said):
+    elif any("\ud800" <= character <= "\udfff" for character in raw):
         outcome, reason = UNPARSABLE, "the answer has half a surrogate pair, which is no character"
-    return Answer(**{"outcome": outcome, "reason": reason, "raw": said, "reasoning": reasoning, **facts})
+    return Answer(**{"outcome": outcome, "reason": reason, "raw": raw, "reasoning": reasoning, **facts})
 
 
 def answer_from_completion(body: Any) -> Answer:
-    """Return the answer in a chat completion. Raises ValueError if the body is not a chat completion.
+    """Return the answer in a chat completion; raise ValueError for others.
 
     The reasoning comes from `reasoning_content` (DeepSeek, vLLM, SGLang) or `reasoning` (OpenRouter, vLLM from 0.12),
     or from the content (:func:`split_reasoning`).
@@ -118,8 +117,8 @@ def answer_from_completion(body: Any) -> Answer:
         reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
         usage = _usage(body.get("usage") or {})
     except (LookupError, TypeError, AttributeError) as error:
-        found = body.get("error") if isinstance(body, Mapping) else None
-        raise ValueError(f"the reply is no chat completion{f', but an error: {found}' if found else ''}") from error
+        problem = body.get("error") if isinstance(body, Mapping) else None
+        raise ValueError(f"the reply is no chat completion{f', but an error: {problem}' if problem else ''}") from error
     if not isinstance(content, str) or not isinstance(reasoning, str):
         raise ValueError("the reply is no chat completion: its content must be text")
     model, fingerprint = (str(body.get(name) or "") for name in ("model", "system_fingerprint"))
@@ -134,24 +133,27 @@ def answer_from_completion(body: Any) -> Answer:
 
 
 def answer_from_embedding(body: Any) -> Answer:
-    """Return an answer with an embedding as base64 of little-endian float32. Raises ValueError if there is none."""
+    """Return the answer in an embedding's reply; raise ValueError for others.
+
+    Its text is base64 of little-endian float32.
+    """
     try:
-        found = np.asarray(body["data"][0]["embedding"], "<f4")
+        vector = np.asarray(body["data"][0]["embedding"], "<f4")
         usage = _usage(body.get("usage") or {})
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise ValueError("the reply has no embedding") from error
-    if found.ndim != 1 or not found.size or not np.isfinite(found).all():
-        raise ValueError(f"the reply's embedding must be a list of finite numbers; its shape is {found.shape}")
+    if vector.ndim != 1 or not vector.size or not np.isfinite(vector).all():
+        raise ValueError(f"the reply's embedding must be a list of finite numbers; its shape is {vector.shape}")
     model = str(body.get("model") or "")
-    return Answer(DONE, base64.b64encode(found.tobytes()).decode(), usage=usage, model=model)
+    return Answer(DONE, base64.b64encode(vector.tobytes()).decode(), usage=usage, model=model)
 
 
-def embedding_of(text: str) -> NDArray[np.float32]:
-    """Return the embedding, float32[dimensions], in a text of :func:`answer_from_embedding`."""
-    return np.frombuffer(base64.b64decode(text), "<f4")
+def with_embedding(answer: Answer) -> Answer:
+    """Return an answer with its embedding in `parsed`, float32[dimensions]."""
+    return replace(answer, parsed=np.frombuffer(base64.b64decode(answer.text), "<f4")) if answer.is_done else answer
 
 
-def _usage(found: Mapping[str, Any]) -> Usage:
-    details = found.get("prompt_tokens_details") or {}
-    counts = (found.get("prompt_tokens"), details.get("cached_tokens"), found.get("completion_tokens"))
+def _usage(body: Mapping[str, Any]) -> Usage:
+    details = body.get("prompt_tokens_details") or {}
+    counts = (body.get("prompt_tokens"), details.get("cached_tokens"), body.get("completion_tokens"))
     return Usage(*(count if isinstance(count, int) else 0 for count in counts))

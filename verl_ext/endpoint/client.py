@@ -1,25 +1,26 @@
-"""A client of one model behind an OpenAI-compatible endpoint, which sends a few requests at a time.
+"""A client of one model behind an OpenAI-compatible endpoint.
 
     async with Client(EndpointOptions(base_url="http://localhost:8000/v1", model="Qwen3-8B"), store) as client:
         answer = await client.ask("books/12", "questions", messages, sampling, parse=five_questions)
         if answer.is_done:
             questions = answer.parsed
 
-The client does not ask again for an answer that the store has. The key of an answer is made of the record, the stage,
-the messages, the model and the sampling, but not of the server's address. Put a text that many questions share, such as
-a document, byte for byte at the start of the first message, because servers reuse the cached prefix.
+A few requests are open at a time, and an answer that the store has is not asked for again. The key of an answer is made
+of the record, the stage, the messages, the model and the sampling, but not of the server's address. Put a text that
+many questions share, such as a document, byte for byte at the start of the first message, because servers reuse the
+cached prefix.
 """
 
 import asyncio
 import json
 import os
 import re
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, ClassVar
 
+from verl_ext.cache import fingerprint
 from verl_ext.endpoint.answer import (
     DONE,
     FAILED,
@@ -32,10 +33,9 @@ from verl_ext.endpoint.answer import (
     Usage,
     answer_from_completion,
     answer_from_embedding,
-    embedding_of,
+    with_embedding,
 )
 from verl_ext.endpoint.store import NoStore, Store
-from verl_ext.files import fingerprint
 from verl_ext.options import DataError, Options, UsageError, first_line, nearest_hint, one_line, option
 from verl_ext.redaction import redacted_text
 
@@ -58,7 +58,10 @@ Messages = Sequence[Mapping[str, str]]
 
 @dataclass(frozen=True)
 class EndpointOptions(Options):
-    """The server and the model that are asked. The defaults name none, so commands call `endpoint_problems`."""
+    """The server and the model that are asked.
+
+    The defaults name none, so commands call `endpoint_problems`.
+    """
 
     prefix: ClassVar[str] = "endpoint"
 
@@ -89,7 +92,7 @@ class EndpointOptions(Options):
     )
 
     def endpoint_problems(self) -> Iterable[str]:
-        """Yield a line for a missing or malformed address or model, and for a key given in place of a variable."""
+        """Yield a line for each unusable address, model, or key variable."""
         if not self.base_url or not re.match(r"https?://[^/]", self.base_url):
             yield f"{self.prefix}.base_url must be a URL, http://HOST:PORT/v1; got {self.base_url or 'nothing'}"
         if not self.model:
@@ -100,7 +103,7 @@ class EndpointOptions(Options):
 
 @dataclass(frozen=True)
 class SamplingOptions(Options):
-    """The options with which a model draws its answers; a value of null is not sent."""
+    """How a model draws its answers; a null is not sent."""
 
     prefix: ClassVar[str] = "sampling"
 
@@ -111,15 +114,14 @@ class SamplingOptions(Options):
 
 
 class Client:
-    """A client of one model of an endpoint, used as an async context by one event loop.
+    """A client of one model, used as async context by one loop.
 
-    outcomes: {stage: number of questions by outcome}. usage: the tokens of this process's requests. requests, retries,
-    from_store: the numbers of questions that were sent, sent again, and answered from the store.
+    usage: the tokens of this process's requests. requests, retries, from_store: the numbers of questions that were
+    sent, sent again, and answered from the store.
     """
 
     def __init__(self, options: EndpointOptions, store: Store | NoStore) -> None:
         self.options, self.store = options, store
-        self.outcomes: dict[str, Counter[str]] = {}
         self.usage = Usage()
         self.requests = self.retries = self.from_store = 0
         self.without_usage = 0  # answers for which the server reported no token counts
@@ -128,7 +130,7 @@ class Client:
         self._slots = asyncio.Semaphore(options.concurrency)
 
     async def __aenter__(self) -> "Client":
-        """Open the connection. Raises `DataError` if the server does not answer, `UsageError` for a wrong key."""
+        """Open the connection; raise `DataError` without a server, `UsageError` for a key."""
         options = self.options
         try:
             from openai import AsyncOpenAI  # imported here because it takes a second
@@ -154,7 +156,7 @@ class Client:
         tools: Sequence[Mapping[str, Any]] = (),
         extra_body: Mapping[str, Any] | None = None,
     ) -> Answer:
-        """Return the model's answer to `messages`, from the store if it has it.
+        """Return the model's answer to `messages`, stored or new.
 
         Raises `UsageError` for a key or model that the server does not accept, and `DataError` if many requests in a
         row fail or the store cannot be written. The answer's outcome reports every other failure.
@@ -172,12 +174,13 @@ class Client:
         request: dict[str, Any] = {"model": self.options.model, "messages": [dict(message) for message in messages]}
         if tools:
             request["tools"] = [dict(tool) for tool in tools]
-        if self.options.extra_body or extra_body:
-            request["extra_body"] = {**self.options.extra_body, **(extra_body or {})}
+        if body := {**self.options.extra_body, **(extra_body or {})}:
+            request["extra_body"] = body
         characters = sum(len(str(message.get("content"))) for message in messages)
         create = self._api.chat.completions.with_raw_response.create
+        # Ask again, with another seed, only for an answer that the model gave and that does not have the form.
         for attempt in range(tries):
-            answer = await self._drawn(record, stage, attempt, create, request, characters, sampling)
+            answer = await self._sample(record, stage, attempt, create, request, characters, sampling)
             if answer.is_done and parse is not None:
                 try:
                     answer = replace(answer, parsed=parse(answer.text))
@@ -185,47 +188,45 @@ class Client:
                     answer = replace(answer, outcome=UNPARSABLE, reason=one_line(str(error)))
             if answer.outcome != UNPARSABLE:
                 break
-        self.outcomes.setdefault(stage.partition("/")[0], Counter())[answer.outcome] += 1
         return answer
 
     async def complete(self, record: str, stage: str, tokens: Sequence[int], sampling: SamplingOptions) -> Answer:
-        """Return the model's continuation of tokens, from the store if it has it. Raises as :meth:`ask` does."""
+        """Return the model's continuation of tokens; raise as :meth:`ask` does."""
         prompt: dict[str, Any] = {"model": self.options.model, "prompt": list(tokens)}
         create = self._api.completions.with_raw_response.create
-        answer = await self._drawn(record, stage, 0, create, prompt, 4 * len(tokens), sampling)
-        self.outcomes.setdefault(stage, Counter())[answer.outcome] += 1
-        return answer
+        return await self._sample(record, stage, 0, create, prompt, 4 * len(tokens), sampling)
 
-    async def _drawn(
+    async def _sample(
         self,
         record: str,
         stage: str,
         attempt: int,
         create: Callable[..., Any],
-        asked: Mapping[str, Any],
+        prompt: Mapping[str, Any],
         characters: int,
         sampling: SamplingOptions,
     ) -> Answer:
-        """Return the answer to the request `asked` of `characters` characters, with the fields of `sampling` added."""
+        """Return the answer to a request, with `sampling`'s fields added."""
+        # The seed follows from the question, so that the same run asks the same again.
         seed = None
         if sampling.seed is not None:
-            drawn = blake2b(f"{sampling.seed}\0{record}\0{stage}\0{attempt}".encode(), digest_size=4).digest()
-            seed = int.from_bytes(drawn, "little") >> 1  # servers take 31 bits
-        sent = {"temperature": sampling.temperature, "top_p": sampling.top_p, "seed": seed}
-        sent[self.options.max_tokens_field] = sampling.max_tokens
-        request = {**asked, **{name: value for name, value in sent.items() if value is not None}}
+            digest = blake2b(f"{sampling.seed}\0{record}\0{stage}\0{attempt}".encode(), digest_size=4).digest()
+            seed = int.from_bytes(digest, "little") >> 1  # servers take 31 bits
+        fields = {"temperature": sampling.temperature, "top_p": sampling.top_p, "seed": seed}
+        fields[self.options.max_tokens_field] = sampling.max_tokens
+        request = {**prompt, **{name: value for name, value in fields.items() if value is not None}}
         seconds = characters / CHARACTERS_PER_SECOND + (sampling.max_tokens or 0) / TOKENS_PER_SECOND
 
         async def send() -> Answer:
             answer = await self._request(create, request, seconds, answer_from_completion)
             return replace(answer, seed=seed)
 
-        return await self._once(fingerprint([record, stage, attempt, request]), record, stage, send)
+        return await self._ask_once(fingerprint([record, stage, attempt, request]), record, stage, send)
 
     async def embed(self, record: str, text: str) -> Answer:
-        """Return the embedding of a text, float32[dimensions] in `Answer.parsed`, from the store if it has it.
+        """Return a text's embedding, stored or new; raise as :meth:`ask` does.
 
-        Raises as :meth:`ask` does.
+        It is float32[dimensions] in `Answer.parsed`.
         """
         request: dict[str, Any] = {"model": self.options.model, "input": text, "encoding_format": "float"}
         if self.options.extra_body:
@@ -235,12 +236,10 @@ class Client:
         async def send() -> Answer:
             return await self._request(create, request, len(text) / CHARACTERS_PER_SECOND, answer_from_embedding)
 
-        answer = await self._once(fingerprint([record, "embed", request]), record, "embed", send)
-        self.outcomes.setdefault("embed", Counter())[answer.outcome] += 1
-        return embedded(answer)
+        return with_embedding(await self._ask_once(fingerprint([record, "embed", request]), record, "embed", send))
 
-    async def _once(self, key: str, record: str, stage: str, send: Callable[[], Awaitable[Answer]]) -> Answer:
-        """Return the stored answer to a question, or that of `send`; wait while another process asks the question."""
+    async def _ask_once(self, key: str, record: str, stage: str, send: Callable[[], Awaitable[Answer]]) -> Answer:
+        """Return the stored answer, or `send`'s; wait for other processes that ask."""
         while True:
             async with self._slots:
                 if stored := self.store.find(key):
@@ -256,14 +255,14 @@ class Client:
                     except BaseException:
                         self.store.release(key)
                         raise
-                    self._count(answer)
+                    self._count_reply(answer)
                     return answer
             await asyncio.sleep(POLL_SECONDS)
 
     async def _request(
         self, create: Callable[..., Any], request: Mapping[str, Any], seconds: float, read: Callable[[Any], Answer]
     ) -> Answer:
-        """Return `read` of the server's reply to a request; send the request again if the reply cannot be read.
+        """Return `read` of the server's reply; repeat if it cannot be read.
 
         seconds: the time that the prompt and the answer add to the time-out.
         """
@@ -282,12 +281,12 @@ class Client:
             except APIConnectionError as error:
                 return Answer(FAILED, reason=f"no answer after {self.options.retries} retries: {_cause(error)}")
             except ValueError as error:
-                reason = self._shown(str(error)) or "the reply is no JSON"
+                reason = self._printable(str(error)) or "the reply is no JSON"
                 self.retries += 1
         return Answer(FAILED, reason=reason)
 
     def _answer_from_status(self, status: int, message: str) -> Answer:
-        """Return the answer to a question for an HTTP error status; raise if the error affects all questions."""
+        """Return an HTTP error's answer; raise if it affects all questions."""
         options, line = self.options, f"status {status}: {message}"
         if status in (400, 403, 422, 451) and _MODERATED.search(message):
             return Answer(REFUSED, reason=line)
@@ -304,7 +303,7 @@ class Client:
             return Answer(TOO_LONG, reason=line)
         return Answer(FAILED, reason=line)
 
-    def _count(self, answer: Answer) -> None:
+    def _count_reply(self, answer: Answer) -> None:
         """Count a reply. Raises `DataError` after `max_failures` failed requests in a row."""
         self.usage += answer.usage
         if answer.outcome in (DONE, UNPARSABLE) and answer.usage == Usage():
@@ -318,52 +317,43 @@ class Client:
             )
 
     async def _check_server(self) -> None:
-        """Ask for the list of models, which costs nothing; some servers have no list, or one that is incomplete."""
+        """List the server's models, at no cost; some servers have no list."""
         from openai import APIConnectionError, APIStatusError
 
         options = self.options
         try:
             few = self._api.with_options(max_retries=min(options.retries, 2), timeout=options.timeout)
             reply = await few.models.with_raw_response.list()
-            names = [str(model["id"]) for model in json.loads(reply.text)["data"]]
+            self.models = [str(model["id"]) for model in json.loads(reply.text)["data"]]
         except APIStatusError as error:
             if error.status_code == 401:
                 raise UsageError(self._key_problem(f"status 401: {self._message(error)}")) from error
-            return
         except APIConnectionError as error:
             needed = f"{options.prefix}.base_url must be a server that answers"
             raise DataError(f"{needed}; got {options.base_url}: {_cause(error)}") from error
         except (ValueError, LookupError, TypeError):
-            return
-        self.models = names
+            pass
 
     def _key_problem(self, line: str) -> str:
-        variable = self.options.key_variable
-        given = (
-            f"the server does not take the key in {variable}" if os.environ.get(variable) else f"{variable} is empty"
-        )
-        return f"{self.options.prefix}.key_variable must name the variable with the server's key; {given}: {line}"
+        name = self.options.key_variable
+        why = f"the server does not take the key in {name}" if os.environ.get(name) else f"{name} is empty"
+        return f"{self.options.prefix}.key_variable must name the variable with the server's key; {why}: {line}"
 
     def _message(self, error: Any) -> str:
         """Return the server's message in an error."""
         body = error.body if isinstance(error.body, Mapping) else {}
-        said = " ".join(str(body[name]) for name in ("code", "message", "detail") if body.get(name))
-        return self._shown(said or first_line(error))
+        message = " ".join(str(body[name]) for name in ("code", "message", "detail") if body.get(name))
+        return self._printable(message or first_line(error))
 
-    def _shown(self, text: str) -> str:
-        """Return a server's text as one line for an error, without the key, which some servers repeat."""
+    def _printable(self, text: str) -> str:
+        """Return a server's text as one line without the key."""
         key = os.environ.get(self.options.key_variable)
         text = text.replace(key, "***") if key else text
         return redacted_text(one_line(text[:500]))
 
 
-def embedded(answer: Answer) -> Answer:
-    """Return an answer of :func:`answer_from_embedding` with its embedding in `parsed`."""
-    return replace(answer, parsed=embedding_of(answer.text)) if answer.is_done else answer
-
-
 def _cause(error: BaseException) -> str:
-    """Return the root cause of a connection error, such as "[Errno 111] Connect call failed"."""
+    """Return a connection error's root cause, as "[Errno 111] Connect call failed"."""
     while (cause := error.__cause__ or error.__context__) is not None and "timed out" not in str(error):
         error = cause
     return first_line(error)

@@ -1,10 +1,11 @@
-"""The reasoning in a model's text, apart from its answer: one rule for servers, local models and files of answers.
+"""The reasoning in a model's text, apart from its answer.
 
     <think> the sum of both </think> It is 4.      the usual form
     the sum of both </think> It is 4.              the prompt had the opening tag
     <think> the sum of                             cut inside the reasoning: there is no answer
 
-A block of reasoning begins at the start of a line, because an answer may itself speak of the tags.
+It is one rule for servers, local models and files of answers. A block of reasoning begins at the start of a line,
+because an answer may itself speak of the tags.
 """
 
 import re
@@ -44,7 +45,7 @@ def split_reasoning(text: str) -> tuple[str, str]:
 
 
 def decode_answer(tokenizer: Any, tokens: Sequence[int]) -> str:
-    """Return the text of generated tokens without special tokens, apart from those in the tags of reasoning."""
+    """Return generated tokens' text, special tokens only in tags of reasoning."""
     special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
     in_tags = {number for token, number in special.items() if any(token in tag for pair in _PAIRS for tag in pair)}
     if not in_tags:

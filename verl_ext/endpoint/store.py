@@ -1,4 +1,4 @@
-"""Finished answers in a SQLite file, so that neither a later run nor a concurrent one pays for them again.
+"""Finished answers in a SQLite file: no run pays twice.
 
     answers   key → outcome, text, reasoning, usage; a row is committed to the disk before the answer is used
     claims    key → the process that asks for it now
@@ -56,14 +56,14 @@ class NoStore:
 
 
 class Store:
-    """The answers in one file, which is created if it is missing; processes of one machine can share it.
+    """The answers in a file, which processes of a machine can share.
 
     Use one store per process, as a context, from one thread. Raises `UsageError` if the file is not a store of this
     version, and `DataError` if it cannot be read or written.
     """
 
     def __init__(self, path: str | os.PathLike[str], key: str = "store") -> None:
-        """Open or create the file. `key`: the name of the option in error messages."""
+        """Open or create the file; `key` is its option in messages."""
         self.path, self._key = Path(path), key
         if problem := writable_problem(key, str(self.path.parent)):
             raise UsageError(problem)
@@ -101,7 +101,7 @@ class Store:
         return Answer(**{**fields, "usage": Usage(**fields["usage"])})
 
     def claim(self, key: str) -> bool:
-        """Claim a question for this process; return False if it has an answer or a live process has claimed it."""
+        """Claim a question; False: it has an answer, or a live claim."""
         with self._transaction():
             if self._database.execute("SELECT 1 FROM answers WHERE key = ?", (key,)).fetchone():
                 return False
@@ -135,7 +135,7 @@ class Store:
         self._lock.close()
 
     def _check_version(self) -> None:
-        """Create the tables in an empty file; refuse a file of another kind or version."""
+        """Create an empty file's tables; refuse another kind or version."""
         application, version, tables = (
             self._database.execute(query).fetchone()[0]
             for query in ("PRAGMA application_id", "PRAGMA user_version", "SELECT COUNT(*) FROM sqlite_master")

@@ -88,13 +88,13 @@ def available_memory() -> int:
         for group in (lowest, *lowest.parents[: len(Path(name).parts)]):
             limit = (group / "memory.max").read_text().strip()  # the root of a machine has none
             if limit != "max":
-                kept = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-                used = int((group / "memory.current").read_text()) - int(kept["inactive_file"])
+                memory = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                used = int((group / "memory.current").read_text()) - int(memory["inactive_file"])
                 available = min(available, int(limit) - used)
     return available
 
 
-class _Kept:
+class _HiddenState:
     """A checkpoint's hidden state: on its device, then on the host."""
 
     def __init__(self, hidden: torch.Tensor, host: torch.Tensor) -> None:
@@ -120,48 +120,49 @@ class HostCheckpoints:
         """Take streams as of torch.cuda; those of torch.cpu do nothing."""
         self._streams = streams or (torch.cuda if torch.cuda.is_available() else torch.cpu)
         self._copies = self._streams.Stream()
-        self._waiting: list[weakref.ref[_Kept]] = []  # waiting for their backward, in forward order
-        self._fetched: tuple[weakref.ref[_Kept], torch.Tensor, Any] | None = None
+        self._waiting: list[weakref.ref[_HiddenState]] = []  # waiting for their backward, in forward order
+        # The state that backward needs next, its copy on the device, and the event of the copy's end.
+        self._next: tuple[weakref.ref[_HiddenState], torch.Tensor, Any] | None = None
 
     def __call__(self, layer: Callable, hidden: torch.Tensor, *others: Any) -> Any:
         """Run the layer; with gradients, keep its input on the host."""
         if not torch.is_grad_enabled():
             return layer(hidden, *others)
         host = torch.empty(hidden.shape, dtype=hidden.dtype, device="cpu", pin_memory=hidden.device.type != "cpu")
-        kept = _Kept(hidden, host)
-        copied = self._copy(host, hidden.detach())
+        state = _HiddenState(hidden, host)
+        event = self._copy(host, hidden.detach())
         # torch restores the random states of the arguments' devices when it recomputes; an empty tensor names ours.
-        output = checkpoint(partial(self._run, layer, kept), hidden.new_empty(0), *others, use_reentrant=False)
-        self._wait(copied)  # from here on, computation may reuse the hidden state's memory
-        kept.on_device = None
-        self._waiting.append(weakref.ref(kept))
+        output = checkpoint(partial(self._run, layer, state), hidden.new_empty(0), *others, use_reentrant=False)
+        self._wait(event)  # from here on, computation may reuse the hidden state's memory
+        state.on_device = None
+        self._waiting.append(weakref.ref(state))
         return output
 
-    def _run(self, layer: Callable, kept: _Kept, _: torch.Tensor, *others: Any) -> Any:
-        hidden = self._again(kept) if kept.on_device is None else kept.on_device
+    def _run(self, layer: Callable, state: _HiddenState, _: torch.Tensor, *others: Any) -> Any:
+        hidden = self._on_device(state) if state.on_device is None else state.on_device
         return layer(hidden, *others)
 
-    def _again(self, kept: _Kept) -> torch.Tensor:
+    def _on_device(self, state: _HiddenState) -> torch.Tensor:
         """Return the hidden state on its device; begin the next copy."""
-        if self._fetched is None or self._fetched[0]() is not kept:
-            self._fetch(kept)
-        assert self._fetched is not None
-        _, hidden, copied = self._fetched
-        self._wait(copied)
-        self._fetched = None
+        if self._next is None or self._next[0]() is not state:
+            self._prefetch(state)
+        assert self._next is not None
+        _, hidden, event = self._next
+        self._wait(event)
+        self._next = None
         while self._waiting:
             before = self._waiting.pop()()
-            if before is not None and before is not kept:  # None if its graph was dropped
+            if before is not None and before is not state:  # None if its graph was dropped
                 self._waiting.append(weakref.ref(before))
-                self._fetch(before)
+                self._prefetch(before)
                 break
-        return hidden.requires_grad_(kept.requires_grad)
+        return hidden.requires_grad_(state.requires_grad)
 
-    def _fetch(self, kept: _Kept) -> None:
-        if self._fetched is not None:  # left by an abandoned backward pass; its memory is reused
-            self._wait(self._fetched[2])
-        hidden = torch.empty(kept.host.shape, dtype=kept.host.dtype, device=kept.device)
-        self._fetched = weakref.ref(kept), hidden, self._copy(hidden, kept.host)
+    def _prefetch(self, state: _HiddenState) -> None:
+        if self._next is not None:  # left by an abandoned backward pass; its memory is reused
+            self._wait(self._next[2])
+        hidden = torch.empty(state.host.shape, dtype=state.host.dtype, device=state.device)
+        self._next = weakref.ref(state), hidden, self._copy(hidden, state.host)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> Any:
         """Queue a copy behind computation so far; return its end's event."""

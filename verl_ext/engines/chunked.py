@@ -3,12 +3,12 @@
 ```
 rows            q q q q | q q a P | P P P P      input_ids [B, L], every row equally long
 attention_mask  1 1 1 1 | 1 1 1 0 |              chunks that are padding on every rank are left out
-wanted          0 0 0 0 | 0 1 0 0 |              positions that predict a target: the head sees these alone
+is_target       0 0 0 0 | 0 1 0 0 |              positions that predict a target: the head sees these alone
 ```
 
 Every rank runs equally many chunks, and so equally many collectives. The engine has the vendor ``verl_ext_chunked``.
 
-Legend: B rows of a micro-batch, L tokens of a row, T ≤ L of them that are read, N wanted positions, V vocabulary.
+Legend: B rows of a micro-batch, L tokens of a row, T ≤ L of them that are read, N positions of targets, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -23,8 +23,8 @@ from verl.utils.fsdp_utils import apply_fsdp2, fsdp2_load_full_state_dict
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine.base import EngineRegistry
 
-from verl_ext.engines.step import StepEngine, asks_for_measures
-from verl_ext.losses import token_measures
+from verl_ext.engines.step import StepEngine, wants_token_stats
+from verl_ext.losses import nll_and_stats
 from verl_ext.models.qwen_titans import load_memory_checkpoint
 
 
@@ -41,7 +41,7 @@ class ChunkedEngine(StepEngine):
 
     @classmethod
     def idle_tokens(cls, max_tokens: int) -> int:
-        """Return the tokens of a whole row, because every chunk has collectives."""
+        """Return the tokens of a whole row: every chunk has collectives."""
         return max_tokens
 
     def _build_module(self) -> torch.nn.Module:
@@ -83,16 +83,16 @@ class ChunkedEngine(StepEngine):
         return CPUOffloadPolicy(pin_memory=True)
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict, dict]:
-        """Return the rows ``[B, T]``, wanted positions, and their labels ``[N]``."""
+        """Return the rows ``[B, T]``, target positions, and their labels ``[N]``."""
         ids = rows(micro_batch["input_ids"])
-        wanted = target_positions(micro_batch)
-        if not wanted.any():
-            wanted[0, 0] = True  # every rank must run the head, which has collectives
-        labels = ids.roll(-1, dims=1)[wanted]
+        is_target = target_positions(micro_batch)
+        if not is_target.any():
+            is_target[0, 0] = True  # every rank must run the head, which has collectives
+        labels = ids.roll(-1, dims=1)[is_target]
         mask = first_documents(rows(micro_batch["position_ids"]))
         read = self._read_tokens(mask)
-        inputs = {"input_ids": ids[:, :read], "attention_mask": mask[:, :read], "logits_to_keep": wanted[:, :read]}
-        return inputs, {"wanted": wanted.flatten(), "labels": labels}
+        inputs = {"input_ids": ids[:, :read], "attention_mask": mask[:, :read], "logits_to_keep": is_target[:, :read]}
+        return inputs, {"is_target": is_target.flatten(), "labels": labels}
 
     def _read_tokens(self, mask: torch.Tensor) -> int:
         """Return T, all ranks' longest row rounded up to chunks.
@@ -109,18 +109,18 @@ class ChunkedEngine(StepEngine):
     ) -> dict[str, torch.Tensor]:
         """Return next tokens' ``log_probs``, and ``is_greedy``, whether those are likeliest.
 
-        They are jagged as ``input_ids``, and so is ``entropy`` if the batch asks for measures; log_probs are 0 if the
-        next token is no target.
+        They are jagged as ``input_ids``, and so is ``entropy`` if the batch asks for token statistics; log_probs are 0
+        if the next token is no target.
         """
-        wanted, labels = output_args["wanted"], output_args["labels"]
+        is_target, labels = output_args["is_target"], output_args["labels"]
         is_greedy = output.logits.argmax(-1) == labels  # before the loss, whose backward reuses the logits' memory
-        measures = asks_for_measures(micro_batch)
-        nll, *measured = token_measures(output.logits, labels, inplace_backward=True, measures=measures)
-        log_probs = nll.new_zeros(len(wanted)).masked_scatter(wanted, -nll)
+        with_stats = wants_token_stats(micro_batch)
+        nll, *stats = nll_and_stats(output.logits, labels, inplace_backward=True, with_stats=with_stats)
+        log_probs = nll.new_zeros(len(is_target)).masked_scatter(is_target, -nll)
         offsets = micro_batch["input_ids"].offsets()
-        outputs = {"log_probs": log_probs, "is_greedy": wanted.masked_scatter(wanted, is_greedy)}
-        if measures:
-            outputs["entropy"] = nll.new_zeros(len(wanted)).masked_scatter(wanted, measured[1])
+        outputs = {"log_probs": log_probs, "is_greedy": is_target.masked_scatter(is_target, is_greedy)}
+        if with_stats:
+            outputs["entropy"] = nll.new_zeros(len(is_target)).masked_scatter(is_target, stats[1])
         return {name: torch.nested.nested_tensor_from_jagged(x, offsets) for name, x in outputs.items()}
 
     def memory_state_dict(self) -> dict[str, torch.Tensor]:
@@ -139,7 +139,7 @@ def rows(values: Any) -> torch.Tensor:
     """View a jagged tensor of rows of one length as ``[B, L]``."""
     lengths = values.offsets().diff()
     assert bool((lengths == lengths[0]).all()), "rows of one length on every rank, or the ranks wait for each other"
-    return values.values().view(len(lengths), -1)
+    return values.values().view(len(lengths), -1)  # [B, L]
 
 
 def target_positions(micro_batch: TensorDict) -> torch.Tensor:

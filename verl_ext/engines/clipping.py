@@ -35,9 +35,9 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float, de
     norm = total.sqrt()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
     for gradient in gradients:
-        own = factor.to(gradient.device)
+        local_factor = factor.to(gradient.device)
         for block in _blocks(gradient):  # half precision would round the factor itself
-            block.mul_(own) if block.dtype == torch.float32 else block.copy_(block.float() * own)
+            block.mul_(local_factor) if block.dtype == torch.float32 else block.copy_(block.float() * local_factor)
     return norm
 
 

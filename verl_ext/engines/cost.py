@@ -29,31 +29,30 @@ def computed_flops(module: Any, hf_config: Any, ulysses: int, recomputes: bool =
         recomputes: whether gradient checkpointing computes the layers' forward pass again.
     """
     states = sum(mixer.state_flops(layer) for layer, mixer in mixers_of(module))
-    found = train_flops(module, hf_config, states, recomputes)
-    if found is None or (padding := _padding(hf_config, ulysses)) is None:
-        return found
+    flops = train_flops(module, hf_config, states, recomputes)
+    if flops is None or (padding := _padding(hf_config, ulysses)) is None:
+        return flops
     padded = padding.heads / hf_config.get_text_config().num_attention_heads
-    return replace(found, quadratic=round(found.quadratic * padded), windowed=round(found.windowed * padded))
+    return replace(flops, quadratic=round(flops.quadratic * padded), windowed=round(flops.windowed * padded))
 
 
 def balancing_cost(module: Any, hf_config: Any, ulysses: int) -> CostModel | None:
     """Return the cost that balances packs; None if it is unknown.
 
-    Its unit is the cost of one layer's attention.
-
-    Ulysses divides tokens and heads of a pack by the number of ranks, which keeps their ratio. Keys and values that
-    travel between groups of ranks belong to long documents, whose attention costs far more.
+    Its unit is the cost of one layer's attention. Ulysses divides tokens and heads of a pack by the number of ranks,
+    which keeps their ratio. Keys and values that travel between groups of ranks belong to long documents, whose
+    attention costs far more.
     """
-    found, text = computed_flops(module, hf_config, ulysses), hf_config.get_text_config()
-    if found is None:
+    flops, text = computed_flops(module, hf_config, ulysses), hf_config.get_text_config()
+    if flops is None:
         return None
     padding, layers = _padding(hf_config, ulysses), attention_layers(text)
     if padding is None or not layers:
         return CostModel(1, 0)  # without attention, every token costs the same
     elements = 3 * layers * (padding.heads + padding.kv_heads) * head_width(text) * (ulysses - 1) / ulysses
-    unit = (found.quadratic + found.windowed) / layers
-    linear = round((found.linear + _OPERATIONS_PER_ELEMENT * elements) / unit)
-    return CostModel(linear, round(found.quadratic / unit), round(found.windowed / unit), found.window)
+    unit = (flops.quadratic + flops.windowed) / layers
+    linear = round((flops.linear + _OPERATIONS_PER_ELEMENT * elements) / unit)
+    return CostModel(linear, round(flops.quadratic / unit), round(flops.windowed / unit), flops.window)
 
 
 def _padding(hf_config: Any, ulysses: int) -> HeadPadding | None:

@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from verl_ext.losses import head_terms
+from verl_ext.parallel.exchange import exchange_rows
 from verl_ext.parallel.shards import SequenceShards
 
 
@@ -32,38 +33,40 @@ class TargetRows:
 
     All of this is known on the host.
 
-
     Attributes:
-        at: int64[N], the positions of all targets in the pack, in the order of the ranks that hold them.
-        held: int64[≤ N], the targets in this rank's slice, counted from the slice's beginning.
-        rows: the part of `at` that this rank's head computes.
+        positions: int64[N], those of all targets in the pack, in the order of the ranks that hold them.
+        local: int64[≤ N], the targets in this rank's slice, counted from the slice's beginning.
+        part: the part of `positions` that this rank's head computes.
         send: the number of hidden states that go to each rank.
         receive: the number of hidden states that come from each rank.
-        padded: R.
+        most: R.
     """
 
-    at: torch.Tensor
-    held: torch.Tensor
-    rows: slice
+    positions: torch.Tensor
+    local: torch.Tensor
+    part: slice
     send: list[int]
     receive: list[int]
-    padded: int
+    most: int
 
     @classmethod
     def from_mask(cls, is_target: torch.Tensor, shards: SequenceShards) -> "TargetRows":
         """Read the targets from bool[T] on the host, padding included."""
-        places = shards.by_rank(is_target).nonzero().flatten()
+        by_rank = shards.by_rank(is_target).nonzero().flatten()
         rank, ranks, length = shards.rank, shards.ranks, len(is_target) // shards.ranks
-        padded = max(-(-len(places) // ranks), 1)  # a gather of nothing has no backward
-        held = np.searchsorted(places.numpy(), np.arange(ranks + 1) * length)  # edges within `places`
-        even = np.minimum(np.arange(ranks + 1) * padded, len(places))
+        most = max(-(-len(by_rank) // ranks), 1)  # a gather of nothing has no backward
+        # The edges of ranks among the targets: by the slices that hold them, and evenly.
+        slices = np.searchsorted(by_rank.numpy(), np.arange(ranks + 1) * length)
+        even = np.minimum(np.arange(ranks + 1) * most, len(by_rank))
 
-        def shared(edges: np.ndarray, others: np.ndarray) -> list[int]:
+        def overlaps(edges: np.ndarray, others: np.ndarray) -> list[int]:
             first, last = np.maximum(edges[rank], others[:-1]), np.minimum(edges[rank + 1], others[1:])
             return np.maximum(last - first, 0).tolist()
 
-        at, mine = shards.positions(places, len(is_target)), places[held[rank] : held[rank + 1]] - rank * length
-        return cls(at, mine, slice(*even[rank : rank + 2].tolist()), shared(held, even), shared(even, held), padded)
+        local = by_rank[slices[rank] : slices[rank + 1]] - rank * length
+        positions = shards.by_rank(torch.arange(len(is_target)))[by_rank]
+        part = slice(*even[rank : rank + 2].tolist())
+        return cls(positions, local, part, overlaps(slices, even), overlaps(even, slices), most)
 
 
 @dataclass(frozen=True)
@@ -71,11 +74,11 @@ class HeadInputs:
     """The inputs of a :class:`FusedHead` beside the hidden states.
 
     Attributes:
-        labels: int64[≤ R], the labels of the targets `rows.rows`.
+        labels: int64[≤ R], the labels of the targets `rows.part`.
         coefficients: fp32[≤ R], the coefficients of the same targets.
         rows: the targets of this rank.
         group: the sequence-parallel ranks; None for a single rank.
-        block_bytes, measures: the arguments of :func:`head_terms`.
+        block_bytes, with_stats: the arguments of :func:`head_terms`.
     """
 
     labels: torch.Tensor
@@ -83,16 +86,15 @@ class HeadInputs:
     rows: TargetRows
     group: dist.ProcessGroup | None
     block_bytes: int
-    measures: bool = False
+    with_stats: bool = False
 
 
 class FusedHead:
     """A module's output embedding, which computes ``(loss term, nll)`` per target.
 
-    It does so inside :meth:`computing_loss`, and gives logits elsewhere.
-
-    FSDP's hooks stay around its forward, so its weight is whole inside, as it is for logits. The backward of loss terms
-    needs no weight, so FSDP2 does not gather it a second time, if the head is sharded by itself (as untied heads are).
+    It does so inside :meth:`computing_loss`, with ``logits_to_keep=rows.local``, and gives logits elsewhere. FSDP's
+    hooks stay around its forward, so its weight is whole inside, as it is for logits. The backward of loss terms needs
+    no weight, so FSDP2 does not gather it a second time, if the head is sharded by itself (as untied heads are).
     """
 
     def __init__(self, module: Any) -> None:
@@ -103,7 +105,7 @@ class FusedHead:
 
     @contextmanager
     def computing_loss(self, inputs: "HeadInputs | None") -> Iterator[None]:
-        """Let the forward inside compute loss terms, with ``logits_to_keep=inputs.rows.held``; None: logits."""
+        """Let the forward inside compute loss terms of `inputs`; None: logits."""
         self._inputs = inputs
         if isinstance(self._head, FSDPModule) and isinstance(self._head, nn.Linear):  # an adapter needs its weights
             self._head.set_unshard_in_backward(inputs is None)
@@ -113,13 +115,12 @@ class FusedHead:
             self._inputs = None
 
     def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return head_terms' results, fp32``[1, R, 2 or 4]``, or logits without inputs."""
-        given = self._inputs
-        if given is None:
+        """Return terms fp32``[1, R, 2 or 4]``, or logits without inputs."""
+        if (inputs := self._inputs) is None:
             return self._logits(hidden)
-        x = hidden.squeeze(0)
-        if given.group is not None:
-            x = _Exchange.apply(x, given.rows.send, given.rows.receive, given.group)
+        x = hidden.squeeze(0)  # [targets of this rank's slice, H]
+        if inputs.group is not None:
+            x = exchange_rows(x, inputs.group, inputs.rows.send, inputs.rows.receive)
         head: Any = self._head
         base = head.get_base_layer() if hasattr(head, "get_base_layer") else head
         x = x.to(base.weight.dtype)
@@ -128,15 +129,15 @@ class FusedHead:
             if name in head.lora_A:
                 low = head.lora_A[name](head.lora_dropout[name](x)) * head.scaling[name]
                 factors.append((low.to(x.dtype), head.lora_B[name].weight.to(x.dtype)))
-        of_targets = head_terms(
+        terms = head_terms(
             factors,
-            given.labels,
-            given.coefficients,
+            inputs.labels,
+            inputs.coefficients,
             bias=base.bias,
-            block_bytes=given.block_bytes,
-            measures=given.measures,
+            block_bytes=inputs.block_bytes,
+            with_stats=inputs.with_stats,
         )
-        return torch.stack([x[None] for x in of_targets], dim=-1)  # a copy: FSDP2 warns if a forward returns a view
+        return torch.stack([x[None] for x in terms], dim=-1)  # a copy: FSDP2 warns if a forward returns a view
 
 
 def _active_adapters(head: Any) -> Sequence[str]:
@@ -148,24 +149,7 @@ def _active_adapters(head: Any) -> Sequence[str]:
     return () if head.merged else head.active_adapters
 
 
-class _Exchange(torch.autograd.Function):
-    """An all-to-all of rows, whose sizes all ranks know."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
-    ) -> torch.Tensor:
-        ctx.send, ctx.receive, ctx.group = send, receive, group
-        moved = x.new_empty(sum(receive), *x.shape[1:])
-        dist.all_to_all_single(moved, x.contiguous(), receive, send, group=group)
-        return moved
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _Exchange.apply(grad_outputs[0], ctx.receive, ctx.send, ctx.group), None, None, None
-
-
-def supported_head(module: Any) -> str:
+def cheapest_head(module: Any) -> str:
     """Return the leanest form of head: ``fused``, ``targets`` or ``plain``.
 
     `fused` needs a linear head, with LoRA adapters at most, whose logits the model returns unchanged: a soft cap or a
@@ -201,7 +185,7 @@ class _LayersOutput:
 
 def _gives_logits_unchanged(cls: type, hf_config: Any) -> bool:
     """Tell whether this class returns the very tensor of its head."""
-    given = torch.ones(1, 1, 2, device="cpu")  # even if the caller builds on meta
+    probe = torch.ones(1, 1, 2, device="cpu")  # even if the caller builds on meta
     hidden: Any = torch.zeros(1, 1, hf_config.get_text_config().hidden_size, device="cpu")
 
     class Layers(nn.Module):
@@ -212,13 +196,13 @@ def _gives_logits_unchanged(cls: type, hf_config: Any) -> bool:
         with torch.device("meta"):
             model = cls(copy.deepcopy(hf_config))
         embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
-        head.forward = lambda _: given
+        head.forward = lambda _: probe
         # The layers are siblings of the head, which may belong to a model inside this one.
-        beside = next(part for part in model.modules() if head in part.children())
-        for name, part in list(beside.named_children()):
+        parent = next(part for part in model.modules() if head in part.children())
+        for name, part in list(parent.named_children()):
             if embeddings in part.modules():
-                setattr(beside, name, Layers())
+                setattr(parent, name, Layers())
         logits = model(inputs_embeds=hidden, use_cache=False).logits
     except Exception:  # a class that reads more than hidden states can raise any exception
         return False
-    return logits is given and bool((given == 1).all())
+    return logits is probe and bool((probe == 1).all())

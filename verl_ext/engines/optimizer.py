@@ -42,12 +42,12 @@ def implementation(
 
     Returns None for an optimizer without this choice.
     """
-    given = optim["override_optimizer_config"] or {}
-    if chosen := [name for name in (FUSED, FOREACH) if given.get(name)]:
+    overrides = optim["override_optimizer_config"] or {}
+    if chosen := [name for name in (FUSED, FOREACH) if overrides.get(name)]:
         return chosen[0]
     if optim["optimizer_impl"] != "torch.optim" or optim["optimizer"] not in _ADAMS:
         return None
-    if any(given.get(name) is not None for name in (FUSED, FOREACH)) or (device == "cpu" and not offloads):
+    if any(overrides.get(name) is not None for name in (FUSED, FOREACH)) or (device == "cpu" and not offloads):
         return LOOP
     return FUSED if not half and (offloads or Version(version).release >= (2, 12)) else FOREACH
 
@@ -63,22 +63,20 @@ def with_implementation(config: Any, device: str, offloads: bool, half: bool) ->
 def step_problem(build: Callable[[list[nn.Parameter]], torch.optim.Optimizer], steps: int = 2) -> str | None:
     """Return why an optimizer cannot be built or step; None if usable.
 
-    It is tried on two small parameters.
-
-    The parameters are FSDP2's shards; the ranks of an open process group take the steps together.
+    It is tried on two small parameters, FSDP2's shards; the ranks of an open process group take the steps together.
 
     Args:
         build: makes it for parameters.
         steps: their number; 0 for an optimizer that takes none on a CPU.
     """
     with _mesh() as mesh:
-        own = [torch.zeros(2, 2), torch.zeros(2)]
+        shards = [torch.zeros(2, 2), torch.zeros(2)]
         try:
-            parameters = [nn.Parameter(_sharded(tensor, mesh)) for tensor in own]
+            parameters = [nn.Parameter(DTensor.from_local(shard, mesh, [Shard(0)])) for shard in shards]
             optimizer = build(parameters)
             for _ in range(steps):
-                for parameter, tensor in zip(parameters, own, strict=True):
-                    parameter.grad = _sharded(torch.ones_like(tensor), mesh)
+                for parameter in parameters:
+                    parameter.grad = torch.ones_like(parameter)
                 optimizer.step()
         except Exception as error:  # an optimizer may raise any error
             return first_line(error)
@@ -87,7 +85,7 @@ def step_problem(build: Callable[[list[nn.Parameter]], torch.optim.Optimizer], s
 
 @contextmanager
 def _mesh() -> Iterator[DeviceMesh]:
-    """Yield a mesh of all ranks; without a group, two imagined."""
+    """Yield a mesh of all ranks, or of two imagined ones."""
     is_alone = not dist.is_initialized()
     if is_alone:
         dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
@@ -96,10 +94,6 @@ def _mesh() -> Iterator[DeviceMesh]:
     finally:
         if is_alone:
             dist.destroy_process_group()
-
-
-def _sharded(tensor: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
-    return tensor if mesh is None else DTensor.from_local(tensor, mesh, [Shard(0)])
 
 
 def take_threads() -> None:

@@ -7,6 +7,7 @@ Legend: T tokens of a micro-batch with padding, n the sequence-parallel size, V 
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,18 +24,37 @@ from verl.workers.engine.fsdp import transformer_impl
 
 from verl_ext.attention.packed import require_layout
 from verl_ext.attention.rope import choose_rope_by_document, restore_rope_precision
-from verl_ext.engines.head import FusedHead, HeadInputs, TargetRows, supported_head
+from verl_ext.engines.head import FusedHead, HeadInputs, TargetRows, cheapest_head
 from verl_ext.engines.router import RouterLoss, RoutingSums, asks_for_router_loss
-from verl_ext.engines.step import StepEngine, asks_for_measures, on_device
+from verl_ext.engines.step import StepEngine, on_device, wants_token_stats
 from verl_ext.layers import UNAWARE, RunningPack, attach, install, torch_forms
 from verl_ext.layers.experts import choose_experts
 from verl_ext.layers.towers import freeze, model_class, text_alone, text_parts
-from verl_ext.losses import BLOCK_BYTES, HEADS, MEASURES, token_measures
+from verl_ext.losses import BLOCK_BYTES, HEADS, TOKEN_STATS, nll_and_stats
 from verl_ext.parallel.key_exchange import ContextGroups, ContextLayout
 from verl_ext.parallel.shards import SequenceShards, document_layout, pinned
+from verl_ext.parallel.trees import TreeLayout, tree_layout
 
 # The outputs that only verl's reinforcement learning asks for; verl's own code computes them.
 _VERL_OUTPUTS = ("use_fused_kernels", "calculate_entropy", "calculate_sum_pi_squared", "distillation_use_topk")
+
+
+@dataclass(frozen=True)
+class PackedInputs:
+    """A micro-batch's inputs on the device, beside the model's arguments.
+
+    Attributes:
+        labels: int64[T/n], the token after each position of this rank.
+        pad_size: the padding among the T tokens.
+        positions, local: those of :class:`TargetRows`; None if the head computes logits of all tokens.
+        head: the inputs of a fused head; None if the head computes logits.
+    """
+
+    labels: torch.Tensor
+    pad_size: int
+    positions: torch.Tensor | None = None
+    local: torch.Tensor | None = None
+    head: HeadInputs | None = None
 
 
 @EngineRegistry.register(model_type="language_model", backend=["fsdp2"], device=["cpu", "cuda"], vendor="verl_ext")
@@ -98,8 +118,8 @@ class PackedEngine(StepEngine):
         The router loss is there if the config of a mixture of experts asks for it.
         """
         super().initialize()
-        self.head_use = supported_head(self.module)
-        self._fused_head = FusedHead(self.module) if self.head_use == "fused" else None
+        self.cheapest_head = cheapest_head(self.module)
+        self._fused_head = FusedHead(self.module) if self.cheapest_head == "fused" else None
         embedding = self.module.get_input_embeddings()
         if isinstance(embedding, FSDPModule) and isinstance(embedding, torch.nn.Embedding):
             embedding.set_unshard_in_backward(False)  # its gradient needs the ids alone
@@ -127,9 +147,9 @@ class PackedEngine(StepEngine):
         sums = []
         with torch.random.fork_rng([device] if isinstance(device, int) else []):
             for micro_batch in micro_batches:
-                model_inputs, _, _ = self.prepare_micro_batch(micro_batch, device)
+                arguments, _, _ = self.prepare_micro_batch(micro_batch, device)
                 with self._autocast(), self.router_loss.recording() as logits:
-                    self.module(**{**model_inputs, "logits_to_keep": 1}, use_cache=False)
+                    self.module(**{**arguments, "logits_to_keep": 1}, use_cache=False)
                 sums.append(self.router_loss.sums(logits, self._copies(micro_batch)))
         return sums
 
@@ -141,80 +161,87 @@ class PackedEngine(StepEngine):
             loss = super().training_loss(micro_batch, loss_function)
         return loss + self.router_loss.share(logits, self._copies(micro_batch))
 
-    def prepare_micro_batch(self, micro_batch: TensorDict, device: Any) -> tuple[dict, dict, TensorDict]:
-        """Return inputs ``[1, T/n]`` with the layout of all T tokens."""
-        layout = document_layout(micro_batch["position_ids"].values().cpu(), device)
+    def prepare_micro_batch(self, micro_batch: TensorDict, device: Any) -> tuple[dict, Any, TensorDict]:
+        """Return the model's arguments, :class:`PackedInputs`, and the micro-batch on the device.
+
+        The arguments are ids and positions ``[1, T/n]``, the layout of all T tokens, and the positions that the head
+        sees. For outputs of verl's own, its arguments take the place of PackedInputs. Raises ValueError if a batch asks
+        for those while groups share packs.
+        """
+        # Read documents and targets on the host, so that it never waits for the device.
+        shares = tu.get_non_tensor_data(micro_batch, "shares_prefixes", default=False)
+        layout = (tree_layout if shares else document_layout)(micro_batch["position_ids"].values().cpu(), device)
+        if self._groups and isinstance(layout, TreeLayout):
+            raise ValueError(f"data.share_prefixes must be false with {self.shards.context} context-parallel groups")
         rows = self._target_rows(micro_batch)
         micro_batch = on_device(micro_batch, device)
-        model_inputs, output_args = self.prepare_model_inputs(micro_batch)
-        layout = layout.padded(output_args["pad_size"])
-        model_inputs["document_layout"] = ContextLayout.from_layout(layout, self._groups) if self._groups else layout
-        if rows is not None:
-            model_inputs["logits_to_keep"] = pinned(rows.held, device).to(device, non_blocking=True)
-            output_args |= self._target_args(micro_batch, rows, device) | {"held": model_inputs["logits_to_keep"]}
-        return model_inputs, output_args, micro_batch
-
-    def _target_rows(self, micro_batch: TensorDict) -> TargetRows | None:
-        """Read the targets on the host; None for a plain head.
-
-        Outputs of verl's own code, and batches without categories, give None too.
-        """
-        if "category_index" not in micro_batch or self._head_of(micro_batch) == "plain" or _needs_verl(micro_batch):
-            return None
-        is_target = micro_batch["category_index"].values().cpu() >= 0
-        padded = torch.nn.functional.pad(is_target, (0, self._pad_size(len(is_target))))
-        return TargetRows.from_mask(padded, self.shards)
-
-    def _head_of(self, micro_batch: TensorDict) -> str:
-        """Return the batch's form of head, or the model's next best."""
-        asked = tu.get_non_tensor_data(micro_batch, "head", default="plain")
-        return max(asked, self.head_use, key=HEADS.index)
-
-    def _target_args(self, micro_batch: TensorDict, rows: TargetRows, device: Any) -> dict[str, Any]:
-        """Return the arguments of :meth:`prepare_model_outputs` about the targets."""
-        at = pinned(rows.at, device).to(device, non_blocking=True)
-        args: dict[str, Any] = {"rows": rows, "at": at, "head_inputs": None}
-        if self._head_of(micro_batch) == "fused":
-            mine = at[rows.rows]
-            args["head_inputs"] = HeadInputs(
-                _next_ids(micro_batch)[mine],
-                micro_batch["loss_coefficients"].values()[mine],
-                rows,
-                self.ulysses_parallel_group if self.use_ulysses_sp else None,
-                tu.get_non_tensor_data(micro_batch, "head_block_bytes", default=BLOCK_BYTES),
-                asks_for_measures(micro_batch),
-            )
-        return args
-
-    def run_module(self, model_inputs: dict, output_args: dict) -> Any:
-        """Run the model; a fused head returns loss terms for logits."""
-        if self._fused_head is None:
-            return super().run_module(model_inputs, output_args)
-        with self._fused_head.computing_loss(output_args.get("head_inputs")):
-            return super().run_module(model_inputs, output_args)
-
-    def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict, dict]:
-        """Return inputs ``[1, T/n]`` from shapes, so the host never waits.
-
-        Raises ValueError if groups share packs and the batch asks for outputs of verl's own.
-        """
+        inputs: Any
         if _needs_verl(micro_batch):
             if self._groups:
                 raise ValueError(
                     "parallel.context_parallel_size must be 1 where a batch asks for entropies, a temperature or other "
                     f"outputs of verl's own; got {self.shards.context}"
                 )
-            return super().prepare_model_inputs(micro_batch)
+            arguments, inputs = self.prepare_model_inputs(micro_batch)
+            layout = layout.padded(inputs["pad_size"])
+        else:
+            arguments, inputs = self._packed_inputs(micro_batch, rows, device)
+            layout = layout.padded(inputs.pad_size)
+        arguments["document_layout"] = ContextLayout.from_layout(layout, self._groups) if self._groups else layout
+        return arguments, inputs, micro_batch
+
+    def _packed_inputs(
+        self, micro_batch: TensorDict, rows: TargetRows | None, device: Any
+    ) -> tuple[dict, PackedInputs]:
+        """Return the arguments and inputs of this rank's slice of the pack."""
         ids, positions = micro_batch["input_ids"].values(), micro_batch["position_ids"].values()
-        pad = self._pad_size(len(ids))
-        model_inputs: dict[str, Any] = {
-            "input_ids": self._sequence_slice(ids, pad).unsqueeze(0),
+        pad_size = self._pad_size(len(ids))
+        arguments: dict[str, Any] = {
+            "input_ids": self._sequence_slice(ids, pad_size).unsqueeze(0),
             "attention_mask": None,
-            "position_ids": self._sequence_slice(positions, pad).unsqueeze(0),
+            "position_ids": self._sequence_slice(positions, pad_size).unsqueeze(0),
         }
         if getattr(self.model_config.hf_config.get_text_config(), "output_router_logits", False):
-            model_inputs["output_router_logits"] = False  # or transformers would add its own loss of this batch
-        return model_inputs, {"pad_size": pad, "labels": self._sequence_slice(_next_ids(micro_batch), pad)}
+            arguments["output_router_logits"] = False  # or transformers would add its own loss of this batch
+        next_ids = micro_batch["next_ids"].values() if "next_ids" in micro_batch else ids.roll(-1)
+        labels = self._sequence_slice(next_ids, pad_size)
+        if rows is None:
+            return arguments, PackedInputs(labels, pad_size)
+        targets, local = (pinned(x, device).to(device, non_blocking=True) for x in (rows.positions, rows.local))
+        arguments["logits_to_keep"] = local
+        head = None
+        if self._head_form(micro_batch) == "fused":
+            head = HeadInputs(
+                next_ids[targets[rows.part]],
+                micro_batch["loss_coefficients"].values()[targets[rows.part]],
+                rows,
+                self.ulysses_parallel_group if self.use_ulysses_sp else None,
+                tu.get_non_tensor_data(micro_batch, "head_block_bytes", default=BLOCK_BYTES),
+                wants_token_stats(micro_batch),
+            )
+        return arguments, PackedInputs(labels, pad_size, targets, local, head)
+
+    def _target_rows(self, micro_batch: TensorDict) -> TargetRows | None:
+        """Read the targets on the host; None for a plain head.
+
+        Outputs of verl's own code, and batches without categories, give None too.
+        """
+        if "category_index" not in micro_batch or self._head_form(micro_batch) == "plain" or _needs_verl(micro_batch):
+            return None
+        is_target = micro_batch["category_index"].values().cpu() >= 0
+        padded = torch.nn.functional.pad(is_target, (0, self._pad_size(len(is_target))))
+        return TargetRows.from_mask(padded, self.shards)
+
+    def _head_form(self, micro_batch: TensorDict) -> str:
+        """Return the batch's form of head, or the model's next best."""
+        return max(tu.get_non_tensor_data(micro_batch, "head", default="plain"), self.cheapest_head, key=HEADS.index)
+
+    def run_module(self, model_inputs: dict, output_args: Any) -> Any:
+        """Run the model; a fused head returns loss terms for logits."""
+        if self._fused_head is None:
+            return super().run_module(model_inputs, output_args)
+        with self._fused_head.computing_loss(output_args.head if isinstance(output_args, PackedInputs) else None):
+            return super().run_module(model_inputs, output_args)
 
     def _pad_size(self, tokens: int) -> int:
         """Return the padding of `engine.pad_to_length` and then for the ranks."""
@@ -240,57 +267,45 @@ class PackedEngine(StepEngine):
         return self._sequence_slice(copies, self._pad_size(len(copies)))
 
     def prepare_model_outputs(
-        self, output: Any, output_args: dict, micro_batch: TensorDict, logits_processor_func: Callable | None
+        self, output: Any, output_args: Any, micro_batch: TensorDict, logits_processor_func: Callable | None
     ) -> dict[str, torch.Tensor]:
         """Return ``log_probs`` of next tokens of all ranks, jagged as ``input_ids``.
 
         If the batch asks for target tokens alone, the others are 0. A fused head also returns ``loss_terms``, the
-        coefficient times the loss of each token, through which the gradients flow. If the batch asks for measures, the
-        outputs include MEASURES.
+        coefficient times the loss of each token, through which the gradients flow. If the batch asks for them, the
+        outputs include TOKEN_STATS.
         """
-        if _needs_verl(micro_batch):
+        if not isinstance(output_args, PackedInputs):
             return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
-        offsets = micro_batch["input_ids"].offsets()
-        rows: TargetRows | None = output_args.get("rows")
-        if output_args.get("head_inputs") is not None:
-            assert rows is not None
-            found = self._gathered_terms(output.logits.squeeze(0), rows)
-            whole = found.new_zeros(len(micro_batch["input_ids"].values()), found.shape[1])
-            terms, nll, *measures = whole.index_put((output_args["at"],), found).unbind(-1)
-            columns = {"loss_terms": terms, **_named(nll.detach(), measures)}
-            return {name: torch.nested.nested_tensor_from_jagged(x, offsets) for name, x in columns.items()}
-        logits, labels = output.logits.squeeze(0), output_args["labels"]  # [T/n, V], or of the targets in it
-        held = None if rows is None else output_args["held"]
-        asked = labels if held is None else labels[held]
-        of_rows = token_measures(logits, asked, inplace_backward=True, measures=asks_for_measures(micro_batch))
-        if held is not None:
-            of_rows = tuple(x.new_zeros(len(labels)).index_put((held,), x) for x in of_rows)
-        nll, *measures = (self._gather_and_unpad_packed(x, output_args["pad_size"]) for x in of_rows)
-        columns = _named(nll, measures)
-        return {name: torch.nested.nested_tensor_from_jagged(x, offsets) for name, x in columns.items()}
+        inputs, ids = output_args, micro_batch["input_ids"]
+        columns: dict[str, torch.Tensor] = {}
+        if inputs.head is not None:
+            terms = self._gathered_terms(output.logits.squeeze(0), inputs.head.rows)  # [N, loss term, nll, …]
+            terms = terms.new_zeros(len(ids.values()), terms.shape[1]).index_put((inputs.positions,), terms)
+            columns["loss_terms"], nll, *stats = terms.unbind(-1)
+            nll = nll.detach()
+        else:
+            logits, local, labels = output.logits.squeeze(0), inputs.local, inputs.labels  # [T/n, V], or of targets
+            next_ids, with_stats = labels if local is None else labels[local], wants_token_stats(micro_batch)
+            of_rows = nll_and_stats(logits, next_ids, inplace_backward=True, with_stats=with_stats)
+            if local is not None:
+                of_rows = tuple(x.new_zeros(len(labels)).index_put((local,), x) for x in of_rows)
+            nll, *stats = (self._gather_and_unpad_packed(x, inputs.pad_size) for x in of_rows)
+        columns |= {"log_probs": -nll, **dict(zip(TOKEN_STATS, stats, strict=bool(stats)))}
+        return {name: torch.nested.nested_tensor_from_jagged(x, ids.offsets()) for name, x in columns.items()}
 
-    def _gathered_terms(self, found: torch.Tensor, rows: TargetRows) -> torch.Tensor:
+    def _gathered_terms(self, terms: torch.Tensor, rows: TargetRows) -> torch.Tensor:
         """Gather all targets' ``[N, columns]`` from each rank's ``[≤ R, columns]``."""
         if not self.use_ulysses_sp:
-            return found
-        padded = torch.nn.functional.pad(found, (0, 0, 0, rows.padded - len(found)))
-        return gather_outputs_and_unpad(padded, gather_dim=0)[: len(rows.at)]
+            return terms
+        padded = torch.nn.functional.pad(terms, (0, 0, 0, rows.most - len(terms)))
+        return gather_outputs_and_unpad(padded, gather_dim=0)[: len(rows.positions)]
 
 
-def _patch_fused_kernels(model: Any, use_fused_kernels: bool = False, **given: Any) -> None:
+def _patch_fused_kernels(model: Any, use_fused_kernels: bool = False, **others: Any) -> None:
     """Patch as verl does, but only if fused kernels are requested."""
     if use_fused_kernels:
-        apply_monkey_patch(model, use_fused_kernels=True, **{**given, "ulysses_sp_size": 1})
-
-
-def _next_ids(micro_batch: TensorDict) -> torch.Tensor:
-    """Return int64[T], the token after each position."""
-    return micro_batch["next_ids"].values() if "next_ids" in micro_batch else micro_batch["input_ids"].values().roll(-1)
-
-
-def _named(nll: torch.Tensor, measures: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Name the outputs of a head."""
-    return {"log_probs": -nll, **dict(zip(MEASURES, measures, strict=bool(measures)))}
+        apply_monkey_patch(model, use_fused_kernels=True, **{**others, "ulysses_sp_size": 1})
 
 
 def _needs_verl(micro_batch: TensorDict) -> bool:

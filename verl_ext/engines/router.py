@@ -85,7 +85,7 @@ class RouterLoss:
 
     def _record(self, logits: torch.Tensor) -> None:
         if self._logits is not None:  # not in evaluation, nor when a backward pass recomputes a layer
-            self._logits.append(logits.flatten(0, -2))
+            self._logits.append(logits.flatten(0, -2))  # [T, E]
 
     @contextmanager
     def recording(self) -> Iterator[list[torch.Tensor]]:

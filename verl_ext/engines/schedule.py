@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from verl.workers.config import FSDPOptimizerConfig
 from verl.workers.config.optimizer import OptimizerConfig
 
-from verl_ext.options import Options, option, show
+from verl_ext.options import Options, option, spell
 
 OF_VERL = ("constant", "cosine")
 STABLE_SHARE = 0.9  # of the steps after the warm-up, if `optim.lr_wsd_decay_steps` is null; as in verl ≤ 0.6
@@ -72,13 +72,13 @@ def schedule_problems(optim: Any, total_steps: int | None = None) -> Iterator[st
     """Yield a line for unread options, or ones `total_steps` exclude."""
     kind, cycles, steps = optim.lr_scheduler_type, optim.num_cycles, optim.lr_wsd_decay_steps
     if kind == "cosine_with_restarts" and (cycles < 1 or cycles != int(cycles)):
-        yield f"optim.num_cycles must be a whole number from 1 with optim.lr_scheduler_type={kind}; got {show(cycles)}"
+        yield f"optim.num_cycles must be a whole number from 1 with optim.lr_scheduler_type={kind}; got {spell(cycles)}"
     if kind in ("linear", "wsd") and cycles != _ONE_DECAY:
-        yield f"optim.num_cycles must be {_ONE_DECAY} with optim.lr_scheduler_type={kind}; got {show(cycles)}"
+        yield f"optim.num_cycles must be {_ONE_DECAY} with optim.lr_scheduler_type={kind}; got {spell(cycles)}"
     if kind != "wsd":
         for name, default in (("steps", None), ("style", "cosine")):
             if (value := getattr(optim, f"lr_wsd_decay_{name}")) != default:
-                yield f"optim.lr_wsd_decay_{name} needs optim.lr_scheduler_type=wsd; got {show(value)} with {kind}"
+                yield f"optim.lr_wsd_decay_{name} needs optim.lr_scheduler_type=wsd; got {spell(value)} with {kind}"
     elif steps is not None and total_steps is not None and steps > (room := total_steps - _warmup(optim, total_steps)):
         yield f"optim.lr_wsd_decay_steps must be at most {room}, the steps of the run after the warm-up; got {steps}"
 
@@ -86,12 +86,7 @@ def schedule_problems(optim: Any, total_steps: int | None = None) -> Iterator[st
 def rate_factor(optim: Any, total_steps: int) -> Callable[[int], float]:
     """Return the factor of `optim.lr` by the number of steps done.
 
-    verl's cosine is not among the schedules here.
-
-
-    Args:
-        optim: the values of the optim node, as attributes.
-        total_steps: the steps of the run.
+    optim: the values of its node, as attributes. verl's cosine is not among the schedules here.
     """
     floor, warmup = optim.min_lr_ratio or 0.0, _warmup(optim, total_steps)
     length = max(total_steps - warmup, 0)
@@ -126,7 +121,7 @@ def keeps_rates(optim: Any, total_steps: int, saved: Mapping[str, Any], saved_to
     """Return whether a run's steps so far had these options' rates.
 
     Args:
-        optim: the values of the optim node, as attributes.
+        optim: the values of its node, as attributes.
         total_steps: the steps of the run as it is now.
         saved: the options of the run's checkpoint, by dotted key.
         saved_total: the total steps in the checkpoint.

@@ -44,11 +44,11 @@ def sharded_apart(module: Any) -> list[str]:
         inner = [part for part in layer.modules() if part is not layer]
         if any(type(part).__name__ in names or (isinstance(part, nn.Embedding) and not tied) for part in inner):
             return False
-        own = Counter(weight for _, weight in layer.named_parameters(remove_duplicate=False))
-        return all(uses[weight] == count for weight, count in own.items())
+        counts = Counter(weight for _, weight in layer.named_parameters(remove_duplicate=False))
+        return all(uses[weight] == count for weight, count in counts.items())
 
-    found = [layer for layer in module.modules() if type(layer).__name__ in names]
-    return sorted({*names} - {type(layer).__name__ for layer in found if not stands_alone(layer)})
+    layers = [layer for layer in module.modules() if type(layer).__name__ in names]
+    return sorted({*names} - {type(layer).__name__ for layer in layers if not stands_alone(layer)})
 
 
 def _layers(module: Any) -> set[str]:

@@ -76,7 +76,7 @@ class StepEngine(FSDPEngineWithLMHead):
 
     @classmethod
     def idle_tokens(cls, max_tokens: int) -> int:
-        """Return the tokens of a packless rank, for the others' collectives."""
+        """Return the tokens that a rank without a pack runs."""
         return 1
 
     def initialize(self) -> None:
@@ -104,8 +104,8 @@ class StepEngine(FSDPEngineWithLMHead):
         padding, overrides = getattr(config, "pad_token_id", None), model.override_config
         if "pad_token_id" not in overrides.get("model_config", overrides):
             assert model.local_hf_config_path is not None, "verl has read the config"
-            own = AutoConfig.from_pretrained(model.local_hf_config_path, trust_remote_code=model.trust_remote_code)
-            config.pad_token_id = getattr(own, "pad_token_id", None)
+            source = AutoConfig.from_pretrained(model.local_hf_config_path, trust_remote_code=model.trust_remote_code)
+            config.pad_token_id = getattr(source, "pad_token_id", None)
         module: Any = super()._build_module()
         config.pad_token_id = module.config.pad_token_id = padding
         apply_activation_options(module, ActivationOptions.read(vars(self.model_config)))
@@ -270,9 +270,9 @@ def on_device(micro_batch: TensorDict, device: Any) -> TensorDict:
     return moved
 
 
-def asks_for_measures(micro_batch: TensorDict) -> bool:
-    """Tell whether a batch asks for its targets' MEASURES beside losses."""
-    return tu.get_non_tensor_data(micro_batch, "head_measures", default=False)
+def wants_token_stats(micro_batch: TensorDict) -> bool:
+    """Tell whether a batch asks for TOKEN_STATS beside losses."""
+    return tu.get_non_tensor_data(micro_batch, "token_stats", default=False)
 
 
 def _adapt_config(config: Any) -> None:

@@ -15,8 +15,9 @@ Legend: B rows (1 for a pack), T tokens of a micro-batch on this rank, H hidden 
 """
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,104 +37,110 @@ Function = Callable[..., tuple[torch.Tensor, ...]]
 
 
 class TiledModule:
-    """A token-wise module's forward, over tiles of `tile` tokens.
+    """A token-wise module's forward, over tiles of `size` tokens.
 
     It takes the place of ``module.forward``. So hooks around the module, FSDP's among them, run once, and adapters that
     are put inside later are a part of it. A sequence of one tile runs through the module's own forward.
     """
 
-    def __init__(self, module: nn.Module, tile: int) -> None:
-        self.module, self.tile = module, tile
-        self.whole: Any = module.forward  # the class's own, or a kernel's that was put in its place
+    def __init__(self, module: nn.Module, size: int) -> None:
+        self.module, self.size = module, size
+        self.own_forward: Any = module.forward  # of the class, or a kernel that was put in its place
         module.forward = self._forward
 
     def _forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map ``[…, H]`` to ``[…, H]``, or ``[B, T, heads, E]`` likewise."""
-        flat = x.flatten(0, min(x.dim(), 3) - 2).unsqueeze(0)
-        if flat.shape[1] <= self.tile:
-            return self.whole(x)
-        (output,) = _Tiled(self.module, self.tile, lambda _, part: (self.whole(part),))(flat)
+        flat = x.flatten(0, min(x.dim(), 3) - 2).unsqueeze(0)  # [1, T, …]
+        if flat.shape[1] <= self.size:
+            return self.own_forward(x)
+        (output,) = _TiledFunction(self.module, self.size, lambda _, part: (self.own_forward(part),))(flat)
         return output.view(x.shape)
 
 
 class TiledLayer:
-    """A decoder layer's forward over tiles, but for its attention."""
+    """A decoder layer's forward over tiles, but for its attention.
 
-    def __init__(self, layer: nn.Module, tile: int) -> None:
+    1. Run the layer on each tile up to its attention, which raises :class:`_AttentionReached`.
+    2. Attend once, over all tokens.
+    3. Run the layer on each tile again, with attention's output for the tile in attention's place.
+    """
+
+    def __init__(self, layer: nn.Module, size: int) -> None:
         self.layer: Any = layer
-        self.tile, self.whole = tile, layer.forward
+        self.size, self.own_forward = size, layer.forward
         self.names = list(inspect.signature(layer.forward).parameters)[1:]
         layer.forward = self._forward
 
     def _forward(self, hidden: torch.Tensor, *others: Any, **kwargs: Any) -> Any:
         """Run the layer on ``hidden[B, T, H]`` and arguments cut by token."""
         kwargs |= dict(zip(self.names, others, strict=False))
-        rows, tokens = hidden.shape[:2]
         cache = kwargs.get("past_key_values", kwargs.get("layer_past"))
-        if tokens <= self.tile or cache is not None:
-            return self.whole(hidden, **kwargs)
+        shape = hidden.shape[:2]  # for the halves, which autograd keeps: with a tensor of their own, they would leak
+        if shape[1] <= self.size or cache is not None:
+            return self.own_forward(hidden, **kwargs)
         parts: Any = self.layer.modules()
         name = next(part.config._attn_implementation for part in parts if hasattr(part, "config"))
         attention: Callable = ALL_ATTENTION_FUNCTIONS[name]
-        call: list[tuple] = []  # the layer's arguments to attention beside queries, keys and values
-        more: list[Any] = []  # the rest of the tuple that the layer returns; None if it returns hidden states alone
+        attention_call: list[tuple] = []  # the module, and its arguments beside queries, keys and values
+        other_outputs: list[Any] = []  # the rest of the tuple that the layer returns; None if it returns a tensor
 
-        def cut(at: slice) -> dict[str, Any]:
-            def of_tile(x: torch.Tensor) -> torch.Tensor:
-                assert not x.requires_grad, "gradients of a layer go through its hidden states"
-                if x.dim() > 2 and x.shape[1:3] == (rows, tokens):  # angles of time, height and width: [3, B, T, …]
-                    return x[:, :, at]
-                return x[:, at] if x.dim() > 1 and x.shape[1] == tokens else x
-
-            return {
-                key: x if key == "attention_mask" else tree_map_only(torch.Tensor, of_tile, x)
-                for key, x in kwargs.items()
-            }
-
-        def before(at: slice, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        def first_half(tile_slice: slice, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
             try:
-                with _attention_is(_reach, name):
-                    self.whole(x, **cut(at))
-            except _Reached as reached:
-                call[:] = [reached.call]
+                with _attention_is(_raise_reached, name):
+                    self.own_forward(x, **_of_tile(kwargs, tile_slice, shape))
+            except _AttentionReached as reached:
+                attention_call[:] = [reached.call]
                 return reached.heads
             raise ValueError(
                 f"model.tile_tokens: {type(self.layer).__name__} does not call transformers' attention interface"
             )
 
-        def after(at: slice, x: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor]:
+        def second_half(tile_slice: slice, x: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor]:
             with _attention_is(lambda *_, **__: (attended, None), name):
-                output = self.whole(x, **cut(at))
-            alone = isinstance(output, torch.Tensor)
-            more[:] = [None if alone else output[1:]]  # not the tensor: its graph would hold `attended`
-            return (output if alone else output[0],)
+                output = self.own_forward(x, **_of_tile(kwargs, tile_slice, shape))
+            is_tensor = isinstance(output, torch.Tensor)
+            other_outputs[:] = [None if is_tensor else output[1:]]  # not the tensor: its graph would hold `attended`
+            return (output if is_tensor else output[0],)
 
-        # Attention alone needs all tokens, so it runs between the two halves of the tiles, outside of them.
-        heads = _Tiled(self.layer, self.tile, before)(hidden)
-        ((module, args, given),) = call
-        given |= {key: kwargs[key] for key in given if key in kwargs}  # for all tokens, not those of a tile
-        attended, *_ = attention(module, *(x.transpose(1, 2) for x in heads), *args, **given)
-        del heads
-        (hidden,) = _Tiled(self.layer, self.tile, after)(hidden, attended)
-        return hidden if more[0] is None else (hidden, *more[0])
-
-
-def slices(tokens: int, tile: int) -> list[slice]:
-    """Cut a number of tokens into tiles."""
-    return [slice(start, start + tile) for start in range(0, tokens, tile)]
+        # Attention alone needs all tokens, so it runs between the two halves, outside of the tiles.
+        heads = _TiledFunction(self.layer, self.size, first_half)(hidden)
+        ((module, args, keywords),) = attention_call
+        keywords |= {key: kwargs[key] for key in keywords if key in kwargs}  # for all tokens, not those of a tile
+        attended, *_ = attention(module, *(x.transpose(1, 2) for x in heads), *args, **keywords)
+        del heads  # now, because the second half needs the memory
+        (hidden,) = _TiledFunction(self.layer, self.size, second_half)(hidden, attended)
+        return hidden if other_outputs[0] is None else (hidden, *other_outputs[0])
 
 
-class _Reached(Exception):
+def _of_tile(keywords: dict[str, Any], tile_slice: slice, shape: Sequence[int]) -> dict[str, Any]:
+    """Return a layer's arguments for a tile of ``shape[B, T]``, masks whole."""
+
+    def cut(x: torch.Tensor) -> torch.Tensor:
+        assert not x.requires_grad, "gradients of a layer go through its hidden states"
+        if x.dim() > 2 and x.shape[1:3] == shape:  # angles of time, height and width: [3, B, T, …]
+            return x[:, :, tile_slice]
+        return x[:, tile_slice] if x.dim() > 1 and x.shape[1] == shape[1] else x
+
+    return {key: x if key == "attention_mask" else tree_map_only(torch.Tensor, cut, x) for key, x in keywords.items()}
+
+
+def tile_slices(tokens: int, size: int) -> list[slice]:
+    """Cut tokens into tiles; a plan replaces it by fewer."""
+    return [slice(start, start + size) for start in range(0, tokens, size)]
+
+
+class _AttentionReached(Exception):
     """The end of a layer's forward where it calls attention."""
 
     def __init__(self, heads: tuple[torch.Tensor, ...], call: tuple) -> None:
         self.heads, self.call = heads, call
 
 
-def _reach(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **given: Any
+def _raise_reached(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **keywords: Any
 ) -> Any:
-    raise _Reached(tuple(x.transpose(1, 2) for x in (query, key, value)), (module, args, given))
+    """Raise queries, keys and values ``[B, T, heads, E]``, with all arguments."""
+    raise _AttentionReached(tuple(x.transpose(1, 2) for x in (query, key, value)), (module, args, keywords))
 
 
 @contextmanager
@@ -147,21 +154,21 @@ def _attention_is(function: Callable, name: str) -> Iterator[None]:
         AttentionInterface.register(name, before)
 
 
-class _Tiled:
+class _TiledFunction:
     """A function of whole sequences, made from one of tiles.
 
-    function: maps a slice of tokens and tensors ``[B, tile, …]`` to tensors ``[B, tile, …]``.
+    function: maps a slice of tokens and tensors ``[B, size, …]`` to tensors ``[B, size, …]``.
     """
 
-    def __init__(self, module: nn.Module, tile: int, function: Function) -> None:
-        self.module, self.tile, self.function = module, tile, function
+    def __init__(self, module: nn.Module, size: int, function: Function) -> None:
+        self.module, self.size, self.function = module, size, function
         self.upstream: tuple[torch.Tensor, ...] = ()
 
     def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Map tensors ``[B, T, …]`` to tensors ``[B, T, …]``."""
         parameters = self.trainable() if torch.is_grad_enabled() else []
-        kept = _Keep.apply(self, len(inputs), *inputs, *parameters)
-        return _Run.apply(self, kept, *(x.detach() for x in inputs))
+        link = _GradientHalf.apply(self, len(inputs), *inputs, *parameters)
+        return _OutputHalf.apply(self, link, *(x.detach() for x in inputs))
 
     def trainable(self) -> list[torch.Tensor]:
         """Return the parameters that need gradients, as FSDP has gathered them."""
@@ -169,49 +176,50 @@ class _Tiled:
         assert not any(isinstance(parameter, DTensor) for parameter in parameters), "FSDP must gather around the tiles"
         return parameters
 
-    def run(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    def outputs(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Return the outputs, tile by tile."""
         outputs: tuple[torch.Tensor, ...] = ()
-        for at in slices(inputs[0].shape[1], self.tile):
-            parts = self.function(at, *(x[:, at] for x in inputs))
+        for tile_slice in tile_slices(inputs[0].shape[1], self.size):
+            parts = self.function(tile_slice, *(x[:, tile_slice] for x in inputs))
             outputs = outputs or tuple(x.new_empty(x.shape[0], inputs[0].shape[1], *x.shape[2:]) for x in parts)
             for whole, part in zip(outputs, parts, strict=True):
-                whole[:, at] = part
+                whole[:, tile_slice] = part
             del parts  # before the next tile
         return outputs
 
     def gradients(
-        self, inputs: tuple[torch.Tensor, ...], upstream: tuple[torch.Tensor, ...], wanted: tuple[bool, ...]
+        self, inputs: tuple[torch.Tensor, ...], upstream: tuple[torch.Tensor, ...], needed: tuple[bool, ...]
     ) -> list[torch.Tensor | None]:
-        """Return gradients of wanted inputs and :meth:`trainable` parameters, summed in fp32."""
+        """Return the gradients of needed inputs and trainable parameters, summed in fp32."""
         parameters = self.trainable()
-        of_inputs = [torch.empty_like(x) if want else None for x, want in zip(inputs, wanted, strict=True)]
+        of_inputs = [torch.empty_like(x) if need else None for x, need in zip(inputs, needed, strict=True)]
         sums: list[torch.Tensor | None] = [None] * len(parameters)
-        for at in slices(inputs[0].shape[1], self.tile):
+        for tile_slice in tile_slices(inputs[0].shape[1], self.size):
             # Each tile's graph exists only here: its forward runs again, and its memory is free before the next.
-            tiles = [x[:, at].detach().requires_grad_(want) for x, want in zip(inputs, wanted, strict=True)]
+            tiles = [x[:, tile_slice].detach().requires_grad_(need) for x, need in zip(inputs, needed, strict=True)]
             with torch.enable_grad():
                 pairs = [
-                    (part, whole[:, at].to(part.dtype))
-                    for part, whole in zip(self.function(at, *tiles), upstream, strict=True)
+                    (part, whole[:, tile_slice].to(part.dtype))
+                    for part, whole in zip(self.function(tile_slice, *tiles), upstream, strict=True)
                     if part.requires_grad
                 ]
             sources = [x for x in tiles if x.requires_grad] + parameters
             parts, of_parts = zip(*pairs, strict=True)
-            found = iter(torch.autograd.grad(parts, sources, of_parts, allow_unused=True))
+            gradients = iter(torch.autograd.grad(parts, sources, of_parts, allow_unused=True))
             del pairs, parts, of_parts
             for total in of_inputs:
                 if total is not None:
-                    gradient = next(found)
-                    total[:, at] = 0 if gradient is None else gradient
+                    gradient = next(gradients)
+                    total[:, tile_slice] = 0 if gradient is None else gradient
             # A parameter's gradient adds over all tiles; in bf16 the sum would lose the small ones.
-            for index, gradient in enumerate(found):
+            for index, gradient in enumerate(gradients):
                 if gradient is not None:
                     total = sums[index]
                     if total is None:
                         sums[index] = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
                     else:
                         total += gradient
-            del found  # before the next tile
+            del gradients  # before the next tile
         return [*of_inputs, *(None if s is None else s.to(p.dtype) for p, s in zip(parameters, sums, strict=True))]
 
     @property
@@ -219,47 +227,40 @@ class _Tiled:
         return any(isinstance(part, nn.Dropout) and part.training and part.p > 0 for part in self.module.modules())
 
 
-class _Keep(torch.autograd.Function):
+class _GradientHalf(torch.autograd.Function):
     """The half of tiled work that keeps inputs and computes gradients.
 
-    An empty tensor leads from it to :class:`_Run`.
-
-
-    It is a function of its own because a checkpointed layer is recomputed only up to the last tensor that it keeps. If
-    that is one of these inputs, the whole work is not repeated before its tiles are.
+    An empty tensor leads from it to :class:`_OutputHalf`. It is a function of its own because a checkpointed layer is
+    recomputed only up to the last tensor that it keeps. If that is one of these inputs, the whole work is not repeated
+    before its tiles are.
     """
 
     @staticmethod
-    def forward(ctx: Any, work: _Tiled, inputs: int, *tensors: torch.Tensor) -> torch.Tensor:
-        x = tensors[0]
-        ctx.work = work
-        ctx.state = _State(x) if work.draws else None
-        ctx.autocast = torch.is_autocast_enabled(x.device.type), torch.get_autocast_dtype(x.device.type)
+    def forward(ctx: Any, work: _TiledFunction, inputs: int, *tensors: torch.Tensor) -> torch.Tensor:
+        kind = tensors[0].device.type
+        ctx.work, ctx.random_state = work, _random_state(tensors[0]) if work.draws else nullcontext
+        ctx.autocast = partial(torch.autocast, kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         ctx.save_for_backward(*tensors[:inputs])
-        return x.new_empty(0)
+        return tensors[0].new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         inputs = ctx.saved_tensors
         upstream, ctx.work.upstream = ctx.work.upstream, ()
-        enabled, dtype = ctx.autocast
-        with (
-            nullcontext() if ctx.state is None else ctx.state.restored(),
-            torch.autocast(inputs[0].device.type, dtype, enabled=enabled),
-        ):
+        with ctx.random_state(), ctx.autocast():
             return None, None, *ctx.work.gradients(inputs, upstream, ctx.needs_input_grad[2 : 2 + len(inputs)])
 
 
-class _Run(torch.autograd.Function):
-    """The half of tiled work that computes outputs, before :class:`_Keep`.
+class _OutputHalf(torch.autograd.Function):
+    """The half of tiled work that computes outputs, before :class:`_GradientHalf`.
 
     Its backward runs first and leaves the outputs' gradients to that half.
     """
 
     @staticmethod
-    def forward(ctx: Any, work: _Tiled, kept: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, work: _TiledFunction, link: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.work, ctx.inputs = work, len(inputs)
-        return work.run(inputs)
+        return work.outputs(inputs)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -267,21 +268,18 @@ class _Run(torch.autograd.Function):
         return None, grad_outputs[0].new_empty(0), *([None] * ctx.inputs)
 
 
-class _State:
-    """The random number generators' states of host and a device."""
-
-    def __init__(self, x: torch.Tensor) -> None:
-        self._kind = x.device.type
-        self._host = torch.get_rng_state()
-        self._devices, self._states = get_device_states(x)
+def _random_state(x: torch.Tensor) -> Callable[[], AbstractContextManager[None]]:
+    """Return a context of the present random states of a tensor's device."""
+    kind, host, (devices, states) = x.device.type, torch.get_rng_state(), get_device_states(x)
 
     @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Draw random numbers inside from these states, without a change outside."""
-        with torch.random.fork_rng(self._devices, device_type=self._kind):
-            torch.set_rng_state(self._host)
-            set_device_states(self._devices, self._states, device_type=self._kind)
+    def restored() -> Iterator[None]:
+        with torch.random.fork_rng(devices, device_type=kind):
+            torch.set_rng_state(host)
+            set_device_states(devices, states, device_type=kind)
             yield
+
+    return restored
 
 
 # The parts that token-wise modules may be made of: they read the last dimension alone.
@@ -306,7 +304,7 @@ def tile(model: nn.Module, tokens: int) -> None:
 
 
 def tileable(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Return the layers, and the MLPs and norms outside, for tiles.
+    """Return the layers that can be tiled, and others' MLPs and norms.
 
     They read each token by itself, layers apart from their attention, and are made of linear layers, norms, activations
     and dropout. Mixtures of experts are not among them, because they have parameters and routers of their own.
@@ -315,7 +313,7 @@ def tileable(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     inside = {part for layer in layers for part in layer.modules()}
     rest = [part for part in model.modules() if part not in inside]
     inner = [mlp for part in rest if isinstance(mlp := getattr(part, "mlp", None), nn.Module)]
-    mlps = [mlp for mlp in inner if _reads_each_token(mlp)]
+    mlps = [mlp for mlp in inner if len(inspect.signature(type(mlp).forward).parameters) == 2 and _is_known(mlp)]
     return layers, mlps + [part for part in rest if _is_norm(part)]
 
 
@@ -327,10 +325,6 @@ def _is_tileable_layer(layer: nn.Module) -> bool:
         getattr(part, "is_causal", False) and part.config._attn_implementation in ALL_ATTENTION_FUNCTIONS
         for part in parts
     )
-
-
-def _reads_each_token(mlp: nn.Module) -> bool:
-    return len(inspect.signature(type(mlp).forward).parameters) == 2 and _is_known(mlp)
 
 
 def _is_known(module: nn.Module) -> bool:

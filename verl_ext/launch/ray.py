@@ -64,16 +64,16 @@ def _submit(overrides: Sequence[str]) -> int:
     """Submit a run as a job, with set variables as overrides."""
     keys = {"NNODES": "trainer.nnodes", "NPROC_PER_NODE": "trainer.n_gpus_per_node", "MAX_RESTARTS": "ray.max_restarts"}
     flags = {"WORKING_DIR": "--working-dir", "RUNTIME_ENV": "--runtime-env-json"}
-    given = [f"{key}={os.environ[name]}" for name, key in keys.items() if os.environ.get(name)]
+    values = [f"{key}={os.environ[name]}" for name, key in keys.items() if os.environ.get(name)]
     options = [f"{flag}={os.environ[name]}" for name, flag in flags.items() if os.environ.get(name)]
-    return _line(["ray", "job", "submit", *options, "--", *_RUN, *given, *overrides])
+    return _replace_by(["ray", "job", "submit", *options, "--", *_RUN, *values, *overrides])
 
 
 def _node(topology: Topology, overrides: Sequence[str]) -> int:
     """Run a node of a new cluster; node 0 also runs training."""
     size = [f"trainer.n_gpus_per_node={topology.processes}", f"ray.max_restarts={topology.restarts}"]
     if topology.nodes == 1 and overrides:  # Ray itself makes a cluster of this machine for the run
-        return _line(["env", "-u", "RAY_ADDRESS", *_RUN, *size, *overrides])
+        return _replace_by(["env", "-u", "RAY_ADDRESS", *_RUN, *size, *overrides])
     if (mode := os.environ.get("RAY_AUTH_MODE", "")) not in ("token", "disabled"):
         raise UsageError(f"RAY_AUTH_MODE must be token or disabled, the same on every node; got '{mode}'")
     where = f"{topology.address}:{topology.port or PORT}"
@@ -85,13 +85,13 @@ def _node(topology: Topology, overrides: Sequence[str]) -> int:
     head = [*start, "--head", f"--port={topology.port or PORT}"]
     join = [*start, f"--address={where}"]
     if topology.node_rank > 0:
-        return _joined(topology, join) if not _is_dry() else _line(join)
+        return _join(topology, join) if not _is_dry() else _replace_by(join)
     if not overrides:
-        return _line([*head, "--dashboard-host=0.0.0.0"])
+        return _replace_by([*head, "--dashboard-host=0.0.0.0"])
     head.append("--include-dashboard=false")
     run = ["env", f"RAY_ADDRESS={where}", *_RUN, f"trainer.nnodes={topology.nodes}", *size, *overrides]
     if _is_dry():
-        return _line(head) or _line(run)
+        return _replace_by(head) or _replace_by(run)
     return _run_beside_head(topology, head, run)
 
 
@@ -99,7 +99,7 @@ def _is_dry() -> bool:
     return os.environ.get("DRY_RUN", "0") != "0"
 
 
-def _line(words: Sequence[str]) -> int:
+def _replace_by(words: Sequence[str]) -> int:
     """Replace this process by a command, or print it."""
     if _is_dry():
         print(shlex.join(words))
@@ -107,10 +107,10 @@ def _line(words: Sequence[str]) -> int:
     os.execvp(words[0], list(words))
 
 
-def _joined(topology: Topology, join: Sequence[str]) -> int:
+def _join(topology: Topology, join: Sequence[str]) -> int:
     """Join the cluster of node 0 for as long as it lives."""
     _wait_for_head(topology)
-    if _attended(join) and _head_listens(topology):
+    if _attend(join) and _head_listens(topology):
         raise UsageError(f"Ray has ended on this node, and not on {topology.address}")
     print("Ray has ended", file=sys.stderr)
     return 0
@@ -125,13 +125,13 @@ def _run_beside_head(topology: Topology, head: Sequence[str], run: Sequence[str]
     process = subprocess.Popen(head, stdout=subprocess.DEVNULL, start_new_session=True)
     try:
         _wait_for_head(topology, process)
-        return _attended(run)
+        return _attend(run)
     finally:
         process.terminate()
         process.wait()
 
 
-def _attended(command: Sequence[str]) -> int:
+def _attend(command: Sequence[str]) -> int:
     """Run a command, pass signals on, and return its exit code."""
     process = subprocess.Popen(command, start_new_session=True)
     for number in (signal.SIGTERM, signal.SIGINT):

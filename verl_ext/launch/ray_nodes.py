@@ -1,4 +1,4 @@
-"""The nodes of a run on Ray: an actor and a launch each.
+"""The nodes of a run on Ray: an actor and launch each.
 
     driver ── an actor per node, with `per_node` GPUs or CPUs
            ◄─ output and exit code ─  actor  ◄─ pipes ─  verl-ext launch  ─►  torchrun  ─►  the ranks of the node
@@ -190,19 +190,16 @@ class PlacedNodes:
 
         planned_nodes: the number by which a recipe computes its packs per step, even if there are fewer nodes now.
         """
-        asked: list[int] = []
-        handlers = {number: signal.signal(number, lambda number, _: asked.append(number)) for number in SIGNALS}
+        signals: list[int] = []
+        handlers = {number: signal.signal(number, lambda number, _: signals.append(number)) for number in SIGNALS}
         try:
-            return self._follow(self._launch(words, planned_nodes), asked)
+            return self._follow(self._launch(words, planned_nodes), signals)
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
     def _launch(self, words: Sequence[str], planned_nodes: int) -> dict[Any, tuple[NodePlace, Any]]:
-        """Start a stream of events per node.
-
-        A stream ends with an error if its actor is gone.
-        """
+        """Start a stream of events per node, which fails with its actor."""
         first, _ = self._nodes[0]
         topology: dict[str, Any] = {"MASTER_ADDR": first.address, "MASTER_PORT": first.port}
         topology |= {"NNODES": len(self._nodes), "NPROC_PER_NODE": self._per_node, "VERL_EXT_RAY_NODES": planned_nodes}
@@ -214,7 +211,7 @@ class PlacedNodes:
         return streams
 
     @staticmethod
-    def _follow(streams: dict[Any, tuple[NodePlace, Any]], asked: list[int]) -> LaunchEnd:
+    def _follow(streams: dict[Any, tuple[NodePlace, Any]], signals: list[int]) -> LaunchEnd:
         lost: list[str] = []
         failed: list[tuple[int, str]] = []
         num_sent, deadline = 0, math.inf
@@ -222,6 +219,7 @@ class PlacedNodes:
             for stream in ray.wait(list(streams), timeout=_POLL)[0]:
                 place, actor = streams[stream]
                 node = f"the node {place.host} ({place.address})"
+                # A launch's events are its output, then its end; the loss of its node is an end too.
                 try:
                     kind, value = ray.get(next(stream))  # type: ignore[arg-type]  # a streaming generator
                 except RayError as error:
@@ -240,15 +238,16 @@ class PlacedNodes:
             # The others would wait for a failed node in a collective; first let them say so.
             if deadline == math.inf and (lost or any(code != STOPPED for code, _ in failed)):
                 deadline = time.monotonic() + _GRACE
-            requests, num_sent = asked[num_sent:], len(asked)
-            if not asked and time.monotonic() > deadline:
-                requests, deadline = [signal.SIGKILL], math.inf
-            for number in requests:
+            # Pass on what came meanwhile; nodes that do not end after another's failure are killed.
+            unsent, num_sent = signals[num_sent:], len(signals)
+            if not signals and time.monotonic() > deadline:
+                unsent, deadline = [signal.SIGKILL], math.inf
+            for number in unsent:
                 for _, actor in streams.values():
                     actor.send.remote(number)
         if lost:  # the others may have failed before Ray noticed it
-            return LaunchEnd(TRAINING_FAILED, "; ".join(lost), bool(asked))
-        return LaunchEnd(*min(failed, key=lambda each: each[0] not in FINAL, default=(0, "")), bool(asked))
+            return LaunchEnd(TRAINING_FAILED, "; ".join(lost), bool(signals))
+        return LaunchEnd(*min(failed, key=lambda each: each[0] not in FINAL, default=(0, "")), bool(signals))
 
 
 def _settled_reason(error: RayError, actor: Any) -> str:

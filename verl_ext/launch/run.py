@@ -134,12 +134,12 @@ def supervise(
     Returns:
         The exit code of the last command that ran, or STOPPED if it was asked to stop before its last step.
     """
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
     torchrun = {name: os.environ.get(name, value) for name, value in _TORCHRUN_VARIABLES.items()}
     # Ranks find the requests in the folder, and end once the launcher is gone.
     with tempfile.TemporaryDirectory(prefix="verl-ext-") as folder:
         ours = {"VERL_EXT_REQUESTS": folder, "VERL_EXT_LAUNCHER": str(os.getpid())}
-        child = _Child(Path(folder), {**kept, **torchrun, **environment, **ours})
+        child = _Child(Path(folder), {**inherited, **torchrun, **environment, **ours})
         *checks, ranks = commands
         # Leave the signals to the caller during the work; only then are they requests to the ranks.
         if work is not None:

@@ -48,14 +48,14 @@ class Topology:
     @classmethod
     def of(cls, environment: Mapping[str, str], default_port: int) -> "Topology":
         """Read a node's variables; raise UsageError for an impossible topology."""
-        given = {
+        values = {
             name: next((environment[each] for each in names if environment.get(each)), "")
             for name, names in NAMES.items()
         }
-        nodes = _whole("NNODES", given["NNODES"] or "1", least=1)
-        processes = _whole("NPROC_PER_NODE", given["NPROC_PER_NODE"] or str(_num_devices(environment)), least=1)
-        restarts = _whole("MAX_RESTARTS", given["MAX_RESTARTS"] or "0", least=0)
-        port, rank, address = given["MASTER_PORT"], given["NODE_RANK"], given["MASTER_ADDR"]
+        nodes = _whole("NNODES", values["NNODES"] or "1", least=1)
+        processes = _whole("NPROC_PER_NODE", values["NPROC_PER_NODE"] or str(_num_devices(environment)), least=1)
+        restarts = _whole("MAX_RESTARTS", values["MAX_RESTARTS"] or "0", least=0)
+        port, rank, address = values["MASTER_PORT"], values["NODE_RANK"], values["MASTER_ADDR"]
         if port and not (re.fullmatch(r"[1-9]\d{0,4}", port) and int(port) < 1 << 16):
             raise UsageError(f"MASTER_PORT must be a port, 1 to 65535; got '{port}'")
         if nodes == 1:
@@ -71,7 +71,7 @@ class Topology:
             processes=processes,
             address=address,
             port=number,
-            local_address=given["LOCAL_ADDR"] or None,
+            local_address=values["LOCAL_ADDR"] or None,
             restarts=restarts,
             id=environment.get("RDZV_ID") or f"verl-ext-{number}",
         )

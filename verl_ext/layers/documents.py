@@ -10,62 +10,43 @@ documents   rank 0 │ B B B B B   │   rank 1 │ A A A A C C · │    the lo
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from operator import itemgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from verl_ext.layers.pack import RunningPack
-from verl_ext.parallel.shards import SequenceShards, pinned
+from verl_ext.parallel.exchange import Ranges, Route, by_range, exchange_rows
+from verl_ext.parallel.shards import SequenceShards, TokenRange, pieces
 
 
 @dataclass(frozen=True)
 class Deal:
-    """The routes of tokens from a rank's slice to dealt documents.
+    """The documents of a rank, and the way of tokens to them.
 
     Attributes:
-        send: int64[L], rows of the own tokens in the order of the ranks that they go to; send_sizes: tokens for each.
-        place: int64[S], rows of the dealt documents in the order of the tokens that come; receive_sizes: from each.
-        offsets: bounds of the dealt documents, which end at S.
+        route: from a rank's L rows to the S rows of its documents.
+        lengths: the tokens of these documents, S together.
     """
 
-    send: torch.Tensor
-    send_sizes: list[int]
-    place: torch.Tensor
-    receive_sizes: list[int]
-    offsets: tuple[int, ...]
+    route: Route
+    lengths: list[int]
 
     @classmethod
-    def from_offsets(cls, offsets: Sequence[int], shards: SequenceShards, device: Any) -> "Deal":
-        """Deal the documents [offsets[d], offsets[d + 1]) to ranks, on the host."""
-        tokens = offsets[-1]
+    def from_offsets(cls, offsets: Sequence[int], shards: SequenceShards) -> "Deal":
+        """Deal the documents [offsets[d], offsets[d + 1]) to ranks."""
         documents = dealt(offsets, shards.ranks)
-        row_of = torch.empty(tokens, dtype=torch.long)  # the row of a token among the documents of its rank
-        rank_of = torch.empty(tokens, dtype=torch.long)
-        for rank, own in enumerate(documents):
-            row = 0
-            for d in own:
-                size = offsets[d + 1] - offsets[d]
-                row_of[offsets[d] : offsets[d + 1]] = torch.arange(row, row + size)
-                rank_of[offsets[d] : offsets[d + 1]] = rank
-                row += size
-        held = [
-            torch.cat([torch.arange(*span) for span in replace(shards, rank=rank).spans(tokens)])
-            for rank in range(shards.ranks)
-        ]
-        goes_to = rank_of[held[shards.rank]]
-        come = [tokens_of[rank_of[tokens_of] == shards.rank] for tokens_of in held]
-        send, place = goes_to.argsort(stable=True), row_of[torch.cat(come)]
         lengths = [offsets[d + 1] - offsets[d] for d in documents[shards.rank]]
-        return cls(
-            send=pinned(send, device).to(device, non_blocking=True),
-            send_sizes=goes_to.bincount(minlength=shards.ranks).tolist(),
-            place=pinned(place, device).to(device, non_blocking=True),
-            receive_sizes=[len(part) for part in come],
-            offsets=(0, *accumulate(lengths)),
-        )
+        rank_of = {d: rank for rank, own in enumerate(documents) for d in own}
+        spans = shards.spans_of_ranks(offsets[-1])
+        needs: list[list[TokenRange]] = [[] for _ in spans]
+        for span in chain(*spans):
+            for d, start, end in pieces(offsets, *span):
+                needs[rank_of[d]].append(TokenRange(start, end))
+        return cls(Route.from_needs(spans, needs, shards.rank), lengths)
 
 
 def dealt(offsets: Sequence[int], ranks: int) -> list[list[int]]:
@@ -85,47 +66,47 @@ def layer_by_document(
 ) -> torch.Tensor:
     """Run a layer on each document of ``hidden[1, L, C]`` alone.
 
-    The result is ``[1, L, C]`` too.
-
-
-    Args:
-        pack: the pack that runs.
-        layer: a layer's forward; if it returns a tuple, the first value counts.
-        hidden: its input.
-        others: its other arguments; tensors of L tokens in dimension 1 (rotary embeddings) are cut like the input.
+    layer is a layer's forward; if it returns a tuple, the first value, ``[1, L, C]``, counts. Of its other arguments,
+    tensors of L tokens in dimension 1 (rotary embeddings) are cut like the input; they have no gradients.
     """
     assert pack.layout is not None
-    length, offsets = hidden.size(1), pack.layout.offsets
+    length, layout = hidden.size(1), pack.layout
     if pack.group is None:
-        return _run(layer, hidden, others, offsets)
-    deal = pack.derived("deal", lambda: Deal.from_offsets(offsets, pack.shards, hidden.device))
-
-    def travel(x: torch.Tensor) -> torch.Tensor:
-        rows = _Travel.apply(x[0].reshape(length, -1), deal, pack.group, False)
-        return rows.view(1, len(rows), *x.shape[2:])
-
-    come = travel(hidden)
-    beside = {name: _mapped(value, length, travel) for name, value in others.items()}
-    if len(deal.offsets) == 1:
+        return _run(layer, hidden, others, layout.lengths)
+    deal = layout.derived("deal", lambda: Deal.from_offsets(layout.offsets, pack.shards))
+    route, group = deal.route, pack.group
+    own = _travel(hidden, route, group)
+    beside = {name: _mapped(value, length, lambda x: _travel(x, route, group)) for name, value in others.items()}
+    if not deal.lengths:
         # FSDP reduces gradients over all ranks, so a rank without documents computes one token with weight 0.
         token = {name: _mapped(value, length, lambda x: x[:, :1]) for name, value in others.items()}
-        output = come + 0 * _run(layer, hidden[:, :1], token, (0, 1)).sum()
+        output = own + 0 * _run(layer, hidden[:, :1], token, [1]).sum()
     else:
-        output = _run(layer, come, beside, deal.offsets)
-    return _Travel.apply(output[0], deal, pack.group, True).unsqueeze(0)
+        output = _run(layer, own, beside, deal.lengths)
+    return _travel(output, route.back, group)
 
 
-def _run(
-    layer: Callable[..., Any], hidden: torch.Tensor, others: dict[str, Any], offsets: Sequence[int]
-) -> torch.Tensor:
-    length, outputs = hidden.size(1), []
-    for start, end in pairwise(offsets):
+def _travel(x: torch.Tensor, route: Route, group: dist.ProcessGroup) -> torch.Tensor:
+    """Exchange ``x[1, L, …]`` for ``[1, S, …]``, in the pack's order."""
+    sizes = (route.send_sizes, route.receive_sizes)
+    received = exchange_rows(_reordered(x[0], sorted(route.outgoing), route.outgoing), group, *sizes)
+    return _reordered(received, route.incoming, sorted(route.incoming)).unsqueeze(0)
 
-        def cut(x: torch.Tensor, start: int = start, end: int = end) -> torch.Tensor:
-            return x[:, start:end]
 
-        output = layer(cut(hidden), **{name: _mapped(value, length, cut) for name, value in others.items()})
+def _reordered(rows: torch.Tensor, ranges: Ranges, order: Ranges) -> torch.Tensor:
+    """Put ranges' rows into another order, by one copy in both passes."""
+    parts = by_range(rows, ranges)
+    return torch.cat([parts[part] for part in order] or [rows])
+
+
+def _run(layer: Callable[..., Any], hidden: torch.Tensor, others: dict[str, Any], lengths: list[int]) -> torch.Tensor:
+    """Run the layer document by document, from the first on."""
+    length, outputs, start = hidden.size(1), [], 0
+    for document in hidden.split(lengths, dim=1):
+        cut = itemgetter((slice(None), slice(start, start + document.size(1))))  # x[:, start:end]
+        output = layer(document, **{name: _mapped(value, length, cut) for name, value in others.items()})
         outputs.append(output if isinstance(output, torch.Tensor) else output[0])
+        start += document.size(1)
     return torch.cat(outputs, dim=1)
 
 
@@ -136,26 +117,3 @@ def _mapped(value: Any, length: int, change: Callable[[torch.Tensor], torch.Tens
     if isinstance(value, (tuple, list)):
         return type(value)(_mapped(part, length, change) for part in value)
     return value
-
-
-class _Travel(torch.autograd.Function):
-    """Dealt documents' ``[S, C]`` from ranks' ``[L, C]``, or back; differentiable."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, deal: Deal, group: dist.ProcessGroup, back: bool) -> torch.Tensor:
-        ctx.deal, ctx.group, ctx.back = deal, group, back
-        return _exchange(rows, deal, group, back)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _exchange(grad_outputs[0], ctx.deal, ctx.group, not ctx.back), None, None, None
-
-
-def _exchange(rows: torch.Tensor, deal: Deal, group: dist.ProcessGroup, back: bool) -> torch.Tensor:
-    here, there = (deal.send, deal.send_sizes), (deal.place, deal.receive_sizes)
-    (leaving, sizes), (arriving, sizes_of_others) = (there, here) if back else (here, there)
-    received = rows.new_empty(sum(sizes_of_others), rows.size(1))
-    dist.all_to_all_single(received, rows[leaving], sizes_of_others, sizes, group=group)
-    placed = torch.empty_like(received)
-    placed[arriving] = received
-    return placed

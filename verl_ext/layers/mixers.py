@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from verl_ext.attention.packed import AttentionNeeds
-from verl_ext.layers.convolution import convolve
+from verl_ext.attention.packed import PositionNeeds
+from verl_ext.layers.convolution import convolve, convolve_rows
 from verl_ext.layers.documents import layer_by_document
 from verl_ext.layers.pack import RunningPack
 from verl_ext.layers.scans import delta_rule, state_space
@@ -90,79 +90,77 @@ def _carries_a_state(module: nn.Module) -> bool:
     return isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1 and type(module) is not nn.Conv1d
 
 
+def _in_packs(layer: Any, pack: RunningPack, name: str = "forward", alone: Any = None) -> Callable[[Any], None]:
+    """Decorate what a layer's function becomes while a pack runs.
+
+    ```
+    @_in_packs(layer, pack)
+    def forward(alone, *args, **kwargs): …        alone: the layer's own function, called without a pack
+    ```
+    """
+    alone = alone or getattr(layer, name)
+
+    def install(packed: Callable[..., Any]) -> None:
+        @functools.wraps(alone)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return alone(*args, **kwargs) if pack.layout is None else packed(alone, *args, **kwargs)
+
+        setattr(layer, name, call)
+
+    return install
+
+
 def _install_delta(layer: Any, pack: RunningPack) -> None:
-    layer.chunk_gated_delta_rule = _in_packs(
-        pack, functools.partial(delta_rule, pack, layer.chunk_gated_delta_rule), layer.chunk_gated_delta_rule
-    )
+    @_in_packs(layer, pack, "chunk_gated_delta_rule")
+    def rule(alone: Any, *args: Any, **kwargs: Any) -> Any:
+        return delta_rule(pack, alone, *args, **kwargs)
+
     if hasattr(layer, "causal_conv1d_fn"):  # else its convolutions are modules with their own rows
-        alone = layer.causal_conv1d_fn or _convolve_rows
-        layer.causal_conv1d_fn = _in_packs(pack, functools.partial(convolve, pack), alone)
+
+        @_in_packs(layer, pack, "causal_conv1d_fn", layer.causal_conv1d_fn or convolve_rows)
+        def convolution(alone: Any, *args: Any, **kwargs: Any) -> Any:
+            return convolve(pack, *args, **kwargs)
+
+
+def _install_short_convolution(layer: Any, pack: RunningPack, **scan: Callable[..., Any]) -> None:
+    """Run a layer's forward for GPU kernels, with our functions inside."""
+    kernels_forward = type(layer).cuda_kernels_forward
+    names = {"causal_conv1d_fn": functools.partial(convolve, pack), **scan}
+
+    @_in_packs(layer, pack)
+    def forward(alone: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        # Falcon-H1's `torch.cuda.device(…)` around its kernel must do nothing on a CPU.
+        device = {} if hidden_states.is_cuda else {"device": lambda *_: contextlib.nullcontext()}
+        with (
+            # In training, transformers computes the whole layer in one fused function, which ranks cannot share.
+            _replaced(vars(layer), {"training": False}),
+            _replaced(kernels_forward.__globals__, names),
+            _replaced(vars(torch.cuda), device),
+        ):
+            return kernels_forward(layer, hidden_states, None, None)
 
 
 def _install_state_space(layer: Any, pack: RunningPack) -> None:
-    names = {
-        "causal_conv1d_fn": functools.partial(convolve, pack),
-        "mamba_chunk_scan_combined": functools.partial(state_space, pack),
-    }
-    alone, kernels_forward = layer.forward, type(layer).cuda_kernels_forward
-
-    @functools.wraps(alone)
-    def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if pack.layout is None:
-            return alone(hidden_states, *args, **kwargs)
-        # In training, transformers computes the whole layer in one fused function, which ranks cannot share.
-        training, layer.training = layer.training, False
-        try:
-            with _names(kernels_forward.__globals__, names), _any_device(hidden_states):
-                return kernels_forward(layer, hidden_states, None, None)
-        finally:
-            layer.training = training
-
-    layer.forward = forward
-
-
-def _install_short_convolution(layer: Any, pack: RunningPack) -> None:
-    names = {"causal_conv1d_fn": functools.partial(convolve, pack)}
-    alone, kernels_forward = layer.forward, type(layer).cuda_kernels_forward
-
-    @functools.wraps(alone)
-    def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if pack.layout is None:
-            return alone(hidden_states, *args, **kwargs)
-        with _names(kernels_forward.__globals__, names):
-            return kernels_forward(layer, hidden_states, None, None)
-
-    layer.forward = forward
+    _install_short_convolution(layer, pack, mamba_chunk_scan_combined=functools.partial(state_space, pack))
 
 
 def _install_convolution_module(layer: Any, pack: RunningPack) -> None:
-    alone = layer.forward
-
-    @functools.wraps(alone)
-    def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if pack.layout is None:
-            return alone(hidden_states, *args, **kwargs)
+    @_in_packs(layer, pack)
+    def forward(alone: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         output = convolve(pack, hidden_states.transpose(1, 2), layer.weight.squeeze(1), layer.bias)
         return layer.act_fn(output).transpose(1, 2), None
 
-    layer.forward = forward
-
 
 def _install_documents(layer: Any, pack: RunningPack, outputs: int = 1) -> None:
-    alone = layer.forward
     caches = ("attention_mask", "cache_params", "past_key_values")
 
-    @functools.wraps(alone)
-    def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if pack.layout is None:
-            return alone(hidden_states, *args, **kwargs)
+    @_in_packs(layer, pack)
+    def forward(alone: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         assert not any(isinstance(arg, torch.Tensor) for arg in args), "transformers names what it gives a mixer"
         others = {name: None if name in caches else value for name, value in kwargs.items()}
         others.pop("document_layout", None)
         output = layer_by_document(pack, alone, hidden_states, others)
         return output if outputs == 1 else (output, *[None] * (outputs - 1))
-
-    layer.forward = forward
 
 
 def _install_llama4(layer: Any, pack: RunningPack) -> None:
@@ -179,41 +177,30 @@ def _install_llama4(layer: Any, pack: RunningPack) -> None:
         return torch.log1p(torch.floor(places / layer.floor_scale)) * layer.attn_scale + 1.0
 
     chunk = layer.config.attention_chunk_size if is_chunked else None
-    layer.attention_needs = AttentionNeeds(chunk, query_scale if is_tuned else None)
-    alone = layer.forward
+    layer.position_needs = PositionNeeds(chunk, query_scale if is_tuned else None)
 
-    @functools.wraps(alone)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        layer.attn_temperature_tuning = is_tuned and pack.layout is None
-        return alone(*args, **kwargs)
-
-    layer.forward = forward
+    @_in_packs(layer, pack)
+    def forward(alone: Any, *args: Any, **kwargs: Any) -> Any:
+        with _replaced(vars(layer), {"attn_temperature_tuning": False}):
+            return alone(*args, **kwargs)
 
 
 def _install_positions(layer: Any, pack: RunningPack) -> None:
     """Give position embeddings the positions in documents, not in the batch."""
-    alone, last = layer.forward, layer.num_embeddings - getattr(layer, "offset", 0) - 1
+    last = layer.num_embeddings - getattr(layer, "offset", 0) - 1
 
-    @functools.wraps(alone)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if pack.layout is not None:  # only a pack's padding can have more tokens than there are positions
-            kwargs["position_ids"] = pack.positions().clamp(max=last)
-        return alone(*args, **kwargs)
-
-    layer.forward = forward
+    @_in_packs(layer, pack)
+    def forward(alone: Any, *args: Any, **kwargs: Any) -> Any:
+        # Only a pack's padding can have more tokens than there are positions.
+        return alone(*args, **{**kwargs, "position_ids": pack.positions().clamp(max=last)})
 
 
 def _install_padded_positions(layer: Any, pack: RunningPack) -> None:
     """Count positions from the padding index plus one, as RoBERTa does."""
-    alone = layer.forward
 
-    @functools.wraps(alone)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if pack.layout is not None:
-            kwargs["position_ids"] = kwargs["position_ids"] + layer.padding_idx + 1
-        return alone(*args, **kwargs)
-
-    layer.forward = forward
+    @_in_packs(layer, pack)
+    def forward(alone: Any, *args: Any, **kwargs: Any) -> Any:
+        return alone(*args, **{**kwargs, "position_ids": kwargs["position_ids"] + layer.padding_idx + 1})
 
 
 def _install_causality(layer: Any, pack: RunningPack) -> None:
@@ -221,32 +208,12 @@ def _install_causality(layer: Any, pack: RunningPack) -> None:
     layer.is_causal = True
 
 
-def _in_packs(pack: RunningPack, packed: Callable[..., Any], alone: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of `packed` in packs, of `alone` in generation."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return (alone if pack.layout is None else packed)(*args, **kwargs)
-
-    return call
-
-
-def _convolve_rows(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str, seq_idx: None = None
-) -> torch.Tensor:
-    """Convolve rows ``x[B, C, L]``, one document each, without a kernel."""
-    from transformers.activations import ACT2FN
-
-    taps = weight.size(-1)
-    output = nn.functional.conv1d(x, weight.unsqueeze(1), bias, padding=taps - 1, groups=weight.size(0))
-    return ACT2FN[activation](output[..., : x.size(-1)])
-
-
 @contextlib.contextmanager
-def _names(scope: dict[str, Any], names: dict[str, Any]) -> Iterator[None]:
-    """Replace functions of a modeling module during a layer's forward."""
+def _replaced(scope: dict[str, Any], values: dict[str, Any]) -> Iterator[None]:
+    """Replace values of a module or a layer for a while."""
     with _swapped:
-        before = {name: scope.get(name) for name in names}
-        scope.update(names)
+        before = {name: scope.get(name) for name in values}
+        scope.update(values)
         try:
             yield
         finally:
@@ -257,60 +224,40 @@ def _names(scope: dict[str, Any], names: dict[str, Any]) -> Iterator[None]:
 def torch_forms(cls: Any, names: Sequence[str] = _OF_PACKAGES) -> Iterator[None]:
     """Let models be built of torch's code, without GPU packages' parts."""
     scope = {} if cls is None else vars(sys.modules[cls.__module__])  # None: code of its own
-    with _names(scope, {name: None for name in names if name in scope}):
+    with _replaced(scope, {name: None for name in names if name in scope}):
         yield
 
-
-@contextlib.contextmanager
-def _any_device(x: torch.Tensor) -> Iterator[None]:
-    """Make Falcon-H1's `torch.cuda.device(…)` around its kernel do nothing on a CPU."""
-    if x.is_cuda:
-        yield
-        return
-    before, torch.cuda.device = torch.cuda.device, lambda *_: contextlib.nullcontext()  # type: ignore[assignment,misc]
-    try:
-        yield
-    finally:
-        torch.cuda.device = before  # type: ignore[misc]
-
-
-_DELTA = Mixer(
-    "delta",
-    _install_delta,
-    heads="num_v_heads",
-    state=("num_v_heads", "head_k_dim", "head_v_dim"),
-    updates=6,  # the value that the state has for a key is read before it is replaced
-)
-_STATE_SPACE = Mixer(
-    "state_space", _install_state_space, heads="num_heads", state=("num_heads", "head_dim", "ssm_state_size")
-)
-_SHORT_CONVOLUTION = Mixer("convolution", _install_short_convolution)
-_DOCUMENTS = Mixer("documents", _install_documents, state=("intermediate_size", "ssm_state_size"))
 
 MIXERS: dict[str, Mixer] = {
-    "Qwen3NextGatedDeltaNet": _DELTA,
-    "Qwen3_5GatedDeltaNet": _DELTA,
-    "Qwen3_5MoeGatedDeltaNet": _DELTA,
-    "OlmoHybridGatedDeltaNet": _DELTA,
+    **dict.fromkeys(
+        ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "OlmoHybridGatedDeltaNet"),
+        Mixer(
+            "delta",
+            _install_delta,
+            heads="num_v_heads",
+            state=("num_v_heads", "head_k_dim", "head_v_dim"),
+            updates=6,  # the value that the state has for a key is read before it is replaced
+        ),
+    ),
+    **dict.fromkeys(
+        (
+            *("BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "Mamba2Mixer", "NemotronHMamba2Mixer"),
+            "Zamba2MambaMixer",
+        ),
+        Mixer("state_space", _install_state_space, "num_heads", ("num_heads", "head_dim", "ssm_state_size")),
+    ),
+    **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv"), Mixer("convolution", _install_short_convolution)),
     "OlmoHybridShortConvolution": Mixer("convolution", _install_convolution_module),
-    "Llama4TextAttention": Mixer("attention", _install_llama4),
-    "Lfm2ShortConv": _SHORT_CONVOLUTION,
-    "Lfm2MoeShortConv": _SHORT_CONVOLUTION,
-    "BambaMixer": _STATE_SPACE,
-    "FalconH1Mixer": _STATE_SPACE,
-    "GraniteMoeHybridMambaLayer": _STATE_SPACE,
-    "Mamba2Mixer": _STATE_SPACE,
-    "NemotronHMamba2Mixer": _STATE_SPACE,
-    "Zamba2MambaMixer": _STATE_SPACE,
-    "FalconMambaMixer": _DOCUMENTS,
-    "JambaMambaMixer": _DOCUMENTS,
-    "MambaMixer": _DOCUMENTS,
+    **dict.fromkeys(
+        ("FalconMambaMixer", "JambaMambaMixer", "MambaMixer", "ZambaMambaMixer"),
+        Mixer("documents", _install_documents, state=("intermediate_size", "ssm_state_size")),
+    ),
     "MiniMaxLightningAttention": Mixer(
         "documents",
         functools.partial(_install_documents, outputs=2),
         state=("num_attention_heads", "head_dim", "head_dim"),
     ),
-    "ZambaMambaMixer": _DOCUMENTS,
+    "Llama4TextAttention": Mixer("attention", _install_llama4),
     "BigBirdPegasusDecoderAttention": Mixer("positions", _install_causality),
     **{
         f"{name}PositionalEmbedding": Mixer("positions", _install_positions)
@@ -322,8 +269,13 @@ MIXERS: dict[str, Mixer] = {
     **{
         f"{name}Embeddings": Mixer("positions", _install_padded_positions)
         for name in (
-            *("Camembert", "Data2VecText", "Roberta", "RobertaPreLayerNorm", "XLMRoberta"),
-            *("XLMRobertaXL", "Xmod"),
+            "Camembert",
+            "Data2VecText",
+            "Roberta",
+            "RobertaPreLayerNorm",
+            "XLMRoberta",
+            "XLMRobertaXL",
+            "Xmod",
         )
     },
 }

@@ -5,9 +5,7 @@ to their layers, so the layout reaches layers through an object that all modules
 """
 
 import importlib
-from collections.abc import Callable, Hashable
-from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,8 +13,6 @@ from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from verl_ext.parallel.shards import DocumentLayout, SequenceShards, pinned
-
-ValueT = TypeVar("ValueT")
 
 
 class RunningPack:
@@ -34,28 +30,16 @@ class RunningPack:
     def __init__(self, shards: SequenceShards | None = None, group: dist.ProcessGroup | None = None) -> None:
         self.shards, self.group = shards or SequenceShards(), group
         self.layout: DocumentLayout | None = None
-        self._derived: dict[Hashable, Any] = {}
-
-    def begin(self, layout: DocumentLayout | None) -> None:
-        """Take the layout of the next forward."""
-        self.layout, self._derived = layout, {}
-
-    def derived(self, key: Hashable, make: Callable[[], ValueT]) -> ValueT:
-        """Return a value from the layout, made once for each `key`."""
-        if key not in self._derived:
-            self._derived[key] = make()
-        return self._derived[key]
 
     def positions(self) -> torch.Tensor:
         """Return int64[L], the places of this rank's tokens in documents."""
         assert self.layout is not None
-        offsets, device = self.layout.offsets, self.layout.cu_seqlens.device
+        layout, device = self.layout, self.layout.cu_seqlens.device
 
         def make() -> torch.Tensor:
-            of_pack = torch.cat([torch.arange(end - start) for start, end in pairwise(offsets)])
-            return pinned(self.shards.slice(of_pack), device).to(device, non_blocking=True)
+            return pinned(self.shards.slice(layout.positions()), device).to(device, non_blocking=True)
 
-        return self.derived("positions", make)
+        return layout.derived("positions", make)
 
 
 def fla_lengths(layout: DocumentLayout) -> dict[str, torch.Tensor]:
@@ -63,7 +47,9 @@ def fla_lengths(layout: DocumentLayout) -> dict[str, torch.Tensor]:
 
     All layers of a micro-batch get the same tensors: for others, it would copy the indices of its chunks again.
     """
-    return dict(zip(("cu_seqlens", "cu_seqlens_cpu"), layout.boundaries, strict=True))
+    return layout.derived(
+        "fla", lambda: {"cu_seqlens": layout.cu_seqlens.long(), "cu_seqlens_cpu": torch.tensor(layout.offsets)}
+    )
 
 
 def import_fla(module: str) -> Any:
@@ -83,7 +69,7 @@ def attach(model: nn.Module, pack: RunningPack) -> None:
     """Let all modules read their model's `document_layout`."""
 
     def begin(_: nn.Module, args: tuple, kwargs: dict) -> None:
-        pack.begin(kwargs.get("document_layout"))
+        pack.layout = kwargs.get("document_layout")
 
     model.register_forward_pre_hook(begin, with_kwargs=True)
     for module in model.modules():

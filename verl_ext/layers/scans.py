@@ -11,7 +11,6 @@ Gated delta rule: https://arxiv.org/abs/2412.06464. State-space duality: https:/
 from collections.abc import Callable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -41,32 +40,24 @@ def delta_rule(
 ) -> tuple[torch.Tensor, None]:
     """Compute the gated delta rule of ``[1, L, H, ·]`` inside documents.
 
-    ``g`` and ``beta`` are ``[1, L, H]``.
-
-
-    `rule` is transformers' function for one document, for devices without flash-linear-attention.
+    ``g`` and ``beta`` are ``[1, L, H]``. `rule` is transformers' function for one document, for devices without
+    flash-linear-attention.
     """
     assert pack.layout is not None
     # A recurrence needs all tokens of a document in order, but its heads are independent: ranks split those.
     heads = value.size(2)
-    q, k, v, decay, rate = _heads_of_this_rank(pack, query, key, value, g.unsqueeze(-1), beta.unsqueeze(-1))
+    q, k, v, decay, rate = tokens_to_heads(pack, query, key, value, g.unsqueeze(-1), beta.unsqueeze(-1))
     decay, rate = decay.squeeze(-1), rate.squeeze(-1)
+
+    # The package computes all documents at once; transformers' function one at a time.
     kernel = _fla("gated_delta_rule", "chunk_gated_delta_rule") if value.is_cuda else None
+    normed: dict[str, Any] = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
     if kernel is not None:
-        normed: dict[str, Any] = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
         output, _state = kernel(q, k, v, g=decay, beta=rate, **normed, **fla_lengths(pack.layout))
     else:
-        of_documents = [
-            rule(
-                *(x[:, start:end] for x in (q, k, v)),
-                g=decay[:, start:end],
-                beta=rate[:, start:end],
-                use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            )[0]
-            for start, end in pairwise(pack.layout.offsets)
-        ]
-        output = torch.cat(of_documents, dim=1)
-    return _tokens_of_this_rank(pack, output, heads), None
+        parts = zip(*(x.split(pack.layout.lengths, dim=1) for x in (q, k, v, decay, rate)), strict=True)
+        output = torch.cat([rule(*qkv, g=g, beta=beta, **normed)[0] for *qkv, g, beta in parts], dim=1)
+    return heads_to_tokens(pack, output, heads), None
 
 
 def state_space(
@@ -85,12 +76,9 @@ def state_space(
 ) -> torch.Tensor | tuple[torch.Tensor, None]:
     """Compute Mamba 2's recurrence of ``x[1, L, H, P]`` inside documents.
 
-    It is called like mamba_chunk_scan_combined.
-
-
-    ``dt[1, L, H]`` are steps in time before ``dt_bias[H]``, softplus and the clamp to `dt_limit`; ``A, D[H]`` rates of
-    decay and weights of the values themselves; ``B, C[1, L, G, N]`` belong to G groups of H/G heads. With
-    `return_final_states` the result is a pair; the states are not computed.
+    It is called like mamba_chunk_scan_combined. ``dt[1, L, H]`` are steps in time before ``dt_bias[H]``, softplus and
+    the clamp to `dt_limit`; ``A, D[H]`` rates of decay and weights of the values themselves; ``B, C[1, L, G, N]``
+    belong to G groups of H/G heads. With `return_final_states` the result is a pair; the states are not computed.
     """
     assert pack.layout is not None
     heads, groups = x.size(2), B.size(2)
@@ -102,20 +90,19 @@ def state_space(
     divides = groups % ranks == 0 and heads % ranks == 0
     if not divides:
         B, C = (t.repeat(1, 1, ranks, 1) for t in (B, C))
-    v, b, c, log_decay = _heads_of_this_rank(pack, (x * steps).to(x.dtype), B, C, decay)
+    v, b, c, log_decay = tokens_to_heads(pack, (x * steps).to(x.dtype), B, C, decay)
     first = 0 if divides else pack.shards.rank * v.size(2)
     group_of = (torch.arange(first, first + v.size(2), device=x.device) // (heads // groups)).clamp(max=b.size(2) - 1)
     b, c = b[:, :, group_of], c[:, :, group_of]
+
+    # The package computes all documents at once; torch one at a time.
     kernel = _fla("simple_gla", "chunk_simple_gla") if x.is_cuda else None
     if kernel is not None:  # simple gated linear attention with C as queries and B as keys
         output, _state = kernel(c, b, v, g=log_decay.squeeze(-1), scale=1.0, **fla_lengths(pack.layout))
     else:
-        of_documents = [
-            _state_space_of_document(*(t[0, start:end].float() for t in (v, log_decay[..., 0], b, c)))
-            for start, end in pairwise(pack.layout.offsets)
-        ]
-        output = torch.cat(of_documents).unsqueeze(0)
-    output = _tokens_of_this_rank(pack, output.to(x.dtype), heads)
+        parts = zip(*(t[0].split(pack.layout.lengths) for t in (v, log_decay[..., 0], b, c)), strict=True)
+        output = torch.cat([_state_space_of_document(*(t.float() for t in part)) for part in parts]).unsqueeze(0)
+    output = heads_to_tokens(pack, output.to(x.dtype), heads)
     if D is not None:
         output = output + (D.float().unsqueeze(-1) * x).to(x.dtype)
     return (output, None) if return_final_states else output
@@ -126,19 +113,16 @@ def _state_space_of_document(
 ) -> torch.Tensor:
     """Return ``[L, H, P]`` of one document, by chunks of :data:`CHUNK` tokens.
 
-    v is ``[L, H, P]``, log_decay ``[L, H]``, b and c ``[L, H, N]``.
-
-
-    State S_t = exp(log_decay_t) · S_{t-1} + b_t v_tᵀ and output c_tᵀ S_t. Pairs of one chunk are computed at once; the
-    state at the end of a chunk carries the rest.
+    v is ``[L, H, P]``, log_decay ``[L, H]``, b and c ``[L, H, N]``. State S_t = exp(log_decay_t) · S_{t-1} + b_t v_tᵀ
+    and output c_tᵀ S_t. Pairs of one chunk are computed at once; the state at the end of a chunk carries the rest.
     """
     length = len(v)
     pad = -length % CHUNK
     v, b, c = (F.pad(t, (0, 0, 0, 0, 0, pad)).unflatten(0, (-1, CHUNK)).transpose(1, 2) for t in (v, b, c))
     total = F.pad(log_decay, (0, 0, 0, pad)).unflatten(0, (-1, CHUNK)).transpose(1, 2).cumsum(-1)  # [chunks, H, CHUNK]
     between = total.unsqueeze(-1) - total.unsqueeze(-2)
-    seen = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=v.device).tril()
-    inside = (c @ b.transpose(-1, -2) * between.masked_fill(~seen, -torch.inf).exp()) @ v  # [chunks, H, CHUNK, P]
+    causal = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=v.device).tril()
+    inside = (c @ b.transpose(-1, -2) * between.masked_fill(~causal, -torch.inf).exp()) @ v  # [chunks, H, CHUNK, P]
     added = (b * (total[..., -1:] - total).exp().unsqueeze(-1)).transpose(-1, -2) @ v  # [chunks, H, N, P]
     state, before = torch.zeros_like(added[0]), []
     for chunk in range(len(added)):
@@ -148,32 +132,27 @@ def _state_space_of_document(
     return (inside + carried).transpose(1, 2).flatten(0, 1)[:length]
 
 
-def _heads_of_this_rank(pack: RunningPack, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return ``[1, T, H/n, ·]`` by position from ``[1, L, H, ·]``.
+def tokens_to_heads(pack: RunningPack, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Exchange tokens for heads between ranks.
 
-    Zero heads fill H up to a multiple of n.
-
-
-    Tensors of one type travel in one all-to-all.
+    ``x[1, L, H, ·]`` become ``[1, T, H/n, ·]`` in the pack's order; H is padded with zero heads. Tensors of one type
+    travel in one all-to-all.
     """
     if pack.group is None:
         return tensors
-    ranks, group = pack.shards.ranks, pack.group
-    padded = [F.pad(x, (0, 0, 0, -x.size(2) % ranks)) for x in tensors]
-    result = list(padded)
-    for dtype in dict.fromkeys(x.dtype for x in padded):
-        places = [i for i, x in enumerate(padded) if x.dtype == dtype]
-        for place, x in zip(places, split_heads([padded[i] for i in places], group), strict=True):
+    result = [F.pad(x, (0, 0, 0, -x.size(2) % pack.shards.ranks)) for x in tensors]
+    for dtype in dict.fromkeys(x.dtype for x in tensors):
+        places = [place for place, x in enumerate(result) if x.dtype == dtype]
+        for place, x in zip(places, split_heads([result[place] for place in places], pack.group), strict=True):
             result[place] = pack.shards.by_position(x.squeeze(0)).unsqueeze(0)
     return tuple(result)
 
 
-def _tokens_of_this_rank(pack: RunningPack, output: torch.Tensor, heads: int) -> torch.Tensor:
-    """Return ``[1, L, H, P]`` from ``[1, T, H/n, P]``, inverting :func:`_heads_of_this_rank`."""
+def heads_to_tokens(pack: RunningPack, x: torch.Tensor, heads: int) -> torch.Tensor:
+    """Exchange ``x[1, T, H/n, P]`` for ``[1, L, heads, P]``: `tokens_to_heads` back."""
     if pack.group is None:
-        return output
-    by_rank = pack.shards.by_rank(output.squeeze(0)).unsqueeze(0)
-    return join_heads(by_rank.contiguous(), pack.group)[:, :, :heads]
+        return x
+    return join_heads(pack.shards.by_rank(x.squeeze(0)).unsqueeze(0), pack.group)[:, :, :heads]
 
 
 def kernels_problem(capability: tuple[int, int] | None) -> str | None:

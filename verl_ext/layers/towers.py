@@ -105,11 +105,12 @@ def freeze(model: Any, patterns: Iterable[str]) -> None:
     """
     patterns = list(patterns)
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
-    frozen = outside_text(model)
+    frozen, names = outside_text(model), (*modules, *parameters)
     for pattern in patterns:
-        named = [name for name in (*modules, *parameters) if _matches(name, pattern)]
+        ends = (pattern, f"*.{pattern}")
+        named = [name for name in names if any(fnmatchcase(name, end) for end in ends)]
         if not named:
-            hint = nearest_hint(pattern, {end for name in (*modules, *parameters) for end in (name, _last(name))})
+            hint = nearest_hint(pattern, {end for name in names for end in (name, name.rpartition(".")[2])})
             must = f"model.freeze must name modules or parameters of a {type(model).__name__}"
             raise ValueError(f"{must}; got {pattern}{hint}")
         frozen += named
@@ -117,11 +118,3 @@ def freeze(model: Any, patterns: Iterable[str]) -> None:
         (modules[name] if name in modules else parameters[name]).requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise ValueError(f"model.freeze must leave a parameter to train; got {patterns}")
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
-
-
-def _last(name: str) -> str:
-    return name.rpartition(".")[2]

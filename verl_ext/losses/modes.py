@@ -20,20 +20,17 @@ A mode is a function of one pack and its line in MODES; `loss.custom_cls` names 
 """
 
 import functools
-import hashlib
 import inspect
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_ext.custom import custom_object
-from verl_ext.options import Options, check_choice, first_line, option, options_of, show
+from verl_ext.options import check_choice
 
-HEADS = ("fused", "targets", "plain")  # from the least memory to the most
+Array = NDArray[Any]
 
 
 class PackCoefficients(NamedTuple):
@@ -49,26 +46,24 @@ class PackCoefficients(NamedTuple):
 Mode = Callable[..., tuple[NDArray[np.float64], float]]
 
 
-def token(mask: NDArray[Any], weights: NDArray[Any], lengths: NDArray[Any]) -> PackCoefficients:
+def token(mask: Array, weights: Array, lengths: Array) -> PackCoefficients:
     """Weigh all target tokens alike."""
     return PackCoefficients(weights, weights.sum())
 
 
-def sequence(mask: NDArray[Any], weights: NDArray[Any], lengths: NDArray[Any], power: float = 1.0) -> PackCoefficients:
+def sequence(mask: Array, weights: Array, lengths: Array, power: float = 1.0) -> PackCoefficients:
     """Divide each document's weights by its number of targets to a power."""
     of_document = np.add.reduceat(mask, np.cumsum(lengths) - lengths)
     weights = weights * np.repeat(np.maximum(of_document, 1.0) ** -power, lengths)
     return PackCoefficients(weights, weights.sum())
 
 
-def pack(mask: NDArray[Any], weights: NDArray[Any], lengths: NDArray[Any]) -> PackCoefficients:
+def pack(mask: Array, weights: Array, lengths: Array) -> PackCoefficients:
     """Divide weights by the pack's targets; Z counts packs with any."""
     return PackCoefficients(weights / max(mask.sum(), 1.0), float(mask.any()))
 
 
-def longwriter(
-    mask: NDArray[Any], weights: NDArray[Any], lengths: NDArray[Any], documents_per_pack: int = 30
-) -> PackCoefficients:
+def longwriter(mask: Array, weights: Array, lengths: Array, documents_per_pack: int = 30) -> PackCoefficients:
     """Weigh as `pack`, times documents with a target over `documents_per_pack`.
 
     LongWriter's code counts documents by the sum of weights that add up to 1 in each document with a target.
@@ -88,140 +83,6 @@ MODES: dict[str, Mode] = {
 
 
 @dataclass(frozen=True)
-class CustomLoss(Options):
-    """A loss mode of the user's own, by file and name."""
-
-    prefix: ClassVar[str] = "loss.custom_cls"
-
-    path: str | None = option(None, "Python file, or pkg://module, with your own loss mode; see docs/loss.md")
-    name: str | None = option(None, "its function: (mask, weights, lengths) -> (coefficients, its term of Z)")
-
-    def problems(self) -> Iterable[str | None]:
-        """Yield the problem of a function that cannot be used."""
-        try:
-            self.checked()
-        except ValueError as error:
-            yield str(error)
-
-    @property
-    def is_given(self) -> bool:
-        """Whether the user names a function."""
-        return bool(self.path or self.name)
-
-    def checked(self) -> Mode | None:
-        """Return the function with checks of its results, or None.
-
-        Raises ValueError if there is no function of that name, or if it fails for a trial pack.
-        """
-        if not self.is_given:
-            return None
-        function = custom_object(self.prefix, self.path, self.name)
-        if not callable(function):
-            raise ValueError(f"{self.prefix}.name must name a function; got {self.name} of {self.path}")
-        mode = functools.partial(_checked, function, f"{self.prefix}.name={self.name}")
-        lengths = np.array([4, 3, 1, 2])
-        for mask in (np.array([0, 1, 1, 0, 0, 0, 1, 0, 0, 1.0]), np.zeros(10)):
-            mode(mask, 2.0 * mask, lengths)
-        return mode
-
-    @property
-    def fingerprint(self) -> str:
-        """The name of the function and a digest of its module's source."""
-        module = inspect.getmodule(custom_object(self.prefix, self.path, self.name))
-        source = inspect.getsource(module) if module else ""
-        return f"{self.name} ({hashlib.sha256(source.encode()).hexdigest()[:8]})"
-
-
-def _checked(
-    function: Mode, name: str, mask: NDArray[Any], weights: NDArray[Any], lengths: NDArray[Any]
-) -> PackCoefficients:
-    """Return a user function's result; raise ValueError if no loss."""
-
-    def refuse(requirement: str, got: object) -> NoReturn:
-        listed = ", ".join(map(str, lengths[:8].tolist())) + ", …" * (len(lengths) > 8)
-        raise ValueError(f"{name} must {requirement}; got {got} for documents of {listed} tokens")
-
-    try:
-        coefficients, normaliser = function(mask.copy(), weights.copy(), lengths.copy())
-        values, term = np.asarray(coefficients, np.float64), float(normaliser)
-    except Exception as error:
-        got = f"{type(error).__name__}: {first_line(error)}"
-        refuse("give (coefficients, its term of Z) for (mask, weights, lengths)", got)
-    if values.shape != mask.shape:
-        refuse(f"give a coefficient for each of the {len(mask)} tokens", f"shape {values.shape}")
-    wrong = ~(np.isfinite(values) & (values >= 0)) | ((mask == 0) & (values != 0))
-    if wrong.any():
-        at = int(wrong.argmax())
-        refuse("give coefficients that are finite, at least 0, and 0 where mask is 0", f"{values[at]} at token {at}")
-    if not (math.isfinite(term) and term >= 0 and (term > 0 or not values.any())):
-        refuse("give a term of Z that is finite, and above 0 where a coefficient is", f"{term}")
-    return PackCoefficients(values, term)
-
-
-@dataclass(frozen=True)
-class LossOptions(Options):
-    """The options of the loss.
-
-    Category names are texts; the name of an unnamed category is its number.
-    """
-
-    prefix: ClassVar[str] = "loss"
-
-    mode: str = option("token", "the mean that is minimized", choices=MODES, resume="same")
-    category_weights: dict[str, float] | None = option(
-        None, "{category: weight ≥ 0}; categories that are not named have weight 1", resume="same"
-    )
-    documents_per_pack: int = option(30, "LongWriter's constant; only mode longwriter uses it", least=1, resume="same")
-    head: str = option(
-        "fused",
-        "logits held in memory; fused: those of a block of targets; targets: of all targets; plain: of all tokens",
-        choices=HEADS,
-    )
-    head_block_mib: int | None = option(
-        None, "MiB of logits that head=fused holds at a time; null: 256, or 1024 on GPUs", least=1
-    )
-    custom_cls: CustomLoss = option(CustomLoss, "your own loss mode")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.category_weights is not None:
-            named = {str(name): float(weight) for name, weight in self.category_weights.items()}
-            object.__setattr__(self, "category_weights", named)
-
-    def problems(self) -> Iterable[str | None]:
-        """Yield a line for each invalid combination or category weight."""
-        if self.custom_cls.is_given and self.mode != "token":
-            yield f"loss.mode must be token, its default, with loss.custom_cls; got {self.mode}"
-        weights = self.category_weights
-        if weights is None:
-            return
-        for name, weight in weights.items():
-            key = f"loss.category_weights.{name}"
-            if isinstance(weight, bool) or not isinstance(weight, int | float):
-                yield f"{key} must be a number; got {show(weight)}"
-            elif not math.isfinite(weight) or weight < 0:
-                yield f"{key} must be finite and at least 0; got {weight}"
-
-    @property
-    def head_flags(self) -> dict[str, Any]:
-        """The fields of a batch that tell the engine about its head."""
-        return {"head": self.head, "head_block_bytes": (self.head_block_mib or 256) * 2**20}
-
-    def spec(self, names: Sequence[str]) -> "LossSpec":
-        """Return the loss over data whose categories have these names."""
-        mode = self.custom_cls.checked() or self.mode
-        return LossSpec(mode, category_weight_table(self.category_weights, names), self.documents_per_pack)
-
-    @property
-    def fingerprint(self) -> dict[str, Any]:
-        """The options, or a code's digest, that a resumed run must share."""
-        shared = {name: getattr(self, name) for name, of in options_of(type(self)).items() if of.resume == "same"}
-        if self.custom_cls.is_given:
-            shared["mode"] = self.custom_cls.fingerprint
-        return {f"loss.{name}": value for name, value in shared.items()}
-
-
-@dataclass(frozen=True)
 class LossSpec:
     """The loss with categories as dense indices; 0 is "no category".
 
@@ -229,7 +90,7 @@ class LossSpec:
     """
 
     mode: str | Mode = "token"
-    category_weights: np.ndarray = field(default_factory=lambda: np.ones(1))
+    category_weights: Array = field(default_factory=lambda: np.ones(1))
     documents_per_pack: int = 30
 
     def __post_init__(self) -> None:
@@ -245,7 +106,7 @@ class LossSpec:
         return functools.partial(mode, documents_per_pack=self.documents_per_pack)
 
 
-def category_weight_table(weights: Mapping[str, float] | None, names: Sequence[str]) -> np.ndarray:
+def category_weight_table(weights: Mapping[str, float] | None, names: Sequence[str]) -> Array:
     """Return float64[C + 1] by dense category index, 1 if unnamed.
 
     A weight for a category that a dataset lacks has no effect there: a validation set may hold fewer categories.
@@ -255,10 +116,10 @@ def category_weight_table(weights: Mapping[str, float] | None, names: Sequence[s
 
 def pack_coefficients(
     spec: LossSpec,
-    loss_mask: np.ndarray,
-    category_index: np.ndarray,
-    offsets: np.ndarray,
-    loss_weight: np.ndarray | None = None,
+    loss_mask: Array,
+    category_index: Array,
+    offsets: Array,
+    loss_weight: Array | None = None,
     documents: int | None = None,
 ) -> PackCoefficients:
     """Return a_t and the term of Z of one pack.
@@ -273,13 +134,11 @@ def pack_coefficients(
     if loss_weight is not None:
         weights = weights * loss_weight
     real = offsets if documents is None else offsets[: documents + 1]
-    found, normaliser = spec.function(targets[: real[-1]], weights[: real[-1]], np.diff(real))
-    if padding := len(targets) - real[-1]:
-        found = np.pad(found, (0, padding))
-    return PackCoefficients(found, normaliser)
+    coefficients, normaliser = spec.function(targets[: real[-1]], weights[: real[-1]], np.diff(real))
+    return PackCoefficients(np.pad(coefficients, (0, len(targets) - real[-1])), normaliser)
 
 
-def shift_left(values: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+def shift_left(values: Array, offsets: Array) -> Array:
     """Return [T], the next token's value *inside the document*, else 0.
 
     The model's output at t predicts token t + 1; shifting here, before any split over sequence-parallel ranks, means

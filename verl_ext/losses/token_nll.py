@@ -33,8 +33,10 @@ from typing import Any
 import torch
 
 ROWS = 512  # 512 rows of a 151k vocabulary are 0.3 GB in fp32, and two such slices are alive at once
+BLOCK_BYTES = 256 * 2**20
 # For each token: 1 if its label is the argmax, and the entropy of its distribution in nats.
-MEASURES = ("is_greedy", "entropy")
+TOKEN_STATS = ("is_greedy", "entropy")
+_SCALED_ROWS = 4096  # rows of a gradient that are scaled at a time
 _LEAST = -1e9  # least logit minus its peak, for the entropy: a vocabulary masked by −inf would give −inf · 0
 _SLICE_BYTES = {"cpu": 2**20, "cuda": 2**26}  # of logits whose products are held beside them, for the entropy
 
@@ -42,24 +44,24 @@ _SLICE_BYTES = {"cpu": 2**20, "cuda": 2**26}  # of logits whose products are hel
 class _TokenNLL(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, inplace_backward: bool, rows: int, measures: bool
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, inplace_backward: bool, rows: int, with_stats: bool
     ) -> tuple[torch.Tensor, ...]:
-        peak, likeliest = _peak(logits, measures)
+        peak, likeliest = _peak(logits, with_stats)
         peak = peak.float()
         # The peak is subtracted first, because logits that share a large offset would cancel in fp32.
         log_sums, means = [], []
         for part, top in zip(logits.split(rows), peak.split(rows), strict=True):
             exp_logits = part.float() - top
-            products = _exp_(exp_logits, measures)
+            products = _exp_(exp_logits, with_stats)
             total = exp_logits.sum(-1)
             log_sums.append(total.log())
-            means.append(products / total if measures else products)
+            means.append(products / total if with_stats else products)
         log_sum, peak = torch.cat(log_sums), peak.squeeze(-1)
-        target = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1).float()
+        target = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1).float()  # [T]
         ctx.save_for_backward(logits, labels, peak, log_sum)
         ctx.inplace_backward, ctx.rows = inplace_backward, rows
         nll = log_sum - (target - peak)
-        if not measures:
+        if not with_stats:
             return (nll,)
         is_greedy, entropy = (likeliest.squeeze(-1) == labels).float(), log_sum - torch.cat(means)
         ctx.mark_non_differentiable(is_greedy, entropy)
@@ -88,25 +90,21 @@ def token_nll(
     reduction="none")`` in value and gradient. `inplace_backward` writes the gradient over ``logits``, for callers who
     own them.
     """
-    return token_measures(logits, labels, inplace_backward=inplace_backward, rows=rows, measures=False)[0]
+    return nll_and_stats(logits, labels, inplace_backward=inplace_backward, rows=rows, with_stats=False)[0]
 
 
-def token_measures(
+def nll_and_stats(
     logits: torch.Tensor,
     labels: torch.Tensor,
     *,
     inplace_backward: bool = False,
     rows: int = ROWS,
-    measures: bool = True,
+    with_stats: bool = True,
 ) -> tuple[torch.Tensor, ...]:
-    """Return :func:`token_nll`, with `measures` also MEASURES, fp32[T] without gradient."""
+    """Return :func:`token_nll`, and TOKEN_STATS, fp32[T] without gradient."""
     assert logits.dim() == 2
     assert labels.shape == logits.shape[:1]
-    return _TokenNLL.apply(logits, labels, inplace_backward, rows, measures)
-
-
-BLOCK_BYTES = 256 * 2**20
-_ROWS = 4096  # rows of a gradient that are scaled at a time
+    return _TokenNLL.apply(logits, labels, inplace_backward, rows, with_stats)
 
 
 class _HeadTerms(torch.autograd.Function):
@@ -118,34 +116,37 @@ class _HeadTerms(torch.autograd.Function):
         bias: torch.Tensor | None,
         rows: int,
         learns: bool,
-        measures: bool,
+        with_stats: bool,
         *factors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
+        # Make only the gradients that are needed: one of a weight is as large as the weight.
         hidden, weights = factors[::2], factors[1::2]
         wants_bias, *wants = (learns and needed for needed in (ctx.needs_input_grad[2], *ctx.needs_input_grad[6:]))
         gradients = [
-            None if not wanted else torch.empty_like(x) if index % 2 == 0 else torch.zeros_like(x, dtype=torch.float32)
-            for index, (x, wanted) in enumerate(zip(factors, wants, strict=True))  # hidden, weight, hidden, weight, …
+            None if not need else torch.empty_like(x) if index % 2 == 0 else torch.zeros_like(x, dtype=torch.float32)
+            for index, (x, need) in enumerate(zip(factors, wants, strict=True))  # hidden, weight, hidden, weight, …
         ]
         bias_gradient = None if bias is None or not wants_bias else torch.zeros_like(bias, dtype=torch.float32)
-        nll, *measured = (torch.empty_like(coefficients) for _ in range(3 if measures else 1))
+        nll, *stats = (torch.empty_like(coefficients) for _ in range(3 if with_stats else 1))
         grad_scale = _fp16_grad_scale(coefficients)
+        # A block's loss and gradients are computed while its logits are in memory, and never again.
         for first in range(0, len(labels), rows):
             block = slice(first, first + rows)
             label, coefficient = labels[block, None], coefficients[block, None] * grad_scale
-            # logits, exp_logits and grad_logits are one [R, V] tensor in memory, under the name of its content.
+            # logits, exp_logits and grad_logits are one tensor [R, V], under the name of its content.
             logits = _logits(hidden, weights, bias, block)
-            (peak, likeliest), target = _peak(logits, measures), logits.gather(1, label)
+            (peak, likeliest), target = _peak(logits, with_stats), logits.gather(1, label)
             exp_logits = logits.sub_(peak)
-            products = _exp_(exp_logits, measures)
+            products = _exp_(exp_logits, with_stats)
             total = exp_logits.sum(-1, keepdim=True)
             log_total = total.log()
             nll[block] = (log_total - (target - peak)).squeeze(1)
-            if measures:
-                is_greedy, entropy = measured
+            if with_stats:
+                is_greedy, entropy = stats
                 is_greedy[block] = (likeliest == label).squeeze(1)
                 entropy[block] = log_total.squeeze(1) - products / total.squeeze(1)
             if wants_bias or any(wants):
+                # d logits = (softmax − onehot)·a, for which exponentials and their sum are at hand.
                 grad_logits = exp_logits.mul_(coefficient / total).scatter_add_(1, label, -coefficient)
                 if bias_gradient is not None:
                     bias_gradient += grad_logits.sum(0)
@@ -159,9 +160,9 @@ class _HeadTerms(torch.autograd.Function):
             del logits, exp_logits  # or they would be in memory beside the next block
         ctx.gradients, ctx.bias_gradient, ctx.grad_scale = gradients, bias_gradient, grad_scale
         ctx.dtypes = [*(x.dtype for x in factors), None if bias is None else bias.dtype]
-        ctx.mark_non_differentiable(nll, *measured)
+        ctx.mark_non_differentiable(nll, *stats)
         # A token of coefficient 0 is not learnt: an infinite nll must not become NaN by a product with 0.
-        return torch.where(coefficients != 0, coefficients * nll, 0.0), nll, *measured
+        return torch.where(coefficients != 0, coefficients * nll, 0.0), nll, *stats
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -182,7 +183,7 @@ def head_terms(
     *,
     bias: torch.Tensor | None = None,
     block_bytes: int = BLOCK_BYTES,
-    measures: bool = False,
+    with_stats: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """Return ``(coefficients · nll, nll)``, fp32[N], under logits Σ hidden·weightᵀ + bias.
 
@@ -192,7 +193,7 @@ def head_terms(
         coefficients: fp32[N].
         bias: [V].
         block_bytes: the bytes of logits in memory at a time; at least one row is in memory.
-        measures: whether to return MEASURES too.
+        with_stats: whether to return TOKEN_STATS too.
 
     Only the first result is differentiable, and its terms must all have the same upstream gradient, as under a sum.
     It equals ``coefficients * F.cross_entropy(logits.float(), labels, reduction="none")`` in value and gradient.
@@ -203,7 +204,7 @@ def head_terms(
     with torch.autocast(labels.device.type, enabled=False):
         learns = torch.is_grad_enabled()  # read here, because it is always False inside forward
         flat = (x for pair in factors for x in pair)
-        return _HeadTerms.apply(labels, coefficients, bias, rows, learns, measures, *flat)
+        return _HeadTerms.apply(labels, coefficients, bias, rows, learns, with_stats, *flat)
 
 
 def row_bytes(vocabulary: int, dtype: torch.dtype, on_cpu: bool = True) -> int:
@@ -216,23 +217,20 @@ def _logits(
 ) -> torch.Tensor:
     """Return a block's logits, fp32[R, V], which the caller owns."""
     half: Any = {} if weights[0].is_cpu or weights[0].dtype.itemsize >= 4 else {"out_dtype": torch.float32}
-    parts = [torch.mm(x[block], weight.t(), **half) for x, weight in zip(hidden, weights, strict=True)]
-    logits = parts[0]
-    for part in parts[1:]:
+    logits, *others = (torch.mm(x[block], weight.t(), **half) for x, weight in zip(hidden, weights, strict=True))
+    for part in others if bias is None else (*others, bias):
         logits += part
-    if bias is not None:
-        logits += bias
     return logits.float()
 
 
-def _peak(logits: torch.Tensor, measures: bool) -> tuple[torch.Tensor, Any]:
-    """Return the largest logits [R, 1], and with `measures` their places."""
-    return logits.max(-1, keepdim=True) if measures else (logits.amax(-1, keepdim=True), None)
+def _peak(logits: torch.Tensor, with_stats: bool) -> tuple[torch.Tensor, Any]:
+    """Return the largest logits [R, 1], and with `with_stats` their places."""
+    return logits.max(-1, keepdim=True) if with_stats else (logits.amax(-1, keepdim=True), None)
 
 
-def _exp_(logits: torch.Tensor, measures: bool) -> Any:
-    """Replace fp32[R, V] by exponentials; with `measures` return rows' Σ z·e^z."""
-    if not measures:
+def _exp_(logits: torch.Tensor, with_stats: bool) -> Any:
+    """Replace fp32[R, V] by exponentials; with `with_stats` return rows' Σ z·e^z."""
+    if not with_stats:
         logits.exp_()
         return None
     rows = max(_SLICE_BYTES.get(logits.device.type, 2**26) // max(logits[:1].nbytes, 1), 1)
@@ -262,6 +260,6 @@ def _scale(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """Multiply a gradient by fp32[] in place, in fp32."""
     if gradient.dtype.itemsize >= 4:
         return gradient.mul_(factor)
-    for part in gradient.split(_ROWS):
+    for part in gradient.split(_SCALED_ROWS):
         part.copy_(part.float() * factor)
     return gradient

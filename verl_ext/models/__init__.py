@@ -1,1 +1,1 @@
-"""The models of this project, in Hugging Face form; they import torch and transformers alone."""
+"""The models of this project, from torch and transformers alone."""

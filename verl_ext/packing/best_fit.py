@@ -24,9 +24,8 @@ from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from verl_ext.packing.plan import PackPlan, index_type, offsets_of
+from verl_ext.packing.plan import Indices, Ints, PackPlan, index_type, offsets_of
 
 FEWEST_RANDOM_BITS = 16
 LENGTHS_TRIED_TWICE = 2**15  # most distinct lengths for two fits; more if each has DOCUMENTS_PER_LENGTH documents
@@ -38,8 +37,8 @@ Group = tuple[int, int, int, int]  # first pack, room of each, packs (numbered o
 class Histogram(NamedTuple):
     """Strictly decreasing lengths int64[R], and counts int64[R] of their documents."""
 
-    lengths: NDArray[np.int64]
-    counts: NDArray[np.int64]
+    lengths: Ints
+    counts: Ints
 
 
 class Placements(NamedTuple):
@@ -51,12 +50,10 @@ class Placements(NamedTuple):
 
     num_packs: int
     alone: int
-    batches: NDArray[np.integer]
+    batches: Indices
 
 
-def best_fit(
-    lengths: NDArray[np.int64], max_tokens: int, seed: int, lengths_tried_twice: int | None = None
-) -> PackPlan:
+def best_fit(lengths: Ints, max_tokens: int, seed: int, lengths_tried_twice: int | None = None) -> PackPlan:
     """Return packs in order of opening, documents in order of placement.
 
     lengths int64[D], each 1..max_tokens. The longest document comes first; among equal lengths the seed decides. There
@@ -79,7 +76,7 @@ def best_fit(
     return plan_from_placements(documents, placements)
 
 
-def sort_by_length(lengths: NDArray[np.int64], seed: int) -> tuple[NDArray[np.integer], Histogram]:
+def sort_by_length(lengths: Ints, seed: int) -> tuple[Indices, Histogram]:
     """Return documents int[D], longest first, and their histogram.
 
     lengths are int64[D], D at least 1; documents are int32 or int64[D]. Among documents of equal length the seed
@@ -99,9 +96,7 @@ def sort_by_length(lengths: NDArray[np.int64], seed: int) -> tuple[NDArray[np.in
     return _sort_keys(lengths, longest, length_bits, number_bits, seed)
 
 
-def _sort_keys(
-    lengths: NDArray[np.int64], longest: int, length_bits: int, number_bits: int, seed: int
-) -> tuple[NDArray[np.integer], Histogram]:
+def _sort_keys(lengths: Ints, longest: int, length_bits: int, number_bits: int, seed: int) -> tuple[Indices, Histogram]:
     keys = np.random.default_rng(seed).bit_generator.random_raw(len(lengths))
     keys >>= np.uint64(length_bits + number_bits)
     part = np.subtract(longest, lengths, dtype=np.int64).view(np.uint64)
@@ -118,10 +113,11 @@ def _sort_keys(
 
 
 def fewest_packs(histogram: Histogram, max_tokens: int) -> int:
-    """Return Martello and Toth's lower bound L2 (Knapsack Problems, 1990, chapter 8), in linear time.
+    """Return Martello and Toth's lower bound L2, in linear time.
 
     Documents over max_tokens / 2 need a pack each. Beside one of more than max_tokens - t no document of t or more
-    finds room, so documents of t .. max_tokens / 2 share the room that the other large ones leave, and new packs:
+    finds room, so documents of t .. max_tokens / 2 share the room that the other large ones leave, and new packs
+    (Knapsack Problems, 1990, chapter 8):
 
         L2 = large + max over t of ceil((tokens of t .. max_tokens/2 - room beside large ones up to max_tokens - t) / max_tokens)
     """  # noqa: E501  the formula is one line
@@ -198,6 +194,7 @@ def _fit_small(
             arrived.sort(key=itemgetter(1, 0), reverse=True)
             groups.extend(arrived)
         while left:
+            # Take the fullest (or earliest) open packs that look alike; if none is open, open as many as are needed.
             if groups:
                 first, room, packs, before = pop()
             else:
@@ -209,11 +206,13 @@ def _fit_small(
             take = left // each
             if not take:  # the last documents of this length do not fill one pack
                 take, each = 1, left
+            # Fill as many of these packs as documents are left for; the others stay open as they are.
             if take < packs:
                 push((first + take, room, packs - take, before))
                 packs = take
             left -= packs * each
             record((first, packs, each, before))
+            # The filled packs stay open for this length, wait for a shorter one, or are closed.
             room -= each * length
             if room >= length:
                 push((first, room, packs, before + each))
@@ -231,7 +230,7 @@ def _first_that_fits(histogram: Histogram) -> Callable[[int], int]:
     return lambda room: bisect_left(descending, -room)
 
 
-def plan_from_placements(documents: NDArray[np.integer], placements: Placements) -> PackPlan:
+def plan_from_placements(documents: Indices, placements: Placements) -> PackPlan:
     """Return packs in order of opening, documents[D] in placement order."""
     num_packs, alone, batches = placements
     first, packs, each, _ = batches.T
@@ -245,7 +244,7 @@ def plan_from_placements(documents: NDArray[np.integer], placements: Placements)
     return PackPlan(index, offsets)
 
 
-def _positions(batches: NDArray[np.integer], offsets: NDArray[np.int64]) -> NDArray[np.integer]:
+def _positions(batches: Indices, offsets: Ints) -> Indices:
     """Return the position in document_index of each document of the batches."""
     first, packs, each, before = batches.T
     pack = np.repeat(first - (np.cumsum(packs, dtype=first.dtype) - packs), packs)

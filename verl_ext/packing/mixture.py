@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
+
+from verl_ext.packing.plan import Bools, Indices, Ints
 
 KEY = "data.mixture"
 TOLERANCE = 0.01  # of an interval's budget
@@ -55,26 +56,27 @@ class MixtureSource:
 class IntervalDraw:
     """An interval's draw: documents int64[D], whole epochs first, in data order.
 
-    distinct: the number of different documents among them; wanted, given, pool: the tokens of the budget, of the draw,
-    and of all documents of the interval; alternative: if the draw is off by more than TOLERANCE, the document that
-    brings it nearest if it is drawn once more or once less, and the tokens of the draw then.
+    - distinct: the number of different documents among them
+    - budget, drawn, pool: the tokens of the budget, of the draw, and of all documents of the interval
+    - nearest_swap: if the draw is off by more than TOLERANCE, the document that brings it nearest if it is drawn once
+      more or once less, and the tokens of the draw then
     """
 
     source: str
     low: int | None
     high: int | None
-    documents: NDArray[np.int64]
+    documents: Ints
     distinct: int
-    wanted: int
-    given: int
+    budget: int
+    drawn: int
     pool: int
-    alternative: tuple[int, int] | None
+    nearest_swap: tuple[int, int] | None
 
 
 def draw_mixture(
-    lengths: NDArray[np.integer],
+    lengths: Indices,
     sources: Sequence[MixtureSource],
-    members: Sequence[NDArray[np.int64]],
+    members: Sequence[Ints],
     seed: int,
     scale: float = 1.0,
     total_tokens: float | None = None,
@@ -86,7 +88,7 @@ def draw_mixture(
     None: they share the tokens that they hold. Raises ValueError for an interval without a document, a budget too small
     or large, and nothing to share.
     """
-    pools = [_pools(lengths, source, ours) for source, ours in zip(sources, members, strict=True)]
+    pools = [_pools(lengths, source, documents) for source, documents in zip(sources, members, strict=True)]
     budgets = _budgets(lengths, sources, pools, total_tokens)
     draws: list[IntervalDraw] = []
     for source, pool, unscaled in zip(sources, pools, budgets, strict=True):
@@ -94,41 +96,39 @@ def draw_mixture(
         number = zlib.crc32(source.name.encode())  # its draw does not change when another source comes or goes
         # Edges in whole tokens, so that the intervals' shares add up to the budget exactly.
         edges = [budget * i // len(pool) for i in range(len(pool) + 1)]
-        drawn = [
+        intervals = [
             _draw_interval(lengths, documents, source, source.intervals[i], edges[i + 1] - edges[i], [seed, number, i])
             for i, documents in enumerate(pool)
         ]
-        if not any(interval.given for interval in drawn):
+        # An interval may stay empty, a source may not: the run would lack what its user asked for.
+        if not any(interval.drawn for interval in intervals):
             shortest = min(int(lengths[documents].min()) for documents in pool)
             raise ValueError(
                 f"{source.key} must have tokens for at least one document; got {budget} tokens over "
                 f"{len(pool)} intervals, and its shortest document has {shortest}"
             )
-        draws += drawn
+        draws += intervals
     return draws
 
 
-def _pools(lengths: NDArray[np.integer], source: MixtureSource, members: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+def _pools(lengths: Indices, source: MixtureSource, members: Ints) -> list[Ints]:
     """Return the documents of each interval of a source, ascending."""
     if len(members) == 0:
         raise ValueError(f"{source.key} must have at least one document to draw from; got none")
-    ours = lengths[members]
+    of_members = lengths[members]
     pools = []
     for low, high in source.intervals:
-        pools.append(members if low is None or high is None else members[(ours > low) & (ours <= high)])
+        pools.append(members if low is None or high is None else members[(of_members > low) & (of_members <= high)])
         if len(pools[-1]) == 0:
             raise ValueError(
                 f"{source.key}.intervals must each hold a document; got none of more than {low} and at most {high} "
-                f"tokens (its documents have {ours.min()} to {ours.max()})"
+                f"tokens (its documents have {of_members.min()} to {of_members.max()})"
             )
     return pools
 
 
 def _budgets(
-    lengths: NDArray[np.integer],
-    sources: Sequence[MixtureSource],
-    pools: Sequence[Sequence[NDArray[np.int64]]],
-    total_tokens: float | None,
+    lengths: Indices, sources: Sequence[MixtureSource], pools: Sequence[Sequence[Ints]], total_tokens: float | None
 ) -> list[float]:
     """Return the tokens of each source, before scaling."""
     weights = sum(source.weight or 0 for source in sources)
@@ -142,54 +142,47 @@ def _budgets(
                 f"budgets in tokens sum to {in_tokens:g}"
             )
     elif weights:
-        held = np.zeros(len(lengths), bool)
+        is_shared = np.zeros(len(lengths), bool)
         for source, intervals in zip(sources, pools, strict=True):
             for pool in intervals if source.weight else ():
-                held[pool] = True
-        shared = float(lengths[held].sum(dtype=np.int64))
+                is_shared[pool] = True
+        shared = float(lengths[is_shared].sum(dtype=np.int64))
     return [source.tokens if source.tokens else shared * (source.weight or 0) / weights for source in sources]
 
 
 def _draw_interval(
-    all_lengths: NDArray[np.integer],
-    pool: NDArray[np.int64],
-    source: MixtureSource,
-    interval: Interval,
-    wanted: int,
-    seed: list[int],
+    all_lengths: Indices, pool: Ints, source: MixtureSource, interval: Interval, budget: int, seed: list[int]
 ) -> IntervalDraw:
     lengths = all_lengths[pool].astype(np.int64)
     tokens = int(lengths.sum())
-    epochs, rest = divmod(wanted, tokens)
+    epochs, rest = divmod(budget, tokens)
     # Whole epochs come first, so that no document repeats while another has not been drawn.
     if epochs * len(pool) > MOST_DOCUMENTS:
         raise ValueError(
-            f"{source.key} must draw fewer than 2^31 documents from an interval; got a budget of {wanted:,} "
+            f"{source.key} must draw fewer than 2^31 documents from an interval; got a budget of {budget:,} "
             f"tokens for an interval of {len(pool):,} documents with {tokens:,} tokens"
         )
-    chosen = nearest_subset(lengths, rest, TOLERANCE * wanted, np.random.default_rng(seed))
-    given = epochs * tokens + int(lengths[chosen].sum())
-    # Whole documents may miss the budget; the user then gets the one that would come nearer.
-    alternative = None
-    if abs(given - wanted) > TOLERANCE * wanted:
-        at = _nearest_document(lengths, chosen, wanted - given)
-        step = int(lengths[at])
-        alternative = int(pool[at]), given + step if given < wanted else given - step
+    chosen = nearest_subset(lengths, rest, TOLERANCE * budget, np.random.default_rng(seed))
+    drawn = epochs * tokens + int(lengths[chosen].sum())
+    # Whole documents may miss the budget; the user then learns of the one that would come nearest.
+    nearest_swap = None
+    if abs(drawn - budget) > TOLERANCE * budget:
+        nearest = _nearest_document(lengths, chosen, budget - drawn)
+        step = int(lengths[nearest])
+        nearest_swap = int(pool[nearest]), drawn + step if drawn < budget else drawn - step
     return IntervalDraw(
         source.name,
         *interval,
         documents=np.concatenate([np.tile(pool, epochs), pool[chosen]]),
         distinct=len(pool) if epochs else int(chosen.sum()),
-        wanted=wanted,
-        given=given,
+        budget=budget,
+        drawn=drawn,
         pool=tokens,
-        alternative=alternative,
+        nearest_swap=nearest_swap,
     )
 
 
-def nearest_subset(
-    lengths: NDArray[np.int64], wanted: int, tolerance: float, rng: np.random.Generator
-) -> NDArray[np.bool_]:
+def nearest_subset(lengths: Ints, budget: int, tolerance: float, rng: np.random.Generator) -> Bools:
     """Return bool[n], a random subset with a sum near `wanted`.
 
     The sum may be above or below; lengths are int64[n] ≥ 1.
@@ -202,27 +195,27 @@ def nearest_subset(
     documents, half of them taken and half not, are compared, up to 16 times, until the sum is within `tolerance` of
     `wanted`, which is at most the sum of all lengths. With 16 documents or fewer, the choice is the best possible one.
     """
-    chosen = _random_fill(lengths, wanted, rng)
+    chosen = _random_fill(lengths, budget, rng)
     for _ in range(TRIES):
-        gap = wanted - int(lengths[chosen].sum())
+        gap = budget - int(lengths[chosen].sum())
         if gap == 0:
             break
         _choose_again(lengths, chosen, gap, rng)
-        if len(lengths) <= WINDOW or abs(wanted - int(lengths[chosen].sum())) <= tolerance:
+        if len(lengths) <= WINDOW or abs(budget - int(lengths[chosen].sum())) <= tolerance:
             break
     return chosen
 
 
-def _nearest_document(lengths: NDArray[np.int64], chosen: NDArray[np.bool_], gap: int) -> int:
+def _nearest_document(lengths: Ints, chosen: Bools, gap: int) -> int:
     """Return the document whose addition or removal comes nearest to the gap."""
     others = np.flatnonzero(chosen == (gap < 0))
     return int(others[np.abs(lengths[others] - abs(gap)).argmin()])
 
 
-def _random_fill(lengths: NDArray[np.int64], wanted: int, rng: np.random.Generator) -> NDArray[np.bool_]:
+def _random_fill(lengths: Ints, budget: int, rng: np.random.Generator) -> Bools:
     """Take documents in random order, each if the rest has room."""
     chosen = np.zeros(len(lengths), bool)
-    order, room = rng.permutation(len(lengths)), wanted
+    order, room = rng.permutation(len(lengths)), budget
     in_order = lengths[order]
     while len(order):
         running = np.cumsum(in_order)
@@ -234,7 +227,7 @@ def _random_fill(lengths: NDArray[np.int64], wanted: int, rng: np.random.Generat
     return chosen
 
 
-def _choose_again(lengths: NDArray[np.int64], chosen: NDArray[np.bool_], gap: int, rng: np.random.Generator) -> None:
+def _choose_again(lengths: Ints, chosen: Bools, gap: int, rng: np.random.Generator) -> None:
     """Choose up to WINDOW documents again, in place, never a worse choice."""
     window = _window(lengths, chosen, gap, rng)
     sums = np.zeros(1, np.int64)
@@ -247,9 +240,7 @@ def _choose_again(lengths: NDArray[np.int64], chosen: NDArray[np.bool_], gap: in
         chosen[window] = (best >> np.arange(len(window))) & 1
 
 
-def _window(
-    lengths: NDArray[np.int64], chosen: NDArray[np.bool_], gap: int, rng: np.random.Generator
-) -> NDArray[np.int64]:
+def _window(lengths: Ints, chosen: Bools, gap: int, rng: np.random.Generator) -> Ints:
     """Return up to WINDOW documents: taken, replacing, and the nearest one."""
     if len(lengths) <= WINDOW:
         return np.arange(len(lengths))
@@ -261,5 +252,5 @@ def _window(
     return np.unique(np.concatenate([taken, others, [_nearest_document(lengths, chosen, gap)]]))
 
 
-def _sample(documents: NDArray[np.int64], size: int, rng: np.random.Generator) -> NDArray[np.int64]:
+def _sample(documents: Ints, size: int, rng: np.random.Generator) -> Ints:
     return documents[rng.choice(len(documents), min(size, len(documents)), replace=False)]

@@ -16,6 +16,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from verl_ext.options import check_choice
 
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+Indices = NDArray[np.integer]  # int32 or int64
 OVER_LENGTH_POLICIES = ("error", "drop", "truncate", "split")
 
 
@@ -27,8 +31,8 @@ class PackPlan(NamedTuple):
     are those of the document before it in the pack, and are not computed again (None: no document shares any).
     """
 
-    document_index: NDArray[np.integer]
-    pack_offsets: NDArray[np.int64]
+    document_index: Indices
+    pack_offsets: Ints
     begins: NDArray[np.int32] | None = None
 
     @property
@@ -36,17 +40,26 @@ class PackPlan(NamedTuple):
         """The number of packs."""
         return len(self.pack_offsets) - 1
 
-    def documents(self, pack: int) -> NDArray[np.integer]:
+    def documents(self, pack: int) -> Indices:
         """Return integer[n]: the documents of one pack."""
         return self.document_index[self.pack_offsets[pack] : self.pack_offsets[pack + 1]]
 
-    def pack_sums(self, values: ArrayLike) -> NDArray[np.int64]:
+    def pack_sums(self, values: ArrayLike) -> Ints:
         """Return int64[P]: `values` (integer[D], one per document) summed over each pack."""
         return np.diff(offsets_of(np.asarray(values)[self.document_index])[self.pack_offsets])
 
-    def renumbered(self, documents: NDArray[np.integer]) -> "PackPlan":
+    def renumbered(self, documents: Indices) -> "PackPlan":
         """Return the same packs with document i named `documents[i]`."""
         return self._replace(document_index=documents[self.document_index])
+
+    def begins_of(self, pack: int) -> NDArray[np.int32]:
+        """Return int32[n]: the `begins` of one pack's documents, or zeros."""
+        return self.all_begins[self.pack_offsets[pack] : self.pack_offsets[pack + 1]]
+
+    @property
+    def all_begins(self) -> NDArray[np.int32]:
+        """int32[N], 0 for documents that share no tokens."""
+        return np.zeros(len(self.document_index), np.int32) if self.begins is None else self.begins
 
     def pack_tokens(self, lengths: ArrayLike) -> NDArray[np.int64]:
         """Return int64[P]: the tokens of each pack that are computed; lengths integer[D] of the documents."""
@@ -62,15 +75,15 @@ class Spans:
     every length is at least 1.
     """
 
-    row: NDArray[np.int64]
-    start: NDArray[np.int64]
+    row: Ints
+    start: Ints
     length: NDArray[np.int32]
 
     def __len__(self) -> int:
         return len(self.row)
 
 
-def offsets_of(sizes: NDArray[np.integer]) -> NDArray[np.int64]:
+def offsets_of(sizes: Indices) -> Ints:
     """Return int64[n+1]: consecutive parts' starts, and the last one's end."""
     offsets = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(sizes, out=offsets[1:])
@@ -82,7 +95,7 @@ def index_type(documents: int) -> "type[np.signedinteger]":
     return np.int32 if documents < 2**31 else np.int64
 
 
-def cut_spans(lengths: NDArray[np.integer], max_tokens: int, policy: str, key: str = "data.train_dir") -> Spans:
+def cut_spans(lengths: Indices, max_tokens: int, policy: str, key: str = "data.train_dir") -> Spans:
     """Return the documents to pack, where long ones follow `policy`.
 
     Rows without a token are left out.
@@ -98,6 +111,7 @@ def cut_spans(lengths: NDArray[np.integer], max_tokens: int, policy: str, key: s
     check_choice("data.over_length", policy, OVER_LENGTH_POLICIES)
     if not lengths.any():
         raise ValueError(f"{key} must hold at least one token; all of its {len(lengths)} documents are empty")
+    # Refuse what would leave nothing to pack, or drop what the user did not give up.
     over = lengths > max_tokens
     if over.any() and policy == "error":
         raise ValueError(
@@ -110,6 +124,7 @@ def cut_spans(lengths: NDArray[np.integer], max_tokens: int, policy: str, key: s
             f"data.max_tokens must hold at least one document of {key}; got {max_tokens}, the shortest document has "
             f"{lengths[over].min()} tokens and data.over_length=drop leaves none"
         )
+    # Count the pieces of each row, then lay them out one after the other, `max_tokens` apart.
     budget = min(max_tokens, np.iinfo(lengths.dtype).max)  # no document is longer than a number of its type
     pieces = -(-lengths // budget)  # 0 for an empty row
     if policy == "drop":

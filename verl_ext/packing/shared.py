@@ -19,16 +19,17 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_ext.packing.plan import PackPlan, index_type, offsets_of
-from verl_ext.packing.strategies import plan_packs
+from verl_ext.packing.plan import Bools, Indices, Ints, PackPlan, index_type, offsets_of
+from verl_ext.packing.strategies import plan_packs, plan_repeated
 
 BLOCK = 64  # tokens compared at once
+MOST_KEYS = 8  # tokens of a unit's texts for each that is computed: attention holds the keys of whole texts
 SHORTER = np.uint64(0)  # the hash of a document of fewer tokens than a block
 _READ_TOKENS = 1 << 22  # most tokens in memory at once
 _FACTORS = np.random.default_rng(0).integers(0, 1 << 63, BLOCK, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
 
 # (documents int64[n], first tokens int64[n], numbers of tokens int64[n]) -> the tokens one after the other, integer[T]
-ReadTokens = Callable[[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]], NDArray[np.integer]]
+ReadTokens = Callable[[Ints, Ints, Ints], Indices]
 
 
 class SharedBeginnings(NamedTuple):
@@ -37,10 +38,15 @@ class SharedBeginnings(NamedTuple):
     `shared` counts the tokens in common with the document before; 0 begins a trie. A trie has at least two documents.
     """
 
-    documents: NDArray[np.int64]
-    shared: NDArray[np.int64]
+    documents: Ints
+    shared: Ints
 
-    def among(self, is_kept: NDArray[np.bool_]) -> "SharedBeginnings":
+    @property
+    def saved_tokens(self) -> int:
+        """The tokens that are not computed again if each document follows the one before in a pack."""
+        return int(np.maximum(self.shared - 1, 0).sum())
+
+    def among(self, is_kept: Bools) -> "SharedBeginnings":
         """Return the tries of the kept documents alone; is_kept bool[D] of all documents."""
         kept = np.flatnonzero(is_kept[self.documents])
         if not len(kept):
@@ -53,7 +59,7 @@ class SharedBeginnings(NamedTuple):
 NOTHING = SharedBeginnings(np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
-def block_hashes(blocks: NDArray[np.integer]) -> NDArray[np.uint64]:
+def block_hashes(blocks: Indices) -> NDArray[np.uint64]:
     """Return uint64[n], never `SHORTER`: a hash of each row of integer[n, ≤ BLOCK]."""
     value = blocks.astype(np.uint64) @ _FACTORS[: blocks.shape[1]]
     value ^= value >> np.uint64(29)
@@ -62,7 +68,7 @@ def block_hashes(blocks: NDArray[np.integer]) -> NDArray[np.uint64]:
 
 
 def find_shared(
-    lengths: NDArray[np.integer], least: int, read: ReadTokens, first: NDArray[np.uint64] | None = None
+    lengths: Indices, least: int, read: ReadTokens, first: NDArray[np.uint64] | None = None
 ) -> SharedBeginnings:
     """Find the documents that share at least `least` tokens; lengths integer[D].
 
@@ -72,16 +78,14 @@ def find_shared(
     block = min(BLOCK, least)
     if first is None or block < BLOCK:
         first = _hashes(np.arange(len(lengths)), 0, block, lengths, read)
-    candidates = _repeated(first)
+    candidates = repeated(first)
     documents, shared = _depth_first(candidates, first[candidates], block, lengths, read)
     _extend(documents, shared, block, lengths, read)
     shared[shared < least] = 0
     return _without_single(documents, shared)
 
 
-def _hashes(
-    documents: NDArray[np.int64], depth: int, block: int, lengths: NDArray[np.integer], read: ReadTokens
-) -> NDArray[np.uint64]:
+def _hashes(documents: Ints, depth: int, block: int, lengths: Indices, read: ReadTokens) -> NDArray[np.uint64]:
     """Return the hash of block `depth` of each document, `SHORTER` where it does not have it whole."""
     hashes = np.full(len(documents), SHORTER)
     whole = np.flatnonzero(lengths[documents] >= (depth + 1) * block)
@@ -92,7 +96,7 @@ def _hashes(
     return hashes
 
 
-def _repeated(hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
+def repeated(hashes: NDArray[np.uint64]) -> Ints:
     """Return the places of hashes that occur more than once."""
     ordered = np.sort(hashes)
     repeated = np.unique(ordered[1:][(ordered[1:] == ordered[:-1]) & (ordered[1:] != SHORTER)])
@@ -103,12 +107,12 @@ def _repeated(hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
 
 
 def _depth_first(
-    documents: NDArray[np.int64],
+    documents: Ints,
     first: NDArray[np.uint64],
     block: int,
-    lengths: NDArray[np.integer],
+    lengths: Indices,
     read: ReadTokens,
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+) -> tuple[Ints, Ints]:
     """Return documents in depth-first order of their tries, and the whole blocks' tokens that each shares."""
     by_hash = np.lexsort((documents, first))
     order, first = documents[by_hash], first[by_hash]
@@ -134,10 +138,10 @@ def _depth_first(
 
 
 def _extend(
-    documents: NDArray[np.int64],
-    shared: NDArray[np.int64],
+    documents: Ints,
+    shared: Ints,
     block: int,
-    lengths: NDArray[np.integer],
+    lengths: Indices,
     read: ReadTokens,
 ) -> None:
     """Add to `shared` the tokens of the next block that a document has in common with the one before it."""
@@ -155,29 +159,34 @@ def _extend(
         shared[part] += common
 
 
-def _without_single(documents: NDArray[np.int64], shared: NDArray[np.int64]) -> SharedBeginnings:
+def _without_single(documents: Ints, shared: Ints) -> SharedBeginnings:
     """Leave out tries of one document."""
     begins = shared == 0
     single = begins & np.append(begins[1:], True)
     return SharedBeginnings(documents[~single], shared[~single])
 
 
-def unit_starts(lengths: NDArray[np.integer], shared: NDArray[np.int64], max_tokens: int) -> NDArray[np.bool_]:
-    """Return bool[G], True where a unit begins; lengths integer[G] of the documents in order, each at most max_tokens.
+def unit_starts(lengths: Indices, shared: Ints, max_tokens: int) -> Bools:
+    """Return bool[G], True where a unit begins.
 
-    A unit is a run of a trie whose own tokens fit a pack; its first document owns all of its tokens. A trie that does
-    not fit is cut where the documents share least, within the last quarter of what fits.
+    lengths: integer[G] of the documents in order, each at most max_tokens. A unit is a run of a trie whose own tokens
+    fit a pack, and whose texts have at most MOST_KEYS times as many; its first document owns all of its tokens. A trie
+    that does not fit is cut where the documents share least, within the last quarter of what fits.
     """
     own = lengths - np.maximum(shared - 1, 0)
     starts = shared == 0
     begins = np.flatnonzero(starts)
     ends = np.append(begins[1:], len(shared))
     before = offsets_of(own)
+    keys_over = offsets_of(lengths) - MOST_KEYS * before
     for begin, end in zip(begins, ends, strict=True):
         first = begin
         while True:
-            repeated = lengths[first] - own[first]  # the tokens that its first document owns again
-            fitting = np.searchsorted(before, before[first] + max_tokens - repeated, side="right") - 1
+            again = lengths[first] - own[first]  # the tokens that its first document owns again
+            fitting = min(np.searchsorted(before, before[first] + max_tokens - again, side="right") - 1, end)
+            over = keys_over[first + 1 : fitting + 1] > keys_over[first] + MOST_KEYS * again
+            if over.any():
+                fitting = first + int(over.argmax())
             if fitting >= end:
                 break
             quarter = np.searchsorted(before, before[fitting] - max_tokens // 4)
@@ -188,9 +197,7 @@ def unit_starts(lengths: NDArray[np.integer], shared: NDArray[np.int64], max_tok
     return starts
 
 
-def plan_shared(
-    lengths: NDArray[np.integer], kin: SharedBeginnings, max_tokens: int, strategy: str, seed: int
-) -> PackPlan:
+def plan_shared(lengths: Indices, kin: SharedBeginnings, max_tokens: int, strategy: str, seed: int) -> PackPlan:
     """Return packs of all documents, those that share a beginning together; lengths integer[D].
 
     The strategy packs units and single documents alike, by the tokens that are computed. Raises as `plan_packs` does.
@@ -211,3 +218,21 @@ def plan_shared(
     offsets = offsets_of(sizes)
     place = np.repeat(first - offsets[:-1], sizes) + np.arange(len(documents))
     return PackPlan(documents[place], offsets[plan.pack_offsets], begins[place].astype(np.int32))
+
+
+def plan_drawn(
+    lengths: Indices, documents: Ints, kin: SharedBeginnings, max_tokens: int, strategy: str, seed: int
+) -> PackPlan:
+    """Return the plan of `documents` int64[D] as `plan_repeated` does, those that share a beginning together.
+
+    Of a document that a part holds several times, one copy alone shares tokens.
+    """
+
+    def plan_part(part: Ints) -> PackPlan:
+        place = np.full(len(lengths), -1)
+        place[part[::-1]] = np.arange(len(part))[::-1]
+        of_part = kin.among(place >= 0)
+        numbered = SharedBeginnings(place[of_part.documents], of_part.shared)
+        return plan_shared(lengths[part], numbered, max_tokens, strategy, seed)
+
+    return plan_repeated(lengths, documents, max_tokens, strategy, seed, plan_part)

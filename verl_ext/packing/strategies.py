@@ -7,18 +7,18 @@ lengths are int64[D], each 1..max_tokens; the plan depends on the arguments alon
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from verl_ext.options import check_choice, whole_number
 from verl_ext.packing.best_fit import best_fit, sort_by_length
-from verl_ext.packing.plan import PackPlan, index_type, offsets_of
+from verl_ext.packing.plan import Indices, Ints, PackPlan, index_type, offsets_of
 
 MOST_TOKENS = 2**53  # of a pack, so that sums with it are exact
 MOST_PARTS = 16  # most parts over which plan_repeated deals the copies of documents
 PART_PACKS = 256  # least number of full packs in a part
 
 
-def next_fit(lengths: NDArray[np.int64], max_tokens: int, seed: int) -> PackPlan:
+def next_fit(lengths: Ints, max_tokens: int, seed: int) -> PackPlan:
     """Pack documents in their order, closing packs that are full.
 
     A pack is closed when the next document does not fit (as TokenAwareBatchPack). One open pack alone leaves 20–25 % of
@@ -32,13 +32,13 @@ def next_fit(lengths: NDArray[np.int64], max_tokens: int, seed: int) -> PackPlan
     return PackPlan(np.arange(len(lengths), dtype=index_type(len(lengths))), np.asarray(offsets, np.int64))
 
 
-def single(lengths: NDArray[np.int64], max_tokens: int, seed: int) -> PackPlan:
+def single(lengths: Ints, max_tokens: int, seed: int) -> PackPlan:
     """Put one document into each pack; only `lengths` is used."""
     documents = len(lengths)
     return PackPlan(np.arange(documents, dtype=index_type(documents)), np.arange(documents + 1, dtype=np.int64))
 
 
-def sorted_batch(lengths: NDArray[np.int64], max_tokens: int, seed: int) -> PackPlan:
+def sorted_batch(lengths: Ints, max_tokens: int, seed: int) -> PackPlan:
     """Pack documents of similar length, ascending; the seed breaks ties.
 
     LongAlign's sorted batching (https://arxiv.org/abs/2401.18058, section 3.2), with a pack in place of a batch of
@@ -50,7 +50,7 @@ def sorted_batch(lengths: NDArray[np.int64], max_tokens: int, seed: int) -> Pack
     return next_fit(lengths[ascending], max_tokens, seed).renumbered(ascending)
 
 
-STRATEGIES: dict[str, Callable[[NDArray[np.int64], int, int], PackPlan]] = {
+STRATEGIES: dict[str, Callable[[Ints, int, int], PackPlan]] = {
     "best_fit": best_fit,
     "next_fit": next_fit,
     "none": single,
@@ -70,7 +70,7 @@ def plan_packs(lengths: ArrayLike, max_tokens: int, strategy: str = "best_fit", 
     return STRATEGIES[strategy](_checked(lengths, budget), budget, whole_number("data.seed", seed, least=0))
 
 
-def _checked(lengths: ArrayLike, max_tokens: int) -> NDArray[np.int64]:
+def _checked(lengths: ArrayLike, max_tokens: int) -> Ints:
     array = np.asarray(lengths)
     if array.ndim != 1:
         raise ValueError(f"lengths must be one-dimensional; got shape {array.shape}")
@@ -88,7 +88,12 @@ def _checked(lengths: ArrayLike, max_tokens: int) -> NDArray[np.int64]:
 
 
 def plan_repeated(
-    lengths: NDArray[np.integer], documents: NDArray[np.int64], max_tokens: int, strategy: str, seed: int
+    lengths: Indices,
+    documents: Ints,
+    max_tokens: int,
+    strategy: str,
+    seed: int,
+    plan_part: Callable[[Ints], PackPlan] | None = None,
 ) -> PackPlan:
     """Return the plan of `documents` int64[D]; lengths integer[S] of all.
 
@@ -97,7 +102,8 @@ def plan_repeated(
 
     best_fit places documents of equal length one after the other. In one list, the copies of a long document would
     mostly meet in one pack and weigh double in its step. A document repeated at most as often as there are parts never
-    meets itself. The parts cost up to 0.1 % more packs. Other strategies pack one list. Raises as plan_packs does.
+    meets itself. The parts cost up to 0.1 % more packs. Other strategies pack one list. plan_part: plans the documents
+    of a part, numbered in it (None: plan_packs of their lengths). Raises as plan_packs does.
     """
     parts = [documents]
     if strategy == "best_fit":
@@ -111,6 +117,9 @@ def plan_repeated(
             by_document = np.repeat(np.arange(len(copies)), copies)
             in_parts = by_document[np.argsort(part_of.astype(np.uint8), kind="stable")]  # sorted in linear time
             parts = np.split(in_parts, np.cumsum(np.bincount(part_of, minlength=number))[:-1])
-    plans = [plan_packs(lengths[part], max_tokens, strategy, seed).renumbered(part) for part in parts]
+    alone = plan_part or (lambda part: plan_packs(lengths[part], max_tokens, strategy, seed))
+    plans = [alone(part).renumbered(part) for part in parts]
     sizes = np.concatenate([np.diff(plan.pack_offsets) for plan in plans])
-    return PackPlan(np.concatenate([plan.document_index for plan in plans]), offsets_of(sizes))
+    shares = any(plan.begins is not None for plan in plans)
+    begins = np.concatenate([plan.all_begins for plan in plans]) if shares else None
+    return PackPlan(np.concatenate([plan.document_index for plan in plans]), offsets_of(sizes), begins)

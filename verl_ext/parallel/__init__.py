@@ -1,1 +1,1 @@
-"""Who holds which tokens, keys and heads of a pack, and how ranks exchange them."""
+"""Who holds which tokens, keys and heads, and how they travel."""

@@ -14,16 +14,19 @@ A single group holds the pack in its own order, one slice per rank.
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections import UserDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
 
 from verl_ext.options import Options, option
+
+ValueT = TypeVar("ValueT")
+KernelFunction = Callable[..., torch.Tensor]  # attention of (query, key, value, layout, options)
 
 
 @dataclass(frozen=True)
@@ -41,17 +44,14 @@ class ParallelOptions(Options):
 
 @dataclass(frozen=True)
 class DocumentLayout:
-    """A flattened micro-batch's document boundaries, computed once on the host.
-
-    verl's own patched attention gathers and searches ``position_ids`` in every layer, with a collective and a device
-    synchronisation each.
-    """
+    """A flattened micro-batch's document boundaries, computed once on the host."""
 
     offsets: tuple[int, ...]  # D + 1 host integers from 0 to T; document d is [offsets[d], offsets[d + 1])
     cu_seqlens: torch.Tensor  # int32[D + 1], the same on the device of the attention
     max_length: int  # tokens of the longest document
     longer_keys: "DocumentLayout | None" = None  # of the keys, if documents have more keys than queries
-    chunked: dict[int, "DocumentLayout"] = field(default_factory=dict, repr=False, compare=False)  # by size of a chunk
+    # What layers ask for, made once. FSDP2 copies a layout for each of its units, and a dict in it; not a UserDict.
+    cache: UserDict[Any, Any] = field(default_factory=UserDict, repr=False, compare=False)
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int], device: Any, keys: Sequence[int] | None = None) -> "DocumentLayout":
@@ -61,23 +61,22 @@ class DocumentLayout:
         longer = None if keys is None or list(keys) == list(lengths) else cls.from_lengths(keys, device)
         return cls(offsets, cu_seqlens, max(lengths), longer)
 
-    @cached_property
-    def boundaries(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """int64[D + 1] offsets on device and host, made once for caches."""
-        return self.cu_seqlens.long(), torch.tensor(self.offsets)
+    @property
+    def lengths(self) -> list[int]:
+        """The tokens of each document."""
+        return [end - start for start, end in pairwise(self.offsets)]
 
     @property
     def keys(self) -> "DocumentLayout":
         """The layout of the keys; queries are each document's last."""
         return self.longer_keys or self
 
+    def positions(self) -> torch.Tensor:
+        """Return int64[T] on the host, each token's position in its document."""
+        return torch.cat([torch.arange(length) for length in self.lengths])
+
     def attend(
-        self,
-        kernel: Callable[..., torch.Tensor],
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: Any,
+        self, kernel: KernelFunction, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Any
     ) -> torch.Tensor:
         """Return a kernel's ``[T, H, E]`` for this rank's rows.
 
@@ -102,24 +101,22 @@ class DocumentLayout:
         documents   │ A A A A A │ B B B │        size 2   │ A A │ A A │ A │ B B │ B │
         ```
         """
-        if size not in self.chunked:
-            spans = ((start, end) for start, end in pairwise(self.offsets))
-            lengths = [min(size, end - at) for start, end in spans for at in range(start, end, size)]
-            self.chunked[size] = self._like(DocumentLayout.from_lengths(lengths, self.cu_seqlens.device))
-        return self.chunked[size]
+        lengths = [min(size, end - at) for start, end in pairwise(self.offsets) for at in range(start, end, size)]
+        chunks = (lengths, self.cu_seqlens.device)
+        return self.derived(("chunks", size), lambda: replace(self, **vars(DocumentLayout.from_lengths(*chunks))))
 
-    def _like(self, layout: "DocumentLayout") -> "DocumentLayout":
-        """Return another layout of the same tokens on the same ranks."""
-        return layout
+    def derived(self, key: Hashable, make: Callable[[], ValueT]) -> ValueT:
+        """Return a value that layers share, made for the first of them."""
+        if key not in self.cache:
+            self.cache[key] = make()
+        return self.cache[key]
 
     def padded(self, pad: int) -> "DocumentLayout":
         """Append ``pad`` tokens as one pseudo-document, for dividing T."""
         if pad == 0:
             return self
-        end = self.offsets[-1] + pad
-        return DocumentLayout(
-            (*self.offsets, end), F.pad(self.cu_seqlens, (0, 1), value=end), max(self.max_length, pad)
-        )
+        offsets, longest = (*self.offsets, self.offsets[-1] + pad), max(self.max_length, pad)
+        return DocumentLayout(offsets, F.pad(self.cu_seqlens, (0, 1), value=offsets[-1]), longest)
 
 
 def document_layout(position_ids: torch.Tensor, device: torch.device | str = "cpu") -> DocumentLayout:
@@ -128,14 +125,32 @@ def document_layout(position_ids: torch.Tensor, device: torch.device | str = "cp
     ```
     position_ids   0 1 2 | 0 1 2 3 | 0        offsets 0 3 7 8    max_length 4
     ```
+
+    Raises ValueError if a document goes on elsewhere, as one with shared tokens does (verl_ext.parallel.trees).
     """
     assert position_ids.dim() == 1
-    assert position_ids.numel() > 0
     assert position_ids.device.type == "cpu"
     assert int(position_ids[0]) == 0, "a micro-batch begins with a document's first token"
     starts = (position_ids == 0).nonzero().flatten()
+    if int((position_ids.diff() != 1).sum()) >= len(starts):
+        raise ValueError(
+            "position_ids must restart at 0 in every document of a batch, or the batch say that its documents share "
+            "tokens (data.share_prefixes); they jump elsewhere"
+        )
     edges = torch.cat([starts, starts.new_tensor([position_ids.numel()])])
     return DocumentLayout.from_lengths(edges.diff().tolist(), device)
+
+
+class TokenRange(NamedTuple):
+    """The tokens [start, end) of a pack."""
+
+    start: int
+    end: int
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens."""
+        return self.end - self.start
 
 
 def pieces(offsets: Sequence[int], first: int, last: int) -> Iterator[tuple[int, int, int]]:
@@ -170,11 +185,6 @@ class SequenceShards:
         return self.ulysses * self.context
 
     @property
-    def group(self) -> int:
-        """The group of this rank."""
-        return self.rank // self.ulysses
-
-    @property
     def multiple(self) -> int:
         """The number of which T must be a multiple."""
         return math.lcm(self.ranks, len(self.chunks))
@@ -205,16 +215,15 @@ class SequenceShards:
         length = len(values) // self.ranks
         return self.by_rank(values)[self.rank * length : (self.rank + 1) * length]
 
-    def positions(self, places: torch.Tensor, tokens: int) -> torch.Tensor:
-        """Map places in the order of ranks to the pack's positions."""
-        length = tokens // len(self.chunks)
-        return torch.tensor(self.chunks)[places // length] * length + places % length
+    def spans_of_ranks(self, tokens: int) -> list[list[TokenRange]]:
+        """Return the spans of every rank."""
+        return [[*replace(self, rank=rank).spans(tokens)] for rank in range(self.ranks)]
 
-    def spans(self, tokens: int) -> Iterator[tuple[int, int]]:
-        """Yield this rank's runs [start, end) of the pack, at most two."""
-        length, held = tokens // len(self.chunks), tokens // self.ranks
-        first, last = self.rank * held, (self.rank + 1) * held
+    def spans(self, tokens: int) -> Iterator[TokenRange]:
+        """Yield this rank's parts of the pack in order, at most two."""
+        length, share = tokens // len(self.chunks), tokens // self.ranks
+        first, last = self.rank * share, (self.rank + 1) * share
         for index, chunk in enumerate(self.chunks):
             start, end = max(first - index * length, 0), min(last - index * length, length)
             if start < end:
-                yield chunk * length + start, chunk * length + end
+                yield TokenRange(chunk * length + start, chunk * length + end)

@@ -65,14 +65,14 @@ class KeyRows(NamedTuple):
     """The rows of the keys of T' neighbouring tokens, and how their gradients add up.
 
     Attributes:
-        index: int64[S], the row of each token of the texts.
+        of_texts: int64[S], the row of each token of the texts.
         own: int64[T'], the place of each row among the S in its own document.
         shared: int64[R], the rows that several documents have.
         places: int64[sum of counts], the places of these rows among the S, row by row.
         counts: int64[R], the documents that have each of them.
     """
 
-    index: torch.Tensor
+    of_texts: torch.Tensor
     own: torch.Tensor
     shared: torch.Tensor
     places: torch.Tensor
@@ -92,13 +92,24 @@ class KeyRows(NamedTuple):
         return cls(*(pinned(torch.from_numpy(x), device).to(device, non_blocking=True) for x in columns))
 
 
+def tree_layout(position_ids: torch.Tensor, device: Any) -> DocumentLayout:
+    """Read boundaries from host ``position_ids[T]``; a plain layout if no document shares tokens.
+
+    Raises ValueError as :func:`read_documents` does.
+    """
+    documents = read_documents(position_ids.numpy())
+    if documents.begins.any():
+        return TreeLayout.from_documents(documents, device)
+    return DocumentLayout.from_lengths(documents.lengths.tolist(), device)
+
+
 class _TextRows(torch.autograd.Function):
     """Rows ``[T', K, E]`` as those of whole texts ``[S, K, E]``; the gradients of a row add up in a fixed order."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, rows: KeyRows) -> torch.Tensor:
         ctx.rows = rows
-        return x.index_select(0, rows.index)
+        return x.index_select(0, rows.of_texts)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -152,6 +163,11 @@ class TreeLayout(DocumentLayout):
             rows = KeyRows.from_texts([text - start for text in texts[first:last]], device) if is_tree else None
             runs.append(_Run(slice(start, base.offsets[last]), rows, layout))
         return cls(base.offsets, base.cu_seqlens, base.max_length, begins=tuple(begins), runs=tuple(runs))
+
+    def positions(self) -> torch.Tensor:
+        """Return int64[T] on the host, each own token's position in its text."""
+        pairs = zip(self.begins, self.lengths, strict=True)
+        return torch.cat([torch.arange(begin, begin + length) for begin, length in pairs])
 
     def _calls(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Any) -> list[tuple]:
         """Return a call for each run, with the keys of whole texts."""

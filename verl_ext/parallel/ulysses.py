@@ -22,11 +22,12 @@ DeepSpeed-Ulysses: https://arxiv.org/abs/2309.14509.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+
+from verl_ext.parallel.exchange import exchange_rows
 
 
 @dataclass(frozen=True)
@@ -101,44 +102,23 @@ class HeadPadding:
 def split_heads(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> tuple[torch.Tensor, ...]:
     """Exchange tokens for heads, of all tensors in one all-to-all.
 
-    ``[B, T/n, heads, E]`` becomes ``[B, T, heads/n, E]`` among the n ranks of ``group``. The tensors share B, T/n and
-    their type; each has its own heads, a multiple of n, and head size E. If B is 1, the results are views of one
-    tensor.
+    ``[B, T/n, heads, E]`` becomes ``[B, T, heads/n, E]`` among the n ranks of ``group``:
+
+    - the tensors share B, T/n and their type; each has its own E, and its own heads, a multiple of n;
+    - if B is 1, the results are views of one tensor.
     """
-    return _AllToAll.apply(group, True, *tensors)
-
-
-def join_heads(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Exchange ``[B, T, heads/n, E]`` for ``[B, T/n, heads, E]``: `split_heads` back."""
-    (joined,) = _AllToAll.apply(group, False, tensor)
-    return joined
-
-
-class _AllToAll(torch.autograd.Function):
-    """The exchange of heads for tokens, or back, with gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, split: bool, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.group, ctx.split = group, split
-        return _exchange(group, split, tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[Any, ...]:
-        return (None, None, *_exchange(ctx.group, not ctx.split, grad_outputs))
-
-
-def _exchange(group: dist.ProcessGroup, split: bool, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Send parts of dimension 2 (split) or 1; join the other."""
-    divided, joined = (2, 1) if split else (1, 2)
     ranks = dist.get_world_size(group)
-    parts = [x.unflatten(divided, (ranks, -1)).movedim(divided, 0) for x in tensors]  # [n, B, T/n, heads/n, E]
-    sizes = [part.shape[3:].numel() for part in parts]
-    sent = parts[0].new_empty(*parts[0].shape[:3], sum(sizes))
-    for place, part in zip(sent.split(sizes, dim=-1), parts, strict=True):
-        place.unflatten(-1, part.shape[3:]).copy_(part)
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
+    parts = [x.unflatten(2, (ranks, -1)).movedim(2, 0) for x in tensors]  # [n, B, T/n, heads/n, E]
+    shapes = [part.shape[3:] for part in parts]
+    rows = exchange_rows(torch.cat([part.flatten(3) for part in parts], dim=-1), group)  # [n, B, T/n, Σ heads/n · E]
+    columns = rows.split([shape.numel() for shape in shapes], dim=-1)
     return tuple(
-        place.unflatten(-1, part.shape[3:]).movedim(0, joined).flatten(joined, joined + 1)
-        for place, part in zip(received.split(sizes, dim=-1), parts, strict=True)
+        column.unflatten(-1, shape).movedim(0, 1).flatten(1, 2)  # [B, n, T/n, heads/n, E] -> [B, T, heads/n, E]
+        for column, shape in zip(columns, shapes, strict=True)
     )
+
+
+def join_heads(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Exchange ``x[B, T, heads/n, E]`` for ``[B, T/n, heads, E]``: `split_heads` back."""
+    parts = x.unflatten(1, (dist.get_world_size(group), -1)).movedim(1, 0)  # [n, B, T/n, heads/n, E]
+    return exchange_rows(parts, group).movedim(0, 2).flatten(2, 3)  # [B, T/n, n, heads/n, E] -> [B, T/n, heads, E]

@@ -1,25 +1,25 @@
-"""Tokenize text records, in an index worker or in a training process.
+"""Encode text records, for an index of Megatron's form and for pretraining.
 
 document 1        document 2 (unusable)      document 3            add_bos=false add_eos=true
 t t t t EOS                                  t t EOS               tokens[8], lengths = 5 3
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from verl_ext.cache import fingerprint
 from verl_ext.options import UsageError, option
-from verl_ext.text.read.json_records import BadRecord, RecordOptions, check_characters, read_record, readable_value
-from verl_ext.text.read.readers import Batch, Chunk, TextFile
-from verl_ext.text.tokens.documents import Counts
+from verl_ext.text.encoder import Encoder
+from verl_ext.text.read.readers import Chunk, TextFile, read_record
+from verl_ext.text.records.bad_record import BadRecord, RecordOptions, check_characters, readable_value
+from verl_ext.text.tokens.documents import Document, Documents
 from verl_ext.text.tokens.encoders import Encoded, TextEncoder
-
-
-def optimal_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Return the dtype in which Megatron writes ids: uint16 below 65,500 tokens, else int32."""
-    return np.dtype(np.uint16 if vocab_size < 65_500 else np.int32)
+from verl_ext.text.tokens.tokenizer import tokenizer_facts
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,6 @@ class RecordTextOptions(RecordOptions):
         return [self.text_key] if isinstance(self.text_key, str) else self.text_key
 
     @property
-    def read_columns(self) -> list[str]:
-        """The columns of a table that are read."""
-        return ["text", *self.text_keys]
-
-    @property
     def add_eos(self) -> bool:
         """Whether an EOS token follows each document."""
         return True
@@ -59,57 +54,51 @@ class TextOptions(RecordTextOptions):
     add_eos: bool = option(True, "one EOS token after each document of a text")
 
 
-@dataclass(frozen=True)
-class BadText:
-    """An unusable record: the number of documents before it, the reason, and its message."""
-
-    after: int
-    reason: str
-    line: str
+def optimal_dtype(vocab_size: int) -> np.dtype[Any]:
+    """Return the dtype in which Megatron writes ids: uint16 below 65,500 tokens, else int32."""
+    return np.dtype(np.uint16 if vocab_size < 65_500 else np.int32)
 
 
-@dataclass
-class PlainDocuments:
-    """The documents of a batch: tokens[ΣT] of the tokenizer's `dtype` and lengths[D] int64.
-
-    special_tokens[D] int64 counts the names of special tokens in each document's text that are encoded as text. `bad`
-    holds the unusable records in order. `failure` is the error that ends the run after these documents are written.
-    """
-
-    source: int
-    num_bytes: int
-    tokens: np.ndarray
-    lengths: np.ndarray
-    bad: list[BadText]
-    failure: str | None
-    special_tokens: np.ndarray
-
-    def counts(self, written: int | None = None) -> Counts:
-        """Count the records, special tokens and bad records, of all documents or of the first `written` ones."""
-        special = self.special_tokens[:written]
-        bad = [record for record in self.bad if written is None or record.after < written]
-        counts = Counts(records=len(special) + len(bad))
-        counts.add_special_tokens(int(special.sum()), int((special > 0).sum()))
-        for record in bad:
-            counts.add_bad(record.reason, record.line)
-        return counts
+def vocabulary_size(tokenizer: Any) -> int:
+    """Return one more than the highest token id: `len(tokenizer)`, or more if the ids have gaps."""
+    return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))
 
 
-class TextTokenizer:
-    """A tokenizer of record batches by `TextEncoder`, with BOS and EOS.
+def without_middle(ids: NDArray[Any], most: int, last: int) -> NDArray[Any]:
+    """Return at most this many of the ids: the first ones and the `last` ones."""
+    return ids if len(ids) <= most else np.concatenate([ids[: most - last], ids[len(ids) - last :]])
+
+
+class TextRecordEncoder(Encoder):
+    """An encoder of text records as documents, whose tokens but the first are targets.
 
     BOS and EOS are added even if a text begins or ends with them, as Megatron's `--append-eod` does. Raises
     `UsageError` if the tokenizer lacks a requested one.
     """
 
-    def __init__(self, tokenizer: Any, options: RecordTextOptions, add_bos: bool = False) -> None:
-        self.tokenizer = tokenizer
-        self.options = options
-        self.encoder = TextEncoder(tokenizer, options)
-        self.vocabulary = vocabulary_size(tokenizer)
-        self.dtype = optimal_dtype(self.vocabulary)
-        self.first = self._added("bos") if add_bos else []
-        self.last = self._added("eos") if options.add_eos else []
+    reads = "records with a text"
+    options: RecordTextOptions
+    most_tokens: int | None = None  # of a document; a longer one loses tokens before its last
+
+    def __init__(self, options: RecordTextOptions, tokenizer: Any = None, key: str = "", add_bos: bool = False) -> None:
+        super().__init__(options, tokenizer, key)
+        self.add_bos = add_bos
+        self.columns = options.text_keys
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """The number of tokens, as `vocabulary_size` counts them."""
+        return vocabulary_size(self.tokenizer)
+
+    @cached_property
+    def first(self) -> list[int]:
+        """The token before each text, if any."""
+        return self._added("bos") if self.add_bos else []
+
+    @cached_property
+    def last(self) -> list[int]:
+        """The token after each text, if any."""
+        return self._added("eos") if self.options.add_eos else []
 
     def _added(self, name: str) -> list[int]:
         token = getattr(self.tokenizer, f"{name}_token_id")
@@ -118,78 +107,63 @@ class TextTokenizer:
             raise UsageError(f"{key} must be false for a tokenizer that has no {name}_token; got true")
         return [token]
 
-    def tokenize(self, batch: Batch) -> PlainDocuments:
-        """Return the documents; under `on_bad_record=error`, only those before the first bad record (`failure`)."""
-        texts = list(record_texts(batch, self.options))
-        usable = iter(self.encoder.encode([text for _, text in texts if not isinstance(text, BadRecord)]))
-        encoded: list[Encoded] = []
-        bad: list[BadText] = []
-        failure = batch.failure
-        for place, text in texts:
-            outcome = text if isinstance(text, BadRecord) else next(usable)
-            if isinstance(outcome, Encoded) and not len(outcome.ids):
-                outcome = BadRecord("empty", "the tokenizer makes no token of the text")
-            if isinstance(outcome, Encoded):
-                encoded.append(outcome)
-            elif isinstance(outcome, BadRecord):
-                bad.append(BadText(len(encoded), outcome.reason, f"{place}: {outcome}"))
-                if self.options.on_bad_record == "error":
-                    skip = f"{self.options.key('on_bad_record')}=skip leaves such records out"
-                    failure = f"{bad[-1].line} ({outcome.reason}; {skip})"
-                    break
-            else:
-                failure = str(outcome)
-                break
-        lengths = np.array([len(text.ids) for text in encoded], dtype=np.int64)
-        lengths += len(self.first) + len(self.last)
-        special = np.array([text.special_tokens for text in encoded], dtype=np.int64)
-        tokens = self._joined([text.ids for text in encoded])
-        return PlainDocuments(batch.source, batch.num_bytes, tokens, lengths, bad, failure, special)
+    @cached_property
+    def _encoder(self) -> TextEncoder:
+        return TextEncoder(self.tokenizer, self.options)
 
-    def _joined(self, ids: list[np.ndarray]) -> np.ndarray:
-        """Return the tokens of all documents one after the other, with BOS and EOS."""
-        first, last = np.array(self.first, np.int32), np.array(self.last, np.int32)
-        parts = [part for document in ids for part in (first, document, last)]
-        tokens = np.concatenate(parts) if parts else np.empty(0, np.int32)
-        if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.vocabulary:
-            wrong = tokens[(tokens < 0) | (tokens >= self.vocabulary)][0]
+    def open(self) -> None:
+        """Load the tokenizer, which must have the requested tokens."""
+        _ = self.first, self.last, self._encoder
+
+    def fingerprint(self) -> str:
+        """Return a digest of the tokenizer, the tokens around a text and the options."""
+        options = self.options
+        read = [options.text_key, options.special_tokens_in_text, options.on_bad_record]
+        return fingerprint([tokenizer_facts(self.tokenizer), self.first, self.last, self.most_tokens, read])
+
+    def encode(self, chunk: Chunk) -> Documents:
+        """Return the documents of a chunk, one for each record."""
+        texts = [self._text(raw) for _, raw in chunk.records]
+        usable = iter(self._encoder.encode([text for text in texts if not isinstance(text, BadRecord)]))
+        encoded = (text if isinstance(text, BadRecord) else next(usable) for text in texts)
+        return self.made(chunk, (partial(self._document, each) for each in encoded))
+
+    def _text(self, raw: Any) -> str | TextFile | BadRecord:
+        try:
+            if isinstance(raw, TextFile):
+                return raw if raw.text is None else _checked(raw.text)
+            record = read_record(raw)
+            texts = []
+            for key in self.options.text_keys:
+                value = readable_value(record.get(key))
+                if value is None:
+                    found = ", ".join(str(name) for name, value in record.items() if value is not None) or "none"
+                    needed = f"{self.options.key('text_key')} must name a field of the record"
+                    raise BadRecord("no_text", f"{needed}; got {key}, its fields are {found}")
+                if not isinstance(value, str):
+                    raise BadRecord("non_string_text", f"{key} must be a string; got {type(value).__name__}")
+                texts.append(value)
+            return _checked("\n".join(texts))
+        except BadRecord as bad:
+            return bad
+
+    def _document(self, encoded: Encoded | Exception) -> Document:
+        if isinstance(encoded, Exception):
+            raise encoded
+        if not len(encoded.ids):
+            raise BadRecord("empty", "the tokenizer makes no token of the text")
+        ids = np.concatenate([np.array(self.first, np.int32), encoded.ids, np.array(self.last, np.int32)])
+        if not 0 <= ids.min() <= ids.max() < self.vocabulary:
+            wrong = ids[(ids < 0) | (ids >= self.vocabulary)][0]
             raise UsageError(f"the tokenizer must give tokens of its vocabulary, 0..{self.vocabulary - 1}; got {wrong}")
-        return tokens.astype(self.dtype)
+        kept = without_middle(ids, self.most_tokens or len(ids), last=len(self.last))
+        mask = np.ones(len(kept), np.int8)
+        mask[0] = 0
+        return Document(kept, mask, full_length=len(ids), special_tokens=encoded.special_tokens)
 
 
-def record_texts(batch: Batch, options: RecordTextOptions) -> Iterator[tuple[str, str | TextFile | BadRecord]]:
-    """Yield (place, text or error) of every record, up to the first error that ends the run."""
-    for chunk in batch.chunks:
-        for number, raw in chunk.records:
-            try:
-                yield chunk.place(number), _text(chunk, raw, options)
-            except BadRecord as error:
-                yield chunk.place(number), error
-                if options.on_bad_record == "error":
-                    return
-
-
-def _text(chunk: Chunk, raw: Any, options: RecordTextOptions) -> str | TextFile:
-    record = read_record(raw)
-    if isinstance(record.get("text"), TextFile):
-        return record["text"]
-    texts = []
-    for key in ["text"] if chunk.whole_file else options.text_keys:
-        value = readable_value(record.get(key))
-        if value is None:
-            found = ", ".join(str(name) for name, value in record.items() if value is not None) or "none"
-            needed = f"{options.key('text_key')} must name a field of the record"
-            raise BadRecord("no_text", f"{needed}; got {key}, its fields are {found}")
-        if not isinstance(value, str):
-            raise BadRecord("non_string_text", f"{key} must be a string; got {type(value).__name__}")
-        texts.append(value)
-    text = "\n".join(texts)
+def _checked(text: str) -> str:
     if not text.strip():
         raise BadRecord("empty", "the text is empty")
     check_characters(text)
     return text
-
-
-def vocabulary_size(tokenizer: Any) -> int:
-    """Return one more than the highest token id: `len(tokenizer)`, or more if the ids have gaps."""
-    return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))

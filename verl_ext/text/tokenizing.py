@@ -1,70 +1,40 @@
-"""Tokenize files to disk: the loop of all families and commands, and its cache.
+"""Tokenize files to disk: the one loop of all families and commands, and the name of what it made.
 
-    files --read_batches--> records --Encoder, in one or several processes--> documents --write_documents--> a writer
+    files --read_files--> chunks --Encoder, in one or several processes--> Documents --> a writer
 
-A writer appends documents to a folder: `DatasetWriter` as Arrow, `TextIndexes` in Megatron's indexed form. `tokenized`
-writes the folder once, for all processes that open it:
-
-    CACHE/<fingerprint>/       of the files, the tokenizer and the encoder's options
-        data-00000-of-00001.arrow, state.json, dataset_info.json    what `datasets.load_from_disk` opens
-        categories.json        {"1": "gsm8k", "2": "code"}
-        report.json            the counts of records, by category
+A writer appends documents to a folder: `DatasetWriter` as Arrow, `TextIndexes` and `MaskedIndexes` in Megatron's
+indexed form. A folder in a cache is named by a digest of all that its documents follow from, code included.
 """
 
 import hashlib
-import json
-import logging
+import multiprocessing
 import os
 import sys
-import time
-from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
-from itertools import chain
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from socket import gethostname
+from typing import Any, Protocol, TypeVar
 
-import numpy as np
-
-from verl_ext.files import CATEGORIES, REPORT, cached_folder, file_state, fingerprint, write_json
-from verl_ext.progress import Done, Progress
-from verl_ext.redaction import redacted
+from verl_ext.cache import cached_folder, fingerprint
+from verl_ext.environment import differences, versions
+from verl_ext.files import file_state
+from verl_ext.options import DataError
+from verl_ext.progress import Progress
+from verl_ext.ray_cluster import ray_cluster
+from verl_ext.text.encoder import Encoder
+from verl_ext.text.read.readers import CHUNK, Chunk, ChunkSize, read_files
 from verl_ext.text.read.sources import SourceFile, is_url, remote_facts, total_bytes
-from verl_ext.text.tokens.dataset_folder import DatasetWriter
-from verl_ext.text.tokens.documents import Counts, Documents
+from verl_ext.text.tokens.documents import Documents
+from verl_ext.text.tokens.tokenizer import tokenizer_module
+from verl_ext.text.workers import available_cpus, ordered_results, ray_results, start_server
 
-BATCH_BYTES = 4 << 20  # bytes of text tokenized together, enough work for the tokenizer's threads
+WORKER_BYTES = 4 << 20  # of the files for each process, which takes a second or two to start
+THREADS_BYTES = 32 << 20  # up to which the tokenizer's own threads are as fast as processes
+THREADS_CHUNK = ChunkSize(bytes=4 << 20)  # enough work for them
 
-_logger = logging.getLogger(__name__)
-_reported: set[tuple[Path, str]] = set()
-
-
-@dataclass(frozen=True)
-class Encoder:
-    """The base class of encoders, which turn files into documents.
-
-    The documents follow from the files, the tokenizer and the options alone. Options: the class of `options`; texts:
-    the names of further columns of the documents; key: the config key of the files, for errors.
-    """
-
-    Options: ClassVar[type[Any]]
-    texts: ClassVar[tuple[str, ...]] = ()
-
-    tokenizer: Any
-    options: Any
-    key: str = "data.train_dir"
-
-    @abstractmethod
-    def encode(self, files: Sequence[SourceFile], batch_bytes: int) -> Iterator[Documents]:
-        """Yield the files' documents, for about `batch_bytes` of text at a time.
-
-        Their counts include records, bad records and special tokens. Raises ValueError if a record ends the run.
-        """
-
-    @abstractmethod
-    def notices(self, total: Mapping[str, Any]) -> Iterator[str]:
-        """Yield a line for each way in which documents differ from the records; total: the counts in the report."""
+EncoderT = TypeVar("EncoderT", bound=Encoder)
 
 
 class Writer(Protocol):
@@ -77,33 +47,85 @@ class Writer(Protocol):
         """Close or remove files that are incomplete."""
 
 
-DocumentsT = TypeVar("DocumentsT")
-
-
-def write_documents(
-    documents: Iterator[DocumentsT],
-    add: Callable[[DocumentsT], Done],
+def tokenize_files(
+    files: Sequence[SourceFile],
+    encoder: Encoder,
+    add: Callable[[Documents], Documents],
     writer: Writer,
-    num_bytes: int | None,
+    *,
+    num_workers: int | None = None,
+    on_ray: bool = False,
+    size: ChunkSize | None = None,
+    read: Callable[[SourceFile, ChunkSize], Iterator[Chunk]] | None = None,
+    is_full: Callable[[int], bool] = lambda source: False,
     description: str = "tokenize",
 ) -> None:
-    """Pass all documents to `add`, which writes them, with a progress bar over the files' `num_bytes`.
+    """Tokenize files, and pass their documents in order to `add`, which writes them and returns what it wrote.
 
-    The bar appears with the first tokens, so that it is not shown for files without tokens or with an early mistake.
+    num_workers: the processes; 1: this one; None: chosen by the files' bytes. on_ray: tasks of a Ray cluster do the
+    work. size: of chunks. read: the reader of one file; None: the encoder's. is_full: tells whether more of a source,
+    or an error in it, is of no interest.
+
+    Raises `UsageError`, and `DataError` for the first record or file that ends the run.
     """
-    begun = time.monotonic()
+    num_bytes = total_bytes(files)
     try:
-        first: list[Done] = []
-        for each in documents:
-            first.append(done := add(each))
-            if done.tokens:
-                with Progress(num_bytes, description) as progress:
-                    progress.started = begun
-                    for later in chain(first, map(add, documents)):
-                        progress.add(later)
+        with Progress(num_bytes, description) as progress:
+            # The server of processes imports for seconds, while this process loads the tokenizer.
+            preload = [tokenizer_module(), type(encoder).__module__]
+            if not on_ray and (num_workers := num_workers or _useful_workers(encoder, num_bytes)) > 1:
+                start_server(preload)
+            encoder.open()  # here too, so that a tokenizer that does not suit is refused before a worker starts
+            size = size or (THREADS_CHUNK if num_workers == 1 and encoder.given_tokenizer is not None else CHUNK)
+            chunks = read_files(files, size, read or encoder.read, is_full)
+            with closing(_results(encoder, chunks, num_workers, on_ray, name="tokenize", preload=preload)) as results:
+                for documents in results:
+                    written = add(documents)
+                    if documents.failure is not None and not is_full(documents.category_id):
+                        raise DataError(documents.failure)
+                    progress.add(written.num_bytes, written.counts.records, len(written.input_ids))
         writer.close()
     finally:
         writer.abandon()
+
+
+def _useful_workers(encoder: Encoder, num_bytes: int | None) -> int:
+    """Return the number of processes that tokenize this many bytes fastest."""
+    if encoder.given_tokenizer is not None:  # in the process of a training, whose tokenizer may be unfit to be sent
+        is_small = num_bytes is not None and num_bytes < THREADS_BYTES
+        is_own_code = not type(encoder.tokenizer).__module__.startswith("transformers.")
+        if is_small or is_own_code or multiprocessing.current_process().daemon:  # which may have no children
+            return 1
+    return available_cpus() if num_bytes is None else min(available_cpus(), 1 + num_bytes // WORKER_BYTES)
+
+
+def _results(
+    encoder: Encoder, chunks: Iterator[Chunk], num_workers: int | None, on_ray: bool, **how: Any
+) -> Generator[Documents, None, None]:
+    """Yield the chunks' documents in order, encoded by processes or Ray tasks."""
+    encode = type(encoder).encode
+    if not on_ray:
+        yield from ordered_results(partial(_opened, encoder), encode, chunks, num_workers or 1, **how)
+        return
+    make = partial(_same_encoder, encoder, encoder.fingerprint(), versions(), gethostname())
+    with ray_cluster(num_workers or available_cpus()):
+        yield from ray_results(make, encode, chunks, num_workers, **how)
+
+
+def _opened(encoder: EncoderT) -> EncoderT:
+    encoder.open()
+    return encoder
+
+
+def _same_encoder(encoder: EncoderT, fingerprint: str, driver_versions: Mapping[str, str], driver: str) -> EncoderT:
+    """Return a Ray worker's encoder; raise `DataError` if the driver's differs."""
+    if lines := differences({driver: driver_versions, f"{gethostname()}, a worker": versions()}):
+        raise DataError("; ".join(lines))
+    if encoder.fingerprint() != fingerprint:
+        model = encoder.options.model
+        got = f"got {model.tokenizer}, which is another on {gethostname()} than on {driver}"
+        raise DataError(f"{model.tokenizer_key} must be the same tokenizer and template on every node; {got}")
+    return _opened(encoder)
 
 
 def cached_tokens(root: Path, name_now: Callable[[], str], make: Callable[[Path], None], key: str) -> Path:
@@ -118,49 +140,6 @@ def cached_tokens(root: Path, name_now: Callable[[], str], make: Callable[[Path]
             raise ValueError(f"the files of {key} must not change while they are tokenized; one did")
 
     return cached_folder(root, name := name_now(), of_same_files)
-
-
-def tokenized(
-    files: Sequence[SourceFile],
-    names: Mapping[int, str],
-    encoder: Encoder,
-    root: Path,
-    *,
-    batch_bytes: int = BATCH_BYTES,
-) -> Path:
-    """Return the folder below `root` with the documents of these files, tokenized if it is missing.
-
-    The notices of cuts and omissions are logged once in a process. Processes may call this at the same time. names:
-    category number -> name.
-
-    Raises ValueError if files cannot be used or change meanwhile, or if the cache cannot be written.
-    """
-    folder = cached_tokens(
-        root,
-        lambda: _fingerprint(files, names, encoder),
-        lambda to: _write(to, files, names, encoder, batch_bytes),
-        encoder.key,
-    )
-    if (folder, encoder.key) not in _reported:
-        _reported.add((folder, encoder.key))
-        for line in encoder.notices(read_report(folder)["total"]):
-            _logger.warning("%s", line)
-    return folder
-
-
-def read_report(folder: str | Path) -> dict[str, Any]:
-    """Return report.json of a folder: files, options, categories {name: counts} and total."""
-    return json.loads((Path(folder) / REPORT).read_text(encoding="utf-8"))
-
-
-def number_categories(
-    files: Iterable[SourceFile], category_of: Callable[[SourceFile], str]
-) -> tuple[list[SourceFile], dict[int, str]]:
-    """Return (files with category numbers, number -> name); numbers begin at 1, in the order of their first files."""
-    categories = [(file, category_of(file)) for file in files]
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(name for _, name in categories), start=1)}
-    numbered = [replace(file, category_id=numbers[name]) for file, name in categories]
-    return numbered, {number: name for name, number in numbers.items()}
 
 
 def file_facts(paths: Iterable[str]) -> list[list[Any]]:
@@ -179,80 +158,15 @@ def file_facts(paths: Iterable[str]) -> list[list[Any]]:
     return facts
 
 
-def tokenizer_facts(tokenizer: Any) -> list[Any]:
-    """Return the facts that decide how a tokenizer splits text, without the state that calls leave in it."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None and hasattr(backend, "to_str"):
-        serialised = json.loads(backend.to_str())
-        for state in ("truncation", "padding"):  # left there by the last call
-            serialised.pop(state, None)
-        model = json.dumps(serialised)
-    else:
-        model = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer.all_special_tokens])
-        file = getattr(tokenizer, "vocab_file", None)
-        if file and os.path.isfile(file):
-            model += hashlib.sha256(Path(file).read_bytes()).hexdigest()
-    return [
-        type(tokenizer).__name__,
-        hashlib.sha256(model.encode()).hexdigest(),
-        bool(getattr(tokenizer, "split_special_tokens", False)),
-    ]
-
-
-def _fingerprint(files: Sequence[SourceFile], names: Mapping[int, str], encoder: Encoder) -> str:
-    """Return a digest of everything that the documents and the report depend on."""
-    tokenizer, categories = encoder.tokenizer, [[file.kind, names[file.category_id]] for file in files]
-    ends = [getattr(tokenizer, f"{end}_token_id", None) for end in ("bos", "eos")]
-    made_by = [tokenizer_facts(tokenizer), ends, type(encoder).__name__, vars(encoder.options)]
-    return fingerprint(
-        [code_digest(type(encoder).__module__), file_facts(file.path for file in files), categories, *made_by]
-    )
+def tokens_fingerprint(files: Sequence[SourceFile], encoder: Encoder, *others: Any) -> str:
+    """Return a digest of all that documents follow from: code, encoder, files, and `others` of JSON's types."""
+    read = [[file.category_id, file.kind] for file in files]
+    code = code_digest(type(encoder).__module__)
+    return fingerprint([code, encoder.fingerprint(), read, file_facts(file.path for file in files), *others])
 
 
 @cache
-def code_digest(module: str | None = None) -> str:
-    """Return a digest of the code that makes documents, so that no cache outlives a change of it.
-
-    That is this package, and the module of a family's encoder.
-    """
-    files = sorted(Path(__file__).parent.rglob("*.py"))
-    if module is not None and (own := sys.modules[module].__file__):
-        files.append(Path(own))
+def code_digest(module: str) -> str:
+    """Return a digest of this package and another module, so that no cache outlives a change of them."""
+    files = [*sorted(Path(__file__).parent.rglob("*.py")), Path(str(sys.modules[module].__file__))]
     return fingerprint([[path.name, hashlib.sha256(path.read_bytes()).hexdigest()] for path in files])
-
-
-def _write(
-    folder: Path, files: Sequence[SourceFile], names: Mapping[int, str], encoder: Encoder, batch_bytes: int
-) -> None:
-    """Write the dataset with its categories and its report into an empty folder."""
-    counts = {number: Counts() for number in names}
-    writer = DatasetWriter(folder, texts=encoder.texts)
-
-    def add(documents: Documents) -> Documents:
-        own, lengths = documents.counts, documents.lengths
-        own.add_documents(lengths.tolist(), int(documents.loss_mask.sum(dtype=np.int64)))
-        if documents.full_lengths is not None and (cut := documents.full_lengths - lengths).any():
-            cut_off = int(cut.sum(dtype=np.int64))
-            own.over_length.update(truncated_documents=int((cut > 0).sum()), truncated_tokens=cut_off)
-        counts[documents.category_id].add(own)
-        writer.add(documents)
-        return documents
-
-    write_documents(encoder.encode(files, batch_bytes), add, writer, total_bytes(files))
-    total = Counts()
-    for of_category in counts.values():
-        total.add(of_category)
-    if not total.documents:
-        example = next(chain.from_iterable(total.examples.values()), "")
-        raise ValueError(
-            f"{encoder.key} must hold at least one record with a text; got none in {files[0].path} and "
-            f"{len(files) - 1} files more, of {total.records} records{example and f', such as {example}'}"
-        )
-    write_json(folder / CATEGORIES, {str(number): name for number, name in names.items()})
-    report = {
-        "files": redacted([file.path for file in files]),
-        "options": vars(encoder.options),
-        "categories": {names[number]: of_category.as_dict() for number, of_category in counts.items()},
-        "total": total.as_dict(),
-    }
-    write_json(folder / REPORT, report)

@@ -3,14 +3,18 @@
 import gc
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.forkserver
 import os
 import signal
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from importlib import import_module
+from types import ModuleType
 from typing import Any, TypeVar
 
 from verl_ext.options import DataError, UsageError
@@ -53,14 +57,15 @@ def ordered_results(
         finally:
             gc.unfreeze()
         return
-    # Workers are forked from a server that has already imported their modules, which takes seconds. This process is
-    # never forked, because its libraries may hold threads and locks.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*preload, work.__module__])
+    context = start_server([*preload, work.__module__])
     pool = ProcessPoolExecutor(num_workers, context, initializer=_start_worker, initargs=(make_state, work))
+
+    def submit(job: Job) -> Any:
+        with _without_main():
+            return pool.submit(_do, job)
+
     try:
-        submitted = _submitted(jobs, lambda job: pool.submit(_do, job), num_workers * JOBS_PER_WORKER)
-        yield from (future.result() for future in submitted)
+        yield from (future.result() for future in _submitted(jobs, submit, num_workers * JOBS_PER_WORKER))
     except BrokenProcessPool as error:
         raise DataError(
             f"a {name} worker died, perhaps for want of memory; a lower num_workers needs less"
@@ -68,6 +73,32 @@ def ordered_results(
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def start_server(preload: Sequence[str]) -> Any:
+    """Start, unless it runs, the process that workers are forked from; return the context of their pool.
+
+    It imports the modules of `preload`, which takes seconds, while this process goes on. This process itself is never
+    forked, because its libraries may hold threads and locks.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(preload))
+    multiprocessing.forkserver.ensure_running()
+    return context
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """Hide the main program from new processes, which would run it once more for what it defines.
+
+    That costs seconds, and a script without `if __name__ == "__main__"` would start processes in each of them.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def ray_results(
@@ -123,26 +154,13 @@ def ray_results(
 
 
 def _submitted(jobs: Iterable[Job], submit: Callable[[Job], Result], most: int) -> Iterator[Result]:
-    """Yield `submit(job)` for every job, in order, with at most `most` jobs pending.
-
-    A DataError of `jobs` is raised after the results of earlier jobs, so that the first mistake in order is reported.
-    """
+    """Yield `submit(job)` for every job, in order, with at most `most` jobs pending."""
     pending: deque[Result] = deque()
-    failure: DataError | None = None
-    remaining = iter(jobs)
-    while failure is None:
-        try:
-            pending.append(submit(next(remaining)))
-        except StopIteration:
-            break
-        except DataError as error:
-            failure = error
+    for job in jobs:
+        pending.append(submit(job))
         if len(pending) >= most:
             yield pending.popleft()
-    while pending:
-        yield pending.popleft()
-    if failure is not None:
-        raise failure
+    yield from pending
 
 
 def _do_on_ray(common: tuple[str, Callable[[], Any], Callable[[Any, Any], Any], list[str]], job: Any) -> Any:
@@ -178,6 +196,7 @@ def _do(job: Any) -> Any:
 def _start_worker(make_state: Callable[[], Any], work: Callable[[Any, Any], Any]) -> None:
     global _functions
     _functions = make_state, work
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads inside each of the workers would only compete
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 

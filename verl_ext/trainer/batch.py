@@ -34,7 +34,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.dataset.dataset_utils import DatasetPadMode
 
 from verl_ext.data import CategoryTable
-from verl_ext.losses import MEASURES, LossSpec, pack_coefficients, shift_left
+from verl_ext.losses import TOKEN_STATS, LossSpec, pack_coefficients, shift_left
 from verl_ext.metrics import StepSums
 from verl_ext.packing.plan import offsets_of
 from verl_ext.parallel.trees import read_documents, text_rows
@@ -74,9 +74,9 @@ class Targets:
     def from_packs(cls, packs: Sequence["PackTargets"], lengths: Sequence[int]) -> "Targets":
         """Join the targets of packs of these lengths, whose rows count from a pack's first token."""
         begins = np.cumsum([0, *lengths])[:-1]
-        rows = [targets.rows + begin for targets, begin in zip(packs, begins, strict=True)]
-        columns = (rows, [targets.category for targets in packs], [targets.document for targets in packs])
-        return cls(*(torch.from_numpy(np.concatenate(parts)) for parts in columns), [len(part) for part in rows])
+        rows, category, document = (torch.from_numpy(np.concatenate(parts)) for parts in zip(*packs, strict=True))
+        counts = [len(targets.rows) for targets in packs]
+        return cls(rows + torch.from_numpy(np.repeat(begins, counts)), category, document, counts)
 
     def of_slot(self, slot: int) -> PackTargets:
         """Return the targets of one pack slot."""
@@ -310,8 +310,8 @@ class StepLoss:
             self.kept.append(nll.detach())
         if self.sums is not None:
             self.sums.weighted_loss.add_(terms.detach().double().sum())
-            columns = [nll, *(model_output[name].values() for name in MEASURES if name in model_output)]
             category = data["category_index"].values()
+            columns = [nll, *(model_output[name].values() for name in TOKEN_STATS if name in model_output)]
             if "target_rows" in data:  # a row may be a target of several documents
                 category = data["target_category"].values()
                 columns = [column[data["target_rows"].values()] for column in columns]

@@ -16,7 +16,7 @@ from verl_ext.answers import Prompt
 from verl_ext.answers.generation import Sampling
 from verl_ext.checkpoint.layout import EVALUATION
 from verl_ext.config.run import RunConfig
-from verl_ext.data.measure import AnswerMeasure
+from verl_ext.data.measure import AnswerMeasure, HasAnswers
 from verl_ext.engines.chunked import rows, target_positions
 from verl_ext.engines.step import StepEngine
 from verl_ext.files import write_json
@@ -56,7 +56,8 @@ class Evaluation:
         dataset, rank = self.validation.dataset, self._rank
         total: StepSums | None = None
         device: Any = get_device_id()
-        answers = dataset.answer_measure(device) if self._engine.tells_greedy else None
+        is_scored = self._engine.tells_greedy and isinstance(dataset, HasAnswers)
+        answers = AnswerMeasure(dataset, device) if is_scored else None
         size, flags = self._run.config.data.micro_batch_size_per_gpu, self._run.config.loss.head_flags
         plan = self.validation.plan
         batches = rank.batches(dataset, plan, 0, plan.steps_per_epoch)
@@ -64,7 +65,7 @@ class Evaluation:
             for batch in terminal_bar("validate", rank.rank == 0, batches, unit="step", leave=False):
                 sums = rank.sums(batch)
                 loss = StepLoss(1.0, 1, sums)
-                micro_batches = list(batch.micro_batches(size, head_measures=True, **flags))
+                micro_batches = list(batch.micro_batches(size, token_stats=True, **flags))
                 self._engine.evaluate(micro_batches, loss if answers is None else _counting(answers, loss))
                 total = sums if total is None else total + sums
         assert total is not None
@@ -80,7 +81,7 @@ class Evaluation:
         config, tokenizer = self._run.config, self._engine.model_config.tokenizer
         tokens = config.trainer.answer_tokens
         if tokens is None:
-            tokens = int(self.validation.dataset.pack_targets().max()) + _MORE
+            tokens = int(self.validation.dataset.facts().targets.max()) + _MORE
         if tokens == 0:
             return {}
         stops = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)

@@ -6,8 +6,8 @@ from typing import Any
 from verl_ext.answers.prompts import Prompts
 from verl_ext.config.check import model_positions
 from verl_ext.config.run import RunConfig
-from verl_ext.data import PackDataset
-from verl_ext.data.dataset import RunLength
+from verl_ext.data.dataset import PackDataset, open_datasets
+from verl_ext.data.options import RunLength
 from verl_ext.options import first_line
 from verl_ext.packing import CostModel
 from verl_ext.trainer.step_plan import StepPlan
@@ -18,7 +18,7 @@ def open_sets(config: RunConfig) -> tuple[PackDataset, PackDataset | None]:
     steps = config.trainer.total_training_steps
     length = RunLength(steps and steps * config.data.train_batch_size, config.trainer.total_epochs or 1)
     tokenizer = _tokenizer(config.model_options) if config.dataset_class.needs_tokenizer else None
-    return config.dataset_class.open_sets(config.values["data"], tokenizer, length, config.trainer.eval_only)
+    return open_datasets(config.dataset_class, config.values["data"], tokenizer, length, config.trainer.eval_only)
 
 
 def open_prompts(config: RunConfig, hf_config: Any, folders: Sequence[str]) -> Prompts | None:
@@ -46,7 +46,7 @@ def reopened(facts: Mapping[str, Any]) -> tuple[PackDataset, StepPlan, CostModel
     train_set, _ = open_sets(config)
     if len(train_set) != plan["num_packs"] or train_set.digest != facts["digest"]:
         raise ValueError(f"{train_set.key} must hold the documents that the run was trained on; they differ")
-    costs = train_set.pack_costs(cost) if plan.pop("is_balanced") else None
+    costs = train_set.facts(cost).costs if plan.pop("is_balanced") else None
     return train_set, StepPlan(**plan, costs=costs), cost
 
 

@@ -3,6 +3,8 @@
 import contextlib
 import os
 import re
+import signal
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from verl.utils.device import get_device_id
 
 from verl_ext.data import PackDataset
-from verl_ext.data.content import DataFiles
+from verl_ext.data.files_in_use import DataFiles
 from verl_ext.engines.step import StepEngine
 from verl_ext.metrics import StepSums
 from verl_ext.options import first_line
@@ -33,7 +35,7 @@ class LoadingFailed(RankFailed):
 def loader_deaths_reported(files: DataFiles | None = None) -> Iterator[None]:
     """Raise LoadingFailed if a loader process dies anywhere in the block.
 
-    torch's signal handler reports the death. files: of these, a truncated one, which causes a bus error, is named.
+    files: of these, a truncated one, which causes a bus error, is named.
     """
     try:
         yield
@@ -43,6 +45,24 @@ def loader_deaths_reported(files: DataFiles | None = None) -> Iterator[None]:
             raise
         changed = files and files.changed()
         raise LoadingFailed(f"{line}; {changed}" if changed and changed not in line else line) from error
+
+
+@contextlib.contextmanager
+def _deaths_raised() -> Iterator[None]:
+    """Let torch raise a worker's death in this block alone.
+
+    Its handler of SIGCHLD raises wherever the process is. Where that is an operator on DTensors, whose shapes torch
+    computes under FakeTensorMode, the process aborts.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGCHLD, lambda *_: torch._C._error_if_any_worker_fails())
+    try:
+        torch._C._error_if_any_worker_fails()  # of a death since the last block
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, previous or signal.SIG_DFL)
 
 
 def _death(error: BaseException | None) -> str | None:
@@ -115,10 +135,10 @@ class PackLoader:
         self._batches = batches
 
     def __iter__(self) -> Iterator[StepBatch]:
-        with loader_deaths_reported():  # a worker may die before the others have started
+        with loader_deaths_reported(), _deaths_raised():  # a worker may die before the others have started
             batches = iter(self._batches)
         while True:
-            with loader_deaths_reported():
+            with loader_deaths_reported(), _deaths_raised():
                 batch = next(batches, None)
             watch.mark()
             if batch is None:
@@ -188,7 +208,8 @@ class DataParallelRank:
                 self.run.loss_for(dataset),
                 dataset.categories,
                 self._engine.idle_tokens(dataset.max_tokens),
-                dataset.last_is_label,
+                (facts := dataset.facts()).last_is_label,
+                shares_prefixes=facts.shared is not None,
             ),
             num_workers=data.num_workers,
             prefetch_factor=data.prefetch_factor,

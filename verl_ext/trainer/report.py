@@ -8,9 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from verl_ext.checkpoint.layout import REPORT
 from verl_ext.files import write_json
 from verl_ext.redaction import redacted
@@ -18,7 +15,7 @@ from verl_ext.trainer.step_plan import StepPlan
 
 if TYPE_CHECKING:
     from verl_ext.config.run import RunConfig
-    from verl_ext.data import PackDataset
+    from verl_ext.data import PackDataset, PackFacts
 
 Facts = dict[str, Any]
 
@@ -47,47 +44,46 @@ def implementations(config: "RunConfig", backend: str, head: str) -> tuple[str, 
 
 
 def data_facts(dataset: "PackDataset") -> Facts:
-    """Return a dataset's documents, tokens, targets, packs, fill and changed documents.
+    """Return a dataset's documents, tokens, targets, packs, fill and omitted documents.
 
     The counts of documents, tokens and target_tokens are those of the packs, as often as a mixture draws each document.
+    computed_tokens: of the tokens, those that packs have, if documents share tokens.
     """
-    tokens, packs = int(dataset.pack_tokens().sum()), len(dataset)
+    facts, packs = dataset.facts(), len(dataset)
+    computed = int(facts.tokens.sum())
+    shared = {} if facts.shared is None else {"computed_tokens": computed}
     return {
         "folders": list(dataset.folders),
-        "documents": int(dataset.pack_documents().sum()),
-        "tokens": tokens,
-        "target_tokens": int(dataset.pack_targets().sum()),
+        "documents": int(facts.documents.sum()),
+        "tokens": int(facts.document_tokens.sum()),
+        **shared,
+        "target_tokens": int(facts.targets.sum()),
         "packs": packs,
         "max_tokens": dataset.max_tokens,
-        "fill": tokens / max(packs * dataset.max_tokens, 1),
-        "changed_documents": [vars(row) for row in dataset.changed_documents()],
-        "mixture": [vars(row) for row in dataset.mixture_report],
-        **dataset.facts(),
+        "fill": computed / max(packs * dataset.max_tokens, 1),
+        "mixture": [vars(row) for row in facts.mixture],
+        **dataset.report(),
     }
 
 
-def step_facts(
-    dataset: "PackDataset", plan: StepPlan, costs: NDArray[np.float64], ranks: int, micro_batch_size: int
-) -> Facts:
-    """Return numbers about the steps of an epoch.
+def step_facts(packs: "PackFacts", plan: StepPlan, ranks: int, micro_batch_size: int) -> Facts:
+    """Return numbers about the steps of an epoch on so many data-parallel ranks.
 
-    busy is the share of an epoch in which an average rank works, by the cost model.
-
-    `costs` is float64[P] of the packs; `ranks` counts data-parallel ranks.
+    busy is the share of an epoch in which an average rank works, by the packs' costs.
     """
     shuffled = StepPlan(plan.num_packs, plan.batch_size, plan.seed, plan.drop_last)
     left_out = plan.left_out(0)
     return {
         "steps_per_epoch": plan.steps_per_epoch,
-        "epochs_of_plan": dataset.epochs,
+        "epochs_of_plan": packs.epochs,
         "packs_per_step": plan.batch_size,
         "packs_in_last_step": plan.batch_size if plan.drop_last else (plan.num_packs - 1) % plan.batch_size + 1,
         "data_parallel_ranks": ranks,
-        "busy": 1 / plan.cost_over_ideal(costs, ranks, micro_batch_size),
-        "busy_if_shuffled": 1 / shuffled.cost_over_ideal(costs, ranks, micro_batch_size),
+        "busy": 1 / plan.cost_over_ideal(packs.costs, ranks, micro_batch_size),
+        "busy_if_shuffled": 1 / shuffled.cost_over_ideal(packs.costs, ranks, micro_batch_size),
         "left_out_packs": len(left_out),
-        "left_out_documents": int(dataset.pack_documents()[left_out].sum()),
-        "left_out_tokens": int(dataset.pack_tokens()[left_out].sum()),
+        "left_out_documents": int(packs.documents[left_out].sum()),
+        "left_out_tokens": int(packs.tokens[left_out].sum()),
     }
 
 

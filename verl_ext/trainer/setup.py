@@ -32,17 +32,18 @@ from verl_ext.config.run import Machine, RunConfig, is_due
 from verl_ext.config.schema import check_keys
 from verl_ext.config.upstream import select
 from verl_ext.config.weights import digest_of_weights, revision
-from verl_ext.data import PackDataset, check_vocabulary
+from verl_ext.data import PackDataset, PackFacts, check_vocabulary
 from verl_ext.data.chats import TrainedChats
-from verl_ext.data.content import CONTENT, DataFiles
+from verl_ext.data.dataset import CONTENT
+from verl_ext.data.files_in_use import DataFiles
 from verl_ext.data.mixture import mixture_notices
 from verl_ext.engines.activations import check_host_memory
 from verl_ext.engines.cost import balancing_cost
 from verl_ext.engines.schedule import keeps_rates, schedule_problems
+from verl_ext.environment import differences, folder_digest, versions
 from verl_ext.losses import LossSpec
 from verl_ext.metrics import RESERVED
-from verl_ext.nodes import differences, digest_of_folder, versions
-from verl_ext.options import leaves, refuse, show
+from verl_ext.options import leaves, refuse, spell
 from verl_ext.packing import TOKENS, CostModel
 from verl_ext.text.tokens.tokenizer import TRUSTED
 from verl_ext.trainer.distributed import RunRanks, accelerator, print_on_rank0, user_errors_end_the_run
@@ -64,6 +65,7 @@ class Run:
     """A run that passed all checks that need no model weights.
 
     Attributes:
+        packs: the facts of the training set's packs, with their cost to the model.
         files: the data files of the training set.
         cost: the cost of a document to the model.
         model: the facts of the model; the built module may need another head than `model.head`.
@@ -80,6 +82,7 @@ class Run:
 
     config: RunConfig
     train_set: PackDataset
+    packs: PackFacts
     files: DataFiles
     plan: StepPlan
     cost: CostModel
@@ -100,7 +103,7 @@ class Run:
     @property
     def steps_per_epoch(self) -> float:
         """The steps that see as many tokens as the training data has."""
-        return self.plan.steps_per_epoch / self.train_set.epochs
+        return self.plan.steps_per_epoch / self.packs.epochs
 
     @property
     def output(self) -> Path:
@@ -131,22 +134,23 @@ class Run:
         if grouping == self.grouping:
             return self
         cost = CostModel(*grouping["cost"])
-        plan = replace(self.plan, costs=self.train_set.pack_costs(cost), group_size=grouping["group_size"])
-        return replace(self, cost=cost, plan=plan)
+        packs = self.train_set.facts(cost)
+        plan = replace(self.plan, costs=packs.costs, group_size=grouping["group_size"])
+        return replace(self, cost=cost, packs=packs, plan=plan)
 
     def check_targets(self) -> None:
         """Raise ValueError if a step of the run has no target token."""
-        self.plan.check_targets(self.train_set.pack_targets(), self.total_steps)
+        self.plan.check_targets(self.packs.targets, self.total_steps)
 
     def data_report(self) -> dict[str, dict[str, Any]]:
         """Describe the packs and steps of the data, for rank 0."""
         validated = {} if self.validation is None else {"val": data_facts(self.validation.dataset)}
         if self.config.trainer.eval_only:
             return validated
-        costs, micro = self.train_set.pack_costs(self.cost), self.config.data.micro_batch_size_per_gpu
-        if self.config.model.runs_longest:
-            costs = np.ones(len(costs))  # no rank waits for another's longer row, because it computes as much itself
-        steps = step_facts(self.train_set, self.plan, costs, self.config.data_parallel_size, micro)
+        packs, micro = self.packs, self.config.data.micro_batch_size_per_gpu
+        if self.config.model.runs_longest:  # no rank waits for another's longer row, because it computes as much itself
+            packs = replace(packs, costs=np.ones(len(packs.costs)))
+        steps = step_facts(packs, self.plan, self.config.data_parallel_size, micro)
         return {"train": data_facts(self.train_set), **validated, "steps": steps}
 
     def facts(self) -> dict[str, Any]:
@@ -251,9 +255,10 @@ def opened(config: RunConfig, model: ModelFacts) -> Run:
         dataset.read_together(RunRanks())
     with user_errors_end_the_run():
         for dataset in datasets:
-            check_vocabulary(dataset.token_range, model.hf_config.get_text_config().vocab_size, dataset.key)
+            facts = dataset.facts()
+            check_vocabulary(facts.token_range, model.hf_config.get_text_config().vocab_size, dataset.key)
             if config.model.needs_positions:
-                check_positions(dataset.longest_document, dataset.max_tokens, model.hf_config)
+                check_positions(facts.longest_document, dataset.max_tokens, model.hf_config)
             if reserved := [name for name in dataset.categories.names if name in RESERVED]:
                 raise ValueError(f"{dataset.key}: no category may be named {reserved[0]}, which is a metric")
         check_categories(config.loss, train_set.categories.names)
@@ -261,20 +266,22 @@ def opened(config: RunConfig, model: ModelFacts) -> Run:
         refuse([chats.template_problem(config.model_options.custom_chat_template, train_set.key)])
         # The plan needs the costs, because balanced steps group packs by them.
         cost, unknown = _cost(config, model)
-        plan = _step_plan(config, train_set, train_set.pack_costs(cost))
+        packs = train_set.facts(cost)
+        plan = _step_plan(config, packs)
         length = config.trainer.total_epochs, config.trainer.total_training_steps, config.optim.lr_schedule_span
-        total_steps, schedule_steps = plan.run_steps(*length, train_set.epochs if train_set.is_ordered else None)
+        total_steps, schedule_steps = plan.run_steps(*length, packs.epochs if packs.is_ordered else None)
         refuse(schedule_problems(config.optim, schedule_steps))
         # Validation has one order, by cost, in which the ranks wait least for each other.
         validation = None
         if val_set is not None:
-            batch, costs = config.data_parallel_size * config.data.micro_batch_size_per_gpu, val_set.pack_costs(cost)
+            batch, costs = config.data_parallel_size * config.data.micro_batch_size_per_gpu, val_set.facts(cost).costs
             steps = StepPlan(len(val_set), batch, config.dataset.seed, shuffle=False, costs=costs)
             validation = Validation(val_set, steps)
-    notices = *config.notices, *model.notices, *unknown, *_notices(config, train_set, plan)
+    notices = *config.notices, *model.notices, *unknown, *_notices(config, packs, plan)
     return Run(
         config=config,
         train_set=train_set,
+        packs=packs,
         files=files,
         plan=plan,
         cost=cost,
@@ -293,7 +300,7 @@ def _resumed(run: Run, checkpoint: Path) -> Run:
     saved = Manifest.from_folder(checkpoint).run_state
     loaded, evaluates = run.config.checkpoint.load_contents, run.config.trainer.eval_only
     if anew := list(resume.begins_anew(loaded, evaluates)):
-        notice = f"checkpoint.load_contents={show(list(loaded))}: from {checkpoint.name} on, {' and '.join(anew)}"
+        notice = f"checkpoint.load_contents={spell(list(loaded))}: from {checkpoint.name} on, {' and '.join(anew)}"
         run = replace(run, notices=(*run.notices, notice))
     seen = step_of(checkpoint) * run.plan.batch_size
     is_same = saved.get(CONTENT, run.content) == run.content
@@ -322,12 +329,12 @@ def _check_nodes(run: Run, output: resume.OutputDecision) -> None:
     facts: dict[str, str] = {}
     if os.environ["LOCAL_RANK"] == "0":
         stated = {**dict(leaves(config.values)), **config.loss.fingerprint}  # includes the code of a custom loss mode
-        facts |= {key: show(value) for key, value in stated.items()} | versions()
+        facts |= {key: spell(value) for key, value in stated.items()} | versions()
         resumed = next((path.name for path in output.checkpoints), "no checkpoint")
         facts["what trainer.default_local_dir holds"] = f"{resumed} ({output.action.value})"
         for dataset in [run.train_set, *([run.validation.dataset] if run.validation else [])]:
             facts |= {
-                f"the content of {dataset.key}, folder {n}": digest_of_folder(p)
+                f"the content of {dataset.key}, folder {n}": folder_digest(p)
                 for n, p in enumerate(dataset.folders, start=1)
             }
         facts["the content of model.path"] = revision(config.model_folder)
@@ -336,9 +343,9 @@ def _check_nodes(run: Run, output: resume.OutputDecision) -> None:
     refuse(differences({f"node {number} ({host})": facts for number, (host, facts) in enumerate(nodes)}))
 
 
-def _notices(config: RunConfig, train_set: PackDataset, plan: StepPlan) -> Iterator[str]:
+def _notices(config: RunConfig, packs: PackFacts, plan: StepPlan) -> Iterator[str]:
     """Warn about settings that are allowed but may be unintended."""
-    yield from mixture_notices(train_set.mixture_report)
+    yield from mixture_notices(packs.mixture)
     if plan.num_packs < plan.batch_size:
         yield f"data.train_batch_size={plan.batch_size}, but data.train_dir makes only {plan.num_packs} packs"
     if plan.costs is not None and plan.group_size >= plan.batch_size > 1:
@@ -347,7 +354,7 @@ def _notices(config: RunConfig, train_set: PackDataset, plan: StepPlan) -> Itera
             "like cost; raise it for steps that mix costs, or set data.balance=none"
         )
     if config.trainer.profile_interval[1] > 0 and not select(config.values, "profiler.enable"):
-        interval = show(list(config.trainer.profile_interval))
+        interval = spell(list(config.trainer.profile_interval))
         yield f"trainer.profile_interval={interval} needs profiler.enable=true, which is false: no profile is written"
     if missing := [name for name in ("model", "optimizer", "extra") if name not in config.checkpoint.save_contents]:
         yield f"checkpoint.save_contents lacks {', '.join(missing)}: this run's checkpoints cannot be resumed"
@@ -367,15 +374,15 @@ def _cost(config: RunConfig, model: ModelFacts) -> tuple[CostModel, list[str]]:
     return TOKENS, [f"data.cost=flops balances packs by their tokens: the FLOPs of a {name} are unknown"]
 
 
-def _step_plan(config: RunConfig, train_set: PackDataset, costs: np.ndarray) -> StepPlan:
+def _step_plan(config: RunConfig, packs: PackFacts) -> StepPlan:
     data = config.data
     plan = StepPlan(
-        num_packs=len(costs),
+        num_packs=len(packs.costs),
         batch_size=data.train_batch_size,
         seed=config.dataset.seed,
         drop_last=data.drop_last,
-        shuffle=data.shuffle and not train_set.is_ordered,
-        costs=costs if data.balance == "sorted" else None,
+        shuffle=data.shuffle and not packs.is_ordered,
+        costs=packs.costs if data.balance == "sorted" else None,
         group_size=data.balance_group or config.data_parallel_size,
     )
     if plan.steps_per_epoch == 0:

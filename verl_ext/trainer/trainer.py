@@ -127,7 +127,7 @@ class SFTTrainer:
 
         Adapters, remote code and patched kernels cause this, and only the built module shows them.
         """
-        said, runs = self.run.model.head, getattr(self.engine, "head_use", "fused")
+        said, runs = self.run.model.head, getattr(self.engine, "cheapest_head", "fused")
         if HEADS.index(runs) > HEADS.index(said):
             why = "the module has no linear head whose logits it gives as they are"
             print(f"note: loss.head={self.config.loss.head} is {runs} here: {why}", file=sys.stderr, flush=True)
@@ -232,7 +232,7 @@ class SFTTrainer:
     def _update(self, batch: StepBatch, loss: StepLoss) -> float:
         """Compute gradients and run the optimizer; return the gradient norm before clipping."""
         size, flags = self.config.data.micro_batch_size_per_gpu, self.config.loss.head_flags
-        micro_batches = list(batch.micro_batches(size, head_measures=loss.sums is not None, **flags))
+        micro_batches = list(batch.micro_batches(size, token_stats=loss.sums is not None, **flags))
         with self.engine.train_mode():
             self.engine.optimizer_zero_grad()
             self.engine.accumulate(micro_batches, loss)

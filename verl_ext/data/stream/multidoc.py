@@ -19,23 +19,19 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from verl_ext.cache import Arrays, default_root, fingerprint
 from verl_ext.data.categories import CategoryTable
-from verl_ext.data.content import Arrays, found_once
-from verl_ext.data.dataset import (
-    DIGEST,
-    DatasetOptions,
-    PackDataset,
-    PackedDocument,
-    RunLength,
-)
-from verl_ext.data.omitted import DroppedDocuments
-from verl_ext.data.ranks import ONE_RANK, DataFile, Ranks
+from verl_ext.data.dataset import DIGEST, PackDataset, PackedDocument, PackFacts
+from verl_ext.data.files_in_use import DataFile
+from verl_ext.data.omitted import OmittedDocuments
+from verl_ext.data.options import DatasetOptions, RunLength
+from verl_ext.data.ranks import ONE_RANK, Ranks, arrays_of_ranks
 from verl_ext.data.stream.megatron.blend import BLEND_RULES
 from verl_ext.data.stream.plans import LABEL_TOKENS, StreamPlan, WindowPlan
 from verl_ext.data.stream.sources import SourceFinder, is_path, read_blend
-from verl_ext.files import default_root, file_state, fingerprint
+from verl_ext.files import file_state
 from verl_ext.options import option, plain
-from verl_ext.packing import CostModel
+from verl_ext.packing import TOKENS, CostModel
 from verl_ext.packing.strategies import MOST_TOKENS
 from verl_ext.text.encoder_texts import TextOptions
 
@@ -102,6 +98,11 @@ class MultiDocOptions(DatasetOptions, TextOptions):
     def for_evaluation(cls, node: Mapping[str, Any]) -> dict[str, Any]:
         splits_blend = node.get("blend") is not None and not node.get("val_dir") and node.get("train_ratio", 1.0) < 1
         return {} if splits_blend else {**super().for_evaluation(node), "blend": None}
+
+    @classmethod
+    @override
+    def run_arguments(cls, node: Mapping[str, Any], length: RunLength) -> tuple[dict[str, Any], dict[str, Any]]:
+        return {"num_samples": node.get("num_samples") or length.samples, "epochs": length.epochs}, {"validates": True}
 
     @override
     def problems(self) -> Iterable[str | None]:
@@ -228,18 +229,13 @@ class MultiDocDataset(PackDataset):
             raise ValueError(f"data.num_samples must be null with data.sampling={chosen}; got {asked_samples}")
         return chosen
 
-    @classmethod
-    def run_arguments(cls, node: Mapping[str, Any], length: RunLength) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the length of the run for training, and the flag `validates` for validation."""
-        return {"num_samples": node.get("num_samples") or length.samples, "epochs": length.epochs}, {"validates": True}
-
     @override
     def read_together(self, ranks: Ranks) -> None:
         self.token_range = self._read_token_range(ranks)
 
     @cached_property
-    @override
     def token_range(self) -> tuple[int, int]:
+        """The lowest and the highest token id."""
         return self._read_token_range(ONE_RANK)
 
     def _read_token_range(self, ranks: Ranks) -> tuple[int, int]:
@@ -248,13 +244,13 @@ class MultiDocDataset(PackDataset):
         def read() -> Arrays:
             with ranks.guard():
                 part = [source.token_range(ranks.rank, ranks.size) for source in self.sources]
-            found = [own for parts in ranks.gather(part) for own in parts if own[0] <= own[1]]
-            return {"token_range": np.array([min(low for low, _ in found), max(high for _, high in found)])}
+            ranges = [own for parts in ranks.gather(part) for own in parts if own[0] <= own[1]]
+            return {"token_range": np.array([min(low for low, _ in ranges), max(high for _, high in ranges)])}
 
         with ranks.guard():
             files = [[*map(file_state, source.index.files), source.index.digest] for source in self.sources]
-        found = found_once(f"range-{fingerprint(files)}", ranks, read, self._root)
-        lowest, highest = found["token_range"].tolist()
+        arrays = arrays_of_ranks(ranks, f"range-{fingerprint(files)}", read, self._root)
+        lowest, highest = arrays["token_range"].tolist()
         return lowest, highest
 
     def __len__(self) -> int:
@@ -335,54 +331,44 @@ class MultiDocDataset(PackDataset):
             facts["data.blend_rule"] = options.blend_rule
         return {**facts, NUM_SAMPLES: len(self._plan)}
 
-    @property
     @override
-    def longest_document(self) -> int:
-        longest = int(self.pack_tokens().max())
-        if self.options.attend_across_documents:
-            return longest
-        return min(longest, max(int(source.index.lengths.max()) for source in self.sources))
-
-    @override
-    def pack_tokens(self) -> NDArray[np.int64]:
-        return self._plan.token_counts()[: self._num]
-
-    def pack_costs(self, cost: CostModel) -> NDArray[np.float64]:
-        """Return the cost of each sample as one document, float64[P]."""
-        tokens = self.pack_tokens()
-        if self.is_ordered:  # all have one length, so that one value is stored
-            return np.broadcast_to(cost.documents(tokens[:1])[0], len(tokens))
-        return cost.documents(tokens)
-
-    def pack_documents(self) -> NDArray[np.int64]:
-        """Return the number of documents or pieces in each sample, int64[P]; 1 if attention spans all."""
-        if self.options.attend_across_documents:
-            return np.broadcast_to(np.int64(1), self._num)
-        return self._piece_counts
+    def facts(self, cost: CostModel = TOKENS) -> PackFacts:
+        tokens = self._plan.token_counts()[: self._num]
+        longest = int(tokens.max())
+        documents: NDArray[np.int64] = np.broadcast_to(np.int64(1), self._num)  # if attention spans all
+        if not self.options.attend_across_documents:
+            documents = self._piece_counts
+            longest = min(longest, max(int(source.index.lengths.max()) for source in self.sources))
+        # Targets are all tokens but the first of each span of attention, and a last token that is only a label. A
+        # stream's samples have one length, of which one value is stored.
+        is_like_tokens = self.last_is_label and self.options.attend_across_documents
+        targets = tokens if is_like_tokens else tokens + self.last_is_label - documents
+        lengths = tokens[:1] if self.is_ordered else tokens  # a sample costs as much as one document
+        return PackFacts(
+            tokens=tokens,
+            targets=targets,
+            documents=documents,
+            costs=np.broadcast_to(cost.documents(lengths), len(tokens)),
+            token_range=self.token_range,
+            longest_document=longest,
+            last_is_label=self.last_is_label,
+            is_ordered=self.is_ordered,
+            epochs=self.epochs,
+        )
 
     @cached_property
     def _piece_counts(self) -> NDArray[np.int64]:
         return self._plan.piece_counts()[: self._num]
 
-    def pack_targets(self) -> NDArray[np.int64]:
-        """Return the number of targets in each sample, int64[P]: its tokens but the first of each span of attention.
-
-        A last token that is only a label counts.
-        """
-        tokens = self.pack_tokens()
-        if not self.options.attend_across_documents:
-            return tokens + self.last_is_label - self._piece_counts
-        return tokens if self.last_is_label else tokens - 1
-
-    def changed_documents(self) -> list[DroppedDocuments]:
+    def omitted_documents(self) -> list[OmittedDocuments]:
         """Return, by source, the text records that gave no document and those with special tokens encoded as text.
 
         A document of which this set has a part is named with the tokens between the two parts.
         """
-        return [changed for source in self.sources for changed in source.changed_documents()]
+        return [omitted for source in self.sources for omitted in source.omitted_documents()]
 
     @override
-    def facts(self) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         rows = []
         for source, samples in zip(self.sources, self._plan.source_counts(self._num).tolist(), strict=True):
             row = {
@@ -394,4 +380,5 @@ class MultiDocDataset(PackDataset):
             }
             rows.append(row if source.weight is None else {**row, "weight": source.weight})
         documents = sum(row["documents"] for row in rows)
-        return {"sampling": self.sampling, "sources": rows, "samples": self._num, "documents": documents}
+        facts = {"sampling": self.sampling, "sources": rows, "samples": self._num, "documents": documents}
+        return {"omitted_documents": [vars(row) for row in self.omitted_documents()], **facts}

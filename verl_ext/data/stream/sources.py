@@ -16,25 +16,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_ext.data.dataset import DroppedDocuments, split_rows
+from verl_ext.data.dataset import split_rows
+from verl_ext.data.omitted import OmittedDocuments
 from verl_ext.data.stream.megatron.blend import check_blend_weights
 from verl_ext.data.stream.megatron.index import SUFFIXES, IndexPart, TokenIndex
 from verl_ext.data.stream.megatron.samples import count_tokens
 from verl_ext.data.stream.megatron.writer import write_text_indexes
-from verl_ext.files import REPORT, fingerprint, write_json
+from verl_ext.files import REPORT, write_json
 from verl_ext.options import plain
-from verl_ext.text.encoder_texts import TextOptions, TextTokenizer
+from verl_ext.text.encoder_texts import TextOptions, TextRecordEncoder
 from verl_ext.text.read.sources import (
-    SourceFile,
     absolute_path,
     find_source_files,
     is_url,
     kind_of,
     without_compression,
 )
-from verl_ext.text.tokenizing import cached_tokens, file_facts, tokenizer_facts
+from verl_ext.text.tokenizing import cached_tokens, tokens_fingerprint
 
-FORMAT = 1  # raise it when the same text gives other tokens
 _RECORDS = "records.json"
 
 
@@ -44,7 +43,7 @@ class Source:
 
     weight: its share of a blend, None without a blend. documents: the numbers of its part of the split, None for all.
     For texts, bad_records counts the records without a document by reason, and special_tokens the records with names of
-    special tokens, which are encoded as text. left_out_tokens: those between the two parts of a single document.
+    special tokens, which are encoded as text. omitted_tokens: those between the two parts of a single document.
     """
 
     name: str
@@ -54,7 +53,7 @@ class Source:
     bad_records: Mapping[str, int] = field(default_factory=dict)
     special_tokens: int = 0
     documents: NDArray[np.int64] | None = None
-    left_out_tokens: int = 0
+    omitted_tokens: int = 0
 
     @property
     def key(self) -> str:
@@ -86,20 +85,20 @@ class Source:
             raise ValueError(f"data.train_ratio must leave {parts}; got {train_ratio} of {tokens} tokens")
         first, last = (0, cut) if split == "train" else (cut + seq_len, tokens)
         index = IndexPart(self.index.prefix, self.index.key, first, last, check=False)
-        return replace(self, index=index, left_out_tokens=seq_len)
+        return replace(self, index=index, omitted_tokens=seq_len)
 
-    def changed_documents(self) -> Iterator[DroppedDocuments]:
+    def omitted_documents(self) -> Iterator[OmittedDocuments]:
         """Yield the records without a document, those with special tokens encoded as text, and a document cut in two.
 
         The latter is named with the tokens between the two parts.
         """
         for reason, count in sorted(self.bad_records.items()):
-            yield DroppedDocuments(self.name, f"bad record: {reason}", count)
+            yield OmittedDocuments(self.name, f"bad record: {reason}", count)
         if self.special_tokens:
-            yield DroppedDocuments(self.name, "special tokens encoded as text", self.special_tokens)
-        if left_out := self.left_out_tokens:
-            kept = {"tokens_kept": self.num_tokens, "tokens_removed": left_out}
-            yield DroppedDocuments(self.name, "cut into training and validation", 1, self.num_tokens + left_out, **kept)
+            yield OmittedDocuments(self.name, "special tokens encoded as text", self.special_tokens)
+        if omitted := self.omitted_tokens:
+            kept = {"tokens_kept": self.num_tokens, "tokens_removed": omitted}
+            yield OmittedDocuments(self.name, "cut into training and validation", 1, self.num_tokens + omitted, **kept)
 
     def token_range(self, part: int, parts: int) -> tuple[int, int]:
         """Return (lowest, highest) token id of one of `parts` nearly equal shares of the index; (0, -1) for none."""
@@ -137,13 +136,13 @@ def is_path(path: Any) -> bool:
 class SourceFinder:
     """A finder of the sources that `data.train_dir`, `data.val_dir` or `data.blend` names.
 
-    options, max_tokens: how a text becomes documents, and the tokens after which it is cut; root: the cache of
+    options, max_corpus_tokens: how a text becomes documents, and the tokens after which it is cut; root: the cache of
     tokenized texts; key: the config key that messages name.
     """
 
     tokenizer: Any
     options: TextOptions
-    max_tokens: int | None
+    max_corpus_tokens: int | None
     root: Path
     key: str
 
@@ -212,29 +211,20 @@ class SourceFinder:
         if self.tokenizer is None:
             raise ValueError(f"{self.key} names texts, which need a tokenizer (model.path's); got none for {paths[0]}")
         files = find_source_files({name: paths}, self.key)
+        encoder = TextRecordEncoder(self.options, self.tokenizer)
 
         def make(folder: Path) -> None:
-            tokenizer, prefixes = TextTokenizer(self.tokenizer, self.options), {self.key: folder / "text"}
-            counts = write_text_indexes(files, tokenizer, prefixes, max_tokens=self.max_tokens)[self.key]
+            prefixes = {self.key: folder / "text"}
+            (counts,) = write_text_indexes(files, encoder, prefixes, max_corpus_tokens=self.max_corpus_tokens).values()
             records = {"bad_records": counts.bad, "special_tokens": counts.special_tokens["records"]}
             write_json(folder / _RECORDS, records)
 
-        folder = cached_tokens(self.root, lambda: f"text-{self._fingerprint(files)}", make, self.key)
+        def named() -> str:
+            return f"text-{tokens_fingerprint(files, encoder, self.max_corpus_tokens)}"
+
+        folder = cached_tokens(self.root, named, make, self.key)
         records = json.loads((folder / _RECORDS).read_text(encoding="utf-8"))
         return Source(name, TokenIndex(folder / "text", self.key), weight, is_text=True, **records)
-
-    def _fingerprint(self, files: Sequence[SourceFile]) -> str:
-        """Return a digest of everything that the tokens depend on."""
-        options = self.options
-        return fingerprint(
-            [
-                FORMAT,
-                [[file.kind, file_facts([file.path])] for file in files],
-                tokenizer_facts(self.tokenizer),
-                self.tokenizer.eos_token_id if options.add_eos else None,
-                [options.text_key, self.max_tokens, options.special_tokens_in_text, options.on_bad_record],
-            ]
-        )
 
 
 def _name(path: str) -> str:

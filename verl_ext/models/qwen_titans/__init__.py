@@ -1,7 +1,7 @@
-"""Qwen2 or Qwen3 with a Titans memory (https://arxiv.org/abs/2501.00663), read in chunks that share no keys or values.
+"""Qwen2 or Qwen3 that remembers earlier chunks in a Titans memory.
 
-Importing this package registers the model with transformers: ``AutoConfig`` and ``AutoModelForCausalLM`` then open its
-folders. It imports torch and transformers alone.
+Chunks share no keys or values (https://arxiv.org/abs/2501.00663). Importing this package registers the model with
+transformers: ``AutoConfig`` and ``AutoModelForCausalLM`` then open its folders.
 """
 
 from transformers import AutoConfig, AutoModelForCausalLM

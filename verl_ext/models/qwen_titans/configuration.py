@@ -1,4 +1,4 @@
-"""The Hugging Face configuration: the nested configuration of the base model, and the options of the memory."""
+"""The Hugging Face configuration of a base model with a memory."""
 
 import copy
 from collections.abc import Iterable, Mapping
@@ -46,7 +46,7 @@ class MemoryOptions(Options):
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], num_layers: int) -> "MemoryOptions":
-        """Read the options for a base model of ``num_layers`` layers; resolve and sort its memory layers."""
+        """Read the options; resolve and sort the layers, of ``num_layers``."""
         values = settings_of_today(values)
         for name in values:
             if name not in options_of(cls):
@@ -55,7 +55,7 @@ class MemoryOptions(Options):
 
 
 def settings_of_today(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a memory, also of a folder or a checkpoint of an earlier version, by today's keys.
+    """Return a memory's settings, also an earlier version's, by today's keys.
 
     Raises ValueError if they are of memory tokens, which earlier versions had.
     """
@@ -66,8 +66,7 @@ def settings_of_today(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _resolved_layers(layers: Any, num_layers: int) -> tuple[int, ...]:
     if layers is None:
-        first = num_layers // 2
-        count = max(1, min(4, num_layers // 6))
+        first, count = num_layers // 2, max(1, min(4, num_layers // 6))
         return tuple(first + index * (num_layers - first) // count for index in range(count))
     wrong = isinstance(layers, str | bytes) or not hasattr(layers, "__iter__")
     if wrong or any(isinstance(layer, bool) or not isinstance(layer, int) for layer in layers):
@@ -133,7 +132,7 @@ class QwenTitansConfig(PreTrainedConfig):
         return self.memory_options.chunk_size
 
     def get_text_config(self, decoder: Any = None, encoder: Any = None) -> PreTrainedConfig:
-        """Return the base configuration, for callers that look for the language model's configuration."""
+        """Return the base configuration: it is the language model's."""
         return self.base_config
 
 
@@ -148,7 +147,7 @@ for _name in _OF_BASE:
 
 
 def _base_config(value: Any) -> PreTrainedConfig:
-    """Copy the base configuration, which a model may use already, because transformers sets its attention."""
+    """Copy the base configuration, in which transformers sets the attention."""
     if value is None:
         return Qwen3Config()
     model_type = value.get("model_type") if isinstance(value, Mapping) else getattr(value, "model_type", None)
@@ -162,15 +161,15 @@ def _check_reach(base: PreTrainedConfig, options: MemoryOptions) -> None:
 
     Rotary frequencies must not depend on the number of a chunk's tokens either: the last chunk of a text has fewer.
     """
-    seen, limit = options.chunk_size, same_frequencies_up_to(base)
-    if limit is not None and limit < seen:
+    chunk, limit = options.chunk_size, same_frequencies_up_to(base)
+    if limit is not None and limit < chunk:
         raise ValueError(
-            f"model.memory.chunk_size needs {seen} positions of the same rotary frequencies, which the model's "
-            f"rope_type={base.rope_parameters['rope_type']} has up to {limit}; got {options.chunk_size}"
+            f"model.memory.chunk_size needs {chunk} positions of the same rotary frequencies, which the model's "
+            f"rope_type={base.rope_parameters['rope_type']} has up to {limit}; got {chunk}"
         )
     for layer, layer_type in enumerate(base.layer_types):
-        if layer_type == "sliding_attention" and base.sliding_window < seen:
+        if layer_type == "sliding_attention" and base.sliding_window < chunk:
             raise ValueError(
-                f"model.memory.chunk_size needs {seen} tokens seen by layer {layer}, whose sliding window is "
-                f"{base.sliding_window}; got {options.chunk_size}"
+                f"model.memory.chunk_size needs {chunk} tokens seen by layer {layer}, whose sliding window is "
+                f"{base.sliding_window}; got {chunk}"
             )

@@ -1,4 +1,4 @@
-"""Qwen2 or Qwen3 that reads a sequence in chunks and remembers through its memories alone.
+"""Qwen2 or Qwen3 that reads chunks and remembers by memories alone.
 
 The base model's parameters keep their names, so a plain Qwen folder loads. The names of new parameters begin with
 ``memory.<layer>.long_term_memory.`` or ``memory.<layer>.memory_gate.``. No keys or values pass from chunk to chunk, and
@@ -25,8 +25,8 @@ from verl_ext.models.qwen_titans.memory import LongTermMemory, MemoryLayer
 from verl_ext.models.qwen_titans.stream import ChunkKeys, ChunkPart, StreamCache
 
 
-class KeptPositions:
-    """The positions that the head sees, chunk by chunk: no other hidden state outlives its chunk.
+class HeadPositions:
+    """The positions that the head sees; only they outlive their chunk.
 
         wanted        . . . x | . . . . | . x x .        bool [B, T], C = 4
         kept of each  3       | none    | 9 10           columns that any row wants
@@ -45,16 +45,16 @@ class KeptPositions:
         else:
             self.columns = sorted({place % length for place in logits_to_keep.tolist()})
 
-    def of_chunk(self, values: torch.Tensor, start: int) -> torch.Tensor:
-        """Return the kept columns ``[B, n of this chunk, …]`` of ``values[B, C, …]``, which begin at ``start``."""
+    def in_chunk(self, values: torch.Tensor, start: int) -> torch.Tensor:
+        """Return the kept columns of a chunk ``[B, C, …]`` from ``start``."""
         size = values.shape[1]
         columns = self.columns[bisect_left(self.columns, start) : bisect_left(self.columns, start + size)]
         if len(columns) == size:
             return values
         return values[:, torch.tensor([column - start for column in columns], dtype=torch.long, device=values.device)]
 
-    def of_columns(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the requested positions of kept ``values[B, n, …]``: ``[B, n, …]``, or ``[N, …]`` for a mask."""
+    def requested(self, values: torch.Tensor) -> torch.Tensor:
+        """Return requested positions ``[B, n, …]``, or ``[N, …]`` for a mask."""
         if isinstance(self._requested, int):
             return values
         columns = torch.tensor(self.columns, dtype=torch.long, device=values.device)
@@ -64,24 +64,22 @@ class KeptPositions:
 
 
 class ChunkPass:
-    """A pass through the parts of ``model`` (a Qwen2Model or Qwen3Model), chunk after chunk."""
+    """A pass through a Qwen2Model or Qwen3Model, chunk after chunk."""
 
     def __init__(self, model: Any, memory: nn.ModuleDict, cache: StreamCache) -> None:
-        self.model = model
-        self.memory = memory
-        self.cache = cache
+        self.model, self.memory, self.cache = model, memory, cache
         self._masks: dict[int, torch.Tensor] = {}
 
     def __call__(self, input_ids: torch.Tensor, place: ChunkPart) -> torch.Tensor:
-        """Return the last layer's output ``[B, w, d]`` for ``input_ids[B, w]``, and update the cache's memories."""
+        """Return the last layer's output ``[B, w, d]``; update the cache's memories."""
         hidden = self.model.embed_tokens(input_ids)
-        columns = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)
-        if place.resumed:
+        columns = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)  # [1, w]
+        if place.is_resumed:
             assert place.start is not None
             columns = place.start[:, None] + columns
         config = self.model.config
-        given = config._attn_implementation
-        if place.resumed and given != "eager":  # flash kernels do not take its mask of places
+        implementation = config._attn_implementation
+        if place.is_resumed and implementation != "eager":  # flash kernels do not take its mask of places
             config._attn_implementation = "sdpa"
         try:
             arguments = self._attention_arguments(hidden, columns, place)
@@ -92,20 +90,20 @@ class ChunkPass:
                     output = output + recalled.to(output.dtype)
                 hidden = output
         finally:
-            config._attn_implementation = given
+            config._attn_implementation = implementation
         return hidden
 
     def _attention_arguments(self, hidden: torch.Tensor, columns: torch.Tensor, place: ChunkPart) -> dict[str, Any]:
-        """Return a causal mask or None, the positions' rotations, and the store of keys and values.
+        """Return a layer's mask (None: causal without), rotations and store of keys.
 
         ``columns``, ``[B or 1, n]``, are the places of these tokens in their chunk.
         """
         size, top, mask = hidden.shape[1], place.top, None
         arguments = {"position_embeddings": self.model.rotary_emb(hidden, columns)}
-        if place.kept or place.resumed:
-            arguments["past_key_values"] = ChunkKeys(self.cache.keys, columns, top, place.resumed)
+        if place.keeps_keys or place.is_resumed:
+            arguments["past_key_values"] = ChunkKeys(self.cache.keys, columns, top, place.is_resumed)
         eager = self.model.config._attn_implementation == "eager"
-        if place.resumed:
+        if place.is_resumed:
             mask = (torch.arange(top, device=hidden.device) <= columns[..., None])[:, None]  # [B, 1, n, top]
             if eager:
                 mask = hidden.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(hidden.dtype).min)
@@ -121,7 +119,7 @@ _BASE_MODELS = {Qwen2Config.model_type: Qwen2Model, Qwen3Config.model_type: Qwen
 
 
 def is_memory_parameter(name: str) -> bool:
-    """Tell whether a parameter of that name belongs to a memory rather than to the base model."""
+    """Tell whether a parameter of that name belongs to a memory."""
     return any(f"{part}." in name for part in ("long_term_memory", "memory_gate"))
 
 
@@ -194,30 +192,27 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
                 flow back through all chunks of a call.
             kwargs: ``num_items_in_batch`` reaches the loss; others (position_ids, …) have no effect.
         """
-        kept = KeptPositions(logits_to_keep, input_ids.shape[1])
+        positions = HeadPositions(logits_to_keep, input_ids.shape[1])
         cached = use_cache or past_key_values is not None
         if cached and self.training and self.is_gradient_checkpointing:
             raise ValueError("use_cache must be False while gradient checkpointing recomputes layers; got a cache")
         cache = past_key_values or StreamCache(self.memory)
-        read = self._read_on if cached else self._read
-        hidden = read(input_ids, attention_mask, cache, kept)
-        logits = self.lm_head(self.model.norm(kept.of_columns(hidden)))
+        # Chunks without a cache need no places of rows: all of them begin and end together.
+        read = self._read_with_cache if cached else self._read_chunks
+        hidden = read(input_ids, attention_mask, cache, positions)
+        # The head sees the requested positions alone, because logits of all take more memory than the chunks.
+        logits = self.lm_head(self.model.norm(positions.requested(hidden)))
         loss = None
         if labels is not None:
-            following = F.pad(labels[:, 1:], (0, 1), value=-100)
-            loss = self.loss_function(
-                logits=logits,
-                labels=None,
-                vocab_size=self.config.vocab_size,
-                shift_labels=kept.of_columns(kept.of_chunk(following, 0)).contiguous(),
-                num_items_in_batch=kwargs.get("num_items_in_batch"),
-            )
+            following = positions.in_chunk(F.pad(labels[:, 1:], (0, 1), value=-100), 0)
+            shift_labels, items = positions.requested(following).contiguous(), kwargs.get("num_items_in_batch")
+            loss = self.loss_function(logits, None, self.config.vocab_size, items, shift_labels=shift_labels)
         return QwenTitansOutput(loss, logits, cache if cached else None)
 
-    def _read(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, cache: StreamCache, kept: KeptPositions
+    def _read_chunks(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, cache: StreamCache, positions: HeadPositions
     ) -> torch.Tensor:
-        """Return the last layer's output ``[B, n, d]`` at the kept columns, before the final norm."""
+        """Return the last layer's output ``[B, n, d]`` at kept columns, unnormed."""
         if attention_mask is not None and (attention_mask[:, 1:] > attention_mask[:, :-1]).any():
             raise ValueError(
                 "attention_mask must have padding on the right alone without a cache; got some before text"
@@ -231,29 +226,29 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
         for index, (chunk, mask) in enumerate(zip(chunks, masks, strict=True)):
             if every is not None and (len(chunks) - index) % every == 0:
                 cache.detach()
-            outputs.append(kept.of_chunk(chunk_pass(chunk, ChunkPart(mask)), index * size))
+            outputs.append(positions.in_chunk(chunk_pass(chunk, ChunkPart(mask)), index * size))
         return torch.cat(outputs, dim=1)
 
-    def _read_on(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, cache: StreamCache, kept: KeptPositions
+    def _read_with_cache(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, cache: StreamCache, positions: HeadPositions
     ) -> torch.Tensor:
-        """Return the output of `_read` for rows at any place in their chunks, with padding on any side.
+        """Read as `_read_chunks` for rows within their chunks, padded anywhere.
 
         A column of padding has the output of the last token before it, or 0.
         """
         length = input_ids.shape[1]
-        given = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        mask = given[:, -length:].bool()
-        number = (mask.cumsum(1) - 1)[:, torch.tensor(kept.columns, dtype=torch.long, device=mask.device)]  # [B, n]
+        mask = (torch.ones_like(input_ids) if attention_mask is None else attention_mask)[:, -length:].bool()
+        columns = torch.tensor(positions.columns, dtype=torch.long, device=mask.device)
+        number = (mask.cumsum(1) - 1)[:, columns]  # [B, n]
         chunk_pass = ChunkPass(self.model, self.memory, cache)
         output: Any = 0.0
         for done, columns, place in cache.passes(mask, self.options.chunk_size, self.agree_passes):
             hidden = chunk_pass(input_ids.gather(1, columns), place)
             assert place.tokens is not None
-            at = number - done[:, None]
-            ours = ((at >= 0) & (at < place.tokens[:, None])).unsqueeze(-1)
-            at = at.clamp(0, hidden.shape[1] - 1).unsqueeze(-1).expand(*at.shape, hidden.shape[-1])
-            output = torch.where(ours, hidden.gather(1, at), output)
+            index = number - done[:, None]
+            is_read = ((index >= 0) & (index < place.tokens[:, None])).unsqueeze(-1)
+            index = index.clamp(0, hidden.shape[1] - 1).unsqueeze(-1).expand(*index.shape, hidden.shape[-1])
+            output = torch.where(is_read, hidden.gather(1, index), output)
         return output
 
     def memory_state_dict(self) -> dict[str, torch.Tensor]:
@@ -276,7 +271,7 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
         return False  # the first forward makes a StreamCache
 
     def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> StoppingCriteriaList:
-        """Return transformers' criteria without its warning of too few positions, which restart in each chunk."""
+        """Return transformers' criteria without their warning of too few positions."""
         criteria = super()._get_stopping_criteria(*args, **kwargs)  # type: ignore[misc]  # transformers' own self
         for criterion in criteria:
             if isinstance(criterion, MaxLengthCriteria):
@@ -292,9 +287,9 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: bool = True,
         **kwargs: Any,
     ) -> Any:
-        """Return the inputs of a step: the tokens that the cache has not read, or all without `use_cache`."""
+        """Return a step's inputs: unread tokens, or all without `use_cache`."""
         if next_sequence_length is not None:
             input_ids = input_ids[:, -next_sequence_length:]
         cache = past_key_values if use_cache else None
-        given = {"input_ids": input_ids, "attention_mask": attention_mask, "past_key_values": cache}
-        return {**given, "use_cache": True, "logits_to_keep": 1}
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "past_key_values": cache}
+        return {**inputs, "use_cache": True, "logits_to_keep": 1}

@@ -1,7 +1,8 @@
-"""The cache with which ``generate`` continues inside a chunk: the memory's state, and the chunk's keys and values.
+"""The cache with which ``generate`` continues inside a chunk.
 
-Rows of different lengths end their chunks at different tokens. Each pass takes at most the rest of its chunk from every
-row, so that attention and memory need not know the borders of other rows; rows with fewer chunks join later:
+It holds the memory's state, and the chunk's keys and values. Rows of different lengths end their chunks at different
+tokens. Each pass takes at most the rest of its chunk from every row, so that attention and memory need not know the
+borders of other rows; rows with fewer chunks join later:
 
 ```
 mask, C = 4          pass 1           pass 2             a token more
@@ -21,18 +22,18 @@ from torch.nn import functional as F
 
 
 class ChunkPart(NamedTuple):
-    """The part of each row's chunk that a pass reads, right-padded; without a cache, whole chunks from their start."""
+    """The part of each row's chunk that a pass reads, right-padded."""
 
-    written: torch.Tensor | None = None  # bool [B, w] without a cache: tokens that are not padding, None for all
+    is_written: torch.Tensor | None = None  # bool [B, w] without a cache: tokens that are not padding, None for all
     start: torch.Tensor | None = None  # int64 [B] with a cache: tokens of the chunk that were read before
     tokens: torch.Tensor | None = None  # int64 [B] with a cache: tokens of the pass that belong to the row
     top: int = 0  # the most tokens of a chunk after the pass
-    resumed: bool = False  # whether a row has read a part of its chunk before
-    kept: bool = False  # whether keys and values are needed after the pass
+    is_resumed: bool = False  # whether a row has read a part of its chunk before
+    keeps_keys: bool = False  # whether keys and values are needed after the pass
 
 
 class MemoryStream:
-    """One layer's memory between two passes: its state after whole sub-chunks, and the hidden states since then.
+    """A layer's memory between two passes, and hidden states not yet written.
 
     Without a cache, a pass ends with a sub-chunk, and only the r tokens that the next convolutions see are kept.
     """
@@ -42,21 +43,21 @@ class MemoryStream:
         self.since: torch.Tensor | None = None  # [B, r + s, d], the r tokens before included; [B, r, d] uncached
 
     def __call__(self, memory: Any, hidden: torch.Tensor, place: ChunkPart) -> torch.Tensor:
-        """Read for ``hidden[B, w, d]``, then write the sub-chunks that are complete; return ``[B, w, d]``."""
+        """Return the summand of ``hidden[B, w, d]``; write complete sub-chunks."""
         size, reach = memory.long_term_memory.options.sub_chunk, memory.long_term_memory.options.conv_tokens - 1
         cached = place.start is not None and place.tokens is not None
         if self.since is None:
             self.since = hidden.new_zeros(len(hidden), reach + size * cached, hidden.shape[-1])
         if place.start is None or place.tokens is None:
-            recalled, self.state = memory(hidden, self.state, place.written, before=self.since)
+            recalled, self.state = memory(hidden, self.state, place.is_written, before=self.since)
             last = torch.cat([self.since, hidden[:, max(0, hidden.shape[1] - reach) :]], 1)
             self.since = last[:, last.shape[1] - reach :]
             return recalled
         first = place.start[:, None] % size
         whole = (first + place.tokens[:, None]) // size * size  # [B, 1] tokens after which a sub-chunk ends
         places = torch.arange(reach + size + hidden.shape[1], device=hidden.device)
-        own = first + places[: hidden.shape[1]]
-        window = torch.cat([self.since, torch.zeros_like(hidden)], 1).scatter(1, _wide(reach + own, hidden), hidden)
+        columns = first + places[: hidden.shape[1]]
+        window = torch.cat([self.since, torch.zeros_like(hidden)], 1).scatter(1, _wide(reach + columns, hidden), hidden)
         self.since = window.gather(1, _wide((whole + places[: reach + size]).clamp(max=len(places) - 1), hidden))
         if not whole.any():
             before = window.gather(1, _wide(first + places[:reach], hidden))
@@ -64,21 +65,21 @@ class MemoryStream:
             return recalled
         before, window = window[:, :reach], window[:, reach:]
         recalled, self.state = memory(window, self.state, places[: len(places) - reach] < whole, before=before)
-        return recalled.gather(1, _wide(own, recalled))
+        return recalled.gather(1, _wide(columns, recalled))
 
 
 class ChunkKeys:
-    """The keys and values of the rows' chunks for one pass, with the interface of a transformers cache.
+    """The rows' chunk keys and values for a pass, as transformers' cache.
 
     A later pass of a row writes from the row's own place on, so no token ever sees padding of an earlier pass.
     """
 
-    def __init__(self, stored: dict[int, list[torch.Tensor]], columns: torch.Tensor, top: int, resumed: bool) -> None:
-        self._stored, self._columns, self._top, self._resumed = stored, columns, top, resumed
+    def __init__(self, stored: dict[int, list[torch.Tensor]], columns: torch.Tensor, top: int, resumes: bool) -> None:
+        self._stored, self._columns, self._top, self._resumes = stored, columns, top, resumes
 
     def update(self, key: torch.Tensor, value: torch.Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
-        """Store ``[B, heads, w, size]``; return the keys and values of the chunk so far."""
-        if not self._resumed:
+        """Store ``[B, heads, w, size]``; return the chunk's keys and values."""
+        if not self._resumes:
             self._stored[layer] = [key, value]
             return key, value
         whole = []
@@ -91,7 +92,7 @@ class ChunkKeys:
 
 
 class StreamCache:
-    """The place at which each row of a batch stopped, for ``past_key_values``; it never grows beyond a chunk.
+    """The place where each row stopped (``past_key_values``), within a chunk's size.
 
     It is not a tuple or dataclass, because FSDP2 casts tensors that it finds in arguments; a state must stay in fp32.
     """
@@ -126,9 +127,10 @@ class StreamCache:
     def passes(
         self, mask: torch.Tensor, chunk_size: int, agree: Callable[[int], int]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, ChunkPart]]:
-        """Yield each row's tokens before a pass ``[B]``, their columns in ``mask[B, T]`` ``[B, w]``, and its place.
+        """Yield each pass: tokens before it ``[B]``, columns ``[B, w]``, part.
 
-        ``agree`` returns the most passes of any rank, because each pass has collectives. The host waits for mask once.
+        The columns of ``mask[B, T]`` hold the tokens of the pass. ``agree`` returns the most passes of any rank,
+        because each pass has collectives. The host waits for mask once.
         """
         order = (~mask).long().argsort(dim=1, stable=True)
         left = mask.sum(1).cpu()
@@ -140,12 +142,12 @@ class StreamCache:
         done = torch.zeros_like(left)
         for later in reversed(range(passes)):
             count = torch.where(needed > later, torch.minimum(chunk_size - start, left - done), 0)
-            width, resumed = max(1, int(count.max())), bool(start.any())
+            width, is_resumed = max(1, int(count.max())), bool(start.any())
             columns = done[:, None] + torch.arange(width)
-            own = order.gather(1, columns.clamp(max=mask.shape[1] - 1).to(mask.device))
+            columns = order.gather(1, columns.clamp(max=mask.shape[1] - 1).to(mask.device))
             top = int(start.max()) + width
-            place = ChunkPart(None, start.to(mask.device), count.to(mask.device), top, resumed, later == 0)
-            yield done.to(mask.device), own, place
+            place = ChunkPart(None, start.to(mask.device), count.to(mask.device), top, is_resumed, later == 0)
+            yield done.to(mask.device), columns, place
             done, start = done + count, (start + count) % chunk_size
         self._places = start
         self.columns += mask.shape[1]

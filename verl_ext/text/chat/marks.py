@@ -11,6 +11,7 @@ the rendered text must equal the text of the chat itself; otherwise the next one
 """
 
 import re
+from enum import Enum
 from typing import Any, NamedTuple
 
 from verl_ext.text.chat.template import common_prefix
@@ -25,12 +26,27 @@ WAYS = ("around", "around_but_blank", "around_but_names", "end", "middle")
 _MARK = re.compile("Zq7([be])([0-9]+)x", re.IGNORECASE)
 
 
+class WordKind(Enum):
+    """The field that words stand in, by its name in the report."""
+
+    CONTENT = "content"
+    REASONING = "reasoning_content"
+    CALLS = "tool_calls"
+    TOOLS = "tools"
+
+
 class Words(NamedTuple):
     """One string of a message, which a template may print."""
 
     message: int
-    kind: str
+    kind: WordKind
     text: str
+    role: str = ""  # of a content
+
+    @property
+    def label(self) -> str:
+        """The name of words of this kind in the report."""
+        return f"{self.role} content" if self.kind is WordKind.CONTENT else self.kind.value
 
     @property
     def second_half(self) -> str:
@@ -79,7 +95,7 @@ class Marks:
         function = tool.get("function") if isinstance(tool.get("function"), dict) else tool
         for name in ("description", "name"):
             if isinstance(function.get(name), str) and function[name].strip():
-                marked = {**function, name: self._marked(Words(TOOLS, "tools", function[name]))}
+                marked = {**function, name: self._marked(Words(TOOLS, WordKind.TOOLS, function[name]))}
                 return {**tool, "function": marked} if function is not tool else marked
         return tool
 
@@ -87,8 +103,8 @@ class Marks:
         marked = dict(message)
         for name in SPOKEN_FIELDS:
             if isinstance(message.get(name), str):
-                kind = "reasoning_content" if name != "content" else f"{message['role']} content"
-                marked[name] = self._marked(Words(index, kind, message[name]))
+                kind = WordKind.CONTENT if name == "content" else WordKind.REASONING
+                marked[name] = self._marked(Words(index, kind, message[name], message["role"]))
         if message.get("tool_calls"):
             marked["tool_calls"] = [self._call(index, call) for call in message["tool_calls"]]
         return marked
@@ -98,10 +114,10 @@ class Marks:
             return {**call, "function": self._call(index, call["function"])}
         marked = dict(call)
         if isinstance(call.get("name"), str) and self.way != "around_but_names":
-            marked["name"] = self._marked(Words(index, "tool_calls", call["name"]))
+            marked["name"] = self._marked(Words(index, WordKind.CALLS, call["name"]))
         if "arguments" in call:
             marked["arguments"] = map_strings(
-                call["arguments"], lambda text: self._marked(Words(index, "tool_calls", text))
+                call["arguments"], lambda text: self._marked(Words(index, WordKind.CALLS, text))
             )
         return marked
 
@@ -111,7 +127,7 @@ class Marks:
         Blank words get no marks, except a tool's result (`around`), which a template may print in the assistant's turn.
         """
         text = words.text
-        if not (core := text.strip()) and (self.way != "around" or words.kind != "tool content"):
+        if not (core := text.strip()) and (self.way != "around" or words.label != "tool content"):
             return text
         at = len(text) - len(text.lstrip()) if core else 0
         begin, end = f"Zq7b{len(self.words)}x", f"Zq7e{len(self.words)}x"

@@ -1,25 +1,30 @@
-"""Render chats as texts with targets, and define the options for this."""
+"""Render chats as texts with the parts that are learnt, and define the options for this.
+
+    chat -> hidden names (special_tokens) -> template_cache, or spans -> text, targets with borders (parts) -> learnt
+
+`ChatRenderer` is the door to this folder: what it returns is complete, and nothing changes it afterwards.
+"""
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
-from verl_ext.files import fingerprint
-from verl_ext.options import UsageError, first_line, option
-from verl_ext.packing import OVER_LENGTH_POLICIES
-from verl_ext.text.chat.parts import EMPTY_BLOCK, Learnt, RenderedChat, is_opened, without_empty_blocks
-from verl_ext.text.chat.special_tokens import ChatText, SpecialTokens, strings_of
-from verl_ext.text.chat.template import ChatTemplate
-from verl_ext.text.chat.template_cache import ProvenChats
-from verl_ext.text.read.json_records import BadRecord, RecordOptions
+from verl_ext.cache import fingerprint
+from verl_ext.options import UsageError, option
+from verl_ext.text.chat.learnt import EMPTY_BLOCK, Learnt, Part, closes_again, without_empty_blocks
+from verl_ext.text.chat.parts import RenderedChat, is_opened
+from verl_ext.text.chat.special_tokens import STAND_INS, SpecialTokens
+from verl_ext.text.chat.template import ChatTemplate, Span, joined_spans
+from verl_ext.text.chat.template_cache import TemplateCache
+from verl_ext.text.records.bad_record import BadRecord, RecordOptions
 from verl_ext.text.records.messages import Chat
 from verl_ext.text.records.records import column_problems
 from verl_ext.text.records.shapes import RESERVED_TEMPLATE_KWARGS
-from verl_ext.text.tokens.tokenizer import ModelOptions, check_template, read_template
+from verl_ext.text.tokens.tokenizer import ModelOptions, check_template, read_template, stop_tokens
 
 OptionsT = TypeVar("OptionsT", bound="ChatOptions")
 VARIANTS = 64  # the number of template arguments of records for which the template is kept
@@ -28,6 +33,8 @@ VARIANTS = 64  # the number of template arguments of records for which the templ
 @dataclass(frozen=True)
 class ChatOptions(RecordOptions):
     """The options that turn chat and text records into documents."""
+
+    gone: ClassVar[Mapping[str, str]] = {"last_turn_only": "turns=last does its work"}
 
     model: ModelOptions = option(ModelOptions, "the tokenizer")
     chat_template: str | None = option(None, "a Jinja template, or a file with one; null: the tokenizer's own")
@@ -69,7 +76,6 @@ class ChatOptions(RecordOptions):
         "chats of which the template omits a part: warn: used as printed, and counted | drop | error: bad records",
         choices=("error", "warn", "drop"),
     )
-    last_turn_only: bool = option(False, "true: the same as turns=last")
     columns: dict[str, Any] = option(
         {}, "{known field: its name in the records}, a.b for a nested field; null: the field is not read"
     )
@@ -81,8 +87,6 @@ class ChatOptions(RecordOptions):
         "images, audio, video in records: error: a bad record | drop: the text is kept, the rest is counted",
         choices=("error", "drop"),
     )
-    max_tokens: int | None = option(None, "maximum number of tokens of a document; null: any length", least=2)
-    over_length: str = option("error", "treatment of longer documents", choices=OVER_LENGTH_POLICIES)
 
     def dated(self: OptionsT) -> OptionsT:
         """Return the options with today's date if they have none, so that all workers and nodes print the same."""
@@ -95,8 +99,6 @@ class ChatOptions(RecordOptions):
         yield from column_problems(self.columns)
         if self.category_field == "":
             yield "category_field must name a field of the records, or be null; got ''"
-        if self.last_turn_only and self.turns == "each":
-            yield "last_turn_only must not be set beside turns; got true beside turns=each"
         if self.end_of_turn == "":
             yield "end_of_turn must be a text that ends a turn, or null; got ''"
         for name in RESERVED_TEMPLATE_KWARGS.intersection(self.apply_chat_template_kwargs):
@@ -118,32 +120,54 @@ def date_problem(key: str, given: str | None) -> str | None:
     return f"{key} must be a day such as 2026-11-25, or null; got {given}"
 
 
-class _Prompts:
-    """A renderer of the messages before an answer as the prompt that a server gives the model."""
+class RenderedTurns(NamedTuple):
+    """A rendered chat, and the parts of its turns that are to be learnt; a prompt has none.
 
-    def __init__(self, template: ChatTemplate) -> None:
-        self.template = template
+    Attributes:
+        text: the text.
+        parts: the parts of the targets in order, with their weights.
+        learnt: the parts whose weight is not 0.
+        turns: the messages that are targets.
+        ends: the text that ends each of them, "" if none does.
+        dropped_reasoning: the number of turns whose reasoning was left out.
+        dropped_blocks: 1 if empty thinking blocks are left out.
+        disguised: the text for `SpecialTokens.renamed_tokenizer`, if messages hold names of special tokens.
+        special_tokens: the number of these names.
+        unprinted: in a record's first text: the kinds of words that its texts lack.
+    """
 
-    def located(self, chat: Chat) -> RenderedChat:
-        """Render the messages; a prompt has no targets."""
-        return RenderedChat(self.text(chat), [])
+    text: str
+    parts: tuple[Part, ...] = ()
+    learnt: tuple[Part, ...] = ()
+    turns: tuple[int, ...] = ()
+    ends: tuple[str, ...] = ()
+    dropped_reasoning: int = 0
+    dropped_blocks: int = 0
+    disguised: str | None = None
+    special_tokens: int = 0
+    unprinted: tuple[str, ...] = ()
 
-    def text(self, chat: Chat) -> str:
-        """Render the messages with the generation prompt."""
-        asked, _ = self.template.with_arguments_as_printed(chat)
-        return self.template.render(asked.messages, asked.tools, generation=True)
+    @property
+    def spans(self) -> list[Span]:
+        """The characters that are learnt, with touching spans joined."""
+        return joined_spans((part.start, part.stop) for part in self.learnt)
+
+    @property
+    def closed_again(self) -> int:
+        """The number of parts that close reasoning which is closed already."""
+        return sum(closes_again(self.text, part) for part in self.parts)
 
 
 class _Variant(NamedTuple):
-    """The template with the arguments of some records; the second renderer leaves out empty thinking blocks."""
+    """The template with the arguments of some records; the second one leaves out empty thinking blocks."""
 
-    chats: ProvenChats
-    without_blocks: ProvenChats | None
+    chats: TemplateCache
+    without_blocks: TemplateCache | None
     opens_reasoning: bool  # the generation prompt does
 
 
 class ChatRenderer:
-    """A renderer of chats as texts with targets, with one template and one set of options."""
+    """A renderer of chats with one template and one set of options."""
 
     def __init__(self, tokenizer: Any, special: SpecialTokens, options: ChatOptions) -> None:
         """Read the template. Raises `UsageError` if it is missing or cannot be used."""
@@ -161,19 +185,28 @@ class ChatRenderer:
             options.reasoning == "learn", options.tool_calls == "learn", options.empty_reasoning == "learn"
         )
         self._cached_variant = lru_cache(VARIANTS)(self._new_variant)
-        self.template = self._cached_variant("{}").chats.template  # for records without arguments of their own
+        self._plain = self._new_variant("{}")  # for records without arguments of their own
+        self.template = self._plain.chats.template
 
     def _new_variant(self, arguments: str) -> _Variant:
         """Probe the template with a record's arguments in JSON. Raises `UsageError` as `ChatTemplate` does."""
-        given, options = {**self._options.apply_chat_template_kwargs, **json.loads(arguments)}, self._options
-        given_to_all = (self._tokenizer, self._source, given, options.end_of_turn, self._stops)
-        chats = ProvenChats(ChatTemplate(*given_to_all, today=options.chat_date))
-        without_blocks = None
-        if options.drop_empty_reasoning:
-            without_blocks = ProvenChats(ChatTemplate(*given_to_all, left_out=EMPTY_BLOCK, today=options.chat_date))
+        options = self._options
+        given = {**options.apply_chat_template_kwargs, **json.loads(arguments)}
+
+        def cache(left_out: re.Pattern[str] | None = None) -> TemplateCache:
+            return TemplateCache(
+                ChatTemplate(
+                    self._tokenizer, self._source, given, options.end_of_turn, self._stops, left_out, options.chat_date
+                )
+            )
+
+        chats = cache()
+        without_blocks = cache(EMPTY_BLOCK) if options.drop_empty_reasoning else None
         return _Variant(chats, without_blocks, is_opened(chats.template.generation_prompt))
 
     def _variant(self, chat: Chat) -> _Variant:
+        if not chat.template_kwargs:
+            return self._plain
         try:
             return self._cached_variant(json.dumps(chat.template_kwargs, sort_keys=True))
         except UsageError as error:
@@ -191,51 +224,59 @@ class ChatRenderer:
         return chosen if isinstance(chosen, str) else None
 
     @property
-    def end(self) -> str | None:
-        """The text that ends a chat, after its last turn; None if the template writes none."""
-        return next(reversed(self.template.ends), None)
+    def turn_ends(self) -> list[str]:
+        """The texts that end an assistant's turn; the last one, if there is any, ends a chat."""
+        return self.template.turn_ends
 
-    def texts(self, chat: Chat) -> list[ChatText]:
+    def render(self, chat: Chat) -> list[RenderedTurns]:
         """Render a chat, or with `turns=each` every turn to be learnt. Raises `BadRecord`.
 
         Unprinted words that `on_unprinted` accepts are recorded in the first text.
         """
-        on_found = self._options.special_tokens_in_text
-        texts = []
         chats, chat, is_drawn = self._chosen(chat)
+        texts: list[RenderedTurns] = []
+        unprinted: set[str] = set()
         for part in self._turns(chat):
             part, dropped = self._without_reasoning(part)
-            text = self._special.chat_text(chats, part, on_found)
-            text.parts, text.dropped_reasoning = self._learnt.parts(text.rendered, part), dropped
-            text.learnt = [part for part in text.parts if part.weight]
-            text.dropped_blocks = int(is_drawn)
-            texts.append(text)
-        unprinted = sorted({kind for text in texts for kind in text.rendered.unprinted})
-        learnt = [text for text in texts if text.rendered.targets]
-        if unprinted and (self._options.on_unprinted != "warn" or not learnt):
-            message = f"the chat template leaves out: {', '.join(unprinted)}"
+            rendered, disguised, names = self._located(chats, part, is_prompt=False)
+            parts = self._learnt.parts(rendered, part)
+            turns = tuple(dict.fromkeys([target.message for target in rendered.targets]))
+            ends = tuple([target.closed_by for target in rendered.targets if target.closed_by is not None])
+            learnt = tuple([each for each in parts if each.weight])
+            texts.append(
+                RenderedTurns(
+                    rendered.text, tuple(parts), learnt, turns, ends, dropped, int(is_drawn), disguised, names
+                )
+            )
+            unprinted.update(rendered.unprinted)
+        # Refuse a chat of which nothing is learnt, by the first cause that explains it.
+        with_turns = [text for text in texts if text.turns]
+        if unprinted and (self._options.on_unprinted != "warn" or not with_turns):
+            message = f"the chat template leaves out: {', '.join(sorted(unprinted))}"
             if self._options.on_unprinted != "warn":
                 raise BadRecord("unprinted", message)
             raise BadRecord("no_target", f"there is nothing to learn: {message}")
-        if not learnt:
+        if not with_turns:
             raise BadRecord("no_target", "the chat template marks no assistant turn")
-        if not (learnt := [text for text in learnt if text.learnt]):
+        if not (with_targets := [text for text in with_turns if text.learnt]):
             raise BadRecord("no_target", "no part of an assistant turn is to be learnt")
-        learnt[0].unprinted = unprinted
-        return learnt
+        if unprinted:
+            with_targets[0] = with_targets[0]._replace(unprinted=tuple(sorted(unprinted)))
+        return with_targets
 
-    def prompt(self, chat: Chat, turn: int) -> ChatText:
-        """Return the text from which message `turn` is generated, with the changes that `texts` makes of the chat.
+    def prompt(self, chat: Chat, turn: int) -> RenderedTurns:
+        """Return the text from which message `turn` is generated, with the changes that `render` makes of the chat.
 
         Raises `BadRecord`.
         """
         chats, chat, _ = self._chosen(chat)
         chat, _ = self._without_reasoning(chat)
         before = replace(chat, messages=chat.messages[:turn], targets={})
-        return self._special.chat_text(_Prompts(chats.template), before, self._options.special_tokens_in_text)
+        rendered, disguised, names = self._located(chats, before, is_prompt=True)
+        return RenderedTurns(rendered.text, disguised=disguised, special_tokens=names)
 
-    def _chosen(self, chat: Chat) -> tuple[ProvenChats, Chat, bool]:
-        """Return the renderer for a chat, the chat that it gets, and whether empty thinking blocks are left out."""
+    def _chosen(self, chat: Chat) -> tuple[TemplateCache, Chat, bool]:
+        """Return the template for a chat, the chat that it gets, and whether empty thinking blocks are left out."""
         variant = self._variant(chat)
         if chat.thoughts and (name := variant.chats.template.thought_field):
             chat = chat.with_thoughts_in(name)
@@ -258,7 +299,7 @@ class ChatRenderer:
         if number >= self._options.drop_empty_reasoning:
             return False
         others = replace(chat, messages=[message for message in chat.messages if message["role"] != "assistant"])
-        return not any(EMPTY_BLOCK.search(text) for text in strings_of(others))
+        return not any(EMPTY_BLOCK.search(text) for text in _strings_of(others))
 
     def _turns(self, chat: Chat) -> list[Chat]:
         if self._options.turns == "each":
@@ -266,32 +307,56 @@ class ChatRenderer:
                 replace(chat, messages=chat.messages[: i + 1], targets={i: weight})
                 for i, weight in chat.targets.items()
             ]
-        if self._options.turns == "last" or self._options.last_turn_only:
-            chat.keep_last_target()
+        if self._options.turns == "last":
+            chat = chat.with_last_target()
             if not chat.targets:
                 raise BadRecord("no_target", "the last assistant turn is no target")
         return [chat]
 
+    def _located(self, chats: TemplateCache, chat: Chat, is_prompt: bool) -> tuple[RenderedChat, str | None, int]:
+        """Render a chat as `special_tokens_in_text` asks; return its disguised text, and the names of tokens in it.
 
-def stop_tokens(tokenizer: Any, model: ModelOptions) -> list[str]:
-    """Read the tokens that stop generation from the model's generation_config.json, if there is one."""
-    from transformers.utils import cached_file  # heavy, and needed in worker processes only
+        Raises `BadRecord` under `error` if a rendered message holds the name of a special token, and under `encode` if
+        its place in the rendered text cannot be found or the tokenizer is not a fast one.
+        """
+        on_found, special = self._options.special_tokens_in_text, self._special
 
-    if not model.tokenizer:
-        return []
-    path = cached_file(
-        model.path or model.tokenizer,
-        "generation_config.json",
-        _raise_exceptions_for_gated_repo=False,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    if path is None:
-        return []
-    try:
-        with open(path, encoding="utf-8") as file:
-            ids = json.load(file).get("eos_token_id")
-    except (OSError, ValueError, AttributeError) as error:
-        raise UsageError(f"{path} must be a generation config in JSON: {first_line(error)}") from error
-    ids = ids if isinstance(ids, list) else [ids]
-    return [token for token in tokenizer.convert_ids_to_tokens([i for i in ids if isinstance(i, int)]) if token]
+        def render(chat: Chat) -> RenderedChat:
+            return RenderedChat(chats.template.text(chat, True)) if is_prompt else chats.locate(chat)
+
+        # Almost no chat holds a name, so that this check is the only cost.
+        if on_found == "keep" or not special.may_hide_in("\0".join(strings := _strings_of(chat))):
+            return render(chat), None, 0
+        first = next((found[0][0] for text in strings if (found := special.found(text))), None)
+        if any(STAND_INS.search(text) for text in strings):
+            if first is not None:
+                raise special.refused(first, "beside private-use characters, which encoding it as text needs")
+            return render(chat), None, 0
+        fields = ("messages", "tools", "argument_texts")
+        hidden = render(replace(chat, **{name: special.hide(getattr(chat, name)) for name in fields}))
+        text, count = special.show(hidden.text)
+        if first is not None and text != chats.template.text(chat, is_prompt):
+            raise special.refused(first, "and the chat template changes it, so that its place cannot be found")
+        if first is not None and count and on_found == "error":
+            raise special.refused(first)
+        if not self._tokenizer.is_fast:
+            if first is not None and count:
+                raise special.refused(first, "and only a fast tokenizer can encode it as text")
+            return hidden._replace(text=text), None, 0
+        return hidden._replace(text=text), special.disguise(hidden.text), count
+
+
+def _strings_of(chat: Chat) -> list[str]:
+    """Collect every string in a chat's messages and tools, keys included."""
+    found: list[str] = []
+    rest: list[Any] = [*chat.messages, *(chat.tools or [])]
+    for value in rest:  # the loop appends to this list
+        if isinstance(value, dict):
+            found += map(str, value)
+            for item in value.values():
+                (found if isinstance(item, str) else rest).append(item)
+        elif isinstance(value, list):
+            rest += value
+        elif isinstance(value, str):
+            found.append(value)
+    return found

@@ -11,8 +11,9 @@ The whole chat is rendered, and its text is tokenized. A second rendering with m
 A target begins where the text after the preceding words first differs from the prompt at inference. That prompt is the
 messages before the turn with the generation prompt or, if the template has none, the text up to a plain answer's first
 word. The head of a tool call, which the model must write, is therefore learnt. A target ends with the end of the turn
-(`ChatTemplate.ends`), after any closers of tool calls. Words of other messages inside a turn, such as tool results,
-split the target. If a template marks the generated text itself (`{% generation %}`), its marks limit the targets.
+(`ChatTemplate.turn_ends`), after any closers of tool calls. Words of other messages inside a turn, such as tool
+results, split the target. If a template marks the generated text itself (`{% generation %}`), its marks limit the
+targets.
 
 A run is a sequence of words of one message, with no other words between. Templates may print a message in several runs:
 
@@ -21,19 +22,38 @@ A run is a sequence of words of one message, with no other words between. Templa
     runs        0           1                         2          1 (the last run of message 1)
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator
+from functools import cached_property
 from itertools import groupby, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
-from verl_ext.text.chat.marks import TOOLS, WAYS, MarkedPlace, Marks, framing_key, length_but_space, unmarked_fields
-from verl_ext.text.chat.parts import RenderedChat, Target, add_borders
+from verl_ext.text.chat.marks import (
+    TOOLS,
+    WAYS,
+    MarkedPlace,
+    Marks,
+    WordKind,
+    framing_key,
+    length_but_space,
+    unmarked_fields,
+)
+from verl_ext.text.chat.parts import RenderedChat, Target, with_borders
 from verl_ext.text.chat.template import ChatTemplate, joined_spans, longest_prefix_in
-from verl_ext.text.read.json_records import BadRecord
+from verl_ext.text.records.bad_record import BadRecord
 from verl_ext.text.records.messages import Chat, Message
 from verl_ext.text.records.tool_calls import functions_called
 
+EMPTY_TURN, REASONING_IN_CONTENT = "empty turn", "reasoning in content"  # unprinted, beside the labels of words
 _ANSWER = "Zq7a"  # marks the start of a plain answer
 _PLAIN_ANSWER = {"role": "assistant", "content": f"{_ANSWER}ok"}
+
+
+class _Prompt(NamedTuple):
+    """A text that the model may get before a turn, from the end of the last words before it on."""
+
+    text: str
+    before_header: int  # the length of its part before the turn's header
 
 
 def locate(template: ChatTemplate, chat: Chat) -> RenderedChat:
@@ -42,19 +62,23 @@ def locate(template: ChatTemplate, chat: Chat) -> RenderedChat:
     Raises `BadRecord` with the reason `template_error` if the template refuses the chat, and with `template_mismatch`
     if a turn cannot be found in the text.
     """
-    chat, text = template.with_arguments_as_printed(chat)
-    located = _Located(template, chat, text)
-    rendered = located.generation_blocks() if template.marks_generation else located.turns()
-    add_borders(rendered, chat, located.places, template.special)
-    return rendered
+    return TurnSearch(template, *template.with_arguments_as_printed(chat)).result()
 
 
-class _Located:
-    """A chat, its rendered text, and the places of its words."""
+class TurnSearch:
+    """A chat, its rendered text, and the places of its words.
+
+    Between words, the text is only compared with other text of the template. Words themselves are read in three cases:
+    where a prompt ends inside them (`continuations`), where they hold </think>, and where marks lie in their middle.
+
+    continuations: the texts with which a turn's words would go on with a prompt, and its target begin after them.
+    """
 
     def __init__(self, template: ChatTemplate, chat: Chat, text: str) -> None:
+        """Mark the words. Raises `BadRecord` if that changes the text in every way of marking."""
         self.template, self.chat, self.text = template, chat, text
-        self._prompts: dict[tuple[Any, ...], tuple[list[tuple[str, int]], list[Message]]] = {}
+        self.continuations: set[str] = set()
+        self._prompts: dict[tuple[Any, ...], tuple[list[_Prompt], list[Message]]] = {}
         self._closings: dict[tuple[Any, ...], tuple[int, bool]] = {}
         self._trimmed: dict[tuple[Any, ...], bool] = {}
         for way in WAYS:
@@ -66,9 +90,14 @@ class _Located:
         hidden = "changes with what messages say in a way that hides where they are in its text"
         raise BadRecord("template_mismatch", f"the chat template {hidden}")
 
-    def turns(self) -> RenderedChat:
+    def result(self) -> RenderedChat:
+        """Return the targets with their parts. Raises `BadRecord` if a turn cannot be found."""
+        rendered = self._generation_blocks() if self.template.marks_generation else self._turns()
+        return with_borders(rendered, self.chat, self.places, self.template.special)
+
+    def _turns(self) -> RenderedChat:
         """Return the targets of every turn that is to be learnt."""
-        unprinted, targets = self.unprinted(), []
+        unprinted, targets = self._unprinted(), []
         places = self.places
         runs = [[*run] for _, run in groupby(range(len(places)), key=lambda number: places[number].words.message)]
         # The last message in the text. A template may print the tools after it, at the end of the chat. Those words are
@@ -93,14 +122,14 @@ class _Located:
             if index not in spoken and (target := self._empty_turn(index)) is not None:
                 targets.append(target)
             elif index not in spoken:
-                unprinted.append("empty turn")
+                unprinted.append(EMPTY_TURN)
         targets.sort(key=lambda target: target.start)
         previous = 0
         for target in targets:
             if not previous <= target.start < target.stop:
                 raise _mismatch(target.message, "is not where its content is")
-            previous, target.weight = target.stop, self.chat.targets[target.message]
-        return RenderedChat(self.text, targets, unprinted)
+            previous = target.stop
+        return RenderedChat(self.text, tuple(targets), tuple(unprinted))
 
     def _stops_inside(self, places: list[MarkedPlace]) -> Iterator[tuple[int, int, str]]:
         """Find the borders inside a message that the template prints as two turns, content and calls.
@@ -109,69 +138,82 @@ class _Located:
         """
         for place, after in pairwise(places):
             gap = self.text[place.last : after.first]
-            if (stop := self.template.stops.search(gap)) is None:
+            if (stop := self.template.stop_pattern.search(gap)) is None:
                 continue
             rest = gap[stop.end() :].lstrip()
             if length := self.template.header_at_start_of(rest):
                 yield place.last + stop.end(), after.first - len(rest) + length, stop[0]
 
-    def unprinted(self) -> list[str]:
-        """Return the kinds of words that are missing from the text, each once."""
+    def _unprinted(self) -> list[str]:
+        """Return the labels of words that are missing from the text, each once."""
         printed, learnt = {place.number for place in self.places}, self.chat.targets
-        kinds = {
-            words.kind
+        labels = {
+            words.label
             for number, words in enumerate(self.marks.words)
             if number not in printed
             and words.text.strip()
             # Templates omit the reasoning of earlier turns on purpose, so it is only missing in a turn to be learnt.
-            and (words.kind != "reasoning_content" or words.message in learnt)
+            and (words.kind is not WordKind.REASONING or words.message in learnt)
         }
         if self.marks.way == "around_but_names":
             names = (call.get("name") for call in functions_called(self.chat.messages))
             if any(isinstance(name, str) and name not in self.text for name in names):
-                kinds.add("tool_calls")
+                labels.add(WordKind.CALLS.value)
         for number, place in enumerate(self.places):  # some templates remove reasoning from content
             if place.words.message in learnt and "</think>" in place.words.text:
                 before, _, thought = place.words.text.split("</think>")[0].rpartition("<think>")
                 begin = self.places[number - 1].last if number else 0
-                for words, kind in ((before, place.words.kind), (thought, "reasoning in content")):
+                for words, label in ((before, place.words.label), (thought, REASONING_IN_CONTENT)):
                     if words.strip() and self.text.find(words.strip(), begin, place.last) < 0:
-                        kinds.add(kind)
-        return sorted(kinds)
+                        labels.add(label)
+        return sorted(labels)
 
     def _start(self, place: int, index: int) -> int:
         """Return the start of a target of message `index`, whose run begins at `self.places[place]`."""
         first = self.places[place].first
         before = self.places[place - 1] if place else None
         begin = before.last if before else 0
+        gap = self.text[begin:first]
         starts = [0]
-        for given, before_header in self._prompts_before(before, index):
-            if self.text.startswith(given, begin):  # the words may begin inside the prompt, with their own <think>
-                starts.append(len(given))
-            elif length := length_but_space(given, self.text[begin:first]):
+        for prompt, before_header in self._prompts_before(before, index):
+            if self._goes_on_with(prompt, begin):  # the words may begin inside the prompt, with their own <think>
+                starts.append(len(prompt))
+            elif length := length_but_space(prompt, gap):
                 starts.append(length)
             else:
-                length = self.template.common_prefix(given, self.text[begin:first])
+                length = self.template.common_prefix(prompt, gap)
                 # Otherwise they differ before the header: a template may print that part differently at a chat's end.
-                starts.append(length if given[before_header:length].strip() else 0)
+                starts.append(length if prompt[before_header:length].strip() else 0)
         if max(starts):
             # Some templates have no generation prompt after an assistant's turn or a tool's result, but print a header.
             at = begin + max(starts)
             return at + self.template.header_at_start_of(self.text[at:first])
-        gap = self.text[begin:first]
         length, at = longest_prefix_in(self.template.header, gap)
         if 0 < self.template.header_length <= length:
-            return self.template.token_edge(self.text, begin + at + length)
-        if self.places[place].words.kind == "tool_calls" and gap.strip():
+            # A token can only reach into words of which the first mark lies inside.
+            reach = first if first < self.places[place].last else first + 128
+            return begin + self.template.token_edge(self.text[begin:reach], at + length)
+        if self.places[place].words.kind is WordKind.CALLS and gap.strip():
             raise _mismatch(index, "begins with a tool call whose beginning cannot be found")
         own = self.places[place].words.space_before
         return first - len(own) if gap.endswith(own) else first
 
-    def _prompts_before(self, before: MarkedPlace | None, index: int) -> list[tuple[str, int]]:
+    @cached_property
+    def _starts_of_words(self) -> list[int]:
+        return [*(place.first for place in self.places if place.words.text.strip()), len(self.text)]
+
+    def _goes_on_with(self, prompt: str, begin: int) -> bool:
+        """Return whether the text at `begin` goes on with a prompt, also if that ends inside the next words."""
+        after = bisect_left(self._starts_of_words, begin)
+        gap = self.text[begin : self._starts_of_words[after]]
+        if len(gap) < len(prompt) and prompt.startswith(gap):
+            self.continuations.add(prompt[len(gap) :])
+        return self.text.startswith(prompt, begin)
+
+    def _prompts_before(self, before: MarkedPlace | None, index: int) -> list[_Prompt]:
         """Return the prompts that the model may get for message `index`, from the end of the last words before it on.
 
-        Each prompt comes with the length of its part before the turn's header. The list is empty if the template
-        refuses the chat up to there.
+        The list is empty if the template refuses the chat up to there.
         """
         since = before.words.message if before else 0
         count = max(index, since + 1 if before else 0)
@@ -179,31 +221,33 @@ class _Located:
         kinds = tuple(framing_key(message, number > 0) for number, message in enumerate(between))
         # White space, or the second half of the words, lies between the mark and the prompt.
         rest = before and (before.words.space_after if before.reaches_end else before.words.text)
-        key = before and before.words.kind, rest, kinds, not since
+        key = before and before.words.label, rest, kinds, not since
         if key not in self._prompts:
             self._prompts[key] = self._new_prompts(before, count), between[:1]
         prompts, known = self._prompts[key]
         if before is None or not between:
             return prompts
-        # The message of these words may have other fields, such as an id, which the template prints after them.
+        # The message of these words may have other fields, such as an id, which the template prints after them. Its own
+        # values are put in place of those of the message that the prompts were rendered with.
         values = dict(unmarked_fields(between[0]))
         others = {
             old: values.get(name, "") for name, old in unmarked_fields(known[0]) if old and old != values.get(name)
         }
-        if not any(old in given for given, _ in prompts for old in others):
+        if not any(old in prompt.text for prompt in prompts for old in others):
             return prompts
-        for given, before_header in prompts:
+        for prompt, before_header in prompts:
             for old, new in others.items():
-                before_header += given[:before_header].count(old) * (len(new) - len(old))
-                given = given.replace(old, new)
-            if self.text.startswith(given, before.last):
-                return [(given, before_header)]
+                before_header += prompt[:before_header].count(old) * (len(new) - len(old))
+                prompt = prompt.replace(old, new)
+            if self._goes_on_with(prompt, before.last):
+                return [_Prompt(prompt, before_header)]
         exact = *key, *values.items()
         if exact not in self._prompts:
             self._prompts[exact] = self._new_prompts(before, count), between[:1]
         return self._prompts[exact][0]
 
-    def _new_prompts(self, before: MarkedPlace | None, count: int) -> list[tuple[str, int]]:
+    def _new_prompts(self, before: MarkedPlace | None, count: int) -> list[_Prompt]:
+        """Render the first `count` messages with the generation prompt or, without one, up to a plain answer."""
         own, messages = self.template.generation_prompt, self.marks.messages[:count]
         prompts = []
         for chat in [messages] if own else [[*messages, _PLAIN_ANSWER], messages]:
@@ -212,10 +256,8 @@ class _Located:
             text, places = self.marks.places(marked.split(_ANSWER)[0] if has_answer else marked)
             if [place.number for place in places[-1:]] != ([before.number] if before else []):
                 continue
-            given = text[places[-1].last if places else 0 :]
-            before_header = 0 if has_answer else len(given.removesuffix(own))
-            if given:
-                prompts.append((given, before_header))
+            if prompt := text[places[-1].last if places else 0 :]:
+                prompts.append(_Prompt(prompt, 0 if has_answer else len(prompt.removesuffix(own))))
         return prompts
 
     def _end(self, place: MarkedPlace, limit: int, index: int, is_last: bool) -> tuple[int, str]:
@@ -226,11 +268,13 @@ class _Located:
                 raise _mismatch(index, "is changed by the chat template")
             begin += length
         tail = self.text[begin:limit]
-        found = self.template.end.search(tail)
+        found = self.template.end_pattern.search(tail)
         if found and not tail[: found.start()].strip():
             return begin + found.end(), found[0]
         closed, is_whole = self._closed(place, index, tail, is_last)
-        if found and (not is_whole or found.end() <= closed or not self._says(tail[closed : found.start()])):
+        if found and (
+            not is_whole or found.end() <= closed or not self._has_visible_text(tail[closed : found.start()])
+        ):
             return begin + found.end(), found[0]
         end = len(tail[:closed].rstrip())
         if not end:
@@ -249,8 +293,8 @@ class _Located:
             self._trimmed[kind] = texts[0] == texts[1]
         return self._trimmed[kind]
 
-    def _says(self, text: str) -> bool:
-        """Tell whether a piece of the template's text has more than special tokens and white space."""
+    def _has_visible_text(self, text: str) -> bool:
+        """Return whether text remains without special tokens and white space."""
         return bool(self.template.special.sub("", text).strip())
 
     def _closed(self, place: MarkedPlace, index: int, tail: str, is_last: bool) -> tuple[int, bool]:
@@ -263,7 +307,7 @@ class _Located:
         if is_last:
             # A chat's closing text is not printed if a turn follows. If no turn can follow, all of the tail counts.
             follows = [[*messages, {"role": role, "content": _ANSWER}] for role in ("user", "tool")]
-            closing = self._first_tail(follows, place) if self._says(tail) else None
+            closing = self._first_tail(follows, place) if self._has_visible_text(tail) else None
             return len(tail) if closing is None else self.template.common_prefix(closing, tail), True
         token = self.template.special.search(tail)
         begin = token.start() if token else 0
@@ -273,7 +317,7 @@ class _Located:
             closing = self._first_tail([[user, messages[-1]] if user else messages[-1:], messages], place)
             length = self.template.common_prefix(closing or "", tail)
             is_whole = closing is not None and (
-                length == len(closing) or self.template.end.search(tail[:length]) is not None
+                length == len(closing) or self.template.end_pattern.search(tail[:length]) is not None
             )
             if length < begin:
                 return length, is_whole
@@ -298,35 +342,35 @@ class _Located:
         places = [place for place in self.places if place.words.message < index]
         before = places[-1] if places else None
         begin = before.last if before else 0
-        prompts = [given for given, _ in self._prompts_before(before, index) if self.text.startswith(given, begin)]
+        prompts = [text for text, _ in self._prompts_before(before, index) if self._goes_on_with(text, begin)]
         if not prompts:
             return None
         begin += max(map(len, prompts))
         after = min((place.first for place in self.places if place.first >= begin), default=len(self.text))
-        found = self.template.end.search(self.text[begin:after])
-        if found is None or self._says(self.text[begin : begin + found.start()]):
+        found = self.template.end_pattern.search(self.text[begin:after])
+        if found is None or self._has_visible_text(self.text[begin : begin + found.start()]):
             return None
         return Target(begin, begin + found.end(), index, found[0])
 
-    def generation_blocks(self) -> RenderedChat:
+    def _generation_blocks(self) -> RenderedChat:
         """Return the targets of a template that marks the generated text: the parts of turns in its blocks.
 
         A block may contain more than the assistant generates, such as a header or the document's end. It may also lack
         the end of the turn.
         """
         _, blocks = self.template.render_with_generation(self.chat)
-        blocks, turns, targets = joined_spans(blocks), self.turns(), []
-        for turn in turns.targets:
-            inside = [block for block in blocks if turn.start < block[1] and block[0] < turn.stop]
+        blocks, turns, targets = joined_spans(blocks), self._turns(), []
+        for target in turns.targets:
+            inside = [block for block in blocks if target.start < block[1] and block[0] < target.stop]
             if not inside:
                 continue
             begin, end = inside[0][0], inside[-1][1]
-            if self.text[turn.start : begin].strip():
-                turn.start = begin
-            if end < turn.stop and self.text[end : turn.stop].strip() != turn.closed_by:
-                turn.stop, turn.closed_by = end, turn.closed_by and ""
-            targets.append(turn)
-        return RenderedChat(self.text, targets, turns.unprinted)
+            if self.text[target.start : begin].strip():
+                target = target._replace(start=begin)
+            if end < target.stop and self.text[end : target.stop].strip() != target.closed_by:
+                target = target._replace(stop=end, closed_by=target.closed_by and "")
+            targets.append(target)
+        return turns._replace(targets=tuple(targets))
 
 
 def _mismatch(index: int, what: str) -> BadRecord:

@@ -1,8 +1,8 @@
-r"""Encode the names of special tokens in data, such as <|im_end|>, as text.
+r"""The special tokens of a tokenizer, and stand-ins for their names in data.
 
-Web pages and users' messages may hold such names. A plain text is tokenized with transformers' `split_special_tokens`,
-which does not split tokens that the tokenizer does not flag as special, such as Qwen3's <think>. In a chat, the special
-tokens that the template writes must stay special tokens:
+Web pages and users' messages may hold names such as <|im_end|>, which are encoded as text. A plain text is tokenized
+with transformers' `split_special_tokens`, which does not split tokens that the tokenizer does not flag as special, such
+as Qwen3's <think>. In a chat, the special tokens that the template writes must stay special tokens:
 
     message      hello <|im_end|> you
     hidden       hello XXXXXXXXXX you                                  X, Y, Z: private-use characters, one per token
@@ -16,21 +16,18 @@ A stand-in is as long as the name that it replaces, so that spans and offsets ar
 import re
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import AddedToken
 
-from verl_ext.text.chat.parts import Part, RenderedChat
-from verl_ext.text.chat.template import Span, any_of, joined_spans
-from verl_ext.text.read.json_records import BadRecord
-from verl_ext.text.records.messages import Chat
+from verl_ext.text.chat.template import any_of
+from verl_ext.text.records.bad_record import BadRecord
 
 _HIDDEN, _DISGUISED = 0x100000, 0xF0000  # first private-use characters of Unicode's planes 16 and 15
-_STAND_INS = re.compile("[\U000f0000-\U0010ffff]")
+STAND_INS = re.compile("[\U000f0000-\U0010ffff]")  # characters of names' stand-ins
 
 
 def as_plain_text(tokenizer: Any) -> dict[str, bool]:
@@ -39,41 +36,6 @@ def as_plain_text(tokenizer: Any) -> dict[str, bool]:
     A slow tokenizer gets none, because it would also split added tokens that are not special.
     """
     return {"split_special_tokens": True} if getattr(tokenizer, "is_fast", False) else {}
-
-
-@dataclass
-class ChatText:
-    """A rendered chat; border_tokens, dropped_reasoning and dropped_blocks are as in `Counts`."""
-
-    rendered: RenderedChat
-    parts: list[Part] = field(default_factory=list)  # the parts of its targets, in order, with their weights
-    learnt: list[Part] = field(default_factory=list)  # the parts whose weight is not 0
-    disguised: str | None = None  # for `SpecialTokens.renamed_tokenizer`, if messages hold names of special tokens
-    special_tokens: int = 0  # the number of these names
-    unprinted: list[str] = field(default_factory=list)  # in the record's first text: kinds of words that its texts lack
-    border_tokens: int = 0
-    dropped_reasoning: int = 0
-    dropped_blocks: int = 0
-
-    @property
-    def text(self) -> str:
-        """The text of the chat."""
-        return self.rendered.text
-
-    @property
-    def spans(self) -> list[Span]:
-        """The characters that are learnt, with touching spans joined."""
-        return joined_spans((part.start, part.stop) for part in self.learnt)
-
-
-class Renderer(Protocol):
-    """A renderer of chats, with or without their targets."""
-
-    def located(self, chat: Chat) -> RenderedChat:
-        """Render a chat."""
-
-    def text(self, chat: Chat) -> str:
-        """Render a chat without targets."""
 
 
 class SpecialTokens:
@@ -101,7 +63,8 @@ class SpecialTokens:
         self._ids = np.array([tokenizer.convert_tokens_to_ids(name) for name in control], dtype=np.int64)
         # Stand-ins in messages, and the names of the template's own tokens in the copy of the tokenizer.
         self._hidden = _stand_ins(self._added, _HIDDEN)
-        self._hidden_pattern = any_of(self._hidden.values())
+        self._names = {stand_in: name for name, stand_in in self._hidden.items()}
+        self._hidden_pattern = any_of(self._names)
         self._disguises = _stand_ins(self._added, _DISGUISED)
 
     @property
@@ -124,37 +87,9 @@ class SpecialTokens:
             name = self.tokenizer.convert_ids_to_tokens(int(ids[control][0]))
             raise self.refused(name, "and this tokenizer cannot encode it as text")
 
-    def chat_text(self, chats: Renderer, chat: Chat, on_found: str) -> ChatText:
-        """Render a chat; `on_found` is the option special_tokens_in_text.
-
-        Raises `BadRecord` under `error` if a rendered message holds the name of a special token, and under `encode` if
-        its place in the rendered text cannot be found or the tokenizer is not a fast one.
-        """
-        if on_found == "keep":
-            return ChatText(chats.located(chat))
-        strings = strings_of(chat)
-        if not self._match_normalized and not self._pattern.search("\0".join(strings)):
-            return ChatText(chats.located(chat))  # almost always, so that this check is the only cost
-        first = next((found[0][0] for text in strings if (found := self.found(text))), None)
-        if any(_STAND_INS.search(text) for text in strings):
-            if first is not None:
-                raise self.refused(first, "beside private-use characters, which encoding it as text needs")
-            return ChatText(chats.located(chat))
-        names = ("messages", "tools", "argument_texts")
-        rendered = chats.located(replace(chat, **{name: self._hide(getattr(chat, name)) for name in names}))
-        hidden = rendered.text
-        count = len(self._hidden_pattern.findall(hidden))
-        text = rendered.text = self._shown(hidden)
-        if first is not None and text != chats.text(chat):
-            raise self.refused(first, "and the chat template changes it, so that its place cannot be found")
-        if first is not None and count and on_found == "error":
-            raise self.refused(first)
-        if not self.tokenizer.is_fast:
-            if first is not None and count:
-                raise self.refused(first, "and only a fast tokenizer can encode it as text")
-            return ChatText(rendered)
-        disguised = self._pattern.sub(lambda match: self._disguises[match[0]], hidden)
-        return ChatText(rendered, disguised=self._shown(disguised), special_tokens=count)
+    def may_hide_in(self, text: str) -> bool:
+        """Return whether a text, or its normalized form, may hold a name."""
+        return self._match_normalized or self._pattern.search(text) is not None
 
     @cached_property
     def _match_normalized(self) -> bool:
@@ -162,19 +97,23 @@ class SpecialTokens:
         normalizer = getattr(getattr(self.tokenizer, "backend_tokenizer", None), "normalizer", None)
         return normalizer is not None and any(token.normalized for token in self._added.values())
 
-    def _hide(self, value: Any) -> Any:
-        """Replace special tokens in strings by stand-ins, except in roles, which templates compare."""
+    def hide(self, value: Any) -> Any:
+        """Replace names in strings by stand-ins, except in roles, which templates compare."""
         if isinstance(value, str):
             return self._pattern.sub(lambda match: self._hidden[match[0]], value)
         if isinstance(value, list):
-            return [self._hide(item) for item in value]
+            return [self.hide(item) for item in value]
         if isinstance(value, dict):
-            return {self._hide(key): item if key == "role" else self._hide(item) for key, item in value.items()}
+            return {self.hide(key): item if key == "role" else self.hide(item) for key, item in value.items()}
         return value
 
-    def _shown(self, text: str) -> str:
-        names = {stand_in: name for name, stand_in in self._hidden.items()}
-        return self._hidden_pattern.sub(lambda match: names[match[0]], text)
+    def show(self, text: str) -> tuple[str, int]:
+        """Return a text with the names in place of their stand-ins, and their number."""
+        return self._hidden_pattern.subn(lambda match: self._names[match[0]], text)
+
+    def disguise(self, text: str) -> str:
+        """Return a text with hidden names for `renamed_tokenizer`, in which all others are those of tokens."""
+        return self.show(self._pattern.sub(lambda match: self._disguises[match[0]], text))[0]
 
     @cached_property
     def renamed_tokenizer(self) -> Any:
@@ -201,19 +140,3 @@ class SpecialTokens:
 
 def _stand_ins(names: Mapping[str, AddedToken], first: int) -> dict[str, str]:
     return {name: chr(first + number) * len(name) for number, name in enumerate(names)}
-
-
-def strings_of(chat: Chat) -> list[str]:
-    """Collect every string in a chat's messages and tools, keys included."""
-    found: list[str] = []
-    rest: list[Any] = [*chat.messages, *(chat.tools or [])]
-    for value in rest:  # the loop appends to this list
-        if isinstance(value, dict):
-            found += map(str, value)
-            for item in value.values():
-                (found if isinstance(item, str) else rest).append(item)
-        elif isinstance(value, list):
-            rest += value
-        elif isinstance(value, str):
-            found.append(value)
-    return found

@@ -2,14 +2,13 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from functools import cached_property
 from typing import Any
 
 from verl_ext.options import UsageError, first_line
-from verl_ext.text.read.json_records import BadRecord
+from verl_ext.text.records.bad_record import BadRecord
 from verl_ext.text.records.messages import REASONING_FIELDS, Chat, Message
 from verl_ext.text.records.tool_calls import functions_called
 
@@ -29,18 +28,18 @@ _TOOL = {
 
 
 class ChatTemplate:
-    r"""A chat template that renders chats, with the properties found by probing it.
+    r"""A chat template with the properties found by probing it.
 
     Attributes:
         generation_prompt: the text before a turn at inference, empty if the template has none.
-        ends: the texts that end an assistant's turn, which generation has to produce to stop.
+        turn_ends: the texts that end an assistant's turn, which generation has to produce to stop.
         special: a pattern of special tokens.
-        stops: a pattern of the tokens that stop generation.
-        end: a pattern of the end of a turn in the template's own text.
+        stop_pattern: a pattern of the tokens that stop generation.
+        end_pattern: a pattern of the end of a turn in the template's own text.
 
     A template that cannot print content as a string is given lists of parts, `[{"type": "text", "text": …}]`.
 
-    `ends` are found by comparing two closed turns, the last one of a chat and one before a user's turn:
+    `turn_ends` are found by comparing two closed turns, the last one of a chat and one before a user's turn:
 
         last turn      hello<|im_end|>\n                     both have <|im_end|> and white space; of several special
         earlier turn   hello<|im_end|>\n<|im_start|>user\n   tokens, the end is the last one, or the first that stops
@@ -71,9 +70,7 @@ class ChatTemplate:
             left_out: a pattern that is removed from every rendered text.
             today: the day that the template prints as today's, 2026-11-25; None: the present day.
         """
-        self.tokenizer = tokenizer
-        self.template = template
-        self._left_out = left_out
+        self.tokenizer, self.template, self._left_out = tokenizer, template, left_out
         self.kwargs = template_kwargs
         if prints_date(self.source):
             # All renderings get the same time, because they must give the same text.
@@ -82,20 +79,24 @@ class ChatTemplate:
         added = [str(token) for token in getattr(tokenizer, "added_tokens_decoder", {}).values()]
         self.special = any_of({*tokenizer.all_special_tokens, *added} - {""})
         stops = {tokenizer.eos_token or "", *stop_tokens} - {""}
-        self.stops = any_of(stops)
+        self.stop_pattern = any_of(stops)
         self._content_in_parts = False
-        self._watched: Callable[[Message], Message] | None = None
         try:
-            self.ends = self._probe(end_of_turn)
+            self.turn_ends = self._probe(end_of_turn)
         except BadRecord as error:
             raise UsageError(f"the chat template must render a user and an assistant turn; {error}") from error
-        self.end = any_of({*self.ends} if end_of_turn else {*self.ends, *stops})
+        self.end_pattern = any_of({*self.turn_ends} if end_of_turn else {*self.turn_ends, *stops})
+
+    @property
+    def sources(self) -> list[str]:
+        """The Jinja sources of the template; there are several if the tokenizer has templates by name."""
+        source = self.template or self.tokenizer.chat_template
+        return [source] if isinstance(source, str) else list(source.values())
 
     @cached_property
     def source(self) -> str:
-        """The Jinja source of the template, or of all templates if there are several."""
-        source = self.template or self.tokenizer.chat_template
-        return source if isinstance(source, str) else "\n".join(source.values())
+        """All sources in one text."""
+        return "\n".join(self.sources)
 
     @cached_property
     def marks_generation(self) -> bool:
@@ -115,16 +116,41 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], tools: list[Any] | None = None, generation: bool = False) -> str:
         """Render a chat, with the generation prompt if asked. Raises `BadRecord` if the template refuses it."""
-        with _template_errors():
+        try:
+            text = self._print(self._as_given(messages), tools, generation)
+        except Exception as error:  # a template's code may raise anything
+            raise _template_error(error) from error
+        return text if self._left_out is None else self._left_out.sub("", text)
+
+    def _print(self, messages: Sequence[Message], tools: list[Any] | None, generation: bool) -> str:
+        if self._jinja is None:
             text: str = self.tokenizer.apply_chat_template(
-                self._as_given(messages),
+                messages,
                 tools=tools,
                 chat_template=self.template,
                 tokenize=False,
                 add_generation_prompt=generation,
                 **self.kwargs,
             )
-        return text if self._left_out is None else self._left_out.sub("", text)
+            return text
+        compiled, variables = self._jinja
+        messages[0]  # IndexError, as in transformers
+        source = self.tokenizer.get_chat_template(self.template, tools)
+        return compiled(source)(
+            {**variables, "messages": messages, "tools": tools, "add_generation_prompt": generation}
+        )
+
+    @cached_property
+    def _jinja(self) -> tuple[Callable[[str], Callable[[dict[str, Any]], str]], dict[str, Any]] | None:
+        """The compiler of sources, and the variables of every call; None for a tokenizer with its own renderer."""
+        from transformers import PreTrainedTokenizerBase  # here: the writing process does not need it
+
+        from verl_ext.text.chat.sandbox import compiled
+
+        own = getattr(self.tokenizer.apply_chat_template, "__func__", None)
+        if own is not PreTrainedTokenizerBase.apply_chat_template:  # such as mistral-common's
+            return None
+        return compiled, {"documents": None, **self.tokenizer.special_tokens_map, **self.kwargs}
 
     def try_render(
         self, messages: Sequence[Message], tools: list[Any] | None = None, generation: bool = False
@@ -135,33 +161,25 @@ class ChatTemplate:
         except BadRecord:
             return None
 
-    def _as_given(self, messages: Sequence[Message]) -> list[Message]:
+    def _as_given(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Return the messages in the form that the template receives."""
-        messages = [self._watched(message) for message in messages] if self._watched else list(messages)
         return [_in_parts(message) for message in messages] if self._content_in_parts else messages
-
-    @contextmanager
-    def watching(self, watched: Callable[[Message], Message]) -> Iterator[None]:
-        """Pass `watched(message)` to the template for every message while the body runs."""
-        self._watched = watched
-        try:
-            yield
-        finally:
-            self._watched = None
 
     def render_with_generation(self, chat: Chat) -> tuple[str, list[Span]]:
         """Return the text with the spans that `apply_chat_template(return_assistant_tokens_mask=True)` marks."""
         from transformers.utils import chat_template_utils  # here: the writing process does not need it
 
-        with _template_errors():
+        try:
             rendered: Any = chat_template_utils.render_jinja_template(
-                conversations=[self._as_given(chat.messages)],
+                conversations=[[*self._as_given(chat.messages)]],
                 tools=chat.tools,
                 chat_template=self.tokenizer.get_chat_template(self.template, chat.tools),
                 return_assistant_tokens_mask=True,
                 add_generation_prompt=False,
                 **{**self.tokenizer.special_tokens_map, **self.kwargs},
             )
+        except Exception as error:
+            raise _template_error(error) from error
         (text,), (spans,) = rendered
         gaps = [gap.span() for gap in self._left_out.finditer(text)] if self._left_out else []
 
@@ -198,10 +216,15 @@ class ChatTemplate:
             return with_texts, other
         return chat, text
 
+    def text(self, chat: Chat, is_prompt: bool = False) -> str:
+        """Render a chat, or the prompt that a server makes of it. Raises `BadRecord`."""
+        chat, text = self.with_arguments_as_printed(chat)
+        return self.render(chat.messages, chat.tools, generation=True) if is_prompt else text
+
     def header_at_start_of(self, text: str) -> int:
         """Return the length of the assistant's header that the template's `text` begins with, or 0."""
         header, printed = self.header, self.header_length
-        if end := self.end.search(header):  # the end of the turn before, if a template leaves the last one open
+        if end := self.end_pattern.search(header):  # the end of the turn before, if a template leaves the last one open
             header = header[end.end() :].lstrip()
             printed -= len(self.header) - len(header)
         length = common_prefix(header, text)
@@ -247,7 +270,7 @@ class ChatTemplate:
                 )
             return [end_of_turn]
         if _ANSWER not in inner or _QUESTION not in inner.split(_ANSWER)[-1]:  # the template prints one turn only
-            return [end for end in [self._stop(last_tail)] if end]
+            return [end for end in [self._turn_end(last_tail)] if end]
         self.header_length = min(
             self.header_length, longest_prefix_in(self.header, inner.split(_QUESTION)[1].split(_ANSWER)[0])[0]
         )
@@ -257,8 +280,8 @@ class ChatTemplate:
         if last_tail[len(both) :].strip() and len(tokens) > 1 and tokens[-1] in first_header:
             both = both[: both.rindex(tokens[-1])]  # it begins a next turn's header, which ends every chat
         if both.strip():
-            return [end for end in [self._stop(both)] if end]
-        ends = [self._inner_stop(inner_tail, first_header), self._stop(last_tail)]
+            return [end for end in [self._turn_end(both)] if end]
+        ends = [self._inner_turn_end(inner_tail, first_header), self._turn_end(last_tail)]
         return [end for end in ends if self.special.search(end)]  # text that only ends a chat ends no turn
 
     def _usable_chat(self) -> tuple[list[Message], list[Any] | None, str]:
@@ -277,30 +300,25 @@ class ChatTemplate:
                     failed = failed or error
         raise failed or BadRecord("template_error", "it leaves a turn's content out")
 
-    def _stop(self, tail: str) -> str:
+    def _turn_end(self, tail: str) -> str:
         """Return the end of a turn in `tail`: its first stop token, else its last special token, else its text."""
-        if stop := self.stops.search(tail):
+        if stop := self.stop_pattern.search(tail):
             return stop[0]
         tail = tail.rstrip()
         return self.last_special_token(tail) or tail.lstrip()
 
-    def _inner_stop(self, tail: str, first_header: str) -> str:
+    def _inner_turn_end(self, tail: str, first_header: str) -> str:
         """Return the end of a turn in `tail`, the text up to a user's turn; `first_header` begins a chat."""
         first = self.special.match(tail.lstrip())
         headers = self.special.findall(first_header)
-        if first is None or (headers[-1:] == [first[0]] and not self.stops.fullmatch(first[0])):
+        if first is None or (headers[-1:] == [first[0]] and not self.stop_pattern.fullmatch(first[0])):
             return ""  # there is none, or it begins a user's turn
-        stop = self.stops.search(tail)
+        stop = self.stop_pattern.search(tail)
         return stop[0] if stop else first[0]
 
 
-@contextmanager
-def _template_errors() -> Iterator[None]:
-    """Turn any exception of a template's code into `BadRecord`."""
-    try:
-        yield
-    except Exception as error:
-        raise BadRecord("template_error", f"the chat template fails: {first_line(error)}") from error
+def _template_error(error: Exception) -> BadRecord:
+    return BadRecord("template_error", f"the chat template fails: {first_line(error)}")
 
 
 def _in_parts(message: Message) -> Message:

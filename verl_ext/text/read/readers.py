@@ -12,9 +12,9 @@ import io
 import mmap
 import os
 import sys
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import count, groupby
 from json import JSONDecodeError
@@ -22,16 +22,16 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from verl_ext.options import DataError, first_line
-from verl_ext.text.read.arrow_folder import STATE, parse_shards, read_shards
-from verl_ext.text.read.json_records import BadRecord, json_list, parse_line, repeated_name
+from verl_ext.text.arrow_folder import STATE, parse_shards, read_shards
+from verl_ext.text.read.json_records import JsonList, parse_line, repeated_name
 from verl_ext.text.read.sources import OpenedFile, SourceFile, encoding_problem, hub_tables, is_url, open_source
+from verl_ext.text.records.bad_record import BadRecord
 
 BLOCK = 1 << 20  # bytes of a text file read at once
 
 Columns = Collection[str] | None  # the columns of a table that are read; None: all
 
-Place = int  # the line of JSONL and CSV, else the number of the record
-NumberedRecord = tuple[Place, Any]  # bytes are a record that is not parsed yet
+NumberedRecord = tuple[int, Any]  # its line of JSONL and CSV, else its number, and the record
 Pieces = Iterator[tuple[list[NumberedRecord], int, int]]  # records, bytes of the file, size of the records
 Records = Iterator[tuple[NumberedRecord | None, int]]  # a record, or None for text without one, and its size
 
@@ -48,78 +48,66 @@ CHUNK = ChunkSize()
 
 @dataclass(frozen=True)
 class Chunk:
-    """Records of one file, in order."""
+    """Records of one source, in order.
+
+    category_id: the source's number. records: the place of each, `file:line` as errors name it or the file of a
+    `TextFile`, and the record, of which bytes are a line that is not parsed yet. num_bytes: the bytes of the files that
+    they take, the unit of progress. text_bytes: their size, decompressed. failure: why the source ends here.
+    """
 
     category_id: int
-    path: str
-    records: list[NumberedRecord]
-    num_bytes: int  # bytes of the file that the records take, the unit of progress
-    whole_file: bool = False  # the one record is the file's text
-    text_bytes: int = 0  # the approximate size of the records, decompressed
-
-    def place(self, number: Place) -> str:
-        """Return the place of a record, as errors name it."""
-        return self.path if self.whole_file else f"{self.path}:{number}"
-
-
-@dataclass
-class Batch:
-    """Chunks of one source, in order, for one worker. Small files share a batch because every job has a cost."""
-
-    source: int  # the files' category_id
-    chunks: list[Chunk] = field(default_factory=list)
-    failure: str | None = None  # why the rest of the source cannot be read
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes that the chunks take in the source's files."""
-        return sum(chunk.num_bytes for chunk in self.chunks)
-
-    @property
-    def num_records(self) -> int:
-        """The number of records, including unusable ones."""
-        return sum(len(chunk.records) for chunk in self.chunks)
+    records: list[tuple[str, Any]]
+    num_bytes: int = 0
+    text_bytes: int = 0
+    failure: str | None = None
 
 
 @dataclass(frozen=True)
 class TextFile:
-    """The text of a file larger than a block, read as a stream by the process that tokenizes it."""
+    """The record of a text file; longer than a block, it is read as a stream by the process that tokenizes it."""
 
     path: str
+    text: str | None = None
 
     def blocks(self) -> Iterator[str]:
         """Yield the text, a block at a time; see `text_blocks`."""
-        return (text for text, _ in text_blocks(self.path))
+        return (text for text, _ in text_blocks(self.path)) if self.text is None else iter([self.text])
 
 
-def read_batches(
-    files: Sequence[SourceFile],
-    is_full: Callable[[int], bool],
-    batch_bytes: int = CHUNK.bytes,
-    columns: Columns = None,
-) -> Iterator[Batch]:
-    """Yield the files' chunks, in order, in batches of at most about `batch_bytes` of text.
+def read_files(
+    files: Iterable[SourceFile],
+    size: ChunkSize = CHUNK,
+    read: Callable[[SourceFile, ChunkSize], Iterator[Chunk]] | None = None,
+    is_full: Callable[[int], bool] = lambda source: False,
+) -> Iterator[Chunk]:
+    """Yield the files' records in order, with the memory of a chunk or two; small files of a source share a chunk.
 
-    `is_full(source)` is called before each chunk, and nothing more of a full source is read. An unreadable file becomes
-    its batch's `failure` and ends its source. It is therefore reported only if the documents before it do not fill the
-    source, however far ahead of them it was found. columns: those of `read_chunks`.
+    read: the reader of one file (None: `read_chunks`). An unreadable file becomes a chunk's `failure` and ends its
+    source, however far it is found ahead of the documents before it. Nothing more is read of a source that `is_full`.
     """
     for source, own in groupby(files, key=lambda file: file.category_id):
-        chunks = (chunk for file in own for chunk in read_chunks(file, columns=columns))
-        batch = Batch(source)
-        while batch.failure is None and not is_full(source):
-            try:
-                batch.chunks.append(next(chunks))
-            except StopIteration:
+        chunk = none = Chunk(source, [])
+        for part in _until_failure(own, size, read or read_chunks):
+            num_bytes, text_bytes = chunk.num_bytes + part.num_bytes, chunk.text_bytes + part.text_bytes
+            chunk = Chunk(source, chunk.records + part.records, num_bytes, text_bytes, part.failure)
+            if len(chunk.records) >= size.records or text_bytes >= size.bytes:
+                yield chunk
+                chunk = none
+            if is_full(source):
                 break
-            except DataError as error:
-                batch.failure = str(error)
-            text_bytes = sum(chunk.text_bytes for chunk in batch.chunks)
-            if batch.failure is None and (text_bytes >= batch_bytes or batch.num_records >= CHUNK.records):
-                yield batch
-                batch = Batch(source)
-        if batch.chunks or batch.failure:
-            yield batch
+        if chunk != none:
+            yield chunk
+
+
+def _until_failure(
+    files: Iterable[SourceFile], size: ChunkSize, read: Callable[[SourceFile, ChunkSize], Iterator[Chunk]]
+) -> Iterator[Chunk]:
+    for file in files:
+        try:
+            yield from read(file, size)
+        except DataError as error:
+            yield Chunk(file.category_id, [], failure=str(error))
+            return
 
 
 def read_chunks(source: SourceFile, size: ChunkSize = CHUNK, columns: Columns = None) -> Iterator[Chunk]:
@@ -133,9 +121,22 @@ def read_chunks(source: SourceFile, size: ChunkSize = CHUNK, columns: Columns = 
     is_text = source.kind == "text"
     try:
         for records, num_bytes, text_bytes in READERS[source.kind](source, size, columns):
-            yield Chunk(source.category_id, source.path, records, num_bytes, is_text, text_bytes)
+            placed = [(source.path if is_text else f"{source.path}:{number}", record) for number, record in records]
+            yield Chunk(source.category_id, placed, num_bytes, text_bytes)
     except OSError as error:
         raise DataError(f"{source.path}: cannot be read: {first_line(error)}") from error
+
+
+def read_record(raw: Any) -> dict[str, Any]:
+    """Return a record of a chunk, parsed if it is a line's bytes. Raises `BadRecord` unless it is an object."""
+    record = parse_line(raw) if isinstance(raw, bytes) else raw
+    if isinstance(record, BadRecord):
+        raise record
+    if isinstance(record, TextFile):
+        return {"text": record if record.text is None else record.text}
+    if not isinstance(record, dict):
+        raise BadRecord("not_an_object", f"a record must be an object with fields; got {type(record).__name__}")
+    return record
 
 
 def _pieces(
@@ -176,7 +177,7 @@ def _json(source: SourceFile, limit: ChunkSize, _: Columns) -> Pieces:
     if first is None:
         raise DataError(f"{source.path}: must be JSON; it is empty")
     if not first.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{"):
-        return _pieces(source, limit, read=lambda source, stream: json_list(source.path, stream))
+        return _pieces(source, limit, read=lambda source, stream: iter(JsonList(source.path, stream)))
     try:
         parse_line(first)
     except BadRecord as error:
@@ -224,13 +225,13 @@ def _row_record(header: list[str], row: list[str]) -> Any:
 
 
 def _text(source: SourceFile, _: ChunkSize, __: Columns) -> Pieces:
-    """Read the file as one record: its text, or a `TextFile` if that is more than a block."""
+    """Read the file as one record."""
     text, is_long = "", False
     try:
         with closing(text_blocks(source.path)) as blocks:
             text, _size = next(blocks, ("", 0))
             is_long = next(blocks, None) is not None
-        record: Any = {"text": TextFile(source.path) if is_long else text}
+        record: Any = TextFile(source.path, None if is_long else text)
     except BadRecord as error:
         record = error
     yield [(1, record)], source.num_bytes or 0, len(text) * (1 + is_long)

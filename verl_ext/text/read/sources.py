@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 from urllib.parse import urlsplit
 
+from verl_ext.files import file_state
 from verl_ext.options import DataError, UsageError, first_line
 from verl_ext.text.read.compression import COMPRESSIONS
-from verl_ext.text.read.json_records import BadRecord
+from verl_ext.text.records.bad_record import BadRecord
 
 # The kind of a file by its suffix; `readers.READERS` has the reader of each kind.
 SUFFIXES = {
@@ -342,9 +343,9 @@ def open_source(path: str) -> Iterator[OpenedFile]:
     """
     try:
         with open_remote(path) if is_url(path) else open(path, "rb") as raw:
-            before = None if is_url(path) else _state(os.fstat(raw.fileno()))
+            before = None if is_url(path) else file_state(path)
             yield OpenedFile(path, raw)
-            if before is not None and _state(os.stat(path)) != before:
+            if before is not None and file_state(path) != before:
                 raise DataError(f"{path}: must not change while it is read; it did")
     except (DataError, UsageError, BadRecord):
         raise
@@ -356,10 +357,6 @@ def open_source(path: str) -> Iterator[OpenedFile]:
             raise
         reason = getattr(error, "strerror", None) or first_line(error)
         raise DataError(f"{path}: cannot be read: {reason}") from error
-
-
-def _state(status: os.stat_result) -> tuple[int, int, int]:
-    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 FORMATS = f"{', '.join(SUFFIXES)} (all but .parquet also as {', '.join(COMPRESSIONS)}), Arrow folders of save_to_disk"

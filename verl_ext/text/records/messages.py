@@ -24,8 +24,9 @@ from itertools import accumulate
 from typing import Any
 
 from verl_ext.endpoint.reasoning import REASONING_TAGS
-from verl_ext.text.read.json_records import BadRecord, from_json, parse_json, short_text
+from verl_ext.text.read.json_records import from_json, parse_json
 from verl_ext.text.read.readers import TextFile
+from verl_ext.text.records.bad_record import BadRecord, short_text
 from verl_ext.text.records.tool_calls import called, function_of, read_calls
 
 ROLES = {
@@ -59,7 +60,7 @@ class TurnMask:
     stretches: dict[str, list[Stretch]] = field(default_factory=dict)  # weights of a field's characters, by its name
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Turn:
     """A message, its weight (None: not given), the weights of its parts, and the tools that a system message holds."""
 
@@ -72,7 +73,7 @@ class Turn:
     has_thought: bool = False  # its content is a thought in tags, which a call follows
 
 
-@dataclass
+@dataclass(frozen=True)
 class Chat:
     """A chat in the form that chat templates take.
 
@@ -100,10 +101,10 @@ class Chat:
                 messages[index] = {**messages[index], "content": "", name: thought}
         return replace(self, messages=messages, thoughts=())
 
-    def keep_last_target(self) -> None:
-        """Make the last assistant turn the only target; there is none if its weight is 0."""
+    def with_last_target(self) -> "Chat":
+        """Return the chat with its last assistant turn as the only target; there is none if its weight is 0."""
         last = max((i for i, m in enumerate(self.messages) if m["role"] == "assistant"), default=-1)
-        self.targets = {i: weight for i, weight in self.targets.items() if i == last}
+        return replace(self, targets={i: weight for i, weight in self.targets.items() if i == last})
 
     def with_argument_texts(self) -> "Chat":
         """Return the chat with the arguments of its calls as text: the record's own, or JSON."""
@@ -126,7 +127,7 @@ class Chat:
         return replace(self, messages=messages)
 
 
-@dataclass
+@dataclass(frozen=True)
 class PlainText:
     """A text whose tokens are all targets, except the first."""
 
@@ -154,7 +155,7 @@ class MessageReader:
         for number, raw in enumerate(raw_messages, start=1):
             turn = self._turn(raw, f"message {number}")
             if turn.is_call and turns and turns[-1].message["role"] == "assistant":
-                _continue(turns[-1], turn, f"message {number}")
+                turns[-1] = _continued(turns[-1], turn, f"message {number}")
             else:
                 turns.append(turn)
         others = (i for i, turn in enumerate(turns) if turn.weight and turn.message["role"] != "assistant")
@@ -294,13 +295,14 @@ def without_placeholders(value: Any) -> Any:
     return map_strings(value, lambda text: _PLACEHOLDER.sub("", text))
 
 
-def _continue(before: Turn, turn: Turn, where: str) -> None:
-    """Add a message of calls to the assistant's turn before it, which the template prints as one turn."""
+def _continued(before: Turn, turn: Turn, where: str) -> Turn:
+    """Return the assistant's turn with the message of calls after it, which the template prints as one turn."""
     if (1 if before.weight is None else before.weight) != (1 if turn.weight is None else turn.weight):
         raise BadRecord("bad_weight", f"{where} continues the assistant's turn before it, and must have its weight")
     calls = before.message.get("tool_calls") or []
-    before.argument_texts |= {len(calls) + number: text for number, text in turn.argument_texts.items()}
-    before.message["tool_calls"] = [*calls, *turn.message["tool_calls"]]
+    texts = {len(calls) + number: text for number, text in turn.argument_texts.items()}
+    message = {**before.message, "tool_calls": [*calls, *turn.message["tool_calls"]]}
+    return replace(before, message=message, argument_texts={**before.argument_texts, **texts})
 
 
 def _learnt(fields: dict[str, Any], where: str) -> float | None:

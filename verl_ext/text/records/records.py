@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl_ext.options import choice_problem
-from verl_ext.text.read.json_records import BadRecord, read_record, readable_value, short_text
+from verl_ext.text.read.readers import read_record
+from verl_ext.text.records.bad_record import BadRecord, readable_value, short_text
 from verl_ext.text.records.messages import Chat, Content, as_weight, without_placeholders
 from verl_ext.text.records.shapes import (
     FIELDS,
@@ -35,7 +36,7 @@ from verl_ext.text.records.shapes import (
 LONGEST_CATEGORY = 200  # characters
 
 
-@dataclass
+@dataclass(frozen=True)
 class Record:
     """The content of a record, and its loss weight (None if not given).
 

@@ -26,10 +26,11 @@ from numpy.typing import NDArray
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from verl_ext.options import DataError
-from verl_ext.text.chat.special_tokens import ChatText, SpecialTokens, as_plain_text
+from verl_ext.text.chat.renderer import RenderedTurns
+from verl_ext.text.chat.special_tokens import SpecialTokens, as_plain_text
 from verl_ext.text.chat.template import Span
-from verl_ext.text.read.json_records import BadRecord, RecordOptions
 from verl_ext.text.read.readers import TextFile
+from verl_ext.text.records.bad_record import BadRecord, RecordOptions
 from verl_ext.text.tokens.prefixes import Prefixes, mask_from_prefixes
 
 TRIES = 16  # places tried for a cut before a window is doubled
@@ -168,7 +169,7 @@ class TextEncoder:
                 encoded[number] = error
         return encoded
 
-    def encode_chats(self, chats: Sequence[ChatText]) -> list[Encoded | BadRecord]:
+    def encode_chats(self, chats: Sequence[RenderedTurns]) -> list[Encoded | BadRecord]:
         """Return the tokens of each chat, with their characters if the tokenizer is a fast one."""
         is_short = [chat.disguised is None and len(chat.text) <= self._windows.size for chat in chats]
         short = self._short([chat.text for chat, it_is in zip(chats, is_short, strict=True) if it_is])
@@ -244,7 +245,7 @@ class TextEncoder:
             return True
         return normalizer.normalize_str(text) == text
 
-    def _chat(self, chat: ChatText) -> Encoded | BadRecord:
+    def _chat(self, chat: RenderedTurns) -> Encoded | BadRecord:
         """Encode a long chat, or a chat that holds names of special tokens."""
         tokenizer, text, call = self.tokenizer, chat.text, {}
         if chat.disguised is not None:

@@ -1,5 +1,7 @@
-"""Load and check tokenizers, and read the chat templates that options name."""
+"""Load and check tokenizers, their stop tokens and the templates of options."""
 
+import hashlib
+import json
 import os
 import re
 import sys
@@ -170,3 +172,47 @@ def check_tokenizer(tokenizer: Any, path: str, key: str = "model.path") -> None:
     shown = ", ".join(tokens[:5]) + (", …" if len(tokens) > 5 else "")
     found = f"which has none: only tokens that are no text, {shown}" if tokens else "which has none"
     raise UsageError(f"{key} must hold a tokenizer; got {path}, {found}")
+
+
+def tokenizer_facts(tokenizer: Any) -> list[Any]:
+    """Return the facts that decide how a tokenizer splits text, without the state that calls leave in it."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None and hasattr(backend, "to_str"):
+        serialised = json.loads(backend.to_str())
+        for state in ("truncation", "padding"):  # left there by the last call
+            serialised.pop(state, None)
+        model = json.dumps(serialised)
+    else:
+        model = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer.all_special_tokens])
+        file = getattr(tokenizer, "vocab_file", None)
+        if file and os.path.isfile(file):
+            model += hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    return [
+        type(tokenizer).__name__,
+        hashlib.sha256(model.encode()).hexdigest(),
+        bool(getattr(tokenizer, "split_special_tokens", False)),
+    ]
+
+
+def stop_tokens(tokenizer: Any, model: ModelOptions) -> list[str]:
+    """Read the tokens that stop generation from the model's generation_config.json, if there is one."""
+    from transformers.utils import cached_file  # heavy, and needed in worker processes only
+
+    if not model.tokenizer:
+        return []
+    path = cached_file(
+        model.path or model.tokenizer,
+        "generation_config.json",
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    if path is None:
+        return []
+    try:
+        with open(path, encoding="utf-8") as file:
+            ids = json.load(file).get("eos_token_id")
+    except (OSError, ValueError, AttributeError) as error:
+        raise UsageError(f"{path} must be a generation config in JSON: {first_line(error)}") from error
+    ids = ids if isinstance(ids, list) else [ids]
+    return [token for token in tokenizer.convert_ids_to_tokens([i for i in ids if isinstance(i, int)]) if token]

@@ -29,14 +29,14 @@ class Sample(NamedTuple):
 def read_samples(folder: str, task: str, split: str) -> list[Sample]:
     """Return a file's questions; raise UsageError if missing or malformed."""
     patterns = f"{task}_*_{split}.txt", f"{task}_{split}.txt"
-    found = sorted(path for pattern in patterns for path in Path(folder).glob(pattern))
-    if len(found) != 1:
-        got = ", ".join(path.name for path in found) or "none"
+    files = sorted(path for pattern in patterns for path in Path(folder).glob(pattern))
+    if len(files) != 1:
+        got = ", ".join(path.name for path in files) or "none"
         raise UsageError(f"stories must hold one file {' or '.join(patterns)}; {folder} has {got}")
     samples: list[Sample] = []
     facts: list[str] = []
     last = 0
-    for number, line in enumerate(utf8_text(found[0], "stories").split("\n"), 1):
+    for number, line in enumerate(utf8_text(files[0], "stories").split("\n"), 1):
         if not line.strip():
             continue
         match = _LINE.fullmatch(line)
@@ -45,7 +45,7 @@ def read_samples(folder: str, task: str, split: str) -> list[Sample]:
         if not match or int(match[1]) != last + 1 or (match[3] and not facts):
             raise UsageError(
                 "stories must have lines 'NUMBER FACT' and, after a fact, 'NUMBER QUESTION<tab>ANSWER<tab>FACTS',"
-                f" numbered from 1 in every story; line {number} of {found[0]} is {line.strip()[:80]!r}"
+                f" numbered from 1 in every story; line {number} of {files[0]} is {line.strip()[:80]!r}"
             )
         last += 1
         if match[3]:
@@ -53,7 +53,7 @@ def read_samples(folder: str, task: str, split: str) -> list[Sample]:
         else:
             facts.append(match[2].strip())
     if not samples:
-        raise UsageError(f"stories must hold questions with answers; {found[0]} has none")
+        raise UsageError(f"stories must hold questions with answers; {files[0]} has none")
     return samples
 
 

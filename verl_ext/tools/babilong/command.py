@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from verl_ext.commands.command_line import OutputOptions, command
 from verl_ext.data.babilong_answers import TASK_LABELS
 from verl_ext.files import OutputFolder
-from verl_ext.options import choice_problem, option, show
+from verl_ext.options import choice_problem, option, spell
 from verl_ext.progress import progress_bar
 from verl_ext.text.tokens.tokenizer import ModelOptions, load_tokenizer, tokenizer_module
 from verl_ext.text.workers import available_cpus, ordered_results
@@ -70,9 +70,7 @@ class BabilongOptions(OutputOptions):
     )
     story: StoryOptions = option(StoryOptions, "length of generated stories")
     num_workers: int | None = option(
-        None,
-        "worker processes; null: chosen by CPUs and work. The output does not depend on it",
-        least=1,
+        None, "worker processes; null: chosen by CPUs and work. The output does not depend on it", least=1
     )
 
     @property
@@ -90,11 +88,11 @@ class BabilongOptions(OutputOptions):
             yield f"tasks must be of {', '.join(TASKS)} unless stories names bAbI's own files; got {', '.join(others)}"
         for key, folder, of in (("stories", self.stories, "bAbI's"), ("background", self.background, ".txt")):
             if folder is not None and not os.path.isdir(folder):
-                yield f"{key} must be a folder of {of} files that exists; got {show(folder)}"
+                yield f"{key} must be a folder of {of} files that exists; got {spell(folder)}"
         for size in self.sizes:
             tokens = size_tokens(size)
             if tokens is None:
-                yield f"sizes must be like 0k, 32k, 1M or a number of tokens; got {show(size)}"
+                yield f"sizes must be like 0k, 32k, 1M or a number of tokens; got {spell(size)}"
             elif 0 < tokens <= self.reserve_tokens:
                 yield f"sizes must be above reserve_tokens ({self.reserve_tokens}), or 0k; got {size}"
         yield from self.output_problems(
@@ -107,7 +105,7 @@ class BabilongOptions(OutputOptions):
             is_range = all(type(token) is int for token in within) and 0 <= within[0] < within[1]
         if not is_range:
             must = "facts_within must be null, a share above 0 and at most 1, or [first token, end token]"
-            yield f"{must}; got {show(within)}"
+            yield f"{must}; got {spell(within)}"
 
 
 def write_samples(options: BabilongOptions) -> str:
@@ -118,6 +116,7 @@ def write_samples(options: BabilongOptions) -> str:
     for maker in _makers(options, backgrounds, counter).values():  # A too small size ends the run now, not in hours.
         of_a_story = options.samples if maker.questions else options.story.questions_of(maker.task)
         maker.story_part(min(options.samples, of_a_story) - 1)
+    # A job holds many short samples or a long one, so that workers wait for each other little.
     jobs = [
         (task, size, range(options.samples)[first : first + step])
         for task, (size, target) in product(options.tasks, options.targets.items())
@@ -131,6 +130,7 @@ def write_samples(options: BabilongOptions) -> str:
     make = partial(_makers, options, backgrounds, counter if num_workers == 1 else None)
     results = ordered_results(make, _records, jobs, num_workers, name="generator", preload=[tokenizer_module()])
     records = chain.from_iterable(results)  # in the order of the files
+    # Write the files in turn while workers are ahead; the folder appears when all of it is there.
     with OutputFolder(options.output_dir, options.overwrite) as folder:
         with progress_bar("generate", tokens, unit="tokens", unit_scale=True) as bar:
             for task, (size, target) in product(options.tasks, options.targets.items()):
@@ -141,8 +141,8 @@ def write_samples(options: BabilongOptions) -> str:
                         file.write((",\n" if number else "[\n") + record)
                         bar.update(target or FACT_TOKENS)
                     file.write("\n]\n")
-        written = {key: value for key, value in asdict(options).items() if key not in NOT_WRITTEN}
-        OmegaConf.save(OmegaConf.create(written), folder.path / MARKER)
+        settings = {key: value for key, value in asdict(options).items() if key not in NOT_WRITTEN}
+        OmegaConf.save(OmegaConf.create(settings), folder.path / MARKER)
         folder.publish()
     files, seconds = len(options.tasks) * len(options.sizes), time.monotonic() - started
     done = f"{files} files of {options.samples:,} samples, {tokens / 1e6:,.1f}M tokens in {seconds:,.0f} s"
@@ -175,11 +175,11 @@ def _background_line(options: BabilongOptions, background: Background) -> str:
 
 def _makers(options: BabilongOptions, backgrounds: Mapping[str, Background], counter: TokenCounter | None) -> Makers:
     counter = counter or TokenCounter(load_tokenizer(options.model))
-    given = {key: getattr(options, key) for key in ("seed", "reserve_tokens", "facts_within", "story")}
+    settings = {key: getattr(options, key) for key in ("seed", "reserve_tokens", "facts_within", "story")}
     folder, split = options.stories, options.split
     questions = {task: babi.read_samples(folder, task, split) if folder else None for task in options.tasks}
     return {
-        (task, size): SampleMaker(task, size, counter, backgrounds.get(size), questions=questions[task], **given)
+        (task, size): SampleMaker(task, size, counter, backgrounds.get(size), questions=questions[task], **settings)
         for task, size in product(options.tasks, options.targets)
     }
 

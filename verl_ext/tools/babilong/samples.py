@@ -68,15 +68,15 @@ class TokenCounter:
 
 
 class Background:
-    """The `sentences` that have MIN_TOKENS tokens or more, and the `tokens` that each adds to a text.
+    """The `sentences` of MIN_TOKENS or more, and the `tokens` they add.
 
     is_prose: whether neighbours belong together and are used side by side; else sentences are used in any order.
     """
 
     def __init__(self, sentences: list[str], counter: TokenCounter, is_prose: bool) -> None:
         tokens = counter.in_context(sentences)
-        kept = np.flatnonzero(tokens >= MIN_TOKENS)
-        self.sentences, self.tokens, self.is_prose = [sentences[index] for index in kept], tokens[kept], is_prose
+        indices = np.flatnonzero(tokens >= MIN_TOKENS)
+        self.sentences, self.tokens, self.is_prose = [sentences[index] for index in indices], tokens[indices], is_prose
 
     def walk(self, rng: random.Random, target: int) -> np.ndarray:
         """Return sentence numbers from a random start, of more than `target` tokens.
@@ -104,7 +104,7 @@ def filler_sentences(number: int) -> list[str]:
 
 
 def folder_background(folder: str, counter: TokenCounter) -> Background:
-    """Return the sentences of every .txt file below `folder`, but for its first and last.
+    """Return a folder's .txt sentences, without each file's first and last.
 
     Raises UsageError if a file is not UTF-8, or no sentence is long enough.
     """
@@ -121,7 +121,7 @@ def folder_background(folder: str, counter: TokenCounter) -> Background:
 
 def split_sentences(text: str) -> list[str]:
     """Return a text's sentences, with white space as single spaces."""
-    ends = [0, *(found.end() for found in _SENTENCE_END.finditer(text)), len(text)]
+    ends = [0, *(match.end() for match in _SENTENCE_END.finditer(text)), len(text)]
     sentences = (" ".join(text[start:end].split()) for start, end in pairwise(ends))
     return [sentence for sentence in sentences if sentence]
 
@@ -263,7 +263,7 @@ def cut_to(sentence: str, tokens: int, counter: TokenCounter) -> str | None:
     """
 
     def longest(ends: list[int]) -> int:
-        """Return the last end with at most `tokens` tokens, or the first end."""
+        """Return the last end with at most `tokens`, or the first."""
         return ends[bisect_right(ends, tokens, lo=1, key=lambda end: counter.inside(sentence[:end])) - 1]
 
     words = [0, *(word.end() for word in re.finditer(r"\S+", sentence))]

@@ -77,8 +77,8 @@ def make_story(task: str, rng: random.Random, options: StoryOptions) -> list[Sam
             end = f" to {event.recipient}" if event.recipient else ""
             end += " there" if rng.random() < there.get(event.kind, 0) else ""
             facts.append(f"{event.actor} {rng.choice(VERBS[event.kind])} the {event.thing}{end}.")
-        if asked := ask(events, rng):
-            samples.append(Sample(facts.copy(), *asked))
+        if question := ask(events, rng):
+            samples.append(Sample(facts.copy(), *question))
     return samples
 
 
@@ -113,7 +113,7 @@ def _where_is_actor(events: list[Event], rng: random.Random) -> tuple[str, str]:
 
 
 def _where_object(events: list[Event], rng: random.Random, was: bool) -> tuple[str, str] | None:
-    """Ask for a recent object's place, or with `was` for its place before a later one.
+    """Ask for a recent object's place, or with `was` an earlier one.
 
     An object is recent if one of the last :data:`RECENT` facts is its get or drop. It is in the last place of the actor
     who got it; bAbI asks about a held object only after its holder has moved with it.
@@ -159,11 +159,11 @@ def _rooms(rng: random.Random) -> Sample:
     """
     middle, *ends = rng.sample(PLACES, 3)
     direction = rng.choice(list(OPPOSITES))
-    told = [
+    relations = [
         (middle, OPPOSITES[way], end) if rng.random() < 1 / 3 else (end, way, middle)
         for end, way in zip(ends, (direction, OPPOSITES[direction]), strict=True)
     ]
-    room, way, other = rng.choice(told)
+    room, way, other = rng.choice(relations)
     text = rng.choice((f"What is {way} of the {other}?", f"What is the {other} {OPPOSITES[way]} of?"))
-    facts = [f"The {subject} is {way} of the {other}." for subject, way, other in told]
+    facts = [f"The {subject} is {way} of the {other}." for subject, way, other in relations]
     return Sample(facts, text, room)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from verl_ext.commands.command_line import OutputOptions, command
 from verl_ext.files import OutputFolder, follow_umask, write_json
-from verl_ext.options import REQUIRED, choice_problem, option, show
+from verl_ext.options import REQUIRED, choice_problem, option, spell
 from verl_ext.text.tokens.tokenizer import read_tokenizer, tokenizer_path_problems
 from verl_ext.tools.init_model.model import PRESETS, TOKEN_IDS, config_file, count_parameters, meta_model, random_model
 from verl_ext.tools.init_model.tokenizer import TokenizerOptions, TrainingText, trained_tokenizer
@@ -41,7 +41,7 @@ class InitModelOptions(OutputOptions):
         model = None if self.model in PRESETS else self.model
         yield from self.output_problems("the model, a tokenizer, its text", model, path, *patterns)
         for key in sorted(GIVEN_KEYS & self.config.keys()):
-            yield f"config must not set {key}, which model, dtype or the tokenizer gives; got {show(self.config[key])}"
+            yield f"config must not set {key}, which model, dtype or the tokenizer gives; got {spell(self.config[key])}"
         if bool(path) == bool(patterns):
             got = f"{path} and {patterns}" if path else "neither"
             yield f"exactly one of tokenizer.path and tokenizer.train_on must be given; got {got}"
@@ -49,7 +49,7 @@ class InitModelOptions(OutputOptions):
             yield from tokenizer_path_problems(path, "tokenizer.path")
             for name in self.tokenizer.changed().keys() - {"path"}:
                 must = f"tokenizer.{name} must be left out with tokenizer.path, which is copied as it is"
-                yield f"{must}; got {show(getattr(self.tokenizer, name))}"
+                yield f"{must}; got {spell(getattr(self.tokenizer, name))}"
 
 
 def init_model(options: InitModelOptions) -> str:
@@ -70,6 +70,7 @@ def init_model(options: InitModelOptions) -> str:
             tokenizer = trained_tokenizer(text, options.tokenizer)
         num_tokens = max(tokenizer.get_vocab().values()) + 1
         planned = meta_model(*model_of, num_tokens, **{name: getattr(tokenizer, name) for name in TOKEN_IDS})
+        # Draw the weights last, because everything that can be refused is known before.
         total, outside = count_parameters(planned)
         print(f"random weights: {total:,}", file=sys.stderr)
         model = random_model(planned.config, options.seed, options.dtype)
@@ -101,8 +102,8 @@ def _tokenizer_lines(options: TokenizerOptions, tokenizer: Any, text: TrainingTe
     line = f"tokenizer   {len(tokenizer):,} tokens; {', '.join(special) or 'no special ones'}"
     yield line + (f"; trained on {text.characters:,} characters of {len(text.files):,} files" if text else "")
     if text and len(tokenizer) < options.vocab_size:
-        asked = f"tokenizer.vocab_size={options.vocab_size:,}"
-        yield f"note: the text has pairs to merge for {len(tokenizer):,} tokens, not for {asked}"
+        size = f"tokenizer.vocab_size={options.vocab_size:,}"
+        yield f"note: the text has pairs to merge for {len(tokenizer):,} tokens, not for {size}"
     if tokenizer.eos_token_id is None:
         yield "note: the tokenizer has no end-of-text token, which data of documents needs between them"
 

@@ -1,4 +1,4 @@
-"""A new model: its config, from a preset or file, and random weights.
+"""A new model: its config, from a preset or file, and weights.
 
 A preset is a YAML file in `presets/` with the keys of a config.json, except for those that the tokenizer determines.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from verl_ext.options import UsageError, first_line, leaves, nearest_hint, show, unknown
+from verl_ext.options import UsageError, first_line, leaves, nearest_hint, spell, unknown
 
 PRESETS = {file.stem: file for file in sorted(Path(__file__).with_name("presets").glob("*.yaml"))}
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -83,9 +83,9 @@ def meta_model(model: str, changes: Mapping[str, Any], dtype: str, num_tokens: i
         problems = list(_problems(planned, dtype, num_tokens))
     except Exception as error:  # transformers has many errors, some of several lines
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        asked = ", ".join(f"config.{key}={show(value)}" for key, value in leaves(changes)) or "none of its own"
+        keys = ", ".join(f"config.{key}={spell(value)}" for key, value in leaves(changes)) or "none of its own"
         must = f"config must have values of which transformers can build a {kind}"
-        raise UsageError(f"{must}; got {asked} ({reason})") from error
+        raise UsageError(f"{must}; got {keys} ({reason})") from error
     if problems:
         raise UsageError("; ".join(problems))
     return planned

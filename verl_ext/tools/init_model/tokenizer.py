@@ -6,11 +6,11 @@ from itertools import chain
 from typing import Any, ClassVar
 
 from verl_ext.commands.command_line import as_list, is_names
-from verl_ext.options import DataError, Options, option, show
+from verl_ext.options import DataError, Options, option, spell
 from verl_ext.progress import progress_bar
-from verl_ext.text.read.json_records import BadRecord, read_record
-from verl_ext.text.read.readers import read_chunks, text_blocks
+from verl_ext.text.read.readers import read_chunks, read_record, text_blocks
 from verl_ext.text.read.sources import FORMATS, SourceFile, find_source_files, total_bytes
+from verl_ext.text.records.bad_record import BadRecord
 from verl_ext.text.records.messages import Chat
 from verl_ext.text.records.records import parse_record
 from verl_ext.text.tokens.tokenizer import check_template, read_template
@@ -34,8 +34,7 @@ class TokenizerOptions(Options):
 
     path: str | None = option(None, "tokenizer to copy: a folder or a name on the Hub; exclusive with train_on")
     train_on: Any = option(
-        [],
-        f"data to train a byte-level BPE on, text_key of a record or every message of a chat: {FORMATS}",
+        [], f"data to train a byte-level BPE on, text_key of a record or every message of a chat: {FORMATS}"
     )
     text_key: str = option("text", "field of a record that holds its text")
     vocab_size: int = option(6400, "size of the vocabulary, including the 256 bytes and the special tokens")
@@ -62,10 +61,10 @@ class TokenizerOptions(Options):
     def problems(self) -> Iterator[str]:
         """Yield a line for every mistake visible without opening a text."""
         if self.train_on != [] and not is_names(self.train_on):
-            yield f"tokenizer.train_on must be a path, a glob or a list of them; got {show(self.train_on)}"
+            yield f"tokenizer.train_on must be a path, a glob or a list of them; got {spell(self.train_on)}"
         for name in (*NAMED_TOKENS, "special_tokens"):
             if "" in (as_list(getattr(self, name)) or ()):
-                yield f"tokenizer.{name} must hold no empty text; got {show(getattr(self, name))}"
+                yield f"tokenizer.{name} must hold no empty text; got {spell(getattr(self, name))}"
         if self.vocab_size < (least := 256 + len(self.all_special_tokens)):
             must = f"tokenizer.vocab_size must be at least {least}, the 256 bytes and the special tokens"
             yield f"{must}; got {self.vocab_size}"
@@ -101,8 +100,8 @@ class TrainingText:
                 yield from text_blocks(place)
                 return
             for chunk in read_chunks(file):
-                for number, raw in chunk.records:
-                    place = chunk.place(number)
+                for at, raw in chunk.records:
+                    place = at
                     yield from ((text, 0) for text in training_texts(read_record(raw), self.text_key))
                 yield "", chunk.num_bytes
         except BadRecord as error:
@@ -121,8 +120,8 @@ def training_texts(record: dict[str, Any], text_key: str) -> list[str]:
     except BadRecord as error:
         if error.reason != "unknown_fields":
             raise
-    found = ", ".join(map(str, record)) or "none"
-    raise BadRecord("unknown_fields", f"no field {text_key} (tokenizer.text_key) and no chat; its fields: {found}")
+    fields = ", ".join(map(str, record)) or "none"
+    raise BadRecord("unknown_fields", f"no field {text_key} (tokenizer.text_key) and no chat; its fields: {fields}")
 
 
 def trained_tokenizer(texts: Iterable[str], options: TokenizerOptions) -> Any:
@@ -149,7 +148,7 @@ def trained_tokenizer(texts: Iterable[str], options: TokenizerOptions) -> Any:
         show_progress=False,
     )
     bpe.train_from_iterator(texts, trainer)
-    named = {name: token for name in NAMED_TOKENS if (token := getattr(options, name)) is not None}
+    tokens = {name: token for name in NAMED_TOKENS if (token := getattr(options, name)) is not None}
     return PreTrainedTokenizerFast(
-        tokenizer_object=bpe, chat_template=template, clean_up_tokenization_spaces=False, **named
+        tokenizer_object=bpe, chat_template=template, clean_up_tokenization_spaces=False, **tokens
     )

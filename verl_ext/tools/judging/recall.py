@@ -115,11 +115,10 @@ class BABILong(Task):
         from verl_ext.data.babilong import FIELDS, find_task_files  # imports torch, which --help does not need
 
         try:
-            files, names = find_task_files([self.path], "cases")
+            found = find_task_files([self.path], "cases")
         except ValueError as error:
             raise DataError(str(error)) from error
-        for file in files:
-            category = names[file.category_id]
+        for file, category in found:
             try:
                 rows = json.loads(Path(file.path).read_text(encoding="utf-8"))
                 asked = [[row[name] for name in FIELDS] for row in rows]

@@ -73,8 +73,8 @@ async def judge_model(
             answer = await model.ask(case.name, "answer", [message], sampling)
             verdicts: list[Answer] = []
             scores: Scores = {}
-            if answer.is_given:
-                text = answer.given_text
+            if answer.is_reply:
+                text = answer.reply_text
                 questions = task.questions(case, text) if judge is not None else []
                 parsed = [task.worst] * len(questions)
                 if judge is not None and text:  # no judge need read an empty answer
@@ -103,7 +103,7 @@ def write_model(folder: Path, task: Task, judged: Sequence[Judged]) -> None:
     """Write a model's answers and scores, and any published predictions file."""
     folder.mkdir()
     _write_lines(folder / ANSWERS, (row.as_dict() for row in judged))
-    rows = (task.published(one.case, one.answer.given_text) for one in judged if one.scores)
+    rows = (task.published(one.case, one.answer.reply_text) for one in judged if one.scores)
     if published := [row for row in rows if row is not None]:
         _write_lines(folder / PREDICTIONS, published)
 

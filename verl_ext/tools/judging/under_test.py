@@ -12,11 +12,11 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from verl_ext.cache import fingerprint
 from verl_ext.endpoint.answer import CUT, FAILED, REFUSED, TOO_LONG, Answer, Usage, answer_from_text
 from verl_ext.endpoint.client import Messages, SamplingOptions
 from verl_ext.endpoint.reasoning import decode_answer
 from verl_ext.endpoint.store import Store
-from verl_ext.files import fingerprint
 from verl_ext.options import DataError, UsageError, first_line
 from verl_ext.text.tokenizing import file_facts
 from verl_ext.tools.judging.task import read_rows
@@ -116,7 +116,7 @@ class LocalModel:
         # Answers end where the model was trained to end a turn, or where its own config says so.
         own = model.generation_config.eos_token_id
         template = ChatTemplate(self._tokenizer, None, {})
-        self._ends = end_tokens(self._tokenizer, template.ends, *(own if isinstance(own, list) else [own]))
+        self._ends = end_tokens(self._tokenizer, template.turn_ends, *(own if isinstance(own, list) else [own]))
         self._model = model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
 
 

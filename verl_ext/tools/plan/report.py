@@ -27,7 +27,7 @@ from verl_ext.config.run import RunConfig, sequence_parallel_size
 from verl_ext.config.support import CP as _CP
 from verl_ext.config.support import SP as _SP
 from verl_ext.config.upstream import select
-from verl_ext.options import show
+from verl_ext.options import spell
 from verl_ext.parallel.shards import SequenceShards
 from verl_ext.progress import progress_bar
 from verl_ext.tools.plan.caching_allocator import reserved
@@ -175,13 +175,12 @@ def job_of(run: Run, values: Mapping[str, Any], ranks_of_node: int) -> Job:
     These are the packs with the most tokens and, if others have more targets, those as well, because an epoch may put
     them together. The heaviest of several micro-batches come last, when gradients are already in memory.
     """
-    dataset, data = run.train_set, values["data"]
+    packs, data = run.packs, values["data"]
     sp, context = sequence_parallel_size(values), values["parallel"]["context_parallel_size"]
     size, world_size = data["micro_batch_size_per_gpu"], run.config.machine.world_size
     micro_steps = data["train_batch_size"] * sp // world_size // size
-    tokens, targets = dataset.pack_tokens(), dataset.pack_targets()
-    longest = _micro_batch(run, np.lexsort((targets, tokens))[::-1][:size])
-    widest = _micro_batch(run, np.lexsort((tokens, targets))[::-1][:size])
+    longest = _micro_batch(run, np.lexsort((packs.targets, packs.tokens))[::-1][:size])
+    widest = _micro_batch(run, np.lexsort((packs.tokens, packs.targets))[::-1][:size])
     others = [widest] if _is_target(widest).sum() > _is_target(longest).sum() else []
     alone = [[batch] for batch in (longest, *others)]
     steps = alone if micro_steps == 1 else [[*others, longest, *(others or [longest])]]
@@ -193,7 +192,7 @@ def job_of(run: Run, values: Mapping[str, Any], ranks_of_node: int) -> Job:
 
 def other_steps(run: Run) -> list[list[StepBatch]]:
     """Return :data:`OTHERS` steps of one micro-batch, of increasing length."""
-    order, size = np.argsort(run.train_set.pack_tokens()), run.config.data.micro_batch_size_per_gpu
+    order, size = np.argsort(run.packs.tokens), run.config.data.micro_batch_size_per_gpu
     spread = order[np.linspace(0, len(order) - 1, OTHERS * size, endpoint=False).round().astype(int)].reshape(
         OTHERS, size
     )
@@ -202,7 +201,12 @@ def other_steps(run: Run) -> list[list[StepBatch]]:
 
 def _micro_batch(run: Run, packs: np.ndarray) -> StepBatch:
     dataset = run.train_set
-    collate = StepCollator(run.loss_for(dataset), dataset.categories, last_is_label=dataset.last_is_label)
+    collate = StepCollator(
+        run.loss_for(dataset),
+        dataset.categories,
+        last_is_label=run.packs.last_is_label,
+        shares_prefixes=run.packs.shared is not None,
+    )
     return collate([dataset[int(index)] for index in packs])
 
 
@@ -220,7 +224,7 @@ class Trial:
     @property
     def override(self) -> str:
         """The overrides as on the command line."""
-        return " ".join(f"{remedy.key}={show(value)}" for remedy, value in self.chosen)
+        return " ".join(f"{remedy.key}={spell(value)}" for remedy, value in self.chosen)
 
     @property
     def costs(self) -> str:

@@ -134,9 +134,9 @@ def _prepare_process() -> None:
 
     from verl_ext.engines import tiles
 
-    slices = tiles.slices
+    cut = tiles.tile_slices
     # Those left out take equal memory: a layer's first tile, another, and a shorter one if there is any.
-    tiles.slices = lambda tokens, tile: slices(tokens, tile)[:2] + slices(tokens, tile)[2:][-1:] * bool(tokens % tile)
+    tiles.tile_slices = lambda tokens, size: cut(tokens, size)[:2] + cut(tokens, size)[2:][-1:] * bool(tokens % size)
     set_platform(FakePlatform())  # before the import of verl's engines, which read the device's name
     import transformers
     import verl.workers.engine.fsdp.transformer_impl as engine

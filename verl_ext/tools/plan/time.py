@@ -61,9 +61,9 @@ def time_facts(run: Run, config: RunConfig, plan: PlanOptions, job: Job, predict
 
     # A micro-step lasts as long as its dearest pack on any rank, so costs are taken per micro-step, not per rank.
     tokens, flops, computed = (
-        run.train_set.pack_tokens().astype(float),
-        run.train_set.pack_costs(prediction.flops),
-        run.train_set.pack_costs(prediction.computed),
+        run.packs.tokens.astype(float),
+        run.train_set.facts(prediction.flops).costs,
+        run.train_set.facts(prediction.computed).costs,
     )
     speed = plan.efficiency * peak * config.sequence_parallel_size
     computing = slowest(computed) / speed

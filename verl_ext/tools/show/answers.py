@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from verl_ext.checkpoint.layout import ANSWERS
-from verl_ext.data.categories import category_fields
+from verl_ext.data.babilong_answers import category_fields
 from verl_ext.options import DataError, UsageError, choice_problem, one_line
 from verl_ext.tables import pivot, plain_table
 from verl_ext.tools.page import Chart, heat_map

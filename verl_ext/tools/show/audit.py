@@ -24,7 +24,7 @@ QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 CHECKS = {
     "no_target": ("documents without a target: nothing is learnt", "columns"),
     "all_targets": ("documents of targets alone: texts, or chats whose prompt is lost", "columns"),
-    "cut": ("documents that were cut to max_tokens when they were tokenized", "columns"),
+    "cut": ("documents that were cut when they were tokenized", "columns"),
     "cut_in_target": ("documents cut inside a target: its end is not learnt", "tokens"),
     "duplicates": ("documents whose tokens an earlier document has", "tokens"),
     "leaked": ("validation documents whose tokens a training document has", "validation"),

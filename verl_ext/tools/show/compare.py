@@ -7,9 +7,10 @@ from numpy.typing import NDArray
 from rich.console import RenderableType
 from rich.text import Text
 
+from verl_ext.commands.preview import Decode
 from verl_ext.options import one_line
 from verl_ext.tables import plain_table
-from verl_ext.tools.show.document import AFTER, BEFORE, Decode, first_difference
+from verl_ext.tools.show.document import AFTER, BEFORE, first_difference
 from verl_ext.tools.show.documents import ShownDocuments
 
 

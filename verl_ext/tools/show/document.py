@@ -5,7 +5,7 @@ text     <|im_start|> | user | \n  | 你  | <|im_end|>
 targets  no             no     no    no    yes
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.text import Text
 
+from verl_ext.commands.preview import CUT, decoded
 from verl_ext.options import one_line
-from verl_ext.text.tokens.documents import CUT, decoded
 from verl_ext.tools.show.documents import Row
 from verl_ext.tools.show.roles import names_of
 
@@ -24,8 +24,6 @@ BEFORE, AFTER = 12, 24  # tokens shown around the place of a difference
 # Cells of a run that are shown; the middle of a longer run is left out.
 RUN_CELLS, RUN_CELLS_OF_PAGE = 400, 20_000
 TARGET, SPECIAL, CONTEXT = "bold green", "magenta", ""
-
-Decode = Callable[[list[int]], str]
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_ext.data.arrow import TokenizedData, fitting
-from verl_ext.data.categories import CategoryNumbers
-from verl_ext.data.facts import main_categories
+from verl_ext.data.omitted import main_categories
 from verl_ext.data.stream.megatron.index import SUFFIXES, TokenIndex
 from verl_ext.files import REPORT
 from verl_ext.options import DataError, UsageError
 from verl_ext.packing.plan import offsets_of
+from verl_ext.text.arrow_folder import count_targets
 from verl_ext.text.read.sources import absolute_path
 from verl_ext.text.tokens.tokenizer import ModelOptions, load_tokenizer
 
@@ -100,7 +100,7 @@ class FolderDocuments(ShownDocuments):
     def __init__(self, folders: Sequence[str], key: str) -> None:
         self.data = data = TokenizedData([absolute_path(folder) for folder in folders], key)
         self.paths, self.first_rows, self.lengths = data.folders, data.first_rows(), data.lengths
-        self.names = CategoryNumbers.read(data.folders).names
+        self.names = data.category_names
         self.reports = tuple(_read_report(Path(folder)) for folder in data.folders)
         columns = data.document_columns
         if columns is not None and columns.num_targets.min() >= 0:
@@ -118,10 +118,8 @@ class FolderDocuments(ShownDocuments):
             starts = offsets_of(length)[:-1][has_tokens]
             if not len(starts):
                 continue
-            mask = values["loss_mask"] != 0
-            mask[starts] = False
             rows = begin + np.flatnonzero(has_tokens)
-            self.targets[rows] = np.add.reduceat(mask, starts, dtype=np.int32)
+            self.targets[rows] = count_targets(values["loss_mask"] != 0, starts)
             self.categories[rows] = main_categories(values["category_ids"], starts)
 
     def row(self, row: int) -> Row:
@@ -139,10 +137,8 @@ class FolderDocuments(ShownDocuments):
         """Read all documents that have tokens, in order."""
         for begin, end in self.data.blocks(0, len(self), BLOCK_TOKENS):
             length = self.lengths[begin:end].astype(np.int64)
-            columns = self.data.columns
-            yield Block(
-                begin, length, columns["input_ids"].block(begin, end)[1], columns["loss_mask"].block(begin, end)[1]
-            )
+            ids, mask = (self.data.columns[name].block(begin, end) for name in ("input_ids", "loss_mask"))
+            yield Block(begin, length, ids, mask)
 
 
 class IndexDocuments(ShownDocuments):

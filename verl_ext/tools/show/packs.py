@@ -9,10 +9,10 @@ import numpy as np
 from rich.console import RenderableType
 from rich.text import Text
 
+from verl_ext.commands.preview import Decode
 from verl_ext.options import DataError, Options, UsageError, one_line, option, options_of
 from verl_ext.packing import MOST_TOKENS, OVER_LENGTH_POLICIES, STRATEGIES, TOKENS, CostModel
 from verl_ext.tables import plain_table
-from verl_ext.tools.show.document import Decode
 from verl_ext.tools.show.documents import ShownDocuments
 from verl_ext.trainer.step_plan import StepPlan
 
@@ -73,12 +73,13 @@ def plan_facts(documents: ShownDocuments, packs: "SFTDataSet", options: PackOpti
     """
     from verl_ext.trainer.report import data_facts, step_facts  # imports torch
 
-    costs = packs.pack_costs(_COST)
-    steps = StepPlan(len(packs), options.train_batch_size, options.seed, costs=costs, group_size=options.ranks)
     try:
-        facts = {**data_facts(packs), **step_facts(packs, steps, costs, options.ranks, 1)}
+        of_packs, facts = packs.facts(_COST), data_facts(packs)
     except ValueError as error:
         raise DataError(str(error)) from error
+    size, costs = options.train_batch_size, of_packs.costs
+    steps = StepPlan(len(packs), size, options.seed, costs=costs, group_size=options.ranks)
+    facts |= step_facts(of_packs, steps, options.ranks, 1)
     over = documents.lengths[documents.lengths > packs.max_tokens]
     return {
         **facts,
@@ -144,7 +145,8 @@ def step_view(
     if not 1 <= step <= facts["total_steps"]:
         raise UsageError(f"step must be 1 to {facts['total_steps']:,}, the steps of the run; got {step}")
     ranks, micro = facts["data_parallel_size"], facts["config"]["data"]["micro_batch_size_per_gpu"]
-    costs, tokens = dataset.pack_costs(cost), dataset.pack_tokens()
+    packs = dataset.facts(cost)
+    costs, tokens = packs.costs, packs.tokens
     if facts.get("runs_longest"):
         costs = np.ones(len(costs))  # of the ranks of a micro-step, each computes as much as the longest row asks for
     yield Text(f"step {step}: {len(plan.packs(step - 1))} packs on {ranks} data-parallel ranks", "bold")

@@ -8,9 +8,9 @@ from typing import Any
 
 from verl_ext.commands.command_line import read_options
 from verl_ext.options import DataError, UsageError, choice_problem, options_of
-from verl_ext.text.read.json_records import BadRecord, parse_line, read_record
-from verl_ext.text.read.readers import read_chunks
+from verl_ext.text.read.readers import read_chunks, read_record
 from verl_ext.text.read.sources import find_source_files, is_url, kind_of
+from verl_ext.text.records.bad_record import BadRecord
 from verl_ext.text.tokens.tokenizer import ModelOptions, load_tokenizer
 
 _BABILONG = {"input", "question", "target"}
@@ -85,7 +85,7 @@ def _is_babilong(path: str) -> bool:
         for chunk in read_chunks(file):
             for _, raw in chunk.records[:1]:
                 try:
-                    return read_record(parse_line(raw) if isinstance(raw, bytes) else raw).keys() >= _BABILONG
+                    return read_record(raw).keys() >= _BABILONG
                 except BadRecord:
                     return False
     return False

@@ -10,6 +10,7 @@ order and tokenizes those that hold words of the document's targets, until one g
 import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,14 +18,16 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.text import Text
 
+from verl_ext.commands.preview import Decode
 from verl_ext.files import working_in
 from verl_ext.options import DataError, UsageError, one_line, options_of
 from verl_ext.text.chat.renderer import ChatOptions
 from verl_ext.text.encoder_chats import ChatEncoder, ShownText
-from verl_ext.text.read.readers import Chunk, read_chunks
+from verl_ext.text.read.readers import read_chunks, read_record
 from verl_ext.text.read.sources import SourceFile, absolute_path, find_source_files
+from verl_ext.text.records.bad_record import BadRecord
 from verl_ext.text.tokens.tokenizer import ModelOptions
-from verl_ext.tools.show.document import AFTER, BEFORE, Decode, first_difference
+from verl_ext.tools.show.document import AFTER, BEFORE, first_difference
 from verl_ext.tools.show.documents import Report, Row
 
 LONGEST_STRING = 2000  # characters of a record's string that are shown
@@ -67,18 +70,17 @@ class RecordFinder:
                 options = replace(options, model=model)
             self._files = find_source_files(patterns)
             self._encoder = ChatEncoder(options, list(sources))
+            self._encoder.open()  # a tokenizer's path may be relative
 
     def find(self, row: Row, category: str) -> FoundRecord:
         """Return a document's record; raise DataError if none gives its tokens."""
-        ids = row.input_ids.tolist()
         words = self._words(row)
-        own = [file for file in self._files if self._encoder.sources[file.category_id - 1] == category]
-        for file in [*own, *(file for file in self._files if file not in own)]:
-            for number, raw in _candidates(file, words):
-                chunk = Chunk(file.category_id, file.path, [(number, raw)], 0, file.kind == "text")
-                for text in self._encoder.shown(chunk):
-                    if any(document.input_ids.tolist() == ids for document in text.documents):
-                        return FoundRecord(chunk.place(number), raw, text)
+        for file in sorted(self._files, key=lambda file: self._encoder.sources[file.category_id - 1] != category):
+            for place, raw in _candidates(file, words):
+                with suppress(BadRecord, DataError):
+                    for text in self._encoder.shown(raw):
+                        if np.array_equal(text.input_ids, row.input_ids):
+                            return FoundRecord(place, raw, text)
         needed = "record needs the sources, tokenizer and template with which the document was made"
         raise DataError(f"{needed}; no record gives its tokens now")
 
@@ -103,18 +105,17 @@ class RecordFinder:
         return text
 
 
-def _candidates(file: SourceFile, words: Sequence[bytes]) -> Iterator[tuple[int, Any]]:
+def _candidates(file: SourceFile, words: Sequence[bytes]) -> Iterator[tuple[str, Any]]:
     """Yield records with half the words; templates may make the others."""
     for chunk in read_chunks(file):
-        for number, raw in chunk.records:
+        for place, raw in chunk.records:
             content = raw if isinstance(raw, bytes) else json.dumps(raw, ensure_ascii=False, default=str).encode()
             if 2 * sum(word in content for word in words) >= len(words):
-                yield number, raw
+                yield place, raw
 
 
 def _fields(raw: Any) -> str:
     """Return a record as indented JSON with its long strings cut."""
-    value = json.loads(raw) if isinstance(raw, bytes) else raw
 
     def cut(value: Any) -> Any:
         if isinstance(value, str) and len(value) > LONGEST_STRING:
@@ -123,7 +124,7 @@ def _fields(raw: Any) -> str:
             return {name: cut(below) for name, below in value.items()}
         return [cut(below) for below in value] if isinstance(value, list) else value
 
-    written = json.dumps(cut(value), ensure_ascii=False, indent=2, default=str)
+    written = json.dumps(cut(read_record(raw)), ensure_ascii=False, indent=2, default=str)
     return "\n".join(map(one_line, written.split("\n")))
 
 

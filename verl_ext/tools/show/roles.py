@@ -55,11 +55,11 @@ def _kinds(run: Sequence["Cell"], before: str) -> list[str]:
     if not any(cell.is_special for cell in run[last:]):
         last = len(run)
     text = "".join(cell.text for cell in run[:last])
-    borders = iter(tagged_blocks(text, 0, len(text), is_opened(before))[0] if text else [])
+    borders = iter(tagged_blocks(text, 0, len(text), is_opened(before)) if text else [])
     border, names, at = next(borders, None), [], 0
     for cell in run[:last]:
         while border is not None and at >= border.stop:
             border = next(borders, None)
-        names.append(border.kind.replace("_", " ") if border is not None else "answer")
+        names.append(border.kind.removeprefix("empty_").replace("_", " ") if border is not None else "answer")
         at += len(cell.text)
     return names + ["end of turn"] * (len(run) - last)

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from verl_ext.checkpoint.layout import RUN
 from verl_ext.files import working_in, write_json
-from verl_ext.options import DataError, Options, UsageError, one_line, option, show
+from verl_ext.options import DataError, Options, UsageError, one_line, option, spell
 from verl_ext.redaction import redacted
 from verl_ext.text.tokens.tokenizer import ModelOptions
 from verl_ext.tools.show.answers import answers_view
@@ -56,7 +56,7 @@ class ShowRunOptions(Options):
             yield from self.model.tokenizer_problems()
         for name, needed in _NEEDS.items():
             if name in changed and needed not in changed:
-                yield f"{needed} is required with {name}; got {show(getattr(self, needed))}"
+                yield f"{needed} is required with {name}; got {spell(getattr(self, needed))}"
             if name in changed and needed == "step" and self.answers:
                 yield f"answers must be false with {name}, which is of a step's packs; got true"
         if self.step == 0 and not self.answers:

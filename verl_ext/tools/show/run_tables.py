@@ -7,7 +7,7 @@ from rich.console import RenderableType
 from rich.text import Text
 from tqdm import tqdm
 
-from verl_ext.options import leaves, one_line, show
+from verl_ext.options import leaves, one_line, spell
 from verl_ext.progress import four_digits
 from verl_ext.tables import plain_table
 from verl_ext.tools.show.answers import score_table
@@ -90,7 +90,7 @@ def config_differences(runs: Sequence[ShownRun]) -> RenderableType | None:
     keys = list(dict.fromkeys(key for config in configs for key in config))
     table = plain_table("differs", *(one_line(run.name) for run in runs), left=1 + len(runs))
     for key in keys:
-        values = [show(config[key]) if key in config else "-" for config in configs]
+        values = [spell(config[key]) if key in config else "-" for config in configs]
         if len(set(values)) > 1:
             table.add_row(key, *(Text(one_line(value)) for value in values))
     return table if table.row_count else None

@@ -18,7 +18,7 @@ class SelectOptions(Options):
     row: int | None = option(None, "the document of this row, counted from 0 over all paths", least=0)
     category: str | None = option(None, "only documents of this category")
     no_target: bool = option(False, "true: documents without a target")
-    cut: bool = option(False, "true: documents that were cut to max_tokens")
+    cut: bool = option(False, "true: documents that were cut when they were tokenized")
     matches: str | None = option(None, "documents whose decoded text matches this regular expression")
     longest: bool = option(False, "true: the longest documents first")
     shortest: bool = option(False, "true: the shortest documents first")

@@ -17,9 +17,9 @@ from verl_ext.files import OutputFolder
 from verl_ext.options import DataError, option
 from verl_ext.redaction import redacted
 from verl_ext.tables import aligned
-from verl_ext.text.read.json_records import BadRecord, read_record
-from verl_ext.text.read.readers import TextFile, read_chunks
+from verl_ext.text.read.readers import TextFile, read_chunks, read_record
 from verl_ext.text.read.sources import FORMATS, find_source_files, local_path
+from verl_ext.text.records.bad_record import BadRecord
 from verl_ext.text.tokens.tokenizer import ModelOptions, load_tokenizer
 from verl_ext.tools.synthesis import agentwrite, glm_long, longalign
 from verl_ext.tools.synthesis.asking import Work, WriteResult, write_records
@@ -226,11 +226,11 @@ def _benchmark_texts(paths: Sequence[str]) -> Iterator[str]:
     """Yield every text in the records of files."""
     for file in find_source_files({"decontaminate": list(paths)}, "decontaminate") if paths else ():
         for chunk in read_chunks(file):
-            for number, raw in chunk.records:
+            for place, raw in chunk.records:
                 try:
                     yield from _texts_in(read_record(raw))
                 except BadRecord as error:
-                    raise DataError(f"{chunk.place(number)}: {error}") from error
+                    raise DataError(f"{place}: {error}") from error
 
 
 def _texts_in(value: Any) -> Iterator[str]:

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from verl_ext.endpoint.answer import Answer, answer_from_embedding
-from verl_ext.endpoint.client import embedded
+from verl_ext.cache import fingerprint
+from verl_ext.endpoint.answer import Answer, answer_from_embedding, with_embedding
 from verl_ext.endpoint.store import Store
-from verl_ext.files import fingerprint
 from verl_ext.options import Options, UsageError, first_line, option
 from verl_ext.text.tokenizing import file_facts
 
@@ -86,7 +85,7 @@ class LocalEncoder:
         if answer is None:
             answer = answer_from_embedding({"data": [{"embedding": self._vector(text)}], "model": str(self.path)})
             self.store.add(key, record, "embed", answer)
-        return embedded(answer)
+        return with_embedding(answer)
 
     def _vector(self, text: str) -> list[float]:
         import torch

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.options import DataError
-from verl_ext.text.read.json_records import BadRecord, check_characters, read_record
-from verl_ext.text.read.readers import TextFile, read_chunks
+from verl_ext.text.read.readers import TextFile, read_chunks, read_record
 from verl_ext.text.read.sources import SourceFile
+from verl_ext.text.records.bad_record import BadRecord, check_characters
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def read_items(
             name = f"{name}#{times[name]}"
         for chunk in read_chunks(file):
             # A bad record counts under one reason and ends here, before anything of it is kept.
-            for number, raw in chunk.records:
+            for place, raw in chunk.records:
                 try:
                     record = read_record(raw)
                     text = record.get(text_key)
@@ -78,12 +78,11 @@ def read_items(
                         raise BadRecord("no_class", f"class_field={class_field} must name a field with a text")
                 except BadRecord as error:
                     if not skip_bad:
-                        raise DataError(f"{chunk.place(number)}: {error}") from error
+                        raise DataError(f"{place}: {error}") from error
                     left_out[error.reason] += 1
                     continue
-                yield SourceItem(
-                    f"{name}:{number}", source, text.strip(), kind=kind, documents=_documents(record, text)
-                )
+                item = f"{name}:{place[len(file.path) + 1 :] or 1}"  # a text file's only record has no number
+                yield SourceItem(item, source, text.strip(), kind=kind, documents=_documents(record, text))
 
 
 def _documents(record: Mapping[str, Any], text: str) -> list[tuple[int, int]]:

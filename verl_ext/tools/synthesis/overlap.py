@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator
 
-from verl_ext.files import fingerprint
+from verl_ext.cache import fingerprint
 from verl_ext.options import UsageError, first_line
 
 NGRAM = 13  # words of a passage that two texts hardly share by chance (GPT-3, arXiv 2005.14165, appendix C)

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from verl_ext.files import fingerprint
+from verl_ext.cache import fingerprint
 from verl_ext.options import UsageError, first_line, reason_of, unknown
 
 LANGUAGES = ("en", "zh")

@@ -8,9 +8,8 @@ class ProgressHook(Hook):
 
     def pre_train(self) -> None:
         """Print the finished steps, and read each pack's tokens and FLOPs."""
-        trainer, train_set, flops = self.trainer, self.run.train_set, self.trainer.engine.train_flops
-        self._pack_tokens, self._pack_targets = train_set.pack_tokens(), train_set.pack_targets()
-        self._pack_flops = None if flops is None or not trainer.is_rank0 else train_set.pack_costs(flops)
+        trainer, flops = self.trainer, self.trainer.engine.train_flops
+        self._pack_flops = None if flops is None or not trainer.is_rank0 else self.run.train_set.facts(flops).costs
         done, total = trainer.first_step, self.run.total_steps
         if done >= total:
             trainer.progress.say(f"nothing to train: step {done} of {total} is done")
@@ -20,9 +19,9 @@ class ProgressHook(Hook):
     def post_step(self, step: int, outcome: StepOutcome) -> None:
         """Move the bar by a step, and count its tokens."""
         packs, state = self.run.plan.packs(step - 1), self.trainer.run_state
-        tokens = int(self._pack_tokens[packs].sum())
+        tokens = int(self.run.packs.document_tokens[packs].sum())
         state.total_tokens += tokens
-        state.total_target_tokens += int(self._pack_targets[packs].sum())
+        state.total_target_tokens += int(self.run.packs.targets[packs].sum())
         flops = None if self._pack_flops is None else float(self._pack_flops[packs].sum())
         self.trainer.progress.step(tokens, flops)
 

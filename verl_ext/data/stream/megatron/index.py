@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from verl_ext.files import fingerprint
+from verl_ext.cache import fingerprint
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

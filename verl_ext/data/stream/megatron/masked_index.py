@@ -7,34 +7,69 @@ Both open as megatron-core's ``IndexedDataset``; document i of one is document i
 token at the same place. A dataset whose labels are shifted by one token must shift the mask with them.
 """
 
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from verl_ext.data.stream.megatron.index import IndexWriter
 from verl_ext.options import DataError
-from verl_ext.text.tokens.documents import Documents
+from verl_ext.text.tokens.counts import Counts
+from verl_ext.text.tokens.documents import Document, Documents, join_documents
 
 
 class MaskedIndexes:
     """A writer of the two indices of each source.
 
-    prefixes: {config key that errors name: PREFIX} of the sources, in the order of their numbers.
+    Args:
+        prefixes: {config key that errors name: PREFIX} of the sources, in the order of their numbers.
+        max_document_tokens: the tokens of the longest document (None: of any length), as nothing cuts it later.
+        over_length: what becomes of longer ones, as with packs.
     """
 
-    def __init__(self, prefixes: Mapping[str, Path]) -> None:
+    def __init__(
+        self, prefixes: Mapping[str, Path], max_document_tokens: int | None = None, over_length: str = "error"
+    ) -> None:
         self._keys = list(prefixes)
+        self._most, self._over_length = max_document_tokens, over_length
         self._tokens = [IndexWriter(prefix, np.int32, key) for key, prefix in prefixes.items()]
         self._masks = [IndexWriter(f"{prefix}_mask", np.uint8, key) for key, prefix in prefixes.items()]
 
-    def add(self, documents: Documents) -> None:
-        """Append documents of one source. Raises `DataError` if they have weights, which the form cannot hold."""
-        source = documents.category_id - 1
+    def fitting(self, documents: Documents) -> Documents:
+        """Return documents, of which too long ones are left out or cut; a piece's first token is no target.
+
+        Also left out is one without a target left. Raises `DataError` for weights, which the form cannot hold, and
+        under `error`.
+        """
+        key, lengths, most = self._keys[documents.category_id - 1], documents.lengths, self._most
         if documents.weights is not None:
-            raise DataError(
-                f"{self._keys[source]} must have no weights with format=megatron, whose masks are 0 and 1; got some"
-            )
+            raise DataError(f"{key} must have no weights with format=megatron, whose masks are 0 and 1; got some")
+        if most is None or not (lengths > most).any():
+            return documents
+        if self._over_length == "error":
+            got = f"got {most}, and one has {lengths.max()} tokens: raise it or choose over_length=drop|truncate|split"
+            raise DataError(f"max_document_tokens must hold every document of {key}; {got}")
+        kept: list[Document] = []
+        for start, length in zip(documents.starts.tolist(), lengths.tolist(), strict=True):
+            stop = {"drop": 0 if length > most else length, "truncate": most, "split": length}[self._over_length]
+            pieces = []
+            for at in range(start, start + min(stop, length), most):
+                mask = documents.loss_mask[at : min(at + most, start + length)].copy()
+                mask[0] = 0
+                pieces.append(Document(documents.input_ids[at : at + len(mask)], mask))
+            kept += pieces if any(piece.loss_mask.any() for piece in pieces) else []
+        found = join_documents(kept, documents.category_id, documents.num_bytes, counts=documents.counts)
+        whole, rest = documents.counted(), found.counted()
+        over = Counter(documents=int((lengths > most).sum()), tokens=whole.tokens - rest.tokens)
+        over["targets"] = whole.target_tokens - rest.target_tokens
+        more = Counts(over_length=over, special_tokens=whole.special_tokens)
+        return replace(found, counts=Counts().add(documents.counts, more))
+
+    def add(self, documents: Documents) -> None:
+        """Append documents of one source."""
+        source = documents.category_id - 1
         self._tokens[source].add(documents.input_ids, documents.lengths)
         self._masks[source].add(documents.loss_mask.view(np.uint8), documents.lengths)
 

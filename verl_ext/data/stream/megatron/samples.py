@@ -14,7 +14,7 @@ If the last epoch gives less than 80 % of its samples, its documents and samples
 of all earlier epochs. The indices, and the order of a blend, are kept as .npy files of a cached folder.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,18 +22,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from verl_ext.cache import cached_arrays, fingerprint, stored_arrays
 from verl_ext.data.stream.megatron.blend import BLEND_RULES, Order, check_blend_weights
 from verl_ext.data.stream.megatron.index import TokenIndex
-from verl_ext.files import cached_folder, file_state, fingerprint
-from verl_ext.options import first_line
+from verl_ext.files import file_state
 
-FORMAT = 1  # raise it when the same input gives other arrays
-KEY = "data.cache_dir"
+FORMAT = 2  # raise it when the same input gives other arrays
 BLOCK = 1 << 18  # documents located at a time
 MAX_INT32, MAX_UINT32 = np.iinfo(np.int32).max, np.iinfo(np.uint32).max
 
 Pieces = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]  # document, start, stop: int64[P] each
-Shapes = Mapping[str, tuple[int, ...]]  # the shapes of arrays, by name
 
 
 @dataclass(eq=False)
@@ -177,9 +175,9 @@ def build_sample_indices(
 class CachedSampleIndices(SampleIndices):
     """The memory-mapped arrays of a cached folder; it pickles as the folder."""
 
-    def __init__(self, folder: Path, index: TokenIndex, shapes: Shapes) -> None:
-        super().__init__(**_mapped(folder, shapes), lengths=index.lengths)
-        self._arguments = folder, index, shapes
+    def __init__(self, folder: Path, index: TokenIndex) -> None:
+        super().__init__(**stored_arrays(folder), lengths=index.lengths)
+        self._arguments = folder, index
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CachedSampleIndices, self._arguments
@@ -196,17 +194,17 @@ def cached_sample_indices(
     """
     chosen = None if documents is None else np.ascontiguousarray(documents, np.int32)
     num_tokens = index.num_tokens if chosen is None else count_tokens(index.lengths, chosen)
-    plan = plan_epochs(num_tokens, seq_len, num_samples, index.key)
-    places = plan.epochs * (index.num_documents if chosen is None else len(chosen))
-    shapes = {"document_index": (places,), "sample_index": (plan.samples + 1, 2), "shuffle_index": (plan.samples,)}
+    check_has_sample(num_tokens, seq_len + 1, index.key)
 
     def build() -> dict[str, NDArray[Any]]:
         built = build_sample_indices(index.lengths, chosen, seq_len, num_samples, seed, index.key)
-        return {name: getattr(built, name) for name in shapes}
+        return {name: getattr(built, name) for name in ("document_index", "sample_index", "shuffle_index")}
 
     of_documents = None if chosen is None else fingerprint(chosen, digits=64)
     facts = [[file_state(path) for path in index.files], index.digest, of_documents, seq_len, num_samples, seed]
-    return CachedSampleIndices(_cached(root, "samples", facts, build), index, shapes)
+    name = _name("samples", facts)
+    cached_arrays(root, name, build)
+    return CachedSampleIndices(root / name, index)
 
 
 def cached_blend(
@@ -219,38 +217,13 @@ def cached_blend(
             changed (it names data.cache_dir).
     """
     check_blend_weights(weights, key)
-    names = ("source", "sample")
-    facts = [[float(weight) for weight in weights], n, rule]
-    folder = _cached(root, "blend", facts, lambda: dict(zip(names, BLEND_RULES[rule](weights, n), strict=True)))
-    arrays = _mapped(folder, dict.fromkeys(names, (n,)))
+    name = _name("blend", [[float(weight) for weight in weights], n, rule])
+    arrays = cached_arrays(
+        root, name, lambda: dict(zip(("source", "sample"), BLEND_RULES[rule](weights, n), strict=True))
+    )
     return arrays["source"], arrays["sample"]
 
 
-def _cached(root: Path, kind: str, facts: list[Any], build: Callable[[], Mapping[str, NDArray[Any]]]) -> Path:
-    """Return the folder of `root` that holds the arrays of `build`, which depend on `facts` alone."""
-
-    def make(folder: Path) -> None:
-        for name, array in build().items():
-            # Plain writes on a full disk raise an OSError with its number. np.save raises one without a number, and a
-            # memory map ends the process.
-            with open(folder / f"{name}.npy", "wb") as file:
-                np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
-                file.write(array.data)
-
-    return cached_folder(root, f"{kind}-{fingerprint([FORMAT, *facts])}", make, key=KEY)
-
-
-def _mapped(folder: Path, shapes: Shapes) -> dict[str, NDArray[Any]]:
-    """Return the read-only arrays of a folder as plain arrays, because np.memmap costs more at every access."""
-    arrays, must = {}, f"{KEY} must hold the indices that were written there"
-    for name, shape in shapes.items():
-        path = folder / f"{name}.npy"
-        try:
-            array = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{must}; {path}: {first_line(error)}") from error
-        if array.shape != shape or array.dtype.kind not in "iu":
-            got = f"{array.dtype.name}{list(array.shape)}"
-            raise ValueError(f"{must}, {name} of integers{list(shape)}; got {got} in {folder}: remove it")
-        arrays[name] = array
-    return arrays
+def _name(kind: str, facts: list[Any]) -> str:
+    """Return the name of a folder of arrays that depend on `facts` alone."""
+    return f"{kind}-{fingerprint([FORMAT, *facts])}"

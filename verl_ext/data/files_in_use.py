@@ -1,4 +1,4 @@
-"""Cache facts of data files and detect their changes during a run.
+"""Detect changes of the data files during a run and between runs.
 
 checksum of a file     xxh3_128 of its content; of one above 1 GiB, of the checksums of its blocks of 1 GiB
 recorded               in a folder's state.json when it was tokenized; trusted unless the file was written to
@@ -7,58 +7,28 @@ anything else          read once, each rank a share of the blocks, and kept in t
 """
 
 import contextlib
-import shutil
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from verl_ext.data.ranks import DataFile, Ranks
-from verl_ext.files import (
-    BLOCK,
-    cached_folder,
-    checksum,
-    combine_checksums,
-    default_root,
-    file_state,
-    fingerprint,
-    is_complete,
-)
+from verl_ext.cache import fingerprint
+from verl_ext.data.ranks import Ranks, arrays_of_ranks
+from verl_ext.files import BLOCK, checksum, combine_checksums, file_state
 from verl_ext.options import reason_of
 from verl_ext.progress import terminal_bar
 
-CONTENT = "the content of the files in data.train_dir"  # the key of `DataFiles.digest` in a checkpoint
-_FACTS = "facts.npz"
 
-Arrays = Mapping[str, NDArray[Any]]
+class DataFile(NamedTuple):
+    """A file that is read during a run."""
 
-
-def found_once(name: str, ranks: Ranks, find: Callable[[], Arrays], root: Path | None = None) -> Arrays:
-    """Return the arrays of `find`, which all ranks call together, cached on disk under `name`.
-
-    A cache that cannot be written or read only costs time. root: the folder of the cache; None: that of `datasets`.
-    """
-    root, kept = default_root("verl_ext_facts", None) if root is None else root, None
-    if ranks.rank == 0 and is_complete(root / name):
-        try:
-            with np.load(root / name / _FACTS, allow_pickle=False) as arrays:
-                kept = dict(arrays)
-        except Exception:  # whatever is wrong with the file, the data can be read instead
-            shutil.rmtree(root / name, ignore_errors=True)
-    kept = ranks.broadcast(kept)
-    if kept is not None:
-        return kept
-    found = find()
-    if ranks.rank == 0:
-        with contextlib.suppress(ValueError, NotImplementedError):  # NotImplementedError if a file system has no locks
-            cached_folder(root, name, lambda folder: np.savez(folder / _FACTS, **found))  # type: ignore[arg-type]
-    return found
+    path: str
+    xxh3_128: str | None = None  # the checksum that the tokenizer recorded
+    recorded_ns: int = 0  # the time of this record
 
 
 class DataFiles:
-    """The files that a dataset reads during a run, in the state that they have now.
+    """The files that a dataset reads, in their present state.
 
     Args:
         files: the files in the order in which their documents are read.
@@ -81,7 +51,7 @@ class DataFiles:
             ) from error
 
     def changed(self, sizes_alone: bool = False) -> str | None:
-        """Return in a few words which file has changed, None if none has. No content is read."""
+        """Return which file has changed, None if none; read no content."""
         for file, before in zip(self._files, self._states, strict=True):
             try:
                 now = file_state(file.path)
@@ -94,9 +64,10 @@ class DataFiles:
         return None
 
     def digest(self, ranks: Ranks) -> str:
-        """Return a digest (32 hex digits) of all files' content; ranks share the reading of files without a checksum.
+        """Return a digest (32 hex digits) of the content; collective.
 
-        This call is collective. Raises ValueError on every rank if a file is not as it was when it was tokenized.
+        Ranks share the reading of files without a checksum. Raises ValueError on every rank if a file is not as it was
+        when it was tokenized.
         """
         recorded = [
             file.xxh3_128 if changed_ns <= file.recorded_ns else None
@@ -106,8 +77,8 @@ class DataFiles:
         if unknown := [number for number, known in enumerate(checksums) if known is None]:
             states = [self._states[number] for number in unknown]
             name = f"checksums-{fingerprint(states)}"
-            found = found_once(name, ranks, lambda: {"checksums": np.array(_read(states, ranks))})["checksums"]
-            for number, now in zip(unknown, found.tolist(), strict=True):
+            read = arrays_of_ranks(ranks, name, lambda: {"checksums": np.array(_read(states, ranks))})["checksums"]
+            for number, now in zip(unknown, read.tolist(), strict=True):
                 checksums[number] = now
         with ranks.guard():
             for file, now in zip(self._files, checksums, strict=True):
@@ -119,9 +90,9 @@ class DataFiles:
         return fingerprint(checksums)
 
     def verify_content(self, before: str, changed: str, ranks: Ranks) -> None:
-        """Hash modified files again; raise ValueError if the digest is no longer `before`.
+        """Hash modified files again; refuse another digest than `before`; collective.
 
-        This call is collective. changed: the result of :meth:`changed` on one of the ranks.
+        changed: the result of :meth:`changed` on one of the ranks.
         """
         message, now = f"{self._key} must not change while it is trained on; {changed}", ""
         with ranks.guard():
@@ -137,7 +108,7 @@ class DataFiles:
 
 
 def _read(files: Sequence[tuple[str, int, int]], ranks: Ranks) -> list[str]:
-    """Return the checksums of files by their states; each rank reads its share of their blocks."""
+    """Return the checksums of files; each rank reads its share of blocks."""
     blocks = [(number, begin) for number, (_, size, _) in enumerate(files) for begin in range(0, max(size, 1), BLOCK)]
     mine: list[str] = []
     own = blocks[ranks.rank :: ranks.size]

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from verl_ext.files import fingerprint
+from verl_ext.cache import fingerprint
 
 PACKAGES = ("verl-ext", "verl", "torch", "transformers", "numpy", "datasets")
 UNKNOWN = "nothing"  # the content of a path that does not exist
@@ -20,16 +20,16 @@ _NAMED = 4  # nodes that a message names for each value
 
 def versions() -> dict[str, str]:
     """Return the versions, by name, of Python and packages that affect results."""
-    found = {"python": platform.python_version()}
+    by_name = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            by_name[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            by_name[name] = "not installed"
+    return by_name
 
 
-def digest_of_folder(path: str, endings: tuple[str, ...] = ("",)) -> str:
+def folder_digest(path: str, endings: tuple[str, ...] = ("",)) -> str:
     """Describe a file or folder by its file count, bytes and digest.
 
     The digest covers the names below `path`, the sizes, and the first and last 64 KiB of each file. A truncated, older
@@ -38,11 +38,11 @@ def digest_of_folder(path: str, endings: tuple[str, ...] = ("",)) -> str:
     """
     if not os.path.exists(path):
         return UNKNOWN
-    return digest_of_files([Path(path)] if os.path.isfile(path) else _files(path, endings), path)
+    return files_digest([Path(path)] if os.path.isfile(path) else _files(path, endings), path)
 
 
-def digest_of_files(files: Iterable[Path], folder: str | Path) -> str:
-    """Describe files of a folder as :func:`digest_of_folder` describes the folder."""
+def files_digest(files: Iterable[Path], folder: str | Path) -> str:
+    """Describe files of a folder as :func:`folder_digest` describes the folder."""
     sizes: list[int] = []
 
     def facts() -> Iterator[str | bytes]:

@@ -1,12 +1,14 @@
-"""recipes/quickstart and recipes/gsm8k_code: their data, tokenizer, model and report steps."""
+"""recipes/quickstart, gsm8k_code, longalign and longwriter: their data, tokenizer, model, and whole runs of them."""
 
 import json
+import os
 import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verl_ext.commands.command_line import read_options
 from verl_ext.tools.init_model.command import InitModelOptions, init_model
@@ -17,16 +19,21 @@ RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 CATEGORIES = ("arithmetic", "ordering", "documents")
 
 
-def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(RECIPES / script), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+def run(script: str, *arguments: object) -> str | None:
+    """Run a script in this process; return the error with which it exits."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [script, *map(str, arguments)])
+        try:
+            runpy.run_path(str(RECIPES / script), run_name="__main__")
+        except SystemExit as ended:
+            return ended.code
+    return None
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("data")
-    result = run("quickstart/make_data.py", "--output", folder)
-    assert result.returncode == 0, result.stderr
+    assert not run("quickstart/make_data.py", "--output", folder)
     return folder
 
 
@@ -42,20 +49,15 @@ def conversations(path: Path) -> list[list[dict[str, str]]]:
     return [json.loads(line)["messages"] for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def test_every_category_has_both_files_and_every_conversation_alternates(data):
+def test_every_category_has_both_files_every_conversation_alternates_and_no_validation_question_is_trained_on(data):
     for category in CATEGORIES:
-        for split in ("train", "val"):
-            chats = conversations(data / f"{category}.{split}.jsonl")
+        splits = [conversations(data / f"{category}.{split}.jsonl") for split in ("train", "val")]
+        for chats in splits:
             assert chats
             for messages in chats:
                 assert [message["role"] for message in messages] == ["user", "assistant"] * (len(messages) // 2)
                 assert all(message["content"] for message in messages)
-
-
-def test_no_validation_question_occurs_in_training(data):
-    for category in CATEGORIES:
-        training = {chat[0]["content"] for chat in conversations(data / f"{category}.train.jsonl")}
-        held_out = {chat[0]["content"] for chat in conversations(data / f"{category}.val.jsonl")}
+        training, held_out = ({chat[0]["content"] for chat in chats} for chats in splits)
         assert not training & held_out
 
 
@@ -78,8 +80,6 @@ def test_answers_are_right(data):
 
 
 def test_lengths_in_tokens_vary_by_more_than_twenty_times(data, model):
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(model)
     for split in ("train", "val"):
         chats = [chat for category in CATEGORIES for chat in conversations(data / f"{category}.{split}.jsonl")]
@@ -89,26 +89,18 @@ def test_lengths_in_tokens_vary_by_more_than_twenty_times(data, model):
         assert max(lengths) <= 1024  # the recipe's data.max_tokens
 
 
-def test_the_tokenizer_gives_back_any_text_and_writes_chatml(model):
-    from transformers import AutoTokenizer
-
+def test_the_tokenizer_gives_back_any_text_and_writes_chatml_and_a_small_qwen3_fits_it(model):
     tokenizer = AutoTokenizer.from_pretrained(model)
     text = "Ada has 12 apples.\n\tUnseen: ñ, 漢字, 🙂 <|im_start|>"
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     chat = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
-    assert tokenizer.apply_chat_template(chat, tokenize=False) == (
-        "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\nHi<|im_end|>\n"
-    )
+    turns = "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\nHi<|im_end|>\n"
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == turns
     assert tokenizer.eos_token == "<|im_end|>"
     assert tokenizer.pad_token_id != tokenizer.eos_token_id
-
-
-def test_the_model_is_a_small_qwen3_that_the_tokenizer_fits(model):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     loaded = AutoModelForCausalLM.from_pretrained(model)
     assert loaded.config.architectures == ["Qwen3ForCausalLM"]
-    assert loaded.config.vocab_size == len(AutoTokenizer.from_pretrained(model))
+    assert loaded.config.vocab_size == len(tokenizer)
     assert loaded.config.num_attention_heads % 2 == 0  # two sequence-parallel ranks
     assert 1.5e6 < loaded.num_parameters() < 5e6
 
@@ -130,8 +122,7 @@ def test_hold_out_splits_both_file_kinds_without_loss(tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (tmp_path / "b.json").write_text(json.dumps(records))
     sources = [f"first={tmp_path / 'a.jsonl'}", f"second={tmp_path / 'b.json'}"]
-    result = run("gsm8k_code/hold_out.py", "--output", tmp_path / "out", "--val", 10, *sources)
-    assert result.returncode == 0, result.stderr
+    assert not run("gsm8k_code/hold_out.py", "--output", tmp_path / "out", "--val", 10, *sources)
     for category in ("first", "second"):
         parts = [
             [json.loads(line) for line in (tmp_path / "out" / f"{category}.{split}.jsonl").read_text().splitlines()]
@@ -140,8 +131,7 @@ def test_hold_out_splits_both_file_kinds_without_loss(tmp_path):
         assert [len(part) for part in parts] == [40, 10]
         assert sorted((*parts[0], *parts[1]), key=lambda record: int(record["answer"])) == records
     too_many = run("gsm8k_code/hold_out.py", "--output", tmp_path / "out", "--val", 50, *sources)
-    assert too_many.returncode == 1
-    assert "--val must be at least 1 and less than the 50 records" in too_many.stderr
+    assert "--val must be at least 1 and less than the 50 records" in str(too_many)
 
 
 def test_the_answer_is_that_of_the_last_export(tmp_path):
@@ -151,3 +141,39 @@ def test_the_answer_is_that_of_the_last_export(tmp_path):
     assert report["last_export"](tmp_path) == tmp_path / "global_step_100" / "huggingface"
     with pytest.raises(ValueError, match="must hold global_step_N/huggingface"):
         report["last_export"](tmp_path / "none")
+
+
+def run_recipe(name: str, folder: Path, steps: int) -> str:
+    """Run a recipe's small form in a folder; return its output."""
+    done = subprocess.run(
+        [RECIPES / name / "run.sh", folder / "run", f"trainer.total_training_steps={steps}"],
+        cwd=folder,
+        env={**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+def test_the_quickstart_ends_with_curves_a_page_and_an_answer(tmp_path):
+    results = run_recipe("quickstart", tmp_path, 12).split("Results.")[1]
+    assert all(category in results for category in CATEGORIES)
+    assert "Answered" in results
+    assert "loss of arithmetic" in (tmp_path / "run" / "run.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "records", "score"),
+    [("longalign", "longalign.jsonl", "rating"), ("longwriter", "agentwrite.jsonl", "S_l")],
+)
+def test_the_small_form_ends_with_a_trained_model_judged_beside_the_one_before(recipe, records, score, tmp_path):
+    run_recipe(recipe, tmp_path, 8)
+    lines = (tmp_path / "run" / "synthesized" / records).read_text().splitlines()
+    assert len(lines) > 50
+    assert json.loads(lines[0])["provenance"]["models"] == ["scripted"]
+    models = json.loads((tmp_path / "run" / "judged" / "results.json").read_text())["models"]
+    assert list(models) == ["before", "after"]
+    assert all(of["figures"]["all"][score]["cases"] >= 4 for of in models.values())
+    assert "verdict 1, done" in (tmp_path / "run" / "judged" / "page.html").read_text()

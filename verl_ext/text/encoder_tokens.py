@@ -1,13 +1,13 @@
-"""Read records that are tokenized already, in the columns of a tokenized dataset.
+"""Encode records that are tokenized already, in the columns of a tokenized dataset.
 
     {"input_ids": [100, 101, 102], "loss_mask": [0, 0, 1], "category_ids": [0, 0, 12], "length": 3}
 
 The tokens, targets and categories are those of the record, also where one document has several categories.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 
 from verl_ext.options import DataError, UsageError
 from verl_ext.text.chat.renderer import ChatOptions
+from verl_ext.text.encoder import Encoder
 from verl_ext.text.encoder_texts import vocabulary_size
-from verl_ext.text.read.json_records import BadRecord, read_record, readable_value
-from verl_ext.text.read.readers import Chunk, ChunkSize, read_chunks
+from verl_ext.text.read.readers import Chunk, ChunkSize, read_chunks, read_record
 from verl_ext.text.read.sources import SourceFile
-from verl_ext.text.tokens.documents import Counts, Document, Documents, concat_documents, cut_to_length, preview_of
-from verl_ext.text.tokens.tokenizer import load_tokenizer
+from verl_ext.text.records.bad_record import BadRecord, readable_value
+from verl_ext.text.tokens.documents import Document, Documents
 
 REQUIRED = ("input_ids", "loss_mask", "category_ids")
 COLUMNS = (*REQUIRED, "length", "loss_weight")
@@ -42,48 +42,33 @@ def has_tokens(files: Iterable[SourceFile]) -> bool:
     return True in found
 
 
-class TokenRecordEncoder:
-    """A reader of tokenized records with the methods of `ChatEncoder`; the tokenizer's vocabulary bounds the tokens."""
+class TokenRecordEncoder(Encoder):
+    """An encoder of tokenized records, which are copied; the tokenizer's vocabulary bounds the tokens."""
 
-    def __init__(self, options: ChatOptions, sources: Sequence[str] = (), preview: int = 0) -> None:
-        """Load the tokenizer. Raises `UsageError` if there is none, or an option asks for what records do not have."""
-        if options.category_field:
-            got = f"got {options.category_field}"
+    options: ChatOptions
+    columns = COLUMNS
+
+    @cached_property
+    def _vocabulary(self) -> int:
+        return vocabulary_size(self.tokenizer)
+
+    def open(self) -> None:
+        """Load the tokenizer. Raises `UsageError` if an option asks for what records do not have."""
+        if self.options.category_field:
+            got = f"got {self.options.category_field}"
             raise UsageError(f"category_field must be null for tokenized records, which have category_ids; {got}")
-        self.options, self._preview = options, preview
-        self.tokenizer = load_tokenizer(options.model)
-        self._vocabulary = vocabulary_size(self.tokenizer)
+        super().open()
 
     def fingerprint(self) -> str:
         """Return what decides a record's document besides the options: the size of the vocabulary."""
         return str(self._vocabulary)
 
     def encode(self, chunk: Chunk) -> Documents:
-        """Return a chunk's documents. Raises `DataError` for the first bad record under `on_bad_record=error`."""
-        counts, found = Counts(), []
-        decode = partial(self.tokenizer.decode, clean_up_tokenization_spaces=False)
-        for number, raw in chunk.records:
-            counts.records += 1
-            place = chunk.place(number)
-            try:
-                document = self._document(read_record(raw))
-                pieces = cut_to_length(document, self.options.max_tokens, self.options.over_length, counts.over_length)
-            except DataError as error:
-                raise DataError(f"{place}: {error}") from error
-            except BadRecord as error:
-                # The user accepts that a cut loses targets.
-                if self.options.on_bad_record == "error" and not error.reason.startswith("no_target_after"):
-                    left_out = f"({error.reason}; on_bad_record=skip leaves such records out)"
-                    raise DataError(f"{place}: {error} {left_out}") from error
-                counts.add_bad(error.reason, f"{place}: {error}")
-                continue
-            found += pieces
-            counts.add_documents((len(p.input_ids) for p in pieces), sum(int(p.loss_mask.sum()) for p in pieces))
-        documents = concat_documents(found, chunk.category_id, chunk.num_bytes, counts)
-        documents.preview = [preview_of(each.input_ids, each.loss_mask, decode) for each in found[: self._preview]]
-        return documents
+        """Return the documents of a chunk, one for each record."""
+        return self.made(chunk, (partial(self._document, raw) for _, raw in chunk.records))
 
-    def _document(self, record: dict[str, Any]) -> Document:
+    def _document(self, raw: Any) -> Document:
+        record = read_record(raw)
         ids = _numbers(record, "input_ids", self._vocabulary - 1)
         mask = _numbers(record, "loss_mask", 1, len(ids)).astype(np.int8)
         categories = _numbers(record, "category_ids", np.iinfo(np.int32).max, len(ids))

@@ -1,0 +1,261 @@
+"""A tokenized dataset's folder: its columns, writer and list of shards.
+
+    data-00000-of-00002.arrow, data-00001-of-00002.arrow, dataset_info.json, and state.json:
+    {"_fingerprint": "7c1e…", "_data_files": [{"filename": "data-00000-of-00002.arrow",
+        "bytes": 81023, "xxh3_128": "52d0…"}, …], …}      size and checksum, only if verl-ext wrote the shard
+
+`datasets.load_from_disk` opens these files. Every row is a document: its tokens, then the facts that a scan of its
+tokens would give. Only shards with MARK, which are written here, have valid facts. If `datasets` saves a shard again,
+it loses MARK and its checksum, and its tokens are read instead.
+"""
+
+import contextlib
+import os
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from verl_ext.cache import fingerprint
+from verl_ext.files import ChecksumFile, atomic_write, is_inside, write_json
+from verl_ext.packing.shared import BLOCK, SHORTER, block_hashes
+from verl_ext.text.read.json_records import parse_json
+from verl_ext.text.tokens.documents import Documents
+
+STATE = "state.json"
+SHARD_BYTES = 500 * 1000 * 1000
+BATCH_TOKENS = 1 << 22  # about so many per record batch; each batch costs 60 µs and 5 kB whenever the dataset is opened
+TOKEN_BYTES = 9  # input_ids, loss_mask and category_ids
+TOKEN_COLUMNS = {
+    "input_ids": pa.list_(pa.int32()),
+    "loss_mask": pa.list_(pa.int8()),
+    "category_ids": pa.list_(pa.int32()),
+    "length": pa.int32(),
+}
+DOCUMENT_COLUMNS = {
+    "num_targets": pa.int32(),  # the first token is never a target
+    "lowest_token_id": pa.int32(),
+    "highest_token_id": pa.int32(),
+    "full_length": pa.int32(),  # tokens before it was cut
+    "document_category": pa.int32(),  # that of its record, also of one without a target
+}
+FIRST_BLOCK = "first_block"  # the bits of `block_hashes` of the first BLOCK tokens, or of SHORTER
+WEIGHT_COLUMN = {"loss_weight": pa.list_(pa.float32())}
+MARK = {b"verl_ext.document_columns": b"1"}  # metadata of a shard whose DOCUMENT_COLUMNS are valid
+
+
+def count_targets(loss_mask: NDArray[Any], starts: NDArray[np.int64]) -> NDArray[np.int32]:
+    """Count the targets of documents; a first token never is one.
+
+    starts: the first token of each, int64[D]; none is empty.
+    """
+    return np.add.reduceat(loss_mask, starts, dtype=np.int32) - loss_mask[starts]
+
+
+def first_blocks(ids: NDArray[Any], starts: NDArray[np.int64], lengths: NDArray[Any]) -> NDArray[np.uint64]:
+    """Return the hash of each document's first BLOCK tokens, SHORTER without so many; starts, lengths: integer[D]."""
+    hashes, whole = np.full(len(starts), SHORTER), lengths >= BLOCK
+    if whole.any():
+        hashes[whole] = block_hashes(np.lib.stride_tricks.sliding_window_view(ids, BLOCK)[starts[whole]])
+    return hashes
+
+
+class Shard(NamedTuple):
+    """A file of record batches, with its size and checksum if recorded."""
+
+    name: str
+    bytes: int | None = None
+    xxh3_128: str | None = None
+
+
+def parse_shards(content: str) -> tuple[Shard, ...]:
+    """Return the shards that the content of a state.json names.
+
+    Names come with the data, so a name that leads out of the folder is refused. Raises ValueError if the content cannot
+    be used, with a message that is to follow the folder's name.
+    """
+    state = parse_json(content)
+    files = state.get("_data_files") if isinstance(state, dict) else None
+    if not isinstance(files, list) or not all(isinstance(file, dict) for file in files):
+        raise ValueError(f"its {STATE} names no files")
+    if state.get("_indices_data_files"):
+        raise ValueError("its rows are in an order of their own: save it anew")
+    shards = tuple(_shard(file) for file in files)
+    if len({shard.name for shard in shards}) != len(shards):
+        raise ValueError(f"its {STATE} names a file twice")
+    return shards
+
+
+def read_shards(folder: Path) -> tuple[Shard, ...]:
+    """Return a folder's shards like `parse_shards`; refuse links out of it."""
+    shards = parse_shards((folder / STATE).read_text(encoding="utf-8"))
+    for shard in shards:
+        if not is_inside(folder / shard.name, folder):
+            raise ValueError(f"its {shard.name} is a link out of the folder")
+    return shards
+
+
+def _shard(file: dict[str, Any]) -> Shard:
+    name, size, checksum = file.get("filename"), file.get("bytes"), file.get("xxh3_128")
+    if not isinstance(name, str) or name in ("", "..") or Path(name).name != name or "\0" in name:
+        raise ValueError(f"its {STATE} names files of other folders, or none: {str(name)[:80]!r}")
+    if type(size) is not int or not isinstance(checksum, str):
+        return Shard(name)
+    return Shard(name, size, checksum)
+
+
+class DatasetWriter:
+    """A writer of a folder, which loads only after `close()`.
+
+    texts: the names of further columns; first_blocks: whether to write FIRST_BLOCK.
+
+    The column `loss_weight` exists only if a target has a weight. Shards written before the first such record get the
+    column, filled with 1, in `close()`. Documents with categories of their own tokens have no category as a whole, so
+    that a folder of them has no MARK.
+    """
+
+    def __init__(
+        self, folder: Path, shard_bytes: int = SHARD_BYTES, texts: Sequence[str] = (), first_blocks: bool = False
+    ) -> None:
+        self.folder, self.shard_bytes, self.texts = folder, shard_bytes, tuple(texts)
+        self.first_blocks = first_blocks
+        self.weighted, self.marked = False, True
+        self._shards: list[tuple[ChecksumFile, bool]] = []  # the file, and whether it has loss_weight
+        self._pending: list[pa.RecordBatch] = []
+        self._pending_tokens = 0
+        self._stream: Any = None
+        self._open = contextlib.ExitStack()
+
+    def add(self, documents: Documents) -> None:
+        """Append a batch of documents."""
+        if not len(documents.lengths):
+            return
+        self.marked = documents.token_categories is None
+        if documents.weights is not None and not self.weighted:
+            self._write_pending()
+            self.weighted = True
+            self._close_shard()  # all rows of a shard have the column, or none
+        self._pending.append(self._batch(documents))
+        self._pending_tokens += len(documents.input_ids)
+        if self._pending_tokens >= BATCH_TOKENS or self._pending_tokens * TOKEN_BYTES >= self.shard_bytes:
+            self._write_pending()
+
+    def close(self) -> None:
+        """Finish the shards, and write the files that name them."""
+        self._write_pending()
+        self._close_shard()
+        schema, shards = self._schema, []
+        for number, (file, has_weights) in enumerate(self._shards):
+            path = Path(file.name)
+            written = file if has_weights or not self.weighted else _add_weights(path, schema)
+            named = self.folder / f"data-{number:05d}-of-{len(self._shards):05d}.arrow"
+            os.replace(path, named)
+            shards.append(Shard(named.name, written.size, written.checksum))
+        _write_metadata(self.folder, shards, schema)
+
+    def abandon(self) -> None:
+        """Close the open shard after an error."""
+        self._close_shard()
+
+    def _close_shard(self) -> None:
+        self._stream = None
+        self._open.close()  # closes the file even if the stream's last write fails on a full disk, to free its space
+
+    @property
+    def _schema(self) -> pa.Schema:
+        return _schema_of(self.weighted, self.texts, self.marked, self.first_blocks)
+
+    def _write_pending(self) -> None:
+        """Write the pending documents as one record batch."""
+        if not self._pending:
+            return
+        table = pa.Table.from_batches(self._pending).combine_chunks()
+        self._pending, self._pending_tokens = [], 0
+        if self._stream is None:
+            file = self._open.enter_context(ChecksumFile(self.folder / f"part-{len(self._shards):05d}.arrow"))
+            self._shards.append((file, self.weighted))
+            self._stream = self._open.enter_context(pa.ipc.new_stream(file, self._schema))
+        self._stream.write_table(table)
+        if self._shards[-1][0].size >= self.shard_bytes:
+            self._close_shard()
+
+    def _batch(self, documents: Documents) -> pa.RecordBatch:
+        """Return documents as rows, with their facts."""
+        ids, mask, lengths = documents.input_ids, documents.loss_mask, documents.lengths
+        ends = np.cumsum(lengths, dtype=np.int64)
+        if ends[-1] > np.iinfo(np.int32).max:
+            raise OverflowError("a chunk of records must have fewer than 2^31 tokens")
+        category = np.full(len(lengths), documents.category_id, np.int32)
+        if documents.category_ids is not None:
+            category = documents.category_ids.astype(np.int32)
+        # A token that is no target has no category.
+        of_tokens = documents.token_categories
+        if of_tokens is None:
+            of_tokens = np.where(mask == 1, np.repeat(category, lengths), np.int32(0))
+        tokens = [ids, mask, of_tokens]
+        if self.weighted:
+            tokens.append(np.ones(len(mask), np.float32) if documents.weights is None else documents.weights)
+        starts = ends - lengths
+        lowest, highest = (reduce.reduceat(ids, starts) for reduce in (np.minimum, np.maximum))
+        facts: list[NDArray[Any]] = [
+            lengths,
+            count_targets(mask, starts),
+            lowest,
+            highest,
+            documents.full_lengths,
+            category,
+        ]
+        # The columns in the schema's order: lists of tokens, numbers, hashes and texts of documents, weights of tokens.
+        rows = pa.array(np.concatenate([[0], ends]).astype(np.int32))
+        lists = [pa.ListArray.from_arrays(rows, pa.array(values)) for values in tokens]
+        numbers = [pa.array(values.astype(np.int32, copy=False)) for values in facts]
+        hashes = [pa.array(first_blocks(ids, starts, lengths).view(np.int64))] if self.first_blocks else []
+        texts = [pa.array(documents.texts[name], pa.large_string()) for name in self.texts]
+        return pa.RecordBatch.from_arrays([*lists[:3], *numbers, *hashes, *texts, *lists[3:]], schema=self._schema)
+
+
+def _write_metadata(folder: Path, shards: Sequence[Shard], schema: pa.Schema) -> None:
+    """Write dataset_info.json and state.json like `Dataset.save_to_disk`."""
+    from datasets import DatasetInfo, Features  # here, because importing it takes a second
+
+    DatasetInfo(features=Features.from_arrow_schema(schema)).write_to_directory(str(folder), pretty_print=True)
+    unformatted: dict[str, Any] = {"_format_columns": None, "_format_kwargs": {}, "_format_type": None}
+    state = {**unformatted, "_output_all_columns": False, "_split": None}
+    files = [{"filename": shard.name, "bytes": shard.bytes, "xxh3_128": shard.xxh3_128} for shard in shards]
+    name = fingerprint([shard.xxh3_128 for shard in shards], digits=16)
+    write_json(folder / STATE, {**state, "_fingerprint": name, "_data_files": files})
+
+
+def is_marked(schema: pa.Schema) -> bool:
+    """Return whether a shard's schema has MARK."""
+    return MARK.items() <= (schema.metadata or {}).items()
+
+
+@cache
+def _schema_of(weighted: bool, texts: tuple[str, ...], marked: bool, hashed: bool) -> pa.Schema:
+    from datasets import Features  # here, because importing it takes a second
+
+    hashes = {FIRST_BLOCK: pa.int64()} if hashed else {}
+    columns = {**TOKEN_COLUMNS, **DOCUMENT_COLUMNS, **hashes, **dict.fromkeys(texts, pa.large_string())}
+    schema = Features.from_arrow_schema(pa.schema({**columns, **WEIGHT_COLUMN} if weighted else columns)).arrow_schema
+    return schema.with_metadata({**schema.metadata, **(MARK if marked else {})})
+
+
+def _add_weights(shard: Path, schema: pa.Schema) -> ChecksumFile:
+    """Rewrite a shard with loss_weight = 1; return the new file."""
+    with (
+        atomic_write(shard) as partial,
+        pa.memory_map(str(shard)) as source,
+        pa.ipc.open_stream(source) as reader,
+        ChecksumFile(partial) as sink,
+        pa.ipc.new_stream(sink, schema) as writer,
+    ):
+        for batch in reader:
+            ids = batch.column("input_ids")
+            weights = pa.ListArray.from_arrays(ids.offsets, pa.array(np.ones(len(ids.values), np.float32)))
+            writer.write_batch(pa.RecordBatch.from_arrays([*batch.columns, weights], schema=schema))
+    return sink

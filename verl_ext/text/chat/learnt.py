@@ -1,0 +1,129 @@
+"""Decide which parts of turns are learnt, and leave out reasoning.
+
+A part whose border cannot be found is in doubt. It is learnt if every kind that it may be is learnt; otherwise the
+record is refused.
+"""
+
+import re
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from verl_ext.text.chat.parts import (
+    ANSWER,
+    EMPTY_REASONING,
+    END_OF_TURN,
+    OPENER,
+    REASONING,
+    THINK_TAG,
+    TOOL_CALL,
+    RenderedChat,
+    tagged_blocks,
+)
+from verl_ext.text.records.bad_record import BadRecord
+from verl_ext.text.records.messages import REASONING_FIELDS, Chat, TurnMask
+
+# A whole block without words, with the line ends that separate it from the answer.
+EMPTY_BLOCK = re.compile("|".join(rf"{re.escape(a)}\s*{re.escape(b)}\n{{0,2}}" for b, a in OPENER.items()))
+
+
+class Part(NamedTuple):
+    """Characters start..stop of a rendered chat, their kind, and the weight of their tokens, 0 for context."""
+
+    start: int
+    stop: int
+    kind: str
+    weight: float
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """The kinds of parts that are learnt, unless a message says otherwise."""
+
+    reasoning: bool = True
+    tool_calls: bool = True
+    empty_reasoning: bool = False
+
+    def parts(self, rendered: RenderedChat, chat: Chat) -> list[Part]:
+        """Return the parts of all targets, in order. Raises `BadRecord` if one may be of a kind that is not learnt."""
+        parts: list[Part] = []
+        for start, _, message, _, borders, stretches in rendered.targets:
+            learnt = self._by_kind(chat.masks.get(message))
+            for stop, kind, doubts in borders:
+                if doubts and (unclear := [kind for kind in doubts if not learnt.get(kind, True)]):
+                    what = f"it cannot be found where the {unclear[0].replace('_', ' ')} begins and ends"
+                    raise BadRecord("template_mismatch", f"message {message + 1}: {what}")
+                weight = chat.targets[message] if learnt.get(kind, True) else 0.0
+                for end, of_stretch in stretches if kind != END_OF_TURN else ():
+                    if start < min(end, stop):
+                        parts.append(Part(start, min(end, stop), kind, weight * of_stretch))
+                        start = min(end, stop)
+                if start < stop:
+                    parts.append(Part(start, stop, kind, weight))
+                start = stop
+        return parts
+
+    @cached_property
+    def _kinds(self) -> dict[str, bool]:
+        return {REASONING: self.reasoning, TOOL_CALL: self.tool_calls, EMPTY_REASONING: self.empty_reasoning}
+
+    def _by_kind(self, mask: TurnMask | None) -> dict[str, bool]:
+        """Return whether each kind of part is learnt in a turn; kinds that are not listed always are."""
+        if mask is None:
+            return self._kinds
+        learnt = dict(self._kinds)
+        if mask.tool_calls is not None:
+            learnt[TOOL_CALL] = mask.tool_calls
+        if mask.reasoning is not None:
+            learnt[REASONING] = mask.reasoning
+            learnt[EMPTY_REASONING] &= mask.reasoning
+        return learnt
+
+    def without_reasoning(self, chat: Chat, is_prompt_open: bool) -> tuple[Chat, int]:
+        """Return a chat without reasoning, and the number of target turns that had some.
+
+        A turn that is to learn its reasoning keeps it. is_prompt_open: the generation prompt opens reasoning. Raises
+        `BadRecord` if the end of reasoning cannot be found.
+        """
+        messages, dropped = list(chat.messages), 0
+        for index, message in enumerate(messages):
+            mask = chat.masks.get(index)
+            if message["role"] != "assistant" or (mask is not None and mask.reasoning):
+                continue
+            kept = {name: value for name, value in message.items() if name not in REASONING_FIELDS}
+            had_words = any(str(message[name] or "").strip() for name in message.keys() - kept.keys())
+            text = kept.get("content") or ""
+            if THINK_TAG.search(text):
+                borders = tagged_blocks(text, 0, len(text), is_prompt_open)
+                if any(REASONING in border.doubts for border in borders) or (mask is not None and mask.stretches):
+                    needed = "must have reasoning between tags, and no weights of characters, for reasoning=drop"
+                    raise BadRecord("template_mismatch", f"message {index + 1} {needed}")
+                had_words |= any(border.kind == REASONING for border in borders)
+                spans = zip([0, *(border.stop for border in borders)], borders, strict=False)
+                kept["content"] = "".join(
+                    text[start:stop] for start, (stop, kind, _) in spans if kind not in (REASONING, EMPTY_REASONING)
+                )
+            messages[index] = kept
+            dropped += had_words and index in chat.targets
+        return replace(chat, messages=messages), dropped
+
+
+def without_empty_blocks(chat: Chat) -> Chat:
+    """Remove empty thinking blocks from assistant messages. Raises `BadRecord` if their characters have weights."""
+    messages = list(chat.messages)
+    for index, message in enumerate(messages):
+        text = message.get("content")
+        if message["role"] != "assistant" or not isinstance(text, str) or not EMPTY_BLOCK.search(text):
+            continue
+        if (mask := chat.masks.get(index)) is not None and mask.stretches:
+            needed = "must have no weights of characters beside an empty thinking block, for drop_empty_reasoning"
+            raise BadRecord("template_mismatch", f"message {index + 1} {needed}")
+        messages[index] = {**message, "content": EMPTY_BLOCK.sub("", text)}
+    return replace(chat, messages=messages)
+
+
+def closes_again(text: str, part: Part) -> bool:
+    """Tell whether a part's first tag closes reasoning that the text before it has closed."""
+    if part.kind not in (ANSWER, EMPTY_REASONING) or not (tag := THINK_TAG.search(text, part.start, part.stop)):
+        return False
+    return tag[0] in OPENER and text[max(part.start - 64, 0) : part.start].rstrip().endswith(tag[0])

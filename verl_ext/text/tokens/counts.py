@@ -1,0 +1,89 @@
+"""Count records and the documents that they become, by source or category."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+CHAT_COUNTS = ("end_of_turn", "text_ends", "context_parts", "unprinted", "unused_fields", "dropped_media")
+EXAMPLES = 3  # examples that the report gives for each reason
+
+
+@dataclass
+class Counts:
+    """The counts of one source or category."""
+
+    records: int = 0
+    documents: int = 0
+    tokens: int = 0
+    target_tokens: int = 0
+    lengths: Counter[int] = field(default_factory=Counter)  # documents by length
+    # Documents that were cut or left out for their length, and what is gone: documents, tokens, targets.
+    over_length: Counter[str] = field(default_factory=Counter)
+    # Records with names of special tokens encoded as text, and the occurrences of these names.
+    special_tokens: Counter[str] = field(default_factory=Counter)
+    border_tokens: int = 0  # target tokens that also hold text from outside the target
+    bad: Counter[str] = field(default_factory=Counter)  # unusable records by reason
+    end_of_turn: Counter[str] = field(default_factory=Counter)  # target turns by the text that ends them, "" for none
+    text_ends: Counter[str] = field(default_factory=Counter)  # target turns whose end has several tokens, by that text
+    target_kinds: Counter[str] = field(default_factory=Counter)  # target tokens of chats by the kind of their part
+    context_parts: Counter[str] = field(default_factory=Counter)  # parts of target turns that are not targets, by kind
+    dropped_reasoning: int = 0  # target turns whose reasoning was left out
+    dropped_blocks: int = 0  # texts of chats that `drop_empty_reasoning` selected
+    text_calls: int = 0  # messages of calls (`function_call`) that are no JSON, and are read as text
+    closed_again: int = 0  # parts of target turns that close a thinking block that is closed already
+    unprinted: Counter[str] = field(default_factory=Counter)  # records by the kind of words that the template omits
+    # Records (or messages, as `messages.<field>`) with a field that nothing reads.
+    unused_fields: Counter[str] = field(default_factory=Counter)
+    dropped_media: Counter[str] = field(default_factory=Counter)  # images, audio and video left out
+    uncategorised: int = 0  # records without a value of `category_field`
+    examples: dict[str, list[str]] = field(default_factory=dict)  # the first examples of each reason
+
+    def add_bad(self, reason: str, example: str) -> None:
+        """Count an unusable record; `example` names its place and the reason."""
+        self.bad[reason] += 1
+        self._add_examples(reason, [example])
+
+    def _add_examples(self, reason: str, examples: list[str]) -> None:
+        known = self.examples.setdefault(reason, [])
+        known += examples[: EXAMPLES - len(known)]
+
+    def add(self, *others: "Counts") -> "Counts":
+        """Add the counts of others, whose examples come after those here; return the sum."""
+        for other in others:
+            for name, value in vars(other).items():
+                if isinstance(value, Counter):
+                    getattr(self, name).update(value)
+                elif isinstance(value, int):
+                    setattr(self, name, getattr(self, name) + value)
+            for reason, examples in other.examples.items():
+                self._add_examples(reason, examples)
+        return self
+
+    @property
+    def target_share(self) -> float:
+        """The share of tokens that are targets; 0 if there are no tokens."""
+        return self.target_tokens / self.tokens if self.tokens else 0.0
+
+    def length_quantile(self, fraction: float) -> int:
+        """Return the shortest length that at least `fraction` of the documents do not exceed (nearest rank), or 0."""
+        if not self.lengths:
+            return 0
+        lengths, documents = list(self.lengths), list(self.lengths.values())
+        return int(np.quantile(lengths, fraction, method="inverted_cdf", weights=documents))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the counts for the report; the order of keys does not depend on that of the records."""
+        longest = max(self.lengths, default=0)
+        return {
+            **{name: getattr(self, name) for name in ("records", "documents", "tokens", "target_tokens")},
+            "target_share": round(self.target_share, 4),
+            "length": {"median": self.length_quantile(0.5), "p95": self.length_quantile(0.95), "max": longest},
+            "special_tokens_in_text": {name: self.special_tokens[name] for name in ("records", "occurrences")},
+            **{name: getattr(self, name) for name in ("border_tokens", "dropped_reasoning", "dropped_blocks")},
+            **{name: getattr(self, name) for name in ("text_calls", "closed_again")},
+            "bad_records": dict(sorted(self.bad.items())),
+            **{name: dict(sorted(getattr(self, name).items())) for name in ("over_length", *CHAT_COUNTS)},
+            "examples": dict(sorted(self.examples.items())),
+        }
