@@ -105,7 +105,7 @@ def pack_row(documents: Pack, pad_to: int | None = None) -> dict[str, torch.Tens
 
 
 def tree_row(documents: Pack, begins: Sequence[int] | None = None) -> dict[str, torch.Tensor]:
-    """Join documents whose own tokens begin at ``begins`` (None: with the last that each shares with the one before)."""
+    """Join documents whose own tokens begin at ``begins``; None: with the last that each shares with the one before."""
     begins = _begins(documents) if begins is None else begins
     row, pairs = pack_row(documents), list(zip(documents, begins, strict=True))
     row["input_ids"] = torch.tensor([token for d, begin in pairs for token in d.input_ids[begin:]])

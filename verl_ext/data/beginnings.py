@@ -19,6 +19,8 @@ from verl_ext.packing.shared import BLOCK, SHORTER, ReadTokens, SharedBeginnings
 if TYPE_CHECKING:
     from verl_ext.data.dataset import DocumentSource
 
+SHARE_LEAST = 128  # tokens; below, gathering keys costs more than it saves
+NOTICED_SHARE = 0.9  # of the tokens would be computed if documents shared their beginnings
 FORMAT = 1  # of cached beginnings; raise it when their meaning changes
 SAMPLE_TOKENS = 1 << 24  # read for an estimate, in about half a second
 

@@ -31,7 +31,7 @@ from typing_extensions import override
 
 from verl_ext.cache import fingerprint
 from verl_ext.data.arrow import TokenizedData
-from verl_ext.data.beginnings import beginnings_of_ranks, find_beginnings, share_computed
+from verl_ext.data.beginnings import NOTICED_SHARE, SHARE_LEAST, beginnings_of_ranks, find_beginnings, share_computed
 from verl_ext.data.categories import CategoryTable, read_names
 from verl_ext.data.dataset import DocumentSource, PackDataset, PackedDocument, PackFacts
 from verl_ext.data.facts import DocumentScan, scan_documents
@@ -57,7 +57,6 @@ from verl_ext.packing.plan import index_type
 from verl_ext.packing.shared import NOTHING, SharedBeginnings, plan_drawn, plan_shared
 from verl_ext.text.read.sources import absolute_path
 
-NOTICED_SHARE = 0.9  # of the tokens would be computed with share_prefixes
 PAD_MODES = ("no_padding", "right")
 _ORDERED = ("next_fit", "none")  # the strategies that keep the order of the documents
 _FREE = tuple(name for name in STRATEGIES if name not in _ORDERED)
@@ -86,7 +85,7 @@ class SFTOptions(DatasetOptions):
     share_prefixes: bool = option(
         False, "true: tokens with which several documents of a pack begin are computed once", resume="same"
     )
-    share_least: int = option(128, "tokens that documents must begin with to share them", least=1, resume="same")
+    share_least: int = option(SHARE_LEAST, "least number of tokens that documents share", least=1, resume="same")
     mixture: Any = option(
         None, "{sources: {NAME: {tokens: 4e9, intervals: [8192, 32768], …}}}; null: every document once", resume="same"
     )
