@@ -82,7 +82,8 @@ def _reader(data: "DocumentSource", spans: Spans, numbers: Ints) -> ReadTokens:
 
     def read(documents: Ints, starts: Ints, sizes: Ints) -> Ints:
         tokens = np.empty(int(sizes.sum()), np.int64)
-        data.gather(rows[documents], starts, sizes, {"input_ids": tokens})
+        if len(documents):
+            data.gather(rows[documents], starts, sizes, {"input_ids": tokens})
         return tokens
 
     return read
