@@ -67,6 +67,7 @@ class SFTOptions(DatasetOptions):
     """The options by which the documents of a tokenized dataset become packs."""
 
     reads: ClassVar[str] = "the folder that `verl-ext tokenize` wrote"
+    may_share: ClassVar[bool] = True
 
     max_tokens: int = option(
         8192, "budget of a pack, over all ranks of a sequence-parallel group", least=2, most=MOST_TOKENS, resume="same"
@@ -112,7 +113,9 @@ class SFTOptions(DatasetOptions):
         """Yield a line for each mistake in documents' order and categories."""
         implied = {**vars(self), **self.implied(vars(self))}
         strategy = implied["strategy"]
-        if self.share_prefixes:
+        if self.share_prefixes and not self.may_share:
+            yield f"data.share_prefixes must be false for {self.reads}; got true"
+        elif self.share_prefixes:
             for name, allowed in (("strategy", _FREE), ("pad_mode", ("no_padding",))):
                 if implied[name] not in allowed:
                     wanted = f"data.{name} must be {' or '.join(allowed)} with data.share_prefixes=true"

@@ -44,6 +44,8 @@ _reported: set[tuple[Path, str]] = set()
 class TextSetOptions(SFTOptions):
     """The options of a set of texts, which are tokenized when it is opened."""
 
+    may_share: ClassVar[bool] = False
+
     train_ratio: float = option(
         1.0,
         "share of train_dir for training if val_dir is null; 1: no validation",
@@ -51,6 +53,7 @@ class TextSetOptions(SFTOptions):
         most=1,
         resume="same",
     )
+    share_prefixes: bool = option(False, "must be false: a row has a label for each of its tokens", resume="same")
     cache_dir: str | None = option(None, "folder for tokenized files; null: the cache of Hugging Face datasets")
 
 

@@ -125,7 +125,7 @@ def _depth_first(
         # Documents that end here come in a random order too: after all siblings, they would end every trie.
         ended = keys == SHORTER
         keys[ended] = block_hashes(order[places][ended, None])
-        by_key = np.lexsort((keys, trie))
+        by_key = np.lexsort((ended, keys, trie))
         order[places], keys, trie, ended = order[places][by_key], keys[by_key], trie[by_key], ended[by_key]
         in_trie = np.append(False, trie[1:] == trie[:-1])
         agrees = in_trie & np.append(False, (keys[1:] == keys[:-1]) & ~ended[1:] & ~ended[:-1])
