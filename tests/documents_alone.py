@@ -53,7 +53,7 @@ def ranks_of_a_pack(ulysses, context):
 def largest_errors(kind, *layouts, shares=False):
     """Return the largest relative error of a document's loss and a parameter's gradient, for each (ulysses, context).
 
-    shares: the documents begin with tokens of those before, which the pack has once. Models are in training mode without
+    shares: documents begin with tokens of those before, which the pack has once. Models are in training mode without
     dropout. Every rank of a layout calls this; (1, 1) needs no other rank.
     """
     model, plain = packed_and_plain(kind)

@@ -16,6 +16,7 @@ from verl_ext.layers.trial import sharing_problem, trial_model
 
 AT_LEAST = 161  # types that are trained, of 224 in transformers 5.10
 TOLERANCE = 1e-11  # fp64
+ROUNDED_SUMS = 1e-6  # some routers compute in fp32 even so, and a shared token's gradient is the sum of several
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 
 
@@ -43,8 +44,8 @@ def _errors(kinds, layouts, shares=False):
     return errors
 
 
-def _wrong(errors):
-    return {kind: found for kind, found in errors.items() if isinstance(found, str) or not max(found) < TOLERANCE}
+def _wrong(errors, tolerance=TOLERANCE):
+    return {kind: found for kind, found in errors.items() if isinstance(found, str) or not max(found) < tolerance}
 
 
 def _verdicts_and_errors(kinds):
@@ -98,7 +99,7 @@ def test_every_type_that_carries_nothing_but_attention_shares_tokens_exactly():
     verdicts = {}
     for some in parts(named("Trained")):
         for of_rank, errors in run_ranks(_verdicts_and_shared_errors, 2, some):
-            assert _wrong(errors) == {}
+            assert _wrong(errors, ROUNDED_SUMS) == {}
             verdicts |= of_rank
     attention = [kind for name in ("attention", "attention with windows", "soft caps", "sinks") for kind in row(name)]
     assert sorted(kind for kind, problem in verdicts.items() if problem is None) == sorted(attention)

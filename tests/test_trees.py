@@ -186,6 +186,13 @@ def test_gradients_of_shared_rows_add_up_in_a_fixed_order(monkeypatch):
     assert torch.equal(x.grad, first)
 
 
+def test_layers_read_the_positions_of_texts():
+    documents = Documents(np.array([6, 3, 2, 4]), np.array([0, 4, 4, 0]))
+    layout = TreeLayout.from_documents(documents, "cpu")
+    assert layout.positions().tolist() == [*range(6), *range(4, 7), *range(4, 6), *range(4)]
+    assert layout.padded(2).positions().tolist()[-2:] == [0, 1]
+
+
 @pytest.mark.parametrize("positions", [[1, 2], [0, 1, 2, 4, 5], [0, 1, 0, 3], [0, 1, -1, 0]])
 def test_a_beginning_that_the_document_before_does_not_have_is_refused(positions):
     with pytest.raises(ValueError, match=r"data\.share_prefixes"):
