@@ -173,7 +173,8 @@ def job_of(run: Run, values: Mapping[str, Any], ranks_of_node: int) -> Job:
     """Return the heaviest micro-batches that a rank of a run meets.
 
     These are the packs with the most tokens and, if others have more targets, those as well, because an epoch may put
-    them together; and those of documents with the most tokens, if documents share tokens. The heaviest of several micro-batches come last, when gradients are already in memory.
+    them together; and those of documents with the most tokens, if documents share tokens. The heaviest of several
+    micro-batches come last, when gradients are already in memory.
     """
     packs, data = run.packs, values["data"]
     sp, context = sequence_parallel_size(values), values["parallel"]["context_parallel_size"]
