@@ -24,7 +24,8 @@ from verl_ext.cache import default_root
 from verl_ext.data.arrow import TokenizedData
 from verl_ext.data.dataset import split_rows
 from verl_ext.data.omitted import OmittedDocuments
-from verl_ext.data.sft import SFTDataSet, SFTOptions
+from verl_ext.data.sft import SFTDataSet
+from verl_ext.data.sft_options import SFTOptions
 from verl_ext.files import CATEGORIES, REPORT, write_json
 from verl_ext.options import option, options_of
 from verl_ext.redaction import redacted
