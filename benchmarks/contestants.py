@@ -141,7 +141,8 @@ class PackedContestant(Contestant):
     def __init__(self, run: Run) -> None:
         self.run, self.trainer = run, SFTTrainer(run)
         super().__init__(self.trainer.engine)
-        self.collate = StepCollator(run.loss_for(run.train_set), run.train_set.categories)
+        shares = run.packs.shared is not None
+        self.collate = StepCollator(run.loss_for(run.train_set), run.train_set.categories, shares_prefixes=shares)
 
     def load(self, documents: Sequence[Document], folder: Path) -> StepBatch:
         """Load all packs of the documents, which `folder` holds, collated."""
@@ -149,8 +150,8 @@ class PackedContestant(Contestant):
         return self.collate([dataset[pack] for pack in range(len(dataset))])
 
     def counts(self, batch: StepBatch) -> tuple[int, int, int]:
-        documents = ((batch.position_ids == 0) & batch.is_real).sum()
-        return int(documents), int(batch.counts[1]), int(batch.counts[2])
+        documents = (batch.position_ids.diff(prepend=batch.position_ids.new_full((1,), -2)) != 1) & (batch.copies > 0)
+        return int(documents.sum()), int(batch.counts[1]), int(batch.counts[3])
 
     def train(self, batch: StepBatch) -> float:
         """Take the trainer's step; return the loss that it reports."""

@@ -104,6 +104,24 @@ def pack_row(documents: Pack, pad_to: int | None = None) -> dict[str, torch.Tens
     return tensors
 
 
+def tree_row(documents: Pack, begins: Sequence[int] | None = None) -> dict[str, torch.Tensor]:
+    """Join documents whose own tokens begin at ``begins``; None: with the last that each shares with the one before."""
+    begins = _begins(documents) if begins is None else begins
+    row, pairs = pack_row(documents), list(zip(documents, begins, strict=True))
+    row["input_ids"] = torch.tensor([token for d, begin in pairs for token in d.input_ids[begin:]])
+    row["position_ids"] = torch.tensor([at for d, begin in pairs for at in range(begin, len(d.input_ids))])
+    return row
+
+
+def _begins(documents: Pack) -> list[int]:
+    begins, before = [], []
+    for ids in (document.input_ids for document in documents):
+        common = next((at for at, (a, b) in enumerate(zip(before, ids)) if a != b), min(len(before), len(ids)))  # noqa: B905
+        begins.append(max(common - 1, 0))
+        before = ids
+    return begins
+
+
 class Reference:
     """Forward passes of single documents, which are kept so that every loss mode differentiates the same graph."""
 

@@ -325,7 +325,7 @@ def test_our_collator_and_verls_take_the_rows(opened):
     batch = StepCollator(LossSpec("token", weights), dataset.categories)(rows)
     assert batch.input_ids.tolist() == torch.cat([row["input_ids"] for row in rows]).tolist()
     targets = int(dataset.facts().targets.sum())
-    assert batch.counts[2] == targets
+    assert batch.counts[3] == targets
     assert int((batch.coefficients > 0).sum()) == targets
     nested = SFTTensorCollator(DatasetPadMode.NO_PADDING)(rows)
     assert nested["labels"].is_nested

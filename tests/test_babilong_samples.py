@@ -139,6 +139,20 @@ def test_0k_is_the_facts_alone_one_sample_per_question_without_earlier_questions
     assert not samples[5]["input"].startswith(samples[0]["input"])
 
 
+@pytest.mark.parametrize("size", ["0k", "2k"])
+@pytest.mark.parametrize("task", [task for task in TASKS if task != "qa4"])
+def test_several_questions_about_a_text_are_neighbouring_samples(task: str, size: str) -> None:
+    made = maker(task, size, story=StoryOptions(questions=2, questions_per_text=3))
+    samples = [made.sample(number) for number in range(36)]
+    for number in range(0, 36, 3):
+        texts, questions, _ = zip(*(sample.values() for sample in samples[number : number + 3]), strict=True)
+        assert len(set(texts)) == 1
+        assert len(set(questions)) == 3
+    assert len({sample["input"] for sample in samples}) == 12
+    for sample in samples:
+        assert replay(facts_in(sample["input"]), sample["question"]) == sample["target"]
+
+
 def test_facts_keep_their_order_and_lie_anywhere() -> None:
     made = maker("qa2", "4k")
     firsts = []

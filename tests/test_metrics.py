@@ -23,7 +23,8 @@ def _sums(weighted_loss: float, category_loss: list[float], counts: list[float])
     sums = StepSums.zeros(len(NAMES), "cpu")
     sums.weighted_loss.add_(weighted_loss)
     sums.category_loss.add_(torch.tensor(category_loss, dtype=torch.float64))
-    sums.add_counts(torch.tensor(counts, dtype=torch.float64))
+    normaliser, tokens, *others = counts
+    sums.add_counts(torch.tensor([normaliser, tokens, tokens, *others], dtype=torch.float64))  # all are computed
     return sums
 
 
@@ -94,7 +95,7 @@ _NAMES = st.lists(
 def test_no_two_metrics_share_a_name_unless_it_is_reserved(names):
     names = [name for name in names if name not in RESERVED]
     sums = StepSums.zeros(len(names), "cpu")
-    sums.add_counts(torch.ones(5 + len(names), dtype=torch.float64))
+    sums.add_counts(torch.ones(6 + len(names), dtype=torch.float64))
     sums.has_stats = True
     assert len(sums.report("val", tuple(names))) == 7 + 5 * len(names)
 
@@ -108,8 +109,8 @@ def test_a_reserved_name_would_be_another_metric():
 def test_accuracy_and_entropy_are_means_over_targets_where_the_engine_gives_them():
     sums = _sums(12.0, [5.0, 6.0, 2.0], [4.0, 100, 9, 3, 1, 4, 4])
     assert not any("entropy" in name or "accuracy" in name for name in sums.report("val", NAMES))
-    slots, is_target = torch.tensor([0, 1, 1, 2, 1]), torch.tensor([True, True, True, True, False])
-    sums.add_token_stats(slots, is_target, torch.tensor([1.0, 1, 0, 1, 1]), torch.tensor([0.5, 1, 2, 3, torch.nan]))
+    correct, entropy = torch.tensor([1.0, 1, 0, 1, 1]), torch.tensor([0.5, 1, 2, 3, torch.nan])
+    sums.add_targets(torch.tensor([0, 1, 1, 2, -1]), torch.zeros(5), correct, entropy)
     report = (sums + StepSums.zeros(2, "cpu")).report("val", NAMES)
     assert "val/entropy" not in report  # part of the set lacks them
     report = sums.report("val", NAMES)
@@ -122,7 +123,7 @@ def test_parts_add_up_in_place():
     sums = _sums(1.0, [0, 1, 0], [1, 5, 2, 1, 0, 2, 0])
     sums.weighted_loss.add_(2.0)
     sums.category_loss.index_add_(0, torch.tensor([1, 2, 2]), torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
-    sums.add_counts(torch.tensor([2, 7, 3, 1, 0, 1, 2], dtype=torch.float64))
+    sums.add_counts(torch.tensor([2, 7, 7, 3, 1, 0, 1, 2], dtype=torch.float64))
     report = sums.report("train", NAMES)
     assert report["train/loss"] == 1.0
     assert (report["train/gsm8k_loss"], report["train/code_loss"]) == (2 / 3, 2.5)
@@ -134,7 +135,7 @@ def test_counts_past_what_float32_holds_stay_exact():
     many = 2**24 + 1
     sums = StepSums.zeros(1, "cpu")
     for _ in range(3):
-        sums.add_counts(torch.tensor([1.0, many, many, 1, 0, many], dtype=torch.float64))
+        sums.add_counts(torch.tensor([1.0, many, many, many, 1, 0, many], dtype=torch.float64))
     report = sums.report("val", ("gsm8k",))
     assert report["val/tokens"] == report["val/target_tokens"] == report["val/gsm8k_tokens"] == 3 * many
 
@@ -143,7 +144,7 @@ def test_small_losses_are_not_lost_in_large_sums():
     sums = StepSums.zeros(1, "cpu")
     sums.category_loss.add_(2.0**24)
     sums.category_loss.index_add_(0, torch.ones(4, dtype=torch.long), torch.full((4,), 0.25, dtype=torch.float64))
-    sums.add_counts(torch.tensor([1, 1, 1, 1, 0, 1], dtype=torch.float64))
+    sums.add_counts(torch.tensor([1, 1, 1, 1, 1, 0, 1], dtype=torch.float64))
     assert sums.report("val", ("gsm8k",))["val/gsm8k_loss"] == 2.0**24 + 1
 
 

@@ -11,10 +11,12 @@ import torch
 
 from tests.documents_alone import largest_errors
 from tests.ranks import run_ranks
-from tests.small_models import KINDS, refusal
+from tests.small_models import KINDS, model_class, model_config, refusal
+from verl_ext.layers.trial import sharing_problem, trial_model
 
 AT_LEAST = 161  # types that are trained, of 224 in transformers 5.10
 TOLERANCE = 1e-11  # fp64
+ROUNDED_SUMS = 1e-6  # some routers compute in fp32 even so, and a shared token's gradient is the sum of several
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 
 
@@ -25,19 +27,25 @@ def named(part):
     return [kind for kind in re.findall(r"`([^`]+)`", found) if kind in KINDS]
 
 
-def _errors(kinds, layouts):
+def row(mechanism):
+    """Return the model types of a mechanism on the page."""
+    (line,) = re.findall(rf"^\| {mechanism} \|.*$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    return [kind for kind in re.findall(r"`([^`]+)`", line) if kind in KINDS]
+
+
+def _errors(kinds, layouts, shares=False):
     """Return by type an error for each layout, or the failure."""
     errors = {}
     for kind in kinds:
         try:
-            errors[kind] = largest_errors(kind, *layouts)
+            errors[kind] = largest_errors(kind, *layouts, shares=shares)
         except Exception as error:
             errors[kind] = f"{type(error).__name__}: {error}"
     return errors
 
 
-def _wrong(errors):
-    return {kind: found for kind, found in errors.items() if isinstance(found, str) or not max(found) < TOLERANCE}
+def _wrong(errors, tolerance=TOLERANCE):
+    return {kind: found for kind, found in errors.items() if isinstance(found, str) or not max(found) < tolerance}
 
 
 def _verdicts_and_errors(kinds):
@@ -71,6 +79,30 @@ def test_every_type_is_exact_on_one_rank_and_on_two_or_refused_with_the_cause():
     for some in parts(sorted(errors)):
         for of_rank in run_ranks(_errors, 2, some, [(2, 1), (1, 2)]):
             assert _wrong(of_rank) == {}
+
+
+def _refusal_to_share(kind):
+    try:
+        return sharing_problem(trial_model(model_config(kind), model_class(kind)))
+    except ValueError as error:
+        return str(error)
+
+
+def _verdicts_and_shared_errors(kinds):
+    """Return by type why documents cannot share tokens, and the errors of those that can, with Ulysses 1 and 2."""
+    verdicts = {kind: _refusal_to_share(kind) for kind in kinds}
+    return verdicts, _errors([kind for kind in kinds if verdicts[kind] is None], [(1, 1), (2, 1)], shares=True)
+
+
+@pytest.mark.slow
+def test_every_type_that_carries_nothing_but_attention_shares_tokens_exactly():
+    verdicts = {}
+    for some in parts(named("Trained")):
+        for of_rank, errors in run_ranks(_verdicts_and_shared_errors, 2, some):
+            assert _wrong(errors, ROUNDED_SUMS) == {}
+            verdicts |= of_rank
+    attention = [kind for name in ("attention", "attention with windows", "soft caps", "sinks") for kind in row(name)]
+    assert sorted(kind for kind, problem in verdicts.items() if problem is None) == sorted(attention)
 
 
 def parts(kinds: list[str], size: int = 40) -> list[list[str]]:

@@ -13,7 +13,7 @@ from verl_ext.config.compose import prepare_overrides
 from verl_ext.config.run import NODES, RunConfig, TrainerOptions
 from verl_ext.config.weights import ModelNode
 from verl_ext.data.options import DataOptions
-from verl_ext.data.sft import SFTOptions
+from verl_ext.data.sft_options import SFTOptions
 from verl_ext.engines.schedule import ScheduleOptions
 from verl_ext.legacy import DEPRECATED, RENAMED, RENAMED_NODES
 from verl_ext.options import Options, options_of, plain, spell

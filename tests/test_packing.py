@@ -122,9 +122,9 @@ def test_one_token_documents_fill_packs_of_a_budget_that_is_no_power_of_two(stra
 
 @pytest.mark.parametrize("strategy", STRATEGY_NAMES)
 def test_no_document_gives_no_pack(strategy):
-    document_index, pack_offsets = plan_packs([], 10, strategy)
-    assert document_index.tolist() == []
-    assert pack_offsets.tolist() == [0]
+    plan = plan_packs([], 10, strategy)
+    assert plan.document_index.tolist() == []
+    assert plan.pack_offsets.tolist() == [0]
 
 
 @pytest.mark.parametrize("strategy", STRATEGY_NAMES)

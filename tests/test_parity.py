@@ -5,6 +5,7 @@ with tests/reference.py, which runs plain Hugging Face over single documents. De
 gradient is measured by the 2-norm.
 """
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from tests.ranks import run_ranks
-from tests.reference import Document, Expected, Reference, load_eager, pack_row
+from tests.reference import Document, Expected, Reference, load_eager, pack_row, tree_row
 from tests.tokenized_data import write_tokenized
 from verl_ext.data import CategoryTable, SFTDataSet
 from verl_ext.losses import MODES, LossSpec, category_weight_table
@@ -66,6 +67,11 @@ MANY_CASES += [Case("longwriter", "padded", 4), Case("longwriter", "none", 1)]
 MANY_CASES += [case for case in CASES if case.head != "fused"]
 FEW_CASES = [Case("token", packing, 4) for packing in ("none", "labelled")]
 FEW_CASES += [Case("longwriter", packing, 4) for packing in ("packed", "padded")]
+SHARED_CASES = [Case(mode, "shared", 4) for mode in MODES]
+SHARED_CASES += [Case("sequence", "shared", k, head) for k, head in ((1, "fused"), (2, "targets"), (4, "plain"))]
+CASES += SHARED_CASES
+MANY_CASES += SHARED_CASES
+FEW_CASES += SHARED_CASES[:2]
 CONTEXT_CASES = [Case("token", packing, 4) for packing in ("packed", "labelled", "padded")]
 CONTEXT_CASES += [Case("sequence", "packed", 4, head) for head in ("targets", "plain")]
 # Gradients are reduced only after the last micro-batch, without verl's default recomputation.
@@ -126,8 +132,29 @@ _GROUPS = [[0], [1, 3, 4], [6, 7], [8, 12], [10, 5], [2, 11], [9]]
 GROUPS = {"none": [[i] for i in range(13)], "packed": _GROUPS, "padded": _GROUPS, "labelled": _GROUPS}
 
 
+def _tries() -> list[list[Document]]:
+    """Make packs whose documents begin with tokens of those before, with masks, categories and weights of their own."""
+    rng = np.random.default_rng(6)
+    packs = []
+    for size in (5, 1, 4, 6, 2, 3, 4):
+        pack: list[Document] = []
+        for _ in range(size):
+            before = pack[-1].input_ids if pack else []
+            kept = before[: rng.integers(len(before) + 1)]
+            ids = [*kept, *rng.integers(4, 128, rng.integers(not kept, 12)).tolist()]
+            mask = [0, *(rng.random(len(ids) - 1) < 0.6).astype(int).tolist()]
+            categories = (rng.choice([0, 7, 9], len(ids)) * mask).tolist()
+            pack.append(Document(ids, mask, categories, rng.uniform(0.25, 2.0, len(ids)).tolist()))
+        packs.append(pack)
+    packs[3].append(packs[3][-1])  # a document twice
+    return packs
+
+
+TRIES = _tries()
+
+
 def _packs(packing: str) -> list[list[Document]]:
-    return [[DOCUMENTS[i] for i in group] for group in GROUPS[packing]]
+    return TRIES if packing == "shared" else [[DOCUMENTS[i] for i in group] for group in GROUPS[packing]]
 
 
 def _train(model: str, ranks: int) -> dict:
@@ -148,22 +175,24 @@ def _train(model: str, ranks: int) -> dict:
 def _train_case(engine, case: Case):
     from tests.packed_engine import train_step
 
-    packs = [pack_row(pack, MAX_TOKENS if case.packing == "padded" else None) for pack in _packs(case.packing)]
+    row, size = (tree_row if case.packing == "shared" else pack_row), MAX_TOKENS if case.packing == "padded" else None
+    packs = [row(pack, *[size] * (size is not None)) for pack in _packs(case.packing)]
     categories = CategoryTable(tuple(CATEGORIES), tuple(CATEGORIES.values()))
     loss = LossSpec(case.mode, category_weight_table(CATEGORY_WEIGHTS, categories.names))
-    collate = StepCollator(loss, categories, last_is_label=case.packing == "labelled")
+    labelled, shared = case.packing == "labelled", case.packing == "shared"
+    collate = StepCollator(loss, categories, last_is_label=labelled, shares_prefixes=shared)
     return train_step(engine, packs, collate, case.accumulation, case.head)
 
 
 @pytest.fixture(scope="module")
 def expected(tiny_model):
     """Return a function that computes a case's reference on its first use."""
-    reference = Reference(load_eager(str(tiny_model)), DOCUMENTS)
+    reference = Reference(load_eager(str(tiny_model)), [*DOCUMENTS, *(document for pack in TRIES for document in pack)])
     weights = {c: CATEGORY_WEIGHTS[name] for c, name in CATEGORIES.items() if name in CATEGORY_WEIGHTS}
     found: dict[tuple[str, str], Expected] = {}
 
     def of(case: Case) -> Expected:
-        key = (case.mode, "none" if case.packing == "none" else "packed")  # padding changes nothing
+        key = (case.mode, case.packing if case.packing in ("none", "shared") else "packed")  # padding changes nothing
         if key not in found:
             found[key] = reference.step(_packs(case.packing), case.mode, weights)
         return found[key]
@@ -216,6 +245,7 @@ def test_a_step_equals_single_documents_in_plain_hugging_face(layout, case, expe
 @pytest.mark.parametrize(("layout", "case"), RUNS)
 def test_counts_and_losses_are_the_same_on_every_rank_and_at_any_world_size(layout, case, measured):
     one = measured(Layout(1, 1), case)[0].report
+    assert (one.get("train/computed_tokens", math.inf) < one["train/tokens"]) == (case.packing == "shared")
     packs = _packs(case.packing)
     unread = len(packs) if case.packing == "labelled" else 0
     assert one["train/tokens"] == sum(len(d.input_ids) for pack in packs for d in pack) - unread

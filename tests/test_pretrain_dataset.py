@@ -269,7 +269,7 @@ def test_our_collator_and_verls_take_the_rows(opened, rows):
     items = [dataset[0], dataset[1]]
     batch = StepCollator(LossSpec("token", weights), dataset.categories)(items)
     targets = int(dataset.facts().targets[:2].sum())
-    assert batch.counts[2] == targets == int((batch.coefficients > 0).sum())
+    assert batch.counts[3] == targets == int((batch.coefficients > 0).sum())
     nested = SFTTensorCollator(DatasetPadMode.NO_PADDING)(items)
     assert nested["labels"].offsets().diff().tolist() == [len(item["labels"]) for item in items]
 

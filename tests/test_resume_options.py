@@ -22,7 +22,11 @@ OF_PACKS = OF_EVERY_FAMILY | {"max_tokens", "strategy", "over_length", "mixture"
 def test_the_options_that_decide_the_packs_are_shared_in_every_family_that_has_them(family):
     keys = set(options_that("same", [DataOptions, family.Options]))
     splits = {"train_ratio"} if hasattr(family.Options, "train_ratio") else set()
-    documents = {"shuffle_documents", "category_names"} if issubclass(family, SFTDataSet) else set()
+    documents = (
+        {"shuffle_documents", "category_names", "share_prefixes", "share_least"}
+        if issubclass(family, SFTDataSet)
+        else set()
+    )
     assert keys == {f"data.{name}" for name in OF_PACKS | splits | documents}
 
 

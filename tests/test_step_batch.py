@@ -30,7 +30,8 @@ def _collate(*packs: list[Document] | None, pad_to: int | None = None, mode: str
 
 
 def _counts(batch: StepBatch) -> dict[str, object]:
-    normaliser, tokens, targets, packs, *slots = batch.counts.tolist()
+    normaliser, tokens, computed, targets, packs, *slots = batch.counts.tolist()
+    assert computed == tokens
     return {"normaliser": normaliser, "tokens": tokens, "targets": targets, "packs": packs, "slots": slots}
 
 

@@ -95,6 +95,32 @@ def test_longalign_records_begin_with_the_same_bytes_and_are_read_by_tokenize(ru
     assert tokenized.total.documents == 6
 
 
+def test_longalign_keeps_several_questions_of_a_document_and_pays_for_each_once(run, tmp_path, documents, tiny_model):
+    with chat_server(longalign_reply) as server:
+        assert run(server, documents, "records=6", "near_duplicates=null") == 0
+        assert run(server, documents, "records=6", "near_duplicates=null", "questions=3", "overwrite=true") == 0
+    assert len(server.requests) == 6 * 4  # of the second run, the answers to two more questions of each document
+    users = [record["messages"][0]["content"].rsplit("\n\n", 1) for record in records_of(tmp_path)]
+    asked = [tuple(question for text, question in users if text == document) for document, _ in users[::3]]
+    assert all(len(set(of_document)) == 3 for of_document in asked)
+    assert [text for text, _ in users[0::3]] == [text for text, _ in users[1::3]] == [text for text, _ in users[2::3]]
+    report = report_of(tmp_path)
+    assert (report["outcomes"], report["records"]) == ({"done": 6}, 18)
+    totals = [record["provenance"]["usage"]["prompt_tokens"] for record in records_of(tmp_path)]
+    assert totals == [20, 10, 10] * 6
+
+
+def test_a_question_without_an_answer_leaves_those_of_its_document(run, tmp_path, documents):
+    def refuses(request):
+        content = request["messages"][0]["content"]
+        return "I cannot help with this request." if content.endswith("Third?") else longalign_reply(request)
+
+    with chat_server(refuses) as server:
+        assert run(server, documents, "records=6", "questions=5") == 0
+    questions = [record["messages"][0]["content"].rsplit("\n\n", 1)[1] for record in records_of(tmp_path)]
+    assert sorted(questions) == sorted(["First?", "Second?", "Fourth?", "Fifth?"] * 6)
+
+
 def test_files_of_one_name_are_told_apart(run, tmp_path):
     for folder in ("a", "b"):
         (tmp_path / "docs" / folder).mkdir(parents=True)
@@ -280,6 +306,20 @@ def test_glm_long_asks_within_the_window_and_records_the_whole_document(run, tmp
         if record["category"] == "glm_long_chunks":
             begins = [begin * 4 // len(text) for begin, _ in record["provenance"]["spans"]]
             assert begins == [0, 1, 2, 3]
+
+
+def test_glm_long_asks_again_about_a_document_by_draws_of_their_own(run, tmp_path):
+    source = write_lines(tmp_path / "documents.jsonl", [{"text": words(600, i)} for i in range(12)])
+    with chat_server(glm_long_reply) as server:
+        assert run(server, source, "intervals=[100,1000]", "window=128", task="glm_long", out="one") == 0
+        assert run(server, source, "intervals=[100,1000]", "window=128", "questions=4", task="glm_long") == 0
+    one, several = records_of(tmp_path, "glm_long", "one"), records_of(tmp_path, "glm_long")
+    by_item = [[each for each in several if each["provenance"]["item"] == r["provenance"]["item"]] for r in one]
+    assert all(record in of_item for record, of_item in zip(one, by_item, strict=True))
+    spans = [[str(each["provenance"]["spans"]) for each in of_item] for of_item in by_item]
+    assert all(len(set(of_item)) == len(of_item) for of_item in spans)
+    assert len(several) > 2 * len(one)
+    assert all([each["category"] for each in of_item].count("glm_long_summary") <= 1 for of_item in by_item)
 
 
 def test_a_number_of_records_is_drawn_where_the_intervals_together_have_it(run, tmp_path, capsys):

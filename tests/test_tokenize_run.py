@@ -18,7 +18,7 @@ from verl_ext.commands.command_line import read_options
 from verl_ext.commands.report import Report
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
 from verl_ext.options import DataError, UsageError
-from verl_ext.text.arrow_folder import DOCUMENT_COLUMNS
+from verl_ext.text.arrow_folder import DOCUMENT_COLUMNS, FIRST_BLOCK
 from verl_ext.text.read.json_records import JsonList
 from verl_ext.text.read.readers import ChunkSize
 from verl_ext.text.tokens.counts import Counts
@@ -46,7 +46,7 @@ def write_jsonl(path: Path, records: list[Any]) -> Path:
 
 def rows(output: Path) -> list[dict[str, Any]]:
     """Return the columns of tokens; those of documents follow from them."""
-    return load_from_disk(str(output)).remove_columns(list(DOCUMENT_COLUMNS)).to_list()
+    return load_from_disk(str(output)).remove_columns([*DOCUMENT_COLUMNS, FIRST_BLOCK]).to_list()
 
 
 def test_columns_categories_and_report_are_those_of_the_data_contract(tmp_path: Path, model: Path) -> None:
@@ -60,6 +60,7 @@ def test_columns_categories_and_report_are_those_of_the_data_contract(tmp_path: 
         "category_ids": pa.list_(pa.int32()),
         "length": pa.int32(),
         **dict.fromkeys(DOCUMENT_COLUMNS, pa.int32()),
+        "first_block": pa.int64(),
     }
     assert json.loads((tmp_path / "out/categories.json").read_text()) == {"1": "qa", "2": "prose"}
     data = dataset.to_list()

@@ -17,7 +17,7 @@ import torch
 # A category must not have these names, because `<category>_tokens` would be another metric.
 RESERVED = ("target", "total", "total_target")
 VALIDATION = "val"  # the prefix of the metrics that include perplexities
-_SCALARS = ("weighted_loss", "normaliser", "tokens", "target_tokens", "packs")
+_SCALARS = ("weighted_loss", "normaliser", "tokens", "computed_tokens", "target_tokens", "packs")
 
 
 @dataclass
@@ -25,8 +25,9 @@ class StepSums:
     """One rank's sums of a step, or of its share of validation.
 
     Attributes:
-        values: float64[5 + 4·(C + 1)] on the engine's device: weighted_loss, normaliser, tokens, target_tokens, packs,
-            then for each category slot the sums of losses, target tokens, correct predictions and entropies.
+        values: float64[6 + 4·(C + 1)] on the engine's device: weighted_loss, normaliser, tokens, computed_tokens,
+            target_tokens, packs, then for each category slot the sums of losses, target tokens, correct predictions and
+            entropies.
         slots: C + 1.
         has_stats: whether the last two were added.
     """
@@ -56,11 +57,15 @@ class StepSums:
         """The sums by category slot: float64[4, C + 1], a view."""
         return self.values[len(_SCALARS) :].view(4, self.slots)
 
-    def add_token_stats(self, slots: torch.Tensor, is_target: torch.Tensor, *stats: torch.Tensor) -> None:
-        """Add T tokens' correct predictions and entropies, by category slots int64[T]."""
-        for row, values in enumerate(stats, start=2):
+    def add_targets(self, slots: torch.Tensor, nll: torch.Tensor, *stats: torch.Tensor) -> None:
+        """Add losses, and correct predictions and entropies if given.
+
+        slots: int64[T], each target's category slot; -1 for no target, whose values may be infinite.
+        """
+        is_target, slots = slots >= 0, slots.clamp(min=0)
+        for row, values in ((0, nll), *enumerate(stats, start=2)):
             self._by_category[row].index_add_(0, slots, torch.where(is_target, values.detach().double(), 0.0))
-        self.has_stats = True
+        self.has_stats |= bool(stats)
 
     @property
     def loss(self) -> float:
@@ -69,7 +74,7 @@ class StepSums:
         return weighted / normaliser if normaliser else math.nan
 
     def add_counts(self, counts: torch.Tensor) -> None:
-        """Add float64[4 + C + 1]: `_SCALARS[1:]`, then target tokens by category."""
+        """Add float64[5 + C + 1]: `_SCALARS[1:]`, then target tokens by category."""
         counts = counts.to(self.values.device, non_blocking=True)
         self.values[1 : len(_SCALARS)] += counts[: len(_SCALARS) - 1]
         self._by_category[1] += counts[len(_SCALARS) - 1 :]
@@ -92,7 +97,7 @@ class StepSums:
         """
         # Read all sums in one transfer: each makes the host wait for the device.
         values = self.values.tolist()
-        weighted_loss, normaliser, tokens, target_tokens, packs = values[: len(_SCALARS)]
+        weighted_loss, normaliser, tokens, computed_tokens, target_tokens, packs = values[: len(_SCALARS)]
         starts = range(len(_SCALARS), len(values), self.slots)
         sums, counts, correct, entropies = (values[start : start + self.slots] for start in starts)
         metrics = {
@@ -101,6 +106,8 @@ class StepSums:
             f"{prefix}/target_tokens": int(target_tokens),
             f"{prefix}/packs": int(packs),
         }
+        if computed_tokens != tokens:  # documents share beginnings
+            metrics[f"{prefix}/computed_tokens"] = int(computed_tokens)
         # A category without targets has no mean, and 0 would pass for a perfect loss.
         for name, loss, count in zip(names, sums[1:], counts[1:], strict=True):
             if count:

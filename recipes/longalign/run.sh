@@ -19,10 +19,10 @@ python "$here/make_data.py" --output "$data"
 verl-ext init-model model=tiny "output_dir=$run/model" overwrite=true \
     "tokenizer.train_on=[$data/documents.jsonl,$data/chats.jsonl]" tokenizer.vocab_size=768 tokenizer.bos_token=null
 
-say "2/6  Synthesizing: five questions about each document, one of them answered ($server_model)."
+say "2/6  Synthesizing: five questions about each document, three of them answered ($server_model)."
 verl-ext synthesize task=longalign "sources={chronicles:$data/documents.jsonl}" "output_dir=$run/synthesized" \
     overwrite=true "model.path=$run/model" "endpoint.base_url=$server_url" "endpoint.model=$server_model" \
-    'intervals=[128,256,512,1024]' records=90 near_duplicates=null
+    'intervals=[128,256,512,1024]' records=90 questions=3 near_duplicates=null
 
 say "3/6  Tokenizing: synthesized and general chats."
 verl-ext tokenize "sources={longalign:$run/synthesized,chats:$data/chats.jsonl}" "output_dir=$run/tokenised" \

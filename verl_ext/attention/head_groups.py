@@ -23,7 +23,7 @@ def by_groups_of_heads(kernel: KernelFunction, group_bytes: int = GROUP_BYTES) -
     def grouped(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: DocumentLayout, options: Any
     ) -> torch.Tensor:
-        size, of_keys, shared = _heads_of_a_call(query, key, group_bytes)
+        size, of_keys, shared = _heads_of_a_call(query, key, group_bytes, max(len(query), len(key)))
         if size == query.size(1):
             return kernel(query, key, value, layout, options)
         keys, values = key.split(of_keys, 1), value.split(of_keys, 1)
@@ -57,13 +57,17 @@ def backward_by_groups_of_heads(kernel: LseKernel, group_bytes: int = GROUP_BYTE
     return LseKernel(kernel.forward, backward)
 
 
-def _heads_of_a_call(query: torch.Tensor, key: torch.Tensor, group_bytes: int) -> tuple[int, int, int]:
+def _heads_of_a_call(
+    query: torch.Tensor, key: torch.Tensor, group_bytes: int, rows: int | None = None
+) -> tuple[int, int, int]:
     """Return a call's query and key heads, and queries per key head.
+
+    rows: those of the tensors within `group_bytes`; None: the queries.
 
     A group is a part of the heads that share a key head, or several whole sets of them.
     """
     heads, shared = query.size(1), query.size(1) // key.size(1)
-    most = group_bytes // (4 * query[:, 0].numel())
+    most = group_bytes // (4 * (len(query) if rows is None else rows) * query.size(2))
     sizes = [size for size in range(1, heads + 1) if heads % size == 0 and (shared % size == 0 or size % shared == 0)]
     size = max([size for size in sizes if size <= most], default=1)
     return size, max(size // shared, 1), shared

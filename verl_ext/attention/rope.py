@@ -31,6 +31,14 @@ def same_frequencies_up_to(config: Any, layer_type: str | None = None) -> int | 
     return config.max_position_embeddings if "dynamic" in rope_type else None
 
 
+def same_frequencies_in_all_layers_up_to(config: Any) -> int | None:
+    """Return the least of :func:`same_frequencies_up_to` over layer types."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    layer_types = [name for name, of_type in rope.items() if isinstance(of_type, dict)] or [None]
+    limits = (same_frequencies_up_to(config, layer_type) for layer_type in layer_types)
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
 def restore_rope_precision(model: Any) -> None:
     """Compute the frequencies of rotary embeddings again in fp32, in place.
 

@@ -144,7 +144,7 @@ def write_dataset(
         # Megatron's pairs of indices have no place for a category of each token.
         if options.format == "megatron":
             raise UsageError("format must be arrow for tokenized records, whose category_ids it stores; got megatron")
-    writer: DatasetWriter | MaskedIndexes = DatasetWriter(folder, shard_bytes)
+    writer: DatasetWriter | MaskedIndexes = DatasetWriter(folder, shard_bytes, first_blocks=True)
     if options.format == "megatron":
         prefixes = {f"sources.{name}": folder / name for name in sources}
         writer = MaskedIndexes(prefixes, options.max_document_tokens, options.over_length)

@@ -242,6 +242,7 @@ _ONLY_WITH_MEMORY: dict[str, tuple[Any, str]] = {  # key: (the one value it may 
     "model.experts": ("auto", "its Qwen has no experts"),
     "model.freeze": ([], "model.train=memory is what freezes the base"),
     "model.use_liger": (False, "liger does not know the model"),
+    "data.share_prefixes": (False, "its memory reads every token of a document"),
     "data.strategy": ("none", "a row is one document, whose memory starts empty (data=babilong sets it)"),
     "data.pad_mode": ("right", "every rank must read equally many chunks (data=babilong sets it)"),
 }

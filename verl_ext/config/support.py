@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from verl_ext.answers.generation import generation_problem
 from verl_ext.attention import AttentionNeeds, KernelDevice, choose_backend, fallback_notices, flash_limit
+from verl_ext.attention.rope import same_frequencies_in_all_layers_up_to
 from verl_ext.config.adapters import lora_problems
 from verl_ext.engines.head import cheapest_head
 from verl_ext.engines.router import asks_for_router_loss, has_router_loss
@@ -24,7 +25,7 @@ from verl_ext.layers import MIXERS, SCANS, mixers_of, torch_forms, unknown_mixer
 from verl_ext.layers.experts import experts_problem, has_experts
 from verl_ext.layers.scans import kernels_problem
 from verl_ext.layers.towers import auto_class, freeze, model_class, outside_text
-from verl_ext.layers.trial import isolation_problem, trial_model
+from verl_ext.layers.trial import isolation_problem, sharing_problem, trial_model
 from verl_ext.losses import HEADS, row_bytes
 from verl_ext.options import first_line, spell
 from verl_ext.parallel.ulysses import HeadPadding
@@ -194,6 +195,23 @@ def answering_problem(model: Architecture) -> str | None:
     return problem and f"eval.prompts must be null, or eval.base_url be given, for a {model.name}: {problem}"
 
 
+def _sharing_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:
+    """Yield a line for each reason against documents that share tokens."""
+    if config.parallel.context_parallel_size > 1:
+        yield f"{CP} must be 1 with data.share_prefixes=true; got {config.parallel.context_parallel_size}"
+    limit = same_frequencies_in_all_layers_up_to(model.text)
+    if limit is not None and config.max_tokens > limit:
+        why = f"up to which the rotary frequencies of a {model.name} are the same for all documents"
+        yield f"data.max_tokens must be at most {limit} with data.share_prefixes=true, {why}; got {config.max_tokens}"
+    try:
+        problem = sharing_problem(trial_model(model.hf_config, model.cls or auto_class(model.hf_config)))
+    except Exception as error:  # a model's code may raise any error
+        problem = first_line(error)
+    if problem is not None:
+        why = "which must carry nothing from token to token but attention"
+        yield f"data.share_prefixes must be false for a {model.name}, {why}; got true ({problem})"
+
+
 def option_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:
     """Yield a line for each option that this architecture cannot have."""
     block, row = config.loss.head_block_mib, -(-row_bytes(model.text.vocab_size, torch.bfloat16) // 2**20)
@@ -211,6 +229,8 @@ def option_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:
         yield f"model.enable_gradient_checkpointing must be false for a {model.name}, which has none; got true"
     if problem := experts_problem(model.module, config.model_options.experts):
         yield f"{problem}; got {config.model_options.experts}"
+    if getattr(config.dataset, "share_prefixes", False):
+        yield from _sharing_problems(config, model)
     yield from _freeze_problems(config, model)
     yield from lora_problems(config, model)
     if has_scans(model) and config.trainer.device == "cuda":

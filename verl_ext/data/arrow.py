@@ -21,7 +21,15 @@ from verl_ext.data.categories import FolderCategories
 from verl_ext.data.files_in_use import DataFile
 from verl_ext.options import first_line
 from verl_ext.packing.plan import offsets_of
-from verl_ext.text.arrow_folder import DOCUMENT_COLUMNS, STATE, TOKEN_COLUMNS, Shard, is_marked, read_shards
+from verl_ext.text.arrow_folder import (
+    DOCUMENT_COLUMNS,
+    FIRST_BLOCK,
+    STATE,
+    TOKEN_COLUMNS,
+    Shard,
+    is_marked,
+    read_shards,
+)
 
 _END = b"\xff\xff\xff\xff\0\0\0\0"  # the end of a stream of record batches
 
@@ -314,6 +322,14 @@ class TokenizedData:
                 parts.append(numbers(part) if name == "document_category" and is_ours and numbers else part)
             columns.append(np.concatenate(parts))
         return DocumentColumns(*columns)
+
+    @property
+    def first_blocks(self) -> NDArray[np.uint64] | None:
+        """The hashes that `verl-ext tokenize` writes; None if a folder lacks them."""
+        if not all(folder.is_ours and FIRST_BLOCK in folder.table.column_names for folder in self._folders):
+            return None
+        parts = [folder.table.column(FIRST_BLOCK).to_numpy() for folder in self._folders]
+        return np.concatenate(parts).view(np.uint64)
 
     def block(self, first: int, last: int) -> dict[str, NDArray[Any]]:
         """Return the values of rows first..last-1, all in one chunk, by column."""

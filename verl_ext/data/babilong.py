@@ -26,7 +26,7 @@ from typing_extensions import override
 from verl_ext.cache import fingerprint
 from verl_ext.data.babilong_answers import is_right_answer
 from verl_ext.data.options import DatasetOptions, missing_paths
-from verl_ext.data.sft import SFTOptions
+from verl_ext.data.sft_options import SFTOptions
 from verl_ext.data.text_set import TextSet, TextSetOptions
 from verl_ext.options import DataError, Options, UsageError, option, plain
 from verl_ext.packing import MOST_TOKENS

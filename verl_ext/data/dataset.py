@@ -62,6 +62,10 @@ class DocumentSource(Protocol):
     def document_columns(self) -> DocumentColumns | None:
         """The facts of the documents; None if only their tokens show them."""
 
+    @property
+    def first_blocks(self) -> NDArray[np.uint64] | None:
+        """The hash of each document's first block of tokens, uint64[N]; None if only the tokens show them."""
+
     def first_rows(self) -> NDArray[np.int64]:
         """Return the first row of every folder and their number, int64[F+1]."""
 
@@ -81,7 +85,8 @@ class DocumentSource(Protocol):
 class PackFacts:
     """The facts of P packs, for their order and the report.
 
-    tokens int64[P]: those that a model reads, without padding; targets, documents int64[P]; costs float64[P] of the
+    tokens int64[P]: those that a model reads, without padding; shared int64[P]: the tokens of the documents besides,
+    which others have too (None: rows are whole documents); targets, documents int64[P]; costs float64[P] of the
     packs in a model. token_range: the lowest and the highest token id. longest_document: its tokens as a model reads
     it, which is the number of positions needed. last_is_label: a pack's last token is only predicted, so that the model
     reads one token less than the pack has. is_ordered: the packs are in the order of the whole run, which the trainer
@@ -99,6 +104,12 @@ class PackFacts:
     is_ordered: bool = False
     epochs: float = 1.0
     mixture: Sequence[MixtureRow] = ()
+    shared: NDArray[np.int64] | None = None
+
+    @property
+    def document_tokens(self) -> NDArray[np.int64]:
+        """int64[P]: the tokens of the packs' documents."""
+        return self.tokens if self.shared is None else self.tokens + self.shared
 
 
 class PackDataset(torch.utils.data.Dataset, ABC):

@@ -28,7 +28,8 @@ from verl_ext.data.facts import scan_documents
 from verl_ext.data.files_in_use import DataFile
 from verl_ext.data.options import DatasetOptions
 from verl_ext.data.ranks import Ranks
-from verl_ext.data.sft import SFTDataSet, SFTOptions
+from verl_ext.data.sft import SFTDataSet
+from verl_ext.data.sft_options import SFTOptions
 from verl_ext.options import option, spell
 from verl_ext.packing.plan import index_type
 from verl_ext.text.read.sources import absolute_path
@@ -135,6 +136,7 @@ class OwnDocuments:
 
     files: tuple[DataFile, ...] = ()
     document_columns: DocumentColumns | None = None
+    first_blocks: NDArray[np.uint64] | None = None
 
     def __init__(self, dataset: DocumentDataset, key: str) -> None:
         """Check `lengths` and the first row, which names the columns."""

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from verl_ext.data.options import DatasetOptions
-from verl_ext.data.sft import SFTOptions
+from verl_ext.data.sft_options import SFTOptions
 from verl_ext.data.text_set import TextSet, TextSetOptions
 from verl_ext.options import option
 from verl_ext.packing import MOST_TOKENS

@@ -9,11 +9,17 @@
     labels          . . A2  |  . B1 B2 B3 | . .      only in sets of texts; `.` is -100, not shifted
 
 A document's first token is never a target, and a token that is not a target has category 0.
+
+With share_prefixes, a document that begins with tokens of the one before has only its own from the last of these on:
+
+    doc A (4)      doc B (5)        a0 a1 a2 of both
+    input_ids      a0 a1 a2 a3 | a2 b3 b4
+    position_ids    0  1  2  3 |  2  3  4
+    loss_mask       0  0  0  1 |  0 0 0 1 1     of whole documents, as category_ids and loss_weight are
 """
 
-import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
@@ -24,20 +30,19 @@ from typing_extensions import override
 
 from verl_ext.cache import fingerprint
 from verl_ext.data.arrow import TokenizedData
-from verl_ext.data.categories import CategoryTable, read_names
+from verl_ext.data.beginnings import NOTICED_SHARE, beginnings_of_ranks, find_beginnings, share_computed
+from verl_ext.data.categories import CategoryTable
 from verl_ext.data.dataset import DocumentSource, PackDataset, PackedDocument, PackFacts
 from verl_ext.data.facts import DocumentScan, scan_documents
 from verl_ext.data.files_in_use import DataFile
-from verl_ext.data.mixture import MixtureOptions, MixtureRow, draw_spans
+from verl_ext.data.mixture import MixtureRow, draw_spans
 from verl_ext.data.omitted import OmittedDocuments, OmittedReport, OverLength
-from verl_ext.data.options import DatasetOptions, missing_paths, named_paths
+from verl_ext.data.options import DatasetOptions, named_paths
 from verl_ext.data.ranks import Ranks
+from verl_ext.data.sft_options import FREE_STRATEGIES, SFTOptions
 from verl_ext.files import CATEGORIES
-from verl_ext.options import option, plain, whole_number
+from verl_ext.options import plain, whole_number
 from verl_ext.packing import (
-    MOST_TOKENS,
-    OVER_LENGTH_POLICIES,
-    STRATEGIES,
     TOKENS,
     CostModel,
     PackPlan,
@@ -46,81 +51,8 @@ from verl_ext.packing import (
     plan_packs,
 )
 from verl_ext.packing.plan import index_type
-from verl_ext.packing.strategies import plan_repeated
+from verl_ext.packing.shared import NOTHING, SharedBeginnings, plan_drawn, plan_shared
 from verl_ext.text.read.sources import absolute_path
-
-PAD_MODES = ("no_padding", "right")
-_ORDERED = ("next_fit", "none")  # the strategies that keep the order of the documents
-
-
-@dataclass(frozen=True)
-class SFTOptions(DatasetOptions):
-    """The options by which the documents of a tokenized dataset become packs."""
-
-    reads: ClassVar[str] = "the folder that `verl-ext tokenize` wrote"
-
-    max_tokens: int = option(
-        8192, "budget of a pack, over all ranks of a sequence-parallel group", least=2, most=MOST_TOKENS, resume="same"
-    )
-    strategy: str = option("best_fit", "how documents become packs", choices=STRATEGIES, resume="same")
-    over_length: str = option(
-        "error", "treatment of documents longer than max_tokens", choices=OVER_LENGTH_POLICIES, resume="same"
-    )
-    pad_mode: str = option("no_padding", "right: every pack is padded to max_tokens", choices=PAD_MODES)
-    shuffle_documents: bool = option(
-        False, "true: strategy=next_fit or none takes the documents in an order drawn by the seed", resume="same"
-    )
-    category_names: Any = option(
-        None, "{NUMBER: NAME}, before the names of categories.json; null: these names alone", resume="same"
-    )
-    mixture: Any = option(
-        None, "{sources: {NAME: {tokens: 4e9, intervals: [8192, 32768], …}}}; null: every document once", resume="same"
-    )
-
-    @cached_property
-    def mixture_options(self) -> MixtureOptions | None:
-        """The mixture with its sources. Raises ValueError if it is wrong."""
-        return None if self.mixture is None else MixtureOptions.read(self.mixture)
-
-    @property
-    def given_names(self) -> dict[int, str]:
-        """The names of data.category_names by number. Raises ValueError if they are wrong."""
-        return {} if self.category_names is None else read_names(self.category_names, "data.category_names")
-
-    @override
-    def problems(self) -> Iterable[str | None]:
-        try:
-            _ = self.mixture_options
-        except ValueError as error:
-            yield from str(error).splitlines()
-        yield from self.document_problems()
-
-    def document_problems(self) -> Iterable[str]:
-        """Yield a line for each mistake in documents' order and categories."""
-        strategy = self.implied(vars(self)).get("strategy", self.strategy)
-        if self.shuffle_documents and strategy not in _ORDERED:
-            got = f"got {strategy}, which orders them itself"
-            yield f"data.strategy must be {' or '.join(_ORDERED)} with data.shuffle_documents=true; {got}"
-        if self.shuffle_documents and self.mixture is not None:
-            yield "data.shuffle_documents must be false with data.mixture, which draws the documents; got true"
-        try:
-            _ = self.given_names
-        except ValueError as error:
-            yield str(error)
-
-    @override
-    def path_problems(self, key: str, paths: Any) -> Iterable[str]:
-        return missing_paths(key, paths, os.path.isdir, "folder")
-
-    @property
-    @override
-    def needs_train_dir(self) -> bool:
-        return self.mixture_options is None or self.mixture_options.needs_train_dir
-
-    @property
-    def packing(self) -> "SFTOptions":
-        """The options of packing, with max_tokens."""
-        return self
 
 
 class Selection(NamedTuple):
@@ -149,7 +81,7 @@ class SFTDataSet(PackDataset):
     `config` that SFTOptions has. A given argument wins. A folder is a path or a list of paths, read in order. The plan
     depends on the data and these options alone.
 
-    spans: the documents after over-length handling; plan: the pack that each span lies in. A mixture draws from the
+    spans: the documents after over-length handling. A mixture draws from the
     spans, so that a span may lie in several packs or in none; the draw is the same in every epoch. mixture_report: the
     draw by source and length interval, empty without a mixture. The sources' own folders are read after train_dir,
     which is not opened if every source has its own.
@@ -210,24 +142,36 @@ class SFTDataSet(PackDataset):
         # Documents are cut to the budget before they are packed, so that the plan knows only pieces that fit.
         spans = cut_spans(self._in_use.of(self._data.lengths), packing.max_tokens, packing.over_length, key)
         self.spans = Spans(self._in_use.number(spans.row), spans.start, spans.length)
-        how = packing.max_tokens, packing.strategy, packing.seed
-        self.plan: PackPlan
-        if mixture is None:
-            order = self._document_order() if self.options.shuffle_documents else slice(None)
-            plan = plan_packs(spans.length[order], *how)
-            self.plan = plan if isinstance(order, slice) else plan.renumbered(order)
-        else:
+        self._drawn: NDArray[np.int64] | None = None  # all once
+        if mixture is not None:
             train_dirs = [absolute_path(path) for path in paths]
-            drawn, self.mixture_report = draw_spans(
+            self._drawn, self.mixture_report = draw_spans(
                 mixture, spans, self._data.folders, self._data.first_rows(), train_dirs, packing.seed
             )
-            self.plan = plan_repeated(spans.length, drawn, *how)
+        if not packing.share_prefixes:  # else planned once it is known which documents share tokens
+            self.plan = self._planned(NOTHING)
 
     def _open(self, paths: Sequence[str], tokenizer: Any, key: str) -> tuple[DocumentSource, NDArray[np.int64] | None]:
         """Return the data, and the rows of this set, ascending (None: all)."""
         folders = [absolute_path(path) for path in paths]
         mixture = self.options.mixture_options
         return TokenizedData(folders if mixture is None else mixture.all_folders(folders), key), None
+
+    @cached_property
+    def plan(self) -> PackPlan:
+        """The pack that each span lies in."""
+        return self._planned(find_beginnings(self._data, self.spans, self.options.packing.share_least))
+
+    def _planned(self, kin: SharedBeginnings) -> PackPlan:
+        """Plan the packs, those of documents that share tokens together."""
+        packing, lengths = self.options.packing, self.spans.length
+        how = packing.max_tokens, packing.strategy, packing.seed
+        if self._drawn is not None:
+            return plan_drawn(lengths, self._drawn, kin, *how)
+        if not self.options.shuffle_documents:
+            return plan_shared(lengths, kin, *how)
+        order = self._document_order()
+        return plan_packs(lengths[order], *how).renumbered(order)
 
     def _document_order(self) -> NDArray[np.integer]:
         """Return the spans in the order of shuffled documents, that of `datasets.Dataset.shuffle(seed)`."""
@@ -244,9 +188,11 @@ class SFTDataSet(PackDataset):
 
         They are input_ids, position_ids, loss_mask and category_ids int64, and loss_weight float32 if the dataset has
         it, of one length. With pad_mode=right, this is max_tokens: the rest is one last pseudo-document of the padding
-        value, and attention_mask int64 is added.
+        value, and attention_mask int64 is added. With share_prefixes, the first two have the documents' own tokens
+        alone, and the others those of whole documents.
         """
-        documents = self.plan.documents(range(len(self))[pack])
+        number = range(len(self))[pack]
+        documents = self.plan.documents(number)
         length = self.spans.length[documents].astype(np.int64)
         tokens = int(length.sum())
         size = self.max_tokens if self._pads else tokens
@@ -260,7 +206,10 @@ class SFTDataSet(PackDataset):
         out["category_ids"] *= out["loss_mask"]
         counts = [*length.tolist(), size - tokens]
         ramp = np.arange(max(counts))
-        out["position_ids"] = np.concatenate([ramp[:count] for count in counts])
+        begins = [*self.plan.begins_of(number).tolist(), 0]
+        out["position_ids"] = np.concatenate([ramp[begin:count] for begin, count in zip(begins, counts, strict=True)])
+        if any(begins):
+            out["input_ids"] = _own_tokens(out["input_ids"], counts, begins)
         if self._pads:
             out["attention_mask"] = np.zeros(size, np.int64)
             out["attention_mask"][:tokens] = 1
@@ -273,6 +222,8 @@ class SFTDataSet(PackDataset):
         attention_mask int64, and loss_weight float32 if the dataset has it: what verl's TokenAwareBatchPack makes, for
         a DataLoader outside of this package's trainer.
         """
+        if self.options.packing.share_prefixes:
+            raise ValueError("data.share_prefixes must be false outside of verl-ext's own trainer; got true")
         rows = [item if isinstance(item, Mapping) else self[int(item)] for item in items]
         batch: dict[str, torch.Tensor] = {}
         for name in [name for name in rows[0] if name != "labels"]:
@@ -302,8 +253,12 @@ class SFTDataSet(PackDataset):
         return scan_documents(self._data, self.spans, self._over_length)
 
     def read_together(self, ranks: Ranks) -> None:
-        """Scan the tokens, each rank its share, and cache the scan."""
+        """Scan the tokens, each rank its share, and cache what was found."""
         self.scan = scan_documents(self._data, self.spans, self._over_length, ranks, keep=True)
+        if self.options.packing.share_prefixes:
+            self.plan = self._planned(
+                beginnings_of_ranks(self._data, self.spans, self.options.packing.share_least, ranks)
+            )
 
     @property
     def _over_length(self) -> OverLength:
@@ -318,7 +273,7 @@ class SFTDataSet(PackDataset):
 
     @cached_property
     def _facts(self) -> PackFacts:
-        tokens, scan = self.plan.pack_sums(self.spans.length), self.scan
+        tokens, scan, shares = self.plan.pack_tokens(self.spans.length), self.scan, self.options.packing.share_prefixes
         return PackFacts(
             tokens=tokens,
             targets=self.plan.pack_sums(scan.targets),
@@ -327,6 +282,7 @@ class SFTDataSet(PackDataset):
             token_range=(scan.min_token_id, scan.max_token_id),
             longest_document=int(self.spans.length.max()),
             mixture=self.mixture_report,
+            shared=self.plan.pack_sums(self.spans.length) - tokens if shares else None,
         )
 
     @property
@@ -369,7 +325,13 @@ class SFTDataSet(PackDataset):
 
     @override
     def report(self) -> dict[str, Any]:
-        return {"omitted_documents": [vars(row) for row in self.omitted_documents()]}
+        facts: dict[str, Any] = {"omitted_documents": [vars(row) for row in self.omitted_documents()]}
+        packing = self.options.packing
+        if packing.strategy in FREE_STRATEGIES and not packing.share_prefixes:
+            share = share_computed(self._data, self.spans, packing.share_least)
+            if share is not None and share <= NOTICED_SHARE:
+                facts["share_computed"] = share  # if documents shared their beginnings
+        return facts
 
     @cached_property
     def digest(self) -> str:
@@ -378,3 +340,14 @@ class SFTDataSet(PackDataset):
         arrays = (spans.row, spans.start, spans.length, scan.targets)
         facts = f"{scan.min_token_id} {scan.max_token_id} {scan.category_ids}"
         return fingerprint(facts, (values.astype(np.int64) for values in arrays), digits=16)
+
+
+def _own_tokens(ids: NDArray[np.int64], lengths: Sequence[int], begins: Sequence[int]) -> NDArray[np.int64]:
+    """Return the tokens of documents from `begins` on; those before must be tokens of the document before."""
+    own, first, before = [], 0, ids[:0]
+    for length, begin in zip(lengths, begins, strict=True):
+        text = ids[first : first + length]
+        assert np.array_equal(text[:begin], before[:begin]), "documents share the tokens that the plan says"
+        own.append(text[begin:])
+        first, before = first + length, text
+    return np.concatenate(own)

@@ -24,7 +24,8 @@ from verl_ext.cache import default_root
 from verl_ext.data.arrow import TokenizedData
 from verl_ext.data.dataset import split_rows
 from verl_ext.data.omitted import OmittedDocuments
-from verl_ext.data.sft import SFTDataSet, SFTOptions
+from verl_ext.data.sft import SFTDataSet
+from verl_ext.data.sft_options import SFTOptions
 from verl_ext.files import CATEGORIES, REPORT, write_json
 from verl_ext.options import option, options_of
 from verl_ext.redaction import redacted
@@ -44,6 +45,8 @@ _reported: set[tuple[Path, str]] = set()
 class TextSetOptions(SFTOptions):
     """The options of a set of texts, which are tokenized when it is opened."""
 
+    may_share: ClassVar[bool] = False
+
     train_ratio: float = option(
         1.0,
         "share of train_dir for training if val_dir is null; 1: no validation",
@@ -51,6 +54,7 @@ class TextSetOptions(SFTOptions):
         most=1,
         resume="same",
     )
+    share_prefixes: bool = option(False, "must be false: a row has a label for each of its tokens", resume="same")
     cache_dir: str | None = option(None, "folder for tokenized files; null: the cache of Hugging Face datasets")
 
 

@@ -33,6 +33,7 @@ from verl_ext.layers.towers import freeze, model_class, text_alone, text_parts
 from verl_ext.losses import BLOCK_BYTES, HEADS, TOKEN_STATS, nll_and_stats
 from verl_ext.parallel.key_exchange import ContextGroups, ContextLayout
 from verl_ext.parallel.shards import SequenceShards, document_layout, pinned
+from verl_ext.parallel.trees import TreeLayout, tree_layout
 
 # The outputs that only verl's reinforcement learning asks for; verl's own code computes them.
 _VERL_OUTPUTS = ("use_fused_kernels", "calculate_entropy", "calculate_sum_pi_squared", "distillation_use_topk")
@@ -149,7 +150,7 @@ class PackedEngine(StepEngine):
                 arguments, _, _ = self.prepare_micro_batch(micro_batch, device)
                 with self._autocast(), self.router_loss.recording() as logits:
                     self.module(**{**arguments, "logits_to_keep": 1}, use_cache=False)
-                sums.append(self.router_loss.sums(logits, self._real_tokens(micro_batch)))
+                sums.append(self.router_loss.sums(logits, self._copies(micro_batch)))
         return sums
 
     def training_loss(self, micro_batch: TensorDict, loss_function: Callable) -> torch.Tensor:
@@ -158,7 +159,7 @@ class PackedEngine(StepEngine):
             return super().training_loss(micro_batch, loss_function)
         with self.router_loss.recording() as logits:
             loss = super().training_loss(micro_batch, loss_function)
-        return loss + self.router_loss.share(logits, self._real_tokens(micro_batch))
+        return loss + self.router_loss.share(logits, self._copies(micro_batch))
 
     def prepare_micro_batch(self, micro_batch: TensorDict, device: Any) -> tuple[dict, Any, TensorDict]:
         """Return the model's arguments, :class:`PackedInputs`, and the micro-batch on the device.
@@ -168,7 +169,10 @@ class PackedEngine(StepEngine):
         for those while groups share packs.
         """
         # Read documents and targets on the host, so that it never waits for the device.
-        layout = document_layout(micro_batch["position_ids"].values().cpu(), device)
+        shares = tu.get_non_tensor_data(micro_batch, "shares_prefixes", default=False)
+        layout = (tree_layout if shares else document_layout)(micro_batch["position_ids"].values().cpu(), device)
+        if self._groups and isinstance(layout, TreeLayout):
+            raise ValueError(f"data.share_prefixes must be false with {self.shards.context} context-parallel groups")
         rows = self._target_rows(micro_batch)
         micro_batch = on_device(micro_batch, device)
         inputs: Any
@@ -253,14 +257,14 @@ class PackedEngine(StepEngine):
         whole = gather_outputs_and_unpad(tensor, gather_dim=0) if self.use_ulysses_sp else tensor
         return self.shards.by_position(whole)[: len(whole) - pad_size]
 
-    def _real_tokens(self, micro_batch: TensorDict) -> torch.Tensor:
-        """Return bool``[T/n]`` on the device, False for the rank's padding."""
+    def _copies(self, micro_batch: TensorDict) -> torch.Tensor:
+        """Return int64``[T/n]`` on the device, the documents that have each token; 0 for the rank's padding."""
         device: Any = get_device_id()
-        if "is_real" in micro_batch:
-            is_real = micro_batch["is_real"].values().to(device, non_blocking=True)
+        if "copies" in micro_batch:
+            copies = micro_batch["copies"].values().to(device, non_blocking=True)
         else:
-            is_real = torch.ones(len(micro_batch["input_ids"].values()), dtype=torch.bool, device=device)
-        return self._sequence_slice(is_real, self._pad_size(len(is_real)))
+            copies = torch.ones(len(micro_batch["input_ids"].values()), dtype=torch.int64, device=device)
+        return self._sequence_slice(copies, self._pad_size(len(copies)))
 
     def prepare_model_outputs(
         self, output: Any, output_args: Any, micro_batch: TensorDict, logits_processor_func: Callable | None

@@ -109,28 +109,30 @@ class RouterLoss:
         self._step = RoutingSums(*total.split([experts, experts, 1]))
         self.value = router_loss(self._step, self._step.probabilities)
 
-    def sums(self, logits: Sequence[torch.Tensor], is_real: torch.Tensor) -> RoutingSums:
+    def sums(self, logits: Sequence[torch.Tensor], copies: torch.Tensor) -> RoutingSums:
         """Return a micro-batch's part of the step's sums.
 
-        logits are ``[T, E]`` of every layer with a router; is_real is bool``[T]``, False for padding.
+        logits are ``[T, E]`` of every layer with a router; copies int64``[T]`` the documents that have a token, each of
+        which counts, 0 for padding.
         """
         device, experts = logits[0].device, logits[0].shape[-1]
         choices = torch.zeros(experts, dtype=torch.float64, device=device)
         probabilities = torch.zeros(experts, dtype=torch.float64, device=device)
-        is_real = is_real.unsqueeze(-1)
+        weight = copies.unsqueeze(-1).double()
         for layer in logits:
             probability = layer.float().softmax(-1)
             chosen = probability.detach().topk(self.top_k, dim=-1).indices
-            choices.index_add_(0, chosen.flatten(), is_real.expand_as(chosen).flatten().double())
-            probabilities = probabilities + probability.masked_fill(~is_real, 0).sum(0, dtype=torch.float64)
-        return RoutingSums(choices, probabilities, is_real.sum(0, dtype=torch.float64) * len(logits))
+            choices.index_add_(0, chosen.flatten(), weight.expand_as(chosen).flatten())
+            of_tokens = probability.masked_fill(weight == 0, 0) * weight.float()
+            probabilities = probabilities + of_tokens.sum(0, dtype=torch.float64)
+        return RoutingSums(choices, probabilities, weight.sum(0) * len(logits))
 
-    def share(self, logits: Sequence[torch.Tensor], is_real: torch.Tensor) -> torch.Tensor:
+    def share(self, logits: Sequence[torch.Tensor], copies: torch.Tensor) -> torch.Tensor:
         """Return a micro-batch's share of the loss, a weighted scalar.
 
         It has a gradient and is multiplied by the number of ranks, over which FSDP averages gradients.
         """
-        sums = self.sums(logits, is_real)
+        sums = self.sums(logits, copies)
         if self._step is None:
             self.measure([sums])
         assert self._step is not None

@@ -34,13 +34,12 @@ class RunningPack:
     def positions(self) -> torch.Tensor:
         """Return int64[L], the places of this rank's tokens in documents."""
         assert self.layout is not None
-        lengths, device = self.layout.lengths, self.layout.cu_seqlens.device
+        layout, device = self.layout, self.layout.cu_seqlens.device
 
         def make() -> torch.Tensor:
-            of_pack = torch.cat([torch.arange(length) for length in lengths])
-            return pinned(self.shards.slice(of_pack), device).to(device, non_blocking=True)
+            return pinned(self.shards.slice(layout.positions()), device).to(device, non_blocking=True)
 
-        return self.layout.derived("positions", make)
+        return layout.derived("positions", make)
 
 
 def fla_lengths(layout: DocumentLayout) -> dict[str, torch.Tensor]:

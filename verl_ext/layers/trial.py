@@ -21,7 +21,8 @@ from verl_ext.attention.packed import PACKED_ATTENTION
 from verl_ext.layers.experts import has_experts
 from verl_ext.layers.mixers import install, torch_forms
 from verl_ext.layers.pack import RunningPack, attach
-from verl_ext.parallel.shards import document_layout
+from verl_ext.parallel.shards import DocumentLayout, document_layout
+from verl_ext.parallel.trees import tree_layout
 
 _LENGTHS = (21, 18)  # longer than the windows and chunks of a shrunk config
 _MOST_PARAMETERS = 50_000_000  # of a trial model; a config whose names of sizes are not in the table stays large
@@ -130,7 +131,7 @@ def _on_one_rank() -> Iterator[None]:
 @_on_one_rank()
 def isolation_problem(model: nn.Module) -> str | None:
     """Return how a model of :func:`trial_model` mixes documents, or None."""
-    ids = torch.randint(3, 190, (sum(_LENGTHS),), generator=torch.Generator().manual_seed(0))
+    ids = _random_ids(sum(_LENGTHS))
     changed = ids.clone()
     changed[_LENGTHS[0] // 2] += 1
     first, second = _LENGTHS
@@ -148,6 +149,24 @@ def isolation_problem(model: nn.Module) -> str | None:
     return None
 
 
+@torch.no_grad()
+@_on_one_rank()
+def sharing_problem(model: nn.Module) -> str | None:
+    """Return how a model of :func:`trial_model` computes shared tokens otherwise than each document's, or None."""
+    first, *others = (part.clone() for part in _random_ids(sum(_LENGTHS)).split([_LENGTHS[0], 7, 11]))
+    begins = 0, 13, 4
+    texts = [first, *(torch.cat([first[: begin + 1], other]) for begin, other in zip(begins[1:], others, strict=True))]
+    positions = torch.cat([torch.arange(begin, len(text)) for begin, text in zip(begins, texts, strict=True)])
+    own = torch.cat([text[begin:] for begin, text in zip(begins, texts, strict=True)])
+    together = _run(model, own, positions, tree_layout(positions, "cpu"))
+    alone = torch.cat([_logits(model, text, (len(text),))[begin:] for begin, text in zip(begins, texts, strict=True)])
+    return None if _agree(together, alone) else "their logits differ from those that a document has alone"
+
+
+def _random_ids(tokens: int) -> torch.Tensor:
+    return torch.randint(3, 190, (tokens,), generator=torch.Generator().manual_seed(0))
+
+
 def _agree(logits: torch.Tensor, others: torch.Tensor, tolerance: float = _TOLERANCE) -> bool:
     return bool((logits - others).abs().max() <= tolerance * others.abs().max())
 
@@ -162,7 +181,10 @@ def _use_own_attention(model: nn.Module) -> None:
 
 def _logits(model: nn.Module, ids: torch.Tensor, lengths: tuple[int, ...], has_layout: bool = True) -> torch.Tensor:
     positions = torch.cat([torch.arange(length) for length in lengths])
-    layout = document_layout(positions) if has_layout else None
+    return _run(model, ids, positions, document_layout(positions) if has_layout else None)
+
+
+def _run(model: nn.Module, ids: torch.Tensor, positions: torch.Tensor, layout: DocumentLayout | None) -> torch.Tensor:
     inputs: dict[str, Any] = {"input_ids": ids[None], "position_ids": positions[None], "attention_mask": None}
     return model(**inputs, document_layout=layout, use_cache=False).logits[0]
 

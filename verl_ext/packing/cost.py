@@ -33,13 +33,19 @@ class CostModel:
         return self._whole(length, int(length.max(initial=0))).astype(np.float64)
 
     def packs(self, plan: PackPlan, lengths: ArrayLike) -> Floats:
-        """Return float64[P], the cost of each pack; lengths integer[D]."""
+        """Return float64[P], the cost of each pack; lengths integer[D].
+
+        Tokens that a document shares with the one before it cost nothing.
+        """
         if plan.num_packs == 0:
             return np.zeros(0)
         length = np.asarray(lengths, np.int64)
         # A document of all of a pack's tokens costs at least as much as the pack.
-        cost = self._whole(length, int(plan.pack_sums(length).max()))
-        return np.add.reduceat(cost[plan.document_index], plan.pack_offsets[:-1]).astype(np.float64)
+        longest = int(plan.pack_sums(length).max())
+        cost = self._whole(length, longest)[plan.document_index]
+        if plan.begins is not None:
+            cost = cost - self._whole(plan.begins.astype(np.int64), longest)
+        return np.add.reduceat(cost, plan.pack_offsets[:-1]).astype(np.float64)
 
     def _whole(self, length: Ints, longest: int) -> NDArray[Any]:
         """Return documents' whole costs, as Python's integers if beyond int64."""

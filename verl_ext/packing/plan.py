@@ -24,14 +24,16 @@ OVER_LENGTH_POLICIES = ("error", "drop", "truncate", "split")
 
 
 class PackPlan(NamedTuple):
-    """document_index int32 or int64[N] and pack_offsets int64[P+1].
+    """document_index int32 or int64[N], pack_offsets int64[P+1], and begins int32[N] where documents share tokens.
 
     Pack k holds `document_index[pack_offsets[k]:pack_offsets[k+1]]`, in that order. The strategies name every document
-    once; a plan of a sample may name a document several times or never.
+    once; a plan of a sample may name a document several times or never. The tokens of a document before its `begins`
+    are those of the document before it in the pack, and are not computed again (None: no document shares any).
     """
 
     document_index: Indices
     pack_offsets: Ints
+    begins: NDArray[np.int32] | None = None
 
     @property
     def num_packs(self) -> int:
@@ -48,7 +50,21 @@ class PackPlan(NamedTuple):
 
     def renumbered(self, documents: Indices) -> "PackPlan":
         """Return the same packs with document i named `documents[i]`."""
-        return PackPlan(documents[self.document_index], self.pack_offsets)
+        return self._replace(document_index=documents[self.document_index])
+
+    def begins_of(self, pack: int) -> NDArray[np.int32]:
+        """Return int32[n]: the `begins` of one pack's documents, or zeros."""
+        return self.all_begins[self.pack_offsets[pack] : self.pack_offsets[pack + 1]]
+
+    @property
+    def all_begins(self) -> NDArray[np.int32]:
+        """int32[N], 0 for documents that share no tokens."""
+        return np.zeros(len(self.document_index), np.int32) if self.begins is None else self.begins
+
+    def pack_tokens(self, lengths: ArrayLike) -> NDArray[np.int64]:
+        """Return int64[P]: the tokens of each pack that are computed; lengths integer[D] of the documents."""
+        tokens = self.pack_sums(lengths)
+        return tokens if self.begins is None else tokens - np.diff(offsets_of(self.begins)[self.pack_offsets])
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,14 @@ def _checked(lengths: ArrayLike, max_tokens: int) -> Ints:
     return array.astype(np.int64, copy=False)
 
 
-def plan_repeated(lengths: Indices, documents: Ints, max_tokens: int, strategy: str, seed: int) -> PackPlan:
+def plan_repeated(
+    lengths: Indices,
+    documents: Ints,
+    max_tokens: int,
+    strategy: str,
+    seed: int,
+    plan_part: Callable[[Ints], PackPlan] | None = None,
+) -> PackPlan:
     """Return the plan of `documents` int64[D]; lengths integer[S] of all.
 
         documents    a a a  b b  c d e          a three times, b twice
@@ -95,7 +102,8 @@ def plan_repeated(lengths: Indices, documents: Ints, max_tokens: int, strategy: 
 
     best_fit places documents of equal length one after the other. In one list, the copies of a long document would
     mostly meet in one pack and weigh double in its step. A document repeated at most as often as there are parts never
-    meets itself. The parts cost up to 0.1 % more packs. Other strategies pack one list. Raises as plan_packs does.
+    meets itself. The parts cost up to 0.1 % more packs. Other strategies pack one list. plan_part: plans the documents
+    of a part, numbered in it (None: plan_packs of their lengths). Raises as plan_packs does.
     """
     parts = [documents]
     if strategy == "best_fit":
@@ -109,6 +117,9 @@ def plan_repeated(lengths: Indices, documents: Ints, max_tokens: int, strategy: 
             by_document = np.repeat(np.arange(len(copies)), copies)
             in_parts = by_document[np.argsort(part_of.astype(np.uint8), kind="stable")]  # sorted in linear time
             parts = np.split(in_parts, np.cumsum(np.bincount(part_of, minlength=number))[:-1])
-    plans = [plan_packs(lengths[part], max_tokens, strategy, seed).renumbered(part) for part in parts]
+    alone = plan_part or (lambda part: plan_packs(lengths[part], max_tokens, strategy, seed))
+    plans = [alone(part).renumbered(part) for part in parts]
     sizes = np.concatenate([np.diff(plan.pack_offsets) for plan in plans])
-    return PackPlan(np.concatenate([plan.document_index for plan in plans]), offsets_of(sizes))
+    shares = any(plan.begins is not None for plan in plans)
+    begins = np.concatenate([plan.all_begins for plan in plans]) if shares else None
+    return PackPlan(np.concatenate([plan.document_index for plan in plans]), offsets_of(sizes), begins)

@@ -71,6 +71,10 @@ class DocumentLayout:
         """The layout of the keys; queries are each document's last."""
         return self.longer_keys or self
 
+    def positions(self) -> torch.Tensor:
+        """Return int64[T] on the host, each token's position in its document."""
+        return torch.cat([torch.arange(length) for length in self.lengths])
+
     def attend(
         self, kernel: KernelFunction, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Any
     ) -> torch.Tensor:
@@ -121,11 +125,18 @@ def document_layout(position_ids: torch.Tensor, device: torch.device | str = "cp
     ```
     position_ids   0 1 2 | 0 1 2 3 | 0        offsets 0 3 7 8    max_length 4
     ```
+
+    Raises ValueError if a document goes on elsewhere, as one with shared tokens does (verl_ext.parallel.trees).
     """
     assert position_ids.dim() == 1
     assert position_ids.device.type == "cpu"
     assert int(position_ids[0]) == 0, "a micro-batch begins with a document's first token"
     starts = (position_ids == 0).nonzero().flatten()
+    if int((position_ids.diff() != 1).sum()) >= len(starts):
+        raise ValueError(
+            "position_ids must restart at 0 in every document of a batch, or the batch say that its documents share "
+            "tokens (data.share_prefixes); they jump elsewhere"
+        )
     edges = torch.cat([starts, starts.new_tensor([position_ids.numel()])])
     return DocumentLayout.from_lengths(edges.diff().tolist(), device)
 

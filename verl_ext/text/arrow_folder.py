@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from verl_ext.cache import fingerprint
 from verl_ext.files import ChecksumFile, atomic_write, is_inside, write_json
+from verl_ext.packing.shared import BLOCK, SHORTER, block_hashes
 from verl_ext.text.read.json_records import parse_json
 from verl_ext.text.tokens.documents import Documents
 
@@ -42,6 +43,7 @@ DOCUMENT_COLUMNS = {
     "full_length": pa.int32(),  # tokens before it was cut
     "document_category": pa.int32(),  # that of its record, also of one without a target
 }
+FIRST_BLOCK = "first_block"  # the bits of `block_hashes` of the first BLOCK tokens, or of SHORTER
 WEIGHT_COLUMN = {"loss_weight": pa.list_(pa.float32())}
 MARK = {b"verl_ext.document_columns": b"1"}  # metadata of a shard whose DOCUMENT_COLUMNS are valid
 
@@ -52,6 +54,14 @@ def count_targets(loss_mask: NDArray[Any], starts: NDArray[np.int64]) -> NDArray
     starts: the first token of each, int64[D]; none is empty.
     """
     return np.add.reduceat(loss_mask, starts, dtype=np.int32) - loss_mask[starts]
+
+
+def first_blocks(ids: NDArray[Any], starts: NDArray[np.int64], lengths: NDArray[Any]) -> NDArray[np.uint64]:
+    """Return the hash of each document's first BLOCK tokens, SHORTER without so many; starts, lengths: integer[D]."""
+    hashes, whole = np.full(len(starts), SHORTER), lengths >= BLOCK
+    if whole.any():
+        hashes[whole] = block_hashes(np.lib.stride_tricks.sliding_window_view(ids, BLOCK)[starts[whole]])
+    return hashes
 
 
 class Shard(NamedTuple):
@@ -101,13 +111,18 @@ def _shard(file: dict[str, Any]) -> Shard:
 class DatasetWriter:
     """A writer of a folder, which loads only after `close()`.
 
-    texts: the names of further columns. The column `loss_weight` exists only if a target has a weight. Shards written
-    before the first such record get the column, filled with 1, in `close()`. Documents with categories of their own
-    tokens have no category as a whole, so that a folder of them has no MARK.
+    texts: the names of further columns; first_blocks: whether to write FIRST_BLOCK.
+
+    The column `loss_weight` exists only if a target has a weight. Shards written before the first such record get the
+    column, filled with 1, in `close()`. Documents with categories of their own tokens have no category as a whole, so
+    that a folder of them has no MARK.
     """
 
-    def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES, texts: Sequence[str] = ()) -> None:
+    def __init__(
+        self, folder: Path, shard_bytes: int = SHARD_BYTES, texts: Sequence[str] = (), first_blocks: bool = False
+    ) -> None:
         self.folder, self.shard_bytes, self.texts = folder, shard_bytes, tuple(texts)
+        self.first_blocks = first_blocks
         self.weighted, self.marked = False, True
         self._shards: list[tuple[ChecksumFile, bool]] = []  # the file, and whether it has loss_weight
         self._pending: list[pa.RecordBatch] = []
@@ -152,7 +167,7 @@ class DatasetWriter:
 
     @property
     def _schema(self) -> pa.Schema:
-        return _schema_of(self.weighted, self.texts, self.marked)
+        return _schema_of(self.weighted, self.texts, self.marked, self.first_blocks)
 
     def _write_pending(self) -> None:
         """Write the pending documents as one record batch."""
@@ -194,12 +209,13 @@ class DatasetWriter:
             documents.full_lengths,
             category,
         ]
-        # The columns in the schema's order: lists of tokens, numbers and texts of documents, weights of tokens.
+        # The columns in the schema's order: lists of tokens, numbers, hashes and texts of documents, weights of tokens.
         rows = pa.array(np.concatenate([[0], ends]).astype(np.int32))
         lists = [pa.ListArray.from_arrays(rows, pa.array(values)) for values in tokens]
         numbers = [pa.array(values.astype(np.int32, copy=False)) for values in facts]
+        hashes = [pa.array(first_blocks(ids, starts, lengths).view(np.int64))] if self.first_blocks else []
         texts = [pa.array(documents.texts[name], pa.large_string()) for name in self.texts]
-        return pa.RecordBatch.from_arrays([*lists[:3], *numbers, *texts, *lists[3:]], schema=self._schema)
+        return pa.RecordBatch.from_arrays([*lists[:3], *numbers, *hashes, *texts, *lists[3:]], schema=self._schema)
 
 
 def _write_metadata(folder: Path, shards: Sequence[Shard], schema: pa.Schema) -> None:
@@ -220,10 +236,11 @@ def is_marked(schema: pa.Schema) -> bool:
 
 
 @cache
-def _schema_of(weighted: bool, texts: tuple[str, ...], marked: bool) -> pa.Schema:
+def _schema_of(weighted: bool, texts: tuple[str, ...], marked: bool, hashed: bool) -> pa.Schema:
     from datasets import Features  # here, because importing it takes a second
 
-    columns = {**TOKEN_COLUMNS, **DOCUMENT_COLUMNS, **dict.fromkeys(texts, pa.large_string())}
+    hashes = {FIRST_BLOCK: pa.int64()} if hashed else {}
+    columns = {**TOKEN_COLUMNS, **DOCUMENT_COLUMNS, **hashes, **dict.fromkeys(texts, pa.large_string())}
     schema = Features.from_arrow_schema(pa.schema({**columns, **WEIGHT_COLUMN} if weighted else columns)).arrow_schema
     return schema.with_metadata({**schema.metadata, **(MARK if marked else {})})
 

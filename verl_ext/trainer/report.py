@@ -47,17 +47,20 @@ def data_facts(dataset: "PackDataset") -> Facts:
     """Return a dataset's documents, tokens, targets, packs, fill and omitted documents.
 
     The counts of documents, tokens and target_tokens are those of the packs, as often as a mixture draws each document.
+    computed_tokens: of the tokens, those that packs have, if documents share tokens.
     """
     facts, packs = dataset.facts(), len(dataset)
-    tokens = int(facts.tokens.sum())
+    computed = int(facts.tokens.sum())
+    shared = {} if facts.shared is None else {"computed_tokens": computed}
     return {
         "folders": list(dataset.folders),
         "documents": int(facts.documents.sum()),
-        "tokens": tokens,
+        "tokens": int(facts.document_tokens.sum()),
+        **shared,
         "target_tokens": int(facts.targets.sum()),
         "packs": packs,
         "max_tokens": dataset.max_tokens,
-        "fill": tokens / max(packs * dataset.max_tokens, 1),
+        "fill": computed / max(packs * dataset.max_tokens, 1),
         "mixture": [vars(row) for row in facts.mixture],
         **dataset.report(),
     }

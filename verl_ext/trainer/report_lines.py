@@ -22,10 +22,16 @@ def _data_lines(name: str, facts: Facts) -> Iterator[str]:
     documents = f"{facts['documents']:,} documents"
     if "samples" in facts:  # of a stream
         documents = f"{facts['samples']:,} samples of {documents}"
+    tokens = f"{facts['tokens']:,} tokens"
+    if "computed_tokens" in facts:
+        tokens += f", {facts['computed_tokens'] / max(facts['tokens'], 1):.1%} of them computed"
     yield (
-        f"{name}: {documents}, {facts['tokens']:,} tokens ({facts['target_tokens']:,} targets) "
+        f"{name}: {documents}, {tokens} ({facts['target_tokens']:,} targets) "
         f"in {facts['packs']:,} packs of {facts['max_tokens']:,}, {facts['fill']:.1%} full"
     )
+    if "share_computed" in facts:
+        share = f"{facts['share_computed']:.0%} of its tokens"
+        yield f"{name}: documents begin alike: data.share_prefixes=true would compute about {share}"
     if facts["mixture"]:
         yield f"{name}: the mixture:"
         yield mixture_table(facts["mixture"])

@@ -18,7 +18,7 @@ from verl_ext.config.compose import PRIMARY, compose_run, prepare_overrides
 from verl_ext.config.resolve import resolve_run
 from verl_ext.config.run import Machine, dataset_class
 from verl_ext.config.schema import CONF
-from verl_ext.data.sft import SFTOptions
+from verl_ext.data.sft_options import SFTOptions
 from verl_ext.trainer.distributed import failures_reported, print_on_rank0, user_errors_end_the_run
 from verl_ext.trainer.setup import this_machine
 

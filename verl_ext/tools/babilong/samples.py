@@ -223,7 +223,8 @@ class SampleMaker:
     def _text(self, facts: list[str], number: int) -> str:
         """Return exactly `target` tokens of background, with facts at random places."""
         assert self.background is not None
-        rng = self._rng("background", number)
+        of_text = 1 if self.questions is not None else self.story.of_text(self.task)
+        rng = self._rng("background", number - number % of_text)
         draws = sorted(rng.random() for _ in facts)  # sorted, so that facts keep their order
         overhead, fact_tokens = self.counter.overhead, self._tokens(facts)
         must = "facts_within must hold the start of a background sentence; none found in tokens"

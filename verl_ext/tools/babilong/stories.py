@@ -28,6 +28,7 @@ VERBS = {
 KINDS = ("move", "get", "drop")
 GIVING_KINDS = KINDS * 2 + ("give",) * 7  # the frequencies in the published stories
 OPPOSITES = {"north": "south", "south": "north", "east": "west", "west": "east"}
+_TRIES = 50  # to find further questions about the same facts
 RECENT = 5  # the facts before a question, one of which concerns its subject
 TASKS = babi.TASKS[:5]
 
@@ -42,13 +43,20 @@ class StoryOptions(Options):
     facts_per_question: int = option(
         2, "facts before each question; qa2, qa3 and qa5 add as many again until one is possible", least=1
     )
+    questions_per_text: int = option(
+        1, "questions about the same facts and text, each a sample (qa4: 1); most: 3", least=1, most=3
+    )
     max_facts: int | None = option(
         None, "maximum number of facts in a sample; null: the benchmark's, one per 8 tokens (0k: any number)", least=1
     )
 
     def questions_of(self, task: str) -> int:
-        """Return the number of questions in a story of the task."""
-        return 1 if task == "qa4" else self.questions
+        """Return the number of samples in a story of the task."""
+        return 1 if task == "qa4" else self.questions * self.questions_per_text
+
+    def of_text(self, task: str) -> int:
+        """Return the number of samples that have the same facts and text."""
+        return 1 if task == "qa4" else self.questions_per_text
 
 
 class Event(NamedTuple):
@@ -71,14 +79,20 @@ def make_story(task: str, rng: random.Random, options: StoryOptions) -> list[Sam
     samples: list[Sample] = []
     events: list[Event] = []
     facts: list[str] = []
-    while len(samples) < options.questions:
+    while len(samples) < options.questions_of(task):
         for event in islice(possible, options.facts_per_question):
             events.append(event)
             end = f" to {event.recipient}" if event.recipient else ""
             end += " there" if rng.random() < there.get(event.kind, 0) else ""
             facts.append(f"{event.actor} {rng.choice(VERBS[event.kind])} the {event.thing}{end}.")
         if question := ask(events, rng):
-            samples.append(Sample(facts.copy(), *question))
+            asked = {question[0]: question}
+            # Further questions may be about any fact; a story of few facts may not have them.
+            for _ in range(_TRIES if options.questions_per_text > 1 else 0):
+                if len(asked) < options.questions_per_text and (other := ask(events, rng, recent=len(events))):
+                    asked.setdefault(other[0], other)
+            if len(asked) == options.questions_per_text:
+                samples += [Sample(facts.copy(), *each) for each in asked.values()]
     return samples
 
 
@@ -107,21 +121,21 @@ def _possible_events(actors: Sequence[str], kinds: Sequence[str], rng: random.Ra
         yield Event(kind, actor, thing, recipient)
 
 
-def _where_is_actor(events: list[Event], rng: random.Random) -> tuple[str, str]:
-    actor = rng.choice(events[-RECENT:]).actor
+def _where_is_actor(events: list[Event], rng: random.Random, recent: int = RECENT) -> tuple[str, str]:
+    actor = rng.choice(events[-recent:]).actor
     return f"Where is {actor}? ", [event.thing for event in events if event.actor == actor][-1]
 
 
-def _where_object(events: list[Event], rng: random.Random, was: bool) -> tuple[str, str] | None:
+def _where_object(events: list[Event], rng: random.Random, was: bool, recent: int = RECENT) -> tuple[str, str] | None:
     """Ask for a recent object's place, or with `was` an earlier one.
 
-    An object is recent if one of the last :data:`RECENT` facts is its get or drop. It is in the last place of the actor
+    An object is recent if one of the last `recent` facts is its get or drop. It is in the last place of the actor
     who got it; bAbI asks about a held object only after its holder has moved with it.
     """
-    for recent in rng.sample(events[-RECENT:], min(RECENT, len(events))):
-        if recent.kind == "move":
+    for last_act in rng.sample(events[-recent:], min(recent, len(events))):
+        if last_act.kind == "move":
             continue
-        *_, got, end = [0] + [number for number, event in enumerate(events) if event.thing == recent.thing]
+        *_, got, end = [0] + [number for number, event in enumerate(events) if event.thing == last_act.thing]
         if is_held := events[end].kind == "get":
             got, end = end, len(events)
         moves = [n for n, event in enumerate(events[:end]) if (event.kind, event.actor) == ("move", events[got].actor)]
@@ -129,18 +143,18 @@ def _where_object(events: list[Event], rng: random.Random, was: bool) -> tuple[s
         if was and len(carried) > 1:
             place = rng.choice(carried[1:])
             last = max(number for number, each in enumerate(carried) if each == place)
-            return f"Where was the {recent.thing} before the {place}? ", carried[last - 1]
+            return f"Where was the {last_act.thing} before the {place}? ", carried[last - 1]
         if not was and moves and (carried or not is_held):
-            return f"Where is the {recent.thing}? ", events[moves[-1]].thing
+            return f"Where is the {last_act.thing}? ", events[moves[-1]].thing
     return None
 
 
-def _who_gave_what(events: list[Event], rng: random.Random) -> tuple[str, str] | None:
+def _who_gave_what(events: list[Event], rng: random.Random, recent: int = RECENT) -> tuple[str, str] | None:
     """Ask about a recent object's last gift, a third for the object."""
-    recent = [event.thing for event in events[-RECENT:] if event.kind == "give"]
-    if not recent:
+    given = [event.thing for event in events[-recent:] if event.kind == "give"]
+    if not given:
         return None
-    thing = rng.choice(recent)
+    thing = rng.choice(given)
     gift = [event for event in events if event.kind == "give" and event.thing == thing][-1]
     what = (f"What did {gift.actor} give to {gift.recipient}? ", thing)
     others = (
@@ -149,6 +163,9 @@ def _who_gave_what(events: list[Event], rng: random.Random) -> tuple[str, str] |
         (f"Who did {gift.actor} give the {thing} to? ", gift.recipient),
         (f"Who received the {thing}? ", gift.recipient),
     )
+    between = [event for event in events if (event.actor, event.recipient) == (gift.actor, gift.recipient)]
+    if recent > RECENT and between[-1] is not gift:  # a later gift answers `what`
+        return rng.choice(others)
     return rng.choice((what, what, *others))
 
 

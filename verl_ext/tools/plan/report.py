@@ -173,7 +173,8 @@ def job_of(run: Run, values: Mapping[str, Any], ranks_of_node: int) -> Job:
     """Return the heaviest micro-batches that a rank of a run meets.
 
     These are the packs with the most tokens and, if others have more targets, those as well, because an epoch may put
-    them together. The heaviest of several micro-batches come last, when gradients are already in memory.
+    them together; and those of documents with the most tokens, if documents share tokens. The heaviest of several
+    micro-batches come last, when gradients are already in memory.
     """
     packs, data = run.packs, values["data"]
     sp, context = sequence_parallel_size(values), values["parallel"]["context_parallel_size"]
@@ -182,6 +183,8 @@ def job_of(run: Run, values: Mapping[str, Any], ranks_of_node: int) -> Job:
     longest = _micro_batch(run, np.lexsort((packs.targets, packs.tokens))[::-1][:size])
     widest = _micro_batch(run, np.lexsort((packs.tokens, packs.targets))[::-1][:size])
     others = [widest] if _is_target(widest).sum() > _is_target(longest).sum() else []
+    if packs.shared is not None:  # attention holds the keys of whole documents
+        others.append(_micro_batch(run, np.lexsort((packs.tokens, packs.document_tokens))[::-1][:size]))
     alone = [[batch] for batch in (longest, *others)]
     steps = alone if micro_steps == 1 else [[*others, longest, *(others or [longest])]]
     shards, is_target = SequenceShards(sp // context, context), _is_target(longest)
@@ -201,7 +204,12 @@ def other_steps(run: Run) -> list[list[StepBatch]]:
 
 def _micro_batch(run: Run, packs: np.ndarray) -> StepBatch:
     dataset = run.train_set
-    collate = StepCollator(run.loss_for(dataset), dataset.categories, last_is_label=run.packs.last_is_label)
+    collate = StepCollator(
+        run.loss_for(dataset),
+        dataset.categories,
+        last_is_label=run.packs.last_is_label,
+        shares_prefixes=run.packs.shared is not None,
+    )
     return collate([dataset[int(index)] for index in packs])
 
 

@@ -107,7 +107,7 @@ def audit(
         "documents": len(documents),
         "tokens": tokens,
         "targets": int(documents.targets.sum(dtype=np.int64)),
-        "categories": _categories(documents),
+        "categories": _categories(documents, documents.shared_tokens(facts is not None)),
         "findings": {finding.name: {**asdict(finding), "share": finding.share} for finding in found},
         "not_checked": not_checked,
     }
@@ -215,8 +215,12 @@ def _finding(
     return Finding(name, len(rows), len(documents), places, details or {})
 
 
-def _categories(documents: ShownDocuments) -> dict[str, dict[str, Any]]:
-    """Return counts, shares, length quantiles and target kinds by category name."""
+def _categories(documents: ShownDocuments, shared: NDArray[np.int64] | None) -> dict[str, dict[str, Any]]:
+    """Return counts, shares, length quantiles and target kinds by category name.
+
+    shared: int64[D], the tokens that data.share_prefixes does not compute again (None: unknown), for the share
+    `computed`.
+    """
     order = np.lexsort((documents.lengths, documents.categories))
     every_length, every_target = documents.lengths[order], documents.targets[order]
     numbers, begins = np.unique(documents.categories[order], return_index=True)
@@ -228,6 +232,8 @@ def _categories(documents: ShownDocuments) -> dict[str, dict[str, Any]]:
         name = documents.names.get(number, str(number) if number else "(none)")
         row: dict[str, Any] = {"documents": len(lengths), "tokens": int(lengths.sum(dtype=np.int64))}
         row |= {"targets": targets, "share": targets / total}
+        if shared is not None:
+            row["computed"] = 1 - int(shared[order[begin:end]].sum()) / max(row["tokens"], 1)
         nearest = {key: int(lengths[math.ceil(share * len(lengths)) - 1]) for key, share in QUANTILES.items()}
         row["length"] = nearest | {"max": int(lengths[-1])}
         found[name] = row | ({"kinds": kinds[name]} if name in kinds else {})

@@ -7,6 +7,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from verl_ext.data.beginnings import NOTICED_SHARE
 from verl_ext.options import one_line
 from verl_ext.tables import plain_table
 from verl_ext.tools.show.audit import CHECKS, QUANTILES
@@ -20,6 +21,10 @@ def audit_tables(audit: Mapping[str, Any]) -> Iterator[RenderableType]:
     if audit["tokenizer"]:
         yield Text(one_line(f"tokenizer {audit['tokenizer']}"), "dim")
     yield _categories(audit["categories"])
+    tokens = sum(row["tokens"] * row.get("computed", 1) for row in audit["categories"].values())
+    if tokens <= NOTICED_SHARE * audit["tokens"] and "plan" not in audit:
+        share = f"{tokens / audit['tokens']:.0%} of the tokens"
+        yield Text(f"documents begin alike: data.share_prefixes=true computes {share} where packs hold what they share")
     if kinds := _kinds(audit["categories"]):
         yield kinds
     if plan := audit.get("plan"):
@@ -36,9 +41,11 @@ def audit_tables(audit: Mapping[str, Any]) -> Iterator[RenderableType]:
 
 
 def _categories(categories: Mapping[str, Any]) -> Table:
-    table = plain_table("category", "documents", "tokens", "targets", "share", *QUANTILES, "max")
+    shared = ["computed"] * any(row.get("computed", 1) <= NOTICED_SHARE for row in categories.values())
+    table = plain_table("category", "documents", "tokens", *shared, "targets", "share", *QUANTILES, "max")
     for name, row in categories.items():
-        counts = (f"{row[key]:,}" for key in ("documents", "tokens", "targets"))
+        counts = [f"{row[key]:,}" for key in ("documents", "tokens", "targets")]
+        counts[2:2] = [f"{row[key]:.0%}" for key in shared]
         lengths = (f"{row['length'][key]:,}" for key in (*QUANTILES, "max"))
         table.add_row(Text(one_line(name)), *counts, f"{row['share']:.1%}", *lengths)
     return table

@@ -16,10 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_ext.data.arrow import TokenizedData, fitting
+from verl_ext.data.beginnings import SHARE_LEAST, find_beginnings
 from verl_ext.data.omitted import main_categories
 from verl_ext.data.stream.megatron.index import SUFFIXES, TokenIndex
 from verl_ext.files import REPORT
 from verl_ext.options import DataError, UsageError
+from verl_ext.packing import MOST_TOKENS, cut_spans
 from verl_ext.packing.plan import offsets_of
 from verl_ext.text.arrow_folder import count_targets
 from verl_ext.text.read.sources import absolute_path
@@ -87,6 +89,13 @@ class ShownDocuments:
         """Read all documents that have tokens, in order."""
         raise NotImplementedError
 
+    def shared_tokens(self, read: bool) -> NDArray[np.int64] | None:
+        """Return int64[D], the tokens that data.share_prefixes does not compute again.
+
+        read: whether all tokens may be read. None if this is not known, or packs of such documents never share.
+        """
+        return None
+
     @property
     def tokenizer(self) -> str | None:
         """The tokenizer of the reports; None if they name none or several."""
@@ -132,6 +141,16 @@ class FolderDocuments(ShownDocuments):
         mask = columns["loss_mask"] != 0
         mask[:1] = False
         return Row(columns["input_ids"], mask, columns.get("loss_weight"))
+
+    def shared_tokens(self, read: bool) -> NDArray[np.int64] | None:
+        """Return int64[D], the tokens that data.share_prefixes does not compute again."""
+        if not self.lengths.any() or not (read or self.data.first_blocks is not None):
+            return None
+        spans = cut_spans(self.lengths, MOST_TOKENS, "split")  # whole documents
+        kin = find_beginnings(self.data, spans, SHARE_LEAST)
+        shared = np.zeros(len(self), np.int64)
+        shared[spans.row[kin.documents]] = np.maximum(kin.shared - 1, 0)
+        return shared
 
     def blocks(self) -> Iterator[Block]:
         """Read all documents that have tokens, in order."""

@@ -10,8 +10,10 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from verl_ext.commands.preview import Decode
+from verl_ext.data.beginnings import SHARE_LEAST
 from verl_ext.options import DataError, Options, UsageError, one_line, option, options_of
 from verl_ext.packing import MOST_TOKENS, OVER_LENGTH_POLICIES, STRATEGIES, TOKENS, CostModel
+from verl_ext.parallel.trees import read_documents
 from verl_ext.tables import plain_table
 from verl_ext.tools.show.documents import ShownDocuments
 from verl_ext.trainer.step_plan import StepPlan
@@ -31,6 +33,8 @@ class PackOptions(Options):
     max_tokens: int | None = option(None, "budget of packs to plan, as data.max_tokens", least=2, most=MOST_TOKENS)
     over_length: str = option("error", "documents over max_tokens, as data.over_length", choices=OVER_LENGTH_POLICIES)
     strategy: str = option("best_fit", "how documents become packs, as data.strategy", choices=STRATEGIES)
+    share_prefixes: bool = option(False, "true: documents share their beginnings, as data.share_prefixes")
+    share_least: int = option(SHARE_LEAST, "tokens of a shared beginning, as data.share_least", least=1)
     mixture: Any = option(None, "a mixture, as data.mixture: {sources: {NAME: {tokens: 4e9, …}}}")
     seed: int = option(42, "seed of the plan, as data.seed", least=0)
     ranks: int = option(1, "data-parallel ranks that share the packs", least=1)
@@ -52,7 +56,7 @@ def open_packs(documents: ShownDocuments, options: PackOptions) -> "SFTDataSet":
     """
     from verl_ext.data import SFTDataSet  # imports torch, as the trainer's class of packs does
 
-    names = ("max_tokens", "over_length", "strategy", "mixture", "seed")
+    names = ("max_tokens", "over_length", "strategy", "share_prefixes", "share_least", "mixture", "seed")
     try:
         given = {name: getattr(options, name) for name in names}
         packs = SFTDataSet(list(documents.paths), **given, key="paths")
@@ -97,6 +101,8 @@ def plan_facts(documents: ShownDocuments, packs: "SFTDataSet", options: PackOpti
 def pack_view(dataset: "PackDataset", pack: int, decode: Decode | None) -> Iterator[RenderableType]:
     """Yield a pack's fill, and its documents with places, positions and openings.
 
+    A document that shares tokens stands below the one that has them, with its own opening.
+
     Raises:
         UsageError: there is no such pack.
     """
@@ -107,28 +113,35 @@ def pack_view(dataset: "PackDataset", pack: int, decode: Decode | None) -> Itera
     real = int(tensors["attention_mask"].sum()) if "attention_mask" in tensors else len(positions)
     fill = f"{real:,} of {dataset.max_tokens:,} tokens, {real / dataset.max_tokens:.1%} full"
     yield Text(f"pack {pack}: {fill}, {int(mask.sum()):,} targets", "bold")
-    # Positions restart at 0 in every document, so they alone tell where the packed documents begin.
-    starts = np.flatnonzero(positions[:real] == 0)
-    places = dataset.documents_of(pack)
+    # Positions alone tell where documents begin, and which tokens they share with the one before.
+    documents = read_documents(positions[:real])
+    shares, places = bool(documents.begins.any()), dataset.documents_of(pack)
     names = dict(zip(dataset.categories.ids, dataset.categories.names, strict=True))
-    table = plain_table("document", "category", "tokens", "targets", "positions", left=2)
+    table = plain_table("document", "category", "tokens", *["shared"] * shares, "targets", "positions", left=2)
     table.add_column("opening", overflow="fold")  # the widest, which gives way on a narrow terminal
     table.columns[-1].justify = "left"
-    for number, (start, end) in enumerate(zip(starts, [*starts[1:], real], strict=True)):
+    first, start = 0, 0  # the document's own first token, and that of its whole text
+    branch: list[int] = []  # where the documents begin that this one goes on from
+    for number, (own, begin) in enumerate(zip(*(values.tolist() for values in documents), strict=True)):
+        end = start + begin + own
         category = np.unique(tensors["category_ids"][start:end][mask[start:end] == 1])
         place = "-"
         # Places are left out unless each start has one, because a wrong row number misleads.
-        if len(places) == len(starts):
+        if len(places) == len(documents.begins):
             of = places[number]
             place = f"{Path(of.folder).name} row {of.row}{f' from {of.start:,}' if of.start else ''}"
-        opening = "" if decode is None else decode(tensors["input_ids"][start : min(end, start + OPENING)].tolist())
+        branch = [*(other for other in branch if other < begin), begin]
+        place = "  " * (len(branch) - 2) + "└ " * (begin > 0) + place
+        ids = tensors["input_ids"][first : first + own]
+        opening = "" if decode is None else decode(ids[:OPENING].tolist())
         table.add_row(
-            *(Text(one_line(place)), Text(one_line(", ".join(names.get(int(c), str(c)) for c in category)))),
-            *(f"{end - start:,}", f"{int(mask[start:end].sum()):,}", f"{positions[start]}..{positions[end - 1]}"),
-            Text(one_line(opening)[:OPENING]),
+            *(Text(place), Text(one_line(", ".join(names.get(int(c), str(c)) for c in category)))),
+            *(f"{begin + own:,}", *[f"{begin:,}"] * shares, f"{int(mask[start:end].sum()):,}"),
+            *(f"{begin}..{begin + own - 1}", Text(one_line(opening)[:OPENING])),
         )
+        first, start = first + own, end
     if real < len(positions):
-        table.add_row("padding", "", f"{len(positions) - real:,}", "0", "", "")
+        table.add_row("padding", "", f"{len(positions) - real:,}", *[""] * shares, "0", "", "")
     yield table
 
 

@@ -45,17 +45,20 @@ class WriteResult:
 
     outcomes: the number of items by outcome. without: the items without a record, with reasons. lengths: the rows of
     the table of lengths as numbers; if empty, the report shows those of the corpus. cost: a line about the requests.
+    records: the number of records.
     """
 
     outcomes: Counter[str] = field(default_factory=Counter)
     without: list[dict[str, str]] = field(default_factory=list)
     lengths: dict[str, dict[str, int]] = field(default_factory=dict)
     cost: str = ""
+    records: int = 0
 
-    def add(self, item: SourceItem, outcome: str, reason: str, has_record: bool) -> None:
-        """Count an item, and list it unless it has a record."""
+    def add(self, item: SourceItem, outcome: str, reason: str, records: int = 0) -> None:
+        """Count an item and its records, and list it if it has none."""
         self.outcomes[outcome] += 1
-        if not has_record:
+        self.records += records
+        if not records:
             self.without.append({"item": item.name, "outcome": outcome, "reason": reason})
 
 
@@ -77,9 +80,8 @@ async def write_records(make: Make, work: Work) -> WriteResult:
             ):
                 async with aclosing(in_order(begun, AHEAD * work.endpoint.concurrency)) as results:
                     async for item, made in results:
-                        result.add(item, made.outcome, made.reason, made.record is not None)
-                        if made.record is not None:
-                            file.writelines(json_lines([made.record]))
+                        result.add(item, made.outcome, made.reason, len(made.records))
+                        file.writelines(json_lines(made.records))
                         bar.item_done()
             result.cost = spent(client, price)
     return result

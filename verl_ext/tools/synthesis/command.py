@@ -57,10 +57,10 @@ TASKS = {
 class SynthesizeOptions(OutputOptions):
     """Long instruction data from an OpenAI-compatible server, for `verl-ext tokenize`.
 
-    task=longalign asks for five questions about a document and for the answer to one of them; task=glm_long makes
-    questions about, and summaries of, documents longer than the model's context; task=glm_long_documents joins similar
-    documents into long ones; task=agentwrite plans and writes a long text paragraph by paragraph. `store` keeps every
-    answer, so the same command continues a run that stopped, and no answer is paid for twice.
+    task=longalign asks for five questions about a document and for the answers to one of them or several; task=glm_long
+    makes questions about, and summaries of, documents longer than the model's context; task=glm_long_documents joins
+    similar documents into long ones; task=agentwrite plans and writes a long text paragraph by paragraph. `store` keeps
+    every answer, so the same command continues a run that stopped, and no answer is paid for twice.
     """
 
     marker: ClassVar[str] = REPORT
@@ -94,6 +94,9 @@ class SynthesizeOptions(OutputOptions):
         12288,
         "glm_long: tokens of a document in a request; the model's context needs room for the answer too",
         least=64,
+    )
+    questions: int = option(
+        1, "longalign, glm_long: questions kept of a document, whose tokens data.share_prefixes computes once", least=1
     )
     lengths: list[Any] = option([], "agentwrite: lengths in words, one of which is drawn if an instruction names none")
     min_length_score: float = option(
@@ -182,6 +185,7 @@ def synthesize(options: SynthesizeOptions) -> str:
         options.max_paragraphs,
         options.lengths,
         options.window,
+        options.questions,
         lengths[1] if lengths else None,
     )
 
@@ -206,6 +210,7 @@ def synthesize(options: SynthesizeOptions) -> str:
             "lengths": result.lengths or found,
             "left_out": dict(corpus.left_out),
             "outcomes": dict(result.outcomes),
+            "records": result.records,
             "without_record": result.without,
         }
         (folder.path / REPORT).write_text(yaml.safe_dump(report, allow_unicode=True, sort_keys=False), "utf-8")
@@ -216,7 +221,7 @@ def synthesize(options: SynthesizeOptions) -> str:
     lines = [
         aligned(rows, ["length"]),
         f"left out: {_listed(corpus.left_out) or 'none'}",
-        f"items: {_listed(result.outcomes)}",
+        f"items: {_listed(result.outcomes)}" + (f"; {result.records:,} records" if options.questions > 1 else ""),
         *([result.cost] if result.cost else []),
     ]
     return "\n".join([*lines, f"written to {options.output_dir}"])

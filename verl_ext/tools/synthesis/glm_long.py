@@ -51,11 +51,13 @@ def parse_pair(text: str) -> tuple[str, str]:
     return question, answer
 
 
-def stretches(item: SourceItem, number: int, size: int, seed: int, lengths: TokenLengths) -> list[tuple[int, int]]:
+def stretches(
+    item: SourceItem, number: int, size: int, seed: int, lengths: TokenLengths, again: str = ""
+) -> list[tuple[int, int]]:
     """Return `number` spans of characters, of at most `size` tokens, spread evenly.
 
     The start of each is drawn within its part of the text. If the text consists of several documents, the stretches are
-    shared among them, or each is of another one.
+    shared among them, or each is of another one. again: the name of a further draw.
     """
     documents = lengths.tokens(item.text, item.documents) or [(0, item.tokens)]
     spans = []
@@ -69,30 +71,40 @@ def stretches(item: SourceItem, number: int, size: int, seed: int, lengths: Toke
             begin, stop = documents[which]
             part, parts = place - first, end - first
         begin, stop = (begin + (stop - begin) * each // parts for each in (part, part + 1))
-        start = begin + drawn(seed, item.name, "start", str(place)) % max(stop - begin - size + 1, 1)
+        start = begin + drawn(seed, item.name, f"start{again}", str(place)) % max(stop - begin - size + 1, 1)
         spans.append((start, min(start + size, stop)))
     return lengths.characters(item.text, spans)
 
 
 async def ask_of_parts(item: SourceItem, client: Client, prompts: dict[str, PromptTexts], settings: Settings) -> Result:
-    """Return a document's record, or the reason why it has none."""
-    way = WAYS[drawn(settings.seed, item.name, "way") % len(WAYS)]
-    own = prompts[language_of(item.text)]
+    """Return a document's records, or the reason why it has none."""
+    own, results, has_summary = prompts[language_of(item.text)], [], False
+    for number in range(settings.questions):
+        # A question after the first has a draw and requests of its own; a document is summarized once.
+        again = "" if number == 0 else f"/{number + 1}"
+        way = WAYS[drawn(settings.seed, item.name, f"way{again}") % len(WAYS)]
+        if way == "summary" and has_summary:
+            continue
+        has_summary |= way == "summary"
+        results.append(await _ask(item, client, own, settings, way, again))
+    return Result.joined(results)
+
+
+async def _ask(item: SourceItem, client: Client, own: PromptTexts, settings: Settings, way: str, again: str) -> Result:
     if way == "summary":
         return await _summary(item, client, own, settings)
     assert settings.lengths_of is not None
     number = 1
     if way == "chunks":
         number = min(max(STRETCHES, len(item.documents)), MOST_STRETCHES)
-    characters = stretches(item, number, settings.window // number, settings.seed, settings.lengths_of)
+    characters = stretches(item, number, settings.window // number, settings.seed, settings.lengths_of, again)
     text = "\n\n----------\n\n".join(item.text[begin:end] for begin, end in characters)
     tasks = own.below("tasks")
-    task = tasks[drawn(settings.seed, item.name, "task") % len(tasks)]
+    task = tasks[drawn(settings.seed, item.name, f"task{again}") % len(tasks)]
     name = "question" if way == "chunk" else "questions_over_parts"
     content = own.filled(name, text=text, task=own.texts[f"tasks.{task}"])
-    answer = await client.ask(
-        item.name, way, [{"role": "user", "content": content}], settings.sampling, parse_pair, settings.parse_tries
-    )
+    asked = [{"role": "user", "content": content}]
+    answer = await client.ask(item.name, f"{way}{again}", asked, settings.sampling, parse_pair, settings.parse_tries)
     if not answer.is_done:
         return Result.from_answer(way, answer)
     question, reply = answer.parsed

@@ -112,6 +112,7 @@ async def write_joined(work: Work) -> WriteResult:
             for group in groups_of(documents, work.intervals, seed, filled):
                 record = _record(kind, group, documents, texts, work)
                 file.writelines(json_lines([record]))
+                result.records += 1
                 row = result.lengths[group.interval]
                 row["documents"] += 1
                 row["tokens"] += record["provenance"]["tokens"]
@@ -157,7 +158,7 @@ async def _embedded(work: Work, texts: IO[bytes], result: WriteResult) -> dict[s
                             classes[item.kind].append(document)
                             texts.write(text)
                         else:
-                            result.add(item, answer.outcome, answer.reason, has_record=False)
+                            result.add(item, answer.outcome, answer.reason)
                         bar.item_done()
             result.cost = spent(encoder, price) if isinstance(encoder, Client) else ""
     for documents in classes.values():

@@ -2,13 +2,16 @@
 
 Both requests start with the same document, byte for byte:
 
-    document, "write five questions of this kind"  →  five questions, one is drawn
+    document, "write five questions of this kind"  →  five questions, one is drawn, or several
     document, that question                        →  the answer over the whole document
+
+The published recipe keeps one question of a document. With more, documents begin alike, and data.share_prefixes
+computes the document once.
 """
 
 import re
 
-from verl_ext.endpoint.answer import Answer, Unparsable
+from verl_ext.endpoint.answer import Unparsable
 from verl_ext.endpoint.client import Client
 from verl_ext.text.word_count import language_of
 from verl_ext.tools.synthesis.items import SourceItem, drawn
@@ -64,27 +67,34 @@ def _json_questions(text: str) -> list[str] | None:
 async def ask_of_document(
     item: SourceItem, client: Client, prompts: dict[str, PromptTexts], settings: Settings
 ) -> Result:
-    """Return a document's record, or the reason why it has none."""
+    """Return a document's records, or the reason why it has none."""
     own = prompts[language_of(item.text)]
     kinds = own.below("kinds")
     kind = kinds[drawn(settings.seed, item.name, "kind") % len(kinds)]
-    answers: list[Answer] = []
-
     instruction = own.filled("questions", kind=own.texts[f"kinds.{kind}"])
     message = {"role": "user", "content": f"{item.text}\n\n{instruction}"}
-    answers.append(
-        await client.ask(item.name, "questions", [message], settings.sampling, parse_questions, settings.parse_tries)
+    questions = await client.ask(
+        item.name, "questions", [message], settings.sampling, parse_questions, settings.parse_tries
     )
-    if not answers[-1].is_done:
-        return Result.from_answer("questions", answers[-1])
-    questions = answers[-1].parsed
-    question = questions[drawn(settings.seed, item.name, "question") % len(questions)]
-    content = f"{item.text}\n\n{question}"
-    asked = [{"role": "user", "content": content}]
-    answers.append(refused_in_words(await client.ask(item.name, "answer", asked, settings.sampling)))
-    if not answers[-1].is_done:
-        return Result.from_answer("answer", answers[-1])
-    if settings.passages.found_in(f"{question}\n{answers[-1].text}"):
-        return Result("contaminated", reason="the question or its answer holds a passage of decontaminate")
-    facts = {"questions": len(questions), "spans": [[0, len(item.text)]]}
-    return question_and_answer(item, f"longalign_{kind}", content, answers[-1].text, own, answers, facts)
+    if not questions.is_done:
+        return Result.from_answer("questions", questions)
+    found = questions.parsed
+    first = drawn(settings.seed, item.name, "question") % len(found)
+    results, asked_for = [], [questions]  # the request for questions counts for the first record
+    for number in range(min(settings.questions, len(found))):
+        question = found[(first + number) % len(found)]
+        content = f"{item.text}\n\n{question}"
+        asked = [{"role": "user", "content": content}]
+        name = "answer" if number == 0 else f"answer/{number + 1}"
+        answer = refused_in_words(await client.ask(item.name, name, asked, settings.sampling))
+        if not answer.is_done:
+            results.append(Result.from_answer(name, answer))
+        elif settings.passages.found_in(f"{question}\n{answer.text}"):
+            reason = "the question or its answer holds a passage of decontaminate"
+            results.append(Result("contaminated", reason=reason))
+        else:
+            facts = {"questions": len(found), "spans": [[0, len(item.text)]]}
+            answers = [*asked_for, answer]
+            results.append(question_and_answer(item, f"longalign_{kind}", content, answer.text, own, answers, facts))
+            asked_for = []
+    return Result.joined(results)

@@ -71,21 +71,28 @@ class Settings:
     max_paragraphs: int = 50
     lengths: Sequence[int] = ()
     window: int = 0
+    questions: int = 1
     lengths_of: TokenLengths | None = None  # of documents
 
 
 @dataclass(frozen=True)
 class Result:
-    """A record, or the outcome of an answer or filter."""
+    """Records, or the outcome of an answer or filter."""
 
     outcome: str
-    record: dict[str, Any] | None = None
+    records: Sequence[dict[str, Any]] = ()
     reason: str = ""
 
     @classmethod
     def from_answer(cls, stage: str, answer: Answer) -> "Result":
         """Return a result without a record, because a question has no answer."""
         return cls(answer.outcome, reason=f"{stage}: {answer.reason}")
+
+    @classmethod
+    def joined(cls, results: Sequence["Result"]) -> "Result":
+        """Return the records of several results, or the first result if none has a record."""
+        records = [record for result in results for record in result.records]
+        return cls(DONE, records) if records else results[0]
 
 
 def question_and_answer(
@@ -110,4 +117,4 @@ def question_and_answer(
         "usage": dict(zip(("prompt_tokens", "cached_tokens", "completion_tokens"), usage.as_tuple(), strict=True)),
     }
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    return Result(DONE, {"messages": messages, "category": category, "provenance": provenance})
+    return Result(DONE, [{"messages": messages, "category": category, "provenance": provenance}])

@@ -19,7 +19,7 @@ class ProgressHook(Hook):
     def post_step(self, step: int, outcome: StepOutcome) -> None:
         """Move the bar by a step, and count its tokens."""
         packs, state = self.run.plan.packs(step - 1), self.trainer.run_state
-        tokens = int(self.run.packs.tokens[packs].sum())
+        tokens = int(self.run.packs.document_tokens[packs].sum())
         state.total_tokens += tokens
         state.total_target_tokens += int(self.run.packs.targets[packs].sum())
         flops = None if self._pack_flops is None else float(self._pack_flops[packs].sum())

@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from verl_ext.checkpoint.layout import SPIKES
+from verl_ext.trainer.batch import StepBatch
 from verl_ext.trainer.hooks.base import Hook, StepOutcome
 from verl_ext.trainer.hooks.tracking import append_lines, continued_lines
 
@@ -73,32 +74,28 @@ class SpikeHook(Hook):
     def _documents(self, packs: Sequence[int | None], outcome: StepOutcome) -> list[Document]:
         """List the documents of this rank's packs, with losses if known."""
         losses = None if outcome.nll is None else torch.cat(outcome.nll).double().cpu().numpy()
-        category, found, begin = outcome.batch.category_index.numpy(), [], 0
-        for pack, length in zip(packs, outcome.batch.pack_lengths, strict=True):
-            part = slice(begin, begin + length)
+        found = []
+        for slot, pack in enumerate(packs):
             if pack is not None:
-                found += self._of_pack(pack, category[part], None if losses is None else losses[part])
-            begin += length
+                found += self._of_pack(pack, slot, outcome.batch, losses)
         return found
 
-    def _of_pack(self, pack: int, category: NDArray[Any], losses: NDArray[Any] | None) -> list[Document]:
-        """List a pack's documents; category and losses [T] are of predicted tokens."""
+    def _of_pack(self, pack: int, slot: int, batch: StepBatch, losses: NDArray[Any] | None) -> list[Document]:
+        """List a pack's documents; losses [N] are those of the step's tokens."""
         dataset = self.run.train_set
         places = dataset.documents_of(pack)
-        ends = np.cumsum([place.tokens for place in places])
-        predicts = np.flatnonzero(category >= 0)
-        of_document = np.searchsorted(ends, predicts + 1, side="right")  # the document of the predicted token
+        targets = batch.targets_of(slot, np.cumsum([place.tokens for place in places]))
         names = (None, *dataset.categories.names)
         found = []
         for number, place in enumerate(places):
-            own = predicts[of_document == number]
+            own = np.flatnonzero(targets.document == number)
             found.append(
                 {
                     **place._asdict(),
                     "target_tokens": len(own),
-                    "category": names[np.bincount(category[own]).argmax()] if len(own) else None,
+                    "category": names[np.bincount(targets.category[own]).argmax()] if len(own) else None,
                     "pack": pack,
-                    "loss": float(losses[own].mean()) if losses is not None and len(own) else None,
+                    "loss": float(losses[targets.rows[own]].mean()) if losses is not None and len(own) else None,
                 }
             )
         return found

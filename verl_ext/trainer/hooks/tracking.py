@@ -62,7 +62,8 @@ class TrackingHook(Hook):
             return
         engine, state, train_set = self.trainer.engine, self.trainer.run_state, self.run.train_set
         metrics = outcome.sums.report("train", train_set.categories.names)
-        metrics["train/pack_fill"] = metrics["train/tokens"] / (metrics["train/packs"] * train_set.max_tokens)
+        computed = metrics.get("train/computed_tokens", metrics["train/tokens"])
+        metrics["train/pack_fill"] = computed / (metrics["train/packs"] * train_set.max_tokens)
         metrics["train/grad_norm"] = outcome.grad_norm
         metrics["train/lr"] = outcome.lr
         # A feature that this run does not use has no metric, rather than a constant one.

@@ -1,0 +1,89 @@
+"""The beginnings that a dataset's documents share, found by their tokens.
+
+Folders that verl-ext tokenized have the hash of each document's first block as a column, so that only documents that
+agree in it are read. Of other folders, the first block of every document is read.
+"""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verl_ext.cache import Arrays, fingerprint
+from verl_ext.data.ranks import Ranks, arrays_of_ranks
+from verl_ext.files import file_state
+from verl_ext.packing import Spans
+from verl_ext.packing.plan import Ints
+from verl_ext.packing.shared import BLOCK, SHORTER, ReadTokens, SharedBeginnings, find_shared, repeated
+
+if TYPE_CHECKING:
+    from verl_ext.data.dataset import DocumentSource
+
+SHARE_LEAST = 128  # tokens; below, gathering keys costs more than it saves
+NOTICED_SHARE = 0.9  # of the tokens would be computed if documents shared their beginnings
+FORMAT = 1  # of cached beginnings; raise it when their meaning changes
+SAMPLE_TOKENS = 1 << 24  # read for an estimate, in about half a second
+
+
+def find_beginnings(data: "DocumentSource", spans: Spans, least: int) -> SharedBeginnings:
+    """Return the spans that begin with the same `least` tokens or more.
+
+    A later piece of a document that was cut is taken to share nothing.
+    """
+    whole = np.flatnonzero(spans.start == 0)
+    kin = find_shared(spans.length[whole], least, _reader(data, spans, whole), _first_blocks(data, spans, whole))
+    return SharedBeginnings(whole[kin.documents], kin.shared)
+
+
+def beginnings_of_ranks(data: "DocumentSource", spans: Spans, least: int, ranks: Ranks) -> SharedBeginnings:
+    """Return what :func:`find_beginnings` gives rank 0, which caches it; collective."""
+
+    def find() -> Arrays:
+        with ranks.guard():
+            found = find_beginnings(data, spans, least)._asdict() if ranks.rank == 0 else None
+        return ranks.broadcast(found)
+
+    cut = (values.astype(np.int64) for values in (spans.row, spans.start, spans.length))
+    files = [file_state(file.path) for file in data.files]
+    name = f"shared-{fingerprint([FORMAT, BLOCK, least, files], cut)}" if ranks.rank == 0 else ""
+    return SharedBeginnings(**arrays_of_ranks(ranks, name, find))
+
+
+def share_computed(data: "DocumentSource", spans: Spans, least: int) -> float | None:
+    """Estimate the share of all tokens that would be computed if documents shared their beginnings.
+
+    Of the documents with a common first block, the first in the data's order with SAMPLE_TOKENS together are read; the
+    others are taken to share as much. None without hashes of first blocks, because reading them takes long.
+    """
+    whole = np.flatnonzero(spans.start == 0)
+    first = _first_blocks(data, spans, whole)
+    if first is None:
+        return None
+    candidates = whole[repeated(first)]
+    tokens = np.cumsum(spans.length[candidates], dtype=np.int64)
+    sample = candidates[: int(np.searchsorted(tokens, SAMPLE_TOKENS)) + 1]
+    if not len(sample):
+        return 1.0
+    kin = find_shared(spans.length[sample], least, _reader(data, spans, sample))
+    saved = kin.saved_tokens / spans.length[sample].sum(dtype=np.int64) * tokens[-1]
+    return 1.0 - float(saved) / int(spans.length.sum(dtype=np.int64))
+
+
+def _first_blocks(data: "DocumentSource", spans: Spans, whole: Ints) -> NDArray[np.uint64] | None:
+    """Return the hashes of the first blocks of spans that begin a document; None if they are not known."""
+    if data.first_blocks is None:
+        return None
+    return np.where(spans.length[whole] < BLOCK, SHORTER, data.first_blocks[spans.row[whole]])
+
+
+def _reader(data: "DocumentSource", spans: Spans, numbers: Ints) -> ReadTokens:
+    """Return a function that reads parts of the spans of these numbers."""
+    rows = spans.row[numbers]
+
+    def read(documents: Ints, starts: Ints, sizes: Ints) -> Ints:
+        tokens = np.empty(int(sizes.sum()), np.int64)
+        if len(documents):
+            data.gather(rows[documents], starts, sizes, {"input_ids": tokens})
+        return tokens
+
+    return read

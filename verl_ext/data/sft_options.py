@@ -1,0 +1,103 @@
+"""SFTOptions: how the documents of a tokenized dataset become packs."""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+from typing_extensions import override
+
+from verl_ext.data.beginnings import SHARE_LEAST
+from verl_ext.data.categories import read_names
+from verl_ext.data.mixture import MixtureOptions
+from verl_ext.data.options import DatasetOptions, missing_paths
+from verl_ext.options import option
+from verl_ext.packing import MOST_TOKENS, OVER_LENGTH_POLICIES, STRATEGIES
+
+PAD_MODES = ("no_padding", "right")
+_ORDERED = ("next_fit", "none")  # the strategies that keep the order of the documents
+FREE_STRATEGIES = tuple(name for name in STRATEGIES if name not in _ORDERED)
+
+
+@dataclass(frozen=True)
+class SFTOptions(DatasetOptions):
+    """The options by which the documents of a tokenized dataset become packs."""
+
+    reads: ClassVar[str] = "the folder that `verl-ext tokenize` wrote"
+    may_share: ClassVar[bool] = True
+
+    max_tokens: int = option(
+        8192, "budget of a pack, over all ranks of a sequence-parallel group", least=2, most=MOST_TOKENS, resume="same"
+    )
+    strategy: str = option("best_fit", "how documents become packs", choices=STRATEGIES, resume="same")
+    over_length: str = option(
+        "error", "treatment of documents longer than max_tokens", choices=OVER_LENGTH_POLICIES, resume="same"
+    )
+    pad_mode: str = option("no_padding", "right: every pack is padded to max_tokens", choices=PAD_MODES)
+    shuffle_documents: bool = option(
+        False, "true: strategy=next_fit or none takes the documents in an order drawn by the seed", resume="same"
+    )
+    category_names: Any = option(
+        None, "{NUMBER: NAME}, before the names of categories.json; null: these names alone", resume="same"
+    )
+    share_prefixes: bool = option(
+        False, "true: tokens with which several documents of a pack begin are computed once", resume="same"
+    )
+    share_least: int = option(SHARE_LEAST, "least number of tokens that documents share", least=1, resume="same")
+    mixture: Any = option(
+        None, "{sources: {NAME: {tokens: 4e9, intervals: [8192, 32768], …}}}; null: every document once", resume="same"
+    )
+
+    @cached_property
+    def mixture_options(self) -> MixtureOptions | None:
+        """The mixture with its sources. Raises ValueError if it is wrong."""
+        return None if self.mixture is None else MixtureOptions.read(self.mixture)
+
+    @property
+    def given_names(self) -> dict[int, str]:
+        """The names of data.category_names by number. Raises ValueError if they are wrong."""
+        return {} if self.category_names is None else read_names(self.category_names, "data.category_names")
+
+    @override
+    def problems(self) -> Iterable[str | None]:
+        try:
+            _ = self.mixture_options
+        except ValueError as error:
+            yield from str(error).splitlines()
+        yield from self.document_problems()
+
+    def document_problems(self) -> Iterable[str]:
+        """Yield a line for each mistake in documents' order and categories."""
+        implied = {**vars(self), **self.implied(vars(self))}
+        strategy = implied["strategy"]
+        if self.share_prefixes and not self.may_share:
+            yield f"data.share_prefixes must be false for {self.reads}; got true"
+        elif self.share_prefixes:
+            for name, allowed in (("strategy", FREE_STRATEGIES), ("pad_mode", ("no_padding",))):
+                if implied[name] not in allowed:
+                    wanted = f"data.{name} must be {' or '.join(allowed)} with data.share_prefixes=true"
+                    yield f"{wanted}; got {implied[name]}"
+        if self.shuffle_documents and strategy not in _ORDERED:
+            got = f"got {strategy}, which orders them itself"
+            yield f"data.strategy must be {' or '.join(_ORDERED)} with data.shuffle_documents=true; {got}"
+        if self.shuffle_documents and self.mixture is not None:
+            yield "data.shuffle_documents must be false with data.mixture, which draws the documents; got true"
+        try:
+            _ = self.given_names
+        except ValueError as error:
+            yield str(error)
+
+    @override
+    def path_problems(self, key: str, paths: Any) -> Iterable[str]:
+        return missing_paths(key, paths, os.path.isdir, "folder")
+
+    @property
+    @override
+    def needs_train_dir(self) -> bool:
+        return self.mixture_options is None or self.mixture_options.needs_train_dir
+
+    @property
+    def packing(self) -> "SFTOptions":
+        """The options of packing, with max_tokens."""
+        return self
