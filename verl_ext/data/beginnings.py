@@ -43,9 +43,10 @@ def beginnings_of_ranks(data: "DocumentSource", spans: Spans, least: int, ranks:
             found = find_beginnings(data, spans, least)._asdict() if ranks.rank == 0 else None
         return ranks.broadcast(found)
 
-    cut = (values.astype(np.int64) for values in (spans.row, spans.start, spans.length))
+    # Of the same files, these sums tell how many documents are used and how they are cut.
+    used = [len(spans), *(int(values.sum(dtype=np.int64)) for values in (spans.row, spans.start, spans.length))]
     files = [file_state(file.path) for file in data.files]
-    name = f"shared-{fingerprint([FORMAT, BLOCK, least, files], cut)}" if ranks.rank == 0 else ""
+    name = f"shared-{fingerprint([FORMAT, BLOCK, least, files, used])}" if ranks.rank == 0 else ""
     return SharedBeginnings(**arrays_of_ranks(ranks, name, find))
 
 
