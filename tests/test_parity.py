@@ -153,7 +153,8 @@ def _tries() -> list[list[Document]]:
 TRIES = _tries()
 
 
-def _packs(packing: str) -> list[list[Document]]:
+def packs_of(packing: str) -> list[list[Document]]:
+    """Return the documents of each pack."""
     return TRIES if packing == "shared" else [[DOCUMENTS[i] for i in group] for group in GROUPS[packing]]
 
 
@@ -176,7 +177,7 @@ def _train_case(engine, case: Case):
     from tests.packed_engine import train_step
 
     row, size = (tree_row if case.packing == "shared" else pack_row), MAX_TOKENS if case.packing == "padded" else None
-    packs = [row(pack, *[size] * (size is not None)) for pack in _packs(case.packing)]
+    packs = [row(pack, *[size] * (size is not None)) for pack in packs_of(case.packing)]
     categories = CategoryTable(tuple(CATEGORIES), tuple(CATEGORIES.values()))
     loss = LossSpec(case.mode, category_weight_table(CATEGORY_WEIGHTS, categories.names))
     labelled, shared = case.packing == "labelled", case.packing == "shared"
@@ -194,7 +195,7 @@ def expected(tiny_model):
     def of(case: Case) -> Expected:
         key = (case.mode, case.packing if case.packing in ("none", "shared") else "packed")  # padding changes nothing
         if key not in found:
-            found[key] = reference.step(_packs(case.packing), case.mode, weights)
+            found[key] = reference.step(packs_of(case.packing), case.mode, weights)
         return found[key]
 
     return of
@@ -246,7 +247,7 @@ def test_a_step_equals_single_documents_in_plain_hugging_face(layout, case, expe
 def test_counts_and_losses_are_the_same_on_every_rank_and_at_any_world_size(layout, case, measured):
     one = measured(Layout(1, 1), case)[0].report
     assert (one.get("train/computed_tokens", math.inf) < one["train/tokens"]) == (case.packing == "shared")
-    packs = _packs(case.packing)
+    packs = packs_of(case.packing)
     unread = len(packs) if case.packing == "labelled" else 0
     assert one["train/tokens"] == sum(len(d.input_ids) for pack in packs for d in pack) - unread
     assert one["train/target_tokens"] == sum(d.targets for pack in packs for d in pack)
@@ -257,7 +258,7 @@ def test_counts_and_losses_are_the_same_on_every_rank_and_at_any_world_size(layo
 
 
 @pytest.mark.parametrize("mode", ["token", "sequence", "sqrt"])
-def test_packing_changes_nothing_where_the_loss_is_no_mean_over_packs(mode, expected):
+def test_packing_changes_nothing_where_the_loss_is_no_mean_overpacks_of(mode, expected):
     unpacked, packed = expected(Case(mode, "none", 1)), expected(Case(mode, "packed", 1))
     assert packed.loss == pytest.approx(unpacked.loss, rel=1e-12)
 

@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, Qwen2M
 
 from tests.checked import checked, support_problems
 from tests.ranks import run_ranks
-from tests.reference import Reference, load_eager, pack_row
+from tests.reference import Reference, load_eager, pack_row, tree_row
 from tests.small_models import model_class, model_config
-from tests.test_parity import CATEGORIES, DOCUMENTS, GROUPS, MAX_TOKENS
+from tests.test_parity import CATEGORIES, DOCUMENTS, MAX_TOKENS, packs_of
 from tests.tiny_model import VOCABULARY, write_tiny_model
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import build, metrics, train_alone
@@ -39,7 +39,7 @@ MODELS = {
     ),
 }
 OF_IMAGES = "qwen3_vl_moe"  # trained on text
-CASES = list(itertools.product(("packed", "padded", "labelled"), (1, 4)))
+CASES = list(itertools.product(("packed", "padded", "labelled", "shared"), (1, 4)))
 FEW_CASES = [("packed", 4), ("padded", 4), ("labelled", 1)]  # each packing, each accumulation
 _LEAN = ("engine.use_no_sync_for_gradient_accumulation=true", "model.enable_gradient_checkpointing=false")
 LAYOUTS = {  # ranks, of which so many are a Ulysses group: cases, overrides
@@ -85,12 +85,10 @@ def _train_one(model: str, sequence_parallel: int, cases: list[tuple[str, int]],
     spec = LossSpec("token", category_weight_table({}, categories.names))
     answers = {}
     for packing, accumulation in cases:
-        packs = [
-            pack_row([DOCUMENTS[i] for i in group], MAX_TOKENS if packing == "padded" else None)
-            for group in GROUPS[packing]
-        ]
+        shares, size = packing == "shared", MAX_TOKENS if packing == "padded" else None
+        packs = [tree_row(pack) if shares else pack_row(pack, size) for pack in packs_of(packing)]
         mine = StepPlan(len(packs), len(packs), seed=0, shuffle=False).rank_packs(0, rank, ranks)
-        collate = StepCollator(spec, categories, last_is_label=packing == "labelled")
+        collate = StepCollator(spec, categories, last_is_label=packing == "labelled", shares_prefixes=shares)
         batch = collate([None if index is None else packs[index] for index in mine])
         normaliser = batch.normaliser.clone()
         dist.all_reduce(normaliser, group=engine.get_data_parallel_group())
@@ -111,8 +109,8 @@ def _reference(model: str, packing: str) -> tuple[float, dict[str, torch.Tensor]
     plain = load_eager(model)
     for parameter in (p for name, p in plain.named_parameters() if ".visual." in name):
         parameter.requires_grad_(False)
-    packs = [[DOCUMENTS[i] for i in group] for group in GROUPS[packing]]
-    step = Reference(plain, DOCUMENTS).step(packs, "token", {})
+    packs = packs_of(packing)
+    step = Reference(plain, [document for pack in packs for document in pack]).step(packs, "token", {})
     texts = []
     for pack in packs:
         ids = [torch.tensor(document.input_ids) for document in pack]
