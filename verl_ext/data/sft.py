@@ -35,7 +35,6 @@ from verl_ext.data.ranks import Ranks
 from verl_ext.files import CATEGORIES
 from verl_ext.options import option, plain, whole_number
 from verl_ext.packing import (
-    MOST_TOKENS,
     OVER_LENGTH_POLICIES,
     STRATEGIES,
     TOKENS,
@@ -59,9 +58,6 @@ class SFTOptions(DatasetOptions):
 
     reads: ClassVar[str] = "the folder that `verl-ext tokenize` wrote"
 
-    max_tokens: int = option(
-        8192, "budget of a pack, over all ranks of a sequence-parallel group", least=2, most=MOST_TOKENS, resume="same"
-    )
     strategy: str = option("best_fit", "how documents become packs", choices=STRATEGIES, resume="same")
     over_length: str = option(
         "error", "treatment of documents longer than max_tokens", choices=OVER_LENGTH_POLICIES, resume="same"

@@ -77,7 +77,7 @@ class MultiDocOptions(DatasetOptions, TextOptions):
     cache_dir: str | os.PathLike[str] | None = option(
         None, "folder for tokenized texts and indices; null: the cache of datasets"
     )
-    max_tokens: int | None = option(None, "must be null or seq_len: a pack is a sample", resume="same")
+    max_tokens: int | None = option(None, "must be null or seq_len: a pack is a sample")  # type: ignore[assignment]
     strategy: str = option("none", "fixed: a pack is a sample", choices=("none",), resume="same")
     over_length: str = option(
         "error", "fixed: a document continues in the next sample", choices=("error",), resume="same"
