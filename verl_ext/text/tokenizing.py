@@ -20,9 +20,9 @@ from typing import Any, Protocol, TypeVar
 from verl_ext.cache import cached_folder, fingerprint
 from verl_ext.environment import differences, versions
 from verl_ext.files import file_state
+from verl_ext.launch.ray_cluster import ray_cluster
 from verl_ext.options import DataError
 from verl_ext.progress import Progress
-from verl_ext.ray_cluster import ray_cluster
 from verl_ext.text.encoder import Encoder
 from verl_ext.text.read.readers import CHUNK, Chunk, ChunkSize, read_files
 from verl_ext.text.read.sources import SourceFile, is_url, remote_facts, total_bytes
