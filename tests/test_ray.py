@@ -23,7 +23,7 @@ from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import SMALL, differences, exact_metrics, into, tracked_step, train_alone, wait_for
 from verl_ext.checkpoint.layout import refuse_locked
-from verl_ext.config import compose
+from verl_ext.config.compose import compose
 from verl_ext.fsdp_sft_trainer_ray import main
 from verl_ext.launch.ray_nodes import LaunchEnd
 from verl_ext.launch.torchrun import TRAINING_FAILED

@@ -13,7 +13,7 @@ from tests.ranks import in_turn, run_ranks
 from tests.shown import document, show, write_data, write_metrics
 from tests.test_tokenize_templates import CHATML, tiny_tokenizer
 from tests.training import small_run
-from verl_ext.config import compose
+from verl_ext.config.compose import compose
 from verl_ext.files import write_json
 from verl_ext.tools.show import run as show_run
 from verl_ext.tools.show import runs
