@@ -105,7 +105,8 @@ def _results(
     """Yield the chunks' documents in order, encoded by processes or Ray tasks."""
     encode = type(encoder).encode
     if not on_ray:
-        yield from ordered_results(partial(_opened, encoder), encode, chunks, num_workers or 1, **how)
+        key = "num_workers" if hasattr(encoder.options, "num_workers") else None  # a dataset has no such option
+        yield from ordered_results(partial(_opened, encoder), encode, chunks, num_workers or 1, key=key, **how)
         return
     make = partial(_same_encoder, encoder, encoder.fingerprint(), versions(), gethostname())
     with ray_cluster(num_workers or available_cpus()):
