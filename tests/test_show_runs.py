@@ -87,6 +87,8 @@ def test_every_metric_of_the_file_is_shown_but_the_details_of_categories(tmp_pat
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     rows = [line.split()[0] for line in show(tmp_path)[1].splitlines() if "/" in line.split(" ")[0]]
     assert set(rows) == {*shown, "train/skipped_steps"}
+    order = [rows.index(name) for name in ("train/router_loss", "perf/mfu", "train/token_accuracy")]
+    assert order == sorted(order)
     page = tmp_path / "page.html"
     assert show(tmp_path, f"html={page}")[0] == 0
     charts = json.loads(page.read_text().partition('id="data">')[2].partition("</script>")[0])["charts"]
