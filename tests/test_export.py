@@ -189,7 +189,7 @@ def test_it_has_the_code_the_template_and_the_ends_that_were_trained_and_the_tok
         (5, "<|im_end|>", [5, 2]),
         (None, "<|pad|>", [2, 0]),  # the tokenizer's own end stays
         (2, "<|im_end|>", None),
-        (5, "w1", None),  # a word, which would stop plain text
+        (5, "w2", None),  # a word, which would stop plain text
     ],
 )
 def test_an_end_that_was_trained_is_added_to_those_of_the_config_if_it_is_a_special_token(eos, end, written, tmp_path):
