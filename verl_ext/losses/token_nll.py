@@ -128,9 +128,7 @@ class _HeadTerms(torch.autograd.Function):
         ]
         bias_gradient = None if bias is None or not wants_bias else torch.zeros_like(bias, dtype=torch.float32)
         nll, *stats = (torch.empty_like(coefficients) for _ in range(3 if with_stats else 1))
-        # A power of two brings the largest coefficient to 2^7..2^8, so that fp16 gradients do not underflow.
-        largest = torch.cat([coefficients.abs(), coefficients.new_zeros(1)]).amax()
-        grad_scale = torch.exp2(8 - torch.where(largest > 0, largest, 1.0).log2().ceil())
+        grad_scale = _fp16_grad_scale(coefficients)
         # A block's loss and gradients are computed while its logits are in memory, and never again.
         for first in range(0, len(labels), rows):
             block = slice(first, first + rows)
@@ -250,6 +248,12 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
         total.addmm_(left.float(), right.float())
     else:
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+
+
+def _fp16_grad_scale(coefficients: torch.Tensor) -> torch.Tensor:
+    """Return the power of two scaling the largest coefficient to 2^7..2^8."""
+    largest = torch.cat([coefficients.abs(), coefficients.new_zeros(1)]).amax()
+    return torch.exp2(8 - torch.where(largest > 0, largest, 1.0).log2().ceil())
 
 
 def _scale(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
