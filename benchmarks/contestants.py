@@ -32,7 +32,7 @@ from verl.workers.utils.losses import sft_loss
 from benchmarks.documents import Document, document_lengths
 from benchmarks.meters import seconds, wait_for_gpu
 from verl_ext.attention import unusable
-from verl_ext.config import compose
+from verl_ext.config.compose import compose
 from verl_ext.config.run import worker_config
 from verl_ext.data import SFTDataSet
 from verl_ext.plugin import register_engine

@@ -28,7 +28,7 @@ from benchmarks.cells import ROOT, on_ranks
 from benchmarks.harness import Row, Sizes, option, table, words_of
 from benchmarks.meters import MIB, measured
 from benchmarks.models import config_of, write_model
-from verl_ext.config import compose
+from verl_ext.config.compose import compose
 from verl_ext.config.resolve import resolve_device
 from verl_ext.data import CategoryTable
 from verl_ext.losses import LossSpec

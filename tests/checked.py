@@ -9,8 +9,8 @@ from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import save_file
 from transformers import Qwen3Config
 
-from verl_ext.config import compose
 from verl_ext.config.check import check_run
+from verl_ext.config.compose import compose
 from verl_ext.config.model import ModelFacts
 from verl_ext.config.resolve import resolve_run
 from verl_ext.config.run import Machine, RunConfig

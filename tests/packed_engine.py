@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from verl.utils.device import get_device_id
 from verl.workers.engine_workers import TrainingWorker
 
-from verl_ext.config import compose
+from verl_ext.config.compose import compose
 from verl_ext.config.run import worker_config
 from verl_ext.metrics import StepSums
 from verl_ext.options import plain

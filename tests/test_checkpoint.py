@@ -39,6 +39,7 @@ from verl_ext.trainer.distributed import RunFailed
 pytestmark = pytest.mark.slow
 
 FILES = {"state/__0_0.distcp": 300, "state/__1_0.distcp": 200, "state/.metadata": 50, "extra.json": 20}
+FILES |= {"extra_state_world_size_2_rank_1.pt": 30}
 
 
 def write_checkpoint(folder: Path, step: int, contents=("model", "optimizer", "extra")) -> Path:
@@ -50,9 +51,16 @@ def write_checkpoint(folder: Path, step: int, contents=("model", "optimizer", "e
         (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
         (checkpoint / name).write_bytes(rng.bytes(size))
     first, second, none = (files_of_rank(checkpoint, rank) for rank in range(3))
-    assert (first.keys() | second.keys(), list(second), none) == (FILES.keys(), ["state/__1_0.distcp"], {})
+    of_second = ["extra_state_world_size_2_rank_1.pt", "state/__1_0.distcp"]
+    assert (first.keys() | second.keys(), list(second), none) == (FILES.keys(), of_second, {})
     Manifest(step, 2, contents, {"data.seed": 1}, True, first | second).write(checkpoint)
     return checkpoint
+
+
+def test_the_files_of_a_rank_reach_the_disk_before_a_manifest_names_them(tmp_path, monkeypatch):
+    synced = set()
+    monkeypatch.setattr(os, "fsync", lambda file: synced.add(Path(os.readlink(f"/proc/self/fd/{file}"))))
+    assert {write_checkpoint(tmp_path, 1) / name for name in FILES} <= synced
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -325,6 +333,7 @@ def copies_of_a_step_and_the_next() -> bool:
     assert second["weight"].full_tensor().tolist() == [1, 2, 3, 4, 5]
     assert second["step"] == 4
     assert places == {"weight": second["weight"].to_local().data_ptr(), "step": second["step"].data_ptr()}
+    assert copies.copy({"step": torch.ones(3)})["step"].tolist() == [1, 1, 1]  # of another shape: memory of its own
     return True
 
 

@@ -8,7 +8,8 @@ from hydra import initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf, open_dict
 
-from verl_ext.config import compose, schema
+from verl_ext.config import schema
+from verl_ext.config.compose import compose
 from verl_ext.config.run import RunConfig, TrainerOptions
 from verl_ext.config.upstream import upstream_problems
 from verl_ext.losses import LossOptions

@@ -5,7 +5,7 @@ import pytest
 from tests.checked import changed
 from verl_ext.checkpoint.layout import RESUMABLE, FileFacts, Manifest
 from verl_ext.checkpoint.resume import OutputAction, OutputDecision, check_output
-from verl_ext.config import compose
+from verl_ext.config.compose import compose
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ import sys
 import pytest
 from omegaconf import OmegaConf
 
-from verl_ext.config import compose, compose_run, schema
-from verl_ext.config.compose import prepare_overrides
+from verl_ext.config import schema
+from verl_ext.config.compose import compose, compose_run, prepare_overrides
 
 # The original training script, with its shell variables filled in.
 SEED_COMMAND = [

@@ -7,7 +7,7 @@ import torch
 
 from tests.checked import changed
 from verl_ext.checkpoint.resume import OutputAction, check_output
-from verl_ext.config import compose, compose_run
+from verl_ext.config.compose import compose, compose_run
 from verl_ext.config.resolve import BF16, FP32, resolve_device
 
 

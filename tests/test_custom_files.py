@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from verl_ext.config import compose
+from verl_ext.config.compose import compose
 from verl_ext.config.run import dataset_class
 from verl_ext.custom import custom_object, named_object
 from verl_ext.data.ranks import ONE_RANK

@@ -11,7 +11,7 @@ from tests.reference import documents_of_answers, pack_row
 from tests.small_models import write_small_models
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
-from verl_ext.config import compose
+from verl_ext.config.compose import compose
 from verl_ext.data import CategoryTable
 from verl_ext.losses import LossSpec
 from verl_ext.trainer.batch import StepCollator

@@ -33,7 +33,7 @@ from verl_ext.__main__ import COMMANDS, main
 from verl_ext.answers.scores import BUILT_IN
 from verl_ext.commands.command_line import read_options
 from verl_ext.commands.train import NODES
-from verl_ext.config import compose
+from verl_ext.config.compose import compose
 from verl_ext.config.schema import is_known
 from verl_ext.losses.modes import MODES
 from verl_ext.packing.strategies import STRATEGIES

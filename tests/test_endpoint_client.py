@@ -76,6 +76,7 @@ def test_a_passing_trouble_is_tried_again(tmp_path, trouble):
         ((400, {"error": {"message": "Unsupported parameter: 'max_tokens' is not supported"}}), "failed"),
         ((422, {"error": {"message": "temperature must be a number"}}), "failed"),
         ((500, {"error": {"message": "bug"}}, {"Retry-After": "0.01"}), "failed"),
+        ((200, b"<html>proxy</html>"), "failed"),
     ],
 )
 def test_every_reply_has_its_outcome(tmp_path, reply, outcome):
@@ -83,7 +84,7 @@ def test_every_reply_has_its_outcome(tmp_path, reply, outcome):
         (answer,), _ = ask_all(server.url, tmp_path)
     assert answer.outcome == outcome
     assert answer.reason
-    assert len(server.requests) == (4 if str(reply).startswith("(500") else 1)  # a refused one is not sent again
+    assert len(server.requests) == {"(500": 4, "(200": 3}.get(str(reply)[:4], 1)  # a refused one is not sent again
     with pytest.raises(AssertionError):
         _ = answer.text
 
@@ -178,13 +179,17 @@ def test_an_unknown_model_is_named_with_the_nearest_and_a_server_that_does_not_a
         ask_all(f"http://127.0.0.1:{free_port}/v1", tmp_path, retries=0)
 
 
-def test_failures_one_after_the_other_end_the_run(tmp_path):
+def test_failures_one_after_the_other_end_the_run_and_refusals_do_not(tmp_path):
+    nine = {"records": [str(i) for i in range(9)], "max_failures": 3, "concurrency": 1}
     with (
         chat_server(lambda _: (400, {"error": {"message": "broken"}})) as server,
         pytest.raises(DataError, match=r"3 requests .*broken"),
     ):
-        ask_all(server.url, tmp_path, [str(i) for i in range(9)], max_failures=3, concurrency=1)
+        ask_all(server.url, tmp_path, **nine)
     assert len(server.requests) < 9
+    with chat_server(lambda _: (400, {"error": {"code": "content_filter"}})) as server:
+        answers, _ = ask_all(server.url, tmp_path, **nine)
+    assert [answer.outcome for answer in answers] == ["refused"] * 9
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def whole_and_resumed(cases: dict[str, list[str]], folder: Path) -> None:
             if step:
                 stopped_at(whole, run, step)
             kept = ["trainer.max_ckpt_to_keep=2"] if step else []
-            train([*overrides, *length, *kept, into(run)])
+            assert train([*overrides, *length, *kept, into(run)]).progress.total_steps == steps
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from tests.ranks import run_ranks
 from tests.reference import Reference, load_eager
 from tests.small_models import model_class, model_config, packed_and_plain
 from tests.test_hybrid_training import DOCUMENTS, PACKS, engine_steps
-from verl_ext.config import compose
+from verl_ext.config.compose import compose
 from verl_ext.layers.experts import choose_experts, experts_problem
 from verl_ext.layers.trial import shrunk
 

@@ -2,13 +2,15 @@
 
 import json
 import shutil
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, GPT2Config, MixtralConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, GPT2Config, MixtralConfig
 
 from tests.ranks import run_ranks
 from tests.test_remote_models import add_code
@@ -16,8 +18,10 @@ from tests.tiny_model import VOCABULARY, write_tiny_model
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import metrics, plain_losses, stopped_at, train_each
 from verl_ext.__main__ import main as judge_main
+from verl_ext.checkpoint.export import Export
 from verl_ext.checkpoint.layout import saved_folders
 from verl_ext.commands.export import main
+from verl_ext.data.chats import TrainedChats
 
 pytestmark = pytest.mark.slow
 
@@ -177,6 +181,29 @@ def test_it_has_the_code_the_template_and_the_ends_that_were_trained_and_the_tok
     if by != "a run":
         model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
         assert type(model).__name__ == "HouseForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("eos", "end", "written"),
+    [
+        (5, "<|im_end|>", [5, 2]),
+        (None, "<|pad|>", [2, 0]),  # the tokenizer's own end stays
+        (2, "<|im_end|>", None),
+        (5, "w2", None),  # a word, which would stop plain text
+    ],
+)
+def test_an_end_that_was_trained_is_added_to_those_of_the_config_if_it_is_a_special_token(eos, end, written, tmp_path):
+    source, out = write_tiny_model(tmp_path / "model"), tmp_path / "out"
+    (source / "generation_config.json").unlink()
+    config = AutoConfig.from_pretrained(source)
+    config.eos_token_id = eos
+    manager = {"should_save_hf_model": False, "processing_class": AutoTokenizer.from_pretrained(source)}
+    paths = {"local_path": source, "local_tokenizer_path": None, "local_hf_config_path": str(source)}
+    engine: Any = SimpleNamespace(module=SimpleNamespace(config=config), _is_lora=False)
+    engine.checkpoint_manager, engine.model_config = SimpleNamespace(**manager), SimpleNamespace(**paths)
+    Export(engine, TrainedChats(ends=(end,))).write(out)
+    path = out / "generation_config.json"
+    assert (json.loads(path.read_text())["eos_token_id"] if path.exists() else None) == written
 
 
 def test_shards_are_of_the_size_asked_for_and_the_last_checkpoint_of_a_run_is_taken(runs, tmp_path, capsys):

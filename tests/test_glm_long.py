@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from verl_ext.config import compose
+from verl_ext.config.compose import compose
 from verl_ext.data import SFTDataSet
 from verl_ext.data.mixture import MixtureOptions
 from verl_ext.packing.mixture import TOLERANCE, draw_mixture

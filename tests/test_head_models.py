@@ -18,7 +18,7 @@ from tests.checked import typed
 from tests.ranks import run_ranks
 from tests.reference import Document, Reference, load_eager, pack_row
 from tests.tiny_model import write_tiny_model
-from verl_ext.config import compose
+from verl_ext.config.compose import compose
 from verl_ext.config.model import PackedModel
 from verl_ext.data import CategoryTable
 from verl_ext.engines.head import FusedHead, HeadInputs, TargetRows, cheapest_head

@@ -10,7 +10,7 @@ from tests.checked import typed
 from tests.collectives import recorded_all_to_alls
 from tests.ranks import run_ranks
 from verl_ext.attention.packed import packed_attention
-from verl_ext.config import compose
+from verl_ext.config.compose import compose
 from verl_ext.config.model import PackedModel
 from verl_ext.parallel.shards import DocumentLayout
 from verl_ext.parallel.ulysses import HeadPadding

@@ -11,7 +11,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from verl_ext.config import compose
+from verl_ext.config.compose import compose
 
 LAUNCH = Path(__file__).resolve().parent.parent / "launch"
 # Fields of kubeflow.org/v1 PyTorchJob, from the models of kubeflow-training 1.9.4; templates are Kubernetes' own.

@@ -158,7 +158,7 @@ def test_torch_is_imported_with_expandable_segments_unless_the_user_says_otherwi
         ({"NPROC_PER_NODE": "0"}, "NPROC_PER_NODE must be a whole number of at least 1; got '0'"),
         ({"MAX_RESTARTS": "no"}, "MAX_RESTARTS must be a whole number of at least 0; got 'no'"),
         ({"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR (or master_ip) must name the first node"),
-        ({"NNODES": "2", "MASTER_ADDR": "host0"}, "NODE_RANK must be 0 to 1 when NNODES=2; got ''"),
+        ({"NNODES": "2", "MASTER_ADDR": "host0", "RANK": "1"}, "NODE_RANK must be 0 to 1 when NNODES=2; got ''"),
         ({"NNODES": "2", "MASTER_ADDR": "host0", "NODE_RANK": "2"}, "NODE_RANK must be 0 to 1 when NNODES=2; got '2'"),
         ({"NNODES": "9", "MASTER_ADDR": "h", "NODE_RANK": "08"}, "NODE_RANK must be 0 to 8 when NNODES=9; got '08'"),
         ({"MASTER_PORT": "http"}, "MASTER_PORT must be a port, 1 to 65535; got 'http'"),

@@ -11,7 +11,7 @@ from tests.ranks import in_turn, run_ranks
 from tests.small_models import write_small_models
 from tests.tiny_model import write_tiny_model
 from tests.training import heard, small_run
-from verl_ext.config import compose
+from verl_ext.config.compose import compose
 from verl_ext.config.resolve import resolve_device
 from verl_ext.data import CategoryTable
 from verl_ext.flops import GPUS

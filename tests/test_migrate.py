@@ -6,7 +6,7 @@ import shlex
 import pytest
 
 from verl_ext.__main__ import main
-from verl_ext.config import compose
+from verl_ext.config.compose import compose
 
 # examples/sft/gsm8k/run_qwen_05_sp2.sh of verl 0.4
 OLD = r"""

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from tests.babilong_files import byte_tokenizer
 from tests.checked import checked
 from tests.document_texts import random_words, write_jsonl, write_texts
-from verl_ext.config import compose
+from verl_ext.config.compose import compose
 from verl_ext.data import MultiDocDataset
 from verl_ext.data.stream.megatron.index import IndexWriter
 

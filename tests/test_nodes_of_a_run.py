@@ -14,7 +14,7 @@ from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import heard, into, settle
 from verl_ext.checkpoint.resume import check_output
-from verl_ext.config import compose
+from verl_ext.config.compose import compose
 from verl_ext.trainer import distributed
 from verl_ext.trainer.distributed import TRAINING_FAILED, failures_reported, process_group
 

@@ -8,14 +8,14 @@ from omegaconf import OmegaConf, open_dict
 
 from tests.checked import checked, sound_run
 from verl_ext.attention import AttentionOptions
-from verl_ext.config import compose, schema
-from verl_ext.config.compose import prepare_overrides
+from verl_ext.config import schema
+from verl_ext.config.compose import compose, prepare_overrides
+from verl_ext.config.legacy import DEPRECATED, RENAMED, RENAMED_NODES
 from verl_ext.config.run import NODES, RunConfig, TrainerOptions
 from verl_ext.config.weights import ModelNode
 from verl_ext.data.options import DataOptions
 from verl_ext.data.sft_options import SFTOptions
 from verl_ext.engines.schedule import ScheduleOptions
-from verl_ext.legacy import DEPRECATED, RENAMED, RENAMED_NODES
 from verl_ext.options import Options, options_of, plain, spell
 
 OURS: tuple[type[Options], ...] = (*NODES, DataOptions, SFTOptions, ScheduleOptions, ModelNode)

@@ -13,7 +13,7 @@ from tests.training import into, metrics, train_alone
 from verl_ext.__main__ import main
 from verl_ext.commands.command_line import OutputOptions, read_options
 from verl_ext.commands.tokenize import TokenizeOptions
-from verl_ext.config import compose
+from verl_ext.config.compose import compose
 from verl_ext.options import UsageError, option
 
 

@@ -14,7 +14,7 @@ from tests.checked import checked
 from tests.ranks import in_turn, run_ranks
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import differences, into, metrics, refusals, stopped_at, train_alone
-from verl_ext.config import compose
+from verl_ext.config.compose import compose
 from verl_ext.data import CategoryTable, DocumentDataset, SFTDataSet
 from verl_ext.data.ranks import ONE_RANK
 from verl_ext.packing import OVER_LENGTH_POLICIES, STRATEGIES

@@ -10,7 +10,7 @@ from tests.ranks import in_turn, run_ranks
 from tests.reference import Reference, load_eager, pack_row
 from tests.test_parity import CATEGORIES, CATEGORY_WEIGHTS, DOCUMENTS, GROUPS, MAX_TOKENS, TOLERANCE
 from tests.training import differences, into, refusals, small_run, train_alone
-from verl_ext.config import compose
+from verl_ext.config.compose import compose
 from verl_ext.data import CategoryTable
 from verl_ext.losses import LossOptions, LossSpec, category_weight_table
 from verl_ext.trainer.batch import StepCollator

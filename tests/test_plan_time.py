@@ -12,7 +12,7 @@ from tests.shown import show
 from tests.test_flops import counted
 from tests.tiny_model import write_tiny_model
 from tests.training import into, small_run
-from verl_ext.config import compose
+from verl_ext.config.compose import compose
 from verl_ext.tools.plan.machine import planned_run
 from verl_ext.tools.plan.options import PlanOptions
 from verl_ext.tools.plan.report import memory_facts

@@ -8,7 +8,7 @@ from datasets import load_from_disk
 
 from tests.pretrain_files import plain_document, texts_of, word_tokenizer, write_jsonl
 from tests.tiny_model import write_tiny_model
-from verl_ext.config import compose
+from verl_ext.config.compose import compose
 from verl_ext.config.run import RunConfig
 from verl_ext.data.pretrain import PreTrainDataset
 from verl_ext.trainer.inputs import open_sets

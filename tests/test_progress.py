@@ -126,6 +126,12 @@ def test_a_terminal_of_any_height_shows_every_category_in_rows_that_fit_beside_t
     assert "router" not in text
 
 
+def test_the_bar_of_a_resumed_run_begins_after_the_steps_that_are_done():
+    code = "from verl_ext.progress import StepProgress\nbar = StepProgress(2, 4, True)\nbar.step(10)\nbar.close()\n"
+    percentages = re.findall(r"train: +(\d+)%", on_terminal(code, 80, 24))
+    assert (percentages[0], percentages[-1]) == ("50", "75")
+
+
 def test_a_failed_validation_leaves_the_line_of_its_step(capfd):
     code = """
 from verl_ext.progress import StepProgress

@@ -23,7 +23,7 @@ from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import SMALL, differences, exact_metrics, into, tracked_step, train_alone, wait_for
 from verl_ext.checkpoint.layout import refuse_locked
-from verl_ext.config import compose
+from verl_ext.config.compose import compose
 from verl_ext.fsdp_sft_trainer_ray import main
 from verl_ext.launch.ray_nodes import LaunchEnd
 from verl_ext.launch.torchrun import TRAINING_FAILED
@@ -229,7 +229,7 @@ def test_an_address_where_no_cluster_or_another_service_listens_is_told(override
     said = line_of(capfd)
     assert said.startswith(ADDRESS)
     assert f"; got 127.0.0.1:{free_port}: " in said
-    monkeypatch.setattr("verl_ext.ray_cluster.ANSWERS_WITHIN", 1)
+    monkeypatch.setattr("verl_ext.launch.ray_cluster.ANSWERS_WITHIN", 1)
     with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as dashboard:
         address = f"127.0.0.1:{dashboard.server_port}"
         monkeypatch.setenv("RAY_ADDRESS", address)

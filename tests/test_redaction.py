@@ -8,7 +8,7 @@ import pytest
 from verl_ext.commands.command_line import command, read_options
 from verl_ext.commands.report import reported_options
 from verl_ext.commands.tokenize import TokenizeOptions
-from verl_ext.config import compose
+from verl_ext.config.compose import compose
 from verl_ext.config.run import RunConfig
 from verl_ext.options import DataError
 from verl_ext.redaction import redacted, redacted_text

@@ -4,7 +4,7 @@ import pytest
 
 from verl_ext.checkpoint.identity import RunState, options_that, shared_options, upstream_options
 from verl_ext.checkpoint.resume import begins_anew
-from verl_ext.config import compose
+from verl_ext.config.compose import compose
 from verl_ext.config.model import PackedModel, QwenTitansModel
 from verl_ext.config.resolve import resolve_device
 from verl_ext.config.run import TrainerOptions

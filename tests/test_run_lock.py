@@ -90,18 +90,18 @@ def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch, cap
     assert capsys.readouterr().err == (f"note: {tmp_path / 'run'} cannot be locked (its file system has no locks)\n")
 
 
-def starts(runs: list[list[str]]) -> list[tuple[object, str]]:
-    """Return the exit code and error of each start; (None, "") if it builds a model."""
-    ends: list[tuple[object, str]] = []
+def starts(runs: list[list[str]]) -> list[tuple[object, str, bool]]:
+    """Return the exit code, the error and whether data is read of each start; (None, "", True) if it builds a model."""
+    ends: list[tuple[object, str, bool]] = []
     for overrides in runs:
         words, code = io.StringIO(), None
         try:
-            with contextlib.redirect_stderr(words):
+            with contextlib.redirect_stderr(words), contextlib.redirect_stdout(words):
                 build(overrides)
         except SystemExit as ended:
             code = ended.code
         errors = [line for line in words.getvalue().splitlines() if line.startswith("error: ")]
-        ends.append((code, "\n".join(errors)))
+        ends.append((code, "\n".join(errors), "reading the data" in words.getvalue()))
     return ends
 
 
@@ -110,10 +110,10 @@ def test_a_start_in_a_folder_in_use_is_refused_and_a_measurement_is_not(other_ru
     measure = ("trainer.eval_only=true", options[0].replace("train_dir", "val_dir"))
     changes = [(), ("trainer.overwrite=true",), measure]
     *refused, measured = run_ranks(starts, 2, [[*options, into(folder), *change] for change in changes])[0]
-    for code, error in refused:
-        assert code == USER_ERROR
+    for code, error, reads in refused:
+        assert (code, reads) == (USER_ERROR, False)
         assert f"held by process {process.pid}" in error
-    assert measured == (None, "")
+    assert measured == (None, "", True)
     assert [path.name for path in folder.iterdir()] == [RUN_LOCK]
 
 

@@ -18,7 +18,7 @@ from verl.utils.torch_functional import get_wsd_schedule_with_warmup
 from tests.packed_engine import build_worker
 from tests.ranks import in_turn, run_ranks
 from tests.training import differences, into, metrics, refusals, small_run, stopped_at, train_each
-from verl_ext.config import compose
+from verl_ext.config.compose import compose
 from verl_ext.engines.schedule import DECAYS, StepOptimizerConfig, rate_factor
 
 LR = 5e-4

@@ -13,7 +13,7 @@ from tests.ranks import in_turn, run_ranks
 from tests.shown import document, show, write_data, write_metrics
 from tests.test_tokenize_templates import CHATML, tiny_tokenizer
 from tests.training import small_run
-from verl_ext.config import compose
+from verl_ext.config.compose import compose
 from verl_ext.files import write_json
 from verl_ext.tools.show import run as show_run
 from verl_ext.tools.show import runs
@@ -87,6 +87,8 @@ def test_every_metric_of_the_file_is_shown_but_the_details_of_categories(tmp_pat
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     rows = [line.split()[0] for line in show(tmp_path)[1].splitlines() if "/" in line.split(" ")[0]]
     assert set(rows) == {*shown, "train/skipped_steps"}
+    order = [rows.index(name) for name in ("train/router_loss", "perf/mfu", "train/token_accuracy")]
+    assert order == sorted(order)
     page = tmp_path / "page.html"
     assert show(tmp_path, f"html={page}")[0] == 0
     charts = json.loads(page.read_text().partition('id="data">')[2].partition("</script>")[0])["charts"]

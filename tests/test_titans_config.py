@@ -12,7 +12,7 @@ from tests.checked import checked as checked_run
 from tests.checked import typed
 from tests.ranks import run_ranks
 from tests.training import into, settle
-from verl_ext.config import compose, compose_run
+from verl_ext.config.compose import compose, compose_run
 from verl_ext.config.model import titans_config
 from verl_ext.config.run import RunConfig
 from verl_ext.config.schema import recipe_choice

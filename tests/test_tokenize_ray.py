@@ -19,8 +19,8 @@ from tests.test_tokenize_templates import CHATML, tiny_tokenizer
 from verl_ext.commands.command_line import read_options
 from verl_ext.commands.report import Report
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
+from verl_ext.launch.ray_cluster import ray_cluster
 from verl_ext.options import DataError, UsageError
-from verl_ext.ray_cluster import ray_cluster
 from verl_ext.text import tokenizing
 from verl_ext.text.encoder_chats import ChatEncoder
 from verl_ext.text.read.readers import ChunkSize

@@ -21,7 +21,7 @@ from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import tensors_of, train
 from verl_ext.commands.export import main as export
-from verl_ext.config import compose
+from verl_ext.config.compose import compose
 from verl_ext.config.weights import check_weights
 from verl_ext.data import CategoryTable
 from verl_ext.layers.towers import freeze, outside_text

@@ -11,7 +11,7 @@ import pytest
 from tests.ranks import in_turn, run_ranks
 from tests.training import into
 from verl_ext.checkpoint.layout import remove_run_files
-from verl_ext.config import compose
+from verl_ext.config.compose import compose
 from verl_ext.config.run import RunConfig
 from verl_ext.trainer.hooks.tracking import (
     RUN_IDS,

@@ -2,7 +2,7 @@
 
 import json
 
-from verl_ext.config import compose_run
+from verl_ext.config.compose import compose_run
 from verl_ext.data.chats import TrainedChats
 
 

@@ -13,12 +13,11 @@ from tests.verl_commands import COMMANDS, RANKS, ROWS, course_of
 from verl_ext.commands import train
 from verl_ext.commands.command_line import read_options
 from verl_ext.commands.tokenize import TokenizeOptions
-from verl_ext.config import compose
 from verl_ext.config.check import batch_problem
-from verl_ext.config.compose import prepare_overrides
+from verl_ext.config.compose import compose, prepare_overrides
+from verl_ext.config.legacy import is_of_old
 from verl_ext.config.resolve import resolve_run
 from verl_ext.config.run import Machine, RunConfig
-from verl_ext.legacy import is_of_old
 from verl_ext.trainer.step_plan import StepPlan
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "plugging_in.md"

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.training import metrics
 from tests.verl_commands import course_of
 from verl_ext.__main__ import main
-from verl_ext.legacy import is_of_old
+from verl_ext.config.legacy import is_of_old
 
 pytestmark = pytest.mark.slow
 

@@ -3,10 +3,17 @@
 import os
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from verl_ext.data.pretrain import TextDocumentOptions
 from verl_ext.options import DataError, UsageError
+from verl_ext.text.encoder import Encoder
+from verl_ext.text.read.sources import find_source_files
+from verl_ext.text.tokenizing import tokenize_files
 from verl_ext.text.workers import JOBS_PER_WORKER, ordered_results
 
 
@@ -68,3 +75,32 @@ def test_a_dead_worker_is_told_in_one_line() -> None:
         list(ordered_results(partial(Counter, 0), Counter.die_at_three, range(9), 2, name="test"))
     assert str(error.value).startswith("a test worker died, perhaps for want of memory; a lower num_workers needs less")
     assert "(num_workers=2 here)" in str(error.value)
+
+
+class DyingEncoder(Encoder):
+    """An encoder whose process dies with its first chunk."""
+
+    tokenizer = None
+
+    def fingerprint(self) -> str:
+        return ""
+
+    def encode(self, chunk: Any) -> Any:
+        os._exit(1)
+
+
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        (SimpleNamespace(num_workers=2), "a lower num_workers needs less (num_workers=2 here)"),
+        (TextDocumentOptions(), "fewer CPUs, such as those of taskset, need less (2 workers here)"),
+    ],
+)
+def test_a_dead_workers_message_advises_the_callers_key_if_it_has_one(
+    options: Any, advice: str, tmp_path: Path
+) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    files, writer = find_source_files({"a": [str(tmp_path / "a.jsonl")]}), SimpleNamespace(abandon=lambda: None)
+    with pytest.raises(DataError) as error:
+        tokenize_files(files, DyingEncoder(options), lambda documents: documents, writer, num_workers=2)
+    assert str(error.value) == f"a tokenize worker died, perhaps for want of memory; {advice}"

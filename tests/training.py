@@ -20,7 +20,7 @@ from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
 from verl_ext.checkpoint.layout import TRACKER, saved_folders, step_of
 from verl_ext.checkpoint.state import StateReader, read_metadata
-from verl_ext.config import compose
+from verl_ext.config.compose import compose
 from verl_ext.trainer.distributed import RunFailed
 from verl_ext.trainer.setup import Run, prepare
 from verl_ext.trainer.trainer import SFTTrainer

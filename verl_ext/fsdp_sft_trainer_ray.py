@@ -29,10 +29,10 @@ from verl_ext.config.check import batch_problem
 from verl_ext.config.compose import prepare_overrides
 from verl_ext.config.run import RayOptions, TrainerOptions
 from verl_ext.config.schema import check_keys
+from verl_ext.launch.ray_cluster import ray_cluster
 from verl_ext.launch.ray_nodes import FINAL, LaunchEnd, placed_nodes, ray_reason
 from verl_ext.launch.torchrun import TRAINING_FAILED, USER_ERROR
 from verl_ext.options import plain
-from verl_ext.ray_cluster import ray_cluster
 
 _GIVEN_BACK = 15.0  # seconds until the run's own cluster gets back the resources of ended ranks
 

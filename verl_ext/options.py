@@ -325,7 +325,7 @@ def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def spell(value: object) -> str:
-    """Return a value as a user writes it: null, true, an empty text."""
+    """Return a value as users write it: null, true, an empty text."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -68,9 +68,9 @@ def four_digits(value: float) -> str:
 
 
 class Progress:
-    """A bar over input bytes, with records, tokens/s and time left; it appears with the first tokens.
+    """A bar over input bytes, with records, tokens/s and time left.
 
-    total_bytes: None if it is unknown; the bar then has no end.
+    It appears with the first tokens. total_bytes: None if it is unknown; the bar then has no end.
     """
 
     def __init__(self, total_bytes: int | None, description: str = "tokenize") -> None:
@@ -89,7 +89,7 @@ class Progress:
             self.bar.close()
 
     def add(self, num_bytes: int, records: int, tokens: int) -> None:
-        """Count records that have been written, and the bytes that they take in the input."""
+        """Count written records, and the bytes that they take in the input."""
         self.num_bytes += num_bytes
         self.records += records
         self.tokens += tokens

@@ -7,7 +7,7 @@ takes the overrides of the training command; overrides that do not concern data 
 
 import sys
 
-from verl_ext.config import compose
+from verl_ext.config.compose import compose
 from verl_ext.data import SFTDataSet
 from verl_ext.data.mixture import mixture_notices, mixture_table
 

@@ -116,7 +116,9 @@ def _model_as_loaded(module: Any, generation_config: GenerationConfig) -> Iterat
     packed = [c for c in configs.values() if getattr(c, "_attn_implementation", None) == PACKED_ATTENTION]
     before, forward = model.generation_config, vars(model).get("forward")
     for config in packed:
-        config._attn_implementation_internal = _attention(model, config)
+        softcap = getattr(config.get_text_config(), "attn_logit_softcapping", None)  # which sdpa does not apply
+        has_sdpa = getattr(model, "_supports_sdpa", False) and not softcap
+        config._attn_implementation_internal = "sdpa" if has_sdpa else "eager"
     model.generation_config = generation_config
     if module is not model:
         model.forward = _through(module, model)
@@ -130,12 +132,6 @@ def _model_as_loaded(module: Any, generation_config: GenerationConfig) -> Iterat
             del model.forward
             if forward is not None:
                 model.forward = forward
-
-
-def _attention(model: Any, config: Any) -> str:
-    """Return "sdpa", or "eager" without support or with a soft cap."""
-    softcap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
-    return "sdpa" if getattr(model, "_supports_sdpa", False) and not softcap else "eager"
 
 
 def _through(module: Any, model: Any) -> Any:

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from verl_ext.commands.command_line import command, read_options
+from verl_ext.config.translation import translate
 from verl_ext.options import REQUIRED, Options, UsageError, option
 from verl_ext.overrides import Item
-from verl_ext.translation import translate
 
 # A word of a shell command: plain characters, escapes, '…', "…", `…` and $(…) with two levels of parentheses inside
 _WORD = re.compile(

@@ -1,4 +1,4 @@
-r"""Documents as text with their targets marked, in colour on a terminal, so that a wrong mask is obvious.
+r"""Documents as text with targets marked, coloured on terminals: wrong masks show.
 
 <|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n[[hello<|im_end|>]]\n
 """

@@ -21,15 +21,15 @@ from typing import Any, ClassVar
 from verl_ext.cache import default_root, is_complete
 from verl_ext.commands.command_line import command, known_options, read_options, words_of
 from verl_ext.commands.tokenize import TokenizeOptions, summary, write_dataset
+from verl_ext.config.legacy import is_name_of_verl
+from verl_ext.config.translation import translate
 from verl_ext.launch.run import Awaited, run_torchrun
-from verl_ext.legacy import is_name_of_verl
 from verl_ext.options import DataError, Options, UsageError, option
 from verl_ext.overrides import Item
 from verl_ext.text.encoder_chats import ChatEncoder
 from verl_ext.text.read.sources import find_source_files
 from verl_ext.text.tokenizing import cached_tokens, tokens_fingerprint
 from verl_ext.text.tokens.tokenizer import TRUSTED, leave_out_torch
-from verl_ext.translation import translate
 
 # {the trainer's key of a tokenized folder: the key of its sources}
 NODES = {"data.train_dir": "data.sources", "data.val_dir": "data.val_sources"}

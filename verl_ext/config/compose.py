@@ -10,11 +10,11 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from verl_ext.config import schema
+from verl_ext.config.legacy import is_name_of_verl, is_raw
 from verl_ext.config.resolve import resolve_config
-from verl_ext.legacy import is_name_of_verl, is_raw
+from verl_ext.config.translation import translate
 from verl_ext.options import leaves, spell
 from verl_ext.overrides import Item, parsed_words, restored
-from verl_ext.translation import translate
 
 PRIMARY = "sft"
 SEARCH_PATH = "hydra.searchpath=[pkg://verl_ext.conf,pkg://verl.trainer.config]"

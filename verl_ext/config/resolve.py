@@ -18,11 +18,11 @@ import torch
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from verl_ext.config.legacy import DEPRECATED
 from verl_ext.config.model import model_kind
 from verl_ext.config.run import Machine, RunConfig, dataset_class
 from verl_ext.data import SFTDataSet
 from verl_ext.engines.schedule import StepOptimizerConfig
-from verl_ext.legacy import DEPRECATED
 from verl_ext.options import choice_problem, first_line, leaves, plain, refuse, spell
 from verl_ext.overrides import restore
 from verl_ext.text.tokens.tokenizer import read_template

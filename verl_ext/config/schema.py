@@ -24,7 +24,7 @@ from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_ext import legacy
+from verl_ext.config import legacy
 from verl_ext.config.model import PackedModel
 from verl_ext.config.run import NODES, dataset_class
 from verl_ext.config.weights import ModelNode

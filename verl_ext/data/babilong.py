@@ -107,7 +107,7 @@ def question_prompt(context: str, question: str) -> str:
 
 
 class BABILongEncoder(Encoder):
-    """An encoder of records as documents of prompt and answer, cut to max_length tokens."""
+    """An encoder of records: prompt and answer, cut to max_length tokens."""
 
     Options, texts = SampleOptions, ("question", "target")
     reads = f"JSON lists of records of {', '.join(FIELDS)}"
@@ -156,7 +156,7 @@ class BABILongEncoder(Encoder):
         return self.made(chunk, makers)
 
     def notices(self, total: Mapping[str, Any]) -> Iterator[str]:
-        """Yield a line for each way in which documents differ from the records; total: the counts in the report."""
+        """Yield lines on how documents differ from records; total: the report's counts."""
         if cut := total["over_length"]:
             yield (
                 f"{cut['documents']} of {total['documents']} samples have prompts over {self.prompt_tokens} "
@@ -221,7 +221,7 @@ class BABILongEncoder(Encoder):
         return answer
 
     def _last_tokens(self, size: int, encoding: Any, record: dict[str, Any], place: str) -> int:
-        """Return how many tokens at the end of a prompt of `size` tokens stay, those that `truncate` keeps."""
+        """Return how many of `size` tokens `truncate` keeps at the end."""
         if encoding is None:
             limit, kind = self.prompt_tokens, type(self.tokenizer).__name__
             raise UsageError(
@@ -241,7 +241,7 @@ class BABILongEncoder(Encoder):
         return size - keep_from
 
     def _question_begins(self, encoding: Any, record: dict[str, Any], first: int, end: int) -> int:
-        """Return the first token of the question; first..end-1 are the tokens that are not special."""
+        """Return the question's first token; tokens first..end-1 are not special."""
         context = len(record["input"])
         characters = range(context, len(question_prompt(record["input"], record["question"])))
         found = ((at, token) for at in characters if (token := encoding.char_to_token(at)) is not None)
@@ -254,7 +254,7 @@ class BABILongEncoder(Encoder):
 
 
 def find_task_files(paths: Sequence[str], key: str) -> list[tuple[SourceFile, str]]:
-    """Return (file, category) of paths to JSON files or to folders with *.json or */*.json.
+    """Return (file, category) of JSON files, or of folders' *.json, */*.json.
 
     The paths keep their order; a folder's files are sorted by name, numbers by value. The category of …/qa1/32k.json is
     `<task>_<size>`, or else the file's stem. Raises ValueError, which names `key`, if there are none.
@@ -284,7 +284,7 @@ def _numbers_by_value(path: Path) -> list[tuple[int, str]]:
 
 
 class BABILongQuestion(NamedTuple):
-    """The question of a sample, its right answer, and the category of its file."""
+    """A sample's question, its right answer, and its file's category."""
 
     category: str
     question: str
@@ -292,7 +292,7 @@ class BABILongQuestion(NamedTuple):
 
 
 class BABILongDataset(TextSet):
-    """A dataset of BABILong's JSON lists of {input, question, target}; the module's drawing shows the rows.
+    """A dataset of BABILong's JSON of {input, question, target}, drawn above.
 
     Its own constructor form is `BABILongDataset(path, tokenizer, max_length)`; `find_files` describes the path.
     """

@@ -1,4 +1,4 @@
-"""Judge answers to BABILong questions by the published rule or a corrected one.
+"""Judge answers to BABILong questions by the published or a corrected rule.
 
 The published rule (BABILong, `compare_answers`) looks for the task's labels as substrings of the first sentence. Thus
 "kitchens" names the kitchen. However, "none" of qa7 also names "one" and is never right, and "I do not know" says "no".
@@ -37,10 +37,10 @@ def category_fields(name: str) -> dict[str, str]:
 
 
 def compare_answers(output: str, target: str, question: str, labels: Iterable[str], *, words: bool = False) -> bool:
-    """Return whether the output's first sentence names the target and no other label but those in the question.
+    """Return whether the output's first sentence names the target alone.
 
-    Letter case is ignored. The labels of a target of several ("apple,milk" of qa8) may come in any order. The published
-    rule looks for substrings; with `words`, the corrected rule looks for whole words.
+    The question's labels do not count, nor does letter case. The labels of a target of several ("apple,milk" of qa8)
+    may come in any order. The published rule looks for substrings; with `words`, the corrected one for whole words.
     """
     said, asked = output.lower(), question.lower()
     for end in _ENDS:
@@ -56,9 +56,10 @@ def compare_answers(output: str, target: str, question: str, labels: Iterable[st
 
 
 def is_same_text(output: str, target: str) -> bool:
-    """Return whether the output's first line equals the target except for case, outer white space and a full stop.
+    """Return whether the output's first line equals the target.
 
-    For a target of several lines, as many lines are compared. Further words on the last line make the answer wrong.
+    Case, outer white space and a full stop do not count. For a target of several lines, as many lines are compared.
+    Further words on the last line make the answer wrong.
     """
     wanted = target.strip().lower()
     said = "\n".join(output.strip().lower().split("\n")[: wanted.count("\n") + 1]).strip()
@@ -66,9 +67,9 @@ def is_same_text(output: str, target: str) -> bool:
 
 
 def is_right_answer(output: str, target: str, question: str, category: str, *, words: bool = False) -> bool:
-    """Return whether `output` answers a sample of `category`, whose task is the part before its first "_".
+    """Return whether `output` answers a sample of `category`.
 
-    A category of no known task has no labels, so its answers are compared as texts.
+    The task is its part before the first "_". Without a known task, and so labels, answers are compared as texts.
     """
     labels = TASK_LABELS.get(category.partition("_")[0])
     if labels is None:

@@ -1,4 +1,4 @@
-"""The chat template and the ends of turns that tokenized folders were made with, by their report.json."""
+"""Tokenized folders' chat template and ends of turns, by their report.json."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -22,7 +22,7 @@ class TrainedChats:
 
     @classmethod
     def of_folders(cls, folders: Iterable[str]) -> "TrainedChats":
-        """Read the reports of folders; a folder without one, as of another program, says nothing."""
+        """Read folders' reports; one without, as of another program, says nothing."""
         templates: dict[str, None] = {}
         ends: dict[str, None] = {}
         for folder in folders:
@@ -40,11 +40,11 @@ class TrainedChats:
 
     @property
     def template(self) -> str | None:
-        """The template that all chats were made with; None without one, or with several."""
+        """The template of all chats; None without one, or with several."""
         return self.templates[0] if len(self.templates) == 1 else None
 
     def template_problem(self, given: str | None, key: str) -> str | None:
-        """Return a line if a run's own template, `model.custom_chat_template`, is not that of the data in `key`."""
+        """Return a line if `model.custom_chat_template` is not that of `key`'s data."""
         if given is None or given == self.template:
             return None
         made = "has another" if self.templates else "names none"
@@ -54,6 +54,6 @@ class TrainedChats:
         )
 
     def notices(self, key: str) -> Iterator[str]:
-        """Yield a line if the data does not say which template a trained model is to be asked with."""
+        """Yield a line if the data gives the trained model no template."""
         if len(self.templates) > 1:
             yield f"the folders of {key} were made with {len(self.templates)} chat templates: exports keep model.path's"

@@ -28,7 +28,7 @@ from verl_ext.data.files_in_use import DataFile
 from verl_ext.data.options import DatasetOptions, named_paths
 from verl_ext.data.ranks import ONE_RANK, Ranks
 from verl_ext.options import first_line, option, spell
-from verl_ext.packing import MOST_TOKENS, TOKENS, CostModel, PackPlan
+from verl_ext.packing import TOKENS, CostModel, PackPlan
 from verl_ext.packing.plan import offsets_of
 from verl_ext.text.read.sources import absolute_path
 
@@ -41,7 +41,6 @@ _THEIRS = {"strategy": "best_fit", "over_length": "error", "pad_mode": "no_paddi
 class CollatedOptions(DatasetOptions):
     """The options for a class with a `collate_fn`, which packs by itself."""
 
-    max_tokens: int = option(8192, "budget of a pack, given to the class", least=2, most=MOST_TOKENS, resume="same")
     strategy: Any = option("best_fit", "not used: the class packs")
     over_length: Any = option("error", "not used: the class packs")
     pad_mode: Any = option("no_padding", "not used: padding is left out")

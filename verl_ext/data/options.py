@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from typing_extensions import override
 
 from verl_ext.options import REQUIRED, Options, OptionsT, option, options_of, plain, refuse, unknown
+from verl_ext.packing import MOST_TOKENS
 
 _logger = logging.getLogger(__name__)
 
@@ -88,6 +89,9 @@ class DatasetOptions(Options):
     data_keys: ClassVar[tuple[str, ...]] = ("train_dir",)
 
     seed: int = option(42, "seed of the split, of the plan of packs and of their order", least=0, resume="same")
+    max_tokens: int = option(
+        8192, "budget of a pack, over all ranks of a sequence-parallel group", least=2, most=MOST_TOKENS, resume="same"
+    )
 
     @classmethod
     def read(cls: type[OptionsT], values: Mapping[str, Any], **given: Any) -> OptionsT:

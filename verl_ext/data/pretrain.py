@@ -1,4 +1,4 @@
-"""PreTrainDataset: documents of BOS, the first max_length - 2 tokens and EOS, as rows.
+"""PreTrainDataset: rows of BOS, a text's first max_length - 2 tokens, EOS.
 
 max_length = 5, texts of 4, 1 and 2 tokens; B and E are BOS and EOS, P is the padding
 
@@ -48,7 +48,7 @@ class TextDocumentOptions(RecordTextOptions):
 
 @dataclass(frozen=True)
 class PreTrainOptions(TextSetOptions, TextDocumentOptions):
-    """The options by which text becomes rows; rows=padded sets max_tokens, strategy and pad_mode itself."""
+    """The options of texts' rows; rows=padded sets max_tokens, strategy and pad_mode."""
 
     reads: ClassVar[str] = "files of text records"
 
@@ -90,20 +90,20 @@ class PreTrainOptions(TextSetOptions, TextDocumentOptions):
 
 
 class PreTrainEncoder(TextRecordEncoder):
-    """An encoder of text records as documents of BOS, the beginning of their text, and EOS."""
+    """An encoder of text records: BOS, the beginning of the text, EOS."""
 
     Options = TextDocumentOptions
     options: TextDocumentOptions
 
     def __init__(self, options: TextDocumentOptions, tokenizer: Any, key: str = "") -> None:
-        """Take the options, a tokenizer with an EOS and the config key of the files."""
+        """Take options, a tokenizer with an EOS, and the files' config key."""
         if tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer must have an eos_token, which every document of data=pretrain ends with")
         super().__init__(options, tokenizer, key, add_bos=tokenizer.bos_token_id is not None)
         self.most_tokens = options.max_length - ADDED + 1 + self.add_bos
 
     def notices(self, total: Mapping[str, Any]) -> Iterator[str]:
-        """Yield a line for each way in which documents differ from the records; total: the counts in the report."""
+        """Yield lines on how documents differ from records; total: the report's counts."""
         if not self.add_bos:
             yield f"the tokenizer has no bos_token: documents of {self.key} begin with the first token of their text"
         if cut := total["over_length"]:
@@ -127,7 +127,7 @@ class PreTrainEncoder(TextRecordEncoder):
 
 
 def find_text_files(paths: Sequence[str], key: str) -> list[tuple[SourceFile, str]]:
-    """Return (file, category) of files, folders, globs and URLs, in the given order.
+    """Return (file, category) of files, folders, globs and URLs, in their order.
 
     The files of a folder or a glob are sorted by name. A file's category is its name without suffixes; that of an Arrow
     folder or a Hub dataset is its full name.
@@ -145,10 +145,10 @@ def find_text_files(paths: Sequence[str], key: str) -> list[tuple[SourceFile, st
 
 
 class PreTrainDataset(TextSet):
-    """A dataset of text records (jsonl, json, parquet, csv, Arrow folders, .txt files) in rows, drawn above.
+    """A dataset of text records in rows, drawn above.
 
-    Its own constructor form is `PreTrainDataset(tokenizer, datapath, max_length=512)`. A path is a file, a folder, a
-    glob or a URL.
+    Its own constructor form is `PreTrainDataset(tokenizer, datapath, max_length=512)`. A path is a file (jsonl, json,
+    parquet, csv, .txt), a folder (also of Arrow files), a glob or a URL.
     """
 
     Options: ClassVar[type[DatasetOptions]] = PreTrainOptions

@@ -13,7 +13,7 @@ from verl_ext.data.categories import read_names
 from verl_ext.data.mixture import MixtureOptions
 from verl_ext.data.options import DatasetOptions, missing_paths
 from verl_ext.options import option
-from verl_ext.packing import MOST_TOKENS, OVER_LENGTH_POLICIES, STRATEGIES
+from verl_ext.packing import OVER_LENGTH_POLICIES, STRATEGIES
 
 PAD_MODES = ("no_padding", "right")
 _ORDERED = ("next_fit", "none")  # the strategies that keep the order of the documents
@@ -27,9 +27,6 @@ class SFTOptions(DatasetOptions):
     reads: ClassVar[str] = "the folder that `verl-ext tokenize` wrote"
     may_share: ClassVar[bool] = True
 
-    max_tokens: int = option(
-        8192, "budget of a pack, over all ranks of a sequence-parallel group", least=2, most=MOST_TOKENS, resume="same"
-    )
     strategy: str = option("best_fit", "how documents become packs", choices=STRATEGIES, resume="same")
     over_length: str = option(
         "error", "treatment of documents longer than max_tokens", choices=OVER_LENGTH_POLICIES, resume="same"

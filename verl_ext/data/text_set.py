@@ -1,4 +1,4 @@
-"""TextSet: the base class of datasets that tokenize texts into a cache when opened.
+"""TextSet: the base of datasets that tokenize into a cache when opened.
 
 CACHE/<fingerprint>/       of the files, the tokenizer and the encoder's options
     data-00000-of-00001.arrow, state.json, dataset_info.json    what `datasets.load_from_disk` opens
@@ -43,7 +43,7 @@ _reported: set[tuple[Path, str]] = set()
 
 @dataclass(frozen=True)
 class TextSetOptions(SFTOptions):
-    """The options of a set of texts, which are tokenized when it is opened."""
+    """The options of a set of texts, tokenized when it is opened."""
 
     may_share: ClassVar[bool] = False
 
@@ -59,7 +59,7 @@ class TextSetOptions(SFTOptions):
 
 
 class TextSet(SFTDataSet):
-    """The base class of sets of texts, whose rows have labels as well.
+    """The base class of sets of texts, whose rows have labels too.
 
     Whole files are tokenized once for each tokenizer and set of encoder options, whatever the split, max_samples and
     the packs are; after that, rows are read from the cache. The constructor forms are those of SFTDataSet; in the
@@ -82,7 +82,7 @@ class TextSet(SFTDataSet):
     @staticmethod
     @abstractmethod
     def find_files(paths: Sequence[str], key: str) -> list[tuple[SourceFile, str]]:
-        """Return (file, category) of paths. Raises ValueError, which names `key`, if there are none."""
+        """Return (file, category) of paths; without any, raise ValueError naming `key`."""
 
     def __init__(
         self,
@@ -123,14 +123,14 @@ class TextSet(SFTDataSet):
         return data, split_rows(len(data), self.split, options.train_ratio, options.seed)
 
     def __getitem__(self, pack: int) -> dict[str, torch.Tensor]:
-        """Return row `pack`: 1-D tensors of one length, those of an SFTDataSet and labels int64."""
+        """Return row `pack`: an SFTDataSet's 1-D tensors, and labels int64 as long."""
         row = super().__getitem__(pack)
         row["labels"] = torch.where(row["loss_mask"] == 1, row["input_ids"], IGNORED)
         return row
 
     @override
     def omitted_documents(self) -> list[OmittedDocuments]:
-        """Return also the documents that were cut in tokenizing and, for the training part, the bad records.
+        """Return also documents cut in tokenizing and the training part's bad records.
 
         Tokens are counted before the cut.
         """
@@ -152,7 +152,7 @@ class TextSet(SFTDataSet):
 
 
 def _write(folder: Path, files: Sequence[SourceFile], names: Sequence[str], encoder: Any) -> None:
-    """Write the dataset with its categories and its report into an empty folder."""
+    """Write the dataset, its categories and its report into an empty folder."""
     counts = {name: Counts() for name in names}
     writer = DatasetWriter(folder, texts=encoder.texts)
 

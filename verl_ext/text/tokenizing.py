@@ -20,9 +20,9 @@ from typing import Any, Protocol, TypeVar
 from verl_ext.cache import cached_folder, fingerprint
 from verl_ext.environment import differences, versions
 from verl_ext.files import file_state
+from verl_ext.launch.ray_cluster import ray_cluster
 from verl_ext.options import DataError
 from verl_ext.progress import Progress
-from verl_ext.ray_cluster import ray_cluster
 from verl_ext.text.encoder import Encoder
 from verl_ext.text.read.readers import CHUNK, Chunk, ChunkSize, read_files
 from verl_ext.text.read.sources import SourceFile, is_url, remote_facts, total_bytes
@@ -105,7 +105,8 @@ def _results(
     """Yield the chunks' documents in order, encoded by processes or Ray tasks."""
     encode = type(encoder).encode
     if not on_ray:
-        yield from ordered_results(partial(_opened, encoder), encode, chunks, num_workers or 1, **how)
+        key = "num_workers" if hasattr(encoder.options, "num_workers") else None  # a dataset has no such option
+        yield from ordered_results(partial(_opened, encoder), encode, chunks, num_workers or 1, key=key, **how)
         return
     make = partial(_same_encoder, encoder, encoder.fingerprint(), versions(), gethostname())
     with ray_cluster(num_workers or available_cpus()):

@@ -39,14 +39,15 @@ def ordered_results(
     num_workers: int,
     *,
     name: str,
+    key: str | None = "num_workers",
     preload: Sequence[str] = (),
 ) -> Iterator[Result]:
     """Yield `work(state, job)` for every job, in order, with the same values for any number of workers.
 
     `make_state` is called once in each process; a single worker is this process. Both functions, the jobs and the
     results must be picklable; `preload` names modules that workers import when they start. At most JOBS_PER_WORKER jobs
-    per worker are taken ahead of the yielded result. Raises the error of the first failing job, and `DataError` if a
-    worker, called `name`, dies.
+    per worker are taken ahead of the yielded result. `key` is the option that sets `num_workers`; None: the CPUs set
+    it. Raises the error of the first failing job, and `DataError` if a worker, called `name`, dies.
     """
     if num_workers == 1:
         state = make_state()
@@ -67,10 +68,10 @@ def ordered_results(
     try:
         yield from (future.result() for future in _submitted(jobs, submit, num_workers * JOBS_PER_WORKER))
     except BrokenProcessPool as error:
-        raise DataError(
-            f"a {name} worker died, perhaps for want of memory; a lower num_workers needs less"
-            f" (num_workers={num_workers} here)"
-        ) from error
+        less = f"a lower {key} needs less ({key}={num_workers} here)"
+        if key is None:
+            less = f"fewer CPUs, such as those of taskset, need less ({num_workers} workers here)"
+        raise DataError(f"a {name} worker died, perhaps for want of memory; {less}") from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 

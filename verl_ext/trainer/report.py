@@ -67,7 +67,7 @@ def data_facts(dataset: "PackDataset") -> Facts:
 
 
 def step_facts(packs: "PackFacts", plan: StepPlan, ranks: int, micro_batch_size: int) -> Facts:
-    """Return numbers about the steps of an epoch on so many data-parallel ranks.
+    """Return numbers about an epoch's steps on so many data-parallel ranks.
 
     busy is the share of an epoch in which an average rank works, by the packs' costs.
     """

@@ -77,7 +77,7 @@ class MultiDocOptions(DatasetOptions, TextOptions):
     cache_dir: str | os.PathLike[str] | None = option(
         None, "folder for tokenized texts and indices; null: the cache of datasets"
     )
-    max_tokens: int | None = option(None, "must be null or seq_len: a pack is a sample", resume="same")
+    max_tokens: int | None = option(None, "must be null or seq_len: a pack is a sample")  # type: ignore[assignment]
     strategy: str = option("none", "fixed: a pack is a sample", choices=("none",), resume="same")
     over_length: str = option(
         "error", "fixed: a document continues in the next sample", choices=("error",), resume="same"
@@ -121,7 +121,7 @@ class MultiDocOptions(DatasetOptions, TextOptions):
 
 
 class MultiDocDataset(PackDataset):
-    """A dataset of samples of seq_len tokens, from texts or Megatron's indexed form.
+    """A dataset of samples of seq_len tokens, from texts or Megatron's indices.
 
     Two constructor forms give the same samples: `MultiDocDataset(file_paths, tokenizer, seq_len, add_eos=True,
     max_tokens=None, seed=None)`, whose max_tokens cuts the corpus, and verl's `MultiDocDataset(parquet_files=…,
@@ -204,7 +204,7 @@ class MultiDocDataset(PackDataset):
         )
 
     def extends(self, saved: Mapping[str, Any], seen: int) -> bool:
-        """Return whether only the number of samples differs, and the first `seen` are the same.
+        """Return whether only the number of samples differs, after `seen` equal ones.
 
         They are the same as long as both numbers use the documents equally often. Several sources without weights are
         mixed in proportion to their samples in an unknown number of epochs, which may give another order.
@@ -239,7 +239,7 @@ class MultiDocDataset(PackDataset):
         return self._read_token_range(ONE_RANK)
 
     def _read_token_range(self, ranks: Ranks) -> tuple[int, int]:
-        """Return the lowest and highest token id, from the cache or by reading all tokens on the ranks; collective."""
+        """Return (lowest, highest) token id, cached or read by all ranks; collective."""
 
         def read() -> Arrays:
             with ranks.guard():
@@ -303,7 +303,7 @@ class MultiDocDataset(PackDataset):
 
     @cached_property
     def digest(self) -> str:
-        """A digest (16 hex digits) of document lengths, the token id range and all that decides a sample's tokens."""
+        """A digest of document lengths, the id range and what decides samples."""
         return self._digest_of(self._num, len(self._plan))
 
     def _digest_of(self, num_samples: int, planned: int) -> str:
@@ -361,7 +361,7 @@ class MultiDocDataset(PackDataset):
         return self._plan.piece_counts()[: self._num]
 
     def omitted_documents(self) -> list[OmittedDocuments]:
-        """Return, by source, the text records that gave no document and those with special tokens encoded as text.
+        """Return sources' records without a document, and with special tokens as text.
 
         A document of which this set has a part is named with the tokens between the two parts.
         """

@@ -31,7 +31,7 @@ _logger = logging.getLogger(__name__)
 
 
 class TokenStream:
-    """A stream of the tokens of `documents` (numbers into `lengths`, in this order; None: all of them).
+    """A stream of the tokens of `documents`, numbers into `lengths` (None: all).
 
     documents   7        2              5         3 has no token and is left out
     lengths     3        5              2
@@ -50,7 +50,7 @@ class TokenStream:
         return int(self.ends[-1]) if len(self.ends) else 0
 
     def pieces(self, start: int, stop: int) -> Pieces:
-        """Return tokens start..stop-1 of the stream, at least one, as pieces of documents."""
+        """Return the stream's tokens start..stop-1, at least one, as documents' pieces."""
         first, last = np.searchsorted(self.ends, (start, stop - 1), side="right").tolist()
         document = self.documents[first : last + 1].astype(np.int64)
         piece_stop = self.ends[first : last + 1].copy()
@@ -126,7 +126,7 @@ class WindowPlan:
         return source, self._streams[source].pieces(self._starts.item(number), self._stops.item(number))
 
     def token_counts(self) -> NDArray[np.int64]:
-        """Return the number of tokens that a model reads of each sample, int64[P]."""
+        """Return the tokens that a model reads of each sample, int64[P]."""
         return self._stops - self._starts - self._label_tokens
 
     def piece_counts(self) -> NDArray[np.int64]:
@@ -139,12 +139,12 @@ class WindowPlan:
         return np.concatenate(parts)
 
     def source_counts(self, first: int) -> NDArray[np.int64]:
-        """Return the number of samples of each source, int64[S], among the first `first` samples."""
+        """Return each source's number of the first `first` samples, int64[S]."""
         return np.diff(np.minimum(self._ends, first), prepend=0)
 
 
 class StreamPlan:
-    """A plan by Megatron's indices of every source, with the methods of WindowPlan.
+    """A plan by Megatron's indices of every source, with WindowPlan's methods.
 
     Several sources are mixed sample by sample in proportion to their weights, or to their samples if they have no
     weights. num_samples: the samples of all sources together; None: those of `epochs` epochs of each source.
@@ -188,7 +188,7 @@ class StreamPlan:
         return self._num
 
     def begins_as(self, other: "StreamPlan", first: int) -> bool:
-        """Return whether the first `first` samples are those of another plan of the same sources."""
+        """Return whether another plan of these sources begins with `first` same samples."""
         used = [first]
         if self._order is not None and other._order is not None:
             own, its = self._order, other._order
@@ -210,7 +210,7 @@ class StreamPlan:
         return source, samples.pieces(sample)
 
     def token_counts(self) -> NDArray[np.int64]:
-        """Return the number of tokens that a model reads of each sample, int64[P]."""
+        """Return the tokens that a model reads of each sample, int64[P]."""
         return np.broadcast_to(np.int64(self._seq_len), self._num)  # one stored value
 
     def piece_counts(self) -> NDArray[np.int64]:
@@ -228,14 +228,14 @@ class StreamPlan:
         return values
 
     def source_counts(self, first: int) -> NDArray[np.int64]:
-        """Return the number of samples of each source, int64[S], among the first `first` samples."""
+        """Return each source's number of the first `first` samples, int64[S]."""
         if self._order is None:
             return np.array([first])
         return np.bincount(self._order[0][:first], minlength=len(self._samples))
 
 
 def _check_joined_sequences(sources: Sequence[Source], blend_rule: str | None) -> None:
-    """Warn if megatron-core would sample a source differently; raise ValueError if `blend_rule` is megatron-core's."""
+    """Warn, or raise ValueError with megatron-core's `blend_rule`, if it samples otherwise."""
     for source in sources:
         index = source.index
         if index.num_sequences <= index.num_documents:

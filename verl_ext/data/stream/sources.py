@@ -88,9 +88,9 @@ class Source:
         return replace(self, index=index, omitted_tokens=seq_len)
 
     def omitted_documents(self) -> Iterator[OmittedDocuments]:
-        """Yield the records without a document, those with special tokens encoded as text, and a document cut in two.
+        """Yield records without a document, special tokens as text, and a cut.
 
-        The latter is named with the tokens between the two parts.
+        The cut of a document in two is named with the tokens between the two parts.
         """
         for reason, count in sorted(self.bad_records.items()):
             yield OmittedDocuments(self.name, f"bad record: {reason}", count)
@@ -101,7 +101,7 @@ class Source:
             yield OmittedDocuments(self.name, "cut into training and validation", 1, self.num_tokens + omitted, **kept)
 
     def token_range(self, part: int, parts: int) -> tuple[int, int]:
-        """Return (lowest, highest) token id of one of `parts` nearly equal shares of the index; (0, -1) for none."""
+        """Return (lowest, highest) id of a near-equal share; (0, -1) for none."""
         edges = np.arange(part, part + 2) * self.index.num_tokens // parts * self.index.dtype.itemsize
         edges += self.index.pointers[:1].sum()
         return self.index.token_range(*np.searchsorted(self.index.pointers, edges).tolist())
@@ -147,11 +147,11 @@ class SourceFinder:
     key: str
 
     def blended(self, blend: Any) -> list[Source]:
-        """Return a source for each path of a blend whose weight is above 0."""
+        """Return a source for each of a blend's paths weighted above 0."""
         return self._named([([absolute_path(path)], weight) for weight, path in read_blend(blend) if weight])
 
     def listed(self, paths: Any) -> list[Source]:
-        """Return the sources of a path, a list of paths or {name: path}; texts without a name form one source."""
+        """Return sources of path, paths or {name: path}; unnamed texts form one."""
         paths = plain(paths)
         if isinstance(paths, Mapping):
             return [self._one(str(name), self._paths(given)) for name, given in paths.items()]
@@ -164,7 +164,7 @@ class SourceFinder:
         return self._named([*groups, (texts, None)] if texts else groups)
 
     def _named(self, groups: Sequence[tuple[list[str], float | None]]) -> list[Source]:
-        """Return a source for each (paths, weight), named by their last part, with its folder's if ambiguous."""
+        """Return sources, named by paths' last part, with its folder's if ambiguous."""
         paths = []  # each group's only path, or else the folder that holds its texts
         for group, _ in groups:
             is_alone = len(group) == 1 or any(map(is_url, group))
@@ -189,7 +189,7 @@ class SourceFinder:
         return Source(name, TokenIndex(prefixes[0], self.key), weight)
 
     def _prefixes(self, path: str) -> list[str]:
-        """Return the prefixes of the indices at a path or in its folder; an empty list if it holds texts."""
+        """Return the prefixes of indices at or in a path; texts: none."""
         if path.endswith(SUFFIXES):
             return [path[:-4]]
         if any(os.path.isfile(path + ending) for ending in SUFFIXES):
@@ -228,7 +228,7 @@ class SourceFinder:
 
 
 def _name(path: str) -> str:
-    """Return the last part of a path, or of a glob's folder, without the suffixes of its formats."""
+    """Return a path's or glob folder's last part without its formats' suffixes."""
     parts = Path(path).parts
     fixed = next((at for at, part in enumerate(parts) if glob.has_magic(part)), len(parts))
     name = parts[fixed - 1]

@@ -63,7 +63,7 @@ def blend_order(weights: Sequence[float], n: int, *, block: int = BLOCK) -> Orde
 
 
 def megatron_blend_order(weights: Sequence[float], n: int, *, compiled: bool = True, block: int = BLOCK) -> Order:
-    """Return megatron-core's order: the arrays of a BlendedDataset of these weights and n samples.
+    """Return megatron-core's order, a BlendedDataset's arrays for weights and n samples.
 
     BlendedMegatronDatasetBuilder gives it weights that are already `normalised`, and it normalises them again.
     `compiled`: use megatron-core's loop if it is installed. Raises ValueError like `blend_order`.
@@ -89,7 +89,7 @@ BLEND_RULES: dict[str, Callable[[Sequence[float], int], Order]] = {
 
 
 def megatron_source_samples(shares: Sequence[float], n: int) -> list[int]:
-    """Return the number of samples that megatron-core requests of each source, for a blend of n samples.
+    """Return how many samples of each source megatron-core requests for n blended.
 
     This number decides which epochs are shuffled together. `shares`: the blend's weights, `normalised`.
     """
@@ -97,7 +97,7 @@ def megatron_source_samples(shares: Sequence[float], n: int) -> list[int]:
 
 
 def normalised(weights: Sequence[float]) -> NDArray[np.float64]:
-    """Return weights as shares of their sum, bit for bit like megatron-core's `normalize`."""
+    """Return weights as shares of their sum, bitwise megatron-core's `normalize`."""
     array = np.array(weights, np.float64)
     return array / np.sum(array)
 
@@ -114,7 +114,7 @@ def check_blend_weights(weights: Sequence[float], key: str = "data.blend") -> No
 
 
 def _sample_numbers(source: NDArray[np.int16], num_sources: int, block: int) -> NDArray[np.int64]:
-    """Return, for each sample, the number of earlier samples of its source, int64[n]."""
+    """Return each sample's number of earlier samples of its source, int64[n]."""
     numbers = np.empty(len(source), np.int64)
     counts = np.zeros(num_sources, np.int64)
     for first in range(0, len(source), block):
@@ -128,7 +128,7 @@ def _sample_numbers(source: NDArray[np.int16], num_sources: int, block: int) -> 
 
 
 def _scheduled(parts: list[int]) -> Iterator[int]:
-    """Yield Tijdeman's order of two or more sources, without end; the weights are parts/sum(parts)."""
+    """Yield Tijdeman's endless order of two or more sources, weighted parts/sum(parts)."""
     sources, total = len(parts), sum(parts)
     whole = total * (2 * sources - 2)  # the number 1, in units in which s = total
     weights = [part * (2 * sources - 2) for part in parts]
@@ -154,10 +154,10 @@ def _scheduled(parts: list[int]) -> Iterator[int]:
 
 
 def _fill_most_behind(shares: NDArray[np.float64], out: NDArray[np.int16]) -> None:
-    """Fill `out` with Megatron's sources: the first with the largest w·k - c; k is 1 for the first sample as well."""
+    """Fill `out` with Megatron's sources, each the first with the largest w·k-c."""
     counts, lags = np.zeros(len(shares)), np.empty(len(shares))
     for step in range(len(out)):
-        np.multiply(shares, max(step, 1), out=lags)
+        np.multiply(shares, max(step, 1), out=lags)  # k is 1 for the first sample as well
         np.subtract(lags, counts, out=lags)
         source = lags.argmax()
         counts[source] += 1
@@ -166,7 +166,7 @@ def _fill_most_behind(shares: NDArray[np.float64], out: NDArray[np.int16]) -> No
 
 @functools.cache
 def megatron_helpers() -> Any:
-    """Return megatron-core's module of compiled loops, or None if it is not installed.
+    """Return megatron-core's module of compiled loops; None if it is missing.
 
     Only that file is loaded, because importing the package takes seconds and prints warnings on machines without a GPU.
     """

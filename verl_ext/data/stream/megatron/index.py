@@ -1,4 +1,4 @@
-r"""Read and write Megatron's indexed form of a tokenized corpus, PREFIX.bin and .idx.
+r"""Read and write Megatron's indexed form of tokens, PREFIX.bin and .idx.
 
 As in megatron-core 0.16, PREFIX.bin holds the token ids of all sequences and PREFIX.idx their places, little-endian:
 
@@ -37,7 +37,7 @@ SUFFIXES = (".bin", ".idx")
 
 
 class IndexWriter:
-    """A writer of PREFIX.bin and PREFIX.idx, in which every document is one sequence.
+    """A writer of PREFIX.bin and .idx, every document being one sequence.
 
     The files are byte for byte those of megatron-core's builder. `add` writes the lengths; `close` writes the pointers
     and last the header, so that an unfinished .idx cannot be opened. `key`: the config key that errors name.
@@ -63,7 +63,7 @@ class IndexWriter:
         self._idx.write(bytes(HEADER.size))
 
     def add(self, tokens: NDArray[Any], lengths: NDArray[Any]) -> None:
-        """Append documents: `tokens` int[ΣT] one after the other, and the `lengths` int[D] of each.
+        """Append documents: `tokens` int[ΣT] one after another, `lengths` int[D] of each.
 
         Raises:
             ValueError: if the dtype cannot hold a token id, or a document has more than 2^31 - 1 tokens.
@@ -88,7 +88,7 @@ class IndexWriter:
         self.num_documents += len(lengths)
 
     def close(self, block: int = BLOCK) -> None:
-        """Write the pointers and document indices, then the header, and close the files."""
+        """Write pointers and document indices, then the header; close the files."""
         documents, begin = self.num_documents, 0
         lengths_at, pointers_at, borders_at, _ = _offsets(documents, documents + 1)
         for first in range(0, documents, block):
@@ -116,7 +116,7 @@ class IndexWriter:
 
 
 class TokenIndex:
-    """The documents of PREFIX.bin and PREFIX.idx, memory-mapped; nothing is read before it is needed or checked.
+    """Documents of PREFIX.bin and .idx, memory-mapped, read when needed or checked.
 
     lengths int32[D] (int64 if a document of several sequences needs it), pointers int64[D] (bytes), num_documents,
     num_sequences, num_tokens, dtype; files: (PREFIX.bin, PREFIX.idx). A document without a sequence is left out. If all
@@ -169,12 +169,12 @@ class TokenIndex:
 
     @cached_property
     def digest(self) -> str:
-        """A digest (16 hex digits) of the header and lengths, equal for corpora that are sampled in the same way."""
+        """A digest (16 hex digits) of what decides sampling: header and lengths."""
         joined = [self.lengths] if self.num_documents < self.num_sequences else []
         return fingerprint(self._idx[: HEADER.size + 4 * self.num_sequences], *joined, digits=16)
 
     def tokens(self, document: int, start: int = 0, stop: int | None = None) -> NDArray[Any]:
-        """Return tokens start..stop-1 of a document (to its end if `stop` is None), as a view."""
+        """Return a view of a document's tokens start..stop-1 (None: its end)."""
         length = self.lengths.item(document)
         stop = length if stop is None else stop
         assert 0 <= start <= stop <= length, "a document's tokens must lie inside it"
@@ -182,13 +182,13 @@ class TokenIndex:
         return self._tokens[first + start : first + stop]
 
     def gather(self, document: NDArray[Any], start: NDArray[Any], stop: NDArray[Any]) -> NDArray[Any]:
-        """Return tokens start[p]..stop[p]-1 of document[p] for every piece p, one after the other, as a new array."""
+        """Return all pieces' tokens start[p]..stop[p]-1 of document[p] in a new array."""
         first = self.pointers[document] // self.dtype.itemsize
         begins, ends = (first + start).tolist(), (first + stop).tolist()
         return np.concatenate([self._tokens[begin:end] for begin, end in zip(begins, ends, strict=True)])
 
     def token_range(self, first: int = 0, last: int | None = None, *, block: int = BLOCK_TOKENS) -> tuple[int, int]:
-        """Return (lowest, highest) token id of documents first..last-1; (0, -1) if they have no token."""
+        """Return (lowest, highest) id of documents first..last-1; (0, -1) without a token."""
         begin, end = self._first_token(first), self._first_token(self.num_documents if last is None else last)
         blocks = (self._tokens[at : min(at + block, end)] for at in range(begin, end, block))
         lowest, highest = zip(*[(part.min(), part.max()) for part in blocks] or [(0, -1)], strict=True)
@@ -231,7 +231,7 @@ class TokenIndex:
         return integers[code], sequences, borders
 
     def _check_sequences(self, block: int) -> None:
-        """Check that every length is at least 0 and every pointer is the end of the lengths before it."""
+        """Check that lengths are at least 0, and pointers earlier lengths' ends."""
         begin = 0
         for first in range(0, self.num_sequences, block):  # copies, because the file's own arrays are not aligned
             lengths, pointers = (array[first : first + block].copy() for array in (self.lengths, self.pointers))
@@ -245,7 +245,7 @@ class TokenIndex:
                 raise self._idx_error(f"have pointer {expected[at]} {where}", pointers[at])
 
     def _longest_document(self, borders: NDArray[np.int64], block: int) -> int:
-        """Return the most sequences in a document; check that the document indices go from 0 to N and never fall."""
+        """Return the most sequences in a document; check the document indices."""
         requirement = f"have document indices that go from 0 to its {self.num_sequences} sequences and never fall"
         if len(borders) == 0:
             raise self._idx_error(requirement, "none")
@@ -267,7 +267,7 @@ class TokenIndex:
 
 
 class IndexPart(TokenIndex):
-    """Tokens first..last-1 of an index of one document, as a document of its own."""
+    """Tokens first..last-1 of a one-document index, as a document of its own."""
 
     def __init__(self, prefix: str | Path, key: str, first: int, last: int, check: bool = True) -> None:
         super().__init__(prefix, key, check)
@@ -282,7 +282,7 @@ class IndexPart(TokenIndex):
 
     @cached_property
     def digest(self) -> str:
-        """A digest (16 hex digits) of that of the whole index and of the part."""
+        """A digest (16 hex digits) of the index's digest and the part."""
         return fingerprint([super().digest, self.first_token, self.num_tokens], digits=16)
 
     def _first_token(self, document: int) -> int:
@@ -290,21 +290,21 @@ class IndexPart(TokenIndex):
 
 
 def _offsets(sequences: int, borders: int) -> tuple[int, int, int, int]:
-    """Return the bytes of an .idx at which lengths, pointers and document indices begin, and its end without modes."""
+    """Return an .idx's offsets: lengths, pointers, document indices, end without modes."""
     pointers_at = HEADER.size + 4 * sequences
     borders_at = pointers_at + 8 * sequences
     return HEADER.size, pointers_at, borders_at, borders_at + 8 * borders
 
 
 def _pointers(lengths: NDArray[Any], itemsize: int, begin: int) -> tuple[NDArray[np.int64], int]:
-    """Return (the byte at which each sequence begins, the byte at which the last ends), from byte `begin` on."""
+    """Return (sequences' first bytes, the last one's end), from byte `begin` on."""
     sizes = lengths.astype(np.int64) * itemsize
     ends = np.cumsum(sizes) + begin
     return ends - sizes, int(ends[-1])
 
 
 def _mapped(path: str, dtype: Any) -> NDArray[Any]:
-    """Map a whole file read-only as a plain array, because slices of np.memmap cost five times as much."""
+    """Map a whole file read-only as a plain array."""
     if os.path.getsize(path) == 0:  # an empty file cannot be mapped
         return np.empty(0, dtype)
-    return np.memmap(path, dtype, "r").view(np.ndarray)
+    return np.memmap(path, dtype, "r").view(np.ndarray)  # slices of np.memmap cost five times as much

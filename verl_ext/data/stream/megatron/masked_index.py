@@ -1,4 +1,4 @@
-"""Write tokenized chats in Megatron's indexed form, with indices of their loss masks.
+"""Write tokenized chats in Megatron's indexed form, with their loss masks' indices.
 
     PREFIX.bin, PREFIX.idx              the token ids of every document, int32
     PREFIX_mask.bin, PREFIX_mask.idx    the loss mask of every document, uint8: 1 for a target
@@ -38,7 +38,7 @@ class MaskedIndexes:
         self._masks = [IndexWriter(f"{prefix}_mask", np.uint8, key) for key, prefix in prefixes.items()]
 
     def fitting(self, documents: Documents) -> Documents:
-        """Return documents, of which too long ones are left out or cut; a piece's first token is no target.
+        """Leave out or cut too long documents; a piece begins without target.
 
         Also left out is one without a target left. Raises `DataError` for weights, which the form cannot hold, and
         under `error`.

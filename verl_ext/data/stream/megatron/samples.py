@@ -36,10 +36,10 @@ Pieces = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]  # docum
 
 @dataclass(eq=False)
 class SampleIndices:
-    """The three indices. Sample k is row shuffle_index[k] of sample_index and has seq_len + 1 tokens.
+    """The three indices of samples of seq_len + 1 tokens.
 
-    document_index int32[E·D] (numbers into `lengths`), sample_index int32|int64[n+1, 2], shuffle_index
-    uint32|int64[n]; lengths int32|int64: tokens of every document of the corpus.
+    Sample k is row shuffle_index[k] of sample_index. document_index int32[E·D] (numbers into `lengths`), sample_index
+    int32|int64[n+1, 2], shuffle_index uint32|int64[n]; lengths int32|int64: tokens of every document of the corpus.
     """
 
     document_index: NDArray[np.int32]
@@ -51,7 +51,7 @@ class SampleIndices:
         return len(self.shuffle_index)
 
     def begins_as(self, other: "SampleIndices", first: int) -> bool:
-        """Return whether the first `first` samples are those of other indices of the same documents."""
+        """Return whether other indices of these documents begin with `first` same samples."""
         if not first:
             return True
         rows = self.shuffle_index[:first]
@@ -64,7 +64,7 @@ class SampleIndices:
         )
 
     def pieces(self, k: int) -> Pieces:
-        """Return sample k as pieces of documents, none of them empty: (document, start, stop) int64[P] each."""
+        """Return sample k's non-empty pieces: (document, start, stop) int64[P] each."""
         row = self.shuffle_index.item(k)
         (first, begin), (last, end) = self.sample_index[row : row + 2].tolist()
         document = self.document_index[first : last + 1].astype(np.int64)
@@ -91,7 +91,7 @@ class SampleIndices:
 
 
 class EpochPlan(NamedTuple):
-    """The epochs for a number of samples, and the samples that these epochs give."""
+    """The epochs for a number of samples, and the samples in them."""
 
     epochs: int
     samples: int
@@ -107,12 +107,12 @@ def check_has_sample(num_tokens: int, needed: int, key: str) -> None:
 
 
 def epochs_needed(num_tokens: int, seq_len: int, num_samples: int | None) -> int:
-    """Return the epochs of num_tokens tokens needed for num_samples samples of seq_len targets (None: one epoch)."""
+    """Return epochs of num_tokens for num_samples (None: one epoch) of seq_len targets."""
     return 1 if num_samples is None else max(1, -(-(num_samples * seq_len + 1) // num_tokens))
 
 
 def plan_epochs(num_tokens: int, seq_len: int, num_samples: int | None, key: str) -> EpochPlan:
-    """Return the epochs and samples that Megatron uses; there may be more samples than requested.
+    """Return Megatron's epochs and samples, which may be more than requested.
 
     Raises:
         ValueError: if there are fewer than seq_len + 1 tokens, those of one sample; it names `key`.
@@ -142,7 +142,7 @@ def build_sample_indices(
     *,
     block: int = BLOCK,
 ) -> SampleIndices:
-    """Build the indices of `documents` (numbers into `lengths`; None: all) for num_samples or more (None: an epoch).
+    """Index `documents` (None: all) for num_samples or more (None: an epoch).
 
     Raises:
         ValueError: if there are fewer tokens than one sample has; it names `key`.
@@ -186,7 +186,7 @@ class CachedSampleIndices(SampleIndices):
 def cached_sample_indices(
     root: Path, index: TokenIndex, documents: NDArray[Any] | None, seq_len: int, num_samples: int | None, seed: int
 ) -> SampleIndices:
-    """Return the indices of `documents` of `index` (None: all) as `build_sample_indices` does, cached below `root`.
+    """Return `build_sample_indices` of the index's `documents` (None: all), cached below `root`.
 
     Raises:
         ValueError: if the corpus is shorter than one sample (it names index.key), or if the root cannot be written or
@@ -210,7 +210,7 @@ def cached_sample_indices(
 def cached_blend(
     root: Path, weights: Sequence[float], n: int, rule: str = "tijdeman", key: str = "data.blend"
 ) -> Order:
-    """Return the order of n samples of a blend by one of BLEND_RULES, cached below `root`.
+    """Return n samples' order by a rule of BLEND_RULES, cached below `root`.
 
     Raises:
         ValueError: if the weights cannot be used (it names `key`), or if the root cannot be written or the arrays have
@@ -225,5 +225,5 @@ def cached_blend(
 
 
 def _name(kind: str, facts: list[Any]) -> str:
-    """Return the name of a folder of arrays that depend on `facts` alone."""
+    """Return the folder name of arrays that depend on `facts` alone."""
     return f"{kind}-{fingerprint([FORMAT, *facts])}"

@@ -17,7 +17,7 @@ from verl_ext.text.tokens.documents import Documents
 
 
 class TextIndexes:
-    """A writer of PREFIX.bin and .idx of each source in turn; it removes the files of a source that fails.
+    """A writer of each source's PREFIX.bin and .idx, removed if it fails.
 
     Args:
         prefixes: {config key that errors name: PREFIX} of the sources, in the order of their numbers.
@@ -72,7 +72,7 @@ class TextIndexes:
 
 
 def _first(documents: Documents, room: int) -> Documents:
-    """Return the documents that begin within `room` tokens, the last one shortened, and the records of these."""
+    """Return the documents and records of `room` tokens, the last one shortened."""
     if len(documents.input_ids) < room:
         return documents
     ends = np.cumsum(documents.lengths)
@@ -99,7 +99,7 @@ def write_text_indexes(
     max_corpus_tokens: int | None = None,
     num_workers: int | None = None,
 ) -> dict[str, Counts]:
-    """Write an index of each source of `files`; return the counts by the keys of `prefixes`.
+    """Write each source's index; return the counts by the keys of `prefixes`.
 
     prefixes, max_corpus_tokens: see `TextIndexes`; num_workers: see `tokenize_files`.
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import PurePosixPath
 
-from verl_ext.legacy import (
+from verl_ext.config.legacy import (
     DEFAULTS,
     DEFAULTS_OF_OLD,
     DEPRECATED,
