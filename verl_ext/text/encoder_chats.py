@@ -14,7 +14,7 @@ with EOS; none changes what another one made:
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import cache, cached_property, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -41,8 +41,7 @@ from verl_ext.text.tokens.tokenizer import read_template, stop_tokens, tokenizer
 KIND_OF_TARGET = {**{kind: kind for kind in KINDS}, EMPTY_REASONING: REASONING}  # the kinds that the report counts
 
 
-@dataclass(frozen=True)
-class _Item:
+class _Item(NamedTuple):
     """A text of a record, or why it has none; a chat with turns=each has several."""
 
     place: str
@@ -112,7 +111,7 @@ class ChatEncoder(Encoder):
     def encode(self, chunk: Chunk) -> Documents:
         """Return the documents of a chunk, one for each text of its records."""
         counts: defaultdict[str, Counts] = defaultdict(Counts)
-        items = list(self._items(chunk, counts))
+        items = self._items(chunk, counts)
         tokens = self._encoded([item.text for item in items])
         makers = (
             partial(self._document, item, each, counts[item.category]) for item, each in zip(items, tokens, strict=True)
@@ -176,11 +175,13 @@ class ChatEncoder(Encoder):
         """Return the token ids of a text, without those that the tokenizer adds at either end."""
         return self._encoder.ids(text)
 
-    def _items(self, chunk: Chunk, counts: defaultdict[str, Counts]) -> Iterator[_Item]:
-        """Yield the texts of every record, or why it cannot be used; count the records by category."""
+    def _items(self, chunk: Chunk, counts: defaultdict[str, Counts]) -> list[_Item]:
+        """Return the texts of every record, or why it cannot be used; count the records by category."""
+        items: list[_Item] = []
         category_field = self.options.category_field
+        source = self.sources[chunk.category_id - 1] if category_field else ""
         for place, raw in chunk.records:
-            category = self.sources[chunk.category_id - 1] if category_field else ""
+            category = source
             try:
                 raw = parse_line(raw) if isinstance(raw, bytes) else raw
                 if category_field:
@@ -188,14 +189,15 @@ class ChatEncoder(Encoder):
                     category = category if own is None else own
                     counts[category].uncategorised += own is None
                 record = self._record(raw)
-                items = [_Item(place, category, text, record.weight) for text in self._texts(record.content)]
+                texts = self._texts(record.content)
                 self._count_fields(record, counts[category])
+                items += [_Item(place, category, text, record.weight) for text in texts]
             except RecursionError:
-                items = [_Item(place, category, BadRecord("malformed_json", "the record is nested too deep"))]
+                items.append(_Item(place, category, BadRecord("malformed_json", "the record is nested too deep")))
             except BadRecord as bad:
-                items = [_Item(place, category, bad)]
+                items.append(_Item(place, category, bad))
             counts[category].records += 1
-            yield from items
+        return items
 
     def _record(self, raw: Any) -> Record:
         return parse_record(raw, self.options.columns, drop_media=self.options.media == "drop")
@@ -246,18 +248,15 @@ class ChatEncoder(Encoder):
         else:
             mask, weights, firsts, border_tokens = self._learnt_tokens(chat, encoded)
         mask[:1] = 0
-        if not mask.any():
+        if not np.count_nonzero(mask):
             raise BadRecord("no_target", "no token is left to learn after the first")
         if item.weight is not None:
             weights = item.weight * (np.ones(len(ids), np.float64) if weights is None else weights)
         if chat is not None:  # only a text that gives a document counts
             self._count_chat(chat, counts)
             counts.border_tokens += border_tokens
-            kinds = dict(zip(firsts, (KIND_OF_TARGET[part.kind] for part in chat.learnt), strict=True))
-            kinds.pop(len(mask), None)  # if two parts begin at one token, the later one counts
-            sums = np.add.reduceat(mask, list(kinds), dtype=np.int64).tolist() if kinds else []
-            for kind, tokens in zip(kinds.values(), sums, strict=True):
-                counts.target_kinds[kind] += tokens
+            for part, (first, stop) in zip(chat.learnt, pairwise([*firsts, len(mask)]), strict=True):
+                counts.target_kinds[KIND_OF_TARGET[part.kind]] += int(np.count_nonzero(mask[first:stop]))
         own = None if weights is None else weights.astype(np.float32)
         return Document(ids, mask, own, special_tokens=encoded.special_tokens, category=item.category)
 
@@ -268,7 +267,7 @@ class ChatEncoder(Encoder):
         mask, border_tokens = self._encoder.mask(encoded, chat.text, chat.spans)
         learnt, weights = chat.learnt, None
         firsts = self._encoder.first_tokens(encoded, chat.text, [part.start for part in learnt])
-        if any(part.weight != 1 for part in learnt):
+        if [part for part in learnt if part.weight != 1]:
             weights = np.ones(len(mask), np.float64)
             for part, run in zip(learnt, pairwise([*firsts, len(mask)]), strict=True):
                 weights[slice(*run)] = part.weight  # also sets the context after it, which the next line resets
@@ -284,10 +283,12 @@ class ChatEncoder(Encoder):
 
     def _count_chat(self, chat: RenderedTurns, counts: Counts) -> None:
         """Count the ends of a chat's turns, and what its text lacks of the record or holds in another form."""
-        ends = Counter(chat.ends)
-        counts.end_of_turn.update(ends)
-        counts.text_ends.update({end: turns for end, turns in ends.items() if end and not self._is_one_token(end)})
-        counts.unprinted.update(chat.unprinted)
+        for end in chat.ends:
+            counts.end_of_turn[end] += 1
+            if end and not self._is_one_token(end):
+                counts.text_ends[end] += 1
+        if chat.unprinted:
+            counts.unprinted.update(chat.unprinted)
         if len(chat.learnt) < len(chat.parts):
             counts.context_parts.update(part.kind for part in chat.parts if not part.weight)
         counts.dropped_reasoning += chat.dropped_reasoning

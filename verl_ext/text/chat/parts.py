@@ -231,7 +231,10 @@ def is_opened(before: str) -> bool:
 
 def has_tags(text: str) -> bool:
     """Return whether a text holds a tag."""
-    return any(word in text for word in _WORDS_OF_TAGS) and any(tag in text for tag in _TAGS)
+    for word in _WORDS_OF_TAGS:
+        if word in text:
+            return any(tag in text for tag in _TAGS)
+    return False
 
 
 def _with_tags(text: str, start: int, borders: list[Border]) -> list[Border]:

@@ -48,7 +48,8 @@ def readable_value(value: Any) -> Any:
 def check_characters(text: str) -> None:
     """Raise `BadRecord` if UTF-8 cannot hold a text."""
     try:
-        text.encode()
+        if not text.isascii():
+            text.encode()
     except UnicodeEncodeError as error:
         raise BadRecord("invalid_text", "the text has half a surrogate pair, which is no character") from error
 

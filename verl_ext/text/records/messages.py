@@ -17,11 +17,12 @@ Every other field is passed to the template. The arguments of tool calls are obj
 
 import json
 import re
-from collections import Counter
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from verl_ext.endpoint.reasoning import REASONING_TAGS
 from verl_ext.text.read.json_records import from_json, parse_json
@@ -60,15 +61,14 @@ class TurnMask:
     stretches: dict[str, list[Stretch]] = field(default_factory=dict)  # weights of a field's characters, by its name
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """A message, its weight (None: not given), the weights of its parts, and the tools that a system message holds."""
+class Turn(NamedTuple):
+    """A message, its weight (None: not given) and the weights of its parts."""
 
     message: Message
     weight: float | None = None
     mask: TurnMask | None = None
-    tools: dict[str, Any] = field(default_factory=dict)
-    argument_texts: dict[int, str] = field(default_factory=dict)  # as in `Chat`, by the call's index in the turn
+    tools: Mapping[str, Any] = MappingProxyType({})  # that a system message holds
+    argument_texts: Mapping[int, str] = MappingProxyType({})  # as in `Chat`, by the call's index in the turn
     is_call: bool = False  # a message of its own for calls, which continues the assistant's turn before it
     has_thought: bool = False  # its content is a thought in tags, which a call follows
 
@@ -146,7 +146,7 @@ class MessageReader:
 
     def __init__(self, drop_media: bool = False) -> None:
         self.drop_media = drop_media
-        self.dropped: Counter[str] = Counter()
+        self.dropped: defaultdict[str, int] = defaultdict(int)
         self.text_calls = 0
 
     def turns(self, raw_messages: list[Any]) -> list[Turn]:
@@ -158,10 +158,10 @@ class MessageReader:
                 turns[-1] = _continued(turns[-1], turn, f"message {number}")
             else:
                 turns.append(turn)
-        others = (i for i, turn in enumerate(turns) if turn.weight and turn.message["role"] != "assistant")
-        if (other := next(others, None)) is not None and any(turn.weight != 1 for turn in turns):
-            role = turns[other].message["role"]
-            raise BadRecord("bad_weight", f"message {other + 1} ({role}) is to be learnt; only assistant turns can be")
+        others = [i for i, turn in enumerate(turns) if turn.weight and turn.message["role"] != "assistant"]
+        if others and any(turn.weight != 1 for turn in turns):
+            where = f"message {others[0] + 1} ({turns[others[0]].message['role']})"
+            raise BadRecord("bad_weight", f"{where} is to be learnt; only assistant turns can be")
         return turns
 
     def _turn(self, raw: Any, where: str) -> Turn:
@@ -302,7 +302,7 @@ def _continued(before: Turn, turn: Turn, where: str) -> Turn:
     calls = before.message.get("tool_calls") or []
     texts = {len(calls) + number: text for number, text in turn.argument_texts.items()}
     message = {**before.message, "tool_calls": [*calls, *turn.message["tool_calls"]]}
-    return replace(before, message=message, argument_texts={**before.argument_texts, **texts})
+    return before._replace(message=message, argument_texts={**before.argument_texts, **texts})
 
 
 def _learnt(fields: dict[str, Any], where: str) -> float | None:

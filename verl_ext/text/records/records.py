@@ -13,10 +13,8 @@ The fields of one of the SHAPES (shapes.py), which `columns` may rename, make a 
 `Record.unused` lists all other fields.
 """
 
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from verl_ext.options import choice_problem
 from verl_ext.text.read.readers import read_record
@@ -36,8 +34,7 @@ from verl_ext.text.records.shapes import (
 LONGEST_CATEGORY = 200  # characters
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(NamedTuple):
     """The content of a record, and its loss weight (None if not given).
 
     unused: names of fields that nothing reads. message_fields: names of message fields that only a template may read,
@@ -46,11 +43,11 @@ class Record:
     """
 
     content: Content
-    weight: float | None = None
-    unused: list[str] = field(default_factory=list)
-    message_fields: Counter[str] = field(default_factory=Counter)
-    dropped: Counter[str] = field(default_factory=Counter)
-    text_calls: int = 0
+    weight: float | None
+    unused: list[str]
+    message_fields: Mapping[str, int]
+    dropped: Mapping[str, int]
+    text_calls: int
 
 
 def parse_record(raw: Any, columns: Mapping[str, str | None] | None = None, drop_media: bool = False) -> Record:

@@ -5,7 +5,7 @@ fields of the others. If the remaining shapes give different results, the record
 """
 
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ from verl_ext.text.records.messages import (
     MessageReader,
     PlainText,
     Turn,
+    TurnMask,
 )
 from verl_ext.text.records.tool_calls import called, tool_list
 
@@ -48,11 +49,14 @@ class Fields:
         self.values = values
         self.unread = dict.fromkeys(values)
         self.reader = MessageReader(drop_media)
-        self.message_fields: Counter[str] = Counter()
+        self.message_fields: defaultdict[str, int] = defaultdict(int)
 
     def first(self, names: Iterable[str]) -> str | None:
         """Return the first of the names that the record has."""
-        return next((name for name in names if name in self.values), None)
+        for name in names:
+            if name in self.values:
+                return name
+        return None
 
     def take(self, name: str, default: Any = None) -> Any:
         """Read a field."""
@@ -91,9 +95,12 @@ class Shape:
 
     def found(self, fields: Fields) -> list[str] | None:
         """Return the record's names of this shape's fields; None if the shape does not fit."""
-        found = [name for names in self.fields if (name := fields.first(names)) is not None]
-        is_whole = len(found) == len(self.fields) and self.accepts(fields.values[found[0]])
-        return found if is_whole else None
+        found: list[str] = []
+        for names in self.fields:
+            if (name := fields.first(names)) is None:
+                return None
+            found.append(name)
+        return found if self.accepts(fields.values[found[0]]) else None
 
     @property
     def names(self) -> set[str]:
@@ -120,12 +127,13 @@ def read_content(fields: Fields, mapped: list[str]) -> Content:
         found = ", ".join(map(str, fields.values)) or "none"
         known = f"known shapes: {KNOWN_SHAPES}; columns={{…}} renames"
         raise BadRecord("unknown_fields", f"no known shape among the fields: {found}; {known}")
-    # A shape wins if it has the fields of another shape and more.
-    rivals = [(shape, own) for shape, own in fitting if not any(set(own) < set(other) for _, other in fitting)]
-    if len(fitting) > 1 and len({_result(shape, fields, names) for shape, names in rivals}) > 1:
-        fits = " and ".join("+".join(names) for _, names in rivals)
-        raise BadRecord("ambiguous", f"the record fits {fits}, which differ; columns={{…}} says which fields are meant")
-    shape, names = rivals[0]
+    if len(fitting) > 1:  # a shape wins if it has the fields of another shape and more
+        fitting = [(shape, own) for shape, own in fitting if not any(set(own) < set(other) for _, other in fitting)]
+        if len({_result(shape, fields, names) for shape, names in fitting}) > 1:
+            fits = " and ".join("+".join(names) for _, names in fitting)
+            got = f"the record fits {fits}, which differ"
+            raise BadRecord("ambiguous", f"{got}; columns={{…}} says which fields are meant")
+    shape, names = fitting[0]
     return shape.read(fields, *names)
 
 
@@ -267,25 +275,38 @@ def _chat(raw_messages: list[Any], fields: Fields, first_target: int = 0, system
         turns.insert(0, Turn({"role": "system", "content": text}))
         first_target += 1
     messages = [turn.message for turn in turns]
-    weights = {i: 1.0 if turn.weight is None else turn.weight for i, turn in enumerate(turns) if i >= first_target}
-    targets = {i: weight for i, weight in weights.items() if weight and messages[i]["role"] == "assistant"}
-    masks = {i: turn.mask for i, turn in enumerate(turns) if turn.mask is not None}
-    texts = {(i, number): text for i, turn in enumerate(turns) for number, text in turn.argument_texts.items()}
+    targets: dict[int, float] = {}
+    masks: dict[int, TurnMask] = {}
+    texts: dict[tuple[int, int], str] = {}
+    is_empty = True
+    for i, (message, weight, mask, _, texts_of_calls, *_) in enumerate(turns):
+        if weight != 0 and i >= first_target and message["role"] == "assistant":
+            targets[i] = 1.0 if weight is None else weight
+            is_empty = is_empty and not _says_something(message)
+        if mask is not None:
+            masks[i] = mask
+        for number, text in texts_of_calls.items():
+            texts[i, number] = text
+        if not TEMPLATE_FIELDS.issuperset(message):
+            for key in [key for key in message if key not in TEMPLATE_FIELDS]:
+                fields.message_fields[str(key)] += 1
     if not targets:
         raise BadRecord("no_target", "no assistant turn to learn from")
-    learnt = [messages[i] for i in targets]
-    said = (value for message in learnt for key, value in message.items() if key != "role" and isinstance(value, str))
-    if not any(value.strip() for value in said) and not any(message.get("tool_calls") for message in learnt):
+    if is_empty:
         raise BadRecord("empty", "every assistant turn is empty")
-    for message in messages:
-        if not TEMPLATE_FIELDS.issuperset(message):
-            fields.message_fields.update(str(key) for key in message if key not in TEMPLATE_FIELDS)
-    thoughts = tuple(i for i, turn in enumerate(turns) if turn.has_thought)
+    thoughts = tuple([i for i, turn in enumerate(turns) if turn.has_thought])
     return Chat(messages, targets, _tools(fields, turns), masks, texts, _template_kwargs(fields), thoughts)
+
+
+def _says_something(message: Message) -> bool:
+    said = [key for key, value in message.items() if key != "role" and isinstance(value, str) and value.strip()]
+    return bool(said or message.get("tool_calls"))
 
 
 def _template_kwargs(fields: Fields) -> dict[str, Any]:
     """Return the record's own arguments of the chat template."""
+    if fields.values.keys().isdisjoint(TEMPLATE_ARGUMENTS):
+        return {}
     thinking, name = fields.take("enable_thinking"), "chat_template_kwargs"
     given = from_json(fields.take(name) or {}, name)
     if not isinstance(given, dict):
@@ -307,6 +328,8 @@ def _template_kwargs(fields: Fields) -> dict[str, Any]:
 def _system(fields: Fields, first: Message) -> str:
     """Return the system message of the record's fields; if the chat has its own, a different one stays unread."""
     given = [name for name in SYSTEM_FIELDS if name in fields.values]
+    if not given:
+        return ""
     if first["role"] == "system":
         for name in given:
             if fields.values[name] in ("", first["content"]):
@@ -323,6 +346,8 @@ def _tools(fields: Fields, turns: list[Turn]) -> list[Any] | None:
     given = [tool_list(fields.take(name), name) for name in TOOL_FIELDS if name in fields.values]
     given += [tool_list(value, name) for turn in turns for name, value in turn.tools.items()]
     found = [tools for tools in given if tools]
+    if not found:
+        return None
     if any(tools != found[0] for tools in found):
         raise BadRecord("bad_tools", "tools are given more than once, and differ")
-    return found[0] if found else None
+    return found[0]

@@ -19,6 +19,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,10 +48,13 @@ class Windows(NamedTuple):
 
 
 class TokenCharacters(Sequence[Span]):
-    """The characters of each token of a text, from its begin to its end, both int64[T] and ascending."""
+    """The characters of each token of a text, ascending.
 
-    def __init__(self, begins: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
-        self._begins, self._ends = begins, ends
+    begins, ends: int64[T], counted from `origin` before the text's first character.
+    """
+
+    def __init__(self, begins: NDArray[np.int64], ends: NDArray[np.int64], origin: int = 0) -> None:
+        self._begins, self._ends, self._origin = begins, ends, origin
 
     @classmethod
     def from_spans(cls, spans: Any) -> "TokenCharacters":
@@ -63,15 +67,15 @@ class TokenCharacters(Sequence[Span]):
         return len(self._ends)
 
     def __getitem__(self, token: Any) -> Any:
-        return int(self._begins[token]), int(self._ends[token])  # IndexError ends an iteration
+        return self._begins.item(token) - self._origin, self._ends.item(token) - self._origin  # or IndexError
 
     def first_after(self, character: int) -> int:
         """Return the first token that ends after a character; the number of tokens if none does."""
-        return int(self._ends.searchsorted(character, "right"))
+        return int(self._ends.searchsorted(character + self._origin, "right"))
 
     def first_from(self, character: int) -> int:
         """Return the first token that begins at a character or after it; the number of tokens if none does."""
-        return int(self._begins.searchsorted(character))
+        return int(self._begins.searchsorted(character + self._origin))
 
 
 class _Encoding(TokenCharacters):
@@ -107,7 +111,9 @@ def mask_from_offsets(text: str, offsets: TokenCharacters, spans: Sequence[Span]
         if first >= stop:
             raise BadRecord("template_mismatch", f"no token lies in the assistant's turn at character {start}")
         mask[first:stop] = 1
-        across += bool(text[offsets[first][0] : start].strip()) + bool(text[end : offsets[stop - 1][1]].strip())
+        begin, last = offsets[first][0], offsets[stop - 1][1]
+        if begin < start or end < last:
+            across += bool(text[begin:start].strip()) + bool(text[end:last].strip())
     return mask, across
 
 
@@ -201,24 +207,29 @@ class TextEncoder:
             return
         self._call(self.tokenizer, [""])  # sets truncation, padding and special tokens like a call without options
         backend, sizes = self.tokenizer.backend_tokenizer, self._bytes_of_tokens
-        encode = backend.encode_batch if sizes is None else backend.encode_batch_fast
-        for text, encoding in zip(texts, encode(texts, add_special_tokens=False), strict=True):
-            ids = np.array(encoding.ids, np.int32)
-            if sizes is None:
-                yield Encoded(ids, _Encoding(encoding))
-                continue
-            data = text.encode()
-            ends = np.cumsum(taken := sizes[ids])
-            if self._is_normal(text) and (ends[-1] if len(ends) else 0) == len(data):
-                begins = ends - taken
-                if not data.isascii():
-                    character = np.cumsum((np.frombuffer(data, np.uint8) & 0xC0) != 0x80) - 1  # of each byte
-                    begins, ends = character[begins], character[ends - 1] + 1
-                yield Encoded(ids, TokenCharacters(begins, ends))
-                continue
-            if data.isascii():  # a normalizer, or a special token that swallows spaces, will change other texts too
-                self._bytes_of_tokens = None
-            yield Encoded(ids, _Encoding(backend.encode(text, add_special_tokens=False)))
+        if sizes is None:
+            for encoding in backend.encode_batch(texts, add_special_tokens=False):
+                yield Encoded(np.array(encoding.ids, np.int32), _Encoding(encoding))
+            return
+        of_texts = [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
+        ids = np.fromiter(chain.from_iterable(of_texts), np.int32)
+        ends = np.cumsum(taken := sizes[ids])  # in bytes of all texts
+        begins = ends - taken
+        stop = byte = 0
+        for text, length in zip(texts, map(len, of_texts), strict=True):
+            own = slice(stop, stop := stop + length)
+            origin, byte = byte, int(ends[stop - 1]) if stop else 0
+            data = b"" if text.isascii() else text.encode()
+            if byte - origin != (len(data) or len(text)) or not self._is_normal(text):
+                if not data:  # a normalizer, or a special token that swallows spaces, will change other texts too
+                    self._bytes_of_tokens = None
+                yield Encoded(ids[own], _Encoding(backend.encode(text, add_special_tokens=False)))
+            elif not data:
+                yield Encoded(ids[own], TokenCharacters(begins[own], ends[own], origin))
+            else:
+                character = np.cumsum((np.frombuffer(data, np.uint8) & 0xC0) != 0x80) - 1  # of each byte
+                characters = character[begins[own] - origin], character[ends[own] - origin - 1] + 1
+                yield Encoded(ids[own], TokenCharacters(*characters))
 
     @cached_property
     def _bytes_of_tokens(self) -> NDArray[np.int64] | None:
