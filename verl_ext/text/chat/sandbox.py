@@ -2,7 +2,7 @@
 
     message.content        an item of a dict
     content.strip          a method of a string, unless it formats
-    loop.first, ns.seen    what Jinja itself keeps
+    loop.first, ns.seen    what Jinja itself keeps; namespace()
 
 The values are those of `ImmutableSandboxedEnvironment`, whose checks take half the time of a rendering.
 """
@@ -39,7 +39,8 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call an object as the sandbox allows it."""
-        if type(obj) is BuiltinMethodType and type(obj.__self__) is str and obj.__name__ in _OF_STRINGS:
+        is_plain = type(obj) is BuiltinMethodType and type(obj.__self__) is str and obj.__name__ in _OF_STRINGS
+        if obj is Namespace or is_plain:
             kwargs.pop("_loop_vars", None)  # which Jinja passes to functions that ask for the context
             kwargs.pop("_block_vars", None)
             return obj(*args, **kwargs)

@@ -8,7 +8,7 @@ document 1   document 2
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from verl_ext.text.tokens.counts import Counts
 
 
-@dataclass(frozen=True)
-class Document:
+class Document(NamedTuple):
     """A document of T tokens.
 
     weights: of each target; None for 1. full_length: the number of tokens before it was cut; None if it was not.

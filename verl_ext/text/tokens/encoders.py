@@ -211,12 +211,12 @@ class TextEncoder:
             for encoding in backend.encode_batch(texts, add_special_tokens=False):
                 yield Encoded(np.array(encoding.ids, np.int32), _Encoding(encoding))
             return
-        of_texts = [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
-        ids = np.fromiter(chain.from_iterable(of_texts), np.int32)
+        encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
+        ids = np.fromiter(chain.from_iterable(encoding.ids for encoding in encodings), np.int32)
         ends = np.cumsum(taken := sizes[ids])  # in bytes of all texts
         begins = ends - taken
         stop = byte = 0
-        for text, length in zip(texts, map(len, of_texts), strict=True):
+        for text, length in zip(texts, map(len, encodings), strict=True):
             own = slice(stop, stop := stop + length)
             origin, byte = byte, int(ends[stop - 1]) if stop else 0
             data = b"" if text.isascii() else text.encode()
