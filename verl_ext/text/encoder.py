@@ -37,7 +37,10 @@ class Encoder(ABC):
     columns: Collection[str] | None = None
 
     def __init__(self, options: Any, tokenizer: Any = None, key: str = "") -> None:
-        """Take the options, a tokenizer (None: that of `options.model`) and the config key of the files, for errors."""
+        """Take the options, a tokenizer and the files' config key for errors.
+
+        tokenizer: None for that of `options.model`.
+        """
         self.options, self.given_tokenizer, self.key = options, tokenizer, key
 
     def __getstate__(self) -> dict[str, Any]:
@@ -96,7 +99,10 @@ class Encoder(ABC):
         return join_documents(documents, chunk.category_id, chunk.num_bytes, **more)
 
     def failure(self, bad: BadRecord, place: str) -> str | None:
-        """Return the line of a bad record that ends the run; None if it is left out."""
+        """Return the line of a bad record that ends the run.
+
+        None if the record is left out.
+        """
         if self.options.on_bad_record == "skip":
             return None
         return f"{place}: {bad} ({bad.reason}; {self.options.key('on_bad_record')}=skip leaves such records out)"

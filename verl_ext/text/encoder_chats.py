@@ -42,7 +42,7 @@ KIND_OF_TARGET = {**{kind: kind for kind in KINDS}, EMPTY_REASONING: REASONING} 
 
 
 class _Item(NamedTuple):
-    """A text of a record, or why it has none; a chat with turns=each has several."""
+    """A record's text or error; a chat with turns=each has several."""
 
     place: str
     category: str
@@ -51,7 +51,7 @@ class _Item(NamedTuple):
 
 
 class ShownText(NamedTuple):
-    """A text of a record, the tokens of its document, and (message, prompt at inference) of each learnt turn."""
+    """A record's text, its tokens, and (message, prompt) of learnt turns."""
 
     text: str
     input_ids: NDArray[np.int32]
@@ -59,7 +59,7 @@ class ShownText(NamedTuple):
 
 
 class ChatEncoder(Encoder):
-    """An encoder of chat and text records, with one tokenizer and one set of options.
+    """An encoder of chats and texts, with one tokenizer and options.
 
     sources: the names of the chunks' sources, for `category_field`. tokenizer: None for that of the options.
     """
@@ -77,7 +77,7 @@ class ChatEncoder(Encoder):
 
     @cached_property
     def _chats(self) -> ChatRenderer:
-        """The renderer, made for the first chat because plain texts need no chat template."""
+        """The renderer, made for the first chat: texts need no template."""
         return ChatRenderer(self.tokenizer, self._encoder.special, self.options)
 
     @cached_property
@@ -85,7 +85,9 @@ class ChatEncoder(Encoder):
         return cache(lambda text: len(self._encoder.ids(text)) == 1)
 
     def fingerprint(self) -> str:
-        """Return a digest of all that decides a record's documents. Raises `UsageError` if a template cannot be read.
+        """Return a digest of all that decides a record's documents.
+
+        Raises `UsageError` if a template cannot be read.
 
         It covers the options, the tokenizer, the template and the stop tokens, wherever they were read from, and the
         date if the template may print it.
@@ -109,7 +111,7 @@ class ChatEncoder(Encoder):
         return prints_date(self._own_template or self.tokenizer.chat_template)
 
     def encode(self, chunk: Chunk) -> Documents:
-        """Return the documents of a chunk, one for each text of its records."""
+        """Return a chunk's documents, one for each text of its records."""
         counts: defaultdict[str, Counts] = defaultdict(Counts)
         items = self._items(chunk, counts)
         tokens = self._encoded([item.text for item in items])
@@ -123,12 +125,15 @@ class ChatEncoder(Encoder):
         return replace(documents, counts=Counts().add(*counts.values()), category_counts=by_category)
 
     def failure(self, bad: BadRecord, place: str) -> str | None:
-        """Return the line of a bad record that ends the run; on_unprinted=drop leaves out chats of its own."""
+        """Return the line of a bad record that ends the run.
+
+        on_unprinted=drop leaves out chats of its own.
+        """
         is_asked_for = bad.reason == "unprinted" and self.options.on_unprinted != "error"
         return None if is_asked_for else super().failure(bad, place)
 
     def shown(self, raw: Any) -> Iterator[ShownText]:
-        """Yield the texts of a record that give documents. Raises `BadRecord` if one gives none."""
+        """Yield a record's texts that give documents. Raises `BadRecord` for none."""
         content = self._record(raw).content
         texts = self._texts(content)
         for text, encoded in zip(texts, self._encoded(texts), strict=True):
@@ -139,7 +144,7 @@ class ChatEncoder(Encoder):
                 yield ShownText(str(text), ids, [])
 
     def prompt(self, raw: Any) -> tuple[Chat | None, int, list[int]]:
-        """Return (chat, number of its last assistant turn, tokens from which that turn is generated).
+        """Return (chat, its last assistant turn, tokens before that turn).
 
         A plain text, without a chat, is gone on with. The tokens begin the document that the record gives, up to what
         the template prints only before an answer. Raises `BadRecord`.
@@ -172,11 +177,11 @@ class ChatEncoder(Encoder):
         return self._chats.turn_ends if "_chats" in vars(self) else []
 
     def ids(self, text: str) -> list[int]:
-        """Return the token ids of a text, without those that the tokenizer adds at either end."""
+        """Return a text's token ids, without those added at either end."""
         return self._encoder.ids(text)
 
     def _items(self, chunk: Chunk, counts: defaultdict[str, Counts]) -> list[_Item]:
-        """Return the texts of every record, or why it cannot be used; count the records by category."""
+        """Return every record's texts, or its error; count records by category."""
         items: list[_Item] = []
         category_field = self.options.category_field
         source = self.sources[chunk.category_id - 1] if category_field else ""
@@ -213,7 +218,10 @@ class ChatEncoder(Encoder):
         return [content.text]
 
     def _count_fields(self, record: Record, counts: Counts) -> None:
-        """Count the fields that nothing reads; one that the template gets counts if the template does not name it."""
+        """Count the fields that nothing reads.
+
+        One that the template gets counts if the template does not name it.
+        """
         counts.text_calls += record.text_calls
         arguments = record.content.template_kwargs if isinstance(record.content, Chat) else {}
         if not (record.unused or record.message_fields or record.dropped or arguments):
@@ -238,7 +246,7 @@ class ChatEncoder(Encoder):
         ]
 
     def _document(self, item: _Item, encoded: Encoded | Exception, counts: Counts) -> Document:
-        """Make a text's document with its mask and weights, and count what a chat holds. Raises `BadRecord`."""
+        """Make a text's document, and count what a chat holds. Raises `BadRecord`."""
         if isinstance(encoded, Exception):
             raise encoded
         ids, weights, chat = encoded.ids, None, item.text if isinstance(item.text, RenderedTurns) else None
@@ -263,7 +271,10 @@ class ChatEncoder(Encoder):
     def _learnt_tokens(
         self, chat: RenderedTurns, encoded: Encoded
     ) -> tuple[NDArray[np.int8], NDArray[np.float64] | None, list[int], int]:
-        """Return a chat's mask, its weights if one is not 1, the first token of each learnt part, and border tokens."""
+        """Return a chat's mask, its weights, first tokens and border tokens.
+
+        The weights are None if all are 1; each learnt part has a first token.
+        """
         mask, border_tokens = self._encoder.mask(encoded, chat.text, chat.spans)
         learnt, weights = chat.learnt, None
         firsts = self._encoder.first_tokens(encoded, chat.text, [part.start for part in learnt])
@@ -282,7 +293,7 @@ class ChatEncoder(Encoder):
         return ids if len(ids) and ids[-1] == eos else np.append(ids, np.int32(eos))
 
     def _count_chat(self, chat: RenderedTurns, counts: Counts) -> None:
-        """Count the ends of a chat's turns, and what its text lacks of the record or holds in another form."""
+        """Count a chat's ends, and what its text changes or lacks."""
         for end in chat.ends:
             counts.end_of_turn[end] += 1
             if end and not self._is_one_token(end):

@@ -1,4 +1,4 @@
-"""Tokenize files to disk: the one loop of all families and commands, and the name of what it made.
+"""Tokenize files to disk: one loop of all families and commands.
 
     files --read_files--> chunks --Encoder, in one or several processes--> Documents --> a writer
 
@@ -60,7 +60,9 @@ def tokenize_files(
     is_full: Callable[[int], bool] = lambda source: False,
     description: str = "tokenize",
 ) -> None:
-    """Tokenize files, and pass their documents in order to `add`, which writes them and returns what it wrote.
+    """Tokenize files, and pass their documents in order to `add`.
+
+    It writes them and returns what it wrote.
 
     num_workers: the processes; 1: this one; None: chosen by the files' bytes. on_ray: tasks of a Ray cluster do the
     work. size: of chunks. read: the reader of one file; None: the encoder's. is_full: tells whether more of a source,
@@ -167,6 +169,9 @@ def tokens_fingerprint(files: Sequence[SourceFile], encoder: Encoder, *others: A
 
 @cache
 def code_digest(module: str) -> str:
-    """Return a digest of this package and another module, so that no cache outlives a change of them."""
+    """Return a digest of this package's code and another module's.
+
+    No cache outlives a change of them.
+    """
     files = [*sorted(Path(__file__).parent.rglob("*.py")), Path(str(sys.modules[module].__file__))]
     return fingerprint([[path.name, hashlib.sha256(path.read_bytes()).hexdigest()] for path in files])

@@ -66,7 +66,10 @@ class Words(NamedTuple):
 
 
 class MarkedPlace(NamedTuple):
-    """The place of marked words in a text, from mark `first` to mark `last` (equal if there is one mark)."""
+    """The place of marked words, from mark `first` to mark `last`.
+
+    They are equal if there is one mark.
+    """
 
     number: int
     words: Words

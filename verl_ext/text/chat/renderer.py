@@ -89,7 +89,10 @@ class ChatOptions(RecordOptions):
     )
 
     def dated(self: OptionsT) -> OptionsT:
-        """Return the options with today's date if they have none, so that all workers and nodes print the same."""
+        """Return the options with a date, by default today's.
+
+        All workers and nodes then print the same.
+        """
         return self if self.chat_date else replace(self, chat_date=date.today().isoformat())
 
     def problems(self) -> Iterable[str | None]:
@@ -121,7 +124,7 @@ def date_problem(key: str, given: str | None) -> str | None:
 
 
 class RenderedTurns(NamedTuple):
-    """A rendered chat, and the parts of its turns that are to be learnt; a prompt has none.
+    """A rendered chat and its parts to be learnt; prompts have none.
 
     Attributes:
         text: the text.
@@ -265,7 +268,9 @@ class ChatRenderer:
         return with_targets
 
     def prompt(self, chat: Chat, turn: int) -> RenderedTurns:
-        """Return the text from which message `turn` is generated, with the changes that `render` makes of the chat.
+        """Return the text from which message `turn` is generated.
+
+        It has the changes that `render` makes of the chat.
 
         Raises `BadRecord`.
         """
@@ -276,7 +281,10 @@ class ChatRenderer:
         return RenderedTurns(rendered.text, disguised=disguised, special_tokens=names)
 
     def _chosen(self, chat: Chat) -> tuple[TemplateCache, Chat, bool]:
-        """Return the template for a chat, the chat that it gets, and whether empty thinking blocks are left out."""
+        """Return a chat's template, the chat for it, and whether blocks go.
+
+        The blocks are empty thinking blocks.
+        """
         variant = self._variant(chat)
         if chat.thoughts and (name := variant.chats.template.thought_field):
             chat = chat.with_thoughts_in(name)

@@ -1,4 +1,4 @@
-"""transformers' sandbox for chat templates, with a short way to the attributes that they ask for most.
+"""transformers' sandbox for chat templates, faster for the most usual attributes.
 
     message.content        an item of a dict
     content.strip          a method of a string, unless it formats
@@ -25,7 +25,7 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
     """The sandbox that transformers sets up for a template; `compiled` makes it."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Return an attribute or an item of an object as the sandbox allows it."""
+        """Return an object's attribute or item as the sandbox allows it."""
         kind = type(obj)
         if kind is dict and attribute not in _OF_DICTS:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
@@ -49,7 +49,7 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
 
 @lru_cache
 def compiled(source: str) -> Callable[[Mapping[str, Any]], str]:
-    """Compile a template; return the function that renders it with variables. Raises Jinja's errors."""
+    """Return a template's function from variables to text. Raises Jinja's errors."""
     sandbox = object.__new__(ChatSandbox)
     vars(sandbox).update(vars(_compile_jinja_template(source).environment))  # its filters, globals and extensions
     template = sandbox.from_string(source)

@@ -50,7 +50,7 @@ _PLAIN_ANSWER = {"role": "assistant", "content": f"{_ANSWER}ok"}
 
 
 class _Prompt(NamedTuple):
-    """A text that the model may get before a turn, from the end of the last words before it on."""
+    """A text before a turn, from the last words before it on."""
 
     text: str
     before_header: int  # the length of its part before the turn's header
@@ -203,7 +203,10 @@ class TurnSearch:
         return [*(place.first for place in self.places if place.words.text.strip()), len(self.text)]
 
     def _goes_on_with(self, prompt: str, begin: int) -> bool:
-        """Return whether the text at `begin` goes on with a prompt, also if that ends inside the next words."""
+        """Return whether the text at `begin` goes on with a prompt.
+
+        The prompt may end inside the next words.
+        """
         after = bisect_left(self._starts_of_words, begin)
         gap = self.text[begin : self._starts_of_words[after]]
         if len(gap) < len(prompt) and prompt.startswith(gap):
@@ -211,7 +214,9 @@ class TurnSearch:
         return self.text.startswith(prompt, begin)
 
     def _prompts_before(self, before: MarkedPlace | None, index: int) -> list[_Prompt]:
-        """Return the prompts that the model may get for message `index`, from the end of the last words before it on.
+        """Return the prompts that the model may get for message `index`.
+
+        They begin at the end of the last words before it.
 
         The list is empty if the template refuses the chat up to there.
         """
@@ -247,7 +252,7 @@ class TurnSearch:
         return self._prompts[exact][0]
 
     def _new_prompts(self, before: MarkedPlace | None, count: int) -> list[_Prompt]:
-        """Render the first `count` messages with the generation prompt or, without one, up to a plain answer."""
+        """Render `count` messages with the generation prompt, or up to an answer."""
         own, messages = self.template.generation_prompt, self.marks.messages[:count]
         prompts = []
         for chat in [messages] if own else [[*messages, _PLAIN_ANSWER], messages]:
@@ -261,7 +266,7 @@ class TurnSearch:
         return prompts
 
     def _end(self, place: MarkedPlace, limit: int, index: int, is_last: bool) -> tuple[int, str]:
-        """Return the end of a target with last words at `place`, before `limit`, and the text that ends its turn."""
+        """Return a target's end before `limit`, and what ends its turn."""
         begin = place.last
         if not place.reaches_end:
             if not (length := place.rest_in(self.text)):
@@ -298,7 +303,7 @@ class TurnSearch:
         return bool(self.template.special.sub("", text).strip())
 
     def _closed(self, place: MarkedPlace, index: int, tail: str, is_last: bool) -> tuple[int, bool]:
-        """Return the length of the part of `tail` that is also printed if the turn ends the chat.
+        """Return the length of `tail` that a chat's last turn has too.
 
         `tail` is the text after a turn's last words. The second value tells whether that part alone closes a turn.
         Tails that differ only before their first special token, by numbers in a call, are closed alike.
@@ -326,7 +331,10 @@ class TurnSearch:
         return closed + begin, is_whole
 
     def _first_tail(self, chats: list[list[Message]], place: MarkedPlace) -> str | None:
-        """Return the text between a place's words and the next words, in the first of these chats that has them."""
+        """Return the text between a place's words and the next words.
+
+        It is that of the first of these chats that has the words.
+        """
         for messages in chats:
             if (marked := self.template.try_render(messages, self.marks.tools)) is None:
                 continue
@@ -353,7 +361,9 @@ class TurnSearch:
         return Target(begin, begin + found.end(), index, found[0])
 
     def _generation_blocks(self) -> RenderedChat:
-        """Return the targets of a template that marks the generated text: the parts of turns in its blocks.
+        """Return the targets of a template that marks the generated text.
+
+        They are the parts of turns in its blocks.
 
         A block may contain more than the assistant generates, such as a header or the document's end. It may also lack
         the end of the turn.

@@ -82,7 +82,10 @@ class SpecialTokens:
         return BadRecord("special_token", f"{found}; {self._key}=keep takes it for the token itself")
 
     def check_ids(self, ids: NDArray[np.integer]) -> None:
-        """Raise `BadRecord` if the ids of a text include a special token, which the tokenizer could not split."""
+        """Raise `BadRecord` if ids hold a special token.
+
+        The tokenizer could not split its name.
+        """
         if (control := np.isin(ids, self._ids)).any():
             name = self.tokenizer.convert_ids_to_tokens(int(ids[control][0]))
             raise self.refused(name, "and this tokenizer cannot encode it as text")
@@ -117,7 +120,7 @@ class SpecialTokens:
 
     @cached_property
     def renamed_tokenizer(self) -> Any:
-        """A copy of the tokenizer that also has the disguises as tokens, with other ids; see `real_ids`."""
+        """A copy of the tokenizer with the disguises as tokens; see `real_ids`."""
         renamed = deepcopy(self.tokenizer)
         flags = ("single_word", "lstrip", "rstrip", "normalized")
         renamed.add_tokens(

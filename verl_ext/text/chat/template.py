@@ -191,7 +191,7 @@ class ChatTemplate:
         return text, [(moved(start), moved(stop)) for start, stop in spans]
 
     def with_arguments_as_printed(self, chat: Chat) -> tuple[Chat, str]:
-        """Return the chat and its text, with the arguments of tool calls in the form that the template takes.
+        """Return the chat and its text, arguments as the template takes them.
 
         That is an object, or JSON text if the template fails for any object, or prints it as Python does. The form
         follows from the template and the chat alone, so that equal chats give equal texts in any order.
@@ -244,7 +244,7 @@ class ChatTemplate:
         return at
 
     def common_prefix(self, a: str, b: str) -> int:
-        """Return the length of the common prefix of two texts, which never ends inside a special token."""
+        """Return two texts' common prefix, which ends inside no special token."""
         length = common_prefix(a, b)
         return min(self.token_edge(a, length), self.token_edge(b, length))
 
@@ -301,7 +301,10 @@ class ChatTemplate:
         raise failed or BadRecord("template_error", "it leaves a turn's content out")
 
     def _turn_end(self, tail: str) -> str:
-        """Return the end of a turn in `tail`: its first stop token, else its last special token, else its text."""
+        """Return the end of a turn in `tail`.
+
+        That is its first stop token, else its last special token, else its text.
+        """
         if stop := self.stop_pattern.search(tail):
             return stop[0]
         tail = tail.rstrip()
@@ -322,7 +325,10 @@ def _template_error(error: Exception) -> BadRecord:
 
 
 def _in_parts(message: Message) -> Message:
-    """Return the message with its content as a list of one part, as templates of vision models expect."""
+    """Return the message with its content as a list of one part.
+
+    Templates of vision models expect it.
+    """
     content = message.get("content")
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 

@@ -1,4 +1,4 @@
-r"""Find the targets of chats of a known shape in one rendering, by the gaps between their words.
+r"""Find the targets of chats of a known shape by their gaps.
 
 A chat's shape is its roles, fields, targets and the white space around its words. A chat of stand-ins for the words is
 rendered and searched once for each shape (spans.py); other chats of the shape are rendered, and compared with it:
@@ -47,7 +47,7 @@ Shape = tuple[tuple[tuple[Field, ...], ...], tuple[int, ...]]  # of each message
 
 
 class _Frame(NamedTuple):
-    """The text around the words of a shape, and its targets in the text with stand-ins.
+    """The text around a shape's words, and its targets among stand-ins.
 
     parts: [2n + 1] the texts before, between and after words, and a place for each of the words between them. words:
     [n] their numbers. lengths: [n] of the stand-ins. before: for each target, the words before its start, its stop, and
@@ -62,7 +62,7 @@ class _Frame(NamedTuple):
     continuations: tuple[str, ...]
 
     def filled(self, words: list[str], text: str) -> RenderedChat | None:
-        """Return the chat with this text; None if that is not this frame with the words in it."""
+        """Return the chat if its text is this frame with the words."""
         parts, own = self.parts.copy(), [words[number] for number in self.words]
         parts[1::2] = own
         if "".join(parts) != text:
@@ -78,7 +78,7 @@ class _Frame(NamedTuple):
 
 
 class TemplateCache:
-    """A chat template with the frames of the shapes that it has rendered."""
+    """A chat template with the frames of shapes it has rendered."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self.template = template
@@ -102,7 +102,7 @@ class TemplateCache:
         return frame.filled(words, text)
 
     def _are_plain(self, words: list[str]) -> bool:
-        """Return whether neither the search nor the template looks at anything in these words."""
+        """Return whether neither search nor template looks at anything in words."""
         text = "\0".join(words)
         for sought in self._sought:
             if sought in text:
@@ -114,7 +114,7 @@ class TemplateCache:
 
     @cached_property
     def _is_usable(self) -> bool:
-        """Whether the template prints long words of many kinds of characters as it prints stand-ins."""
+        """Whether the template prints long, varied words as it prints stand-ins."""
         words = [f"{_TRIAL}{role}." for role in ("system", "user", "assistant")]
         for chosen in (words[1:], words):
             messages = [{"role": word[len(_TRIAL) : -1], "content": word} for word in chosen]
@@ -125,7 +125,10 @@ class TemplateCache:
         return False
 
     def _new_frame(self, shape: Shape) -> _Frame | None:
-        """Render and search a shape's chat of stand-ins; return None if its words cannot be told from the text."""
+        """Render and search a shape's chat of stand-ins.
+
+        Return None if its words cannot be told from the text.
+        """
         chat, count = Chat([], dict.fromkeys(shape[1], 1.0)), 0
         for fields in shape[0]:
             chat.messages.append(dict(fields))
@@ -158,7 +161,7 @@ class TemplateCache:
 
 
 def _shape_of(chat: Chat) -> tuple[Shape, list[str]] | None:
-    """Return a chat's shape and its words without white space around them; None if it has more than words."""
+    """Return a chat's shape and stripped words; None for more than words."""
     if chat.tools or len(chat.messages) > LONGEST or any(mask.stretches for mask in chat.masks.values()):
         return None
     messages: list[tuple[Field, ...]] = []
@@ -181,7 +184,7 @@ def _shape_of(chat: Chat) -> tuple[Shape, list[str]] | None:
 
 
 def _constants_of(template: ChatTemplate) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the texts that a template may seek in words, and those that it may compare words with.
+    """Return the texts that a template may seek in words, or compare.
 
     Words without them take the same way through the template as stand-ins. The parts of marks are among the former.
     """

@@ -57,7 +57,10 @@ def _malformed(error: ValueError) -> BadRecord:
 
 
 def parse_json(text: str) -> Any:
-    """Return the value of a JSON text. Raises `BadRecord` if it is malformed or its value would be changed."""
+    """Return a JSON text's value. Raises `BadRecord`.
+
+    The text is malformed, or its value would be changed.
+    """
     try:
         return _STRICT.decode(text)
     except RecursionError as error:
@@ -84,7 +87,7 @@ def repeated_name(names: Iterable[Any]) -> Any:
 
 
 def from_json(value: Any, name: str) -> Any:
-    """Decode a string, such as a cell of a table's column, as JSON; return other values unchanged."""
+    """Decode a string, as of a table's cell; return other values unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -94,7 +97,9 @@ def from_json(value: Any, name: str) -> Any:
 
 
 class JsonList:
-    """The elements of a JSON list in a stream, of which about `block` characters are held at once.
+    """The elements of a JSON list in a stream.
+
+    About `block` characters are held at once.
 
     Iterating yields ((number from 1, element), characters); an unusable element whose end is known is a `BadRecord`.
     Raises `DataError` if the list's syntax is broken, because the borders of its records are unknown from there on.

@@ -64,7 +64,10 @@ class Chunk:
 
 @dataclass(frozen=True)
 class TextFile:
-    """The record of a text file; longer than a block, it is read as a stream by the process that tokenizes it."""
+    """The record of a text file.
+
+    Longer than a block, it is read as a stream by the process that tokenizes it.
+    """
 
     path: str
     text: str | None = None
@@ -80,7 +83,9 @@ def read_files(
     read: Callable[[SourceFile, ChunkSize], Iterator[Chunk]] | None = None,
     is_full: Callable[[int], bool] = lambda source: False,
 ) -> Iterator[Chunk]:
-    """Yield the files' records in order, with the memory of a chunk or two; small files of a source share a chunk.
+    """Yield the files' records in order, with a chunk's memory or two.
+
+    Small files of a source share a chunk.
 
     read: the reader of one file (None: `read_chunks`). An unreadable file becomes a chunk's `failure` and ends its
     source, however far it is found ahead of the documents before it. Nothing more is read of a source that `is_full`.
@@ -128,7 +133,10 @@ def read_chunks(source: SourceFile, size: ChunkSize = CHUNK, columns: Columns = 
 
 
 def read_record(raw: Any) -> dict[str, Any]:
-    """Return a record of a chunk, parsed if it is a line's bytes. Raises `BadRecord` unless it is an object."""
+    """Return a chunk's record, parsed if it is bytes. Raises `BadRecord`.
+
+    It must be an object.
+    """
     record = parse_line(raw) if isinstance(raw, bytes) else raw
     if isinstance(record, BadRecord):
         raise record
@@ -170,7 +178,10 @@ def _has_text(line: bytes) -> bool:
 
 
 def _json(source: SourceFile, limit: ChunkSize, _: Columns) -> Pieces:
-    """Read a list, or one object per line if the file begins with an object, as many published .json files do."""
+    """Read a list, or one object per line.
+
+    Many published .json files are of the second kind, and begin with an object.
+    """
     with open_source(source.path) as file:
         blocks = iter(lambda: file.stream.readline(BLOCK), b"")
         first = next((line for line in blocks if _has_text(line)), None)
@@ -238,7 +249,9 @@ def _text(source: SourceFile, _: ChunkSize, __: Columns) -> Pieces:
 
 
 def text_blocks(path: str) -> Generator[tuple[str, int], None, None]:
-    """Yield (block, bytes of the file) for a text file, with the line ends of Python's text files.
+    """Yield (block, bytes of the file) for a text file.
+
+    The line ends are those of Python's text files.
 
     A block ends with a line if no line is longer than a block. Raises `BadRecord` if the text is not UTF-8 or has a NUL
     byte, and `DataError` if the file cannot be read.
@@ -338,7 +351,10 @@ def _arrow(source: SourceFile, limit: ChunkSize, columns: Columns) -> Pieces:
 
 
 def _release(mapped: mmap.mmap, file: OpenedFile) -> None:
-    """Give back the memory of what was read; raise `DataError` if the file has shrunk, whose end would be a fault."""
+    """Give back the memory of what was read. Raises `DataError`.
+
+    A file that has shrunk is refused, because reading its end would be a fault.
+    """
     if hasattr(mmap, "MADV_DONTNEED"):
         mapped.madvise(mmap.MADV_DONTNEED)
     if os.fstat(file.stream.fileno()).st_size != file.size:

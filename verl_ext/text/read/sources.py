@@ -93,7 +93,7 @@ def without_compression(name: str) -> str:
 
 
 def kind_of(path: str | Path) -> str | None:
-    """Return the kind of a file by its suffix, in upper or lower case; None if it is unknown."""
+    """Return a file's kind by its suffix in any case, or None."""
     name = file_name(str(path)).lower()
     plain = without_compression(name)
     kind = SUFFIXES.get(Path(plain).suffix)
@@ -320,13 +320,16 @@ class OpenedFile:
         return (self.size or 0) if self._raw.closed else self._raw.tell()
 
     def check_end(self) -> None:
-        """Raise `DataError` at the stream's end if bytes are missing, because a host may silently cut a file off."""
+        """Raise `DataError` at the stream's end if bytes are missing.
+
+        A host may silently cut a file off.
+        """
         if self.size is not None and self.position != self.size:
             raise DataError(f"{self.path}: must not change while it is read; {self.position} of {self.size} bytes came")
 
 
 def encoding_problem(start: bytes) -> str | None:
-    """Return why a file cannot be UTF-8, by its first four bytes; None if it can be."""
+    """Return why a file's first four bytes are no UTF-8, or None."""
     if start in (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE):
         return "it is UTF-32"
     if start[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):

@@ -33,7 +33,9 @@ def check_names(path: str, names: Iterable[str]) -> None:
 
 
 def check_bytes(path: str, batch: pa.RecordBatch, mapped: pa.Buffer | None) -> None:
-    """Raise `DataError` if a column of a damaged file lies beyond its bytes, which Arrow does not check.
+    """Raise `DataError` if a column lies beyond a file's bytes.
+
+    Arrow does not check this in damaged files.
 
     mapped: the whole file, if it is memory-mapped. Bytes that were decompressed are not in it, and may be written to.
     """
@@ -83,7 +85,7 @@ def _parts(table: Any, first: int, rows: int, records: int, num_bytes: int) -> I
 
 
 def _column(column: Any, name: str, convert: Convert | None) -> list[Any]:
-    """Return the values of a table of one column; one that cannot be read is a `BadRecord`."""
+    """Return a column's values; an unreadable one is a `BadRecord`."""
     try:
         return _values(column, convert)
     except _ROW_ERRORS as error:
@@ -103,7 +105,10 @@ def _values(column: Any, convert: Convert | None) -> list[Any]:
 
 
 def conversion(kind: Any) -> Convert | None:
-    """Return how a value of a type that Arrow gives becomes one of JSON, None to leave it; null is not passed."""
+    """Return how an Arrow type's values become JSON's; None to leave them.
+
+    Null is not passed.
+    """
     if isinstance(kind, pa.JsonType):
         return parse_json
     if isinstance(kind, pa.BaseExtensionType):
@@ -166,7 +171,10 @@ def parquet_tables(
 
 
 def _presence(leaves: list[Any], rows: int) -> bool | None:
-    """Return whether all rows of a column have a value, or none has; None if some have, or it is unknown."""
+    """Return True if all rows have a value, False if none has.
+
+    None if some have one, or if it is unknown.
+    """
     nulls = [leaf.statistics.null_count if leaf.statistics is not None else None for leaf in leaves]
     if 0 in nulls:
         return True
@@ -174,7 +182,9 @@ def _presence(leaves: list[Any], rows: int) -> bool | None:
 
 
 def _batches(file: pq.ParquetFile, group: int, read: list[str], rows: int, num_bytes: int) -> Iterator[Any]:
-    """Yield the columns `read` of a row group, `rows` rows at a time, or fewer after rows that were too large.
+    """Yield a row group's columns, `rows` rows at a time.
+
+    They are fewer after rows that were too large.
 
     Values of a dictionary, and rows of very different sizes, may take far more bytes than the file's sizes say.
     """

@@ -1,4 +1,4 @@
-"""Find the shape of a record, and read its fields as a chat or a text.
+"""Find a record's shape, and read its fields as chat or text.
 
 SHAPES lists the shapes. If several fit a record, the first one that `comes_first` wins, and then the one that has all
 fields of the others. If the remaining shapes give different results, the record is bad.
@@ -71,7 +71,7 @@ class Fields:
         return value
 
     def messages(self, name: str, needs: str = "a list of messages") -> list[Any]:
-        """Read a field that must be a list or a list's JSON text; `needs` describes it in the error."""
+        """Read a list, or its JSON text; errors say what it `needs`."""
         value = from_json(self.take(name), name)
         if not isinstance(value, list):
             raise BadRecord("non_string_content", f"{name} must be {needs}; got {type(value).__name__}")
@@ -82,7 +82,7 @@ class Fields:
 
 @dataclass(frozen=True)
 class Shape:
-    """A shape of records: its fields with their other names, and its reader.
+    """A shape of records: fields with their other names, and reader.
 
     comes_first: the shape wins over every shape after it. accepts: a test of the first field's value.
     """
@@ -94,7 +94,7 @@ class Shape:
     accepts: Callable[[Any], bool] = lambda value: True
 
     def found(self, fields: Fields) -> list[str] | None:
-        """Return the record's names of this shape's fields; None if the shape does not fit."""
+        """Return the record's names of this shape's fields; None: no fit."""
         found: list[str] = []
         for names in self.fields:
             if (name := fields.first(names)) is None:
@@ -104,7 +104,7 @@ class Shape:
 
     @property
     def names(self) -> set[str]:
-        """The names that this shape reads, without the names that any shape reads."""
+        """The names that this shape reads, beside those of any shape."""
         return {*self.optional, *(name for names in self.fields for name in names)}
 
     def __str__(self) -> str:
@@ -138,7 +138,7 @@ def read_content(fields: Fields, mapped: list[str]) -> Content:
 
 
 def _result(shape: Shape, fields: Fields, names: list[str]) -> str:
-    """Return the content of a record by one shape, as text for comparison."""
+    """Return a record's content by one shape, as text for comparison."""
     try:
         return repr(shape.read(Fields(fields.values, fields.reader.drop_media), *names))
     except BadRecord as error:
@@ -150,7 +150,10 @@ def _as_messages(fields: Fields, name: str) -> Chat:
 
 
 def _pair(fields: Fields, question: str, answer: str) -> Chat:
-    """Read a user turn and its answer, strings or messages; messages of the question are never targets."""
+    """Read a user turn and its answer, strings or messages.
+
+    Messages of the question are never targets.
+    """
     if isinstance(fields.values[question], str) and isinstance(fields.values[answer], str):
         return _single_turn(fields.string(question), fields.string(answer), fields)
     before, after = (
@@ -182,7 +185,7 @@ def _xlam(fields: Fields, query: str, answers: str) -> Chat:
 
 
 def _glaive(fields: Fields, name: str) -> Chat:
-    """Read the turns of a text; an empty line or `<|endoftext|>` precedes each turn but the first."""
+    """Read a text's turns, separated by an empty line or `<|endoftext|>`."""
     roles = {"USER": "user", "ASSISTANT": "assistant", "FUNCTION RESPONSE": "tool"}
     head = rf"({'|'.join(roles)}):"
     text = fields.string(name)
@@ -242,7 +245,7 @@ FIELDS = tuple(dict.fromkeys([*(name for shape in SHAPES for name in sorted(shap
 
 
 def _single_turn(question: str, answer: str | Message, fields: Fields) -> Chat:
-    """Return the chat of the record's `history`, a user turn that begins with its `context`, and the answer."""
+    """Return the chat of `history`, `context` with the question, and the answer."""
     context = fields.take("context", "")
     if not isinstance(context, str):
         got = f"got {type(context).__name__}; columns={{context: null}} leaves it out"
@@ -267,7 +270,10 @@ def _history(fields: Fields) -> list[Message]:
 
 
 def _chat(raw_messages: list[Any], fields: Fields, first_target: int = 0, system_prefix: str = "") -> Chat:
-    """Return the chat of these messages with the record's system message and tools; targets begin at `first_target`."""
+    """Return the chat of messages with the record's system message and tools.
+
+    Targets begin at `first_target`.
+    """
     turns = fields.reader.turns(raw_messages)
     system = _system(fields, turns[0].message) if turns else ""
     if system:
@@ -326,7 +332,10 @@ def _template_kwargs(fields: Fields) -> dict[str, Any]:
 
 
 def _system(fields: Fields, first: Message) -> str:
-    """Return the system message of the record's fields; if the chat has its own, a different one stays unread."""
+    """Return the system message of the record's fields.
+
+    If the chat has its own, a different one stays unread.
+    """
     given = [name for name in SYSTEM_FIELDS if name in fields.values]
     if not given:
         return ""
@@ -342,7 +351,10 @@ def _system(fields: Fields, first: Message) -> str:
 
 
 def _tools(fields: Fields, turns: list[Turn]) -> list[Any] | None:
-    """Return the record's tools, or those of its system message. Raises `BadRecord` if both are given and differ."""
+    """Return the record's tools, or those of its system message.
+
+    Raises `BadRecord` if both are given and differ.
+    """
     given = [tool_list(fields.take(name), name) for name in TOOL_FIELDS if name in fields.values]
     given += [tool_list(value, name) for turn in turns for name, value in turn.tools.items()]
     found = [tools for tools in given if tools]

@@ -24,7 +24,7 @@ def function_of(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_calls(raw: Any, where: str) -> tuple[list[dict[str, Any]], dict[int, str]]:
-    """Read tool calls; return them with their arguments as objects, and the arguments that were JSON text."""
+    """Read tool calls with objects as arguments, and arguments that were text."""
     calls, texts = from_json(raw, f"{where}: tool_calls"), {}
     if not isinstance(calls, list) or not all(
         isinstance(call, dict) and isinstance(function_of(call), dict) for call in calls
@@ -61,7 +61,10 @@ def _arguments(given: Any, where: str) -> dict[str, Any]:
 
 
 def called(calls: Any, name: str) -> dict[str, Any]:
-    """Return the assistant's message with these calls (a list or its JSON text), each with `name` and `arguments`."""
+    """Return the assistant's message with these calls.
+
+    calls: a list or its JSON text, each with `name` and `arguments`.
+    """
     calls = from_json(calls, name)
     if not isinstance(calls, list) or not all(isinstance(call, dict) and "name" in call for call in calls):
         raise BadRecord("bad_tools", f"{name} must be a list of tool calls, each with a name")

@@ -74,7 +74,7 @@ class Counts:
         return int(np.quantile(lengths, fraction, method="inverted_cdf", weights=documents))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the counts for the report; the order of keys does not depend on that of the records."""
+        """Return the report's counts, in an order that no record decides."""
         longest = max(self.lengths, default=0)
         return {
             **{name: getattr(self, name) for name in ("records", "documents", "tokens", "target_tokens")},

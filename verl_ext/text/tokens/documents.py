@@ -107,7 +107,7 @@ def _concatenated(arrays: list[NDArray[Any]], dtype: Any) -> NDArray[Any]:
 
 
 class NamedCategories:
-    """The numbers of categories by name, from 1 in the order of each one's first document."""
+    """The numbers of categories by name, from 1 by their first document."""
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         self.numbers = {name: number for number, name in enumerate(names, start=1)}

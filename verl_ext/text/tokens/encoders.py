@@ -1,4 +1,4 @@
-"""Encode texts as token ids, long texts in pieces, and mask spans of characters.
+"""Encode texts as ids, long ones in pieces; mask spans of characters.
 
 A long text is tokenized in windows. Only the tokens before a cut in each window are kept, so that memory grows with the
 ids alone and not with the text:
@@ -70,16 +70,19 @@ class TokenCharacters(Sequence[Span]):
         return self._begins.item(token) - self._origin, self._ends.item(token) - self._origin  # or IndexError
 
     def first_after(self, character: int) -> int:
-        """Return the first token that ends after a character; the number of tokens if none does."""
+        """Return the first token that ends after a character; T if none."""
         return int(self._ends.searchsorted(character + self._origin, "right"))
 
     def first_from(self, character: int) -> int:
-        """Return the first token that begins at a character or after it; the number of tokens if none does."""
+        """Return the first token that begins from a character on, or T."""
         return int(self._begins.searchsorted(character + self._origin))
 
 
 class _Encoding(TokenCharacters):
-    """The characters of an encoding's tokens, looked up singly because a list takes a tenth of the encoding time."""
+    """The characters of an encoding's tokens, looked up singly.
+
+    A list of them takes a tenth of the encoding time.
+    """
 
     def __init__(self, encoding: Any) -> None:
         self._encoding, self._tokens = encoding, range(len(encoding))
@@ -99,7 +102,9 @@ class _Encoding(TokenCharacters):
 
 
 def mask_from_offsets(text: str, offsets: TokenCharacters, spans: Sequence[Span]) -> tuple[np.ndarray, int]:
-    """Return mask[T] int8, 1 for the tokens in a span, and the number of these that also hold text from outside it.
+    """Return mask[T] int8, 1 in a span, and the border tokens.
+
+    A border token also holds text from outside its span.
 
     A token across a span's border belongs to the span, because the template's last characters before a turn, and the
     first ones after it, may be merged with the turn's words.
@@ -119,7 +124,10 @@ def mask_from_offsets(text: str, offsets: TokenCharacters, spans: Sequence[Span]
 
 @dataclass
 class Encoded:
-    """A text's ids int32[T], a chat's token characters, and the number of special tokens' names encoded as text."""
+    """A text's ids int32[T], and a chat's token characters.
+
+    special_tokens: the number of special tokens' names that are encoded as text.
+    """
 
     ids: NDArray[np.int32]
     offsets: TokenCharacters | None = None
@@ -142,13 +150,13 @@ class TextEncoder:
         self._split = as_plain_text(tokenizer) if self.on_found != "keep" else {}
 
     def ids(self, text: str) -> list[int]:
-        """Return the token ids of a text; names of special tokens become the tokens themselves."""
+        """Return a text's token ids; names of special tokens become these tokens."""
         return self._call(self.tokenizer, [text])["input_ids"][0]
 
     def encode(
         self, texts: Sequence[str | TextFile], add_special_tokens: bool = False
     ) -> list[Encoded | BadRecord | DataError]:
-        """Return the tokens of each text, or its error (an unusable text, an unreadable file).
+        """Return each text's tokens or error (unusable text, unreadable file).
 
         add_special_tokens: add the tokens that the tokenizer puts at either end of a text.
         """
@@ -176,19 +184,22 @@ class TextEncoder:
         return encoded
 
     def encode_chats(self, chats: Sequence[RenderedTurns]) -> list[Encoded | BadRecord]:
-        """Return the tokens of each chat, with their characters if the tokenizer is a fast one."""
+        """Return the tokens of each chat; a fast tokenizer's have characters."""
         is_short = [chat.disguised is None and len(chat.text) <= self._windows.size for chat in chats]
         short = self._short([chat.text for chat, it_is in zip(chats, is_short, strict=True) if it_is])
         return [next(short) if it_is else self._chat(chat) for chat, it_is in zip(chats, is_short, strict=True)]
 
     def mask(self, encoded: Encoded, text: str, spans: Sequence[Span]) -> tuple[np.ndarray, int]:
-        """Return mask[T] int8 of a chat's text, 1 in a span, and the number of its tokens that also hold other text."""
+        """Return mask[T] int8 of a chat's text, and its border tokens.
+
+        As `mask_from_offsets` does; a slow tokenizer has no border tokens.
+        """
         if encoded.offsets is None:
             return mask_from_prefixes(encoded.ids.tolist(), text, spans, self.ids), 0
         return mask_from_offsets(text, encoded.offsets, spans)
 
     def first_tokens(self, encoded: Encoded, text: str, characters: Sequence[int]) -> list[int]:
-        """Return the first token of a chat's text that holds a character at or after each of these, in order."""
+        """Return the first token from each of these ascending characters on."""
         if encoded.offsets is not None:
             return [encoded.offsets.first_after(character) for character in characters]
         prefixes = Prefixes(encoded.ids.tolist(), text, self.ids)
@@ -233,7 +244,10 @@ class TextEncoder:
 
     @cached_property
     def _bytes_of_tokens(self) -> NDArray[np.int64] | None:
-        """The size of each token in bytes of text, int64[ids]; None unless it is byte-level and adds no space."""
+        """The bytes of text of each token, int64[ids], if they are known.
+
+        None unless the tokenizer is byte-level and adds no space.
+        """
         backend = self.tokenizer.backend_tokenizer
         if not isinstance(backend.decoder, decoders.ByteLevel):
             return None
@@ -257,7 +271,7 @@ class TextEncoder:
         return normalizer.normalize_str(text) == text
 
     def _chat(self, chat: RenderedTurns) -> Encoded | BadRecord:
-        """Encode a long chat, or a chat that holds names of special tokens."""
+        """Encode a long chat, or one with names of special tokens."""
         tokenizer, text, call = self.tokenizer, chat.text, {}
         if chat.disguised is not None:
             tokenizer, text, call = self.special.renamed_tokenizer, chat.disguised, self._split
@@ -272,7 +286,7 @@ class TextEncoder:
         return Encoded(ids, TokenCharacters.from_spans(spans) if self.tokenizer.is_fast else None, chat.special_tokens)
 
     def _count(self, text: str) -> int:
-        """Return the number of names of special tokens in a text. Raises `BadRecord` if they are not allowed."""
+        """Count the names of special tokens in a text. Raises `BadRecord`."""
         found = [] if self.on_found == "keep" else self.special.found(text)
         if found and self.on_found == "error":
             raise self.special.refused(found[0][0])
@@ -281,7 +295,10 @@ class TextEncoder:
         return len(found)
 
     def _check(self, ids: NDArray[np.int32], added: Sequence[int] | None) -> None:
-        """Raise `BadRecord` if text became a special token; added[T] is 1 for tokens that the tokenizer added."""
+        """Raise `BadRecord` if text became a special token.
+
+        added[T] is 1 for tokens that the tokenizer added.
+        """
         if self._split:
             self.special.check_ids(ids if added is None else ids[np.asarray(added) == 0])
 
@@ -312,7 +329,7 @@ class TextEncoder:
         return Encoded(ids, None, special_tokens)
 
     def _around(self, text: str) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Return the tokens that a fast tokenizer adds before and after a text."""
+        """Return the tokens that a fast tokenizer adds around a text."""
         out = self._call(self.tokenizer, [text], add_special_tokens=True, **self._split)
         ids, mask = np.asarray(out["input_ids"][0], np.int32), out.encodings[0].special_tokens_mask
         own = np.flatnonzero(np.asarray(mask) == 0)
@@ -321,7 +338,10 @@ class TextEncoder:
     def _pieces(
         self, tokenizer: Any, blocks: Iterable[str], offsets: bool, **call: Any
     ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.int64]]]:
-        """Yield (ids[t], offsets[t, 2], or [0, 2] if not requested) of each piece of a text that comes in blocks."""
+        """Yield (ids[t], offsets[t, 2]) of each piece of a text in blocks.
+
+        The offsets are [0, 2] if not requested.
+        """
         blocks, text, begun, is_read = iter(blocks), "", 0, False
         size = self._windows.size if tokenizer.is_fast else self._windows.longest
         while True:
@@ -355,7 +375,7 @@ class TextEncoder:
     def _cut(
         self, tokenizer: Any, encoding: Any, window: str, offsets: bool, call: dict[str, Any]
     ) -> tuple[int, int] | None:
-        """Return the number of tokens before a window's last safe cut, and the first character of the next window."""
+        """Return the tokens before a window's last safe cut, and its character."""
         ids, tries = encoding.ids, 0
         ends = [end for _, end in encoding.offsets] if offsets else []
         latest = len(window) - self._windows.overlap
@@ -374,7 +394,7 @@ class TextEncoder:
         return None
 
     def _is_border(self, tokenizer: Any, encoding: Any, ids: list[int], token: int) -> bool:
-        """Return whether no merge can join a token with the one before it, whatever follows."""
+        """Return whether no merge can join a token with the one before."""
         if encoding.token_to_word(token) != encoding.token_to_word(token - 1):
             return True
         if not self._no_token_spans_a_space:
@@ -384,7 +404,7 @@ class TextEncoder:
 
     @cached_property
     def _no_token_spans_a_space(self) -> bool:
-        """Whether the model is a BPE whose tokens have sentencepiece's space only at their start."""
+        """Whether a BPE's tokens have sentencepiece's space only at their start."""
         if not isinstance(self.tokenizer.backend_tokenizer.model, models.BPE):
             return False
         added = {str(token) for token in self.tokenizer.added_tokens_decoder.values()}

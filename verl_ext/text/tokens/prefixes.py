@@ -36,7 +36,7 @@ class Prefixes:
         return None
 
     def before_words(self, character: int) -> int | None:
-        """Return the number of tokens before words, of which the first one may hold the space before them."""
+        """Return the number of tokens before words, or before the space there."""
         if (tokens := self.before(character)) is None:
             while character > self._at and self._text[character - 1].isspace():
                 character -= 1
@@ -44,7 +44,10 @@ class Prefixes:
         return tokens
 
     def about(self, character: int) -> int:
-        """Return the number of tokens before a character, or of about so many if it lies inside a token."""
+        """Return about how many tokens lie before a character.
+
+        The number is exact unless the character lies inside a token.
+        """
         tokens = self.before(character)
         return self._counted(character, max(self._at - LEADS[0], 0))[0] if tokens is None else tokens
 

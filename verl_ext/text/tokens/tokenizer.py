@@ -120,7 +120,10 @@ def load_tokenizer(model: ModelOptions) -> Any:
 
 
 def read_tokenizer(path: str, key: str, *, trust_remote_code: bool = False) -> Any:
-    """Load the tokenizer of a folder or Hub name. Raises `UsageError`, which names `key`, if there is none."""
+    """Load the tokenizer of a folder or Hub name.
+
+    Raises `UsageError`, which names `key`, if there is none.
+    """
     import_module(_tokenizer_module)  # takes seconds
     from transformers import AutoTokenizer
 
@@ -175,7 +178,10 @@ def check_tokenizer(tokenizer: Any, path: str, key: str = "model.path") -> None:
 
 
 def tokenizer_facts(tokenizer: Any) -> list[Any]:
-    """Return the facts that decide how a tokenizer splits text, without the state that calls leave in it."""
+    """Return the facts that decide how a tokenizer splits text.
+
+    The state that calls leave in it is not among them.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None and hasattr(backend, "to_str"):
         serialised = json.loads(backend.to_str())
