@@ -23,7 +23,9 @@ Maker = Callable[[], Document]  # it may raise BadRecord, or DataError for a tex
 
 
 class Encoder(ABC):
-    """The base class of encoders. Documents follow from the records, the tokenizer and the options alone.
+    """The base class of encoders.
+
+    Documents follow from the records, the tokenizer and the options alone.
 
     An encoder pickles as what it was made of: its cached properties, such as a tokenizer that the options name, are
     made anew in each process.
@@ -70,10 +72,10 @@ class Encoder(ABC):
 
     @abstractmethod
     def encode(self, chunk: Chunk) -> Documents:
-        """Return the documents of a chunk, up to an error that ends the run."""
+        """Return a chunk's documents, up to an error that ends the run."""
 
     def made(self, chunk: Chunk, makers: Iterable[Maker], owners: Sequence[tuple[str, Counts]] = ()) -> Documents:
-        """Make documents in the order of their records, up to an error that ends the run.
+        """Make documents in order, up to an error that ends the run.
 
         owners: the place of each, and the counts that a bad record is added to; without them each record has a maker.
         """

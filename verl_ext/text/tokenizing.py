@@ -38,7 +38,7 @@ EncoderT = TypeVar("EncoderT", bound=Encoder)
 
 
 class Writer(Protocol):
-    """A writer of files that are complete after `close()`; `abandon()` is always called last."""
+    """A writer of files, complete after `close()`; `abandon()` is called last."""
 
     def close(self) -> None:
         """Complete the files."""
@@ -131,7 +131,7 @@ def _same_encoder(encoder: EncoderT, fingerprint: str, driver_versions: Mapping[
 
 
 def cached_tokens(root: Path, name_now: Callable[[], str], make: Callable[[Path], None], key: str) -> Path:
-    """Return the folder below `root` for the files' fingerprint, which `make` fills if it is missing.
+    """Return the fingerprint's folder below `root`, which `make` fills if missing.
 
     Raises ValueError, and keeps no folder, if the files that `key` names change meanwhile.
     """
@@ -145,7 +145,7 @@ def cached_tokens(root: Path, name_now: Callable[[], str], make: Callable[[Path]
 
 
 def file_facts(paths: Iterable[str]) -> list[list[Any]]:
-    """Return [real path, size, modification time] of each file, also of the files in a folder.
+    """Return [real path, size, modification time] of files, also in folders.
 
     The facts of a URL are those of its host. No content is read.
     """
@@ -161,7 +161,7 @@ def file_facts(paths: Iterable[str]) -> list[list[Any]]:
 
 
 def tokens_fingerprint(files: Sequence[SourceFile], encoder: Encoder, *others: Any) -> str:
-    """Return a digest of all that documents follow from: code, encoder, files, and `others` of JSON's types."""
+    """Return a digest of code, encoder, files, and `others` of JSON's types."""
     read = [[file.category_id, file.kind] for file in files]
     code = code_digest(type(encoder).__module__)
     return fingerprint([code, encoder.fingerprint(), read, file_facts(file.path for file in files), *others])

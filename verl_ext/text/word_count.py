@@ -1,4 +1,4 @@
-"""Count the words of a text, score its length against the requested length, and tell its language.
+"""Count a text's words, score its length, and tell its language.
 
 Words and lengths follow LongBench-Write (LongWriter, evaluation/eval_length.py; arXiv 2408.07055, section 3.2).
 """

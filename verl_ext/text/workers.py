@@ -1,4 +1,4 @@
-"""Run jobs in local processes or on a Ray cluster, with ordered results."""
+"""Run jobs in local processes or on Ray, with ordered results."""
 
 import gc
 import multiprocessing
@@ -160,7 +160,7 @@ def ray_results(
 
 
 def _submitted(jobs: Iterable[Job], submit: Callable[[Job], Result], most: int) -> Iterator[Result]:
-    """Yield `submit(job)` for every job, in order, with at most `most` jobs pending."""
+    """Yield `submit(job)` for every job, in order, at most `most` pending."""
     pending: deque[Result] = deque()
     for job in jobs:
         pending.append(submit(job))
@@ -211,7 +211,7 @@ def _start_worker(make_state: Callable[[], Any], work: Callable[[Any, Any], Any]
 
 
 def _exit_with_parent() -> None:
-    """End a worker whose parent was killed, because it would wait for its next job forever."""
+    """End a worker whose parent was killed, instead of waiting forever."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         multiprocessing.connection.wait([parent.sentinel])

@@ -78,7 +78,7 @@ class MarkedPlace(NamedTuple):
     reaches_end: bool  # True if the words end at `last`
 
     def rest_in(self, text: str) -> int:
-        """Return the length of the words behind a mark in their middle; 0 for others.
+        """Return the length of words behind their middle mark, or 0.
 
         A template may change white space in them, as Qwen's do around the thought of a content.
         """
@@ -143,7 +143,7 @@ class Marks:
         return f"{text[:at]}{begin}{core}{end}{text[at + len(core) :]}"
 
     def places(self, marked: str) -> tuple[str, list[MarkedPlace]]:
-        """Remove the marks from a text; return it with the words' places in order.
+        """Remove a text's marks; return it with the words' places in order.
 
         If the template prints words twice, their first place is returned.
         """
@@ -167,7 +167,7 @@ class Marks:
 
 
 def length_but_space(given: str, text: str) -> int:
-    """Return the length of the start of `text` that equals `given` but for inner white space."""
+    """Return how much of `text` begins as `given` but for white space."""
     core = given.rstrip()
     at = 0
     for char in "".join(core.split()):
@@ -180,7 +180,10 @@ def length_but_space(given: str, text: str) -> int:
 
 
 def framing_key(message: Message, with_unmarked: bool = False) -> tuple[Any, ...]:
-    """Return a key that is equal for messages that a template frames alike (or, `with_unmarked`, prints alike)."""
+    """Return a key that is equal for messages framed alike.
+
+    with_unmarked: for messages that a template prints alike.
+    """
     said = sorted(key for key, value in message.items() if (value.strip() if isinstance(value, str) else value))
     if not with_unmarked:
         return message["role"], *said

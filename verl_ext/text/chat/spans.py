@@ -75,7 +75,7 @@ class TurnSearch:
     """
 
     def __init__(self, template: ChatTemplate, chat: Chat, text: str) -> None:
-        """Mark the words. Raises `BadRecord` if that changes the text in every way of marking."""
+        """Mark the words. Raises `BadRecord` if every way changes the text."""
         self.template, self.chat, self.text = template, chat, text
         self.continuations: set[str] = set()
         self._prompts: dict[tuple[Any, ...], tuple[list[_Prompt], list[Message]]] = {}
@@ -91,7 +91,7 @@ class TurnSearch:
         raise BadRecord("template_mismatch", f"the chat template {hidden}")
 
     def result(self) -> RenderedChat:
-        """Return the targets with their parts. Raises `BadRecord` if a turn cannot be found."""
+        """Return targets with parts. Raises `BadRecord` if a turn is not found."""
         rendered = self._generation_blocks() if self.template.marks_generation else self._turns()
         return with_borders(rendered, self.chat, self.places, self.template.special)
 
@@ -132,7 +132,7 @@ class TurnSearch:
         return RenderedChat(self.text, tuple(targets), tuple(unprinted))
 
     def _stops_inside(self, places: list[MarkedPlace]) -> Iterator[tuple[int, int, str]]:
-        """Find the borders inside a message that the template prints as two turns, content and calls.
+        """Find borders inside a message printed as two turns, content and calls.
 
         Yields the end of the stop token, the end of the header after it, and the token.
         """
@@ -145,7 +145,7 @@ class TurnSearch:
                 yield place.last + stop.end(), after.first - len(rest) + length, stop[0]
 
     def _unprinted(self) -> list[str]:
-        """Return the labels of words that are missing from the text, each once."""
+        """Return the labels of words missing from the text, each once."""
         printed, learnt = {place.number for place in self.places}, self.chat.targets
         labels = {
             words.label
@@ -169,7 +169,10 @@ class TurnSearch:
         return sorted(labels)
 
     def _start(self, place: int, index: int) -> int:
-        """Return the start of a target of message `index`, whose run begins at `self.places[place]`."""
+        """Return the start of a target of message `index`.
+
+        Its run begins at `self.places[place]`.
+        """
         first = self.places[place].first
         before = self.places[place - 1] if place else None
         begin = before.last if before else 0
@@ -288,7 +291,7 @@ class TurnSearch:
         return begin + end, self.template.last_special_token(tail[:end])
 
     def _is_trimmed(self, place: MarkedPlace) -> bool:
-        """Tell whether the template trims the white space at the end of a turn's content."""
+        """Tell whether the template trims white space after a turn's content."""
         *before, turn = self.chat.messages[: place.words.message + 1]
         if (kind := framing_key(turn)) not in self._trimmed:
             turns = turn, {**turn, "content": place.words.text.rstrip()}
@@ -346,7 +349,7 @@ class TurnSearch:
         return None
 
     def _empty_turn(self, index: int) -> Target | None:
-        """Return the target of a turn without words: the text that ends it."""
+        """Return a wordless turn's target: the text that ends it."""
         places = [place for place in self.places if place.words.message < index]
         before = places[-1] if places else None
         begin = before.last if before else 0

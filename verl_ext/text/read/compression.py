@@ -1,4 +1,4 @@
-"""Decompressed streams of whole files; all members or frames of a file are one stream."""
+"""Decompressed streams of whole files, of all members or frames."""
 
 import gzip
 import io

@@ -82,7 +82,7 @@ def parse_line(line: bytes) -> Any:
 
 
 def repeated_name(names: Iterable[Any]) -> Any:
-    """Return the first name that occurs more than once; None if all differ."""
+    """Return the first repeated name; None if all differ."""
     return next((name for name, times in Counter(names).items() if times > 1), None)
 
 
@@ -142,7 +142,7 @@ class JsonList:
         self._text, self._at, self._is_read = self._text[self._at :] + more, 0, len(more) < size
 
     def _next_character(self) -> str:
-        """Skip white space and return the next character, or an empty string at the file's end."""
+        """Skip white space; return the next character, "" at the end."""
         while True:
             self._at = _BLANKS.match(self._text, self._at).end()  # type: ignore[union-attr]
             if self._at < len(self._text) or self._is_read:
@@ -150,7 +150,7 @@ class JsonList:
             self._read_on(self._block)
 
     def _next_element(self) -> tuple[Any, int]:
-        """Return the next element, or its `BadRecord`, and the position of its end."""
+        """Return the next element or its `BadRecord`, and its end."""
         size = self._block
         while True:
             try:

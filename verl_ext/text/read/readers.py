@@ -37,7 +37,7 @@ Records = Iterator[tuple[NumberedRecord | None, int]]  # a record, or None for t
 
 
 class ChunkSize(NamedTuple):
-    """The maximum number of records of a chunk, and about the maximum bytes of their text."""
+    """The most records of a chunk, and about the most bytes."""
 
     records: int = 256
     bytes: int = 256 * 1024
@@ -168,7 +168,7 @@ def _pieces(
 
 
 def _lines(_: SourceFile, stream: BinaryIO) -> Records:
-    """Yield the lines of a file, numbered from 1; None stands for a blank line."""
+    """Yield a file's lines, numbered from 1; None for a blank line."""
     for number, line in enumerate(stream, start=1):
         yield ((number, line) if _has_text(line) else None), len(line)
 
@@ -220,7 +220,7 @@ def _rows(source: SourceFile, stream: BinaryIO) -> Records:
 
 
 def _row_record(header: list[str], row: list[str]) -> Any:
-    """Return a row as a record: an empty cell is null, a weight is a number."""
+    """Return a row's record; empty cells are null, weights numbers."""
     if len(row) != len(header):
         return BadRecord("malformed_row", f"malformed CSV: {len(row)} cells in a row, {len(header)} in the header")
     if any("\0" in cell for cell in row):
@@ -306,7 +306,7 @@ def _parquet(source: SourceFile, limit: ChunkSize, columns: Columns) -> Pieces:
 
 
 def _arrow(source: SourceFile, limit: ChunkSize, columns: Columns) -> Pieces:
-    """Read the shards that an Arrow folder's state.json names, each a stream of record batches.
+    """Read the shards of an Arrow folder's state.json, streams of record batches.
 
     `load_from_disk` would accept a shard that is cut off between two batches.
     """
@@ -362,7 +362,10 @@ def _release(mapped: mmap.mmap, file: OpenedFile) -> None:
 
 
 def arrow_shards(folder: str) -> list[str]:
-    """Return the files of an Arrow folder, in order. Raises `DataError` unless its state.json names them."""
+    """Return an Arrow folder's files, in order, as its state.json names them.
+
+    Raises `DataError`.
+    """
     try:
         if is_url(folder):
             with open_source(f"{folder}/{STATE}") as file:

@@ -1,4 +1,4 @@
-"""Read tables of Arrow and Parquet as records, a few rows at a time.
+"""Read Arrow and Parquet tables as records, some rows at a time.
 
     columns   messages   answer      notes               read: messages, answer
     record    [{…}]      "b"         UNREAD              {"messages": [{…}], "answer": "b", "notes": UNREAD}
@@ -49,7 +49,7 @@ def check_bytes(path: str, batch: pa.RecordBatch, mapped: pa.Buffer | None) -> N
 def table_records(
     table: Any, records: int, num_bytes: int, columns: Collection[str] | None
 ) -> Iterator[tuple[list[Any], int]]:
-    """Yield (records, their bytes) of a table or record batch, in its order.
+    """Yield (records, their bytes) of a table or batch, in order.
 
     records, num_bytes: the maximum of each part; a single row may have more bytes. columns: those that are read (None:
     all); the fields of the others are UNREAD.
@@ -69,7 +69,7 @@ def table_records(
 
 
 def _parts(table: Any, first: int, rows: int, records: int, num_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (first row, rows, bytes), cut in halves until they are few and small enough."""
+    """Yield (first row, rows, bytes), halved until few and small enough."""
     part = table.slice(first, rows)
     try:
         part.validate()  # a damaged file may point beyond its own bytes, which `nbytes` would follow
@@ -144,7 +144,7 @@ def _object(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
 def parquet_tables(
     file: pq.ParquetFile, records: int, num_bytes: int, columns: Collection[str] | None
 ) -> Iterator[Any]:
-    """Yield the rows of a Parquet file in tables of at most `records` rows and about `num_bytes`.
+    """Yield a Parquet file's tables of at most `records` rows, about `num_bytes`.
 
     A column that nothing reads is not decoded if the file's statistics tell which of its rows have a value; booleans or
     nulls stand for it.

@@ -116,7 +116,10 @@ class Chat:
         )
 
     def with_arguments(self, change: Callable[[tuple[int, int], Any], Any]) -> "Chat":
-        """Return the chat with `change(place as in argument_texts, arguments)` as the arguments of each call."""
+        """Return the chat with `change(place, arguments)` as the arguments of each call.
+
+        place: as in `argument_texts`.
+        """
         messages = list(self.messages)
         for index, message in enumerate(messages):
             calls = list(message.get("tool_calls") or ())

@@ -1,4 +1,4 @@
-"""Find borders of a text among its tokens for tokenizers that give no offsets.
+"""Find a text's borders among its tokens where tokenizers give no offsets.
 
 text      ………………… lead | piece | …      the lead: some characters before a border that is known
 tokens    … t t t t t t t|t t t t t …      of lead and piece together: those of the lead, then the text's own
@@ -18,14 +18,14 @@ LEADS = (64, 1024)  # characters before a piece that are encoded with it; at las
 
 
 class Prefixes:
-    """The numbers of tokens before ascending characters of a text with these ids."""
+    """The numbers of tokens before ascending characters of a text."""
 
     def __init__(self, ids: Sequence[int], text: str, encode: Callable[[str], list[int]]) -> None:
         self._ids, self._text, self._encode = list(ids), text, encode
         self._at = self._tokens = 0  # the last border that was found
 
     def before(self, character: int) -> int | None:
-        """Return the number of tokens before a character; None if it lies inside a token."""
+        """Return the tokens before a character; None if inside a token."""
         if character <= self._at:
             return self._tokens
         for length in (*LEADS, self._at):
@@ -61,7 +61,7 @@ class Prefixes:
 def mask_from_prefixes(
     ids: list[int], text: str, spans: Sequence[Span], encode: Callable[[str], list[int]]
 ) -> np.ndarray:
-    """Return mask[T] int8 of a text's spans, whose borders must lie between tokens."""
+    """Return mask[T] int8 of a text's spans, with borders between tokens."""
     mask, prefixes = np.zeros(len(ids), dtype=np.int8), Prefixes(ids, text, encode)
     for start, end in spans:
         before, through = prefixes.before_words(start), prefixes.before(end)
