@@ -39,10 +39,7 @@ class Encoder(ABC):
     columns: Collection[str] | None = None
 
     def __init__(self, options: Any, tokenizer: Any = None, key: str = "") -> None:
-        """Take the options, a tokenizer and the files' config key for errors.
-
-        tokenizer: None for that of `options.model`.
-        """
+        """Take options, `options.model`'s tokenizer if None, and the files' key."""
         self.options, self.given_tokenizer, self.key = options, tokenizer, key
 
     def __getstate__(self) -> dict[str, Any]:
@@ -101,10 +98,7 @@ class Encoder(ABC):
         return join_documents(documents, chunk.category_id, chunk.num_bytes, **more)
 
     def failure(self, bad: BadRecord, place: str) -> str | None:
-        """Return the line of a bad record that ends the run.
-
-        None if the record is left out.
-        """
+        """Return a bad record's line that ends the run, or None."""
         if self.options.on_bad_record == "skip":
             return None
         return f"{place}: {bad} ({bad.reason}; {self.options.key('on_bad_record')}=skip leaves such records out)"

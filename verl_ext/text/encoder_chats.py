@@ -87,9 +87,7 @@ class ChatEncoder(Encoder):
     def fingerprint(self) -> str:
         """Return a digest of all that decides a record's documents.
 
-        Raises `UsageError` if a template cannot be read.
-
-        It covers the options, the tokenizer, the template and the stop tokens, wherever they were read from, and the
+        Raises `UsageError` if a template cannot be read. It covers the options, the tokenizer, the template and the stop tokens, wherever they were read from, and the
         date if the template may print it.
         """
         own = {each.name: getattr(self.options, each.name) for each in fields(ChatOptions)}
@@ -125,10 +123,7 @@ class ChatEncoder(Encoder):
         return replace(documents, counts=Counts().add(*counts.values()), category_counts=by_category)
 
     def failure(self, bad: BadRecord, place: str) -> str | None:
-        """Return the line of a bad record that ends the run.
-
-        on_unprinted=drop leaves out chats of its own.
-        """
+        """Return the line that ends the run; on_unprinted=drop leaves chats out."""
         is_asked_for = bad.reason == "unprinted" and self.options.on_unprinted != "error"
         return None if is_asked_for else super().failure(bad, place)
 
@@ -218,10 +213,7 @@ class ChatEncoder(Encoder):
         return [content.text]
 
     def _count_fields(self, record: Record, counts: Counts) -> None:
-        """Count the fields that nothing reads.
-
-        One that the template gets counts if the template does not name it.
-        """
+        """Count unread fields, also the template's if it does not name them."""
         counts.text_calls += record.text_calls
         arguments = record.content.template_kwargs if isinstance(record.content, Chat) else {}
         if not (record.unused or record.message_fields or record.dropped or arguments):
@@ -263,6 +255,7 @@ class ChatEncoder(Encoder):
         if chat is not None:  # only a text that gives a document counts
             self._count_chat(chat, counts)
             counts.border_tokens += border_tokens
+            # If two parts begin at one token, the later one counts.
             for part, (first, stop) in zip(chat.learnt, pairwise([*firsts, len(mask)]), strict=True):
                 counts.target_kinds[KIND_OF_TARGET[part.kind]] += int(np.count_nonzero(mask[first:stop]))
         own = None if weights is None else weights.astype(np.float32)
@@ -271,10 +264,7 @@ class ChatEncoder(Encoder):
     def _learnt_tokens(
         self, chat: RenderedTurns, encoded: Encoded
     ) -> tuple[NDArray[np.int8], NDArray[np.float64] | None, list[int], int]:
-        """Return a chat's mask, its weights, first tokens and border tokens.
-
-        The weights are None if all are 1; each learnt part has a first token.
-        """
+        """Return a chat's mask, weights or None, first tokens and border tokens."""
         mask, border_tokens = self._encoder.mask(encoded, chat.text, chat.spans)
         learnt, weights = chat.learnt, None
         firsts = self._encoder.first_tokens(encoded, chat.text, [part.start for part in learnt])

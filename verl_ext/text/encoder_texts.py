@@ -60,10 +60,7 @@ def optimal_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 def vocabulary_size(tokenizer: Any) -> int:
-    """Return one more than the highest token id.
-
-    It is `len(tokenizer)`, or more if the ids have gaps.
-    """
+    """Return one more than the highest id: `len(tokenizer)`, without gaps."""
     return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))
 
 

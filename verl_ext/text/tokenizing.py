@@ -169,9 +169,6 @@ def tokens_fingerprint(files: Sequence[SourceFile], encoder: Encoder, *others: A
 
 @cache
 def code_digest(module: str) -> str:
-    """Return a digest of this package's code and another module's.
-
-    No cache outlives a change of them.
-    """
+    """Return a digest of this package's and another module's code, for caches."""
     files = [*sorted(Path(__file__).parent.rglob("*.py")), Path(str(sys.modules[module].__file__))]
     return fingerprint([[path.name, hashlib.sha256(path.read_bytes()).hexdigest()] for path in files])

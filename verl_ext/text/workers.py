@@ -170,10 +170,7 @@ def _submitted(jobs: Iterable[Job], submit: Callable[[Job], Result], most: int) 
 
 
 def _do_on_ray(common: tuple[str, Callable[[], Any], Callable[[Any, Any], Any], list[str]], job: Any) -> Any:
-    """Return a job's result, or the error that ends the run.
-
-    Ray would wrap it in its own traceback.
-    """
+    """Return a job's result or error, which Ray would wrap in tracebacks."""
     run, make_state, work, preload = common
     try:
         for module in preload:

@@ -46,10 +46,7 @@ class Learnt:
     empty_reasoning: bool = False
 
     def parts(self, rendered: RenderedChat, chat: Chat) -> list[Part]:
-        """Return the parts of all targets, in order.
-
-        Raises `BadRecord` if one may be of a kind that is not learnt.
-        """
+        """Return the parts of all targets. Raises `BadRecord` for doubtful ones."""
         parts: list[Part] = []
         for start, _, message, _, borders, stretches in rendered.targets:
             learnt = self._by_kind(chat.masks.get(message))

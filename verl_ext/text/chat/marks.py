@@ -66,10 +66,7 @@ class Words(NamedTuple):
 
 
 class MarkedPlace(NamedTuple):
-    """The place of marked words, from mark `first` to mark `last`.
-
-    They are equal if there is one mark.
-    """
+    """The place of marked words, from mark `first` to `last`, maybe one."""
 
     number: int
     words: Words
@@ -180,10 +177,7 @@ def length_but_space(given: str, text: str) -> int:
 
 
 def framing_key(message: Message, with_unmarked: bool = False) -> tuple[Any, ...]:
-    """Return a key that is equal for messages framed alike.
-
-    with_unmarked: for messages that a template prints alike.
-    """
+    """Return a key of messages framed, or `with_unmarked` printed, alike."""
     said = sorted(key for key, value in message.items() if (value.strip() if isinstance(value, str) else value))
     if not with_unmarked:
         return message["role"], *said

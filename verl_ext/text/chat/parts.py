@@ -78,9 +78,7 @@ class RenderedChat(NamedTuple):
 def with_borders(
     rendered: RenderedChat, chat: Chat, places: Sequence[MarkedPlace], special: re.Pattern[str]
 ) -> RenderedChat:
-    """Add every target's parts by the places of its words.
-
-    special: matches special tokens.
+    """Add every target's parts by its words' places and `special` tokens.
 
     Raises `BadRecord` if characters with weights of their own cannot be found in the text.
     """
@@ -148,10 +146,7 @@ def _begin(text: str, place: MarkedPlace, least: int) -> int | None:
 
 
 def _between(text: str, kind: str, begin: int, end: int, special: re.Pattern[str]) -> int | None:
-    """Return the border between reasoning and a tool call, in either order.
-
-    It lies in the text between their words.
-    """
+    """Return the border of reasoning and tool call between their words."""
     if kind == TOOL_CALL:
         opener = THINK_TAG.search(text, begin, end)
         return opener.start() if opener else None
@@ -164,10 +159,7 @@ def _between(text: str, kind: str, begin: int, end: int, special: re.Pattern[str
 def _stretches(
     text: str, target: Target, borders: list[Border], places: Sequence[MarkedPlace], mask: TurnMask
 ) -> Iterator[Stretch]:
-    """Yield the weights of a target's characters.
-
-    Template text has the weight of the words next to it.
-    """
+    """Yield a target's weights; template text has those of adjacent words."""
     for border in borders:
         inside = [place for place in places if place.last <= border.stop and _kind(place) == border.kind]
         places = [place for place in places if place not in inside]

@@ -89,10 +89,7 @@ class ChatOptions(RecordOptions):
     )
 
     def dated(self: OptionsT) -> OptionsT:
-        """Return the options with a date, by default today's.
-
-        All workers and nodes then print the same.
-        """
+        """Return the options with a date, so that all workers agree."""
         return self if self.chat_date else replace(self, chat_date=date.today().isoformat())
 
     def problems(self) -> Iterable[str | None]:
@@ -268,9 +265,7 @@ class ChatRenderer:
         return with_targets
 
     def prompt(self, chat: Chat, turn: int) -> RenderedTurns:
-        """Return the text from which message `turn` is generated.
-
-        It has the changes that `render` makes of the chat.
+        """Return the text before message `turn`, with the changes of `render`.
 
         Raises `BadRecord`.
         """
@@ -281,10 +276,7 @@ class ChatRenderer:
         return RenderedTurns(rendered.text, disguised=disguised, special_tokens=names)
 
     def _chosen(self, chat: Chat) -> tuple[TemplateCache, Chat, bool]:
-        """Return a chat's template, the chat for it, and whether blocks go.
-
-        The blocks are empty thinking blocks.
-        """
+        """Return the template, the chat for it, and whether blocks are dropped."""
         variant = self._variant(chat)
         if chat.thoughts and (name := variant.chats.template.thought_field):
             chat = chat.with_thoughts_in(name)
@@ -322,9 +314,7 @@ class ChatRenderer:
         return [chat]
 
     def _located(self, chats: TemplateCache, chat: Chat, is_prompt: bool) -> tuple[RenderedChat, str | None, int]:
-        """Render a chat as `special_tokens_in_text` asks, with its disguised text.
-
-        The last value is the number of names of tokens in it.
+        """Render a chat as `special_tokens_in_text` asks; return (chat, disguise, names).
 
         Raises `BadRecord` under `error` if a rendered message holds the name of a special token, and under `encode` if
         its place in the rendered text cannot be found or the tokenizer is not a fast one.

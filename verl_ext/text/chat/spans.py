@@ -169,10 +169,7 @@ class TurnSearch:
         return sorted(labels)
 
     def _start(self, place: int, index: int) -> int:
-        """Return the start of a target of message `index`.
-
-        Its run begins at `self.places[place]`.
-        """
+        """Return the start of message `index`'s target, at `self.places[place]`."""
         first = self.places[place].first
         before = self.places[place - 1] if place else None
         begin = before.last if before else 0
@@ -206,10 +203,7 @@ class TurnSearch:
         return [*(place.first for place in self.places if place.words.text.strip()), len(self.text)]
 
     def _goes_on_with(self, prompt: str, begin: int) -> bool:
-        """Return whether the text at `begin` goes on with a prompt.
-
-        The prompt may end inside the next words.
-        """
+        """Return whether the text at `begin`, next words included, continues a prompt."""
         after = bisect_left(self._starts_of_words, begin)
         gap = self.text[begin : self._starts_of_words[after]]
         if len(gap) < len(prompt) and prompt.startswith(gap):
@@ -334,10 +328,7 @@ class TurnSearch:
         return closed + begin, is_whole
 
     def _first_tail(self, chats: list[list[Message]], place: MarkedPlace) -> str | None:
-        """Return the text between a place's words and the next words.
-
-        It is that of the first of these chats that has the words.
-        """
+        """Return the text after a place's words in the first fitting chat."""
         for messages in chats:
             if (marked := self.template.try_render(messages, self.marks.tools)) is None:
                 continue

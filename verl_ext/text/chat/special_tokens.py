@@ -82,10 +82,7 @@ class SpecialTokens:
         return BadRecord("special_token", f"{found}; {self._key}=keep takes it for the token itself")
 
     def check_ids(self, ids: NDArray[np.integer]) -> None:
-        """Raise `BadRecord` if ids hold a special token.
-
-        The tokenizer could not split its name.
-        """
+        """Raise `BadRecord` if ids hold a special token that was not split."""
         if (control := np.isin(ids, self._ids)).any():
             name = self.tokenizer.convert_ids_to_tokens(int(ids[control][0]))
             raise self.refused(name, "and this tokenizer cannot encode it as text")
@@ -115,10 +112,7 @@ class SpecialTokens:
         return self._hidden_pattern.subn(lambda match: self._names[match[0]], text)
 
     def disguise(self, text: str) -> str:
-        """Return a text with hidden names for `renamed_tokenizer`.
-
-        All others in it are those of tokens.
-        """
+        """Return a text for `renamed_tokenizer`, with hidden names as text."""
         return self.show(self._pattern.sub(lambda match: self._disguises[match[0]], text))[0]
 
     @cached_property

@@ -142,10 +142,7 @@ class ChatTemplate:
 
     @cached_property
     def _jinja(self) -> tuple[Callable[[str], Callable[[dict[str, Any]], str]], dict[str, Any]] | None:
-        """The compiler of sources, and the variables of every call.
-
-        None for a tokenizer with its own renderer.
-        """
+        """The compiler and variables; None for tokenizers with their own renderer."""
         from transformers import PreTrainedTokenizerBase  # here: the writing process does not need it
 
         from verl_ext.text.chat.sandbox import compiled
@@ -304,20 +301,14 @@ class ChatTemplate:
         raise failed or BadRecord("template_error", "it leaves a turn's content out")
 
     def _turn_end(self, tail: str) -> str:
-        """Return the end of a turn in `tail`.
-
-        That is its first stop token, else its last special token, else its text.
-        """
+        """Return a turn's end: first stop token, last special token, or text."""
         if stop := self.stop_pattern.search(tail):
             return stop[0]
         tail = tail.rstrip()
         return self.last_special_token(tail) or tail.lstrip()
 
     def _inner_turn_end(self, tail: str, first_header: str) -> str:
-        """Return a turn's end in `tail`, text up to a user's turn.
-
-        `first_header` begins a chat.
-        """
+        """Return a turn's end before a user's turn; `first_header` begins chats."""
         first = self.special.match(tail.lstrip())
         headers = self.special.findall(first_header)
         if first is None or (headers[-1:] == [first[0]] and not self.stop_pattern.fullmatch(first[0])):
@@ -331,10 +322,7 @@ def _template_error(error: Exception) -> BadRecord:
 
 
 def _in_parts(message: Message) -> Message:
-    """Return the message with its content as a list of one part.
-
-    Templates of vision models expect it.
-    """
+    """Return the message with content in parts, as vision models' templates expect."""
     content = message.get("content")
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 

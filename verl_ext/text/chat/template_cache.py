@@ -125,10 +125,7 @@ class TemplateCache:
         return False
 
     def _new_frame(self, shape: Shape) -> _Frame | None:
-        """Render and search a shape's chat of stand-ins.
-
-        Return None if its words cannot be told from the text.
-        """
+        """Render and search a shape's stand-ins; None if words are not found."""
         chat, count = Chat([], dict.fromkeys(shape[1], 1.0)), 0
         for fields in shape[0]:
             chat.messages.append(dict(fields))

@@ -57,10 +57,7 @@ def _malformed(error: ValueError) -> BadRecord:
 
 
 def parse_json(text: str) -> Any:
-    """Return a JSON text's value. Raises `BadRecord`.
-
-    The text is malformed, or its value would be changed.
-    """
+    """Return a JSON text's value. Raises `BadRecord` if malformed or changed."""
     try:
         return _STRICT.decode(text)
     except RecursionError as error:

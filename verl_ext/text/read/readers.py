@@ -64,10 +64,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class TextFile:
-    """The record of a text file.
-
-    Longer than a block, it is read as a stream by the process that tokenizes it.
-    """
+    """A text file's record; if long, streamed by the process tokenizing it."""
 
     path: str
     text: str | None = None
@@ -133,10 +130,7 @@ def read_chunks(source: SourceFile, size: ChunkSize = CHUNK, columns: Columns = 
 
 
 def read_record(raw: Any) -> dict[str, Any]:
-    """Return a chunk's record, parsed if it is bytes. Raises `BadRecord`.
-
-    It must be an object.
-    """
+    """Return a chunk's record, an object, parsed from bytes. Raises `BadRecord`."""
     record = parse_line(raw) if isinstance(raw, bytes) else raw
     if isinstance(record, BadRecord):
         raise record
@@ -178,10 +172,7 @@ def _has_text(line: bytes) -> bool:
 
 
 def _json(source: SourceFile, limit: ChunkSize, _: Columns) -> Pieces:
-    """Read a list, or one object per line.
-
-    Many published .json files are of the second kind, and begin with an object.
-    """
+    """Read a list, or an object per line as many .json files."""
     with open_source(source.path) as file:
         blocks = iter(lambda: file.stream.readline(BLOCK), b"")
         first = next((line for line in blocks if _has_text(line)), None)
@@ -351,10 +342,7 @@ def _arrow(source: SourceFile, limit: ChunkSize, columns: Columns) -> Pieces:
 
 
 def _release(mapped: mmap.mmap, file: OpenedFile) -> None:
-    """Give back the memory of what was read. Raises `DataError`.
-
-    A file that has shrunk is refused, because reading its end would be a fault.
-    """
+    """Give back read memory; raise `DataError` if the file has shrunk."""
     if hasattr(mmap, "MADV_DONTNEED"):
         mapped.madvise(mmap.MADV_DONTNEED)
     if os.fstat(file.stream.fileno()).st_size != file.size:
@@ -362,10 +350,7 @@ def _release(mapped: mmap.mmap, file: OpenedFile) -> None:
 
 
 def arrow_shards(folder: str) -> list[str]:
-    """Return an Arrow folder's files, in order, as its state.json names them.
-
-    Raises `DataError`.
-    """
+    """Return the files of an Arrow folder's state.json. Raises `DataError`."""
     try:
         if is_url(folder):
             with open_source(f"{folder}/{STATE}") as file:

@@ -51,10 +51,7 @@ _Sizes = dict[str, int | None]  # bytes of files by path or URL; None if unknown
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file, Arrow folder or Hub dataset of one category.
-
-    `category_id` counts from 1 in the order of `sources`.
-    """
+    """A file, Arrow folder or Hub dataset of category `category_id`, from 1."""
 
     category_id: int
     path: str  # or URL
@@ -69,10 +66,7 @@ def total_bytes(files: Iterable[SourceFile]) -> int | None:
 
 
 def is_url(path: str) -> bool:
-    """Return whether a path is a URL of another machine.
-
-    `local_path` removes the `file://` of local paths.
-    """
+    """Return whether a path is a URL of another machine, not `file://`."""
     return bool(_URL.match(path)) and not path.startswith("file://")
 
 
@@ -199,10 +193,7 @@ def _kinds_below(files: _Sizes, key: str) -> dict[str, str | None]:
 
 
 def _check_regular(path: str, key: str) -> None:
-    """Refuse files that block their reader, or whose names are no UTF-8.
-
-    Raises `UsageError`.
-    """
+    """Refuse files that block their reader, or whose names are no UTF-8."""
     try:
         path.encode()
     except UnicodeEncodeError as error:
@@ -212,10 +203,7 @@ def _check_regular(path: str, key: str) -> None:
 
 
 def _remote_files(url: str, key: str) -> list[tuple[_Sizes, bool]]:
-    """Return the files that a URL, its glob or its folder names.
-
-    A glob has `*` or `[…]`; `?` begins a query.
-    """
+    """Return the files of a URL, folder or glob; `?` begins queries."""
     system, path = _file_system(url, key)
     found: dict[str, Any] = {}
     with _host_errors(url):
@@ -237,19 +225,13 @@ def _remote_files(url: str, key: str) -> list[tuple[_Sizes, bool]]:
 
 
 def open_remote(url: str) -> BinaryIO:
-    """Open a remote file, in ranges if the server supports them.
-
-    Raises the errors of its file system.
-    """
+    """Open a remote file, in ranges if supported; its errors are raised."""
     system, path = _file_system(url, "sources")
     return system.open(path, "rb")
 
 
 def remote_facts(url: str) -> Any:
-    """Return facts that change with the content of a remote source.
-
-    They are its size, version and modification time.
-    """
+    """Return a remote source's size, version and modification time."""
     with _host_errors(url):
         if match := _HUB.fullmatch(url):
             from huggingface_hub import dataset_info
@@ -276,10 +258,7 @@ def _file_system(url: str, key: str) -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def _host_errors(url: str, what: str = "") -> Iterator[None]:
-    """Raise `DataError` for errors of the body.
-
-    Every file system has its own network and credential errors.
-    """
+    """Raise `DataError` for errors of the body, whatever its file system."""
     try:
         yield
     except (DataError, UsageError):
@@ -289,10 +268,7 @@ def _host_errors(url: str, what: str = "") -> Iterator[None]:
 
 
 def _hub_split(url: str, key: str) -> tuple[str, str, int | None]:
-    """Return a Hub dataset's URL with its split, its kind and bytes.
-
-    The split is `train` by default; the bytes are those of its tables, if known.
-    """
+    """Return a Hub dataset's URL with split (default `train`), kind and bytes."""
     builder, splits, split = _hub_dataset(url)
     if split not in splits:
         raise UsageError(f"{key} must name a split, as in {HUB_HINT}; got {url}, which has {', '.join(splits)}")
@@ -344,10 +320,7 @@ class OpenedFile:
         return (self.size or 0) if self._raw.closed else self._raw.tell()
 
     def check_end(self) -> None:
-        """Raise `DataError` at the stream's end if bytes are missing.
-
-        A host may silently cut a file off.
-        """
+        """Raise `DataError` if bytes are missing, as hosts silently cut files."""
         if self.size is not None and self.position != self.size:
             raise DataError(f"{self.path}: must not change while it is read; {self.position} of {self.size} bytes came")
 

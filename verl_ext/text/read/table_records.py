@@ -33,9 +33,7 @@ def check_names(path: str, names: Iterable[str]) -> None:
 
 
 def check_bytes(path: str, batch: pa.RecordBatch, mapped: pa.Buffer | None) -> None:
-    """Raise `DataError` if a column lies beyond a file's bytes.
-
-    Arrow does not check this in damaged files.
+    """Raise `DataError` if a column lies beyond the file, unchecked by Arrow.
 
     mapped: the whole file, if it is memory-mapped. Bytes that were decompressed are not in it, and may be written to.
     """
@@ -105,10 +103,7 @@ def _values(column: Any, convert: Convert | None) -> list[Any]:
 
 
 def conversion(kind: Any) -> Convert | None:
-    """Return how an Arrow type's values become JSON's; None to leave them.
-
-    Null is not passed.
-    """
+    """Return how an Arrow type's non-null values become JSON's; None: unchanged."""
     if isinstance(kind, pa.JsonType):
         return parse_json
     if isinstance(kind, pa.BaseExtensionType):
@@ -171,10 +166,7 @@ def parquet_tables(
 
 
 def _presence(leaves: list[Any], rows: int) -> bool | None:
-    """Return True if all rows have a value, False if none has.
-
-    None if some have one, or if it is unknown.
-    """
+    """Return whether all rows have a value, or none has; None: unclear."""
     nulls = [leaf.statistics.null_count if leaf.statistics is not None else None for leaf in leaves]
     if 0 in nulls:
         return True
@@ -182,9 +174,7 @@ def _presence(leaves: list[Any], rows: int) -> bool | None:
 
 
 def _batches(file: pq.ParquetFile, group: int, read: list[str], rows: int, num_bytes: int) -> Iterator[Any]:
-    """Yield a row group's columns, `rows` rows at a time.
-
-    They are fewer after rows that were too large.
+    """Yield a row group's columns, `rows` rows at a time or fewer.
 
     Values of a dictionary, and rows of very different sizes, may take far more bytes than the file's sizes say.
     """

@@ -25,9 +25,7 @@ class RecordOptions(Options):
 
 
 class BadRecord(ValueError):
-    """An unusable record, by its reason.
-
-    It ends the run under `on_bad_record=error` and is counted by `reason` under `skip`.
+    """An unusable record, which ends the run or is counted by `reason`.
 
     As the value of a field it stands for one that cannot be read, and makes the record bad if something reads it.
     """

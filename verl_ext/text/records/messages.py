@@ -102,10 +102,7 @@ class Chat:
         return replace(self, messages=messages, thoughts=())
 
     def with_last_target(self) -> "Chat":
-        """Return the chat with its last assistant turn as the only target.
-
-        There is none if its weight is 0.
-        """
+        """Return the chat with at most its last assistant turn as target."""
         last = max((i for i, m in enumerate(self.messages) if m["role"] == "assistant"), default=-1)
         return replace(self, targets={i: weight for i, weight in self.targets.items() if i == last})
 
@@ -236,10 +233,7 @@ class MessageReader:
         return content, mask if mask != TurnMask() else None
 
     def _text(self, text: Any, mask: TurnMask, name: str, where: str) -> str:
-        """Return a field's text, joined of its parts; put weights in `mask`.
-
-        A text part is `{"type": "text", "text": …}`.
-        """
+        """Return a field's text, joined of text parts, with weights in `mask`."""
         if isinstance(text, str):
             return text
         if not isinstance(text, list):
@@ -305,10 +299,7 @@ def without_placeholders(value: Any) -> Any:
 
 
 def _continued(before: Turn, turn: Turn, where: str) -> Turn:
-    """Return the assistant's turn with the message of calls after it.
-
-    The template prints both as one turn.
-    """
+    """Return the assistant's turn joined with the message of its calls."""
     if (1 if before.weight is None else before.weight) != (1 if turn.weight is None else turn.weight):
         raise BadRecord("bad_weight", f"{where} continues the assistant's turn before it, and must have its weight")
     calls = before.message.get("tool_calls") or []
@@ -341,10 +332,7 @@ def _flag(value: Any, where: str) -> float:
 
 
 def _details(details: Any, length: int, where: str) -> list[Stretch]:
-    """Read axolotl's `train_detail` for a text of `length` characters.
-
-    `end_offset` is a range's last character.
-    """
+    """Read axolotl's `train_detail` for `length` characters; `end_offset` is inclusive."""
     details = from_json(details, where)
     if not isinstance(details, list) or not all(isinstance(detail, dict) for detail in details):
         raise BadRecord("bad_weight", f"{where} must be a list of objects; got {short_text(details)}")

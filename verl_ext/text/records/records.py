@@ -111,10 +111,7 @@ def _drop_media_fields(fields: Fields) -> None:
 
 
 def field_of(raw: dict[str, Any], name: str) -> tuple[bool, Any]:
-    """Return whether the record has a field, and its value.
-
-    `a.b` is field b of a unless a field is named `a.b`.
-    """
+    """Return whether the record has a field (`a.b`: nested), and its value."""
     if name in raw:
         return True, readable_value(raw[name])
     value: Any = raw

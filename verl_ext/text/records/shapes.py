@@ -150,10 +150,7 @@ def _as_messages(fields: Fields, name: str) -> Chat:
 
 
 def _pair(fields: Fields, question: str, answer: str) -> Chat:
-    """Read a user turn and its answer, strings or messages.
-
-    Messages of the question are never targets.
-    """
+    """Read a user turn, never a target, and its answer."""
     if isinstance(fields.values[question], str) and isinstance(fields.values[answer], str):
         return _single_turn(fields.string(question), fields.string(answer), fields)
     before, after = (
@@ -270,10 +267,7 @@ def _history(fields: Fields) -> list[Message]:
 
 
 def _chat(raw_messages: list[Any], fields: Fields, first_target: int = 0, system_prefix: str = "") -> Chat:
-    """Return the chat of messages with the record's system message and tools.
-
-    Targets begin at `first_target`.
-    """
+    """Return the record's chat of messages, with targets from `first_target` on."""
     turns = fields.reader.turns(raw_messages)
     system = _system(fields, turns[0].message) if turns else ""
     if system:
@@ -332,10 +326,7 @@ def _template_kwargs(fields: Fields) -> dict[str, Any]:
 
 
 def _system(fields: Fields, first: Message) -> str:
-    """Return the system message of the record's fields.
-
-    If the chat has its own, a different one stays unread.
-    """
+    """Return the record's system message; one beside the chat's stays unread."""
     given = [name for name in SYSTEM_FIELDS if name in fields.values]
     if not given:
         return ""
@@ -351,10 +342,7 @@ def _system(fields: Fields, first: Message) -> str:
 
 
 def _tools(fields: Fields, turns: list[Turn]) -> list[Any] | None:
-    """Return the record's tools, or those of its system message.
-
-    Raises `BadRecord` if both are given and differ.
-    """
+    """Return the tools of record or system message, if equal. Raises `BadRecord`."""
     given = [tool_list(fields.take(name), name) for name in TOOL_FIELDS if name in fields.values]
     given += [tool_list(value, name) for turn in turns for name, value in turn.tools.items()]
     found = [tools for tools in given if tools]

@@ -46,10 +46,7 @@ def read_calls(raw: Any, where: str) -> tuple[list[dict[str, Any]], dict[int, st
 
 
 def _arguments(given: Any, where: str) -> dict[str, Any]:
-    """Return a call's arguments. Raises `BadRecord`.
-
-    None, an empty text and null are an empty object.
-    """
+    """Return a call's arguments, nothing as an empty object. Raises `BadRecord`."""
     value, why = given, ""
     if isinstance(given, str):
         try:
@@ -64,10 +61,7 @@ def _arguments(given: Any, where: str) -> dict[str, Any]:
 
 
 def called(calls: Any, name: str) -> dict[str, Any]:
-    """Return the assistant's message with these calls.
-
-    calls: a list or its JSON text, each with `name` and `arguments`.
-    """
+    """Return the assistant's message with calls, a list or JSON text."""
     calls = from_json(calls, name)
     if not isinstance(calls, list) or not all(isinstance(call, dict) and "name" in call for call in calls):
         raise BadRecord("bad_tools", f"{name} must be a list of tool calls, each with a name")
@@ -75,10 +69,7 @@ def called(calls: Any, name: str) -> dict[str, Any]:
 
 
 def tool_list(raw: Any, name: str) -> list[Any] | None:
-    """Read tool definitions, also bare functions, from objects or JSON text.
-
-    OpenAI's older `functions` has bare ones.
-    """
+    """Read tool definitions, also bare `functions`, from objects or JSON text."""
     if raw in (None, "", []):
         return None
     tools = from_json(raw, name)

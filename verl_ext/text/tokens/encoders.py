@@ -79,10 +79,7 @@ class TokenCharacters(Sequence[Span]):
 
 
 class _Encoding(TokenCharacters):
-    """The characters of an encoding's tokens, looked up singly.
-
-    A list of them takes a tenth of the encoding time.
-    """
+    """An encoding's characters, looked up singly because a list takes longer."""
 
     def __init__(self, encoding: Any) -> None:
         self._encoding, self._tokens = encoding, range(len(encoding))
@@ -104,10 +101,8 @@ class _Encoding(TokenCharacters):
 def mask_from_offsets(text: str, offsets: TokenCharacters, spans: Sequence[Span]) -> tuple[np.ndarray, int]:
     """Return mask[T] int8, 1 in a span, and the border tokens.
 
-    A border token also holds text from outside its span.
-
-    A token across a span's border belongs to the span, because the template's last characters before a turn, and the
-    first ones after it, may be merged with the turn's words.
+    A border token, which also holds text from outside a span, belongs to the span, because the template's last
+    characters before a turn, and the first ones after it, may be merged with the turn's words.
     """
     mask = np.zeros(len(offsets), dtype=np.int8)
     across = 0
@@ -124,10 +119,7 @@ def mask_from_offsets(text: str, offsets: TokenCharacters, spans: Sequence[Span]
 
 @dataclass
 class Encoded:
-    """A text's ids int32[T], and a chat's token characters.
-
-    special_tokens: the number of special tokens' names that are encoded as text.
-    """
+    """A text's ids int32[T], a chat's characters, the encoded names' number."""
 
     ids: NDArray[np.int32]
     offsets: TokenCharacters | None = None
@@ -190,10 +182,7 @@ class TextEncoder:
         return [next(short) if it_is else self._chat(chat) for chat, it_is in zip(chats, is_short, strict=True)]
 
     def mask(self, encoded: Encoded, text: str, spans: Sequence[Span]) -> tuple[np.ndarray, int]:
-        """Return mask[T] int8 of a chat's text, and its border tokens.
-
-        As `mask_from_offsets` does; a slow tokenizer has no border tokens.
-        """
+        """Return mask[T] int8 of a chat's text, and its border tokens."""
         if encoded.offsets is None:
             return mask_from_prefixes(encoded.ids.tolist(), text, spans, self.ids), 0
         return mask_from_offsets(text, encoded.offsets, spans)
@@ -244,10 +233,7 @@ class TextEncoder:
 
     @cached_property
     def _bytes_of_tokens(self) -> NDArray[np.int64] | None:
-        """The bytes of text of each token, int64[ids], if they are known.
-
-        None unless the tokenizer is byte-level and adds no space.
-        """
+        """Each token's bytes of text, int64[ids]; None unless byte-level without added spaces."""
         backend = self.tokenizer.backend_tokenizer
         if not isinstance(backend.decoder, decoders.ByteLevel):
             return None
@@ -295,10 +281,7 @@ class TextEncoder:
         return len(found)
 
     def _check(self, ids: NDArray[np.int32], added: Sequence[int] | None) -> None:
-        """Raise `BadRecord` if text became a special token.
-
-        added[T] is 1 for tokens that the tokenizer added.
-        """
+        """Raise `BadRecord` if text became special tokens, not counting `added` ones."""
         if self._split:
             self.special.check_ids(ids if added is None else ids[np.asarray(added) == 0])
 
@@ -338,10 +321,7 @@ class TextEncoder:
     def _pieces(
         self, tokenizer: Any, blocks: Iterable[str], offsets: bool, **call: Any
     ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.int64]]]:
-        """Yield (ids[t], offsets[t, 2]) of each piece of a text in blocks.
-
-        The offsets are [0, 2] if not requested.
-        """
+        """Yield (ids[t], offsets[t, 2] or [0, 2]) of a text's pieces."""
         blocks, text, begun, is_read = iter(blocks), "", 0, False
         size = self._windows.size if tokenizer.is_fast else self._windows.longest
         while True:

@@ -44,10 +44,7 @@ class Prefixes:
         return tokens
 
     def about(self, character: int) -> int:
-        """Return about how many tokens lie before a character.
-
-        The number is exact unless the character lies inside a token.
-        """
+        """Return how many tokens lie before a character, about if inside one."""
         tokens = self.before(character)
         return self._counted(character, max(self._at - LEADS[0], 0))[0] if tokens is None else tokens
 

@@ -24,10 +24,7 @@ TRUSTED = "model.trust_remote_code=true runs Python code that comes with the mod
 
 @dataclass(frozen=True)
 class ModelOptions(Options):
-    """The tokenizer's source, by default none.
-
-    Commands call `tokenizer_problems` to check it.
-    """
+    """The tokenizer's source, if any; `tokenizer_problems` checks it."""
 
     prefix: ClassVar[str] = "model"
 
@@ -83,10 +80,7 @@ def read_template(template: str, key: str) -> str:
 
 
 def check_template(template: str, named: str, key: str) -> None:
-    """Raise `UsageError` with the line of a chat template's syntax error.
-
-    `named` names the template there.
-    """
+    """Raise `UsageError` with the line of a syntax error in `named`."""
     from jinja2 import TemplateError, TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template  # importing it takes seconds
 
@@ -111,10 +105,7 @@ def leave_out_torch(model: ModelOptions) -> None:
 
 
 def tokenizer_module() -> str:
-    """Return the module that load_tokenizer imports.
-
-    Workers preload it because the import takes seconds.
-    """
+    """Return `read_tokenizer`'s module, preloaded by workers as it takes seconds."""
     return _tokenizer_module
 
 
@@ -129,10 +120,7 @@ def load_tokenizer(model: ModelOptions) -> Any:
 
 
 def read_tokenizer(path: str, key: str, *, trust_remote_code: bool = False) -> Any:
-    """Load the tokenizer of a folder or Hub name.
-
-    Raises `UsageError`, which names `key`, if there is none.
-    """
+    """Load a folder's or Hub name's tokenizer. Raises `UsageError` with `key`."""
     import_module(_tokenizer_module)  # takes seconds
     from transformers import AutoTokenizer
 
@@ -187,10 +175,7 @@ def check_tokenizer(tokenizer: Any, path: str, key: str = "model.path") -> None:
 
 
 def tokenizer_facts(tokenizer: Any) -> list[Any]:
-    """Return the facts that decide how a tokenizer splits text.
-
-    The state that calls leave in it is not among them.
-    """
+    """Return what decides how a tokenizer splits text, not calls' state."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None and hasattr(backend, "to_str"):
         serialised = json.loads(backend.to_str())
