@@ -87,8 +87,8 @@ class ChatEncoder(Encoder):
     def fingerprint(self) -> str:
         """Return a digest of all that decides a record's documents.
 
-        Raises `UsageError` if a template cannot be read. It covers the options, the tokenizer, the template and the stop tokens, wherever they were read from, and the
-        date if the template may print it.
+        It covers the options, the tokenizer, the template and the stop tokens, wherever they were read from, and the
+        date if the template may print it. Raises `UsageError` if a template cannot be read.
         """
         own = {each.name: getattr(self.options, each.name) for each in fields(ChatOptions)}
         own |= {"model": None, "chat_template": self._own_template}
