@@ -40,7 +40,8 @@ from verl_ext.tools.init_model.tokenizer import CHATML_TEMPLATE
 SEED = 1234
 BATCH = 1000  # texts in one call
 JOINED = 20  # short chats of a long one, of about 4,000 tokens
-REASONING = r"""{%- for message in messages %}
+TOOLS = r"""{%- if tools %}{{- '<|im_start|>system\n' + tools | tojson + '<|im_end|>\n' }}{%- endif %}
+{%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\n' }}
 {%- if message.role == 'assistant' %}
     {%- set thought, content = message.reasoning_content or '', message.content %}
@@ -58,8 +59,7 @@ REASONING = r"""{%- for message in messages %}
 {{- '<|im_end|>\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
-TOOLS = r"""{%- if tools %}{{- '<|im_start|>system\n' + tools | tojson + '<|im_end|>\n' }}{%- endif %}"""
-TEMPLATES = {"chatml": CHATML_TEMPLATE, "reasoning": REASONING, "tools": TOOLS + REASONING}  # chatml: the quickstart's
+TEMPLATES = {"chatml": CHATML_TEMPLATE, "tools": TOOLS}  # the quickstart's, and one with tools, calls and thoughts
 QUICK = ["chats=200", "workers=[1]", "templates=[chatml]", "lengths=[short]", "repeats=1"]
 
 
@@ -118,7 +118,7 @@ def commands(options: Options, folder: Path) -> Iterable[Row]:
         wall, cpu = whole["seconds"] - part["seconds"], (whole["cpu"] - part["cpu"]) / workers
         return {**whole, **alone, "tokens": tokens, "wall": wall, "cpu": cpu, "start": part["seconds"] - wall / 3}
 
-    named = product(corpora.items(), options.backends, options.workers)
+    named = product(corpora.items(), options.backends, sorted(options.workers))
     contestants = {(*key, b, w): partial(turn, corpus, b, w) for (key, corpus), b, w in named}
     results = take_turns({" ".join(map(str, key)): each for key, each in contestants.items()}, options.repeats)
     for (template, length, backend, workers), turns in zip(contestants, results.values(), strict=True):
