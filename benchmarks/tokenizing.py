@@ -129,7 +129,7 @@ def commands(options: Options, folder: Path) -> Iterable[Row]:
         if workers == 1:
             one = row
         elif 1 in options.workers:
-            row |= {"gain": row["speed"] / one["speed"], "cpu_gain": row["cpu_speed"] / one["cpu_speed"]}
+            row |= {"gain": one["wall"] / row["wall"], "cpu_gain": one["cpu"] / row["cpu"]}
         row |= {name: max(each[name] for each in turns) for name in ("own_mib", "worker_mib")}
         row |= {"template": Path(template).stem, "length": length, "command": f"{backend} {workers}"}
         yield row | {"tokens": turns[0]["tokens"]}
