@@ -91,12 +91,14 @@ def _status(name: str) -> int:
 
 
 def run_command(command: Sequence[str]) -> dict[str, float]:
-    """Run a command; return its seconds, its and any worker's peak MiB."""
+    """Run a command; return its seconds, those of its processors, its and any worker's peak MiB."""
     import psutil
 
     began = time.perf_counter()
     run = psutil.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     peaks = {"own_mib": 0.0, "worker_mib": 0.0}
+    cpu: dict[int, float] = {}  # by worker, at its last sample
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     while run.poll() is None:
         for process in (run, *run.children(recursive=True)):
             with contextlib.suppress(psutil.Error):
@@ -104,8 +106,10 @@ def run_command(command: Sequence[str]) -> dict[str, float]:
                 if process == run or "ray::" in words or "multiprocessing" in words:
                     key = "own_mib" if process == run else "worker_mib"
                     peaks[key] = max(peaks[key], process.memory_info().rss / MIB)
+                    cpu[process.pid] = 0.0 if process == run else sum(process.cpu_times()[:2])
         with contextlib.suppress(psutil.TimeoutExpired):
             run.wait(_COMMAND_EVERY)
     if run.returncode:
         raise subprocess.CalledProcessError(run.returncode, command)
-    return {"seconds": time.perf_counter() - began, **peaks}
+    own = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - sum(before[:2])
+    return {"seconds": time.perf_counter() - began, "cpu": own + sum(cpu.values()), **peaks}

@@ -1,6 +1,7 @@
-"""The command that tokenizes chats, beside the tokenizer's own batch call.
+"""The command that tokenizes chats, beside the tokenizer's own batch call, by chat template.
 
-In every turn each contestant gets the same chats:
+Short chats are the records; a long one is JOINED of them, each message joined with those at its place. In every turn
+each contestant gets the same chats:
 
 | contestant | what it does |
 |---|---|
@@ -8,106 +9,164 @@ In every turn each contestant gets the same chats:
 | `local N` | all of `verl-ext tokenize num_workers=N`: parses, renders, masks and writes the records |
 | `ray N` | the same with `backend=ray`, on a Ray cluster of N CPUs that it starts, or the one at `$RAY_ADDRESS` |
 
-A ratio is the command's speed over encode_batch's in the same turn, with and without the command's start, which is the
-time of the same command on one record with one worker. Memory is the largest sampled resident memory of the command's
-process and of any of its workers.
+The figures are of the steady state: a command runs on a quarter of the chats and on all of them, and the difference is
+the time of the other three quarters, without starts. A ratio is the command's speed over encode_batch's on these chats
+in the same turn, or over its own with one worker. It is given by wall time, which other programs of the machine
+disturb, and by processor time: that of all the command's processes, divided by its workers. Memory is the largest
+sampled resident memory of the command's process and of any of its workers.
 """
 
 import json
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from benchmarks.harness import Row, Turns, table, take_turns
-from benchmarks.meters import run_command, seconds
-from benchmarks.texts import CHATS, first_line, make_conversations, write_conversations
+from benchmarks.meters import run_command
+from benchmarks.texts import CHATS, Conversation, make_conversations, write_conversations
 from verl_ext import options
 from verl_ext.options import choice_problem, option
+from verl_ext.tools.init_model.tokenizer import CHATML_TEMPLATE
 
 SEED = 1234
 BATCH = 1000  # texts in one call
-QUICK = ["chats=200", "workers=[1]", "backends=[local]", "repeats=1"]
+JOINED = 20  # short chats of a long one, of about 4,000 tokens
+TOOLS = r"""{%- if tools %}{{- '<|im_start|>system\n' + tools | tojson + '<|im_end|>\n' }}{%- endif %}
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\n' }}
+{%- if message.role == 'assistant' %}
+    {%- set thought, content = message.reasoning_content or '', message.content %}
+    {%- if '</think>' in content %}
+        {%- set thought = content.split('</think>')[0].split('<think>')[-1].strip() %}
+        {%- set content = content.split('</think>')[-1].lstrip() %}
+    {%- endif %}
+    {{- '<think>\n' + thought + '\n</think>\n\n' + content }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '\n<tool_call>' + call.function | tojson + '</tool_call>' }}
+    {%- endfor %}
+{%- else %}
+    {{- message.content }}
+{%- endif %}
+{{- '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+TEMPLATES = {"chatml": CHATML_TEMPLATE, "tools": TOOLS}  # the quickstart's, and one with tools, calls and thoughts
+QUICK = ["chats=200", "workers=[1]", "templates=[chatml]", "lengths=[short]", "repeats=1"]
 
 
 @dataclass(frozen=True)
 class Options(options.Options):
-    """The chats and the commands."""
+    """The chats, the templates and the commands."""
 
     records: str | None = option(None, "JSONL file of chats; null: made-up chats of four turns")
     tokenizer: str | None = option(None, "folder with a chat template; null: trained on the made-up chats")
-    chats: int = option(50_000, "chats that are made up, or taken of the records", least=1)
+    chats: int = option(40_000, "short chats that are made up, or taken of the records", least=JOINED * 4)
+    templates: list[str] = option([*TEMPLATES], f"{', '.join(TEMPLATES)}, own (the tokenizer's), or Jinja files")
+    lengths: list[str] = option(["short", "long"], "short | long: about 4,000 tokens")
     workers: list[int] = option([1, 2], "one command each")
-    backends: list[str] = option(["local", "ray"], "one command each")
+    backends: list[str] = option(["local"], "one command each: local | ray")
     repeats: int = option(3, "turns", least=1)
 
     def problems(self) -> Iterable[str | None]:
-        """Yield a line for an unknown backend, and for records without their tokenizer."""
+        """Yield a line for an unknown name, and for records without their tokenizer."""
         yield from (choice_problem("backends", backend, ("local", "ray")) for backend in self.backends)
+        yield from (choice_problem("lengths", length, ("short", "long")) for length in self.lengths)
         if (self.records is None) != (self.tokenizer is None):
             yield f"records must come with tokenizer; got records={self.records}, tokenizer={self.tokenizer}"
 
 
+class Corpus(NamedTuple):
+    """Chats in a file, a quarter of them in another, and the rendered texts of the rest."""
+
+    whole: Path
+    part: Path
+    texts: list[str]
+    template: list[str]  # the command's option for it
+
+
 @table(
-    "{command} | chats {chats:,} | tokens {tokens:,} | seconds of encode_batch {alone.median:.1f} | "
-    "of the command {whole.median:.1f} | of its start {start.median:.1f} | × encode_batch {ratio:.2f} | "
-    "start included {with_start:.2f} | MiB of the command {own_mib:,.0f} | of a worker {worker_mib:,.0f}"
+    "template {template} | chats {length} | tokens {tokens:,} | command {command} | × encode_batch {speed:.2f} | "
+    "× one worker {gain:.2f} | by processor time: × encode_batch {cpu_speed:.2f} | × one worker {cpu_gain:.2f} | "
+    "seconds of its start {start.median:.1f} | MiB of the command {own_mib:,.0f} | of a worker {worker_mib:,.0f}"
 )
 def commands(options: Options, folder: Path) -> Iterable[Row]:
-    """The whole command on the same chats."""
+    """The steady state of the command on the same chats."""
     os.environ.update(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1", OMP_NUM_THREADS="1")
     from transformers import AutoTokenizer
 
-    records, tokenizer_folder = write_records(options, folder)
+    chats, tokenizer_folder = read_chats(options, folder)
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    texts = rendered_texts(records, tokenizer)
-    tokenize = partial(run_tokenize, tokenizer_folder, folder / "tokenized")
-    one = first_line(records)
+    corpora = {
+        (template, length): write_corpus(chats, length, template, tokenizer, folder)
+        for template, length in product(options.templates, options.lengths)
+    }
 
-    def turn(backend: str, workers: int) -> Row:
-        counts: list[int] = []
-        alone = seconds(lambda: counts.append(encode(tokenizer, texts)))
-        start, whole = tokenize(one, backend, 1), tokenize(records, backend, workers)
-        return {**whole, "alone": alone, "start": start["seconds"], "whole": whole["seconds"], "tokens": counts[0]}
+    def turn(corpus: Corpus, backend: str, workers: int) -> Row:
+        began, cpu, tokens = time.perf_counter(), time.process_time(), encode(tokenizer, corpus.texts)
+        alone = {"alone": time.perf_counter() - began, "cpu_alone": time.process_time() - cpu}
+        more = [f"model.path={tokenizer_folder}", f"num_workers={workers}", f"backend={backend}", *corpus.template]
+        part, whole = (run_tokenize(file, folder / "tokenized", more) for file in (corpus.part, corpus.whole))
+        wall, cpu = whole["seconds"] - part["seconds"], (whole["cpu"] - part["cpu"]) / workers
+        return {**whole, **alone, "tokens": tokens, "wall": wall, "cpu": cpu, "start": part["seconds"] - wall / 3}
 
-    contestants = {f"{b} {w}": partial(turn, b, w) for b in options.backends for w in options.workers}
-    for command, turns in take_turns(contestants, options.repeats).items():
-        alone, start, whole = (Turns(each[name] for each in turns) for name in ("alone", "start", "whole"))
-        yield {
-            "command": command,
-            "chats": len(texts),
-            "tokens": turns[0]["tokens"],
-            **{"alone": alone, "start": start, "whole": whole, "with_start": alone / whole},
-            "ratio": alone / [all_of_it - of_start for all_of_it, of_start in zip(whole, start, strict=True)],
-            **{name: max(each[name] for each in turns) for name in ("own_mib", "worker_mib")},
+    named = product(corpora.items(), options.backends, sorted(options.workers))
+    contestants = {(*key, b, w): partial(turn, corpus, b, w) for (key, corpus), b, w in named}
+    results = take_turns({" ".join(map(str, key)): each for key, each in contestants.items()}, options.repeats)
+    for (template, length, backend, workers), turns in zip(contestants, results.values(), strict=True):
+        row: Row = {
+            name: Turns(each[name] for each in turns) for name in ("alone", "cpu_alone", "wall", "cpu", "start")
         }
+        row |= {"speed": row["alone"] / row["wall"], "cpu_speed": row["cpu_alone"] / row["cpu"]}
+        if workers == 1:
+            one = row
+        elif 1 in options.workers:
+            row |= {"gain": one["wall"] / row["wall"], "cpu_gain": one["cpu"] / row["cpu"]}
+        row |= {name: max(each[name] for each in turns) for name in ("own_mib", "worker_mib")}
+        row |= {"template": Path(template).stem, "length": length, "command": f"{backend} {workers}"}
+        yield row | {"tokens": turns[0]["tokens"]}
 
 
-def write_records(options: Options, folder: Path) -> tuple[Path, str]:
-    """Write the chats' file; return it and the folder of the tokenizer."""
-    if options.records is None or options.tokenizer is None:
-        chats = make_conversations(CHATS, options.chats, np.random.default_rng(SEED))
-        return write_conversations(chats, folder)[0], str(folder / "tokenizer")
-    with open(options.records, "rb") as source, open(folder / "records.jsonl", "wb") as file:
-        taken = [line for line, _ in zip(source, range(options.chats), strict=False)]
-        file.writelines(taken * (options.chats // len(taken)))
-    return folder / "records.jsonl", str(Path(options.tokenizer).absolute())
-
-
-def rendered_texts(records: Path, tokenizer: Any) -> list[str]:
-    """Return each chat as its template prints it."""
-    from verl_ext.text.records.messages import Chat
+def read_chats(options: Options, folder: Path) -> tuple[list[Conversation], str]:
+    """Return the short chats and the folder of the tokenizer."""
     from verl_ext.text.records.records import parse_record
 
-    contents = (parse_record(json.loads(line)).content for line in records.open(encoding="utf-8"))
-    chats = [content.messages for content in contents if isinstance(content, Chat)]
-    return [tokenizer.apply_chat_template(messages, tokenize=False) for messages in chats]
+    if options.records is None or options.tokenizer is None:
+        chats = make_conversations(CHATS, options.chats, np.random.default_rng(SEED))
+        write_conversations(chats, folder)
+        return chats, str(folder / "tokenizer")
+    with open(options.records, "rb") as source:
+        chats = [parse_record(json.loads(line)).content.messages for line in source][: options.chats]
+    return (chats * -(-options.chats // len(chats)))[: options.chats], str(Path(options.tokenizer).absolute())
+
+
+def write_corpus(chats: list[Conversation], length: str, template: str, tokenizer: Any, folder: Path) -> Corpus:
+    """Write the chats of a length, and render them with a template."""
+    if length == "long":
+        groups = [zip(*chats[at : at + JOINED], strict=False) for at in range(0, len(chats), JOINED)]
+        chats = [
+            [{"role": of[0]["role"], "content": "\n\n".join(each["content"] for each in of)} for of in group]
+            for group in groups
+        ]
+    files = folder / f"{length}.jsonl", folder / f"{length}_part.jsonl"
+    for file, count in zip(files, (len(chats), part := len(chats) // 4), strict=True):
+        file.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats[:count]))
+    source, option = None, []
+    if template != "own":
+        source = TEMPLATES.get(template) or Path(template).read_text(encoding="utf-8")
+        path = folder / f"{Path(template).stem}.jinja"
+        path.write_text(source, encoding="utf-8")
+        option = [f"chat_template={path}"]
+    texts = [tokenizer.apply_chat_template(chat, chat_template=source, tokenize=False) for chat in chats[part:]]
+    return Corpus(*files, texts, option)
 
 
 def encode(tokenizer: Any, texts: list[str]) -> int:
@@ -117,9 +176,8 @@ def encode(tokenizer: Any, texts: list[str]) -> int:
     return sum(len(encoding) for batch in batches for encoding in call(batch))
 
 
-def run_tokenize(tokenizer: str, output: Path, records: Path, backend: str, workers: int) -> Row:
+def run_tokenize(records: Path, output: Path, more: list[str]) -> Row:
     """Run the whole command."""
     shutil.rmtree(output, ignore_errors=True)
     command = [sys.executable, "-m", "verl_ext", "tokenize", f"sources={{chats:{records}}}", f"output_dir={output}"]
-    command += [f"model.path={tokenizer}", f"num_workers={workers}", f"backend={backend}"]
-    return run_command(command)
+    return run_command([*command, *more])

@@ -192,7 +192,8 @@ def test_a_text_in_pieces_has_the_tokens_of_one_piece(kind: str, on_found: str, 
     )
     windows = Windows(window, 40, 1 << 20)
     (encoded,) = TextEncoder(tokenizer, RecordOptions(on_found), windows=windows).encode([text])
-    (chat,) = TextEncoder(tokenizer, RecordOptions("keep"), windows=windows).encode_chats([RenderedTurns(text)])
+    chats = [RenderedTurns(each) for each in (text[::-1], "", text)]  # the characters are those of each alone
+    *_, chat = TextEncoder(tokenizer, RecordOptions("keep"), windows=windows).encode_chats(chats)
     if not isinstance(encoded, BadRecord):  # a tokenizer of words has </s> itself
         assert encoded.ids.tolist() == whole["input_ids"]
     if on_found == "keep":

@@ -23,7 +23,9 @@ Maker = Callable[[], Document]  # it may raise BadRecord, or DataError for a tex
 
 
 class Encoder(ABC):
-    """The base class of encoders. Documents follow from the records, the tokenizer and the options alone.
+    """The base class of encoders.
+
+    Documents follow from the records, the tokenizer and the options alone.
 
     An encoder pickles as what it was made of: its cached properties, such as a tokenizer that the options name, are
     made anew in each process.
@@ -37,7 +39,7 @@ class Encoder(ABC):
     columns: Collection[str] | None = None
 
     def __init__(self, options: Any, tokenizer: Any = None, key: str = "") -> None:
-        """Take the options, a tokenizer (None: that of `options.model`) and the config key of the files, for errors."""
+        """Take options, `options.model`'s tokenizer if None, and the files' key."""
         self.options, self.given_tokenizer, self.key = options, tokenizer, key
 
     def __getstate__(self) -> dict[str, Any]:
@@ -67,10 +69,10 @@ class Encoder(ABC):
 
     @abstractmethod
     def encode(self, chunk: Chunk) -> Documents:
-        """Return the documents of a chunk, up to an error that ends the run."""
+        """Return a chunk's documents, up to an error that ends the run."""
 
     def made(self, chunk: Chunk, makers: Iterable[Maker], owners: Sequence[tuple[str, Counts]] = ()) -> Documents:
-        """Make documents in the order of their records, up to an error that ends the run.
+        """Make documents in order, up to an error that ends the run.
 
         owners: the place of each, and the counts that a bad record is added to; without them each record has a maker.
         """
@@ -96,7 +98,7 @@ class Encoder(ABC):
         return join_documents(documents, chunk.category_id, chunk.num_bytes, **more)
 
     def failure(self, bad: BadRecord, place: str) -> str | None:
-        """Return the line of a bad record that ends the run; None if it is left out."""
+        """Return a bad record's line that ends the run, or None."""
         if self.options.on_bad_record == "skip":
             return None
         return f"{place}: {bad} ({bad.reason}; {self.options.key('on_bad_record')}=skip leaves such records out)"

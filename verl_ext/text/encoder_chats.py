@@ -14,7 +14,7 @@ with EOS; none changes what another one made:
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import cache, cached_property, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -41,9 +41,8 @@ from verl_ext.text.tokens.tokenizer import read_template, stop_tokens, tokenizer
 KIND_OF_TARGET = {**{kind: kind for kind in KINDS}, EMPTY_REASONING: REASONING}  # the kinds that the report counts
 
 
-@dataclass(frozen=True)
-class _Item:
-    """A text of a record, or why it has none; a chat with turns=each has several."""
+class _Item(NamedTuple):
+    """A record's text or error; a chat with turns=each has several."""
 
     place: str
     category: str
@@ -52,7 +51,7 @@ class _Item:
 
 
 class ShownText(NamedTuple):
-    """A text of a record, the tokens of its document, and (message, prompt at inference) of each learnt turn."""
+    """A record's text, its tokens, and (message, prompt) of learnt turns."""
 
     text: str
     input_ids: NDArray[np.int32]
@@ -60,7 +59,7 @@ class ShownText(NamedTuple):
 
 
 class ChatEncoder(Encoder):
-    """An encoder of chat and text records, with one tokenizer and one set of options.
+    """An encoder of chats and texts, with one tokenizer and options.
 
     sources: the names of the chunks' sources, for `category_field`. tokenizer: None for that of the options.
     """
@@ -78,7 +77,7 @@ class ChatEncoder(Encoder):
 
     @cached_property
     def _chats(self) -> ChatRenderer:
-        """The renderer, made for the first chat because plain texts need no chat template."""
+        """The renderer, made for the first chat: texts need no template."""
         return ChatRenderer(self.tokenizer, self._encoder.special, self.options)
 
     @cached_property
@@ -86,10 +85,10 @@ class ChatEncoder(Encoder):
         return cache(lambda text: len(self._encoder.ids(text)) == 1)
 
     def fingerprint(self) -> str:
-        """Return a digest of all that decides a record's documents. Raises `UsageError` if a template cannot be read.
+        """Return a digest of all that decides a record's documents.
 
         It covers the options, the tokenizer, the template and the stop tokens, wherever they were read from, and the
-        date if the template may print it.
+        date if the template may print it. Raises `UsageError` if a template cannot be read.
         """
         own = {each.name: getattr(self.options, each.name) for each in fields(ChatOptions)}
         own |= {"model": None, "chat_template": self._own_template}
@@ -110,9 +109,9 @@ class ChatEncoder(Encoder):
         return prints_date(self._own_template or self.tokenizer.chat_template)
 
     def encode(self, chunk: Chunk) -> Documents:
-        """Return the documents of a chunk, one for each text of its records."""
+        """Return a chunk's documents, one for each text of its records."""
         counts: defaultdict[str, Counts] = defaultdict(Counts)
-        items = list(self._items(chunk, counts))
+        items = self._items(chunk, counts)
         tokens = self._encoded([item.text for item in items])
         makers = (
             partial(self._document, item, each, counts[item.category]) for item, each in zip(items, tokens, strict=True)
@@ -124,12 +123,12 @@ class ChatEncoder(Encoder):
         return replace(documents, counts=Counts().add(*counts.values()), category_counts=by_category)
 
     def failure(self, bad: BadRecord, place: str) -> str | None:
-        """Return the line of a bad record that ends the run; on_unprinted=drop leaves out chats of its own."""
+        """Return the line that ends the run; on_unprinted=drop leaves chats out."""
         is_asked_for = bad.reason == "unprinted" and self.options.on_unprinted != "error"
         return None if is_asked_for else super().failure(bad, place)
 
     def shown(self, raw: Any) -> Iterator[ShownText]:
-        """Yield the texts of a record that give documents. Raises `BadRecord` if one gives none."""
+        """Yield a record's texts that give documents. Raises `BadRecord` for none."""
         content = self._record(raw).content
         texts = self._texts(content)
         for text, encoded in zip(texts, self._encoded(texts), strict=True):
@@ -140,7 +139,7 @@ class ChatEncoder(Encoder):
                 yield ShownText(str(text), ids, [])
 
     def prompt(self, raw: Any) -> tuple[Chat | None, int, list[int]]:
-        """Return (chat, number of its last assistant turn, tokens from which that turn is generated).
+        """Return (chat, its last assistant turn, tokens before that turn).
 
         A plain text, without a chat, is gone on with. The tokens begin the document that the record gives, up to what
         the template prints only before an answer. Raises `BadRecord`.
@@ -173,14 +172,16 @@ class ChatEncoder(Encoder):
         return self._chats.turn_ends if "_chats" in vars(self) else []
 
     def ids(self, text: str) -> list[int]:
-        """Return the token ids of a text, without those that the tokenizer adds at either end."""
+        """Return a text's token ids, without those added at either end."""
         return self._encoder.ids(text)
 
-    def _items(self, chunk: Chunk, counts: defaultdict[str, Counts]) -> Iterator[_Item]:
-        """Yield the texts of every record, or why it cannot be used; count the records by category."""
+    def _items(self, chunk: Chunk, counts: defaultdict[str, Counts]) -> list[_Item]:
+        """Return every record's texts, or its error; count records by category."""
+        items: list[_Item] = []
         category_field = self.options.category_field
+        source = self.sources[chunk.category_id - 1] if category_field else ""
         for place, raw in chunk.records:
-            category = self.sources[chunk.category_id - 1] if category_field else ""
+            category = source
             try:
                 raw = parse_line(raw) if isinstance(raw, bytes) else raw
                 if category_field:
@@ -188,14 +189,15 @@ class ChatEncoder(Encoder):
                     category = category if own is None else own
                     counts[category].uncategorised += own is None
                 record = self._record(raw)
-                items = [_Item(place, category, text, record.weight) for text in self._texts(record.content)]
+                texts = self._texts(record.content)
                 self._count_fields(record, counts[category])
+                items += [_Item(place, category, text, record.weight) for text in texts]
             except RecursionError:
-                items = [_Item(place, category, BadRecord("malformed_json", "the record is nested too deep"))]
+                items.append(_Item(place, category, BadRecord("malformed_json", "the record is nested too deep")))
             except BadRecord as bad:
-                items = [_Item(place, category, bad)]
+                items.append(_Item(place, category, bad))
             counts[category].records += 1
-            yield from items
+        return items
 
     def _record(self, raw: Any) -> Record:
         return parse_record(raw, self.options.columns, drop_media=self.options.media == "drop")
@@ -211,7 +213,7 @@ class ChatEncoder(Encoder):
         return [content.text]
 
     def _count_fields(self, record: Record, counts: Counts) -> None:
-        """Count the fields that nothing reads; one that the template gets counts if the template does not name it."""
+        """Count unread fields, also the template's if it does not name them."""
         counts.text_calls += record.text_calls
         arguments = record.content.template_kwargs if isinstance(record.content, Chat) else {}
         if not (record.unused or record.message_fields or record.dropped or arguments):
@@ -236,7 +238,7 @@ class ChatEncoder(Encoder):
         ]
 
     def _document(self, item: _Item, encoded: Encoded | Exception, counts: Counts) -> Document:
-        """Make a text's document with its mask and weights, and count what a chat holds. Raises `BadRecord`."""
+        """Make a text's document, and count what a chat holds. Raises `BadRecord`."""
         if isinstance(encoded, Exception):
             raise encoded
         ids, weights, chat = encoded.ids, None, item.text if isinstance(item.text, RenderedTurns) else None
@@ -246,29 +248,27 @@ class ChatEncoder(Encoder):
         else:
             mask, weights, firsts, border_tokens = self._learnt_tokens(chat, encoded)
         mask[:1] = 0
-        if not mask.any():
+        if not np.count_nonzero(mask):
             raise BadRecord("no_target", "no token is left to learn after the first")
         if item.weight is not None:
             weights = item.weight * (np.ones(len(ids), np.float64) if weights is None else weights)
         if chat is not None:  # only a text that gives a document counts
             self._count_chat(chat, counts)
             counts.border_tokens += border_tokens
-            kinds = dict(zip(firsts, (KIND_OF_TARGET[part.kind] for part in chat.learnt), strict=True))
-            kinds.pop(len(mask), None)  # if two parts begin at one token, the later one counts
-            sums = np.add.reduceat(mask, list(kinds), dtype=np.int64).tolist() if kinds else []
-            for kind, tokens in zip(kinds.values(), sums, strict=True):
-                counts.target_kinds[kind] += tokens
+            # If two parts begin at one token, the later one counts.
+            for part, (first, stop) in zip(chat.learnt, pairwise([*firsts, len(mask)]), strict=True):
+                counts.target_kinds[KIND_OF_TARGET[part.kind]] += int(np.count_nonzero(mask[first:stop]))
         own = None if weights is None else weights.astype(np.float32)
         return Document(ids, mask, own, special_tokens=encoded.special_tokens, category=item.category)
 
     def _learnt_tokens(
         self, chat: RenderedTurns, encoded: Encoded
     ) -> tuple[NDArray[np.int8], NDArray[np.float64] | None, list[int], int]:
-        """Return a chat's mask, its weights if one is not 1, the first token of each learnt part, and border tokens."""
+        """Return a chat's mask, weights or None, first tokens and border tokens."""
         mask, border_tokens = self._encoder.mask(encoded, chat.text, chat.spans)
         learnt, weights = chat.learnt, None
         firsts = self._encoder.first_tokens(encoded, chat.text, [part.start for part in learnt])
-        if any(part.weight != 1 for part in learnt):
+        if [part for part in learnt if part.weight != 1]:
             weights = np.ones(len(mask), np.float64)
             for part, run in zip(learnt, pairwise([*firsts, len(mask)]), strict=True):
                 weights[slice(*run)] = part.weight  # also sets the context after it, which the next line resets
@@ -283,11 +283,13 @@ class ChatEncoder(Encoder):
         return ids if len(ids) and ids[-1] == eos else np.append(ids, np.int32(eos))
 
     def _count_chat(self, chat: RenderedTurns, counts: Counts) -> None:
-        """Count the ends of a chat's turns, and what its text lacks of the record or holds in another form."""
-        ends = Counter(chat.ends)
-        counts.end_of_turn.update(ends)
-        counts.text_ends.update({end: turns for end, turns in ends.items() if end and not self._is_one_token(end)})
-        counts.unprinted.update(chat.unprinted)
+        """Count a chat's ends, and what its text changes or lacks."""
+        for end in chat.ends:
+            counts.end_of_turn[end] += 1
+            if end and not self._is_one_token(end):
+                counts.text_ends[end] += 1
+        if chat.unprinted:
+            counts.unprinted.update(chat.unprinted)
         if len(chat.learnt) < len(chat.parts):
             counts.context_parts.update(part.kind for part in chat.parts if not part.weight)
         counts.dropped_reasoning += chat.dropped_reasoning

@@ -55,22 +55,22 @@ class TextOptions(RecordTextOptions):
 
 
 def optimal_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Return the dtype in which Megatron writes ids: uint16 below 65,500 tokens, else int32."""
+    """Return Megatron's dtype of ids: uint16 below 65,500 tokens, else int32."""
     return np.dtype(np.uint16 if vocab_size < 65_500 else np.int32)
 
 
 def vocabulary_size(tokenizer: Any) -> int:
-    """Return one more than the highest token id: `len(tokenizer)`, or more if the ids have gaps."""
+    """Return one more than the highest id: `len(tokenizer)`, without gaps."""
     return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))
 
 
 def without_middle(ids: NDArray[Any], most: int, last: int) -> NDArray[Any]:
-    """Return at most this many of the ids: the first ones and the `last` ones."""
+    """Return at most so many ids: the first and the `last` ones."""
     return ids if len(ids) <= most else np.concatenate([ids[: most - last], ids[len(ids) - last :]])
 
 
 class TextRecordEncoder(Encoder):
-    """An encoder of text records as documents, whose tokens but the first are targets.
+    """An encoder of texts; all tokens but the first are targets.
 
     BOS and EOS are added even if a text begins or ends with them, as Megatron's `--append-eod` does. Raises
     `UsageError` if the tokenizer lacks a requested one.
@@ -116,7 +116,7 @@ class TextRecordEncoder(Encoder):
         _ = self.first, self.last, self._encoder
 
     def fingerprint(self) -> str:
-        """Return a digest of the tokenizer, the tokens around a text and the options."""
+        """Return a digest of tokenizer, tokens around a text, and options."""
         options = self.options
         read = [options.text_key, options.special_tokens_in_text, options.on_bad_record]
         return fingerprint([tokenizer_facts(self.tokenizer), self.first, self.last, self.most_tokens, read])

@@ -1,4 +1,4 @@
-"""Encode records that are tokenized already, in the columns of a tokenized dataset.
+"""Encode records that are tokenized already, in a tokenized dataset's columns.
 
     {"input_ids": [100, 101, 102], "loss_mask": [0, 0, 1], "category_ids": [0, 0, 12], "length": 3}
 
@@ -27,7 +27,7 @@ COLUMNS = (*REQUIRED, "length", "loss_weight")
 
 
 def has_tokens(files: Iterable[SourceFile]) -> bool:
-    """Return whether the first record of each source holds tokens. Raises `UsageError` if only some do."""
+    """Return whether sources begin with tokens; raise `UsageError` if only some do."""
     found: dict[bool, str] = {}
     for file in {file.category_id: file for file in reversed(list(files))}.values():
         is_tokens = False
@@ -43,7 +43,7 @@ def has_tokens(files: Iterable[SourceFile]) -> bool:
 
 
 class TokenRecordEncoder(Encoder):
-    """An encoder of tokenized records, which are copied; the tokenizer's vocabulary bounds the tokens."""
+    """An encoder that copies tokenized records; the vocabulary bounds their tokens."""
 
     options: ChatOptions
     columns = COLUMNS
@@ -53,14 +53,14 @@ class TokenRecordEncoder(Encoder):
         return vocabulary_size(self.tokenizer)
 
     def open(self) -> None:
-        """Load the tokenizer. Raises `UsageError` if an option asks for what records do not have."""
+        """Load the tokenizer. Raises `UsageError` for options that records cannot meet."""
         if self.options.category_field:
             got = f"got {self.options.category_field}"
             raise UsageError(f"category_field must be null for tokenized records, which have category_ids; {got}")
         super().open()
 
     def fingerprint(self) -> str:
-        """Return what decides a record's document besides the options: the size of the vocabulary."""
+        """Return the vocabulary's size, which decides documents besides the options."""
         return str(self._vocabulary)
 
     def encode(self, chunk: Chunk) -> Documents:
@@ -88,7 +88,7 @@ class TokenRecordEncoder(Encoder):
 
 
 def _numbers(record: dict[str, Any], name: str, most: int, count: int | None = None) -> NDArray[np.int32]:
-    """Return the whole numbers 0..most in a field, `count` of them. Raises `BadRecord`."""
+    """Return a field's `count` whole numbers 0..most. Raises `BadRecord`."""
     values = readable_value(record.get(name))
     needed = f"{name} must be a list of {'' if count is None else f'{count} '}whole numbers of 0 to {most}"
     if not isinstance(values, list) or not values or not all(type(value) is int for value in values):

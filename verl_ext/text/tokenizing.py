@@ -1,4 +1,4 @@
-"""Tokenize files to disk: the one loop of all families and commands, and the name of what it made.
+"""Tokenize files to disk: one loop of all families and commands.
 
     files --read_files--> chunks --Encoder, in one or several processes--> Documents --> a writer
 
@@ -38,7 +38,7 @@ EncoderT = TypeVar("EncoderT", bound=Encoder)
 
 
 class Writer(Protocol):
-    """A writer of files that are complete after `close()`; `abandon()` is always called last."""
+    """A writer of files, complete after `close()`; `abandon()` is called last."""
 
     def close(self) -> None:
         """Complete the files."""
@@ -60,7 +60,9 @@ def tokenize_files(
     is_full: Callable[[int], bool] = lambda source: False,
     description: str = "tokenize",
 ) -> None:
-    """Tokenize files, and pass their documents in order to `add`, which writes them and returns what it wrote.
+    """Tokenize files, and pass their documents in order to `add`.
+
+    It writes them and returns what it wrote.
 
     num_workers: the processes; 1: this one; None: chosen by the files' bytes. on_ray: tasks of a Ray cluster do the
     work. size: of chunks. read: the reader of one file; None: the encoder's. is_full: tells whether more of a source,
@@ -130,7 +132,7 @@ def _same_encoder(encoder: EncoderT, fingerprint: str, driver_versions: Mapping[
 
 
 def cached_tokens(root: Path, name_now: Callable[[], str], make: Callable[[Path], None], key: str) -> Path:
-    """Return the folder below `root` for the files' fingerprint, which `make` fills if it is missing.
+    """Return the fingerprint's folder below `root`, which `make` fills if missing.
 
     Raises ValueError, and keeps no folder, if the files that `key` names change meanwhile.
     """
@@ -144,7 +146,7 @@ def cached_tokens(root: Path, name_now: Callable[[], str], make: Callable[[Path]
 
 
 def file_facts(paths: Iterable[str]) -> list[list[Any]]:
-    """Return [real path, size, modification time] of each file, also of the files in a folder.
+    """Return [real path, size, modification time] of files, also in folders.
 
     The facts of a URL are those of its host. No content is read.
     """
@@ -160,7 +162,7 @@ def file_facts(paths: Iterable[str]) -> list[list[Any]]:
 
 
 def tokens_fingerprint(files: Sequence[SourceFile], encoder: Encoder, *others: Any) -> str:
-    """Return a digest of all that documents follow from: code, encoder, files, and `others` of JSON's types."""
+    """Return a digest of code, encoder, files, and `others` of JSON's types."""
     read = [[file.category_id, file.kind] for file in files]
     code = code_digest(type(encoder).__module__)
     return fingerprint([code, encoder.fingerprint(), read, file_facts(file.path for file in files), *others])
@@ -168,6 +170,6 @@ def tokens_fingerprint(files: Sequence[SourceFile], encoder: Encoder, *others: A
 
 @cache
 def code_digest(module: str) -> str:
-    """Return a digest of this package and another module, so that no cache outlives a change of them."""
+    """Return a digest of this package's and another module's code, for caches."""
     files = [*sorted(Path(__file__).parent.rglob("*.py")), Path(str(sys.modules[module].__file__))]
     return fingerprint([[path.name, hashlib.sha256(path.read_bytes()).hexdigest()] for path in files])

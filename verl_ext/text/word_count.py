@@ -1,4 +1,4 @@
-"""Count the words of a text, score its length against the requested length, and tell its language.
+"""Count a text's words, score its length, and tell its language.
 
 Words and lengths follow LongBench-Write (LongWriter, evaluation/eval_length.py; arXiv 2408.07055, section 3.2).
 """
@@ -32,7 +32,10 @@ def length_score(asked: float, written: float) -> float:
 
 
 def language_of(text: str) -> str:
-    """Return "zh" for a text without kana and with over one Chinese character per four ASCII letters, else "en"."""
+    """Return "zh" for a Chinese text, else "en".
+
+    A Chinese text has no kana, and over one Chinese character per four ASCII letters.
+    """
     start = text[:_EXAMINED]
     letters = sum(character.isascii() and character.isalpha() for character in start)
     return "zh" if len(_CHINESE.findall(start)) > letters / 4 and not _KANA.search(start) else "en"

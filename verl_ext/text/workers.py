@@ -1,4 +1,4 @@
-"""Run jobs in local processes or on a Ray cluster, with ordered results."""
+"""Run jobs in local processes or on Ray, with ordered results."""
 
 import gc
 import multiprocessing
@@ -42,7 +42,9 @@ def ordered_results(
     key: str | None = "num_workers",
     preload: Sequence[str] = (),
 ) -> Iterator[Result]:
-    """Yield `work(state, job)` for every job, in order, with the same values for any number of workers.
+    """Yield `work(state, job)` for every job, in order.
+
+    The values are the same for any number of workers.
 
     `make_state` is called once in each process; a single worker is this process. Both functions, the jobs and the
     results must be picklable; `preload` names modules that workers import when they start. At most JOBS_PER_WORKER jobs
@@ -77,7 +79,9 @@ def ordered_results(
 
 
 def start_server(preload: Sequence[str]) -> Any:
-    """Start, unless it runs, the process that workers are forked from; return the context of their pool.
+    """Start the process that workers are forked from, unless it runs.
+
+    Returns the context of their pool.
 
     It imports the modules of `preload`, which takes seconds, while this process goes on. This process itself is never
     forked, because its libraries may hold threads and locks.
@@ -90,7 +94,9 @@ def start_server(preload: Sequence[str]) -> Any:
 
 @contextmanager
 def _without_main() -> Iterator[None]:
-    """Hide the main program from new processes, which would run it once more for what it defines.
+    """Hide the main program from new processes.
+
+    They would run it once more for what it defines.
 
     That costs seconds, and a script without `if __name__ == "__main__"` would start processes in each of them.
     """
@@ -111,7 +117,7 @@ def ray_results(
     name: str,
     preload: Sequence[str] = (),
 ) -> Iterator[Result]:
-    """Yield the results of `ordered_results`, computed by tasks of the Ray cluster that this process is connected to.
+    """Yield the results of `ordered_results`, computed by the connected Ray cluster.
 
     num_workers: the number of tasks at a time; None: as many as the cluster has CPUs. A job whose worker or node is
     lost runs again, at most TRIES times in all.
@@ -155,7 +161,7 @@ def ray_results(
 
 
 def _submitted(jobs: Iterable[Job], submit: Callable[[Job], Result], most: int) -> Iterator[Result]:
-    """Yield `submit(job)` for every job, in order, with at most `most` jobs pending."""
+    """Yield `submit(job)` for every job, in order, at most `most` pending."""
     pending: deque[Result] = deque()
     for job in jobs:
         pending.append(submit(job))
@@ -165,7 +171,7 @@ def _submitted(jobs: Iterable[Job], submit: Callable[[Job], Result], most: int) 
 
 
 def _do_on_ray(common: tuple[str, Callable[[], Any], Callable[[Any, Any], Any], list[str]], job: Any) -> Any:
-    """Return the result of a job, or the error that ends the run, which Ray would wrap in its own traceback."""
+    """Return a job's result or error, which Ray would wrap in tracebacks."""
     run, make_state, work, preload = common
     try:
         for module in preload:
@@ -203,7 +209,7 @@ def _start_worker(make_state: Callable[[], Any], work: Callable[[Any, Any], Any]
 
 
 def _exit_with_parent() -> None:
-    """End a worker whose parent was killed, because it would wait for its next job forever."""
+    """End a worker whose parent was killed, instead of waiting forever."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         multiprocessing.connection.wait([parent.sentinel])

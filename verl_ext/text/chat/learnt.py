@@ -18,6 +18,7 @@ from verl_ext.text.chat.parts import (
     THINK_TAG,
     TOOL_CALL,
     RenderedChat,
+    has_tags,
     tagged_blocks,
 )
 from verl_ext.text.records.bad_record import BadRecord
@@ -28,7 +29,7 @@ EMPTY_BLOCK = re.compile("|".join(rf"{re.escape(a)}\s*{re.escape(b)}\n{{0,2}}" f
 
 
 class Part(NamedTuple):
-    """Characters start..stop of a rendered chat, their kind, and the weight of their tokens, 0 for context."""
+    """Characters of a rendered chat, their kind and weight, 0 for context."""
 
     start: int
     stop: int
@@ -45,7 +46,7 @@ class Learnt:
     empty_reasoning: bool = False
 
     def parts(self, rendered: RenderedChat, chat: Chat) -> list[Part]:
-        """Return the parts of all targets, in order. Raises `BadRecord` if one may be of a kind that is not learnt."""
+        """Return the parts of all targets. Raises `BadRecord` for doubtful ones."""
         parts: list[Part] = []
         for start, _, message, _, borders, stretches in rendered.targets:
             learnt = self._by_kind(chat.masks.get(message))
@@ -68,7 +69,7 @@ class Learnt:
         return {REASONING: self.reasoning, TOOL_CALL: self.tool_calls, EMPTY_REASONING: self.empty_reasoning}
 
     def _by_kind(self, mask: TurnMask | None) -> dict[str, bool]:
-        """Return whether each kind of part is learnt in a turn; kinds that are not listed always are."""
+        """Return whether each kind is learnt in a turn; unlisted ones are."""
         if mask is None:
             return self._kinds
         learnt = dict(self._kinds)
@@ -80,7 +81,7 @@ class Learnt:
         return learnt
 
     def without_reasoning(self, chat: Chat, is_prompt_open: bool) -> tuple[Chat, int]:
-        """Return a chat without reasoning, and the number of target turns that had some.
+        """Return a chat without reasoning, and how many target turns had some.
 
         A turn that is to learn its reasoning keeps it. is_prompt_open: the generation prompt opens reasoning. Raises
         `BadRecord` if the end of reasoning cannot be found.
@@ -109,7 +110,7 @@ class Learnt:
 
 
 def without_empty_blocks(chat: Chat) -> Chat:
-    """Remove empty thinking blocks from assistant messages. Raises `BadRecord` if their characters have weights."""
+    """Remove empty thinking blocks. Raises `BadRecord` if their characters have weights."""
     messages = list(chat.messages)
     for index, message in enumerate(messages):
         text = message.get("content")
@@ -123,7 +124,8 @@ def without_empty_blocks(chat: Chat) -> Chat:
 
 
 def closes_again(text: str, part: Part) -> bool:
-    """Tell whether a part's first tag closes reasoning that the text before it has closed."""
-    if part.kind not in (ANSWER, EMPTY_REASONING) or not (tag := THINK_TAG.search(text, part.start, part.stop)):
+    """Tell whether a part's first tag closes reasoning that is closed already."""
+    is_answer = part.kind in (ANSWER, EMPTY_REASONING) and has_tags(text[part.start : part.stop])
+    if not is_answer or not (tag := THINK_TAG.search(text, part.start, part.stop)):
         return False
     return tag[0] in OPENER and text[max(part.start - 64, 0) : part.start].rstrip().endswith(tag[0])

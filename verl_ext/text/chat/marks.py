@@ -66,7 +66,7 @@ class Words(NamedTuple):
 
 
 class MarkedPlace(NamedTuple):
-    """The place of marked words in a text, from mark `first` to mark `last` (equal if there is one mark)."""
+    """The place of marked words, from mark `first` to `last`, maybe one."""
 
     number: int
     words: Words
@@ -75,7 +75,7 @@ class MarkedPlace(NamedTuple):
     reaches_end: bool  # True if the words end at `last`
 
     def rest_in(self, text: str) -> int:
-        """Return the length of the words behind a mark in their middle; 0 for others.
+        """Return the length of words behind their middle mark, or 0.
 
         A template may change white space in them, as Qwen's do around the thought of a content.
         """
@@ -140,7 +140,7 @@ class Marks:
         return f"{text[:at]}{begin}{core}{end}{text[at + len(core) :]}"
 
     def places(self, marked: str) -> tuple[str, list[MarkedPlace]]:
-        """Remove the marks from a text; return it with the words' places in order.
+        """Remove a text's marks; return it with the words' places in order.
 
         If the template prints words twice, their first place is returned.
         """
@@ -164,7 +164,7 @@ class Marks:
 
 
 def length_but_space(given: str, text: str) -> int:
-    """Return the length of the start of `text` that equals `given` but for inner white space."""
+    """Return how much of `text` begins as `given` but for white space."""
     core = given.rstrip()
     at = 0
     for char in "".join(core.split()):
@@ -177,7 +177,7 @@ def length_but_space(given: str, text: str) -> int:
 
 
 def framing_key(message: Message, with_unmarked: bool = False) -> tuple[Any, ...]:
-    """Return a key that is equal for messages that a template frames alike (or, `with_unmarked`, prints alike)."""
+    """Return a key of messages framed, or `with_unmarked` printed, alike."""
     said = sorted(key for key, value in message.items() if (value.strip() if isinstance(value, str) else value))
     if not with_unmarked:
         return message["role"], *said

@@ -63,7 +63,7 @@ class Target(NamedTuple):
 
 
 class RenderedChat(NamedTuple):
-    """A chat's text, its targets in order, and the kinds of words that the template leaves out."""
+    """A chat's text, targets in order, and kinds of unprinted words."""
 
     text: str
     targets: tuple[Target, ...] = ()
@@ -78,7 +78,7 @@ class RenderedChat(NamedTuple):
 def with_borders(
     rendered: RenderedChat, chat: Chat, places: Sequence[MarkedPlace], special: re.Pattern[str]
 ) -> RenderedChat:
-    """Add the parts of every target by the places of its words; `special` matches special tokens.
+    """Add every target's parts by its words' places and `special` tokens.
 
     Raises `BadRecord` if characters with weights of their own cannot be found in the text.
     """
@@ -137,7 +137,7 @@ def _end(text: str, place: MarkedPlace) -> int:
 
 
 def _begin(text: str, place: MarkedPlace, least: int) -> int | None:
-    """Return the start of words; None if it is unknown because the template changes them."""
+    """Return the start of words; None if the template changes them."""
     if place.reaches_end and least <= place.first < place.last:
         return place.first
     core, end = place.words.text.strip(), _end(text, place)
@@ -146,7 +146,7 @@ def _begin(text: str, place: MarkedPlace, least: int) -> int | None:
 
 
 def _between(text: str, kind: str, begin: int, end: int, special: re.Pattern[str]) -> int | None:
-    """Return the border between reasoning and a tool call, in either order, in the text between their words."""
+    """Return the border of reasoning and tool call between their words."""
     if kind == TOOL_CALL:
         opener = THINK_TAG.search(text, begin, end)
         return opener.start() if opener else None
@@ -159,7 +159,7 @@ def _between(text: str, kind: str, begin: int, end: int, special: re.Pattern[str
 def _stretches(
     text: str, target: Target, borders: list[Border], places: Sequence[MarkedPlace], mask: TurnMask
 ) -> Iterator[Stretch]:
-    """Yield the weights of a target's characters; template text has the weight of the words next to it."""
+    """Yield a target's weights; template text has those of adjacent words."""
     for border in borders:
         inside = [place for place in places if place.last <= border.stop and _kind(place) == border.kind]
         places = [place for place in places if place not in inside]
@@ -192,7 +192,7 @@ def _stretches(
 
 
 def tagged_blocks(text: str, start: int, stop: int, is_opened: bool) -> list[Border]:
-    """Find reasoning and tool calls in characters start..stop of a text by their tags.
+    """Find reasoning and tool calls in start..stop by their tags.
 
     is_opened: the text before `start` has opened reasoning. Unpaired tags are doubts of a part.
     """
@@ -225,17 +225,20 @@ def tagged_blocks(text: str, start: int, stop: int, is_opened: bool) -> list[Bor
 
 
 def is_opened(before: str) -> bool:
-    """Return whether the text before a turn ends with a tag that opens reasoning."""
+    """Return whether the text before a turn opens reasoning."""
     return before.rstrip().endswith(tuple(OPENER.values()))
 
 
 def has_tags(text: str) -> bool:
     """Return whether a text holds a tag."""
-    return any(word in text for word in _WORDS_OF_TAGS) and any(tag in text for tag in _TAGS)
+    for word in _WORDS_OF_TAGS:
+        if word in text:
+            return any(tag in text for tag in _TAGS)
+    return False
 
 
 def _with_tags(text: str, start: int, borders: list[Border]) -> list[Border]:
-    """Return the borders of a target with those of the tags in its answer, and its reasoning without words."""
+    """Return a target's borders with those of tags and reasoning without words."""
     tagged: list[Border] = []
     is_prompt_open = is_opened(text[max(start - 64, 0) : start])
     for number, border in enumerate(borders):

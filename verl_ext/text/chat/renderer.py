@@ -1,4 +1,4 @@
-"""Render chats as texts with the parts that are learnt, and define the options for this.
+"""Render chats as texts with learnt parts; options for this.
 
     chat -> hidden names (special_tokens) -> template_cache, or spans -> text, targets with borders (parts) -> learnt
 
@@ -89,11 +89,11 @@ class ChatOptions(RecordOptions):
     )
 
     def dated(self: OptionsT) -> OptionsT:
-        """Return the options with today's date if they have none, so that all workers and nodes print the same."""
+        """Return the options with a date, so that all workers agree."""
         return self if self.chat_date else replace(self, chat_date=date.today().isoformat())
 
     def problems(self) -> Iterable[str | None]:
-        """Yield a line for each mistake that can be seen without opening a source."""
+        """Yield a line for each mistake visible before opening a source."""
         yield date_problem("chat_date", self.chat_date)
         yield from self.model.tokenizer_problems()
         yield from column_problems(self.columns)
@@ -111,7 +111,7 @@ class ChatOptions(RecordOptions):
 
 
 def date_problem(key: str, given: str | None) -> str | None:
-    """Return a line if a date is given that is no day of the calendar."""
+    """Return a line for a date that is no day."""
     try:
         if given is None or (len(given) == 10 and date.fromisoformat(given)):
             return None
@@ -121,7 +121,7 @@ def date_problem(key: str, given: str | None) -> str | None:
 
 
 class RenderedTurns(NamedTuple):
-    """A rendered chat, and the parts of its turns that are to be learnt; a prompt has none.
+    """A rendered chat and its parts to be learnt; prompts have none.
 
     Attributes:
         text: the text.
@@ -159,7 +159,7 @@ class RenderedTurns(NamedTuple):
 
 
 class _Variant(NamedTuple):
-    """The template with the arguments of some records; the second one leaves out empty thinking blocks."""
+    """The template with some records' arguments, with and without empty thinking blocks."""
 
     chats: TemplateCache
     without_blocks: TemplateCache | None
@@ -170,7 +170,7 @@ class ChatRenderer:
     """A renderer of chats with one template and one set of options."""
 
     def __init__(self, tokenizer: Any, special: SpecialTokens, options: ChatOptions) -> None:
-        """Read the template. Raises `UsageError` if it is missing or cannot be used."""
+        """Read the template. Raises `UsageError` if missing or unusable."""
         template = given = options.chat_template
         if given is not None:
             template = read_template(given, "chat_template")
@@ -189,7 +189,7 @@ class ChatRenderer:
         self.template = self._plain.chats.template
 
     def _new_variant(self, arguments: str) -> _Variant:
-        """Probe the template with a record's arguments in JSON. Raises `UsageError` as `ChatTemplate` does."""
+        """Probe the template with JSON arguments. Raises `UsageError` as `ChatTemplate` does."""
         options = self._options
         given = {**options.apply_chat_template_kwargs, **json.loads(arguments)}
 
@@ -219,17 +219,17 @@ class ChatRenderer:
 
     @property
     def jinja(self) -> str | None:
-        """The Jinja source of the template; None if the tokenizer has several by name."""
+        """The template's Jinja source; None if there are several by name."""
         chosen = self.template.template or self.template.tokenizer.chat_template
         return chosen if isinstance(chosen, str) else None
 
     @property
     def turn_ends(self) -> list[str]:
-        """The texts that end an assistant's turn; the last one, if there is any, ends a chat."""
+        """The texts that end an assistant's turn; the last ends a chat."""
         return self.template.turn_ends
 
     def render(self, chat: Chat) -> list[RenderedTurns]:
-        """Render a chat, or with `turns=each` every turn to be learnt. Raises `BadRecord`.
+        """Render a chat, or every learnt turn with `turns=each`. Raises `BadRecord`.
 
         Unprinted words that `on_unprinted` accepts are recorded in the first text.
         """
@@ -265,7 +265,7 @@ class ChatRenderer:
         return with_targets
 
     def prompt(self, chat: Chat, turn: int) -> RenderedTurns:
-        """Return the text from which message `turn` is generated, with the changes that `render` makes of the chat.
+        """Return the text before message `turn`, with the changes of `render`.
 
         Raises `BadRecord`.
         """
@@ -276,7 +276,7 @@ class ChatRenderer:
         return RenderedTurns(rendered.text, disguised=disguised, special_tokens=names)
 
     def _chosen(self, chat: Chat) -> tuple[TemplateCache, Chat, bool]:
-        """Return the template for a chat, the chat that it gets, and whether empty thinking blocks are left out."""
+        """Return the template, the chat for it, and whether blocks are dropped."""
         variant = self._variant(chat)
         if chat.thoughts and (name := variant.chats.template.thought_field):
             chat = chat.with_thoughts_in(name)
@@ -285,13 +285,13 @@ class ChatRenderer:
         return variant.chats, chat, False
 
     def _without_reasoning(self, chat: Chat) -> tuple[Chat, int]:
-        """Return a chat as the option `reasoning` asks, and the number of target turns that lost some."""
+        """Return a chat as `reasoning` asks, and how many turns lost some."""
         if self._options.reasoning != "drop":
             return chat, 0
         return self._learnt.without_reasoning(chat, self._variant(chat).opens_reasoning)
 
     def _is_drawn(self, chat: Chat) -> bool:
-        """Decide, by a chat's own text, whether its empty thinking blocks are left out.
+        """Decide by a chat's text whether its empty thinking blocks go.
 
         If text of others than the assistant has such a block, as in a question about thinking, all blocks are kept.
         """
@@ -314,7 +314,7 @@ class ChatRenderer:
         return [chat]
 
     def _located(self, chats: TemplateCache, chat: Chat, is_prompt: bool) -> tuple[RenderedChat, str | None, int]:
-        """Render a chat as `special_tokens_in_text` asks; return its disguised text, and the names of tokens in it.
+        """Render a chat as `special_tokens_in_text` asks; return (chat, disguise, names).
 
         Raises `BadRecord` under `error` if a rendered message holds the name of a special token, and under `encode` if
         its place in the rendered text cannot be found or the tokenizer is not a fast one.

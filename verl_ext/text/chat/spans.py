@@ -50,7 +50,7 @@ _PLAIN_ANSWER = {"role": "assistant", "content": f"{_ANSWER}ok"}
 
 
 class _Prompt(NamedTuple):
-    """A text that the model may get before a turn, from the end of the last words before it on."""
+    """A text before a turn, from the last words before it on."""
 
     text: str
     before_header: int  # the length of its part before the turn's header
@@ -75,7 +75,7 @@ class TurnSearch:
     """
 
     def __init__(self, template: ChatTemplate, chat: Chat, text: str) -> None:
-        """Mark the words. Raises `BadRecord` if that changes the text in every way of marking."""
+        """Mark the words. Raises `BadRecord` if every way changes the text."""
         self.template, self.chat, self.text = template, chat, text
         self.continuations: set[str] = set()
         self._prompts: dict[tuple[Any, ...], tuple[list[_Prompt], list[Message]]] = {}
@@ -91,7 +91,7 @@ class TurnSearch:
         raise BadRecord("template_mismatch", f"the chat template {hidden}")
 
     def result(self) -> RenderedChat:
-        """Return the targets with their parts. Raises `BadRecord` if a turn cannot be found."""
+        """Return targets with parts. Raises `BadRecord` if a turn is not found."""
         rendered = self._generation_blocks() if self.template.marks_generation else self._turns()
         return with_borders(rendered, self.chat, self.places, self.template.special)
 
@@ -132,7 +132,7 @@ class TurnSearch:
         return RenderedChat(self.text, tuple(targets), tuple(unprinted))
 
     def _stops_inside(self, places: list[MarkedPlace]) -> Iterator[tuple[int, int, str]]:
-        """Find the borders inside a message that the template prints as two turns, content and calls.
+        """Find borders inside a message printed as two turns, content and calls.
 
         Yields the end of the stop token, the end of the header after it, and the token.
         """
@@ -145,7 +145,7 @@ class TurnSearch:
                 yield place.last + stop.end(), after.first - len(rest) + length, stop[0]
 
     def _unprinted(self) -> list[str]:
-        """Return the labels of words that are missing from the text, each once."""
+        """Return the labels of words missing from the text, each once."""
         printed, learnt = {place.number for place in self.places}, self.chat.targets
         labels = {
             words.label
@@ -169,7 +169,7 @@ class TurnSearch:
         return sorted(labels)
 
     def _start(self, place: int, index: int) -> int:
-        """Return the start of a target of message `index`, whose run begins at `self.places[place]`."""
+        """Return the start of message `index`'s target, at `self.places[place]`."""
         first = self.places[place].first
         before = self.places[place - 1] if place else None
         begin = before.last if before else 0
@@ -203,7 +203,7 @@ class TurnSearch:
         return [*(place.first for place in self.places if place.words.text.strip()), len(self.text)]
 
     def _goes_on_with(self, prompt: str, begin: int) -> bool:
-        """Return whether the text at `begin` goes on with a prompt, also if that ends inside the next words."""
+        """Return whether the text at `begin`, next words included, continues a prompt."""
         after = bisect_left(self._starts_of_words, begin)
         gap = self.text[begin : self._starts_of_words[after]]
         if len(gap) < len(prompt) and prompt.startswith(gap):
@@ -211,7 +211,9 @@ class TurnSearch:
         return self.text.startswith(prompt, begin)
 
     def _prompts_before(self, before: MarkedPlace | None, index: int) -> list[_Prompt]:
-        """Return the prompts that the model may get for message `index`, from the end of the last words before it on.
+        """Return the prompts that the model may get for message `index`.
+
+        They begin at the end of the last words before it.
 
         The list is empty if the template refuses the chat up to there.
         """
@@ -247,7 +249,7 @@ class TurnSearch:
         return self._prompts[exact][0]
 
     def _new_prompts(self, before: MarkedPlace | None, count: int) -> list[_Prompt]:
-        """Render the first `count` messages with the generation prompt or, without one, up to a plain answer."""
+        """Render `count` messages with the generation prompt, or up to an answer."""
         own, messages = self.template.generation_prompt, self.marks.messages[:count]
         prompts = []
         for chat in [messages] if own else [[*messages, _PLAIN_ANSWER], messages]:
@@ -261,7 +263,7 @@ class TurnSearch:
         return prompts
 
     def _end(self, place: MarkedPlace, limit: int, index: int, is_last: bool) -> tuple[int, str]:
-        """Return the end of a target with last words at `place`, before `limit`, and the text that ends its turn."""
+        """Return a target's end before `limit`, and what ends its turn."""
         begin = place.last
         if not place.reaches_end:
             if not (length := place.rest_in(self.text)):
@@ -283,7 +285,7 @@ class TurnSearch:
         return begin + end, self.template.last_special_token(tail[:end])
 
     def _is_trimmed(self, place: MarkedPlace) -> bool:
-        """Tell whether the template trims the white space at the end of a turn's content."""
+        """Tell whether the template trims white space after a turn's content."""
         *before, turn = self.chat.messages[: place.words.message + 1]
         if (kind := framing_key(turn)) not in self._trimmed:
             turns = turn, {**turn, "content": place.words.text.rstrip()}
@@ -298,7 +300,7 @@ class TurnSearch:
         return bool(self.template.special.sub("", text).strip())
 
     def _closed(self, place: MarkedPlace, index: int, tail: str, is_last: bool) -> tuple[int, bool]:
-        """Return the length of the part of `tail` that is also printed if the turn ends the chat.
+        """Return the length of `tail` that a chat's last turn has too.
 
         `tail` is the text after a turn's last words. The second value tells whether that part alone closes a turn.
         Tails that differ only before their first special token, by numbers in a call, are closed alike.
@@ -326,7 +328,7 @@ class TurnSearch:
         return closed + begin, is_whole
 
     def _first_tail(self, chats: list[list[Message]], place: MarkedPlace) -> str | None:
-        """Return the text between a place's words and the next words, in the first of these chats that has them."""
+        """Return the text after a place's words in the first fitting chat."""
         for messages in chats:
             if (marked := self.template.try_render(messages, self.marks.tools)) is None:
                 continue
@@ -338,7 +340,7 @@ class TurnSearch:
         return None
 
     def _empty_turn(self, index: int) -> Target | None:
-        """Return the target of a turn without words: the text that ends it."""
+        """Return a wordless turn's target: the text that ends it."""
         places = [place for place in self.places if place.words.message < index]
         before = places[-1] if places else None
         begin = before.last if before else 0
@@ -353,7 +355,9 @@ class TurnSearch:
         return Target(begin, begin + found.end(), index, found[0])
 
     def _generation_blocks(self) -> RenderedChat:
-        """Return the targets of a template that marks the generated text: the parts of turns in its blocks.
+        """Return the targets of a template that marks the generated text.
+
+        They are the parts of turns in its blocks.
 
         A block may contain more than the assistant generates, such as a header or the document's end. It may also lack
         the end of the turn.

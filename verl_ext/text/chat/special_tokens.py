@@ -1,4 +1,4 @@
-r"""The special tokens of a tokenizer, and stand-ins for their names in data.
+r"""A tokenizer's special tokens, and stand-ins for their names in data.
 
 Web pages and users' messages may hold names such as <|im_end|>, which are encoded as text. A plain text is tokenized
 with transformers' `split_special_tokens`, which does not split tokens that the tokenizer does not flag as special, such
@@ -31,7 +31,7 @@ STAND_INS = re.compile("[\U000f0000-\U0010ffff]")  # characters of names' stand-
 
 
 def as_plain_text(tokenizer: Any) -> dict[str, bool]:
-    """Return the argument with which a tokenizer reads the names of special tokens as text.
+    """Return the argument for names of special tokens as text.
 
     A slow tokenizer gets none, because it would also split added tokens that are not special.
     """
@@ -39,7 +39,7 @@ def as_plain_text(tokenizer: Any) -> dict[str, bool]:
 
 
 class SpecialTokens:
-    """The tokens that a tokenizer flags as special, and its BOS and EOS."""
+    """The tokens that are flagged as special, and BOS and EOS."""
 
     def __init__(self, tokenizer: Any, key: str) -> None:
         """Read a tokenizer's special tokens; errors name the config key `key`."""
@@ -82,7 +82,7 @@ class SpecialTokens:
         return BadRecord("special_token", f"{found}; {self._key}=keep takes it for the token itself")
 
     def check_ids(self, ids: NDArray[np.integer]) -> None:
-        """Raise `BadRecord` if the ids of a text include a special token, which the tokenizer could not split."""
+        """Raise `BadRecord` if ids hold a special token that was not split."""
         if (control := np.isin(ids, self._ids)).any():
             name = self.tokenizer.convert_ids_to_tokens(int(ids[control][0]))
             raise self.refused(name, "and this tokenizer cannot encode it as text")
@@ -93,7 +93,7 @@ class SpecialTokens:
 
     @cached_property
     def _match_normalized(self) -> bool:
-        """Whether special tokens match normalized text, so that other characters may become their names."""
+        """Whether special tokens match normalized text, which other characters may become."""
         normalizer = getattr(getattr(self.tokenizer, "backend_tokenizer", None), "normalizer", None)
         return normalizer is not None and any(token.normalized for token in self._added.values())
 
@@ -108,16 +108,16 @@ class SpecialTokens:
         return value
 
     def show(self, text: str) -> tuple[str, int]:
-        """Return a text with the names in place of their stand-ins, and their number."""
+        """Return a text with names for their stand-ins, and their number."""
         return self._hidden_pattern.subn(lambda match: self._names[match[0]], text)
 
     def disguise(self, text: str) -> str:
-        """Return a text with hidden names for `renamed_tokenizer`, in which all others are those of tokens."""
+        """Return a text for `renamed_tokenizer`, with hidden names as text."""
         return self.show(self._pattern.sub(lambda match: self._disguises[match[0]], text))[0]
 
     @cached_property
     def renamed_tokenizer(self) -> Any:
-        """A copy of the tokenizer that also has the disguises as tokens, with other ids; see `real_ids`."""
+        """A copy of the tokenizer with the disguises as tokens; see `real_ids`."""
         renamed = deepcopy(self.tokenizer)
         flags = ("single_word", "lstrip", "rstrip", "normalized")
         renamed.add_tokens(

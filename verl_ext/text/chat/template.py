@@ -1,4 +1,4 @@
-"""The chat template of a tokenizer: rendering, generation prompt and ends of turns."""
+"""A tokenizer's chat template: rendering, generation prompt, ends of turns."""
 
 import json
 import re
@@ -59,7 +59,7 @@ class ChatTemplate:
         left_out: re.Pattern[str] | None = None,
         today: str | None = None,
     ) -> None:
-        """Probe the template. Raises `UsageError` if it cannot render a user's and an assistant's turn.
+        """Probe the template. Raises `UsageError` if it renders no answered chat.
 
         Args:
             tokenizer: the tokenizer.
@@ -89,7 +89,7 @@ class ChatTemplate:
 
     @property
     def sources(self) -> list[str]:
-        """The Jinja sources of the template; there are several if the tokenizer has templates by name."""
+        """The template's Jinja sources; several if the tokenizer names templates."""
         source = self.template or self.tokenizer.chat_template
         return [source] if isinstance(source, str) else list(source.values())
 
@@ -105,7 +105,7 @@ class ChatTemplate:
 
     @cached_property
     def thought_field(self) -> str | None:
-        """The field whose words the template prints as a thought before a call, if any."""
+        """The field whose words the template prints as a call's thought."""
         for name in REASONING_FIELDS:
             for arguments in ({"n": "1"}, '{"n": "1"}'):
                 call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
@@ -115,7 +115,7 @@ class ChatTemplate:
         return None
 
     def render(self, messages: Sequence[Message], tools: list[Any] | None = None, generation: bool = False) -> str:
-        """Render a chat, with the generation prompt if asked. Raises `BadRecord` if the template refuses it."""
+        """Render a chat, with the generation prompt if asked. Raises `BadRecord`."""
         try:
             text = self._print(self._as_given(messages), tools, generation)
         except Exception as error:  # a template's code may raise anything
@@ -142,7 +142,7 @@ class ChatTemplate:
 
     @cached_property
     def _jinja(self) -> tuple[Callable[[str], Callable[[dict[str, Any]], str]], dict[str, Any]] | None:
-        """The compiler of sources, and the variables of every call; None for a tokenizer with its own renderer."""
+        """The compiler and variables; None for tokenizers with their own renderer."""
         from transformers import PreTrainedTokenizerBase  # here: the writing process does not need it
 
         from verl_ext.text.chat.sandbox import compiled
@@ -191,7 +191,7 @@ class ChatTemplate:
         return text, [(moved(start), moved(stop)) for start, stop in spans]
 
     def with_arguments_as_printed(self, chat: Chat) -> tuple[Chat, str]:
-        """Return the chat and its text, with the arguments of tool calls in the form that the template takes.
+        """Return the chat and its text, arguments as the template takes them.
 
         That is an object, or JSON text if the template fails for any object, or prints it as Python does. The form
         follows from the template and the chat alone, so that equal chats give equal texts in any order.
@@ -217,12 +217,12 @@ class ChatTemplate:
         return chat, text
 
     def text(self, chat: Chat, is_prompt: bool = False) -> str:
-        """Render a chat, or the prompt that a server makes of it. Raises `BadRecord`."""
+        """Render a chat, or a server's prompt of it. Raises `BadRecord`."""
         chat, text = self.with_arguments_as_printed(chat)
         return self.render(chat.messages, chat.tools, generation=True) if is_prompt else text
 
     def header_at_start_of(self, text: str) -> int:
-        """Return the length of the assistant's header that the template's `text` begins with, or 0."""
+        """Return the length of the assistant's header that begins `text`, or 0."""
         header, printed = self.header, self.header_length
         if end := self.end_pattern.search(header):  # the end of the turn before, if a template leaves the last one open
             header = header[end.end() :].lstrip()
@@ -244,12 +244,12 @@ class ChatTemplate:
         return at
 
     def common_prefix(self, a: str, b: str) -> int:
-        """Return the length of the common prefix of two texts, which never ends inside a special token."""
+        """Return two texts' common prefix, which ends inside no special token."""
         length = common_prefix(a, b)
         return min(self.token_edge(a, length), self.token_edge(b, length))
 
     def _probe(self, end_of_turn: str | None) -> list[str]:
-        """Render a plain chat with the template, and return its ends of turns."""
+        """Render a plain chat, and return the template's ends of turns."""
         before, tools, last = self._usable_chat()
         base, prompt = self.render(before, tools), self.render(before, tools, generation=True)
         if _QUESTION not in prompt:
@@ -285,7 +285,7 @@ class ChatTemplate:
         return [end for end in ends if self.special.search(end)]  # text that only ends a chat ends no turn
 
     def _usable_chat(self) -> tuple[list[Message], list[Any] | None, str]:
-        """Return (messages, tools, text with an answer) of the first of a few chats that the template can render."""
+        """Return (messages, tools, answered text) of the first chat that renders."""
         system = {"role": "system", "content": "Be kind."}
         tries: list[tuple[list[Message], list[Any] | None]] = [([_USER], None), ([system, _USER], None)]
         tries += [(messages, [_TOOL]) for messages, _ in tries]
@@ -301,14 +301,14 @@ class ChatTemplate:
         raise failed or BadRecord("template_error", "it leaves a turn's content out")
 
     def _turn_end(self, tail: str) -> str:
-        """Return the end of a turn in `tail`: its first stop token, else its last special token, else its text."""
+        """Return a turn's end: first stop token, last special token, or text."""
         if stop := self.stop_pattern.search(tail):
             return stop[0]
         tail = tail.rstrip()
         return self.last_special_token(tail) or tail.lstrip()
 
     def _inner_turn_end(self, tail: str, first_header: str) -> str:
-        """Return the end of a turn in `tail`, the text up to a user's turn; `first_header` begins a chat."""
+        """Return a turn's end before a user's turn; `first_header` begins chats."""
         first = self.special.match(tail.lstrip())
         headers = self.special.findall(first_header)
         if first is None or (headers[-1:] == [first[0]] and not self.stop_pattern.fullmatch(first[0])):
@@ -322,18 +322,18 @@ def _template_error(error: Exception) -> BadRecord:
 
 
 def _in_parts(message: Message) -> Message:
-    """Return the message with its content as a list of one part, as templates of vision models expect."""
+    """Return the message with content in parts, as vision models' templates expect."""
     content = message.get("content")
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def prints_date(source: Any) -> bool:
-    """Tell whether a template, or one of several by name, may print today's date."""
+    """Tell whether a template, or one of several, may print today's date."""
     return "strftime_now" in str(source)
 
 
 def any_of(names: Iterable[str]) -> re.Pattern[str]:
-    """Compile a pattern of any of `names`, the longest first; without names it matches nowhere."""
+    """Compile a pattern of names, longest first; without names, of nothing."""
     return re.compile("|".join(map(re.escape, sorted(names, key=lambda name: (-len(name), name)))) or "(?!)")
 
 
@@ -348,7 +348,7 @@ def joined_spans(spans: Iterable[Span]) -> list[Span]:
 
 
 def common_prefix(a: str, b: str) -> int:
-    """Return the length of the common prefix. Bisection lets C compare long documents quickly."""
+    """Return the common prefix's length, by a bisection that compares in C."""
     low, high = 0, min(len(a), len(b))
     if a[:high] == b[:high]:
         return high
@@ -362,7 +362,7 @@ def common_prefix(a: str, b: str) -> int:
 
 
 def longest_prefix_in(prompt: str, gap: str) -> tuple[int, int]:
-    """Return the length and position of the longest prefix of `prompt` that occurs in `gap`."""
+    """Return length and position of `prompt`'s longest prefix in `gap`."""
     for length in range(len(prompt), 0, -1):
         if (at := gap.find(prompt[:length])) >= 0:
             return length, at

@@ -1,4 +1,4 @@
-r"""Find the targets of chats of a known shape in one rendering, by the gaps between their words.
+r"""Find the targets of chats of a known shape by their gaps.
 
 A chat's shape is its roles, fields, targets and the white space around its words. A chat of stand-ins for the words is
 rendered and searched once for each shape (spans.py); other chats of the shape are rendered, and compared with it:
@@ -17,6 +17,8 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterator
 from functools import cached_property, lru_cache
+from itertools import accumulate
+from operator import sub
 from typing import Any, NamedTuple
 
 from verl_ext.text.chat.marks import SPOKEN_FIELDS
@@ -45,32 +47,30 @@ Shape = tuple[tuple[tuple[Field, ...], ...], tuple[int, ...]]  # of each message
 
 
 class _Frame(NamedTuple):
-    """The text around the words of a shape, and its targets in the text with stand-ins.
+    """The text around a shape's words, and its targets among stand-ins.
 
-    gaps: [n + 1] texts before, between and after words. words: [n] the numbers of the words. ends: [n] the ends of the
-    stand-ins. before: for each target, the words before its start, its stop, and the stop of each of its parts.
-    continuations: as in `TurnSearch`.
+    parts: [2n + 1] the texts before, between and after words, and a place for each of the words between them. words:
+    [n] their numbers. lengths: [n] of the stand-ins. before: for each target, the words before its start, its stop, and
+    the stop of each of its parts. continuations: as in `TurnSearch`.
     """
 
-    gaps: list[str]
+    parts: list[str]
     words: list[int]
-    ends: list[int]
+    lengths: list[int]
     rendered: RenderedChat
-    before: list[list[int]]
+    before: list[tuple[int, int, list[int]]]
     continuations: tuple[str, ...]
 
     def filled(self, words: list[str], text: str) -> RenderedChat | None:
-        """Return the chat with this text; None if that is not this frame with the words in it."""
-        at, shifts = 0, [0]  # the characters that the text has more than the frame, after so many words
-        for gap, number, end in zip(self.gaps, self.words, self.ends, strict=False):
-            if not text.startswith(gap, at) or not text.startswith(words[number], at + len(gap)):
-                return None
-            at += len(gap) + len(words[number])
-            shifts.append(at - end)
-        if text[at:] != self.gaps[-1]:
+        """Return the chat if its text is this frame with the words."""
+        parts, own = self.parts.copy(), [words[number] for number in self.words]
+        parts[1::2] = own
+        if "".join(parts) != text:
             return None
+        # The characters that the text has more than the frame, after so many words.
+        shifts = [0, *accumulate(map(sub, map(len, own), self.lengths))]
         targets = []
-        for target, (first, last, *inner) in zip(self.rendered.targets, self.before, strict=True):
+        for target, (first, last, inner) in zip(self.rendered.targets, self.before, strict=True):
             start, stop, message, closed_by, borders, _ = target
             moved = [Border(b[0] + shifts[n], b[1], b[2]) for b, n in zip(borders, inner, strict=True)]
             targets.append(Target(start + shifts[first], stop + shifts[last], message, closed_by, tuple(moved)))
@@ -78,7 +78,7 @@ class _Frame(NamedTuple):
 
 
 class TemplateCache:
-    """A chat template with the frames of the shapes that it has rendered."""
+    """A chat template with the frames of shapes it has rendered."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self.template = template
@@ -102,7 +102,7 @@ class TemplateCache:
         return frame.filled(words, text)
 
     def _are_plain(self, words: list[str]) -> bool:
-        """Return whether neither the search nor the template looks at anything in these words."""
+        """Return whether neither search nor template looks at anything in words."""
         text = "\0".join(words)
         for sought in self._sought:
             if sought in text:
@@ -114,7 +114,7 @@ class TemplateCache:
 
     @cached_property
     def _is_usable(self) -> bool:
-        """Whether the template prints long words of many kinds of characters as it prints stand-ins."""
+        """Whether the template prints long, varied words as it prints stand-ins."""
         words = [f"{_TRIAL}{role}." for role in ("system", "user", "assistant")]
         for chosen in (words[1:], words):
             messages = [{"role": word[len(_TRIAL) : -1], "content": word} for word in chosen]
@@ -125,7 +125,7 @@ class TemplateCache:
         return False
 
     def _new_frame(self, shape: Shape) -> _Frame | None:
-        """Render and search a shape's chat of stand-ins; return None if its words cannot be told from the text."""
+        """Render and search a shape's stand-ins; None if words are not found."""
         chat, count = Chat([], dict.fromkeys(shape[1], 1.0)), 0
         for fields in shape[0]:
             chat.messages.append(dict(fields))
@@ -137,10 +137,10 @@ class TemplateCache:
             rendered = search.result()
         except BadRecord:
             return None
-        places = list(_STAND_IN.finditer(rendered.text))
-        numbers, ends = [int(place[1]) for place in places], [place.end() for place in places]
-        begins = [*(place.start() for place in places), len(rendered.text)]
-        gaps = [rendered.text[end:begin] for end, begin in zip([0, *ends], begins, strict=True)]
+        places = [place.span() for place in _STAND_IN.finditer(rendered.text)]
+        begins, ends = [*(begin for begin, _ in places), len(rendered.text)], [end for _, end in places]
+        parts = _STAND_IN.split(rendered.text)  # the numbers of the words are between the gaps
+        gaps, numbers = parts[::2], [int(number) for number in parts[1::2]]
         borders = [[t.start, t.stop, *(border.stop for border in t.borders)] for t in rendered.targets]
         before = [[bisect_right(ends, at) for at in of_target] for of_target in borders]
         if (
@@ -153,11 +153,12 @@ class TemplateCache:
             or any(gap in tag for gap in gaps[1:-1] for tag in _TAGS)
         ):
             return None
-        return _Frame(gaps, numbers, ends, rendered, before, tuple(search.continuations))
+        lengths, of_targets = [end - begin for begin, end in places], [(a, b, inner) for a, b, *inner in before]
+        return _Frame(parts, numbers, lengths, rendered, of_targets, tuple(search.continuations))
 
 
 def _shape_of(chat: Chat) -> tuple[Shape, list[str]] | None:
-    """Return a chat's shape and its words without white space around them; None if it has more than words."""
+    """Return a chat's shape and stripped words; None for more than words."""
     if chat.tools or len(chat.messages) > LONGEST or any(mask.stretches for mask in chat.masks.values()):
         return None
     messages: list[tuple[Field, ...]] = []
@@ -180,7 +181,7 @@ def _shape_of(chat: Chat) -> tuple[Shape, list[str]] | None:
 
 
 def _constants_of(template: ChatTemplate) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the texts that a template may seek in words, and those that it may compare words with.
+    """Return the texts that a template may seek in words, or compare.
 
     Words without them take the same way through the template as stand-ins. The parts of marks are among the former.
     """

@@ -1,4 +1,4 @@
-"""Decompressed streams of whole files; all members or frames of a file are one stream."""
+"""Decompressed streams of whole files, of all members or frames."""
 
 import gzip
 import io
@@ -10,7 +10,7 @@ _BLOCK = 1 << 16  # bytes of a compressed file read at once
 
 
 class _XzStreams(io.RawIOBase):
-    """The concatenated streams of an xz file; LZMAFile takes a damaged one after the first for the end."""
+    """An xz file's streams; LZMAFile takes a damaged one for the end."""
 
     def __init__(self, raw: BinaryIO) -> None:
         self._raw, self._stream = raw, lzma.LZMADecompressor(lzma.FORMAT_XZ)

@@ -57,7 +57,7 @@ def _malformed(error: ValueError) -> BadRecord:
 
 
 def parse_json(text: str) -> Any:
-    """Return the value of a JSON text. Raises `BadRecord` if it is malformed or its value would be changed."""
+    """Return a JSON text's value. Raises `BadRecord` if malformed or changed."""
     try:
         return _STRICT.decode(text)
     except RecursionError as error:
@@ -79,12 +79,12 @@ def parse_line(line: bytes) -> Any:
 
 
 def repeated_name(names: Iterable[Any]) -> Any:
-    """Return the first name that occurs more than once; None if all differ."""
+    """Return the first repeated name; None if all differ."""
     return next((name for name, times in Counter(names).items() if times > 1), None)
 
 
 def from_json(value: Any, name: str) -> Any:
-    """Decode a string, such as a cell of a table's column, as JSON; return other values unchanged."""
+    """Decode a string, as of a table's cell; return other values unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -94,7 +94,9 @@ def from_json(value: Any, name: str) -> Any:
 
 
 class JsonList:
-    """The elements of a JSON list in a stream, of which about `block` characters are held at once.
+    """The elements of a JSON list in a stream.
+
+    About `block` characters are held at once.
 
     Iterating yields ((number from 1, element), characters); an unusable element whose end is known is a `BadRecord`.
     Raises `DataError` if the list's syntax is broken, because the borders of its records are unknown from there on.
@@ -137,7 +139,7 @@ class JsonList:
         self._text, self._at, self._is_read = self._text[self._at :] + more, 0, len(more) < size
 
     def _next_character(self) -> str:
-        """Skip white space and return the next character, or an empty string at the file's end."""
+        """Skip white space; return the next character, "" at the end."""
         while True:
             self._at = _BLANKS.match(self._text, self._at).end()  # type: ignore[union-attr]
             if self._at < len(self._text) or self._is_read:
@@ -145,7 +147,7 @@ class JsonList:
             self._read_on(self._block)
 
     def _next_element(self) -> tuple[Any, int]:
-        """Return the next element, or its `BadRecord`, and the position of its end."""
+        """Return the next element or its `BadRecord`, and its end."""
         size = self._block
         while True:
             try:

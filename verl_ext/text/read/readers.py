@@ -37,7 +37,7 @@ Records = Iterator[tuple[NumberedRecord | None, int]]  # a record, or None for t
 
 
 class ChunkSize(NamedTuple):
-    """The maximum number of records of a chunk, and about the maximum bytes of their text."""
+    """The most records of a chunk, and about the most bytes."""
 
     records: int = 256
     bytes: int = 256 * 1024
@@ -64,7 +64,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class TextFile:
-    """The record of a text file; longer than a block, it is read as a stream by the process that tokenizes it."""
+    """A text file's record; if long, streamed by the process tokenizing it."""
 
     path: str
     text: str | None = None
@@ -80,7 +80,9 @@ def read_files(
     read: Callable[[SourceFile, ChunkSize], Iterator[Chunk]] | None = None,
     is_full: Callable[[int], bool] = lambda source: False,
 ) -> Iterator[Chunk]:
-    """Yield the files' records in order, with the memory of a chunk or two; small files of a source share a chunk.
+    """Yield the files' records in order, with a chunk's memory or two.
+
+    Small files of a source share a chunk.
 
     read: the reader of one file (None: `read_chunks`). An unreadable file becomes a chunk's `failure` and ends its
     source, however far it is found ahead of the documents before it. Nothing more is read of a source that `is_full`.
@@ -128,7 +130,7 @@ def read_chunks(source: SourceFile, size: ChunkSize = CHUNK, columns: Columns = 
 
 
 def read_record(raw: Any) -> dict[str, Any]:
-    """Return a record of a chunk, parsed if it is a line's bytes. Raises `BadRecord` unless it is an object."""
+    """Return a chunk's record, an object, parsed from bytes. Raises `BadRecord`."""
     record = parse_line(raw) if isinstance(raw, bytes) else raw
     if isinstance(record, BadRecord):
         raise record
@@ -160,7 +162,7 @@ def _pieces(
 
 
 def _lines(_: SourceFile, stream: BinaryIO) -> Records:
-    """Yield the lines of a file, numbered from 1; None stands for a blank line."""
+    """Yield a file's lines, numbered from 1; None for a blank line."""
     for number, line in enumerate(stream, start=1):
         yield ((number, line) if _has_text(line) else None), len(line)
 
@@ -170,7 +172,7 @@ def _has_text(line: bytes) -> bool:
 
 
 def _json(source: SourceFile, limit: ChunkSize, _: Columns) -> Pieces:
-    """Read a list, or one object per line if the file begins with an object, as many published .json files do."""
+    """Read a list, or an object per line as many .json files."""
     with open_source(source.path) as file:
         blocks = iter(lambda: file.stream.readline(BLOCK), b"")
         first = next((line for line in blocks if _has_text(line)), None)
@@ -209,7 +211,7 @@ def _rows(source: SourceFile, stream: BinaryIO) -> Records:
 
 
 def _row_record(header: list[str], row: list[str]) -> Any:
-    """Return a row as a record: an empty cell is null, a weight is a number."""
+    """Return a row's record; empty cells are null, weights numbers."""
     if len(row) != len(header):
         return BadRecord("malformed_row", f"malformed CSV: {len(row)} cells in a row, {len(header)} in the header")
     if any("\0" in cell for cell in row):
@@ -238,7 +240,9 @@ def _text(source: SourceFile, _: ChunkSize, __: Columns) -> Pieces:
 
 
 def text_blocks(path: str) -> Generator[tuple[str, int], None, None]:
-    """Yield (block, bytes of the file) for a text file, with the line ends of Python's text files.
+    """Yield (block, bytes of the file) for a text file.
+
+    The line ends are those of Python's text files.
 
     A block ends with a line if no line is longer than a block. Raises `BadRecord` if the text is not UTF-8 or has a NUL
     byte, and `DataError` if the file cannot be read.
@@ -293,7 +297,7 @@ def _parquet(source: SourceFile, limit: ChunkSize, columns: Columns) -> Pieces:
 
 
 def _arrow(source: SourceFile, limit: ChunkSize, columns: Columns) -> Pieces:
-    """Read the shards that an Arrow folder's state.json names, each a stream of record batches.
+    """Read the shards of an Arrow folder's state.json, streams of record batches.
 
     `load_from_disk` would accept a shard that is cut off between two batches.
     """
@@ -338,7 +342,7 @@ def _arrow(source: SourceFile, limit: ChunkSize, columns: Columns) -> Pieces:
 
 
 def _release(mapped: mmap.mmap, file: OpenedFile) -> None:
-    """Give back the memory of what was read; raise `DataError` if the file has shrunk, whose end would be a fault."""
+    """Give back read memory; raise `DataError` if the file has shrunk."""
     if hasattr(mmap, "MADV_DONTNEED"):
         mapped.madvise(mmap.MADV_DONTNEED)
     if os.fstat(file.stream.fileno()).st_size != file.size:
@@ -346,7 +350,7 @@ def _release(mapped: mmap.mmap, file: OpenedFile) -> None:
 
 
 def arrow_shards(folder: str) -> list[str]:
-    """Return the files of an Arrow folder, in order. Raises `DataError` unless its state.json names them."""
+    """Return the files of an Arrow folder's state.json. Raises `DataError`."""
     try:
         if is_url(folder):
             with open_source(f"{folder}/{STATE}") as file:

@@ -1,4 +1,4 @@
-"""Find the source files of paths, folders, globs and URLs, and read them decompressed.
+"""Find source files of paths, folders, globs and URLs; decompress them.
 
     train.jsonl.gz   folder/   parts/*.parquet   file:///a.csv                 of this machine
     https://host/a.jsonl.gz   s3://bucket/folder/   gs://bucket/*.parquet      any URL that fsspec has a file system for
@@ -51,7 +51,7 @@ _Sizes = dict[str, int | None]  # bytes of files by path or URL; None if unknown
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file, Arrow folder or Hub dataset of one category; `category_id` counts from 1 in the order of `sources`."""
+    """A file, Arrow folder or Hub dataset of category `category_id`, from 1."""
 
     category_id: int
     path: str  # or URL
@@ -60,13 +60,13 @@ class SourceFile:
 
 
 def total_bytes(files: Iterable[SourceFile]) -> int | None:
-    """Return the size of all files in bytes; None if the size of one is unknown."""
+    """Return all files' bytes; None if the size of one is unknown."""
     sizes = [file.num_bytes for file in files]
     return None if None in sizes else sum(size or 0 for size in sizes)
 
 
 def is_url(path: str) -> bool:
-    """Return whether a path is a URL of another machine; `local_path` removes the `file://` of local paths."""
+    """Return whether a path is a URL of another machine, not `file://`."""
     return bool(_URL.match(path)) and not path.startswith("file://")
 
 
@@ -76,13 +76,13 @@ def local_path(path: str) -> str:
 
 
 def absolute_path(path: str | os.PathLike[str]) -> str:
-    """Return a local path as an absolute path with `~` expanded; return a URL unchanged."""
+    """Return a local path made absolute, `~` expanded, or a URL unchanged."""
     plain = local_path(os.fspath(path))
     return plain if is_url(plain) else os.path.abspath(os.path.expanduser(plain))
 
 
 def file_name(path: str) -> str:
-    """Return the last part of a path or URL, without the query of a web address."""
+    """Return the last part of a path or URL, without a query."""
     return Path(urlsplit(path).path if path.startswith(("http://", "https://")) else path).name
 
 
@@ -93,7 +93,7 @@ def without_compression(name: str) -> str:
 
 
 def kind_of(path: str | Path) -> str | None:
-    """Return the kind of a file by its suffix, in upper or lower case; None if it is unknown."""
+    """Return a file's kind by its suffix in any case, or None."""
     name = file_name(str(path)).lower()
     plain = without_compression(name)
     kind = SUFFIXES.get(Path(plain).suffix)
@@ -101,7 +101,7 @@ def kind_of(path: str | Path) -> str | None:
 
 
 def find_source_files(patterns: dict[str, list[str]], key: str | None = None) -> list[SourceFile]:
-    """Return the files of every category, in the order of the categories and patterns.
+    """Return every category's files, in the order of categories and patterns.
 
     The files of one pattern are sorted by name. Raises `UsageError`, which names `key` (by default
     `sources.<category>`), if a path is missing or of no known format, and `DataError` if a file cannot be read.
@@ -135,7 +135,7 @@ def _found(pattern: str, key: str) -> Iterator[tuple[str, str, int | None]]:
 
 
 def _local_files(pattern: str, key: str) -> Iterator[tuple[_Sizes, bool]]:
-    """Yield each file that a path or glob names, and the files below each folder, each file once despite links.
+    """Yield the files of a path, glob or folder, once despite links.
 
     An existing path is taken literally, even if its name has glob characters.
     """
@@ -174,7 +174,7 @@ def _refuse(error: OSError) -> NoReturn:
 
 
 def _kinds_below(files: _Sizes, key: str) -> dict[str, str | None]:
-    """Return the files of known kinds below a folder with their kinds; Arrow folders replace their files.
+    """Return a folder's files of known kinds; Arrow folders replace theirs.
 
     Text files next to files of another format are notes and left out.
     """
@@ -193,7 +193,7 @@ def _kinds_below(files: _Sizes, key: str) -> dict[str, str | None]:
 
 
 def _check_regular(path: str, key: str) -> None:
-    """Raise `UsageError` for a file that may block its reader, or whose name is not UTF-8."""
+    """Refuse files that block their reader, or whose names are no UTF-8."""
     try:
         path.encode()
     except UnicodeEncodeError as error:
@@ -203,7 +203,7 @@ def _check_regular(path: str, key: str) -> None:
 
 
 def _remote_files(url: str, key: str) -> list[tuple[_Sizes, bool]]:
-    """Return the file that a URL names, or the files in a glob (`*`, `[…]`; `?` begins a query) or folder."""
+    """Return the files of a URL, folder or glob; `?` begins queries."""
     system, path = _file_system(url, key)
     found: dict[str, Any] = {}
     with _host_errors(url):
@@ -225,13 +225,13 @@ def _remote_files(url: str, key: str) -> list[tuple[_Sizes, bool]]:
 
 
 def open_remote(url: str) -> BinaryIO:
-    """Open a remote file, read in ranges if the server supports them. Raises the errors of its file system."""
+    """Open a remote file, in ranges if supported; its errors are raised."""
     system, path = _file_system(url, "sources")
     return system.open(path, "rb")
 
 
 def remote_facts(url: str) -> Any:
-    """Return facts that change with the content of a remote file or Hub dataset: size, version, modification time."""
+    """Return a remote source's size, version and modification time."""
     with _host_errors(url):
         if match := _HUB.fullmatch(url):
             from huggingface_hub import dataset_info
@@ -258,7 +258,7 @@ def _file_system(url: str, key: str) -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def _host_errors(url: str, what: str = "") -> Iterator[None]:
-    """Raise `DataError` for errors of the body, because every file system has its own network and credential errors."""
+    """Raise `DataError` for errors of the body, whatever its file system."""
     try:
         yield
     except (DataError, UsageError):
@@ -268,7 +268,7 @@ def _host_errors(url: str, what: str = "") -> Iterator[None]:
 
 
 def _hub_split(url: str, key: str) -> tuple[str, str, int | None]:
-    """Return a Hub dataset's URL with its split, by default `train`, its kind, and its tables' bytes if known."""
+    """Return a Hub dataset's URL with split (default `train`), kind and bytes."""
     builder, splits, split = _hub_dataset(url)
     if split not in splits:
         raise UsageError(f"{key} must name a split, as in {HUB_HINT}; got {url}, which has {', '.join(splits)}")
@@ -277,7 +277,7 @@ def _hub_split(url: str, key: str) -> tuple[str, str, int | None]:
 
 
 def hub_tables(url: str, rows: int, num_bytes: int) -> Iterator[Any]:
-    """Yield tables of a Hub dataset, as named by `find_source_files`, while they download.
+    """Yield a Hub dataset's tables, of `find_source_files`, while they download.
 
     They have at most `rows` rows and, if the dataset's size is known, about `num_bytes`.
     """
@@ -302,7 +302,7 @@ def _hub_dataset(url: str) -> tuple[Any, dict[str, Any], str]:
 
 
 class OpenedFile:
-    """A file's decompressed bytes (`stream`), and the position reached in the file itself."""
+    """A file's decompressed bytes (`stream`), and the file's own position."""
 
     def __init__(self, path: str, raw: Any) -> None:
         """Start reading `raw`, a file opened in binary mode."""
@@ -320,13 +320,13 @@ class OpenedFile:
         return (self.size or 0) if self._raw.closed else self._raw.tell()
 
     def check_end(self) -> None:
-        """Raise `DataError` at the stream's end if bytes are missing, because a host may silently cut a file off."""
+        """Raise `DataError` if bytes are missing, as hosts silently cut files."""
         if self.size is not None and self.position != self.size:
             raise DataError(f"{self.path}: must not change while it is read; {self.position} of {self.size} bytes came")
 
 
 def encoding_problem(start: bytes) -> str | None:
-    """Return why a file cannot be UTF-8, by its first four bytes; None if it can be."""
+    """Return why a file's first four bytes are no UTF-8, or None."""
     if start in (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE):
         return "it is UTF-32"
     if start[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):

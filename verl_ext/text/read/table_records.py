@@ -1,4 +1,4 @@
-"""Read tables of Arrow and Parquet as records, a few rows at a time.
+"""Read Arrow and Parquet tables as records, some rows at a time.
 
     columns   messages   answer      notes               read: messages, answer
     record    [{…}]      "b"         UNREAD              {"messages": [{…}], "answer": "b", "notes": UNREAD}
@@ -33,7 +33,7 @@ def check_names(path: str, names: Iterable[str]) -> None:
 
 
 def check_bytes(path: str, batch: pa.RecordBatch, mapped: pa.Buffer | None) -> None:
-    """Raise `DataError` if a column of a damaged file lies beyond its bytes, which Arrow does not check.
+    """Raise `DataError` if a column lies beyond the file, unchecked by Arrow.
 
     mapped: the whole file, if it is memory-mapped. Bytes that were decompressed are not in it, and may be written to.
     """
@@ -47,7 +47,7 @@ def check_bytes(path: str, batch: pa.RecordBatch, mapped: pa.Buffer | None) -> N
 def table_records(
     table: Any, records: int, num_bytes: int, columns: Collection[str] | None
 ) -> Iterator[tuple[list[Any], int]]:
-    """Yield (records, their bytes) of a table or record batch, in its order.
+    """Yield (records, their bytes) of a table or batch, in order.
 
     records, num_bytes: the maximum of each part; a single row may have more bytes. columns: those that are read (None:
     all); the fields of the others are UNREAD.
@@ -67,7 +67,7 @@ def table_records(
 
 
 def _parts(table: Any, first: int, rows: int, records: int, num_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (first row, rows, bytes), cut in halves until they are few and small enough."""
+    """Yield (first row, rows, bytes), halved until few and small enough."""
     part = table.slice(first, rows)
     try:
         part.validate()  # a damaged file may point beyond its own bytes, which `nbytes` would follow
@@ -83,7 +83,7 @@ def _parts(table: Any, first: int, rows: int, records: int, num_bytes: int) -> I
 
 
 def _column(column: Any, name: str, convert: Convert | None) -> list[Any]:
-    """Return the values of a table of one column; one that cannot be read is a `BadRecord`."""
+    """Return a column's values; an unreadable one is a `BadRecord`."""
     try:
         return _values(column, convert)
     except _ROW_ERRORS as error:
@@ -103,7 +103,7 @@ def _values(column: Any, convert: Convert | None) -> list[Any]:
 
 
 def conversion(kind: Any) -> Convert | None:
-    """Return how a value of a type that Arrow gives becomes one of JSON, None to leave it; null is not passed."""
+    """Return how an Arrow type's non-null values become JSON's; None: unchanged."""
     if isinstance(kind, pa.JsonType):
         return parse_json
     if isinstance(kind, pa.BaseExtensionType):
@@ -139,7 +139,7 @@ def _object(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
 def parquet_tables(
     file: pq.ParquetFile, records: int, num_bytes: int, columns: Collection[str] | None
 ) -> Iterator[Any]:
-    """Yield the rows of a Parquet file in tables of at most `records` rows and about `num_bytes`.
+    """Yield a Parquet file's tables of at most `records` rows, about `num_bytes`.
 
     A column that nothing reads is not decoded if the file's statistics tell which of its rows have a value; booleans or
     nulls stand for it.
@@ -166,7 +166,7 @@ def parquet_tables(
 
 
 def _presence(leaves: list[Any], rows: int) -> bool | None:
-    """Return whether all rows of a column have a value, or none has; None if some have, or it is unknown."""
+    """Return whether all rows have a value, or none has; None: unclear."""
     nulls = [leaf.statistics.null_count if leaf.statistics is not None else None for leaf in leaves]
     if 0 in nulls:
         return True
@@ -174,7 +174,7 @@ def _presence(leaves: list[Any], rows: int) -> bool | None:
 
 
 def _batches(file: pq.ParquetFile, group: int, read: list[str], rows: int, num_bytes: int) -> Iterator[Any]:
-    """Yield the columns `read` of a row group, `rows` rows at a time, or fewer after rows that were too large.
+    """Yield a row group's columns, `rows` rows at a time or fewer.
 
     Values of a dictionary, and rows of very different sizes, may take far more bytes than the file's sizes say.
     """

@@ -1,4 +1,4 @@
-"""A record that cannot be used, and the options that decide what becomes of it."""
+"""Unusable records, and the options that decide what becomes of them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +8,7 @@ from verl_ext.options import Options, one_line, option
 
 @dataclass(frozen=True)
 class RecordOptions(Options):
-    """The options of all that reads records: bad records, and names of special tokens in texts."""
+    """The options of bad records, and of special tokens' names in texts."""
 
     special_tokens_in_text: str = option(
         "encode",
@@ -25,7 +25,7 @@ class RecordOptions(Options):
 
 
 class BadRecord(ValueError):
-    """An unusable record. It ends the run under `on_bad_record=error` and is counted by `reason` under `skip`.
+    """An unusable record, which ends the run or is counted by `reason`.
 
     As the value of a field it stands for one that cannot be read, and makes the record bad if something reads it.
     """
@@ -39,7 +39,7 @@ class BadRecord(ValueError):
 
 
 def readable_value(value: Any) -> Any:
-    """Return the value of a field. Raises `BadRecord` if it cannot be read."""
+    """Return a field's value. Raises `BadRecord` if it cannot be read."""
     if isinstance(value, BadRecord):
         raise value
     return value
@@ -48,13 +48,14 @@ def readable_value(value: Any) -> Any:
 def check_characters(text: str) -> None:
     """Raise `BadRecord` if UTF-8 cannot hold a text."""
     try:
-        text.encode()
+        if not text.isascii():
+            text.encode()
     except UnicodeEncodeError as error:
         raise BadRecord("invalid_text", "the text has half a surrogate pair, which is no character") from error
 
 
 def short_text(value: Any) -> str:
-    """Return a short text of a value for an error, even of a very long integer or a whole list."""
+    """Return a short text of any value for an error."""
     if isinstance(value, int) and value.bit_length() > 256:
         return "an integer of more than 256 bits"
     if isinstance(value, (list, dict)):

@@ -17,11 +17,12 @@ Every other field is passed to the template. The arguments of tool calls are obj
 
 import json
 import re
-from collections import Counter
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from verl_ext.endpoint.reasoning import REASONING_TAGS
 from verl_ext.text.read.json_records import from_json, parse_json
@@ -60,15 +61,14 @@ class TurnMask:
     stretches: dict[str, list[Stretch]] = field(default_factory=dict)  # weights of a field's characters, by its name
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """A message, its weight (None: not given), the weights of its parts, and the tools that a system message holds."""
+class Turn(NamedTuple):
+    """A message, its weight or None, and the weights of its parts."""
 
     message: Message
     weight: float | None = None
     mask: TurnMask | None = None
-    tools: dict[str, Any] = field(default_factory=dict)
-    argument_texts: dict[int, str] = field(default_factory=dict)  # as in `Chat`, by the call's index in the turn
+    tools: Mapping[str, Any] = MappingProxyType({})  # that a system message holds
+    argument_texts: Mapping[int, str] = MappingProxyType({})  # as in `Chat`, by the call's index in the turn
     is_call: bool = False  # a message of its own for calls, which continues the assistant's turn before it
     has_thought: bool = False  # its content is a thought in tags, which a call follows
 
@@ -102,18 +102,21 @@ class Chat:
         return replace(self, messages=messages, thoughts=())
 
     def with_last_target(self) -> "Chat":
-        """Return the chat with its last assistant turn as the only target; there is none if its weight is 0."""
+        """Return the chat with at most its last assistant turn as target."""
         last = max((i for i, m in enumerate(self.messages) if m["role"] == "assistant"), default=-1)
         return replace(self, targets={i: weight for i, weight in self.targets.items() if i == last})
 
     def with_argument_texts(self) -> "Chat":
-        """Return the chat with the arguments of its calls as text: the record's own, or JSON."""
+        """Return the chat with its calls' arguments as text, own or JSON."""
         return self.with_arguments(
             lambda place, given: self.argument_texts.get(place) or json.dumps(given, ensure_ascii=False)
         )
 
     def with_arguments(self, change: Callable[[tuple[int, int], Any], Any]) -> "Chat":
-        """Return the chat with `change(place as in argument_texts, arguments)` as the arguments of each call."""
+        """Return the chat with `change(place, arguments)` as the arguments of each call.
+
+        place: as in `argument_texts`.
+        """
         messages = list(self.messages)
         for index, message in enumerate(messages):
             calls = list(message.get("tool_calls") or ())
@@ -146,11 +149,11 @@ class MessageReader:
 
     def __init__(self, drop_media: bool = False) -> None:
         self.drop_media = drop_media
-        self.dropped: Counter[str] = Counter()
+        self.dropped: defaultdict[str, int] = defaultdict(int)
         self.text_calls = 0
 
     def turns(self, raw_messages: list[Any]) -> list[Turn]:
-        """Read all messages. Raises `BadRecord`, with the message's number and the reason, if one cannot be used."""
+        """Read all messages. Raises `BadRecord` with a message's number and the reason."""
         turns: list[Turn] = []
         for number, raw in enumerate(raw_messages, start=1):
             turn = self._turn(raw, f"message {number}")
@@ -158,10 +161,10 @@ class MessageReader:
                 turns[-1] = _continued(turns[-1], turn, f"message {number}")
             else:
                 turns.append(turn)
-        others = (i for i, turn in enumerate(turns) if turn.weight and turn.message["role"] != "assistant")
-        if (other := next(others, None)) is not None and any(turn.weight != 1 for turn in turns):
-            role = turns[other].message["role"]
-            raise BadRecord("bad_weight", f"message {other + 1} ({role}) is to be learnt; only assistant turns can be")
+        others = [i for i, turn in enumerate(turns) if turn.weight and turn.message["role"] != "assistant"]
+        if others and any(turn.weight != 1 for turn in turns):
+            where = f"message {others[0] + 1} ({turns[others[0]].message['role']})"
+            raise BadRecord("bad_weight", f"{where} is to be learnt; only assistant turns can be")
         return turns
 
     def _turn(self, raw: Any, where: str) -> Turn:
@@ -213,7 +216,7 @@ class MessageReader:
         return Turn(message, weight, mask, tools, texts, is_call, has_thought)
 
     def _parts(self, fields: dict[str, Any], text: Any, where: str) -> tuple[str, TurnMask | None]:
-        """Return a message's text and the weights of its parts, if any; remove their fields from `fields`."""
+        """Return a message's text and its parts' weights, removed from `fields`."""
         mask = TurnMask()
         content = self._text(text, mask, "content", where)
         for name in REASONING_FIELDS:
@@ -230,7 +233,7 @@ class MessageReader:
         return content, mask if mask != TurnMask() else None
 
     def _text(self, text: Any, mask: TurnMask, name: str, where: str) -> str:
-        """Return a field's text; join text parts (`{"type": "text", "text": …}`) and put their weights in `mask`."""
+        """Return a field's text, joined of text parts, with weights in `mask`."""
         if isinstance(text, str):
             return text
         if not isinstance(text, list):
@@ -266,7 +269,7 @@ class MessageReader:
         return medium is not None
 
     def drop(self, medium: str, found: str) -> None:
-        """Count an image, audio or video that is left out. Raises `BadRecord` unless `drop_media` is set."""
+        """Count a medium that is left out. Raises `BadRecord` unless `drop_media`."""
         if not self.drop_media:
             kept = "media=drop leaves it out and keeps the text"
             raise BadRecord("vision", f"{found}, and only text is tokenized; {kept}")
@@ -291,22 +294,22 @@ def map_strings(value: Any, change: Callable[[str], Any]) -> Any:
 
 
 def without_placeholders(value: Any) -> Any:
-    """Remove `<image>`, `<audio>` and `<video>`, each with an adjacent line end, from a value's strings."""
+    """Remove media placeholders, each with an adjacent line end, from strings."""
     return map_strings(value, lambda text: _PLACEHOLDER.sub("", text))
 
 
 def _continued(before: Turn, turn: Turn, where: str) -> Turn:
-    """Return the assistant's turn with the message of calls after it, which the template prints as one turn."""
+    """Return the assistant's turn joined with the message of its calls."""
     if (1 if before.weight is None else before.weight) != (1 if turn.weight is None else turn.weight):
         raise BadRecord("bad_weight", f"{where} continues the assistant's turn before it, and must have its weight")
     calls = before.message.get("tool_calls") or []
     texts = {len(calls) + number: text for number, text in turn.argument_texts.items()}
     message = {**before.message, "tool_calls": [*calls, *turn.message["tool_calls"]]}
-    return replace(before, message=message, argument_texts={**before.argument_texts, **texts})
+    return before._replace(message=message, argument_texts={**before.argument_texts, **texts})
 
 
 def _learnt(fields: dict[str, Any], where: str) -> float | None:
-    """Remove the weight fields from a message or a part and return their weight, None without such a field."""
+    """Remove the weight fields of a message or part; return their weight."""
     if fields.keys().isdisjoint(_LEARN_FIELDS):
         return None
     found: dict[str, float] = {}
@@ -322,14 +325,14 @@ def _learnt(fields: dict[str, Any], where: str) -> float | None:
 
 
 def _flag(value: Any, where: str) -> float:
-    """Return 1 for true and 0 for false. Raises `BadRecord` for anything else."""
+    """Return 1 for true, 0 for false. Raises `BadRecord` for others."""
     if isinstance(value, (bool, int, float)) and value in (0, 1):
         return float(value)
     raise BadRecord("bad_weight", f"{where} must be true or false; got {short_text(value)}")
 
 
 def _details(details: Any, length: int, where: str) -> list[Stretch]:
-    """Read axolotl's `train_detail` for a text of `length` characters; `end_offset` is a range's last character."""
+    """Read axolotl's `train_detail` for `length` characters; `end_offset` is inclusive."""
     details = from_json(details, where)
     if not isinstance(details, list) or not all(isinstance(detail, dict) for detail in details):
         raise BadRecord("bad_weight", f"{where} must be a list of objects; got {short_text(details)}")
@@ -349,7 +352,7 @@ def _details(details: Any, length: int, where: str) -> list[Stretch]:
 
 
 def as_weight(value: Any, where: str) -> float:
-    """Return a weight as a float. Raises `BadRecord` unless it is a number of at least 0 that float32 holds."""
+    """Return a weight, a number from 0 that float32 holds. Raises `BadRecord`."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if number and (value == 0 or FLOAT32[0] <= value <= FLOAT32[1]):
         return float(value)

@@ -1,4 +1,4 @@
-"""Parse records into chats or plain texts by the names of their fields.
+"""Parse records into chats or texts by their fields' names.
 
 The fields of one of the SHAPES (shapes.py), which `columns` may rename, make a chat or a text. Further fields are:
 
@@ -13,10 +13,8 @@ The fields of one of the SHAPES (shapes.py), which `columns` may rename, make a 
 `Record.unused` lists all other fields.
 """
 
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from verl_ext.options import choice_problem
 from verl_ext.text.read.readers import read_record
@@ -36,9 +34,8 @@ from verl_ext.text.records.shapes import (
 LONGEST_CATEGORY = 200  # characters
 
 
-@dataclass(frozen=True)
-class Record:
-    """The content of a record, and its loss weight (None if not given).
+class Record(NamedTuple):
+    """The content of a record, and its loss weight or None.
 
     unused: names of fields that nothing reads. message_fields: names of message fields that only a template may read,
     with the number of messages. dropped: the counts of images, audio and video that were left out. text_calls: the
@@ -46,15 +43,15 @@ class Record:
     """
 
     content: Content
-    weight: float | None = None
-    unused: list[str] = field(default_factory=list)
-    message_fields: Counter[str] = field(default_factory=Counter)
-    dropped: Counter[str] = field(default_factory=Counter)
-    text_calls: int = 0
+    weight: float | None
+    unused: list[str]
+    message_fields: Mapping[str, int]
+    dropped: Mapping[str, int]
+    text_calls: int
 
 
 def parse_record(raw: Any, columns: Mapping[str, str | None] | None = None, drop_media: bool = False) -> Record:
-    """Parse a record by its fields. Raises `BadRecord` if it cannot be used.
+    """Parse a record by its fields. Raises `BadRecord` if unusable.
 
     `columns` maps the names above to those of the record, where `a.b` is field b of a; a field mapped to None is not
     read. With `drop_media`, images, audio and video are left out and counted.
@@ -82,13 +79,13 @@ def parse_record(raw: Any, columns: Mapping[str, str | None] | None = None, drop
 
 
 def read_columns(columns: Mapping[str, str | None], *more: str | None) -> set[str]:
-    """Return the columns of a table that `parse_record` may read, and the ones of `more` fields."""
+    """Return the columns that `parse_record` may read, and those of `more` fields."""
     fields = {*FIELDS} - columns.keys() | {column for column in (*columns.values(), *more) if column}
     return {name for field in fields for name in (field, field.partition(".")[0])}
 
 
 def _renamed(raw: dict[str, Any], columns: Mapping[str, str | None]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the fields under this module's names, and the original name of each renamed field."""
+    """Return the fields under this module's names, and the original names."""
     values, own_names = {}, {}
     for name, column in columns.items():
         if column:
@@ -102,7 +99,7 @@ def _renamed(raw: dict[str, Any], columns: Mapping[str, str | None]) -> tuple[di
 
 
 def _drop_media_fields(fields: Fields) -> None:
-    """Remove a record's images, audio and video, and the placeholders such as `<image>` from its texts."""
+    """Remove a record's media, and placeholders such as `<image>` from its texts."""
     for name in [name for name in MEDIA_FIELDS if name in fields.values]:
         value = fields.take(name)
         for item in value if isinstance(value, list) else [value]:
@@ -114,7 +111,7 @@ def _drop_media_fields(fields: Fields) -> None:
 
 
 def field_of(raw: dict[str, Any], name: str) -> tuple[bool, Any]:
-    """Return whether the record has a field, and its value; `a.b` is field b of a unless a field is named `a.b`."""
+    """Return whether the record has a field (`a.b`: nested), and its value."""
     if name in raw:
         return True, readable_value(raw[name])
     value: Any = raw
@@ -127,7 +124,7 @@ def field_of(raw: dict[str, Any], name: str) -> tuple[bool, Any]:
 
 
 def category_of(raw: Any, name: str) -> str | None:
-    """Return the category in field `name` of a record; None if it is missing or blank."""
+    """Return the category in a record's field; None if missing or blank."""
     value = field_of(raw, name)[1] if isinstance(raw, dict) else None
     if isinstance(value, bool):
         return str(value).lower()

@@ -1,11 +1,11 @@
-"""Find the shape of a record, and read its fields as a chat or a text.
+"""Find a record's shape, and read its fields as chat or text.
 
 SHAPES lists the shapes. If several fit a record, the first one that `comes_first` wins, and then the one that has all
 fields of the others. If the remaining shapes give different results, the record is bad.
 """
 
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ from verl_ext.text.records.messages import (
     MessageReader,
     PlainText,
     Turn,
+    TurnMask,
 )
 from verl_ext.text.records.tool_calls import called, tool_list
 
@@ -48,11 +49,14 @@ class Fields:
         self.values = values
         self.unread = dict.fromkeys(values)
         self.reader = MessageReader(drop_media)
-        self.message_fields: Counter[str] = Counter()
+        self.message_fields: defaultdict[str, int] = defaultdict(int)
 
     def first(self, names: Iterable[str]) -> str | None:
         """Return the first of the names that the record has."""
-        return next((name for name in names if name in self.values), None)
+        for name in names:
+            if name in self.values:
+                return name
+        return None
 
     def take(self, name: str, default: Any = None) -> Any:
         """Read a field."""
@@ -67,7 +71,7 @@ class Fields:
         return value
 
     def messages(self, name: str, needs: str = "a list of messages") -> list[Any]:
-        """Read a field that must be a list or a list's JSON text; `needs` describes it in the error."""
+        """Read a list, or its JSON text; errors say what it `needs`."""
         value = from_json(self.take(name), name)
         if not isinstance(value, list):
             raise BadRecord("non_string_content", f"{name} must be {needs}; got {type(value).__name__}")
@@ -78,7 +82,7 @@ class Fields:
 
 @dataclass(frozen=True)
 class Shape:
-    """A shape of records: its fields with their other names, and its reader.
+    """A shape of records: fields with their other names, and reader.
 
     comes_first: the shape wins over every shape after it. accepts: a test of the first field's value.
     """
@@ -90,14 +94,17 @@ class Shape:
     accepts: Callable[[Any], bool] = lambda value: True
 
     def found(self, fields: Fields) -> list[str] | None:
-        """Return the record's names of this shape's fields; None if the shape does not fit."""
-        found = [name for names in self.fields if (name := fields.first(names)) is not None]
-        is_whole = len(found) == len(self.fields) and self.accepts(fields.values[found[0]])
-        return found if is_whole else None
+        """Return the record's names of this shape's fields; None: no fit."""
+        found: list[str] = []
+        for names in self.fields:
+            if (name := fields.first(names)) is None:
+                return None
+            found.append(name)
+        return found if self.accepts(fields.values[found[0]]) else None
 
     @property
     def names(self) -> set[str]:
-        """The names that this shape reads, without the names that any shape reads."""
+        """The names that this shape reads, beside those of any shape."""
         return {*self.optional, *(name for names in self.fields for name in names)}
 
     def __str__(self) -> str:
@@ -120,17 +127,18 @@ def read_content(fields: Fields, mapped: list[str]) -> Content:
         found = ", ".join(map(str, fields.values)) or "none"
         known = f"known shapes: {KNOWN_SHAPES}; columns={{…}} renames"
         raise BadRecord("unknown_fields", f"no known shape among the fields: {found}; {known}")
-    # A shape wins if it has the fields of another shape and more.
-    rivals = [(shape, own) for shape, own in fitting if not any(set(own) < set(other) for _, other in fitting)]
-    if len(fitting) > 1 and len({_result(shape, fields, names) for shape, names in rivals}) > 1:
-        fits = " and ".join("+".join(names) for _, names in rivals)
-        raise BadRecord("ambiguous", f"the record fits {fits}, which differ; columns={{…}} says which fields are meant")
-    shape, names = rivals[0]
+    if len(fitting) > 1:  # a shape wins if it has the fields of another shape and more
+        fitting = [(shape, own) for shape, own in fitting if not any(set(own) < set(other) for _, other in fitting)]
+        if len({_result(shape, fields, names) for shape, names in fitting}) > 1:
+            fits = " and ".join("+".join(names) for _, names in fitting)
+            got = f"the record fits {fits}, which differ"
+            raise BadRecord("ambiguous", f"{got}; columns={{…}} says which fields are meant")
+    shape, names = fitting[0]
     return shape.read(fields, *names)
 
 
 def _result(shape: Shape, fields: Fields, names: list[str]) -> str:
-    """Return the content of a record by one shape, as text for comparison."""
+    """Return a record's content by one shape, as text for comparison."""
     try:
         return repr(shape.read(Fields(fields.values, fields.reader.drop_media), *names))
     except BadRecord as error:
@@ -142,7 +150,7 @@ def _as_messages(fields: Fields, name: str) -> Chat:
 
 
 def _pair(fields: Fields, question: str, answer: str) -> Chat:
-    """Read a user turn and its answer, strings or messages; messages of the question are never targets."""
+    """Read a user turn, never a target, and its answer."""
     if isinstance(fields.values[question], str) and isinstance(fields.values[answer], str):
         return _single_turn(fields.string(question), fields.string(answer), fields)
     before, after = (
@@ -174,7 +182,7 @@ def _xlam(fields: Fields, query: str, answers: str) -> Chat:
 
 
 def _glaive(fields: Fields, name: str) -> Chat:
-    """Read the turns of a text; an empty line or `<|endoftext|>` precedes each turn but the first."""
+    """Read a text's turns, separated by an empty line or `<|endoftext|>`."""
     roles = {"USER": "user", "ASSISTANT": "assistant", "FUNCTION RESPONSE": "tool"}
     head = rf"({'|'.join(roles)}):"
     text = fields.string(name)
@@ -234,7 +242,7 @@ FIELDS = tuple(dict.fromkeys([*(name for shape in SHAPES for name in sorted(shap
 
 
 def _single_turn(question: str, answer: str | Message, fields: Fields) -> Chat:
-    """Return the chat of the record's `history`, a user turn that begins with its `context`, and the answer."""
+    """Return the chat of `history`, `context` with the question, and the answer."""
     context = fields.take("context", "")
     if not isinstance(context, str):
         got = f"got {type(context).__name__}; columns={{context: null}} leaves it out"
@@ -259,7 +267,7 @@ def _history(fields: Fields) -> list[Message]:
 
 
 def _chat(raw_messages: list[Any], fields: Fields, first_target: int = 0, system_prefix: str = "") -> Chat:
-    """Return the chat of these messages with the record's system message and tools; targets begin at `first_target`."""
+    """Return the record's chat of messages, with targets from `first_target` on."""
     turns = fields.reader.turns(raw_messages)
     system = _system(fields, turns[0].message) if turns else ""
     if system:
@@ -267,25 +275,38 @@ def _chat(raw_messages: list[Any], fields: Fields, first_target: int = 0, system
         turns.insert(0, Turn({"role": "system", "content": text}))
         first_target += 1
     messages = [turn.message for turn in turns]
-    weights = {i: 1.0 if turn.weight is None else turn.weight for i, turn in enumerate(turns) if i >= first_target}
-    targets = {i: weight for i, weight in weights.items() if weight and messages[i]["role"] == "assistant"}
-    masks = {i: turn.mask for i, turn in enumerate(turns) if turn.mask is not None}
-    texts = {(i, number): text for i, turn in enumerate(turns) for number, text in turn.argument_texts.items()}
+    targets: dict[int, float] = {}
+    masks: dict[int, TurnMask] = {}
+    texts: dict[tuple[int, int], str] = {}
+    is_empty = True
+    for i, (message, weight, mask, _, texts_of_calls, *_) in enumerate(turns):
+        if weight != 0 and i >= first_target and message["role"] == "assistant":
+            targets[i] = 1.0 if weight is None else weight
+            is_empty = is_empty and not _says_something(message)
+        if mask is not None:
+            masks[i] = mask
+        for number, text in texts_of_calls.items():
+            texts[i, number] = text
+        if not TEMPLATE_FIELDS.issuperset(message):
+            for key in [key for key in message if key not in TEMPLATE_FIELDS]:
+                fields.message_fields[str(key)] += 1
     if not targets:
         raise BadRecord("no_target", "no assistant turn to learn from")
-    learnt = [messages[i] for i in targets]
-    said = (value for message in learnt for key, value in message.items() if key != "role" and isinstance(value, str))
-    if not any(value.strip() for value in said) and not any(message.get("tool_calls") for message in learnt):
+    if is_empty:
         raise BadRecord("empty", "every assistant turn is empty")
-    for message in messages:
-        if not TEMPLATE_FIELDS.issuperset(message):
-            fields.message_fields.update(str(key) for key in message if key not in TEMPLATE_FIELDS)
-    thoughts = tuple(i for i, turn in enumerate(turns) if turn.has_thought)
+    thoughts = tuple([i for i, turn in enumerate(turns) if turn.has_thought])
     return Chat(messages, targets, _tools(fields, turns), masks, texts, _template_kwargs(fields), thoughts)
+
+
+def _says_something(message: Message) -> bool:
+    said = [key for key, value in message.items() if key != "role" and isinstance(value, str) and value.strip()]
+    return bool(said or message.get("tool_calls"))
 
 
 def _template_kwargs(fields: Fields) -> dict[str, Any]:
     """Return the record's own arguments of the chat template."""
+    if fields.values.keys().isdisjoint(TEMPLATE_ARGUMENTS):
+        return {}
     thinking, name = fields.take("enable_thinking"), "chat_template_kwargs"
     given = from_json(fields.take(name) or {}, name)
     if not isinstance(given, dict):
@@ -305,8 +326,10 @@ def _template_kwargs(fields: Fields) -> dict[str, Any]:
 
 
 def _system(fields: Fields, first: Message) -> str:
-    """Return the system message of the record's fields; if the chat has its own, a different one stays unread."""
+    """Return the record's system message; one beside the chat's stays unread."""
     given = [name for name in SYSTEM_FIELDS if name in fields.values]
+    if not given:
+        return ""
     if first["role"] == "system":
         for name in given:
             if fields.values[name] in ("", first["content"]):
@@ -319,10 +342,12 @@ def _system(fields: Fields, first: Message) -> str:
 
 
 def _tools(fields: Fields, turns: list[Turn]) -> list[Any] | None:
-    """Return the record's tools, or those of its system message. Raises `BadRecord` if both are given and differ."""
+    """Return the tools of record or system message, if equal. Raises `BadRecord`."""
     given = [tool_list(fields.take(name), name) for name in TOOL_FIELDS if name in fields.values]
     given += [tool_list(value, name) for turn in turns for name, value in turn.tools.items()]
     found = [tools for tools in given if tools]
+    if not found:
+        return None
     if any(tools != found[0] for tools in found):
         raise BadRecord("bad_tools", "tools are given more than once, and differ")
-    return found[0] if found else None
+    return found[0]

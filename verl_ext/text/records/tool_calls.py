@@ -14,17 +14,17 @@ _FIELDS = {"name", "arguments", "id", "type", "index", "function"}  # of a call 
 
 
 def functions_called(messages: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield the function of each tool call in the messages, with its name and arguments."""
+    """Yield each tool call's function, with its name and arguments."""
     return (function_of(call) for message in messages for call in message.get("tool_calls") or [])
 
 
 def function_of(call: dict[str, Any]) -> dict[str, Any]:
-    """Return the name and arguments of a call, which some records hold in the call itself."""
+    """Return a call's name and arguments, held by it or its function."""
     return call if call.get("function") is None else call["function"]
 
 
 def read_calls(raw: Any, where: str) -> tuple[list[dict[str, Any]], dict[int, str]]:
-    """Read tool calls; return them with their arguments as objects, and the arguments that were JSON text."""
+    """Read tool calls with objects as arguments, and arguments that were text."""
     calls, texts = from_json(raw, f"{where}: tool_calls"), {}
     if not isinstance(calls, list) or not all(
         isinstance(call, dict) and isinstance(function_of(call), dict) for call in calls
@@ -46,7 +46,7 @@ def read_calls(raw: Any, where: str) -> tuple[list[dict[str, Any]], dict[int, st
 
 
 def _arguments(given: Any, where: str) -> dict[str, Any]:
-    """Return a call's arguments; none, an empty text and null are an empty object. Raises `BadRecord`."""
+    """Return a call's arguments, nothing as an empty object. Raises `BadRecord`."""
     value, why = given, ""
     if isinstance(given, str):
         try:
@@ -61,7 +61,7 @@ def _arguments(given: Any, where: str) -> dict[str, Any]:
 
 
 def called(calls: Any, name: str) -> dict[str, Any]:
-    """Return the assistant's message with these calls (a list or its JSON text), each with `name` and `arguments`."""
+    """Return the assistant's message with calls, a list or JSON text."""
     calls = from_json(calls, name)
     if not isinstance(calls, list) or not all(isinstance(call, dict) and "name" in call for call in calls):
         raise BadRecord("bad_tools", f"{name} must be a list of tool calls, each with a name")
@@ -69,7 +69,7 @@ def called(calls: Any, name: str) -> dict[str, Any]:
 
 
 def tool_list(raw: Any, name: str) -> list[Any] | None:
-    """Read tool definitions from objects or JSON text, also bare functions as OpenAI's older `functions` has them."""
+    """Read tool definitions, also bare `functions`, from objects or JSON text."""
     if raw in (None, "", []):
         return None
     tools = from_json(raw, name)
@@ -80,7 +80,7 @@ def tool_list(raw: Any, name: str) -> list[Any] | None:
 
 
 def _as_tool(tool: dict[str, Any], name: str) -> dict[str, Any]:
-    """Wrap a bare function, as `functions` and some records' `tools` hold it, in the form of `tools`."""
+    """Wrap a bare function in the form of `tools`."""
     is_bare = isinstance(tool.get("name"), str) and tool.get("type") in (None, "function")
     if "function" in tool or not (is_bare or name == "functions"):
         return tool

@@ -50,7 +50,7 @@ class Counts:
         known += examples[: EXAMPLES - len(known)]
 
     def add(self, *others: "Counts") -> "Counts":
-        """Add the counts of others, whose examples come after those here; return the sum."""
+        """Add others' counts, with examples after those here; return the sum."""
         for other in others:
             for name, value in vars(other).items():
                 if isinstance(value, Counter):
@@ -63,18 +63,18 @@ class Counts:
 
     @property
     def target_share(self) -> float:
-        """The share of tokens that are targets; 0 if there are no tokens."""
+        """The share of tokens that are targets; 0 for no tokens."""
         return self.target_tokens / self.tokens if self.tokens else 0.0
 
     def length_quantile(self, fraction: float) -> int:
-        """Return the shortest length that at least `fraction` of the documents do not exceed (nearest rank), or 0."""
+        """Return a quantile of the documents' lengths by nearest rank, or 0."""
         if not self.lengths:
             return 0
         lengths, documents = list(self.lengths), list(self.lengths.values())
         return int(np.quantile(lengths, fraction, method="inverted_cdf", weights=documents))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the counts for the report; the order of keys does not depend on that of the records."""
+        """Return the report's counts, in an order that no record decides."""
         longest = max(self.lengths, default=0)
         return {
             **{name: getattr(self, name) for name in ("records", "documents", "tokens", "target_tokens")},

@@ -8,7 +8,7 @@ document 1   document 2
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from verl_ext.text.tokens.counts import Counts
 
 
-@dataclass(frozen=True)
-class Document:
+class Document(NamedTuple):
     """A document of T tokens.
 
     weights: of each target; None for 1. full_length: the number of tokens before it was cut; None if it was not.
@@ -108,7 +107,7 @@ def _concatenated(arrays: list[NDArray[Any]], dtype: Any) -> NDArray[Any]:
 
 
 class NamedCategories:
-    """The numbers of categories by name, from 1 in the order of each one's first document."""
+    """The numbers of categories by name, from 1 by their first document."""
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         self.numbers = {name: number for number, name in enumerate(names, start=1)}

@@ -1,4 +1,4 @@
-"""Encode texts as token ids, long texts in pieces, and mask spans of characters.
+"""Encode texts as ids, long ones in pieces; mask spans of characters.
 
 A long text is tokenized in windows. Only the tokens before a cut in each window are kept, so that memory grows with the
 ids alone and not with the text:
@@ -19,6 +19,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,10 +48,13 @@ class Windows(NamedTuple):
 
 
 class TokenCharacters(Sequence[Span]):
-    """The characters of each token of a text, from its begin to its end, both int64[T] and ascending."""
+    """The characters of each token of a text, ascending.
 
-    def __init__(self, begins: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
-        self._begins, self._ends = begins, ends
+    begins, ends: int64[T], counted from `origin` before the text's first character.
+    """
+
+    def __init__(self, begins: NDArray[np.int64], ends: NDArray[np.int64], origin: int = 0) -> None:
+        self._begins, self._ends, self._origin = begins, ends, origin
 
     @classmethod
     def from_spans(cls, spans: Any) -> "TokenCharacters":
@@ -63,19 +67,19 @@ class TokenCharacters(Sequence[Span]):
         return len(self._ends)
 
     def __getitem__(self, token: Any) -> Any:
-        return int(self._begins[token]), int(self._ends[token])  # IndexError ends an iteration
+        return self._begins.item(token) - self._origin, self._ends.item(token) - self._origin  # or IndexError
 
     def first_after(self, character: int) -> int:
-        """Return the first token that ends after a character; the number of tokens if none does."""
-        return int(self._ends.searchsorted(character, "right"))
+        """Return the first token that ends after a character; T if none."""
+        return int(self._ends.searchsorted(character + self._origin, "right"))
 
     def first_from(self, character: int) -> int:
-        """Return the first token that begins at a character or after it; the number of tokens if none does."""
-        return int(self._begins.searchsorted(character))
+        """Return the first token that begins from a character on, or T."""
+        return int(self._begins.searchsorted(character + self._origin))
 
 
 class _Encoding(TokenCharacters):
-    """The characters of an encoding's tokens, looked up singly because a list takes a tenth of the encoding time."""
+    """An encoding's characters, looked up singly because a list takes longer."""
 
     def __init__(self, encoding: Any) -> None:
         self._encoding, self._tokens = encoding, range(len(encoding))
@@ -95,10 +99,10 @@ class _Encoding(TokenCharacters):
 
 
 def mask_from_offsets(text: str, offsets: TokenCharacters, spans: Sequence[Span]) -> tuple[np.ndarray, int]:
-    """Return mask[T] int8, 1 for the tokens in a span, and the number of these that also hold text from outside it.
+    """Return mask[T] int8, 1 in a span, and the border tokens.
 
-    A token across a span's border belongs to the span, because the template's last characters before a turn, and the
-    first ones after it, may be merged with the turn's words.
+    A border token, which also holds text from outside a span, belongs to the span, because the template's last
+    characters before a turn, and the first ones after it, may be merged with the turn's words.
     """
     mask = np.zeros(len(offsets), dtype=np.int8)
     across = 0
@@ -107,13 +111,15 @@ def mask_from_offsets(text: str, offsets: TokenCharacters, spans: Sequence[Span]
         if first >= stop:
             raise BadRecord("template_mismatch", f"no token lies in the assistant's turn at character {start}")
         mask[first:stop] = 1
-        across += bool(text[offsets[first][0] : start].strip()) + bool(text[end : offsets[stop - 1][1]].strip())
+        begin, last = offsets[first][0], offsets[stop - 1][1]
+        if begin < start or end < last:
+            across += bool(text[begin:start].strip()) + bool(text[end:last].strip())
     return mask, across
 
 
 @dataclass
 class Encoded:
-    """A text's ids int32[T], a chat's token characters, and the number of special tokens' names encoded as text."""
+    """A text's ids int32[T], a chat's characters, the encoded names' number."""
 
     ids: NDArray[np.int32]
     offsets: TokenCharacters | None = None
@@ -136,13 +142,13 @@ class TextEncoder:
         self._split = as_plain_text(tokenizer) if self.on_found != "keep" else {}
 
     def ids(self, text: str) -> list[int]:
-        """Return the token ids of a text; names of special tokens become the tokens themselves."""
+        """Return a text's token ids; names of special tokens become these tokens."""
         return self._call(self.tokenizer, [text])["input_ids"][0]
 
     def encode(
         self, texts: Sequence[str | TextFile], add_special_tokens: bool = False
     ) -> list[Encoded | BadRecord | DataError]:
-        """Return the tokens of each text, or its error (an unusable text, an unreadable file).
+        """Return each text's tokens or error (unusable text, unreadable file).
 
         add_special_tokens: add the tokens that the tokenizer puts at either end of a text.
         """
@@ -170,19 +176,19 @@ class TextEncoder:
         return encoded
 
     def encode_chats(self, chats: Sequence[RenderedTurns]) -> list[Encoded | BadRecord]:
-        """Return the tokens of each chat, with their characters if the tokenizer is a fast one."""
+        """Return the tokens of each chat; a fast tokenizer's have characters."""
         is_short = [chat.disguised is None and len(chat.text) <= self._windows.size for chat in chats]
         short = self._short([chat.text for chat, it_is in zip(chats, is_short, strict=True) if it_is])
         return [next(short) if it_is else self._chat(chat) for chat, it_is in zip(chats, is_short, strict=True)]
 
     def mask(self, encoded: Encoded, text: str, spans: Sequence[Span]) -> tuple[np.ndarray, int]:
-        """Return mask[T] int8 of a chat's text, 1 in a span, and the number of its tokens that also hold other text."""
+        """Return mask[T] int8 of a chat's text, and its border tokens."""
         if encoded.offsets is None:
             return mask_from_prefixes(encoded.ids.tolist(), text, spans, self.ids), 0
         return mask_from_offsets(text, encoded.offsets, spans)
 
     def first_tokens(self, encoded: Encoded, text: str, characters: Sequence[int]) -> list[int]:
-        """Return the first token of a chat's text that holds a character at or after each of these, in order."""
+        """Return the first token from each of these ascending characters on."""
         if encoded.offsets is not None:
             return [encoded.offsets.first_after(character) for character in characters]
         prefixes = Prefixes(encoded.ids.tolist(), text, self.ids)
@@ -201,28 +207,33 @@ class TextEncoder:
             return
         self._call(self.tokenizer, [""])  # sets truncation, padding and special tokens like a call without options
         backend, sizes = self.tokenizer.backend_tokenizer, self._bytes_of_tokens
-        encode = backend.encode_batch if sizes is None else backend.encode_batch_fast
-        for text, encoding in zip(texts, encode(texts, add_special_tokens=False), strict=True):
-            ids = np.array(encoding.ids, np.int32)
-            if sizes is None:
-                yield Encoded(ids, _Encoding(encoding))
-                continue
-            data = text.encode()
-            ends = np.cumsum(taken := sizes[ids])
-            if self._is_normal(text) and (ends[-1] if len(ends) else 0) == len(data):
-                begins = ends - taken
-                if not data.isascii():
-                    character = np.cumsum((np.frombuffer(data, np.uint8) & 0xC0) != 0x80) - 1  # of each byte
-                    begins, ends = character[begins], character[ends - 1] + 1
-                yield Encoded(ids, TokenCharacters(begins, ends))
-                continue
-            if data.isascii():  # a normalizer, or a special token that swallows spaces, will change other texts too
-                self._bytes_of_tokens = None
-            yield Encoded(ids, _Encoding(backend.encode(text, add_special_tokens=False)))
+        if sizes is None:
+            for encoding in backend.encode_batch(texts, add_special_tokens=False):
+                yield Encoded(np.array(encoding.ids, np.int32), _Encoding(encoding))
+            return
+        encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
+        ids = np.fromiter(chain.from_iterable(encoding.ids for encoding in encodings), np.int32)
+        ends = np.cumsum(taken := sizes[ids])  # in bytes of all texts
+        begins = ends - taken
+        stop = byte = 0
+        for text, length in zip(texts, map(len, encodings), strict=True):
+            own = slice(stop, stop := stop + length)
+            origin, byte = byte, int(ends[stop - 1]) if stop else 0
+            data = b"" if text.isascii() else text.encode()
+            if byte - origin != (len(data) or len(text)) or not self._is_normal(text):
+                if not data:  # a normalizer, or a special token that swallows spaces, will change other texts too
+                    self._bytes_of_tokens = None
+                yield Encoded(ids[own], _Encoding(backend.encode(text, add_special_tokens=False)))
+            elif not data:
+                yield Encoded(ids[own], TokenCharacters(begins[own], ends[own], origin))
+            else:
+                character = np.cumsum((np.frombuffer(data, np.uint8) & 0xC0) != 0x80) - 1  # of each byte
+                characters = character[begins[own] - origin], character[ends[own] - origin - 1] + 1
+                yield Encoded(ids[own], TokenCharacters(*characters))
 
     @cached_property
     def _bytes_of_tokens(self) -> NDArray[np.int64] | None:
-        """The size of each token in bytes of text, int64[ids]; None unless it is byte-level and adds no space."""
+        """Each token's bytes of text, int64[ids]; None unless byte-level without added spaces."""
         backend = self.tokenizer.backend_tokenizer
         if not isinstance(backend.decoder, decoders.ByteLevel):
             return None
@@ -246,7 +257,7 @@ class TextEncoder:
         return normalizer.normalize_str(text) == text
 
     def _chat(self, chat: RenderedTurns) -> Encoded | BadRecord:
-        """Encode a long chat, or a chat that holds names of special tokens."""
+        """Encode a long chat, or one with names of special tokens."""
         tokenizer, text, call = self.tokenizer, chat.text, {}
         if chat.disguised is not None:
             tokenizer, text, call = self.special.renamed_tokenizer, chat.disguised, self._split
@@ -261,7 +272,7 @@ class TextEncoder:
         return Encoded(ids, TokenCharacters.from_spans(spans) if self.tokenizer.is_fast else None, chat.special_tokens)
 
     def _count(self, text: str) -> int:
-        """Return the number of names of special tokens in a text. Raises `BadRecord` if they are not allowed."""
+        """Count the names of special tokens in a text. Raises `BadRecord`."""
         found = [] if self.on_found == "keep" else self.special.found(text)
         if found and self.on_found == "error":
             raise self.special.refused(found[0][0])
@@ -270,7 +281,7 @@ class TextEncoder:
         return len(found)
 
     def _check(self, ids: NDArray[np.int32], added: Sequence[int] | None) -> None:
-        """Raise `BadRecord` if text became a special token; added[T] is 1 for tokens that the tokenizer added."""
+        """Raise `BadRecord` if text became special tokens, not counting `added` ones."""
         if self._split:
             self.special.check_ids(ids if added is None else ids[np.asarray(added) == 0])
 
@@ -301,7 +312,7 @@ class TextEncoder:
         return Encoded(ids, None, special_tokens)
 
     def _around(self, text: str) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Return the tokens that a fast tokenizer adds before and after a text."""
+        """Return the tokens that a fast tokenizer adds around a text."""
         out = self._call(self.tokenizer, [text], add_special_tokens=True, **self._split)
         ids, mask = np.asarray(out["input_ids"][0], np.int32), out.encodings[0].special_tokens_mask
         own = np.flatnonzero(np.asarray(mask) == 0)
@@ -310,7 +321,7 @@ class TextEncoder:
     def _pieces(
         self, tokenizer: Any, blocks: Iterable[str], offsets: bool, **call: Any
     ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.int64]]]:
-        """Yield (ids[t], offsets[t, 2], or [0, 2] if not requested) of each piece of a text that comes in blocks."""
+        """Yield (ids[t], offsets[t, 2] or [0, 2]) of a text's pieces."""
         blocks, text, begun, is_read = iter(blocks), "", 0, False
         size = self._windows.size if tokenizer.is_fast else self._windows.longest
         while True:
@@ -344,7 +355,7 @@ class TextEncoder:
     def _cut(
         self, tokenizer: Any, encoding: Any, window: str, offsets: bool, call: dict[str, Any]
     ) -> tuple[int, int] | None:
-        """Return the number of tokens before a window's last safe cut, and the first character of the next window."""
+        """Return the tokens before a window's last safe cut, and its character."""
         ids, tries = encoding.ids, 0
         ends = [end for _, end in encoding.offsets] if offsets else []
         latest = len(window) - self._windows.overlap
@@ -363,7 +374,7 @@ class TextEncoder:
         return None
 
     def _is_border(self, tokenizer: Any, encoding: Any, ids: list[int], token: int) -> bool:
-        """Return whether no merge can join a token with the one before it, whatever follows."""
+        """Return whether no merge can join a token with the one before."""
         if encoding.token_to_word(token) != encoding.token_to_word(token - 1):
             return True
         if not self._no_token_spans_a_space:
@@ -373,7 +384,7 @@ class TextEncoder:
 
     @cached_property
     def _no_token_spans_a_space(self) -> bool:
-        """Whether the model is a BPE whose tokens have sentencepiece's space only at their start."""
+        """Whether a BPE's tokens have sentencepiece's space only at their start."""
         if not isinstance(self.tokenizer.backend_tokenizer.model, models.BPE):
             return False
         added = {str(token) for token in self.tokenizer.added_tokens_decoder.values()}

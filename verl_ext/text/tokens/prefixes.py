@@ -1,4 +1,4 @@
-"""Find borders of a text among its tokens for tokenizers that give no offsets.
+"""Find a text's borders among its tokens where tokenizers give no offsets.
 
 text      ………………… lead | piece | …      the lead: some characters before a border that is known
 tokens    … t t t t t t t|t t t t t …      of lead and piece together: those of the lead, then the text's own
@@ -18,14 +18,14 @@ LEADS = (64, 1024)  # characters before a piece that are encoded with it; at las
 
 
 class Prefixes:
-    """The numbers of tokens before ascending characters of a text with these ids."""
+    """The numbers of tokens before ascending characters of a text."""
 
     def __init__(self, ids: Sequence[int], text: str, encode: Callable[[str], list[int]]) -> None:
         self._ids, self._text, self._encode = list(ids), text, encode
         self._at = self._tokens = 0  # the last border that was found
 
     def before(self, character: int) -> int | None:
-        """Return the number of tokens before a character; None if it lies inside a token."""
+        """Return the tokens before a character; None if inside a token."""
         if character <= self._at:
             return self._tokens
         for length in (*LEADS, self._at):
@@ -36,7 +36,7 @@ class Prefixes:
         return None
 
     def before_words(self, character: int) -> int | None:
-        """Return the number of tokens before words, of which the first one may hold the space before them."""
+        """Return the number of tokens before words, or before the space there."""
         if (tokens := self.before(character)) is None:
             while character > self._at and self._text[character - 1].isspace():
                 character -= 1
@@ -44,7 +44,7 @@ class Prefixes:
         return tokens
 
     def about(self, character: int) -> int:
-        """Return the number of tokens before a character, or of about so many if it lies inside a token."""
+        """Return how many tokens lie before a character, about if inside one."""
         tokens = self.before(character)
         return self._counted(character, max(self._at - LEADS[0], 0))[0] if tokens is None else tokens
 
@@ -58,7 +58,7 @@ class Prefixes:
 def mask_from_prefixes(
     ids: list[int], text: str, spans: Sequence[Span], encode: Callable[[str], list[int]]
 ) -> np.ndarray:
-    """Return mask[T] int8 of a text's spans, whose borders must lie between tokens."""
+    """Return mask[T] int8 of a text's spans, with borders between tokens."""
     mask, prefixes = np.zeros(len(ids), dtype=np.int8), Prefixes(ids, text, encode)
     for start, end in spans:
         before, through = prefixes.before_words(start), prefixes.before(end)

@@ -24,7 +24,7 @@ TRUSTED = "model.trust_remote_code=true runs Python code that comes with the mod
 
 @dataclass(frozen=True)
 class ModelOptions(Options):
-    """The source of the tokenizer, by default none; commands call `tokenizer_problems` to check it."""
+    """The tokenizer's source, if any; `tokenizer_problems` checks it."""
 
     prefix: ClassVar[str] = "model"
 
@@ -43,21 +43,21 @@ class ModelOptions(Options):
         return "model.tokenizer_path" if self.tokenizer_path else "model.path"
 
     def tokenizer_problems(self) -> list[str]:
-        """Return one line if the tokenizer is missing, or neither a folder nor a Hub name."""
+        """Return a line if the tokenizer is no folder or Hub name."""
         if not self.tokenizer:
             return ["model.path must name a model or tokenizer folder; got nothing"]
         return tokenizer_path_problems(self.tokenizer, self.tokenizer_key)
 
 
 def tokenizer_path_problems(path: str, key: str) -> list[str]:
-    """Return one line if a tokenizer's path is neither a folder nor a Hub name."""
+    """Return a line if a path is no folder or Hub name."""
     if os.path.isdir(path) or re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", path):
         return []
     return [f"{key} must be a folder that exists; got {path}"]
 
 
 def read_template(template: str, key: str) -> str:
-    """Return a chat template from its text or from the path of its file.
+    """Return a chat template from its text or its file's path.
 
     Raises `UsageError`, which names `key`, if the file is missing, too large or not text.
     """
@@ -80,7 +80,7 @@ def read_template(template: str, key: str) -> str:
 
 
 def check_template(template: str, named: str, key: str) -> None:
-    """Raise `UsageError` with the line of a chat template's syntax error; `named` names the template there."""
+    """Raise `UsageError` with the line of a syntax error in `named`."""
     from jinja2 import TemplateError, TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template  # importing it takes seconds
 
@@ -105,12 +105,12 @@ def leave_out_torch(model: ModelOptions) -> None:
 
 
 def tokenizer_module() -> str:
-    """Return the module that load_tokenizer imports. Workers preload it because the import takes seconds."""
+    """Return `read_tokenizer`'s module, preloaded by workers as it takes seconds."""
     return _tokenizer_module
 
 
 def load_tokenizer(model: ModelOptions) -> Any:
-    """Return the tokenizer of `model.tokenizer_path` or `model.path`. Raises `UsageError` if it cannot be loaded."""
+    """Return the tokenizer of `model.tokenizer_path` or `model.path`. Raises `UsageError`."""
     # The workers already run in parallel, so threads inside each of them would only compete.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = read_tokenizer(model.tokenizer, model.tokenizer_key, trust_remote_code=model.trust_remote_code)
@@ -120,7 +120,7 @@ def load_tokenizer(model: ModelOptions) -> Any:
 
 
 def read_tokenizer(path: str, key: str, *, trust_remote_code: bool = False) -> Any:
-    """Load the tokenizer of a folder or Hub name. Raises `UsageError`, which names `key`, if there is none."""
+    """Load a folder's or Hub name's tokenizer. Raises `UsageError` with `key`."""
     import_module(_tokenizer_module)  # takes seconds
     from transformers import AutoTokenizer
 
@@ -175,7 +175,7 @@ def check_tokenizer(tokenizer: Any, path: str, key: str = "model.path") -> None:
 
 
 def tokenizer_facts(tokenizer: Any) -> list[Any]:
-    """Return the facts that decide how a tokenizer splits text, without the state that calls leave in it."""
+    """Return what decides how a tokenizer splits text, not calls' state."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None and hasattr(backend, "to_str"):
         serialised = json.loads(backend.to_str())
@@ -195,7 +195,7 @@ def tokenizer_facts(tokenizer: Any) -> list[Any]:
 
 
 def stop_tokens(tokenizer: Any, model: ModelOptions) -> list[str]:
-    """Read the tokens that stop generation from the model's generation_config.json, if there is one."""
+    """Read the tokens that stop generation from the model's generation_config.json, if any."""
     from transformers.utils import cached_file  # heavy, and needed in worker processes only
 
     if not model.tokenizer:
