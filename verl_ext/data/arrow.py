@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from verl_ext.data.categories import FolderCategories
 from verl_ext.data.files_in_use import DataFile
+from verl_ext.data.units import UnitRows, has_answers
 from verl_ext.options import first_line
 from verl_ext.packing.plan import offsets_of
 from verl_ext.text.arrow_folder import DOCUMENT_COLUMNS, STATE, TOKEN_COLUMNS, Shard, is_marked, read_shards
@@ -241,16 +242,29 @@ class TokenizedData:
     value that could be of two categories raises ValueError.
     """
 
-    def __init__(self, folders: Sequence[str], key: str = "data.train_dir", check: bool = True) -> None:
+    def __init__(
+        self,
+        folders: Sequence[str],
+        key: str = "data.train_dir",
+        check: bool = True,
+        with_answers: bool = False,
+    ) -> None:
         """Open `folders`.
 
-        check: compare the rows of every list column with `length`.
+        check: compare the rows of every list column with `length`. with_answers: the caller reads `units`.
 
-        Raises ValueError if a folder is no tokenized dataset, columns have a wrong type, or lengths disagree.
+        Raises ValueError if a folder is no tokenized dataset, columns have a wrong type, or lengths disagree; also if
+        rows are answers, of which some are rejected, unless `with_answers`.
         """
-        self.folders, self.key = tuple(folders), key
+        self.folders, self.key, self._with_answers = tuple(folders), key, with_answers
         self._folders = [open_folder(folder, key) for folder in self.folders]
         tables = [folder.table for folder in self._folders]
+        if not with_answers and (of_answers := next((f for f in self._folders if has_answers(f.table)), None)):
+            path = self.folders[self._folders.index(of_answers)]
+            raise ValueError(
+                f"{key} must hold documents to learn; got preferences in {path}, whose rejected answers are not to be "
+                "learnt: data=chosen trains on the preferred ones"
+            )
         names = list(VALUE_KINDS)
         with_weight = ["loss_weight" in table.column_names for table in tables]
         if not any(with_weight):
@@ -275,8 +289,8 @@ class TokenizedData:
     def __len__(self) -> int:
         return len(self.columns["input_ids"])
 
-    def __reduce__(self) -> tuple[type, tuple[Sequence[str], str, bool]]:
-        return type(self), (self.folders, self.key, False)
+    def __reduce__(self) -> tuple[type, tuple[Sequence[str], str, bool, bool]]:
+        return type(self), (self.folders, self.key, False, self._with_answers)
 
     @cached_property
     def files(self) -> tuple[DataFile, ...]:
@@ -314,6 +328,17 @@ class TokenizedData:
                 parts.append(numbers(part) if name == "document_category" and is_ours and numbers else part)
             columns.append(np.concatenate(parts))
         return DocumentColumns(*columns)
+
+    @cached_property
+    def units(self) -> UnitRows | None:
+        """The preferences among the rows; None if no folder has any. Raises ValueError for units that are not whole."""
+        if not any(has_answers(folder.table) for folder in self._folders):
+            return None
+        of_folders = zip((folder.table for folder in self._folders), self.folders, strict=True)
+        units = UnitRows.joined([UnitRows.of_table(table, self.key, folder) for table, folder in of_folders])
+        if not all(folder.is_ours for folder in self._folders):  # the tokenizer leaves such answers out
+            units.check_answers(lambda row: self.block(row, row + 1), self.key)
+        return units
 
     def block(self, first: int, last: int) -> dict[str, NDArray[Any]]:
         """Return the values of rows first..last-1, all in one chunk, by column."""

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from verl_ext.cache import fingerprint
 from verl_ext.files import ChecksumFile, atomic_write, is_inside, write_json
 from verl_ext.text.read.json_records import parse_json
-from verl_ext.text.tokens.documents import Documents
+from verl_ext.text.tokens.documents import UNIT_COLUMNS, Documents
 
 STATE = "state.json"
 SHARD_BYTES = 500 * 1000 * 1000
@@ -43,6 +43,9 @@ DOCUMENT_COLUMNS = {
     "document_category": pa.int32(),  # that of its record, also of one without a target
 }
 WEIGHT_COLUMN = {"loss_weight": pa.list_(pa.float32())}
+# Of answers: the documents of a preference in its first row, 0 in the others; 1 preferred, -1 rejected, 0 neither.
+ANSWER_COLUMNS = {name: pa.from_numpy_dtype(kind) for name, kind in UNIT_COLUMNS.items()}
+_ALONE = {"unit": 1, "answer": 0, "pair_weight": 1.0}  # of a document that is no answer
 MARK = {b"verl_ext.document_columns": b"1"}  # metadata of a shard whose DOCUMENT_COLUMNS are valid
 
 
@@ -101,15 +104,16 @@ def _shard(file: dict[str, Any]) -> Shard:
 class DatasetWriter:
     """A writer of a folder, which loads only after `close()`.
 
-    texts: the names of further columns. The column `loss_weight` exists only if a target has a weight. Shards written
-    before the first such record get the column, filled with 1, in `close()`. Documents with categories of their own
-    tokens have no category as a whole, so that a folder of them has no MARK.
+    texts: the names of further columns. The column `loss_weight` exists only if a target has a weight, and
+    ANSWER_COLUMNS only if a document is an answer. Shards written before the first such record get the columns in
+    `close()`, with the values of other documents. Documents with categories of their own tokens have no category as a
+    whole, so that a folder of them has no MARK.
     """
 
     def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES, texts: Sequence[str] = ()) -> None:
         self.folder, self.shard_bytes, self.texts = folder, shard_bytes, tuple(texts)
-        self.weighted, self.marked = False, True
-        self._shards: list[tuple[ChecksumFile, bool]] = []  # the file, and whether it has loss_weight
+        self.weighted, self.answered, self.marked = False, False, True
+        self._shards: list[tuple[ChecksumFile, pa.Schema]] = []
         self._pending: list[pa.RecordBatch] = []
         self._pending_tokens = 0
         self._stream: Any = None
@@ -120,10 +124,12 @@ class DatasetWriter:
         if not len(documents.lengths):
             return
         self.marked = documents.token_categories is None
-        if documents.weights is not None and not self.weighted:
+        weighted = self.weighted or documents.weights is not None
+        answered = self.answered or documents.units is not None
+        if (weighted, answered) != (self.weighted, self.answered):
             self._write_pending()
-            self.weighted = True
-            self._close_shard()  # all rows of a shard have the column, or none
+            self.weighted, self.answered = weighted, answered
+            self._close_shard()  # all rows of a shard have the columns, or none
         self._pending.append(self._batch(documents))
         self._pending_tokens += len(documents.input_ids)
         if self._pending_tokens >= BATCH_TOKENS or self._pending_tokens * TOKEN_BYTES >= self.shard_bytes:
@@ -134,9 +140,9 @@ class DatasetWriter:
         self._write_pending()
         self._close_shard()
         schema, shards = self._schema, []
-        for number, (file, has_weights) in enumerate(self._shards):
+        for number, (file, own) in enumerate(self._shards):
             path = Path(file.name)
-            written = file if has_weights or not self.weighted else _add_weights(path, schema)
+            written = file if own.names == schema.names else _add_columns(path, schema)
             named = self.folder / f"data-{number:05d}-of-{len(self._shards):05d}.arrow"
             os.replace(path, named)
             shards.append(Shard(named.name, written.size, written.checksum))
@@ -152,7 +158,7 @@ class DatasetWriter:
 
     @property
     def _schema(self) -> pa.Schema:
-        return _schema_of(self.weighted, self.texts, self.marked)
+        return _schema_of(self.weighted, self.answered, self.texts, self.marked)
 
     def _write_pending(self) -> None:
         """Write the pending documents as one record batch."""
@@ -162,7 +168,7 @@ class DatasetWriter:
         self._pending, self._pending_tokens = [], 0
         if self._stream is None:
             file = self._open.enter_context(ChecksumFile(self.folder / f"part-{len(self._shards):05d}.arrow"))
-            self._shards.append((file, self.weighted))
+            self._shards.append((file, self._schema))
             self._stream = self._open.enter_context(pa.ipc.new_stream(file, self._schema))
         self._stream.write_table(table)
         if self._shards[-1][0].size >= self.shard_bytes:
@@ -194,12 +200,14 @@ class DatasetWriter:
             documents.full_lengths,
             category,
         ]
-        # The columns in the schema's order: lists of tokens, numbers and texts of documents, weights of tokens.
+        # The columns in the schema's order: lists of tokens, numbers, texts and answers of documents, token weights.
         rows = pa.array(np.concatenate([[0], ends]).astype(np.int32))
         lists = [pa.ListArray.from_arrays(rows, pa.array(values)) for values in tokens]
         numbers = [pa.array(values.astype(np.int32, copy=False)) for values in facts]
         texts = [pa.array(documents.texts[name], pa.large_string()) for name in self.texts]
-        return pa.RecordBatch.from_arrays([*lists[:3], *numbers, *texts, *lists[3:]], schema=self._schema)
+        answers = _alone(len(lengths)) if documents.units is None else list(map(pa.array, documents.units.values()))
+        columns = [*lists[:3], *numbers, *texts, *(answers if self.answered else ()), *lists[3:]]
+        return pa.RecordBatch.from_arrays(columns, schema=self._schema)
 
 
 def _write_metadata(folder: Path, shards: Sequence[Shard], schema: pa.Schema) -> None:
@@ -220,16 +228,22 @@ def is_marked(schema: pa.Schema) -> bool:
 
 
 @cache
-def _schema_of(weighted: bool, texts: tuple[str, ...], marked: bool) -> pa.Schema:
+def _schema_of(weighted: bool, answered: bool, texts: tuple[str, ...], marked: bool) -> pa.Schema:
     from datasets import Features  # here, because importing it takes a second
 
     columns = {**TOKEN_COLUMNS, **DOCUMENT_COLUMNS, **dict.fromkeys(texts, pa.large_string())}
+    columns |= ANSWER_COLUMNS if answered else {}
     schema = Features.from_arrow_schema(pa.schema({**columns, **WEIGHT_COLUMN} if weighted else columns)).arrow_schema
     return schema.with_metadata({**schema.metadata, **(MARK if marked else {})})
 
 
-def _add_weights(shard: Path, schema: pa.Schema) -> ChecksumFile:
-    """Rewrite a shard with loss_weight = 1; return the new file."""
+def _alone(rows: int) -> list[pa.Array]:
+    """Return ANSWER_COLUMNS of documents that are no answers."""
+    return [pa.array(np.full(rows, _ALONE[name], kind)) for name, kind in UNIT_COLUMNS.items()]
+
+
+def _add_columns(shard: Path, schema: pa.Schema) -> ChecksumFile:
+    """Rewrite a shard with the columns of `schema` that it lacks, as for plain documents; return the new file."""
     with (
         atomic_write(shard) as partial,
         pa.memory_map(str(shard)) as source,
@@ -238,7 +252,8 @@ def _add_weights(shard: Path, schema: pa.Schema) -> ChecksumFile:
         pa.ipc.new_stream(sink, schema) as writer,
     ):
         for batch in reader:
-            ids = batch.column("input_ids")
+            ids, given = batch.column("input_ids"), dict(zip(batch.schema.names, batch.columns, strict=True))
             weights = pa.ListArray.from_arrays(ids.offsets, pa.array(np.ones(len(ids.values), np.float32)))
-            writer.write_batch(pa.RecordBatch.from_arrays([*batch.columns, weights], schema=schema))
+            columns = {"loss_weight": weights, **dict(zip(UNIT_COLUMNS, _alone(len(ids)), strict=True)), **given}
+            writer.write_batch(pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema))
     return sink
