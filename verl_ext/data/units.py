@@ -109,6 +109,10 @@ class UnitRows:
         at = int(np.searchsorted(self.starts, row, side="right")) - 1
         return range(int(self.starts[at]), int(self.starts[at + 1]))
 
+    def weight_of(self, row: int) -> float:
+        """Return the weight of the unit that holds a row."""
+        return float(self.weight[np.searchsorted(self.starts, row, side="right") - 1])
+
     @property
     def pairs(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The rows of the preferred and the rejected answer of each pair, int64[P] both."""
