@@ -35,9 +35,9 @@ from verl_ext.commands.command_line import read_options
 from verl_ext.commands.train import NODES
 from verl_ext.config import compose
 from verl_ext.config.schema import is_known
+from verl_ext.endpoint.quality import DIMENSIONS
 from verl_ext.losses.modes import MODES
 from verl_ext.packing.strategies import STRATEGIES
-from verl_ext.tools.judging.writing import DIMENSIONS
 from verl_ext.tools.show.audit import CHECKS
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -158,9 +158,8 @@ def test_plain_training_refuses_preferences_and_chosen_trains_on_the_preferred(t
     assert (left_out.reason, left_out.documents) == ("rejected answer", len(rejected))
     assert left_out.tokens_removed == sum(row["length"] for row in rejected)
     assert left_out.targets_removed == sum(row["num_targets"] for row in rejected)
-    plain, _ = made(
-        tmp_path / "plain" if (tmp_path / "plain").mkdir() else tmp_path / "plain", model, {"chats": [CHAT]}
-    )
+    (tmp_path / "plain").mkdir()
+    plain, _ = made(tmp_path / "plain", model, {"chats": [CHAT]})
     with pytest.raises(ValueError, match=r"must hold the answers of preferences, .*; got documents alone"):
         ChosenDataSet(plain, 100)
     assert len(ChosenDataSet([plain, folder], 400).folders) == 2
