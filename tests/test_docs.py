@@ -95,9 +95,9 @@ def commands(page: str) -> list[Command]:
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    """Make a folder with the pages' inputs: train.jsonl, code.json, web.jsonl, pairs.jsonl, books/, bAbI's files, MODEL, data/train.
+    """Make a folder with the pages' inputs: train.jsonl, code.json, web.jsonl, pairs.jsonl, books/, MODEL, data/train.
 
-    It also has what pages show: chats.jsonl of the README's record, and blocks of code that begin with `# NAME.py`.
+    It also has bAbI's files and what pages show: chats.jsonl of the README's record, blocks that begin with `# NAME.py`.
     """
     folder = tmp_path_factory.mktemp("inputs")
     for block in (block for page in PAGES for block in blocks(page, "python")):

@@ -157,6 +157,7 @@ def test_plain_training_refuses_preferences_and_chosen_trains_on_the_preferred(t
     (left_out,) = dataset.omitted_documents()
     assert (left_out.reason, left_out.documents) == ("rejected answer", len(rejected))
     assert left_out.tokens_removed == sum(row["length"] for row in rejected)
+    assert left_out.share == left_out.tokens_removed / sum(row["length"] for row in rows)
     assert left_out.targets_removed == sum(row["num_targets"] for row in rejected)
     (tmp_path / "plain").mkdir()
     plain, _ = made(tmp_path / "plain", model, {"chats": [CHAT]})

@@ -5,7 +5,7 @@ packs    0          2                       4
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -52,7 +52,8 @@ class ChosenDataSet(SFTDataSet):
     def omitted_documents(self) -> list[OmittedDocuments]:
         assert self._data.units is not None, "it was opened with them"
         rejected = np.flatnonzero(self._data.units.answer < 0)
-        left_out = self._omitted.by_category("rejected answer", rejected, self._data.lengths[rejected])
+        whole = replace(self._omitted, total=int(self._data.lengths.sum(dtype=np.int64)))
+        left_out = whole.by_category("rejected answer", rejected, self._data.lengths[rejected])
         if (columns := self._data.document_columns) is not None:
             for row, number in zip(left_out, np.unique(columns.category[rejected]), strict=True):
                 of_category = rejected[columns.category[rejected] == number]
