@@ -97,7 +97,7 @@ def commands(page: str) -> list[Command]:
 def inputs(tmp_path_factory):
     """Make a folder with the pages' inputs: train.jsonl, code.json, web.jsonl, pairs.jsonl, books/, MODEL, data/train.
 
-    It also has bAbI's files and what pages show: chats.jsonl of the README's record, blocks that begin with `# NAME.py`.
+    It also has bAbI's files and what pages show: chats.jsonl of the README's record, and blocks with `# NAME.py`.
     """
     folder = tmp_path_factory.mktemp("inputs")
     for block in (block for page in PAGES for block in blocks(page, "python")):

@@ -18,6 +18,8 @@ from verl_ext.data import ChosenDataSet, SFTDataSet
 from verl_ext.data.arrow import TokenizedData
 from verl_ext.data.units import UnitRows
 from verl_ext.options import DataError
+from verl_ext.text.chat.renderer import ChatOptions
+from verl_ext.text.encoder_chats import ChatEncoder
 from verl_ext.text.read.readers import ChunkSize
 
 
@@ -114,8 +116,18 @@ def test_a_pair_is_bad_as_a_whole_and_small_gaps_are_left_out_and_counted(tmp_pa
         _, report = made(tmp_path, model, {"a": [bad, PAIR]}, "on_bad_record=skip", "turns=each")
         assert report.total.bad == {reason: 1}, bad
         assert (report.total.documents, report.total.preferences["units"]) == (2, 1)
+        assert report.total.end_of_turn == {"<|im_end|>": 2}  # of the usable pair alone
         with pytest.raises(DataError, match=rf"a\.jsonl:1: .*\({reason}; on_bad_record=skip"):
             made(tmp_path, model, {"a": [bad, PAIR]}, "turns=each")
+
+
+def test_answers_that_have_the_same_tokens_only_when_they_are_rendered_are_no_preference(
+    tmp_path: Path, model: str
+) -> None:
+    record = {"prompt": "q", "chosen": "<think>a</think>x", "rejected": ["y", "<think>b</think>x"]}
+    with pytest.raises(DataError, match=r"a\.jsonl:1: .* have the same tokens \(same_answers; "):
+        made(tmp_path, model, {"a": [record]}, "reasoning=drop")
+    assert made(tmp_path, model, {"a": [record]})[1].total.documents == 3
 
 
 def test_unequal_reasoning_and_ends_of_pairs_are_counted(tmp_path: Path, model: str) -> None:
@@ -134,6 +146,14 @@ def test_empty_thinking_blocks_are_dropped_in_both_answers_or_in_none(tmp_path: 
     has_block = ["<think>" in tokenizer.decode(row["input_ids"]) for row in rows]
     assert has_block[::2] == has_block[1::2]
     assert 0 < sum(has_block) < 80
+
+
+def test_a_prompt_of_an_evaluation_ends_before_the_preferred_answer(model: str) -> None:
+    encoder = ChatEncoder(ChatOptions.read({"model": {"path": model}}), ["a"])
+    chat, last, ids = encoder.prompt(PAIR)
+    assert chat is not None
+    assert chat.messages[last]["content"] == PAIR["chosen"]
+    assert tiny_tokenizer(CHATML).decode(ids) == "<|im_start|>user\nthe cat<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_megatrons_format_refuses_preferences_in_one_line(tmp_path: Path, model: str) -> None:

@@ -11,6 +11,7 @@ from verl_ext.text.records.records import column_problems, parse_record
 
 ASKED = {"role": "user", "content": "q"}
 SYSTEM = {"role": "system", "content": "s"}
+WITH_TOOL = {**SYSTEM, "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}
 
 
 def said(text: str) -> dict[str, str]:
@@ -157,6 +158,7 @@ def test_answers_within_the_least_gap_of_scores_are_left_out() -> None:
         ({"chosen": GOOD, "rejected": [{**ASKED, "content": "p"}, said("bad")]}, "different_prompts", "message 1"),
         ({"prompt": "q", "chosen": GOOD, "rejected": "bad"}, "different_prompts", "chosen is a whole chat"),
         ({"prompt": [SYSTEM], "chosen": GOOD, "rejected": BAD}, "different_prompts", "do not begin with prompt"),
+        ({"chosen": [WITH_TOOL, *GOOD], "rejected": [SYSTEM, *BAD]}, "different_prompts", "have different tools"),
         ({"messages": GOOD, "chosen": "x", "rejected": "bad"}, "ambiguous", "messages must end before the answers"),
         ({"prompt": "q", "chosen": "good", "rejected": ""}, "empty", "rejected"),
         ({"prompt": "q", "chosen": [], "rejected": "bad"}, "empty", "chosen is empty"),

@@ -3,6 +3,7 @@
 The trainers' loss runs in float64 on given log-probabilities of tokens, without a model: pip install trl==1.16.0.
 """
 
+import random
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -20,6 +21,9 @@ from verl_ext.losses import (
     total_weight,
 )
 from verl_ext.metrics import PreferenceSums
+from verl_ext.text.chat.renderer import ChatOptions
+from verl_ext.text.encoder_chats import ChatEncoder
+from verl_ext.text.read.readers import Chunk
 
 trl = pytest.importorskip("trl")
 
@@ -175,3 +179,66 @@ def test_losses_without_a_reference_are_those_of_the_experimental_trainers(mode)
 
         losses, tolerance = -ORPOTrainer.odds_ratio_loss(own, means[:4], means[4:])[0], 1e-6  # in float32 there
     assert mine == pytest.approx(float(losses.mean()), rel=tolerance)
+
+
+TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+TEMPLATES = {
+    "chatml": f"{{% for m in messages %}}{TURN}{{% endfor %}}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "trimmed, after BOS": "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n\n{{ m.content | trim }}"
+    "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n\n{% endif %}",
+    "two tokens before an answer": "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant<s>\n"
+    "{{ m.content }}<|im_end|>{% else %}{{ m.content }}\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant<s>\n{% endif %}",
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+def test_tokens_of_prompts_and_answers_are_those_of_the_dpo_trainer(tmp_path, template):
+    from datasets import Dataset
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+    from trl import DPOTrainer
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    special = ["<|im_start|>", "<|im_end|>", "<s>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    words = ["the cat sat on the mat, and said: hello!"] * 4
+    bpe.train_from_iterator(
+        words, trainers.BpeTrainer(special_tokens=special, initial_alphabet=alphabet, vocab_size=300)
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token="<|im_end|>", bos_token="<s>", chat_template=template
+    )
+    tokenizer.save_pretrained(tmp_path / "model")
+
+    draw = random.Random(0)
+
+    def text():
+        return " ".join(draw.choice(words[0].split()) for _ in range(draw.randrange(1, 12)))
+
+    records = []
+    for number in range(200):
+        turns = [{"role": ("user", "assistant")[at % 2], "content": text()} for at in range(1 + 2 * draw.randrange(3))]
+        answers = [[{"role": "assistant", "content": f"{text()} {side}{number}"}] for side in "ab"]
+        records.append({"prompt": turns, "chosen": answers[0], "rejected": answers[1]})
+    own = SimpleNamespace(_tokenizer=tokenizer, _is_vision_dataset=False)
+    args = SimpleNamespace(dataset_num_proc=None, max_length=None, truncation_mode="keep_start")
+    theirs = DPOTrainer._prepare_dataset(own, Dataset.from_list(records), tokenizer, args, "train")
+
+    encoder = ChatEncoder(ChatOptions.read({"model": {"path": str(tmp_path / "model")}}), ["a"])
+    places = [(str(number), record) for number, record in enumerate(records)]
+    documents = encoder.encode(Chunk(1, places, 0))
+    assert documents.failure is None
+    assert documents.units is not None
+    assert documents.units["answer"].tolist() == [1, -1] * 200
+    starts = [*documents.starts.tolist(), len(documents.input_ids)]
+    for number, row in enumerate(theirs):
+        for side, name in enumerate(("chosen_ids", "rejected_ids")):
+            place = slice(*starts[2 * number + side : 2 * number + side + 2])
+            ids, mask = documents.input_ids[place].tolist(), documents.loss_mask[place]
+            assert ids == row["prompt_ids"] + row[name]
+            assert mask.argmax() == len(row["prompt_ids"])
+            learnt = [token for token, bit in zip(ids, mask, strict=True) if bit]
+            assert row[name][: len(learnt)] == learnt  # TRL also learns what the template prints after the end of turn
