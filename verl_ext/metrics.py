@@ -135,7 +135,7 @@ PREFERENCE_VALUES = (
 
 @dataclass
 class PreferenceSums:
-    """One rank's sums of preferences in a step, or in its share of validation.
+    """One rank's sums of preferences in a step or a validation.
 
     values: float64[V, C + 1] on the engine's device, the sums of PREFERENCE_VALUES by category slot.
     """
@@ -161,7 +161,7 @@ class PreferenceSums:
         return PreferenceSums(self.values + other.values)
 
     def report(self, prefix: str, names: tuple[str, ...], has_reference: bool = True) -> dict[str, float]:
-        """Return the metrics by name, without those of sums that are empty; read the device once.
+        """Return the metrics that have values by name; read the device once.
 
         Means are weighted by pairs; log-probabilities are per target token. Without a reference, no share of preferred
         answers that became less likely is known.
@@ -180,7 +180,7 @@ class PreferenceSums:
 
 
 def _preference_means(sums: Sequence[float]) -> dict[str, float]:
-    """Return the means of PREFERENCE_VALUES' sums by metric; one whose divisor is 0 is left out."""
+    """Return the means of sums by metric; none with divisor 0."""
     of = dict(zip(PREFERENCE_VALUES, sums, strict=True))
     ratios = {"pair_loss": ("pair_loss", "weight"), "chosen_drop": ("chosen_drop", "chosen_weight")}
     for side in ("chosen", "rejected"):

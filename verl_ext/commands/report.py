@@ -160,7 +160,7 @@ class Report:
 
 
 def _preferences(counts: Mapping[str, int]) -> str:
-    """Say how many units there are, and what a model may learn of their answers beside what is preferred."""
+    """Count units, and what sets their answers apart beside the preference."""
     units, pairs, labels = (counts.get(name, 0) for name in ("units", "pairs", "labels"))
     parts = [f"{units:,} units"]
     if pairs:

@@ -331,7 +331,7 @@ class TokenizedData:
 
     @cached_property
     def units(self) -> UnitRows | None:
-        """The preferences among the rows; None if no folder has any. Raises ValueError for units that are not whole."""
+        """The preferences among the rows; raise ValueError for broken units."""
         if not any(has_answers(folder.table) for folder in self._folders):
             return None
         of_folders = zip((folder.table for folder in self._folders), self.folders, strict=True)

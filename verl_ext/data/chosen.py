@@ -32,7 +32,7 @@ class ChosenOptions(SFTOptions):
 
 
 class ChosenDataSet(SFTDataSet):
-    """A dataset of the preferred answers and of the documents that are no answers."""
+    """A dataset of preferred answers, and of documents that are none."""
 
     Options: ClassVar[type[DatasetOptions]] = ChosenOptions
     _data: TokenizedData

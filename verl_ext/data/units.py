@@ -1,4 +1,4 @@
-"""The preferences in tokenized folders: which rows are the answers to one prompt, and which of them is preferred.
+"""The preferences in tokenized folders: which rows are answers to one prompt.
 
 row           0   1 | 2   3   4 | 5 | 6        row 5: an answer with a label alone; row 6: a document that is none
 unit          2   0 | 3   0   0 | 1 | 1        the rows of a unit in its first one
@@ -34,7 +34,7 @@ class UnitRows:
 
     @classmethod
     def of_table(cls, table: pa.Table, key: str, folder: str) -> "UnitRows":
-        """Read a folder's rows, which are units of one without these columns. Raises ValueError as `of_columns`."""
+        """Read a folder's rows; without these columns, each is a unit."""
         columns = {name: np.full(len(table), name != "answer", kind) for name, kind in UNIT_COLUMNS.items()}
         for name in UNIT_COLUMNS if has_answers(table) else ():
             if name in table.column_names:
@@ -47,7 +47,7 @@ class UnitRows:
     def of_columns(
         cls, unit: NDArray[Any], answer: NDArray[Any], pair_weight: NDArray[Any], key: str, folder: str
     ) -> "UnitRows":
-        """Read a folder's columns. Raises ValueError, which names `key` and a row, for units that are not whole."""
+        """Read a folder's columns; raise ValueError for units that are broken."""
 
         def refuse(requirement: str, got: object, row: int) -> NoReturn:
             raise ValueError(f"{key} must have {requirement}; got {got} in row {row} of {folder}")
@@ -84,7 +84,7 @@ class UnitRows:
         return cls(np.concatenate([*starts, first[-1:]]), answer, weight)
 
     def check_answers(self, read: Callable[[int], Mapping[str, NDArray[Any]]], key: str) -> None:
-        """Raise ValueError for an answer without a target, or with the tokens of the preferred one.
+        """Raise ValueError for an answer without a target, or an equal one.
 
         read: gives the columns of a row's tokens.
         """
@@ -115,12 +115,12 @@ class UnitRows:
 
     @property
     def pairs(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The rows of the preferred and the rejected answer of each pair, int64[P] both."""
+        """The rows of each pair's preferred and rejected answers, int64[P] both."""
         rejected = np.flatnonzero((self.answer == -1) & (np.repeat(self.sizes, self.sizes) > 1))
         return np.repeat(self.starts[:-1], self.sizes)[rejected], rejected
 
     def fitting(self, tokens: NDArray[np.integer], max_tokens: int, policy: str, key: str) -> NDArray[np.int64]:
-        """Return the units of at most `max_tokens` tokens, int64[n], ascending; no unit is cut.
+        """Return the units of at most `max_tokens` tokens, int64[n], ascending.
 
         tokens: of each unit as it is packed, int64[U]. policy: one of OVER_LENGTH_OF_UNITS. Raises ValueError under
         `error` if one is longer.
@@ -141,6 +141,6 @@ class UnitRows:
 
 
 def has_answers(table: pa.Table) -> bool:
-    """Return whether a folder's rows are answers; other columns of these names may hold texts."""
+    """Return whether rows are answers; columns of other types do not count."""
     names = [name for name in ("unit", "answer") if name in table.column_names]
     return len(names) == 2 and all(pa.types.is_integer(table.schema.field(name).type) for name in names)

@@ -1,4 +1,4 @@
-"""The quality of a long text in six dimensions, as a model judges it (LongWriter, arXiv 2408.07055)."""
+"""A text's quality as a model judges it (LongWriter, arXiv 2408.07055)."""
 
 import json
 import re
@@ -44,7 +44,7 @@ def read_quality(text: str) -> dict[str, float]:
 
 
 def read_rating(text: str) -> float:
-    """Return the first number of the last [[…]], from 1 to 10; raise Unparsable without one."""
+    """Return the last [[rating]] from 1 to 10; raise Unparsable without one."""
     ratings = re.findall(r"\[\[([^\]]+)\]\]", text)
     numbers = re.findall(r"\d+\.\d+|\d+", ratings[-1]) if ratings else []
     if not numbers or not 1 <= float(numbers[0]) <= 10:

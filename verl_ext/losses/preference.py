@@ -73,7 +73,7 @@ def dpo(sides: Sides, o: "PreferenceOptions") -> torch.Tensor:
 
 
 def robust(sides: Sides, o: "PreferenceOptions") -> torch.Tensor:
-    """Return robust DPO's loss (arXiv 2403.00409), whose mean over flipped labels is DPO's."""
+    """Return robust DPO's loss (arXiv 2403.00409), unbiased under flipped labels."""
     margin, smoothing = o.scale * sides.gap, o.label_smoothing
     return (-(1 - smoothing) * F.logsigmoid(margin) + smoothing * F.logsigmoid(-margin)) / (1 - 2 * smoothing)
 
@@ -117,13 +117,13 @@ def dpop(sides: Sides, o: "PreferenceOptions") -> torch.Tensor:
 
 
 def _log1mexp(x: torch.Tensor) -> torch.Tensor:
-    """Return log(1 − eˣ) for x < 0, exact near 0 and far from it."""
+    """Return log(1 − eˣ) for x < 0, exact near 0 too."""
     x = x.clamp(max=_LEAST_GAP)
     return torch.where(x > -math.log(2), torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(x)))
 
 
 class PreferenceMode(NamedTuple):
-    """A loss mode: its formula (None for answers alone), its β, its length, and what it needs."""
+    """A loss mode: its formula (None for answers alone), defaults and needs."""
 
     formula: Formula | None
     beta: float = 0.1
@@ -232,7 +232,7 @@ class PreferenceOptions(Options):
 
 
 class Terms(NamedTuple):
-    """The terms of a sum of losses: their documents int64[n], weights float64[n] and losses float64[n].
+    """The documents int64[n], weights and losses float64[n] of a sum's terms.
 
     A pair's document is its preferred answer.
     """
@@ -261,12 +261,14 @@ def preference_terms(
     """
     formula = formula or options.of_mode.formula
     ratios = sums - units.reference
+    # Answers alone: each is a term, and none is compared with another.
     if formula is None:
         documents = units.side.nonzero().squeeze(1)
         side, scaled = units.side[documents], options.scale * ratios[documents]
         desirable = (side > 0).double()  # a truth value times a number would be float32
         factor = options.desirable_weight * desirable + options.undesirable_weight * (1 - desirable)
         return Terms(documents, units.weight[documents], factor * (1 - torch.sigmoid(side * (scaled - baseline))))
+    # Pairs; answers that have a label follow them, if the loss is a sum over sides.
     pairs = [each[place] for each in (sums, units.reference) for place in (units.chosen, units.rejected)]
     losses = formula(Sides(*pairs), options)
     if not len(units.alone):
@@ -282,7 +284,7 @@ def preference_terms(
 
 
 def total_weight(units: Units, options: PreferenceOptions) -> torch.Tensor:
-    """Return the units' part of Z, float64[]: it follows from the data alone."""
+    """Return the units' part of Z, float64[], from data alone."""
     if options.of_mode.formula is None:
         return units.weight[units.side != 0].sum()
     return units.pair_weight.sum() + units.weight[units.alone].sum()
@@ -296,9 +298,9 @@ def preference_slopes(
     baseline: torch.Tensor | float = 0.0,
     formula: Formula | None = None,
 ) -> tuple[Terms, torch.Tensor]:
-    """Return the terms, and ∂(Σ w·f / Z)/∂x of each document, float64[A], by autograd over these A numbers.
+    """Return the terms, and ∂(Σ w·f / Z)/∂x of each document, float64[A].
 
-    normaliser: Z of the step, over all packs and ranks.
+    The slopes come by autograd over these A numbers. normaliser: Z of the step, over all packs and ranks.
     """
     sums = sums.detach().double().requires_grad_()
     with torch.enable_grad():
@@ -310,7 +312,7 @@ def preference_slopes(
 
 
 def kto_baseline(log_ratio: torch.Tensor | float, answers: torch.Tensor | float, beta: float) -> torch.Tensor:
-    """Return z of kto: the scaled mean log-ratio of answers to other prompts, at least 0.
+    """Return z of kto: mean log-ratio of mismatched answers, at least 0.
 
     log_ratio, answers: the sum over the step and its number of answers, reduced over ranks.
     """
@@ -319,7 +321,7 @@ def kto_baseline(log_ratio: torch.Tensor | float, answers: torch.Tensor | float,
 
 
 def checked_formula(function: Callable[..., Any], name: str) -> Formula:
-    """Return a loss of the user's own, tried on three pairs. Raises ValueError if it is no loss of pairs."""
+    """Return a user's loss after a trial; raise ValueError if wrong."""
     trial = torch.tensor([-1.0, -20.0, -3.5], dtype=torch.float64)
     chosen, rejected = ((trial * factor).requires_grad_() for factor in (1.0, 1.5))
     try:

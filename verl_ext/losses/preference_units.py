@@ -1,4 +1,4 @@
-"""The preferences of a pack: which documents are answers, which pairs they form, how their targets are scaled.
+"""The preferences of a pack: answers, pairs, and scales of targets.
 
 document   0   1   2   3   4
 unit       3   0   0   1   1       pairs (0, 1), (0, 2); document 3 has a label alone, document 4 is no answer
@@ -17,7 +17,7 @@ LENGTHS = ("sum", "mean", "common")
 
 @dataclass(frozen=True)
 class Units:
-    """The answers among A documents, their P pairs, and the S answers alone, which have a label.
+    """The answers among A documents: P pairs, S with a label alone.
 
     side: float64[A], 1 preferred, -1 rejected, 0 no answer. weight: float64[A], of the document's unit. targets:
     float64[A]. reference: float64[A], sums of the reference model, 0 without one. chosen, rejected: int64[P],
@@ -72,7 +72,7 @@ class Units:
 
 
 def target_scales(targets: Array, unit: Array, length: str = "sum", tail_weight: float = 1.0) -> Array:
-    """Return s_t of every target of documents, one document after the other: float64[Σ targets].
+    """Return s_t of documents' targets, one after the other: float64[Σ targets].
 
     length=sum: 1. mean: 1 / the document's targets. common (LD-DPO): 1 for as many targets as the shortest answer of
     the unit has, `tail_weight` for those after them.
@@ -91,7 +91,7 @@ def target_scales(targets: Array, unit: Array, length: str = "sum", tail_weight:
 def target_coefficients(
     slopes: torch.Tensor, scales: torch.Tensor, document: torch.Tensor, nll: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return a_t of N targets, float64[N], whose Σ a_t·ℓ_t has the gradient of the loss.
+    """Return a_t, float64[N]: Σ a_t·ℓ_t has the gradient of the loss.
 
     slopes: float64[A], the loss's derivative by each document's sum. scales: float64[N], s_t. document: int64[N]. nll:
     float64[N], coefficients of the likelihood terms, already divided by their normaliser.

@@ -1,4 +1,4 @@
-"""What the metrics of preferences are made of: numbers that add up over packs, ranks and steps.
+"""Numbers of preferences that add up over packs, ranks and steps.
 
 term        (chosen 0, rejected 1)   (chosen 0, rejected 2)   (chosen 3, none)
 reward      β·(x_d − x_d(ref)) of each side; a side that a term lacks adds nothing

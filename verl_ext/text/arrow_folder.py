@@ -243,7 +243,7 @@ def _alone(rows: int) -> list[pa.Array]:
 
 
 def _add_columns(shard: Path, schema: pa.Schema) -> ChecksumFile:
-    """Rewrite a shard with the columns of `schema` that it lacks, as for plain documents; return the new file."""
+    """Rewrite a shard with the columns that it lacks; return the file."""
     with (
         atomic_write(shard) as partial,
         pa.memory_map(str(shard)) as source,

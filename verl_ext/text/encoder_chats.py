@@ -134,7 +134,10 @@ class ChatEncoder(Encoder):
         return replace(documents, counts=Counts().add(*counts.values()), category_counts=by_category)
 
     def failure(self, bad: BadRecord, place: str) -> str | None:
-        """Return the line of a bad record that ends the run; on_unprinted=drop and min_score_gap leave out others."""
+        """Return a bad record's line; None for those that options leave out.
+
+        `on_unprinted=drop` and `min_score_gap` leave out records of their own reasons.
+        """
         is_asked_for = bad.reason == "small_gap" or (bad.reason == "unprinted" and self.options.on_unprinted != "error")
         return None if is_asked_for else super().failure(bad, place)
 
@@ -266,7 +269,7 @@ class ChatEncoder(Encoder):
         ]
 
     def _documents(self, item: _Item, encoded: Sequence[Encoded | Exception], counts: Counts) -> list[Document]:
-        """Make the documents of an item, those of a preference all or none. Raises `BadRecord`."""
+        """Make an item's documents, all or none; raise `BadRecord` for none."""
         if item.preference is None or isinstance(item.text, BadRecord):
             return [self._document(item, item.text, encoded[0], counts)]
         own, texts = Counts(), [item.text, *item.more]
@@ -344,7 +347,7 @@ class ChatEncoder(Encoder):
 
 
 def _preference_counts(preference: Preference, texts: Sequence[Text], documents: Sequence[Document]) -> Counter[str]:
-    """Count a preference, and how many of its pairs differ in length, in parts of turns, or in their ends."""
+    """Count a preference, and its pairs of unequal length, parts or ends."""
     counts = Counter(units=1, pairs=len(documents) - 1, labels=int(len(documents) == 1), tied=preference.tied)
     lengths = [int(document.loss_mask.sum()) for document in documents]
     chats = [text for text in texts if isinstance(text, RenderedTurns)]

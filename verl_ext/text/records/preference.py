@@ -31,7 +31,7 @@ class Preference:
     tied: int = 0
 
     def with_least_gap(self, gap: float) -> "Preference":
-        """Return the preference without answers whose score is less than `gap` below that of the preferred one.
+        """Return the preference without answers whose score is too near the best.
 
         Raises `BadRecord` if no other answer is left, or the record has no scores.
         """
@@ -58,10 +58,12 @@ Content = Chat | PlainText | Preference
 
 
 def preference_of(chats: Mapping[str, Chat], scores: Sequence[float] | None = None, tied: int = 0) -> Preference:
-    """Return the preference for the first of several chats, whose targets follow the messages that all have.
+    """Return the preference for the first of chats over the others.
 
-    chats: {what errors call the answer: its whole chat}. Raises `BadRecord` if an answer equals the preferred one or
-    only begins like it, if the answers have different prompts, or if one has no target.
+    Its targets follow the messages that all chats have. chats: {what errors call the answer: its whole chat}.
+
+    Raises `BadRecord` if an answer equals the preferred one or one begins like the other, if the answers have different
+    prompts, or if one has no target.
     """
     named = list(chats.items())
     first_name, first = named[0]
@@ -82,7 +84,7 @@ def preference_of(chats: Mapping[str, Chat], scores: Sequence[float] | None = No
 
 
 def answer_after(chat: Chat, shared: int, name: str) -> Chat:
-    """Return a chat whose first `shared` messages are its prompt. Raises `BadRecord` without a target after them."""
+    """Return a chat whose prompt is its first messages; raise without targets."""
     targets = {at: weight for at, weight in chat.targets.items() if at >= shared}
     if not targets:
         raise BadRecord("no_target", f"{name} has no assistant turn to learn from")

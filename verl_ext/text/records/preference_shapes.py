@@ -1,4 +1,4 @@
-"""Read records of preferences: answers to one prompt of which one is preferred, or an answer with a label.
+"""Read records of preferred and rejected answers, or of labelled ones.
 
     chosen + rejected                 with a prompt beside them, or each a whole chat
     messages + rejected_response      ms-swift: the chosen answer is what follows the last user message
@@ -25,7 +25,7 @@ _YES = {"true": True, "1": True, "false": False, "0": False}  # of a CSV file
 
 
 def _pairs(fields: Fields, chosen: str, rejected: str) -> Preference:
-    """Read a preferred answer and one or several others, below the record's prompt or as whole chats."""
+    """Read a preferred answer and others, below a prompt or as chats."""
     answers = {chosen: _answer(fields.take(chosen), chosen), **_answers(fields.take(rejected), rejected)}
     kinds = {name: _is_whole(turns) for name, turns in answers.items()}
     if len(set(kinds.values())) > 1:
@@ -40,7 +40,7 @@ def _pairs(fields: Fields, chosen: str, rejected: str) -> Preference:
 
 
 def _swift(fields: Fields, rejected: str, messages: str) -> Preference:
-    """Read a chat, and what may stand in place of its turns after the last user message."""
+    """Read a chat, and other turns after its last user message."""
     chat = fields.messages(messages)
     last = max((at for at, message in enumerate(chat) if _role(message) == "user"), default=-1)
     others = _answers(fields.take(rejected), rejected)
@@ -49,7 +49,7 @@ def _swift(fields: Fields, rejected: str, messages: str) -> Preference:
 
 
 def _ranked(fields: Fields, name: str, prompt: str) -> Preference:
-    """Read answers by rank or score; those that are ranked like the best one are left out."""
+    """Read answers by rank or score, without those tied with the best."""
     given = fields.messages(name, "a list of answers")
     key = "rank" if all(_number(item.get("rank")) for item in given) else "score"
     sign = 1 if key == "rank" else -1
@@ -76,7 +76,7 @@ def _ranked(fields: Fields, name: str, prompt: str) -> Preference:
 
 
 def labelled(fields: Fields, chat: Content) -> Preference:
-    """Return an ordinary chat with its label: whether its turns after the last user message are desirable."""
+    """Return a chat with a label of its last answer."""
     label = fields.take(LABEL)
     label = _YES.get(label.lower()) if isinstance(label, str) else label
     if not isinstance(label, (bool, int, float)) or label not in (0, 1):
@@ -105,7 +105,7 @@ def _preference(
 
 
 def _prompt(fields: Fields, chosen: Sequence[Message] = ()) -> list[Any]:
-    """Return the turns before the answers, of which messages may hold the chosen one too.
+    """Return the turns before the answers, without a copy of the chosen.
 
     Raises `BadRecord` if the record has none, or they end with another answer.
     """
@@ -124,7 +124,7 @@ def _prompt(fields: Fields, chosen: Sequence[Message] = ()) -> list[Any]:
 
 
 def _take_repeated(fields: Fields, chat: list[Any]) -> None:
-    """Read the fields that repeat the prompt of whole chats, or the preferred one; others stay unread."""
+    """Read the fields that repeat whole chats or their prompt."""
     texts = _words([message for message in chat if _role(message) == "user"])
     for name in _PROMPTS:
         value = fields.values.get(name)
@@ -135,7 +135,7 @@ def _take_repeated(fields: Fields, chat: list[Any]) -> None:
 
 
 def _answers(value: Any, name: str) -> dict[str, list[Message]]:
-    """Return the turns of one answer or several, by what errors call each."""
+    """Return the turns of answers, by what errors call each."""
     if not (isinstance(value, list) and value and all(isinstance(each, (str, list)) for each in value)):
         return {name: _answer(value, name)}
     places = {f"answer {number} of {name}": each for number, each in enumerate(value, start=1)}
@@ -143,7 +143,7 @@ def _answers(value: Any, name: str) -> dict[str, list[Message]]:
 
 
 def _answer(value: Any, name: str) -> list[Message]:
-    """Return the turns of an answer: a text, a message, or a list of messages, which may be a whole chat."""
+    """Return the turns of an answer: a text, message, or list of messages."""
     if isinstance(value, str):
         parts = _HH.split(value)
         if len(parts) < 3 or parts[0].strip():
@@ -165,7 +165,7 @@ def _role(message: Any) -> str | None:
 
 
 def _is_whole(turns: list[Message]) -> bool:
-    """Return whether turns are a whole chat, which begins before the assistant's first turn."""
+    """Return whether turns begin before the assistant's first one."""
     return _role(turns[0]) in ("system", "developer", "user")
 
 
@@ -178,7 +178,7 @@ def _number(value: Any) -> bool:
 
 
 def _is_ranked(value: Any) -> bool:
-    """Return whether a value is a list of answers that all have a rank, or all a score."""
+    """Return whether a value is a list of ranked or scored answers."""
     if not isinstance(value, list) or not value or not all(isinstance(item, dict) for item in value):
         return False
     return any(all(_number(item.get(key)) for item in value) for key in ("rank", "score"))

@@ -1,4 +1,4 @@
-"""Parse records into chats, plain texts or preferences by the names of their fields.
+"""Parse records into chats, texts or preferences by their fields' names.
 
 The fields of one of the shapes (shapes.py, preference_shapes.py), which `columns` may rename, make a chat, a text, or
 the answers to a prompt. Further fields are:
@@ -91,7 +91,7 @@ def parse_record(raw: Any, columns: Mapping[str, str | None] | None = None, drop
 
 
 def _check_weights(chat: Chat, weight: float | None) -> None:
-    """Raise `BadRecord` if a weight of a chat times the record's does not fit in float32."""
+    """Raise `BadRecord` if a chat's weights do not fit in float32."""
     if weight is None and not chat.masks:
         return
     for index, target in chat.targets.items():

@@ -110,7 +110,7 @@ class Shape:
 
 
 def read_content(fields: Fields, mapped: list[str], preferences: Sequence[Shape]) -> Content:
-    """Read a record by its shape, one of `preferences` or SHAPES, which must read all `mapped` names."""
+    """Read a record by its shape, which must read all `mapped` names."""
     mapped = [name for name in mapped if name not in SIDE_FIELDS]
     fitting: list[tuple[Shape, list[str]]] = []
     for shape in (*preferences, *SHAPES):
@@ -257,7 +257,7 @@ def _single_turn(question: str, answer: str | Message, fields: Fields) -> Chat:
 
 
 def question_turns(question: str, fields: Fields) -> list[Message]:
-    """Return the turns of the record's `history`, and a user turn that begins with its `context`."""
+    """Return the record's `history`, and a user turn after its `context`."""
     context = fields.take("context", "")
     if not isinstance(context, str):
         got = f"got {type(context).__name__}; columns={{context: null}} leaves it out"

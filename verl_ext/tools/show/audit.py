@@ -167,7 +167,7 @@ def _of_tokens(documents: ShownDocuments, facts: TokenFacts, ids: _TokenIds) -> 
 
 
 def _of_units(documents: ShownDocuments, facts: TokenFacts | None) -> list[Finding]:
-    """Compare the answers of each pair; a finding counts pairs, and names the rows of rejected answers."""
+    """Compare the answers of pairs; a finding names rows of rejected ones."""
     assert documents.units is not None, "the caller has seen them"
     chosen, rejected = documents.units.pairs
     targets = documents.targets.astype(np.int64)

@@ -75,7 +75,7 @@ def _markers(tokenizer: Any) -> set[int]:
 
 
 def runs_of(cells: Sequence[Cell], part: slice = WHOLE) -> Iterator[tuple[int, str, list[Cell]]]:
-    """Yield (first token's position, name, cells) of runs of like cells in a part of a document.
+    """Yield (first token's position, name, cells) of a part's runs.
 
     The cells of a run have equal target, weight and name.
     """
@@ -94,7 +94,7 @@ def document_text(
     part: slice = WHOLE,
     target: str = TARGET,
 ) -> Text:
-    """Return a part of a document with position, tokens, name and weight of runs, targets in a style.
+    """Return a part of a document with facts of its runs.
 
     Without colours, targets are marked [[…]]. A note replaces the middle of a run of more than `longest` cells.
     """
@@ -133,7 +133,7 @@ def unit_view(
     in_colour: bool,
     longest: int = RUN_CELLS,
 ) -> Text:
-    """Return the answers to one prompt: the tokens that all begin with, once, and what follows in each.
+    """Return a prompt once, and the answers that follow it.
 
     facts: a line of the unit, then one of each answer.
     """

@@ -38,7 +38,7 @@ class AskedPrompt:
 
 
 def asked_prompt(record: Mapping[str, Any], text_key: str, question_key: str | None) -> AskedPrompt:
-    """Read a record's prompt: its `messages`, or its field `text_key` with a text or messages.
+    """Read the prompt in a record's `messages` or field `text_key`.
 
     question_key: the field with the question alone. Raises `BadRecord`.
     """
@@ -61,7 +61,7 @@ def asked_prompt(record: Mapping[str, Any], text_key: str, question_key: str | N
 
 
 def _question(record: Mapping[str, Any], content: str, question_key: str | None) -> str:
-    """Return the field with the question, or the last user's message without the spans of its document."""
+    """Return a prompt's question, without the document that it is about."""
     if question_key is not None:
         question = record.get(question_key)
         if not isinstance(question, str) or not question.strip():

@@ -1,9 +1,10 @@
-"""Preferences among a model's own answers (GLM-Long; LongWriter, arXiv 2408.07055; LongReward, arXiv 2410.21252).
+"""Preferences among a model's answers: GLM-Long, LongWriter, LongReward.
 
     prompt  →  answers 1 … N, a seed each  →  the usable ones, scored  →  the best against others
 
-The answers must come from the model that is to be trained, as in these papers. An answer that is cut, refused, empty,
-equal to another one or a passage of a benchmark is left out and counted, as is one without a score.
+The answers must come from the model that is to be trained, as in these papers (arXiv 2408.07055, 2410.21252). An answer
+that is cut, refused, empty, equal to another one or a passage of a benchmark is left out and counted, as is one without
+a score.
 """
 
 from collections import Counter
@@ -28,7 +29,7 @@ _BINS = (0, 0.5, 1, 2, 5, 10, 20, 50)  # lower edges of the report's gaps of sco
 
 @dataclass(frozen=True)
 class Pairing:
-    """How many answers a prompt gets, how they are scored, and which of them are set against each other."""
+    """How many answers are asked for, how scored, and how paired."""
 
     answers: int
     pair: str
@@ -40,7 +41,7 @@ class Pairing:
 
 @dataclass
 class PairStatistics:
-    """What the report says of the pairs and of the answers that are in none."""
+    """What the report says of pairs, and of answers in none."""
 
     left_out: Counter[str] = field(default_factory=Counter)  # answers by reason
     gaps: Counter[str] = field(default_factory=Counter)  # pairs by the difference of their scores
@@ -92,7 +93,7 @@ async def _preference(
     prompts: dict[str, PromptTexts],
     settings: Settings,
 ) -> Result:
-    """Return the record of a prompt's answers, or the reason why it has none."""
+    """Return the record of a prompt's answers, or why there is none."""
     asked = item.prompt
     assert asked is not None, "the items of this task have prompts"
     # Scores that the record has are taken as they are; otherwise the answers are asked for, then scored.
@@ -131,7 +132,7 @@ async def _preference(
 async def _answers(
     pairing: Pairing, item: SourceItem, asked: AskedPrompt, client: Client, sampling: SamplingOptions
 ) -> list[Answer]:
-    """Ask for the answers, one after the other, while the server still caches the prompt."""
+    """Ask for the answers, while the server still caches the prompt."""
     if sampling.temperature is None:
         sampling = replace(sampling, temperature=1.0)
     found = []
@@ -141,7 +142,7 @@ async def _answers(
 
 
 def _usable(answers: Sequence[Answer], settings: Settings, statistics: PairStatistics) -> list[str]:
-    """Return the texts of finished answers without passages of benchmarks; count the others."""
+    """Return finished answers without passages of benchmarks; count the others."""
     texts = []
     for answer in answers:
         if not answer.is_done:
@@ -154,7 +155,7 @@ def _usable(answers: Sequence[Answer], settings: Settings, statistics: PairStati
 
 
 def _without_equal(scored: Sequence[tuple[str, float]], statistics: PairStatistics) -> list[tuple[str, float]]:
-    """Return the answers without those that repeat an earlier one, which are counted."""
+    """Return the answers without those that repeat one; count these."""
     kept: dict[str, float] = {}
     for text, score in scored:
         kept.setdefault(text.strip(), score)
@@ -166,7 +167,7 @@ def _without_equal(scored: Sequence[tuple[str, float]], statistics: PairStatisti
 def _chosen(
     pairing: Pairing, scored: Sequence[tuple[str, float]], number: int
 ) -> tuple[tuple[str, float], list[tuple[str, float]]]:
-    """Return the best answer and those that it is preferred to; the first of several best ones."""
+    """Return the best answer, and those that it is preferred to."""
     best = max(scored, key=lambda each: each[1])
     below = [each for each in scored if each[1] < best[1] and best[1] - each[1] >= pairing.min_gap]
     below.sort(key=lambda each: -each[1])
@@ -184,7 +185,7 @@ def _record(
     answers: Sequence[Answer],
     scored: Sequence[tuple[str, float]],
 ) -> dict[str, Any]:
-    """Return a record that `verl-ext tokenize` reads: a pair, several answers, or a chat."""
+    """Return a record of a pair, of several answers, or a chat."""
     provenance = {
         "item": item.name,
         "source": item.source,
@@ -193,6 +194,7 @@ def _record(
         "models": sorted({answer.model for answer in answers}),
         "seeds": [answer.seed for answer in answers],
     }
+    # Each choice of pairs has the shape that `tokenize` recognizes for it.
     facts = {"category": asked.category or item.source, "provenance": provenance}
     prompt = [dict(message) for message in asked.messages]
     if pairing.pair == "best":

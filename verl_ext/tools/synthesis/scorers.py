@@ -1,4 +1,4 @@
-"""Scores of answers: by a reward model in a folder, by a judge, by length and quality, by a function, or given.
+"""Scores of answers by a reward model, a judge or a function.
 
 question ─┐
 answer   ─┴─► scorer ─► Answer, whose `parsed` is the score; another outcome leaves the answer out
@@ -63,7 +63,7 @@ class ScorerOptions(Options):
         return self.kind in ("writing", "judge")
 
     def kind_problems(self) -> list[str]:
-        """Return a line for each mistake in the kind and what it needs."""
+        """Return a line for each mistake in what the kind needs."""
         kind = str(self.kind)
         if self.kind is None or (kind not in KINDS and ":" not in kind):
             return [f"scorer.kind must be one of {', '.join(KINDS)}, or module:function; got {self.kind or 'nothing'}"]
@@ -86,7 +86,7 @@ class Scorer:
     means: dict[str, list[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raise UsageError for a folder that holds no classifier, or a function that does not exist."""
+        """Raise UsageError for a folder or function that does not exist."""
         self._client: Client | None = None
         self._store: Store | None = None
         self._model: Any = None
@@ -116,7 +116,7 @@ class Scorer:
     async def score(
         self, name: str, messages: Sequence[Mapping[str, str]], answer: str, prompts: Mapping[str, PromptTexts]
     ) -> Answer:
-        """Return the score of an answer to a question in `parsed`, or why there is none.
+        """Return an answer's score in `parsed`, or why there is none.
 
         name: of the item. messages: what the scorer sees of the prompt.
         """
@@ -146,7 +146,7 @@ class Scorer:
         return await self._client.ask(name, "score", [message], _SAMPLING, parse, self.tries)
 
     def _by_function(self, messages: Sequence[Mapping[str, str]], answer: str) -> float:
-        """Return the score of the user's function. Raises DataError unless it is a finite number."""
+        """Return the user's score; raise DataError for anything but a finite number."""
         try:
             score = float(self._function([dict(message) for message in messages], answer))
         except Exception as error:  # the user's code can raise any exception
@@ -157,7 +157,7 @@ class Scorer:
         return score
 
     def _rewarded(self, name: str, messages: Sequence[Mapping[str, str]], answer: str) -> Answer:
-        """Return the classifier's stored or new output for question and answer in its chat template."""
+        """Return the classifier's stored or new output for question and answer."""
         assert self._store is not None, "it is open"
         key = fingerprint([self._facts, self.options.max_tokens, name, [dict(each) for each in messages], answer])
         found = self._store.find(key)
@@ -182,7 +182,7 @@ class Scorer:
             return float(self._model(**ids.to(self._model.device)).logits[0, 0])
 
     def _load(self) -> None:
-        """Load the classifier. Raises UsageError if it has several outputs, or no chat template."""
+        """Load the classifier; raise UsageError for one that cannot score."""
         import torch
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
