@@ -143,9 +143,11 @@ def test_answers_within_the_least_gap_of_scores_are_left_out() -> None:
         with pytest.raises(BadRecord) as bad:
             preference({"prompt": "q", **PAIR, **record}).with_least_gap(gap)
         assert bad.value.reason == "small_gap"
-    with pytest.raises(BadRecord) as bad:
-        preference({"prompt": "q", **PAIR}).with_least_gap(0)
-    assert bad.value.reason == "no_score"
+    assert preference({"prompt": "q", **PAIR, "score_chosen": "7.5", "score_rejected": "2"}).scores == (7.5, 2)  # CSV
+    for record in ({}, {"score_chosen": "high"}, {"score_chosen": "nan"}, {"score_chosen": True}):
+        with pytest.raises(BadRecord) as bad:
+            preference({"prompt": "q", **PAIR, "score_rejected": 0, **record}).with_least_gap(0)
+        assert bad.value.reason == "no_score"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@
 An answer is a text, a message, or a list of messages; `rejected` may be a list of answers.
 """
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -98,9 +99,11 @@ def _preference(
             read[name] = chat_of(turns, fields)
         except BadRecord as bad:
             raise BadRecord(bad.reason, f"{name}: {bad}") from bad
-    given = [fields.values.get(name) for name in _SCORES]
-    if scores is None and len(chats) == 2 and all(map(_number, given)):
-        scores = [float(fields.take(name)) for name in _SCORES]
+    given = [_score(fields.values.get(name)) for name in _SCORES]
+    if scores is None and len(chats) == 2 and None not in given:
+        for name in _SCORES:
+            fields.take(name)
+        scores = [score for score in given if score is not None]
     return preference_of(read, scores, tied)
 
 
@@ -175,6 +178,15 @@ def _words(turns: Sequence[Message]) -> list[Any]:
 
 def _number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _score(value: Any) -> float | None:
+    """Return a number, or that in a cell of a CSV file; else None."""
+    try:
+        score = float(value) if _number(value) or isinstance(value, str) else math.nan
+    except ValueError:
+        return None
+    return score if math.isfinite(score) else None
 
 
 def _is_ranked(value: Any) -> bool:
