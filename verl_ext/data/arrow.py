@@ -259,8 +259,8 @@ class TokenizedData:
         self.folders, self.key, self._with_answers = tuple(folders), key, with_answers
         self._folders = [open_folder(folder, key) for folder in self.folders]
         tables = [folder.table for folder in self._folders]
-        if not with_answers and (of_answers := next((f for f in self._folders if has_answers(f.table)), None)):
-            path = self.folders[self._folders.index(of_answers)]
+        with_preferences = (path for path, table in zip(self.folders, tables, strict=True) if has_answers(table))
+        if not with_answers and (path := next(with_preferences, None)):
             raise ValueError(
                 f"{key} must hold documents to learn; got preferences in {path}, whose rejected answers are not to be "
                 "learnt: data=chosen trains on the preferred ones"

@@ -100,17 +100,18 @@ async def _preference(
     answers: list[Answer] = []
     failed: list[tuple[str, Answer]] = []
     if pairing.scorer.kind == "given":
-        scored = _without_equal(asked.scored, statistics)
+        scored = _distinct(asked.scored, settings, statistics)
     else:
         assert client is not None, "it is open"
         answers = await _answers(pairing, item, asked, client, settings.sampling)
         failed += [("answer", answer) for answer in answers if not answer.is_done]
-        texts = _usable(answers, settings, statistics)
+        statistics.left_out.update(answer.outcome for _, answer in failed)
+        texts = [answer.text for answer in answers if answer.is_done]
         texts = [asked.given, *texts] if pairing.keep_given and asked.given else texts
         question = [{"role": "user", "content": asked.question}]
         sees = asked.messages if pairing.scorer.context == "whole" else question
         scored = []
-        for text, _ in _without_equal([(text, 0.0) for text in texts], statistics):
+        for text, _ in _distinct([(text, 0.0) for text in texts], settings, statistics):
             found = await scorer.score(item.name, sees, text, prompts)
             if found.is_done:
                 scored.append((text, found.parsed))
@@ -141,26 +142,18 @@ async def _answers(
     return found
 
 
-def _usable(answers: Sequence[Answer], settings: Settings, statistics: PairStatistics) -> list[str]:
-    """Return finished answers without passages of benchmarks; count the others."""
-    texts = []
-    for answer in answers:
-        if not answer.is_done:
-            statistics.left_out[answer.outcome] += 1
-        elif settings.passages.found_in(answer.text):
-            statistics.left_out["contaminated"] += 1
-        else:
-            texts.append(answer.text)
-    return texts
-
-
-def _without_equal(scored: Sequence[tuple[str, float]], statistics: PairStatistics) -> list[tuple[str, float]]:
-    """Return the answers without those that repeat one; count these."""
+def _distinct(
+    scored: Sequence[tuple[str, float]], settings: Settings, statistics: PairStatistics
+) -> list[tuple[str, float]]:
+    """Return the answers without passages of benchmarks and repetitions; count these."""
     kept: dict[str, float] = {}
     for text, score in scored:
-        kept.setdefault(text.strip(), score)
-    if len(kept) < len(scored):
-        statistics.left_out["equal"] += len(scored) - len(kept)
+        if settings.passages.found_in(text):
+            statistics.left_out["contaminated"] += 1
+        elif text.strip() in kept:
+            statistics.left_out["equal"] += 1
+        else:
+            kept[text.strip()] = score
     return list(kept.items())
 
 
