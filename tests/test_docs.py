@@ -35,9 +35,9 @@ from verl_ext.commands.command_line import read_options
 from verl_ext.commands.train import NODES
 from verl_ext.config.compose import compose
 from verl_ext.config.schema import is_known
+from verl_ext.endpoint.quality import DIMENSIONS
 from verl_ext.losses.modes import MODES
 from verl_ext.packing.strategies import STRATEGIES
-from verl_ext.tools.judging.writing import DIMENSIONS
 from verl_ext.tools.show.audit import CHECKS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -95,14 +95,16 @@ def commands(page: str) -> list[Command]:
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    """Make a folder with the pages' inputs: train.jsonl, code.json, web.jsonl, books/, bAbI's files, MODEL, data/train.
+    """Make a folder with the pages' inputs: train.jsonl, code.json, web.jsonl, pairs.jsonl, books/, MODEL, data/train.
 
-    It also has what pages show: chats.jsonl of the README's record, and blocks of code that begin with `# NAME.py`.
+    It also has bAbI's files and what pages show: chats.jsonl of the README's record, and blocks with `# NAME.py`.
     """
     folder = tmp_path_factory.mktemp("inputs")
     for block in (block for page in PAGES for block in blocks(page, "python")):
         if name := re.match(r"# (\w+\.py)\n", block):
             (folder / name[1]).write_text(block, encoding="utf-8")
+    pair = {"prompt": "What stands near the river?", "chosen": "The old bridge.", "rejected": "A tower."}
+    (folder / "pairs.jsonl").write_text(f"{json.dumps(pair)}\n" * 40)
     (folder / "chats.jsonl").write_text(blocks("README.md", "json")[0] * 40)
     sums = [{"question": f"What is {i} + {j}?", "answer": f"It is {i + j}."} for i in range(8) for j in range(5)]
     (folder / "train.jsonl").write_text("\n".join(map(json.dumps, sums)))
@@ -159,8 +161,16 @@ def run_data_command(command: Command) -> None:
         run_judge(given)
         return
     if name == "synthesize":
-        with chat_server(lambda _: "1: What stands near the river?") as server:
+        is_scored = given.get("task") == "preferences"  # whose answers must differ
+
+        def reply(request: dict[str, int]) -> str:
+            return f"Answer {request['seed']}" if is_scored else "1: What stands near the river?"
+
+        with chat_server(reply) as server:
             small = {"intervals": "[8,4096]", "near_duplicates": "null"}
+            if is_scored:
+                Path("scorer.py").write_text("def number(messages, answer):\n    return int(answer.split()[-1])\n")
+                small |= {"scorer.kind": "scorer.py:number", "scorer.path": "null"}
             if given.get("task") == "glm_long_documents":
                 books = {"sources": "{books:books/}", "encoder.path": str(write_encoder(Path("encoder"), "MODEL"))}
                 small |= {**books, "class_field": "null"}

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.chat_server import chat_server, completion
 from verl_ext.__main__ import main
+from verl_ext.endpoint.quality import DIMENSIONS
 from verl_ext.tools.judging.recall import BABILong
-from verl_ext.tools.judging.writing import DIMENSIONS
 
 pytestmark = pytest.mark.slow
 

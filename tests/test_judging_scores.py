@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 
 from verl_ext.endpoint.answer import Unparsable
+from verl_ext.endpoint.quality import DIMENSIONS, read_quality
 from verl_ext.options import DataError
 from verl_ext.text.word_count import count_words, length_score
 from verl_ext.tools.judging.chat import ChatBenchOptions, LongBenchChat
 from verl_ext.tools.judging.figures import figure, figures
 from verl_ext.tools.judging.recall import BABILong, Needle, NeedleOptions
-from verl_ext.tools.judging.writing import DIMENSIONS, LongBenchWrite, LongWriteRuler, read_quality
+from verl_ext.tools.judging.writing import LongBenchWrite, LongWriteRuler
 
 SCORES = dict(zip(DIMENSIONS, (5, 4, 3, 2, 1, 5), strict=True))
 

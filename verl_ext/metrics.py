@@ -9,7 +9,7 @@ C is the number of categories. Slot 0 means "no category" and is never reported 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -127,6 +127,78 @@ class StepSums:
         if prefix == VALIDATION:
             metrics[f"{prefix}/perplexity"] = perplexity(sum(sums), sum(counts))
         return metrics
+
+
+# The sums of PreferenceSums for each category, in order (losses/preference_values.py).
+PREFERENCE_VALUES = (
+    *("weight", "pair_loss", "pairs", "paired_weight", "margin", "right", "chosen_drop"),
+    *(
+        f"{side}_{name}"
+        for side in ("chosen", "rejected")
+        for name in ("weight", "reward", "count", "log_prob", "targets")
+    ),
+)
+
+
+@dataclass
+class PreferenceSums:
+    """One rank's sums of preferences in a step or a validation.
+
+    values: float64[V, C + 1] on the engine's device, the sums of PREFERENCE_VALUES by category slot.
+    """
+
+    values: torch.Tensor
+
+    @classmethod
+    def zeros(cls, categories: int, device: torch.device | str) -> "PreferenceSums":
+        """Return sums that are all zero; ``categories`` is C."""
+        return cls(torch.zeros(len(PREFERENCE_VALUES), categories + 1, dtype=torch.float64, device=device))
+
+    def add(self, values: Mapping[str, torch.Tensor], slots: torch.Tensor) -> None:
+        """Add the values of n terms, float64[n] each, in category slots int64[n]."""
+        self.values.index_add_(1, slots, torch.stack([values[name].detach() for name in PREFERENCE_VALUES]))
+
+    def reduced(self, all_reduce: Callable[[torch.Tensor], None]) -> "PreferenceSums":
+        """Return the sums over all data-parallel ranks, in one reduction."""
+        values = self.values.clone()
+        all_reduce(values)
+        return PreferenceSums(values)
+
+    def __add__(self, other: "PreferenceSums") -> "PreferenceSums":
+        return PreferenceSums(self.values + other.values)
+
+    def report(self, prefix: str, names: tuple[str, ...], has_reference: bool = True) -> dict[str, float]:
+        """Return the metrics that have values by name; read the device once.
+
+        Means are weighted by pairs; log-probabilities are per target token. Without a reference, no share of preferred
+        answers that became less likely is known.
+        """
+        columns = list(zip(*self.values.tolist(), strict=True))
+        every = _preference_means([math.fsum(row) for row in zip(*columns, strict=True)])
+        if not has_reference:
+            every.pop("chosen_drop", None)
+        metrics = {f"{prefix}/{name}": value for name, value in every.items()}
+        for category, column in zip(names, columns[1:], strict=True):
+            own = _preference_means(column)
+            for name in ("pair_loss", "reward_margin", "reward_accuracy", "pairs"):
+                if name in own:
+                    metrics[f"{prefix}/{category}_{name}"] = own[name]
+        return metrics
+
+
+def _preference_means(sums: Sequence[float]) -> dict[str, float]:
+    """Return the means of sums by metric; none with divisor 0."""
+    of = dict(zip(PREFERENCE_VALUES, sums, strict=True))
+    ratios = {"pair_loss": ("pair_loss", "weight"), "chosen_drop": ("chosen_drop", "chosen_weight")}
+    for side in ("chosen", "rejected"):
+        ratios[f"reward_{side}"] = (f"{side}_reward", f"{side}_weight")
+        ratios[f"logp_{side}"] = (f"{side}_log_prob", f"{side}_targets")
+        ratios[f"{side}_length"] = (f"{side}_targets", f"{side}_count")
+    ratios |= {"reward_margin": ("margin", "paired_weight"), "reward_accuracy": ("right", "paired_weight")}
+    means = {name: of[total] / of[count] for name, (total, count) in ratios.items() if of[count]}
+    if not of["pairs"] and {"reward_chosen", "reward_rejected"} <= means.keys():  # answers with labels
+        means["reward_margin"] = means["reward_chosen"] - means["reward_rejected"]
+    return {**means, "pairs": int(of["pairs"])}
 
 
 def perplexity(loss: float, count: float) -> float:

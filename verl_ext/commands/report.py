@@ -124,6 +124,8 @@ class Report:
         if counts.uncategorised:
             records = f"{counts.uncategorised:,} records, which have the source's name as their category"
             yield f"no {self.options.category_field}: {records}"
+        if counts.preferences:
+            yield f"preferences: {_preferences(counts.preferences)}"
         # The ends of turns come first: where they are missing, the model does not learn to stop.
         if ends := {text: count for text, count in counts.end_of_turn.items() if text}:
             yield f"end of turn: {_most(ends, ' turns')}"
@@ -155,6 +157,23 @@ class Report:
             yield f"left out: {_most(counts.dropped_media)}"
         if counts.unused_fields:
             yield f"fields not used: {_most(counts.unused_fields)}"
+
+
+def _preferences(counts: Mapping[str, int]) -> str:
+    """Count units, and what sets their answers apart beside the preference."""
+    units, pairs, labels = (counts.get(name, 0) for name in ("units", "pairs", "labels"))
+    parts = [f"{units:,} units"]
+    if pairs:
+        longer = counts.get("chosen_longer", 0) / pairs
+        parts = [f"{units - labels:,} units of {pairs:,} pairs; the chosen answer has more targets in {longer:.0%}"]
+    if labels:
+        parts.append(f"{labels:,} answers with a label")
+    if counts.get("tied"):
+        parts.append(f"left out: {counts['tied']:,} answers that are ranked like the best")
+    for name, meaning in (("parts", "reasoning"), ("ends", "an end of turn")):
+        if unequal := counts.get(f"unequal_{name}"):
+            parts.append(f"{unequal:,} pairs of which only one answer has {meaning}")
+    return "; ".join(parts)
 
 
 def _most(counts: Mapping[str, int], unit: str = "") -> str:

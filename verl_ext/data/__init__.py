@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from verl_ext.data.babilong import BABILongDataset
     from verl_ext.data.categories import CategoryTable
+    from verl_ext.data.chosen import ChosenDataSet
     from verl_ext.data.dataset import PackDataset, PackFacts
     from verl_ext.data.facts import check_vocabulary
     from verl_ext.data.files_in_use import DataFile
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "BABILongDataset": "data.babilong",
     "CategoryTable": "data.categories",
+    "ChosenDataSet": "data.chosen",
     "DataFile": "data.files_in_use",
     "DocumentDataset": "data.own",
     "MultiDocDataset": "data.stream.multidoc",

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from verl_ext.data.categories import FolderCategories
 from verl_ext.data.files_in_use import DataFile
+from verl_ext.data.units import UnitRows, has_answers
 from verl_ext.options import first_line
 from verl_ext.packing.plan import offsets_of
 from verl_ext.text.arrow_folder import (
@@ -249,16 +250,29 @@ class TokenizedData:
     value that could be of two categories raises ValueError.
     """
 
-    def __init__(self, folders: Sequence[str], key: str = "data.train_dir", check: bool = True) -> None:
+    def __init__(
+        self,
+        folders: Sequence[str],
+        key: str = "data.train_dir",
+        check: bool = True,
+        with_answers: bool = False,
+    ) -> None:
         """Open `folders`.
 
-        check: compare the rows of every list column with `length`.
+        check: compare the rows of every list column with `length`. with_answers: the caller reads `units`.
 
-        Raises ValueError if a folder is no tokenized dataset, columns have a wrong type, or lengths disagree.
+        Raises ValueError if a folder is no tokenized dataset, columns have a wrong type, or lengths disagree; also if
+        rows are answers, of which some are rejected, unless `with_answers`.
         """
-        self.folders, self.key = tuple(folders), key
+        self.folders, self.key, self._with_answers = tuple(folders), key, with_answers
         self._folders = [open_folder(folder, key) for folder in self.folders]
         tables = [folder.table for folder in self._folders]
+        with_preferences = (path for path, table in zip(self.folders, tables, strict=True) if has_answers(table))
+        if not with_answers and (path := next(with_preferences, None)):
+            raise ValueError(
+                f"{key} must hold documents to learn; got preferences in {path}, whose rejected answers are not to be "
+                "learnt: data=chosen trains on the preferred ones"
+            )
         names = list(VALUE_KINDS)
         with_weight = ["loss_weight" in table.column_names for table in tables]
         if not any(with_weight):
@@ -283,8 +297,8 @@ class TokenizedData:
     def __len__(self) -> int:
         return len(self.columns["input_ids"])
 
-    def __reduce__(self) -> tuple[type, tuple[Sequence[str], str, bool]]:
-        return type(self), (self.folders, self.key, False)
+    def __reduce__(self) -> tuple[type, tuple[Sequence[str], str, bool, bool]]:
+        return type(self), (self.folders, self.key, False, self._with_answers)
 
     @cached_property
     def files(self) -> tuple[DataFile, ...]:
@@ -330,6 +344,17 @@ class TokenizedData:
             return None
         parts = [folder.table.column(FIRST_BLOCK).to_numpy() for folder in self._folders]
         return np.concatenate(parts).view(np.uint64)
+
+    @cached_property
+    def units(self) -> UnitRows | None:
+        """The preferences among the rows; raise ValueError for broken units."""
+        if not any(has_answers(folder.table) for folder in self._folders):
+            return None
+        of_folders = zip((folder.table for folder in self._folders), self.folders, strict=True)
+        units = UnitRows.joined([UnitRows.of_table(table, self.key, folder) for table, folder in of_folders])
+        if not all(folder.is_ours for folder in self._folders):  # the tokenizer leaves such answers out
+            units.check_answers(lambda row: self.block(row, row + 1), self.key)
+        return units
 
     def block(self, first: int, last: int) -> dict[str, NDArray[Any]]:
         """Return the values of rows first..last-1, all in one chunk, by column."""

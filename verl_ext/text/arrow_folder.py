@@ -24,7 +24,7 @@ from verl_ext.cache import fingerprint
 from verl_ext.files import ChecksumFile, atomic_write, is_inside, write_json
 from verl_ext.packing.shared import BLOCK, SHORTER, block_hashes
 from verl_ext.text.read.json_records import parse_json
-from verl_ext.text.tokens.documents import Documents
+from verl_ext.text.tokens.documents import UNIT_COLUMNS, Documents
 
 STATE = "state.json"
 SHARD_BYTES = 500 * 1000 * 1000
@@ -45,6 +45,9 @@ DOCUMENT_COLUMNS = {
 }
 FIRST_BLOCK = "first_block"  # the bits of `block_hashes` of the first BLOCK tokens, or of SHORTER
 WEIGHT_COLUMN = {"loss_weight": pa.list_(pa.float32())}
+# Of answers: the documents of a preference in its first row, 0 in the others; 1 preferred, -1 rejected, 0 neither.
+ANSWER_COLUMNS = {name: pa.from_numpy_dtype(kind) for name, kind in UNIT_COLUMNS.items()}
+_ALONE = {"unit": 1, "answer": 0, "pair_weight": 1.0}  # of a document that is no answer
 MARK = {b"verl_ext.document_columns": b"1"}  # metadata of a shard whose DOCUMENT_COLUMNS are valid
 
 
@@ -113,9 +116,9 @@ class DatasetWriter:
 
     texts: the names of further columns; first_blocks: whether to write FIRST_BLOCK.
 
-    The column `loss_weight` exists only if a target has a weight. Shards written before the first such record get the
-    column, filled with 1, in `close()`. Documents with categories of their own tokens have no category as a whole, so
-    that a folder of them has no MARK.
+    The column `loss_weight` exists only if a target has a weight, and ANSWER_COLUMNS only if a document is an answer.
+    Shards written before the first such record get the columns in `close()`, with the values of other documents.
+    Documents with categories of their own tokens have no category as a whole, so that a folder of them has no MARK.
     """
 
     def __init__(
@@ -123,8 +126,8 @@ class DatasetWriter:
     ) -> None:
         self.folder, self.shard_bytes, self.texts = folder, shard_bytes, tuple(texts)
         self.first_blocks = first_blocks
-        self.weighted, self.marked = False, True
-        self._shards: list[tuple[ChecksumFile, bool]] = []  # the file, and whether it has loss_weight
+        self.weighted, self.answered, self.marked = False, False, True
+        self._shards: list[tuple[ChecksumFile, pa.Schema]] = []
         self._pending: list[pa.RecordBatch] = []
         self._pending_tokens = 0
         self._stream: Any = None
@@ -135,10 +138,12 @@ class DatasetWriter:
         if not len(documents.lengths):
             return
         self.marked = documents.token_categories is None
-        if documents.weights is not None and not self.weighted:
+        weighted = self.weighted or documents.weights is not None
+        answered = self.answered or documents.units is not None
+        if (weighted, answered) != (self.weighted, self.answered):
             self._write_pending()
-            self.weighted = True
-            self._close_shard()  # all rows of a shard have the column, or none
+            self.weighted, self.answered = weighted, answered
+            self._close_shard()  # all rows of a shard have the columns, or none
         self._pending.append(self._batch(documents))
         self._pending_tokens += len(documents.input_ids)
         if self._pending_tokens >= BATCH_TOKENS or self._pending_tokens * TOKEN_BYTES >= self.shard_bytes:
@@ -149,9 +154,9 @@ class DatasetWriter:
         self._write_pending()
         self._close_shard()
         schema, shards = self._schema, []
-        for number, (file, has_weights) in enumerate(self._shards):
+        for number, (file, own) in enumerate(self._shards):
             path = Path(file.name)
-            written = file if has_weights or not self.weighted else _add_weights(path, schema)
+            written = file if own.names == schema.names else _add_columns(path, schema)
             named = self.folder / f"data-{number:05d}-of-{len(self._shards):05d}.arrow"
             os.replace(path, named)
             shards.append(Shard(named.name, written.size, written.checksum))
@@ -167,7 +172,7 @@ class DatasetWriter:
 
     @property
     def _schema(self) -> pa.Schema:
-        return _schema_of(self.weighted, self.texts, self.marked, self.first_blocks)
+        return _schema_of(self.weighted, self.answered, self.texts, self.marked, self.first_blocks)
 
     def _write_pending(self) -> None:
         """Write the pending documents as one record batch."""
@@ -177,7 +182,7 @@ class DatasetWriter:
         self._pending, self._pending_tokens = [], 0
         if self._stream is None:
             file = self._open.enter_context(ChecksumFile(self.folder / f"part-{len(self._shards):05d}.arrow"))
-            self._shards.append((file, self.weighted))
+            self._shards.append((file, self._schema))
             self._stream = self._open.enter_context(pa.ipc.new_stream(file, self._schema))
         self._stream.write_table(table)
         if self._shards[-1][0].size >= self.shard_bytes:
@@ -209,13 +214,15 @@ class DatasetWriter:
             documents.full_lengths,
             category,
         ]
-        # The columns in the schema's order: lists of tokens, numbers, hashes and texts of documents, weights of tokens.
+        # The schema's order: lists of tokens, numbers, hashes, texts and answers of documents, token weights.
         rows = pa.array(np.concatenate([[0], ends]).astype(np.int32))
         lists = [pa.ListArray.from_arrays(rows, pa.array(values)) for values in tokens]
         numbers = [pa.array(values.astype(np.int32, copy=False)) for values in facts]
         hashes = [pa.array(first_blocks(ids, starts, lengths).view(np.int64))] if self.first_blocks else []
         texts = [pa.array(documents.texts[name], pa.large_string()) for name in self.texts]
-        return pa.RecordBatch.from_arrays([*lists[:3], *numbers, *hashes, *texts, *lists[3:]], schema=self._schema)
+        answers = _alone(len(lengths)) if documents.units is None else list(map(pa.array, documents.units.values()))
+        columns = [*lists[:3], *numbers, *hashes, *texts, *(answers if self.answered else ()), *lists[3:]]
+        return pa.RecordBatch.from_arrays(columns, schema=self._schema)
 
 
 def _write_metadata(folder: Path, shards: Sequence[Shard], schema: pa.Schema) -> None:
@@ -236,17 +243,23 @@ def is_marked(schema: pa.Schema) -> bool:
 
 
 @cache
-def _schema_of(weighted: bool, texts: tuple[str, ...], marked: bool, hashed: bool) -> pa.Schema:
+def _schema_of(weighted: bool, answered: bool, texts: tuple[str, ...], marked: bool, hashed: bool) -> pa.Schema:
     from datasets import Features  # here, because importing it takes a second
 
     hashes = {FIRST_BLOCK: pa.int64()} if hashed else {}
     columns = {**TOKEN_COLUMNS, **DOCUMENT_COLUMNS, **hashes, **dict.fromkeys(texts, pa.large_string())}
+    columns |= ANSWER_COLUMNS if answered else {}
     schema = Features.from_arrow_schema(pa.schema({**columns, **WEIGHT_COLUMN} if weighted else columns)).arrow_schema
     return schema.with_metadata({**schema.metadata, **(MARK if marked else {})})
 
 
-def _add_weights(shard: Path, schema: pa.Schema) -> ChecksumFile:
-    """Rewrite a shard with loss_weight = 1; return the new file."""
+def _alone(rows: int) -> list[pa.Array]:
+    """Return ANSWER_COLUMNS of documents that are no answers."""
+    return [pa.array(np.full(rows, _ALONE[name], kind)) for name, kind in UNIT_COLUMNS.items()]
+
+
+def _add_columns(shard: Path, schema: pa.Schema) -> ChecksumFile:
+    """Rewrite a shard with the columns that it lacks; return the file."""
     with (
         atomic_write(shard) as partial,
         pa.memory_map(str(shard)) as source,
@@ -255,7 +268,8 @@ def _add_weights(shard: Path, schema: pa.Schema) -> ChecksumFile:
         pa.ipc.new_stream(sink, schema) as writer,
     ):
         for batch in reader:
-            ids = batch.column("input_ids")
+            ids, given = batch.column("input_ids"), dict(zip(batch.schema.names, batch.columns, strict=True))
             weights = pa.ListArray.from_arrays(ids.offsets, pa.array(np.ones(len(ids.values), np.float32)))
-            writer.write_batch(pa.RecordBatch.from_arrays([*batch.columns, weights], schema=schema))
+            columns = {"loss_weight": weights, **dict(zip(UNIT_COLUMNS, _alone(len(ids)), strict=True)), **given}
+            writer.write_batch(pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema))
     return sink

@@ -19,7 +19,8 @@ from verl_ext.text.tokens.counts import Counts
 from verl_ext.text.tokens.documents import Document, Documents, join_documents
 from verl_ext.text.tokens.tokenizer import load_tokenizer
 
-Maker = Callable[[], Document]  # it may raise BadRecord, or DataError for a text file that cannot be read
+# One document or several; it may raise BadRecord, or DataError for a text file that cannot be read.
+Maker = Callable[[], Document | Sequence[Document]]
 
 
 class Encoder(ABC):
@@ -82,7 +83,8 @@ class Encoder(ABC):
         failure = None
         for make, (place, own) in zip(makers, owners, strict=True):
             try:
-                documents.append(make())
+                found = make()
+                documents += [found] if isinstance(found, Document) else found
             except DataError as error:
                 failure = str(error)
             except BadRecord as bad:

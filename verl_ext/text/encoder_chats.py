@@ -31,7 +31,8 @@ from verl_ext.text.encoder import Encoder
 from verl_ext.text.read.json_records import parse_line
 from verl_ext.text.read.readers import Chunk, TextFile
 from verl_ext.text.records.bad_record import BadRecord, check_characters
-from verl_ext.text.records.messages import Chat, Content
+from verl_ext.text.records.messages import Chat, PlainText
+from verl_ext.text.records.preference import Preference
 from verl_ext.text.records.records import Record, category_of, parse_record, read_columns
 from verl_ext.text.tokens.counts import Counts
 from verl_ext.text.tokens.documents import Document, Documents
@@ -41,13 +42,21 @@ from verl_ext.text.tokens.tokenizer import read_template, stop_tokens, tokenizer
 KIND_OF_TARGET = {**{kind: kind for kind in KINDS}, EMPTY_REASONING: REASONING}  # the kinds that the report counts
 
 
+Text = str | TextFile | RenderedTurns
+
+
 class _Item(NamedTuple):
-    """A record's text or error; a chat with turns=each has several."""
+    """A record's text or error; a chat with turns=each has several.
+
+    more: the texts of the other answers of a preference, which becomes documents or is bad as a whole.
+    """
 
     place: str
     category: str
-    text: str | TextFile | RenderedTurns | BadRecord
+    text: Text | BadRecord
     weight: float | None = None
+    preference: Preference | None = None
+    more: tuple[Text, ...] = ()
 
 
 class ShownText(NamedTuple):
@@ -112,9 +121,10 @@ class ChatEncoder(Encoder):
         """Return a chunk's documents, one for each text of its records."""
         counts: defaultdict[str, Counts] = defaultdict(Counts)
         items = self._items(chunk, counts)
-        tokens = self._encoded([item.text for item in items])
+        tokens = iter(self._encoded([text for item in items for text in (item.text, *item.more)]))
         makers = (
-            partial(self._document, item, each, counts[item.category]) for item, each in zip(items, tokens, strict=True)
+            partial(self._documents, item, [next(tokens) for _ in (item.text, *item.more)], counts[item.category])
+            for item in items
         )
         documents = self.made(chunk, makers, [(item.place, counts[item.category]) for item in items])
         if "_chats" in vars(self):
@@ -123,29 +133,35 @@ class ChatEncoder(Encoder):
         return replace(documents, counts=Counts().add(*counts.values()), category_counts=by_category)
 
     def failure(self, bad: BadRecord, place: str) -> str | None:
-        """Return the line that ends the run; on_unprinted=drop leaves chats out."""
-        is_asked_for = bad.reason == "unprinted" and self.options.on_unprinted != "error"
+        """Return a bad record's line; None for those that options leave out.
+
+        `on_unprinted=drop` and `min_score_gap` leave out records of their own reasons.
+        """
+        is_asked_for = bad.reason == "small_gap" or (bad.reason == "unprinted" and self.options.on_unprinted != "error")
         return None if is_asked_for else super().failure(bad, place)
 
     def shown(self, raw: Any) -> Iterator[ShownText]:
         """Yield a record's texts that give documents. Raises `BadRecord` for none."""
         content = self._record(raw).content
-        texts = self._texts(content)
-        for text, encoded in zip(texts, self._encoded(texts), strict=True):
-            ids = self._document(_Item("", "", text), encoded, Counts()).input_ids
-            if isinstance(text, RenderedTurns) and isinstance(content, Chat):
-                yield ShownText(text.text, ids, [(turn, self._chats.prompt(content, turn).text) for turn in text.turns])
-            else:
-                yield ShownText(str(text), ids, [])
+        for each in content.answers if isinstance(content, Preference) else [content]:
+            texts = self._texts(each)
+            for text, encoded in zip(texts, self._encoded(texts), strict=True):
+                ids = self._document(_Item("", "", text), text, encoded, Counts()).input_ids
+                if isinstance(text, RenderedTurns) and isinstance(each, Chat):
+                    prompts = [(turn, self._chats.prompt(each, turn).text) for turn in text.turns]
+                    yield ShownText(text.text, ids, prompts)
+                else:
+                    yield ShownText(str(text), ids, [])
 
     def prompt(self, raw: Any) -> tuple[Chat | None, int, list[int]]:
         """Return (chat, its last assistant turn, tokens before that turn).
 
-        A plain text, without a chat, is gone on with. The tokens begin the document that the record gives, up to what
-        the template prints only before an answer. Raises `BadRecord`.
+        A plain text, without a chat, is gone on with; of a preference, the preferred answer counts. The tokens begin
+        the document that the record gives, up to what the template prints only before an answer. Raises `BadRecord`.
         """
         content, last = self._record(raw).content, 0
-        texts: Sequence[str | TextFile | RenderedTurns]
+        content = content.answers[0] if isinstance(content, Preference) else content
+        texts: Sequence[Text]
         if isinstance(content, Chat):
             last = max(number for number, message in enumerate(content.messages) if message["role"] == "assistant")
             if not last:
@@ -189,9 +205,13 @@ class ChatEncoder(Encoder):
                     category = category if own is None else own
                     counts[category].uncategorised += own is None
                 record = self._record(raw)
-                texts = self._texts(record.content)
+                content = record.content
+                if isinstance(content, Preference):
+                    found = [self._unit(place, category, content, record.weight)]
+                else:
+                    found = [_Item(place, category, text, record.weight) for text in self._texts(content)]
                 self._count_fields(record, counts[category])
-                items += [_Item(place, category, text, record.weight) for text in texts]
+                items += found
             except RecursionError:
                 items.append(_Item(place, category, BadRecord("malformed_json", "the record is nested too deep")))
             except BadRecord as bad:
@@ -200,9 +220,22 @@ class ChatEncoder(Encoder):
         return items
 
     def _record(self, raw: Any) -> Record:
-        return parse_record(raw, self.options.columns, drop_media=self.options.media == "drop")
+        record = parse_record(raw, self.options.columns, drop_media=self.options.media == "drop")
+        gap = self.options.min_score_gap
+        if gap is not None and isinstance(record.content, Preference):
+            record = record._replace(content=record.content.with_least_gap(gap))
+        return record
 
-    def _texts(self, content: Content) -> Sequence[str | TextFile | RenderedTurns]:
+    def _unit(self, place: str, category: str, preference: Preference, weight: float | None) -> _Item:
+        """Return the texts of a preference's answers, one of each. Raises `BadRecord`."""
+        found = [self._texts(answer) for answer in preference.answers]
+        if any(len(texts) > 1 for texts in found):
+            needed = "turns must be all or last for answers of several assistant turns, which are one document"
+            raise BadRecord("several_turns", f"{needed}; got {self.options.turns}")
+        first, *others = (texts[0] for texts in found)
+        return _Item(place, category, first, weight, preference, tuple(others))
+
+    def _texts(self, content: Chat | PlainText) -> Sequence[Text]:
         if isinstance(content, Chat):
             chats = self._chats.render(content)
             for chat in chats:
@@ -215,7 +248,8 @@ class ChatEncoder(Encoder):
     def _count_fields(self, record: Record, counts: Counts) -> None:
         """Count unread fields, also the template's if it does not name them."""
         counts.text_calls += record.text_calls
-        arguments = record.content.template_kwargs if isinstance(record.content, Chat) else {}
+        content = record.content.answers[0] if isinstance(record.content, Preference) else record.content
+        arguments = content.template_kwargs if isinstance(content, Chat) else {}
         if not (record.unused or record.message_fields or record.dropped or arguments):
             return
         category = self.options.category_field or ""
@@ -237,11 +271,29 @@ class ChatEncoder(Encoder):
             for text in texts
         ]
 
-    def _document(self, item: _Item, encoded: Encoded | Exception, counts: Counts) -> Document:
+    def _documents(self, item: _Item, encoded: Sequence[Encoded | Exception], counts: Counts) -> list[Document]:
+        """Make an item's documents, all or none; raise `BadRecord` for none."""
+        if item.preference is None or isinstance(item.text, BadRecord):
+            return [self._document(item, item.text, encoded[0], counts)]
+        own, texts = Counts(), [item.text, *item.more]
+        plain = item._replace(weight=None)  # the record's weight is that of its pairs, and not of their tokens
+        found = [self._document(plain, text, each, own) for text, each in zip(texts, encoded, strict=True)]
+        if any(np.array_equal(found[0].input_ids, other.input_ids) for other in found[1:]):
+            raise BadRecord("same_answers", "the preferred answer and another one have the same tokens")
+        counts.add(own)
+        counts.preferences.update(_preference_counts(item.preference, texts, found))
+        weight = 1.0 if item.weight is None else item.weight
+        units = [len(found), *[0] * (len(found) - 1)]
+        return [
+            document._replace(unit=unit, answer=side, pair_weight=weight)
+            for document, unit, side in zip(found, units, item.preference.sides, strict=True)
+        ]
+
+    def _document(self, item: _Item, text: Text | BadRecord, encoded: Encoded | Exception, counts: Counts) -> Document:
         """Make a text's document, and count what a chat holds. Raises `BadRecord`."""
         if isinstance(encoded, Exception):
             raise encoded
-        ids, weights, chat = encoded.ids, None, item.text if isinstance(item.text, RenderedTurns) else None
+        ids, weights, chat = encoded.ids, None, text if isinstance(text, RenderedTurns) else None
         if chat is None:
             ids = self._with_eos(ids)
             mask = np.ones(len(ids), dtype=np.int8)
@@ -295,3 +347,18 @@ class ChatEncoder(Encoder):
         counts.dropped_reasoning += chat.dropped_reasoning
         counts.dropped_blocks += chat.dropped_blocks
         counts.closed_again += chat.closed_again
+
+
+def _preference_counts(preference: Preference, texts: Sequence[Text], documents: Sequence[Document]) -> Counter[str]:
+    """Count a preference, and its pairs of unequal length, parts or ends."""
+    counts = Counter(units=1, pairs=len(documents) - 1, labels=int(len(documents) == 1), tied=preference.tied)
+    lengths = [int(document.loss_mask.sum()) for document in documents]
+    chats = [text for text in texts if isinstance(text, RenderedTurns)]
+    thoughts = [{part.kind for part in chat.parts} & {REASONING, EMPTY_REASONING} for chat in chats]
+    ends = [chat.ends[-1:] for chat in chats]
+    for place in range(1, len(documents)):
+        counts["chosen_longer"] += lengths[0] > lengths[place]
+        counts["rejected_longer"] += lengths[0] < lengths[place]
+        counts["unequal_parts"] += thoughts[0] != thoughts[place]
+        counts["unequal_ends"] += ends[0] != ends[place]
+    return +counts

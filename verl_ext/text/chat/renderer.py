@@ -88,6 +88,10 @@ class ChatOptions(RecordOptions):
         choices=("error", "drop"),
     )
 
+    min_score_gap: float | None = option(
+        None, "preferences: least gap of the scores; smaller ones are left out, counted; null: no limit", least=0
+    )
+
     def dated(self: OptionsT) -> OptionsT:
         """Return the options with a date, so that all workers agree."""
         return self if self.chat_date else replace(self, chat_date=date.today().isoformat())
@@ -293,9 +297,10 @@ class ChatRenderer:
     def _is_drawn(self, chat: Chat) -> bool:
         """Decide by a chat's text whether its empty thinking blocks go.
 
-        If text of others than the assistant has such a block, as in a question about thinking, all blocks are kept.
+        The answers to one prompt are drawn by that prompt, alike. If text of others than the assistant has such a
+        block, as in a question about thinking, all blocks are kept.
         """
-        number = int(fingerprint(repr(chat.messages), digits=16), 16) / 16**16
+        number = int(fingerprint(repr(chat.messages[: chat.shared or None]), digits=16), 16) / 16**16
         if number >= self._options.drop_empty_reasoning:
             return False
         others = replace(chat, messages=[message for message in chat.messages if message["role"] != "assistant"])

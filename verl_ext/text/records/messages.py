@@ -81,7 +81,8 @@ class Chat:
     masks: {index of a message: the weights of its parts}, for the messages whose parts have weights.
     argument_texts: {(index of a message, of its call): the JSON text}, for calls whose arguments the record has as
     text; in `messages` all arguments are objects. template_kwargs: the record's own arguments of the template.
-    thoughts: the indices of messages whose content is a thought in tags, and a call follows.
+    thoughts: the indices of messages whose content is a thought in tags, and a call follows. shared: the number of
+    leading messages that are the prompt of several answers; 0 for a chat alone.
     """
 
     messages: list[Message]
@@ -91,6 +92,7 @@ class Chat:
     argument_texts: dict[tuple[int, int], str] = field(default_factory=dict)
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     thoughts: tuple[int, ...] = ()
+    shared: int = 0
 
     def with_thoughts_in(self, name: str) -> "Chat":
         """Return the chat with its `thoughts` in a field, without their tags."""
@@ -135,9 +137,6 @@ class PlainText:
     """A text whose tokens are all targets, except the first."""
 
     text: str | TextFile
-
-
-Content = Chat | PlainText
 
 
 class MessageReader:

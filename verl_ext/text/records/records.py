@@ -1,13 +1,15 @@
-"""Parse records into chats or texts by their fields' names.
+"""Parse records into chats, texts or preferences by their fields' names.
 
-The fields of one of the SHAPES (shapes.py), which `columns` may rename, make a chat or a text. Further fields are:
+The fields of one of the shapes (shapes.py, preference_shapes.py), which `columns` may rename, make a chat, a text, or
+the answers to a prompt. Further fields are:
 
     system, system_prompt     the system message, if the chat has none
     tools, functions          the template's `tools`, also when a system message holds them
     history, context          earlier turns, and the start of the user turn, in shapes with a single user turn
     enable_thinking           an argument of the chat template for this record
     chat_template_kwargs      {argument: value}, the same for any argument
-    loss_weight, weight       the weight of the record's target tokens
+    loss_weight, weight       the weight of the record's target tokens, or of a preference as a whole
+    kto_tag                   whether the last answer of a chat is desirable
     image, audios, ...        a bad record, or left out with `media=drop`
 
 `Record.unused` lists all other fields.
@@ -19,17 +21,23 @@ from typing import Any, NamedTuple
 from verl_ext.options import choice_problem
 from verl_ext.text.read.readers import read_record
 from verl_ext.text.records.bad_record import BadRecord, readable_value, short_text
-from verl_ext.text.records.messages import Chat, Content, as_weight, without_placeholders
+from verl_ext.text.records.messages import Chat, as_weight, without_placeholders
+from verl_ext.text.records.preference import Content, Preference
+from verl_ext.text.records.preference_shapes import PREFERENCES, labelled
 from verl_ext.text.records.shapes import (
-    FIELDS,
-    KNOWN_SHAPES,
+    LABEL,
     MEDIA_FIELDS,
     SHAPES,
     SIDE_FIELDS,
     WEIGHT_FIELDS,
     Fields,
+    field_names,
     read_content,
+    shape_list,
 )
+
+ALL_SHAPES = (*SHAPES, *PREFERENCES)
+FIELDS = field_names(ALL_SHAPES)
 
 LONGEST_CATEGORY = 200  # characters
 
@@ -63,19 +71,31 @@ def parse_record(raw: Any, columns: Mapping[str, str | None] | None = None, drop
         weight_name = fields.first(WEIGHT_FIELDS)
         weight = as_weight(fields.take(weight_name), weight_name) if weight_name else None
         _drop_media_fields(fields)
-        content = read_content(fields, [name for name, column in columns.items() if column])
+        content = read_content(fields, [name for name, column in columns.items() if column], PREFERENCES)
+        if LABEL in fields.values:
+            content = labelled(fields, content)
     except RecursionError as error:
         raise BadRecord("malformed_json", "the record is nested too deep") from error
-    if isinstance(content, Chat) and (weight is not None or content.masks):
-        for index, target in content.targets.items():
-            mask = content.masks.get(index)
-            parts = (part for found in mask.stretches.values() for _, part in found if part) if mask else ()
-            for part in {1.0, *parts}:
-                as_weight(target * part * (1 if weight is None else weight), "a weight in a turn times the record's")
+    if isinstance(content, Preference):
+        for answer in content.answers:
+            _check_weights(answer, 1)
+    elif isinstance(content, Chat):
+        _check_weights(content, weight)
     replaced = [name for name in columns if raw.get(name) is not None and name not in own_names.values()]
     unused = list(dict.fromkeys([*(own_names.get(name, name) for name in fields.unread), *replaced]))
     reader = fields.reader
     return Record(content, weight, unused, fields.message_fields, reader.dropped, reader.text_calls)
+
+
+def _check_weights(chat: Chat, weight: float | None) -> None:
+    """Raise `BadRecord` if a chat's weights do not fit in float32."""
+    if weight is None and not chat.masks:
+        return
+    for index, target in chat.targets.items():
+        mask = chat.masks.get(index)
+        parts = (part for found in mask.stretches.values() for _, part in found if part) if mask else ()
+        for part in {1.0, *parts}:
+            as_weight(target * part * (1 if weight is None else weight), "a weight in a turn times the record's")
 
 
 def read_columns(columns: Mapping[str, str | None], *more: str | None) -> set[str]:
@@ -151,6 +171,6 @@ def column_problems(columns: Mapping[str, Any]) -> list[str]:
     ]
     problems += filter(None, (choice_problem("a name in columns", name, FIELDS) for name in columns))
     named = [name for name, column in columns.items() if column and name not in SIDE_FIELDS]
-    if not problems and not any(shape.names.issuperset(named) for shape in SHAPES):
-        problems.append(f"columns must name fields of one shape of {KNOWN_SHAPES}; got {', '.join(named)}")
+    if not problems and not any(shape.names.issuperset(named) for shape in ALL_SHAPES):
+        problems.append(f"columns must name fields of one shape of {shape_list(ALL_SHAPES)}; got {', '.join(named)}")
     return problems

@@ -6,7 +6,7 @@ fields of the others. If the remaining shapes give different results, the record
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,20 +18,24 @@ from verl_ext.text.records.messages import (
     TEMPLATE_FIELDS,
     TOOL_FIELDS,
     Chat,
-    Content,
     Message,
     MessageReader,
     PlainText,
     Turn,
     TurnMask,
 )
+from verl_ext.text.records.preference import Content
 from verl_ext.text.records.tool_calls import called, tool_list
 
 WEIGHT_FIELDS = ("loss_weight", "weight")
 SYSTEM_FIELDS = ("system", "system_prompt")
 MEDIA_FIELDS = tuple(name for medium in MEDIA for name in (medium, f"{medium}s"))
 TEMPLATE_ARGUMENTS = ("enable_thinking", "chat_template_kwargs")
-SIDE_FIELDS = (*SYSTEM_FIELDS, *TOOL_FIELDS, "history", "context", *TEMPLATE_ARGUMENTS, *WEIGHT_FIELDS, *MEDIA_FIELDS)
+LABEL = "kto_tag"  # of an answer that is desirable or not
+SIDE_FIELDS = (
+    *(*SYSTEM_FIELDS, *TOOL_FIELDS, "history", "context", LABEL),
+    *(*TEMPLATE_ARGUMENTS, *WEIGHT_FIELDS, *MEDIA_FIELDS),
+)
 # The arguments of `apply_chat_template` that the package sets itself.
 RESERVED_TEMPLATE_KWARGS = frozenset(
     (
@@ -112,20 +116,20 @@ class Shape:
         return "+".join(names[0] for names in self.fields) + optional
 
 
-def read_content(fields: Fields, mapped: list[str]) -> Content:
+def read_content(fields: Fields, mapped: list[str], preferences: Sequence[Shape]) -> Content:
     """Read a record by its shape, which must read all `mapped` names."""
     mapped = [name for name in mapped if name not in SIDE_FIELDS]
     fitting: list[tuple[Shape, list[str]]] = []
-    for shape in SHAPES:
+    for shape in (*preferences, *SHAPES):
         if (not mapped or shape.names.issuperset(mapped)) and (names := shape.found(fields)) is not None:
             fitting.append((shape, names))
             if shape.comes_first:
                 break
     if not fitting:
-        for name in FIELDS:
+        for name in field_names((*SHAPES, *preferences)):
             readable_value(fields.values.get(name))  # it may be what no shape was found without
         found = ", ".join(map(str, fields.values)) or "none"
-        known = f"known shapes: {KNOWN_SHAPES}; columns={{…}} renames"
+        known = f"known shapes: {shape_list((*SHAPES, *preferences))}; columns={{…}} renames"
         raise BadRecord("unknown_fields", f"no known shape among the fields: {found}; {known}")
     if len(fitting) > 1:  # a shape wins if it has the fields of another shape and more
         fitting = [(shape, own) for shape, own in fitting if not any(set(own) < set(other) for _, other in fitting)]
@@ -146,7 +150,7 @@ def _result(shape: Shape, fields: Fields, names: list[str]) -> str:
 
 
 def _as_messages(fields: Fields, name: str) -> Chat:
-    return _chat(fields.messages(name), fields)
+    return chat_of(fields.messages(name), fields)
 
 
 def _pair(fields: Fields, question: str, answer: str) -> Chat:
@@ -159,14 +163,18 @@ def _pair(fields: Fields, question: str, answer: str) -> Chat:
         else fields.messages(name, "a string or a list of messages")
         for role, name in (("user", question), ("assistant", answer))
     )
-    return _chat(before + after, fields, first_target=len(before))
+    return chat_of(before + after, fields, first_target=len(before))
 
 
 def _alpaca(fields: Fields, instruction: str, answer: str) -> Chat:
+    return _single_turn(with_input(fields, instruction), fields.string(answer), fields)
+
+
+def with_input(fields: Fields, instruction: str) -> str:
+    """Return an instruction, and the record's `input` on a line below it."""
     question = fields.string(instruction)
-    if extra := fields.string("input") if "input" in fields.values else "":
-        question = f"{question}\n{extra}" if question else extra
-    return _single_turn(question, fields.string(answer), fields)
+    extra = fields.string("input") if "input" in fields.values else ""
+    return "\n".join(filter(None, (question, extra)))
 
 
 def _squad(fields: Fields, question: str, answers: str) -> Chat:
@@ -192,12 +200,12 @@ def _glaive(fields: Fields, name: str) -> Chat:
         raise BadRecord("unknown_shape", f"{name} {needed}")
     texts = [text.strip().removesuffix("<|endoftext|>").strip() for text in parts[1::2]]
     turns = [{"role": roles[head], "content": text} for head, text in zip(parts[::2], texts, strict=True)]
-    return _chat(turns, fields, system_prefix="SYSTEM:")
+    return chat_of(turns, fields, system_prefix="SYSTEM:")
 
 
 def _alternating(fields: Fields, name: str) -> Chat:
     texts = fields.messages(name)
-    return _chat([{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)], fields)
+    return chat_of([{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)], fields)
 
 
 def _text(fields: Fields, name: str) -> PlainText:
@@ -237,21 +245,34 @@ SHAPES = (
         accepts=lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
     ),
 )
-KNOWN_SHAPES = " | ".join(map(str, SHAPES))
-FIELDS = tuple(dict.fromkeys([*(name for shape in SHAPES for name in sorted(shape.names)), *SIDE_FIELDS]))
+
+
+def shape_list(shapes: Iterable[Shape]) -> str:
+    """Return the shapes as errors list them."""
+    return " | ".join(map(str, shapes))
+
+
+def field_names(shapes: Iterable[Shape]) -> tuple[str, ...]:
+    """Return the names that a record of these shapes may have."""
+    return tuple(dict.fromkeys([*(name for shape in shapes for name in sorted(shape.names)), *SIDE_FIELDS]))
 
 
 def _single_turn(question: str, answer: str | Message, fields: Fields) -> Chat:
     """Return the chat of `history`, `context` with the question, and the answer."""
+    if isinstance(answer, str):
+        answer = {"role": "assistant", "content": answer}
+    return chat_of([*question_turns(question, fields), answer], fields)
+
+
+def question_turns(question: str, fields: Fields) -> list[Message]:
+    """Return the record's `history`, and a user turn after its `context`."""
     context = fields.take("context", "")
     if not isinstance(context, str):
         got = f"got {type(context).__name__}; columns={{context: null}} leaves it out"
         raise BadRecord("non_string_content", f"context must be a string; {got}")
     if context.strip():
         question = f"{context}\n\n{question}"
-    if isinstance(answer, str):
-        answer = {"role": "assistant", "content": answer}
-    return _chat([*_history(fields), {"role": "user", "content": question}, answer], fields)
+    return [*_history(fields), {"role": "user", "content": question}]
 
 
 def _history(fields: Fields) -> list[Message]:
@@ -266,7 +287,7 @@ def _history(fields: Fields) -> list[Message]:
     return [{"role": role, "content": text} for pair in history for role, text in zip(roles, pair, strict=True)]
 
 
-def _chat(raw_messages: list[Any], fields: Fields, first_target: int = 0, system_prefix: str = "") -> Chat:
+def chat_of(raw_messages: list[Any], fields: Fields, first_target: int = 0, system_prefix: str = "") -> Chat:
     """Return the record's chat of messages, with targets from `first_target` on."""
     turns = fields.reader.turns(raw_messages)
     system = _system(fields, turns[0].message) if turns else ""

@@ -37,6 +37,8 @@ class Counts:
     # Records (or messages, as `messages.<field>`) with a field that nothing reads.
     unused_fields: Counter[str] = field(default_factory=Counter)
     dropped_media: Counter[str] = field(default_factory=Counter)  # images, audio and video left out
+    # Preferences: units, pairs, labels (answers alone), answers tied with the best, pairs by what is unequal in them.
+    preferences: Counter[str] = field(default_factory=Counter)
     uncategorised: int = 0  # records without a value of `category_field`
     examples: dict[str, list[str]] = field(default_factory=dict)  # the first examples of each reason
 
@@ -85,5 +87,6 @@ class Counts:
             **{name: getattr(self, name) for name in ("text_calls", "closed_again")},
             "bad_records": dict(sorted(self.bad.items())),
             **{name: dict(sorted(getattr(self, name).items())) for name in ("over_length", *CHAT_COUNTS)},
+            **({"preferences": dict(sorted(self.preferences.items()))} if self.preferences else {}),
             "examples": dict(sorted(self.examples.items())),
         }

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 
 from verl_ext.text.tokens.counts import Counts
 
+UNIT_COLUMNS = {"unit": np.int32, "answer": np.int8, "pair_weight": np.float32}
+
 
 class Document(NamedTuple):
     """A document of T tokens.
@@ -22,6 +24,8 @@ class Document(NamedTuple):
     weights: of each target; None for 1. full_length: the number of tokens before it was cut; None if it was not.
     special_tokens: the number of special tokens' names in its text that are encoded as text. category: that of its
     record, "" for its source's. category_ids: those of a record that was tokenized already. texts: further columns.
+    unit: the documents of its preference in its first one, 0 in the others; 1 for a document alone. answer: 1 for a
+    preferred answer, -1 for a rejected one, 0 for neither. pair_weight: of the preference.
     """
 
     input_ids: NDArray[np.int32]  # [T]
@@ -32,6 +36,9 @@ class Document(NamedTuple):
     category: str = ""
     category_ids: NDArray[np.int32] | None = None  # [T]
     texts: Sequence[str] = ()
+    unit: int = 1
+    answer: int = 0
+    pair_weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,7 @@ class Documents:
     chat_template: str | None = None  # of the chats; None for texts alone, or for several templates by name
     end_of_chat: str | None = None  # the text after the last turn; earlier turns, or parts of turns, may end otherwise
     texts: dict[str, list[str]] = field(default_factory=dict)  # further columns, with one text for each document
+    units: dict[str, NDArray[Any]] | None = None  # UNIT_COLUMNS of each document; None if none is an answer
 
     @property
     def starts(self) -> NDArray[np.int64]:
@@ -98,8 +106,15 @@ def join_documents(documents: Sequence[Document], category_id: int, num_bytes: i
         np.array([d.special_tokens for d in documents], np.int64),
         np.concatenate(categories) if categories else None,
         category_names=names if any(names) else None,
+        units=_units(documents),
         **of_records,
     )
+
+
+def _units(documents: Sequence[Document]) -> dict[str, NDArray[Any]] | None:
+    if not any(document.answer for document in documents):
+        return None
+    return {name: np.array([getattr(d, name) for d in documents], kind) for name, kind in UNIT_COLUMNS.items()}
 
 
 def _concatenated(arrays: list[NDArray[Any]], dtype: Any) -> NDArray[Any]:

@@ -5,14 +5,13 @@ and the three shots, never the document. The paper shuffles the shots and rates 
 """
 
 import random
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, ClassVar
 
-from verl_ext.endpoint.answer import Unparsable
 from verl_ext.endpoint.client import SamplingOptions
+from verl_ext.endpoint.quality import read_rating
 from verl_ext.options import DataError, Options, option
 from verl_ext.tools.judging.task import Case, Messages, Scores, Task, read_rows, token_ends
 
@@ -85,11 +84,7 @@ class LongBenchChat(Task):
 
     def verdict(self, text: str) -> float:
         """Return the first number of the last [[…]], from 1 to 10."""
-        ratings = re.findall(r"\[\[([^\]]+)\]\]", text)
-        numbers = re.findall(r"\d+\.\d+|\d+", ratings[-1]) if ratings else []
-        if not numbers or not 1 <= float(numbers[0]) <= 10:
-            raise Unparsable("no [[rating]] from 1 to 10")
-        return float(numbers[0])
+        return read_rating(text)
 
     def scores(self, case: Case, answer: str, verdicts: Sequence[Any]) -> Scores:
         """Return the mean of the ratings; None if one is missing."""

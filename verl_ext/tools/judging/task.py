@@ -7,7 +7,6 @@ A benchmark defines these steps in a subclass of :class:`Task`; :mod:`verl_ext.t
 """
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from verl_ext.endpoint.client import SamplingOptions
+from verl_ext.endpoint.quality import filled_names
 from verl_ext.options import DataError, UsageError
 
 Messages = list[dict[str, str]]
@@ -73,13 +73,13 @@ class Task:
 
     def filled(self, parts: Mapping[str, str]) -> str:
         """Replace the $NAMES$ of the judge's prompt, in one pass."""
-        if self._judge_prompt is not None:
-            prompt = Path(self._judge_prompt).read_text(encoding="utf-8")
-        else:
-            prompt = (
-                resources.files("verl_ext.tools.judging").joinpath(f"prompts/{self.prompt}").read_text(encoding="utf-8")
-            )
-        return "".join(parts.get(piece, piece) for piece in re.split(r"(\$[A-Z]+\$)", prompt))
+        given = self._judge_prompt
+        prompt = self.own_prompt() if given is None else Path(given).read_text(encoding="utf-8")
+        return filled_names(prompt, parts)
+
+    def own_prompt(self) -> str:
+        """Return our own prompt for the judge."""
+        return resources.files("verl_ext.tools.judging").joinpath(f"prompts/{self.prompt}").read_text(encoding="utf-8")
 
     def cases(self) -> Iterator[Case]:
         """Yield the cases. Raises DataError if the file is not the benchmark's."""

@@ -3,43 +3,17 @@
 Source: LongWriter (arXiv 2408.07055) and evaluation/ in its repository, whose rules apply here with all their quirks.
 """
 
-import json
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
-from verl_ext.endpoint.answer import Unparsable
 from verl_ext.endpoint.client import SamplingOptions
+from verl_ext.endpoint.quality import DIMENSIONS, quality_prompt, quality_score, read_quality
 from verl_ext.options import DataError
 from verl_ext.text.word_count import count_words, language_of, length_score
 from verl_ext.tools.judging.task import Case, Messages, Scores, Task, read_rows
 
-DIMENSIONS = ("Relevance", "Accuracy", "Coherence", "Clarity", "Breadth and Depth", "Reading Experience")
 IMPUTED = 3  # EvalScope's score in each dimension of an answer whose verdict cannot be read
 _RANGES = ((0, 500), (500, 2000), (2000, 4000), (4000, None))  # ranges of required lengths in the paper's table
-
-
-def quality_score(dimension: float) -> float:
-    """Map a score of a dimension from 1..5 to 0..100."""
-    return (dimension - 1) * 25
-
-
-def read_quality(text: str) -> dict[str, float]:
-    """Return the six dimensions, 1 to 5; raise Unparsable without them.
-
-    The text contains a JSON object: alone, in a code block, or among other words.
-    """
-    block = re.search(r"```(?:json)?\s*(\{.*\})\s*```", text, re.DOTALL)
-    text = block[1] if block else text
-    try:
-        # Judges write line breaks inside the analysis, which strict JSON forbids.
-        found, _ = json.JSONDecoder(strict=False).raw_decode(text[text.index("{") :])
-        given = {name: float(found[name]) for name in DIMENSIONS}
-    except (ValueError, KeyError, TypeError) as error:
-        raise Unparsable(f"no object with the six dimensions: {error!r}") from error
-    if not all(1 <= score <= 5 for score in given.values()):
-        raise Unparsable(f"a dimension is not from 1 to 5: {given}")
-    return given
 
 
 class LongBenchWrite(Task):
@@ -63,6 +37,10 @@ class LongBenchWrite(Task):
     def questions(self, case: Case, answer: str) -> list[Messages]:
         """Return one request: the user's request and the answer."""
         return [[{"role": "user", "content": self.filled({"$INST$": case.prompt, "$RESPONSE$": answer})}]]
+
+    def own_prompt(self) -> str:
+        """Return our own prompt for the judge."""
+        return quality_prompt()
 
     def verdict(self, text: str) -> dict[str, float]:
         """Return the six dimensions, each from 1 to 5."""

@@ -20,7 +20,7 @@ from verl_ext.tools.show.tokens import TokenFacts, read_tokens, repeated
 NAMED_ROWS = 5  # rows that a finding names, in the terminal and in the JSON
 READ_UP_TO = 100_000_000  # tokens that an audit reads without scan=true, which takes some seconds
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
-# finding: (its meaning, its input: "columns", "tokens", "tokenizer", "report" or "validation")
+# finding: (its meaning, its input: "columns", "tokens", "tokenizer", "report", "validation", or "units" of preferences)
 CHECKS = {
     "no_target": ("documents without a target: nothing is learnt", "columns"),
     "all_targets": ("documents of targets alone: texts, or chats whose prompt is lost", "columns"),
@@ -36,6 +36,13 @@ CHECKS = {
     "special_tokens": ("records with names of special tokens in their text", "report"),
     "bad_records": ("records that could not be used", "report"),
     "unused_fields": ("records with a field that nothing read", "report"),
+    "length_bias": (
+        "pairs whose chosen answer has more targets: about half have, unless length is what is liked",
+        "units",
+    ),
+    "same_answers": ("pairs of equal answers: nothing is preferred", "units"),
+    "unequal_parts": ("pairs of which only one answer has reasoning, or an empty thinking block", "units"),
+    "unequal_ends": ("pairs of which only one answer has an end of turn", "units"),
 }
 
 
@@ -90,6 +97,10 @@ def audit(
     if not any(documents.reports):
         not_checked |= _reasons("report", "the data has no report.json")
     found = [*_of_columns(documents), *_of_reports(documents)]
+    if documents.units is not None:
+        found += _of_units(documents, facts)
+        if facts is None:
+            not_checked["same_answers"] = not_checked["duplicates"]
     if facts is not None:
         found += _of_tokens(documents, facts, ids)
         if tokenizer is not None and model is not None and model.tokenizer:
@@ -153,6 +164,29 @@ def _of_tokens(documents: ShownDocuments, facts: TokenFacts, ids: _TokenIds) -> 
     if ids.empty_reasoning:
         masks["empty_reasoning"] = facts.sequence
     return [_finding(documents, name, mask) for name, mask in masks.items()]
+
+
+def _of_units(documents: ShownDocuments, facts: TokenFacts | None) -> list[Finding]:
+    """Compare the answers of pairs; a finding names rows of rejected ones."""
+    assert documents.units is not None, "the caller has seen them"
+    chosen, rejected = documents.units.pairs
+    targets = documents.targets.astype(np.int64)
+
+    def finding(name: str, mask: NDArray[np.bool_], details: dict[str, int] | None = None) -> Finding:
+        places = [documents.place(row) for row in rejected[mask][:NAMED_ROWS].tolist()]
+        return Finding(name, int(mask.sum()), len(rejected), places, details or {})
+
+    longer, shorter = targets[chosen] > targets[rejected], targets[chosen] < targets[rejected]
+    means = {f"targets of a {name} answer": values for name, values in (("chosen", chosen), ("rejected", rejected))}
+    details = {name: round(float(targets[rows].mean())) for name, rows in means.items() if len(rows)}
+    found = [finding("length_bias", longer, {**details, "rejected is longer": int(shorter.sum())})]
+    if facts is not None:
+        found.append(finding("same_answers", facts.hashes[chosen] == facts.hashes[rejected]))
+    for name in ("unequal_parts", "unequal_ends") if any(documents.reports) else ():
+        counts = [_counts(report, "preferences") for report in documents.reports]
+        count, of = (sum(each.get(key, 0) for each in counts) for key in (name, "pairs"))
+        found.append(Finding(name, count, of, [], {}))
+    return found
 
 
 def _other_tokenizer(documents: ShownDocuments, tokenizer: Any) -> Finding:

@@ -20,7 +20,7 @@ from verl_ext.tools.page import write_page
 from verl_ext.tools.show.audit import audit
 from verl_ext.tools.show.audit_tables import audit_tables
 from verl_ext.tools.show.compare import comparison
-from verl_ext.tools.show.document import RUN_CELLS, RUN_CELLS_OF_PAGE, document_view
+from verl_ext.tools.show.document import RUN_CELLS, RUN_CELLS_OF_PAGE, document_view, unit_view
 from verl_ext.tools.show.documents import ShownDocuments, open_documents, tokenizer_of
 from verl_ext.tools.show.packs import PackOptions, open_packs, pack_view, plan_facts
 from verl_ext.tools.show.raw import is_raw_file, tokenized_raw
@@ -30,6 +30,7 @@ from verl_ext.tools.show.select import SelectOptions, selected
 from verl_ext.tools.show.terminal import has_colours, print_parts
 
 _OF_AUDIT = ("val", "scan", "require", "json")
+_SIDES, _LABELS = {1: "chosen", -1: "rejected"}, {1: "desirable", -1: "undesirable"}
 _OF_DOCUMENTS = (*options_of(SelectOptions), "record", "tokens")
 
 
@@ -165,16 +166,35 @@ def _documents(documents: ShownDocuments, options: ShowDataOptions) -> Iterator[
     tokenizer = tokenizer_of(options.model, documents.tokenizer, is_needed=True)
     in_colour, longest = (True, RUN_CELLS_OF_PAGE) if options.html else (has_colours(), RUN_CELLS)
     finders: dict[str, RecordFinder] = {}
+    shown: set[int] = set()
     for row in selected(documents, options, tokenizer.decode):
+        unit = range(row, row + 1) if documents.units is None else documents.units.unit_of(row)
+        if unit.start in shown:  # another answer to the same prompt
+            continue
+        shown.add(unit.start)
+        content, category = documents.row(row), documents.names.get(int(documents.categories[row]), "")
         path, number = documents.place(row)
-        category = documents.names.get(int(documents.categories[row]), "")
-        lengths = f"{documents.lengths[row]:,} tokens, {documents.targets[row]:,} targets"
-        if documents.full_lengths[row] > documents.lengths[row]:
-            lengths += f", cut from {documents.full_lengths[row]:,}"
-        facts = one_line(f"row {number} of {path}: {category}, {lengths}")
-        content = documents.row(row)
-        yield document_view(facts, content, tokenizer, options.tokens, in_colour, longest)
+        if documents.units is None or not documents.units.answer[row]:
+            facts = one_line(f"row {number} of {path}: {category}, {_lengths(documents, row)}")
+            yield document_view(facts, content, tokenizer, options.tokens, in_colour, longest)
+        else:
+            sides = documents.units.answer[unit.start : unit.stop].tolist()
+            weight = float(documents.units.weight_of(row))
+            place = documents.place(unit.start)[1]
+            rows = f"row {place}" if len(unit) == 1 else f"rows {place}..{place + len(unit) - 1}"
+            head = one_line(f"{rows} of {path}: {category}" + (f", weight {weight:g}" if weight != 1 else ""))
+            names = _SIDES if len(unit) > 1 else _LABELS
+            facts_of = [f"{names[side]}: {_lengths(documents, each)}" for side, each in zip(sides, unit, strict=True)]
+            rows_of = [documents.row(each) for each in unit]
+            yield unit_view([head, *facts_of], rows_of, sides, tokenizer, options.tokens, in_colour, longest)
         if options.record:
             if path not in finders:
                 finders[path] = RecordFinder(documents.reports[documents.paths.index(path)], options.model)
             yield finders[path].view(content, category)
+
+
+def _lengths(documents: ShownDocuments, row: int) -> str:
+    lengths = f"{documents.lengths[row]:,} tokens, {documents.targets[row]:,} targets"
+    if documents.full_lengths[row] > documents.lengths[row]:
+        lengths += f", cut from {documents.full_lengths[row]:,}"
+    return lengths

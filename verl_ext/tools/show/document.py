@@ -23,7 +23,8 @@ MOST_BYTES = 16  # most tokens of a group, more than one character needs
 BEFORE, AFTER = 12, 24  # tokens shown around the place of a difference
 # Cells of a run that are shown; the middle of a longer run is left out.
 RUN_CELLS, RUN_CELLS_OF_PAGE = 400, 20_000
-TARGET, SPECIAL, CONTEXT = "bold green", "magenta", ""
+TARGET, SPECIAL, CONTEXT, REJECTED = "bold green", "magenta", "", "bold red"
+WHOLE = slice(None)
 
 
 @dataclass(frozen=True)
@@ -73,38 +74,44 @@ def _markers(tokenizer: Any) -> set[int]:
     return set(getattr(tokenizer, "added_tokens_decoder", {}))
 
 
-def runs_of(cells: Sequence[Cell]) -> Iterator[tuple[int, str, list[Cell]]]:
-    """Yield (first token's position, name, cells) of runs of like cells.
+def runs_of(cells: Sequence[Cell], part: slice = WHOLE) -> Iterator[tuple[int, str, list[Cell]]]:
+    """Yield (first token's position, name, cells) of a part's runs.
 
     The cells of a run have equal target, weight and name.
     """
-    position = 0
-    named = zip(cells, names_of(cells), strict=True)
+    position = sum(len(cell.ids) for cell in cells[: part.start or 0])
+    named = zip(cells[part], names_of(cells)[part], strict=True)
     for (_, _, name), run in groupby(named, key=lambda pair: (pair[0].is_target, pair[0].weight, pair[1])):
         group = [cell for cell, _ in run]
         yield position, name, group
         position += sum(len(cell.ids) for cell in group)
 
 
-def document_text(cells: Sequence[Cell], in_colour: bool, longest: int = RUN_CELLS) -> Text:
-    """Return a document with position, tokens, name and weight of runs.
+def document_text(
+    cells: Sequence[Cell],
+    in_colour: bool,
+    longest: int = RUN_CELLS,
+    part: slice = WHOLE,
+    target: str = TARGET,
+) -> Text:
+    """Return a part of a document with facts of its runs.
 
     Without colours, targets are marked [[…]]. A note replaces the middle of a run of more than `longest` cells.
     """
     text = Text()
-    for position, name, run in runs_of(cells):
+    for position, name, run in runs_of(cells, part):
         tokens, first = sum(len(cell.ids) for cell in run), run[0]
         weight = f" ×{first.weight:g}" if first.is_target and first.weight != 1 else ""
         text.append(f"{position:>8,}  {tokens:>7,}  {name + weight:<12} ", "dim")
         line = Text()
         for cell in _shortened(run, longest):
-            style = SPECIAL if cell.is_special and not cell.is_target else TARGET if cell.is_target else CONTEXT
+            style = SPECIAL if cell.is_special and not cell.is_target else target if cell.is_target else CONTEXT
             line.append("\\n\n".join(map(one_line, cell.text.split("\n"))), style)
         if first.is_target and not in_colour:
             line = Text("[[").append_text(line).append("]]")
         indent = " " * 32
-        for number, part in enumerate(line.split("\n", allow_blank=False)):
-            text.append(indent if number else "").append_text(part).append("\n")
+        for number, written in enumerate(line.split("\n", allow_blank=False)):
+            text.append(indent if number else "").append_text(written).append("\n")
     return text
 
 
@@ -115,6 +122,35 @@ def document_view(
     cells = cells_of(row, tokenizer)
     text = tokens_text(cells) if by_token else document_text(cells, in_colour, longest)
     return Text(no_wrap=not by_token).append(f"{facts}\n", "bold").append_text(text)
+
+
+def unit_view(
+    facts: Sequence[str],
+    rows: Sequence[Row],
+    sides: Sequence[int],
+    tokenizer: Any,
+    by_token: bool,
+    in_colour: bool,
+    longest: int = RUN_CELLS,
+) -> Text:
+    """Return a prompt once, and the answers that follow it.
+
+    facts: a line of the unit, then one of each answer.
+    """
+    cells = [cells_of(row, tokenizer) for row in rows]
+    alike = zip(*cells) if len(cells) > 1 else ()  # noqa: B905, answers differ in length
+    same = next((at for at, each in enumerate(alike) if each[0].is_target or len({*each}) > 1), None)
+    if same is None:  # one answer, or one that another begins with
+        same = next((at for at, cell in enumerate(cells[0]) if cell.is_target), min(map(len, cells)))
+    parts = [("prompt", cells[0], slice(0, same), CONTEXT)]
+    for line, own, side in zip(facts[1:], cells, sides, strict=True):
+        parts.append((line, own, slice(same, None), REJECTED if side < 0 else TARGET))
+    text = Text(no_wrap=not by_token).append(f"{facts[0]}\n", "bold")
+    for line, own, part, style in parts:
+        text.append(f"{line}\n", style or "bold")
+        shown = tokens_text(own[part]) if by_token else document_text(own, in_colour, longest, part, style)
+        text.append_text(shown)
+    return text
 
 
 def tokens_text(cells: Sequence[Cell]) -> Text:

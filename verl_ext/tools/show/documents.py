@@ -19,6 +19,7 @@ from verl_ext.data.arrow import TokenizedData, fitting
 from verl_ext.data.beginnings import SHARE_LEAST, find_beginnings
 from verl_ext.data.omitted import main_categories
 from verl_ext.data.stream.megatron.index import SUFFIXES, TokenIndex
+from verl_ext.data.units import UnitRows
 from verl_ext.files import REPORT
 from verl_ext.options import DataError, UsageError
 from verl_ext.packing import MOST_TOKENS, cut_spans
@@ -61,6 +62,7 @@ class ShownDocuments:
         names: the name of each category number.
         reports: the `report.json` of each path, {} without one.
         all_targets: whether every token after a document's first is a target, as in text for pretraining.
+        units: the preferences among the rows; None if no document is an answer.
     """
 
     paths: tuple[str, ...]
@@ -72,6 +74,7 @@ class ShownDocuments:
     names: dict[int, str]
     reports: tuple[Report, ...]
     all_targets = False
+    units: UnitRows | None = None
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -107,7 +110,8 @@ class FolderDocuments(ShownDocuments):
     """The documents of tokenized folders; missing counts are read from tokens."""
 
     def __init__(self, folders: Sequence[str], key: str) -> None:
-        self.data = data = TokenizedData([absolute_path(folder) for folder in folders], key)
+        self.data = data = TokenizedData([absolute_path(folder) for folder in folders], key, with_answers=True)
+        self.units = data.units
         self.paths, self.first_rows, self.lengths = data.folders, data.first_rows(), data.lengths
         self.names = data.category_names
         self.reports = tuple(_read_report(Path(folder)) for folder in data.folders)

@@ -3,13 +3,13 @@
 import asyncio
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl_ext.endpoint.client import Client, EndpointOptions
-from verl_ext.endpoint.spending import QuestionProgress, read_price, spent
+from verl_ext.endpoint.spending import Price, QuestionProgress, read_price, spent
 from verl_ext.endpoint.store import Store
 from verl_ext.files import json_lines
 from verl_ext.tools.synthesis.corpus import Corpus, Intervals
@@ -18,9 +18,13 @@ from verl_ext.tools.synthesis.items import SourceItem
 from verl_ext.tools.synthesis.prompts import PromptTexts
 from verl_ext.tools.synthesis.records import Result, Settings
 
+if TYPE_CHECKING:
+    from verl_ext.tools.synthesis.preferences import Pairing
+
 AHEAD = 4  # items that are in progress for each concurrent request
 
 Make = Callable[[SourceItem, Client, dict[str, PromptTexts], Settings], Coroutine[Any, Any, Result]]
+Opener = Callable[[Store], AbstractAsyncContextManager[list[tuple[Client, Price | None]]]]
 ResultT = TypeVar("ResultT")
 
 
@@ -37,6 +41,7 @@ class Work:
     intervals: Intervals | None
     store_path: str
     path: Path
+    pairing: "Pairing | None" = None  # of preferences
 
 
 @dataclass
@@ -46,6 +51,7 @@ class WriteResult:
     outcomes: the number of items by outcome. without: the items without a record, with reasons. lengths: the rows of
     the table of lengths as numbers; if empty, the report shows those of the corpus. cost: a line about the requests.
     records: the number of records.
+    notes: further lines. facts: further entries of the report.
     """
 
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -53,6 +59,8 @@ class WriteResult:
     lengths: dict[str, dict[str, int]] = field(default_factory=dict)
     cost: str = ""
     records: int = 0
+    notes: list[str] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
 
     def add(self, item: SourceItem, outcome: str, reason: str, records: int = 0) -> None:
         """Count an item and its records, and list it if it has none."""
@@ -62,12 +70,22 @@ class WriteResult:
             self.without.append({"item": item.name, "outcome": outcome, "reason": reason})
 
 
-async def write_records(make: Make, work: Work) -> WriteResult:
-    """Write the records that `make` makes of the items, in their order."""
-    result, price = WriteResult(), read_price(work.endpoint)
+async def write_records(make: Make, work: Work, beside: Opener | None = None) -> WriteResult:
+    """Write the records that `make` makes of the items, in their order.
+
+    beside: opens further clients, whose requests count too. Without a server in `work`, `make` gets no client.
+    """
+    result = WriteResult()
     free = asyncio.Semaphore(work.endpoint.concurrency)
     with Store(work.store_path) as store:
-        async with Client(work.endpoint, store) as client:
+        async with AsyncExitStack() as stack:
+            client: Any = None
+            asked: list[tuple[Client, Price | None]] = []
+            if work.endpoint.base_url:
+                client = await stack.enter_async_context(Client(work.endpoint, store))
+                asked.append((client, read_price(work.endpoint)))
+            if beside is not None:
+                asked += await stack.enter_async_context(beside(store))
 
             async def made_of(item: SourceItem) -> Result:
                 async with free:  # an item's requests follow each other, while the server still caches its document
@@ -76,14 +94,14 @@ async def write_records(make: Make, work: Work) -> WriteResult:
             begun = ((item, made_of(item)) for item in work.corpus.items())
             with (
                 open(work.path, "w", encoding="utf-8") as file,
-                QuestionProgress([(client, price)], work.total, "records") as bar,
+                QuestionProgress(asked, work.total, "records") as bar,
             ):
                 async with aclosing(in_order(begun, AHEAD * work.endpoint.concurrency)) as results:
                     async for item, made in results:
                         result.add(item, made.outcome, made.reason, len(made.records))
                         file.writelines(json_lines(made.records))
                         bar.item_done()
-            result.cost = spent(client, price)
+            result.cost = "\n".join(spent(*each) for each in asked)
     return result
 
 

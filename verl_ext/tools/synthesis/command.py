@@ -25,10 +25,13 @@ from verl_ext.tools.synthesis import agentwrite, glm_long, longalign
 from verl_ext.tools.synthesis.asking import Work, WriteResult, write_records
 from verl_ext.tools.synthesis.corpus import Corpus, Intervals
 from verl_ext.tools.synthesis.encoder import EncoderOptions
+from verl_ext.tools.synthesis.items import ItemFields
 from verl_ext.tools.synthesis.joined import write_joined
 from verl_ext.tools.synthesis.overlap import NearDuplicates, Passages
+from verl_ext.tools.synthesis.preferences import PAIRS, Pairing, write_preferences
 from verl_ext.tools.synthesis.prompts import load_prompts
 from verl_ext.tools.synthesis.records import Settings
+from verl_ext.tools.synthesis.scorers import ScorerOptions
 from verl_ext.tools.synthesis.token_lengths import TokenLengths
 
 REPORT = "report.yaml"  # `tokenize` does not take a file of this name for records
@@ -43,6 +46,7 @@ class SynthesisTask:
     text_key: str
     of_documents: bool
     joins: bool = False
+    of_prompts: bool = False
 
 
 TASKS = {
@@ -50,6 +54,7 @@ TASKS = {
     "glm_long": SynthesisTask(partial(write_records, glm_long.ask_of_parts), "text", of_documents=True),
     "glm_long_documents": SynthesisTask(write_joined, "text", of_documents=True, joins=True),
     "agentwrite": SynthesisTask(partial(write_records, agentwrite.write_by_plan), "prompt", of_documents=False),
+    "preferences": SynthesisTask(write_preferences, "prompt", of_documents=False, of_prompts=True),
 }
 
 
@@ -59,8 +64,9 @@ class SynthesizeOptions(OutputOptions):
 
     task=longalign asks for five questions about a document and for the answers to one of them or several; task=glm_long
     makes questions about, and summaries of, documents longer than the model's context; task=glm_long_documents joins
-    similar documents into long ones; task=agentwrite plans and writes a long text paragraph by paragraph. `store` keeps
-    every answer, so the same command continues a run that stopped, and no answer is paid for twice.
+    similar documents into long ones; task=agentwrite plans and writes a long text paragraph by paragraph;
+    task=preferences scores several answers to each prompt and sets the best against others. `store` keeps every
+    answer, so the same command continues a run that stopped, and no answer is paid for twice.
     """
 
     marker: ClassVar[str] = REPORT
@@ -103,6 +109,21 @@ class SynthesizeOptions(OutputOptions):
         80.0, "agentwrite: minimum S_l, 0 to 100, of a text that is kept", least=0, most=100
     )
     max_paragraphs: int = option(50, "agentwrite: maximum number of paragraphs of a plan", least=1)
+    scorer: ScorerOptions = option(ScorerOptions, "preferences: how answers are scored")
+    answers: int = option(4, "preferences: answers to ask for, of each prompt", least=1)
+    pair: str = option(
+        "best_worst",
+        "preferences: best_worst | best_random: against one of the others, drawn | all: against every other | best: no"
+        " pair, but a chat with the best answer",
+        choices=PAIRS,
+    )
+    min_gap: float = option(0.0, "preferences: least difference of the scores of a pair, above 0", least=0)
+    min_scored: int = option(2, "preferences: least different answers with a score, of each prompt", least=1)
+    keep_given: bool = option(False, "preferences: true: the answer in a record's messages is scored too")
+    question_key: str | None = option(
+        None,
+        "preferences: field with the question alone, which the scorer sees; null: the prompt without provenance.spans",
+    )
     near_duplicates: float | None = option(
         0.8,
         "similarity from which a text is left out as a copy of an earlier one; null: no search",
@@ -122,7 +143,9 @@ class SynthesizeOptions(OutputOptions):
     def problems(self) -> Iterable[str | None]:
         """Yield a line for each mistake visible without files or server."""
         task = TASKS[str(self.task)]
-        if not task.joins or self.encoder.path is None:
+        if task.of_prompts:
+            yield from self._pair_problems()
+        elif not task.joins or self.encoder.path is None:
             yield from self.endpoint.endpoint_problems()
         if task.joins and self.prompts is not None:
             yield f"prompts must be null with task={self.task}, which asks no questions; got {self.prompts}"
@@ -133,7 +156,9 @@ class SynthesizeOptions(OutputOptions):
             if not is_names(value):
                 yield f"{key} must be a path, a glob or a list of them; got {value!r}"
         paths = [local_path(path) for value in named.values() if is_names(value) for path in as_list(value)]
-        yield from self.output_problems("a source, the store", self.store, self.prompts, self.encoder.path, *paths)
+        yield from self.output_problems(
+            "a source, the store", self.store, self.prompts, self.encoder.path, self.scorer.path, *paths
+        )
         if task.of_documents:
             yield from self.model.tokenizer_problems()
         for key, least in (("intervals", 2), ("lengths", 0)):
@@ -143,10 +168,39 @@ class SynthesizeOptions(OutputOptions):
                 needed = f"must be a list of {least or 'no'} or more whole numbers, each above the last"
                 yield f"{key} {needed}; got {numbers}"
 
+    def _pair_problems(self) -> Iterable[str]:
+        """Yield a line for each mistake in the options of preferences."""
+        yield from self.scorer.kind_problems()
+        is_given = self.scorer.kind == "given"
+        if not is_given:
+            yield from self.endpoint.endpoint_problems()
+        elif self.endpoint.base_url:
+            got = f"got {self.endpoint.base_url}"
+            yield f"endpoint.base_url must be null with scorer.kind=given, which asks for no answer; {got}"
+        if is_given and self.keep_given:
+            yield "keep_given must be false with scorer.kind=given, which scores no answer; got true"
+        candidates = self.answers + self.keep_given
+        least = 1 if self.pair == "best" else 2
+        if not is_given and candidates < least:
+            yield f"answers must be at least {least} with pair={self.pair}; got {self.answers}"
+        if self.min_scored < least:
+            yield f"min_scored must be at least {least} with pair={self.pair}; got {self.min_scored}"
+        if not is_given and self.min_scored > candidates >= least:
+            yield f"min_scored must be at most the {candidates} answers of a prompt; got {self.min_scored}"
+        if not is_given and self.answers > 1 and self.sampling.temperature == 0:
+            yield f"sampling.temperature must be above 0 for {self.answers} different answers; got 0"
+
     @property
-    def loads_encoder(self) -> bool:
-        """Tell whether a model on this machine embeds the documents."""
-        return TASKS[str(self.task)].joins and self.encoder.path is not None
+    def loads_model(self) -> bool:
+        """Tell whether a model on this machine embeds documents or scores answers."""
+        task = TASKS[str(self.task)]
+        return (task.joins and self.encoder.path is not None) or (task.of_prompts and self.scorer.kind == "reward")
+
+    @property
+    def pairing(self) -> Pairing:
+        """How preferences are made."""
+        given = self.answers, self.pair, self.min_gap, self.min_scored, self.keep_given
+        return Pairing(*given, self.scorer)
 
     @property
     def store_path(self) -> str:
@@ -159,7 +213,9 @@ def synthesize(options: SynthesizeOptions) -> str:
     # Mistakes in files end the run before documents are read and requests are paid for.
     task = TASKS[str(options.task)]
     prompts = {} if task.joins else load_prompts(options.prompts, str(options.task))
-    read_price(options.endpoint)
+    for endpoint in (options.endpoint, options.scorer.endpoint):
+        if endpoint.base_url:
+            read_price(endpoint)
     files = find_source_files({name: as_list(value) for name, value in options.sources.items()})
     passages = Passages(_benchmark_texts(options.decontaminate))
 
@@ -170,7 +226,8 @@ def synthesize(options: SynthesizeOptions) -> str:
         lengths = read, TokenLengths(load_tokenizer(options.model))
     skip_bad, truncate = options.on_bad_record == "skip", options.over_length == "truncate"
     key = options.text_key or task.text_key
-    corpus = Corpus(files, list(options.sources), key, options.class_field, skip_bad, lengths, truncate)
+    fields = ItemFields(key, options.class_field, task.of_prompts, options.question_key)
+    corpus = Corpus(files, list(options.sources), fields, skip_bad, lengths, truncate)
     near = None if options.near_duplicates is None else NearDuplicates(options.near_duplicates)
     total = corpus.choose(options.records, options.seed, near, passages)
     if not total:
@@ -201,6 +258,7 @@ def synthesize(options: SynthesizeOptions) -> str:
             intervals,
             options.store_path,
             folder.path / f"{options.task}.jsonl",
+            options.pairing,
         )
         result = asyncio.run(task.write(work))
         _check_outcomes(result.outcomes, result.without, options)
@@ -212,6 +270,7 @@ def synthesize(options: SynthesizeOptions) -> str:
             "outcomes": dict(result.outcomes),
             "records": result.records,
             "without_record": result.without,
+            **result.facts,
         }
         (folder.path / REPORT).write_text(yaml.safe_dump(report, allow_unicode=True, sort_keys=False), "utf-8")
         folder.publish()
@@ -222,6 +281,7 @@ def synthesize(options: SynthesizeOptions) -> str:
         aligned(rows, ["length"]),
         f"left out: {_listed(corpus.left_out) or 'none'}",
         f"items: {_listed(result.outcomes)}" + (f"; {result.records:,} records" if options.questions > 1 else ""),
+        *result.notes,
         *([result.cost] if result.cost else []),
     ]
     return "\n".join([*lines, f"written to {options.output_dir}"])
@@ -270,5 +330,5 @@ main = command(
     synthesize,
     example="task=longalign 'sources={books:books/}' output_dir=DIR model.path=TOKENIZER"
     " endpoint.base_url=http://localhost:8000/v1 endpoint.model=NAME",
-    loads_models=lambda options: options.loads_encoder,
+    loads_models=lambda options: options.loads_model,
 )

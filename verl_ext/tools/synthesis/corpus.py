@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from verl_ext.options import DataError
 from verl_ext.text.read.sources import SourceFile
-from verl_ext.tools.synthesis.items import SourceItem, drawn, read_items
+from verl_ext.tools.synthesis.items import ItemFields, SourceItem, drawn, read_items
 from verl_ext.tools.synthesis.overlap import NearDuplicates, Passages
 from verl_ext.tools.synthesis.token_lengths import TokenLengths
 
@@ -42,8 +42,7 @@ class Corpus:
     Args:
         files: the files of all sources, in order.
         sources: the names of the sources.
-        text_key: the field of a record with its text.
-        class_field: the field with its class; None: a document's class is its source.
+        fields: the fields of a record that make an item.
         skip_bad: leave out and count bad records, instead of ending the run.
         lengths: the intervals and the counter of tokens; None: all items are one group.
         truncate: shorten documents that are too long to the end of the last interval, instead of leaving them out.
@@ -53,13 +52,12 @@ class Corpus:
         self,
         files: Sequence[SourceFile],
         sources: Sequence[str],
-        text_key: str,
-        class_field: str | None,
+        fields: ItemFields,
         skip_bad: bool,
         lengths: tuple[Intervals, TokenLengths] | None,
         truncate: bool,
     ) -> None:
-        self._read = (files, sources, text_key, class_field)
+        self._read = (files, sources, fields)
         self._skip_bad, self._lengths, self._truncate = skip_bad, lengths, truncate
         self.left_out: Counter[str] = Counter()
         self.available: dict[str, int] = {}

@@ -15,6 +15,7 @@ from verl_ext.options import DataError
 from verl_ext.text.read.readers import TextFile, read_chunks, read_record
 from verl_ext.text.read.sources import SourceFile
 from verl_ext.text.records.bad_record import BadRecord, check_characters
+from verl_ext.tools.synthesis.asked_prompts import AskedPrompt, asked_prompt
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class SourceItem:
         tokens: the length of the text, 0 if not counted.
         kind: its class or source.
         documents: the characters of each document that a joined text consists of; none for one document.
+        prompt: the prompt that several answers are asked for; its words are the text.
     """
 
     name: str
@@ -33,6 +35,24 @@ class SourceItem:
     tokens: int = 0
     kind: str = ""
     documents: Sequence[tuple[int, int]] = ()
+    prompt: AskedPrompt | None = None
+
+
+@dataclass(frozen=True)
+class ItemFields:
+    """The fields of a record that make an item.
+
+    Attributes:
+        text_key: the field with its text.
+        class_field: the field with its class; None: its class is its source.
+        is_prompt: whether the record is a prompt, of messages or in `text_key`.
+        question_key: the field with a prompt's question alone.
+    """
+
+    text_key: str
+    class_field: str | None = None
+    is_prompt: bool = False
+    question_key: str | None = None
 
 
 def drawn(seed: int, *facts: str) -> int:
@@ -44,15 +64,13 @@ def drawn(seed: int, *facts: str) -> int:
 def read_items(
     files: Iterable[SourceFile],
     sources: Sequence[str],
-    text_key: str,
-    class_field: str | None,
+    fields: ItemFields,
     left_out: Counter[str],
     skip_bad: bool,
 ) -> Iterator[SourceItem]:
     """Yield the items of the files in order; `left_out` counts bad records.
 
-    class_field: the field of a record with its class; None: its source is its class. Raises `DataError` at the first
-    bad record unless `skip_bad`.
+    Raises `DataError` at the first bad record unless `skip_bad`.
     """
     times: Counter[str] = Counter()
     for file in files:
@@ -66,23 +84,26 @@ def read_items(
             for place, raw in chunk.records:
                 try:
                     record = read_record(raw)
-                    text = record.get(text_key)
+                    prompt = asked_prompt(record, fields.text_key, fields.question_key) if fields.is_prompt else None
+                    text = record.get(fields.text_key) if prompt is None else prompt.text
                     if isinstance(text, TextFile):
                         text = "".join(text.blocks())
                     if not isinstance(text, str) or not text.strip():
                         got = "nothing" if text is None or text == "" else type(text).__name__
-                        raise BadRecord("no_text", f"text_key={text_key} must name a field with a text; got {got}")
+                        needed = f"text_key={fields.text_key} must name a field with a text"
+                        raise BadRecord("no_text", f"{needed}; got {got}")
                     check_characters(text)
-                    kind = source if class_field is None else record.get(class_field)
+                    kind = source if fields.class_field is None else record.get(fields.class_field)
                     if not isinstance(kind, str) or not kind:
-                        raise BadRecord("no_class", f"class_field={class_field} must name a field with a text")
+                        raise BadRecord("no_class", f"class_field={fields.class_field} must name a field with a text")
                 except BadRecord as error:
                     if not skip_bad:
                         raise DataError(f"{place}: {error}") from error
                     left_out[error.reason] += 1
                     continue
                 item = f"{name}:{place[len(file.path) + 1 :] or 1}"  # a text file's only record has no number
-                yield SourceItem(item, source, text.strip(), kind=kind, documents=_documents(record, text))
+                documents = _documents(record, text)
+                yield SourceItem(item, source, text.strip(), kind=kind, documents=documents, prompt=prompt)
 
 
 def _documents(record: Mapping[str, Any], text: str) -> list[tuple[int, int]]:

@@ -40,10 +40,12 @@ class MaskedIndexes:
     def fitting(self, documents: Documents) -> Documents:
         """Leave out or cut too long documents; a piece begins without target.
 
-        Also left out is one without a target left. Raises `DataError` for weights, which the form cannot hold, and
-        under `error`.
+        Also left out is one without a target left. Raises `DataError` for weights and answers, which the form cannot
+        hold, and under `error`.
         """
         key, lengths, most = self._keys[documents.category_id - 1], documents.lengths, self._most
+        if documents.units is not None:
+            raise DataError(f"{key} must hold no preferences with format=megatron, which cannot say which is rejected")
         if documents.weights is not None:
             raise DataError(f"{key} must have no weights with format=megatron, whose masks are 0 and 1; got some")
         if most is None or not (lengths > most).any():

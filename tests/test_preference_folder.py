@@ -1,0 +1,314 @@
+"""Preferences in tokenized folders: columns, units that are not whole, SFT on preferred answers, views."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from datasets import Dataset, Features, Value, load_from_disk
+
+from tests.shown import audit_of, document, show
+from tests.test_tokenize_templates import CHATML, tiny_tokenizer
+from tests.tokenized_data import FEATURES
+from verl_ext.commands.command_line import read_options
+from verl_ext.commands.report import Report
+from verl_ext.commands.tokenize import TokenizeOptions, tokenize
+from verl_ext.data import ChosenDataSet, SFTDataSet
+from verl_ext.data.arrow import TokenizedData
+from verl_ext.data.units import UnitRows
+from verl_ext.options import DataError
+from verl_ext.text.chat.renderer import ChatOptions
+from verl_ext.text.encoder_chats import ChatEncoder
+from verl_ext.text.read.readers import ChunkSize
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = str(tmp_path_factory.mktemp("model"))
+    tiny_tokenizer(CHATML).save_pretrained(folder)
+    return folder
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def said(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def made(tmp_path: Path, model: str, sources: dict[str, list[Any]], *options: str, **more: Any) -> tuple[str, Report]:
+    """Tokenize records by source; return the folder and the report."""
+    for name, records in sources.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    listed = ",".join(f"{name}:{tmp_path / name}.jsonl" for name in sources)
+    out = tmp_path / "out"
+    given = [f"sources={{{listed}}}", f"output_dir={out}", f"model.path={model}", "overwrite=true", "num_workers=1"]
+    return str(out), tokenize(read_options(TokenizeOptions, [*given, *options]), ChunkSize(2, 200), **more)
+
+
+CHAT = {"messages": [user("the cat"), said("sat")]}
+PAIR = {"prompt": "the cat", "chosen": "sat on the mat", "rejected": "ran", "weight": 2}
+RANKED = {
+    "prompt": "the dog",
+    "answers": [{"answer": text, "rank": rank} for text, rank in (("a b", 2), ("c", 1), ("d", 3))],
+}
+LABEL = {"prompt": "the cow", "completion": "lay", "kto_tag": False}
+
+
+def facts(rows: list[dict[str, Any]]) -> list[tuple[int, int, float]]:
+    return [(row["unit"], row["answer"], row["pair_weight"]) for row in rows]
+
+
+@pytest.mark.parametrize("shard_bytes", [1, 10**6])
+def test_answers_are_documents_that_say_their_unit_side_and_weight(
+    tmp_path: Path, model: str, shard_bytes: int
+) -> None:
+    sources = {"chats": [CHAT, {"text": "the cat"}], "pairs": [PAIR, CHAT, RANKED, LABEL]}
+    folder, report = made(tmp_path, model, sources, shard_bytes=shard_bytes)
+    rows = load_from_disk(folder).to_list()
+    alone = [(1, 0, 1)] * 2
+    assert facts(rows) == [*alone, (2, 1, 2), (0, -1, 2), alone[0], (3, 1, 1), (0, -1, 1), (0, -1, 1), (1, -1, 1)]
+    tokenizer = tiny_tokenizer(CHATML)
+    texts = [tokenizer.decode(row["input_ids"]) for row in rows]
+    learnt = [
+        tokenizer.decode([token for token, bit in zip(row["input_ids"], row["loss_mask"], strict=True) if bit])
+        for row in rows
+    ]
+    asked = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n{}<|im_end|>\n"
+    assert texts[2:4] == [asked.format("the cat", "sat on the mat"), asked.format("the cat", "ran")]
+    assert learnt[2:4] == ["sat on the mat<|im_end|>", "ran<|im_end|>"]
+    assert texts[5:8] == [asked.format("the dog", answer) for answer in ("c", "a b", "d")]
+    assert "loss_weight" not in rows[0]
+    assert report.sources["pairs"].preferences == {
+        **{"units": 3, "pairs": 3, "labels": 1, "chosen_longer": 1, "rejected_longer": 1}
+    }
+    assert "3 units" not in report.table()
+    assert "2 units of 3 pairs; the chosen answer has more targets in 33%; 1 answers with a label" in report.table()
+    # The same record as a chat has the same tokens and targets.
+    (chosen,) = load_from_disk(
+        made(tmp_path, model, {"one": [{"messages": [user("the cat"), said("sat on the mat")]}]})[0]
+    )
+    assert (chosen["input_ids"], chosen["loss_mask"]) == (rows[2]["input_ids"], rows[2]["loss_mask"])
+    assert "unit" not in chosen
+
+
+def test_weights_of_messages_are_those_of_tokens_and_a_records_that_of_its_pairs(tmp_path: Path, model: str) -> None:
+    record = {"prompt": "the cat", "chosen": {**said("sat"), "weight": 0.5}, "rejected": "ran", "loss_weight": 3}
+    rows = load_from_disk(made(tmp_path, model, {"a": [CHAT, record]})[0]).to_list()
+    assert [row["pair_weight"] for row in rows] == [1, 3, 3]
+    found = [{w for w, bit in zip(row["loss_weight"], row["loss_mask"], strict=True) if bit} for row in rows]
+    assert found == [{1}, {0.5}, {1}]
+
+
+def test_a_pair_is_bad_as_a_whole_and_small_gaps_are_left_out_and_counted(tmp_path: Path, model: str) -> None:
+    scored = [{**PAIR, "score_chosen": gap, "score_rejected": 0} for gap in (0.5, 2)]
+    folder, report = made(tmp_path, model, {"a": scored}, "min_score_gap=1")
+    assert report.total.bad == {"small_gap": 1}
+    assert len(load_from_disk(folder)) == 2
+    for bad, reason in (
+        ({**PAIR, "rejected": "sat on the mat"}, "same_answers"),
+        ({**PAIR, "rejected": ""}, "empty"),
+        ({**PAIR, "rejected": [said("a"), user("b"), said("c")]}, "several_turns"),
+        ({**PAIR, "chosen": "\ud800"}, "invalid_text"),
+    ):
+        _, report = made(tmp_path, model, {"a": [bad, PAIR]}, "on_bad_record=skip", "turns=each")
+        assert report.total.bad == {reason: 1}, bad
+        assert (report.total.documents, report.total.preferences["units"]) == (2, 1)
+        assert report.total.end_of_turn == {"<|im_end|>": 2}  # of the usable pair alone
+        with pytest.raises(DataError, match=rf"a\.jsonl:1: .*\({reason}; on_bad_record=skip"):
+            made(tmp_path, model, {"a": [bad, PAIR]}, "turns=each")
+
+
+def test_answers_that_have_the_same_tokens_only_when_they_are_rendered_are_no_preference(
+    tmp_path: Path, model: str
+) -> None:
+    record = {"prompt": "q", "chosen": "<think>a</think>x", "rejected": ["y", "<think>b</think>x"]}
+    with pytest.raises(DataError, match=r"a\.jsonl:1: .* have the same tokens \(same_answers; "):
+        made(tmp_path, model, {"a": [record]}, "reasoning=drop")
+    assert made(tmp_path, model, {"a": [record]})[1].total.documents == 3
+
+
+def test_unequal_reasoning_and_ends_of_pairs_are_counted(tmp_path: Path, model: str) -> None:
+    thought = {**PAIR, "rejected": "<think>\n\n</think>\n\nran"}
+    _, report = made(tmp_path, model, {"a": [PAIR, thought, {**PAIR, "chosen": "<think>\n\n</think>\n\nsat"}]})
+    assert report.total.preferences["unequal_parts"] == 2
+    assert "2 pairs of which only one answer has reasoning" in report.table()
+    assert report.total.preferences["unequal_ends"] == 0
+
+
+def test_empty_thinking_blocks_are_dropped_in_both_answers_or_in_none(tmp_path: Path, model: str) -> None:
+    block = "<think>\n\n</think>\n\n"
+    records = [{"prompt": f"q {n}", "chosen": f"{block}a {n}", "rejected": f"{block}b"} for n in range(40)]
+    rows = load_from_disk(made(tmp_path, model, {"a": records}, "drop_empty_reasoning=0.5")[0]).to_list()
+    tokenizer = tiny_tokenizer(CHATML)
+    has_block = ["<think>" in tokenizer.decode(row["input_ids"]) for row in rows]
+    assert has_block[::2] == has_block[1::2]
+    assert 0 < sum(has_block) < 80
+
+
+def test_a_prompt_of_an_evaluation_ends_before_the_preferred_answer(model: str) -> None:
+    encoder = ChatEncoder(ChatOptions.read({"model": {"path": model}}), ["a"])
+    chat, last, ids = encoder.prompt(PAIR)
+    assert chat is not None
+    assert chat.messages[last]["content"] == PAIR["chosen"]
+    assert tiny_tokenizer(CHATML).decode(ids) == "<|im_start|>user\nthe cat<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_megatrons_format_refuses_preferences_in_one_line(tmp_path: Path, model: str) -> None:
+    with pytest.raises(DataError, match=r"^sources\.a must hold no preferences with format=megatron"):
+        made(tmp_path, model, {"a": [PAIR]}, "format=megatron")
+
+
+def test_plain_training_refuses_preferences_and_chosen_trains_on_the_preferred(tmp_path: Path, model: str) -> None:
+    folder, _ = made(tmp_path, model, {"chats": [CHAT], "pairs": [PAIR, RANKED, LABEL, {**LABEL, "kto_tag": 1}]})
+    with pytest.raises(
+        ValueError, match=r"^data\.train_dir must hold documents to learn; got preferences in .*: data=chosen"
+    ):
+        SFTDataSet(folder, 100)
+    dataset = ChosenDataSet(folder, 400)
+    rows = load_from_disk(folder).to_list()
+    kept = [row for row in rows if row["answer"] >= 0]
+    assert len(kept) == 4
+    found = sorted(np.concatenate([dataset[pack]["input_ids"].numpy() for pack in range(len(dataset))]).tolist())
+    assert found == sorted(token for row in kept for token in row["input_ids"])
+    rejected = [row for row in rows if row["answer"] < 0]
+    (left_out,) = dataset.omitted_documents()
+    assert (left_out.reason, left_out.documents) == ("rejected answer", len(rejected))
+    assert left_out.tokens_removed == sum(row["length"] for row in rejected)
+    assert left_out.share == left_out.tokens_removed / sum(row["length"] for row in rows)
+    assert left_out.targets_removed == sum(row["num_targets"] for row in rejected)
+    (tmp_path / "plain").mkdir()
+    plain, _ = made(tmp_path / "plain", model, {"chats": [CHAT]})
+    with pytest.raises(ValueError, match=r"must hold the answers of preferences, .*; got documents alone"):
+        ChosenDataSet(plain, 100)
+    assert len(ChosenDataSet([plain, folder], 400).folders) == 2
+    with pytest.raises(ValueError, match=r"data\.mixture must be null with data=chosen"):
+        ChosenDataSet(folder, 100, mixture={"sources": {"a": {"tokens": 10}}})
+
+
+def write_answers(path: Path, columns: dict[str, list[Any]], rows: list[list[int]] | None = None) -> str:
+    """Write a folder of another program, with columns of units."""
+    count = len(columns["unit"])
+    documents = [document(ids, [1, 2]) for ids in rows or [[1, 2, 3 + row] for row in range(count)]]
+    given = {name: [each[name] for each in documents] for name in ("input_ids", "loss_mask", "category_ids")}
+    kinds = {"unit": Value("int64"), "answer": Value("int8"), "pair_weight": Value("float64")}
+    features = Features({**FEATURES, **{name: kinds[name] for name in columns}})
+    Dataset.from_dict({**given, "length": [3] * count, **columns}, features=features).save_to_disk(str(path))
+    return str(path)
+
+
+def test_units_of_another_programs_folder_and_of_plain_ones_beside_it_are_read(tmp_path: Path) -> None:
+    first = write_answers(tmp_path / "a", {"unit": [3, 0, 0, 1], "answer": [1, -1, -1, -1]})
+    second = write_answers(tmp_path / "b", {"unit": [2, 0], "answer": [1, -1], "pair_weight": [2.0, 2.0]})
+    plain = write_answers(tmp_path / "c", {"unit": [7, 7]})  # a column of that name that means something else
+    units = TokenizedData([first, plain, second], with_answers=True).units
+    assert units is not None
+    assert units.starts.tolist() == [0, 3, 4, 5, 6, 8]
+    assert units.weight.tolist() == [1, 1, 1, 1, 2]
+    assert units.answer.tolist() == [1, -1, -1, -1, 0, 0, 1, -1]
+    assert [pairs.tolist() for pairs in units.pairs] == [[0, 0, 6], [1, 2, 7]]
+    assert (units.unit_of(2), units.unit_of(7)) == (range(0, 3), range(6, 8))
+    assert TokenizedData([plain]).units is None
+
+
+@pytest.mark.parametrize(
+    ("columns", "line"),
+    [
+        ({"unit": [0, 2], "answer": [1, -1]}, "the first row of a unit before its others, .*; got 0 in row 0"),
+        (
+            {"unit": [2, 1], "answer": [1, -1]},
+            "in a unit's first row the number of its rows, .*; got unit 2 and 0 rows",
+        ),
+        (
+            {"unit": [3, 0], "answer": [1, -1]},
+            "in a unit's first row .*; got unit 3 and 1 rows of unit 0 after it in row 0",
+        ),
+        ({"unit": [-1, 1], "answer": [1, -1]}, "unit at least 0; got -1 in row 0"),
+        ({"unit": [2, 0], "answer": [-1, 1]}, "answer 1 in the first of a unit's rows, .*; got answer -1 in row 0"),
+        ({"unit": [2, 0], "answer": [1, 0]}, "answer 1 in the first of .*; got answer 0 in row 1"),
+        ({"unit": [1, 1], "answer": [1, 2]}, "answer 1, -1 or 0; got 2 in row 1"),
+        (
+            {"unit": [2, 0], "answer": [1, -1], "pair_weight": [-1.0, 1.0]},
+            "pair_weight finite and .*; got -1.0 in row 0",
+        ),
+    ],
+)
+def test_units_that_are_not_whole_are_refused_with_their_row(
+    tmp_path: Path, columns: dict[str, list[Any]], line: str
+) -> None:
+    folder = write_answers(tmp_path / "a", columns)
+    with pytest.raises(ValueError, match=f"^data.train_dir must have {line}"):
+        ChosenDataSet(folder, 100)
+
+
+def test_answers_without_a_target_and_equal_ones_of_another_program_are_refused(tmp_path: Path) -> None:
+    columns = {"unit": [2, 0], "answer": [1, -1]}
+    equal = write_answers(tmp_path / "a", columns, [[1, 2, 3], [1, 2, 3]])
+    with pytest.raises(ValueError, match="different answers in a unit; got the tokens of row 0 again in row 1"):
+        ChosenDataSet(equal, 100)
+    rows = load_from_disk(write_answers(tmp_path / "b", columns)).to_list()
+    rows[1]["loss_mask"] = [1, 0, 0]
+    Dataset.from_list(rows, features=load_from_disk(str(tmp_path / "b")).features).save_to_disk(str(tmp_path / "c"))
+    with pytest.raises(ValueError, match="must have a target in every answer; got none in row 1"):
+        ChosenDataSet(str(tmp_path / "c"), 100)
+
+
+def test_units_longer_than_a_pack_are_an_error_or_left_out_whole_and_never_cut() -> None:
+    unit, answer = np.array([2, 0, 2, 0, 1]), np.array([1, -1, 1, -1, 1])
+    units = UnitRows.of_columns(unit, answer, np.ones(5), "data.train_dir", "DIR")
+    tokens = np.array([10, 30, 5])
+    assert units.fitting(tokens, 10, "drop", "DIR").tolist() == [0, 2]
+    assert units.fitting(tokens, 30, "error", "DIR").tolist() == [0, 1, 2]
+    with pytest.raises(
+        ValueError, match=r"data.max_tokens must hold .*; got 10, and 1 of 3 .*\(rows 2\.\.3\) with 30 tokens"
+    ):
+        units.fitting(tokens, 10, "error", "DIR")
+    for policy in ("truncate", "split"):
+        with pytest.raises(ValueError, match=f"^data.over_length must be error or drop .*; got {policy}"):
+            units.fitting(tokens, 40, policy, "DIR")
+
+
+def test_show_draws_the_prompt_once_and_every_answer_below_it(tmp_path: Path, model: str) -> None:
+    folder, _ = made(tmp_path, model, {"chats": [CHAT], "pairs": [PAIR, RANKED, LABEL]})
+    code, shown, _ = show(folder, "row=2")
+    assert code == 0
+    lines = shown.splitlines()
+    assert lines[0].endswith("pairs, weight 2")
+    heads = [line.partition(":")[0] for line in lines[1:] if line[:1].isalpha()]
+    assert heads == ["prompt", "chosen", "rejected"]
+    assert shown.count("the cat") == 1
+    assert "[[sat on the mat]]" in shown
+    assert "[[ran]]" in shown
+    # Both rows of a unit are one view, and a document beside them is drawn as ever.
+    _, shown, _ = show(folder, "matches=the", "documents=9")
+    assert (shown.count("\nprompt\n"), shown.count("rejected: "), shown.count("undesirable: ")) == (3, 3, 1)
+    assert "row 0 of" in shown
+    _, shown, _ = show(folder, "row=1", "tokens=true")
+    assert shown.count("*<|im_end|>") == 2
+    _, shown, _ = show(folder, "row=2", "record=true")
+    assert '"chosen": "sat on the mat"' in shown
+
+
+def test_the_audit_finds_length_bias_equal_answers_and_unequal_parts(tmp_path: Path, model: str) -> None:
+    thought = {**PAIR, "chosen": "<think>\n\n</think>\n\nsat on the mat"}
+    folder, _ = made(tmp_path, model, {"pairs": [PAIR, PAIR, thought, {**PAIR, "rejected": "sat on the mat now"}]})
+    found = audit_of(tmp_path, folder)["findings"]
+    assert (found["length_bias"]["count"], found["length_bias"]["of"]) == (3, 4)
+    assert [row for _, row in found["length_bias"]["rows"]] == [1, 3, 5]
+    assert (found["unequal_parts"]["count"], found["unequal_ends"]["count"], found["same_answers"]["count"]) == (
+        1,
+        0,
+        0,
+    )
+    code, _, errors = show(folder, "require=length_bias<60%")
+    assert code == 1
+    assert "length_bias<60%: got 3 of 4" in errors
+    plain, _ = made(tmp_path, model, {"chats": [CHAT]})
+    assert not {"length_bias", "same_answers"} & audit_of(tmp_path, plain)["findings"].keys()
+    # Of a folder that another program wrote, the tokens say whether answers are equal, and its rows are refused.
+    equal = write_answers(tmp_path / "equal", {"unit": [2, 0], "answer": [1, -1]}, [[1, 2, 3], [1, 2, 3]])
+    code, _, errors = show(equal)
+    assert code == 1
+    assert "different answers" in errors

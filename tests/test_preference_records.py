@@ -1,0 +1,195 @@
+"""Records of preferences: every shape of other programs is a prompt with its answers, or a bad record with a reason."""
+
+import json
+from typing import Any
+
+import pytest
+
+from verl_ext.text.records.bad_record import BadRecord
+from verl_ext.text.records.preference import Preference
+from verl_ext.text.records.records import column_problems, parse_record
+
+ASKED = {"role": "user", "content": "q"}
+SYSTEM = {"role": "system", "content": "s"}
+WITH_TOOL = {**SYSTEM, "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}
+
+
+def said(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+GOOD, BAD = [ASKED, said("good")], [ASKED, said("bad")]
+PAIR = {"chosen": "good", "rejected": "bad"}
+
+
+def preference(record: Any, **columns: str) -> Preference:
+    content = parse_record(record, columns).content
+    assert isinstance(content, Preference)
+    return content
+
+
+def texts(found: Preference) -> list[list[str]]:
+    return [[message["content"] for message in answer.messages] for answer in found.answers]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": "q", **PAIR},  # TRL's explicit prompt, as texts
+        {"prompt": [ASKED], "chosen": [said("good")], "rejected": [said("bad")]},  # and as messages
+        {"prompt": "q", "chosen": GOOD, "rejected": BAD, "messages": GOOD, "score_chosen": 8.0},  # UltraFeedback
+        {"prompt": [ASKED], "chosen": GOOD, "rejected": BAD},
+        {"chosen": GOOD, "rejected": BAD},  # TRL's implicit prompt
+        {"chosen": "\n\nHuman: q\n\nAssistant: good", "rejected": "\n\nHuman: q\n\nAssistant: bad"},  # HH
+        {"messages": [ASKED], "chosen": said("good"), "rejected": said("bad")},  # axolotl
+        {"messages": GOOD, **PAIR},
+        {
+            "conversations": [{"from": "human", "value": "q"}],  # LLaMA-Factory
+            "chosen": {"from": "gpt", "value": "good"},
+            "rejected": {"from": "gpt", "value": "bad"},
+        },
+        {"messages": GOOD, "rejected_response": "bad"},  # ms-swift
+        {"messages": GOOD, "rejected_response": [said("bad")]},
+        {"messages": GOOD, "rejected_messages": BAD},
+        {"instruction": "q", "input": "", **PAIR},  # alpaca
+        {"question": "q", **PAIR},  # axolotl's chatml.intel, .icr, .argilla
+        {"input": "q", **PAIR},
+        {"instruction": "q", "chosen_response": "good", "rejected_response": "bad"},
+        {
+            "context": [ASKED],
+            "completions": [{"rank": 1, "completion": "bad"}, {"rank": 0, "completion": [said("good")]}],
+        },
+        {"prompt": "q", "answers": [{"answer": "bad", "rank": 2.5}, {"answer": "good", "rank": 1}]},  # Nectar
+        {"prompt": "q", "answers": [{"answer": "bad", "score": -1}, {"answer": "good", "score": 2}]},
+    ],
+)
+def test_every_shape_of_a_pair_is_the_same_preference(record: dict[str, Any]) -> None:
+    parsed = parse_record(record)
+    found = parsed.content
+    assert isinstance(found, Preference)
+    assert [answer.messages for answer in found.answers] == [GOOD, BAD]
+    assert [answer.targets for answer in found.answers] == [{1: 1.0}, {1: 1.0}]
+    assert [answer.shared for answer in found.answers] == [1, 1]
+    assert found.sides == (1, -1)
+    assert set(parsed.unused) <= {"score_chosen"}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": "q", "completion": "good", "kto_tag": True},  # TRL, its label renamed
+        {"prompt": [ASKED], "completion": [said("good")], "kto_tag": 1},
+        {"messages": GOOD, "kto_tag": "true"},
+        {"instruction": "q", "output": "good", "kto_tag": 1.0},
+    ],
+)
+def test_a_label_makes_an_answer_alone_desirable_or_not(record: dict[str, Any]) -> None:
+    for label, side in ((record["kto_tag"], 1), (False, -1), (0, -1), ("False", -1)):
+        found = preference({**record, "kto_tag": label})
+        assert ([answer.messages for answer in found.answers], found.sides) == ([GOOD], (side,))
+    renamed = {**record, "label": False}
+    del renamed["kto_tag"]
+    assert preference(renamed, kto_tag="label").sides == (-1,)
+    assert not isinstance(parse_record(renamed).content, Preference)
+
+
+def test_a_label_is_that_of_the_turns_after_the_last_user_message() -> None:
+    turns = [*GOOD, {"role": "user", "content": "r"}, said("look"), {"role": "tool", "content": "x"}, said("done")]
+    (answer,) = preference({"messages": turns, "kto_tag": True}).answers
+    assert (answer.shared, answer.targets) == (3, {3: 1.0, 5: 1.0})
+
+
+def test_system_history_context_and_tools_stand_before_every_answer() -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    record = {"system": "s", "history": [["a", "b"]], "context": "c", "prompt": "q", "tools": [tool], **PAIR}
+    found = preference(record)
+    assert texts(found) == [["s", "a", "b", "c\n\nq", "good"], ["s", "a", "b", "c\n\nq", "bad"]]
+    assert [answer.targets for answer in found.answers] == [{4: 1.0}, {4: 1.0}]
+    assert [answer.tools for answer in found.answers] == [[tool], [tool]]
+    assert texts(preference({"instruction": "add", "input": "1 2", **PAIR}))[0][0] == "add\n1 2"
+
+
+def test_the_common_beginning_is_taken_over_messages_and_holds_equal_turns_of_the_assistant() -> None:
+    look, more = [ASKED, said("look"), {"role": "tool", "content": "x"}], {"role": "user", "content": "and?"}
+    found = preference(
+        {"chosen": [SYSTEM, *look, said("good")], "rejected": [SYSTEM, *look, said("goo"), more, said("b")]}
+    )
+    assert [answer.shared for answer in found.answers] == [4, 4]
+    assert [answer.targets for answer in found.answers] == [{4: 1.0}, {4: 1.0, 6: 1.0}]
+    # ms-swift's answer is what follows the last user message, calls and their results included.
+    swift = preference({"messages": [*look, said("good")], "rejected_response": "no"})
+    assert texts(swift) == [["q", "look", "x", "good"], ["q", "no"]]
+    assert [answer.targets for answer in swift.answers] == [{1: 1.0, 3: 1.0}, {1: 1.0}]
+
+
+def test_several_answers_are_ordered_the_best_first_without_those_tied_with_it() -> None:
+    found = preference({"prompt": "q", "chosen": "a", "rejected": ["b", "c"]})
+    assert (texts(found), found.sides) == ([["q", "a"], ["q", "b"], ["q", "c"]], (1, -1, -1))
+    ranks = [("a", 3), ("b", 1), ("c", 1), ("d", 2), ("e", 3)]
+    for key, sign in (("rank", 1), ("score", -1)):
+        answers = [{"answer": text, key: sign * rank} for text, rank in ranks]
+        found = preference({"prompt": "q", "answers": answers})
+        assert texts(found) == [["q", "b"], ["q", "d"], ["q", "a"], ["q", "e"]]
+        assert found.tied == 1
+        assert found.scores == (None if key == "rank" else (-1, -2, -3, -3))
+
+
+def test_answers_within_the_least_gap_of_scores_are_left_out() -> None:
+    answers = [{"answer": text, "score": score} for text, score in (("a", 5), ("b", 4), ("c", 1))]
+    found = preference({"prompt": "q", "answers": answers})
+    assert texts(found.with_least_gap(2)) == [["q", "a"], ["q", "c"]]
+    assert texts(found.with_least_gap(1)) == texts(found)
+    for gap, record in ((5, {"score_chosen": 3, "score_rejected": -1}), (0, {"score_chosen": 1, "score_rejected": 2})):
+        with pytest.raises(BadRecord) as bad:
+            preference({"prompt": "q", **PAIR, **record}).with_least_gap(gap)
+        assert bad.value.reason == "small_gap"
+    assert preference({"prompt": "q", **PAIR, "score_chosen": "7.5", "score_rejected": "2"}).scores == (7.5, 2)  # CSV
+    for record in ({}, {"score_chosen": "high"}, {"score_chosen": "nan"}, {"score_chosen": True}):
+        with pytest.raises(BadRecord) as bad:
+            preference({"prompt": "q", **PAIR, "score_rejected": 0, **record}).with_least_gap(0)
+        assert bad.value.reason == "no_score"
+
+
+@pytest.mark.parametrize(
+    ("record", "reason", "words"),
+    [
+        ({"chosen": "good", "rejected": "bad"}, "no_prompt", "no beginning is taken over characters"),
+        ({"prompt": "q", "chosen": "good", "rejected": "good"}, "same_answers", "equal"),
+        ({"chosen": [*GOOD, ASKED, said("x")], "rejected": GOOD}, "same_answers", "the beginning of one another"),
+        ({"prompt": "q", "chosen": "a", "rejected": ["b", "a"]}, "same_answers", "answer 2 of rejected"),
+        ({"chosen": GOOD, "rejected": [{**ASKED, "content": "p"}, said("bad")]}, "different_prompts", "message 1"),
+        ({"prompt": "q", "chosen": GOOD, "rejected": "bad"}, "different_prompts", "chosen is a whole chat"),
+        ({"prompt": [SYSTEM], "chosen": GOOD, "rejected": BAD}, "different_prompts", "do not begin with prompt"),
+        ({"chosen": [WITH_TOOL, *GOOD], "rejected": [SYSTEM, *BAD]}, "different_prompts", "have different tools"),
+        ({"messages": GOOD, "chosen": "x", "rejected": "bad"}, "ambiguous", "messages must end before the answers"),
+        ({"prompt": "q", "chosen": "good", "rejected": ""}, "empty", "rejected"),
+        ({"prompt": "q", "chosen": [], "rejected": "bad"}, "empty", "chosen is empty"),
+        ({"prompt": "q", "chosen": ["a", 1], "rejected": "bad"}, "non_string_content", "chosen"),
+        ({"prompt": "q", "chosen": "good", "rejected": {**said("bad"), "train": False}}, "no_target", "rejected"),
+        ({"messages": GOOD, "rejected_messages": [ASKED]}, "no_target", "rejected_messages"),
+        ({"prompt": "q", "answers": [{"answer": "a", "rank": 1}, {"answer": "b", "rank": 1}]}, "same_rank", "answers"),
+        ({"prompt": "q", "answers": [{"answer": "a", "rank": 1}, {"text": "b", "rank": 2}]}, "no_target", "answer 2"),
+        ({"messages": GOOD, "kto_tag": "maybe"}, "bad_label", "'maybe'"),
+        ({"text": "a", "kto_tag": True}, "unknown_shape", "got a text"),
+        ({"prompt": "q", **PAIR, "kto_tag": True}, "unknown_shape", "got several answers"),
+    ],
+)
+def test_a_record_without_a_preference_says_why(record: dict[str, Any], reason: str, words: str) -> None:
+    with pytest.raises(BadRecord) as bad:
+        parse_record(record)
+    assert bad.value.reason == reason
+    assert words in str(bad.value)
+
+
+def test_columns_rename_the_fields_of_preferences_and_null_reads_the_chat_beside_them() -> None:
+    record = {"ask": "q", "win": "good", "lose": "bad"}
+    assert texts(preference(record, prompt="ask", chosen="win", rejected="lose")) == [["q", "good"], ["q", "bad"]]
+    beside = parse_record({"messages": GOOD, "chosen": GOOD, "rejected": BAD}, {"chosen": None, "rejected": None})
+    assert not isinstance(beside.content, Preference)
+    assert column_problems({"chosen": "win", "answer": "x"})
+    assert not column_problems({"chosen": "win", "rejected": "lose", "kto_tag": "label"})
+
+
+def test_other_fields_named_like_answers_leave_a_chat_as_it_was() -> None:
+    record = {"prompt": "q", "response": "good", "chosen": True, "rejected": False, "answers": json.dumps(["x"])}
+    assert not isinstance(parse_record(record).content, Preference)

@@ -1,0 +1,61 @@
+"""ChosenDataSet: the preferred answers of preferences, as documents of supervised fine-tuning.
+
+row      0 chosen   1 rejected   2 chosen   3 rejected   4 a document
+packs    0          2                       4
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import override
+
+from verl_ext.data.arrow import TokenizedData
+from verl_ext.data.dataset import DocumentSource
+from verl_ext.data.omitted import OmittedDocuments
+from verl_ext.data.options import DatasetOptions
+from verl_ext.data.sft import SFTDataSet, SFTOptions
+from verl_ext.text.read.sources import absolute_path
+
+
+@dataclass(frozen=True)
+class ChosenOptions(SFTOptions):
+    """The options by which preferred answers become packs."""
+
+    @override
+    def problems(self) -> Iterable[str | None]:
+        if self.mixture is not None:
+            yield "data.mixture must be null with data=chosen, which leaves rows out; got a mixture"
+        yield from super().problems()
+
+
+class ChosenDataSet(SFTDataSet):
+    """A dataset of preferred answers, and of documents that are none."""
+
+    Options: ClassVar[type[DatasetOptions]] = ChosenOptions
+    _data: TokenizedData
+
+    @override
+    def _open(self, paths: Sequence[str], tokenizer: Any, key: str) -> tuple[DocumentSource, NDArray[np.int64] | None]:
+        data = TokenizedData([absolute_path(path) for path in paths], key, with_answers=True)
+        if data.units is None:
+            needed = "the answers of preferences, as `verl-ext tokenize` writes them of chosen and rejected"
+            raise ValueError(f"{key} must hold {needed}; got documents alone in {', '.join(data.folders)}: data=packed")
+        rows = np.flatnonzero(data.units.answer >= 0)
+        if not len(rows):
+            raise ValueError(f"{key} must hold a preferred answer with data=chosen; got rejected ones alone")
+        return data, rows
+
+    @override
+    def omitted_documents(self) -> list[OmittedDocuments]:
+        assert self._data.units is not None, "it was opened with them"
+        rejected = np.flatnonzero(self._data.units.answer < 0)
+        whole = replace(self._omitted, total=int(self._data.lengths.sum(dtype=np.int64)))
+        left_out = whole.by_category("rejected answer", rejected, self._data.lengths[rejected])
+        if (columns := self._data.document_columns) is not None:
+            for row, number in zip(left_out, np.unique(columns.category[rejected]), strict=True):
+                of_category = rejected[columns.category[rejected] == number]
+                row.targets_removed = int(columns.num_targets[of_category].sum(dtype=np.int64))
+        return [*left_out, *super().omitted_documents()]

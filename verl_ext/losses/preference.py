@@ -1,0 +1,338 @@
+"""Losses of preferences, as functions of the answers' sums of log-probabilities.
+
+    x_d = Σ_t s_t·log π(t)     L = Σ_i w_i·f_i / Z      a_t = −s_t·∂L/∂x_d, so that Σ_t a_t·ℓ_t has L's gradient
+
+With c = x_c − x_c(ref), r = x_r − x_r(ref), m = β(c − r), ε = label_smoothing, σ the logistic function:
+
+| `loss.mode` | f of a pair                                        | reference | length | β   |
+|-------------|----------------------------------------------------|-----------|--------|-----|
+| `dpo`       | −(1 − ε)·log σ(m) − ε·log σ(−m)                     | yes       | sum    | 0.1 |
+| `dpo_norm`  | the same of means (Tulu 3)                         | yes       | mean   | 5   |
+| `robust`    | (−(1 − ε)·log σ(m) + ε·log σ(−m)) / (1 − 2ε)        | yes       | sum    | 0.1 |
+| `ipo`       | (c − r − 1/(2β))²                                  | yes       | mean   | 0.1 |
+| `hinge`     | max(0, 1 − m)                                      | yes       | sum    | 0.1 |
+| `simpo`     | `dpo` of m = β(x_c − x_r) − γ, γ = margin          | no        | mean   | 2   |
+| `orpo`      | −β·log σ(logit x_c − logit x_r)                    | no        | mean   | 0.1 |
+| `apo_zero`  | 1 − σ(βc) + σ(βr)                                  | yes       | sum    | 0.1 |
+| `apo_down`  | σ(βc) + 1 − σ(m)                                   | yes       | sum    | 0.1 |
+| `dpop`      | `dpo` of m = β(c − r − κ·max(0, −c)), κ = penalty  | yes       | sum    | 0.1 |
+| `kto`       | of an answer: λ·(1 − σ(±(βr_d − z)))               | yes       | sum    | 0.1 |
+
+logit x = x − log(1 − eˣ). `apo_zero` also takes answers with a label alone, each with its own term of the sum. z of
+`kto` is the `baseline` of the whole step, which is not differentiated; λ is desirable_weight or undesirable_weight.
+
+Sums and f are float64: a sum of 10⁴ log-probabilities loses 10⁻³ in fp32, and the margin is a difference of two.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from verl_ext.losses.modes import MODES
+from verl_ext.losses.preference_units import LENGTHS, Units
+from verl_ext.options import Options, first_line, option
+
+_SMOOTHED = ("dpo", "dpo_norm", "robust", "simpo", "dpop")
+_LEAST_GAP = -1e-12  # the largest mean log-probability, for log(1 − eˣ)
+
+
+class Sides(NamedTuple):
+    """The sums of P pairs, float64[P] each."""
+
+    chosen: torch.Tensor
+    rejected: torch.Tensor
+    reference_chosen: torch.Tensor
+    reference_rejected: torch.Tensor
+
+    @property
+    def ratios(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The log-ratios c and r to the reference."""
+        return self.chosen - self.reference_chosen, self.rejected - self.reference_rejected
+
+    @property
+    def gap(self) -> torch.Tensor:
+        """The difference c − r."""
+        chosen, rejected = self.ratios
+        return chosen - rejected
+
+
+Formula = Callable[[Sides, Any], torch.Tensor]  # (the sums, PreferenceOptions) → float64[P]
+
+
+def _smoothed(margin: torch.Tensor, smoothing: float) -> torch.Tensor:
+    return -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
+
+
+def dpo(sides: Sides, o: "PreferenceOptions") -> torch.Tensor:
+    """Return DPO's loss (arXiv 2305.18290), with label smoothing that of cDPO."""
+    return _smoothed(o.scale * sides.gap, o.label_smoothing)
+
+
+def robust(sides: Sides, o: "PreferenceOptions") -> torch.Tensor:
+    """Return robust DPO's loss (arXiv 2403.00409), unbiased under flipped labels."""
+    margin, smoothing = o.scale * sides.gap, o.label_smoothing
+    return (-(1 - smoothing) * F.logsigmoid(margin) + smoothing * F.logsigmoid(-margin)) / (1 - 2 * smoothing)
+
+
+def ipo(sides: Sides, o: "PreferenceOptions") -> torch.Tensor:
+    """Return IPO's loss (arXiv 2310.12036)."""
+    return (sides.gap - 1 / (2 * o.scale)) ** 2
+
+
+def hinge(sides: Sides, o: "PreferenceOptions") -> torch.Tensor:
+    """Return SLiC's hinge loss (arXiv 2305.10425)."""
+    return torch.relu(1 - o.scale * sides.gap)
+
+
+def simpo(sides: Sides, o: "PreferenceOptions") -> torch.Tensor:
+    """Return SimPO's loss (arXiv 2405.14734), which has no reference."""
+    return _smoothed(o.scale * (sides.chosen - sides.rejected) - o.margin, o.label_smoothing)
+
+
+def orpo(sides: Sides, o: "PreferenceOptions") -> torch.Tensor:
+    """Return ORPO's odds-ratio loss (arXiv 2403.07691), without its likelihood term."""
+    logit = [x - _log1mexp(x) for x in (sides.chosen, sides.rejected)]
+    return -o.scale * F.logsigmoid(logit[0] - logit[1])
+
+
+def apo_zero(sides: Sides, o: "PreferenceOptions") -> torch.Tensor:
+    """Return APO-zero's loss (arXiv 2408.06266): preferred answers up, rejected ones down."""
+    chosen, rejected = sides.ratios
+    return 1 - torch.sigmoid(o.scale * chosen) + torch.sigmoid(o.scale * rejected)
+
+
+def apo_down(sides: Sides, o: "PreferenceOptions") -> torch.Tensor:
+    """Return APO-down's loss (arXiv 2408.06266): both answers down, rejected ones more."""
+    return torch.sigmoid(o.scale * sides.ratios[0]) + 1 - torch.sigmoid(o.scale * sides.gap)
+
+
+def dpop(sides: Sides, o: "PreferenceOptions") -> torch.Tensor:
+    """Return DPO-Positive's loss (arXiv 2402.13228), which keeps preferred answers likely."""
+    drop = torch.relu(-sides.ratios[0])
+    return _smoothed(o.scale * (sides.gap - o.penalty * drop), o.label_smoothing)
+
+
+def _log1mexp(x: torch.Tensor) -> torch.Tensor:
+    """Return log(1 − eˣ) for x < 0, exact near 0 too."""
+    x = x.clamp(max=_LEAST_GAP)
+    return torch.where(x > -math.log(2), torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(x)))
+
+
+class PreferenceMode(NamedTuple):
+    """A loss mode: its formula (None for answers alone), defaults and needs."""
+
+    formula: Formula | None
+    beta: float = 0.1
+    length: str = "sum"
+    fixed_length: bool = False
+    has_reference: bool = True
+    takes_labels: bool = False
+    nll_weight: float = 0.0
+
+
+PREFERENCE_MODES: dict[str, PreferenceMode] = {
+    "dpo": PreferenceMode(dpo),
+    "dpo_norm": PreferenceMode(dpo, beta=5.0, length="mean", fixed_length=True),
+    "robust": PreferenceMode(robust),
+    "ipo": PreferenceMode(ipo, length="mean"),
+    "hinge": PreferenceMode(hinge),
+    "simpo": PreferenceMode(simpo, beta=2.0, length="mean", fixed_length=True, has_reference=False),
+    "orpo": PreferenceMode(orpo, length="mean", fixed_length=True, has_reference=False, nll_weight=1.0),
+    "apo_zero": PreferenceMode(apo_zero, takes_labels=True),
+    "apo_down": PreferenceMode(apo_down),
+    "dpop": PreferenceMode(dpop),
+    "kto": PreferenceMode(None, takes_labels=True),
+}
+# The options that only some modes use.
+_USED_BY = {
+    "label_smoothing": _SMOOTHED,
+    "margin": ("simpo",),
+    "penalty": ("dpop",),
+    "desirable_weight": ("kto",),
+    "undesirable_weight": ("kto",),
+}
+
+
+@dataclass(frozen=True)
+class PreferenceOptions(Options):
+    """The options of a loss of preferences."""
+
+    prefix: ClassVar[str] = "loss"
+
+    mode: str = option("dpo", "the loss of a pair of answers", choices=PREFERENCE_MODES, resume="same")
+    beta: float | None = option(None, "scale of the margin; null: by the mode", above=0, resume="same")
+    label_smoothing: float = option(
+        0.0,
+        f"share of pairs taken to be the wrong way round, below 0.5; {', '.join(_SMOOTHED)}",
+        least=0,
+        resume="same",
+    )
+    margin: float = option(1.0, "simpo: least margin, γ", least=0, resume="same")
+    penalty: float = option(5.0, "dpop: factor of the preferred answer's drop, κ", least=0, resume="same")
+    length: str | None = option(
+        None,
+        "what an answer counts with: sum: of its log-probabilities | mean: theirs | common: the sum, with tail_weight "
+        "beyond the length of the shortest answer; null: by the mode",
+        choices=LENGTHS,
+        resume="same",
+    )
+    tail_weight: float = option(1.0, "length=common: weight of the targets beyond it", least=0, most=1, resume="same")
+    nll_weight: float | None = option(
+        None, "weight of the preferred answers' likelihood; null: 1 for orpo, 0 else", least=0, resume="same"
+    )
+    nll_mode: str = option("token", "the mean of the likelihood terms", choices=MODES, resume="same")
+    sft_weight: float = option(1.0, "weight of the likelihood of rows that are no answers", least=0, resume="same")
+    answers: str = option(
+        "sum",
+        "several rejected answers: sum: each pair has the weight of its unit | mean: they share it",
+        choices=("sum", "mean"),
+        resume="same",
+    )
+    desirable_weight: float = option(1.0, "kto: weight of desirable answers", least=0, resume="same")
+    undesirable_weight: float = option(1.0, "kto: weight of undesirable answers", least=0, resume="same")
+
+    def problems(self) -> Iterable[str | None]:
+        """Yield a line for each option that the mode does not use."""
+        if self.label_smoothing >= 0.5:
+            yield f"loss.label_smoothing must be below 0.5; got {self.label_smoothing}"
+        for name in self.changed().keys() & _USED_BY.keys():
+            if self.mode not in _USED_BY[name]:
+                got = f"got {getattr(self, name)} with loss.mode={self.mode}"
+                yield f"loss.{name} is an option of {', '.join(_USED_BY[name])}; {got}"
+        own = PREFERENCE_MODES[self.mode]
+        if own.fixed_length and self.length not in (None, own.length):
+            yield f"loss.length must be {own.length} with loss.mode={self.mode}; got {self.length}"
+        if self.tail_weight != 1 and self.chosen_length != "common":
+            got = f"got {self.tail_weight} with {self.chosen_length}"
+            yield f"loss.tail_weight is an option of loss.length=common; {got}"
+
+    @property
+    def of_mode(self) -> PreferenceMode:
+        """The facts of the mode."""
+        return PREFERENCE_MODES[self.mode]
+
+    @property
+    def scale(self) -> float:
+        """The β that is used."""
+        return self.of_mode.beta if self.beta is None else self.beta
+
+    @property
+    def chosen_length(self) -> str:
+        """The length that is used."""
+        return self.length or self.of_mode.length
+
+    @property
+    def likelihood_weight(self) -> float:
+        """The weight of the preferred answers' likelihood that is used."""
+        return self.of_mode.nll_weight if self.nll_weight is None else self.nll_weight
+
+
+class Terms(NamedTuple):
+    """The documents int64[n], weights and losses float64[n] of a sum's terms.
+
+    A pair's document is its preferred answer.
+    """
+
+    documents: torch.Tensor
+    weights: torch.Tensor
+    losses: torch.Tensor
+
+    @property
+    def weighted_sum(self) -> torch.Tensor:
+        """Σ w·f, float64[]."""
+        return (self.weights * self.losses).sum()
+
+
+def preference_terms(
+    sums: torch.Tensor,
+    units: Units,
+    options: PreferenceOptions,
+    baseline: torch.Tensor | float = 0.0,
+    formula: Formula | None = None,
+) -> Terms:
+    """Return the terms of the loss for the documents' sums x, float64[A].
+
+    baseline: z of kto. formula: a loss of the user's own, in place of the mode's. Raises ValueError for answers with a
+    label alone, if the mode compares answers.
+    """
+    formula = formula or options.of_mode.formula
+    ratios = sums - units.reference
+    # Answers alone: each is a term, and none is compared with another.
+    if formula is None:
+        documents = units.side.nonzero().squeeze(1)
+        side, scaled = units.side[documents], options.scale * ratios[documents]
+        desirable = (side > 0).double()  # a truth value times a number would be float32
+        factor = options.desirable_weight * desirable + options.undesirable_weight * (1 - desirable)
+        return Terms(documents, units.weight[documents], factor * (1 - torch.sigmoid(side * (scaled - baseline))))
+    # Pairs; answers that have a label follow them, if the loss is a sum over sides.
+    pairs = [each[place] for each in (sums, units.reference) for place in (units.chosen, units.rejected)]
+    losses = formula(Sides(*pairs), options)
+    if not len(units.alone):
+        return Terms(units.chosen, units.pair_weight, losses)
+    if not options.of_mode.takes_labels:
+        labels = ", ".join(name for name, mode in PREFERENCE_MODES.items() if mode.takes_labels)
+        raise ValueError(f"loss.mode must be one of {labels} for answers with a label alone; got {options.mode}")
+    alone = torch.sigmoid(-units.side[units.alone] * options.scale * ratios[units.alone])
+    documents, weights = (
+        torch.cat(parts) for parts in ((units.chosen, units.alone), (units.pair_weight, units.weight[units.alone]))
+    )
+    return Terms(documents, weights, torch.cat([losses, alone]))
+
+
+def total_weight(units: Units, options: PreferenceOptions) -> torch.Tensor:
+    """Return the units' part of Z, float64[], from data alone."""
+    if options.of_mode.formula is None:
+        return units.weight[units.side != 0].sum()
+    return units.pair_weight.sum() + units.weight[units.alone].sum()
+
+
+def preference_slopes(
+    sums: torch.Tensor,
+    units: Units,
+    options: PreferenceOptions,
+    normaliser: torch.Tensor | float,
+    baseline: torch.Tensor | float = 0.0,
+    formula: Formula | None = None,
+) -> tuple[Terms, torch.Tensor]:
+    """Return the terms, and ∂(Σ w·f / Z)/∂x of each document, float64[A].
+
+    The slopes come by autograd over these A numbers. normaliser: Z of the step, over all packs and ranks.
+    """
+    sums = sums.detach().double().requires_grad_()
+    with torch.enable_grad():
+        terms = preference_terms(sums, units, options, baseline, formula)
+        if not len(terms.losses):
+            return terms, torch.zeros_like(sums)
+        (slopes,) = torch.autograd.grad(terms.weighted_sum / normaliser, sums)
+    return terms._replace(losses=terms.losses.detach()), slopes
+
+
+def kto_baseline(log_ratio: torch.Tensor | float, answers: torch.Tensor | float, beta: float) -> torch.Tensor:
+    """Return z of kto: mean log-ratio of mismatched answers, at least 0.
+
+    log_ratio, answers: the sum over the step and its number of answers, reduced over ranks.
+    """
+    mean = torch.as_tensor(log_ratio, dtype=torch.float64) / torch.as_tensor(answers, dtype=torch.float64)
+    return (beta * mean).clamp(min=0)
+
+
+def checked_formula(function: Callable[..., Any], name: str) -> Formula:
+    """Return a user's loss after a trial; raise ValueError if wrong."""
+    trial = torch.tensor([-1.0, -20.0, -3.5], dtype=torch.float64)
+    chosen, rejected = ((trial * factor).requires_grad_() for factor in (1.0, 1.5))
+    try:
+        losses = function(Sides(chosen, rejected, trial, trial), PreferenceOptions())
+        gradients = torch.autograd.grad(losses.sum(), (chosen, rejected))
+    except Exception as error:
+        got = f"{type(error).__name__}: {first_line(error)}"
+        raise ValueError(f"{name} must give losses with gradients for (sides, options); got {got}") from error
+    if losses.shape != trial.shape or losses.dtype != torch.float64:
+        got = f"{losses.dtype} of shape {tuple(losses.shape)} for 3 pairs"
+        raise ValueError(f"{name} must give float64[pairs]; got {got}")
+    if not all(torch.isfinite(values).all() for values in (losses, *gradients)):
+        raise ValueError(f"{name} must give finite losses and gradients; got {losses.tolist()} for 3 pairs")
+    return function

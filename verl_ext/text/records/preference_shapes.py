@@ -1,0 +1,215 @@
+"""Read records of preferred and rejected answers, or of labelled ones.
+
+    chosen + rejected                 with a prompt beside them, or each a whole chat
+    messages + rejected_response      ms-swift: the chosen answer is what follows the last user message
+    prompt + answers [{answer, rank}] several answers, the lowest rank or the highest score first
+    kto_tag                           beside an ordinary chat: whether its last answer is desirable
+
+An answer is a text, a message, or a list of messages; `rejected` may be a list of answers.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from verl_ext.text.records.bad_record import BadRecord, short_text
+from verl_ext.text.records.messages import ROLES, Chat, Message, PlainText
+from verl_ext.text.records.preference import PREFERRED, REJECTED, Content, Preference, answer_after, preference_of
+from verl_ext.text.records.shapes import LABEL, Fields, Shape, chat_of, question_turns, with_input
+
+_PROMPTS = ("prompt", "instruction", "question", "messages", "conversations", "input")
+_SCORES = ("score_chosen", "score_rejected")
+_ANSWERS = ("completion", "answer", "response", "content")  # the field of a ranked answer that holds it
+_HH = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")  # Anthropic's texts of whole chats
+_YES = {"true": True, "1": True, "false": False, "0": False}  # of a CSV file
+
+
+def _pairs(fields: Fields, chosen: str, rejected: str) -> Preference:
+    """Read a preferred answer and others, below a prompt or as chats."""
+    answers = {chosen: _answer(fields.take(chosen), chosen), **_answers(fields.take(rejected), rejected)}
+    kinds = {name: _is_whole(turns) for name, turns in answers.items()}
+    if len(set(kinds.values())) > 1:
+        alone = next(name for name, is_whole in kinds.items() if not is_whole)
+        whole = next(name for name, is_whole in kinds.items() if is_whole)
+        raise BadRecord("different_prompts", f"{whole} is a whole chat and {alone} an answer alone; both must be one")
+    if kinds[chosen]:
+        _take_repeated(fields, answers[chosen])
+        return _preference(fields, answers)
+    prompt = _prompt(fields, answers[chosen])
+    return _preference(fields, {name: [*prompt, *turns] for name, turns in answers.items()})
+
+
+def _swift(fields: Fields, rejected: str, messages: str) -> Preference:
+    """Read a chat, and other turns after its last user message."""
+    chat = fields.messages(messages)
+    last = max((at for at, message in enumerate(chat) if _role(message) == "user"), default=-1)
+    others = _answers(fields.take(rejected), rejected)
+    whole = {name: turns if _is_whole(turns) else [*chat[: last + 1], *turns] for name, turns in others.items()}
+    return _preference(fields, {messages: chat, **whole})
+
+
+def _ranked(fields: Fields, name: str, prompt: str) -> Preference:
+    """Read answers by rank or score, without those tied with the best."""
+    given = fields.messages(name, "a list of answers")
+    key = "rank" if all(_number(item.get("rank")) for item in given) else "score"
+    sign = 1 if key == "rank" else -1
+    order = sorted(range(len(given)), key=lambda place: sign * given[place][key])
+    best = given[order[0]][key]
+    below = [place for place in order if given[place][key] != best]
+    if not below:
+        raise BadRecord("same_rank", f"no answer of {name} has another {key} than the best, {short_text(best)}")
+    if prompt != "context":
+        turns = _prompt(fields)
+    elif isinstance(fields.values[prompt], str):
+        turns = [{"role": "user", "content": fields.string(prompt)}]
+    else:
+        turns = fields.messages(prompt, "a text or a list of messages")
+    chats = {}
+    for place in (order[0], *below):
+        where = f"answer {place + 1} of {name}"
+        field = next((field for field in _ANSWERS if given[place].get(field) is not None), None)
+        if field is None:
+            raise BadRecord("no_target", f"{where} has none of {', '.join(_ANSWERS)}")
+        chats[where] = [*turns, *_answer(given[place][field], where)]
+    scores = None if key == "rank" else [float(given[place][key]) for place in (order[0], *below)]
+    return _preference(fields, chats, scores, tied=len(order) - len(below) - 1)
+
+
+def labelled(fields: Fields, chat: Content) -> Preference:
+    """Return a chat with a label of its last answer."""
+    label = fields.take(LABEL)
+    label = _YES.get(label.lower()) if isinstance(label, str) else label
+    if not isinstance(label, (bool, int, float)) or label not in (0, 1):
+        raise BadRecord("bad_label", f"{LABEL} must be true or false; got {short_text(fields.values[LABEL])}")
+    if not isinstance(chat, Chat):
+        got = "a text" if isinstance(chat, PlainText) else "several answers"
+        raise BadRecord("unknown_shape", f"{LABEL} must stand beside a prompt with its answer; got {got}")
+    last = max((at for at, message in enumerate(chat.messages) if message["role"] == "user"), default=-1)
+    return Preference((answer_after(chat, last + 1, "the record"),), (PREFERRED if label else REJECTED,))
+
+
+def _preference(
+    fields: Fields, chats: Mapping[str, list[Any]], scores: list[float] | None = None, tied: int = 0
+) -> Preference:
+    """Return the preference for the first of whole chats."""
+    read = {}
+    for name, turns in chats.items():
+        try:
+            read[name] = chat_of(turns, fields)
+        except BadRecord as bad:
+            raise BadRecord(bad.reason, f"{name}: {bad}") from bad
+    given = [_score(fields.values.get(name)) for name in _SCORES]
+    if scores is None and len(chats) == 2 and None not in given:
+        for name in _SCORES:
+            fields.take(name)
+        scores = [score for score in given if score is not None]
+    return preference_of(read, scores, tied)
+
+
+def _prompt(fields: Fields, chosen: Sequence[Message] = ()) -> list[Any]:
+    """Return the turns before the answers, without a copy of the chosen.
+
+    Raises `BadRecord` if the record has none, or they end with another answer.
+    """
+    name = fields.first(_PROMPTS)
+    if name is None:
+        needed = "must be whole chats, or have a prompt beside them: no beginning is taken over characters"
+        raise BadRecord("no_prompt", f"the answers {needed}; the record has none of {', '.join(_PROMPTS)}")
+    if isinstance(fields.values[name], str) and name not in ("messages", "conversations"):
+        return question_turns(with_input(fields, name) if name == "instruction" else fields.string(name), fields)
+    turns = fields.messages(name, "a text or a list of messages")
+    if _role(turns[-1]) == "assistant" and chosen and _words(turns[-len(chosen) :]) == _words(chosen):
+        turns = turns[: -len(chosen)]
+    if turns and _role(turns[-1]) == "assistant":
+        raise BadRecord("ambiguous", f"{name} must end before the answers; it ends with another assistant turn")
+    return turns
+
+
+def _take_repeated(fields: Fields, chat: list[Any]) -> None:
+    """Read the fields that repeat whole chats or their prompt."""
+    texts = _words([message for message in chat if _role(message) == "user"])
+    for name in _PROMPTS:
+        value = fields.values.get(name)
+        if (isinstance(value, str) and value in texts) or (isinstance(value, list) and chat[: len(value)] == value):
+            fields.take(name)
+        elif isinstance(value, list) and name == "prompt":
+            raise BadRecord("different_prompts", "the answers are whole chats that do not begin with prompt")
+
+
+def _answers(value: Any, name: str) -> dict[str, list[Message]]:
+    """Return the turns of answers, by what errors call each."""
+    if not (isinstance(value, list) and value and all(isinstance(each, (str, list)) for each in value)):
+        return {name: _answer(value, name)}
+    places = {f"answer {number} of {name}": each for number, each in enumerate(value, start=1)}
+    return {place: _answer(each, place) for place, each in places.items()}
+
+
+def _answer(value: Any, name: str) -> list[Message]:
+    """Return the turns of an answer: a text, message, or list of messages."""
+    if isinstance(value, str):
+        parts = _HH.split(value)
+        if len(parts) < 3 or parts[0].strip():
+            return [{"role": "assistant", "content": value}]
+        roles = ("user" if head == "Human" else "assistant" for head in parts[1::2])
+        return [{"role": role, "content": text.strip()} for role, text in zip(roles, parts[2::2], strict=True)]
+    turns = [value] if isinstance(value, dict) else value
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        needed = "must be a text, a message or a list of messages"
+        raise BadRecord("non_string_content", f"{name} {needed}; got {short_text(value)}")
+    if not turns:
+        raise BadRecord("empty", f"{name} is empty")
+    return turns
+
+
+def _role(message: Any) -> str | None:
+    name = (message.get("role") or message.get("from")) if isinstance(message, dict) else None
+    return ROLES.get(name.lower()) if isinstance(name, str) else None
+
+
+def _is_whole(turns: list[Message]) -> bool:
+    """Return whether turns begin before the assistant's first one."""
+    return _role(turns[0]) in ("system", "developer", "user")
+
+
+def _words(turns: Sequence[Message]) -> list[Any]:
+    return [turn.get("content", turn.get("value")) for turn in turns]
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _score(value: Any) -> float | None:
+    """Return a number, or that in a cell of a CSV file; else None."""
+    try:
+        score = float(value) if _number(value) or isinstance(value, str) else math.nan
+    except ValueError:
+        return None
+    return score if math.isfinite(score) else None
+
+
+def _is_ranked(value: Any) -> bool:
+    """Return whether a value is a list of ranked or scored answers."""
+    if not isinstance(value, list) or not value or not all(isinstance(item, dict) for item in value):
+        return False
+    return any(all(_number(item.get(key)) for item in value) for key in ("rank", "score"))
+
+
+PREFERENCES = (
+    Shape(
+        (("chosen", "chosen_response"), ("rejected", "rejected_response")),
+        _pairs,
+        optional=(*_PROMPTS, *_SCORES),
+        comes_first=True,
+        accepts=lambda value: isinstance(value, (str, list, dict)),
+    ),
+    Shape((("rejected_response", "rejected_messages"), ("messages", "conversations")), _swift, comes_first=True),
+    Shape(
+        (("completions", "answers"), ("prompt", "instruction", "question", "messages", "conversations", "context")),
+        _ranked,
+        optional=("input",),
+        comes_first=True,
+        accepts=_is_ranked,
+    ),
+)
