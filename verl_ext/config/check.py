@@ -17,7 +17,7 @@ import torch
 from verl.workers.config.optimizer import build_optimizer
 
 from verl_ext.config.model import ModelFacts, override
-from verl_ext.config.run import AFTER_EACH_EPOCH, RunConfig, frequencies
+from verl_ext.config.run import AFTER_EACH_EPOCH, RunConfig, frequencies, is_of_answers
 from verl_ext.config.schema import foreign_option_problems
 from verl_ext.config.support import CP, SP, model_class
 from verl_ext.config.upstream import fixed_value_problems
@@ -103,10 +103,21 @@ def data_problems(config: RunConfig) -> Iterator[str]:
         yield from family.path_problems("data.train_dir", train_dir)
     yield from family.path_problems("data.val_dir", val_dir)
     test_freq = config.trainer.test_freq
-    validates = any(every == AFTER_EACH_EPOCH or every > 0 for every in frequencies(test_freq))
-    if (validates or evaluates) and not val_dir and not family.splits_validation:
-        asks = f"trainer.test_freq={spell(test_freq)}" if validates else "trainer.eval_only=true"
-        yield f"data.val_dir is required with {asks}; got null"
+    by_steps = any(every == AFTER_EACH_EPOCH or every > 0 for every in frequencies(test_freq))
+    per_epoch, has_set = config.trainer.tests_per_epoch, val_dir or family.splits_validation
+    if (by_steps or per_epoch or evaluates) and not has_set:
+        asks = f"trainer.tests_per_epoch={per_epoch}" if per_epoch else "trainer.eval_only=true"
+        yield f"data.val_dir is required with {f'trainer.test_freq={spell(test_freq)}' if by_steps else asks}; got null"
+    # A metric that is measured only at the end can neither choose a checkpoint nor end a run.
+    for key, metric in config.watched.items():
+        of_answers = is_of_answers(metric)
+        if not (config.eval.prompts if of_answers else has_set):
+            yield f"{'eval.prompts' if of_answers else 'data.val_dir'} is required with {key}={metric}; got null"
+        elif of_answers and config.eval.freq is None:
+            yield f"eval.freq is required with {key}={metric}, which is else measured only at the end; got null"
+        elif not (of_answers or by_steps or per_epoch):
+            must = "trainer.test_freq or trainer.tests_per_epoch must say how often to validate"
+            yield f"{must} with {key}={metric}; got {spell(test_freq)} and null"
 
 
 def batch_problem(config: Any, ranks: int) -> str | None:

@@ -7,6 +7,7 @@ It is typed once: after `RunConfig.from_composed` there is no DictConfig, except
 
 import functools
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -26,14 +27,75 @@ from verl_ext.custom import custom_object
 from verl_ext.data import PackDataset, SFTDataSet
 from verl_ext.data.collated import CollatedDataset, is_collated
 from verl_ext.data.options import DataOptions, DatasetOptions
-from verl_ext.engines.schedule import ScheduleOptions, StepOptimizerConfig
+from verl_ext.engines.schedule import OptimOptions, StepOptimizerConfig
 from verl_ext.losses import LossOptions
 from verl_ext.options import Options, choice_problem, option, plain, refuse, spell
 from verl_ext.parallel.shards import ParallelOptions
 
 AFTER_EACH_EPOCH = "after_each_epoch"
 _HANG_TIMEOUT = 1200
-_OPTIM = {"_target_": "verl_ext.engines.schedule.StepOptimizerConfig"}  # instead of verl's class
+# Our classes of nodes, instead of verl's.
+_TARGETS = {
+    "optim": "verl_ext.engines.schedule.StepOptimizerConfig",
+    "checkpoint": "verl_ext.config.run.RunCheckpointConfig",
+}
+_WATCHABLE = re.compile(r"val/(loss|answer(/.+)?|.+_loss)")
+KEEP_BEST, EARLY_STOP = "checkpoint.keep_best", "trainer.early_stop.metric"
+
+
+def is_of_answers(metric: str) -> bool:
+    """Tell whether a metric is a mean score of answers, of which more is better."""
+    return metric == "val/answer" or metric.startswith("val/answer/")
+
+
+def _metric_problem(key: str, metric: str | None) -> str | None:
+    """Return a line if no validation has a metric of this form."""
+    if metric is None or _WATCHABLE.fullmatch(metric):
+        return None
+    forms = "val/loss, val/CATEGORY_loss, val/answer or val/answer/CATEGORY"
+    return f"{key} must be {forms}; got {spell(metric)}"
+
+
+@dataclass  # not frozen: a base of verl's own dataclass of the checkpoint node
+class BestOptions(Options):
+    """The keys of the checkpoint node that verl lacks."""
+
+    prefix: ClassVar[str] = "checkpoint"
+
+    keep_best: str | None = option(
+        None,
+        "metric whose best step is saved at once, kept beyond trainer.max_ckpt_to_keep and linked as best: val/loss, "
+        "val/CATEGORY_loss (the lowest), val/answer, val/answer/CATEGORY (the highest); null: none",
+    )
+
+    def problems(self) -> Iterable[str | None]:
+        """Yield a line for a metric that no run has."""
+        yield _metric_problem(KEEP_BEST, self.keep_best)
+
+
+@dataclass
+class RunCheckpointConfig(CheckpointConfig, BestOptions):
+    """verl's configuration of checkpoints with our keys."""
+
+
+@dataclass(frozen=True)
+class EarlyStopOptions(Options):
+    """The keys that end a run before its last step."""
+
+    prefix: ClassVar[str] = "trainer.early_stop"
+
+    metric: str | None = option(
+        None, "metric, as in checkpoint.keep_best, that must go on improving; null: train to the last step"
+    )
+    patience: int = option(3, "measurements in a row without an improvement, after which the run ends", least=1)
+    least: float = option(0.0, "change that an improvement must exceed", least=0)
+
+    def problems(self) -> Iterable[str | None]:
+        """Yield a line for a metric that no run has, or options without one."""
+        yield _metric_problem(EARLY_STOP, self.metric)
+        if self.metric is None and (given := self.changed()):
+            got = ", ".join(f"{self.prefix}.{name}={spell(value)}" for name, value in given.items())
+            yield f"{EARLY_STOP} is required with {got}; got null"
 
 
 @dataclass(frozen=True)
@@ -67,6 +129,13 @@ class TrainerOptions(Options):
     test_freq: Any = option(
         -1, f"steps between validations, {AFTER_EACH_EPOCH}, or a list of both; 0, -1: only at the end"
     )
+    saves_per_epoch: int | None = option(
+        None, "checkpoints an epoch at equal distances, beside those of save_freq; null: none", least=1
+    )
+    tests_per_epoch: int | None = option(
+        None, "validations an epoch at equal distances, beside those of test_freq; null: none", least=1
+    )
+    early_stop: EarlyStopOptions = option(EarlyStopOptions, "an end before the last step")
     val_before_train: bool = option(
         True, "true: validate, and answer the prompts of eval.prompts, before step 1 of a new run"
     )
@@ -160,9 +229,13 @@ def frequencies(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def is_due(frequency: Any, step: int, steps_per_epoch: float) -> bool:
-    """Tell whether a period of a frequency ends with `step` (from 1)."""
-    periods = (steps_per_epoch if every == AFTER_EACH_EPOCH else every for every in frequencies(frequency))
+def is_due(frequency: Any, step: int, steps_per_epoch: float, per_epoch: int | None = None) -> bool:
+    """Tell whether a period of a frequency ends with `step` (from 1).
+
+    per_epoch: further periods, so many in an epoch.
+    """
+    periods = [steps_per_epoch if every == AFTER_EACH_EPOCH else every for every in frequencies(frequency)]
+    periods += [] if per_epoch is None else [steps_per_epoch / per_epoch]
     # An epoch of a stream may end within a step; the tolerance is for the rounding of whole quotients.
     return any(int(step / every + 1e-9) > int((step - 1) / every + 1e-9) for every in periods if every > 0)
 
@@ -212,7 +285,7 @@ class RunConfig:
     model_options: Any
     engine: FSDPEngineConfig
     optim: StepOptimizerConfig
-    checkpoint: CheckpointConfig
+    checkpoint: RunCheckpointConfig
     machine: Machine
     values: Mapping[str, Any]
     notices: tuple[str, ...] = ()
@@ -233,14 +306,15 @@ class RunConfig:
         read("data", lambda: DataOptions.read(values["data"]))
         for options in NODES:
             read(options.prefix, functools.partial(options.read, values[options.prefix]))
-        read("schedule", lambda: ScheduleOptions.read(values["optim"]))
+        read("schedule", lambda: OptimOptions.read(values["optim"]))
+        read("best", lambda: BestOptions.read(values["checkpoint"]))
         read("model_options", lambda: SimpleNamespace(**values["model"] | vars(ModelNode.read(values["model"]))))
         read("dataset_class", lambda: dataset_class(values))
         if "dataset_class" in nodes:
             read("dataset", lambda: nodes["dataset_class"].Options.read(values["data"]))
         refuse(problems)
-        del nodes["schedule"]  # a part of `optim`
-        typed = {**values, "optim": {**values["optim"], **_OPTIM}}
+        del nodes["schedule"], nodes["best"]  # parts of `optim` and `checkpoint`
+        typed = {**values, **{name: {**values[name], "_target_": target} for name, target in _TARGETS.items()}}
         for name in ("engine", "optim", "checkpoint"):
             nodes[name] = omega_conf_to_dataclass(OmegaConf.create(typed[name]))
         return cls(**nodes, model=model_kind(values), machine=machine or Machine(), values=values)
@@ -259,6 +333,12 @@ class RunConfig:
     def max_tokens(self) -> int:
         """The token budget of a pack, for any dataset family."""
         return self.values["data"]["max_tokens"]
+
+    @property
+    def watched(self) -> dict[str, str]:
+        """The metrics that keep a checkpoint or end the run, by their keys."""
+        metrics = {KEEP_BEST: self.checkpoint.keep_best, EARLY_STOP: self.trainer.early_stop.metric}
+        return {key: name for key, name in metrics.items() if name is not None and not self.trainer.eval_only}
 
     @property
     def sequence_parallel_size(self) -> int:
@@ -286,7 +366,8 @@ def worker_config(values: Mapping[str, Any], total_steps: int) -> Any:
         ulysses_sequence_parallel_size=sequence_parallel_size(values),
         context_parallel_size=values["parallel"]["context_parallel_size"],
     )
-    node.optim.update(_OPTIM)
+    for name, target in _TARGETS.items():
+        node[name].update(_target_=target)
     names = ("model", "engine", "optim", "checkpoint", "profiler")
     parts = {name: omega_conf_to_dataclass(node[name]) for name in names}
     parts["optim"].total_training_steps = total_steps
