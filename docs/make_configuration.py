@@ -8,7 +8,8 @@ from typing import Any
 from verl_ext.__main__ import COMMANDS
 from verl_ext.answers import AnswerOptions
 from verl_ext.attention import AttentionOptions
-from verl_ext.config.run import BestOptions, RayOptions, TrainerOptions
+from verl_ext.config.best import BestOptions
+from verl_ext.config.run import RayOptions, TrainerOptions
 from verl_ext.config.schema import dataset_families, model_kinds
 from verl_ext.config.weights import ModelNode
 from verl_ext.data.options import DataOptions

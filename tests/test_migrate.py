@@ -127,7 +127,10 @@ def test_each_word_keeps_its_quotes_substitutions_and_variables_and_what_follows
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("python train.py a=1", "command must start verl's fsdp_sft_trainer, sft_trainer or sft_trainer_ray"),
+        (
+            "python train.py a=1",
+            "command must start axolotl, LLaMA-Factory, ms-swift, TRL or verl's SFT trainer; got none",
+        ),
         ("set -x\npython fsdp_sft_trainer.py a=1", "command must be one command, from .*; got several lines"),
         ("python fsdp_sft_trainer.py a='1", "command must be one command, from .*; got a quote that is not closed"),
     ],

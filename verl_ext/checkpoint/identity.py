@@ -11,7 +11,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from verl_ext.config.run import RunConfig, TrainerOptions, is_of_answers
+from verl_ext.config.best import is_of_answers
+from verl_ext.config.run import RunConfig, TrainerOptions
 from verl_ext.data.dataset import CONTENT, DIGEST, PackDataset
 from verl_ext.data.options import DataOptions
 from verl_ext.engines.schedule import OptimOptions

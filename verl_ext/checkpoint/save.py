@@ -24,7 +24,8 @@ from verl_ext.checkpoint import layout, state
 from verl_ext.checkpoint.copies import SecondStorage
 from verl_ext.checkpoint.export import Export, adapter_config
 from verl_ext.checkpoint.identity import RunState
-from verl_ext.config.run import KEEP_BEST, RunConfig
+from verl_ext.config.best import KEEP_BEST
+from verl_ext.config.run import RunConfig
 from verl_ext.data.chats import TrainedChats
 from verl_ext.engines.step import StepEngine
 from verl_ext.files import atomic_write, sync, write_errors, write_json

@@ -9,15 +9,16 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from verl.workers.config.optimizer import build_optimizer
 
+from verl_ext.config.best import is_of_answers
 from verl_ext.config.model import ModelFacts, override
-from verl_ext.config.run import AFTER_EACH_EPOCH, RunConfig, frequencies, is_of_answers
+from verl_ext.config.run import AFTER_EACH_EPOCH, RunConfig, frequencies
 from verl_ext.config.schema import foreign_option_problems
 from verl_ext.config.support import CP, SP, model_class
 from verl_ext.config.upstream import fixed_value_problems
@@ -27,7 +28,7 @@ from verl_ext.engines.optimizer import step_problem
 from verl_ext.engines.router import asks_for_router_loss
 from verl_ext.engines.schedule import schedule_problems
 from verl_ext.layers.mixers import positions_of_padding
-from verl_ext.options import choice_problem, first_line, refuse, spell
+from verl_ext.options import check_choice, choice_problem, first_line, refuse, spell
 
 _ON_GPU_ALONE = ("bitsandbytes", "torchao")  # packages whose optimizers take no steps on a CPU
 _OF_GPU = ("capturable", "foreach", "fused")  # options that are refused on a CPU
@@ -153,6 +154,17 @@ def check_categories(loss: Any, names: Sequence[str]) -> None:
     refuse(choice_problem(f"a name in {key}", name, names) for name in weights)
     if names and all(weights.get(name, 1.0) == 0 for name in names):
         raise ValueError(f"{key} must leave a category a weight above 0; got 0 for all of {', '.join(names)}")
+
+
+def check_watched(config: RunConfig, categories: Iterable[str], asked: Iterable[str]) -> None:
+    """Raise ValueError if a metric that keeps a checkpoint or ends the run is of none.
+
+    categories, asked: the categories of the validation set and of the prompts.
+    """
+    losses = ["val/loss", *(f"val/{name}_loss" for name in categories)]
+    scores = ["val/answer", *(f"val/answer/{name}" for name in asked)]
+    for key, metric in config.watched.items():
+        check_choice(key, metric, scores if is_of_answers(metric) else losses)
 
 
 def check_positions(longest_document: int, max_tokens: int, hf_config: Any) -> None:

@@ -25,8 +25,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_ext import legacy
+from verl_ext.config.best import BestOptions
 from verl_ext.config.model import PackedModel
-from verl_ext.config.run import NODES, BestOptions, dataset_class
+from verl_ext.config.run import NODES, dataset_class
 from verl_ext.config.weights import ModelNode
 from verl_ext.data import PackDataset, SFTDataSet
 from verl_ext.data.options import DataOptions

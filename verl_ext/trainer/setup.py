@@ -25,10 +25,10 @@ from verl_ext.checkpoint import resume
 from verl_ext.checkpoint.copies import check_copies
 from verl_ext.checkpoint.identity import SCHEDULE, RunState, allowed_changes, run_facts
 from verl_ext.checkpoint.layout import Manifest, refuse_locked, step_of
-from verl_ext.config.check import check_categories, check_positions, check_run, check_weight_files
+from verl_ext.config.check import check_categories, check_positions, check_run, check_watched, check_weight_files
 from verl_ext.config.model import ModelFacts
 from verl_ext.config.resolve import resolve_run
-from verl_ext.config.run import Machine, RunConfig, is_due, is_of_answers
+from verl_ext.config.run import Machine, RunConfig, is_due
 from verl_ext.config.schema import check_keys
 from verl_ext.config.upstream import select
 from verl_ext.config.weights import digest_of_weights, revision
@@ -43,7 +43,7 @@ from verl_ext.engines.schedule import keeps_rates, schedule_problems
 from verl_ext.environment import differences, folder_digest, versions
 from verl_ext.losses import LossSpec
 from verl_ext.metrics import RESERVED
-from verl_ext.options import choice_problem, leaves, refuse, spell
+from verl_ext.options import leaves, refuse, spell
 from verl_ext.packing import TOKENS, CostModel
 from verl_ext.text.tokens.tokenizer import TRUSTED
 from verl_ext.trainer.distributed import RunRanks, accelerator, print_on_rank0, user_errors_end_the_run
@@ -262,7 +262,8 @@ def opened(config: RunConfig, model: ModelFacts) -> Run:
             if reserved := [name for name in dataset.categories.names if name in RESERVED]:
                 raise ValueError(f"{dataset.key}: no category may be named {reserved[0]}, which is a metric")
         check_categories(config.loss, train_set.categories.names)
-        refuse(_unmeasured(config, val_set, prompts))
+        asked = () if prompts is None else {item.category: None for item in prompts.items if item.category}
+        check_watched(config, () if val_set is None else val_set.categories.names, asked)
         chats = TrainedChats.of_folders(train_set.folders)
         refuse([chats.template_problem(config.model_options.custom_chat_template, train_set.key)])
         # The plan needs the costs, because balanced steps group packs by them.
@@ -359,15 +360,6 @@ def _notices(config: RunConfig, packs: PackFacts, plan: StepPlan) -> Iterator[st
         yield f"trainer.profile_interval={interval} needs profiler.enable=true, which is false: no profile is written"
     if missing := [name for name in ("model", "optimizer", "extra") if name not in config.checkpoint.save_contents]:
         yield f"checkpoint.save_contents lacks {', '.join(missing)}: this run's checkpoints cannot be resumed"
-
-
-def _unmeasured(config: RunConfig, val_set: PackDataset | None, prompts: Prompts | None) -> Iterator[str | None]:
-    """Yield a line for each watched metric that no validation has."""
-    losses = ["val/loss", *(f"val/{name}_loss" for name in (val_set.categories.names if val_set is not None else ()))]
-    categories = {item.category for item in prompts.items if item.category} if prompts is not None else set()
-    scores = ["val/answer", *(f"val/answer/{name}" for name in sorted(categories))]
-    for key, metric in config.watched.items():
-        yield choice_problem(key, metric, scores if is_of_answers(metric) else losses)
 
 
 def _cost(config: RunConfig, model: ModelFacts) -> tuple[CostModel, list[str]]:

@@ -1,4 +1,4 @@
-r"""The command `verl-ext migrate`, which translates commands of verl's own SFT trainers.
+r"""verl: command lines of its own SFT trainers.
 
     verl-ext migrate 'torchrun --nproc_per_node=8 -m verl.trainer.fsdp_sft_trainer model.partial_pretrain=$M …'
 
@@ -13,11 +13,9 @@ import re
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import takewhile
 
-from verl_ext.commands.command_line import command, read_options
-from verl_ext.options import REQUIRED, Options, UsageError, option
+from verl_ext.options import UsageError
 from verl_ext.overrides import Item
 from verl_ext.translation import translate
 
@@ -31,25 +29,25 @@ _RANKS = re.compile(r"--nproc[_-]per[_-]node=(.+)")
 _OVERRIDE = re.compile(r"([+~]*)([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 
 
-@dataclass(frozen=True)
-class MigrateOptions(Options):
-    """Translate a command of verl's own SFT trainers.
-
-    A command with raw files becomes one of `verl-ext train`, which tokenizes them first. A comment tells of each key
-    that changed; a key without an equivalent is left out, and its comment says what to use instead.
-    """
-
-    command: str = option(REQUIRED, "the old command, as it stands in a shell script", required=True)
+def is_verls(text: str) -> bool:
+    """Tell whether a text starts a trainer of verl's own."""
+    return any(_TRAINER.fullmatch(_unquoted(word)) for word in _WORD.findall(text))
 
 
-def migrate(options: MigrateOptions) -> str:
+def only_command(script: str) -> str:
+    """Return the one command of a script that starts the trainer, with its words as they are."""
+    lines = re.sub(r"\\[ \t]*\n", " ", script).splitlines()
+    return next((line for line in lines if is_verls(line)), script)
+
+
+def migrate_verl(text: str) -> str:
     """Return the new command and its comments, or raise UsageError."""
     from verl_ext.config import schema  # imports torch and verl, which takes seconds
 
     def is_known(key: str) -> bool:
         return schema.is_known(key) or key in schema.groups()
 
-    text = options.command.replace("\\\n", " ").strip()
+    text = text.replace("\\\n", " ").strip()
     # What the pattern of words leaves over shows that this is not one command.
     if between := _WORD.sub("", text).strip(" \t\r"):
         got = "several lines" if between.isspace() else "a quote that is not closed"
@@ -111,13 +109,3 @@ def _unquoted(word: str) -> str:
     with suppress(ValueError):
         word = "".join(shlex.split(word))
     return word
-
-
-def _read(words: Sequence[str]) -> MigrateOptions:
-    """Return the options from one word or all words after `migrate`."""
-    if words[0].startswith("command="):
-        return read_options(MigrateOptions, words)
-    return MigrateOptions(words[0] if len(words) == 1 else shlex.join(words))
-
-
-main = command("migrate", MigrateOptions, migrate, "'torchrun … -m verl.trainer.fsdp_sft_trainer …'", _read)

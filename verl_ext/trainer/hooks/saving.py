@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import torch.distributed as dist
 
 from verl_ext.checkpoint.save import NotWritten, save_final_memory
-from verl_ext.config.run import AFTER_EACH_EPOCH, KEEP_BEST
+from verl_ext.config.best import KEEP_BEST
+from verl_ext.config.run import AFTER_EACH_EPOCH
 from verl_ext.trainer.distributed import RunFailed, RunRanks
 from verl_ext.trainer.hang import watch
 from verl_ext.trainer.hooks.base import Hook, StepOutcome

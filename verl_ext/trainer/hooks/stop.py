@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from verl_ext.checkpoint.identity import Watched
-from verl_ext.config.run import EARLY_STOP
+from verl_ext.config.best import EARLY_STOP
 from verl_ext.trainer.distributed import RunFailed
 from verl_ext.trainer.hooks.base import Hook, StepOutcome
 from verl_ext.trainer.hooks.saving import tolerate_failed_save
