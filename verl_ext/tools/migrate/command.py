@@ -8,6 +8,7 @@ verl-ext migrate 'torchrun … -m verl.trainer.fsdp_sft_trainer model.partial_pr
 
 import re
 import shlex
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,15 +99,22 @@ def _of_keys(values: dict[str, Any], where: Path) -> tuple[str, Reader]:
 
 def _of_command(text: str, folder: Path) -> tuple[str, Reader, dict[str, Any], int | None]:
     """Return a command's trainer, its reader, keys and ranks."""
+    found: list[tuple[str, Reader, dict[str, Any], int | None]] = []
     for words in commands_of(text):
         line = " ".join(words)
         for pattern, name, read in _STARTS:
             if not (match := re.search(pattern, line)):
                 continue
-            if read is None:
+            if read is None and not found:
                 raise UsageError(f"command must train by SFT or on texts; got {match[0].strip()}")
-            start = next(n for n in range(1, len(words) + 1) if len(" ".join(words[:n])) >= match.end())
-            return (name, *_with_file(name, read, words[start:], folder), ranks_of(words))
+            if read is not None:
+                start = next(n for n in range(1, len(words) + 1) if len(" ".join(words[:n])) >= match.end())
+                found.append((name, *_with_file(name, read, words[start:], folder), ranks_of(words)))
+            break
+    if len(found) > 1:
+        print(f"note: the first of {len(found)} commands that train is translated", file=sys.stderr)
+    if found:
+        return found[0]
     raise UsageError("command must start axolotl, LLaMA-Factory, ms-swift, TRL or verl's SFT trainer; got none of them")
 
 
@@ -114,6 +122,7 @@ def _of_command(text: str, folder: Path) -> tuple[str, Reader, dict[str, Any], i
 _STARTS: tuple[tuple[str, str, Reader | None], ...] = (
     (r"\bswift (sft|pt)\b|swift/cli/(sft|pt)\.py", swift.NAME, swift.read_swift),
     (r"\bmegatron \w+\b|swift/cli/_megatron/\w+\.py|\bswift (?!sft|pt)[a-z-]+\b|swift/cli/\w+\.py", swift.NAME, None),
+    (r"\bsft_(vlm|diffusion)\w*\.py", trl.NAME, None),
     (r"\btrl sft\b|\bsft\w*\.py", trl.NAME, trl.read_trl),
     (r"\btrl [a-z]+\b|trl/scripts/\w+\.py", trl.NAME, None),
     (
@@ -167,7 +176,7 @@ def _problems(moved: Moved) -> list[str]:
         problems.append("data.sources is required: the command names no data")
     try:
         given = [word.replace("data.sources", "sources", 1) for word in words_of(words, ["data.sources"])]
-        read_options(TokenizeOptions, [*given, *encoding, *words_of(words, ["model.path"]), "output_dir=DIR"])
+        read_options(TokenizeOptions, [*given, *encoding, "model.path=owner/name", "output_dir=DIR"])
     except ValueError as error:
         problems += str(error).splitlines() if given else []
     overrides = [word for word in words if word not in sources and word not in encoding]

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verl_ext.tools.migrate.line import FREE, READ, Moved, Rule, is_on, lacking, number, rules, to
+from verl_ext.tools.migrate.line import FREE, READ, Moved, Rule, is_on, is_ours, lacking, number, rules, to
 
 _TRACKERS = ("wandb", "swanlab", "mlflow", "tensorboard")
 _SCHEDULES = {
@@ -288,8 +288,12 @@ def put_split(moved: Moved, size: Any) -> None:
         moved.put("engine.ulysses_sequence_parallel_size", size)
 
 
-def put_lora(moved: Moved, rank: Any, alpha: Any, targets: Any) -> None:
-    """Train adapters; targets "all" are every linear layer."""
+def put_lora(moved: Moved, rank: Any, alpha: Any, targets: Any, dropout: float = 0.0) -> None:
+    """Train adapters; targets "all" are every linear layer. dropout: the trainer's default."""
+    if dropout and moved.get("lora_dropout") is None:
+        if is_ours("model.lora_dropout"):
+            moved.put("model.lora_dropout", dropout)
+        moved.differ(f"lora_dropout not given: {moved.trainer}'s default is {dropout}, ours is none")
     moved.put("model", "lora")
     moved.put("model.lora_rank", rank)
     moved.put("model.lora_alpha", alpha)

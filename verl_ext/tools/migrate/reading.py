@@ -3,13 +3,18 @@
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from verl_ext.options import DataError, UsageError, first_line
 
 _ASSIGNED = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
-_ENDS = {"&&", "||", ";", "|", "&"}
+# A word of a shell command: plain characters, escapes, '…', "…", `…` and $(…) with two levels of parentheses inside
+WORD = re.compile(
+    r"""(?:\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|`[^`]*`|[^\s'"\\`]|\\.|'[^']*'|"(?:\\.|[^"\\])*")+""", re.DOTALL
+)
+END = re.compile(r"[|;]|&&|&|\|\||\d*[<>].*", re.DOTALL)  # the first word that is not an argument of the command
 _RANKS = re.compile(r"(?:--nproc[_-]per[_-]node|--num[_-]processes)(?:=(\d+))?")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _WORDS = {"true": True, "false": False, "null": None, "none": None, "True": True, "False": False, "None": None}
@@ -36,56 +41,48 @@ def commands_of(text: str) -> list[list[str]]:
 
     Raises UsageError for a quote that is not closed.
     """
-    text = text.replace("\r\n", "\n")
-    text = re.sub(r"(?m)^\s*#.*$", "", text)
+    text = "\n".join(map(_without_comment, text.splitlines()))
     text = re.sub(r"\\[ \t]*\n", " ", text)
-    commands, variables = [], dict[str, str]()
-    for line in _lines(text):
-        words = _split(line)
-        while words and (match := _ASSIGNED.fullmatch(words[0])):
-            variables[match[1]] = _substituted(match[2], variables)
-            words = words[1:]
-        words = [_substituted(word, variables) for word in words]
-        ranks = variables.get("NPROC_PER_NODE") or variables.get("nproc_per_node")
-        if words and ranks and ranks.isdigit():
-            words = [f"NPROC_PER_NODE={ranks}", *words]
-        while words:
-            end = next(
-                (number for number, word in enumerate(words) if word in _ENDS or re.match(r"\d?[<>]", word)), len(words)
-            )
-            commands.append(words[:end])
-            words = words[end + 1 :]
-    return [command for command in commands if command]
-
-
-def _lines(text: str) -> list[str]:
-    """Return the lines of a text; a quoted value may span several."""
-    lines: list[str] = []
-    held = ""
-    for line in text.splitlines():
-        held = f"{held}\n{line}" if held else line
-        try:
-            shlex.split(held, comments=True)
-        except ValueError:
-            continue
-        lines.append(held)
-        held = ""
-    if held:
+    if re.sub(r"\s", "", WORD.sub("", text)):
         raise UsageError("command must be whole; got a quote that is not closed")
-    return lines
+    commands: list[list[str]] = []
+    variables: dict[str, str] = {}
+    for line in re.findall(rf"(?:{WORD.pattern}|[^\S\n])+", text, re.DOTALL):
+        words = WORD.findall(line)
+        while words:
+            end = next((number for number, word in enumerate(words) if END.fullmatch(word)), len(words))
+            command, words = [unquoted(word) for word in words[:end]], words[end + 1 :]
+            while command and (match := _ASSIGNED.fullmatch(command[0])):
+                variables[match[1]] = _substituted(match[2], variables)
+                command = command[1:]
+            if command:
+                ranks = variables.get("NPROC_PER_NODE", variables.get("nproc_per_node", ""))
+                shown = [f"NPROC_PER_NODE={ranks}"] * ranks.isdigit()
+                commands.append([*shown, *(_substituted(word, variables) for word in command)])
+    return commands
 
 
-def _split(line: str) -> list[str]:
-    """Return a line's words; `$( … )` is one."""
+def _without_comment(line: str) -> str:
+    """Return a line up to its comment; a # inside quotes begins none."""
+    for match in re.finditer(r"(?:^|(?<=\s))#", line):
+        before = line[: match.start()]
+        if before.count("'") % 2 == before.count('"') % 2 == 0:
+            return before
+    return line
+
+
+def unquoted(word: str) -> str:
+    """Return a word as the shell passes it, with variables and commands unexpanded."""
     hidden: list[str] = []
 
     def hide(match: re.Match[str]) -> str:
         hidden.append(match[0])
         return f"\x00{len(hidden) - 1}\x00"
 
-    lexer = shlex.shlex(re.sub(r"\$\([^()]*\)|`[^`]*`", hide, line), posix=True, punctuation_chars="();<>|&")
-    lexer.whitespace_split, lexer.commenters = True, "#" if " #" in line else ""
-    return [re.sub(r"\x00(\d+)\x00", lambda match: hidden[int(match[1])], word) for word in lexer]
+    kept = re.sub(r"\$\((?:[^()]|\([^()]*\))*\)|`[^`]*`", hide, word)
+    with suppress(ValueError):
+        kept = "".join(shlex.split(kept))
+    return re.sub(r"\x00(\d+)\x00", lambda match: hidden[int(match[1])], kept)
 
 
 def _substituted(word: str, variables: Mapping[str, str]) -> str:

@@ -99,7 +99,7 @@ def read_swift(moved: Moved, folder: Path) -> None:
     # What is trained.
     if kind in ("lora", "lora_llm"):
         rank, alpha = moved.get("lora_rank", default=8), moved.get("lora_alpha", default=32)
-        put_lora(moved, rank, alpha, moved.get("target_modules", default="all-linear"))
+        put_lora(moved, rank, alpha, moved.get("target_modules", default="all-linear"), 0.05)
     elif kind != "full":
         moved.lack("tuner_type" if "tuner_type" in moved.values else "train_type", "adapters are LoRA's")
     if is_on(adapters := moved.get("adapters")):

@@ -57,9 +57,7 @@ def read_trl(moved: Moved, folder: Path) -> None:
     # What is trained.
     if moved.is_on("use_peft"):
         rank, alpha = moved.get("lora_r", default=16), moved.get("lora_alpha", default=32)
-        put_lora(moved, rank, alpha, moved.get("lora_target_modules", default="all-linear"))
-        if moved.get("lora_dropout") is None:
-            moved.differ("lora_dropout not given: TRL's default is 0.05")
+        put_lora(moved, rank, alpha, moved.get("lora_target_modules", default="all-linear"), 0.05)
     parallel = moved.get("parallelism_config", default={})
     if isinstance(parallel, dict):
         put_split(moved, parallel.get("sp_size", parallel.get("cp_size", 1)))

@@ -10,20 +10,14 @@ Words, quotes and shell variables keep their spelling.
 """
 
 import re
-import shlex
 from collections.abc import Sequence
-from contextlib import suppress
 from itertools import takewhile
 
 from verl_ext.options import UsageError
 from verl_ext.overrides import Item
+from verl_ext.tools.migrate.reading import END, WORD, unquoted
 from verl_ext.translation import translate
 
-# A word of a shell command: plain characters, escapes, '…', "…", `…` and $(…) with two levels of parentheses inside
-_WORD = re.compile(
-    r"""(?:\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|`[^`]*`|[^\s'"\\`]|\\.|'[^']*'|"(?:\\.|[^"\\])*")+""", re.DOTALL
-)
-_END = re.compile(r"[|;]|&&|&|\|\||\d*[<>].*", re.DOTALL)  # the first word that is not an argument of the command
 _TRAINER = re.compile(r"verl\.trainer\.(?:fsdp_sft_trainer|sft_trainer|sft_trainer_ray)|(?:\S*/)?fsdp_sft_trainer\.py")
 _RANKS = re.compile(r"--nproc[_-]per[_-]node=(.+)")
 _OVERRIDE = re.compile(r"([+~]*)([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
@@ -31,7 +25,7 @@ _OVERRIDE = re.compile(r"([+~]*)([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 
 def is_verls(text: str) -> bool:
     """Tell whether a text starts a trainer of verl's own."""
-    return any(_TRAINER.fullmatch(_unquoted(word)) for word in _WORD.findall(text))
+    return any(_TRAINER.fullmatch(unquoted(word)) for word in WORD.findall(text))
 
 
 def only_command(script: str) -> str:
@@ -49,20 +43,20 @@ def migrate_verl(text: str) -> str:
 
     text = text.replace("\\\n", " ").strip()
     # What the pattern of words leaves over shows that this is not one command.
-    if between := _WORD.sub("", text).strip(" \t\r"):
+    if between := WORD.sub("", text).strip(" \t\r"):
         got = "several lines" if between.isspace() else "a quote that is not closed"
         raise UsageError(f"command must be one command, from torchrun to its last override; got {got}")
-    words = _WORD.findall(text)
-    start = next((number for number, word in enumerate(words) if _TRAINER.fullmatch(_unquoted(word))), None)
+    words = WORD.findall(text)
+    start = next((number for number, word in enumerate(words) if _TRAINER.fullmatch(unquoted(word))), None)
     if start is None:
         raise UsageError("command must start verl's fsdp_sft_trainer, sft_trainer or sft_trainer_ray; got none of them")
-    end = next((number for number, word in enumerate(words) if number > start and _END.fullmatch(word)), len(words))
+    end = next((number for number, word in enumerate(words) if number > start and END.fullmatch(word)), len(words))
     items, others = [], []
     for word in words[start + 1 : end]:
         # A word quoted as a whole, 'trainer.logger=[console]', becomes trainer.logger='[console]'.
         match = _OVERRIDE.fullmatch(word) or _OVERRIDE.fullmatch(re.sub(r"^(['\"])([+~]*[\w.]+=)", r"\2\1", word))
         if match:
-            items.append(Item(match[1], match[2], _unquoted(match[3]), match[3]))
+            items.append(Item(match[1], match[2], unquoted(match[3]), match[3]))
         else:
             others.append(word)
     items, comments = _without_class(items)
@@ -87,7 +81,7 @@ def _start(words: Sequence[str], start: int, tokenizes: bool) -> str:
         before = list(takewhile(lambda word: re.fullmatch(r"\w+=.*", word, re.DOTALL), words))
         number = next((found[1] for word in words[:start] if (found := _RANKS.fullmatch(word))), None)
         return " ".join([*before, "verl-ext train", *([] if number is None else [f"nproc={number}"])])
-    module = "verl_ext.fsdp_sft_trainer" + "_ray" * _unquoted(words[start]).endswith("_ray")
+    module = "verl_ext.fsdp_sft_trainer" + "_ray" * unquoted(words[start]).endswith("_ray")
     return " ".join([*words[:start], *([] if words[:start][-1:] == ["-m"] else ["-m"]), module])
 
 
@@ -102,10 +96,3 @@ def _without_class(items: list[Item]) -> tuple[list[Item], list[str]]:
         why = f"verl_ext.data.SFTDataSet, the default, {does}; keep both if your class does more"
         return [item for item in items if item not in given], [f"{' '.join(map(str, given))} is left out: {why}"]
     return items, [f"leave data.custom_cls.* out if your class {does}, as the default does"]
-
-
-def _unquoted(word: str) -> str:
-    """Return a word as the shell passes it, with variables unexpanded."""
-    with suppress(ValueError):
-        word = "".join(shlex.split(word))
-    return word
