@@ -255,6 +255,7 @@ def test_every_key_that_a_table_names_is_one_of_ours(table):
             2,
         ),
         (LLAMAFACTORY, "dataset_dir=data must hold the dataset_info.json of LLaMA-Factory; there is no", 1),
+        ({"model": "M", "train_dataset": "d", "peft_config": 3}, "peft_config must map names to values; got 3", 1),
         (LLAMAFACTORY | {"stage": "dpo"}, "stage must be sft or pt; got dpo", 2),
         (AXOLOTL | {"rl": "dpo"}, "rl must be left out", 2),
     ],

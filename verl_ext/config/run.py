@@ -111,6 +111,9 @@ class TrainerOptions(Options):
     )
     overwrite: bool = option(False, "true: replace a default_local_dir that holds files")
     eval_only: bool = option(False, "true: measure data.val_dir with the run's last checkpoint, or with model.path")
+    hooks: list[str] = option(
+        [], "hooks of your own, module:Class or file.py:Class, subclasses of verl_ext.trainer.hooks.Hook, in call order"
+    )
     answer_tokens: int | None = option(
         None, "tokens to generate for an answer of data=babilong; null: the longest answer + 4; 0: none", least=0
     )

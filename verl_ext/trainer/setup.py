@@ -232,12 +232,15 @@ def this_machine() -> Machine:
 
 def checked(composed: DictConfig, machine: Machine) -> tuple[RunConfig, ModelFacts]:
     """Check and type a composed configuration; a mistake ends all ranks."""
+    from verl_ext.trainer.hooks import hook_classes  # here, because hooks import this module
+
     with user_errors_end_the_run():
         check_keys(composed)
         if composed.model.trust_remote_code:  # printed before remote code runs
             print_on_rank0([f"note: {TRUSTED}"], sys.stderr)
         config = resolve_run(composed, machine)
         model = check_run(config)
+        hook_classes(config.trainer.hooks)
     print_on_rank0([what_runs(config, model.backend, model.head)])
     return config, model
 

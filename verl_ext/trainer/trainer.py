@@ -29,7 +29,7 @@ from verl_ext.trainer.batch import StepBatch, StepLoss
 from verl_ext.trainer.distributed import at_exit, limit_collectives, user_errors_end_the_run
 from verl_ext.trainer.evaluation import Evaluation, write_evaluation
 from verl_ext.trainer.hang import watch
-from verl_ext.trainer.hooks import HOOKS, Hook, StepOutcome
+from verl_ext.trainer.hooks import Hook, StepOutcome, hook_classes
 from verl_ext.trainer.loader import DataParallelRank, loader_deaths_reported
 from verl_ext.trainer.setup import Run
 from verl_ext.trainer.signals import requests
@@ -155,7 +155,7 @@ class SFTTrainer:
         self.run = self.run.grouped(grouping)
         self.last_step = self.run.total_steps  # a hook may lower it to the step that is done
         try:
-            self.hooks = [hook(self) for hook in HOOKS]
+            self.hooks = [hook(self) for hook in hook_classes(self.config.trainer.hooks)]
             with user_errors_end_the_run():  # such as a tracker without a login, or a full disk
                 for hook in self.hooks:
                     hook.pre_train()

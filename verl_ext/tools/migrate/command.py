@@ -18,7 +18,7 @@ from verl_ext.commands.command_line import command, read_options, words_of
 from verl_ext.options import REQUIRED, DataError, Options, UsageError, option
 from verl_ext.tools.migrate import axolotl, llamafactory, swift, trl, verl
 from verl_ext.tools.migrate.line import Moved
-from verl_ext.tools.migrate.reading import commands_of, flags_of, ranks_of, read_yaml
+from verl_ext.tools.migrate.reading import commands_of, flags_of, ranks_of, read_yaml, without_comments
 
 Reader = Callable[[Moved, Path], None]
 
@@ -54,7 +54,7 @@ def migrate(options: MigrateOptions) -> str:
             name, reader = _of_keys(values, path)
         else:
             try:
-                text = path.read_text(encoding="utf-8")
+                text = without_comments(path.read_text(encoding="utf-8"))
             except (OSError, UnicodeDecodeError) as error:
                 raise DataError(f"{path} must be a YAML or a shell script; it cannot be read as a text") from error
     elif re.fullmatch(r"\S+\.(ya?ml|sh|json)", options.command):

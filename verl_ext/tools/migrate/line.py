@@ -18,7 +18,7 @@ from typing import Any
 
 from verl_ext.commands.command_line import known_options
 from verl_ext.commands.tokenize import TokenizeOptions
-from verl_ext.options import nearest_hint, spell
+from verl_ext.options import DataError, nearest_hint, spell
 
 # Texts that Hydra's grammar reads without quotes: as a value, and inside a list or a mapping.
 _PLAIN = re.compile(r"[^\s'\"\[\]{}(),=\\#]+")
@@ -85,6 +85,13 @@ def is_ours(key: str) -> bool:
 
 def _tokenizing() -> set[str]:
     return {*known_options(TokenizeOptions)} - {"model"}
+
+
+def mapping(key: str, value: Any) -> dict[str, Any]:
+    """Return a value that maps names, {} for none; raise DataError for another."""
+    if value is not None and not isinstance(value, Mapping):
+        raise DataError(f"{key} must map names to values; got {spell(value)}")
+    return dict(value or {})
 
 
 class Moved:

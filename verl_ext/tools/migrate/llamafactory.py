@@ -20,7 +20,8 @@ from verl_ext.tools.migrate.hf_trainer import (
     read_batch,
     read_trainer,
 )
-from verl_ext.tools.migrate.line import FREE, READ, Moved, Rule, is_on, lacking, number, rules, to
+from verl_ext.tools.migrate.line import FREE, READ, Moved, Rule, is_on, lacking, mapping, number, rules, to
+from verl_ext.tools.migrate.reading import read_yaml
 
 NAME = "LLaMA-Factory"
 _LOSS = lacking("a loss of the prediction; loss.custom_cls has coefficients by token", "0")
@@ -179,7 +180,10 @@ def _put_dataset(moved: Moved, node: str, name: str, entry: dict[str, Any], plac
         moved.lack("dataset", f"{name} is made by a script or lies in a bucket: its files or a URL are read here")
         return
     moved.put(f"{node}.{name_of(name, moved.words)}", source)
-    columns, is_chat = dict(entry.get("columns") or {}), entry.get("formatting") == "sharegpt"
+    columns, is_chat = (
+        mapping(f"{name}.columns of dataset_info.json", entry.get("columns")),
+        entry.get("formatting") == "sharegpt",
+    )
     is_text = moved.values.get("stage") == "pt"
     for field, ours in _SOURCE_FIELDS.items():
         theirs = columns.get(field)
@@ -191,7 +195,7 @@ def _put_dataset(moved: Moved, node: str, name: str, entry: dict[str, Any], plac
             if moved.words.get(f"columns.{ours}", theirs) != theirs:
                 moved.lack("dataset", f"{name}: columns names one field {ours} for all sources")
             moved.put(f"columns.{ours}", theirs)
-    tags = dict(entry.get("tags") or {})
+    tags = mapping(f"{name}.tags of dataset_info.json", entry.get("tags"))
     own = {tag: value for tag, value in tags.items() if tag in _TAGS and value not in _TAGS[tag]}
     if own:
         moved.lack("dataset", f"{name}: messages have a role and content by the usual names; got {own}")
@@ -234,14 +238,17 @@ def read_llamafactory_v1(moved: Moved, folder: Path) -> None:
             _put_v1(moved, node, str(name), folder)
     moved.put("data.max_tokens", moved.get("cutoff_len", default=2048))
     moved.put("data.over_length", "truncate")
-    peft, quantized = dict(moved.get("peft_config", default={})), dict(moved.get("quant_config", default={}))
+    peft, quantized = (
+        mapping("peft_config", moved.get("peft_config")),
+        mapping("quant_config", moved.get("quant_config")),
+    )
     if peft.get("name") == "lora":
         put_lora(moved, peft.get("r", 8), peft.get("lora_alpha", 16), peft.get("target_modules", "all"))
     elif peft:
         moved.lack("peft_config", "adapters are LoRA's; model.freeze names what is not trained")
     if quantized:
         moved.lack("quant_config", QUANTIZED.lacks)
-    optimizer = dict(moved.get("optim_config", default={}))
+    optimizer = mapping("optim_config", moved.get("optim_config"))
     if optimizer:
         moved.lack("optim_config", UNSHARDED.lacks)
     put_split(moved, moved.get("cp_size", default=1))
@@ -259,13 +266,12 @@ def read_llamafactory_v1(moved: Moved, folder: Path) -> None:
 
 
 def _put_v1(moved: Moved, node: str, name: str, folder: Path) -> None:
-    import yaml  # type: ignore[import-untyped]
-
     path = next((root / name for root in (Path(), folder, *folder.parents) if (root / name).is_file()), None)
     if path is None or not name.endswith((".yaml", ".yml")):
         moved.put(f"{node}.{name_of(name, moved.words)}", name if hf_trainer.is_file(name) else hub(name))
         return
-    for each, entry in dict(yaml.safe_load(path.read_text(encoding="utf-8"))).items():
+    for each, entry in read_yaml(path).items():
+        entry = mapping(f"{each} of {path}", entry)
         where = str(entry.get("path", each))
         is_hub = "hub" in str(entry.get("source"))
         moved.put(f"{node}.{name_of(each, moved.words)}", hub(where, None, entry.get("split")) if is_hub else where)

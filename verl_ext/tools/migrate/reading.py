@@ -41,8 +41,7 @@ def commands_of(text: str) -> list[list[str]]:
 
     Raises UsageError for a quote that is not closed.
     """
-    text = "\n".join(map(_without_comment, text.splitlines()))
-    text = re.sub(r"\\[ \t]*\n", " ", text)
+    text = re.sub(r"\\[ \t]*\n", " ", without_comments(text))
     if re.sub(r"\s", "", WORD.sub("", text)):
         raise UsageError("command must be whole; got a quote that is not closed")
     commands: list[list[str]] = []
@@ -60,6 +59,11 @@ def commands_of(text: str) -> list[list[str]]:
                 shown = [f"NPROC_PER_NODE={ranks}"] * ranks.isdigit()
                 commands.append([*shown, *(_substituted(word, variables) for word in command)])
     return commands
+
+
+def without_comments(script: str) -> str:
+    """Return a script whose lines end before their comments."""
+    return "\n".join(map(_without_comment, script.splitlines()))
 
 
 def _without_comment(line: str) -> str:
