@@ -249,7 +249,8 @@ def remove_run_files(folder: Path) -> None:
     ours = re.compile(rf"{_STEP_FOLDER.pattern}({re.escape(PARTIAL)}|{re.escape(SET_ASIDE)})?")
     checkpoints = (path for path in folder.glob("global_step_*") if ours.fullmatch(path.name))
     for path in (*checkpoints, *(folder / name for name in (*NOTES, *_RESULTS))):
-        _remove(path)
+        if path.name != BEST or path.is_symlink():  # a folder of that name is the user's
+            _remove(path)
 
 
 def _remove(path: Path) -> None:
