@@ -34,11 +34,11 @@ KEYS: dict[str, Rule] = {
         "datasets test_datasets pretraining_dataset val_set_size sequence_len sample_packing micro_batch_size "
         "gradient_accumulation_steps batch_size num_epochs lr_scheduler optimizer adapter lora_r lora_alpha "
         "lora_target_modules lora_target_linear excess_length_strategy train_on_inputs chat_template saves_per_epoch "
-        "evals_per_epoch context_parallel_size sequence_parallel_degree cosine_min_lr_ratio cosine_constant_lr_ratio "
-        "early_stopping_patience wandb_project wandb_name wandb_run_id use_wandb use_swanlab swanlab_project "
+        "evals_per_epoch context_parallel_size sequence_parallel_degree cosine_min_lr_ratio "
+        "early_stopping_patience wandb_project wandb_name use_wandb use_swanlab swanlab_project "
         "swanlab_experiment_name use_mlflow use_tensorboard gradient_checkpointing activation_offloading plugins "
         "special_tokens model_config adam_beta1 adam_beta2 eta_min lora_model_dir fsdp_config roles_to_train "
-        "train_on_eos unfrozen_parameters chat_template_jinja peft lora_fan_in_fan_out type_of_model "
+        "train_on_eos unfrozen_parameters chat_template_jinja peft "
         "dp_replicate_size",
     ),
     **rules(
@@ -50,15 +50,15 @@ KEYS: dict[str, Rule] = {
         "liger_layer_norm liger_fused_linear_cross_entropy liger_rms_norm_gated liger_cross_entropy lora_mlp_kernel "
         "lora_qkv_kernel lora_o_kernel lora_embedding_kernel cut_cross_entropy skip_prepare_dataset fsdp_version "
         "dp_shard_size shuffle_merged_datasets use_kernels use_scattermoe use_sonicmoe low_cpu_mem_usage device_map "
-        "bfloat16 float16 torch_dtype dataset_processes debug is_llama_derived_model is_mistral_derived_model "
+        "bfloat16 float16 torch_dtype debug is_llama_derived_model is_mistral_derived_model "
         "is_falcon_derived_model experimental_skip_move_to_device gptq_groupsize gptq_model_v1 torchdistx_path "
         "flash_optimum eval_table_size wandb_mode flex_attn_compile_kwargs fused_attn_kernel gemma4_hybrid_attn_impl "
         "auto_resume_from_checkpoints sample_packing_eff_est sample_packing_seq_len_multiplier total_num_tokens "
-        "max_packed_sequence_len tiled_mlp eval_max_new_tokens loss_watchdog_patience use_otel_metrics "
-        "otel_metrics_host otel_metrics_port trackio_project_name trackio_run_name trackio_space_id "
+        "max_packed_sequence_len tiled_mlp eval_max_new_tokens loss_watchdog_patience "
+        "otel_metrics_host otel_metrics_port trackio_space_id "
         "freeze_mm_modules resize_token_embeddings_to_32x full_finetune ddp streaming "
         "streaming_multipack_buffer_size pretrain_multipack_attn bnb_config_kwargs tokenizer_use_mistral_common "
-        "push_dataset_to_hub project_name test_value sample_packing_sequentially dataset_num_proc "
+        "project_name test_value sample_packing_sequentially "
         "multipack_real_batches eval_batch_size swanlab_description swanlab_mode swanlab_workspace swanlab_log_model "
         "flash_attn_fuse_qkv model_quantization_config_kwargs torch_compile_mode save_first_step",
     ),
@@ -76,7 +76,13 @@ KEYS: dict[str, Rule] = {
     "dataset_exact_deduplication": to(
         "deduplicate", lacks="the audit finds duplicates (verl-ext show); none is left out"
     ),
-    "eot_tokens": FREE,
+    **rules(FREE, "eot_tokens wandb_run_id lora_fan_in_fan_out type_of_model"),
+    "cosine_constant_lr_ratio": lacking("a cosine falls to the end of the run", "0", "0.0"),
+    **rules(to("num_workers"), "dataset_processes dataset_num_proc"),
+    **rules(
+        lacking("trainer.logger has another set of trackers"), "use_otel_metrics trackio_project_name trackio_run_name"
+    ),
+    "push_dataset_to_hub": lacking("nothing is uploaded"),
     "tokens": to("model.new_tokens", lacks=TOKENS),
     "added_tokens_overrides": lacking(TOKENS),
     **rules(
@@ -121,6 +127,7 @@ _OPTIMIZERS = {
     "adopt_adamw",
     "came_pytorch",
 }
+_PLUGINS = ("cut_cross_entropy", "liger", "kernels", "swanlab")  # whose work is done here, or has keys of its own
 _SIZES = ("dp_shard_size", "dp_replicate_size", "context_parallel_size")  # whose product are the ranks
 _TEXTS = ("completion", "pretrain")
 _ALPACAS = ("alpaca", "oasst", "gpteacher", "jeopardy", "alpaca_chat", "context_qa", "summarizetldr")
@@ -177,6 +184,13 @@ def read_axolotl(moved: Moved, folder: Path) -> None:
     ):
         moved.put("engine.fsdp_size", shard)
     rows, steps = moved.get("micro_batch_size", default=1), moved.get("gradient_accumulation_steps", default=1)
+    if moved.get("gradient_accumulation_steps") is None and (whole := number(moved.get("batch_size"))):
+        steps = max(int(whole / max(number(rows), 1)), 1)
+    others = [
+        str(name) for name in moved.get("plugins", default=[]) if not any(known in str(name) for known in _PLUGINS)
+    ]
+    if others:
+        moved.lack("plugins", f"{', '.join(others)}: trainer.hooks, loss.custom_cls and data.custom_cls take Python")
     packs = moved.is_on("sample_packing") or moved.is_on("pretraining_dataset")
     read_batch(moved, rows, steps, packs)
     _read_run(moved)
@@ -206,18 +220,18 @@ def _read_run(moved: Moved) -> None:
         ("lr_scheduler", "lr_scheduler_type"),
         ("optimizer", "optim"),
     ):
-        if values.get(theirs) is not None:
+        if moved.get(theirs) is not None:
             values[trainers] = values[theirs]
-    if values.get("warmup_steps") is None and values.get("warmup_ratio") is None:
+    if moved.get("warmup_steps") is None and moved.get("warmup_ratio") is None:
         values["warmup_ratio"] = 0.03
         moved.differ("no warm-up is given: axolotl's default is 3 % of the run")
     floor = moved.get("cosine_min_lr_ratio")
-    if values.get("save_steps") is None and values.get("save_strategy") is None:
+    if moved.get("save_steps") is None and moved.get("save_strategy") is None:
         values["save_strategy"] = "no" if moved.is_on("saves_per_epoch") else "epoch"
-    has_evals = values.get("eval_steps") is not None or values.get("eval_strategy") is not None
+    has_evals = moved.get("eval_steps") is not None or moved.get("eval_strategy") is not None
     if not has_evals:
         values["eval_strategy"] = "no"
-    elif values.get("eval_strategy") is None:
+    elif moved.get("eval_strategy") is None:
         values["eval_strategy"] = "steps"
     if moved.is_on("evals_per_epoch") and any(key.startswith(("data.val", "val_")) for key in moved.words):
         moved.put("trainer.tests_per_epoch", moved.get("evals_per_epoch"))

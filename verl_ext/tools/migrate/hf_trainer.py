@@ -35,7 +35,7 @@ _ADAPTERS_ALONE = "adapters alone are trained with model=lora"
 KEYS: dict[str, Rule] = {
     **rules(
         FREE,
-        "ddp_timeout ddp_find_unused_parameters bf16 fp16 tf32 do_train do_eval overwrite_output_dir "
+        "ddp_timeout ddp_find_unused_parameters bf16 greater_is_better tf32 do_train do_eval overwrite_output_dir "
         "logging_strategy logging_first_step gradient_checkpointing_kwargs remove_unused_columns "
         "dataloader_pin_memory disable_tqdm dataloader_persistent_workers save_safetensors log_level logging_dir "
         "include_num_input_tokens_seen local_rank per_device_eval_batch_size eval_accumulation_steps "
@@ -48,9 +48,9 @@ KEYS: dict[str, Rule] = {
         "per_device_train_batch_size gradient_accumulation_steps learning_rate lr_scheduler_type warmup_ratio "
         "warmup_steps weight_decay num_train_epochs max_steps save_steps save_strategy eval_steps eval_strategy "
         "evaluation_strategy optim report_to metric_for_best_model load_best_model_at_end early_stopping_patience "
-        "greater_is_better adam_beta1 adam_beta2 gradient_checkpointing seed run_name save_total_limit "
-        "resume_from_checkpoint lr_scheduler_kwargs use_liger_kernel dataloader_drop_last save_only_model "
-        "early_stopping_threshold",
+        "adam_beta1 adam_beta2 gradient_checkpointing seed run_name save_total_limit "
+        "resume_from_checkpoint lr_scheduler_kwargs use_liger_kernel dataloader_drop_last "
+        "early_stopping_threshold save_only_model fp16 router_aux_loss_coef moe_aux_loss_coef",
     ),
     "trust_remote_code": to("model.trust_remote_code"),
     "lora_dropout": to("model.lora_dropout", lacks="adapters have no dropout"),
@@ -108,9 +108,13 @@ def read_trainer(moved: Moved, defaults: TrainerDefaults) -> None:
         moved.put("data.seed", seed)
     if moved.is_on("use_liger_kernel"):
         moved.put("model.use_liger", True)
+    if moved.is_on("fp16") and str(moved.get("fp16")) != "auto":
+        moved.put("engine.mixed_precision.param_dtype", "fp16")
+    if is_on(share := moved.get("router_aux_loss_coef", "moe_aux_loss_coef")):
+        moved.put("model.override_config", {"output_router_logits": True, "router_aux_loss_coef": share})
     if moved.is_on("dataloader_drop_last"):
         moved.put("data.drop_last", True)
-    if moved.values.get("gradient_checkpointing") is False:
+    if moved.get("gradient_checkpointing") is False:
         moved.put("model.enable_gradient_checkpointing", False)
     sharding = f"{moved.get('deepspeed')} {moved.get('fsdp')} {moved.get('fsdp_config')}"
     if re.search(r"offload(?!\w*['\"]?: (False|false|None))", sharding):
@@ -257,7 +261,11 @@ def _read_saves(moved: Moved, validates_too: bool) -> None:
         if moved.is_on("early_stopping_patience"):
             moved.put("trainer.early_stop.metric", "val/loss")
             moved.put("trainer.early_stop.patience", moved.get("early_stopping_patience"))
-            if is_on(least := moved.get("early_stopping_threshold")):
+            if is_on(
+                least := moved.get(
+                    "early_stopping_threshold save_only_model fp16 router_aux_loss_coef moe_aux_loss_coef"
+                )
+            ):
                 moved.put("trainer.early_stop.least", least)
 
 

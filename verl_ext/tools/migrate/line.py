@@ -108,6 +108,8 @@ class Moved:
         self.trainer, self.values, self.ranks = trainer, dict(values), ranks
         self.words: dict[str, Any] = {}
         self.problems: list[str] = []  # of the trainer's checks
+        self._asked: set[str] = set()
+        self._read: list[str] = []
         self._lacks: dict[str, str] = {}
         self._free: list[str] = []
         self._unknown: list[str] = []
@@ -124,8 +126,8 @@ class Moved:
                     self.put(rule.to, rule.values.get(str(value).lower(), value))
             elif rule.lacks and is_on(value) and str(value).lower() not in rule.idle:
                 self.lack(key, rule.lacks)
-            elif not rule.is_read:
-                self._free.append(key)
+            else:
+                (self._read if rule.is_read else self._free).append(key)
 
     def put(self, key: str, value: Any) -> None:
         """Give one of our keys a value."""
@@ -153,25 +155,27 @@ class Moved:
 
     def get(self, *names: str, default: Any = None) -> Any:
         """Return the value of the first of the names that is given."""
+        self._asked.update(names)
         return next((self.values[name] for name in names if self.values.get(name) is not None), default)
 
     def is_on(self, *names: str) -> bool:
         """Tell whether one of the names asks for something."""
+        self._asked.update(names)
         return any(is_on(self.values.get(name)) for name in names)
 
     @property
     def summary(self) -> str:
         """The counts of keys in one line."""
         lacking, unknown = len(self._lacks), len(self._unknown)
-        held = len(self.values) - lacking - unknown - len(self._free)
-        parts = [f"{len(self.values)} keys of {self.trainer}: {held} in the command", f"{len(self._free)} need nothing"]
+        held = len(self.values) - lacking - unknown - len(self.free)
+        parts = [f"{len(self.values)} keys of {self.trainer}: {held} in the command", f"{len(self.free)} need nothing"]
         parts += [f"{lacking} without an equivalent"] * bool(lacking) + [f"{unknown} unknown"] * bool(unknown)
         return ", ".join(parts)
 
     @property
-    def is_whole(self) -> bool:
-        """Whether every key is in the command or needs nothing."""
-        return not (self._lacks or self._unknown or self.problems)
+    def free(self) -> list[str]:
+        """The keys that need nothing, such as a rank without adapters."""
+        return self._free + [key for key in self._read if key not in self._asked and key not in self._lacks]
 
     def overrides(self) -> list[str]:
         """Return the words of the command in Hydra's grammar, unquoted for the shell."""
@@ -184,8 +188,8 @@ class Moved:
         yield from (f"unknown key of {self.trainer}: {line}" for line in self._unknown)
         yield from (f"to correct: {line}" for line in self.problems)
         yield from (f"differs: {line}" for line in self._differences)
-        if self._free:
-            yield f"needs nothing here: {', '.join(self._free)}"
+        if self.free:
+            yield f"needs nothing here: {', '.join(self.free)}"
 
     def command(self) -> str:
         """Return the command and its comments, as a shell script has them."""

@@ -26,6 +26,8 @@ from verl_ext.tools.migrate.reading import read_yaml
 NAME = "LLaMA-Factory"
 _LOSS = lacking("a loss of the prediction; loss.custom_cls has coefficients by token", "0")
 
+_ULYSSES = lacking("ranks share rows by Ulysses; parallel.context_parallel_size adds groups of them", "ulysses")
+
 KEYS: dict[str, Rule] = {
     **hf_trainer.KEYS,
     "model_name_or_path": to("model.path"),
@@ -33,16 +35,16 @@ KEYS: dict[str, Rule] = {
         READ,
         "stage finetuning_type dataset dataset_dir eval_dataset max_samples cutoff_len lora_rank lora_alpha "
         "lora_target packing neat_packing template mask_history train_on_prompt val_size adapter_name_or_path "
-        "plot_loss cp_size cp_mode freeze_trainable_layers disable_gradient_checkpointing pure_bf16 "
-        "loraplus_lr_ratio streaming enable_thinking",
+        "cp_size disable_gradient_checkpointing pure_bf16 "
+        "loraplus_lr_ratio enable_thinking",
     ),
     **rules(
         FREE,
         "overwrite_cache flash_attn infer_backend upcast_layernorm low_cpu_mem_usage cache_dir print_param_status "
         "freeze_vision_tower freeze_multi_modal_projector use_v1_kernels include_effective_tokens_per_second "
         "preprocessing_batch_size hf_hub_token ms_hub_token use_fast_tokenizer data_shared_file_system "
-        "create_new_adapter double_quantization quantization_method use_reentrant_gc export_dir export_size "
-        "export_device export_legacy_format dist_config_file tokenized_path shift_attn buffer_size moe_aux_loss_coef",
+        "double_quantization quantization_method use_reentrant_gc export_dir export_size "
+        "export_device export_legacy_format dist_config_file tokenized_path buffer_size ",
     ),
     "preprocessing_num_workers": to("num_workers"),
     "enable_liger_kernel": to("model.use_liger"),
@@ -71,7 +73,11 @@ KEYS: dict[str, Rule] = {
     ),
     **rules(lacking("layers are neither added nor replaced"), "use_llama_pro mixture_of_depths"),
     "freeze_trainable_modules": lacking("model.freeze names what is not trained", "all"),
-    "compute_accuracy": FREE,
+    **rules(FREE, "compute_accuracy plot_loss streaming"),
+    "cp_mode": _ULYSSES,
+    "freeze_trainable_layers": lacking("model.freeze names what is not trained"),
+    "shift_attn": lacking("attention is over the whole document"),
+    "create_new_adapter": lacking("adapters go on from those of model.lora_adapter_path"),
     "mix_strategy": lacking("data.mixture has the shares of categories", "concat"),
     "interleave_probs": lacking("data.mixture has the shares of categories"),
     "ray_num_workers": lacking("verl_ext.fsdp_sft_trainer_ray trains on Ray"),
@@ -103,9 +109,7 @@ def read_llamafactory(moved: Moved, folder: Path) -> None:
     elif kind != "full":
         moved.lack("finetuning_type", "all parameters are trained, or adapters; model.freeze leaves some out")
     put_split(moved, moved.get("cp_size", default=1))
-    packs = moved.is_on("neat_packing", "packing") or (
-        moved.values.get("stage") == "pt" and moved.get("packing") is None
-    )
+    packs = moved.is_on("neat_packing", "packing") or (moved.get("stage") == "pt" and moved.get("packing") is None)
     rows, steps = (
         moved.get("per_device_train_batch_size", default=8),
         moved.get("gradient_accumulation_steps", default=1),
@@ -126,9 +130,9 @@ def read_llamafactory(moved: Moved, folder: Path) -> None:
             f"template={moved.get('template')} is LLaMA-Factory's own; here the tokenizer's template renders chats, "
             "and the line end after a turn and an empty thinking block are no targets (empty_reasoning=learn learns it)"
         )
-    if is_on(think := moved.values.get("enable_thinking")) or think is False:
+    if is_on(think := moved.get("enable_thinking")) or think is False:
         moved.put("apply_chat_template_kwargs.enable_thinking", think)
-    if moved.is_on("packing") and not moved.is_on("neat_packing") and moved.values.get("stage") != "pt":
+    if moved.is_on("packing") and not moved.is_on("neat_packing") and moved.get("stage") != "pt":
         moved.differ("packing without neat_packing lets documents of a pack attend to each other there; never here")
 
 
@@ -184,7 +188,7 @@ def _put_dataset(moved: Moved, node: str, name: str, entry: dict[str, Any], plac
         mapping(f"{name}.columns of dataset_info.json", entry.get("columns")),
         entry.get("formatting") == "sharegpt",
     )
-    is_text = moved.values.get("stage") == "pt"
+    is_text = moved.get("stage") == "pt"
     for field, ours in _SOURCE_FIELDS.items():
         theirs = columns.get(field)
         if is_text and field == "prompt":
@@ -217,7 +221,7 @@ V1: dict[str, Rule] = {
     **rules(
         READ,
         "model train_dataset eval_dataset micro_batch_size global_batch_size cutoff_len peft_config quant_config "
-        "cp_mode cp_size learning_rate num_train_epochs max_steps optim_config lr_scheduler_config template "
+        "cp_size learning_rate num_train_epochs max_steps optim_config template "
         "batching_strategy save_steps save_epochs gradient_accumulation_steps",
     ),
     "output_dir": to("trainer.default_local_dir"),
@@ -226,6 +230,8 @@ V1: dict[str, Rule] = {
     "logging_steps": to("trainer.log_freq"),
     "enable_activation_checkpointing": to("model.enable_gradient_checkpointing"),
     "fp8": lacking("weights and products are bf16"),
+    "cp_mode": _ULYSSES,
+    "lr_scheduler_config": lacking("optim.lr_scheduler_type and optim.lr_warmup_steps_ratio have the schedule"),
 }
 
 
@@ -263,6 +269,11 @@ def read_llamafactory_v1(moved: Moved, folder: Path) -> None:
         moved.put("trainer.total_epochs", epochs)
     if is_on(steps := moved.get("save_steps")):
         moved.put("trainer.save_freq", steps)
+    if is_on(epochs := moved.get("save_epochs")):
+        if number(epochs) == 1:
+            moved.put("trainer.save_freq", "after_each_epoch")
+        else:
+            moved.lack("save_epochs", "trainer.save_freq counts steps, or is after_each_epoch")
 
 
 def _put_v1(moved: Moved, node: str, name: str, folder: Path) -> None:

@@ -41,7 +41,7 @@ def commands_of(text: str) -> list[list[str]]:
 
     Raises UsageError for a quote that is not closed.
     """
-    text = re.sub(r"\\[ \t]*\n", " ", without_comments(text))
+    text = re.sub(r"\\[ \t]*(\n|\Z)", " ", without_comments(text))
     if re.sub(r"\s", "", WORD.sub("", text)):
         raise UsageError("command must be whole; got a quote that is not closed")
     commands: list[list[str]] = []

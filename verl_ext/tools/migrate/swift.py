@@ -31,18 +31,19 @@ KEYS: dict[str, Rule] = {
     **rules(
         READ,
         "dataset val_dataset cached_dataset cached_val_dataset split_dataset_ratio tuner_type train_type lora_rank "
-        "lora_alpha target_modules packing padding_free max_length packing_length truncation_strategy loss_scale "
-        "sequence_parallel_size template agent_template use_hf use_chat_template task_type adapters streaming "
-        "enable_channel_loss early_stop_interval router_aux_loss_coef add_non_thinking_prefix config",
+        "lora_alpha target_modules packing max_length packing_length truncation_strategy loss_scale "
+        "sequence_parallel_size template agent_template use_hf use_chat_template task_type adapters "
+        "early_stop_interval",
     ),
     **rules(
         FREE,
-        "torch_dtype load_from_cache_file model_author model_name freeze_vit freeze_aligner attn_impl lazy_tokenize "
+        "padding_free streaming enable_channel_loss torch_dtype load_from_cache_file model_author model_name "
+        "freeze_vit freeze_aligner attn_impl lazy_tokenize "
         "create_checkpoint_symlink max_model_len use_logits_to_keep packing_num_proc shuffle_buffer_size model_type "
         "vit_gradient_checkpointing ddp_timeout acc_strategy add_version check_model dataset_shuffle "
         "train_dataloader_shuffle strict device_map max_new_tokens temperature top_p remove_unused_columns "
-        "external_plugins custom_register_path bnb_4bit_quant_type bnb_4bit_use_double_quant bnb_4bit_quant_storage "
-        "cosine_num_cycles data_seed_shuffle",
+        "bnb_4bit_quant_type bnb_4bit_use_double_quant bnb_4bit_quant_storage "
+        "",
     ),
     "dataset_num_proc": to("num_workers"),
     "experts_impl": to("model.experts"),
@@ -67,7 +68,14 @@ KEYS: dict[str, Rule] = {
     **rules(lacking("a loss of the prediction; loss.custom_cls has coefficients by token"), "enable_dft_loss"),
     "loss_type": lacking("loss.mode names the mean; a loss of one's own is loss.custom_cls", "loss_scale"),
     "tuner_backend": lacking("adapters are PEFT's", "peft"),
-    "response_prefix": FREE,
+    "response_prefix": lacking("no text of one's own begins a reply"),
+    "add_non_thinking_prefix": lacking(
+        "no empty thinking block is added to records; apply_chat_template_kwargs may print one"
+    ),
+    **rules(
+        lacking("trainer.hooks, loss.custom_cls and data.custom_cls take Python"),
+        "external_plugins custom_register_path",
+    ),
     "max_epochs": to("trainer.total_epochs"),
     **rules(
         lacking("`verl-ext judge` measures an exported model"),
@@ -81,7 +89,7 @@ def read_swift(moved: Moved, folder: Path) -> None:
     """Translate the command's flags."""
     moved.take(KEYS)
     kind = str(moved.get("tuner_type", "train_type", default="lora"))
-    trains_texts = moved.values.get("use_chat_template") is False
+    trains_texts = moved.get("use_chat_template") is False
     if (task := str(moved.get("task_type", default="causal_lm"))) != "causal_lm":
         raise UsageError(f"task_type must be causal_lm: {_CLASSIFIES.lacks}; got {task}")
     _read_data(moved)
@@ -105,8 +113,6 @@ def read_swift(moved: Moved, folder: Path) -> None:
     if is_on(adapters := moved.get("adapters")):
         moved.put("model.lora_adapter_path", adapters[0] if isinstance(adapters, list) else adapters)
     put_split(moved, moved.get("sequence_parallel_size", default=1))
-    if is_on(share := moved.get("router_aux_loss_coef")):
-        moved.put("model.override_config", {"output_router_logits": True, "router_aux_loss_coef": share})
     per_device = moved.get("per_device_train_batch_size", default=1)
     steps = moved.get("gradient_accumulation_steps")
     if steps is None or "expr" in str(steps):
@@ -124,6 +130,8 @@ def read_swift(moved: Moved, folder: Path) -> None:
         moved.lack("loss_scale", "assistant turns are learnt, each token with the weight of its record")
     if "ignore_empty_think" not in scale and not trains_texts:
         moved.differ("an empty thinking block is learnt there: empty_reasoning=learn learns it here")
+    if moved.is_on("template"):
+        moved.differ(f"template={moved.get('template')}: the tokenizer's own chat template renders chats here")
     if moved.is_on("agent_template"):
         moved.differ(
             f"agent_template={moved.get('agent_template')}: the chat template of the tokenizer prints tools here"

@@ -24,20 +24,25 @@ KEYS: dict[str, Rule] = {
     **rules(
         READ,
         "dataset_name dataset_config dataset_train_split dataset_test_split dataset_text_field datasets max_length "
-        "max_seq_length packing packing_strategy padding_free assistant_only_loss completion_only_loss use_peft "
-        "lora_r lora_alpha lora_target_modules config shuffle_dataset truncation_mode parallelism_config",
+        "max_seq_length packing packing_strategy assistant_only_loss completion_only_loss use_peft "
+        "lora_r lora_alpha lora_target_modules parallelism_config",
     ),
     **rules(
         FREE,
-        "torch_dtype dtype attn_implementation pad_to_multiple_of dataset_kwargs pad_token activation_offloading "
-        "streaming test_split_size model_init_kwargs env use_cache loss_chunk_size lora_task_type "
+        "torch_dtype dtype attn_implementation pad_to_multiple_of pad_token "
+        "streaming test_split_size env use_cache loss_chunk_size lora_task_type "
         "bnb_4bit_quant_type use_bnb_nested_quant dataset_streaming ignore_bias_buffers trackio_space_id "
         "eval_packing",
     ),
     "model_revision": lacking("a Hub model is its newest: download the revision and name its folder", "main"),
     "dataset_num_proc": to("num_workers"),
     "chat_template_path": to("chat_template"),
-    "eos_token": lacking("the tokenizer's own ends are found; end_of_turn names a text that ends a turn"),
+    "eos_token": to("end_of_turn"),
+    "activation_offloading": to("model.activation_offload"),
+    "truncation_mode": lacking("data.over_length=truncate cuts the end of a document", "keep_start"),
+    "dataset_kwargs": lacking("`tokenize` reads raw records"),
+    "model_init_kwargs": lacking("model.override_config has keys of config.json"),
+    **rules(FREE, "padding_free shuffle_dataset"),
     **rules(QUANTIZED, "load_in_4bit load_in_8bit"),
     "loss_type": lacking("a loss of the prediction; loss.custom_cls has coefficients by token", "nll", "chunked_nll"),
 }
@@ -73,7 +78,7 @@ def read_trl(moved: Moved, folder: Path) -> None:
             "without assistant_only_loss every token of a chat is learnt there; here the assistant's turns are, "
             "and of a text every token"
         )
-    if moved.values.get("completion_only_loss") is False:
+    if moved.get("completion_only_loss") is False:
         moved.lack("completion_only_loss", "prompts are not learnt; text records are learnt whole")
 
 
