@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
+from verl.workers.config import FSDPOptimizerConfig
 
 from tests.ranks import run_ranks
 from tests.training import differences, into, refusals, small_run, stopped_at, tensors_of, train_each
@@ -32,7 +33,8 @@ def test_matrices_alone_decay_without_norms_and_biases_whatever_their_shape():
 
 
 def test_verls_one_group_is_the_default():
-    assert all(isinstance(parameter, nn.Parameter) for parameter in parameter_groups(nn.Linear(2, 2), optim()))
+    for config in (optim(), FSDPOptimizerConfig(lr=1.0)):  # verl's own trainer has no such keys
+        assert all(isinstance(parameter, nn.Parameter) for parameter in parameter_groups(nn.Linear(2, 2), config))
 
 
 def test_the_first_glob_that_names_a_parameter_or_a_module_above_it_counts_and_the_plain_rate_comes_first():

@@ -66,12 +66,13 @@ def parameter_groups(module: nn.Module, optim: Any) -> list[nn.Parameter] | list
 
     The first group has the rate `optim.lr` if any has. optim: verl's configuration of the optimizer.
     """
-    if optim.decay == "all" and not optim.lr_of:
+    decay, rates = getattr(optim, "decay", "all"), getattr(optim, "lr_of", {})  # verl's own config has neither
+    if decay == "all" and not rates:
         return list(module.parameters())
     groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
     for name, parameter in module.named_parameters():
-        decays = optim.decay == "all" or (parameter.ndim >= 2 and not name.endswith("bias"))  # experts' are matrices
-        factor = next((factor for pattern, factor in optim.lr_of.items() if is_named(name, pattern)), 1.0)
+        decays = decay == "all" or (parameter.ndim >= 2 and not name.endswith("bias"))  # experts' are matrices
+        factor = next((factor for pattern, factor in rates.items() if is_named(name, pattern)), 1.0)
         groups.setdefault((factor, decays), []).append(parameter)
     return [
         {"params": groups[key], "lr": optim.lr * key[0], "weight_decay": optim.weight_decay * key[1]}
