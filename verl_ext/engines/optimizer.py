@@ -69,8 +69,11 @@ def parameter_groups(module: nn.Module, optim: Any) -> list[nn.Parameter] | list
     decay, rates = getattr(optim, "decay", "all"), getattr(optim, "lr_of", {})  # verl's own config has neither
     if decay == "all" and not rates:
         return list(module.parameters())
-    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
-    for name, parameter in module.named_parameters():
+    named, groups = dict(module.named_parameters()), dict[tuple[float, bool], list[nn.Parameter]]()
+    for pattern in rates:  # checked before weights are read, but not in remote code
+        if not any(is_named(name, pattern) for name in named):
+            raise ValueError(f"optim.lr_of must name parameters of a {type(module).__name__}; got {pattern}")
+    for name, parameter in named.items():
         decays = decay == "all" or (parameter.ndim >= 2 and not name.endswith("bias"))  # experts' are matrices
         factor = next((factor for pattern, factor in rates.items() if is_named(name, pattern)), 1.0)
         groups.setdefault((factor, decays), []).append(parameter)
