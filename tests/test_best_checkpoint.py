@@ -57,6 +57,10 @@ def on_one_rank(given: list[str], folder: Path) -> dict[str, str]:
         heard(fit, [*all_kept, into(folder / name)])
     shutil.copytree(folder / "best", folder / "anew", symlinks=True)
     heard(fit, [*given, into(folder / "anew"), "trainer.overwrite=true", "trainer.total_training_steps=1"])
+    os.symlink("global_step_9", folder / "anew" / BEST)  # of an abandoned part, which a resume does not keep
+    heard(fit, [*given, into(folder / "anew"), "trainer.total_training_steps=1"])
+    stopped_at(folder / "early", folder / "back", best - 1)
+    heard(fit, [*all_kept, into(folder / "back"), f"trainer.total_training_steps={best - 1}"])
     heard(fit, [*given, into(folder / "plain"), f"trainer.resume_from_path={folder / 'early' / BEST}"])
     return said
 
@@ -112,6 +116,7 @@ def test_a_resumed_run_has_the_best_value_so_far_and_ends_where_the_whole_run_en
     for name in ("after", "before"):
         assert differences(folder / name, folder / "early", last) == []
         assert best_step(folder / name) == best_step(folder / "early")
+    assert best_step(folder / "back") == best_step(folder / "early") - 1
     assert max(measured(folder / "elastic")) == last
     assert best_step(folder / "elastic") == best_step(folder / "early")
 

@@ -44,7 +44,7 @@ def test_the_first_glob_that_names_a_parameter_or_a_module_above_it_counts_and_t
     by_rate = {group["lr"]: [names[id(p)] for p in group["params"]] for group in groups}
     assert by_rate == {1.0: ["0.weight", "0.bias", "2.weight"], 2.0: ["1.0.weight", "1.0.bias"], 0.5: ["2.bias"]}
     assert next(iter(by_rate)) == 1.0
-    with pytest.raises(ValueError, match="optim.lr_of must name parameters of a Sequential; got 3"):
+    with pytest.raises(ValueError, match=r"optim\.lr_of must name parameters of a Sequential; got 3"):
         parameter_groups(model, optim(lr_of={"3": 2.0}))
 
 
