@@ -117,16 +117,8 @@ KEYS: dict[str, Rule] = {
     "base_model_ignore_patterns": FREE,
     "cls_model_config": FREE,
 }
-_OPTIMIZERS = {
-    "muon",
-    "dist_muon",
-    "optimi_adamw",
-    "ao_adamw_4bit",
-    "ao_adamw_8bit",
-    "ao_adamw_fp8",
-    "adopt_adamw",
-    "came_pytorch",
-}
+_NAMES = {"num_epochs": "num_train_epochs", "lr_scheduler": "lr_scheduler_type", "optimizer": "optim"}
+_TRACKERS = ("wandb", "swanlab", "mlflow", "tensorboard")
 _PLUGINS = ("cut_cross_entropy", "liger", "kernels", "swanlab")  # whose work is done here, or has keys of its own
 _SIZES = ("dp_shard_size", "dp_replicate_size", "context_parallel_size")  # whose product are the ranks
 _TEXTS = ("completion", "pretrain")
@@ -213,49 +205,31 @@ def read_axolotl(moved: Moved, folder: Path) -> None:
 
 def _read_run(moved: Moved) -> None:
     """Translate length, rate, saves and trackers by the Trainer's names."""
-    values = moved.values
-    known = dict(values)
-    for theirs, trainers in (
-        ("num_epochs", "num_train_epochs"),
-        ("lr_scheduler", "lr_scheduler_type"),
-        ("optimizer", "optim"),
-    ):
+    values, known = moved.values, dict(moved.values)
+    # For a while the values stand under the Trainer's names, with axolotl's defaults.
+    for theirs, trainers in _NAMES.items():
         if moved.get(theirs) is not None:
             values[trainers] = values[theirs]
-    if moved.get("warmup_steps") is None and moved.get("warmup_ratio") is None:
+    if moved.get("warmup_steps", "warmup_ratio") is None:
         values["warmup_ratio"] = 0.03
         moved.differ("no warm-up is given: axolotl's default is 3 % of the run")
-    floor = moved.get("cosine_min_lr_ratio")
-    if moved.get("save_steps") is None and moved.get("save_strategy") is None:
+    if moved.get("save_steps", "save_strategy") is None:
         values["save_strategy"] = "no" if moved.is_on("saves_per_epoch") else "epoch"
-    has_evals = moved.get("eval_steps") is not None or moved.get("eval_strategy") is not None
-    if not has_evals:
-        values["eval_strategy"] = "no"
-    elif moved.get("eval_strategy") is None:
-        values["eval_strategy"] = "steps"
+    if moved.get("eval_strategy") is None:
+        values["eval_strategy"] = "no" if moved.get("eval_steps") is None else "steps"
     if moved.is_on("evals_per_epoch") and any(key.startswith(("data.val", "val_")) for key in moved.words):
         moved.put("trainer.tests_per_epoch", moved.get("evals_per_epoch"))
     if moved.is_on("saves_per_epoch"):
         moved.put("trainer.saves_per_epoch", moved.get("saves_per_epoch"))
-    own = str(values.get("optim", "")).lower() in _OPTIMIZERS
-    if own:
-        values["optim"] = "adamw_torch"
-    names = [
-        name for name in ("wandb", "swanlab", "mlflow", "tensorboard") if moved.is_on(f"use_{name}", f"{name}_project")
-    ]
-    values["report_to"] = names
+    values["report_to"] = [name for name in _TRACKERS if moved.is_on(f"use_{name}", f"{name}_project")]
     values["run_name"] = moved.get("wandb_name", "swanlab_experiment_name")
     read_trainer(moved, TrainerDefaults(2e-4, "cosine", 1.0))
-    moved.values.clear()
-    moved.values.update(known)
-    if own:
-        moved.lack("optimizer", "optim.optimizer names a class of torch.optim or another package that steps shards")
-    for theirs, trainers in (
-        ("lr_scheduler", "lr_scheduler_type"),
-        ("optimizer", "optim"),
-        ("num_epochs", "num_train_epochs"),
-    ):
+    values.clear()
+    values.update(known)
+    for theirs, trainers in _NAMES.items():
         moved.rename(trainers, theirs)
+    # What the Trainer has no name for.
+    floor = moved.get("cosine_min_lr_ratio")
     if floor is not None:
         moved.put("optim.min_lr_ratio", floor)
     if is_on(eta := moved.get("eta_min")) and number(moved.words.get("optim.lr")):

@@ -12,7 +12,9 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
+from uuid import uuid4
 
 from verl_ext.commands.command_line import command, read_options, words_of
 from verl_ext.options import REQUIRED, DataError, Options, UsageError, option
@@ -172,11 +174,12 @@ def _problems(moved: Moved) -> list[str]:
     sources = words_of(words, NODES.values())
     encoding = words_of(words, {*known_options(TokenizeOptions)} - {"model", "sources"})
     problems: list[str] = []
+    new = Path(gettempdir()) / uuid4().hex  # nothing is written
     if not words_of(words, ["data.sources"]):
         problems.append("data.sources is required: the command names no data")
     try:
         given = [word.replace("data.sources", "sources", 1) for word in words_of(words, ["data.sources"])]
-        read_options(TokenizeOptions, [*given, *encoding, "model.path=owner/name", "output_dir=DIR"])
+        read_options(TokenizeOptions, [*given, *encoding, "model.path=owner/name", f"output_dir={new}"])
     except ValueError as error:
         problems += str(error).splitlines() if given else []
     overrides = [word for word in words if word not in sources and word not in encoding]

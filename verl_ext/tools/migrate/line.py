@@ -12,7 +12,7 @@ Beside them stand the defaults that differ.
 
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -246,6 +246,3 @@ def shell_word(word: str) -> str:
     if "$" not in word:
         return shlex.quote(word)
     return '"' + re.sub(r'(["\\`])', r"\\\1", word) + '"'
-
-
-Reader = Callable[[Moved], None]
