@@ -8,11 +8,12 @@ from typing import Any
 from verl_ext.__main__ import COMMANDS
 from verl_ext.answers import AnswerOptions
 from verl_ext.attention import AttentionOptions
+from verl_ext.config.best import BestOptions
 from verl_ext.config.run import RayOptions, TrainerOptions
 from verl_ext.config.schema import dataset_families, model_kinds
 from verl_ext.config.weights import ModelNode
 from verl_ext.data.options import DataOptions
-from verl_ext.engines.schedule import ScheduleOptions
+from verl_ext.engines.schedule import OptimOptions
 from verl_ext.losses import LossOptions
 from verl_ext.options import Option, Options, options_of, spell
 from verl_ext.parallel.shards import ParallelOptions
@@ -52,8 +53,9 @@ def _lines() -> Iterator[str]:
         "`loss`": LossOptions,
         "`attention`": AttentionOptions,
         "`parallel`": ParallelOptions,
-        "`optim`, beside verl's": ScheduleOptions,
+        "`optim`, beside verl's": OptimOptions,
         "`trainer`": TrainerOptions,
+        "`checkpoint`, beside verl's": BestOptions,
         "`eval`": AnswerOptions,
         "`ray`, for `verl_ext.fsdp_sft_trainer_ray`": RayOptions,
     }

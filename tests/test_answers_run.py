@@ -64,9 +64,16 @@ def runs(options, tmp_path_factory):
     whole, without, resumed = (tmp_path_factory.mktemp("runs") / name for name in ("whole", "without", "resumed"))
     shared = [*options, "parallel=ulysses2", "trainer.device=cpu"]
     silent = [*(word for word in shared if not word.startswith("eval.")), "trainer.val_before_train=false"]
+    shared.append("checkpoint.keep_best=val/answer")
     calls = [(train_alone, [*shared, into(whole)]), (train_alone, [*silent, into(without)])]
     run_ranks(in_turn, 2, [*calls, (stopped_at, whole, resumed, 2), (train_alone, [*shared, into(resumed)])])
     return whole, without, resumed
+
+
+def test_the_checkpoint_of_the_best_score_is_linked_over_a_resume_too(runs):
+    scores = {step: score for (step, name), score in metrics(runs[0]).items() if name == "val/answer" and step}
+    best = max(scores, key=scores.__getitem__)  # the first of equal ones
+    assert os.readlink(runs[0] / "best") == os.readlink(runs[2] / "best") == f"global_step_{best}"
 
 
 def test_scores_before_training_are_those_of_plain_generation_and_a_validation_comes_then_too(runs):

@@ -68,7 +68,7 @@ def test_the_seeds_command_runs_word_for_word(folder, tiny_model, tmp_path, free
     assert done.returncode == 0, done.stderr[-3000:]
     start, line, *_ = done.stdout.splitlines()
     assert start.startswith(f"verl-ext {verl_ext.__version__}: starting, ranks 2")  # before torch is imported
-    assert line == "2 × CPU (gloo) · fp32 · attention sdpa · head fused · AdamW loop"
+    assert line == "2 × CPU (gloo) · fp32 · attention sdpa · head fused · AdamW loop · decay 0.01 on all"
     assert done.stdout.count("verl-ext ") == done.stdout.count("reading the weights of") == 1  # only rank 0 prints it
     assert not set("\r\x1b") & set(done.stdout + done.stderr)
     assert re.search(r"^step +1/\d+ \| loss \d", done.stdout, re.MULTILINE)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from verl_ext.checkpoint.identity import Watched
 from verl_ext.checkpoint.save import NotWritten
 from verl_ext.config.run import AFTER_EACH_EPOCH, is_due
 from verl_ext.data.measure import AnswerMeasure
@@ -71,6 +72,25 @@ def test_a_frequency_is_due_at_multiples_and_at_the_step_in_which_an_epoch_ends(
         due = [step in ends if every == AFTER_EACH_EPOCH else every > 0 and step % every == 0 for every in frequency]
         assert is_due(frequency, step, steps_per_epoch) == any(due)
         assert is_due(frequency[0], step, steps_per_epoch) == due[0]
+
+
+@given(st.integers(1, 7), st.floats(0.3, 20))
+def test_so_many_times_an_epoch_is_due_at_the_steps_in_which_its_equal_parts_end(times, steps_per_epoch):
+    ends = {math.ceil(round(part * steps_per_epoch / times, 9)) for part in range(1, 2000)}
+    for step in range(1, 40):
+        assert is_due(-1, step, steps_per_epoch, times) == (step in ends)
+        assert not is_due(-1, step, steps_per_epoch)
+
+
+def test_a_score_improves_upwards_and_a_loss_downwards_by_more_than_the_least_change_and_nan_never():
+    values = [0.5, 0.6, math.nan, 0.3, 0.65]
+    found = []
+    for metric in ("val/answer/qa1", "val/answer_loss"):
+        best = Watched(metric)
+        for step, value in enumerate(values, start=1):
+            best.measure(value, step, least=0.06)
+        found.append((best.value, best.step, best.waited))
+    assert found == [(0.6, 2, 3), (0.3, 4, 1)]
 
 
 def test_a_validation_set_without_an_answer_has_no_mean_of_scores():

@@ -73,6 +73,11 @@ def test_a_script_with_raw_files_is_one_command_that_keeps_its_words_quotes_and_
     assert not any("no equivalent" in line or "unknown" in line for line in comments)
 
 
+def test_a_file_with_the_script_is_read_as_its_command(tmp_path, capsys):
+    (tmp_path / "sft.sh").write_text(f"set -x\nnproc_per_node=8\n# it's old\n{OLD}\necho done\n")
+    assert migrated(capsys, str(tmp_path / "sft.sh")) == migrated(capsys, OLD)
+
+
 @pytest.mark.parametrize(
     "trainer", ["fsdp_sft_trainer.py", "/opt/verl/trainer/fsdp_sft_trainer.py", "-m verl.trainer.sft_trainer"]
 )
@@ -127,7 +132,10 @@ def test_each_word_keeps_its_quotes_substitutions_and_variables_and_what_follows
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("python train.py a=1", "command must start verl's fsdp_sft_trainer, sft_trainer or sft_trainer_ray"),
+        (
+            "python train.py a=1",
+            "command must start axolotl, LLaMA-Factory, ms-swift, TRL or verl's SFT trainer; got none",
+        ),
         ("set -x\npython fsdp_sft_trainer.py a=1", "command must be one command, from .*; got several lines"),
         ("python fsdp_sft_trainer.py a='1", "command must be one command, from .*; got a quote that is not closed"),
     ],

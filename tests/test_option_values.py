@@ -15,10 +15,10 @@ from verl_ext.config.run import NODES, RunConfig, TrainerOptions
 from verl_ext.config.weights import ModelNode
 from verl_ext.data.options import DataOptions
 from verl_ext.data.sft_options import SFTOptions
-from verl_ext.engines.schedule import ScheduleOptions
+from verl_ext.engines.schedule import OptimOptions
 from verl_ext.options import Options, options_of, plain, spell
 
-OURS: tuple[type[Options], ...] = (*NODES, DataOptions, SFTOptions, ScheduleOptions, ModelNode)
+OURS: tuple[type[Options], ...] = (*NODES, DataOptions, SFTOptions, OptimOptions, ModelNode)
 # A value that no option of the type takes, beside null.
 WRONG: dict[Any, Any] = {int: "many", float: [1], bool: "maybe", str: [1], list: {"a": 1}, dict: "abc"}
 

@@ -128,7 +128,7 @@ def exact_metrics(folder: Path) -> dict[tuple[int, str], Any]:
 def stopped_at(whole: Path, folder: Path, step: int) -> Path:
     """Copy a run as it was after a step; of several ranks, rank 0 does."""
     if not dist.is_initialized() or dist.get_rank() == 0:
-        shutil.copytree(whole, folder)
+        shutil.copytree(whole, folder, symlinks=True)
         for checkpoint in saved_folders(folder):
             if step_of(checkpoint) > step:
                 shutil.rmtree(checkpoint)

@@ -28,7 +28,10 @@ COMMANDS = {
         "verl_ext.tools.judging.command",
         "answers to long-context benchmarks, scored by rules or a judge model",
     ),
-    "migrate": ("verl_ext.commands.migrate", "a command of verl's SFT trainers with the names of today"),
+    "migrate": (
+        "verl_ext.tools.migrate.command",
+        "a configuration of axolotl, LLaMA-Factory, ms-swift, TRL or verl as a command of `verl-ext train`",
+    ),
     "launch": ("verl_ext.launch.run", "a node of a run: torchrun with the topology of the environment"),
     "launch-ray": ("verl_ext.launch.ray", "a run on a Ray cluster of these nodes, or as a job of one"),
     "preflight": ("verl_ext.commands.preflight", "whether the nodes of a run reach node 0, with the same packages"),

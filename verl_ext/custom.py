@@ -1,4 +1,4 @@
-"""Users' objects by file and name: `data.custom_cls`, `loss.custom_cls`, `eval.score`."""
+"""Users' objects by file and name: `data.custom_cls`, `loss.custom_cls`, `eval.score`, `trainer.hooks`."""
 
 import importlib
 import importlib.util

@@ -7,13 +7,15 @@ same samples grows. A checkpoint also holds facts about the data, the packs, the
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from verl_ext.config.best import is_of_answers
 from verl_ext.config.run import RunConfig, TrainerOptions
 from verl_ext.data.dataset import CONTENT, DIGEST, PackDataset
 from verl_ext.data.options import DataOptions
-from verl_ext.engines.schedule import ScheduleOptions
+from verl_ext.engines.schedule import OptimOptions
 from verl_ext.environment import UNKNOWN
 from verl_ext.models.qwen_titans import settings_of_today
 from verl_ext.options import Options, nearest_hint, options_of, spell
@@ -36,6 +38,7 @@ BASE = "the weights in model.path"  # the key of their digest in a checkpoint
 _TOTAL = "trainer.total_training_steps"
 SCHEDULE = f"the length of the learning rate's schedule ({_TOTAL})"
 _GROUPING_KEYS = ("data.balance", "data.cost", "data.shuffle")
+_WATCHED: dict[str, Any] = {"metric": str, "value": float | int | None, "step": int, "waited": int}
 _COUNTERS = ("skipped_steps", "skipped_in_a_row", "spikes", "total_tokens", "total_target_tokens")
 
 
@@ -69,8 +72,8 @@ def run_facts(
     return {
         **shared_options(values, [DataOptions, config.dataset_class.Options]),
         **upstream_options(values),
-        **shared_options(values, [TrainerOptions, ScheduleOptions]),
-        **shared_options(values, [ScheduleOptions], "ahead"),
+        **shared_options(values, [TrainerOptions, OptimOptions]),
+        **shared_options(values, [OptimOptions], "ahead"),
         **config.loss.fingerprint,
         **train_set.plan_options(),
         "packs in data.train_dir": len(train_set),
@@ -90,7 +93,7 @@ def allowed_changes(config: RunConfig, extends: bool, keeps_rates: bool) -> list
     if extends:  # PackDataset.extends compares the rest
         allowed += options_that("may_grow", [DataOptions, config.dataset_class.Options])
     if keeps_rates:
-        allowed += [_TOTAL, *options_that("ahead", [ScheduleOptions])]
+        allowed += [_TOTAL, *options_that("ahead", [OptimOptions])]
     return allowed
 
 
@@ -124,6 +127,33 @@ def model_shape(hf_config: Any) -> dict[str, Any]:
     return {key: value for key, value in described.items() if key not in _FREE_MODEL_KEYS and key[0] != "_"}
 
 
+@dataclasses.dataclass
+class Watched:
+    """The best value of a metric so far.
+
+    Attributes:
+        metric: its name; a score of answers is better if it is higher, a loss if it is lower.
+        value: the best value; None before the first measurement.
+        step: the step of that value.
+        waited: the measurements since.
+    """
+
+    metric: str
+    value: float | None = None
+    step: int = 0
+    waited: int = 0
+
+    def measure(self, value: float, step: int, least: float = 0.0) -> None:
+        """Take a measurement, which is an improvement by more than `least`."""
+        gain = math.inf
+        if self.value is not None:
+            gain = value - self.value if is_of_answers(self.metric) else self.value - value
+        if math.isfinite(value) and gain > least:
+            self.value, self.step, self.waited = value, step, 0
+        else:
+            self.waited += 1
+
+
 class RunState:
     """The facts of a checkpoint's run, and its progress.
 
@@ -139,6 +169,7 @@ class RunState:
         skipped_in_a_row: the skipped steps since the last trained step.
         spikes: the number of loss spikes so far; recent_losses: the losses of the last trained steps.
         total_tokens, total_target_tokens: the sums over the steps of the run so far.
+        watched: {key: the `Watched` of its metric} of `RunConfig.watched`.
         folder: the folder of the run, for messages.
         allowed: the keys that may differ, `trainer.allow_resume_mismatch`.
     """
@@ -151,13 +182,16 @@ class RunState:
         self.skipped_steps = self.skipped_in_a_row = self.spikes = 0
         self.total_tokens = self.total_target_tokens = 0
         self.recent_losses: list[float] = []
+        self.watched: dict[str, Watched] = {}
         self.folder = folder
         self.allowed = allowed
 
     def state_dict(self) -> dict[str, Any]:
         """Return the facts and the progress to save with the model."""
         counters = {name: getattr(self, name) for name in _COUNTERS}
-        return {**self.fingerprint, "grouping": self.grouping, **counters, "recent_losses": list(self.recent_losses)}
+        watched = {key: vars(best).copy() for key, best in self.watched.items()}
+        progress = {**counters, "recent_losses": list(self.recent_losses), "watched": watched}
+        return {**self.fingerprint, "grouping": self.grouping, **progress}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the state of a checkpoint; raise ValueError like :meth:`check`.
@@ -168,12 +202,13 @@ class RunState:
         own = {key: self.fingerprint[key] for key in _GROUPING_KEYS if key in self.fingerprint}
         regroups = any(state.get(key, value) != value for key, value in own.items())
         grouping = self.grouping if regroups else state.get("grouping", self.grouping)
-        losses = state.get("recent_losses", [])
+        losses, watched = state.get("recent_losses", []), state.get("watched", {})
         counters = {name: state.get(name, 0) for name in _COUNTERS}  # a checkpoint of an earlier version may lack them
-        is_sound = _is_like(grouping, self.grouping) and isinstance(losses, list)
+        is_sound = _is_like(grouping, self.grouping) and isinstance(losses, list) and _are_watched(watched)
         if not is_sound or {*map(type, counters.values())} != {int} or not {*map(type, losses)} <= {float}:
             raise ValueError(f"a checkpoint must say how far its run was; that of {self.folder} has {spell(counters)}")
         self.grouping, self.recent_losses = grouping, losses
+        self.watched = {key: Watched(**best) for key, best in watched.items()}
         vars(self).update(counters)
 
     def check_allowed(self) -> None:
@@ -220,6 +255,17 @@ def _is_like(grouping: Any, own: dict[str, Any]) -> bool:
     size, cost = grouping["group_size"], grouping["cost"]
     numbers = isinstance(cost, list) and all(x is None or type(x) in (int, float) for x in cost)
     return type(size) is int and size >= 1 and numbers and 0 < len(cost) <= len(own["cost"])
+
+
+def _are_watched(watched: Any) -> bool:
+    """Tell whether a checkpoint's watched metrics have their form."""
+    entries = list(watched.values()) if isinstance(watched, dict) else [None]
+    return all(
+        isinstance(best, dict)
+        and best.keys() == _WATCHED.keys()
+        and all(isinstance(best[name], kind) for name, kind in _WATCHED.items())
+        for best in entries
+    )
 
 
 def _as_json(value: Any) -> Any:

@@ -6,6 +6,7 @@
         state/ extra.json       model and optimizer, schedule (verl_ext.checkpoint.state)
         *_rank_R.pt             in place of these, verl's own files of optimizers of packages other than torch
         huggingface/            config and tokenizer, weights with `hf_model` (verl_ext.checkpoint.export)
+    best                      a link to the checkpoint with the best value of `checkpoint.keep_best`
     global_step_N.partial/    a checkpoint in progress, or left by a killed run
     global_step_N.set_aside/  a checkpoint of a step after the resumed one
 
@@ -35,7 +36,7 @@ MANIFEST = "manifest.json"
 EXPORT, EXPORT_MARKER = "huggingface", "export.json"  # the latter marks a folder that `verl-ext export` wrote
 TRACKER = "latest_checkpointed_iteration.txt"
 PARTIAL, SET_ASIDE = ".partial", ".set_aside"
-RUN_LOCK = "run.lock"
+RUN_LOCK, BEST = "run.lock", "best"
 REPORT, EVALUATION, RUN_IDS = "data_report.json", "evaluation.json", "run_ids.json"
 METRICS, SPIKES, ANSWERS, RUN = "metrics.jsonl", "spikes.jsonl", "answers.jsonl", "run.json"
 FLIGHT_RECORDER = "flight_recorder"
@@ -45,7 +46,7 @@ NOTES = (
     *(REPORT, EVALUATION, RUN, RUN_IDS, FLIGHT_RECORDER),
     *(f"{name}{ending}" for name in (METRICS, SPIKES, ANSWERS) for ending in ("", ".before_restart")),
 )
-_RESULTS = (TRACKER, FINAL_MEMORY, MEMORY_SETTINGS)
+_RESULTS = (TRACKER, BEST, FINAL_MEMORY, MEMORY_SETTINGS)
 RESUMABLE = ("model", "optimizer", "extra")  # the contents that a resume needs
 _FORMAT = 1
 _locked: list[TextIO] = []  # the open lock files of this process, whose locks end when they are closed
@@ -240,7 +241,7 @@ def remove_unfinished(folder: Path) -> None:
     """Remove the partial files and folders of killed runs."""
     for path in folder.glob(f"*{PARTIAL}"):
         if is_unfinished(path.name) and not path.name.startswith(EVALUATION):  # an evaluation may be writing it
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            _remove(path)
 
 
 def remove_run_files(folder: Path) -> None:
@@ -248,7 +249,13 @@ def remove_run_files(folder: Path) -> None:
     ours = re.compile(rf"{_STEP_FOLDER.pattern}({re.escape(PARTIAL)}|{re.escape(SET_ASIDE)})?")
     checkpoints = (path for path in folder.glob("global_step_*") if ours.fullmatch(path.name))
     for path in (*checkpoints, *(folder / name for name in (*NOTES, *_RESULTS))):
-        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        if path.name != BEST or path.is_symlink():  # a folder of that name is the user's
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    is_folder = path.is_dir() and not path.is_symlink()
+    shutil.rmtree(path) if is_folder else path.unlink(missing_ok=True)
 
 
 def refuse_locked(folder: Path) -> None:

@@ -103,6 +103,8 @@ def _resume_named(
     if not named:
         raise ValueError(f"{key} is required with trainer.resume_mode=resume_path; got null")
     checkpoint = Path(named).expanduser()
+    if checkpoint.is_symlink():  # the link `best`
+        checkpoint = checkpoint.resolve()
     if not checkpoint.is_dir() or "global_step_" not in checkpoint.name:
         raise ValueError(f"{key} must be an existing global_step_N folder; got {named}")
     if wrong := layout.damage(checkpoint):

@@ -24,6 +24,7 @@ from verl_ext.checkpoint import layout, state
 from verl_ext.checkpoint.copies import SecondStorage
 from verl_ext.checkpoint.export import Export, adapter_config
 from verl_ext.checkpoint.identity import RunState
+from verl_ext.config.best import KEEP_BEST
 from verl_ext.config.run import RunConfig
 from verl_ext.data.chats import TrainedChats
 from verl_ext.engines.step import StepEngine
@@ -204,6 +205,11 @@ class Checkpoints:
                     aside = _set_aside(later)
                     print(f"warning: {later} is of a later step and is set aside as {aside.name}", file=sys.stderr)
             self._track(step)
+            best, link = self._best_step(self.run_state.state_dict()), self.folder / layout.BEST
+            if best and (self.folder / f"global_step_{best}").is_dir():
+                self._link_best(best)
+            elif not link.exists():  # of the abandoned part
+                link.unlink(missing_ok=True)
         return step
 
     def save(self, step: int) -> None:
@@ -282,8 +288,11 @@ class Checkpoints:
                     os.replace(partial, folder)
                     sync(self.folder)
                     self._track(layout.step_of(folder))
+        best = self._best_step(run_state)
         if self.is_rank0:
-            self._remove_oldest()
+            if best == layout.step_of(folder):
+                self._link_best(best)
+            self._remove_oldest(best)
         dist.barrier(self._group)
         self.last = layout.step_of(folder)
         self._copy(folder)
@@ -309,10 +318,28 @@ class Checkpoints:
             sync(written)
         sync(self.folder)
 
-    def _remove_oldest(self) -> None:
-        """Keep `trainer.max_ckpt_to_keep` checkpoints, including those from before a resume."""
-        kept = self.options.max_ckpt_to_keep
+    @staticmethod
+    def _best_step(run_state: dict[str, Any]) -> int:
+        """Return the best step so far of `checkpoint.keep_best`, or 0."""
+        return run_state["watched"].get(KEEP_BEST, {}).get("step", 0)
+
+    def _link_best(self, step: int) -> None:
+        """Let the link `best` name a step's checkpoint, or warn."""
+        try:
+            with atomic_write(self.folder / layout.BEST) as link:
+                link.symlink_to(f"global_step_{step}")
+        except OSError as error:  # some file systems have no links
+            told = f"{self.folder / layout.BEST} cannot be a link to global_step_{step}: {error.strerror}"
+            print(f"warning: {told}", file=sys.stderr)
+
+    def _remove_oldest(self, best: int) -> None:
+        """Keep `trainer.max_ckpt_to_keep` checkpoints and the best, including those from before a resume."""
+        kept, link = self.options.max_ckpt_to_keep, self.folder / layout.BEST
+        # The link differs from the best step if that could not be saved.
+        spared = {f"global_step_{best}", os.readlink(link) if link.is_symlink() else ""}
         for old in layout.saved_folders(self.folder)[: -kept if kept else 0]:
+            if old.name in spared:
+                continue
             try:
                 os.replace(old, _partial(old))  # so that no partial checkpoint has a checkpoint's name
                 shutil.rmtree(_partial(old))

@@ -9,13 +9,14 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from verl.workers.config.optimizer import build_optimizer
 
+from verl_ext.config.best import is_of_answers
 from verl_ext.config.model import ModelFacts, override
 from verl_ext.config.run import AFTER_EACH_EPOCH, RunConfig, frequencies
 from verl_ext.config.schema import foreign_option_problems
@@ -27,7 +28,7 @@ from verl_ext.engines.optimizer import step_problem
 from verl_ext.engines.router import asks_for_router_loss
 from verl_ext.engines.schedule import schedule_problems
 from verl_ext.layers.mixers import positions_of_padding
-from verl_ext.options import choice_problem, first_line, refuse, spell
+from verl_ext.options import check_choice, choice_problem, first_line, refuse, spell
 
 _ON_GPU_ALONE = ("bitsandbytes", "torchao")  # packages whose optimizers take no steps on a CPU
 _OF_GPU = ("capturable", "foreach", "fused")  # options that are refused on a CPU
@@ -103,10 +104,21 @@ def data_problems(config: RunConfig) -> Iterator[str]:
         yield from family.path_problems("data.train_dir", train_dir)
     yield from family.path_problems("data.val_dir", val_dir)
     test_freq = config.trainer.test_freq
-    validates = any(every == AFTER_EACH_EPOCH or every > 0 for every in frequencies(test_freq))
-    if (validates or evaluates) and not val_dir and not family.splits_validation:
-        asks = f"trainer.test_freq={spell(test_freq)}" if validates else "trainer.eval_only=true"
-        yield f"data.val_dir is required with {asks}; got null"
+    by_steps = any(every == AFTER_EACH_EPOCH or every > 0 for every in frequencies(test_freq))
+    per_epoch, has_set = config.trainer.tests_per_epoch, val_dir or family.splits_validation
+    if (by_steps or per_epoch or evaluates) and not has_set:
+        asks = f"trainer.tests_per_epoch={per_epoch}" if per_epoch else "trainer.eval_only=true"
+        yield f"data.val_dir is required with {f'trainer.test_freq={spell(test_freq)}' if by_steps else asks}; got null"
+    # A metric that is measured only at the end can neither choose a checkpoint nor end a run.
+    for key, metric in config.watched.items():
+        of_answers = is_of_answers(metric)
+        if not (config.eval.prompts if of_answers else has_set):
+            yield f"{'eval.prompts' if of_answers else 'data.val_dir'} is required with {key}={metric}; got null"
+        elif of_answers and config.eval.freq is None:
+            yield f"eval.freq is required with {key}={metric}, which is else measured only at the end; got null"
+        elif not (of_answers or by_steps or per_epoch):
+            must = "trainer.test_freq or trainer.tests_per_epoch must say how often to validate"
+            yield f"{must} with {key}={metric}; got {spell(test_freq)} and null"
 
 
 def batch_problem(config: Any, ranks: int) -> str | None:
@@ -142,6 +154,17 @@ def check_categories(loss: Any, names: Sequence[str]) -> None:
     refuse(choice_problem(f"a name in {key}", name, names) for name in weights)
     if names and all(weights.get(name, 1.0) == 0 for name in names):
         raise ValueError(f"{key} must leave a category a weight above 0; got 0 for all of {', '.join(names)}")
+
+
+def check_watched(config: RunConfig, categories: Iterable[str], asked: Iterable[str]) -> None:
+    """Raise ValueError if a metric that keeps a checkpoint or ends the run is of none.
+
+    categories, asked: the categories of the validation set and of the prompts.
+    """
+    losses = ["val/loss", *(f"val/{name}_loss" for name in categories)]
+    scores = ["val/answer", *(f"val/answer/{name}" for name in asked)]
+    for key, metric in config.watched.items():
+        check_choice(key, metric, scores if is_of_answers(metric) else losses)
 
 
 def check_positions(longest_document: int, max_tokens: int, hf_config: Any) -> None:

@@ -13,12 +13,12 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from omegaconf import OmegaConf
-from verl.trainer.config import CheckpointConfig
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import FSDPEngineConfig
 
 from verl_ext.answers import AnswerOptions
 from verl_ext.attention import AttentionOptions
+from verl_ext.config.best import EARLY_STOP, KEEP_BEST, BestOptions, EarlyStopOptions, RunCheckpointConfig
 from verl_ext.config.model import PackedModel, model_kind
 from verl_ext.config.upstream import upstream_problems
 from verl_ext.config.weights import ModelNode
@@ -26,14 +26,18 @@ from verl_ext.custom import custom_object
 from verl_ext.data import PackDataset, SFTDataSet
 from verl_ext.data.collated import CollatedDataset, is_collated
 from verl_ext.data.options import DataOptions, DatasetOptions
-from verl_ext.engines.schedule import ScheduleOptions, StepOptimizerConfig
+from verl_ext.engines.schedule import OptimOptions, StepOptimizerConfig
 from verl_ext.losses import LossOptions
 from verl_ext.options import Options, choice_problem, option, plain, refuse, spell
 from verl_ext.parallel.shards import ParallelOptions
 
 AFTER_EACH_EPOCH = "after_each_epoch"
 _HANG_TIMEOUT = 1200
-_OPTIM = {"_target_": "verl_ext.engines.schedule.StepOptimizerConfig"}  # instead of verl's class
+# Our classes of nodes, instead of verl's.
+_TARGETS = {
+    "optim": "verl_ext.engines.schedule.StepOptimizerConfig",
+    "checkpoint": "verl_ext.config.best.RunCheckpointConfig",
+}
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,13 @@ class TrainerOptions(Options):
     test_freq: Any = option(
         -1, f"steps between validations, {AFTER_EACH_EPOCH}, or a list of both; 0, -1: only at the end"
     )
+    saves_per_epoch: int | None = option(
+        None, "checkpoints an epoch at equal distances, beside those of save_freq; null: none", least=1
+    )
+    tests_per_epoch: int | None = option(
+        None, "validations an epoch at equal distances, beside those of test_freq; null: none", least=1
+    )
+    early_stop: EarlyStopOptions = option(EarlyStopOptions, "an end before the last step")
     val_before_train: bool = option(
         True, "true: validate, and answer the prompts of eval.prompts, before step 1 of a new run"
     )
@@ -100,6 +111,9 @@ class TrainerOptions(Options):
     )
     overwrite: bool = option(False, "true: replace a default_local_dir that holds files")
     eval_only: bool = option(False, "true: measure data.val_dir with the run's last checkpoint, or with model.path")
+    hooks: list[str] = option(
+        [], "hooks of your own, module:Class or file.py:Class, subclasses of verl_ext.trainer.hooks.Hook, in call order"
+    )
     answer_tokens: int | None = option(
         None, "tokens to generate for an answer of data=babilong; null: the longest answer + 4; 0: none", least=0
     )
@@ -160,9 +174,13 @@ def frequencies(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def is_due(frequency: Any, step: int, steps_per_epoch: float) -> bool:
-    """Tell whether a period of a frequency ends with `step` (from 1)."""
-    periods = (steps_per_epoch if every == AFTER_EACH_EPOCH else every for every in frequencies(frequency))
+def is_due(frequency: Any, step: int, steps_per_epoch: float, per_epoch: int | None = None) -> bool:
+    """Tell whether a period of a frequency ends with `step` (from 1).
+
+    per_epoch: further periods, so many in an epoch.
+    """
+    periods = [steps_per_epoch if every == AFTER_EACH_EPOCH else every for every in frequencies(frequency)]
+    periods += [] if per_epoch is None else [steps_per_epoch / per_epoch]
     # An epoch of a stream may end within a step; the tolerance is for the rounding of whole quotients.
     return any(int(step / every + 1e-9) > int((step - 1) / every + 1e-9) for every in periods if every > 0)
 
@@ -212,7 +230,7 @@ class RunConfig:
     model_options: Any
     engine: FSDPEngineConfig
     optim: StepOptimizerConfig
-    checkpoint: CheckpointConfig
+    checkpoint: RunCheckpointConfig
     machine: Machine
     values: Mapping[str, Any]
     notices: tuple[str, ...] = ()
@@ -233,14 +251,15 @@ class RunConfig:
         read("data", lambda: DataOptions.read(values["data"]))
         for options in NODES:
             read(options.prefix, functools.partial(options.read, values[options.prefix]))
-        read("schedule", lambda: ScheduleOptions.read(values["optim"]))
+        read("schedule", lambda: OptimOptions.read(values["optim"]))
+        read("best", lambda: BestOptions.read(values["checkpoint"]))
         read("model_options", lambda: SimpleNamespace(**values["model"] | vars(ModelNode.read(values["model"]))))
         read("dataset_class", lambda: dataset_class(values))
         if "dataset_class" in nodes:
             read("dataset", lambda: nodes["dataset_class"].Options.read(values["data"]))
         refuse(problems)
-        del nodes["schedule"]  # a part of `optim`
-        typed = {**values, "optim": {**values["optim"], **_OPTIM}}
+        del nodes["schedule"], nodes["best"]  # parts of `optim` and `checkpoint`
+        typed = {**values, **{name: {**values[name], "_target_": target} for name, target in _TARGETS.items()}}
         for name in ("engine", "optim", "checkpoint"):
             nodes[name] = omega_conf_to_dataclass(OmegaConf.create(typed[name]))
         return cls(**nodes, model=model_kind(values), machine=machine or Machine(), values=values)
@@ -259,6 +278,12 @@ class RunConfig:
     def max_tokens(self) -> int:
         """The token budget of a pack, for any dataset family."""
         return self.values["data"]["max_tokens"]
+
+    @property
+    def watched(self) -> dict[str, str]:
+        """The metrics that keep a checkpoint or end the run, by their keys."""
+        metrics = {KEEP_BEST: self.checkpoint.keep_best, EARLY_STOP: self.trainer.early_stop.metric}
+        return {key: name for key, name in metrics.items() if name is not None and not self.trainer.eval_only}
 
     @property
     def sequence_parallel_size(self) -> int:
@@ -286,7 +311,8 @@ def worker_config(values: Mapping[str, Any], total_steps: int) -> Any:
         ulysses_sequence_parallel_size=sequence_parallel_size(values),
         context_parallel_size=values["parallel"]["context_parallel_size"],
     )
-    node.optim.update(_OPTIM)
+    for name, target in _TARGETS.items():
+        node[name].update(_target_=target)
     names = ("model", "engine", "optim", "checkpoint", "profiler")
     parts = {name: omega_conf_to_dataclass(node[name]) for name in names}
     parts["optim"].total_training_steps = total_steps

@@ -25,12 +25,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_ext.config import legacy
+from verl_ext.config.best import BestOptions
 from verl_ext.config.model import PackedModel
 from verl_ext.config.run import NODES, dataset_class
 from verl_ext.config.weights import ModelNode
 from verl_ext.data import PackDataset, SFTDataSet
 from verl_ext.data.options import DataOptions
-from verl_ext.engines.schedule import ScheduleOptions
+from verl_ext.engines.schedule import OptimOptions
 from verl_ext.options import Options, default_values, leaves, nearest_name, options_of, refuse, spell, unknown
 from verl_ext.overrides import restored
 
@@ -53,6 +54,7 @@ FREE_FORM = (
     "model.fused_kernel_options",
     "model.lora",
     "model.override_config",
+    "optim.lr_of",
     "optim.override_optimizer_config",
     "profiler.global_tool_config",
     "profiler.tool_config",
@@ -131,7 +133,7 @@ def _choice(group: str, choice: str) -> Any:
 @functools.cache
 def option_nodes() -> dict[str, tuple[str, dict[str, Any]]]:
     """Return {name below `/options`: (its node, {key: default})} of our dataclasses."""
-    always: tuple[type[Options], ...] = (ModelNode, ScheduleOptions, *NODES)
+    always: tuple[type[Options], ...] = (ModelNode, OptimOptions, BestOptions, *NODES)
     nodes = {cls.prefix: (cls.prefix, default_values(cls)) for cls in always}
     for kind in model_kinds().values():
         for cls in kind.config_options:  # null means the model's own value, else the default

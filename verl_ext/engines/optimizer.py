@@ -1,4 +1,4 @@
-"""The implementation of Adam for a run: fused, foreach, or loop.
+"""The implementation of Adam for a run (fused, foreach, or loop), and its groups.
 
 torch itself takes `foreach` on a GPU and the loop on a CPU, whatever its version. Over FSDP2's DTensors `fused` is the
 fastest, but on torch < 2.12 each of its steps leaves objects behind (https://github.com/pytorch/pytorch/issues/188174).
@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -58,6 +59,35 @@ def with_implementation(config: Any, device: str, offloads: bool, half: bool) ->
     if chosen is None:
         return config
     return replace(config, override_optimizer_config={**_OPTIONS[chosen], **(config.override_optimizer_config or {})})
+
+
+def parameter_groups(module: nn.Module, optim: Any) -> list[nn.Parameter] | list[dict[str, Any]]:
+    """Return a model's parameters, in groups if `optim.decay` or `optim.lr_of` asks.
+
+    The first group has the rate `optim.lr` if any has. optim: verl's configuration of the optimizer.
+    """
+    decay, rates = getattr(optim, "decay", "all"), getattr(optim, "lr_of", {})  # verl's own config has neither
+    if decay == "all" and not rates:
+        return list(module.parameters())
+    named, groups = dict(module.named_parameters()), dict[tuple[float, bool], list[nn.Parameter]]()
+    for pattern in rates:  # checked before weights are read, but not in remote code
+        if not any(is_named(name, pattern) for name in named):
+            raise ValueError(f"optim.lr_of must name parameters of a {type(module).__name__}; got {pattern}")
+    for name, parameter in named.items():
+        decays = decay == "all" or (parameter.ndim >= 2 and not name.endswith("bias"))  # experts' are matrices
+        factor = next((factor for pattern, factor in rates.items() if is_named(name, pattern)), 1.0)
+        groups.setdefault((factor, decays), []).append(parameter)
+    return [
+        {"params": groups[key], "lr": optim.lr * key[0], "weight_decay": optim.weight_decay * key[1]}
+        for key in sorted(groups, key=lambda key: (key[0] != 1.0, *key))
+    ]
+
+
+def is_named(name: str, pattern: str) -> bool:
+    """Tell whether a glob names a parameter or a module that holds it, by its end."""
+    parts = name.split(".")
+    holders = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+    return any(fnmatchcase(holder, end) for holder in holders for end in (pattern, f"*.{pattern}"))
 
 
 def step_problem(build: Callable[[list[nn.Parameter]], torch.optim.Optimizer], steps: int = 2) -> str | None:

@@ -1,4 +1,4 @@
-"""Schedules of the learning rate: factors of `optim.lr` by step.
+"""Schedules of the learning rate: factors of `optim.lr` by step; and the optim node.
 
     constant               1 after the warm-up
     linear                 1 → m over all steps after the warm-up
@@ -34,11 +34,24 @@ SCHEDULES = (*OF_VERL, "linear", "cosine_with_restarts", "wsd")
 
 
 @dataclass  # not frozen: a base of verl's own dataclass of the optim node
-class ScheduleOptions(Options):
-    """The keys of the optim node about the learning rate's schedule."""
+class OptimOptions(Options):
+    """The keys of the optim node that verl lacks."""
 
     prefix: ClassVar[str] = "optim"
 
+    decay: str = option(
+        "all",
+        "parameters that optim.weight_decay shrinks: all: every one, as in verl; matrices: those of two dimensions or "
+        "more, without norms and biases",
+        choices=("all", "matrices"),
+        resume="same",
+    )
+    lr_of: dict[str, float] = option(
+        {},
+        "factor of optim.lr by a glob of modules or parameters, by names or ends of names ({embed_tokens: 0.1, "
+        "lora_B: 16}); the first glob that names a parameter counts",
+        resume="same",
+    )
     lr_scheduler_type: str = option("constant", "schedule after the warm-up", choices=SCHEDULES, resume="same")
     lr_wsd_decay_steps: int | None = option(
         None,
@@ -55,10 +68,17 @@ class ScheduleOptions(Options):
         choices=("run", "epochs"),
     )
 
+    def problems(self) -> Iterator[str]:
+        """Yield a line for each rate that is none."""
+        for pattern, factor in self.lr_of.items():
+            is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
+            if not is_number or not 0 < factor < math.inf:
+                yield f"optim.lr_of.{pattern} must be a number above 0; got {spell(factor)}"
+
 
 @dataclass
-class StepOptimizerConfig(FSDPOptimizerConfig, ScheduleOptions):
-    """verl's configuration of the optimizer with our schedules."""
+class StepOptimizerConfig(FSDPOptimizerConfig, OptimOptions):
+    """verl's configuration of the optimizer with our keys."""
 
     def __post_init__(self) -> None:
         # Upstream: verl 0.9.1 asserts that the type is one of its own two. To go when it leaves that to the engine.

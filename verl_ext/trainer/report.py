@@ -23,12 +23,15 @@ Facts = dict[str, Any]
 def what_runs(config: "RunConfig", backend: str, head: str) -> str:
     """Describe the run in one line.
 
-    `8 × NVIDIA H200 · bf16 · attention varlen (FA3) · head fused · AdamW fused`
+    `8 × NVIDIA H200 · bf16 · attention varlen (FA3) · head fused · AdamW fused · decay 0.01 on all`
     """
     name = "CPU (gloo)" if config.trainer.device == "cpu" else config.machine.gpu
     kernel, head, optimizer = implementations(config, backend, head)
     ranks, dtype = config.machine.world_size, config.param_dtype
-    return " · ".join((f"{ranks} × {name}", dtype, f"attention {kernel}", f"head {head}", optimizer))
+    parts = [f"{ranks} × {name}", dtype, f"attention {kernel}", f"head {head}", optimizer]
+    optim = config.optim
+    parts += [f"decay {optim.weight_decay:g} on {optim.decay}"] if optim.weight_decay else []
+    return " · ".join(parts)
 
 
 def implementations(config: "RunConfig", backend: str, head: str) -> tuple[str, str, str]:

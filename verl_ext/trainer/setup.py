@@ -25,7 +25,7 @@ from verl_ext.checkpoint import resume
 from verl_ext.checkpoint.copies import check_copies
 from verl_ext.checkpoint.identity import SCHEDULE, RunState, allowed_changes, run_facts
 from verl_ext.checkpoint.layout import Manifest, refuse_locked, step_of
-from verl_ext.config.check import check_categories, check_positions, check_run, check_weight_files
+from verl_ext.config.check import check_categories, check_positions, check_run, check_watched, check_weight_files
 from verl_ext.config.model import ModelFacts
 from verl_ext.config.resolve import resolve_run
 from verl_ext.config.run import Machine, RunConfig, is_due
@@ -110,9 +110,9 @@ class Run:
         """The folder of the run's files."""
         return Path(self.config.trainer.default_local_dir)
 
-    def is_due(self, step: int, frequency: Any) -> bool:
-        """Tell whether `step` is the last, or due by `frequency`."""
-        return step == self.total_steps or is_due(frequency, step, self.steps_per_epoch)
+    def is_due(self, step: int, frequency: Any, per_epoch: int | None = None) -> bool:
+        """Tell whether `step` is the last, or due by frequency or times an epoch."""
+        return step == self.total_steps or is_due(frequency, step, self.steps_per_epoch, per_epoch)
 
     def run_state(self) -> RunState:
         """Return the facts that a checkpoint holds and a resume must share."""
@@ -232,12 +232,15 @@ def this_machine() -> Machine:
 
 def checked(composed: DictConfig, machine: Machine) -> tuple[RunConfig, ModelFacts]:
     """Check and type a composed configuration; a mistake ends all ranks."""
+    from verl_ext.trainer.hooks import hook_classes  # here, because hooks import this module
+
     with user_errors_end_the_run():
         check_keys(composed)
         if composed.model.trust_remote_code:  # printed before remote code runs
             print_on_rank0([f"note: {TRUSTED}"], sys.stderr)
         config = resolve_run(composed, machine)
         model = check_run(config)
+        hook_classes(config.trainer.hooks)
     print_on_rank0([what_runs(config, model.backend, model.head)])
     return config, model
 
@@ -262,6 +265,8 @@ def opened(config: RunConfig, model: ModelFacts) -> Run:
             if reserved := [name for name in dataset.categories.names if name in RESERVED]:
                 raise ValueError(f"{dataset.key}: no category may be named {reserved[0]}, which is a metric")
         check_categories(config.loss, train_set.categories.names)
+        asked = () if prompts is None else {item.category: None for item in prompts.items if item.category}
+        check_watched(config, () if val_set is None else val_set.categories.names, asked)
         chats = TrainedChats.of_folders(train_set.folders)
         refuse([chats.template_problem(config.model_options.custom_chat_template, train_set.key)])
         # The plan needs the costs, because balanced steps group packs by them.

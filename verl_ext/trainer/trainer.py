@@ -29,7 +29,7 @@ from verl_ext.trainer.batch import StepBatch, StepLoss
 from verl_ext.trainer.distributed import at_exit, limit_collectives, user_errors_end_the_run
 from verl_ext.trainer.evaluation import Evaluation, write_evaluation
 from verl_ext.trainer.hang import watch
-from verl_ext.trainer.hooks import HOOKS, Hook, StepOutcome
+from verl_ext.trainer.hooks import Hook, StepOutcome, hook_classes
 from verl_ext.trainer.loader import DataParallelRank, loader_deaths_reported
 from verl_ext.trainer.setup import Run
 from verl_ext.trainer.signals import requests
@@ -58,11 +58,15 @@ class UpcomingStep:
 
     def normaliser(self) -> float:
         """Return Z; raise StopAgreed, on every rank, after a stop request."""
-        self._work.get_future().wait()
+        self.wait()
         normaliser, stops = self._sums.tolist()
         if stops:
             raise StopAgreed
         return normaliser
+
+    def wait(self) -> None:
+        """Wait for the sums."""
+        self._work.get_future().wait()
 
 
 class SFTTrainer:
@@ -143,14 +147,15 @@ class SFTTrainer:
             self.first_step = self.checkpoints.resume()
 
     def fit(self) -> bool:
-        """Train to the last step; return False if stopped earlier."""
+        """Train to the last step; return False if stopped earlier by a request."""
         self.progress = StepProgress(self.first_step, self.run.total_steps, self.is_rank0)
         grouping = self.run_state.grouping
         if grouping != self.run.grouping:  # the checkpoint's grouping, from another layout of ranks
             self.progress.say(f"packs stay grouped as the run began: {grouping['group_size']} of like cost")
         self.run = self.run.grouped(grouping)
+        self.last_step = self.run.total_steps  # a hook may lower it to the step that is done
         try:
-            self.hooks = [hook(self) for hook in HOOKS]
+            self.hooks = [hook(self) for hook in hook_classes(self.config.trainer.hooks)]
             with user_errors_end_the_run():  # such as a tracker without a login, or a full disk
                 for hook in self.hooks:
                     hook.pre_train()
@@ -164,11 +169,13 @@ class SFTTrainer:
 
     def _train(self) -> bool:
         run = self.run
-        self._batches = iter(self.rank.batches(run.train_set, run.plan, self.first_step, run.total_steps))
+        self._batches = iter(self.rank.batches(run.train_set, run.plan, self.first_step, self.last_step))
         requests.in_training = True
         self._next_batch = next(self._batches, None)
         self.ask_ranks()
-        for step in range(self.first_step + 1, run.total_steps + 1):
+        step = self.first_step
+        while step < self.last_step:
+            step += 1
             assert self._upcoming is not None, "the loader has a batch for every step"
             for hook in self.hooks:
                 hook.pre_step(step)
@@ -183,6 +190,8 @@ class SFTTrainer:
             self.ask_ranks()
             for hook in self.hooks:
                 hook.post_step(step, outcome)
+        if self._upcoming is not None:
+            self._upcoming.wait()  # of a step that an early end leaves out
         for hook in self.hooks:
             hook.post_train()
         return True

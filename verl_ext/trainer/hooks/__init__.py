@@ -1,5 +1,9 @@
 """The hooks of the training loop, and their table in call order."""
 
+from collections.abc import Sequence
+
+from verl_ext.custom import named_object
+from verl_ext.options import spell
 from verl_ext.trainer.hooks.answers import AnswersHook
 from verl_ext.trainer.hooks.base import Hook, StepOutcome
 from verl_ext.trainer.hooks.console import ConsoleHook
@@ -8,7 +12,7 @@ from verl_ext.trainer.hooks.profile import ProfileHook
 from verl_ext.trainer.hooks.progress import ProgressHook
 from verl_ext.trainer.hooks.saving import SavingHook
 from verl_ext.trainer.hooks.spikes import SpikeHook
-from verl_ext.trainer.hooks.stop import SkippedStepsHook, StopHook
+from verl_ext.trainer.hooks.stop import EarlyStopHook, SkippedStepsHook, StopHook
 from verl_ext.trainer.hooks.tracking import TrackingHook
 from verl_ext.trainer.hooks.validation import ValidationHook
 
@@ -21,7 +25,25 @@ HOOKS: tuple[type[Hook], ...] = (
     ValidationHook,
     AnswersHook,
     ConsoleHook,  # after all whose metrics are on a step's line
+    EarlyStopHook,  # after the measurements of a step, before its checkpoint
     StopHook,
     SavingHook,
     HangHook,  # The last one, because its call starts the time of the next batch.
 )
+
+
+def hook_classes(names: Sequence[str]) -> tuple[type[Hook], ...]:
+    """Return the table with the classes of `trainer.hooks` before the console.
+
+    So the metrics that they log are on a step's line, and what they change is in its checkpoint. Raises ValueError for
+    a name that is no subclass of Hook.
+    """
+    own: list[type[Hook]] = []
+    for name in names:
+        found = named_object("trainer.hooks", name)
+        if not (isinstance(found, type) and issubclass(found, Hook)):
+            must = "trainer.hooks must name subclasses of verl_ext.trainer.hooks.Hook"
+            raise ValueError(f"{must}; got {name}, which is {spell(found)}")
+        own.append(found)
+    console = HOOKS.index(ConsoleHook)
+    return (*HOOKS[:console], *own, *HOOKS[console:])

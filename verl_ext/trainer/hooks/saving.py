@@ -1,4 +1,4 @@
-"""The hook for checkpoints: every `trainer.save_freq` steps, the end, a stop."""
+"""The hook for checkpoints: when due, at the best step, at the end, at a stop."""
 
 import contextlib
 import sys
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch.distributed as dist
 
 from verl_ext.checkpoint.save import NotWritten, save_final_memory
+from verl_ext.config.best import KEEP_BEST
 from verl_ext.config.run import AFTER_EACH_EPOCH
 from verl_ext.trainer.distributed import RunFailed, RunRanks
 from verl_ext.trainer.hang import watch
@@ -22,7 +23,9 @@ class SavingHook(Hook):
 
     def post_step(self, step: int, outcome: StepOutcome) -> None:
         """Save a checkpoint if one is due."""
-        saves = self.run.is_due(step, self.options.save_freq)
+        is_best = KEEP_BEST in (watched := self.trainer.run_state.watched) and watched[KEEP_BEST].step == step
+        is_due = self.run.is_due(step, self.options.save_freq, self.options.saves_per_epoch)
+        saves = is_due or is_best or step == self.trainer.last_step
         if saves or self.run.is_due(step, AFTER_EACH_EPOCH):
             with self.trainer.progress.paused(), self._training_waits(step):
                 self._refuse_changed_data()
@@ -44,7 +47,7 @@ class SavingHook(Hook):
     def post_train(self) -> None:
         """Write a model's learned memory; fail if a checkpoint has no copy."""
         watch.mark("the end of the run", "trainer.save_timeout")
-        done = max(self.trainer.first_step, self.run.total_steps)  # an earlier run may have trained further
+        done = max(self.trainer.first_step, self.trainer.last_step)  # an earlier run may have trained further
         with _failed_end():
             memory = self.run.config.model.memory_settings(self.run.model.hf_config)
             save_final_memory(self.trainer.engine, self.run.output, done, memory)
@@ -58,7 +61,7 @@ class SavingHook(Hook):
         checkpoints, since = self.trainer.checkpoints, time.perf_counter()
         with tolerate_failed_save():  # finish the previous checkpoint, which threads write
             checkpoints.finish()
-        is_last = step == self.run.total_steps
+        is_last = step == self.trainer.last_step
         with _failed_end() if is_last else tolerate_failed_save():
             checkpoints.save(step)
             if is_last:

@@ -1,9 +1,51 @@
-"""The hooks that stop a run: requests, or too many skipped steps."""
+"""The hooks that stop a run: a watched metric, requests, or too many skipped steps."""
 
+from collections.abc import Mapping
+
+from verl_ext.checkpoint.identity import Watched
+from verl_ext.config.best import EARLY_STOP
 from verl_ext.trainer.distributed import RunFailed
 from verl_ext.trainer.hooks.base import Hook, StepOutcome
 from verl_ext.trainer.hooks.saving import tolerate_failed_save
 from verl_ext.trainer.signals import requests
+
+
+class EarlyStopHook(Hook):
+    """The hook for the best values of watched metrics, which may end the run.
+
+    Measurements before the first step do not count. Every rank takes the same ones.
+    """
+
+    def pre_train(self) -> None:
+        """Go on from the checkpoint's values of the same metrics."""
+        before = self.trainer.run_state.watched
+        self._watched = {
+            key: before[key] if key in before and before[key].metric == metric else Watched(metric)
+            for key, metric in self.run.config.watched.items()
+        }
+        self.trainer.run_state.watched = self._watched
+        self._end_after(self.trainer.first_step)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Take the measurements of a step."""
+        for key, best in self._watched.items() if step else ():
+            if best.metric in metrics:
+                best.measure(metrics[best.metric], step, self.options.early_stop.least if key == EARLY_STOP else 0.0)
+
+    def post_step(self, step: int, outcome: StepOutcome) -> None:
+        """End the run with this step if the metric no longer improves."""
+        self._end_after(step)
+
+    def _end_after(self, step: int) -> None:
+        best = self._watched.get(EARLY_STOP)
+        if best is None or best.waited < self.options.early_stop.patience or step >= self.run.total_steps:
+            return
+        self.trainer.last_step = step
+        since = "has never been finite" if best.value is None else f"is best at step {best.step}, {best.value:.6g}"
+        self.trainer.progress.say(
+            f"trainer.early_stop: {best.metric} {since}, {best.waited} measurements ago: the run ends after step "
+            f"{step} of {self.run.total_steps}"
+        )
 
 
 class StopHook(Hook):

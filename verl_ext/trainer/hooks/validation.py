@@ -13,7 +13,7 @@ class ValidationHook(Hook):
 
     def post_step(self, step: int, outcome: StepOutcome) -> None:
         """Validate if it is due."""
-        if self.run.is_due(step, self.options.test_freq):
+        if self.run.is_due(step, self.options.test_freq, self.options.tests_per_epoch):
             self._validate(step)
 
     def _validate(self, step: int) -> None:

@@ -1,4 +1,4 @@
-r"""The command `verl-ext migrate`, which translates commands of verl's own SFT trainers.
+r"""verl: command lines of its own SFT trainers.
 
     verl-ext migrate 'torchrun --nproc_per_node=8 -m verl.trainer.fsdp_sft_trainer model.partial_pretrain=$M …'
 
@@ -10,61 +10,53 @@ Words, quotes and shell variables keep their spelling.
 """
 
 import re
-import shlex
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from itertools import takewhile
 
-from verl_ext.commands.command_line import command, read_options
 from verl_ext.config.translation import translate
-from verl_ext.options import REQUIRED, Options, UsageError, option
+from verl_ext.options import UsageError
 from verl_ext.overrides import Item
+from verl_ext.tools.migrate.reading import END, WORD, unquoted
 
-# A word of a shell command: plain characters, escapes, '…', "…", `…` and $(…) with two levels of parentheses inside
-_WORD = re.compile(
-    r"""(?:\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|`[^`]*`|[^\s'"\\`]|\\.|'[^']*'|"(?:\\.|[^"\\])*")+""", re.DOTALL
-)
-_END = re.compile(r"[|;]|&&|&|\|\||\d*[<>].*", re.DOTALL)  # the first word that is not an argument of the command
 _TRAINER = re.compile(r"verl\.trainer\.(?:fsdp_sft_trainer|sft_trainer|sft_trainer_ray)|(?:\S*/)?fsdp_sft_trainer\.py")
 _RANKS = re.compile(r"--nproc[_-]per[_-]node=(.+)")
 _OVERRIDE = re.compile(r"([+~]*)([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 
 
-@dataclass(frozen=True)
-class MigrateOptions(Options):
-    """Translate a command of verl's own SFT trainers.
-
-    A command with raw files becomes one of `verl-ext train`, which tokenizes them first. A comment tells of each key
-    that changed; a key without an equivalent is left out, and its comment says what to use instead.
-    """
-
-    command: str = option(REQUIRED, "the old command, as it stands in a shell script", required=True)
+def is_verls(text: str) -> bool:
+    """Tell whether a text starts a trainer of verl's own."""
+    return any(_TRAINER.fullmatch(unquoted(word)) for word in WORD.findall(text))
 
 
-def migrate(options: MigrateOptions) -> str:
+def only_command(script: str) -> str:
+    """Return the one command of a script that starts the trainer, with its words as they are."""
+    lines = re.sub(r"\\[ \t]*\n", " ", script).splitlines()
+    return next((line for line in lines if is_verls(line)), script)
+
+
+def migrate_verl(text: str) -> str:
     """Return the new command and its comments, or raise UsageError."""
     from verl_ext.config import schema  # imports torch and verl, which takes seconds
 
     def is_known(key: str) -> bool:
         return schema.is_known(key) or key in schema.groups()
 
-    text = options.command.replace("\\\n", " ").strip()
+    text = text.replace("\\\n", " ").strip()
     # What the pattern of words leaves over shows that this is not one command.
-    if between := _WORD.sub("", text).strip(" \t\r"):
+    if between := WORD.sub("", text).strip(" \t\r"):
         got = "several lines" if between.isspace() else "a quote that is not closed"
         raise UsageError(f"command must be one command, from torchrun to its last override; got {got}")
-    words = _WORD.findall(text)
-    start = next((number for number, word in enumerate(words) if _TRAINER.fullmatch(_unquoted(word))), None)
+    words = WORD.findall(text)
+    start = next((number for number, word in enumerate(words) if _TRAINER.fullmatch(unquoted(word))), None)
     if start is None:
         raise UsageError("command must start verl's fsdp_sft_trainer, sft_trainer or sft_trainer_ray; got none of them")
-    end = next((number for number, word in enumerate(words) if number > start and _END.fullmatch(word)), len(words))
+    end = next((number for number, word in enumerate(words) if number > start and END.fullmatch(word)), len(words))
     items, others = [], []
     for word in words[start + 1 : end]:
         # A word quoted as a whole, 'trainer.logger=[console]', becomes trainer.logger='[console]'.
         match = _OVERRIDE.fullmatch(word) or _OVERRIDE.fullmatch(re.sub(r"^(['\"])([+~]*[\w.]+=)", r"\2\1", word))
         if match:
-            items.append(Item(match[1], match[2], _unquoted(match[3]), match[3]))
+            items.append(Item(match[1], match[2], unquoted(match[3]), match[3]))
         else:
             others.append(word)
     items, comments = _without_class(items)
@@ -89,7 +81,7 @@ def _start(words: Sequence[str], start: int, tokenizes: bool) -> str:
         before = list(takewhile(lambda word: re.fullmatch(r"\w+=.*", word, re.DOTALL), words))
         number = next((found[1] for word in words[:start] if (found := _RANKS.fullmatch(word))), None)
         return " ".join([*before, "verl-ext train", *([] if number is None else [f"nproc={number}"])])
-    module = "verl_ext.fsdp_sft_trainer" + "_ray" * _unquoted(words[start]).endswith("_ray")
+    module = "verl_ext.fsdp_sft_trainer" + "_ray" * unquoted(words[start]).endswith("_ray")
     return " ".join([*words[:start], *([] if words[:start][-1:] == ["-m"] else ["-m"]), module])
 
 
@@ -104,20 +96,3 @@ def _without_class(items: list[Item]) -> tuple[list[Item], list[str]]:
         why = f"verl_ext.data.SFTDataSet, the default, {does}; keep both if your class does more"
         return [item for item in items if item not in given], [f"{' '.join(map(str, given))} is left out: {why}"]
     return items, [f"leave data.custom_cls.* out if your class {does}, as the default does"]
-
-
-def _unquoted(word: str) -> str:
-    """Return a word as the shell passes it, with variables unexpanded."""
-    with suppress(ValueError):
-        word = "".join(shlex.split(word))
-    return word
-
-
-def _read(words: Sequence[str]) -> MigrateOptions:
-    """Return the options from one word or all words after `migrate`."""
-    if words[0].startswith("command="):
-        return read_options(MigrateOptions, words)
-    return MigrateOptions(words[0] if len(words) == 1 else shlex.join(words))
-
-
-main = command("migrate", MigrateOptions, migrate, "'torchrun … -m verl.trainer.fsdp_sft_trainer …'", _read)

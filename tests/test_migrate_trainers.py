@@ -1,0 +1,289 @@
+"""`verl-ext migrate` reads axolotl, LLaMA-Factory, ms-swift and TRL, and names what it does not translate."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from verl_ext.__main__ import main
+from verl_ext.config.compose import compose
+from verl_ext.tools.migrate import axolotl, llamafactory, swift, trl
+from verl_ext.tools.migrate.line import is_ours
+
+LLAMAFACTORY = {
+    "model_name_or_path": "Qwen/Qwen3-4B",
+    "stage": "sft",
+    "finetuning_type": "lora",
+    "lora_rank": 16,
+    "lora_target": "q_proj,v_proj",
+    "dataset": "chats,sums",
+    "template": "qwen3",
+    "cutoff_len": 8192,
+    "neat_packing": True,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 4,
+    "learning_rate": "1e-4",
+    "lr_scheduler_type": "cosine",
+    "warmup_ratio": 0.1,
+    "bf16": True,
+}
+DATASETS = {
+    "chats": {"hf_hub_url": "owner/chats", "formatting": "sharegpt", "columns": {"messages": "turns"}},
+    "sums": {"file_name": "sums.json", "num_samples": 100},
+}
+AXOLOTL = {
+    "base_model": "NousResearch/Meta-Llama-3.1-8B",
+    "sequence_len": 4096,
+    "sample_packing": True,
+    "datasets": [
+        {"path": "owner/chats", "type": "chat_template", "split": "train[:10%]", "field_messages": "turns"},
+        {"path": "owner/texts", "name": "en", "type": "completion", "field": "body"},
+    ],
+    "micro_batch_size": 1,
+    "gradient_accumulation_steps": 2,
+    "dp_shard_size": 4,
+    "context_parallel_size": 2,
+    "learning_rate": "2e-5",
+    "cosine_min_lr_ratio": 0.1,
+    "optimizer": "adamw_torch_fused",
+    "weight_decay": 0.1,
+    "saves_per_epoch": 2,
+    "num_epochs": 2,
+}
+SWIFT = r"""
+# the ranks, and the model's name
+nproc_per_node=4
+MODEL=Qwen/Qwen2.5-7B
+NPROC_PER_NODE=$nproc_per_node \
+swift sft \
+    --model ${MODEL} \
+    --dataset 'AI-ModelScope/LongAlpaca-12k#500' "$DATA/own.jsonl" \
+    --tuner_type full --packing true --max_length 32768 \
+    --gradient_accumulation_steps $(expr 16 / $nproc_per_node) \
+    --sequence_parallel_size 2 --loss_scale last_round --save_steps 50 --save_total_limit 2  # it's the end
+swift sft --model another \
+"""
+TRL = (
+    "accelerate launch --num_processes 2 trl/scripts/sft.py --model_name_or_path M --dataset_name owner/texts "
+    "--max_length 2048 --assistant_only_loss --eval_strategy steps --eval_steps 25 --load_best_model_at_end "
+    "--early_stopping_patience 4"
+)
+
+
+def migrated(capsys, *words: str) -> tuple[list[str], dict[str, str], list[str]]:
+    """Return (the new command's first words, its keys and values, its comments)."""
+    assert main(["migrate", *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    comments = [line.removeprefix("# ") for line in lines if line.startswith("# ")]
+    found = shlex.split("\n".join(line for line in lines if not line.startswith("# ")).replace("\\\n", " "))
+    keys = dict(word.split("=", 1) for word in found[2:])
+    return found[:2], keys, comments
+
+
+def written(folder: Path, values: object, name: str = "train.yaml") -> str:
+    (folder / name).write_text(yaml.safe_dump(values))
+    return str(folder / name)
+
+
+def of_llamafactory(folder: Path, **changes: object) -> str:
+    (folder / "data").mkdir(exist_ok=True)
+    (folder / "data" / "dataset_info.json").write_text(json.dumps(DATASETS))
+    return written(folder, LLAMAFACTORY | changes)
+
+
+def test_llamafactory_has_the_data_sets_of_its_registry_adapters_and_packs_of_all_ranks(tmp_path, capsys):
+    start, keys, comments = migrated(capsys, of_llamafactory(tmp_path), "nproc=4")
+    assert start == ["verl-ext", "train"]
+    assert keys == {
+        "nproc": "4",
+        "model.path": "Qwen/Qwen3-4B",
+        "data.sources.chats": "hf://datasets/owner/chats",
+        "columns.messages": "turns",
+        "data.sources.sums": "data/sums.json",
+        "sample.sums": "100",
+        "data.max_tokens": "8192",
+        "data.over_length": "truncate",
+        "model": "lora",
+        "model.lora_rank": "16",
+        "model.lora_alpha": "32",
+        "model.target_modules": "[q_proj,v_proj]",
+        "data.train_batch_size": "32",
+        "data.micro_batch_size_per_gpu": "2",
+        "optim.lr": "1e-4",
+        "optim.lr_scheduler_type": "cosine",
+        "optim.lr_warmup_steps_ratio": "0.1",
+        "optim.weight_decay": "0.0",
+        "trainer.total_epochs": "3",
+        "trainer.save_freq": "500",
+    }
+    assert comments[0] == "15 keys of LLaMA-Factory: 14 in the command, 1 need nothing"
+    assert "differs: num_train_epochs not given: LLaMA-Factory's default is 3, ours is 1" in comments
+    assert (
+        "differs: weight_decay not given: LLaMA-Factory's default is 0, verl's is 0.01, on all parameters" in comments
+    )
+    assert any("LLaMA-Factory's own; here the tokenizer's template" in line for line in comments)
+    assert comments[-1] == "needs nothing here: bf16"
+
+
+def test_rows_that_share_no_pack_stay_rows_and_a_step_of_unknown_ranks_says_so(tmp_path, capsys):
+    _, keys, comments = migrated(capsys, of_llamafactory(tmp_path, neat_packing=False))
+    assert (keys["data.strategy"], keys["data.train_batch_size"]) == ("none", "8")
+    assert any(line.endswith("is for 1 rank here: migrate with nproc=N for N") for line in comments)
+
+
+def test_axolotl_has_its_parts_of_data_sets_its_ranks_and_the_decay_of_matrices(tmp_path, capsys):
+    _, keys, comments = migrated(capsys, written(tmp_path, AXOLOTL))
+    wanted = {
+        "nproc": "8",
+        "data.sources.chats": "hf://datasets/owner/chats",
+        "sample.chats": "0.1",
+        "columns.messages": "turns",
+        "data.sources.texts": "hf://datasets/owner/texts:en:train",
+        "columns.text": "body",
+        "engine.ulysses_sequence_parallel_size": "2",
+        "data.train_batch_size": "8",
+        "optim.lr_scheduler_type": "cosine",
+        "optim.min_lr_ratio": "0.1",
+        "optim.lr_warmup_steps_ratio": "0.03",
+        "optim.weight_decay": "0.1",
+        "optim.decay": "matrices",
+        "trainer.saves_per_epoch": "2",
+        "trainer.total_epochs": "2",
+    }
+    assert {key: keys.get(key) for key in wanted} == wanted
+    assert "data.strategy" not in keys
+    assert "differs: no warm-up is given: axolotl's default is 3 % of the run" in comments
+
+
+def test_a_script_of_swift_has_its_variables_in_place_its_ranks_and_its_own_defaults(tmp_path, capsys):
+    (tmp_path / "sft.sh").write_text(SWIFT)
+    _, keys, comments = migrated(capsys, str(tmp_path / "sft.sh"))
+    wanted = {
+        "nproc": "4",
+        "model.path": "Qwen/Qwen2.5-7B",
+        "data.sources.LongAlpaca_12k": "hf://datasets/AI-ModelScope/LongAlpaca-12k",
+        "sample.LongAlpaca_12k": "500",
+        "data.sources.own": "$DATA/own.jsonl",
+        "data.max_tokens": "32768",
+        "data.over_length": "drop",
+        "turns": "last",
+        "data.train_batch_size": "8",
+        "optim.lr": "1e-05",
+        "optim.weight_decay": "0.1",
+        "optim.betas": "[0.9,0.95]",
+        "trainer.max_ckpt_to_keep": "2",
+    }
+    assert {key: keys.get(key) for key in wanted} == wanted
+    assert "model" not in keys
+    assert "differs: adam_beta2 not given: ms-swift's default is 0.95, verl's is 0.999" in comments
+
+
+def test_trl_keeps_its_best_checkpoint_its_patience_and_its_length(capsys):
+    _, keys, comments = migrated(capsys, TRL)
+    wanted = {
+        "data.val_sources.texts": "hf://datasets/owner/texts:test",
+        "trainer.test_freq": "25",
+        "checkpoint.keep_best": "val/loss",
+        "trainer.early_stop.metric": "val/loss",
+        "trainer.early_stop.patience": "4",
+        "data.train_batch_size": "16",
+        "optim.lr": "2e-05",
+        "optim.lr_scheduler_type": "linear",
+    }
+    assert {key: keys.get(key) for key in wanted} == wanted
+    assert not any("no equivalent" in line for line in comments)
+    assert not any("every token of a chat is learnt there" in line for line in comments)
+
+
+def test_a_quoted_operator_is_a_word_and_an_operator_ends_the_command(capsys):
+    before = "cd sft && trl sft --model_name_or_path M --dataset_name d/e"
+    _, keys, comments = migrated(capsys, f"{before} --eos_token '<|im_end|>' --max_length 9 2>&1 | tee --log_level")
+    assert keys["data.max_tokens"] == "9"
+    assert comments[0] == "4 keys of TRL: 4 in the command, 0 need nothing"
+    assert keys["end_of_turn"] == "<|im_end|>"
+
+
+def test_what_has_no_equivalent_is_said_with_its_reason_and_an_unknown_key_with_the_nearest(tmp_path, capsys):
+    _, _, comments = migrated(capsys, written(tmp_path, AXOLOTL | {"load_in_4bit": True, "load_in_8bit": False}))
+    assert comments[0].endswith("2 need nothing, 1 without an equivalent")
+    assert any(line.startswith("no equivalent: load_in_4bit=true: a base of 4 or 8 bits") for line in comments)
+    _, _, comments = migrated(capsys, written(tmp_path, AXOLOTL | {"sequence_lenn": 3}))
+    assert "unknown key of axolotl: sequence_lenn=3; nearest: sequence_len" in comments
+
+
+def test_the_trainers_own_checks_read_the_command(tmp_path, capsys):
+    _, _, comments = migrated(capsys, of_llamafactory(tmp_path, learning_rate=-1, lr_scheduler_type="cosine"))
+    assert "to correct: optim.lr must be above 0 and finite; got -1" in comments
+    _, _, comments = migrated(capsys, of_llamafactory(tmp_path, cp_size=3), "nproc=4")
+    assert any(line.startswith("to correct: engine.ulysses_sequence_parallel_size must divide") for line in comments)
+
+
+def test_a_recipe_holds_the_trainers_keys_and_composes_as_the_command_does(tmp_path, capsys):
+    file = written(tmp_path, AXOLOTL)
+    _, keys, _ = migrated(capsys, file)
+    assert main(["migrate", file, "recipe=mine"]) == 0
+    text = capsys.readouterr().out
+    values = yaml.safe_load(text)
+    assert text.startswith("# @package _global_\n")
+    command = next(line for line in text.splitlines() if line.startswith("# verl-ext train"))
+    assert "--config-dir DIR recipe=mine model.path=" in command
+    config = compose([f"{key}={value}" for key, value in keys.items() if is_trainers(key)])
+    for node, below in values.items():
+        assert all(config[node][name] == value for name, value in below.items() if not isinstance(value, dict | str))
+
+
+def is_trainers(key: str) -> bool:
+    return "." in key and not key.startswith(("data.sources", "columns", "sample"))
+
+
+@pytest.mark.parametrize("table", [axolotl.KEYS, llamafactory.KEYS, llamafactory.V1, swift.KEYS, trl.KEYS])
+def test_every_key_that_a_table_names_is_one_of_ours(table):
+    assert not {key: rule.to for key, rule in table.items() if rule.to and not rule.lacks and not is_ours(rule.to)}
+
+
+@pytest.mark.parametrize(
+    ("content", "message", "code"),
+    [
+        (["base_model"], "must be a YAML of keys and values; got a list", 1),
+        ("{a: [1", "must be a YAML of keys and values; it cannot be read", 1),
+        (
+            {"compute_environment": "LOCAL"},
+            "must be of axolotl, LLaMA-Factory, ms-swift or TRL; it has the keys of none",
+            2,
+        ),
+        (LLAMAFACTORY, "dataset_dir=data must hold the dataset_info.json of LLaMA-Factory; there is no", 1),
+        ({"model": "M", "train_dataset": "d", "peft_config": 3}, "peft_config must map names to values; got 3", 1),
+        (LLAMAFACTORY | {"stage": "dpo"}, "stage must be sft or pt; got dpo", 2),
+        (AXOLOTL | {"rl": "dpo"}, "rl must be left out", 2),
+    ],
+)
+def test_a_file_that_is_no_configuration_of_such_a_training_is_refused(
+    content, message, code, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.yaml").write_text(content if isinstance(content, str) else yaml.safe_dump(content))
+    refused([str(tmp_path / "train.yaml")], message, code, capsys)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("swift sft --model 'M --dataset d", "command must be whole; got a quote that is not closed"),
+        ("swift rlhf --model M", "command must train by SFT or on texts; got swift rlhf"),
+        ("trl sft --config nowhere.yaml", "command must name an existing file of keys; got nowhere.yaml"),
+        ("nowhere.yaml", "command must be a command or an existing file; got nowhere.yaml"),
+        ("swift sft --model M --dataset d --task_type embedding", "task_type must be causal_lm"),
+    ],
+)
+def test_a_command_of_another_kind_is_refused(command, message, capsys):
+    refused([command], message, 2, capsys)
+
+
+def refused(words: list[str], message: str, code: int, capsys) -> None:
+    assert main(["migrate", *words]) == code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert re.search(re.escape(message), line), line

@@ -1,0 +1,91 @@
+"""Weight decay without norms and biases, and rates by pattern, equal torch's AdamW over such groups."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+from verl.workers.config import FSDPOptimizerConfig
+
+from tests.ranks import run_ranks
+from tests.training import differences, into, refusals, small_run, stopped_at, tensors_of, train_each
+from verl_ext.engines.optimizer import parameter_groups
+
+DECAY = ("optim.weight_decay=0.5", "optim.decay=matrices")
+RATES = "optim.lr_of={embed_tokens: 0.5, layers.0: 2}"
+
+
+def optim(**options):
+    return SimpleNamespace(**{"lr": 1.0, "weight_decay": 0.5, "decay": "all", "lr_of": {}, **options})
+
+
+def test_matrices_alone_decay_without_norms_and_biases_whatever_their_shape():
+    model = nn.ModuleDict({"norm": nn.LayerNorm(4), "linear": nn.Linear(4, 4), "embed": nn.Embedding(4, 4)})
+    model.experts_bias = nn.Parameter(torch.zeros(2, 4))  # a bias for each expert
+    first, *others = parameter_groups(model, optim(decay="matrices"))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    by_decay = {group["weight_decay"]: {names[id(p)] for p in group["params"]} for group in (first, *others)}
+    plain = {"norm.weight", "norm.bias", "linear.bias", "experts_bias"}
+    assert by_decay == {0.0: plain, 0.5: {"linear.weight", "embed.weight"}}
+    assert {group["lr"] for group in (first, *others)} == {1.0}
+
+
+def test_verls_one_group_is_the_default():
+    for config in (optim(), FSDPOptimizerConfig(lr=1.0)):  # verl's own trainer has no such keys
+        assert all(isinstance(parameter, nn.Parameter) for parameter in parameter_groups(nn.Linear(2, 2), config))
+
+
+def test_the_first_glob_that_names_a_parameter_or_a_module_above_it_counts_and_the_plain_rate_comes_first():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))
+    groups = parameter_groups(model, optim(lr_of={"1": 2.0, "*.0.weight": 9.0, "2.bias": 0.5}))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    by_rate = {group["lr"]: [names[id(p)] for p in group["params"]] for group in groups}
+    assert by_rate == {1.0: ["0.weight", "0.bias", "2.weight"], 2.0: ["1.0.weight", "1.0.bias"], 0.5: ["2.bias"]}
+    assert next(iter(by_rate)) == 1.0
+    with pytest.raises(ValueError, match=r"optim\.lr_of must name parameters of a Sequential; got 3"):
+        parameter_groups(model, optim(lr_of={"3": 2.0}))
+
+
+@pytest.mark.slow
+def test_a_run_and_its_resume_equal_torchs_adamw_over_two_groups(tiny_model, tmp_path):
+    """The first update of a parameter follows from its gradient; with the same gradients the second run has torch's."""
+    more = (*DECAY, RATES, "trainer.total_training_steps=3", "trainer.save_freq=1")
+    run = small_run(tmp_path, tiny_model, [30] * 8, *more)
+    run_ranks(train_each, 1, [[*run, into(tmp_path / "whole")]])
+    stopped_at(tmp_path / "whole", tmp_path / "resumed", 1)
+    run_ranks(train_each, 1, [[*run, into(tmp_path / "resumed")]])
+    assert differences(tmp_path / "resumed", tmp_path / "whole", 3) == []
+    # The moments of a checkpoint give the gradients of its steps, which torch's own optimizer takes.
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    rates = {name: 2.0 if ".layers.0." in name else 0.5 if "embed_tokens" in name else 1.0 for name, _ in named(model)}
+    groups = [
+        {"params": [p], "lr": 1e-2 * rates[name], "weight_decay": 0.5 if p.ndim >= 2 else 0.0}
+        for name, p in named(model)
+    ]
+    optimizer, before = torch.optim.AdamW(groups), {}
+    for step in (1, 2, 3):
+        state = tensors_of(tmp_path / "whole" / f"global_step_{step}")
+        for name, parameter in named(model):
+            average = state[f"optimizer.{name}.exp_avg"]
+            parameter.grad = (average - 0.9 * before.get(name, torch.zeros_like(average))) / 0.1
+            before[name] = average
+        optimizer.step()
+        for name, parameter in named(model):
+            torch.testing.assert_close(parameter.detach(), state[f"model.{name}"], rtol=1e-5, atol=1e-6)
+
+
+def named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return list(model.named_parameters())
+
+
+def test_a_glob_that_names_nothing_and_a_rate_that_is_none_are_refused(tiny_model, tmp_path: Path):
+    run = [*small_run(tmp_path, tiny_model, [30] * 4), into(tmp_path / "run")]
+    changes = [["optim.lr_of={embed_token: 0.1}"], ["optim.lr_of={norm: 0}"], ["optim.lr_of={norm: 0.1}"]]
+    lora = ["model.lora_rank=2", "optim.lr_of={lora_B: 16}"]
+    (told,) = run_ranks(refusals, 1, run, [*changes, lora, [lora[0], changes[0][0]]])
+    assert told[0].startswith("optim.lr_of must name parameters of a Qwen3ForCausalLM; got embed_token (nearest: embed")
+    assert told[1] == "optim.lr_of.norm must be a number above 0; got 0"
+    assert told[2:4] == ["", ""]
+    assert told[4].startswith("optim.lr_of must name adapters of a Qwen3ForCausalLM; got embed_token")

@@ -1,0 +1,8 @@
+"""Translation of other trainers' configurations: one table a trainer.
+
+train.yaml, script.sh, 'swift sft --model …'
+reading    which trainer, and its keys with their values
+axolotl · llamafactory · swift · trl    each key's place here; hf_trainer has those of transformers' Trainer
+verl       command lines of verl's own trainers, word for word
+line       the new command, its checks and its comments
+"""

@@ -1,0 +1,332 @@
+"""The keys of transformers' Trainer, which LLaMA-Factory, ms-swift and TRL share."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from verl_ext.tools.migrate.line import FREE, READ, Moved, Rule, is_on, is_ours, lacking, number, rules, to
+
+_TRACKERS = ("wandb", "swanlab", "mlflow", "tensorboard")
+_SCHEDULES = {
+    "constant_with_warmup": "constant",
+    "warmup_stable_decay": "wsd",
+    "cosine_with_min_lr": "cosine",
+    **{name: name for name in ("linear", "cosine", "constant", "cosine_with_restarts")},
+}
+# {optimizer: (its module, its class)}; those that are AdamW already have no module.
+_OPTIMIZERS = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw"), (None, "AdamW")),
+    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit"), ("bitsandbytes.optim", "AdamW8bit")),
+    **dict.fromkeys(("paged_adamw_8bit",), ("bitsandbytes.optim", "PagedAdamW8bit")),
+    **dict.fromkeys(("paged_adamw_32bit", "paged_adamw"), ("bitsandbytes.optim", "PagedAdamW")),
+    "adamw_torch_8bit": ("torchao.optim", "AdamW8bit"),
+    "adamw_torch_4bit": ("torchao.optim", "AdamW4bit"),
+    "sgd": (None, "SGD"),
+}
+_BETA2 = 0.999  # of torch's Adam, and verl's
+HELD_OUT = "no share of the data is held out; data.val_sources names validation data"
+QUANTIZED = lacking("a base of 4 or 8 bits is not trained; adapters of its bf16 weights are (model=lora)", "none")
+UNSHARDED = lacking("optim.optimizer names a class of torch.optim or another package that steps shards")
+TOKENS = "tokens are not added, and embeddings not extended"
+IMAGES = lacking("records are text; media=drop leaves their images out")
+_ADAPTERS_ALONE = "adapters alone are trained with model=lora"
+
+KEYS: dict[str, Rule] = {
+    **rules(
+        FREE,
+        "ddp_timeout ddp_find_unused_parameters bf16 greater_is_better tf32 do_train do_eval overwrite_output_dir "
+        "logging_strategy logging_first_step gradient_checkpointing_kwargs remove_unused_columns "
+        "dataloader_pin_memory disable_tqdm dataloader_persistent_workers save_safetensors log_level logging_dir "
+        "include_num_input_tokens_seen local_rank per_device_eval_batch_size eval_accumulation_steps "
+        "dataloader_prefetch_factor torch_compile use_cpu group_by_length prediction_loss_only label_names "
+        "fsdp_transformer_layer_cls_to_wrap deepspeed fsdp fsdp_config accelerator_config "
+        "average_tokens_across_devices auto_find_batch_size ddp_backend include_tokens_per_second no_cuda eval_delay",
+    ),
+    **rules(
+        READ,
+        "per_device_train_batch_size gradient_accumulation_steps learning_rate lr_scheduler_type warmup_ratio "
+        "warmup_steps weight_decay num_train_epochs max_steps save_steps save_strategy eval_steps eval_strategy "
+        "evaluation_strategy optim report_to metric_for_best_model load_best_model_at_end early_stopping_patience "
+        "adam_beta1 adam_beta2 gradient_checkpointing seed run_name save_total_limit "
+        "resume_from_checkpoint lr_scheduler_kwargs use_liger_kernel dataloader_drop_last "
+        "early_stopping_threshold save_only_model fp16 router_aux_loss_coef moe_aux_loss_coef",
+    ),
+    "trust_remote_code": to("model.trust_remote_code"),
+    "lora_dropout": to("model.lora_dropout", lacks="adapters have no dropout"),
+    "use_rslora": to("model.use_rslora", lacks="adapters are scaled by alpha / rank"),
+    "use_dora": to("model.use_dora", lacks="adapters are LoRA's"),
+    **rules(
+        to("model.modules_to_save", lacks=_ADAPTERS_ALONE), "modules_to_save lora_modules_to_save additional_target"
+    ),
+    **rules(to("model.target_parameters"), "target_parameters lora_target_parameters"),
+    **rules(
+        to("system", lacks="no system prompt is added to records without one"),
+        "system default_system default_system_message",
+    ),
+    "max_grad_norm": to("optim.clip_grad"),
+    "logging_steps": to("trainer.log_freq"),
+    "output_dir": to("trainer.default_local_dir"),
+    "data_seed": to("data.seed"),
+    "dataloader_num_workers": to("data.num_workers"),
+    "adam_epsilon": to("optim.override_optimizer_config.eps"),
+    "neftune_noise_alpha": lacking("no noise is added to embeddings"),
+    "label_smoothing_factor": lacking("labels are not smoothed", "0", "0.0"),
+    **rules(lacking("nothing is uploaded; `verl-ext export` writes a folder for the Hub"), "push_to_hub hub_model_id"),
+    "optim_args": lacking("optim.override_optimizer_config has the options of an optimizer by name"),
+    "predict_with_generate": lacking("eval.prompts has prompts to answer while training"),
+}
+
+
+@dataclass(frozen=True)
+class TrainerDefaults:
+    """What a trainer does without a word.
+
+    validates: whether it validates as often as it saves.
+    """
+
+    rate: float
+    schedule: str = "linear"
+    epochs: float = 3.0
+    decay: float = 0.0
+    beta2: float = _BETA2
+    validates: bool = False
+
+
+def read_trainer(moved: Moved, defaults: TrainerDefaults) -> None:
+    """Translate the Trainer's keys that need each other."""
+    _read_rate(moved, defaults)
+    _read_length(moved, defaults.epochs)
+    _read_saves(moved, defaults.validates)
+    name = str(moved.get("optim", default="adamw_torch")).lower()
+    if name in _OPTIMIZERS:
+        put_optimizer(moved, *_OPTIMIZERS[name])
+    else:
+        moved.lack("optim", "optim.optimizer and optim.optimizer_impl name a class of torch.optim or another package")
+    if (seed := moved.get("seed")) is not None:
+        moved.put("trainer.seed", seed)
+        moved.put("data.seed", seed)
+    if moved.is_on("use_liger_kernel"):
+        moved.put("model.use_liger", True)
+    if moved.is_on("fp16") and str(moved.get("fp16")) != "auto":
+        moved.put("engine.mixed_precision.param_dtype", "fp16")
+    if is_on(share := moved.get("router_aux_loss_coef", "moe_aux_loss_coef")):
+        moved.put("model.override_config", {"output_router_logits": True, "router_aux_loss_coef": share})
+    if moved.is_on("dataloader_drop_last"):
+        moved.put("data.drop_last", True)
+    if moved.get("gradient_checkpointing") is False:
+        moved.put("model.enable_gradient_checkpointing", False)
+    sharding = f"{moved.get('deepspeed')} {moved.get('fsdp')} {moved.get('fsdp_config')}"
+    if re.search(r"offload(?!\w*['\"]?: (False|false|None))", sharding):
+        moved.put("engine.offload_policy", True)
+    path = moved.get("resume_from_checkpoint")
+    if is_on(path) and str(path).lower() not in ("true", "auto"):
+        moved.lack("resume_from_checkpoint", "a run resumes its own checkpoints; model.path takes exported weights")
+    read_trackers(moved, moved.get("report_to", default=[]))
+    if (run := moved.get("run_name")) is not None:
+        moved.put("trainer.experiment_name", run)
+
+
+def read_trackers(moved: Moved, names: Any) -> None:
+    """Translate the names of trackers."""
+    names = [str(name).lower() for name in (names if isinstance(names, list) else [names])]
+    if "all" not in names and any(is_on(name) for name in names):
+        known = [name for name in names if name in _TRACKERS]
+        moved.put("trainer.logger", ["console", "file", *known])
+        if other := [name for name in names if is_on(name) and name not in _TRACKERS]:
+            moved.lack("report_to", f"trainer.logger has no {', '.join(other)}")
+
+
+def put_optimizer(moved: Moved, module: str | None, name: str) -> None:
+    """Name an optimizer and its module."""
+    if name != "AdamW":
+        moved.put("optim.optimizer", name)
+    if module is not None:
+        moved.put("optim.optimizer_impl", module)
+        moved.differ(
+            f"{name} is of the package {module.partition('.')[0]}: its checkpoints need as many ranks as wrote them"
+        )
+
+
+def _read_rate(moved: Moved, defaults: TrainerDefaults) -> None:
+    """Translate the learning rate, its schedule and the decay, which all have other defaults in verl."""
+    moved.put("optim.lr", moved.get("learning_rate", default=defaults.rate))
+    kind = str(moved.get("lr_scheduler_type", default=defaults.schedule)).lower()
+    if kind in _SCHEDULES:
+        moved.put("optim.lr_scheduler_type", _SCHEDULES[kind])
+    else:
+        moved.lack("lr_scheduler_type", f"optim.lr_scheduler_type has {', '.join(sorted({*_SCHEDULES.values()}))}")
+    options = moved.get("lr_scheduler_kwargs", default={})
+    options = dict(options) if isinstance(options, Mapping) else {}
+    ours = {"min_lr_rate": "optim.min_lr_ratio", "num_decay_steps": "optim.lr_wsd_decay_steps"}
+    ours["num_cycles"] = "optim.num_cycles"
+    for name, key in ours.items():
+        if name in options:
+            moved.put(key, options.pop(name))
+    if "min_lr" in options and number(moved.words["optim.lr"]):
+        moved.put("optim.min_lr_ratio", number(options.pop("min_lr")) / number(moved.words["optim.lr"]))
+    if options:
+        moved.lack("lr_scheduler_kwargs", f"the schedule has no {', '.join(options)}")
+    if kind == "cosine_with_restarts" and "num_cycles" not in (moved.get("lr_scheduler_kwargs") or {}):
+        moved.put("optim.num_cycles", 1)
+    # Since transformers 5 `warmup_steps` below 1 is a share.
+    steps, share = moved.get("warmup_steps", default=0), moved.get("warmup_ratio", default=0)
+    if kind != "constant" and 0 < number(steps) < 1:
+        moved.put("optim.lr_warmup_steps_ratio", steps)
+    elif kind != "constant" and is_on(steps):
+        moved.put("optim.lr_warmup_steps", steps)
+    elif kind != "constant" and is_on(share):
+        moved.put("optim.lr_warmup_steps_ratio", share)
+    decay = moved.get("weight_decay", default=defaults.decay)
+    moved.put("optim.weight_decay", decay)
+    if number(decay, 1.0):
+        moved.put("optim.decay", "matrices")
+        moved.differ("optim.decay=matrices, as there: verl's own decay is on norms and biases too")
+    betas = [moved.get("adam_beta1", default=0.9), moved.get("adam_beta2", default=defaults.beta2)]
+    if [number(beta) for beta in betas] != [0.9, 0.999]:
+        moved.put("optim.betas", betas)
+    # What neither side says: its value there, and verl's.
+    silent = {
+        "learning_rate": (f"{defaults.rate:g}", "1e-3"),
+        "lr_scheduler_type": (defaults.schedule, "constant"),
+        "weight_decay": (f"{defaults.decay:g}", "0.01, on all parameters"),
+    }
+    for name, (theirs, verls) in silent.items():
+        if moved.get(name) is None:
+            moved.differ(f"{name} not given: {moved.trainer}'s default is {theirs}, verl's is {verls}")
+    if defaults.beta2 != _BETA2 and moved.get("adam_beta2") is None:
+        moved.differ(f"adam_beta2 not given: {moved.trainer}'s default is {defaults.beta2}, verl's is {_BETA2}")
+
+
+def _read_length(moved: Moved, epochs: float) -> None:
+    """Translate the run's length: steps win over epochs there."""
+    steps = moved.get("max_steps", default=-1)
+    if number(steps, 1.0) > 0:
+        moved.put("trainer.total_training_steps", steps)
+        return
+    passes = moved.get("num_train_epochs", default=epochs)
+    whole = number(passes, 1.0)
+    if whole != int(whole):
+        moved.lack(
+            "num_train_epochs", "trainer.total_epochs is a whole number; trainer.total_training_steps any length"
+        )
+    else:
+        moved.put("trainer.total_epochs", int(whole) if isinstance(passes, float) else passes)
+    if moved.get("num_train_epochs") is None and epochs != 1:
+        moved.differ(f"num_train_epochs not given: {moved.trainer}'s default is {passes:g}, ours is 1")
+
+
+def _read_saves(moved: Moved, validates_too: bool) -> None:
+    """Translate when a run saves and validates, and which checkpoints it keeps."""
+    default = moved.get("save_strategy", default="steps") if validates_too else "no"
+    validates = moved.get("eval_strategy", "evaluation_strategy", default=default)
+    plans = (
+        ("trainer.save_freq", moved.get("save_strategy", default="steps"), moved.get("save_steps", default=500)),
+        ("trainer.test_freq", validates, moved.get("eval_steps", default=moved.get("save_steps", default=500))),
+    )
+    has_set = any(key.startswith(("data.val", "val_")) for key in moved.words)
+    for key, strategy, steps in plans:
+        if key == "trainer.test_freq" and not has_set:
+            continue
+        if str(strategy).lower() == "epoch":
+            moved.put(key, "after_each_epoch")
+        elif str(strategy).lower() in ("steps", "best"):
+            share = number(steps, 1.0)
+            moved.put(key, max(round(share), 1) if isinstance(steps, float) and share >= 1 else steps)
+            if 0 < share < 1:
+                moved.words.pop(key)
+                moved.lack(
+                    key.replace("trainer.test_freq", "eval_steps").replace("trainer.save_freq", "save_steps"),
+                    "a share of the run; trainer.saves_per_epoch and tests_per_epoch have shares of an epoch",
+                )
+    if (most := moved.get("save_total_limit")) is not None and number(most, 1.0) > 0:
+        moved.put("trainer.max_ckpt_to_keep", most)
+    if moved.is_on("save_only_model"):
+        moved.put("checkpoint.save_contents", ["model", "hf_model"])
+    # The best checkpoint and an early end by it.
+    best = moved.get("metric_for_best_model", default="loss")
+    name = str(best).removeprefix("eval_")
+    asks = {
+        key
+        for key in ("load_best_model_at_end", "early_stopping_patience", "metric_for_best_model")
+        if moved.is_on(key)
+    }
+    asks |= {"save_strategy"} if str(moved.get("save_strategy")).lower() == "best" else set()
+    if asks and (name != "loss" or not has_set):
+        why = "checkpoint.keep_best is by val/loss, a category's loss or the answers to eval.prompts"
+        for key in sorted(asks):
+            moved.lack(key, why if name != "loss" else "there is no validation data to measure")
+    elif asks:
+        moved.put("checkpoint.keep_best", "val/loss")
+        if moved.is_on("early_stopping_patience"):
+            moved.put("trainer.early_stop.metric", "val/loss")
+            moved.put("trainer.early_stop.patience", moved.get("early_stopping_patience"))
+            if is_on(
+                least := moved.get(
+                    "early_stopping_threshold save_only_model fp16 router_aux_loss_coef moe_aux_loss_coef"
+                )
+            ):
+                moved.put("trainer.early_stop.least", least)
+
+
+def read_batch(moved: Moved, per_device: Any, accumulation: Any, packs: bool) -> None:
+    """Translate a step: rows or packs of all ranks here, of one rank there."""
+    ranks = moved.ranks or 1
+    split = int(number(moved.words.get("engine.ulysses_sequence_parallel_size", 1), 1.0))
+    micro, steps = number(per_device), number(accumulation)
+    unit = "packs" if packs else "rows"
+    if micro and steps:
+        moved.put("data.train_batch_size", int(micro * steps) * max(ranks // split, 1))
+        moved.put("data.micro_batch_size_per_gpu", int(micro))
+    else:
+        moved.differ(f"data.train_batch_size counts {unit} of all ranks: {per_device} × {accumulation} × ranks there")
+    if not packs:
+        moved.put("data.strategy", "none")
+    if moved.ranks is None:
+        moved.differ(
+            f"data.train_batch_size counts {unit} over all ranks, and is for 1 rank here: migrate with nproc=N for N"
+        )
+    if not packs:
+        moved.differ("data.strategy=none: a row is one document, as there; without it documents share packs")
+
+
+def put_split(moved: Moved, size: Any) -> None:
+    """Let a group of ranks share each row."""
+    if number(size, 1.0) > 1:
+        moved.put("engine.ulysses_sequence_parallel_size", size)
+
+
+def put_lora(moved: Moved, rank: Any, alpha: Any, targets: Any, dropout: float = 0.0) -> None:
+    """Train adapters; targets "all" are every linear layer. dropout: the trainer's default."""
+    if dropout and moved.get("lora_dropout") is None:
+        if is_ours("model.lora_dropout"):
+            moved.put("model.lora_dropout", dropout)
+        moved.differ(f"lora_dropout not given: {moved.trainer}'s default is {dropout}, ours is none")
+    moved.put("model", "lora")
+    moved.put("model.lora_rank", rank)
+    moved.put("model.lora_alpha", alpha)
+    names = targets.split(",") if isinstance(targets, str) and "," in targets else targets
+    names = [str(name).strip() for name in names] if isinstance(names, list) else str(names or "all").strip()
+    if names in ("all", "all-linear", ["all"], ["all-linear"]):
+        return
+    moved.put("model.target_modules", [names] if isinstance(names, str) and re.fullmatch(r"\w+", names) else names)
+
+
+def name_of(source: str, taken: Mapping[str, Any]) -> str:
+    """Return a category's name for a source that no other has."""
+    path = re.sub(r"[#:].*", "", source).rstrip("/").rpartition("/")[2].partition(".")[0]
+    name = re.sub(r"\W+", "_", path.replace("-", "_")).strip("_") or "data"
+    name = name if name[0].isalpha() else f"d_{name}"
+    names = (name, *(f"{name}_{number}" for number in range(2, len(taken) + 3)))
+    return next(each for each in names if f"data.sources.{each}" not in taken)
+
+
+def hub(name: str, subset: Any = None, split: Any = None) -> str:
+    """Return a Hub dataset's address as a source."""
+    parts = [f"hf://datasets/{name}", *([str(subset)] if is_on(subset) else [])]
+    return ":".join([*parts, str(split)] if is_on(split) and (is_on(subset) or split != "train") else parts)
+
+
+def is_file(name: str) -> bool:
+    """Tell whether a dataset's name is a path."""
+    return bool(re.match(r"[./~$]", name) or re.search(r"\.(jsonl?|csv|tsv|parquet|txt|ndjson)(\.\w+)?$", name))

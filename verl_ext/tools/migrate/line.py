@@ -1,0 +1,248 @@
+"""The command of this project that another trainer's keys become, with comments.
+
+A key of a trainer ends in one of four ways, and none is dropped without a word:
+
+    in the command          optim.lr=2e-5
+    needs nothing           # needs nothing here: bf16, ddp_timeout
+    has no equivalent       # no equivalent: load_in_4bit=true: the base model's weights are not quantized
+    unknown                 # unknown key of axolotl: lora_rr=8; nearest: lora_r
+
+Beside them stand the defaults that differ.
+"""
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl_ext.commands.command_line import known_options
+from verl_ext.commands.tokenize import TokenizeOptions
+from verl_ext.options import DataError, nearest_hint, spell
+
+# Texts that Hydra's grammar reads without quotes: as a value, and inside a list or a mapping.
+_PLAIN = re.compile(r"[^\s'\"\[\]{}(),=\\#]+")
+_PLAIN_INSIDE = re.compile(r"[\w.+~-][\w./+~$@%-]*")
+_TRAINERS = ("attention.", "checkpoint.", "engine.", "eval.", "loss.", "model.", "optim.", "parallel.", "trainer.")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The place of one key of another trainer.
+
+    Attributes:
+        to: our key, which gets its value; None: there is none, or the trainer's own function reads the key.
+        values: {a value in lower case: ours}; others go over as they are.
+        lacks: why there is no equivalent, or none in a version without the option `to`; "" if the key needs none.
+        idle: values in lower case that ask for nothing, beside null, false and empty ones.
+        is_read: whether the trainer's function reads the key.
+    """
+
+    to: str | None = None
+    values: Mapping[str, Any] = field(default_factory=dict)
+    lacks: str = ""
+    idle: tuple[str, ...] = ()
+    is_read: bool = False
+
+
+FREE, READ = Rule(), Rule(is_read=True)
+
+
+def to(key: str, values: Mapping[str, Any] | None = None, lacks: str = "") -> Rule:
+    """Return the rule of a key that is ours by another name."""
+    return Rule(to=key, values=values or {}, lacks=lacks)
+
+
+def lacking(why: str, *idle: str) -> Rule:
+    """Return the rule of a key without an equivalent, unless its value is idle."""
+    return Rule(lacks=why, idle=idle)
+
+
+def rules(rule: Rule, names: str) -> dict[str, Rule]:
+    """Return {each of the names: the rule}."""
+    return dict.fromkeys(names.split(), rule)
+
+
+def number(value: Any, default: float = 0.0) -> float:
+    """Return a value as a number, the default for any other."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return default
+
+
+def is_on(value: Any) -> bool:
+    """Tell whether a value asks for something."""
+    return not (value in (None, False, [], {}, 0) or str(value).lower() in ("", "null", "none", "false", "no"))
+
+
+def is_ours(key: str) -> bool:
+    """Tell whether `verl-ext train` has a key, of the trainer or of `tokenize`."""
+    from verl_ext.config import schema  # here, because it imports torch and verl, which takes seconds
+
+    return key.partition(".")[0] in (*_tokenizing(), "nproc") or schema.is_known(key) or key in schema.groups()
+
+
+def _tokenizing() -> set[str]:
+    return {*known_options(TokenizeOptions)} - {"model"}
+
+
+def mapping(key: str, value: Any) -> dict[str, Any]:
+    """Return a value that maps names, {} for none; raise DataError for another."""
+    if value is not None and not isinstance(value, Mapping):
+        raise DataError(f"{key} must map names to values; got {spell(value)}")
+    return dict(value or {})
+
+
+class Moved:
+    """What a trainer's keys become.
+
+    Attributes:
+        trainer: the trainer's name.
+        values: its keys and values.
+        words: {our key: value} of the command.
+        ranks: the number of ranks, or None if nothing says it.
+    """
+
+    def __init__(self, trainer: str, values: Mapping[str, Any], ranks: int | None = None) -> None:
+        self.trainer, self.values, self.ranks = trainer, dict(values), ranks
+        self.words: dict[str, Any] = {}
+        self.problems: list[str] = []  # of the trainer's checks
+        self._asked: set[str] = set()
+        self._read: list[str] = []
+        self._lacks: dict[str, str] = {}
+        self._free: list[str] = []
+        self._unknown: list[str] = []
+        self._differences: list[str] = []
+
+    def take(self, known: Mapping[str, Rule]) -> None:
+        """Translate each key by its rule; name the keys without one."""
+        for key, value in self.values.items():
+            rule = known.get(key)
+            if rule is None:
+                self._unknown.append(f"{key}={spell(value)}{nearest_hint(key, known).replace(' (', '; ').strip(')')}")
+            elif rule.to is not None and (is_ours(rule.to) or not rule.lacks):
+                if value is not None:
+                    self.put(rule.to, rule.values.get(str(value).lower(), value))
+            elif rule.lacks and is_on(value) and str(value).lower() not in rule.idle:
+                self.lack(key, rule.lacks)
+            else:
+                (self._read if rule.is_read else self._free).append(key)
+
+    def put(self, key: str, value: Any) -> None:
+        """Give one of our keys a value."""
+        self.words[key] = value
+
+    def put_or_lack(self, name: str, key: str, value: Any, why: str) -> None:
+        """Give our key a value for one of theirs, or say why there is none."""
+        if is_ours(key):
+            self.put(key, value)
+        else:
+            self.lack(name, why)
+
+    def lack(self, key: str, why: str) -> None:
+        """Say that a key has no equivalent."""
+        self._lacks[key] = f"{key}={spell(self.values.get(key))}: {why}"
+
+    def rename(self, key: str, name: str) -> None:
+        """Say the lacking key by its name in this trainer."""
+        if key in self._lacks:
+            self._lacks[name] = self._lacks.pop(key).replace(key, name, 1)
+
+    def differ(self, line: str) -> None:
+        """Say what is otherwise here."""
+        self._differences.append(line)
+
+    def get(self, *names: str, default: Any = None) -> Any:
+        """Return the value of the first of the names that is given."""
+        self._asked.update(names)
+        return next((self.values[name] for name in names if self.values.get(name) is not None), default)
+
+    def is_on(self, *names: str) -> bool:
+        """Tell whether one of the names asks for something."""
+        self._asked.update(names)
+        return any(is_on(self.values.get(name)) for name in names)
+
+    @property
+    def summary(self) -> str:
+        """The counts of keys in one line."""
+        lacking, unknown = len(self._lacks), len(self._unknown)
+        held = len(self.values) - lacking - unknown - len(self.free)
+        parts = [f"{len(self.values)} keys of {self.trainer}: {held} in the command", f"{len(self.free)} need nothing"]
+        parts += [f"{lacking} without an equivalent"] * bool(lacking) + [f"{unknown} unknown"] * bool(unknown)
+        return ", ".join(parts)
+
+    @property
+    def free(self) -> list[str]:
+        """The keys that need nothing, such as a rank without adapters."""
+        return self._free + [key for key in self._read if key not in self._asked and key not in self._lacks]
+
+    def overrides(self) -> list[str]:
+        """Return the words of the command in Hydra's grammar, unquoted for the shell."""
+        return [f"{key}={_value(value)}" for key, value in self.words.items()]
+
+    def comments(self) -> Iterator[str]:
+        """Yield the comment lines."""
+        yield self.summary
+        yield from (f"no equivalent: {line}" for line in self._lacks.values())
+        yield from (f"unknown key of {self.trainer}: {line}" for line in self._unknown)
+        yield from (f"to correct: {line}" for line in self.problems)
+        yield from (f"differs: {line}" for line in self._differences)
+        if self.free:
+            yield f"needs nothing here: {', '.join(self.free)}"
+
+    def command(self) -> str:
+        """Return the command and its comments, as a shell script has them."""
+        head = "verl-ext train" + (f" nproc={self.ranks}" if self.ranks else "")
+        words = " \\\n    ".join([head, *map(shell_word, self.overrides())])
+        return "\n".join([words, *(f"# {line}" for line in self.comments())])
+
+    def recipe(self, name: str) -> str:
+        """Return a recipe's file with the trainer's keys, and the command that reads it, as a comment."""
+        import yaml  # type: ignore[import-untyped]
+
+        nodes: dict[str, Any] = {}
+        rest = dict(self.words)
+        for key, value in self.words.items():
+            if key.startswith(("data.sources.", "data.val_sources.", "data.cache_dir")):
+                continue
+            if key.startswith((*_TRAINERS, "data.")) and not key.startswith("model.path"):
+                *above, last = key.split(".")
+                node = nodes
+                for part in above:
+                    node = node.setdefault(part, {})
+                node[last] = value
+                del rest[key]
+        groups = {key: rest.pop(key) for key in ("model", "loss", "parallel") if key in rest}
+        lines = ["# @package _global_", f"# DIR/recipe/{name}.yaml"]
+        if groups:
+            lines += ["defaults:", *(f"  - override /{group}: {choice}" for group, choice in groups.items())]
+        lines.append(yaml.safe_dump(nodes, sort_keys=False, allow_unicode=True).rstrip())
+        head = "verl-ext train" + (f" nproc={self.ranks}" if self.ranks else "")
+        words = [f"{key}={_value(value)}" for key, value in rest.items()]
+        line = " ".join([head, "--config-dir DIR", f"recipe={name}", *map(shell_word, words)])
+        return "\n".join([*lines, f"# {line}", *(f"# {comment}" for comment in self.comments())])
+
+
+def _value(value: Any) -> str:
+    """Return the value of a word; a text is quoted only if it must be."""
+    return value if isinstance(value, str) and _PLAIN.fullmatch(value) and "${" not in value else hydra_value(value)
+
+
+def hydra_value(value: Any) -> str:
+    """Return a value as Hydra's grammar reads it inside a list or a mapping."""
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{hydra_value(key)}:{hydra_value(below)}" for key, below in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(map(hydra_value, value)) + "]"
+    text = spell(value)
+    if not isinstance(value, str) or _PLAIN_INSIDE.fullmatch(text):
+        return text
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def shell_word(word: str) -> str:
+    """Quote a word for the shell; variables are expanded as before."""
+    if "$" not in word:
+        return shlex.quote(word)
+    return '"' + re.sub(r'(["\\`])', r"\\\1", word) + '"'

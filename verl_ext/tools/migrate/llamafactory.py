@@ -1,0 +1,290 @@
+"""LLaMA-Factory: a YAML with its dataset_info.json; the keys of its versions 0 and 1."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from verl_ext.options import DataError
+from verl_ext.tools.migrate import hf_trainer
+from verl_ext.tools.migrate.hf_trainer import (
+    HELD_OUT,
+    IMAGES,
+    QUANTIZED,
+    TOKENS,
+    UNSHARDED,
+    TrainerDefaults,
+    hub,
+    name_of,
+    put_lora,
+    put_split,
+    read_batch,
+    read_trainer,
+)
+from verl_ext.tools.migrate.line import FREE, READ, Moved, Rule, is_on, lacking, mapping, number, rules, to
+from verl_ext.tools.migrate.reading import read_yaml
+
+NAME = "LLaMA-Factory"
+_LOSS = lacking("a loss of the prediction; loss.custom_cls has coefficients by token", "0")
+
+_ULYSSES = lacking("ranks share rows by Ulysses; parallel.context_parallel_size adds groups of them", "ulysses")
+
+KEYS: dict[str, Rule] = {
+    **hf_trainer.KEYS,
+    "model_name_or_path": to("model.path"),
+    **rules(
+        READ,
+        "stage finetuning_type dataset dataset_dir eval_dataset max_samples cutoff_len lora_rank lora_alpha "
+        "lora_target packing neat_packing template mask_history train_on_prompt val_size adapter_name_or_path "
+        "cp_size disable_gradient_checkpointing pure_bf16 "
+        "loraplus_lr_ratio enable_thinking",
+    ),
+    **rules(
+        FREE,
+        "overwrite_cache flash_attn infer_backend upcast_layernorm low_cpu_mem_usage cache_dir print_param_status "
+        "freeze_vision_tower freeze_multi_modal_projector use_v1_kernels include_effective_tokens_per_second "
+        "preprocessing_batch_size hf_hub_token ms_hub_token use_fast_tokenizer data_shared_file_system "
+        "double_quantization quantization_method use_reentrant_gc export_dir export_size "
+        "export_device export_legacy_format dist_config_file tokenized_path buffer_size ",
+    ),
+    "preprocessing_num_workers": to("num_workers"),
+    "enable_liger_kernel": to("model.use_liger"),
+    "use_swanlab": lacking("trainer.logger=[console,swanlab] is what works here"),
+    "rope_scaling": lacking("model.override_config={rope_parameters: {…}} has the factor, as in config.json"),
+    "freeze_language_model": lacking("the text model is what is trained"),
+    "resize_vocab": lacking("embeddings are not extended"),
+    **rules(
+        lacking(TOKENS),
+        "new_special_tokens add_tokens add_special_tokens new_special_tokens_config init_special_tokens",
+    ),
+    **rules(QUANTIZED, "quantization_bit quantization_device_map"),
+    **rules(_LOSS, "use_asft_loss asft_alpha use_dft_loss use_eaft_loss eaft_alpha"),
+    **rules(
+        UNSHARDED,
+        "use_galore galore_layerwise galore_target galore_rank galore_scale use_apollo apollo_layerwise "
+        "apollo_target apollo_rank apollo_scale apollo_scale_type use_badam badam_mode badam_switch_mode "
+        "badam_switch_interval badam_verbose use_muon use_adam_mini",
+    ),
+    **rules(IMAGES, "image_max_pixels video_max_pixels image_min_pixels video_fps video_maxlen"),
+    **rules(lacking("adapters are LoRA's"), "oft_block_size oft_target oft_rank pissa_init pissa_iter pissa_convert"),
+    **rules(lacking("weights and products are bf16"), "fp8 fp8_backend fp8_enable_fsdp_float8_all_gather"),
+    **rules(
+        lacking("experts stay on the GPUs"),
+        "use_kt kt_config kt_cpu_activation kt_weight_path kt_non_expert_weight_path kt_model_path",
+    ),
+    **rules(lacking("layers are neither added nor replaced"), "use_llama_pro mixture_of_depths"),
+    "freeze_trainable_modules": lacking("model.freeze names what is not trained", "all"),
+    **rules(FREE, "compute_accuracy plot_loss streaming"),
+    "cp_mode": _ULYSSES,
+    "freeze_trainable_layers": lacking("model.freeze names what is not trained"),
+    "shift_attn": lacking("attention is over the whole document"),
+    "create_new_adapter": lacking("adapters go on from those of model.lora_adapter_path"),
+    "mix_strategy": lacking("data.mixture has the shares of categories", "concat"),
+    "interleave_probs": lacking("data.mixture has the shares of categories"),
+    "ray_num_workers": lacking("verl_ext.fsdp_sft_trainer_ray trains on Ray"),
+}
+
+_SOURCE_FIELDS = {"prompt": "prompt", "response": "response", "messages": "messages", "system": "system"}
+_USUAL = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
+_TAGS = {"role_tag": ("from", "role"), "content_tag": ("value", "content")}
+
+
+def read_llamafactory(moved: Moved, folder: Path) -> None:
+    """Translate a YAML of version 0; its dataset_info.json stands below `folder`."""
+    moved.take(KEYS)
+    kind = str(moved.get("finetuning_type", default="lora"))
+    _read_data(moved, folder)
+    moved.put("data.max_tokens", moved.get("cutoff_len", default=2048))
+    moved.put("data.over_length", "truncate")
+    moved.differ("cutoff_len cuts inside turns there and leaves later ones out; data.over_length=truncate cuts the end")
+    if is_on(share := moved.get("val_size", default=0)):
+        moved.put_or_lack("val_size", "data.val_share", share, HELD_OUT)
+    # What is trained.
+    if kind == "lora":
+        rank = moved.get("lora_rank", default=8)
+        put_lora(moved, rank, moved.get("lora_alpha", default=int(number(rank, 8) * 2)), moved.get("lora_target"))
+        if is_on(ratio := moved.get("loraplus_lr_ratio")):
+            moved.put("optim.lr_of", {"lora_B": ratio})
+        if is_on(adapter := moved.get("adapter_name_or_path")):
+            moved.put("model.lora_adapter_path", adapter)
+    elif kind != "full":
+        moved.lack("finetuning_type", "all parameters are trained, or adapters; model.freeze leaves some out")
+    put_split(moved, moved.get("cp_size", default=1))
+    packs = moved.is_on("neat_packing", "packing") or (moved.get("stage") == "pt" and moved.get("packing") is None)
+    rows, steps = (
+        moved.get("per_device_train_batch_size", default=8),
+        moved.get("gradient_accumulation_steps", default=1),
+    )
+    read_batch(moved, rows, steps, packs)
+    read_trainer(moved, TrainerDefaults(5e-5))
+    if moved.is_on("pure_bf16"):
+        moved.put("engine.model_dtype", "bf16")
+    if moved.is_on("disable_gradient_checkpointing"):
+        moved.put("model.enable_gradient_checkpointing", False)
+    # What is learnt.
+    if moved.is_on("mask_history"):
+        moved.put("turns", "last")
+    if moved.is_on("train_on_prompt"):
+        moved.lack("train_on_prompt", "prompts are not learnt; category by category, text records are learnt whole")
+    if moved.is_on("template"):
+        moved.differ(
+            f"template={moved.get('template')} is LLaMA-Factory's own; here the tokenizer's template renders chats, "
+            "and the line end after a turn and an empty thinking block are no targets (empty_reasoning=learn learns it)"
+        )
+    if is_on(think := moved.get("enable_thinking")) or think is False:
+        moved.put("apply_chat_template_kwargs.enable_thinking", think)
+    if moved.is_on("packing") and not moved.is_on("neat_packing") and moved.get("stage") != "pt":
+        moved.differ("packing without neat_packing lets documents of a pack attend to each other there; never here")
+
+
+def _read_data(moved: Moved, folder: Path) -> None:
+    """Translate the names of datasets by dataset_info.json."""
+    info: dict[str, Any] | None = None
+    place = str(moved.get("dataset_dir", default="data"))
+    for key, node in (("dataset", "data.sources"), ("eval_dataset", "data.val_sources")):
+        names = moved.get(key, default=[])
+        for name in [each.strip() for each in (names.split(",") if isinstance(names, str) else names)]:
+            info = info if info is not None else _dataset_info(place, folder)
+            if name not in info:
+                raise DataError(f"dataset must be names of {place}/dataset_info.json; got {name}")
+            _put_dataset(moved, node, name, info[name], place)
+    if is_on(most := moved.get("max_samples")) and "dataset" in moved.values:
+        moved.put("sample", most)
+        moved.differ("max_samples takes the first records of each dataset there; sample draws as many at random")
+
+
+def _dataset_info(place: str, folder: Path) -> dict[str, Any]:
+    """Read dataset_info.json, beside the YAML or where the command would run."""
+    if place.startswith(("REMOTE:", "ONLINE")):
+        raise DataError(f"dataset_dir must be a folder with dataset_info.json; got {place}: download it first")
+    tried = [root / place / "dataset_info.json" for root in (Path(), folder, *folder.parents)]
+    path = next((each for each in tried if each.is_file()), None)
+    if path is None:
+        raise DataError(f"dataset_dir={place} must hold the dataset_info.json of LLaMA-Factory; there is no {tried[0]}")
+    try:
+        info = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} must be JSON: {error}") from error
+    if not isinstance(info, dict) or not all(isinstance(entry, dict) for entry in info.values()):
+        raise DataError(f"{path} must map names of datasets to their descriptions; got another form")
+    return info
+
+
+def _put_dataset(moved: Moved, node: str, name: str, entry: dict[str, Any], place: str) -> None:
+    """Name one dataset's source, its fields and its part."""
+    if entry.get("ranking"):
+        moved.lack("dataset", f"{name} holds preferences")
+    if is_on(entry.get("hf_hub_url")):
+        source = hub(entry["hf_hub_url"], entry.get("subset"), entry.get("split"))
+    elif is_on(entry.get("ms_hub_url")):
+        source = hub(entry["ms_hub_url"], entry.get("subset"), entry.get("split"))
+        moved.differ(f"{name} is of ModelScope; the source names the same data set of the Hub, if it is there")
+    elif is_on(entry.get("file_name")):
+        source = f"{place}/{entry['file_name']}"
+    else:
+        moved.lack("dataset", f"{name} is made by a script or lies in a bucket: its files or a URL are read here")
+        return
+    moved.put(f"{node}.{name_of(name, moved.words)}", source)
+    columns, is_chat = (
+        mapping(f"{name}.columns of dataset_info.json", entry.get("columns")),
+        entry.get("formatting") == "sharegpt",
+    )
+    is_text = moved.get("stage") == "pt"
+    for field, ours in _SOURCE_FIELDS.items():
+        theirs = columns.get(field)
+        if is_text and field == "prompt":
+            ours, theirs = "text", theirs if theirs != "text" else None
+        elif theirs == _USUAL.get(field, field):
+            continue
+        if theirs and not (is_chat and field in ("prompt", "response")):
+            if moved.words.get(f"columns.{ours}", theirs) != theirs:
+                moved.lack("dataset", f"{name}: columns names one field {ours} for all sources")
+            moved.put(f"columns.{ours}", theirs)
+    tags = mapping(f"{name}.tags of dataset_info.json", entry.get("tags"))
+    own = {tag: value for tag, value in tags.items() if tag in _TAGS and value not in _TAGS[tag]}
+    if own:
+        moved.lack("dataset", f"{name}: messages have a role and content by the usual names; got {own}")
+    if any(medium in columns for medium in ("images", "videos", "audios")):
+        moved.lack("dataset", f"{name} has images, videos or audio")
+    if is_on(most := entry.get("num_samples")) and node == "data.sources":
+        moved.put(f"sample.{name_of(name, {})}", most)
+
+
+# --- version 1: other names, and nodes of plugins ---
+
+V1: dict[str, Rule] = {
+    "trust_remote_code": to("model.trust_remote_code"),
+    **rules(
+        FREE,
+        "model_class sample_backend max_new_tokens dist_config init_config kernel_config bf16 flash_attn "
+        "save_hf_model logging_steps_per_epoch",
+    ),
+    **rules(
+        READ,
+        "model train_dataset eval_dataset micro_batch_size global_batch_size cutoff_len peft_config quant_config "
+        "cp_size learning_rate num_train_epochs max_steps optim_config template "
+        "batching_strategy save_steps save_epochs gradient_accumulation_steps",
+    ),
+    "output_dir": to("trainer.default_local_dir"),
+    "max_grad_norm": to("optim.clip_grad"),
+    "seed": to("trainer.seed"),
+    "logging_steps": to("trainer.log_freq"),
+    "enable_activation_checkpointing": to("model.enable_gradient_checkpointing"),
+    "fp8": lacking("weights and products are bf16"),
+    "cp_mode": _ULYSSES,
+    "lr_scheduler_config": lacking("optim.lr_scheduler_type and optim.lr_warmup_steps_ratio have the schedule"),
+}
+
+
+def read_llamafactory_v1(moved: Moved, folder: Path) -> None:
+    """Translate a YAML of version 1, whose dataset is a YAML of files."""
+    moved.take(V1)
+    moved.put("model.path", moved.get("model"))
+    for key, node in (("train_dataset", "data.sources"), ("eval_dataset", "data.val_sources")):
+        if is_on(name := moved.get(key)):
+            _put_v1(moved, node, str(name), folder)
+    moved.put("data.max_tokens", moved.get("cutoff_len", default=2048))
+    moved.put("data.over_length", "truncate")
+    peft, quantized = (
+        mapping("peft_config", moved.get("peft_config")),
+        mapping("quant_config", moved.get("quant_config")),
+    )
+    if peft.get("name") == "lora":
+        put_lora(moved, peft.get("r", 8), peft.get("lora_alpha", 16), peft.get("target_modules", "all"))
+    elif peft:
+        moved.lack("peft_config", "adapters are LoRA's; model.freeze names what is not trained")
+    if quantized:
+        moved.lack("quant_config", QUANTIZED.lacks)
+    optimizer = mapping("optim_config", moved.get("optim_config"))
+    if optimizer:
+        moved.lack("optim_config", UNSHARDED.lacks)
+    put_split(moved, moved.get("cp_size", default=1))
+    micro, whole = moved.get("micro_batch_size", default=1), moved.get("global_batch_size")
+    steps = 1 if whole is None else number(whole) // max(number(micro, 1.0) * (moved.ranks or 1), 1)
+    packs = "packing" in str(moved.get("batching_strategy")) or "dynamic" in str(moved.get("batching_strategy"))
+    read_batch(moved, micro, max(steps, 1), packs)
+    moved.put("optim.lr", moved.get("learning_rate", default=1e-4))
+    if is_on(steps := moved.get("max_steps")):
+        moved.put("trainer.total_training_steps", steps)
+    elif is_on(epochs := moved.get("num_train_epochs")):
+        moved.put("trainer.total_epochs", epochs)
+    if is_on(steps := moved.get("save_steps")):
+        moved.put("trainer.save_freq", steps)
+    if is_on(epochs := moved.get("save_epochs")):
+        if number(epochs) == 1:
+            moved.put("trainer.save_freq", "after_each_epoch")
+        else:
+            moved.lack("save_epochs", "trainer.save_freq counts steps, or is after_each_epoch")
+
+
+def _put_v1(moved: Moved, node: str, name: str, folder: Path) -> None:
+    path = next((root / name for root in (Path(), folder, *folder.parents) if (root / name).is_file()), None)
+    if path is None or not name.endswith((".yaml", ".yml")):
+        moved.put(f"{node}.{name_of(name, moved.words)}", name if hf_trainer.is_file(name) else hub(name))
+        return
+    for each, entry in read_yaml(path).items():
+        entry = mapping(f"{each} of {path}", entry)
+        where = str(entry.get("path", each))
+        is_hub = "hub" in str(entry.get("source"))
+        moved.put(f"{node}.{name_of(each, moved.words)}", hub(where, None, entry.get("split")) if is_hub else where)
+        if is_on(most := entry.get("size")) and node == "data.sources":
+            moved.put(f"sample.{name_of(each, {})}", most)

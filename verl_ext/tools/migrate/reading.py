@@ -1,0 +1,146 @@
+"""The keys of a configuration: files, shell scripts, and flags of a command."""
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from verl_ext.options import DataError, UsageError, first_line
+
+_ASSIGNED = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
+# A word of a shell command: plain characters, escapes, '…', "…", `…` and $(…) with two levels of parentheses inside
+WORD = re.compile(
+    r"""(?:\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|`[^`]*`|[^\s'"\\`]|\\.|'[^']*'|"(?:\\.|[^"\\])*")+""", re.DOTALL
+)
+END = re.compile(r"[|;]|&&|&|\|\||\d*[<>].*", re.DOTALL)  # the first word that is not an argument of the command
+_RANKS = re.compile(r"(?:--nproc[_-]per[_-]node|--num[_-]processes)(?:=(\d+))?")
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_WORDS = {"true": True, "false": False, "null": None, "none": None, "True": True, "False": False, "None": None}
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Read a YAML or JSON of keys, or raise DataError with one line."""
+    import yaml  # type: ignore[import-untyped]
+
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError, ValueError) as error:
+        raise DataError(f"{path} must be a YAML of keys and values; it cannot be read: {first_line(error)}") from error
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        kind = {list: "a list", type(None): "nothing"}.get(type(values), f"a {type(values).__name__}")
+        raise DataError(
+            f"{path} must be a YAML of keys and values; got {kind if not isinstance(values, dict) else 'other keys'}"
+        )
+    return values
+
+
+def commands_of(text: str) -> list[list[str]]:
+    """Return the commands of a shell text as words, with its plain assignments in place.
+
+    Raises UsageError for a quote that is not closed.
+    """
+    text = re.sub(r"\\[ \t]*(\n|\Z)", " ", without_comments(text))
+    if re.sub(r"\s", "", WORD.sub("", text)):
+        raise UsageError("command must be whole; got a quote that is not closed")
+    commands: list[list[str]] = []
+    variables: dict[str, str] = {}
+    for line in re.findall(rf"(?:{WORD.pattern}|[^\S\n])+", text, re.DOTALL):
+        words = WORD.findall(line)
+        while words:
+            end = next((number for number, word in enumerate(words) if END.fullmatch(word)), len(words))
+            command, words = [unquoted(word) for word in words[:end]], words[end + 1 :]
+            while command and (match := _ASSIGNED.fullmatch(command[0])):
+                variables[match[1]] = _substituted(match[2], variables)
+                command = command[1:]
+            if command:
+                ranks = variables.get("NPROC_PER_NODE", variables.get("nproc_per_node", ""))
+                shown = [f"NPROC_PER_NODE={ranks}"] * ranks.isdigit()
+                commands.append([*shown, *(_substituted(word, variables) for word in command)])
+    return commands
+
+
+def without_comments(script: str) -> str:
+    """Return a script whose lines end before their comments."""
+    return "\n".join(map(_without_comment, script.splitlines()))
+
+
+def _without_comment(line: str) -> str:
+    """Return a line up to its comment; a # inside quotes begins none."""
+    for match in re.finditer(r"(?:^|(?<=\s))#", line):
+        before = line[: match.start()]
+        if before.count("'") % 2 == before.count('"') % 2 == 0:
+            return before
+    return line
+
+
+def unquoted(word: str) -> str:
+    """Return a word as the shell passes it, with variables and commands unexpanded."""
+    hidden: list[str] = []
+
+    def hide(match: re.Match[str]) -> str:
+        hidden.append(match[0])
+        return f"\x00{len(hidden) - 1}\x00"
+
+    kept = re.sub(r"\$\((?:[^()]|\([^()]*\))*\)|`[^`]*`", hide, word)
+    with suppress(ValueError):
+        kept = "".join(shlex.split(kept))
+    return re.sub(r"\x00(\d+)\x00", lambda match: hidden[int(match[1])], kept)
+
+
+def _substituted(word: str, variables: Mapping[str, str]) -> str:
+    def value(match: re.Match[str]) -> str:
+        return variables.get(match[1] or match[2], match[0])
+
+    return re.sub(r"\$\{(\w+)\}|\$(\w+)", value, word)
+
+
+def flags_of(words: Sequence[str]) -> dict[str, Any]:
+    """Return the flags `--key value …` and words `key=value` of a command."""
+    values: dict[str, Any] = {}
+    key = None
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            key = name.replace("-", "_")
+            values[key] = typed(value) if equals else True
+            key = None if equals else key
+        elif key is not None:
+            before = values[key]
+            values[key] = (
+                typed(word) if before is True else [*(before if isinstance(before, list) else [before]), typed(word)]
+            )
+        elif "=" in word and re.fullmatch(r"\w+", word.partition("=")[0]):
+            name, _, value = word.partition("=")
+            values[name] = typed(value)
+    return values
+
+
+def typed(text: str) -> Any:
+    """Return a word's value: true, a number (an exponent keeps its spelling), JSON, or the text."""
+    import json
+
+    if text in _WORDS:
+        return _WORDS[text]
+    if re.fullmatch(r"[+-]?\d+", text):
+        return int(text)
+    if _NUMBER.fullmatch(text):
+        return text if re.search(r"[eE]", text) else float(text)
+    if text[:1] in "{[":
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text
+    return text
+
+
+def ranks_of(words: Sequence[str]) -> int | None:
+    """Return the number of ranks that a command's words name."""
+    for number, word in enumerate(words):
+        if match := re.fullmatch(r"NPROC_PER_NODE=(\d+)", word):
+            return int(match[1])
+        if match := _RANKS.fullmatch(word):
+            value = match[1] or (words[number + 1] if number + 1 < len(words) else "")
+            return int(value) if value.isdigit() else None
+    return None
