@@ -11,12 +11,14 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Any
 
 import torch
 from verl.workers.config.optimizer import build_optimizer
 
 from verl_ext.config.model import ModelFacts, override
+from verl_ext.config.newer import FIRST_VERSION
 from verl_ext.config.run import AFTER_EACH_EPOCH, RunConfig, frequencies
 from verl_ext.config.schema import foreign_option_problems
 from verl_ext.config.support import CP, SP, model_class
@@ -304,4 +306,9 @@ def read_hf_config(path: str, trusted: bool = False, key: str = "model.path") ->
     except Exception as error:  # a config class raises any error that the values cause
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         reason = f"{lines[0]} {lines[-1]}" if lines[0].endswith(":") else lines[0]
+        kind = re.search(r"model type `([\w-]+)`", reason)
+        if kind and (since := FIRST_VERSION.get(kind[1])):
+            reason = (
+                f"transformers has {kind[1]} from {since} on, not in {version('transformers')}: docs/newer_models.md"
+            )
         raise ValueError(f"{key} must hold a model's config.json; got {path} ({reason})") from error
