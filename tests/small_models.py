@@ -24,6 +24,7 @@ _WINDOWS = ("sliding_attention", "full_attention")
 _HYBRID = ["linear_attention", "full_attention"] * 2
 _LLAMA_TEXT = {"pad_token_id": 2, "text_config": {"model_type": "llama", "pad_token_id": 2}}
 _ROPES = {"rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in _WINDOWS}}
+_SPARSE = {"layer_types": ["full_attention", "minimax_m3_sparse"], "num_hidden_layers": 2}
 _SECTIONS = {  # a head's pairs that rotate by time, height and width, and their share of the head
     **dict.fromkeys(("glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga"), ([8, 12, 12], 0.5)),
     **dict.fromkeys(("paddleocr_vl", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_vl"), ([16, 24, 24], 1.0)),
@@ -59,6 +60,8 @@ VALUES: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4, "full_attn_idxs": None},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4},
     "minimax": {"layer_types": _HYBRID, "num_hidden_layers": 4},
+    "minimax_m3_vl": {"text_config": _SPARSE},
+    "minimax_m3_vl_text": _SPARSE,
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8},
     "nemotron_h": {"layers_block_type": ["mamba", "attention", "mamba", "moe"]},

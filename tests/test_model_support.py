@@ -7,11 +7,10 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.olmo2 import modeling_olmo2
 
 from tests.checked import support_problems
-from tests.small_models import KINDS, model_class
+from tests.small_models import KINDS, model_class, model_config
 from verl_ext.config.check import read_hf_config
 from verl_ext.config.newer import FIRST_VERSION, untried
 from verl_ext.config.support import Architecture, chosen_backend
@@ -48,9 +47,6 @@ def test_models_that_would_leak_or_be_wrong_are_refused(name, reason):
     assert all(problem.startswith(f"model.path: {name}") for problem in problems)
 
 
-_SPARSE = {"layer_types": ["full_attention", "minimax_m3_sparse"], "num_hidden_layers": 2}
-
-
 @pytest.mark.parametrize(
     "kind", ["axk2", "deepseek_v32", "glm5_next", "glm_moe_dsa", "hy_v4", "mistral_large4", "minimax_m3_vl_text"]
 )
@@ -78,7 +74,7 @@ def test_what_a_model_gives_to_attention_beyond_what_is_read_is_refused_by_name(
 def _config_of_newer(kind):
     if kind not in KINDS:
         pytest.skip(f"transformers {transformers.__version__} has no {kind}")
-    return CONFIG_MAPPING[kind](**(_SPARSE if kind == "minimax_m3_vl_text" else {}))
+    return model_config(kind)
 
 
 def test_places_that_a_layer_counts_from_the_packs_first_token_are_found_by_a_trial(monkeypatch):

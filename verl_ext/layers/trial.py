@@ -49,10 +49,11 @@ _SIZES = _by_name(
         12: "v_head_dim",
         # Windows and chunks are shorter than the documents of the trial.
         8: "sliding_window attention_window_size attention_chunk_size qk_rope_head_dim qk_nope_head_dim index_topk "
-        "linear_key_head_dim linear_value_head_dim linear_num_value_heads mamba_d_state mamba_n_heads mamba_num_heads "
-        "n_mamba_heads ssm_state_size state_size block_size hidden_size_per_layer_input laurel_rank",
-        4: "num_attention_heads n_head n_heads decoder_attention_heads num_heads index_n_heads linear_num_key_heads "
-        "num_experts num_local_experts n_routed_experts moe_num_experts mamba_dt_rank time_step_rank floor_scale",
+        "linear_head_dim linear_key_head_dim linear_value_head_dim linear_num_value_heads mamba_d_state mamba_n_heads "
+        "mamba_num_heads n_mamba_heads ssm_state_size state_size block_size hidden_size_per_layer_input laurel_rank",
+        4: "num_attention_heads n_head n_heads decoder_attention_heads num_heads index_n_heads linear_num_heads "
+        "linear_num_key_heads num_experts num_local_experts n_routed_experts moe_num_experts mamba_dt_rank "
+        "time_step_rank floor_scale",
         2: "num_key_value_heads n_head_kv num_kv_heads num_global_key_value_heads kv_n_heads num_experts_per_tok moe_k "
         "moe_topk moe_top_k top_k_experts num_experts_per_token mamba_n_groups mamba_ngroups n_groups mamba_expand "
         "altup_num_inputs",
