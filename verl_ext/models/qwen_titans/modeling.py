@@ -132,8 +132,10 @@ class QwenTitansOutput(ModelOutput):
 
     loss: torch.Tensor | None = None  # mean negative log-likelihood of the labels, if given
     logits: torch.Tensor | None = None  # [B, T, V], or those that ``logits_to_keep`` names
-    past_key_values: StreamCache | None = None  # after the last token, if requested
-    cache: StreamCache | None = None  # the same, as transformers 5.24 names it
+    if hasattr(ModelOutput, "past_key_values"):  # from transformers 5.24 on, another name of this field
+        cache: StreamCache | None = None  # after the last token, if requested
+    else:
+        past_key_values: StreamCache | None = None
 
 
 class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
@@ -214,8 +216,7 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
             following = positions.in_chunk(F.pad(labels[:, 1:], (0, 1), value=-100), 0)
             shift_labels, items = positions.requested(following).contiguous(), kwargs.get("num_items_in_batch")
             loss = self.loss_function(logits, None, self.config.vocab_size, items, shift_labels=shift_labels)
-        returned = cache if cached else None
-        return QwenTitansOutput(loss, logits, returned, returned)
+        return QwenTitansOutput(loss, logits, cache if cached else None)
 
     def _read_chunks(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, cache: StreamCache, positions: HeadPositions
