@@ -15,12 +15,13 @@
 # Each target creates .venv and installs what it needs, once; pyproject.toml's changes install again.
 # Another Python: make test PYTHON=python3.11
 # Another torch: make test TORCH=2.11.0, in a .venv-torch-2.11.0 of its own; so do lint, test-gpu and the others
+# Another transformers, past verl's bound: make test TRANSFORMERS=5.24.0, in a .venv-transformers-5.24.0; TORCH= may be given too
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
 
 SHELL := /bin/bash
-VENV := .venv$(TORCH:%=-torch-%)
+VENV := .venv$(TORCH:%=-torch-%)$(TRANSFORMERS:%=-transformers-%)
 BIN := $(CURDIR)/$(VENV)/bin
 export PATH := $(BIN):$(PATH)
 
@@ -91,7 +92,7 @@ clean:
 	find . -name __pycache__ -not -path './.venv*/*' -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf .venv .venv-verl-* .venv-torch-*
+	rm -rf .venv .venv-verl-* .venv-torch-* .venv-transformers-*
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' || { \
@@ -109,13 +110,18 @@ $(VENV)/bin/python:
 	.venv-verl-$*/bin/python -m pip install --quiet --no-deps -e .
 	@touch $@
 
+# verl caps transformers; a second install, of transformers alone, brings its own requirements and tells of the cap.
+NEWER = $(TRANSFORMERS:%=$(BIN)/python -m pip install --quiet 'transformers==%')
+
 # The stamps say which extras are in .venv; an install that was cut short leaves none.
 $(VENV)/.installed-test: pyproject.toml | $(VENV)/bin/python
 	@echo "Installing verl-ext[test] into $(VENV): once, a few minutes"
 	$(BIN)/python -m pip install --quiet $(TORCH:%='torch==%') -e '.[test]'
+	$(NEWER)
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/python
 	@echo "Installing verl-ext[dev] into $(VENV): once, a few minutes"
 	$(BIN)/python -m pip install --quiet $(TORCH:%='torch==%') -e '.[dev]'
+	$(NEWER)
 	@touch $@ $(VENV)/.installed-test

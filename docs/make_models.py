@@ -1,4 +1,7 @@
-"""Writes docs/models.md, the model types that are trained: python docs/make_models.py, which takes minutes."""
+"""Writes docs/models.md, the model types that are trained: python docs/make_models.py, which takes minutes.
+
+Under a transformers above the bound of verl (CONTRIBUTING.md) it writes docs/newer_models.md.
+"""
 
 import re
 import sys
@@ -7,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from packaging.version import Version
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -16,7 +20,30 @@ from verl_ext.layers import mixers_of
 from verl_ext.layers.experts import experts_problem, has_experts
 from verl_ext.layers.trial import shrunk
 
-PAGE = Path(__file__).parent / "models.md"
+DOCS = Path(__file__).parent
+PAGES = {"Models": DOCS / "models.md", "Newer models": DOCS / "newer_models.md"}
+VERSION = Version(transformers.__version__)
+TITLE = "Models" if Version("5.11") > VERSION else "Newer models"
+_INSTALL = """
+verl 0.9.1 caps transformers below 5.11, and pip takes no version above a cap. This project is tested with newer ones as
+well (`make test TRANSFORMERS=5.24.0`); a run tells once of versions that were not tried. A second install, of
+transformers alone, brings what it requires, and pip says that verl's requirement is not met:
+
+```bash
+pip install .
+pip install transformers==5.24.0
+```
+
+With uv, a project's `pyproject.toml` lifts the cap:
+
+```toml
+[tool.uv]
+override-dependencies = ["transformers==5.24.0"]
+```
+
+From transformers 5.23 on verl's own code for models of images and text cannot be imported; this project's engine does
+not use it. All nodes of a run need the same version.
+"""
 _FLASH = "`flash_attn`, `varlen` (`fa3`, `fa4`), else `sdpa`"
 _FLA = "flash-linear-attention, else torch by document"
 # mechanism: (kernels on a CPU, on a GPU, what ranks of a pack exchange, whether a plan predicts its memory)
@@ -70,14 +97,16 @@ def _lines() -> Iterator[str]:
     trained = [kind for kind, cause in refusals.items() if cause is None]
     version = ".".join(transformers.__version__.split(".")[:2])
     yield from (
-        "# Models",
+        f"# {TITLE}",
+        *(_INSTALL.splitlines() if TITLE != "Models" else ()),
         "",
         f"Of the {len(KINDS)} model types that transformers {version} has for text, with images or without, "
         f"{len(trained)} are trained exactly:",
         "`pytest tests/test_model_types.py` compares the loss and every gradient of a pack with its documents alone",
         "in plain transformers, in fp64, on one rank, with Ulysses 2 and with context parallelism 2. The others are",
         "refused before a model is loaded. `python docs/make_models.py` writes this page, and the test compares it",
-        "with what it finds. Kernels of GPUs have not run yet.",
+        "with what it finds. Kernels of GPUs have not run yet."
+        + " [Newer models](newer_models.md): the types of newer versions." * (TITLE == "Models"),
         "",
         "## Trained",
         "",
@@ -127,4 +156,4 @@ def _without_names(cause: str) -> str:
 
 if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
-    PAGE.write_text(page(), encoding="utf-8")
+    PAGES[TITLE].write_text(page(), encoding="utf-8")

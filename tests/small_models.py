@@ -20,8 +20,11 @@ from verl_ext.options import first_line
 
 # Every model type that transformers has for text, with images or without.
 KINDS = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
+_WINDOWS = ("sliding_attention", "full_attention")
 _HYBRID = ["linear_attention", "full_attention"] * 2
 _LLAMA_TEXT = {"pad_token_id": 2, "text_config": {"model_type": "llama", "pad_token_id": 2}}
+_ROPES = {"rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in _WINDOWS}}
+_SPARSE = {"layer_types": ["full_attention", "minimax_m3_sparse"], "num_hidden_layers": 2}
 _SECTIONS = {  # a head's pairs that rotate by time, height and width, and their share of the head
     **dict.fromkeys(("glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga"), ([8, 12, 12], 0.5)),
     **dict.fromkeys(("paddleocr_vl", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_vl"), ([16, 24, 24], 1.0)),
@@ -39,6 +42,8 @@ _ENCODERS = (
 VALUES: dict[str, dict[str, Any]] = {
     "aya_vision": {"vision_config": {"model_type": "siglip_vision_model", "num_attention_heads": 16}},
     "bamba": {"attn_layer_indices": [1, 3], "num_hidden_layers": 4},
+    "cohere_compass": {"text_config": _ROPES},
+    "cohere_compass_text": _ROPES,
     "dbrx": {"attn_config": {"rope_theta": 500_000.0, "kv_n_heads": 8, "clip_qkv": 8.0}},
     "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", *["sparse"] * 11], "num_hidden_layers": 12}},
     "deepseek_v2": {"num_experts_per_tok": 6},
@@ -55,6 +60,8 @@ VALUES: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4, "full_attn_idxs": None},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4},
     "minimax": {"layer_types": _HYBRID, "num_hidden_layers": 4},
+    "minimax_m3_vl": {"text_config": _SPARSE},
+    "minimax_m3_vl_text": _SPARSE,
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8},
     "nemotron_h": {"layers_block_type": ["mamba", "attention", "mamba", "moe"]},
@@ -68,6 +75,7 @@ VALUES: dict[str, dict[str, Any]] = {
     },
     "zamba2": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "num_mem_blocks": 1},
     **{kind: {"is_decoder": True} for kind in _ENCODERS},
+    "step3p7": {"text_config": {"sliding_window": 512}},
     "xmod": {"is_decoder": True, "default_language": "en_XX"},
     **{
         kind: {"text_config": {"rope_parameters": {"mrope_section": sections, "partial_rotary_factor": part}}}

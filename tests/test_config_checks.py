@@ -2,6 +2,7 @@
 accelerator is passed in."""
 
 import importlib.util
+import inspect
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from transformers import (
     Qwen3Config,
     RobertaConfig,
 )
+from transformers.models.deepseek_v3 import modeling_deepseek_v3
 
 from tests.checked import changed as overridden_by
 from tests.checked import checked, sound_run, typed
@@ -377,7 +379,12 @@ def test_an_adapter_of_another_kind_or_that_is_nowhere_is_one_line(good, tmp_pat
 
 def test_adapters_of_a_router_whose_buffer_its_layer_reads_are_refused_and_other_layers_accepted(good):
     mixture = DeepseekV3Config(**MIXTURE)
-    with pytest.raises(ValueError, match=r"model.target_modules must be adapters .*e_score_correction_bias") as raised:
+    if ".gate.e_score_correction_bias" in inspect.getsource(modeling_deepseek_v3):
+        with pytest.raises(
+            ValueError, match=r"model.target_modules must be adapters .*e_score_correction_bias"
+        ) as raised:
+            checked(changed(good, model__lora_rank=4, model__target_modules="all-linear"), 1, hf_config=mixture)
+        assert "\n" not in str(raised.value)
+    else:  # in newer transformers the router itself reads it
         checked(changed(good, model__lora_rank=4, model__target_modules="all-linear"), 1, hf_config=mixture)
-    assert "\n" not in str(raised.value)
     checked(changed(good, model__lora_rank=4, model__target_modules=["q_b_proj"]), 1, hf_config=mixture)

@@ -46,11 +46,9 @@ def test_grouped_products_have_the_gradients_of_a_loop_over_experts(kind, monkey
 
 def test_grouped_products_are_refused_where_transformers_has_none():
     with torch.device("meta"):
-        granite, qwen, dense = (
-            model_class(kind)(shrunk(model_config(kind))) for kind in ("granitemoe", "qwen3_moe", "qwen3")
-        )
-    assert experts_problem(granite, "grouped_mm").startswith("model.experts must be auto or eager for a GraniteMoe")
-    assert experts_problem(granite, "eager") is None
+        jet, qwen, dense = (model_class(kind)(shrunk(model_config(kind))) for kind in ("jetmoe", "qwen3_moe", "qwen3"))
+    assert experts_problem(jet, "grouped_mm").startswith("model.experts must be auto or eager for a JetMoe")
+    assert experts_problem(jet, "eager") is None
     assert experts_problem(qwen, "grouped_mm") is None
     assert experts_problem(dense, "eager").startswith("model.experts must be auto for a Qwen3")
 

@@ -1,20 +1,24 @@
 """Layers with a recurrent state compute a packed document as if it were alone, on any number of ranks."""
 
+import re
 import sys
 from itertools import accumulate, pairwise
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 
 from tests.documents_alone import largest_errors, ranks_of_a_pack
 from tests.ranks import run_ranks
-from tests.small_models import packed_and_plain
+from tests.small_models import KINDS, packed_and_plain
 from verl_ext.layers import MIXERS, RunningPack, mixers_of, unknown_mixers
 from verl_ext.layers.convolution import convolve
 from verl_ext.layers.documents import dealt
 from verl_ext.parallel.shards import DocumentLayout, SequenceShards
 
+MODELS = Path(transformers.__file__).parent / "models"
 SEAMS = ("qwen3_5_text", "nemotron_h", "lfm2", "olmo_hybrid")
 SCORES = ("gpt_oss", "gemma2", "llama4_text")  # sinks, a soft cap, chunks
 LEARNED = ("bart", "pegasus", "roberta", "bigbird_pegasus")  # positions that transformers counts differently
@@ -22,12 +26,14 @@ POSITIONS = (
     *("blenderbot", "blenderbot-small", "camembert", "data2vec-text", "marian", "mbart", "plbart"),
     *("roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
 )
+NEWER = sorted({"bailing_hybrid", "kimi_linear", "lara_mini", "lfm3"}.intersection(KINDS))  # of newer transformers
 FAMILIES = (  # on one rank and on two: test_model_types.py
     *SEAMS,
     *("qwen3_next", "qwen3_5_moe_text", "bamba", "granitemoehybrid", "falcon_h1", "zamba2", "mamba2", "lfm2_moe"),
     *("minimax", "jamba", "zamba", "mamba", "falcon_mamba"),
     *SCORES,
     *LEARNED,
+    *NEWER,
 )
 
 
@@ -45,7 +51,11 @@ def test_a_pack_has_the_losses_and_gradients_of_its_documents_alone():
 @pytest.mark.parametrize(("ulysses", "context"), [(3, 1), (2, 2)])
 def test_ranks_that_do_not_divide_the_heads_and_groups_of_ranks_have_them(ulysses, context):
     for errors in run_ranks(
-        _errors, ulysses * context, (*SEAMS, "jamba", "minimax", "gpt_oss", "llama4_text"), ulysses, context
+        _errors,
+        ulysses * context,
+        (*SEAMS, "jamba", "minimax", "gpt_oss", "llama4_text", *NEWER[1:2]),
+        ulysses,
+        context,
     ):
         assert max(errors.values()) < 1e-11, errors
 
@@ -115,13 +125,16 @@ def test_every_row_of_the_table_is_a_layer_of_a_family_here():
         model, _ = packed_and_plain(family)
         assert unknown_mixers(model) == []
         seen |= {type(layer).__name__ for layer, _ in mixers_of(model)}
-    assert seen == set(MIXERS)
+    known = "\n".join(path.read_text(encoding="utf-8") for path in MODELS.glob("*/modeling_*.py"))
+    assert seen == {name for name in MIXERS if re.search(rf"^class {name}\b", known, re.MULTILINE)}
 
 
 def test_a_pack_leaves_the_names_of_a_modeling_module_as_they_were():
     model, _ = packed_and_plain("bamba")
     scope = vars(sys.modules[type(next(mixers_of(model))[0]).__module__])
-    before = {name: scope[name] for name in ("causal_conv1d_fn", "mamba_chunk_scan_combined")}
+    names = {"causal_conv1d_fn", "mamba_chunk_scan_combined", "mamba2_chunk_scan"} & scope.keys()
+    before = {name: scope[name] for name in names}
+    assert len(names) == 2  # the second is an older transformers', the third a newer one's
     positions = torch.cat([torch.arange(9), torch.arange(11)])
     layout = DocumentLayout.from_lengths([9, 11], "cpu")
     model(

@@ -1,17 +1,26 @@
 """Tell from its config alone whether an architecture keeps the documents of a pack apart."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from transformers.models.olmo2 import modeling_olmo2
 
 from tests.checked import support_problems
+from tests.small_models import KINDS, model_class, model_config
 from verl_ext.config.check import read_hf_config
+from verl_ext.config.newer import FIRST_VERSION, untried
 from verl_ext.config.support import Architecture, chosen_backend
 from verl_ext.layers import MIXERS
+from verl_ext.layers.trial import isolation_problem, trial_model
 
+# The first came with transformers 5.10; the defaults of the second are refused by newer ones.
+_ASSISTANT = next(
+    name for name in ("Gemma4UnifiedAssistantConfig", "Gemma4AssistantConfig") if hasattr(transformers, name)
+)
 PLAIN = ("Qwen2Config", "Qwen3Config", "Qwen3MoeConfig", "LlamaConfig", "MistralConfig")
 MIXED = ("Qwen3NextConfig", "Qwen3_5TextConfig", "NemotronHConfig", "Lfm2Config", "MambaConfig", "JambaConfig")
 SCORES = ("Gemma2Config", "GptOssConfig", "Llama4TextConfig")
@@ -33,13 +42,43 @@ def test_models_that_keep_documents_apart_are_supported(name):
         ("Phi4MultimodalConfig", "must be a text model, or one of images and text that transformers has"),
         ("PaliGemmaConfig", "must have causal attention; got use_bidirectional_attention=True"),
         ("T5Config", "must be a causal language model that transformers has"),
-        *((f"Gemma4{kind}AssistantConfig", "must be a model of its own") for kind in ("", "Unified")),
+        (_ASSISTANT, "must be a model of its own"),
     ],
 )
 def test_models_that_would_leak_or_be_wrong_are_refused(name, reason):
     problems = support_problems(getattr(transformers, name)())
     assert any(reason in problem for problem in problems), problems
     assert all(problem.startswith(f"model.path: {name}") for problem in problems)
+
+
+@pytest.mark.parametrize(
+    "kind", ["axk2", "deepseek_v32", "glm5_next", "glm_moe_dsa", "hy_v4", "mistral_large4", "minimax_m3_vl_text"]
+)
+def test_a_model_that_selects_the_keys_of_a_token_is_refused_by_name(kind):
+    (problem,) = support_problems(_config_of_newer(kind))
+    assert re.search(r"must attend to all tokens before; \w+Indexer selects some of them$", problem), problem
+
+
+@pytest.mark.parametrize(
+    ("kind", "keywords"),
+    [
+        ("minimax_m3_vl_text", "block_indices"),
+        ("inkling_text", "position_bias"),
+        ("inkling2_text", "position_bias, sinks"),
+        ("inkling2_loop_text", "position_bias, sinks"),
+    ],
+)
+def test_what_a_model_gives_to_attention_beyond_what_is_read_is_refused_by_name(kind, keywords):
+    config = _config_of_newer(kind)
+    with pytest.raises(ValueError, match=rf"Attention needs {keywords}, which verl_ext_packed does not compute"):
+        isolation_problem(trial_model(config, model_class(kind)))
+    assert support_problems(config) != []
+
+
+def _config_of_newer(kind):
+    if kind not in KINDS:
+        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
+    return model_config(kind)
 
 
 def test_places_that_a_layer_counts_from_the_packs_first_token_are_found_by_a_trial(monkeypatch):
@@ -97,6 +136,30 @@ def test_a_config_that_transformers_cannot_read_is_told_in_one_line(tmp_path, ca
         read_hf_config(str(tmp_path))
     assert "\n" not in str(told.value)
     assert capfd.readouterr().err == ""
+
+
+def test_a_model_type_of_a_newer_transformers_is_told_with_its_version(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen99"}')
+    with pytest.raises(ValueError, match=r"does not recognize this architecture"):
+        read_hf_config(str(tmp_path))
+    monkeypatch.setitem(FIRST_VERSION, "qwen99", "5.99")
+    with pytest.raises(ValueError, match=r"\(transformers has qwen99 from 5\.99 on, not in 5\.\d+\.\d+: docs/newer"):
+        read_hf_config(str(tmp_path))
+
+
+def test_the_types_of_newer_transformers_are_those_that_older_ones_lack():
+    for kind, since in FIRST_VERSION.items():
+        assert (kind in KINDS) is (Version(transformers.__version__) >= Version(since)), kind
+
+
+def test_versions_that_were_not_tried_are_told_in_one_line():
+    inside = {"verl": "0.9.1", "transformers": "5.10.4", "torch": "2.13.0+cpu"}
+    assert untried(inside) is None
+    line = untried({**inside, "transformers": "5.25.1", "torch": "2.15.0"})
+    assert line == (
+        "the tests of this version did not run with transformers 5.25.1 (but with 5.9.0 to 5.24.0), "
+        "torch 2.15.0 (but with 2.11.0 to 2.13.0)"
+    )
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])

@@ -245,7 +245,8 @@ def test_gradient_checkpointing_changes_no_gradient(form):
     plain = _gradients(model, ids, 2 * CHUNK)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     calls = []
-    model.memory["0"].register_forward_pre_hook(lambda *_: calls.append(1))
+    # Inside the memory: hooks of a checkpointed layer itself run once from transformers 5.23 on.
+    model.memory["0"].memory_gate.register_forward_pre_hook(lambda *_: calls.append(1))
     checkpointed = _gradients(model, ids, 2 * CHUNK)
     assert len(calls) == 3 * 2  # each of three chunks forward and again in the backward
     for name, gradient in plain.items():

@@ -13,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from tests.checked import checked, typed
 from tests.ranks import run_ranks
@@ -114,6 +115,8 @@ def test_a_model_of_any_family_is_that_of_the_whole_sequence(
 ):
     dropout = {"attn_pdrop": 0.0, "embd_pdrop": 0.0} if family == "gpt2" else {}
     softcap = {"attn_logit_softcapping": None} if family == "gemma2" else {}
+    if family == "gemma2":
+        implementation = PACKED_ATTENTION  # from transformers 5.11 on, it has no sdpa
     expected = model_of(family, attn_implementation=implementation, **dropout, **softcap)
     model = copy.deepcopy(expected)
     if checkpointing:
@@ -123,6 +126,19 @@ def test_a_model_of_any_family_is_that_of_the_whole_sequence(
     assert_models_close(model, expected, ids)
     with torch.no_grad():
         torch.testing.assert_close(*(m(input_ids=ids, use_cache=False).logits for m in (model, expected)))
+
+
+def test_a_checkpointed_layer_is_one_checkpoint_with_tiles_as_without():
+    model = model_of("llama")
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    checkpoints = []
+    for layer in model.model.layers:
+        layer._gradient_checkpointing_func = lambda *args: checkpoints.append(1) or checkpoint(
+            *args, use_reentrant=False
+        )
+    tile(model, 8)
+    model(input_ids=torch.randint(64, (1, 40)), use_cache=False).logits.sum().backward()
+    assert len(checkpoints) == 2
 
 
 def test_layers_of_frozen_weights_pass_gradients_to_the_adapters_of_all_layers():

@@ -3,16 +3,29 @@
 Each line is a name and the used parameters; tests elsewhere cover their behaviour.
 """
 
+import ast
 import importlib
 import importlib.resources
 import inspect
 from dataclasses import fields
-from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from hydra import compose, initialize_config_dir
+from packaging.version import Version
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tests.ranks import run_ranks
+from tests.small_models import packed_and_plain
+from verl_ext.attention import packed
+from verl_ext.config.newer import untried
+from verl_ext.engines.tiles import _ARGUMENTS, tileable
+from verl_ext.environment import versions
+from verl_ext.layers import SCANS, mixers_of
+from verl_ext.layers.convolution import convolve
+from verl_ext.layers.scans import delta_rule, state_space
 
 ENGINE = "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead"
 
@@ -96,6 +109,43 @@ CALLABLES = {
 }
 
 
+KEYS = {  # of verl's configuration: an option that comes is to be read, refused (config/upstream.py) or left to verl
+    "model": "path hf_config_path tokenizer_path use_shm trust_remote_code custom_chat_template external_lib "
+    "override_config enable_gradient_checkpointing enable_activation_offload use_remove_padding lora_rank "
+    "lora_alpha target_modules exclude_modules lora_adapter_path use_liger use_fused_kernels "
+    "fused_kernel_options tiled_mlp mtp lora",
+    "engine": "wrap_policy param_offload optimizer_offload offload_policy reshard_after_forward fsdp_size "
+    "forward_prefetch model_dtype use_orig_params seed full_determinism ulysses_sequence_parallel_size "
+    "entropy_from_logits_with_chunking entropy_from_logits_chunk_size use_torch_compile entropy_checkpointing "
+    "use_no_sync_for_gradient_accumulation pad_to_length pad_to_length_bucket forward_only strategy dtype qat "
+    "turbo_config",
+    "optim": "optimizer optimizer_impl lr lr_warmup_steps_ratio total_training_steps weight_decay lr_warmup_steps "
+    "betas clip_grad min_lr_ratio num_cycles lr_scheduler_type zero_indexed_step warmup_style "
+    "override_optimizer_config",
+    "checkpoint": "save_contents load_contents",
+    "data": "train_batch_size micro_batch_size_per_gpu max_token_len_per_gpu use_dynamic_bsz train_files val_files "
+    "train_max_samples val_max_samples messages_key tools_key enable_thinking_key enable_thinking_default "
+    "pad_mode max_length truncation balance_dp_token custom_cls use_shm apply_chat_template_kwargs num_workers "
+    "ignore_input_ids_mismatch",
+    "trainer": "default_local_dir default_hdfs_dir project_name experiment_name total_epochs total_training_steps "
+    "logger seed save_freq test_freq max_ckpt_to_keep balance_batch resume_mode resume_from_path device nnodes "
+    "n_gpus_per_node profile_interval",
+}
+# The functions over time that verl_ext/layers/mixers.py replaces, and ours.
+OVER_TIME = {
+    "causal_conv1d_fn": convolve,
+    "torch_chunk_gated_delta_rule": delta_rule,
+    "chunk_kimi_delta_attention": delta_rule,
+    "mamba2_chunk_scan": state_space,
+}
+WITHOUT_CACHE = {  # what ours need not read where there is no cache, and documents come from the layout
+    *("initial_state", "initial_states", "output_final_state", "cu_seqlens", "seq_idx", "chunk_size", "z"),
+}
+# What models give to attention and packed attention refuses, as nothing in it reads them.
+REFUSED_KEYWORDS = {"position_bias", "sinks", "indices", "block_indices"}
+MODELS = Path(transformers.__file__).parent / "models"
+
+
 def _resolve(name: str):
     module, _, path = name.partition(":")
     found = importlib.import_module(module)
@@ -121,8 +171,74 @@ def test_torch_has_the_private_names_that_the_fake_gpu_of_a_plan_uses():
 
 
 def test_versions_are_those_that_were_tried():
-    assert version("verl").startswith("0.9.")
-    assert (2, 11) <= tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 14)
+    assert untried(versions()) is None
+
+
+def test_the_keywords_that_models_give_to_attention_are_read_or_refused():
+    calls = [call for path in MODELS.glob("*/modeling_*.py") for call in _calls(path.read_text(encoding="utf-8"))]
+    to_attention = [call for call in calls if getattr(call.func, "id", None) == "attention_interface"]
+    given = {keyword.arg for call in to_attention for keyword in call.keywords if keyword.arg is not None}
+    read = {*inspect.signature(packed.packed_attention).parameters, *packed._READ_ELSEWHERE}
+    assert given > {"scaling", "sliding_window", "softcap", "s_aux"}
+    assert given - read <= REFUSED_KEYWORDS, "a keyword that nothing in packed attention reads"
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_next", "olmo_hybrid", "nemotron_h", "bamba", "lfm2"])
+def test_a_layer_over_time_has_functions_that_are_replaced_with_what_they_are_given(kind):
+    """Before transformers 5.15 these are attributes of a layer, or names in its forward for GPUs."""
+    layers = [layer for layer, mixer in mixers_of(packed_and_plain(kind)[1]) if mixer.time in (*SCANS, "convolution")]
+    assert layers
+    for cls in {type(layer): layer for layer in layers}:
+        if Version(transformers.__version__) < Version("5.15"):
+            assert {"cuda_kernels_forward", "torch_forward", "chunk_gated_delta_rule", "act_fn"} & _names_in(cls), cls
+            continue
+        calls = [call for call in _calls(inspect.getsource(cls)) if getattr(call.func, "id", None) in OVER_TIME]
+        assert calls[0].func.id == "causal_conv1d_fn", f"{cls.__name__} convolves by another function"
+        assert len(calls) == 1 + (kind != "lfm2"), f"{cls.__name__} has other functions over time"
+        for call in calls:
+            read = {*inspect.signature(OVER_TIME[call.func.id]).parameters, *WITHOUT_CACHE}
+            assert {keyword.arg for keyword in call.keywords if keyword.arg} <= read, f"{cls.__name__}: {call.func.id}"
+
+
+def _calls(source):
+    return [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+
+
+def _names_in(cls):
+    nodes = ast.walk(ast.parse(inspect.getsource(cls)))
+    return {getattr(node, "attr", getattr(node, "name", None)) for node in nodes}
+
+
+def test_a_layers_class_or_its_call_checkpoints_the_layer_once_as_a_whole():
+    class Layer(GradientCheckpointingLayer):
+        def forward(self, hidden, scale=1.0):
+            return hidden * scale
+
+    calls, layer = [], Layer().train()
+    layer.gradient_checkpointing = True
+    layer._gradient_checkpointing_func = lambda function, *args: calls.append(args) or function(*args)
+    hidden = torch.ones(1, requires_grad=True)
+    assert layer(hidden, scale=2.0).item() == 2.0
+    assert [args[0] is hidden for args in calls] == [True], "hidden states by position, all else bound"
+
+
+def test_layers_name_what_they_are_given_as_tiles_know_it():
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.LlamaConfig(
+            num_hidden_layers=1, vocab_size=8, hidden_size=8, intermediate_size=8, num_attention_heads=2
+        )
+    )
+    names = set(inspect.signature(type(model.model.layers[0]).forward).parameters) - {"self"}
+    assert names <= _ARGUMENTS, "an argument that is no row for each token and not attention's"
+    assert names & {"cache", "past_key_values"}
+    assert tileable(model)[0] == list(model.model.layers)
+
+
+def test_verls_configuration_has_the_keys_that_are_known():
+    with initialize_config_dir(str(importlib.resources.files("verl.trainer.config")), version_base=None):
+        theirs = compose("sft_trainer_engine")
+    for node, known in KEYS.items():
+        assert {name for name in theirs[node] if name != "_target_"} == set(known.split()), f"{node}: keys came or went"
 
 
 def test_the_workers_configuration_has_the_fields_that_are_filled():

@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from verl.workers.config.optimizer import build_optimizer
 
 from verl_ext.config.best import is_of_answers
 from verl_ext.config.model import ModelFacts, override
+from verl_ext.config.newer import FIRST_VERSION
 from verl_ext.config.run import AFTER_EACH_EPOCH, RunConfig, frequencies
 from verl_ext.config.schema import foreign_option_problems
 from verl_ext.config.support import CP, SP, model_class
@@ -327,4 +329,9 @@ def read_hf_config(path: str, trusted: bool = False, key: str = "model.path") ->
     except Exception as error:  # a config class raises any error that the values cause
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         reason = f"{lines[0]} {lines[-1]}" if lines[0].endswith(":") else lines[0]
+        kind = re.search(r"model type `([\w-]+)`", reason)
+        if kind and (since := FIRST_VERSION.get(kind[1])):
+            reason = (
+                f"transformers has {kind[1]} from {since} on, not in {version('transformers')}: docs/newer_models.md"
+            )
         raise ValueError(f"{key} must hold a model's config.json; got {path} ({reason})") from error

@@ -20,9 +20,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl_ext.config.legacy import DEPRECATED
 from verl_ext.config.model import model_kind
+from verl_ext.config.newer import untried
 from verl_ext.config.run import Machine, RunConfig, dataset_class
 from verl_ext.data import SFTDataSet
 from verl_ext.engines.schedule import StepOptimizerConfig
+from verl_ext.environment import versions
 from verl_ext.options import choice_problem, first_line, leaves, plain, refuse, spell
 from verl_ext.overrides import restore
 from verl_ext.text.tokens.tokenizer import read_template
@@ -49,7 +51,8 @@ def resolve_run(composed: DictConfig, machine: Machine) -> RunConfig:
 
     Raises ValueError with a line for each value that is not allowed.
     """
-    notices = resolve_config(composed) + resolve_device(composed, machine.accelerator)
+    notices = [line for line in (untried(versions()),) if line]
+    notices += resolve_config(composed) + resolve_device(composed, machine.accelerator)
     notices += resolve_forwards(composed, machine.world_size)
     config = RunConfig.from_composed(composed, machine)
     if (batches := config.trainer.log_every_batches) is not None:

@@ -25,7 +25,7 @@ from verl_ext.flops import windowed_layers
 from verl_ext.layers import MIXERS, SCANS, mixers_of, torch_forms, unknown_mixers
 from verl_ext.layers.experts import experts_problem, has_experts
 from verl_ext.layers.scans import kernels_problem
-from verl_ext.layers.towers import auto_class, freeze, model_class, outside_text
+from verl_ext.layers.towers import auto_class, freeze, model_class, outside_text, text_parts
 from verl_ext.layers.trial import isolation_problem, sharing_problem, trial_model
 from verl_ext.losses import HEADS, row_bytes
 from verl_ext.options import first_line, nearest_hint, spell
@@ -41,7 +41,6 @@ _DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 _ELSEWHERE = {  # computed outside query, key and value, where packed attention does not see it
     "doge": "an attention mask that it computes",
-    "glm_moe_dsa": "an attention mask that it computes",
     "deepseek_v4": "an attention mask that it computes",
 }
 
@@ -160,7 +159,13 @@ def _layer_problems(model: Architecture) -> list[str]:
     except Exception as error:  # a class raises any error that its config causes
         cls, reason = model.cls.__name__, f"{type(error).__name__}: {first_line(error)}"
         return [f"model.path and model.override_config must give a config that {cls} takes; got {reason}"]
-    if module is not None and (unknown := unknown_mixers(module)):
+    parts = [] if module is None else [part for part in text_parts(module) if part is not None]
+    kinds = {type(layer).__name__ for part in parts for layer in part.modules()}
+    if indexers := sorted(kind for kind in kinds if kind.endswith("Indexer")):
+        return [
+            f"model.path: {model.name} must attend to all tokens before; {', '.join(indexers)} selects some of them"
+        ]
+    if unknown := sorted({name for part in parts for name in unknown_mixers(part)}):
         known = "layers whose state over time is known (verl_ext/layers/mixers.py)"
         return [f"model.path: {model.name} must have {known}; got {', '.join(unknown)}"]
     key = f"{model.cls} {model.hf_config.to_json_string(use_diff=False)}"

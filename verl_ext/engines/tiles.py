@@ -17,7 +17,7 @@ Legend: B rows (1 for a pack), T tokens of a micro-batch on this rank, H hidden 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -65,21 +65,20 @@ class TiledLayer:
     3. Run the layer on each tile again, with attention's output for the tile in attention's place.
     """
 
-    def __init__(self, layer: nn.Module, size: int) -> None:
-        self.layer: Any = layer
-        self.size, self.own_forward = size, layer.forward
+    def __init__(self, layer: Any, size: int) -> None:
+        self.layer, self.size, self.own_forward = layer, size, layer.forward
         self.names = list(inspect.signature(layer.forward).parameters)[1:]
-        layer.forward = self._forward
+        kind: Any = type(layer)
+        layer.tiled, layer.__class__ = self, _tiled_class(kind)
 
-    def _forward(self, hidden: torch.Tensor, *others: Any, **kwargs: Any) -> Any:
+    def forward(self, hidden: torch.Tensor, *others: Any, **kwargs: Any) -> Any:
         """Run the layer on ``hidden[B, T, H]`` and arguments cut by token."""
         kwargs |= dict(zip(self.names, others, strict=False))
-        cache = kwargs.get("past_key_values", kwargs.get("layer_past"))
+        has_cache = any(kwargs.get(name) is not None for name in _CACHES)
         shape = hidden.shape[:2]  # for the halves, which autograd keeps: with a tensor of their own, they would leak
-        if shape[1] <= self.size or cache is not None:
+        if shape[1] <= self.size or has_cache:
             return self.own_forward(hidden, **kwargs)
-        parts: Any = self.layer.modules()
-        name = next(part.config._attn_implementation for part in parts if hasattr(part, "config"))
+        name = next(part.config._attn_implementation for part in self.layer.modules() if hasattr(part, "config"))
         attention: Callable = ALL_ATTENTION_FUNCTIONS[name]
         attention_call: list[tuple] = []  # the module, and its arguments beside queries, keys and values
         other_outputs: list[Any] = []  # the rest of the tuple that the layer returns; None if it returns a tensor
@@ -110,6 +109,20 @@ class TiledLayer:
         del heads  # now, because the second half needs the memory
         (hidden,) = _TiledFunction(self.layer, self.size, second_half)(hidden, attended)
         return hidden if other_outputs[0] is None else (hidden, *other_outputs[0])
+
+
+@cache
+def _tiled_class(kind: Any) -> type:
+    """Return a layer's class whose forward is that of its :class:`TiledLayer`.
+
+    Gradient checkpointing, which transformers 5.23 puts around the forward of classes, is then around all tiles.
+    """
+
+    @wraps(kind.forward)
+    def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        return layer.tiled.forward(*args, **kwargs)
+
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
 
 def _of_tile(keywords: dict[str, Any], tile_slice: slice, shape: Sequence[int]) -> dict[str, Any]:
@@ -286,8 +299,9 @@ def _random_state(x: torch.Tensor) -> Callable[[], AbstractContextManager[None]]
 _PARTS = (nn.Linear, Conv1D, nn.Dropout, nn.Identity)
 _ACTIVATIONS = {entry[0] if isinstance(entry, tuple) else entry for entry in ACT2CLS.values()}
 # The arguments that a layer may have: they have a row for each token, or only its attention reads them.
+_CACHES = ("cache", "past_key_values", "layer_past")  # from transformers 5.24 on the first
 _ARGUMENTS = {
-    *("hidden_states", "position_ids", "position_embeddings", "attention_mask", "past_key_values", "layer_past"),
+    *("hidden_states", "position_ids", "position_embeddings", "attention_mask", *_CACHES),
     *("use_cache", "encoder_hidden_states", "encoder_attention_mask", "kwargs"),
 }
 
@@ -320,11 +334,8 @@ def tileable(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
 def _is_tileable_layer(layer: nn.Module) -> bool:
     if not isinstance(layer, GradientCheckpointingLayer) or not _is_known(layer):
         return False
-    names, parts = set(inspect.signature(type(layer).forward).parameters) - {"self"}, list[Any](layer.modules())
-    return names <= _ARGUMENTS and any(
-        getattr(part, "is_causal", False) and part.config._attn_implementation in ALL_ATTENTION_FUNCTIONS
-        for part in parts
-    )
+    names = set(inspect.signature(type(layer).forward).parameters) - {"self"}
+    return names <= _ARGUMENTS and any(getattr(part, "is_causal", False) for part in layer.modules())
 
 
 def _is_known(module: nn.Module) -> bool:

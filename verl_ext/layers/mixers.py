@@ -5,18 +5,21 @@ these are replaced, and only while a pack runs; everything else of a layer stays
 
 | time | replaced | between ranks |
 |---|---|---|
-| `delta` | `causal_conv1d_fn` and `chunk_gated_delta_rule`, attributes of the layer | a halo; tokens for heads |
-| `state_space` | `causal_conv1d_fn` and `mamba_chunk_scan_combined`, names in the layer's module | the same |
+| `delta` | `causal_conv1d_fn` and `chunk_gated_delta_rule` | a halo; tokens for heads |
+| `state_space` | `causal_conv1d_fn` and `mamba_chunk_scan_combined` | the same |
 | `convolution` | `causal_conv1d_fn`, or the forward of a convolution | a halo |
 | `documents` | nothing: the layer runs once for each document | whole documents are dealt to ranks |
 | `attention` | positions that transformers counts from the first token of a batch | as in all attention |
 | `positions` | the same positions for embeddings; the causality flag of a class | nothing |
 
-Layer classes that carry a state and are not in the table are refused (:func:`unknown_mixers`).
+From transformers 5.15 on these are functions of the layer's module (:func:`_install_functions`); before, attributes of
+the layer, or names in the forward for GPUs. Layer classes that carry a state and are not in the table are refused
+(:func:`unknown_mixers`).
 """
 
 import contextlib
 import functools
+import inspect
 import math
 import re
 import sys
@@ -39,6 +42,7 @@ _MIXER_NAMES = re.compile(
     r"(Mixer|MambaLayer|Mamba|ShortConv(olution)?|GatedDeltaNet|DeltaNet|DeltaAttention|LightningAttention|LinearAttention"
     r"|RecurrentBlock|RetentionLayer|SSM)$"
 )
+_PLAIN = ("KimiLinearAttention",)  # attention without a state, of a model called Kimi Linear
 UNAWARE = ("ShortConvolution",)  # of flash-linear-attention; it convolves over the ends of documents
 _OF_PACKAGES = (  # names in modeling modules, which are None where the packages are not installed
     *("causal_conv1d_fn", "causal_conv1d_update", "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"),
@@ -81,11 +85,13 @@ def mixers_of(model: nn.Module) -> Iterator[tuple[nn.Module, Mixer]]:
 def unknown_mixers(model: nn.Module) -> list[str]:
     """Return names of classes with a possible state beyond the table."""
     names = {type(module).__name__ for module in model.modules() if _carries_a_state(module)}
-    return sorted(names - set(MIXERS))
+    return sorted(names - {*MIXERS, *_PLAIN})
 
 
 def _carries_a_state(module: nn.Module) -> bool:
-    if _MIXER_NAMES.search(type(module).__name__) or "A_log" in dict(module.named_parameters(recurse=False)):
+    name = type(module).__name__
+    has_decays = "A_log" in dict(module.named_parameters(recurse=False)) and not name.endswith("Gate")
+    if _MIXER_NAMES.search(name) or has_decays:
         return True
     return isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1 and type(module) is not nn.Conv1d
 
@@ -110,7 +116,30 @@ def _in_packs(layer: Any, pack: RunningPack, name: str = "forward", alone: Any =
     return install
 
 
+def _install_functions(layer: Any, pack: RunningPack) -> None:
+    """Run a layer's own forward with our functions in its module."""
+    scope = vars(sys.modules[type(layer).__module__])
+    rules = [scope[name] for name in ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention") if name in scope]
+    rule: Any = inspect.unwrap(rules[0]) if rules else None  # torch's own code, whatever packages there are
+    ours = {
+        "causal_conv1d_fn": functools.partial(convolve, pack),
+        "torch_chunk_gated_delta_rule": functools.partial(delta_rule, pack, rule),
+        "chunk_kimi_delta_attention": functools.partial(delta_rule, pack, rule),
+        "mamba2_chunk_scan": functools.partial(state_space, pack),
+        "mamba2_split_conv1d_scan_combined": lambda *_, **__: None,  # the whole layer in one, which ranks cannot share
+    }
+    names = {name: ours[name] for name in ours.keys() & scope.keys()}
+
+    @_in_packs(layer, pack)
+    def forward(alone: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        with _replaced(scope, names):
+            return alone(hidden_states)
+
+
 def _install_delta(layer: Any, pack: RunningPack) -> None:
+    if not hasattr(layer, "chunk_gated_delta_rule"):
+        return _install_functions(layer, pack)
+
     @_in_packs(layer, pack, "chunk_gated_delta_rule")
     def rule(alone: Any, *args: Any, **kwargs: Any) -> Any:
         return delta_rule(pack, alone, *args, **kwargs)
@@ -124,6 +153,8 @@ def _install_delta(layer: Any, pack: RunningPack) -> None:
 
 def _install_short_convolution(layer: Any, pack: RunningPack, **scan: Callable[..., Any]) -> None:
     """Run a layer's forward for GPU kernels, with our functions inside."""
+    if not hasattr(layer, "cuda_kernels_forward"):
+        return _install_functions(layer, pack)
     kernels_forward = type(layer).cuda_kernels_forward
     names = {"causal_conv1d_fn": functools.partial(convolve, pack), **scan}
 
@@ -152,7 +183,7 @@ def _install_convolution_module(layer: Any, pack: RunningPack) -> None:
 
 
 def _install_documents(layer: Any, pack: RunningPack, outputs: int = 1) -> None:
-    caches = ("attention_mask", "cache_params", "past_key_values")
+    caches = ("attention_mask", "cache", "cache_params", "past_key_values")
 
     @_in_packs(layer, pack)
     def forward(alone: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -230,7 +261,10 @@ def torch_forms(cls: Any, names: Sequence[str] = _OF_PACKAGES) -> Iterator[None]
 
 MIXERS: dict[str, Mixer] = {
     **dict.fromkeys(
-        ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "OlmoHybridGatedDeltaNet"),
+        (
+            *("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "OlmoHybridGatedDeltaNet"),
+            "LaraMiniGatedDeltaNet",
+        ),
         Mixer(
             "delta",
             _install_delta,
@@ -240,13 +274,19 @@ MIXERS: dict[str, Mixer] = {
         ),
     ),
     **dict.fromkeys(
+        ("KimiLinearDeltaAttention", "BailingHybridDeltaAttention"),
+        Mixer("delta", _install_functions, "num_heads", ("num_heads", "head_dim", "head_dim"), updates=6),
+    ),
+    **dict.fromkeys(
         (
             *("BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "Mamba2Mixer", "NemotronHMamba2Mixer"),
             "Zamba2MambaMixer",
         ),
         Mixer("state_space", _install_state_space, "num_heads", ("num_heads", "head_dim", "ssm_state_size")),
     ),
-    **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv"), Mixer("convolution", _install_short_convolution)),
+    **dict.fromkeys(
+        ("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"), Mixer("convolution", _install_short_convolution)
+    ),
     "OlmoHybridShortConvolution": Mixer("convolution", _install_convolution_module),
     **dict.fromkeys(
         ("FalconMambaMixer", "JambaMambaMixer", "MambaMixer", "ZambaMambaMixer"),

@@ -24,6 +24,7 @@ _HOPPER = (9, 0)
 # Upstream: flash-linear-attention 0.6 raises in the backward passes of its recurrences on Hopper with these versions of
 # Triton, which compile them wrongly. To go when torch 2.13 is the oldest.
 _WRONG_ON_HOPPER = (Version("3.4.0"), Version("3.7.1"))
+_GATED, _KIMI = ("gated_delta_rule", "chunk_gated_delta_rule"), ("kda", "chunk_kda")
 CHUNK = 64  # tokens whose pairs torch's state space computes at once
 
 
@@ -40,17 +41,21 @@ def delta_rule(
 ) -> tuple[torch.Tensor, None]:
     """Compute the gated delta rule of ``[1, L, H, ·]`` inside documents.
 
-    ``g`` and ``beta`` are ``[1, L, H]``. `rule` is transformers' function for one document, for devices without
-    flash-linear-attention.
+    ``beta`` is ``[1, L, H]``, and so are the decays ``g``, or ``[1, L, H, N]`` (Kimi's); queries and keys may have
+    fewer heads. `rule` is transformers' function for one document, for devices without flash-linear-attention.
     """
     assert pack.layout is not None
     # A recurrence needs all tokens of a document in order, but its heads are independent: ranks split those.
     heads = value.size(2)
-    q, k, v, decay, rate = tokens_to_heads(pack, query, key, value, g.unsqueeze(-1), beta.unsqueeze(-1))
-    decay, rate = decay.squeeze(-1), rate.squeeze(-1)
+    if key.size(2) % pack.shards.ranks:  # else a rank's heads of keys are those of its values
+        query, key = (x.repeat_interleave(heads // key.size(2), dim=2) for x in (query, key))
+    by_channel = g.dim() == 4
+    decays = g if by_channel else g.unsqueeze(-1)
+    q, k, v, decay, rate = tokens_to_heads(pack, query, key, value, decays, beta.unsqueeze(-1))
+    decay, rate = decay if by_channel else decay.squeeze(-1), rate.squeeze(-1)
 
     # The package computes all documents at once; transformers' function one at a time.
-    kernel = _fla("gated_delta_rule", "chunk_gated_delta_rule") if value.is_cuda else None
+    kernel = _fla(*(_KIMI if by_channel else _GATED)) if value.is_cuda else None
     normed: dict[str, Any] = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
     if kernel is not None:
         output, _state = kernel(q, k, v, g=decay, beta=rate, **normed, **fla_lengths(pack.layout))

@@ -50,15 +50,16 @@ _SIZES = _by_name(
         12: "v_head_dim",
         # Windows and chunks are shorter than the documents of the trial.
         8: "sliding_window attention_window_size attention_chunk_size qk_rope_head_dim qk_nope_head_dim index_topk "
-        "linear_key_head_dim linear_value_head_dim linear_num_value_heads mamba_d_state mamba_n_heads mamba_num_heads "
-        "n_mamba_heads ssm_state_size state_size block_size hidden_size_per_layer_input laurel_rank",
-        4: "num_attention_heads n_head n_heads decoder_attention_heads num_heads index_n_heads linear_num_key_heads "
-        "num_experts num_local_experts n_routed_experts moe_num_experts mamba_dt_rank time_step_rank floor_scale",
+        "linear_head_dim linear_key_head_dim linear_value_head_dim linear_num_value_heads mamba_d_state mamba_n_heads "
+        "mamba_num_heads n_mamba_heads ssm_state_size state_size block_size hidden_size_per_layer_input laurel_rank",
+        4: "num_attention_heads n_head n_heads decoder_attention_heads num_heads index_n_heads linear_num_heads "
+        "linear_num_key_heads num_experts num_local_experts n_routed_experts moe_num_experts mamba_dt_rank "
+        "time_step_rank floor_scale",
         2: "num_key_value_heads n_head_kv num_kv_heads num_global_key_value_heads kv_n_heads num_experts_per_tok moe_k "
         "moe_topk moe_top_k top_k_experts num_experts_per_token mamba_n_groups mamba_ngroups n_groups mamba_expand "
         "altup_num_inputs",
-        1: "n_group topk_group n_shared_experts moe_num_shared_experts zero_expert_num first_k_dense_replace "
-        "num_dense_layers expand",
+        1: "n_group num_expert_group topk_group n_shared_experts moe_num_shared_experts zero_expert_num "
+        "first_k_dense_replace num_dense_layers expand",
         0: "num_nextn_predict_layers num_kv_shared_layers",
         512: "max_position_embeddings n_positions seq_length n_ctx max_sequence_length",
     }
@@ -223,6 +224,11 @@ def shrunk(config: Any, **sizes: Any) -> Any:
             small[name] = (value * layers)[:layers]  # a config may have fewer layers than the trial
         elif name in _INDICES and isinstance(value, list):
             small[name] = [index for index in value if index < layers]
+    if isinstance(of_layers := values.get("per_layer_config"), dict):  # by index: what differs from the config's own
+        first = {index: parts for index, parts in of_layers.items() if int(index) < layers}
+        small["per_layer_config"] = {
+            index: {name: _SIZES.get(name, value) for name, value in parts.items()} for index, parts in first.items()
+        }
     # Sizes that follow from others, and rotary parameters.
     if "kv_lora_rank" in small or "attention_hidden_size" in small:  # these do not share key heads
         small["num_key_value_heads"] = small["num_attention_heads"]
@@ -246,7 +252,8 @@ def _small_tower(config: Any) -> Any:
     """Return a small config of a tower that fits `_SIZES`."""
     values = config.to_dict()
     small = {name: size for name, size in _TOWER_SIZES.items() if values.get(name) is not None}
-    pairs = {name: [size] * 2 for name, size in small.items() if isinstance(values[name], list) and size != [0]}
+    lists = [name for name, size in small.items() if isinstance(values[name], list) and isinstance(size, int)]
+    pairs = {name: [small[name]] * 2 for name in lists}
     return _rebuilt(config, {**values, **small, **pairs})
 
 
@@ -277,7 +284,7 @@ def _layers_of_each_kind(values: Mapping[str, Any]) -> int:
 def _unscaled(rope: dict[str, Any], head_size: int) -> dict[str, Any]:
     """Return rotary parameters without their scaling, whose lengths suit other sizes."""
     if any(isinstance(value, dict) for value in rope.values()):  # one for each kind of layer
-        return {kind: _unscaled(value, head_size) for kind, value in rope.items() if isinstance(value, dict)}
+        return {kind: _unscaled(value, head_size) if isinstance(value, dict) else value for kind, value in rope.items()}
     small: dict[str, Any] = {"rope_type": "default", "rope_theta": rope.get("rope_theta") or 10_000.0}
     if (part := rope.get("partial_rotary_factor")) is not None:
         small["partial_rotary_factor"] = part

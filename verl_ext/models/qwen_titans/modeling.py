@@ -8,6 +8,7 @@ Legend: B samples, T tokens, C tokens of a chunk, d hidden size, V vocabulary, n
 are kept.
 """
 
+import inspect
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -69,6 +70,8 @@ class ChunkPass:
     def __init__(self, model: Any, memory: nn.ModuleDict, cache: StreamCache) -> None:
         self.model, self.memory, self.cache = model, memory, cache
         self._masks: dict[int, torch.Tensor] = {}
+        named = inspect.signature(type(model.layers[0]).forward).parameters
+        self._cache_name = "cache" if "cache" in named else "past_key_values"  # until transformers 5.23
 
     def __call__(self, input_ids: torch.Tensor, place: ChunkPart) -> torch.Tensor:
         """Return the last layer's output ``[B, w, d]``; update the cache's memories."""
@@ -101,7 +104,7 @@ class ChunkPass:
         size, top, mask = hidden.shape[1], place.top, None
         arguments = {"position_embeddings": self.model.rotary_emb(hidden, columns)}
         if place.keeps_keys or place.is_resumed:
-            arguments["past_key_values"] = ChunkKeys(self.cache.keys, columns, top, place.is_resumed)
+            arguments[self._cache_name] = ChunkKeys(self.cache.keys, columns, top, place.is_resumed)
         eager = self.model.config._attn_implementation == "eager"
         if place.is_resumed:
             mask = (torch.arange(top, device=hidden.device) <= columns[..., None])[:, None]  # [B, 1, n, top]
@@ -129,7 +132,10 @@ class QwenTitansOutput(ModelOutput):
 
     loss: torch.Tensor | None = None  # mean negative log-likelihood of the labels, if given
     logits: torch.Tensor | None = None  # [B, T, V], or those that ``logits_to_keep`` names
-    past_key_values: StreamCache | None = None  # after the last token, if requested
+    if hasattr(ModelOutput, "past_key_values"):  # from transformers 5.24 on, another name of this field
+        cache: StreamCache | None = None  # after the last token, if requested
+    else:
+        past_key_values: StreamCache | None = None
 
 
 class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
@@ -175,6 +181,7 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int | torch.Tensor = 0,
         past_key_values: StreamCache | None = None,
         use_cache: bool | None = None,
+        cache: StreamCache | None = None,
         **kwargs: Any,
     ) -> QwenTitansOutput:
         """Read ``input_ids`` chunk by chunk.
@@ -187,16 +194,18 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
                 over the whole sequence, so a chunk's first token is a target like any other.
             logits_to_keep: a number of last positions (0 for all), indices of positions, or bool ``[B, T]``, for logits
                 ``[N, V]`` in row-major order. The head never sees the others.
-            past_key_values: the cache to continue from, which this method updates.
+            past_key_values: the cache to continue from, which this method updates; `cache` in transformers 5.24.
             use_cache: whether to return a cache after the last token; a given cache is always returned. Gradients then
                 flow back through all chunks of a call.
+            cache: as `past_key_values`.
             kwargs: ``num_items_in_batch`` reaches the loss; others (position_ids, …) have no effect.
         """
         positions = HeadPositions(logits_to_keep, input_ids.shape[1])
-        cached = use_cache or past_key_values is not None
+        given = cache or past_key_values
+        cached = use_cache or given is not None
         if cached and self.training and self.is_gradient_checkpointing:
             raise ValueError("use_cache must be False while gradient checkpointing recomputes layers; got a cache")
-        cache = past_key_values or StreamCache(self.memory)
+        cache = given or StreamCache(self.memory)
         # Chunks without a cache need no places of rows: all of them begin and end together.
         read = self._read_with_cache if cached else self._read_chunks
         hidden = read(input_ids, attention_mask, cache, positions)
@@ -285,11 +294,12 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
         past_key_values: StreamCache | None = None,
         attention_mask: Any = None,
         use_cache: bool = True,
+        cache: StreamCache | None = None,
         **kwargs: Any,
     ) -> Any:
         """Return a step's inputs: unread tokens, or all without `use_cache`."""
         if next_sequence_length is not None:
             input_ids = input_ids[:, -next_sequence_length:]
-        cache = past_key_values if use_cache else None
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "past_key_values": cache}
+        given = (cache or past_key_values) if use_cache else None
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "past_key_values": given}
         return {**inputs, "use_cache": True, "logits_to_keep": 1}

@@ -162,8 +162,8 @@ def _problems(moved: Moved) -> list[str]:
     from verl_ext.commands.command_line import known_options
     from verl_ext.commands.tokenize import TokenizeOptions
     from verl_ext.commands.train import NODES
-    from verl_ext.config.compose import compose  # imports torch and verl, which takes seconds
     from verl_ext.config.check import batch_problem, optimizer_problem
+    from verl_ext.config.compose import compose  # imports torch and verl, which takes seconds
     from verl_ext.config.resolve import resolve_run
     from verl_ext.config.run import Machine
     from verl_ext.config.upstream import fixed_value_problems
