@@ -14,7 +14,7 @@ from verl_ext.attention.packed import set_backend
 from verl_ext.data import CategoryTable
 from verl_ext.losses import MODES, LossSpec
 from verl_ext.packing.shared import find_shared, plan_shared
-from verl_ext.parallel.trees import Documents, TreeLayout, read_documents, text_rows
+from verl_ext.parallel.trees import PackDocuments, TreeLayout, read_documents, text_rows
 from verl_ext.trainer.batch import StepBatch, StepCollator
 
 VOCABULARY, TOLERANCE = 61, 1e-5
@@ -170,7 +170,7 @@ def test_documents_without_a_common_beginning_are_laid_out_as_ever():
 
 
 def test_gradients_of_shared_rows_add_up_in_a_fixed_order(monkeypatch):
-    documents = Documents(np.array([6, 3, 2, 4]), np.array([0, 4, 4, 0]))
+    documents = PackDocuments(np.array([6, 3, 2, 4]), np.array([0, 4, 4, 0]))
     (run, single) = TreeLayout.from_documents(documents, "cpu").runs
     assert single.keys is None
     assert [text.tolist() for text in text_rows(documents)][1] == [0, 1, 2, 3, 6, 7, 8]
@@ -187,7 +187,7 @@ def test_gradients_of_shared_rows_add_up_in_a_fixed_order(monkeypatch):
 
 
 def test_layers_read_the_positions_of_texts():
-    documents = Documents(np.array([6, 3, 2, 4]), np.array([0, 4, 4, 0]))
+    documents = PackDocuments(np.array([6, 3, 2, 4]), np.array([0, 4, 4, 0]))
     layout = TreeLayout.from_documents(documents, "cpu")
     assert layout.positions().tolist() == [*range(6), *range(4, 7), *range(4, 6), *range(4)]
     assert layout.padded(2).positions().tolist()[-2:] == [0, 1]
@@ -207,7 +207,7 @@ def test_packs_that_share_are_refused_where_nobody_asked_for_them():
 
 
 def test_chunks_of_attention_are_refused():
-    layout = TreeLayout.from_documents(Documents(np.array([4, 2]), np.array([0, 2])), "cpu")
+    layout = TreeLayout.from_documents(PackDocuments(np.array([4, 2]), np.array([0, 2])), "cpu")
     with pytest.raises(ValueError, match=r"data\.share_prefixes"):
         layout.in_chunks(2)
     assert replace(layout, begins=(0, 2)).padded(3).offsets == (0, 4, 6, 9)

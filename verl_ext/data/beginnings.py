@@ -14,7 +14,7 @@ from verl_ext.data.ranks import Ranks, arrays_of_ranks
 from verl_ext.files import file_state
 from verl_ext.packing import Spans
 from verl_ext.packing.plan import Ints
-from verl_ext.packing.shared import BLOCK, SHORTER, ReadTokens, SharedBeginnings, find_shared, repeated
+from verl_ext.packing.shared import BLOCK, SHORTER, ReadTokens, SharedBeginnings, find_shared, repeated_hashes
 
 if TYPE_CHECKING:
     from verl_ext.data.dataset import DocumentSource
@@ -60,7 +60,7 @@ def share_computed(data: "DocumentSource", spans: Spans, least: int) -> float | 
     first = _first_blocks(data, spans, whole)
     if first is None:
         return None
-    candidates = whole[repeated(first)]
+    candidates = whole[repeated_hashes(first)]
     tokens = np.cumsum(spans.length[candidates], dtype=np.int64)
     sample = candidates[: int(np.searchsorted(tokens, SAMPLE_TOKENS)) + 1]
     if not len(sample):

@@ -78,7 +78,7 @@ def find_shared(
     block = min(BLOCK, least)
     if first is None or block < BLOCK:
         first = _hashes(np.arange(len(lengths)), 0, block, lengths, read)
-    candidates = repeated(first)
+    candidates = repeated_hashes(first)
     documents, shared = _depth_first(candidates, first[candidates], block, lengths, read)
     _extend(documents, shared, block, lengths, read)
     shared[shared < least] = 0
@@ -96,7 +96,7 @@ def _hashes(documents: Ints, depth: int, block: int, lengths: Indices, read: Rea
     return hashes
 
 
-def repeated(hashes: NDArray[np.uint64]) -> Ints:
+def repeated_hashes(hashes: NDArray[np.uint64]) -> Ints:
     """Return the places of hashes that occur more than once."""
     ordered = np.sort(hashes)
     repeated = np.unique(ordered[1:][(ordered[1:] == ordered[:-1]) & (ordered[1:] != SHORTER)])

@@ -29,14 +29,14 @@ from verl_ext.parallel.shards import DocumentLayout, pinned
 _SUMMED_BYTES = 1 << 26  # of gradients in fp32 at a time
 
 
-class Documents(NamedTuple):
+class PackDocuments(NamedTuple):
     """A pack's documents: lengths int64[D] of their own tokens, begins int64[D], the tokens before these."""
 
     lengths: NDArray[np.int64]
     begins: NDArray[np.int64]
 
 
-def read_documents(position_ids: NDArray[np.integer]) -> Documents:
+def read_documents(position_ids: NDArray[np.integer]) -> PackDocuments:
     """Read the documents of position_ids[T]. Raises ValueError if one begins beyond the text before it."""
     starts = np.flatnonzero(np.diff(position_ids, prepend=-2) != 1)
     lengths, begins = np.diff(starts, append=len(position_ids)), position_ids[starts].astype(np.int64)
@@ -47,10 +47,10 @@ def read_documents(position_ids: NDArray[np.integer]) -> Documents:
             "position_ids must restart at 0, or inside of the document before with data.share_prefixes=true; got "
             f"{begins[at]} after a document of {before[at]} tokens"
         )
-    return Documents(lengths, begins)
+    return PackDocuments(lengths, begins)
 
 
-def text_rows(documents: Documents) -> list[NDArray[np.int64]]:
+def text_rows(documents: PackDocuments) -> list[NDArray[np.int64]]:
     """Return the rows of each document's whole text."""
     texts: list[NDArray[np.int64]] = []
     first = 0
@@ -148,7 +148,7 @@ class TreeLayout(DocumentLayout):
     runs: tuple[_Run, ...] = field(kw_only=True, repr=False)
 
     @classmethod
-    def from_documents(cls, documents: Documents, device: Any) -> "TreeLayout":
+    def from_documents(cls, documents: PackDocuments, device: Any) -> "TreeLayout":
         """Lay out documents, on the host."""
         lengths, begins = (values.tolist() for values in documents)
         base, texts = DocumentLayout.from_lengths(lengths, device), text_rows(documents)
@@ -188,4 +188,4 @@ class TreeLayout(DocumentLayout):
         if pad == 0:
             return self
         lengths = np.append(np.diff(self.offsets), pad)
-        return TreeLayout.from_documents(Documents(lengths, np.array([*self.begins, 0])), self.cu_seqlens.device)
+        return TreeLayout.from_documents(PackDocuments(lengths, np.array([*self.begins, 0])), self.cu_seqlens.device)
