@@ -14,7 +14,8 @@ from verl_ext.attention.packed import set_backend
 from verl_ext.data import CategoryTable
 from verl_ext.losses import MODES, LossSpec
 from verl_ext.packing.shared import find_shared, plan_shared
-from verl_ext.parallel.trees import PackDocuments, TreeLayout, read_documents, text_rows
+from verl_ext.parallel.shards import document_layout
+from verl_ext.parallel.trees import PackDocuments, TreeLayout, read_documents, text_rows, tree_layout
 from verl_ext.trainer.batch import StepBatch, StepCollator
 
 VOCABULARY, TOLERANCE = 61, 1e-5
@@ -197,6 +198,13 @@ def test_layers_read_the_positions_of_texts():
 def test_a_beginning_that_the_document_before_does_not_have_is_refused(positions):
     with pytest.raises(ValueError, match=r"data\.share_prefixes"):
         read_documents(np.array(positions))
+
+
+def test_an_engine_that_is_not_told_of_shared_tokens_refuses_them():
+    positions = torch.tensor([0, 1, 2, 2, 3])
+    assert isinstance(tree_layout(positions, "cpu"), TreeLayout)
+    with pytest.raises(ValueError, match=r"position_ids must restart at 0 .*\(data\.share_prefixes\)"):
+        document_layout(positions)
 
 
 def test_packs_that_share_are_refused_where_nobody_asked_for_them():
