@@ -36,10 +36,10 @@ class Options(Sizes, kinds=KINDS):
     kinds: list[str] = option(list(KINDS), "documents")
     hidden: int = option(256, "hidden size, a multiple of 128", least=128)
     layers: int = option(2, "layers")
-    texts: list[int] = option([1024, 2048, 4096, 8192], "questions: tokens of a text, a row of contestants each")
-    documents: int = option(20, "documents of a step")
+    texts: list[int] = option([512, 1024, 2048, 4096], "questions: tokens of a text, a row of contestants each")
+    documents: int = option(10, "documents of a step")
     turn: int = option(128, "turns: tokens of a question, and of an answer; its reasoning has twice as many")
-    repeats: int = option(5, "measured steps")
+    repeats: int = option(3, "measured steps")
     threads: int = option(1, "threads of torch on a CPU")
 
 

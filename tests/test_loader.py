@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.data import DataLoader
 
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
@@ -166,6 +167,7 @@ def test_a_death_between_two_batches_is_told(folder):
 
 
 def test_a_death_raises_in_no_operator_of_a_step(folder):
+    next(iter(DataLoader(range(2), num_workers=1)))  # torch's handler for all loaders of the process
     batches = iter(loader_of(SFTDataSet(folder, 64, strategy="none"), num_workers=1, prefetch_factor=1))
     next(batches)
     (process,) = multiprocessing.active_children()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data._utils import signal_handling
 from verl.utils.device import get_device_id
 
 from verl_ext.data import PackDataset
@@ -52,7 +53,7 @@ def _deaths_raised() -> Iterator[None]:
     """Let torch raise a worker's death in this block alone.
 
     Its handler of SIGCHLD raises wherever the process is. Where that is an operator on DTensors, whose shapes torch
-    computes under FakeTensorMode, the process aborts.
+    computes under FakeTensorMode, the process aborts. So the handler of any loader, once installed, goes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -62,7 +63,8 @@ def _deaths_raised() -> Iterator[None]:
         torch._C._error_if_any_worker_fails()  # of a death since the last block
         yield
     finally:
-        signal.signal(signal.SIGCHLD, previous or signal.SIG_DFL)
+        is_torchs = getattr(previous, "__module__", "") == signal_handling.__name__
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL if previous is None or is_torchs else previous)
 
 
 def _death(error: BaseException | None) -> str | None:

@@ -13,7 +13,6 @@ from verl_ext.commands.preview import Decode
 from verl_ext.data.beginnings import SHARE_LEAST
 from verl_ext.options import DataError, Options, UsageError, one_line, option, options_of
 from verl_ext.packing import MOST_TOKENS, OVER_LENGTH_POLICIES, STRATEGIES, TOKENS, CostModel
-from verl_ext.parallel.trees import read_documents
 from verl_ext.tables import plain_table
 from verl_ext.tools.show.documents import ShownDocuments
 from verl_ext.trainer.step_plan import StepPlan
@@ -106,6 +105,8 @@ def pack_view(dataset: "PackDataset", pack: int, decode: Decode | None) -> Itera
     Raises:
         UsageError: there is no such pack.
     """
+    from verl_ext.parallel.trees import read_documents  # imports torch, as the dataset does
+
     if pack >= len(dataset):
         raise UsageError(f"pack must be below {len(dataset):,}, the packs of the data; got {pack}")
     tensors = {name: values.numpy() for name, values in dataset[pack].items()}
