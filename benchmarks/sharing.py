@@ -111,8 +111,8 @@ def build(options: Options, kind: str, text: int, folder: Path, name: str) -> tu
     from benchmarks.contestants import Setting
 
     documents = documents_of(kind, text, options, np.random.default_rng(0))
-    # A pack holds a text with all its questions.
-    budget = max(2 * text, *(len(document["input_ids"]) for document in documents))
+    # A pack holds a text with all its questions, or the turns of a chat.
+    budget = max(2 * text, 32 * options.turn * (kind == "turns"), *(len(each["input_ids"]) for each in documents))
     if not folder.exists():
         write_qwen3(folder / "model", options.hidden, options.layers, budget)
         write_documents(documents, folder / "data")
