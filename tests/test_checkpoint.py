@@ -7,6 +7,7 @@ import pickle
 import resource
 import shutil
 import subprocess
+from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,8 +15,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.ranks import in_turn, run_ranks
@@ -135,6 +138,32 @@ def test_metadata_of_any_bytes_is_refused_in_one_line(tmp_path, content):
     (tmp_path / ".metadata").write_bytes(content)
     with pytest.raises(ValueError, match=r"^[^\n]*must be the metadata of torch.distributed.checkpoint[^\n]*$"):
         read_metadata(tmp_path)
+
+
+class _ByName(pickle.Pickler):
+    """Python 3.11.0 to 3.11.3, which pickle a member of an enum as an attribute."""
+
+    attribute: str | None = None
+
+    def reducer_override(self, value):
+        return (getattr, (type(value), self.attribute or value.name)) if isinstance(value, Enum) else NotImplemented
+
+
+def test_metadata_of_a_python_that_pickles_enums_by_name_are_read_and_no_other_attribute(tmp_path):
+    dcp.save({"a": torch.zeros(2)}, checkpoint_id=str(tmp_path), no_dist=True)
+    path = tmp_path / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    metadata.storage_meta = StorageMeta()  # without the path
+    for attribute in (None, "mro", "__init__"):
+        with path.open("wb") as file:
+            pickler = _ByName(file)
+            pickler.attribute = attribute
+            pickler.dump(metadata)
+        if attribute is None:
+            assert read_metadata(tmp_path) == metadata
+            continue
+        with pytest.raises(ValueError, match=r"^\S+ must be the metadata of torch.distributed.checkpoint"):
+            read_metadata(tmp_path)
 
 
 SORTED = ({"data.balance": "sorted", "data.cost": "flops"}, {"group_size": 2, "cost": [704, 2, 0, None]})

@@ -17,6 +17,7 @@ import math
 import pickle
 import re
 from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -172,9 +173,17 @@ class StateReader(dcp.FileSystemReader):
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):  # in Python 3.11.0 to 3.11.3, which pickle a member of an enum so
+            return _enum_member
         if name not in _METADATA_CLASSES.get(module, ()):
             raise pickle.UnpicklingError(f"{module}.{name} is no part of a checkpoint's metadata")
         return super().find_class(module, name)
+
+
+def _enum_member(kind: Any, name: str) -> Any:
+    if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
+        raise pickle.UnpicklingError(f"{name} is no member of an enum in a checkpoint's metadata")
+    return kind[name]
 
 
 def read_metadata(folder: Path) -> Metadata:
