@@ -36,7 +36,7 @@ from verl_ext.config.compose import compose
 from verl_ext.config.run import worker_config
 from verl_ext.data import SFTDataSet
 from verl_ext.plugin import register_engine
-from verl_ext.trainer.batch import StepBatch, StepCollator
+from verl_ext.trainer.batch import StepBatch
 from verl_ext.trainer.setup import Run, prepare
 from verl_ext.trainer.trainer import SFTTrainer, StepOutcome, UpcomingStep
 
@@ -141,8 +141,7 @@ class PackedContestant(Contestant):
     def __init__(self, run: Run) -> None:
         self.run, self.trainer = run, SFTTrainer(run)
         super().__init__(self.trainer.engine)
-        shares = run.packs.shared is not None
-        self.collate = StepCollator(run.loss_for(run.train_set), run.train_set.categories, shares_prefixes=shares)
+        self.collate = run.collator(run.train_set)
 
     def load(self, documents: Sequence[Document], folder: Path) -> StepBatch:
         """Load all packs of the documents, which `folder` holds, collated."""

@@ -69,7 +69,7 @@ swift sft --model another \
 TRL = (
     "accelerate launch --num_processes 2 trl/scripts/sft.py --model_name_or_path M --dataset_name owner/texts "
     "--max_length 2048 --assistant_only_loss --eval_strategy steps --eval_steps 25 --load_best_model_at_end "
-    "--early_stopping_patience 4"
+    "--early_stopping_patience 4 --early_stopping_threshold 0.01"
 )
 
 
@@ -189,6 +189,7 @@ def test_trl_keeps_its_best_checkpoint_its_patience_and_its_length(capsys):
         "checkpoint.keep_best": "val/loss",
         "trainer.early_stop.metric": "val/loss",
         "trainer.early_stop.patience": "4",
+        "trainer.early_stop.least": "0.01",
         "data.train_batch_size": "16",
         "optim.lr": "2e-05",
         "optim.lr_scheduler_type": "linear",

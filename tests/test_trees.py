@@ -210,7 +210,7 @@ def test_an_engine_that_is_not_told_of_shared_tokens_refuses_them():
 def test_packs_that_share_are_refused_where_nobody_asked_for_them():
     pack = Pack.of([Document([5, 6, 7], [0, 1, 1], [0] * 3, [1.0] * 3)] * 2, least=1)
     assert any(pack.begins)
-    with pytest.raises(ValueError, match="shares_prefixes"):
+    with pytest.raises(ValueError, match="`shared`"):
         StepCollator(LossSpec("token", np.ones(3)), CATEGORIES)([pack.row()])
 
 

@@ -99,6 +99,8 @@ CALLABLES = {
     "verl.utils.fsdp_utils:_select_fsdp2_wrap_targets": ("model", "fsdp_transformer_layer_cls_to_wrap"),
     "peft:get_peft_model": ("model", "peft_config"),
     "peft:PeftModel.save_pretrained": ("save_directory", "save_embedding_layers"),
+    # loader processes
+    "torch.utils.data._utils.signal_handling:_set_SIGCHLD_handler": (),
     # the fake GPU of a plan
     "torch._guards:active_fake_mode": (),
     "torch._subclasses.fake_tensor:FakeTensorMode.create_symbolic_nested_int": ("nt_tensor_id",),

@@ -42,7 +42,7 @@ def backward_by_groups_of_heads(kernel: LseKernel, group_bytes: int = GROUP_BYTE
 
     def backward(*inputs: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         grad, query, key, value, output, lse, *others = inputs
-        size, of_keys, shared = _heads_of_a_call(query, key, group_bytes)
+        size, of_keys, shared = _heads_of_a_call(query, key, group_bytes, len(query))
         if size == query.size(1):
             return kernel.backward(*inputs, **named)
         dq, dk, dv = (torch.zeros_like(x) for x in (query, key, value))
@@ -57,17 +57,14 @@ def backward_by_groups_of_heads(kernel: LseKernel, group_bytes: int = GROUP_BYTE
     return LseKernel(kernel.forward, backward)
 
 
-def _heads_of_a_call(
-    query: torch.Tensor, key: torch.Tensor, group_bytes: int, rows: int | None = None
-) -> tuple[int, int, int]:
+def _heads_of_a_call(query: torch.Tensor, key: torch.Tensor, group_bytes: int, rows: int) -> tuple[int, int, int]:
     """Return a call's query and key heads, and queries per key head.
 
-    rows: those of the tensors within `group_bytes`; None: the queries.
-
-    A group is a part of the heads that share a key head, or several whole sets of them.
+    A group is a part of the heads that share a key head, or several whole sets of them. rows: the tokens of its fp32
+    tensors, which `group_bytes` bounds.
     """
     heads, shared = query.size(1), query.size(1) // key.size(1)
-    most = group_bytes // (4 * (len(query) if rows is None else rows) * query.size(2))
+    most = group_bytes // (4 * rows * query.size(2))
     sizes = [size for size in range(1, heads + 1) if heads % size == 0 and (shared % size == 0 or size % shared == 0)]
     size = max([size for size in sizes if size <= most], default=1)
     return size, max(size // shared, 1), shared

@@ -14,7 +14,7 @@ KEEP_BEST, EARLY_STOP = "checkpoint.keep_best", "trainer.early_stop.metric"
 
 
 def is_of_answers(metric: str) -> bool:
-    """Tell whether a metric is a mean score of answers, of which more is better."""
+    """Tell whether a metric is a mean score of answers: more is better."""
     return metric == "val/answer" or metric.startswith("val/answer/")
 
 
@@ -61,7 +61,7 @@ class EarlyStopOptions(Options):
     least: float = option(0.0, "change that an improvement must exceed", least=0)
 
     def problems(self) -> Iterable[str | None]:
-        """Yield a line for a metric that no run has, or options without one."""
+        """Yield a line for an unknown metric, or for options without one."""
         yield _metric_problem(EARLY_STOP, self.metric)
         if self.metric is None and (given := self.changed()):
             got = ", ".join(f"{self.prefix}.{name}={spell(value)}" for name, value in given.items())

@@ -159,7 +159,7 @@ def check_categories(loss: Any, names: Sequence[str]) -> None:
 
 
 def check_watched(config: RunConfig, categories: Iterable[str], asked: Iterable[str]) -> None:
-    """Raise ValueError if a metric that keeps a checkpoint or ends the run is of none.
+    """Raise ValueError for a watched metric that no validation has.
 
     categories, asked: the categories of the validation set and of the prompts.
     """

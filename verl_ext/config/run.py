@@ -281,7 +281,7 @@ class RunConfig:
 
     @property
     def watched(self) -> dict[str, str]:
-        """The metrics that keep a checkpoint or end the run, by their keys."""
+        """The metrics that keep a checkpoint or end the run, by key."""
         metrics = {KEEP_BEST: self.checkpoint.keep_best, EARLY_STOP: self.trainer.early_stop.metric}
         return {key: name for key, name in metrics.items() if name is not None and not self.trainer.eval_only}
 

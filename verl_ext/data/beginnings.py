@@ -51,7 +51,7 @@ def beginnings_of_ranks(data: "DocumentSource", spans: Spans, least: int, ranks:
 
 
 def share_computed(data: "DocumentSource", spans: Spans, least: int) -> float | None:
-    """Estimate the share of all tokens that would be computed if documents shared their beginnings.
+    """Estimate the share of tokens computed if documents shared their beginnings.
 
     Of the documents with a common first block, the first in the data's order with SAMPLE_TOKENS together are read; the
     others are taken to share as much. None without hashes of first blocks, because reading them takes long.
@@ -71,10 +71,9 @@ def share_computed(data: "DocumentSource", spans: Spans, least: int) -> float | 
 
 
 def _first_blocks(data: "DocumentSource", spans: Spans, whole: Ints) -> NDArray[np.uint64] | None:
-    """Return the hashes of the first blocks of spans that begin a document; None if they are not known."""
-    if data.first_blocks is None:
-        return None
-    return np.where(spans.length[whole] < BLOCK, SHORTER, data.first_blocks[spans.row[whole]])
+    """Return first blocks' hashes of spans that begin a document, or None."""
+    known = data.first_blocks
+    return None if known is None else np.where(spans.length[whole] < BLOCK, SHORTER, known[spans.row[whole]])
 
 
 def _reader(data: "DocumentSource", spans: Spans, numbers: Ints) -> ReadTokens:

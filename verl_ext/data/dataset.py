@@ -64,7 +64,7 @@ class DocumentSource(Protocol):
 
     @property
     def first_blocks(self) -> NDArray[np.uint64] | None:
-        """The hash of each document's first block of tokens, uint64[N]; None if only the tokens show them."""
+        """The hash of each document's first block, uint64[N]; None: not known."""
 
     def first_rows(self) -> NDArray[np.int64]:
         """Return the first row of every folder and their number, int64[F+1]."""

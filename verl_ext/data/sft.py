@@ -343,7 +343,7 @@ class SFTDataSet(PackDataset):
 
 
 def _own_tokens(ids: NDArray[np.int64], lengths: Sequence[int], begins: Sequence[int]) -> NDArray[np.int64]:
-    """Return the tokens of documents from `begins` on; those before must be tokens of the document before."""
+    """Return documents' tokens from `begins` on; those before are shared."""
     own, first, before = [], 0, ids[:0]
     for length, begin in zip(lengths, begins, strict=True):
         text = ids[first : first + length]

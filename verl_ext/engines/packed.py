@@ -169,8 +169,8 @@ class PackedEngine(StepEngine):
         for those while groups share packs.
         """
         # Read documents and targets on the host, so that it never waits for the device.
-        shares = tu.get_non_tensor_data(micro_batch, "shares_prefixes", default=False)
-        layout = (tree_layout if shares else document_layout)(micro_batch["position_ids"].values().cpu(), device)
+        read_layout = tree_layout if "target_rows" in micro_batch else document_layout
+        layout = read_layout(micro_batch["position_ids"].values().cpu(), device)
         if self._groups and isinstance(layout, TreeLayout):
             raise ValueError(f"data.share_prefixes must be false with {self.shards.context} context-parallel groups")
         rows = self._target_rows(micro_batch)

@@ -8,6 +8,7 @@
 These are pure functions of lengths, which neither read nor copy tokens.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -54,12 +55,21 @@ class PackPlan(NamedTuple):
 
     def begins_of(self, pack: int) -> NDArray[np.int32]:
         """Return int32[n]: the `begins` of one pack's documents, or zeros."""
-        return self.all_begins[self.pack_offsets[pack] : self.pack_offsets[pack + 1]]
+        part = slice(*self.pack_offsets[pack : pack + 2])
+        return np.zeros(part.stop - part.start, np.int32) if self.begins is None else self.begins[part]
 
-    @property
-    def all_begins(self) -> NDArray[np.int32]:
-        """int32[N], 0 for documents that share no tokens."""
-        return np.zeros(len(self.document_index), np.int32) if self.begins is None else self.begins
+    @classmethod
+    def joined(cls, plans: Sequence["PackPlan"]) -> "PackPlan":
+        """Return the packs of several plans of the same documents."""
+        index, sizes = (
+            np.concatenate(parts)
+            for parts in zip(*((plan.document_index, np.diff(plan.pack_offsets)) for plan in plans), strict=True)
+        )
+        if all(plan.begins is None for plan in plans):
+            return cls(index, offsets_of(sizes))
+        nothing = (np.zeros(len(plan.document_index), np.int32) for plan in plans)
+        begins = [zeros if plan.begins is None else plan.begins for plan, zeros in zip(plans, nothing, strict=True)]
+        return cls(index, offsets_of(sizes), np.concatenate(begins))
 
     def pack_tokens(self, lengths: ArrayLike) -> NDArray[np.int64]:
         """Return int64[P]: the tokens of each pack that are computed; lengths integer[D] of the documents."""

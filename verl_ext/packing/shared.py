@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_ext.packing.plan import Bools, Indices, Ints, PackPlan, index_type, offsets_of
-from verl_ext.packing.strategies import plan_packs, plan_repeated
+from verl_ext.packing.strategies import deal_copies, plan_packs, plan_repeated
 
 BLOCK = 64  # tokens compared at once
 MOST_KEYS = 8  # tokens of a unit's texts for each that is computed: attention holds the keys of whole texts
@@ -147,8 +147,6 @@ def _extend(
     """Add to `shared` the tokens of the next block that a document has in common with the one before it."""
     followers = np.flatnonzero(shared)
     for part in np.array_split(followers, -(-len(followers) * block // _READ_TOKENS) or 1):
-        if not len(part):
-            continue
         one, other, start = documents[part - 1], documents[part], shared[part]
         size = np.minimum(np.minimum(lengths[one], lengths[other]) - start, block)
         differs = read(one, start, size) != read(other, start, size)
@@ -227,12 +225,13 @@ def plan_drawn(
 
     Of a document that a part holds several times, one copy alone shares tokens.
     """
-
-    def plan_part(part: Ints) -> PackPlan:
+    if not len(kin.documents):
+        return plan_repeated(lengths, documents, max_tokens, strategy, seed)
+    plans = []
+    for part in deal_copies(lengths, documents, max_tokens, strategy, seed):
         place = np.full(len(lengths), -1)
-        place[part[::-1]] = np.arange(len(part))[::-1]
+        place[part[::-1]] = np.arange(len(part))[::-1]  # of its first copy in the part
         of_part = kin.among(place >= 0)
         numbered = SharedBeginnings(place[of_part.documents], of_part.shared)
-        return plan_shared(lengths[part], numbered, max_tokens, strategy, seed)
-
-    return plan_repeated(lengths, documents, max_tokens, strategy, seed, plan_part)
+        plans.append(plan_shared(lengths[part], numbered, max_tokens, strategy, seed).renumbered(part))
+    return PackPlan.joined(plans)

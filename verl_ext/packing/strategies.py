@@ -87,39 +87,35 @@ def _checked(lengths: ArrayLike, max_tokens: int) -> Ints:
     return array.astype(np.int64, copy=False)
 
 
-def plan_repeated(
-    lengths: Indices,
-    documents: Ints,
-    max_tokens: int,
-    strategy: str,
-    seed: int,
-    plan_part: Callable[[Ints], PackPlan] | None = None,
-) -> PackPlan:
-    """Return the plan of `documents` int64[D]; lengths integer[S] of all.
+def deal_copies(lengths: Indices, documents: Ints, max_tokens: int, strategy: str, seed: int) -> list[Ints]:
+    """Return the parts of `documents` int64[D] that are packed apart; lengths integer[S] of all.
 
         documents    a a a  b b  c d e          a three times, b twice
         parts        a b d | a b c | a e        copies dealt over the parts, from a random one on; packed part by part
 
     best_fit places documents of equal length one after the other. In one list, the copies of a long document would
     mostly meet in one pack and weigh double in its step. A document repeated at most as often as there are parts never
-    meets itself. The parts cost up to 0.1 % more packs. Other strategies pack one list. plan_part: plans the documents
-    of a part, numbered in it (None: plan_packs of their lengths). Raises as plan_packs does.
+    meets itself. The parts cost up to 0.1 % more packs. Other strategies pack one list.
     """
-    parts = [documents]
-    if strategy == "best_fit":
-        copies = np.bincount(documents, minlength=len(lengths))
-        can_meet = 2 * lengths.astype(np.int64) <= max_tokens  # two longer ones never share a pack
-        full_packs = int(lengths[documents].sum(dtype=np.int64)) // max_tokens
-        number = min(int(copies[can_meet].max(initial=0)), MOST_PARTS, full_packs // PART_PACKS)
-        if number > 1:
-            first_part = np.random.default_rng(seed).integers(number, size=len(copies))
-            part_of = (np.repeat(first_part, copies) + np.arange(len(documents))) % number
-            by_document = np.repeat(np.arange(len(copies)), copies)
-            in_parts = by_document[np.argsort(part_of.astype(np.uint8), kind="stable")]  # sorted in linear time
-            parts = np.split(in_parts, np.cumsum(np.bincount(part_of, minlength=number))[:-1])
-    alone = plan_part or (lambda part: plan_packs(lengths[part], max_tokens, strategy, seed))
-    plans = [alone(part).renumbered(part) for part in parts]
-    sizes = np.concatenate([np.diff(plan.pack_offsets) for plan in plans])
-    shares = any(plan.begins is not None for plan in plans)
-    begins = np.concatenate([plan.all_begins for plan in plans]) if shares else None
-    return PackPlan(np.concatenate([plan.document_index for plan in plans]), offsets_of(sizes), begins)
+    if strategy != "best_fit":
+        return [documents]
+    copies = np.bincount(documents, minlength=len(lengths))
+    can_meet = 2 * lengths.astype(np.int64) <= max_tokens  # two longer ones never share a pack
+    full_packs = int(lengths[documents].sum(dtype=np.int64)) // max_tokens
+    number = min(int(copies[can_meet].max(initial=0)), MOST_PARTS, full_packs // PART_PACKS)
+    if number <= 1:
+        return [documents]
+    first_part = np.random.default_rng(seed).integers(number, size=len(copies))
+    part_of = (np.repeat(first_part, copies) + np.arange(len(documents))) % number
+    by_document = np.repeat(np.arange(len(copies)), copies)
+    in_parts = by_document[np.argsort(part_of.astype(np.uint8), kind="stable")]  # sorted in linear time
+    return np.split(in_parts, np.cumsum(np.bincount(part_of, minlength=number))[:-1])
+
+
+def plan_repeated(lengths: Indices, documents: Ints, max_tokens: int, strategy: str, seed: int) -> PackPlan:
+    """Return the plan of `documents` int64[D], each as often as it is named.
+
+    lengths: integer[S] of all documents. Raises as plan_packs does.
+    """
+    parts = deal_copies(lengths, documents, max_tokens, strategy, seed)
+    return PackPlan.joined([plan_packs(lengths[part], max_tokens, strategy, seed).renumbered(part) for part in parts])

@@ -143,8 +143,8 @@ class StepBatch:
 
     def pin_memory(self) -> "StepBatch":
         """Return a copy in pinned memory, as torch's loader asks."""
-        names = (*_COLUMNS, "counts", *(["next_ids"] if self.next_ids is not None else []))
-        names = (*names, *(["targets"] if self.targets is not None else []))
+        optional = [name for name in ("next_ids", "targets") if getattr(self, name) is not None]
+        names = (*_COLUMNS, "counts", *optional)
         return replace(self, **{name: getattr(self, name).pin_memory() for name in names})
 
     def micro_batches(self, size: int, **flags: Any) -> Iterator[TensorDict]:
@@ -168,8 +168,7 @@ class StepBatch:
             }
             if self.targets is not None:
                 tensors |= self.targets.of_slots(first, first + len(cuts) - 1, int(cuts[0]))
-            shares = self.targets is not None
-            yield tu.get_tensordict(tensors, {**_ENGINE_FLAGS, "shares_prefixes": shares, **flags})
+            yield tu.get_tensordict(tensors, {**_ENGINE_FLAGS, **flags})
 
 
 _COLUMNS = ("input_ids", "position_ids", "coefficients", "category_index", "copies")
@@ -231,7 +230,7 @@ class StepCollator:
         if not self.shares_prefixes and documents.begins.any():
             raise ValueError(
                 "data.custom_cls.name must give packs whose position_ids restart at 0 in every document, unless its "
-                f"shares_prefixes is true; got {documents.begins[documents.begins > 0][0]}"
+                f"facts() have `shared`; got {documents.begins[documents.begins > 0][0]}"
             )
         # Coefficients depend on whole documents, so they are computed on texts and given to the rows afterwards.
         offsets = offsets_of(documents.lengths + documents.begins)

@@ -46,6 +46,7 @@ from verl_ext.metrics import RESERVED
 from verl_ext.options import leaves, refuse, spell
 from verl_ext.packing import TOKENS, CostModel
 from verl_ext.text.tokens.tokenizer import TRUSTED
+from verl_ext.trainer.batch import StepCollator
 from verl_ext.trainer.distributed import RunRanks, accelerator, print_on_rank0, user_errors_end_the_run
 from verl_ext.trainer.inputs import open_prompts, open_sets
 from verl_ext.trainer.report import data_facts, step_facts, what_runs
@@ -172,6 +173,12 @@ class Run:
     def loss_for(self, dataset: PackDataset) -> LossSpec:
         """Return the configured loss for a dataset's category table."""
         return self.config.loss.spec(dataset.categories.names)
+
+    def collator(self, dataset: PackDataset, idle_tokens: int = 1) -> StepCollator:
+        """Return the collator of a dataset's packs; an idle rank runs `idle_tokens`."""
+        facts = dataset.facts()
+        shares = facts.shared is not None
+        return StepCollator(self.loss_for(dataset), dataset.categories, idle_tokens, facts.last_is_label, shares)
 
 
 def prepare(composed: DictConfig) -> Run:

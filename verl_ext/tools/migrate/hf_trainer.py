@@ -261,11 +261,7 @@ def _read_saves(moved: Moved, validates_too: bool) -> None:
         if moved.is_on("early_stopping_patience"):
             moved.put("trainer.early_stop.metric", "val/loss")
             moved.put("trainer.early_stop.patience", moved.get("early_stopping_patience"))
-            if is_on(
-                least := moved.get(
-                    "early_stopping_threshold save_only_model fp16 router_aux_loss_coef moe_aux_loss_coef"
-                )
-            ):
+            if is_on(least := moved.get("early_stopping_threshold")):
                 moved.put("trainer.early_stop.least", least)
 
 

@@ -35,7 +35,7 @@ from verl_ext.tools.plan.machine import gpu_memory
 from verl_ext.tools.plan.options import PlanOptions, num_bytes
 from verl_ext.tools.plan.run import Job, Layers, Prediction
 from verl_ext.tools.plan.time import time_facts
-from verl_ext.trainer.batch import StepBatch, StepCollator
+from verl_ext.trainer.batch import StepBatch
 from verl_ext.trainer.setup import Run
 
 REPLAYED = 40  # steps that the model of PyTorch's allocator replays
@@ -204,13 +204,7 @@ def other_steps(run: Run) -> list[list[StepBatch]]:
 
 def _micro_batch(run: Run, packs: np.ndarray) -> StepBatch:
     dataset = run.train_set
-    collate = StepCollator(
-        run.loss_for(dataset),
-        dataset.categories,
-        last_is_label=run.packs.last_is_label,
-        shares_prefixes=run.packs.shared is not None,
-    )
-    return collate([dataset[int(index)] for index in packs])
+    return run.collator(dataset)([dataset[int(index)] for index in packs])
 
 
 def _is_target(batch: StepBatch) -> torch.Tensor:

@@ -118,7 +118,7 @@ def audit(
         "documents": len(documents),
         "tokens": tokens,
         "targets": int(documents.targets.sum(dtype=np.int64)),
-        "categories": _categories(documents, documents.shared_tokens(facts is not None)),
+        "categories": _categories(documents, None if facts is None else documents.shared_tokens()),
         "findings": {finding.name: {**asdict(finding), "share": finding.share} for finding in found},
         "not_checked": not_checked,
     }

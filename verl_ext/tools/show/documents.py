@@ -92,10 +92,10 @@ class ShownDocuments:
         """Read all documents that have tokens, in order."""
         raise NotImplementedError
 
-    def shared_tokens(self, read: bool) -> NDArray[np.int64] | None:
+    def shared_tokens(self) -> NDArray[np.int64] | None:
         """Return int64[D], the tokens that data.share_prefixes does not compute again.
 
-        read: whether all tokens may be read. None if this is not known, or packs of such documents never share.
+        It reads what documents share. None if packs of such documents never share.
         """
         return None
 
@@ -146,9 +146,9 @@ class FolderDocuments(ShownDocuments):
         mask[:1] = False
         return Row(columns["input_ids"], mask, columns.get("loss_weight"))
 
-    def shared_tokens(self, read: bool) -> NDArray[np.int64] | None:
+    def shared_tokens(self) -> NDArray[np.int64] | None:
         """Return int64[D], the tokens that data.share_prefixes does not compute again."""
-        if not self.lengths.any() or not (read or self.data.first_blocks is not None):
+        if not self.lengths.any():
             return None
         spans = cut_spans(self.lengths, MOST_TOKENS, "split")  # whole documents
         kin = find_beginnings(self.data, spans, SHARE_LEAST)

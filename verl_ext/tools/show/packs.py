@@ -132,7 +132,7 @@ def pack_view(dataset: "PackDataset", pack: int, decode: Decode | None) -> Itera
             of = places[number]
             place = f"{Path(of.folder).name} row {of.row}{f' from {of.start:,}' if of.start else ''}"
         branch = [*(other for other in branch if other < begin), begin]
-        place = "  " * (len(branch) - 2) + "└ " * (begin > 0) + place
+        place = "  " * (len(branch) - 2) + "└ " * (begin > 0) + one_line(place)
         ids = tensors["input_ids"][first : first + own]
         opening = "" if decode is None else decode(ids[:OPENING].tolist())
         table.add_row(
