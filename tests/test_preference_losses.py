@@ -288,7 +288,7 @@ def test_metrics_are_weighted_means_over_all_packs_and_ties_are_half_right():
     assert right[3] == 0.5
     chosen, rejected = ([pair[side] for pair in PAIRS] for side in (0, 1))
     expected = {
-        "pair_loss": mean([math.log(1 + math.exp(-margin)) for margin in margins]),
+        "preference": mean([math.log(1 + math.exp(-margin)) for margin in margins]),
         "reward_chosen": mean(rewards[chosen]),
         "reward_rejected": mean(rewards[rejected]),
         "reward_margin": mean(margins),

@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 
 # A category must not have these names, because `<category>_tokens` would be another metric.
-RESERVED = ("computed", "pair", "target", "total", "total_target")
+RESERVED = ("computed", "target", "total", "total_target")
 VALIDATION = "val"  # the prefix of the metrics that include perplexities
 _SCALARS = ("weighted_loss", "normaliser", "tokens", "computed_tokens", "target_tokens", "packs")
 SumsT = TypeVar("SumsT", bound="StepSums")
@@ -215,7 +215,7 @@ class PreferenceSums(StepSums):
         metrics |= {f"{prefix}/{name}": value for name, value in every.items()}
         for slot, category in enumerate(names, start=1):
             own = _preference_means([row[slot] for row in rows])
-            for name in ("pair_loss", "reward_margin", "reward_accuracy", "pairs"):
+            for name in ("preference", "reward_margin", "reward_accuracy", "pairs"):
                 if name in own:
                     metrics[f"{prefix}/{category}_{name}"] = own[name]
         return metrics
@@ -224,7 +224,7 @@ class PreferenceSums(StepSums):
 def _preference_means(sums: Sequence[float]) -> dict[str, float]:
     """Return the means of sums by metric; none with divisor 0."""
     of = dict(zip(PREFERENCE_VALUES, sums, strict=True))
-    ratios = {"pair_loss": ("pair_loss", "weight"), "chosen_drop": ("chosen_drop", "chosen_weight")}
+    ratios = {"preference": ("pair_loss", "weight"), "chosen_drop": ("chosen_drop", "chosen_weight")}
     for side in ("chosen", "rejected"):
         ratios[f"reward_{side}"] = (f"{side}_reward", f"{side}_weight")
         ratios[f"logp_{side}"] = (f"{side}_log_prob", f"{side}_targets")
