@@ -206,7 +206,7 @@ class DataParallelRank:
             last_step,
             self.rank,
             self.size,
-            self.run.collator(dataset, self._engine.idle_tokens(dataset.max_tokens)),
+            self.run.objective.collator(dataset, self._engine.idle_tokens(dataset.max_tokens)),
             num_workers=data.num_workers,
             prefetch_factor=data.prefetch_factor,
             pin_memory=data.pin_memory,
@@ -215,8 +215,8 @@ class DataParallelRank:
     def sums(self, batch: StepBatch) -> StepSums:
         """Return sums on the device with the batch's counts, without loss."""
         device: Any = get_device_id()
-        sums = StepSums.zeros(batch.categories, device)
-        sums.add_counts(batch.counts)
+        sums = self.run.objective.sums(batch.categories, device)
+        batch.count(sums)
         return sums
 
     def all_reduce(self, tensor: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import astuple, dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,8 @@ from verl_ext.data import PackDataset, PackFacts
 from verl_ext.data.chats import TrainedChats
 from verl_ext.data.files_in_use import DataFiles
 from verl_ext.environment import versions
-from verl_ext.losses import LossSpec
 from verl_ext.packing import CostModel
-from verl_ext.trainer.batch import StepCollator
+from verl_ext.trainer.objective import Objective, objective_of
 from verl_ext.trainer.report import data_facts, step_facts, what_runs
 from verl_ext.trainer.step_plan import StepPlan
 
@@ -139,12 +139,7 @@ class Run:
             "total_steps": self.total_steps,
         }
 
-    def loss_for(self, dataset: PackDataset) -> LossSpec:
-        """Return the configured loss for a dataset's category table."""
-        return self.config.loss.spec(dataset.categories.names)
-
-    def collator(self, dataset: PackDataset, idle_tokens: int = 1) -> StepCollator:
-        """Return the collator of a dataset's packs; an idle rank runs `idle_tokens`."""
-        facts = dataset.facts()
-        shares = facts.shared is not None
-        return StepCollator(self.loss_for(dataset), dataset.categories, idle_tokens, facts.last_is_label, shares)
+    @cached_property
+    def objective(self) -> Objective:
+        """What the run minimizes."""
+        return objective_of(self.config.loss)

@@ -25,12 +25,13 @@ from verl_ext.losses import HEADS
 from verl_ext.plugin import select_engine
 from verl_ext.progress import StepProgress
 from verl_ext.trainer.answers import Answers
-from verl_ext.trainer.batch import StepBatch, StepLoss
+from verl_ext.trainer.batch import StepBatch
 from verl_ext.trainer.distributed import at_exit, limit_collectives, user_errors_end_the_run
 from verl_ext.trainer.evaluation import Evaluation, write_evaluation
 from verl_ext.trainer.hang import watch
 from verl_ext.trainer.hooks import Hook, StepOutcome, hook_classes
 from verl_ext.trainer.loader import DataParallelRank, loader_deaths_reported
+from verl_ext.trainer.loss import StepLoss
 from verl_ext.trainer.run import Run
 from verl_ext.trainer.signals import requests
 
@@ -53,16 +54,17 @@ class UpcomingStep:
 
     def __init__(self, batch: StepBatch, counts: bool, hosts: dist.ProcessGroup) -> None:
         self.batch = batch
-        self._sums = torch.cat([batch.normaliser * counts, batch.normaliser.new_full((1,), bool(requests.pending))])
+        terms = batch.normalisers * counts
+        self._sums = torch.cat([terms, terms.new_full((1,), bool(requests.pending))])
         self._work = dist.all_reduce(self._sums, group=hosts, async_op=True)
 
-    def normaliser(self) -> float:
-        """Return Z; raise StopAgreed, on every rank, after a stop request."""
+    def normalisers(self) -> list[float]:
+        """Return Z, of each term of the loss; raise StopAgreed, on every rank, after a stop request."""
         self.wait()
-        normaliser, stops = self._sums.tolist()
+        *normalisers, stops = self._sums.tolist()
         if stops:
             raise StopAgreed
-        return normaliser
+        return normalisers
 
     def wait(self) -> None:
         """Wait for the sums."""
@@ -226,11 +228,11 @@ class SFTTrainer:
             StopAgreed: on every rank, before anything is computed, if any rank was asked to stop.
         """
         lr, batch = self.engine.lr_scheduler.get_last_lr()[0], upcoming.batch
-        normaliser = upcoming.normaliser()
-        if normaliser > 0:
+        normalisers = upcoming.normalisers()
+        if any(normalisers):
             sums = self.rank.sums(batch) if summed else None
             nll: list[torch.Tensor] | None = None if self.config.trainer.spike_factor is None else []
-            grad_norm = self._update(batch, StepLoss(normaliser, self.rank.size, sums, nll))
+            grad_norm = self._update(batch, self.run.objective.loss(normalisers, self.rank.size, sums, nll))
             sums = sums and sums.reduced(self.rank.all_reduce)
         else:  # every target has weight 0: nothing to learn, and no momentum or decay to apply either
             self._next_batch = next(self._batches, None)
@@ -241,7 +243,7 @@ class SFTTrainer:
     def _update(self, batch: StepBatch, loss: StepLoss) -> float:
         """Compute gradients and run the optimizer; return the gradient norm before clipping."""
         size, flags = self.config.data.micro_batch_size_per_gpu, self.config.loss.head_flags
-        micro_batches = list(batch.micro_batches(size, token_stats=loss.sums is not None, **flags))
+        micro_batches = list(batch.micro_batches(size, token_stats=loss.sums is not None, **flags, **loss.flags))
         with self.engine.train_mode():
             self.engine.optimizer_zero_grad()
             self.engine.accumulate(micro_batches, loss)

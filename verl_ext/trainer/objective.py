@@ -1,0 +1,86 @@
+"""What a run minimizes: how its steps are collated, added up and divided."""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+
+from verl_ext.data import CategoryTable, PackDataset
+from verl_ext.losses import LossOptions, LossSpec, PreferenceOptions
+from verl_ext.metrics import PreferenceSums, StepSums
+from verl_ext.trainer.batch import StepCollator
+from verl_ext.trainer.loss import StepLoss
+from verl_ext.trainer.preference import PreferenceCollator, PreferenceLoss
+
+
+class Objective:
+    """A mean of token losses.
+
+    terms: the number of its normalisers.
+    """
+
+    terms: ClassVar[int] = 1
+
+    def __init__(self, options: LossOptions) -> None:
+        self.options = options
+
+    def collator(self, dataset: PackDataset, idle_tokens: int = 1) -> StepCollator:
+        """Return the collator of a dataset's packs; an idle rank runs `idle_tokens`."""
+        return StepCollator(*self._of_dataset(dataset, idle_tokens))
+
+    def _of_dataset(self, dataset: PackDataset, idle_tokens: int) -> tuple[LossSpec, CategoryTable, int, bool, bool]:
+        facts, categories = dataset.facts(), dataset.categories
+        spec = self.options.spec(categories.names)
+        return spec, categories, idle_tokens, facts.last_is_label, facts.shared is not None
+
+    def sums(self, categories: int, device: torch.device | str) -> StepSums:
+        """Return sums that are all zero."""
+        return StepSums.zeros(categories, device)
+
+    def loss(
+        self,
+        normalisers: Sequence[float],
+        data_parallel_size: int,
+        sums: StepSums | None = None,
+        kept: list[torch.Tensor] | None = None,
+    ) -> StepLoss:
+        """Return the loss of a step with these normalisers."""
+        return StepLoss(normalisers[0], data_parallel_size, sums, kept)
+
+    def loss_of_parts(self, sums: StepSums | None = None) -> StepLoss:
+        """Return the loss of a part of a whole that only its sums will divide."""
+        return self.loss([1.0] * self.terms, 1, sums)
+
+
+class PreferenceObjective(Objective):
+    """A loss of preferences, with likelihoods beside it."""
+
+    terms = 3
+    options: PreferenceOptions
+
+    def collator(self, dataset: PackDataset, idle_tokens: int = 1) -> StepCollator:
+        """Return the collator of a dataset's packs of units."""
+        return PreferenceCollator(*self._of_dataset(dataset, idle_tokens), options=self.options)
+
+    def sums(self, categories: int, device: torch.device | str) -> PreferenceSums:
+        """Return sums that are all zero."""
+        sums = PreferenceSums.zeros(categories, device)
+        sums.weights = self.options.likelihood_weight, self.options.sft_weight
+        sums.has_reference = self.options.of_mode.has_reference
+        return sums
+
+    def loss(
+        self,
+        normalisers: Sequence[float],
+        data_parallel_size: int,
+        sums: StepSums | None = None,
+        kept: list[torch.Tensor] | None = None,
+    ) -> PreferenceLoss:
+        """Return the loss of a step with these normalisers."""
+        assert sums is None or isinstance(sums, PreferenceSums)
+        return PreferenceLoss(normalisers, data_parallel_size, sums, kept, options=self.options)
+
+
+def objective_of(options: LossOptions) -> Objective:
+    """Return the objective that `loss` names."""
+    return PreferenceObjective(options) if isinstance(options, PreferenceOptions) else Objective(options)
