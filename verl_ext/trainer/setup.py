@@ -115,6 +115,7 @@ def checked(composed: DictConfig, machine: Machine) -> tuple[RunConfig, ModelFac
             print_on_rank0([f"note: {TRUSTED}"], sys.stderr)
         config = resolve_run(composed, machine)
         model = check_run(config)
+        config = config.sharing(model.not_shared)
         hook_classes(config.trainer.hooks)
     print_on_rank0([what_runs(config, model.backend, model.head)])
     return config, model
