@@ -16,10 +16,11 @@ from verl_ext.trainer.preference import PreferenceCollator, PreferenceLoss
 class Objective:
     """A mean of token losses.
 
-    terms: the number of its normalisers.
+    terms: the number of its normalisers. has_dropout: whether it keeps the model's dropout.
     """
 
     terms: ClassVar[int] = 1
+    has_dropout: ClassVar[bool] = True
 
     def __init__(self, options: LossOptions) -> None:
         self.options = options
@@ -55,7 +56,7 @@ class Objective:
 class PreferenceObjective(Objective):
     """A loss of preferences, with likelihoods beside it."""
 
-    terms = 3
+    terms, has_dropout = 3, False
     options: PreferenceOptions
 
     def collator(self, dataset: PackDataset, idle_tokens: int = 1) -> StepCollator:

@@ -144,7 +144,8 @@ class PreferenceLoss(StepLoss):
         kept: as in :class:`StepLoss`.
         options: those of the loss.
         baseline: z of kto.
-        answer_sums: receives each micro-batch's x, float64[A] on the device; None: x is not kept.
+
+    Where sums are collected, `answer_sums` has each micro-batch's x, float64[A] on the device.
     """
 
     sums: PreferenceSums | None
@@ -158,10 +159,10 @@ class PreferenceLoss(StepLoss):
         *,
         options: PreferenceOptions,
         baseline: torch.Tensor | float = 0.0,
-        answer_sums: list[torch.Tensor] | None = None,
     ) -> None:
         super().__init__(1.0, data_parallel_size, sums, kept)  # the coefficients are divided by Z
-        self.options, self.baseline, self.answer_sums = options, baseline, answer_sums
+        self.options, self.baseline = options, baseline
+        self.answer_sums: list[torch.Tensor] = []
         self._normaliser = normalisers[0] or 1.0
         weights = options.likelihood_weight, options.sft_weight
         self._factors = [weight / z if z else 0.0 for weight, z in zip(weights, normalisers[1:], strict=True)]
@@ -201,8 +202,7 @@ class PreferenceLoss(StepLoss):
         units, rows, document = data["units"], data["target_rows"].values(), data["target_document"].values()
         scale, of_target = data["target_scale"].values(), nll[rows].double()
         x, log_probs = _sums(data, units, nll, scale), _sums(data, units, nll, torch.ones_like(scale))
-        if self.answer_sums is not None:
-            self.answer_sums.append(x)
+        self.answer_sums.append(x)
         pairs = preference_terms(x, units, self.options, self.baseline)
         sums.add_terms(preference_values(pairs, x, log_probs, units, self.options), units.slot[pairs.documents])
         # The likelihoods, and the means over the targets of categories, have no rejected answers.

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from verl_ext.answers import Prompts
-from verl_ext.checkpoint.identity import RunState, allowed_changes, run_facts
+from verl_ext.checkpoint.identity import REFERENCE_WEIGHTS, RunState, allowed_changes, run_facts
 from verl_ext.config.model import ModelFacts
 from verl_ext.config.run import RunConfig, is_due
 from verl_ext.data import PackDataset, PackFacts
@@ -42,6 +42,7 @@ class Run:
         schedule_steps: the steps that the schedule of the learning rate spans.
         content: the digest of `files`; None if the run does not train.
         base: the digest of the weights in model.path, which distinguishes models of the same shape.
+        reference: that of the weights in reference.path; None without.
         replaces_output: whether the run begins by removing the run in its folder.
         checkpoint: the checkpoint to resume from; None for a new run.
         extends: whether the first packs are those of the resumed run, which had fewer or more packs.
@@ -63,6 +64,7 @@ class Run:
     notices: tuple[str, ...]
     content: str | None = None
     base: str | None = None
+    reference: str | None = None
     replaces_output: bool = False
     checkpoint: Path | None = None
     extends: bool = False
@@ -89,6 +91,8 @@ class Run:
         facts = run_facts(
             *(self.config, self.model.hf_config, self.train_set, self.schedule_steps, self.content, self.base)
         )
+        if self.reference is not None and not self.config.trainer.eval_only:
+            facts[REFERENCE_WEIGHTS] = self.reference
         allowed = allowed_changes(self.config, self.extends, self.keeps_rates)
         return RunState(facts, self.grouping, str(self.output), allowed)
 
