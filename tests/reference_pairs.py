@@ -7,8 +7,7 @@ eager implementation, and sums are in float64.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -54,7 +53,8 @@ class Loss:
     nll_mode: str = "token"
     sft_weight: float = 1.0
     answers: str = "sum"
-    more: Mapping[str, Any] = field(default_factory=dict)  # options of the package that the formulas here do not have
+    desirable: float = 1.0
+    undesirable: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,7 @@ class PairReference:
     """Forward passes of single documents by two models, of which the first is differentiated."""
 
     def __init__(self, model: PreTrainedModel, reference: PreTrainedModel, units: Sequence[Unit]) -> None:
+        self.models = model, reference
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         documents = {id(document): document for unit in units for document in unit.documents}
         self.nll = {number: _nll(model, document) for number, document in documents.items()}
@@ -128,15 +129,48 @@ class PairReference:
         numbers = range(len(unit.documents))
         return [float(self.sum_of(unit, n, o, self.reference_nll)) if o.has_reference else 0.0 for n in numbers]
 
-    def step(self, units: Sequence[Unit], o: Loss, category_weights: Mapping[int, float]) -> Expected:
-        """Take an optimizer step over the units."""
+    @torch.no_grad()
+    def mismatched(self, pack: Sequence[Unit]) -> list[tuple[float, float]]:
+        """Return the log-probability of each answer after the prompt of the next unit, by both models."""
+        answered = [unit for unit in pack if unit.sides[0]]
+        if len(answered) < 2:
+            return []
+        found = []
+        for place, unit in enumerate(answered):
+            other = answered[(place + 1) % len(answered)].documents[0]
+            prompt = other.input_ids[: other.loss_mask.index(1)]
+            for document in unit.documents:
+                first = document.loss_mask.index(1)
+                columns = (values[first:] for values in (document.input_ids, document.loss_mask, document.loss_weight))
+                ids, mask, weights = columns
+                nothing = [0] * len(prompt)
+                whole = Document([*prompt, *ids], [*nothing, *mask], [*nothing, *nothing], [*nothing, *weights])
+                scales = torch.tensor([m * w for m, w in zip(whole.loss_mask, whole.loss_weight, strict=True)])
+                found.append(tuple(-float((_nll(model, whole) * scales.double()).sum()) for model in self.models))
+        return found
+
+    def baseline(self, packs: Sequence[Sequence[Unit]], o: Loss) -> float:
+        """Return z of kto, the mean of the scaled log-ratios of mismatched answers, at least 0."""
+        ratios = [o.beta * (policy - other) for pack in packs for policy, other in self.mismatched(pack)]
+        return max(0.0, sum(ratios) / len(ratios)) if ratios else 0.0
+
+    def step(self, packs: Sequence[Sequence[Unit]], o: Loss, category_weights: Mapping[int, float]) -> Expected:
+        """Take an optimizer step over the packs."""
+        units = [unit for pack in packs for unit in pack]
+        z = self.baseline(packs, o) if o.mode == "kto" else 0.0
         terms: list[tuple[float, torch.Tensor]] = []
         rewards: dict[str, list[tuple[float, float]]] = {"chosen": [], "rejected": [], "margin": [], "right": []}
         for unit in units:
             sums = [self.sum_of(unit, n, o, self.nll) for n in range(len(unit.documents))]
             references = self.reference_sums(unit, o)
             weight = unit.weight * category_weights.get(unit.category, 1.0)
-            for c, r in unit.pairs:
+            for number, side in enumerate(unit.sides if o.mode == "kto" else ()):
+                value = o.beta * (sums[number] - references[number])
+                factor = o.desirable if side > 0 else o.undesirable
+                if side:
+                    terms.append((weight, factor * (1 - _sigmoid(side * (value - z)))))
+                    rewards["chosen" if side > 0 else "rejected"].append((weight, float(value.detach())))
+            for c, r in unit.pairs if o.mode != "kto" else ():
                 of_term = weight / (len(unit.pairs) if o.answers == "mean" else 1)
                 terms.append((of_term, of_pair(o, sums[c], sums[r], references[c], references[r])))
                 of_answers = [o.beta * (float(sums[n].detach()) - references[n]) for n in (c, r)]

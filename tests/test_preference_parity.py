@@ -37,6 +37,8 @@ LOSSES = {
     "apo_down": Loss("apo_down", 0.1),
     "dpop": Loss("dpop", 0.1, penalty=3.0, sft_weight=0.0),
     "labels": Loss("apo_zero", 0.2, nll_weight=0.1),
+    "kto": Loss("kto", 0.3, desirable=1.5, undesirable=0.75),
+    "kto_labels": Loss("kto", 0.3),
 }
 
 
@@ -54,8 +56,15 @@ class Case:
 
 
 CASES = [Case(loss, shared, k) for loss in LOSSES for shared in (False, True) for k in (1, 4)]
+CASES += [Case("kto", True, 2), Case("dpo", False, 2)]
 CASES += [Case(loss, True, 4, head) for loss in ("cdpo", "simpo") for head in ("targets", "plain")]
-FEW = [Case("cdpo", True, 1), Case("orpo", True, 4), Case("dpo", False, 2), Case("cdpo", True, 4, "targets")]
+FEW = [
+    Case("kto", True, 2),
+    Case("cdpo", True, 1),
+    Case("orpo", True, 4),
+    Case("dpo", False, 2),
+    Case("cdpo", True, 4, "targets"),
+]
 _LEAN = ("engine.use_no_sync_for_gradient_accumulation=true", "model.enable_gradient_checkpointing=false")
 _TILED = ("model.tile_tokens=5", "model.activation_offload=true")
 LAYOUTS = {  # (ranks, of which so many share a pack, overrides)
@@ -116,7 +125,7 @@ PACKS = {labels: _packs(labels) for labels in (False, True)}
 
 def packs_of(case: Case) -> list[list[Unit]]:
     """Return the units of each pack."""
-    return PACKS[case.loss == "labels"]
+    return PACKS["labels" in case.loss]
 
 
 def options_of(o: Loss) -> PreferenceOptions:
@@ -124,6 +133,7 @@ def options_of(o: Loss) -> PreferenceOptions:
     given = {"mode": o.mode, "beta": o.beta, "length": o.length, "label_smoothing": o.smoothing}
     given |= {"nll_weight": o.nll_weight, "nll_mode": o.nll_mode, "sft_weight": o.sft_weight, "answers": o.answers}
     given |= {"margin": o.margin, "penalty": o.penalty, "tail_weight": o.tail_weight}
+    given |= {"desirable_weight": o.desirable, "undesirable_weight": o.undesirable}
     return PreferenceOptions.read({**given, "category_weights": CATEGORY_WEIGHTS})
 
 
@@ -161,8 +171,7 @@ def expected(reference):
 
     def of(case: Case) -> Expected:
         if case.loss not in found:
-            units = [unit for pack in packs_of(case) for unit in pack]
-            found[case.loss] = reference.step(units, LOSSES[case.loss], weights)
+            found[case.loss] = reference.step(packs_of(case), LOSSES[case.loss], weights)
         return found[case.loss]
 
     return of
@@ -176,7 +185,9 @@ def measured(tiny_model, reference):
     for case in CASES:
         references = [[reference.reference_sums(unit, LOSSES[case.loss]) for unit in pack] for pack in packs_of(case)]
         both = zip(packs_of(case), references, strict=True)
-        rows[case.loss, case.shared] = [unit_row(pack, of_pack, case.shared) for pack, of_pack in both]
+        rows[case.loss, case.shared] = packs = [unit_row(pack, of_pack, case.shared) for pack, of_pack in both]
+        for row, pack in zip(packs, packs_of(case), strict=True):
+            row["mismatched_reference"] = torch.tensor([sum(other for _, other in reference.mismatched(pack))]).double()
 
     def of(layout: tuple, case: Case) -> list:
         if layout[0] not in runs:
@@ -224,3 +235,8 @@ def test_counts_are_of_documents_and_pairs(measured):
     of_chat = sum(c == 7 for document in kept for c in document.category_ids)
     assert report["train/chat_tokens"] == of_chat  # rejected answers are in no mean of token losses
     assert torch.isfinite(torch.tensor(report["train/chat_loss"]))
+
+
+def test_the_baselines_of_kto_lie_on_both_sides_of_their_bound(reference):
+    assert reference.baseline(PACKS[False], LOSSES["kto"]) > 0.1
+    assert reference.baseline(PACKS[True], LOSSES["kto_labels"]) == 0

@@ -59,12 +59,13 @@ class Evaluation:
         is_scored = self._engine.tells_greedy and isinstance(dataset, HasAnswers)
         answers = AnswerMeasure(dataset, device) if is_scored else None
         size, flags = self._run.config.data.micro_batch_size_per_gpu, self._run.config.loss.head_flags
-        plan = self.validation.plan
+        plan, objective = self.validation.plan, self._run.objective
         batches = rank.batches(dataset, plan, 0, plan.steps_per_epoch)
         with self._engine.eval_mode():
+            objective.measure(rank.batches(dataset, plan, 0, plan.steps_per_epoch), self._engine, rank, size)
             for batch in terminal_bar("validate", rank.rank == 0, batches, unit="step", leave=False):
                 sums = rank.sums(batch)
-                loss = self._run.objective.loss_of_parts(sums)
+                loss = objective.loss_of_parts(sums)
                 micro_batches = list(batch.micro_batches(size, token_stats=True, **flags, **loss.flags))
                 self._engine.evaluate(micro_batches, loss if answers is None else _counting(answers, loss))
                 total = sums if total is None else total + sums

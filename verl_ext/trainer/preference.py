@@ -15,8 +15,8 @@ nothing. Rejected answers count in no mean of token losses.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -38,10 +38,16 @@ from verl_ext.losses import (
 from verl_ext.metrics import PreferenceSums, StepSums
 from verl_ext.trainer.batch import LaidOut, Pack, PackTexts, StepBatch, StepCollator
 from verl_ext.trainer.loss import StepLoss
+from verl_ext.trainer.mismatched import mismatched_pack
+
+if TYPE_CHECKING:
+    from verl_ext.engines.step import StepEngine
+    from verl_ext.trainer.loader import DataParallelRank
 
 Answers = Mapping[str, NDArray[Any]]  # the columns of one pack's documents, [D] each
 _OF_DOCUMENTS = ("unit", "answer", "pair_weight", "targets", "reference", "slot")
 _NO_DOCUMENTS: Answers = {name: np.zeros(0, np.int64) for name in _OF_DOCUMENTS}
+_NO_LABEL_WEIGHTS: Any = {"desirable_weight": 1.0, "undesirable_weight": 1.0}  # options of kto alone
 _NO_SCALES = {name: np.zeros(0) for name in ("scale", "likelihood")}
 
 
@@ -53,16 +59,26 @@ class PreferenceBatch(StepBatch):
         normalisers: float64[3], this rank's terms of Z, Z_n and Z_s.
         answers: the documents of each pack slot.
         several: `loss.answers`.
+        mismatched: the answers of kto's baseline; None for other modes.
+        mismatched_reference: the sum of their reference's sums.
     """
 
     answers: Sequence[Answers] = ()
     several: str = "sum"
+    mismatched: "PreferenceBatch | None" = None
+    mismatched_reference: float = 0.0
 
     @override
     def count(self, sums: StepSums) -> None:
         super().count(sums)
         assert isinstance(sums, PreferenceSums)
         sums.likelihood[:, 1] += self.normalisers[1:].to(sums.values.device, non_blocking=True)
+
+    @override
+    def pin_memory(self) -> "PreferenceBatch":
+        pinned = super().pin_memory()
+        assert isinstance(pinned, PreferenceBatch)
+        return pinned if self.mismatched is None else replace(pinned, mismatched=self.mismatched.pin_memory())
 
     @override
     def flags_of(self, first: int, last: int) -> dict[str, Any]:
@@ -87,7 +103,13 @@ class PreferenceCollator(StepCollator):
         nothing = idle._replace(targets=idle.targets | _NO_SCALES, normalisers=np.zeros(3)), _NO_DOCUMENTS
         pairs = [nothing if pack is None else self._with_answers(pack) for pack in packs]
         laid_out, answers = zip(*pairs, strict=True)
-        return PreferenceBatch(**self.joined(laid_out), answers=answers, several=self.options.answers)
+        batch = PreferenceBatch(**self.joined(laid_out), answers=answers, several=self.options.answers)
+        if self.options.formula is not None:
+            return batch
+        others = [None if pack is None else mismatched_pack(pack, self.shares_prefixes) for pack in packs]
+        known = [float(pack["mismatched_reference"]) for pack in packs if pack and "mismatched_reference" in pack]
+        of_others = replace(self, options=replace(self.options, mode="apo_zero", **_NO_LABEL_WEIGHTS))(others)
+        return replace(batch, mismatched=of_others, mismatched_reference=sum(known))
 
     @property
     @override
@@ -219,3 +241,19 @@ def _sums(data: TensorDict, units: Units, nll: torch.Tensor, scale: torch.Tensor
     of_target = torch.where(scale != 0, scale * nll[data["target_rows"].values()].double(), 0.0)
     # index_add_ would add in any order on a GPU, and the rewards of the first step would not be 0 to the bit.
     return -torch.segment_reduce(of_target, "sum", lengths=units.targets.long(), axis=0, unsafe=True)
+
+
+def mismatched_sums(
+    batch: PreferenceBatch, engine: "StepEngine", rank: "DataParallelRank", options: PreferenceOptions, size: int
+) -> list[torch.Tensor]:
+    """Return x of a batch's mismatched answers by pack slot, float64 each on the device.
+
+    A sequence-parallel group has the same on each of its ranks. size: the packs of a micro-batch.
+    """
+    others = batch.mismatched
+    assert others is not None, "the collator of kto makes them"
+    sums = rank.sums(others)
+    assert isinstance(sums, PreferenceSums)
+    loss = PreferenceLoss([1.0] * 3, 1, sums, options=replace(options, mode="apo_zero", **_NO_LABEL_WEIGHTS))
+    engine.evaluate(list(others.micro_batches(size, **options.head_flags, **loss.flags)), loss)
+    return list(torch.cat(loss.answer_sums).split([len(of_pack["unit"]) for of_pack in others.answers]))

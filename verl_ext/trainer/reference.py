@@ -32,7 +32,7 @@ from verl_ext.trainer.batch import StepBatch
 from verl_ext.trainer.distributed import RunFailed, RunRanks
 from verl_ext.trainer.loader import DataParallelRank
 from verl_ext.trainer.loss import StepLoss
-from verl_ext.trainer.preference import PreferenceBatch, PreferenceLoss
+from verl_ext.trainer.preference import PreferenceBatch, PreferenceLoss, mismatched_sums
 from verl_ext.trainer.run import Run
 from verl_ext.trainer.step_plan import StepPlan
 
@@ -88,7 +88,8 @@ def add_reference(run: Run, policy: StepEngine, build: Callable[[Mapping[str, An
             nonlocal engine
             if path is not None and engine is policy:
                 engine = build(_values_of_reference(run, path))
-            return {"sums": _scored(run, engine, each)}
+            sums, of_packs = _scored(run, engine, each)
+            return {"sums": sums, "mismatched": of_packs}
 
         def cached(name: str = _name(run, each, ranks), score: Callable[[], Arrays] = score) -> Arrays:
             return arrays_of_ranks(ranks, name, score)
@@ -98,6 +99,8 @@ def add_reference(run: Run, policy: StepEngine, build: Callable[[Mapping[str, An
             cached() if run.config.trainer.eval_only else arrays_of_ranks(ranks, name, cached, run.output / REFERENCE)
         )
         each.dataset.reference = kept["sums"]
+        if run.config.loss.of_mode.formula is None:  # type: ignore[attr-defined]
+            each.dataset.mismatched_reference = kept["mismatched"]
     del engine
     gc.collect()
 
@@ -120,35 +123,43 @@ def _name(run: Run, each: ScoredSet, ranks: RunRanks) -> str:
     return fingerprint(json.loads(json.dumps([data, model], default=str)), each.rows.tobytes())
 
 
-def _scored(run: Run, engine: StepEngine, each: ScoredSet) -> NDArray[np.float64]:
-    """Return the sums of a set's rows, float64[N], NaN where no pack has them; collective."""
+def _scored(run: Run, engine: StepEngine, each: ScoredSet) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the sums of a set's rows, float64[N], and of its packs' mismatched answers, float64[P]; collective.
+
+    Rows and packs that the run does not read have NaN.
+    """
     options, rank, dataset = run.config.loss, DataParallelRank(run, engine), each.dataset
     assert isinstance(options, PreferenceOptions)
     owner = np.full(len(dataset.units.answer), -1)  # the first pack that has a row
     for pack in range(len(dataset) - 1, -1, -1):
         owner[dataset.rows_of(pack)] = pack
-    total, counted = np.zeros(len(owner)), np.zeros(len(owner))
+    of_rows, of_packs = (np.zeros((2, number)) for number in (len(owner), len(dataset)))  # sums, and 1 where known
     size, flags = run.config.data.micro_batch_size_per_gpu, run.config.loss.head_flags
-    counts, dataset.reference = engine.is_mp_src_rank_with_outputs(), None
+    counts = engine.is_mp_src_rank_with_outputs()
+    dataset.reference = dataset.mismatched_reference = None
     batches = zip(range(each.steps), rank.batches(dataset, each.plan, 0, each.steps), strict=True)
-    bar = terminal_bar(
-        f"reference of {dataset.key}", rank.rank == 0, batches, total=each.steps, unit="step", leave=False
-    )
+    what = f"reference of {dataset.key}"
+    bar = terminal_bar(what, rank.rank == 0, batches, total=each.steps, unit="step", leave=False)
     with engine.eval_mode():
         for step, batch in bar:
             loss = run.objective.loss_of_parts(rank.sums(batch))
             assert isinstance(loss, PreferenceLoss)
+            assert isinstance(batch, PreferenceBatch)
             engine.evaluate(list(batch.micro_batches(size, **flags, **loss.flags)), loss)
+            others = [] if batch.mismatched is None else mismatched_sums(batch, engine, rank, options, size)
             packs = [pack for pack in each.plan.rank_packs(step, rank.rank, rank.size) if pack is not None]
             if not packs or not counts:
                 continue
             rows = [dataset.rows_of(pack) for pack in packs]
             owns = np.concatenate([owner[of_pack] == pack for of_pack, pack in zip(rows, packs, strict=True)])
-            of_answers, values = np.concatenate(rows)[owns], torch.cat(loss.answer_sums).cpu().numpy()[owns]
-            total[of_answers], counted[of_answers] = values, 1
-    for values in (total, counted):
+            of_rows[0, np.concatenate(rows)[owns]] = torch.cat(loss.answer_sums).cpu().numpy()[owns]
+            of_rows[1, np.concatenate(rows)[owns]] = 1
+            if others:
+                of_packs[0, packs] = torch.stack([x.sum() for x in others[: len(packs)]]).cpu().numpy()
+                of_packs[1, packs] = 1
+    for values in (of_rows, of_packs):
         RunRanks().all_reduce(values)
-    return np.where(counted > 0, total, np.nan)
+    return tuple(np.where(known > 0, sums, np.nan) for sums, known in (of_rows, of_packs))  # type: ignore[return-value]
 
 
 def begins_with_reference(run: Run) -> bool:

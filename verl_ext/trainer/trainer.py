@@ -254,8 +254,7 @@ class SFTTrainer:
             checks, self._at_reference = self._at_reference, False
             sums = self.rank.sums(batch) if summed or checks else None
             nll: list[torch.Tensor] | None = None if self.config.trainer.spike_factor is None else []
-            loss = self.run.objective.loss(normalisers, self.rank.size, sums, nll)
-            grad_norm = self._update(batch, loss)
+            grad_norm, loss = self._update(batch, (normalisers, self.rank.size, sums, nll))
             if checks:
                 check_first_step(self.run, batch, loss)
             sums = sums and sums.reduced(self.rank.all_reduce)
@@ -265,15 +264,20 @@ class SFTTrainer:
         self.engine.lr_scheduler_step()  # the schedule counts all steps, including skipped ones
         return StepOutcome(batch, grad_norm, lr, sums, nll)
 
-    def _update(self, batch: StepBatch, loss: StepLoss) -> float:
-        """Compute gradients and run the optimizer; return the gradient norm before clipping."""
+    def _update(self, batch: StepBatch, of_loss: tuple[Any, ...]) -> tuple[float, StepLoss]:
+        """Compute gradients and run the optimizer; return the gradient norm before clipping, and the loss.
+
+        of_loss: the arguments of :meth:`Objective.loss`.
+        """
         size, flags = self.config.data.micro_batch_size_per_gpu, self.config.loss.head_flags
-        micro_batches = list(batch.micro_batches(size, token_stats=loss.sums is not None, **flags, **loss.flags))
         with self.engine.train_mode():
+            self.run.objective.measure([batch], self.engine, self.rank, size)
+            loss = self.run.objective.loss(*of_loss)
+            micro_batches = list(batch.micro_batches(size, token_stats=loss.sums is not None, **flags, **loss.flags))
             self.engine.optimizer_zero_grad()
             self.engine.accumulate(micro_batches, loss)
             self._next_batch = next(self._batches, None)  # while the device computes; the optimizer's step waits for it
-            return self.engine.optimizer_step()
+            return self.engine.optimizer_step(), loss
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Pass metrics to the hooks that log them."""
