@@ -11,7 +11,7 @@ import yaml
 from verl_ext.__main__ import main
 from verl_ext.config.compose import compose
 from verl_ext.tools.migrate import axolotl, llamafactory, swift, trl
-from verl_ext.tools.migrate.line import is_ours
+from verl_ext.tools.migrate.line import Moved, Rule, is_ours
 
 LLAMAFACTORY = {
     "model_name_or_path": "Qwen/Qwen3-4B",
@@ -238,6 +238,100 @@ def test_a_recipe_holds_the_trainers_keys_and_composes_as_the_command_does(tmp_p
 
 def is_trainers(key: str) -> bool:
     return "." in key and not key.startswith(("data.sources", "columns", "sample"))
+
+
+# For each trainer: (its table, its reader, keys with which every other one has something to change)
+RICH = {
+    "axolotl": (
+        axolotl.KEYS,
+        axolotl.read_axolotl,
+        {"base_model": "M", "datasets": ["o/a"], "test_datasets": ["o/v"], "adapter": "lora"},
+    ),
+    "llamafactory": (
+        llamafactory.KEYS,
+        llamafactory.read_llamafactory,
+        {"model_name_or_path": "M", "dataset": "chats", "eval_dataset": "sums", "eval_strategy": "steps"},
+    ),
+    "llamafactory_v1": (llamafactory.V1, llamafactory.read_llamafactory_v1, {"model": "M", "train_dataset": "o/a"}),
+    "swift": (swift.KEYS, swift.read_swift, {"model": "M", "dataset": ["o/a"], "val_dataset": ["o/v"]}),
+    "trl": (
+        trl.KEYS,
+        trl.read_trl,
+        {"model_name_or_path": "M", "dataset_name": "o/a", "eval_strategy": "steps", "use_peft": True, "packing": True},
+    ),
+}
+# Values of one form each, of which a key takes one, and those of the keys that take none of them.
+FORMS = [7, 0.5, True, False, "xyz", ["xyz"], "no", "epoch"]
+VALUES = {
+    "deepspeed": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+    "fsdp": "full_shard offload",
+    "fsdp_config": {"offload_params": True},
+    "lr_scheduler_kwargs": {"min_lr": 1e-6},
+    "model_config": {"rope_theta": 5},
+    "special_tokens": {"eos_token": "E"},
+    "stage": "pt",
+    "dataset": "sums",
+    "eval_dataset": "chats",
+    "peft_config": {"name": "lora"},
+    "quant_config": {"name": "bnb"},
+    "optim_config": {"name": "muon"},
+    "batching_strategy": "padding_free_packing",
+    "columns": {"a": "query"},
+    "packing_strategy": "wrapped",
+    "parallelism_config": {"cp_size": 2},
+    "dataset_dir": "elsewhere",
+}
+# What a key needs beside it; null takes a key of the rich ones away.
+BESIDE = {
+    "early_stopping_threshold": {"early_stopping_patience": 3},
+    "batch_size": {"micro_batch_size": 1},
+    "lora_target_linear": {"lora_target_modules": ["q_proj"]},
+    "dp_replicate_size": {"dp_shard_size": 2},
+    "split_dataset_ratio": {"val_dataset": None},
+    "max_epochs": {"num_train_epochs": 9},
+    "evaluation_strategy": {"eval_strategy": None},
+}
+# Keys without a place in the command: another value is refused.
+REFUSED = {
+    "dataset_dir": "a folder without dataset_info.json has no data",
+    "task_type": "causal_lm alone is trained",
+}
+# Keys that need nothing, but are read.
+COUNTED = {"dp_shard_size": "a factor of the number of ranks"}
+
+
+def outcome(read, values: dict[str, object], folder: Path) -> object:
+    """Return what becomes of a configuration: the words and comments, or the refusal."""
+    moved = Moved("T", {key: value for key, value in values.items() if value is not None})
+    try:
+        read(moved, folder)
+    except ValueError as error:
+        return str(error)
+    return moved.words, moved.ranks, [line for line in list(moved.comments())[1:] if "needs nothing" not in line]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "key"),
+    [(name, key) for name, (table, *_) in RICH.items() for key, rule in table.items() if rule.is_read],
+)
+def test_each_key_that_is_read_changes_the_command_or_its_comments(trainer, key, tmp_path):
+    of_llamafactory(tmp_path)
+    _, read, rich = RICH[trainer]
+    without = rich | BESIDE.get(key, {})
+    values = [VALUES[key]] if key in VALUES else FORMS
+    outcomes = [outcome(read, without | {key: value}, tmp_path) for value in values]
+    counted = [each for each in outcomes if key in REFUSED or not isinstance(each, str)]
+    assert any(each != outcome(read, without, tmp_path) for each in counted)
+
+
+@pytest.mark.parametrize("trainer", RICH)
+def test_a_key_that_needs_nothing_changes_nothing(trainer, tmp_path):
+    of_llamafactory(tmp_path)
+    table, read, rich = RICH[trainer]
+    free = [key for key, rule in table.items() if rule == Rule() and key not in COUNTED]
+    assert free
+    for value in FORMS:
+        assert outcome(read, rich | dict.fromkeys(free, value), tmp_path) == outcome(read, rich, tmp_path)
 
 
 @pytest.mark.parametrize("table", [axolotl.KEYS, llamafactory.KEYS, llamafactory.V1, swift.KEYS, trl.KEYS])
