@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from verl.workers.config import FSDPOptimizerConfig
 
 from tests.ranks import run_ranks
@@ -24,10 +25,11 @@ def optim(**options):
 def test_matrices_alone_decay_without_norms_and_biases_whatever_their_shape():
     model = nn.ModuleDict({"norm": nn.LayerNorm(4), "linear": nn.Linear(4, 4), "embed": nn.Embedding(4, 4)})
     model.experts_bias = nn.Parameter(torch.zeros(2, 4))  # a bias for each expert
+    model.norm_of_heads = CohereLayerNorm((2, 4))  # of queries, a row for each head
     first, *others = parameter_groups(model, optim(decay="matrices"))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     by_decay = {group["weight_decay"]: {names[id(p)] for p in group["params"]} for group in (first, *others)}
-    plain = {"norm.weight", "norm.bias", "linear.bias", "experts_bias"}
+    plain = {"norm.weight", "norm.bias", "linear.bias", "experts_bias", "norm_of_heads.weight"}
     assert by_decay == {0.0: plain, 0.5: {"linear.weight", "embed.weight"}}
     assert {group["lr"] for group in (first, *others)} == {1.0}
 
@@ -37,14 +39,17 @@ def test_verls_one_group_is_the_default():
         assert all(isinstance(parameter, nn.Parameter) for parameter in parameter_groups(nn.Linear(2, 2), config))
 
 
-def test_the_first_glob_that_names_a_parameter_or_a_module_above_it_counts_and_the_plain_rate_comes_first():
+def test_the_longest_glob_that_names_a_parameter_or_a_module_above_it_counts_and_the_plain_rate_comes_first():
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))
-    groups = parameter_groups(model, optim(lr_of={"1": 2.0, "*.0.weight": 9.0, "2.bias": 0.5}))
+    globs = {"1": 2.0, "*.0.weight": 9.0, "2.bias": 0.5}
+    groups = parameter_groups(model, optim(lr_of=globs))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     by_rate = {group["lr"]: [names[id(p)] for p in group["params"]] for group in groups}
-    assert by_rate == {1.0: ["0.weight", "0.bias", "2.weight"], 2.0: ["1.0.weight", "1.0.bias"], 0.5: ["2.bias"]}
+    assert by_rate == {1.0: ["0.weight", "0.bias", "2.weight"], 9.0: ["1.0.weight"], 2.0: ["1.0.bias"], 0.5: ["2.bias"]}
     assert next(iter(by_rate)) == 1.0
-    with pytest.raises(ValueError, match=r"optim\.lr_of must name parameters of a Sequential; got 3"):
+    other_order = dict(reversed(globs.items()))  # which a resume does not compare
+    assert [group["lr"] for group in parameter_groups(model, optim(lr_of=other_order))] == list(by_rate)
+    with pytest.raises(ValueError, match=r"optim\.lr_of must name parameters that are trained; got 3"):
         parameter_groups(model, optim(lr_of={"3": 2.0}))
 
 
@@ -84,8 +89,14 @@ def test_a_glob_that_names_nothing_and_a_rate_that_is_none_are_refused(tiny_mode
     run = [*small_run(tmp_path, tiny_model, [30] * 4), into(tmp_path / "run")]
     changes = [["optim.lr_of={embed_token: 0.1}"], ["optim.lr_of={norm: 0}"], ["optim.lr_of={norm: 0.1}"]]
     lora = ["model.lora_rank=2", "optim.lr_of={lora_B: 16}"]
-    (told,) = run_ranks(refusals, 1, run, [*changes, lora, [lora[0], changes[0][0]]])
-    assert told[0].startswith("optim.lr_of must name parameters of a Qwen3ForCausalLM; got embed_token (nearest: embed")
+    of_base = [[lora[0], changes[0][0]], [lora[0], "optim.lr_of={embed_tokens: 16}"]]
+    frozen = ["model.freeze=[embed_tokens]", "optim.lr_of={embed_tokens: 0.1}"]
+    (told,) = run_ranks(refusals, 1, run, [*changes, lora, *of_base, frozen, ["optim.lr_of={0: 2}"]])
+    must = "optim.lr_of must name parameters that are trained; got"
+    assert told[0].startswith(f"{must} embed_token (nearest: embed")
     assert told[1] == "optim.lr_of.norm must be a number above 0; got 0"
     assert told[2:4] == ["", ""]
-    assert told[4].startswith("optim.lr_of must name adapters of a Qwen3ForCausalLM; got embed_token")
+    assert told[4].startswith(f"{must} embed_token")
+    assert told[5].startswith(f"{must} embed_tokens")
+    assert told[6].startswith(f"{must} embed_tokens")
+    assert told[7] == "optim.lr_of must have globs of names as keys; got 0"

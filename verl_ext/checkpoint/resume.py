@@ -103,7 +103,7 @@ def _resume_named(
     if not named:
         raise ValueError(f"{key} is required with trainer.resume_mode=resume_path; got null")
     checkpoint = Path(named).expanduser()
-    if checkpoint.is_symlink():  # the link `best`
+    if checkpoint.name == layout.BEST and checkpoint.is_symlink():
         checkpoint = checkpoint.resolve()
     if not checkpoint.is_dir() or "global_step_" not in checkpoint.name:
         raise ValueError(f"{key} must be an existing global_step_N folder; got {named}")

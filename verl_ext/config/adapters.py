@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from verl_ext.engines.optimizer import rate_problems
 from verl_ext.layers.towers import outside_text, text_alone
 from verl_ext.layers.trial import isolation_problem, trial_model
 from verl_ext.options import first_line, nearest_hint, plain, spell
@@ -126,6 +127,7 @@ def _merge_problems(config: "RunConfig", model: "Architecture", lora: Any) -> It
     except Exception as error:  # PEFT raises any error for modules that it does not adapt
         yield f"{key} must be adapters that a {model.name} can have; got {got} ({first_line(error)})"
         return
+    yield from rate_problems(adapted, config.optim.lr_of)
     if failure := _trial(model, lora, adapted):
         yield f"{key} must be adapters with which a {model.name} computes; got {got} ({failure})"
         return

@@ -18,7 +18,7 @@ from verl_ext.attention import AttentionNeeds, KernelDevice, choose_backend, fal
 from verl_ext.attention.rope import same_frequencies_in_all_layers_up_to
 from verl_ext.config.adapters import lora_problems
 from verl_ext.engines.head import cheapest_head
-from verl_ext.engines.optimizer import is_named
+from verl_ext.engines.optimizer import rate_problems
 from verl_ext.engines.router import asks_for_router_loss, has_router_loss
 from verl_ext.engines.tiles import tileable, untileable
 from verl_ext.flops import windowed_layers
@@ -28,7 +28,7 @@ from verl_ext.layers.scans import kernels_problem
 from verl_ext.layers.towers import auto_class, freeze, model_class, outside_text, text_parts
 from verl_ext.layers.trial import isolation_problem, sharing_problem, trial_model
 from verl_ext.losses import HEADS, row_bytes
-from verl_ext.options import first_line, nearest_hint, spell
+from verl_ext.options import first_line, spell
 from verl_ext.parallel.ulysses import HeadPadding
 
 if TYPE_CHECKING:
@@ -238,7 +238,8 @@ def option_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:
     if getattr(config.dataset, "share_prefixes", False):
         yield from _sharing_problems(config, model)
     yield from _freeze_problems(config, model)
-    yield from _rate_problems(config, model)
+    if model.module is not None and not config.model_options.lora_rank:  # else of adapters
+        yield from rate_problems(model.module, config.optim.lr_of)
     yield from lora_problems(config, model)
     if has_scans(model) and config.trainer.device == "cuda":
         has_kernels = find_spec("fla") is not None
@@ -262,20 +263,6 @@ def _freeze_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:
             freeze(model.module, options.freeze)
         except ValueError as error:
             yield str(error)
-
-
-def _rate_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:
-    """Yield a line for each glob of `optim.lr_of` that names no parameter."""
-    if model.module is None:
-        return
-    names = [name for name, _ in model.module.named_parameters()]
-    if config.model_options.lora_rank:
-        names = [f"{name}.lora_{side}.default.weight" for name, _ in model.module.named_modules() for side in "AB"]
-    for pattern in config.optim.lr_of:
-        if not any(is_named(name, pattern) for name in names):
-            what = "adapters" if config.model_options.lora_rank else "parameters"
-            hint = nearest_hint(pattern, {part for name in names for part in name.split(".")})
-            yield f"optim.lr_of must name {what} of a {type(model.module).__name__}; got {pattern}{hint}"
 
 
 def has_scans(model: Architecture) -> bool:

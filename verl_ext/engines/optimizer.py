@@ -7,10 +7,9 @@ With 100 parameters on two gloo ranks, on torch 2.11: 506 objects and 51 KiB a s
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -21,7 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from verl_ext.options import first_line
+from verl_ext.engines.tiles import is_norm
+from verl_ext.layers.towers import is_named, name_hint
+from verl_ext.options import first_line, refuse
 from verl_ext.text.workers import available_cpus
 
 FUSED, FOREACH, LOOP = "fused", "foreach", "loop"
@@ -69,13 +70,15 @@ def parameter_groups(module: nn.Module, optim: Any) -> list[nn.Parameter] | list
     decay, rates = getattr(optim, "decay", "all"), getattr(optim, "lr_of", {})  # verl's own config has neither
     if decay == "all" and not rates:
         return list(module.parameters())
-    named, groups = dict(module.named_parameters()), dict[tuple[float, bool], list[nn.Parameter]]()
-    for pattern in rates:  # checked before weights are read, but not in remote code
-        if not any(is_named(name, pattern) for name in named):
-            raise ValueError(f"optim.lr_of must name parameters of a {type(module).__name__}; got {pattern}")
-    for name, parameter in named.items():
-        decays = decay == "all" or (parameter.ndim >= 2 and not name.endswith("bias"))  # experts' are matrices
-        factor = next((factor for pattern, factor in rates.items() if is_named(name, pattern)), 1.0)
+    refuse([*rate_problems(module, rates)])  # checked before weights are read, but not in remote code
+    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    of_norms = {parameter for part in module.modules() if is_norm(part) for parameter in part.parameters()}
+    for name, parameter in module.named_parameters():
+        is_matrix = parameter.ndim >= 2 and not name.endswith("bias") and parameter not in of_norms
+        named = [pattern for pattern in rates if is_named(name, pattern)]
+        # The longest glob, so that a resume, which compares a mapping, need not ask for an order.
+        factor = rates[max(named, key=lambda pattern: (len(pattern), pattern))] if named else 1.0
+        decays = decay == "all" or is_matrix
         groups.setdefault((factor, decays), []).append(parameter)
     return [
         {"params": groups[key], "lr": optim.lr * key[0], "weight_decay": optim.weight_decay * key[1]}
@@ -83,11 +86,12 @@ def parameter_groups(module: nn.Module, optim: Any) -> list[nn.Parameter] | list
     ]
 
 
-def is_named(name: str, pattern: str) -> bool:
-    """Tell whether a glob names a parameter or a module that holds it, by its end."""
-    parts = name.split(".")
-    holders = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
-    return any(fnmatchcase(holder, end) for holder in holders for end in (pattern, f"*.{pattern}"))
+def rate_problems(module: nn.Module, rates: Iterable[str]) -> Iterator[str]:
+    """Yield a line for each glob of `optim.lr_of` that names nothing trained."""
+    names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    for pattern in rates:
+        if not any(is_named(name, pattern) for name in names):
+            yield f"optim.lr_of must name parameters that are trained; got {pattern}{name_hint(pattern, names)}"
 
 
 def step_problem(build: Callable[[list[nn.Parameter]], torch.optim.Optimizer], steps: int = 2) -> str | None:

@@ -49,7 +49,7 @@ class OptimOptions(Options):
     lr_of: dict[str, float] = option(
         {},
         "factor of optim.lr by a glob of modules or parameters, by names or ends of names ({embed_tokens: 0.1, "
-        "lora_B: 16}); the first glob that names a parameter counts",
+        "lora_B: 16}); the longest glob that names a parameter counts",
         resume="same",
     )
     lr_scheduler_type: str = option("constant", "schedule after the warm-up", choices=SCHEDULES, resume="same")
@@ -72,7 +72,9 @@ class OptimOptions(Options):
         """Yield a line for each rate that is none."""
         for pattern, factor in self.lr_of.items():
             is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
-            if not is_number or not 0 < factor < math.inf:
+            if not isinstance(pattern, str):
+                yield f"optim.lr_of must have globs of names as keys; got {spell(pattern)}"
+            elif not is_number or not 0 < factor < math.inf:
                 yield f"optim.lr_of.{pattern} must be a number above 0; got {spell(factor)}"
 
 

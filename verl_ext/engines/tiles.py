@@ -79,6 +79,8 @@ class TiledLayer:
         if shape[1] <= self.size or has_cache:
             return self.own_forward(hidden, **kwargs)
         name = next(part.config._attn_implementation for part in self.layer.modules() if hasattr(part, "config"))
+        if name not in ALL_ATTENTION_FUNCTIONS:
+            raise ValueError(f"model.tile_tokens needs attention that transformers looks up by name; got {name}")
         attention: Callable = ALL_ATTENTION_FUNCTIONS[name]
         attention_call: list[tuple] = []  # the module, and its arguments beside queries, keys and values
         other_outputs: list[Any] = []  # the rest of the tuple that the layer returns; None if it returns a tensor
@@ -328,7 +330,7 @@ def tileable(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     rest = [part for part in model.modules() if part not in inside]
     inner = [mlp for part in rest if isinstance(mlp := getattr(part, "mlp", None), nn.Module)]
     mlps = [mlp for mlp in inner if len(inspect.signature(type(mlp).forward).parameters) == 2 and _is_known(mlp)]
-    return layers, mlps + [part for part in rest if _is_norm(part)]
+    return layers, mlps + [part for part in rest if is_norm(part)]
 
 
 def _is_tileable_layer(layer: nn.Module) -> bool:
@@ -343,7 +345,7 @@ def _is_known(module: nn.Module) -> bool:
     return all(
         type(part) in _ACTIVATIONS
         or type(part) in _PARTS
-        or _is_norm(part)
+        or is_norm(part)
         or (
             type(part).__name__ not in MIXERS
             and type(part).__module__.startswith("transformers.")
@@ -354,7 +356,8 @@ def _is_known(module: nn.Module) -> bool:
     )
 
 
-def _is_norm(module: nn.Module) -> bool:
+def is_norm(module: nn.Module) -> bool:
+    """Tell whether a module is one of transformers' norms."""
     return type(module).__name__.endswith(("RMSNorm", "LayerNorm")) and not list(module.children())
 
 

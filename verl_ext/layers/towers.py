@@ -98,6 +98,18 @@ def text_alone(model: Any, excluded: Any) -> Any:
     return rf"({outside})(\..*)?" + (f"|{excluded}" if excluded else "")
 
 
+def is_named(name: str, pattern: str) -> bool:
+    """Tell whether a glob names a parameter or a module that holds it, by its end."""
+    parts = name.split(".")
+    holders = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+    return any(fnmatchcase(holder, end) for holder in holders for end in (pattern, f"*.{pattern}"))
+
+
+def name_hint(pattern: str, names: Iterable[str]) -> str:
+    """Return the nearest part of parameters' names as a hint."""
+    return nearest_hint(pattern, {part for name in names for part in (name, *name.split("."))})
+
+
 def freeze(model: Any, patterns: Iterable[str]) -> None:
     """Freeze everything outside the text, and what `patterns` name.
 
@@ -105,14 +117,12 @@ def freeze(model: Any, patterns: Iterable[str]) -> None:
     """
     patterns = list(patterns)
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
-    frozen, names = outside_text(model), (*modules, *parameters)
+    frozen = outside_text(model)
     for pattern in patterns:
-        ends = (pattern, f"*.{pattern}")
-        named = [name for name in names if any(fnmatchcase(name, end) for end in ends)]
+        named = [name for name in parameters if is_named(name, pattern)]
         if not named:
-            hint = nearest_hint(pattern, {end for name in names for end in (name, name.rpartition(".")[2])})
             must = f"model.freeze must name modules or parameters of a {type(model).__name__}"
-            raise ValueError(f"{must}; got {pattern}{hint}")
+            raise ValueError(f"{must}; got {pattern}{name_hint(pattern, parameters)}")
         frozen += named
     for name in frozen:
         (modules[name] if name in modules else parameters[name]).requires_grad_(False)

@@ -22,7 +22,7 @@ def audit_tables(audit: Mapping[str, Any]) -> Iterator[RenderableType]:
         yield Text(one_line(f"tokenizer {audit['tokenizer']}"), "dim")
     yield _categories(audit["categories"])
     tokens = sum(row["tokens"] * row.get("computed", 1) for row in audit["categories"].values())
-    if tokens <= NOTICED_SHARE * audit["tokens"] and "plan" not in audit:
+    if 0 < tokens <= NOTICED_SHARE * audit["tokens"] and "plan" not in audit:
         share = f"{tokens / audit['tokens']:.0%} of the tokens"
         yield Text(f"documents begin alike: data.share_prefixes=true computes {share} where packs hold what they share")
     if kinds := _kinds(audit["categories"]):

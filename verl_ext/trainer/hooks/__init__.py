@@ -12,7 +12,7 @@ from verl_ext.trainer.hooks.profile import ProfileHook
 from verl_ext.trainer.hooks.progress import ProgressHook
 from verl_ext.trainer.hooks.saving import SavingHook
 from verl_ext.trainer.hooks.spikes import SpikeHook
-from verl_ext.trainer.hooks.stop import EarlyStopHook, SkippedStepsHook, StopHook
+from verl_ext.trainer.hooks.stop import SkippedStepsHook, StopHook, WatchedHook
 from verl_ext.trainer.hooks.tracking import TrackingHook
 from verl_ext.trainer.hooks.validation import ValidationHook
 
@@ -25,7 +25,7 @@ HOOKS: tuple[type[Hook], ...] = (
     ValidationHook,
     AnswersHook,
     ConsoleHook,  # after all whose metrics are on a step's line
-    EarlyStopHook,  # after the measurements of a step, before its checkpoint
+    WatchedHook,  # after the measurements of a step, before its checkpoint
     StopHook,
     SavingHook,
     HangHook,  # The last one, because its call starts the time of the next batch.

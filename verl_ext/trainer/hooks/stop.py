@@ -2,18 +2,22 @@
 
 from collections.abc import Mapping
 
+import torch
+import torch.distributed as dist
+
 from verl_ext.checkpoint.identity import Watched
-from verl_ext.config.best import EARLY_STOP
+from verl_ext.config.best import EARLY_STOP, is_of_answers
 from verl_ext.trainer.distributed import RunFailed
 from verl_ext.trainer.hooks.base import Hook, StepOutcome
 from verl_ext.trainer.hooks.saving import tolerate_failed_save
 from verl_ext.trainer.signals import requests
 
 
-class EarlyStopHook(Hook):
+class WatchedHook(Hook):
     """The hook for the best values of watched metrics, which may end the run.
 
-    Measurements before the first step do not count. Every rank takes the same ones.
+    Measurements before the first step do not count. Every rank takes rank 0's: ranks that share packs reduce sums of
+    their own, whose last digits may differ on GPUs, and a checkpoint needs all ranks.
     """
 
     def pre_train(self) -> None:
@@ -27,10 +31,17 @@ class EarlyStopHook(Hook):
         self._end_after(self.trainer.first_step)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Take the measurements of a step."""
-        for key, best in self._watched.items() if step else ():
-            if best.metric in metrics:
-                best.measure(metrics[best.metric], step, self.options.early_stop.least if key == EARLY_STOP else 0.0)
+        """Take the measurements of a step; raise RunFailed for a metric that it lacks."""
+        for key, best in self._watched.items():
+            whole = "val/answer" if is_of_answers(best.metric) else "val/loss"
+            if whole not in metrics:
+                continue  # not of this measurement
+            if best.metric not in metrics:
+                raise RunFailed(f"{key} must name a metric that is measured; got {best.metric}, not so at step {step}")
+            value = torch.tensor(metrics[best.metric], dtype=torch.float64)
+            dist.broadcast(value, src=0, group=self.trainer.hosts)
+            if step:
+                best.measure(value.item(), step, self.options.early_stop.least if key == EARLY_STOP else 0.0)
 
     def post_step(self, step: int, outcome: StepOutcome) -> None:
         """End the run with this step if the metric no longer improves."""
