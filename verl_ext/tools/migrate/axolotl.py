@@ -12,24 +12,20 @@ from verl_ext.tools.migrate.line import FREE, READ, Moved, Rule, is_on, lacking,
 NAME = "axolotl"
 _GROUPS = lacking("ranks share parameters and packs, not matrices or experts")
 _OTHER_RUN = lacking("another kind of training")
-
-_OTHER_NAMES = (  # that axolotl has for these keys of the Trainer
-    *("per_device_train_batch_size", "num_train_epochs", "lr_scheduler_type", "optim", "report_to", "run_name"),
-)
+_NAMES = {"num_epochs": "num_train_epochs", "lr_scheduler": "lr_scheduler_type", "optimizer": "optim"}
+_OTHER_NAMES = (*_NAMES.values(), "per_device_train_batch_size", "report_to", "run_name")  # that axolotl does not have
 
 KEYS: dict[str, Rule] = {
     **{key: rule for key, rule in hf_trainer.KEYS.items() if key not in _OTHER_NAMES},
     "base_model": to("model.path"),
     **rules(
         READ,
-        "datasets test_datasets pretraining_dataset sequence_len sample_packing micro_batch_size "
-        "batch_size num_epochs lr_scheduler optimizer adapter lora_r lora_alpha "
-        "lora_target_modules lora_target_linear excess_length_strategy train_on_inputs chat_template saves_per_epoch "
-        "evals_per_epoch context_parallel_size sequence_parallel_degree cosine_min_lr_ratio "
-        "wandb_project wandb_name use_wandb use_swanlab swanlab_project "
-        "swanlab_experiment_name use_mlflow use_tensorboard activation_offloading plugins "
-        "special_tokens model_config eta_min lora_model_dir roles_to_train "
-        "train_on_eos unfrozen_parameters chat_template_jinja peft dp_replicate_size",
+        "datasets test_datasets pretraining_dataset sequence_len sample_packing micro_batch_size batch_size "
+        "num_epochs lr_scheduler optimizer adapter lora_r lora_alpha lora_target_modules lora_target_linear "
+        "excess_length_strategy train_on_inputs chat_template saves_per_epoch evals_per_epoch context_parallel_size "
+        "sequence_parallel_degree use_wandb use_swanlab use_mlflow use_tensorboard activation_offloading plugins "
+        "special_tokens model_config eta_min roles_to_train train_on_eos unfrozen_parameters peft dp_replicate_size "
+        "eot_tokens dp_shard_size",
     ),
     **rules(
         FREE,
@@ -39,25 +35,25 @@ KEYS: dict[str, Rule] = {
         "tokenizer_use_fast tokenizer_legacy hf_use_auth_token liger_rope liger_rms_norm liger_glu_activation "
         "liger_layer_norm liger_fused_linear_cross_entropy liger_rms_norm_gated liger_cross_entropy lora_mlp_kernel "
         "lora_qkv_kernel lora_o_kernel lora_embedding_kernel cut_cross_entropy skip_prepare_dataset fsdp_version "
-        "dp_shard_size shuffle_merged_datasets use_kernels use_scattermoe use_sonicmoe low_cpu_mem_usage device_map "
-        "bfloat16 float16 torch_dtype debug is_llama_derived_model is_mistral_derived_model "
-        "is_falcon_derived_model experimental_skip_move_to_device gptq_groupsize gptq_model_v1 torchdistx_path "
-        "flash_optimum eval_table_size wandb_mode flex_attn_compile_kwargs fused_attn_kernel gemma4_hybrid_attn_impl "
-        "auto_resume_from_checkpoints sample_packing_eff_est sample_packing_seq_len_multiplier total_num_tokens "
-        "max_packed_sequence_len tiled_mlp eval_max_new_tokens loss_watchdog_patience "
-        "otel_metrics_host otel_metrics_port trackio_space_id "
-        "freeze_mm_modules full_finetune ddp streaming "
-        "streaming_multipack_buffer_size pretrain_multipack_attn bnb_config_kwargs tokenizer_use_mistral_common "
-        "project_name test_value sample_packing_sequentially "
+        "shuffle_merged_datasets use_kernels use_scattermoe use_sonicmoe low_cpu_mem_usage device_map bfloat16 "
+        "float16 torch_dtype debug is_llama_derived_model is_mistral_derived_model is_falcon_derived_model "
+        "experimental_skip_move_to_device gptq_groupsize gptq_model_v1 torchdistx_path flash_optimum eval_table_size "
+        "wandb_mode flex_attn_compile_kwargs fused_attn_kernel gemma4_hybrid_attn_impl auto_resume_from_checkpoints "
+        "sample_packing_eff_est sample_packing_seq_len_multiplier total_num_tokens max_packed_sequence_len tiled_mlp "
+        "eval_max_new_tokens loss_watchdog_patience otel_metrics_host otel_metrics_port trackio_space_id "
+        "freeze_mm_modules full_finetune ddp streaming streaming_multipack_buffer_size pretrain_multipack_attn "
+        "bnb_config_kwargs tokenizer_use_mistral_common project_name test_value sample_packing_sequentially "
         "multipack_real_batches eval_batch_size swanlab_description swanlab_mode swanlab_workspace swanlab_log_model "
-        "flash_attn_fuse_qkv model_quantization_config_kwargs torch_compile_mode save_first_step",
-    ),
-    **rules(
-        FREE,
-        "provider secrets gpu gpu_count node_count volumes branch dockerfile_commands memory timeout "
-        "memory_preprocess timeout_preprocess",
+        "flash_attn_fuse_qkv model_quantization_config_kwargs torch_compile_mode save_first_step provider secrets gpu "
+        "gpu_count node_count volumes branch dockerfile_commands memory timeout memory_preprocess timeout_preprocess "
+        "wandb_run_id lora_fan_in_fan_out type_of_model ray_num_workers base_model_ignore_patterns cls_model_config",
     ),
     "tokenizer_config": to("model.tokenizer_path"),
+    "lora_model_dir": to("model.lora_adapter_path"),
+    "chat_template_jinja": to("chat_template"),
+    "cosine_min_lr_ratio": to("optim.min_lr_ratio"),
+    **rules(to("trainer.project_name"), "swanlab_project wandb_project"),
+    **rules(to("trainer.experiment_name"), "swanlab_experiment_name wandb_name"),
     "adam_eps": to("optim.override_optimizer_config.eps"),
     "experts_implementation": to("model.experts", {"scattermoe": "grouped_mm", "sonicmoe": "grouped_mm"}),
     "peft_use_rslora": hf_trainer.KEYS["use_rslora"],
@@ -65,15 +61,14 @@ KEYS: dict[str, Rule] = {
     "val_set_size": hf_trainer.HELD_OUT,
     "min_sample_len": lacking("short documents are not left out"),
     "dataset_exact_deduplication": lacking("the audit finds duplicates (verl-ext show); none is left out"),
-    "eot_tokens": lacking("end_of_turn names the token that ends a turn"),
-    **rules(FREE, "wandb_run_id lora_fan_in_fan_out type_of_model"),
     "cosine_constant_lr_ratio": lacking("a cosine falls to the end of the run", "0", "0.0"),
     **rules(to("num_workers"), "dataset_processes dataset_num_proc"),
     **rules(
         lacking("trainer.logger has another set of trackers"), "use_otel_metrics trackio_project_name trackio_run_name"
     ),
     "push_dataset_to_hub": lacking("nothing is uploaded"),
-    **rules(hf_trainer.TOKENS, "tokens added_tokens_overrides resize_token_embeddings_to_32x"),
+    "tokens": hf_trainer.TOKENS,
+    **rules(lacking("embeddings keep their size"), "added_tokens_overrides resize_token_embeddings_to_32x"),
     **rules(
         hf_trainer.QUANTIZED,
         "load_in_4bit load_in_8bit gptq quantize_moe_experts nvfp4_merge_aware gptq_disable_exllama "
@@ -102,11 +97,7 @@ KEYS: dict[str, Rule] = {
     ),
     **rules(lacking("eval.prompts has prompts to answer while training"), "do_causal_lm_eval eval_causal_lm_metrics"),
     "use_ray": lacking("verl_ext.fsdp_sft_trainer_ray trains on Ray"),
-    "ray_num_workers": FREE,
-    "base_model_ignore_patterns": FREE,
-    "cls_model_config": FREE,
 }
-_NAMES = {"num_epochs": "num_train_epochs", "lr_scheduler": "lr_scheduler_type", "optimizer": "optim"}
 _PLUGINS = ("cut_cross_entropy", "liger", "kernels", "swanlab")  # whose work is done here, or has keys of its own
 _SIZES = ("dp_shard_size", "dp_replicate_size", "context_parallel_size")  # whose product are the ranks
 _TEXTS = ("completion", "pretrain")
@@ -114,6 +105,7 @@ _CHATS = ("", "None", "chat_template", "sharegpt")
 _ENTRY = (  # what is read of a data set, or needs nothing
     *("path", "name", "split", "type", "data_files", "ds_type", "field", "text_column", "field_messages"),
     *("field_tools", "roles_to_train", "train_on_eos", "message_property_mappings", "trust_remote_code"),
+    *("message_field_role", "message_field_content", "field_thinking", "template_thinking_key"),
 )
 
 
@@ -135,18 +127,12 @@ def read_axolotl(moved: Moved, folder: Path) -> None:
     # What is trained.
     adapter = str(moved.get("adapter", default="")).lower()
     if adapter in ("lora", "qlora"):
-        targets = moved.get("lora_target_modules", default="all-linear")
-        hf_trainer.put_lora(
-            moved, moved.get("lora_r", default=8), moved.get("lora_alpha", default=16), targets if targets else "all"
-        )
-        if moved.is_on("lora_target_linear"):
-            moved.words.pop("model.target_modules", None)
+        targets = None if moved.is_on("lora_target_linear") else moved.get("lora_target_modules")
+        hf_trainer.put_lora(moved, moved.get("lora_r", default=8), moved.get("lora_alpha", default=16), targets)
     elif is_on(adapter):
         moved.lack("adapter", "adapters are LoRA's")
     if adapter == "qlora" and "load_in_4bit" not in values:
         moved.lack("adapter", hf_trainer.QUANTIZED.lacks)
-    if is_on(path := moved.get("lora_model_dir")):
-        moved.put("model.lora_adapter_path", path)
     if moved.is_on("unfrozen_parameters"):
         patterns = listed(moved.get("unfrozen_parameters"))
         if not all("language_model" in str(pattern) or "lm_head" in str(pattern) for pattern in patterns):
@@ -159,18 +145,13 @@ def read_axolotl(moved: Moved, folder: Path) -> None:
     if moved.ranks is None and max(sizes) > 1:
         moved.ranks = int(math.prod(sizes))
     hf_trainer.put_split(moved, moved.get("context_parallel_size", "sequence_parallel_degree", default=1))
-    if (
-        is_on(size := moved.get("dp_replicate_size"))
-        and number(size) > 1
-        and is_on(shard := moved.get("dp_shard_size"))
-    ):
+    if number(moved.get("dp_replicate_size")) > 1 and is_on(shard := moved.get("dp_shard_size")):
         moved.put("engine.fsdp_size", shard)
     rows, steps = moved.get("micro_batch_size", default=1), moved.get("gradient_accumulation_steps", default=1)
     if moved.get("gradient_accumulation_steps") is None and (whole := number(moved.get("batch_size"))):
         steps = max(int(whole / max(number(rows), 1)), 1)
     plugins = map(str, listed(moved.get("plugins")))
-    others = [name for name in plugins if not any(known in name for known in _PLUGINS)]
-    if others:
+    if others := [name for name in plugins if not any(known in name for known in _PLUGINS)]:
         moved.lack("plugins", f"{', '.join(others)}: trainer.hooks, loss.custom_cls and data.custom_cls take Python")
     packs = moved.is_on("sample_packing") or moved.is_on("pretraining_dataset")
     hf_trainer.read_batch(moved, rows, steps, packs)
@@ -183,8 +164,10 @@ def read_axolotl(moved: Moved, folder: Path) -> None:
             f"chat_template={moved.get('chat_template')}: here the tokenizer's own renders chats; "
             "chat_template=FILE names another"
         )
-    if is_on(template := moved.get("chat_template_jinja")):
-        moved.put("chat_template", template)
+    if len(ends := listed(moved.get("eot_tokens"))) == 1:
+        moved.put("end_of_turn", ends[0])
+    elif ends:
+        moved.lack("eot_tokens", "end_of_turn names one text; left out, those of the chat template are found")
     special = mapping("special_tokens", moved.get("special_tokens"))
     if other := [name for name in special if name != "pad_token" and is_on(special[name])]:
         moved.differ(f"special_tokens: {', '.join(other)}: the tokenizer's own are used here")
@@ -201,26 +184,20 @@ def _read_run(moved: Moved) -> None:
         moved.differ("no warm-up is given: axolotl's default is 3 % of the run")
     if moved.get("save_steps", "save_strategy") is None:
         values["save_strategy"] = "no" if moved.is_on("saves_per_epoch") else "epoch"
-    if moved.get("eval_strategy", "evaluation_strategy") is None:
-        values["eval_strategy"] = "no" if moved.get("eval_steps") is None else "steps"
-    if moved.is_on("evals_per_epoch") and moved.validates:
+    if values.get("eval_steps") is not None:
+        values["eval_strategy"] = "steps"
+    if moved.validates and moved.is_on("evals_per_epoch"):
         moved.put("trainer.tests_per_epoch", moved.get("evals_per_epoch"))
-    elif moved.is_on("evals_per_epoch"):
+    elif moved.is_lacking(hf_trainer.HELD_OUT) and moved.is_on("evals_per_epoch"):
         moved.lack("evals_per_epoch", hf_trainer.NO_VALIDATION)
     if moved.is_on("saves_per_epoch"):
         moved.put("trainer.saves_per_epoch", moved.get("saves_per_epoch"))
     values["report_to"] = [name for name in hf_trainer.TRACKERS if moved.is_on(f"use_{name}", f"{name}_project")]
-    values["run_name"] = moved.get("wandb_name", "swanlab_experiment_name")
-    hf_trainer.read_trainer(moved, hf_trainer.TrainerDefaults(2e-4, "cosine", 1.0))
+    hf_trainer.read_trainer(moved, hf_trainer.TrainerDefaults(2e-4, "cosine", 1.0, idles=True))
     moved.restore(known, {trainers: theirs for theirs, trainers in _NAMES.items()})
     # What the Trainer has no name for.
-    floor = moved.get("cosine_min_lr_ratio")
-    if floor is not None:
-        moved.put("optim.min_lr_ratio", floor)
     if is_on(eta := moved.get("eta_min")) and number(moved.words.get("optim.lr")):
         moved.put("optim.min_lr_ratio", number(eta) / number(moved.words["optim.lr"]))
-    if is_on(project := moved.get("wandb_project", "swanlab_project")):
-        moved.put("trainer.project_name", project)
     checkpointing = str(moved.get("gradient_checkpointing", default=False)).lower()
     if moved.is_on("activation_offloading") or checkpointing.startswith("offload"):
         moved.put("model.activation_offload", True)
@@ -242,15 +219,16 @@ def _read_data(moved: Moved) -> None:
 def _put_dataset(moved: Moved, key: str, node: str, entry: Mapping[str, Any]) -> None:
     path, kind = str(entry.get("path", "")), entry.get("type", "pretrain" if key == "pretraining_dataset" else "")
     # Its place.
+    place: Any = path
     if files := [str(name) for name in listed(entry.get("data_files"))]:
         is_format = path in ("json", "parquet", "csv", "text", "arrow")
         root = "" if is_format else f"{path.rstrip('/')}/" if hf_trainer.is_file(path) else f"hf://datasets/{path}/"
-        source = [name if "://" in name or name.startswith("/") else f"{root}{name}" for name in files]
-        hf_trainer.put_source(moved, node, path, source[0] if len(source) == 1 else source)
-    else:
-        hf_trainer.put_hub(moved, key, node, path, entry.get("name"), entry.get("split"))
+        place = [name if "://" in name or name.startswith("/") else f"{root}{name}" for name in files]
+        place = place[0] if len(place) == 1 else place
+    hf_trainer.put_data(moved, key, node, place, entry.get("name"), entry.get("split"), path)
     # Its fields.
-    unread = [name for name, value in entry.items() if name not in _ENTRY and is_on(value)]
+    why = f"{path}: no source has"
+    moved.lack_others(key, why, entry, _ENTRY)
     columns = {"messages": entry.get("field_messages"), "tools": entry.get("field_tools")}
     if isinstance(kind, Mapping):
         fields = {"field_instruction": "instruction", "field_output": "output", "field_input": "input"}
@@ -260,7 +238,7 @@ def _put_dataset(moved: Moved, key: str, node: str, entry: Mapping[str, Any]) ->
                 f"{path}: format is a prompt's text of its own; here the record is a chat of the tokenizer's template"
             )
         known = (*fields, "field_system", "format", "no_input_format")
-        unread += [f"type.{name}" for name, value in kind.items() if name not in known and is_on(value)]
+        moved.lack_others(key, why, kind, known)
     elif str(kind).split(".")[0] in _TEXTS:
         columns["text"] = entry.get("field") or entry.get("text_column")
     elif str(kind).partition(".")[0] not in _CHATS:
@@ -270,12 +248,14 @@ def _put_dataset(moved: Moved, key: str, node: str, entry: Mapping[str, Any]) ->
     hf_trainer.put_columns(moved, key, path, columns)
     # What is learnt of it.
     if roles := {*map(str, listed(entry["roles_to_train"]))} - {"assistant", "gpt"}:
-        moved.lack(key, f"{path}: assistant turns alone are learnt, not {', '.join(sorted(roles))}")
+        owner = "roles_to_train" if moved.is_on("roles_to_train") else key
+        moved.lack(owner, f"{path}: assistant turns alone are learnt, not {', '.join(sorted(roles))}")
     if str(entry["train_on_eos"]) not in ("turn", "None"):
         moved.differ(f"{path}: train_on_eos={entry['train_on_eos']}: the end of each learnt turn is learnt here")
     own = mapping(f"message_property_mappings of {path}", entry.get("message_property_mappings"))
+    own |= {name: entry[f"message_field_{name}"] for name in ("role", "content") if entry.get(f"message_field_{name}")}
+    thought = "reasoning_content"
+    own[entry.get("template_thinking_key") or thought] = entry.get("field_thinking") or thought
     names = {"role": ("role", "from"), "content": ("content", "value")}
-    if other := {name: field for name, field in own.items() if field not in names.get(name, (field,))}:
-        moved.lack(key, f"{path}: messages have a role and content by the usual names; got {other}")
-    if unread:
-        moved.lack(key, f"{path}: no source has {', '.join(unread)}")
+    if other := {name: field for name, field in own.items() if field not in names.get(name, (name,))}:
+        moved.lack(key, f"{path}: messages have a role, content and reasoning by the usual names; got {other}")

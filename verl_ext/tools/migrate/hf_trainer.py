@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verl_ext.tools.migrate.line import FREE, READ, Moved, Rule, is_on, lacking, listed, number, rules, to
+from verl_ext.tools.migrate.line import FREE, READ, Moved, Rule, is_on, lacking, listed, names_of, number, rules, to
 
 TRACKERS = ("wandb", "swanlab", "mlflow", "tensorboard")
 _SCHEDULES = {
@@ -29,7 +29,7 @@ NO_VALIDATION = "there is no validation data to measure"
 HELD_OUT = lacking("no share of the data is held out; data.val_sources names validation data")
 QUANTIZED = lacking("a base of 4 or 8 bits is not trained; adapters of its bf16 weights are (model=lora)", "none")
 UNSHARDED = lacking("optim.optimizer names a class of torch.optim or another package that steps shards")
-TOKENS = lacking("tokens are not added, and embeddings not extended")
+TOKENS = lacking("no tokens are added")
 IMAGES = lacking("records are text; media=drop leaves their images out")
 
 KEYS: dict[str, Rule] = {
@@ -40,18 +40,16 @@ KEYS: dict[str, Rule] = {
         "dataloader_pin_memory disable_tqdm dataloader_persistent_workers save_safetensors log_level logging_dir "
         "include_num_input_tokens_seen local_rank per_device_eval_batch_size eval_accumulation_steps "
         "dataloader_prefetch_factor torch_compile use_cpu group_by_length prediction_loss_only label_names "
-        "fsdp_transformer_layer_cls_to_wrap accelerator_config "
-        "average_tokens_across_devices auto_find_batch_size ddp_backend include_tokens_per_second no_cuda",
+        "fsdp_transformer_layer_cls_to_wrap accelerator_config average_tokens_across_devices auto_find_batch_size "
+        "ddp_backend include_tokens_per_second no_cuda",
     ),
     **rules(
         READ,
         "per_device_train_batch_size gradient_accumulation_steps learning_rate lr_scheduler_type warmup_ratio "
         "warmup_steps weight_decay num_train_epochs max_steps save_steps save_strategy eval_steps eval_strategy "
         "evaluation_strategy optim report_to metric_for_best_model load_best_model_at_end early_stopping_patience "
-        "adam_beta1 adam_beta2 gradient_checkpointing seed run_name save_total_limit "
-        "resume_from_checkpoint lr_scheduler_kwargs use_liger_kernel dataloader_drop_last "
-        "early_stopping_threshold save_only_model fp16 router_aux_loss_coef moe_aux_loss_coef "
-        "data_seed logging_steps deepspeed fsdp fsdp_config",
+        "adam_beta1 adam_beta2 gradient_checkpointing seed resume_from_checkpoint lr_scheduler_kwargs "
+        "early_stopping_threshold router_aux_loss_coef moe_aux_loss_coef data_seed deepspeed fsdp fsdp_config",
     ),
     "trust_remote_code": to("model.trust_remote_code"),
     "lora_dropout": lacking("adapters have no dropout"),
@@ -61,13 +59,20 @@ KEYS: dict[str, Rule] = {
         lacking("adapters alone are trained with model=lora"),
         "modules_to_save lora_modules_to_save additional_target",
     ),
-    **rules(to("model.target_parameters"), "target_parameters lora_target_parameters"),
+    **rules(to("model.target_parameters", is_names=True), "target_parameters lora_target_parameters"),
     **rules(
         lacking("no system prompt is added to records without one"),
         "system default_system default_system_message",
     ),
     "max_grad_norm": to("optim.clip_grad"),
     "output_dir": to("trainer.default_local_dir"),
+    "run_name": to("trainer.experiment_name"),
+    "logging_steps": to("trainer.log_freq"),
+    "save_total_limit": to("trainer.max_ckpt_to_keep", {"0": None, "-1": None}),
+    "save_only_model": to("checkpoint.save_contents", {"true": ["model", "hf_model"], "false": None}),
+    "use_liger_kernel": to("model.use_liger", {"false": None}),
+    "dataloader_drop_last": to("data.drop_last", {"false": None}),
+    "fp16": to("engine.mixed_precision.param_dtype", {"true": "fp16", "false": None, "auto": None}),
     "dataloader_num_workers": to("data.num_workers"),
     "adam_epsilon": to("optim.override_optimizer_config.eps"),
     "eval_delay": lacking("validation begins with the first trainer.test_freq"),
@@ -84,6 +89,7 @@ class TrainerDefaults:
     """What a trainer does without a word.
 
     validates: whether it validates as often as it saves.
+    idles: whether it validates nothing, without a word, if there is no data for that.
     logs: the steps between its log lines, and between validations without a number of their own.
     """
 
@@ -93,6 +99,7 @@ class TrainerDefaults:
     decay: float = 0.0
     beta2: float = _BETA2
     validates: bool = False
+    idles: bool = False
     logs: int = 500
 
 
@@ -106,17 +113,9 @@ def read_trainer(moved: Moved, defaults: TrainerDefaults) -> None:
     for key, value in (("trainer.seed", seed), ("data.seed", moved.get("data_seed", default=seed))):
         if value is not None:
             moved.put(key, value)
-    if (steps := moved.get("logging_steps")) is not None:
-        moved.put("trainer.log_freq", steps)
-    if moved.is_on("use_liger_kernel"):
-        moved.put("model.use_liger", True)
-    if moved.is_on("fp16") and str(moved.get("fp16")) != "auto":
-        moved.put("engine.mixed_precision.param_dtype", "fp16")
     if is_on(share := moved.get("router_aux_loss_coef", "moe_aux_loss_coef")):
         own = moved.words.get("model.override_config", {})
         moved.put("model.override_config", {**own, "output_router_logits": True, "router_aux_loss_coef": share})
-    if moved.is_on("dataloader_drop_last"):
-        moved.put("data.drop_last", True)
     if moved.get("gradient_checkpointing") is False:
         moved.put("model.enable_gradient_checkpointing", False)
     for key in ("deepspeed", "fsdp", "fsdp_config"):
@@ -130,8 +129,6 @@ def read_trainer(moved: Moved, defaults: TrainerDefaults) -> None:
         moved.put("trainer.logger", ["console", "file", *(name for name in names if name in TRACKERS)])
         if other := [name for name in names if name not in TRACKERS]:
             moved.lack("report_to", f"trainer.logger has no {', '.join(other)}")
-    if (run := moved.get("run_name")) is not None:
-        moved.put("trainer.experiment_name", run)
 
 
 def _offloads(value: Any) -> bool:
@@ -221,31 +218,33 @@ def read_length(moved: Moved, epochs: float) -> None:
             moved.lack("max_epochs", "trainer.total_training_steps alone ends the run")
         return
     # ms-swift ends at the lesser of two.
-    given = [name for name in ("num_train_epochs", "max_epochs") if moved.get(name) is not None]
-    passes = min((moved.get(name) for name in given), key=number, default=epochs)
+    lengths = {"num_train_epochs": moved.get("num_train_epochs", default=epochs)}
+    if moved.is_on("max_epochs"):
+        lengths["max_epochs"] = moved.get("max_epochs")
+    name, passes = min(lengths.items(), key=lambda item: number(item[1]))
     whole = number(passes, 1.0)
     if whole != int(whole):
-        for name in given:
-            moved.lack(name, "trainer.total_epochs is a whole number; trainer.total_training_steps any length")
+        moved.lack(name, "trainer.total_epochs is a whole number; trainer.total_training_steps any length")
     else:
         moved.put("trainer.total_epochs", int(whole) if isinstance(passes, float) else passes)
-    if not given and epochs != 1:
+    if moved.get("num_train_epochs") is None and name == "num_train_epochs" and epochs != 1:
         moved.differ(f"num_train_epochs not given: {moved.trainer}'s default is {passes:g}, ours is 1")
 
 
 def _read_saves(moved: Moved, defaults: TrainerDefaults) -> None:
     """Translate when a run saves and validates, and which checkpoints it keeps."""
     saves = moved.get("save_strategy", default="steps")
-    validates = moved.get("eval_strategy", "evaluation_strategy", default=saves if defaults.validates else "no")
     # (our key, when, the trainer's keys of the steps between, their default)
     second, default = ("save_steps", 500) if defaults.validates else ("logging_steps", defaults.logs)
     plans = [("trainer.save_freq", saves, ["save_steps"], 500)]
-    if moved.validates:
-        plans.append(("trainer.test_freq", validates, ["eval_steps", second], default))
-    elif is_on(validates):
-        for name in ("eval_strategy", "evaluation_strategy", "eval_steps"):
-            if moved.is_on(name):
-                moved.lack(name, NO_VALIDATION)
+    if moved.validates or moved.is_lacking(HELD_OUT) or not defaults.idles:
+        validates = moved.get("eval_strategy", "evaluation_strategy", default=saves if defaults.validates else "no")
+        if moved.validates:
+            plans.append(("trainer.test_freq", validates, ["eval_steps", second], default))
+        elif is_on(validates):
+            for name in ("eval_strategy", "evaluation_strategy", "eval_steps"):
+                if moved.is_on(name):
+                    moved.lack(name, NO_VALIDATION)
     for key, strategy, names, default in plans:
         if str(strategy).lower() == "epoch":
             moved.put(key, "after_each_epoch")
@@ -258,10 +257,6 @@ def _read_saves(moved: Moved, defaults: TrainerDefaults) -> None:
                 moved.lack(name, why)
             else:
                 moved.put(key, max(round(share), 1) if isinstance(steps, float) else steps)
-    if (most := moved.get("save_total_limit")) is not None and number(most, 1.0) > 0:
-        moved.put("trainer.max_ckpt_to_keep", most)
-    if moved.is_on("save_only_model"):
-        moved.put("checkpoint.save_contents", ["model", "hf_model"])
     # The best checkpoint and an early end by it.
     best = moved.get("metric_for_best_model", default="loss")
     name = str(best).removeprefix("eval_")
@@ -318,11 +313,10 @@ def put_lora(moved: Moved, rank: Any, alpha: Any, targets: Any, dropout: float =
     moved.put("model", "lora")
     moved.put("model.lora_rank", rank)
     moved.put("model.lora_alpha", alpha)
-    names = targets.split(",") if isinstance(targets, str) and "," in targets else targets
-    names = [str(name).strip() for name in names] if isinstance(names, list) else str(names or "all").strip()
-    if names in ("all", "all-linear", ["all"], ["all-linear"]):
-        return
-    moved.put("model.target_modules", [names] if isinstance(names, str) and re.fullmatch(r"\w+", names) else names)
+    is_pattern = isinstance(targets, str) and not re.fullmatch(r"[\w -]*|.*,.*", targets)
+    names = targets if is_pattern else names_of(targets)
+    if names not in ([], ["all"], ["all-linear"]):
+        moved.put("model.target_modules", names)
 
 
 def put_source(moved: Moved, node: str, name: str, source: Any) -> str:
@@ -336,16 +330,23 @@ def put_source(moved: Moved, node: str, name: str, source: Any) -> str:
     return category
 
 
-def put_hub(moved: Moved, key: str, node: str, name: str, subset: Any = None, split: Any = None) -> None:
-    """Name a path or a Hub dataset, of which its split may take the first records."""
+def put_data(
+    moved: Moved, key: str, node: str, place: Any, subset: Any = None, split: Any = None, name: str = ""
+) -> str:
+    """Name a Hub dataset or files, of which the split may take the first records; return the category."""
     whole, _, part = str(split or "train").partition("[")
-    category = put_source(moved, node, name, name if is_file(name) or "://" in name else hub(name, subset, whole))
+    is_hub = isinstance(place, str) and not is_file(place) and "://" not in place
+    name = name or str(place)
+    category = put_source(moved, node, name, hub(place, subset, whole) if is_hub else place)
     most = part.rstrip("]").lstrip(":")
     if part and node == "data.sources" and most.rstrip("%").isdigit():
         moved.put(f"sample.{category}", int(most[:-1]) / 100 if most.endswith("%") else int(most))
         moved.differ(f"{name} is cut to its first {most} there; sample draws as many at random")
     elif part:
         moved.lack(key, f"{name}: the split {split} is a part; sample draws a part of a source")
+    if is_on(subset) and not is_hub:
+        moved.lack(key, f"{name}: files have no configuration {subset}")
+    return category
 
 
 def put_columns(moved: Moved, key: str, name: str, columns: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ Beside them stand the defaults that differ.
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,10 +33,11 @@ class Rule:
 
     Attributes:
         to: our key, which gets its value; None: there is none, or the trainer's own function reads the key.
-        values: {a value in lower case: ours}; others go over as they are.
+        values: {a value in lower case: ours, None for nothing}; others go over as they are.
         lacks: why there is no equivalent; "" if the key needs none.
         idle: values in lower case that ask for nothing, beside null, false and empty ones.
         is_read: whether the trainer's function reads the key.
+        is_names: whether our key takes a list of names.
     """
 
     to: str | None = None
@@ -44,14 +45,15 @@ class Rule:
     lacks: str = ""
     idle: tuple[str, ...] = ()
     is_read: bool = False
+    is_names: bool = False
 
 
 FREE, READ = Rule(), Rule(is_read=True)
 
 
-def to(key: str, values: Mapping[str, Any] | None = None) -> Rule:
+def to(key: str, values: Mapping[str, Any] | None = None, is_names: bool = False) -> Rule:
     """Return the rule of a key that is ours by another name."""
-    return Rule(to=key, values=values or {})
+    return Rule(to=key, values=values or {}, is_names=is_names)
 
 
 def lacking(why: str, *idle: str) -> Rule:
@@ -94,6 +96,12 @@ def listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
+def names_of(value: Any) -> list[str]:
+    """Return names as a list; a text has them between commas."""
+    names = value.split(",") if isinstance(value, str) else listed(value)
+    return [str(name).strip() for name in names if is_on(name)]
+
+
 def mapping(key: str, value: Any) -> dict[str, Any]:
     """Return a value that maps names, {} for none; raise DataError for another."""
     if value is not None and not isinstance(value, Mapping):
@@ -129,9 +137,9 @@ class Moved:
             self._unknown.append(f"{key}={spell(self.values.pop(key))}{hint}")
         for key, value in self.values.items():
             rule = known[key]
-            if rule.to is not None:
-                if value is not None:
-                    self.put(rule.to, rule.values.get(str(value).lower(), value))
+            ours = (names_of(value) or None) if rule.is_names else rule.values.get(str(value).lower(), value)
+            if rule.to is not None and ours is not None:
+                self.put(rule.to, ours)
             elif rule.lacks and is_on(value) and str(value).lower() not in rule.idle:
                 self.lack(key, rule.lacks)
             else:
@@ -145,6 +153,15 @@ class Moved:
         """Say that a key has no equivalent."""
         reasons = self._lacks.setdefault(key, [])
         reasons += [why] * (why not in reasons)
+
+    def lack_others(self, key: str, why: str, values: Mapping[str, Any], known: Iterable[str]) -> None:
+        """Say which names below a key have no equivalent: those that are not known."""
+        if others := [name for name, value in values.items() if name not in known and is_on(value)]:
+            self.lack(key, f"{why} {', '.join(others)}")
+
+    def is_lacking(self, rule: Rule) -> bool:
+        """Tell whether a key has no equivalent for a rule's reason."""
+        return any(rule.lacks in reasons for reasons in self._lacks.values())
 
     def restore(self, values: Mapping[str, Any], names: Mapping[str, str]) -> None:
         """Give the trainer its own values again, and what lacks its names: {a name: the trainer's}."""
@@ -169,7 +186,7 @@ class Moved:
     @property
     def validates(self) -> bool:
         """Whether the command names validation data."""
-        return any(key.startswith("data.val_sources.") for key in self.words)
+        return any(key.startswith("data.val_") for key in self.words)
 
     @property
     def summary(self) -> str:
@@ -200,10 +217,13 @@ class Moved:
         if self.free:
             yield f"needs nothing here: {', '.join(self.free)}"
 
+    @property
+    def _start(self) -> str:
+        return "verl-ext train" + (f" nproc={self.ranks}" if self.ranks else "")
+
     def command(self) -> str:
         """Return the command and its comments, as a shell script has them."""
-        head = "verl-ext train" + (f" nproc={self.ranks}" if self.ranks else "")
-        words = " \\\n    ".join([head, *map(shell_word, self.overrides())])
+        words = " \\\n    ".join([self._start, *map(shell_word, self.overrides())])
         return "\n".join([words, *(f"# {line}" for line in self.comments())])
 
     def recipe(self, name: str) -> str:
@@ -228,9 +248,8 @@ class Moved:
         if groups:
             lines += ["defaults:", *(f"  - override /{group}: {choice}" for group, choice in groups.items())]
         lines.append(yaml.safe_dump(nodes, sort_keys=False, allow_unicode=True).rstrip())
-        head = "verl-ext train" + (f" nproc={self.ranks}" if self.ranks else "")
         words = [f"{key}={_value(value)}" for key, value in rest.items()]
-        line = " ".join([head, "--config-dir DIR", f"recipe={name}", *map(shell_word, words)])
+        line = " ".join([self._start, "--config-dir DIR", f"recipe={name}", *map(shell_word, words)])
         return "\n".join([*lines, f"# {line}", *(f"# {comment}" for comment in self.comments())])
 
 

@@ -6,12 +6,11 @@ from typing import Any
 
 from verl_ext.options import DataError, UsageError
 from verl_ext.tools.migrate import hf_trainer
-from verl_ext.tools.migrate.line import FREE, READ, Moved, Rule, is_on, lacking, listed, mapping, number, rules, to
+from verl_ext.tools.migrate.line import FREE, READ, Moved, Rule, is_on, lacking, mapping, names_of, number, rules, to
 from verl_ext.tools.migrate.reading import read_yaml
 
 NAME = "LLaMA-Factory"
 _LOSS = lacking("a loss of the prediction; loss.custom_cls has coefficients by token", "0")
-
 _ULYSSES = lacking("ranks share rows by Ulysses; parallel.context_parallel_size adds groups of them", "ulysses")
 
 KEYS: dict[str, Rule] = {
@@ -20,28 +19,29 @@ KEYS: dict[str, Rule] = {
     **rules(
         READ,
         "stage finetuning_type dataset dataset_dir eval_dataset max_samples cutoff_len lora_rank lora_alpha "
-        "lora_target packing neat_packing template mask_history train_on_prompt adapter_name_or_path "
-        "cp_size disable_gradient_checkpointing pure_bf16 "
-        "loraplus_lr_ratio enable_thinking",
+        "lora_target packing neat_packing template train_on_prompt cp_size loraplus_lr_ratio",
     ),
     **rules(
         FREE,
         "overwrite_cache flash_attn infer_backend upcast_layernorm low_cpu_mem_usage cache_dir print_param_status "
         "freeze_vision_tower freeze_multi_modal_projector use_v1_kernels include_effective_tokens_per_second "
         "preprocessing_batch_size hf_hub_token ms_hub_token use_fast_tokenizer data_shared_file_system "
-        "double_quantization quantization_method use_reentrant_gc export_dir export_size "
-        "export_device export_legacy_format dist_config_file tokenized_path buffer_size",
+        "double_quantization quantization_method use_reentrant_gc export_dir export_size export_device "
+        "export_legacy_format dist_config_file tokenized_path buffer_size compute_accuracy plot_loss streaming",
     ),
     "preprocessing_num_workers": to("num_workers"),
     "enable_liger_kernel": to("model.use_liger"),
+    "adapter_name_or_path": to("model.lora_adapter_path"),
+    "pure_bf16": to("engine.model_dtype", {"true": "bf16", "false": None}),
+    "disable_gradient_checkpointing": to("model.enable_gradient_checkpointing", {"true": False, "false": None}),
+    "mask_history": to("turns", {"true": "last", "false": None}),
+    "enable_thinking": to("apply_chat_template_kwargs.enable_thinking"),
     "use_swanlab": lacking("trainer.logger=[console,swanlab] is what works here"),
     "rope_scaling": lacking("model.override_config={rope_parameters: {…}} has the factor, as in config.json"),
     "freeze_language_model": lacking("the text model is what is trained"),
     "val_size": hf_trainer.HELD_OUT,
-    **rules(
-        hf_trainer.TOKENS,
-        "resize_vocab new_special_tokens add_tokens add_special_tokens new_special_tokens_config init_special_tokens",
-    ),
+    **rules(hf_trainer.TOKENS, "new_special_tokens add_tokens add_special_tokens"),
+    **rules(lacking("embeddings keep their size"), "resize_vocab new_special_tokens_config init_special_tokens"),
     **rules(hf_trainer.QUANTIZED, "quantization_bit quantization_device_map"),
     **rules(_LOSS, "use_asft_loss asft_alpha use_dft_loss use_eaft_loss eaft_alpha"),
     **rules(
@@ -59,7 +59,6 @@ KEYS: dict[str, Rule] = {
     ),
     **rules(lacking("layers are neither added nor replaced"), "use_llama_pro mixture_of_depths"),
     "freeze_trainable_modules": lacking("model.freeze names what is not trained", "all"),
-    **rules(FREE, "compute_accuracy plot_loss streaming"),
     "cp_mode": _ULYSSES,
     "freeze_trainable_layers": lacking("model.freeze names what is not trained"),
     "shift_attn": lacking("attention is over the whole document"),
@@ -106,9 +105,9 @@ def read_llamafactory(moved: Moved, folder: Path) -> None:
         hf_trainer.put_lora(moved, rank, alpha, moved.get("lora_target"))
         if is_on(ratio := moved.get("loraplus_lr_ratio")):
             moved.put("optim.lr_of", {"lora_B": ratio})
-        if is_on(adapter := moved.get("adapter_name_or_path")):
-            moved.put("model.lora_adapter_path", adapter)
-    elif kind != "full":
+    elif moved.words.pop("model.lora_adapter_path", None):
+        moved.lack("adapter_name_or_path", "it is not merged into the model: model.path names one with it")
+    if kind not in ("lora", "full"):
         moved.lack("finetuning_type", "all parameters are trained, or adapters; model.freeze leaves some out")
     hf_trainer.put_split(moved, moved.get("cp_size", default=1))
     packs = moved.is_on("neat_packing", "packing") or (moved.get("stage") == "pt" and moved.get("packing") is None)
@@ -116,18 +115,10 @@ def read_llamafactory(moved: Moved, folder: Path) -> None:
     steps = moved.get("gradient_accumulation_steps", default=1)
     hf_trainer.read_batch(moved, rows, steps, packs)
     hf_trainer.read_trainer(moved, hf_trainer.TrainerDefaults(5e-5))
-    if moved.is_on("pure_bf16"):
-        moved.put("engine.model_dtype", "bf16")
-    if moved.is_on("disable_gradient_checkpointing"):
-        moved.put("model.enable_gradient_checkpointing", False)
     # What is learnt.
-    if moved.is_on("mask_history"):
-        moved.put("turns", "last")
     if moved.is_on("train_on_prompt"):
         moved.lack("train_on_prompt", "prompts are not learnt; category by category, text records are learnt whole")
     _differ_by_template(moved)
-    if is_on(think := moved.get("enable_thinking")) or think is False:
-        moved.put("apply_chat_template_kwargs.enable_thinking", think)
     if moved.is_on("packing") and not moved.is_on("neat_packing") and moved.get("stage") != "pt":
         moved.differ("packing without neat_packing lets documents of a pack attend to each other there; never here")
 
@@ -145,8 +136,7 @@ def _read_data(moved: Moved, folder: Path) -> None:
     info: dict[str, Any] | None = None
     place = str(moved.get("dataset_dir", default="data"))
     for key, node in (("dataset", "data.sources"), ("eval_dataset", "data.val_sources")):
-        names = moved.get(key)
-        for name in [str(each).strip() for each in (names.split(",") if isinstance(names, str) else listed(names))]:
+        for name in names_of(moved.get(key)):
             info = info if info is not None else _dataset_info(place, folder)
             if name not in info:
                 raise DataError(f"{key} must be names of {place}/dataset_info.json; got {name}")
@@ -184,9 +174,10 @@ def _put_dataset(moved: Moved, key: str, node: str, name: str, entry: dict[str, 
     if kind == "ms_hub_url":
         moved.differ(f"{name} is of ModelScope; the source names the same data set of the Hub, if it is there")
     where = str(entry[kind])
-    is_file = kind == "file_name"
-    source = f"{place}/{where}" if is_file else hf_trainer.hub(where, entry.get("subset"), entry.get("split"))
-    category = hf_trainer.put_source(moved, node, name, source)
+    if kind == "file_name":
+        category = hf_trainer.put_source(moved, node, name, f"{place}/{where}")
+    else:
+        category = hf_trainer.put_data(moved, key, node, where, entry.get("subset"), entry.get("split"), name)
     if is_on(most := entry.get("num_samples")) and node == "data.sources":
         moved.put(f"sample.{category}", most)
     # Its fields.
@@ -203,12 +194,9 @@ def _put_dataset(moved: Moved, key: str, node: str, name: str, entry: dict[str, 
     # What no source has.
     if own := {tag: value for tag, value in tags.items() if value not in _TAGS.get(tag, ())}:
         moved.lack(key, f"{name}: messages have a role and content by the usual names; got {own}")
-    if any(medium in columns for medium in ("images", "videos", "audios")):
-        moved.lack(key, f"{name} has images, videos or audio")
-    known = {*_PLACES, "columns", "tags", "formatting", "ranking", "subset", "split"}
-    known |= {"num_samples"} if node == "data.sources" else set()
-    if other := [each for each in entry if each not in known and is_on(entry[each])]:
-        moved.lack(key, f"{name}: no source has {', '.join(other)}")
+    moved.lack_others(key, f"{name}: no field is read as", columns, _COLUMNS)
+    known = (*_PLACES, "columns", "tags", "formatting", "ranking", "subset", "split")
+    moved.lack_others(key, f"{name}: no source has", entry, (*known, *["num_samples"] * (node == "data.sources")))
 
 
 # --- version 1: other names, and nodes of plugins ---
@@ -222,11 +210,13 @@ V1: dict[str, Rule] = {
     ),
     **rules(
         READ,
-        "model train_dataset eval_dataset micro_batch_size global_batch_size cutoff_len peft_config quant_config "
-        "cp_size learning_rate num_train_epochs max_steps optim_config template "
-        "batching_strategy save_steps save_epochs gradient_accumulation_steps",
+        "train_dataset eval_dataset micro_batch_size global_batch_size cutoff_len peft_config quant_config cp_size "
+        "learning_rate num_train_epochs max_steps optim_config template batching_strategy save_epochs "
+        "gradient_accumulation_steps",
     ),
+    "model": to("model.path"),
     "output_dir": to("trainer.default_local_dir"),
+    "save_steps": to("trainer.save_freq", {"0": None}),
     "max_grad_norm": to("optim.clip_grad"),
     "seed": to("trainer.seed"),
     "logging_steps": to("trainer.log_freq"),
@@ -237,10 +227,12 @@ V1: dict[str, Rule] = {
 }
 
 
+_PEFT = {"adapter_name_or_path": "model.lora_adapter_path"}  # {a key of peft_config: ours}
+
+
 def read_llamafactory_v1(moved: Moved, folder: Path) -> None:
     """Translate a YAML of version 1, whose dataset is a YAML of files."""
     moved.take(V1)
-    moved.put("model.path", moved.get("model"))
     for key, node in (("train_dataset", "data.sources"), ("eval_dataset", "data.val_sources")):
         if is_on(name := moved.get(key)):
             _put_v1(moved, key, node, str(name), folder)
@@ -248,7 +240,10 @@ def read_llamafactory_v1(moved: Moved, folder: Path) -> None:
     moved.put("data.over_length", "truncate")
     peft = mapping("peft_config", moved.get("peft_config"))
     if peft.get("name") == "lora":
-        hf_trainer.put_lora(moved, peft.get("r", 8), peft.get("lora_alpha", 16), peft.get("target_modules", "all"))
+        hf_trainer.put_lora(moved, peft.get("r", 8), peft.get("lora_alpha", 16), peft.get("target_modules"))
+        moved.words |= {ours: peft[theirs] for theirs, ours in _PEFT.items() if is_on(peft.get(theirs))}
+        known = (*_PEFT, "name", "r", "lora_alpha", "target_modules", "export_dir")
+        moved.lack_others("peft_config", "adapters have no", peft, known)
     elif peft:
         moved.lack("peft_config", "adapters are LoRA's; model.freeze names what is not trained")
     if mapping("quant_config", moved.get("quant_config")):
@@ -264,8 +259,6 @@ def read_llamafactory_v1(moved: Moved, folder: Path) -> None:
     moved.put("optim.lr", moved.get("learning_rate", default=1e-4))
     hf_trainer.read_length(moved, 3)
     _differ_by_template(moved)
-    if is_on(steps := moved.get("save_steps")):
-        moved.put("trainer.save_freq", steps)
     if is_on(epochs := moved.get("save_epochs")):
         if number(epochs) == 1:
             moved.put("trainer.save_freq", "after_each_epoch")
@@ -276,16 +269,19 @@ def read_llamafactory_v1(moved: Moved, folder: Path) -> None:
 def _put_v1(moved: Moved, key: str, node: str, name: str, folder: Path) -> None:
     path = next((root / name for root in (Path(), folder, *folder.parents) if (root / name).is_file()), None)
     if path is None or not name.endswith((".yaml", ".yml")):
-        hf_trainer.put_hub(moved, key, node, name)
+        hf_trainer.put_data(moved, key, node, name)
         return
     for each, entry in read_yaml(path).items():
         entry = mapping(f"{each} of {path}", entry)
         where = str(entry.get("path", each))
         is_hub = "hub" in str(entry.get("source"))
-        source = hf_trainer.hub(where, None, entry.get("split")) if is_hub else where
-        category = hf_trainer.put_source(moved, node, each, source)
+        if is_hub:
+            category = hf_trainer.put_data(moved, key, node, where, None, entry.get("split"), each)
+        else:
+            category = hf_trainer.put_source(moved, node, each, where)
         if is_on(most := entry.get("size")) and node == "data.sources":
             moved.put(f"sample.{category}", most)
-        known = ("path", "source", "split", "size")
-        if other := [name for name in entry if name not in known and is_on(entry[name])]:
-            moved.lack(key, f"{each}: no source has {', '.join(other)}")
+        known = ("path", "source", "split", "converter", *["size"] * (node == "data.sources"))
+        moved.lack_others(key, f"{each}: no source has", entry, known)
+        if (form := entry.get("converter")) not in (None, "alpaca"):
+            moved.lack(key, f"{each}: a record's fields say what it is, no converter; got {form}")

@@ -15,23 +15,23 @@ KEYS: dict[str, Rule] = {
     "model": to("model.path"),
     **rules(
         READ,
-        "dataset val_dataset cached_dataset cached_val_dataset split_dataset_ratio tuner_type train_type lora_rank "
-        "lora_alpha target_modules packing max_length packing_length truncation_strategy loss_scale "
-        "sequence_parallel_size template agent_template use_hf use_chat_template task_type adapters "
-        "early_stop_interval columns max_epochs train_dataloader_shuffle",
+        "dataset val_dataset cached_dataset cached_val_dataset tuner_type train_type lora_rank lora_alpha "
+        "target_modules packing max_length packing_length truncation_strategy loss_scale sequence_parallel_size "
+        "template agent_template use_hf use_chat_template task_type adapters early_stop_interval columns max_epochs "
+        "dataset_shuffle train_dataloader_shuffle",
     ),
     **rules(
         FREE,
         "padding_free streaming enable_channel_loss torch_dtype load_from_cache_file model_author model_name "
-        "freeze_vit freeze_aligner attn_impl lazy_tokenize "
-        "create_checkpoint_symlink max_model_len use_logits_to_keep packing_num_proc shuffle_buffer_size model_type "
-        "vit_gradient_checkpointing acc_strategy add_version check_model dataset_shuffle "
-        "strict device_map max_new_tokens temperature top_p "
-        "bnb_4bit_quant_type bnb_4bit_use_double_quant bnb_4bit_quant_storage",
+        "freeze_vit freeze_aligner attn_impl lazy_tokenize create_checkpoint_symlink max_model_len use_logits_to_keep "
+        "packing_num_proc shuffle_buffer_size model_type vit_gradient_checkpointing acc_strategy add_version "
+        "check_model strict device_map max_new_tokens temperature top_p bnb_4bit_quant_type bnb_4bit_use_double_quant "
+        "bnb_4bit_quant_storage",
     ),
     "dataset_num_proc": to("num_workers"),
+    "split_dataset_ratio": hf_trainer.HELD_OUT,
     "experts_impl": to("model.experts"),
-    "freeze_parameters": to("model.freeze"),
+    "freeze_parameters": to("model.freeze", is_names=True),
     "new_special_tokens": hf_trainer.TOKENS,
     "rope_scaling": lacking("model.override_config={rope_parameters: {…}} has the factor, as in config.json"),
     **rules(hf_trainer.QUANTIZED, "quant_bits quant_method bnb_4bit_compute_dtype"),
@@ -84,12 +84,10 @@ def read_swift(moved: Moved, folder: Path) -> None:
         moved.lack("truncation_strategy", "data.over_length=truncate cuts the end of a document")
     if cut == "delete":
         moved.differ("longer records are left out there: data.over_length=drop counts them in the report")
-    if moved.is_on("split_dataset_ratio") and not moved.is_on("val_dataset"):
-        moved.lack("split_dataset_ratio", hf_trainer.HELD_OUT.lacks)
     # What is trained.
     if kind in ("lora", "lora_llm"):
         rank, alpha = moved.get("lora_rank", default=8), moved.get("lora_alpha", default=32)
-        hf_trainer.put_lora(moved, rank, alpha, moved.get("target_modules", default="all-linear"), 0.05)
+        hf_trainer.put_lora(moved, rank, alpha, moved.get("target_modules"), 0.05)
     elif kind != "full":
         moved.lack("tuner_type" if "tuner_type" in moved.values else "train_type", "adapters are LoRA's")
     if adapters := listed(moved.get("adapters")):
@@ -104,7 +102,9 @@ def read_swift(moved: Moved, folder: Path) -> None:
         steps = max(int(whole[1] if whole else 16) // (moved.ranks or 1), 1)
     hf_trainer.read_batch(moved, per_device, steps, moved.is_on("packing"))
     rate = 1e-5 if kind == "full" else 1e-4
-    hf_trainer.read_trainer(moved, hf_trainer.TrainerDefaults(rate, "cosine", decay=0.1, beta2=0.95, validates=True))
+    hf_trainer.read_trainer(
+        moved, hf_trainer.TrainerDefaults(rate, "cosine", decay=0.1, beta2=0.95, validates=True, idles=True)
+    )
     # What is learnt.
     scale = str(moved.get("loss_scale", default="default"))
     if "last_round" in scale:
@@ -147,9 +147,12 @@ def _read_data(moved: Moved) -> None:
                 moved.lack(key, f"{name}: sample draws a part of a source")
     if is_on(columns := mapping("columns", moved.get("columns"))):
         moved.put("columns", {ours: theirs for theirs, ours in columns.items()})
-    if moved.get("train_dataloader_shuffle") is False:
+    # There records are shuffled once, and again in each epoch.
+    if moved.get("train_dataloader_shuffle") is False and moved.get("dataset_shuffle") is False:
         moved.put("data.shuffle", False)
         moved.put("data.balance", "none")
+    elif moved.get("train_dataloader_shuffle") is False:
+        moved.differ("train_dataloader_shuffle=false: one order serves all epochs there; here each draws its own")
     for key in ("cached_dataset", "cached_val_dataset"):
         if moved.is_on(key):
             moved.lack(key, "tokens that ms-swift wrote are not read: give the raw files")
