@@ -138,7 +138,7 @@ class Moved:
         for key, value in self.values.items():
             rule = known[key]
             ours = (names_of(value) or None) if rule.is_names else rule.values.get(str(value).lower(), value)
-            if rule.to is not None and ours is not None:
+            if rule.to is not None and ours not in (None, ""):
                 self.put(rule.to, ours)
             elif rule.lacks and is_on(value) and str(value).lower() not in rule.idle:
                 self.lack(key, rule.lacks)
