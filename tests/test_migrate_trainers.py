@@ -367,6 +367,7 @@ ROWS = [
     ("llamafactory", {"lora_target": "q_proj, v_proj"}, {"model.target_modules": ["q_proj", "v_proj"]}, ""),
     ("llamafactory", {"mask_history": True, "pure_bf16": True}, {"turns": "last", "engine.model_dtype": "bf16"}, ""),
     ("llamafactory", {"finetuning_type": "full", "adapter_name_or_path": "D"}, {}, "lacks adapter_name_or_path"),
+    ("llamafactory", {"dataset": "sums,chats", "max_samples": 500}, {"sample.sums": 100, "sample.chats": 500}, ""),
     ("llamafactory", {"dataset": "asked"}, {"columns.input": "q"}, "lacks dataset"),
     ("llamafactory", BLIND, {"trainer.test_freq": None}, "lacks eval_strategy"),
     ("llamafactory_v1", {"gradient_accumulation_steps": 8}, {"data.train_batch_size": 8}, ""),

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verl_ext.tools.migrate.line import FREE, READ, Moved, Rule, is_on, lacking, listed, names_of, number, rules, to
+from verl_ext.tools.migrate.line import FREE, READ, Moved, Rule, is_on, lacking, listed, number, rules, split_names, to
 
 TRACKERS = ("wandb", "swanlab", "mlflow", "tensorboard")
 _SCHEDULES = {
@@ -314,7 +314,7 @@ def put_lora(moved: Moved, rank: Any, alpha: Any, targets: Any, dropout: float =
     moved.put("model.lora_rank", rank)
     moved.put("model.lora_alpha", alpha)
     is_pattern = isinstance(targets, str) and not re.fullmatch(r"[\w -]*|.*,.*", targets)
-    names = targets if is_pattern else names_of(targets)
+    names = targets if is_pattern else split_names(targets)
     if names not in ([], ["all"], ["all-linear"]):
         moved.put("model.target_modules", names)
 

@@ -96,7 +96,7 @@ def listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
-def names_of(value: Any) -> list[str]:
+def split_names(value: Any) -> list[str]:
     """Return names as a list; a text has them between commas."""
     names = value.split(",") if isinstance(value, str) else listed(value)
     return [str(name).strip() for name in names if is_on(name)]
@@ -137,7 +137,7 @@ class Moved:
             self._unknown.append(f"{key}={spell(self.values.pop(key))}{hint}")
         for key, value in self.values.items():
             rule = known[key]
-            ours = (names_of(value) or None) if rule.is_names else rule.values.get(str(value).lower(), value)
+            ours = (split_names(value) or None) if rule.is_names else rule.values.get(str(value).lower(), value)
             if rule.to is not None and ours not in (None, ""):
                 self.put(rule.to, ours)
             elif rule.lacks and is_on(value) and str(value).lower() not in rule.idle:

@@ -6,7 +6,7 @@ from typing import Any
 
 from verl_ext.options import DataError, UsageError
 from verl_ext.tools.migrate import hf_trainer
-from verl_ext.tools.migrate.line import FREE, READ, Moved, Rule, is_on, lacking, mapping, names_of, number, rules, to
+from verl_ext.tools.migrate.line import FREE, READ, Moved, Rule, is_on, lacking, mapping, number, rules, split_names, to
 from verl_ext.tools.migrate.reading import read_yaml
 
 NAME = "LLaMA-Factory"
@@ -136,13 +136,14 @@ def _read_data(moved: Moved, folder: Path) -> None:
     info: dict[str, Any] | None = None
     place = str(moved.get("dataset_dir", default="data"))
     for key, node in (("dataset", "data.sources"), ("eval_dataset", "data.val_sources")):
-        for name in names_of(moved.get(key)):
+        for name in split_names(moved.get(key)):
             info = info if info is not None else _dataset_info(place, folder)
             if name not in info:
                 raise DataError(f"{key} must be names of {place}/dataset_info.json; got {name}")
             _put_dataset(moved, key, node, name, info[name], place)
     if is_on(most := moved.get("max_samples")) and "dataset" in moved.values:
-        moved.put("sample", most)
+        parts = [key.replace("data.sources.", "sample.") for key in moved.words if key.startswith("data.sources.")]
+        moved.words |= {part: min(most, moved.words.get(part, most), key=number) for part in parts}
         moved.differ("max_samples takes the first records of each dataset there; sample draws as many at random")
 
 
