@@ -7,10 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 from datasets import Dataset, Features, Value, load_from_disk
+from transformers import AutoTokenizer
 
 from tests.shown import audit_of, document, show
 from tests.test_tokenize_templates import CHATML, tiny_tokenizer
 from tests.tokenized_data import FEATURES
+from verl_ext.answers.options import AnswerOptions
+from verl_ext.answers.prompts import Prompts
 from verl_ext.commands.command_line import read_options
 from verl_ext.commands.report import Report
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
@@ -138,6 +141,21 @@ def test_unequal_reasoning_and_ends_of_pairs_are_counted(tmp_path: Path, model: 
     assert report.total.preferences["unequal_ends"] == 0
 
 
+def test_pairs_of_which_one_answer_has_an_end_of_turn_are_counted_and_not_those_of_two_kinds_of_ends(
+    tmp_path: Path,
+) -> None:
+    ends = "{% if m.tool_calls %}<|end|>{% elif 'open' not in m.content %}<|im_end|>{% endif %}\n"
+    template = CHATML.replace("{{ m.content }}<|im_end|>\n", "{{ m.content }}{{ m.tool_calls }}" + ends, 1)
+    tiny_tokenizer(template).save_pretrained(tmp_path / "own")
+    call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "f"}}]}
+    for name, rejected, end, count in (("a", "open", "", 1), ("b", call, "<|end|>", 0)):
+        _, report = made(tmp_path, str(tmp_path / "own"), {name: [{**PAIR, "rejected": rejected}]})
+        assert report.total.end_of_turn == {"<|im_end|>": 1, end: 1}
+        assert report.total.preferences["unequal_ends"] == count
+        found = audit_of(tmp_path, str(tmp_path / "out"))["findings"]
+        assert (found["unequal_ends"]["count"], found["unequal_ends"]["of"]) == (count, 1)
+
+
 def test_empty_thinking_blocks_are_dropped_in_both_answers_or_in_none(tmp_path: Path, model: str) -> None:
     block = "<think>\n\n</think>\n\n"
     records = [{"prompt": f"q {n}", "chosen": f"{block}a {n}", "rejected": f"{block}b"} for n in range(40)]
@@ -154,6 +172,26 @@ def test_a_prompt_of_an_evaluation_ends_before_the_preferred_answer(model: str) 
     assert chat is not None
     assert chat.messages[last]["content"] == PAIR["chosen"]
     assert tiny_tokenizer(CHATML).decode(ids) == "<|im_start|>user\nthe cat<|im_end|>\n<|im_start|>assistant\n"
+    desirable, _, _ = encoder.prompt({**LABEL, "kto_tag": True})
+    assert desirable is not None
+    assert desirable.messages[-1]["content"] == LABEL["completion"]
+
+
+def test_an_undesirable_answer_is_never_the_expected_one_of_an_evaluation(tmp_path: Path, model: str) -> None:
+    (tmp_path / "labels.jsonl").write_text(json.dumps(LABEL) + "\n")
+    options = AnswerOptions.read({"prompts": [str(tmp_path / "labels.jsonl")]})
+    with pytest.raises(DataError, match=r"^eval\.prompts must hold .*labels\.jsonl:1: the answer is undesirable"):
+        Prompts.read(options, AutoTokenizer.from_pretrained(model))
+
+
+def test_a_folder_of_preferences_is_not_tokenized_again_as_documents(tmp_path: Path, model: str) -> None:
+    folder, _ = made(tmp_path, model, {"a": [CHAT, PAIR, RANKED, LABEL]})
+    again = [f"sources={{p:{folder}}}", f"output_dir={tmp_path}/again", f"model.path={model}"]
+    with pytest.raises(DataError, match=r"answer must be 0: .*; got 1 \(preference; on_bad_record=skip"):
+        tokenize(read_options(TokenizeOptions, again))
+    report = tokenize(read_options(TokenizeOptions, [*again, "on_bad_record=skip"]))
+    assert report.total.bad == {"preference": 6}
+    assert report.total.documents == 1
 
 
 def test_megatrons_format_refuses_preferences_in_one_line(tmp_path: Path, model: str) -> None:
@@ -167,6 +205,8 @@ def test_plain_training_refuses_preferences_and_chosen_trains_on_the_preferred(t
         ValueError, match=r"^data\.train_dir must hold documents to learn; got preferences in .*: data=chosen"
     ):
         SFTDataSet(folder, 100)
+    with pytest.raises(ValueError, match=r"^eval\.prompts must hold documents .*, whose rejected .* not to be learnt$"):
+        Prompts.read(AnswerOptions.read({"prompts": [folder]}), AutoTokenizer.from_pretrained(model))
     dataset = ChosenDataSet(folder, 400)
     rows = load_from_disk(folder).to_list()
     kept = [row for row in rows if row["answer"] >= 0]

@@ -269,10 +269,9 @@ class TokenizedData:
         tables = [folder.table for folder in self._folders]
         with_preferences = (path for path, table in zip(self.folders, tables, strict=True) if has_answers(table))
         if not with_answers and (path := next(with_preferences, None)):
-            raise ValueError(
-                f"{key} must hold documents to learn; got preferences in {path}, whose rejected answers are not to be "
-                "learnt: data=chosen trains on the preferred ones"
-            )
+            remedy = ": data=chosen trains on the preferred ones" if key.startswith("data.") else ""
+            got = f"got preferences in {path}, whose rejected answers are not to be learnt{remedy}"
+            raise ValueError(f"{key} must hold documents to learn; {got}")
         names = list(VALUE_KINDS)
         with_weight = ["loss_weight" in table.column_names for table in tables]
         if not any(with_weight):
