@@ -233,6 +233,31 @@ def test_plain_training_refuses_preferences_and_chosen_trains_on_the_preferred(t
         ChosenDataSet(folder, 100, mixture={"sources": {"a": {"tokens": 10}}})
 
 
+@pytest.mark.parametrize("options", [{}, {"pad_mode": "right"}, {"share_prefixes": True}])
+def test_a_pairs_weight_weights_the_tokens_of_its_chosen_answer_as_a_records_weight_those_of_a_chat(
+    tmp_path: Path, model: str, options: dict[str, Any]
+) -> None:
+    half = {**said("sat down"), "weight": 0.5}
+    records = [CHAT, PAIR, {"prompt": "the dog", "chosen": half, "rejected": "ran", "weight": 3}, {**PAIR, "weight": 0}]
+    chats = [
+        CHAT,
+        {"messages": [user("the cat"), said("sat on the mat")], "weight": 2},
+        {"messages": [user("the dog"), half], "weight": 3},
+        {"messages": [user("the cat"), said("sat on the mat")], "weight": 0},
+    ]
+    (tmp_path / "chats").mkdir()
+    datasets = (
+        ChosenDataSet(made(tmp_path, model, {"a": records})[0], 400, **options),
+        SFTDataSet(made(tmp_path / "chats", model, {"a": chats})[0], 400, **options),
+    )
+    ((chosen,), (plain,)) = ([dataset[pack] for pack in range(len(dataset))] for dataset in datasets)
+    assert chosen.keys() == plain.keys()
+    targets = chosen["loss_mask"] == 1
+    assert chosen["loss_weight"][targets].tolist() == plain["loss_weight"][targets].tolist()
+    assert {0.0, 1.0, 1.5, 2.0} == {*chosen["loss_weight"][targets].tolist()}
+    assert all(chosen[name].equal(plain[name]) for name in chosen if name != "loss_weight")
+
+
 def write_answers(path: Path, columns: dict[str, list[Any]], rows: list[list[int]] | None = None) -> str:
     """Write a folder of another program, with columns of units."""
     count = len(columns["unit"])
