@@ -95,6 +95,8 @@ def test_texts_that_look_like_turns_are_answers_if_they_do_not_repeat_the_prompt
     for prompt in ("Write a dialogue", [{"role": "user", "content": "Write a dialogue"}]):
         found = preference({"prompt": prompt, "chosen": HH[0], "rejected": HH[1]})
         assert texts(found) == [["Write a dialogue", text] for text in HH]
+    blank = preference({"prompt": "", "input": " ", "chosen": HH[0], "rejected": HH[1]})
+    assert [answer.messages for answer in blank.answers] == [GOOD, BAD]
     found = preference({"prompt": "q", "chosen": "Assistant: a", "rejected": "Assistant: b"})
     assert texts(found) == [["q", "Assistant: a"], ["q", "Assistant: b"]]
     assert texts(preference({"messages": GOOD, "rejected_response": HH[1]}))[1] == ["q", HH[1]]

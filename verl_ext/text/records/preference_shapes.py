@@ -33,7 +33,8 @@ def _pairs(fields: Fields, chosen: str, rejected: str) -> Preference:
     given = {chosen: fields.take(chosen), **_listed(fields.take(rejected), rejected)}
     answers = {name: _answer(value, name) for name, value in given.items()}
     # Texts of turns are whole chats, unless they answer a prompt that they do not repeat.
-    chats, prompt = [_hh_turns(value) for value in given.values()], fields.values.get(fields.first(_PROMPTS) or "")
+    chats, beside = [_hh_turns(value) for value in given.values()], map(fields.values.get, _PROMPTS)
+    prompt = next((value for value in beside if value and str(value).strip()), None)
     if all(chats) and (prompt is None or _hh_turns(prompt) or _repeats(prompt, chats[0], fields)):
         answers = dict(zip(given, chats, strict=True))
     kinds = {name: _is_whole(turns) for name, turns in answers.items()}
