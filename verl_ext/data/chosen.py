@@ -58,7 +58,7 @@ class ChosenDataSet(SFTDataSet):
         return None if (units.weight == 1).all() else np.repeat(units.weight, units.sizes)
 
     def __getitem__(self, pack: int) -> dict[str, torch.Tensor]:
-        """Return a pack as SFTDataSet does; loss_weight is multiplied by the weight of the unit."""
+        """Return a pack, its loss_weight multiplied by those of the units."""
         item = super().__getitem__(pack)
         if self._weights is not None:
             documents = self.plan.documents(range(len(self))[pack])

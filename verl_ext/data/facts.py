@@ -119,9 +119,9 @@ def check_answers(
     keep: bool = False,
     block_tokens: int = BLOCK_TOKENS,
 ) -> None:
-    """Raise ValueError for an answer without a target, or one equal to the preferred one.
+    """Refuse an answer without a target, or equal to the preferred one.
 
-    `verl-ext tokenize` leaves such answers out. Of the rows of other programs, rank 0 reads those that are not known to
+    Raises ValueError with its row. `verl-ext tokenize` leaves such answers out. Of the rows of other programs, rank 0 reads those that are not known to
     have a target (bool[N]), and the ids of pairs of one length.
 
     keep: do not read again what an earlier start found right.

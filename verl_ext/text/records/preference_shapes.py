@@ -100,7 +100,7 @@ def labelled(fields: Fields, chat: Content) -> Preference:
 def _preference(
     fields: Fields, chats: Mapping[str, list[Any]], scores: Sequence[float | None] = (), tied: int = 0
 ) -> Preference:
-    """Return the preference for the first of whole chats; scores: of each, None without one."""
+    """Return the preference for the first of whole chats, with their scores."""
     read = {}
     for name, turns in chats.items():
         try:
@@ -152,7 +152,7 @@ def _take_repeated(fields: Fields, chat: list[Any]) -> None:
 
 
 def _repeats(value: Any, chat: list[Any], fields: Fields) -> bool:
-    """Return whether a chat begins with a field's turns, or has its text as a user's."""
+    """Return whether a chat begins with turns, or a user says a text."""
     if isinstance(value, str) and value.strip():
         read = _read(chat, fields)
         if turns := _json_turns(value) or _hh_turns(value, is_prompt=True):
@@ -182,7 +182,7 @@ def _answer(value: Any, name: str) -> list[Message]:
 
 
 def _json_turns(text: str) -> list[Message]:
-    """Return the messages whose JSON a text is, as in a table's cell; [] for words."""
+    """Return the messages whose JSON a text is; [] for words."""
     if not text.lstrip().startswith(("[", "{")):
         return []
     try:

@@ -77,7 +77,10 @@ class Settings:
 
 @dataclass(frozen=True)
 class Result:
-    """Records, or the outcome of an answer or filter; lost: outcomes of an item's questions without a record."""
+    """Records, or the outcome of an answer or filter.
+
+    lost: the outcomes of those of an item's questions that have no record.
+    """
 
     outcome: str
     records: Sequence[dict[str, Any]] = ()
