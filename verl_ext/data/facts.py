@@ -121,8 +121,8 @@ def check_answers(
 ) -> None:
     """Refuse an answer without a target, or equal to the preferred one.
 
-    Raises ValueError with its row. `verl-ext tokenize` leaves such answers out. Of the rows of other programs, rank 0 reads those that are not known to
-    have a target (bool[N]), and the ids of pairs of one length.
+    Raises ValueError with its row. `verl-ext tokenize` leaves such answers out. Of the rows of other programs, rank 0
+    reads those that are not known to have a target (bool[N]), and the ids of pairs of one length.
 
     keep: do not read again what an earlier start found right.
     """
