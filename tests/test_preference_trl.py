@@ -91,7 +91,7 @@ def ours(log_probs, reference, mask, unit, answer, o, baseline=0.0):
     gradient[at] = -target_coefficients(slopes, scales, documents)
     total = PreferenceSums.zeros(0, "cpu")
     values = preference_values(terms, sums, sums_of(log_probs.detach(), torch.ones(len(scales))), units, o)
-    total.add(values, torch.zeros(len(terms.losses), dtype=torch.int64))
+    total.add_terms(values, torch.zeros(len(terms.losses), dtype=torch.int64))
     return float(terms.weighted_sum / z), gradient, total.report("train", ())
 
 
