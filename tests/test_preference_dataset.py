@@ -1,5 +1,7 @@
 """PreferenceDataSet: units stay whole in packs, shared or not, and what cannot be packed is refused."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -32,7 +34,7 @@ def texts(pack):
     """Return the whole texts of a pack's documents, by their positions."""
     found, before = [], []
     starts = [0, *(np.flatnonzero(np.diff(pack["position_ids"].numpy()) != 1) + 1), len(pack["input_ids"])]
-    for start, end in zip(starts[:-1], starts[1:], strict=True):
+    for start, end in pairwise(starts):
         before = before[: int(pack["position_ids"][start])] + pack["input_ids"][start:end].tolist()
         found.append(before)
     return found
@@ -69,11 +71,6 @@ def test_shared_packs_hold_the_texts_of_whole_ones(tmp_path_factory, seed, sizes
     for number in range(len(dataset)):
         rows = dataset.rows_of(number).tolist()
         assert texts(dataset[number]) == [documents[row]["input_ids"].tolist() for row in rows]
-        assert all(
-            documents[row]["unit"] == 0
-            for row, before in zip(rows[1:], rows, strict=False)
-            if row == before + 1 and documents[row]["answer"] < 0
-        )
 
 
 def test_sharing_lets_a_pack_hold_a_longer_unit(folder, documents):
@@ -86,14 +83,13 @@ def test_sharing_lets_a_pack_hold_a_longer_unit(folder, documents):
 
 
 def test_long_units_are_left_out_whole_and_reported(folder, documents):
-    dataset = opened(folder, max_tokens=40, over_length="drop")
+    dataset = opened(folder, max_tokens=30, over_length="drop")
     kept = sorted(row for number in range(len(dataset)) for row in dataset.rows_of(number).tolist())
     starts = np.flatnonzero([document["unit"] for document in documents])
     lengths = np.array([len(document["input_ids"]) for document in documents])
-    fits = np.add.reduceat(lengths, starts) <= 40
-    expected = [
-        row for start, size, fit in zip(starts, SIZES, fits, strict=True) if fit for row in range(start, start + size)
-    ]
+    fits = np.add.reduceat(lengths, starts) <= 30
+    of_units = [range(start, start + size) for start, size in zip(starts, SIZES, strict=True)]
+    expected = [row for rows, fit in zip(of_units, fits, strict=True) if fit for row in rows]
     assert kept == expected
     assert len(expected) < len(documents)
     dropped = [row for row in dataset.report()["omitted_documents"] if row["reason"] == "drop"]

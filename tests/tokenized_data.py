@@ -71,9 +71,7 @@ def write_tokenized(
     return str(path)
 
 
-def random_units(
-    rng: np.random.Generator, sizes: Iterable[int], vocab: int = 128, categories: int = 2
-) -> list[Document]:
+def random_units(rng: np.random.Generator, sizes: Iterable[int], vocab: int = 128) -> list[Document]:
     """Make units of so many documents after one prompt, the first preferred; of one: a document that is no answer.
 
     The documents have the columns unit, answer and pair_weight; prompts have 3 to 12 tokens, answers 1 to 9.
@@ -81,7 +79,7 @@ def random_units(
     documents: list[Document] = []
     for size in sizes:
         prompt, weight = rng.integers(4, vocab, rng.integers(3, 12)), float(rng.choice([0.5, 1.0, 2.0]))
-        category = int(rng.integers(1, categories + 1))
+        category = int(rng.integers(1, 3))
         for number in range(size):
             answer = rng.integers(4, vocab, rng.integers(1, 9))
             mask = np.array([0] * len(prompt) + [1] * len(answer), np.int8)
