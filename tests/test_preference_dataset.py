@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.tokenized_data import random_units, write_tokenized, write_units
 from verl_ext.data.preference import PreferenceDataSet
+from verl_ext.data.sft_options import FREE_STRATEGIES
 from verl_ext.packing import STRATEGIES
 
 SIZES = (2, 1, 3, 2, 2, 4, 1, 2, 2, 3)
@@ -40,11 +41,11 @@ def texts(pack):
     return found
 
 
-@pytest.mark.parametrize("shares", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+PACKED = [(strategy, False) for strategy in STRATEGIES] + [(strategy, True) for strategy in FREE_STRATEGIES]
+
+
+@pytest.mark.parametrize(("strategy", "shares"), PACKED)
 def test_every_unit_lies_whole_in_one_pack(folder, documents, strategy, shares):
-    if shares and strategy in ("next_fit", "none"):
-        pytest.skip("refused")
     dataset, seen = opened(folder, strategy=strategy, share_prefixes=shares, share_least=2), []
     for number in range(len(dataset)):
         pack, rows = dataset[number], dataset.rows_of(number).tolist()
