@@ -119,7 +119,10 @@ def _facts(run: Run, each: ScoredSet, ranks: RunRanks) -> str:
     content = DataFiles(each.dataset.data_files, each.dataset.key).digest(ranks)
     adapter = config.model_options.lora_adapter_path
     weights: list[Any] = [run.reference] if run.reference else [run.base, adapter and folder_digest(adapter)]
-    data = [FORMAT, content, each.dataset.digest, options.mode == "kto", options.chosen_length, options.tail_weight]
+    data = [FORMAT, content, each.dataset.digest, options.chosen_length, options.tail_weight]
+    if options.formula is None:  # answers of a pack are paired with prompts of the same pack
+        plan = each.dataset.plan
+        data.append(fingerprint(plan.document_index.astype(np.int64).tobytes(), plan.pack_offsets.tobytes()))
     model = [weights, model_shape(run.model.hf_config), config.engine.mixed_precision, versions()]
     return fingerprint(json.loads(json.dumps([data, model], default=str)), each.rows.tobytes())
 
