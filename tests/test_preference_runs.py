@@ -98,12 +98,23 @@ def resumed_without_reference(options, whole, folder):
     if torch.distributed.get_rank() == 0:
         shutil.rmtree(folder / "reference")
     torch.distributed.barrier()
+    without_cache()
     train_alone([*options, into(folder)])
 
 
+def without_cache():
+    """Let this rank compute sums that are not kept with a run."""
+    from verl_ext.data.ranks import arrays_of_ranks
+    from verl_ext.trainer import reference
+
+    def found(ranks, name, make, root=None):
+        return make() if root is None else arrays_of_ranks(ranks, name, make, root)
+
+    reference.arrays_of_ranks = found
+
+
 @pytest.mark.parametrize("more", [(), (*SHARED, *LORA)], ids=["plain", "shared adapters"])
-def test_a_resumed_run_has_the_bits_of_the_whole_one(options, tmp_path, more, monkeypatch):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+def test_a_resumed_run_has_the_bits_of_the_whole_one(options, tmp_path, more):
     options = [*options, *more, "trainer.save_freq=2"]
     whole = tmp_path / "whole"
     calls = [
@@ -167,13 +178,13 @@ def with_wrong_reference(overrides):
     """Train with sums that are off, as those of other weights would be."""
     from verl_ext.trainer import reference
 
+    without_cache()
     right = reference._scored
     reference._scored = lambda *arguments: tuple(values + 0.5 for values in right(*arguments))
     return heard(train_each, [overrides])
 
 
-def test_a_reference_that_is_not_the_model_ends_the_run_at_its_first_step(options, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+def test_a_reference_that_is_not_the_model_ends_the_run_at_its_first_step(options, tmp_path):
     told = run_ranks(with_wrong_reference, 2, [*options, into(tmp_path / "run")])
     for line in told:
         assert "reference.tolerance: step 1 must have rewards of 0" in line
