@@ -216,7 +216,7 @@ def test_documents_of_another_folder_are_learnt_beside_the_pairs(options, tmp_pa
 MISTAKES = [
     (["loss=token"], "loss must be one of dpo, .* with data=preference .*; got loss.mode=token"),
     (
-        ["data=packed", "data.custom_cls.name=SFTDataSet"],
+        ["data.custom_cls.path=pkg://verl_ext.data", "data.custom_cls.name=SFTDataSet"],
         "data must be preference with loss.mode=dpo; got .*SFTDataSet.*",
     ),
     (["loss.beta=0"], "loss.beta must be above 0; got 0"),
