@@ -90,7 +90,9 @@ def tokenize_and_train(words: Sequence[str]) -> str:
             raise UsageError(f"{key} must not be given beside {node}, which it would be made of; got {given[0]}")
         others = [*encoding, *share] if key == "data.train_dir" else _for_validation(encoding, sources)
         texts[key] = Texts(node, [*sources, *others], default_root("verl_ext_tokenized", options.data.cache_dir))
-        folders |= texts[key].folders(key)
+        folders[key] = texts[key].folder
+    if options.data.val_share is not None:
+        folders = {key: texts["data.train_dir"].folder / part for key, part in zip(NODES, PARTS, strict=True)}
     ranks = options.nproc or _num_gpus() or 1
     line = ["torchrun", "--standalone", "--local_addr=127.0.0.1", f"--nproc_per_node={ranks}"]
     line += ["-m", "verl_ext.fsdp_sft_trainer", *(f"{key}={folder}" for key, folder in folders.items()), *overrides]
@@ -183,12 +185,6 @@ class Texts:
     def categories(self) -> list[str]:
         """The categories' names; none if only unread records name them."""
         return [] if self._options.category_field else list(self._options.sources)
-
-    def folders(self, key: str) -> dict[str, Path]:
-        """Return the folders of the documents by the trainer's keys."""
-        if self._options.val_share is None:
-            return {key: self.folder}
-        return dict(zip(NODES, (self.folder / part for part in PARTS), strict=True))
 
     @property
     def command(self) -> list[str]:
