@@ -195,6 +195,9 @@ def test_a_hub_dataset_has_a_name_without_a_scheme_unless_a_file_of_this_machine
     (tmp_path / "owner/name/b.jsonl").write_bytes(LINES[: LINES.index(b"\n") + 1])
     assert records("owner/name") == TEXTS[:1]
     assert records("hf://datasets/owner/name") == TEXTS
+    assert len(records("owner/name[:9]")) == 9
+    (tmp_path / "owner/name").rename(tmp_path / "owner/name[:9]")
+    assert records("owner/name[:9]") == TEXTS[:1]
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def test_workers_and_the_size_of_chunks_change_nothing(tmp_path: Path, model: Pa
     data = {"a": [*weighted, {"x": 1}, *CHATS[:20], pair], "b": [*TEXTS, {"text": ""}]}
     options = [share, "deduplicate=true", "on_bad_record=skip"]
     made(tmp_path / "one", model, data, *options)
-    made(tmp_path / "small", model, data, *options, size=ChunkSize(3, 300))
+    made(tmp_path / "small", model, data, *options, size=ChunkSize(1, 1))
     made(tmp_path / "several", model, data, *options, "num_workers=2", size=ChunkSize(16, 3000))
     for part in ("train", "val"):
         tables = [load_from_disk(str(tmp_path / run / "out" / part)).data.table for run in ("one", "small", "several")]
@@ -145,6 +145,19 @@ def test_equal_records_are_on_one_side_whatever_their_format_order_of_fields_and
         assert len(of["a"]) == len(of["b"]) > 0
         lengths = [np.array(rows_of["length"]) for rows_of in of.values()]
         assert np.ptp(lengths[0] - lengths[1]) == 0  # by the spaces
+
+
+def test_a_default_system_prompt_moves_no_chat_and_counts_like_that_of_the_chat_itself(
+    tmp_path: Path, model: Path
+) -> None:
+    own = [{"messages": [{"role": "system", "content": "the dog"}, *chat["messages"]]} for chat in CHATS]
+    report = made(tmp_path, model, {"a": CHATS, "b": own}, "val_share=0.3", "system={a: the dog, b: the dog}")
+    assert not set(rows(tmp_path, "train")) & set(rows(tmp_path, "val"))
+    without = made(tmp_path / "without", model, {"a": CHATS, "b": TEXTS}, "val_share=0.3")
+    lengths = [np.array(load_from_disk(str(each / "out/val"))["length"]) for each in (tmp_path, tmp_path / "without")]
+    held = report.held_out.categories["a"].records  # type: ignore[union-attr]
+    assert held == without.held_out.categories["a"].records > 0  # type: ignore[union-attr]
+    assert np.ptp(lengths[0][:held] - lengths[1][:held]) == 0  # by the prompt
 
 
 def test_thoughts_that_a_template_may_leave_out_do_not_part_equal_chats(tmp_path: Path, model: Path) -> None:
