@@ -76,7 +76,7 @@ class Report:
         return self.sources[source].records + (self.held_out.sources[source].records if self.held_out else 0)
 
     def division(self) -> dict[str, Any]:
-        """Return the records of training and validation by category, for the folder above both."""
+        """Return both sides' records by category, for the folder above both."""
         assert self.held_out is not None, "only a divided dataset has two parts"
         sides = {"train": self.categories, "val": self.held_out.categories}
         names = dict.fromkeys(name for categories in sides.values() for name in categories)

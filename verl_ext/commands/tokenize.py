@@ -254,7 +254,10 @@ def _check_division(share: Any, train: Counts, held_out: Counts) -> None:
 
 
 def _first_not_held_out(options: TokenizeOptions, files: Sequence[SourceFile], encoder: Encoder, **how: Any) -> int:
-    """Return the key below which records are held out; a number of them needs the keys of all."""
+    """Return the key below which records are held out.
+
+    A number of records needs the keys of all.
+    """
     share = options.val_share
     if share is None:
         return 0

@@ -115,7 +115,10 @@ def tokenize_and_train(words: Sequence[str]) -> str:
 
 
 def _for_validation(encoding: Sequence[str], sources: Sequence[str]) -> list[str]:
-    """Return the options for data.val_sources: no part of them is taken, and `system` names theirs alone."""
+    """Return the options for data.val_sources.
+
+    No part of them is taken, and `system` names their categories alone.
+    """
     words = [word for word in encoding if not words_of([word], ["sample", "system"])]
     names = read_options(SourceKeys, sources).sources
     for item in map(Item.read, words_of(encoding, ["system"])):

@@ -32,7 +32,7 @@ TOO_SHORT = "too_short"
 
 
 class Owner(NamedTuple):
-    """The place, the counts and the number in the chunk of a maker's record."""
+    """A maker's record: its place, counts and number in the chunk."""
 
     place: str
     counts: Counts
@@ -90,11 +90,11 @@ class Encoder(ABC):
         """Return a chunk's documents, up to an error that ends the run."""
 
     def record_key(self, raw: Any, source: int) -> int:
-        """Return 64 bits of a hash of a record of a source's content. Raises `BadRecord`."""
+        """Return 64 bits of a hash of a source's record. Raises `BadRecord`."""
         raise NotImplementedError
 
     def record_keys(self, chunk: Chunk) -> NDArray[np.uint64]:
-        """Return the key of every record, NO_KEY for those that cannot be read."""
+        """Return every record's key, NO_KEY for those that cannot be read."""
         keys = np.full(len(chunk.records), NO_KEY, np.uint64)
         for number, (_, raw) in enumerate(chunk.records):
             with suppress(BadRecord, DataError, RecursionError):  # which `encode` reports

@@ -199,7 +199,7 @@ class ChatEncoder(Encoder):
         return self._encoder.ids(text)
 
     def record_key(self, raw: Any, source: int) -> int:
-        """Return 64 bits of a hash of the words of a chat, a text, or a preference's prompt. Raises `BadRecord`."""
+        """Return 64 bits of a hash of a record's words. Raises `BadRecord`."""
         raw = read_record(raw)
         category = self._category(raw, self.sources[source - 1])
         return self._key(self._record(raw, category).content, category)
@@ -212,7 +212,7 @@ class ChatEncoder(Encoder):
         return content_key(content, self.options.default_system(category), self.options.turns == "each")
 
     def _items(self, chunk: Chunk, tally: Tally) -> tuple[list[_Item], NDArray[np.uint64] | None]:
-        """Return every record's texts, or its error, and keys if `by_record`; count records."""
+        """Return records' texts or errors, and keys if `by_record`; count records."""
         items: list[_Item] = []
         keys = np.full(len(chunk.records), NO_KEY, np.uint64) if self.by_record else None
         category_field = self.options.category_field

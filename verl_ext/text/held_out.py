@@ -1,4 +1,4 @@
-"""Hold records out for validation by their content, and leave out repeated ones.
+"""Hold records out for validation, and leave out repeated ones.
 
     record    {"messages": [user, assistant]}     {"text": …}      {"input_ids": […]}
     words     the roles and contents              the text         the ids
@@ -106,7 +106,7 @@ class RecordChoice:
 
 
 def _record_hashes(documents: Documents, places: NDArray[np.int64], firsts: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Return a hash of each record's tokens, of all its documents in order, and of the sides of its answers."""
+    """Return a hash of each record: its documents in order, their sides."""
     hashes = token_hashes(documents.input_ids, documents.starts, documents.lengths)
     if documents.units is not None:
         sides = documents.units["answer"]  # 0 of a document that is no answer, also in a chunk without any
@@ -117,14 +117,14 @@ def _record_hashes(documents: Documents, places: NDArray[np.int64], firsts: NDAr
 
 
 class _SeenKeys:
-    """Keys that came before, in 8 bytes each but for the last ones."""
+    """Keys that came before; all but the last take 8 bytes."""
 
     def __init__(self) -> None:
         self._old = np.zeros(0, np.uint64)
         self._recent: set[int] = set()
 
     def are_new(self, keys: NDArray[np.uint64]) -> list[bool]:
-        """Return whether each key comes for the first time; from now on it has come."""
+        """Return whether each key is new; from now on it is not."""
         at = np.searchsorted(self._old, keys)
         is_old: Any = np.zeros(len(keys), bool)
         if len(self._old):

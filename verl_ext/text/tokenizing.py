@@ -107,9 +107,10 @@ def lowest_keys(
     size: ChunkSize,
     read: Callable[[SourceFile, ChunkSize], Iterator[Chunk]],
 ) -> LowestKeys:
-    """Return the lowest different keys of all records, which are read once more for it.
+    """Return the lowest different keys of all records.
 
-    An unreadable file ends its source here, and is an error when it is tokenized. The arguments are as above.
+    They are read once more for it. An unreadable file ends its source here, and is an error when it is tokenized. The
+    arguments are as above.
     """
     lowest, num_bytes = LowestKeys(count), total_bytes(files)
     workers = num_workers or (None if on_ray else _useful_workers(encoder, num_bytes))

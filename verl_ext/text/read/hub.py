@@ -53,7 +53,7 @@ def hub_split(url: str, key: str) -> tuple[str, str, int | None]:
 
 
 def _hub_rows(match: re.Match[str], size: int | None, key: str) -> tuple[int, int | None]:
-    """Return the first row of a Hub dataset's slice and the one after the last, as `datasets` counts them."""
+    """Return a slice's first row and the one after the last."""
     bounds: list[int | None] = []
     for text in (match["first"], match["last"]):
         value = None if text is None else int(text.rstrip("%"))
@@ -104,5 +104,5 @@ def _hub_dataset(url: str) -> tuple[Any, dict[str, Any], re.Match[str]]:
 
 
 def _part(match: re.Match[str], name: str) -> str | None:
-    """Return a part of a Hub dataset's name without the character before it."""
+    """Return a part of the name without the character before it."""
     return match[name] and match[name][1:]

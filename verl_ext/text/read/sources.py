@@ -68,7 +68,10 @@ def is_url(path: str) -> bool:
 
 
 def is_hub_name(path: str) -> bool:
-    """Return whether a source is a Hub dataset; without hf:// a file of this machine comes first."""
+    """Return whether a source is a Hub dataset.
+
+    Without hf://, a file of this machine comes first.
+    """
     match = HUB.fullmatch(path)
     if match is None or match["prefix"]:
         return match is not None

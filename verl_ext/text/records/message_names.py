@@ -1,4 +1,4 @@
-"""The names of roles, and of fields of messages, beyond the known ones.
+"""Names of roles and of message fields beyond the known ones.
 
 roles={Customer: user, Agent: assistant}  message_columns={role: speaker, content: says}
 {"speaker": "Agent", "says": "Yes."}  →  {"role": "assistant", "content": "Yes."}
@@ -32,7 +32,7 @@ class MessageNames:
         return bool(self.roles or self.columns)
 
     def known(self, value: Any) -> Any:
-        """Return a field's value with the known names in each of its messages.
+        """Return a field's value with known names in its messages.
 
         A message has a role; a list of messages may be their JSON text. Anything else is returned as it is.
         """

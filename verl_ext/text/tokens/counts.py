@@ -103,7 +103,7 @@ class Counts:
 
 
 class Tally:
-    """The counts of a chunk's records: by category or, if `by_record`, each of its own."""
+    """The counts of a chunk's records, by category or `by_record`."""
 
     def __init__(self, by_record: bool) -> None:
         self.by_record = by_record
@@ -128,7 +128,7 @@ class Tally:
 
 
 def add_by_category(counts: Iterable[tuple[str, Counts]]) -> dict[str, Counts]:
-    """Return the sums of counts by category, in the order of the first of each."""
+    """Return the sums of counts by category, in first order."""
     found: dict[str, Counts] = {}
     for category, own in counts:
         found.setdefault(category, Counts()).add(own)

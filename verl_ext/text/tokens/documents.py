@@ -19,7 +19,7 @@ UNIT_COLUMNS = {"unit": np.int32, "answer": np.int8, "pair_weight": np.float32}
 
 
 class RecordFacts(NamedTuple):
-    """The R records of a chunk one by one, for whoever chooses among them.
+    """The R records of a chunk, for whoever chooses among them.
 
     keys: uint64[R], a hash of each one's content. owners: int64[D], the record of each document. counts: the category
     and the counts of each.

@@ -13,9 +13,10 @@ _factors = np.zeros(0, np.uint64)
 def token_hashes(
     ids: NDArray[np.integer], starts: NDArray[np.int64], lengths: NDArray[np.integer]
 ) -> NDArray[np.uint64]:
-    """Return each document's hash; equal documents have equal ones, others with a probability of about 2^-63.
+    """Return each document's hash.
 
-    starts, lengths: integer[D], of documents that are not empty and lie one after the other.
+    Equal documents have equal ones, others with a probability of about 2^-63. starts, lengths: integer[D], of documents
+    that are not empty and lie one after the other.
     """
     if not len(starts):
         return np.zeros(0, np.uint64)
@@ -33,7 +34,7 @@ def mix_bits(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def position_factors(count: int) -> NDArray[np.uint64]:
-    """Return the odd factors of the first positions; the same numbers in every process."""
+    """Return the odd factors of the first positions, always the same."""
     global _factors
     if len(_factors) < count:
         size = 1 << (count - 1).bit_length()
