@@ -93,24 +93,38 @@ def test_more_data_in_another_order_moves_no_record_to_the_other_side(tmp_path: 
         assert set(rows(tmp_path / "few", part)) < set(rows(tmp_path / "many", part))
 
 
-@pytest.mark.parametrize("share", ["val_share=0.2", "val_share=9"])
-def test_workers_and_the_size_of_chunks_change_nothing(tmp_path: Path, model: Path, share: str) -> None:
-    # A weight and a preference in one part must not give the other part their columns, whatever the chunks are.
+def weighted_and_bad() -> dict[str, list[Any]]:
+    """Return records of which a weight, a preference and bad ones must not change those beside them."""
     weighted = [{**chat, "loss_weight": 0.5} if number == 70 else chat for number, chat in enumerate(CHATS)]
     pair = {"prompt": "the dog", "chosen": "sat", "rejected": "ran"}
-    data = {"a": [*weighted, {"x": 1}, *CHATS[:20], pair], "b": [*TEXTS, {"text": ""}]}
-    options = [share, "deduplicate=true", "on_bad_record=skip"]
-    made(tmp_path / "one", model, data, *options)
-    made(tmp_path / "small", model, data, *options, size=ChunkSize(1, 1))
-    made(tmp_path / "several", model, data, *options, "num_workers=2", size=ChunkSize(16, 3000))
+    return {"a": [*weighted, {"x": 1}, *CHATS[:20], pair], "b": [*TEXTS, {"text": ""}]}
+
+
+LEFT_OUT = ("deduplicate=true", "on_bad_record=skip")
+
+
+@pytest.mark.parametrize("share", ["val_share=0.2", "val_share=9"])
+def test_the_size_of_chunks_changes_nothing(tmp_path: Path, model: Path, share: str) -> None:
+    made(tmp_path / "one", model, weighted_and_bad(), share, *LEFT_OUT)
+    made(tmp_path / "small", model, weighted_and_bad(), share, *LEFT_OUT, size=ChunkSize(1, 1))
     for part in ("train", "val"):
-        tables = [load_from_disk(str(tmp_path / run / "out" / part)).data.table for run in ("one", "small", "several")]
-        assert tables[0].equals(tables[1])
-        assert tables[0].equals(tables[2])
+        one, small = (load_from_disk(str(tmp_path / run / "out" / part)).data.table for run in ("one", "small"))
+        assert one.equals(small)
         reports = [json.loads((tmp_path / run / "out" / part / "report.json").read_text()) for run in ("one", "small")]
         assert reports[0]["categories"] == json.loads(
             json.dumps(reports[1]["categories"]).replace(str(tmp_path / "small"), str(tmp_path / "one"))
         )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", ["val_share=0.2", "val_share=9"])
+def test_the_number_of_workers_changes_nothing(tmp_path: Path, model: Path, share: str) -> None:
+    made(tmp_path / "one", model, weighted_and_bad(), share, *LEFT_OUT)
+    several = (*LEFT_OUT, "num_workers=2")
+    made(tmp_path / "several", model, weighted_and_bad(), share, *several, size=ChunkSize(16, 3000))
+    for part in ("train", "val"):
+        one, other = (load_from_disk(str(tmp_path / run / "out" / part)).data.table for run in ("one", "several"))
+        assert one.equals(other)
 
 
 def test_a_number_holds_out_as_many_different_records_and_their_repetitions(tmp_path: Path, model: Path) -> None:

@@ -201,7 +201,7 @@ class ChatEncoder(Encoder):
     def record_key(self, raw: Any, source: int) -> int:
         """Return 64 bits of a hash of a record's words. Raises `BadRecord`."""
         raw = read_record(raw)
-        category = self._category(raw, self.sources[source - 1])
+        category = self._category(raw, self.sources[source - 1] if self.sources else "")
         return self._key(self._record(raw, category).content, category)
 
     def _category(self, raw: Any, source: str) -> str:
@@ -216,7 +216,7 @@ class ChatEncoder(Encoder):
         items: list[_Item] = []
         keys = np.full(len(chunk.records), NO_KEY, np.uint64) if self.by_record else None
         category_field = self.options.category_field
-        source = self.sources[chunk.category_id - 1] if category_field or self.options.system else ""
+        source = self.sources[chunk.category_id - 1] if self.sources else ""
         for number, (place, raw) in enumerate(chunk.records):
             category = source
             try:
