@@ -68,7 +68,7 @@ class TrainOptions(Options):
 
 def tokenize_and_train(words: Sequence[str]) -> str:
     """Tokenize if needed, and train; raise SystemExit with a nonzero code."""
-    words = [f"data.{word}" if word.startswith("val_share=") else word for word in _translated(words)]
+    words = _translated([f"data.{word}" if word.startswith("val_share=") else word for word in words])
     # Every word has one reader: this command, `tokenize`, or the trainer, which gets the rest (model.* has two).
     own, encoding = words_of(words, ["nproc"]), []
     keys = [*NODES.values(), _SHARE]
