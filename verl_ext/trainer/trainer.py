@@ -225,7 +225,7 @@ class SFTTrainer:
         Raises:
             StopAgreed: on every rank, before anything is computed, if any rank was asked to stop.
         """
-        lr, batch = self.engine.lr_scheduler.get_last_lr()[0], upcoming.batch
+        lr, batch = float(self.engine.lr_scheduler.get_last_lr()[0]), upcoming.batch
         normaliser = upcoming.normaliser()
         if normaliser > 0:
             sums = self.rank.sums(batch) if summed else None
