@@ -92,6 +92,15 @@ def test_the_options_of_torchs_muon_are_taken():
     assert all(torch.equal(mine, its) for mine, its in zip(found, expected, strict=True))
 
 
+def test_the_momentum_of_weights_in_bf16_is_a_sum_of_gradients():
+    parameter = nn.Parameter(torch.zeros(4, 4, dtype=torch.bfloat16))
+    optimizer = built_optimizer([{"params": [parameter], MATRICES: True}], options(nesterov=False, momentum=0.5))
+    for _ in range(2):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    assert torch.equal(optimizer.state[parameter]["momentum_buffer"], torch.full_like(parameter, 0.75))
+
+
 def named_groups(model: Any, optim: Any) -> dict[bool, set[str]]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups: dict[bool, set[str]] = {True: set(), False: set()}

@@ -84,8 +84,7 @@ class MuonAdamW(torch.optim.AdamW):
     def _step_round(self, group: dict[str, Any], parameters: Sequence[Any], ranks: dist.ProcessGroup) -> None:
         """Step at most n matrices, each of which becomes whole on a rank of its own."""
         count, rank = dist.get_world_size(ranks), dist.get_rank(ranks)
-        device = parameters[0].device_mesh.device_type  # of collectives, also of shards that are offloaded
-        updates = [self._momentum_step(parameter).to(device) for parameter in parameters]
+        updates = [self._momentum_step(parameter) for parameter in parameters]
         of_others = [update.numel() for update in updates] + [0] * (count - len(updates))
         shape = parameters[rank].shape if rank < len(parameters) else (0, 0)
         of_mine = [rows * shape[1] for rows in _rows(shape[0], count)]
@@ -100,13 +99,15 @@ class MuonAdamW(torch.optim.AdamW):
             self._apply(group, parameter, [rows])
 
     def _momentum_step(self, parameter: Any) -> torch.Tensor:
-        """Update the momentum of a rank's part; return the direction in bf16."""
+        """Update the momentum of a rank's part; return a new direction in bf16."""
         state: Any = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter.grad)
         gradient, momentum = _local(parameter.grad), _local(state["momentum_buffer"])
         momentum.lerp_(gradient, 1 - self._momentum)
-        return (gradient.lerp(momentum, self._momentum) if self._nesterov else momentum).bfloat16()
+        direction = gradient.lerp(momentum, self._momentum) if self._nesterov else momentum
+        device = parameter.device_mesh.device_type if isinstance(parameter, DTensor) else direction.device
+        return direction.to(device, torch.bfloat16, copy=True)  # Newton-Schulz divides it in place
 
     def _orthogonal(self, matrix: torch.Tensor) -> torch.Tensor:
         return of_torch._zeropower_via_newtonschulz(matrix, *self._newton_schulz)
