@@ -5,19 +5,48 @@ every loss mode and with any weights; so are its token accuracy and entropy. Sum
 below 2^53, which float64 also represents exactly. Every rank holds a slot for each category of a fixed table, so no
 rank waits for a key that another rank lacks.
 
-C is the number of categories. Slot 0 means "no category" and is never reported by itself.
+C is the number of categories. Slot 0 means "no category" and is never reported by itself. With LengthBins, each bin of
+document lengths has C + 1 slots of its own: slot bin·(C + 1) + category.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 
 # A category must not have these names, because `<category>_tokens` would be another metric.
 RESERVED = ("target", "total", "total_target")
 VALIDATION = "val"  # the prefix of the metrics that include perplexities
 _SCALARS = ("weighted_loss", "normaliser", "tokens", "computed_tokens", "target_tokens", "packs")
+
+
+@dataclass(frozen=True)
+class LengthBins:
+    """The bins of document lengths between ascending edges, in tokens.
+
+    Edges 8 and 16 make (0, 8], (8, 16] and (16, inf): 0_8, 8_16 and 16_inf. Without edges there is one bin, unnamed.
+    """
+
+    edges: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.edges) + 1
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the bins; none without edges."""
+        return tuple(f"{low}_{high}" for low, high in pairwise((0, *self.edges, "inf"))) if self.edges else ()
+
+    def index(self, lengths: ArrayLike) -> NDArray[np.int64]:
+        """Return the bin of each length."""
+        return np.searchsorted(np.asarray(self.edges, np.int64), lengths, side="left")
+
+
+ONE_BIN = LengthBins()
 
 
 @dataclass
@@ -88,18 +117,18 @@ class StepSums:
     def __add__(self, other: "StepSums") -> "StepSums":
         return StepSums(self.values + other.values, self.slots, self.has_stats and other.has_stats)
 
-    def report(self, prefix: str, names: tuple[str, ...]) -> dict[str, float]:
+    def report(self, prefix: str, names: tuple[str, ...], bins: LengthBins = ONE_BIN) -> dict[str, float]:
         """Return the metrics by name; read the device once.
 
         A category without target tokens has no loss, and its count is 0. For a validation set, ``perplexity`` is exp of
         the plain mean of ℓ_t over all target tokens in every loss mode, and a category's perplexity is exp of its loss;
-        a perplexity beyond float64 is inf.
+        a perplexity beyond float64 is inf. A bin's loss, like a category's, is the plain mean of its targets' ℓ_t.
         """
         # Read all sums in one transfer: each makes the host wait for the device.
         values = self.values.tolist()
         weighted_loss, normaliser, tokens, computed_tokens, target_tokens, packs = values[: len(_SCALARS)]
-        starts = range(len(_SCALARS), len(values), self.slots)
-        sums, counts, correct, entropies = (values[start : start + self.slots] for start in starts)
+        cells = np.array(values[len(_SCALARS) :]).reshape(4, len(bins), len(names) + 1)
+        sums, counts, correct, entropies = cells.sum(1).tolist()
         metrics = {
             f"{prefix}/loss": weighted_loss / normaliser if normaliser else float("nan"),
             f"{prefix}/tokens": int(tokens),
@@ -126,6 +155,9 @@ class StepSums:
         # Divide the sums over all targets: a mean of categories would favour small ones.
         if prefix == VALIDATION:
             metrics[f"{prefix}/perplexity"] = perplexity(sum(sums), sum(counts))
+        for bin_name, loss, count in zip(bins.names, *cells[:2].sum(2).tolist(), strict=bool(bins.edges)):
+            metrics |= {f"{prefix}/loss_{bin_name}": loss / count} if count else {}
+            metrics[f"{prefix}/target_tokens_{bin_name}"] = int(count)
         return metrics
 
 

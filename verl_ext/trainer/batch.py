@@ -35,7 +35,7 @@ from verl.utils.dataset.dataset_utils import DatasetPadMode
 
 from verl_ext.data import CategoryTable
 from verl_ext.losses import TOKEN_STATS, LossSpec, pack_coefficients, shift_left
-from verl_ext.metrics import StepSums
+from verl_ext.metrics import ONE_BIN, LengthBins, StepSums
 from verl_ext.packing.plan import offsets_of
 from verl_ext.parallel.trees import read_documents, text_rows
 from verl_ext.trainer.hang import watch
@@ -185,6 +185,7 @@ class StepCollator:
         idle_tokens: the number of tokens that an idle rank runs.
         last_is_label: whether a pack's last token is only predicted.
         shares_prefixes: whether documents of a pack may begin with tokens of the document before.
+        bins: the bins of document lengths; of several, a target's slot tells its category and its document's bin.
     """
 
     loss: LossSpec
@@ -192,6 +193,7 @@ class StepCollator:
     idle_tokens: int = 1
     last_is_label: bool = False
     shares_prefixes: bool = False
+    bins: LengthBins = ONE_BIN
 
     def __post_init__(self) -> None:
         assert len(self.loss.category_weights) == len(self.categories.ids) + 1, (
@@ -201,7 +203,7 @@ class StepCollator:
     def __call__(self, packs: Sequence[Pack | None]) -> StepBatch:
         """Collate packs from a `PackDataset`; None stands for an idle rank."""
         slots = len(self.categories.ids) + 1
-        counts = np.zeros(_COUNTS + slots)
+        counts = np.zeros(_COUNTS + slots * len(self.bins))
         columns: list[tuple[np.ndarray, ...]] = []
         targets: list[PackTargets] = []
         for pack in packs:
@@ -239,6 +241,9 @@ class StepCollator:
         category = self.categories.index(columns["category_ids"]) * is_target
         share = pack_coefficients(self.loss, is_target, category, offsets, columns.get("loss_weight"), real)
         number = int(is_target.sum())
+        if len(self.bins) > 1:
+            lengths = np.diff(offsets)
+            category = category + np.repeat(self.bins.index(lengths) * (len(self.categories) + 1), lengths) * is_target
         by_category = np.bincount(category, minlength=len(counts) - _COUNTS)
         by_category[0] = number - by_category[1:].sum()  # without the tokens that are not targets
         less = int(self.last_is_label)
