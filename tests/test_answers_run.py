@@ -88,7 +88,7 @@ def test_scores_before_training_are_those_of_plain_generation_and_a_validation_c
 
 def test_scores_by_length_are_those_of_the_prompts_of_so_many_tokens(runs, tiny_model):
     """Before training, every second prompt is answered as expected."""
-    tokenizer, by_bin = AutoTokenizer.from_pretrained(tiny_model), {"0_7": [], "7_9": [], "9_inf": []}
+    tokenizer, by_bin = AutoTokenizer.from_pretrained(tiny_model), {"0_5": [], "5_6": [], "6_inf": []}
     for number, question in enumerate(QUESTIONS):
         chat = [{"role": "user", "content": question}]
         length = len(tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"])

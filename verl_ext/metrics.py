@@ -36,6 +36,9 @@ class LengthBins:
     def __len__(self) -> int:
         return len(self.edges) + 1
 
+    def __bool__(self) -> bool:
+        return bool(self.edges)
+
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the bins; none without edges."""

@@ -37,6 +37,7 @@ from verl_ext.data.chats import TrainedChats
 from verl_ext.data.dataset import CONTENT
 from verl_ext.data.files_in_use import DataFiles
 from verl_ext.data.mixture import mixture_notices
+from verl_ext.data.usage import BINS, DataUse, repetition_notices
 from verl_ext.engines.activations import check_host_memory
 from verl_ext.engines.cost import balancing_cost
 from verl_ext.engines.schedule import keeps_rates, schedule_problems
@@ -79,6 +80,7 @@ class Run:
         keeps_rates: whether the finished steps had this schedule's learning rates, despite another schedule.
         prompts: the prompts of `eval.prompts`; None without them.
         chats: the chat template and the ends of turns of the training data.
+        use: how often the run reads documents, by source and length.
     """
 
     config: RunConfig
@@ -100,6 +102,7 @@ class Run:
     keeps_rates: bool = False
     prompts: Prompts | None = None
     chats: TrainedChats = field(default_factory=TrainedChats)
+    use: tuple[DataUse, ...] = ()
 
     @property
     def steps_per_epoch(self) -> float:
@@ -152,7 +155,8 @@ class Run:
         if self.config.model.runs_longest:  # no rank waits for another's longer row, because it computes as much itself
             packs = replace(packs, costs=np.ones(len(packs.costs)))
         steps = step_facts(packs, self.plan, self.config.data_parallel_size, micro)
-        return {"train": data_facts(self.train_set), **validated, "steps": steps}
+        use = {"use": [vars(row) for row in self.use]}
+        return {"train": data_facts(self.train_set) | use, **validated, "steps": steps}
 
     def facts(self) -> dict[str, Any]:
         """Describe the run for later: config, versions, machine and step plan."""
@@ -289,7 +293,10 @@ def opened(config: RunConfig, model: ModelFacts) -> Run:
             batch, costs = config.data_parallel_size * config.data.micro_batch_size_per_gpu, val_set.facts(cost).costs
             steps = StepPlan(len(val_set), batch, config.dataset.seed, shuffle=False, costs=costs)
             validation = Validation(val_set, steps)
+        use = [row.times(total_steps / plan.steps_per_epoch) for row in train_set.usage(config.trainer.bins or BINS)]
     notices = *config.notices, *model.notices, *unknown, *_notices(config, packs, plan)
+    if not config.trainer.eval_only:
+        notices = *notices, *repetition_notices(use, train_set.key)
     return Run(
         config=config,
         train_set=train_set,
@@ -304,6 +311,7 @@ def opened(config: RunConfig, model: ModelFacts) -> Run:
         notices=(*notices, *chats.notices(train_set.key)),
         prompts=prompts,
         chats=chats,
+        use=tuple(use),
     )
 
 

@@ -19,7 +19,8 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 OTHERS = tuple(f"train/{name}" for name in ("grad_norm", "lr", "tokens_per_second", "pack_fill", "memory_gib"))
 OTHERS += ("train/router_loss", "perf/mfu")
 EVALUATIONS = ("exact_match", "accuracy", "perplexity")
-OF_LENGTHS = re.compile(r"val/(.+)_(\d+_(?:\d+|inf))")  # a metric of a bin of document lengths
+# A metric of a bin of document lengths.
+OF_LENGTHS = re.compile(r"val/(loss|answer|exact_match|accuracy|target_tokens)_(\d+_(?:\d+|inf))")
 ANSWERS = "val/answer"  # the name of the mean score; a category's follows a slash
 
 
@@ -46,8 +47,8 @@ def run_tables(runs: Sequence[ShownRun], width: int) -> Iterator[RenderableType]
             of_run = [Text(one_line(run.name))] if len(runs) > 1 else []
             table.add_row(Text(one_line(name)), *of_run, *numbers, sparkline(curve, max(width - taken, 10)))
     yield table
-    for metric, values in by_length(runs).items():
-        cells = {(value["model"], value["group"]): four_digits(value["mean"]) for value in values}
+    for metric, points in by_length(runs).items():
+        cells = {(point["model"], point["group"]): four_digits(point["mean"]) for point in points}
         yield pivot(f"{metric} by document length", cells)
     yield from (scores.table() for scores in map(score_table, runs) if scores)
 
