@@ -37,7 +37,8 @@ from verl_ext.config.run import worker_config
 from verl_ext.data import SFTDataSet
 from verl_ext.plugin import register_engine
 from verl_ext.trainer.batch import StepBatch
-from verl_ext.trainer.setup import Run, prepare
+from verl_ext.trainer.run import Run
+from verl_ext.trainer.setup import prepare
 from verl_ext.trainer.trainer import SFTTrainer, StepOutcome, UpcomingStep
 
 STOCK = "stock"

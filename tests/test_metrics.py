@@ -12,7 +12,7 @@ from tests.ranks import run_ranks
 from tests.reference import Document, pack_row
 from verl_ext.data import CategoryTable
 from verl_ext.losses import MODES, LossSpec
-from verl_ext.metrics import RESERVED, LengthBins, StepSums
+from verl_ext.metrics import PREFERENCE_VALUES, RESERVED, LengthBins, PreferenceSums, StepSums
 from verl_ext.trainer.batch import StepCollator, StepLoss
 
 NAMES = ("gsm8k", "code")
@@ -85,25 +85,47 @@ def test_perplexity_is_unweighted_over_all_targets_whatever_the_loss_mode(mode):
 
 
 _NAMES = st.lists(
-    st.one_of(st.sampled_from(["loss", "a", "a_loss", "a_tokens", "perplexity", "a_perplexity"]), st.text(max_size=4)),
+    st.one_of(
+        st.sampled_from(
+            [
+                "loss",
+                "a",
+                "a_loss",
+                "a_tokens",
+                "perplexity",
+                "a_perplexity",
+                "sft",
+                "nll",
+                "chosen",
+                "reward",
+                "a_pair",
+            ]
+        ),
+        st.text(max_size=4),
+    ),
     unique=True,
     max_size=5,
 )
 
 
+def _metrics(names: tuple[str, ...]) -> set[str]:
+    """Return the names of all metrics of preferences, some of whose tokens are shared, and of the run."""
+    sums = PreferenceSums.zeros(len(names), "cpu")
+    sums.values += 1
+    sums.add_counts(torch.tensor([1, 2, 1, *[1] * (3 + len(names))], dtype=torch.float64))
+    sums.has_stats = True
+    return {"val/total_tokens", "val/total_target_tokens", *sums.report("val", names)}
+
+
 @given(_NAMES)
 def test_no_two_metrics_share_a_name_unless_it_is_reserved(names):
-    names = [name for name in names if name not in RESERVED]
-    sums = StepSums.zeros(len(names), "cpu")
-    sums.add_counts(torch.ones(6 + len(names), dtype=torch.float64))
-    sums.has_stats = True
-    assert len(sums.report("val", tuple(names))) == 7 + 5 * len(names)
+    names = tuple(name for name in names if name not in RESERVED)
+    assert len(_metrics(names)) == len(_metrics(tuple(f"category {number}" for number in range(len(names)))))
 
 
-def test_a_reserved_name_would_be_another_metric():
-    others = {"val/total_tokens", "val/total_target_tokens"}  # the run's, beside those of a step
-    for name in RESERVED:
-        assert len(others | StepSums.zeros(1, "cpu").report("val", (name,)).keys()) < 5 + 1 + len(others)
+@pytest.mark.parametrize("name", RESERVED)
+def test_a_reserved_name_would_be_another_metric(name):
+    assert len(_metrics((name,))) < len(_metrics(("category",)))
 
 
 def test_accuracy_and_entropy_are_means_over_targets_where_the_engine_gives_them():
@@ -143,6 +165,24 @@ def test_a_documents_bin_is_that_of_its_length_and_categories_stay_what_they_are
     losses = {"loss_0_2": 1.0, "loss_2_4": (3 + 5) / 2, "loss_4_inf": (9 + 10) / 2}
     counts = {"target_tokens_0_2": 1, "target_tokens_2_4": 2, "target_tokens_4_inf": 2}
     assert apart == {f"val/{name}": value for name, value in (losses | counts).items()}
+
+
+def test_preferences_of_several_bins_are_those_of_one():
+    bins, rng = LengthBins((8,)), np.random.default_rng(0)
+    apart, whole = PreferenceSums.zeros(5, "cpu"), PreferenceSums.zeros(2, "cpu")
+    slots = torch.tensor([0, 1, 2, 3, 4, 5, 5])  # the last three are slots 0 to 2 of the second bin
+    terms = {name: torch.from_numpy(rng.uniform(1, 2, 7)) for name in PREFERENCE_VALUES}
+    nll = torch.from_numpy(rng.uniform(1, 2, 7))
+    for sums, of_sums in ((apart, slots), (whole, slots % 3)):
+        sums.add_targets(of_sums, nll)
+        sums.add_terms(terms, of_sums)
+        sums.likelihood.add_(2.0)
+        counts = torch.bincount(of_sums, minlength=sums.slots).double()
+        sums.add_counts(torch.cat([torch.tensor([2.0, 9, 9, 7, 1]).double(), counts]))
+    found, wanted = apart.report("val", NAMES, bins), whole.report("val", NAMES)
+    assert {name: found[name] for name in wanted} == pytest.approx(wanted)
+    by_bin = {"val/loss_0_8": nll[:3].mean(), "val/loss_8_inf": nll[3:].mean()}
+    assert {name: found[name] for name in by_bin} == pytest.approx(by_bin)
 
 
 def test_parts_add_up_in_place():

@@ -1,6 +1,7 @@
 """Losses of preferences: formulas written out with plain numbers, finite differences, and gradients through tokens."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -247,13 +248,12 @@ def test_a_mistake_in_the_options_is_one_line(values, line):
     assert "\n" not in str(error.value)
 
 
-def test_a_loss_of_the_users_own_replaces_the_formula_and_is_tried_first():
-    def squared(sides, options):
-        return (sides.gap - 1) ** 2
-
+def test_a_loss_of_the_users_own_replaces_the_formula_and_is_tried_first(tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text("def squared(sides, options):\n    return (sides.gap - options.margin) ** 2\n", encoding="utf-8")
     sums, reference = drawn(2, len(UNIT), True, False)
-    formula = checked_formula(squared, "loss.custom_cls.name=squared")
-    terms = preference_terms(torch.from_numpy(sums), units_of(reference), PreferenceOptions(), formula=formula)
+    o = PreferenceOptions.read({"custom_cls": {"path": str(own), "name": "squared"}})
+    terms = preference_terms(torch.from_numpy(sums), units_of(reference), o)
     gaps = [sums[c] - reference[c] - sums[r] + reference[r] for c, r, _ in PAIRS]
     assert terms.losses.tolist() == pytest.approx([(gap - 1) ** 2 for gap in gaps])
     for wrong, words in (
@@ -274,7 +274,7 @@ def test_metrics_are_weighted_means_over_all_packs_and_ties_are_half_right():
     terms = preference_terms(torch.from_numpy(sums), units, o)
     values = preference_values(terms, torch.from_numpy(sums), log_probs, units, o)
     total = PreferenceSums.zeros(2, "cpu")
-    total.add(values, slots[terms.documents])
+    total.add_terms(values, slots[terms.documents])
     found = (total + total).reduced(lambda values: values.mul_(3)).report("train", names)
 
     rewards = 0.5 * (sums - reference)
@@ -288,7 +288,7 @@ def test_metrics_are_weighted_means_over_all_packs_and_ties_are_half_right():
     assert right[3] == 0.5
     chosen, rejected = ([pair[side] for pair in PAIRS] for side in (0, 1))
     expected = {
-        "pair_loss": mean([math.log(1 + math.exp(-margin)) for margin in margins]),
+        "preference": mean([math.log(1 + math.exp(-margin)) for margin in margins]),
         "reward_chosen": mean(rewards[chosen]),
         "reward_rejected": mean(rewards[rejected]),
         "reward_margin": mean(margins),
@@ -304,7 +304,7 @@ def test_metrics_are_weighted_means_over_all_packs_and_ties_are_half_right():
         "code_reward_margin": float(np.dot(weights[1:], margins[1:]) / weights[1:].sum()),
     }
     assert {name: found[f"train/{name}"] for name in expected} == pytest.approx(expected)
-    assert "train/chosen_drop" not in total.report("train", names, has_reference=False)
+    assert "train/chosen_drop" not in replace(total, has_reference=False).report("train", names)
 
 
 def test_metrics_of_labels_are_means_by_label():
@@ -314,7 +314,7 @@ def test_metrics_of_labels_are_means_by_label():
     terms = preference_terms(torch.from_numpy(sums), units, o)
     total = PreferenceSums.zeros(0, "cpu")
     values = preference_values(terms, torch.from_numpy(sums), torch.from_numpy(sums), units, o)
-    total.add(values, torch.zeros(4, dtype=torch.int64))
+    total.add_terms(values, torch.zeros(4, dtype=torch.int64))
     found, rewards = total.report("val", ()), 0.1 * (sums - reference)
     chosen, rejected = (rewards[0] + rewards[3]) / 2, (0.5 * rewards[1] + 2 * rewards[2]) / 2.5
     margin = {"reward_chosen": chosen, "reward_rejected": rejected, "reward_margin": chosen - rejected, "pairs": 0}

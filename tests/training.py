@@ -22,7 +22,8 @@ from verl_ext.checkpoint.layout import TRACKER, saved_folders, step_of
 from verl_ext.checkpoint.state import StateReader, read_metadata
 from verl_ext.config.compose import compose
 from verl_ext.trainer.distributed import RunFailed
-from verl_ext.trainer.setup import Run, prepare
+from verl_ext.trainer.run import Run
+from verl_ext.trainer.setup import prepare
 from verl_ext.trainer.trainer import SFTTrainer
 
 # Endings of metrics that differ between equal runs.

@@ -11,17 +11,19 @@ document lengths has C + 1 slots of its own: slot bin·(C + 1) + category.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
 # A category must not have these names, because `<category>_tokens` would be another metric.
-RESERVED = ("target", "total", "total_target")
+RESERVED = ("computed", "target", "total", "total_target")
 VALIDATION = "val"  # the prefix of the metrics that include perplexities
 _SCALARS = ("weighted_loss", "normaliser", "tokens", "computed_tokens", "target_tokens", "packs")
+SumsT = TypeVar("SumsT", bound="StepSums")
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,10 @@ class LengthBins:
     def index(self, lengths: ArrayLike) -> NDArray[np.int64]:
         """Return the bin of each length."""
         return np.searchsorted(np.asarray(self.edges, np.int64), lengths, side="left")
+
+    def folded(self, values: Sequence[float], slots: int) -> list[float]:
+        """Return rows of `slots` sums as sums by category, over all bins."""
+        return np.reshape(values, (-1, len(self), slots // len(self))).sum(1).ravel().tolist()
 
 
 ONE_BIN = LengthBins()
@@ -87,7 +93,7 @@ class StepSums:
     @property
     def _by_category(self) -> torch.Tensor:
         """The sums by category slot: float64[4, C + 1], a view."""
-        return self.values[len(_SCALARS) :].view(4, self.slots)
+        return self.values[len(_SCALARS) :][: 4 * self.slots].view(4, self.slots)
 
     def add_targets(self, slots: torch.Tensor, nll: torch.Tensor, *stats: torch.Tensor) -> None:
         """Add losses, and correct predictions and entropies if given.
@@ -101,9 +107,12 @@ class StepSums:
 
     @property
     def loss(self) -> float:
-        """Σ a_t·ℓ_t / Z, NaN if Z is 0; reads the device."""
-        weighted, normaliser = self.values[:2].tolist()
-        return weighted / normaliser if normaliser else math.nan
+        """The loss of the step, NaN without a term; reads the device."""
+        return self._loss(self.values.tolist())
+
+    def _loss(self, values: Sequence[float]) -> float:
+        """Return Σ a_t·ℓ_t / Z of `values` on the host, NaN if Z is 0."""
+        return values[0] / values[1] if values[1] else math.nan
 
     def add_counts(self, counts: torch.Tensor) -> None:
         """Add float64[5 + C + 1]: `_SCALARS[1:]`, then target tokens by category."""
@@ -111,14 +120,14 @@ class StepSums:
         self.values[1 : len(_SCALARS)] += counts[: len(_SCALARS) - 1]
         self._by_category[1] += counts[len(_SCALARS) - 1 :]
 
-    def reduced(self, all_reduce: Callable[[torch.Tensor], None]) -> "StepSums":
+    def reduced(self: SumsT, all_reduce: Callable[[torch.Tensor], None]) -> SumsT:
         """Return the sums over all data-parallel ranks, in one reduction."""
         values = self.values.clone()
         all_reduce(values)
-        return StepSums(values, self.slots, self.has_stats)
+        return replace(self, values=values)
 
-    def __add__(self, other: "StepSums") -> "StepSums":
-        return StepSums(self.values + other.values, self.slots, self.has_stats and other.has_stats)
+    def __add__(self: SumsT, other: SumsT) -> SumsT:
+        return replace(self, values=self.values + other.values, has_stats=self.has_stats and other.has_stats)
 
     def report(self, prefix: str, names: tuple[str, ...], bins: LengthBins = ONE_BIN) -> dict[str, float]:
         """Return the metrics by name; read the device once.
@@ -129,11 +138,26 @@ class StepSums:
         """
         # Read all sums in one transfer: each makes the host wait for the device.
         values = self.values.tolist()
-        weighted_loss, normaliser, tokens, computed_tokens, target_tokens, packs = values[: len(_SCALARS)]
-        cells = np.array(values[len(_SCALARS) :]).reshape(4, len(bins), len(names) + 1)
-        sums, counts, correct, entropies = cells.sum(1).tolist()
+        of_all = replace(self, slots=self.slots // len(bins))
+        metrics = of_all._metrics(self._folded(values, bins), prefix, names)
+        of_bins = np.reshape(values[len(_SCALARS) :][: 2 * self.slots], (2, len(bins), -1)).sum(2)
+        for name, loss, count in zip(bins.names, *of_bins.tolist(), strict=bool(bins)):
+            metrics |= {f"{prefix}/loss_{name}": loss / count} if count else {}
+            metrics[f"{prefix}/target_tokens_{name}"] = int(count)
+        return metrics
+
+    def _folded(self, values: Sequence[float], bins: LengthBins) -> list[float]:
+        """Return `values` with the sums of all bins added up."""
+        first = len(_SCALARS)
+        return [*values[:first], *bins.folded(values[first:][: 4 * self.slots], self.slots)]
+
+    def _metrics(self, values: Sequence[float], prefix: str, names: tuple[str, ...]) -> dict[str, float]:
+        """Return the metrics of `values` on the host by name."""
+        _, _, tokens, computed_tokens, target_tokens, packs = values[: len(_SCALARS)]
+        starts = range(len(_SCALARS), len(_SCALARS) + 4 * self.slots, self.slots)
+        sums, counts, correct, entropies = (values[start : start + self.slots] for start in starts)
         metrics = {
-            f"{prefix}/loss": weighted_loss / normaliser if normaliser else float("nan"),
+            f"{prefix}/loss": self._loss(values),
             f"{prefix}/tokens": int(tokens),
             f"{prefix}/target_tokens": int(target_tokens),
             f"{prefix}/packs": int(packs),
@@ -158,9 +182,6 @@ class StepSums:
         # Divide the sums over all targets: a mean of categories would favour small ones.
         if prefix == VALIDATION:
             metrics[f"{prefix}/perplexity"] = perplexity(sum(sums), sum(counts))
-        for bin_name, loss, count in zip(bins.names, *cells[:2].sum(2).tolist(), strict=bool(bins.edges)):
-            metrics |= {f"{prefix}/loss_{bin_name}": loss / count} if count else {}
-            metrics[f"{prefix}/target_tokens_{bin_name}"] = int(count)
         return metrics
 
 
@@ -176,46 +197,77 @@ PREFERENCE_VALUES = (
 
 
 @dataclass
-class PreferenceSums:
-    """One rank's sums of preferences in a step or a validation.
+class PreferenceSums(StepSums):
+    """One rank's sums of a step of preferences, or of its share of validation.
 
-    values: float64[V, C + 1] on the engine's device, the sums of PREFERENCE_VALUES by category slot.
+    `values` go on with float64[2, 2], Σ a_t·ℓ_t and Z of preferred answers and of documents that are no answers, and
+    float64[V, C + 1], the sums of PREFERENCE_VALUES by category slot. weighted_loss and normaliser are those of the
+    pairs, and the means of token losses leave out rejected answers.
+
+    Attributes:
+        weights: `loss.nll_weight` and `loss.sft_weight`.
+        has_reference: whether the loss has a reference; else no share of answers that became less likely is known.
     """
 
-    values: torch.Tensor
+    weights: tuple[float, float] = (0.0, 0.0)
+    has_reference: bool = True
 
     @classmethod
     def zeros(cls, categories: int, device: torch.device | str) -> "PreferenceSums":
         """Return sums that are all zero; ``categories`` is C."""
-        return cls(torch.zeros(len(PREFERENCE_VALUES), categories + 1, dtype=torch.float64, device=device))
+        slots = categories + 1
+        number = len(_SCALARS) + 4 * slots + 4 + len(PREFERENCE_VALUES) * slots
+        return cls(torch.zeros(number, dtype=torch.float64, device=device), slots)
 
-    def add(self, values: Mapping[str, torch.Tensor], slots: torch.Tensor) -> None:
+    @property
+    def likelihood(self) -> torch.Tensor:
+        """The sums and normalisers of the terms of likelihood, a view: float64[2, 2]."""
+        return self.values[self._start :][:4].view(2, 2)
+
+    @property
+    def _start(self) -> int:
+        return len(_SCALARS) + 4 * self.slots
+
+    def add_terms(self, values: Mapping[str, torch.Tensor], slots: torch.Tensor) -> None:
         """Add the values of n terms, float64[n] each, in category slots int64[n]."""
-        self.values.index_add_(1, slots, torch.stack([values[name].detach() for name in PREFERENCE_VALUES]))
+        of_terms = self.values[self._start + 4 :].view(len(PREFERENCE_VALUES), self.slots)
+        of_terms.index_add_(1, slots, torch.stack([values[name].detach() for name in PREFERENCE_VALUES]))
+        self.weighted_loss.add_(values["pair_loss"].detach().sum())
 
-    def reduced(self, all_reduce: Callable[[torch.Tensor], None]) -> "PreferenceSums":
-        """Return the sums over all data-parallel ranks, in one reduction."""
-        values = self.values.clone()
-        all_reduce(values)
-        return PreferenceSums(values)
+    def _folded(self, values: Sequence[float], bins: LengthBins) -> list[float]:
+        rows = bins.folded(values[self._start + 4 :], self.slots)
+        return [*super()._folded(values, bins), *values[self._start :][:4], *rows]
 
-    def __add__(self, other: "PreferenceSums") -> "PreferenceSums":
-        return PreferenceSums(self.values + other.values)
+    def _loss(self, values: Sequence[float]) -> float:
+        means = zip((1.0, *self.weights), self._means(values), strict=True)
+        terms = [weight * mean for weight, mean in means if weight and mean is not None]
+        return math.fsum(terms) if terms else math.nan
 
-    def report(self, prefix: str, names: tuple[str, ...], has_reference: bool = True) -> dict[str, float]:
-        """Return the metrics that have values by name; read the device once.
+    def _means(self, values: Sequence[float]) -> list[float | None]:
+        """Return the means over pairs, preferred answers and other documents; None without any."""
+        quotients = [*values[:2], *values[self._start :][:4]]
+        return [
+            total / divisor if divisor else None for total, divisor in zip(quotients[::2], quotients[1::2], strict=True)
+        ]
 
-        Means are weighted by pairs; log-probabilities are per target token. Without a reference, no share of preferred
-        answers that became less likely is known.
+    def _metrics(self, values: Sequence[float], prefix: str, names: tuple[str, ...]) -> dict[str, float]:
+        """Return the metrics of `values` on the host by name.
+
+        Means of pairs are weighted by the pairs; log-probabilities are per target token.
         """
-        columns = list(zip(*self.values.tolist(), strict=True))
-        every = _preference_means([math.fsum(row) for row in zip(*columns, strict=True)])
-        if not has_reference:
+        metrics = super()._metrics(values, prefix, names)
+        for name, mean in zip(("chosen_nll", "document_nll"), self._means(values)[1:], strict=True):
+            if mean is not None:
+                metrics[f"{prefix}/{name}"] = mean
+        first = self._start + 4
+        rows = [values[start : start + self.slots] for start in range(first, len(values), self.slots)]
+        every = _preference_means([math.fsum(row) for row in rows])
+        if not self.has_reference:
             every.pop("chosen_drop", None)
-        metrics = {f"{prefix}/{name}": value for name, value in every.items()}
-        for category, column in zip(names, columns[1:], strict=True):
-            own = _preference_means(column)
-            for name in ("pair_loss", "reward_margin", "reward_accuracy", "pairs"):
+        metrics |= {f"{prefix}/{name}": value for name, value in every.items()}
+        for slot, category in enumerate(names, start=1):
+            own = _preference_means([row[slot] for row in rows])
+            for name in ("preference", "reward_margin", "reward_accuracy", "pairs"):
                 if name in own:
                     metrics[f"{prefix}/{category}_{name}"] = own[name]
         return metrics
@@ -224,7 +276,7 @@ class PreferenceSums:
 def _preference_means(sums: Sequence[float]) -> dict[str, float]:
     """Return the means of sums by metric; none with divisor 0."""
     of = dict(zip(PREFERENCE_VALUES, sums, strict=True))
-    ratios = {"pair_loss": ("pair_loss", "weight"), "chosen_drop": ("chosen_drop", "chosen_weight")}
+    ratios = {"preference": ("pair_loss", "weight"), "chosen_drop": ("chosen_drop", "chosen_weight")}
     for side in ("chosen", "rejected"):
         ratios[f"reward_{side}"] = (f"{side}_reward", f"{side}_weight")
         ratios[f"logp_{side}"] = (f"{side}_log_prob", f"{side}_targets")

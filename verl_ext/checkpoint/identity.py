@@ -52,7 +52,7 @@ def run_facts(
 ) -> dict[str, Any]:
     """Return the values that determine each step's packs, and the weights' model.
 
-    schedule_steps, content, base: as in :class:`verl_ext.trainer.setup.Run`. A measurement may use other data than the
+    schedule_steps, content, base: as in :class:`verl_ext.trainer.run.Run`. A measurement may use other data than the
     training, so only the model counts for it.
     """
     values, optim = config.values, config.values["optim"]
@@ -87,7 +87,7 @@ def allowed_changes(config: RunConfig, extends: bool, keeps_rates: bool) -> list
     """Return the options that a resumed run may change.
 
     They are the user's, and those without effect on finished steps. extends, keeps_rates: as in
-    :class:`verl_ext.trainer.setup.Run`.
+    :class:`verl_ext.trainer.run.Run`.
     """
     allowed = list(config.trainer.allow_resume_mismatch)
     if extends:  # PackDataset.extends compares the rest

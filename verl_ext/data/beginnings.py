@@ -78,12 +78,16 @@ def _first_blocks(data: "DocumentSource", spans: Spans, whole: Ints) -> NDArray[
 
 def _reader(data: "DocumentSource", spans: Spans, numbers: Ints) -> ReadTokens:
     """Return a function that reads parts of the spans of these numbers."""
-    rows = spans.row[numbers]
+    return row_reader(data, spans.row[numbers])
+
+
+def row_reader(data: "DocumentSource", rows: Ints | None = None) -> ReadTokens:
+    """Return a function that reads parts of documents, rows of the data or of `rows`."""
 
     def read(documents: Ints, starts: Ints, sizes: Ints) -> Ints:
         tokens = np.empty(int(sizes.sum()), np.int64)
         if len(documents):
-            data.gather(rows[documents], starts, sizes, {"input_ids": tokens})
+            data.gather(documents if rows is None else rows[documents], starts, sizes, {"input_ids": tokens})
         return tokens
 
     return read

@@ -121,10 +121,11 @@ class PackDataset(torch.utils.data.Dataset, ABC):
     category_ids int64, and loss_weight float32 if there are weights.
 
     key: the config key that messages name for the data; max_tokens: the most tokens of a pack that a model reads;
-    needs_tokenizer: the dataset reads text.
+    needs_tokenizer: the dataset reads text. has_units: packs hold the answers of preferences (data=preference).
     """
 
     Options: ClassVar[type[DatasetOptions]] = DatasetOptions
+    has_units: ClassVar[bool] = False
     needs_tokenizer: bool = False
     key: str
     max_tokens: int

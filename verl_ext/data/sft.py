@@ -84,15 +84,12 @@ class SFTDataSet(PackDataset):
     `config` that SFTOptions has. A given argument wins. A folder is a path or a list of paths, read in order. The plan
     depends on the data and these options alone.
 
-    spans: the documents after over-length handling. A mixture draws from the
-    spans, so that a span may lie in several packs or in none; the draw is the same in every epoch. mixture_report: the
-    draw by source and length interval, empty without a mixture. The sources' own folders are read after train_dir,
-    which is not opened if every source has its own.
+    A mixture draws from the spans, so that a span may lie in several packs or in none; the draw is the same in every
+    epoch. The sources' own folders are read after train_dir, which is not opened if every source has its own.
     """
 
     Options: ClassVar[type[DatasetOptions]] = SFTOptions
     options: SFTOptions
-    mixture_report: Sequence[MixtureRow] = ()
     paths_are: ClassVar[str] = "a tokenized dataset folder"
     requires_max_tokens: ClassVar[bool] = True
 
@@ -141,24 +138,57 @@ class SFTDataSet(PackDataset):
             whole_number("padding_value (the tokenizer's pad_token_id)", padding_value, least=0)
         self.key, self.max_tokens, self._padding_value = key, packing.max_tokens, padding_value or 0
         self._set = Selection(slice(None) if rows is None else rows)
-        self._in_use = self._set.first(max_samples if max_samples > 0 else None)
-        # Documents are cut to the budget before they are packed, so that the plan knows only pieces that fit.
-        spans = cut_spans(self._in_use.of(self._data.lengths), packing.max_tokens, packing.over_length, key)
-        self.spans = Spans(self._in_use.number(spans.row), spans.start, spans.length)
-        self._drawn: NDArray[np.int64] | None = None  # all once
-        if mixture is not None:
-            train_dirs = [absolute_path(path) for path in paths]
-            self._drawn, self.mixture_report = draw_spans(
-                mixture, spans, self._data.folders, self._data.first_rows(), train_dirs, packing.seed
-            )
-        if not packing.share_prefixes:  # else planned once it is known which documents share tokens
-            self.plan = self._planned(NOTHING)
+        self._in_use = self._first_samples(max_samples) if max_samples > 0 else self._set
+        self._train_dirs = [absolute_path(path) for path in paths]
+        self._plan_ahead()
 
     def _open(self, paths: Sequence[str], tokenizer: Any, key: str) -> tuple[DocumentSource, NDArray[np.int64] | None]:
         """Return the data, and the rows of this set, ascending (None: all)."""
         folders = [absolute_path(path) for path in paths]
         mixture = self.options.mixture_options
         return TokenizedData(folders if mixture is None else mixture.all_folders(folders), key), None
+
+    def _plan_ahead(self) -> None:
+        """Plan what needs no token, all of it unless documents share tokens."""
+        _ = self.spans, self._drawn
+        if not self.options.packing.share_prefixes:
+            self.plan = self._planned(NOTHING)
+
+    def _first_samples(self, count: int) -> Selection:
+        """Return the rows of the first `count` samples of the set."""
+        return self._set.first(count)
+
+    @cached_property
+    def spans(self) -> Spans:
+        """The documents after over-length handling, in the order of their rows."""
+        return self._cut()
+
+    def _cut(self) -> Spans:
+        """Cut documents to the budget, so that the plan knows only pieces that fit."""
+        packing = self.options.packing
+        spans = cut_spans(self._in_use.of(self._data.lengths), packing.max_tokens, packing.over_length, self.key)
+        return Spans(self._in_use.number(spans.row), spans.start, spans.length)
+
+    def _to_draw(self) -> Spans:
+        """Return what a mixture draws from."""
+        return self.spans
+
+    @cached_property
+    def _draw(self) -> tuple[NDArray[np.int64] | None, Sequence[MixtureRow]]:
+        """The spans that the mixture draws (None: all once), and its report."""
+        if (mixture := self.options.mixture_options) is None:
+            return None, ()
+        of_data = self._data.folders, self._data.first_rows(), self._train_dirs
+        return draw_spans(mixture, self._to_draw(), *of_data, self.options.packing.seed)
+
+    @property
+    def _drawn(self) -> NDArray[np.int64] | None:
+        return self._draw[0]
+
+    @property
+    def mixture_report(self) -> Sequence[MixtureRow]:
+        """The draw by source and length interval, empty without a mixture."""
+        return self._draw[1]
 
     @cached_property
     def plan(self) -> PackPlan:

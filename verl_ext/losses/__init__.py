@@ -4,15 +4,14 @@ from verl_ext.losses.modes import MODES, LossSpec, category_weight_table, pack_c
 from verl_ext.losses.options import HEADS, LossOptions
 from verl_ext.losses.preference import (
     PREFERENCE_MODES,
-    PreferenceOptions,
     Sides,
     Terms,
-    checked_formula,
     kto_baseline,
     preference_slopes,
     preference_terms,
     total_weight,
 )
+from verl_ext.losses.preference_options import PreferenceOptions, checked_formula
 from verl_ext.losses.preference_units import Units, target_coefficients, target_scales
 from verl_ext.losses.preference_values import preference_values
 from verl_ext.losses.token_nll import BLOCK_BYTES, TOKEN_STATS, head_terms, nll_and_stats, row_bytes, token_nll

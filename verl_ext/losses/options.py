@@ -12,6 +12,7 @@ import numpy as np
 
 from verl_ext.custom import custom_object
 from verl_ext.losses.modes import MODES, Array, LossSpec, Mode, PackCoefficients, category_weight_table
+from verl_ext.losses.preference import PREFERENCE_MODES
 from verl_ext.options import Options, first_line, option, options_of, spell
 
 HEADS = ("fused", "targets", "plain")  # from the least memory to the most
@@ -95,7 +96,7 @@ class LossOptions(Options):
 
     prefix: ClassVar[str] = "loss"
 
-    mode: str = option("token", "the mean that is minimized", choices=MODES, resume="same")
+    mode: str = option("token", "the mean that is minimized", choices=(*MODES, *PREFERENCE_MODES), resume="same")
     category_weights: dict[str, float] | None = option(
         None, "{category: weight ≥ 0}; categories that are not named have weight 1", resume="same"
     )
@@ -120,6 +121,10 @@ class LossOptions(Options):
         """Yield a line for each invalid combination or category weight."""
         if self.custom_cls.is_named and self.mode != "token":
             yield f"loss.mode must be token, its default, with loss.custom_cls; got {self.mode}"
+        yield from self.category_problems()
+
+    def category_problems(self) -> Iterable[str]:
+        """Yield a line for each weight of a category that is none."""
         for name, weight in (self.category_weights or {}).items():
             key = f"loss.category_weights.{name}"
             if isinstance(weight, bool) or not isinstance(weight, int | float):
@@ -134,13 +139,21 @@ class LossOptions(Options):
 
     def spec(self, names: Sequence[str]) -> LossSpec:
         """Return the loss over data whose categories have these names."""
-        mode = self.custom_cls.load() or self.mode
-        return LossSpec(mode, category_weight_table(self.category_weights, names), self.documents_per_pack)
+        return LossSpec(self.mean, category_weight_table(self.category_weights, names), self.documents_per_pack)
+
+    @property
+    def mean(self) -> str | Mode:
+        """The mean of token losses: a name of MODES or a function like them."""
+        return self.custom_cls.load() or self.mode
+
+    @property
+    def stated(self) -> dict[str, Any]:
+        """The options that a resumed run must share."""
+        shared = (name for name, of in options_of(type(self)).items() if of.resume == "same")
+        return {f"loss.{name}": getattr(self, name) for name in shared}
 
     @property
     def fingerprint(self) -> dict[str, Any]:
         """The options, or a code's digest, that a resumed run must share."""
-        shared = {name: getattr(self, name) for name, of in options_of(type(self)).items() if of.resume == "same"}
-        if self.custom_cls.is_named:
-            shared["mode"] = self.custom_cls.fingerprint
-        return {f"loss.{name}": value for name, value in shared.items()}
+        own = {"loss.mode": self.custom_cls.fingerprint} if self.custom_cls.is_named else {}
+        return {**self.stated, **own}

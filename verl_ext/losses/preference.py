@@ -25,18 +25,17 @@ Sums and f are float64: a sum of 10⁴ log-probabilities loses 10⁻³ in fp32, 
 """
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from verl_ext.losses.modes import MODES
-from verl_ext.losses.preference_units import LENGTHS, Units
-from verl_ext.options import Options, first_line, option
+from verl_ext.losses.preference_units import Units
 
-_SMOOTHED = ("dpo", "dpo_norm", "robust", "simpo", "dpop")
+if TYPE_CHECKING:
+    from verl_ext.losses.preference_options import PreferenceOptions
+
 _LEAST_GAP = -1e-12  # the largest mean log-probability, for log(1 − eˣ)
 
 
@@ -147,88 +146,6 @@ PREFERENCE_MODES: dict[str, PreferenceMode] = {
     "dpop": PreferenceMode(dpop),
     "kto": PreferenceMode(None, takes_labels=True),
 }
-# The options that only some modes use.
-_USED_BY = {
-    "label_smoothing": _SMOOTHED,
-    "margin": ("simpo",),
-    "penalty": ("dpop",),
-    "desirable_weight": ("kto",),
-    "undesirable_weight": ("kto",),
-}
-
-
-@dataclass(frozen=True)
-class PreferenceOptions(Options):
-    """The options of a loss of preferences."""
-
-    prefix: ClassVar[str] = "loss"
-
-    mode: str = option("dpo", "the loss of a pair of answers", choices=PREFERENCE_MODES, resume="same")
-    beta: float | None = option(None, "scale of the margin; null: by the mode", above=0, resume="same")
-    label_smoothing: float = option(
-        0.0,
-        f"share of pairs taken to be the wrong way round, below 0.5; {', '.join(_SMOOTHED)}",
-        least=0,
-        resume="same",
-    )
-    margin: float = option(1.0, "simpo: least margin, γ", least=0, resume="same")
-    penalty: float = option(5.0, "dpop: factor of the preferred answer's drop, κ", least=0, resume="same")
-    length: str | None = option(
-        None,
-        "what an answer counts with: sum: of its log-probabilities | mean: theirs | common: the sum, with tail_weight "
-        "beyond the length of the shortest answer; null: by the mode",
-        choices=LENGTHS,
-        resume="same",
-    )
-    tail_weight: float = option(1.0, "length=common: weight of the targets beyond it", least=0, most=1, resume="same")
-    nll_weight: float | None = option(
-        None, "weight of the preferred answers' likelihood; null: 1 for orpo, 0 else", least=0, resume="same"
-    )
-    nll_mode: str = option("token", "the mean of the likelihood terms", choices=MODES, resume="same")
-    sft_weight: float = option(1.0, "weight of the likelihood of rows that are no answers", least=0, resume="same")
-    answers: str = option(
-        "sum",
-        "several rejected answers: sum: each pair has the weight of its unit | mean: they share it",
-        choices=("sum", "mean"),
-        resume="same",
-    )
-    desirable_weight: float = option(1.0, "kto: weight of desirable answers", least=0, resume="same")
-    undesirable_weight: float = option(1.0, "kto: weight of undesirable answers", least=0, resume="same")
-
-    def problems(self) -> Iterable[str | None]:
-        """Yield a line for each option that the mode does not use."""
-        if self.label_smoothing >= 0.5:
-            yield f"loss.label_smoothing must be below 0.5; got {self.label_smoothing}"
-        for name in self.changed().keys() & _USED_BY.keys():
-            if self.mode not in _USED_BY[name]:
-                got = f"got {getattr(self, name)} with loss.mode={self.mode}"
-                yield f"loss.{name} is an option of {', '.join(_USED_BY[name])}; {got}"
-        own = PREFERENCE_MODES[self.mode]
-        if own.fixed_length and self.length not in (None, own.length):
-            yield f"loss.length must be {own.length} with loss.mode={self.mode}; got {self.length}"
-        if self.tail_weight != 1 and self.chosen_length != "common":
-            got = f"got {self.tail_weight} with {self.chosen_length}"
-            yield f"loss.tail_weight is an option of loss.length=common; {got}"
-
-    @property
-    def of_mode(self) -> PreferenceMode:
-        """The facts of the mode."""
-        return PREFERENCE_MODES[self.mode]
-
-    @property
-    def scale(self) -> float:
-        """The β that is used."""
-        return self.of_mode.beta if self.beta is None else self.beta
-
-    @property
-    def chosen_length(self) -> str:
-        """The length that is used."""
-        return self.length or self.of_mode.length
-
-    @property
-    def likelihood_weight(self) -> float:
-        """The weight of the preferred answers' likelihood that is used."""
-        return self.of_mode.nll_weight if self.nll_weight is None else self.nll_weight
 
 
 class Terms(NamedTuple):
@@ -250,16 +167,14 @@ class Terms(NamedTuple):
 def preference_terms(
     sums: torch.Tensor,
     units: Units,
-    options: PreferenceOptions,
+    options: "PreferenceOptions",
     baseline: torch.Tensor | float = 0.0,
-    formula: Formula | None = None,
 ) -> Terms:
     """Return the terms of the loss for the documents' sums x, float64[A].
 
-    baseline: z of kto. formula: a loss of the user's own, in place of the mode's. Raises ValueError for answers with a
-    label alone, if the mode compares answers.
+    baseline: z of kto. Raises ValueError for answers with a label alone, if the mode compares answers.
     """
-    formula = formula or options.of_mode.formula
+    formula = options.formula
     ratios = sums - units.reference
     # Answers alone: each is a term, and none is compared with another.
     if formula is None:
@@ -283,9 +198,9 @@ def preference_terms(
     return Terms(documents, weights, torch.cat([losses, alone]))
 
 
-def total_weight(units: Units, options: PreferenceOptions) -> torch.Tensor:
+def total_weight(units: Units, options: "PreferenceOptions") -> torch.Tensor:
     """Return the units' part of Z, float64[], from data alone."""
-    if options.of_mode.formula is None:
+    if options.formula is None:
         return units.weight[units.side != 0].sum()
     return units.pair_weight.sum() + units.weight[units.alone].sum()
 
@@ -293,10 +208,9 @@ def total_weight(units: Units, options: PreferenceOptions) -> torch.Tensor:
 def preference_slopes(
     sums: torch.Tensor,
     units: Units,
-    options: PreferenceOptions,
+    options: "PreferenceOptions",
     normaliser: torch.Tensor | float,
     baseline: torch.Tensor | float = 0.0,
-    formula: Formula | None = None,
 ) -> tuple[Terms, torch.Tensor]:
     """Return the terms, and ∂(Σ w·f / Z)/∂x of each document, float64[A].
 
@@ -304,7 +218,7 @@ def preference_slopes(
     """
     sums = sums.detach().double().requires_grad_()
     with torch.enable_grad():
-        terms = preference_terms(sums, units, options, baseline, formula)
+        terms = preference_terms(sums, units, options, baseline)
         if not len(terms.losses):
             return terms, torch.zeros_like(sums)
         (slopes,) = torch.autograd.grad(terms.weighted_sum / normaliser, sums)
@@ -318,21 +232,3 @@ def kto_baseline(log_ratio: torch.Tensor | float, answers: torch.Tensor | float,
     """
     mean = torch.as_tensor(log_ratio, dtype=torch.float64) / torch.as_tensor(answers, dtype=torch.float64)
     return (beta * mean).clamp(min=0)
-
-
-def checked_formula(function: Callable[..., Any], name: str) -> Formula:
-    """Return a user's loss after a trial; raise ValueError if wrong."""
-    trial = torch.tensor([-1.0, -20.0, -3.5], dtype=torch.float64)
-    chosen, rejected = ((trial * factor).requires_grad_() for factor in (1.0, 1.5))
-    try:
-        losses = function(Sides(chosen, rejected, trial, trial), PreferenceOptions())
-        gradients = torch.autograd.grad(losses.sum(), (chosen, rejected))
-    except Exception as error:
-        got = f"{type(error).__name__}: {first_line(error)}"
-        raise ValueError(f"{name} must give losses with gradients for (sides, options); got {got}") from error
-    if losses.shape != trial.shape or losses.dtype != torch.float64:
-        got = f"{losses.dtype} of shape {tuple(losses.shape)} for 3 pairs"
-        raise ValueError(f"{name} must give float64[pairs]; got {got}")
-    if not all(torch.isfinite(values).all() for values in (losses, *gradients)):
-        raise ValueError(f"{name} must give finite losses and gradients; got {losses.tolist()} for 3 pairs")
-    return function

@@ -6,7 +6,8 @@ reward      β·(x_d − x_d(ref)) of each side; a side that a term lacks adds n
 
 import torch
 
-from verl_ext.losses.preference import PreferenceOptions, Terms
+from verl_ext.losses.preference import Terms
+from verl_ext.losses.preference_options import PreferenceOptions
 from verl_ext.losses.preference_units import Units
 
 
@@ -21,7 +22,7 @@ def preference_values(
     none = torch.full_like(terms.documents, -1)
     side = units.side[terms.documents]
     chosen, rejected = torch.where(side > 0, terms.documents, none), torch.where(side < 0, terms.documents, none)
-    if options.of_mode.formula is not None:  # the pairs come first
+    if options.formula is not None:  # the pairs come first
         rejected[: len(units.chosen)] = units.rejected
     rewards = options.scale * (sums.double() - units.reference)
     weight, paired = terms.weights, ((chosen >= 0) & (rejected >= 0)).double()

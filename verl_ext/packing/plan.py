@@ -53,6 +53,18 @@ class PackPlan(NamedTuple):
         """Return the same packs with document i named `documents[i]`."""
         return self._replace(document_index=documents[self.document_index])
 
+    def expanded(self, units: Sequence[Indices], begins: Indices | None = None) -> "PackPlan":
+        """Return the packs of documents for packs of units, runs of neighbouring documents.
+
+        units: integer[U] twice, the first document of each unit and their number. begins: integer[D], the `begins` of
+        each document.
+        """
+        first, sizes = (values[self.document_index] for values in units)
+        offsets = offsets_of(sizes)
+        documents = np.repeat(first - offsets[:-1], sizes) + np.arange(offsets[-1])
+        of_place = None if begins is None else begins[documents].astype(np.int32)
+        return PackPlan(documents.astype(index_type(len(documents))), offsets[self.pack_offsets], of_place)
+
     def begins_of(self, pack: int) -> NDArray[np.int32]:
         """Return int32[n]: the `begins` of one pack's documents, or zeros."""
         part = slice(*self.pack_offsets[pack : pack + 2])

@@ -149,12 +149,36 @@ def _extend(
     for part in np.array_split(followers, -(-len(followers) * block // _READ_TOKENS) or 1):
         one, other, start = documents[part - 1], documents[part], shared[part]
         size = np.minimum(np.minimum(lengths[one], lengths[other]) - start, block)
-        differs = read(one, start, size) != read(other, start, size)
-        place = np.arange(len(differs)) - np.repeat(np.cumsum(size) - size, size)
-        common = size.copy()
-        of = np.repeat(np.arange(len(part)), size)
-        np.minimum.at(common, of[differs], place[differs])
-        shared[part] += common
+        shared[part] += _in_common(one, other, start, size, read)
+
+
+def _in_common(one: Ints, other: Ints, start: Ints, size: Ints, read: ReadTokens) -> Ints:
+    """Return int64[n], how many of `size` tokens from `start` on each two documents have in common."""
+    differs = read(one, start, size) != read(other, start, size)
+    place = np.arange(len(differs)) - np.repeat(np.cumsum(size) - size, size)
+    common = size.copy()
+    np.minimum.at(common, np.repeat(np.arange(len(size)), size)[differs], place[differs])
+    return common
+
+
+def shared_with_before(documents: Ints, lengths: Indices, read: ReadTokens) -> Ints:
+    """Return int64[n], the tokens that each document has in common with the one numbered before it.
+
+    documents: int64[n], each at least 1. lengths: integer[D] of all documents.
+    """
+    shared = np.zeros(len(documents), np.int64)
+    least = np.minimum(lengths[documents - 1], lengths[documents]).astype(np.int64)
+    block, going = BLOCK, np.arange(len(documents))
+    while len(going):
+        agrees = []
+        for part in np.array_split(going, -(-len(going) * block // _READ_TOKENS) or 1):
+            size = np.minimum(least[part] - shared[part], block)
+            common = _in_common(documents[part] - 1, documents[part], shared[part], size, read)
+            shared[part] += common
+            agrees.append(common == size)
+        going = going[np.concatenate(agrees)]
+        going, block = going[shared[going] < least[going]], min(2 * block, _READ_TOKENS)
+    return shared
 
 
 def _without_single(documents: Ints, shared: Ints) -> SharedBeginnings:
@@ -212,10 +236,7 @@ def plan_shared(lengths: Indices, kin: SharedBeginnings, max_tokens: int, strate
     first = np.concatenate([np.flatnonzero(starts), np.arange(len(starts), len(documents))])
     sizes = np.diff(first, append=len(documents))
     plan = plan_packs(np.add.reduceat(lengths[documents] - begins, first), max_tokens, strategy, seed)
-    sizes, first = sizes[plan.document_index], first[plan.document_index]
-    offsets = offsets_of(sizes)
-    place = np.repeat(first - offsets[:-1], sizes) + np.arange(len(documents))
-    return PackPlan(documents[place], offsets[plan.pack_offsets], begins[place].astype(np.int32))
+    return plan.expanded((first, sizes), begins).renumbered(documents)
 
 
 def plan_drawn(

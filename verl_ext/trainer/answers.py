@@ -30,7 +30,7 @@ from verl_ext.options import one_line
 from verl_ext.progress import terminal_bar
 from verl_ext.trainer.distributed import RunRanks
 from verl_ext.trainer.hang import watch
-from verl_ext.trainer.setup import Run
+from verl_ext.trainer.run import Run
 
 Texts = Callable[[list[Prompt]], list[str]]  # answers a batch; collective for the model in training, also for []
 

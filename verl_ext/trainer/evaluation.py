@@ -25,7 +25,7 @@ from verl_ext.progress import terminal_bar
 from verl_ext.trainer.answers import engine_texts, mean_scores, scored_answers, scores_by_length
 from verl_ext.trainer.batch import StepLoss
 from verl_ext.trainer.loader import DataParallelRank
-from verl_ext.trainer.setup import Run, Validation
+from verl_ext.trainer.run import Run, Validation
 
 _MORE = 4  # a generated answer may be so many tokens longer than the longest target
 

@@ -23,7 +23,7 @@ from verl_ext.options import first_line
 from verl_ext.trainer.batch import StepBatch, StepCollator
 from verl_ext.trainer.distributed import RankFailed
 from verl_ext.trainer.hang import watch
-from verl_ext.trainer.setup import Run
+from verl_ext.trainer.run import Run
 from verl_ext.trainer.signals import end_for_parent_alone
 from verl_ext.trainer.step_plan import StepPlan
 

@@ -31,7 +31,7 @@ from verl_ext.trainer.evaluation import Evaluation, write_evaluation
 from verl_ext.trainer.hang import watch
 from verl_ext.trainer.hooks import Hook, StepOutcome, hook_classes
 from verl_ext.trainer.loader import DataParallelRank, loader_deaths_reported
-from verl_ext.trainer.setup import Run
+from verl_ext.trainer.run import Run
 from verl_ext.trainer.signals import requests
 
 

@@ -11,7 +11,8 @@ from verl_ext.config.run import Machine
 from verl_ext.layers import mixers_of
 from verl_ext.tools.plan.options import PlanOptions, num_bytes
 from verl_ext.trainer.distributed import print_on_rank0, user_errors_end_the_run
-from verl_ext.trainer.setup import Run, checked, opened, this_machine
+from verl_ext.trainer.run import Run
+from verl_ext.trainer.setup import checked, opened, this_machine
 
 
 def planned_run(composed: DictConfig, plan: PlanOptions) -> tuple[Run, PlanOptions]:

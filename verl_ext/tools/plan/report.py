@@ -36,7 +36,7 @@ from verl_ext.tools.plan.options import PlanOptions, num_bytes
 from verl_ext.tools.plan.run import Job, Layers, Prediction
 from verl_ext.tools.plan.time import time_facts
 from verl_ext.trainer.batch import StepBatch
-from verl_ext.trainer.setup import Run
+from verl_ext.trainer.run import Run
 
 REPLAYED = 40  # steps that the model of PyTorch's allocator replays
 OTHERS = 2  # steps beside the heaviest that are replayed on the model of PyTorch's allocator; each takes seconds

@@ -19,7 +19,7 @@ from verl_ext.packing import micro_step_costs
 from verl_ext.tools.plan.options import PlanOptions, num_bytes
 from verl_ext.tools.plan.run import Job, Prediction
 from verl_ext.tools.plan.traffic import EXCHANGES, GATHERED, REDUCED, Received
-from verl_ext.trainer.setup import Run
+from verl_ext.trainer.run import Run
 
 LINK_SHARE = 0.75  # the share of a link's rate that collectives of large tensors reach
 

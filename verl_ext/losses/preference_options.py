@@ -1,0 +1,153 @@
+"""PreferenceOptions: the options of a loss of preferences, and a formula of the user's own."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from verl_ext.custom import custom_object
+from verl_ext.losses.modes import MODES
+from verl_ext.losses.options import CustomLoss, LossOptions
+from verl_ext.losses.preference import PREFERENCE_MODES, Formula, PreferenceMode, Sides
+from verl_ext.losses.preference_units import LENGTHS
+from verl_ext.options import first_line, option
+
+_SMOOTHED = ("dpo", "dpo_norm", "robust", "simpo", "dpop")
+# The options that only some modes use.
+_USED_BY = {
+    "label_smoothing": _SMOOTHED,
+    "margin": ("simpo",),
+    "penalty": ("dpop",),
+    "desirable_weight": ("kto",),
+    "undesirable_weight": ("kto",),
+}
+
+
+@dataclass(frozen=True)
+class CustomFormula(CustomLoss):
+    """A formula of the user's own, by file and name."""
+
+    path: str | None = option(None, "Python file, or pkg://module, with your own formula; see docs/preferences.md")
+    name: str | None = option(None, "its function: (sides, options) -> float64[pairs], the loss of each")
+
+    @override
+    def load(self) -> Any:
+        if not self.is_named:
+            return None
+        if not callable(function := custom_object(self.prefix, self.path, self.name)):
+            raise ValueError(f"{self.prefix}.name must name a function; got {self.name} of {self.path}")
+        return checked_formula(function, f"{self.prefix}.name={self.name}")
+
+
+@dataclass(frozen=True)
+class PreferenceOptions(LossOptions):
+    """The options of a loss of preferences."""
+
+    mode: str = option("dpo", "the loss of a pair of answers", choices=PREFERENCE_MODES, resume="same")
+    beta: float | None = option(None, "scale of the margin; null: by the mode", above=0, resume="same")
+    label_smoothing: float = option(
+        0.0,
+        f"share of pairs taken to be the wrong way round, below 0.5; {', '.join(_SMOOTHED)}",
+        least=0,
+        resume="same",
+    )
+    margin: float = option(1.0, "simpo: least margin, γ", least=0, resume="same")
+    penalty: float = option(5.0, "dpop: factor of the preferred answer's drop, κ", least=0, resume="same")
+    length: str | None = option(
+        None,
+        "what an answer counts with: sum: of its log-probabilities | mean: theirs | common: the sum, with tail_weight "
+        "beyond the length of the shortest answer; null: by the mode",
+        choices=LENGTHS,
+        resume="same",
+    )
+    tail_weight: float = option(1.0, "length=common: weight of the targets beyond it", least=0, most=1, resume="same")
+    nll_weight: float | None = option(
+        None, "weight of the preferred answers' likelihood; null: 1 for orpo, 0 else", least=0, resume="same"
+    )
+    nll_mode: str = option("token", "the mean of the likelihood terms", choices=MODES, resume="same")
+    sft_weight: float = option(1.0, "weight of the likelihood of rows that are no answers", least=0, resume="same")
+    answers: str = option(
+        "sum",
+        "several rejected answers: sum: each pair has the weight of its unit | mean: they share it",
+        choices=("sum", "mean"),
+        resume="same",
+    )
+    desirable_weight: float = option(1.0, "kto: weight of desirable answers", least=0, resume="same")
+    undesirable_weight: float = option(1.0, "kto: weight of undesirable answers", least=0, resume="same")
+    custom_cls: CustomFormula = option(CustomFormula, "your own formula, in place of the mode's")
+
+    @override
+    def problems(self) -> Iterable[str | None]:
+        yield from self.category_problems()
+        if self.label_smoothing >= 0.5:
+            yield f"loss.label_smoothing must be below 0.5; got {self.label_smoothing}"
+        for name in self.changed().keys() & _USED_BY.keys():
+            if self.mode not in _USED_BY[name]:
+                got = f"got {getattr(self, name)} with loss.mode={self.mode}"
+                yield f"loss.{name} is an option of {', '.join(_USED_BY[name])}; {got}"
+        of_pairs = [name for name, mode in PREFERENCE_MODES.items() if not mode.takes_labels]
+        if self.custom_cls.is_named and self.mode not in of_pairs:
+            yield f"loss.mode must be one of {', '.join(of_pairs)} with loss.custom_cls; got {self.mode}"
+        own = PREFERENCE_MODES[self.mode]
+        if own.fixed_length and self.length not in (None, own.length):
+            yield f"loss.length must be {own.length} with loss.mode={self.mode}; got {self.length}"
+        if self.tail_weight != 1 and self.chosen_length != "common":
+            got = f"got {self.tail_weight} with {self.chosen_length}"
+            yield f"loss.tail_weight is an option of loss.length=common; {got}"
+
+    @property
+    def of_mode(self) -> PreferenceMode:
+        """The facts of the mode."""
+        return PREFERENCE_MODES[self.mode]
+
+    @property
+    def scale(self) -> float:
+        """The β that is used."""
+        return self.of_mode.beta if self.beta is None else self.beta
+
+    @property
+    def chosen_length(self) -> str:
+        """The length that is used."""
+        return self.length or self.of_mode.length
+
+    @property
+    def likelihood_weight(self) -> float:
+        """The weight of the preferred answers' likelihood that is used."""
+        return self.of_mode.nll_weight if self.nll_weight is None else self.nll_weight
+
+    @cached_property
+    def formula(self) -> Formula | None:
+        """The loss of a pair: the user's own or the mode's; None for answers alone."""
+        return self.custom_cls.load() or self.of_mode.formula
+
+    @property
+    @override
+    def fingerprint(self) -> dict[str, Any]:
+        own = {f"{self.custom_cls.prefix}.name": self.custom_cls.fingerprint} if self.custom_cls.is_named else {}
+        return {**self.stated, **own}
+
+    @property
+    @override
+    def mean(self) -> str:
+        return self.nll_mode
+
+
+def checked_formula(function: Callable[..., Any], name: str) -> Formula:
+    """Return a user's loss after a trial; raise ValueError if wrong."""
+    trial = torch.tensor([-1.0, -20.0, -3.5], dtype=torch.float64)
+    chosen, rejected = ((trial * factor).requires_grad_() for factor in (1.0, 1.5))
+    try:
+        losses = function(Sides(chosen, rejected, trial, trial), PreferenceOptions())
+        gradients = torch.autograd.grad(losses.sum(), (chosen, rejected))
+    except Exception as error:
+        got = f"{type(error).__name__}: {first_line(error)}"
+        raise ValueError(f"{name} must give losses with gradients for (sides, options); got {got}") from error
+    if losses.shape != trial.shape or losses.dtype != torch.float64:
+        got = f"{losses.dtype} of shape {tuple(losses.shape)} for 3 pairs"
+        raise ValueError(f"{name} must give float64[pairs]; got {got}")
+    if not all(torch.isfinite(values).all() for values in (losses, *gradients)):
+        raise ValueError(f"{name} must give finite losses and gradients; got {losses.tolist()} for 3 pairs")
+    return function
