@@ -181,7 +181,7 @@ def test_preferences_of_several_bins_are_those_of_one():
         sums.add_counts(torch.cat([torch.tensor([2.0, 9, 9, 7, 1]).double(), counts]))
     found, wanted = apart.report("val", NAMES, bins), whole.report("val", NAMES)
     assert {name: found[name] for name in wanted} == pytest.approx(wanted)
-    by_bin = {"val/loss_0_8": nll[:3].mean(), "val/loss_8_inf": nll[3:].mean()}
+    by_bin = {"val/loss_0_8": float(nll[:3].mean()), "val/loss_8_inf": float(nll[3:].mean())}
     assert {name: found[name] for name in by_bin} == pytest.approx(by_bin)
 
 
