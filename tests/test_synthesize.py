@@ -4,12 +4,14 @@ import json
 import random
 import re
 import sqlite3
+import threading
 
 import pytest
 import yaml
 
 from tests.chat_server import chat_server, completion
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
+from verl_ext.endpoint.quality import DIMENSIONS
 from verl_ext.endpoint.store import Store
 from verl_ext.tools.synthesis.command import main
 
@@ -211,6 +213,83 @@ def test_agentwrite_writes_paragraph_after_paragraph_and_keeps_the_right_length(
     assert report["outcomes"] == {"done": 1, "length_score": 1, "no_length": 1}
     (record,) = records_of(tmp_path, "agentwrite", "given")  # an instruction without a length is given one
     assert record["messages"][0]["content"] == "Write a text on tides.\n\nWrite about 400 words."
+
+
+def test_parallel_paragraphs_are_asked_for_at_once_from_the_plan_alone_and_keep_its_order(run, tmp_path):
+    together = threading.Barrier(2)
+
+    def reply(request):
+        content = request["messages"][0]["content"]
+        if "Divide the work" in content:
+            return PLAN
+        together.wait(timeout=60)  # the server has both requests before it answers one
+        return " ".join([content.split("Main Point: ")[-1].split(" - ")[0]] * 200)
+
+    source = write_lines(tmp_path / "prompts.jsonl", [{"prompt": "Write 400 words."}])
+    with chat_server(reply) as server:
+        assert run(server, source, "paragraphs=parallel", task="agentwrite") == 0
+        before = len(server.requests)
+        assert run(server, source, "paragraphs=parallel", "overwrite=true", task="agentwrite") == 0
+    assert len(server.requests) == before == 3
+    asked = [request["messages"][0]["content"] for request in server.requests[1:]]
+    assert not any("one one" in content or "two two" in content for content in asked)
+    (record,) = records_of(tmp_path, "agentwrite")
+    assert record["messages"][1]["content"] == "\n\n".join([" ".join(["one"] * 200), " ".join(["two"] * 200)])
+
+
+def test_both_forms_are_compared_over_the_same_plans_and_a_judge_scores_both(run, tmp_path):
+    quality = json.dumps(dict.fromkeys(DIMENSIONS, 5))
+
+    def reply(request):
+        content = request["messages"][0]["content"]
+        if "Divide the work" in content:
+            return PLAN
+        if "Breadth and Depth" in content:
+            return quality
+        is_alone = "at the same time" in content
+        return " ".join(f"{'same' if is_alone else content[-40:-39]} {chr(97 + n % 26)}" for n in range(100))
+
+    source = write_lines(tmp_path / "prompts.jsonl", [{"prompt": f"Write 400 words on {n}."} for n in "ab"])
+    with chat_server(reply) as server:
+        judge = ("scorer.kind=writing", f"scorer.endpoint.base_url={server.url}", "scorer.endpoint.model=tiny")
+        assert run(server, source, "paragraphs=both", *judge, task="agentwrite") == 0
+    forms = report_of(tmp_path)["forms"]
+    assert [forms[form]["texts"] for form in ("sequential", "parallel")] == [2, 2]
+    assert [forms[form]["score"] for form in ("sequential", "parallel")] == [100, 100]
+    assert forms["parallel"]["repeated"] == 50  # the second paragraph is the first
+    assert len(server.requests) == 2 * (1 + 2 + 2 + 2)
+    assert all("same" not in record["messages"][1]["content"] for record in records_of(tmp_path, "agentwrite"))
+
+
+def test_lengths_asked_for_and_written_are_spread_evenly(run, tmp_path):
+    """Instructions with a length, a range, none and several; one text comes out longer than asked for."""
+    asked = ["in 300 words", "in 250-350 words", "in 500 words", "in 600 words", "in 300 words, then 600 words"]
+    asked.append("in 9000 words")
+    prompts = [f"Write on {n} {length}." for n, length in enumerate(asked)] + [f"Write on {n}." for n in range(20)]
+    source = write_lines(tmp_path / "prompts.jsonl", [{"prompt": prompt} for prompt in prompts])
+
+    def reply(request):
+        content = request["messages"][0]["content"]
+        wanted = re.findall(r"(\d+)(?:-350)? words\.", content)[0]
+        wanted = 300 if wanted == "250" else int(wanted)
+        if "Divide the work" in content:
+            return f"Paragraph 1 - Main Point: p - Word Count: {wanted}"
+        return "word " * (wanted + (150 if "on 0" in content else 0))
+
+    given = ("word_intervals=[200,400,600]", "records=12", "min_length_score=0", "near_duplicates=null")
+    with chat_server(reply) as server:
+        assert run(server, source, *given, task="agentwrite") == 0
+        assert run(server, source, *given, "lengths=[400]", task="agentwrite", out="third") == 2
+    report = report_of(tmp_path)
+    assert report["left_out"] == {"no_length": 1, "too_long": 1}
+    rows = report["lengths"]
+    assert [row["drawn"] for row in rows.values()] == [6, 6]
+    assert sum(row["found"] for row in rows.values()) == 24
+    written = [record["provenance"]["words_written"] for record in records_of(tmp_path, "agentwrite")]
+    counts = [sum(low <= n < high for n in written) for low, high in ((200, 400), (400, 601))]
+    assert [row["written"] for row in rows.values()] == counts
+    assert max(counts) == 6
+    assert report["outcomes"].get("interval_full", 0) == 12 - len(written)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from verl_ext.tools.synthesis.prompts import PromptTexts
 from verl_ext.tools.synthesis.records import Result, Settings
 
 if TYPE_CHECKING:
+    from verl_ext.tools.synthesis.agentwrite import Writing
     from verl_ext.tools.synthesis.preferences import Pairing
 
 AHEAD = 4  # items that are in progress for each concurrent request
@@ -42,6 +43,7 @@ class Work:
     store_path: str
     path: Path
     pairing: "Pairing | None" = None  # of preferences
+    writing: "Writing | None" = None  # of agentwrite
 
 
 @dataclass
@@ -70,10 +72,13 @@ class WriteResult:
             self.without.append({"item": item.name, "outcome": outcome, "reason": reason})
 
 
-async def write_records(make: Make, work: Work, beside: Opener | None = None) -> WriteResult:
+async def write_records(
+    make: Make, work: Work, beside: Opener | None = None, then: Callable[[Result], Result] | None = None
+) -> WriteResult:
     """Write the records that `make` makes of the items, in their order.
 
-    beside: opens further clients, whose requests count too. Without a server in `work`, `make` gets no client.
+    beside: opens further clients, whose requests count too. then: changes a result, in the order of the items. Without
+    a server in `work`, `make` gets no client.
     """
     result = WriteResult()
     free = asyncio.Semaphore(work.endpoint.concurrency)
@@ -98,6 +103,7 @@ async def write_records(make: Make, work: Work, beside: Opener | None = None) ->
             ):
                 async with aclosing(in_order(begun, AHEAD * work.endpoint.concurrency)) as results:
                     async for item, made in results:
+                        made = made if then is None else then(made)
                         result.add(item, made.outcome, made.reason, len(made.records))
                         file.writelines(json_lines(made.records))
                         bar.item_done()

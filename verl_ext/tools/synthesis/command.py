@@ -53,7 +53,7 @@ TASKS = {
     "longalign": SynthesisTask(partial(write_records, longalign.ask_of_document), "text", of_documents=True),
     "glm_long": SynthesisTask(partial(write_records, glm_long.ask_of_parts), "text", of_documents=True),
     "glm_long_documents": SynthesisTask(write_joined, "text", of_documents=True, joins=True),
-    "agentwrite": SynthesisTask(partial(write_records, agentwrite.write_by_plan), "prompt", of_documents=False),
+    "agentwrite": SynthesisTask(agentwrite.write_long_texts, "prompt", of_documents=False),
     "preferences": SynthesisTask(write_preferences, "prompt", of_documents=False, of_prompts=True),
 }
 
@@ -108,8 +108,21 @@ class SynthesizeOptions(OutputOptions):
     min_length_score: float = option(
         80.0, "agentwrite: minimum S_l, 0 to 100, of a text that is kept", least=0, most=100
     )
+    paragraphs: str = option(
+        "sequential",
+        "agentwrite: sequential: each paragraph continues the text so far | parallel: each is written from the plan"
+        " alone, all at once | both: the report compares them, and the records are sequential",
+        choices=agentwrite.FORMS,
+    )
+    word_intervals: list[Any] = option(
+        [],
+        "agentwrite: edges of intervals of lengths in words, e.g. [2000,4000,6000,8000,10000], over which the lengths"
+        " asked for and written are spread evenly",
+    )
     max_paragraphs: int = option(50, "agentwrite: maximum number of paragraphs of a plan", least=1)
-    scorer: ScorerOptions = option(ScorerOptions, "preferences: how answers are scored")
+    scorer: ScorerOptions = option(
+        ScorerOptions, "preferences: how answers are scored; agentwrite with paragraphs=both: kind=writing scores both"
+    )
     answers: int = option(4, "preferences: answers to ask for, of each prompt", least=1)
     pair: str = option(
         "best_worst",
@@ -161,7 +174,14 @@ class SynthesizeOptions(OutputOptions):
         )
         if task.of_documents:
             yield from self.model.tokenizer_problems()
-        for key, least in (("intervals", 2), ("lengths", 0)):
+        if self.task == "agentwrite" and self.scorer.kind is not None:
+            yield from self.scorer.kind_problems()
+            if self.scorer.kind != "writing" or self.paragraphs != "both":
+                got = f"got {self.scorer.kind} with paragraphs={self.paragraphs}"
+                yield f"scorer.kind must be null or, with paragraphs=both, writing for task=agentwrite; {got}"
+        if self.word_intervals and self.lengths:
+            yield f"lengths must be empty with word_intervals, from which lengths are drawn; got {self.lengths}"
+        for key, least in (("intervals", 2), ("lengths", 0), ("word_intervals", 2 if self.word_intervals else 0)):
             numbers = getattr(self, key)
             right = all(type(number) is int and number > 0 for number in numbers) and len(numbers) >= least
             if not right or sorted(set(numbers)) != numbers:
@@ -203,6 +223,11 @@ class SynthesizeOptions(OutputOptions):
         return Pairing(*given, self.scorer)
 
     @property
+    def writing(self) -> agentwrite.Writing:
+        """How long texts are written."""
+        return agentwrite.Writing(self.paragraphs, tuple(self.word_intervals))
+
+    @property
     def store_path(self) -> str:
         """The file of answers."""
         return self.store or f"{self.output_dir.rstrip('/')}.answers.sqlite"
@@ -224,10 +249,12 @@ def synthesize(options: SynthesizeOptions) -> str:
     if task.of_documents:
         read = Intervals((1, options.intervals[-1])) if task.joins else intervals
         lengths = read, TokenLengths(load_tokenizer(options.model))
+    asked_lengths = agentwrite.AskedLengths(options.seed, options.word_intervals)
+    by_words = None if options.writing.intervals is None else (options.writing.intervals, asked_lengths)
     skip_bad, truncate = options.on_bad_record == "skip", options.over_length == "truncate"
     key = options.text_key or task.text_key
     fields = ItemFields(key, options.class_field, task.of_prompts, options.question_key)
-    corpus = Corpus(files, list(options.sources), fields, skip_bad, lengths, truncate)
+    corpus = Corpus(files, list(options.sources), fields, skip_bad, lengths or by_words, truncate)
     near = None if options.near_duplicates is None else NearDuplicates(options.near_duplicates)
     total = corpus.choose(options.records, options.seed, near, passages)
     if not total:
@@ -259,6 +286,7 @@ def synthesize(options: SynthesizeOptions) -> str:
             options.store_path,
             folder.path / f"{options.task}.jsonl",
             options.pairing,
+            options.writing,
         )
         result = asyncio.run(task.write(work))
         _check_outcomes(result.outcomes, result.without, options)

@@ -13,6 +13,7 @@ from verl_ext.cache import fingerprint
 from verl_ext.options import UsageError, first_line, reason_of, unknown
 
 LANGUAGES = ("en", "zh")
+_MAY_LACK = ("write_alone",)  # a user's file without these has ours
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
@@ -48,7 +49,9 @@ def load_prompts(path: str | None, task: str) -> dict[str, PromptTexts]:
         why = reason_of(error) if isinstance(error, OSError) else first_line(error)
         raise UsageError(f"prompts must be a YAML file with the prompts of {task}; got {path}: {why}") from error
     for name, own in ours["en"].items():
-        if name not in texts:
+        if name not in texts and name in _MAY_LACK:
+            texts[name] = own
+        elif name not in texts:
             raise UsageError(f"prompts must have {task}.{name}; got {path}, which has {', '.join(texts)}")
         if missing := set(_PLACEHOLDER.findall(own)) - set(_PLACEHOLDER.findall(texts[name])):
             raise UsageError(f"prompts: {task}.{name} must contain {{{sorted(missing)[0]}}}; got {path}")
