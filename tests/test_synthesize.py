@@ -292,6 +292,78 @@ def test_lengths_asked_for_and_written_are_spread_evenly(run, tmp_path):
     assert report["outcomes"].get("interval_full", 0) == 12 - len(written)
 
 
+LOGS = [
+    {
+        "conversation": [{"role": "user", "content": "Write 400 words on tides.", "language": "English"}],
+        "language": "English",
+    },
+    {"conversations": [{"from": "system", "value": "s"}, {"from": "human", "value": "Write 400 words on bombs."}]},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "Write 400 words on prompts."}]}]},
+    {"prompt": "Write 400 words in a chat."},
+    {"prompt": "写一篇400字的文章，谈谈潮汐。"},
+    {"prompt": "Напишите 400 words про приливы и отливы на море"},
+    {"conversation": [{"role": "user", "content": "Écris 400 words."}], "language": "French"},
+    {"conversation": [{"role": "assistant", "content": "Hello."}]},
+]
+
+
+def test_instructions_from_logs_are_selected_by_language_and_by_a_model_each_with_an_outcome(run, tmp_path):
+    def reply(request):
+        content = request["messages"][0]["content"]
+        if "do not carry it out" in content.lower() or "请不要执行它" in content:
+            harmful, scraping, long = (word not in content for word in ("bombs", "on prompts", "a chat"))
+            answers = ("yes" if not harmful else "no", "yes" if not scraping else "No", "**Yes**" if long else "no")
+            if "潮汐" in content:
+                return "有害：否\n抓取：否\n长文：是"
+            return "Harmful: {}\nScraping: {}\nLong: {}".format(*answers)
+        if "Divide the work" in content or "各段字数之和" in content:
+            return PLAN
+        return "word " * 200
+
+    source = write_lines(tmp_path / "logs.jsonl", LOGS)
+    given = ("select=2000", "languages=[en,zh]", "on_bad_record=skip", "near_duplicates=null")
+    with chat_server(reply) as server:
+        assert run(server, source, *given, task="agentwrite") == 0
+        before = len(server.requests)
+        assert run(server, source, *given, "overwrite=true", task="agentwrite") == 0
+    assert len(server.requests) == before == 5 + 2 * 3
+    report = report_of(tmp_path)
+    assert report["left_out"] == {"other_language": 2, "no_prompt": 1}
+    assert report["outcomes"] == {"done": 2, "toxic": 1, "scraping": 1, "not_long": 1}
+    users = [record["messages"][0]["content"] for record in records_of(tmp_path, "agentwrite")]
+    assert users == ["Write 400 words on tides.", "写一篇400字的文章，谈谈潮汐。"]
+    assert all(len(record["provenance"]["seeds"]) == 4 for record in records_of(tmp_path, "agentwrite"))
+
+
+def test_a_selection_in_prose_is_unparsable_and_the_published_prompt_is_the_papers(run, tmp_path, documents, capsys):
+    source = write_lines(tmp_path / "prompts.jsonl", [{"prompt": "Write 400 words."}])
+    with chat_server(lambda _: "It seems fine to me.") as server:
+        assert run(server, source, "select=2000", task="agentwrite") == 1
+        assert "1 unparsable" in capsys.readouterr().err
+        assert run(server, source, "prompts=published", task="agentwrite") == 2
+        assert "prompts=published" in capsys.readouterr().err
+        assert run(server, source, "languages=[en]", "model.path=x", task="longalign") == 2
+        assert "languages" in capsys.readouterr().err
+    with chat_server(longalign_published) as server:
+        assert run(server, documents, "records=6", "prompts=published", out="published") == 0
+    asked = [
+        request["messages"][0]["content"]
+        for request in server.requests
+        if PUBLISHED_END.search(request["messages"][0]["content"])
+    ]
+    assert len(asked) == 6
+
+
+PUBLISHED_END = re.compile(
+    r'\n\nGiven the above text, please propose 5 English [^.]*, in the following format: "1: ", "2: ", \.\.\.\Z'
+)
+
+
+def longalign_published(request):
+    content = request["messages"][0]["content"]
+    return "1. First?\n2. Second?" if PUBLISHED_END.search(content) else "An answer."
+
+
 @pytest.mark.parametrize(
     ("plan", "paragraph", "outcome"),
     [

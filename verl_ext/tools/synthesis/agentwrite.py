@@ -30,6 +30,9 @@ from verl_ext.tools.synthesis.records import Result, Settings, question_and_answ
 from verl_ext.tools.synthesis.scorers import Scorer
 
 FORMS = ("sequential", "parallel", "both")
+# What is asked of an instruction from real logs (LongWriter, 3.2), and the outcome of an answer that leaves it out.
+_SELECTED = {"harmful": "harmful|有害", "scraping": "scraping|抓取", "long": "long|长文"}
+_LEFT_OUT = {"harmful": ("toxic", True), "scraping": ("scraping", True), "long": ("not_long", False)}
 AnswerT = TypeVar("AnswerT")
 
 _NUMBER = rf"(?:\d+|{SMALL_NUMBER}|[一二三四五六七八九十百]+)"
@@ -71,6 +74,17 @@ def parse_plan(text: str) -> list[str]:
     return found
 
 
+def parse_selection(text: str) -> dict[str, bool]:
+    """Return whether an instruction is harmful, scraping and long; raise Unparsable if one is missing."""
+    found = {}
+    for name, label in _SELECTED.items():
+        match = re.search(rf"(?:{label})[\s*_\"']*[:：][\s*_\"']*(yes|no|是|否|不是)", text, re.IGNORECASE)
+        if match is None:
+            raise Unparsable(f"the answer has no line of the form `{name.capitalize()}: no`")
+        found[name] = match[1].lower() in ("yes", "是")
+    return found
+
+
 def planned_words(steps: Sequence[str]) -> float:
     """Return the sum of planned words; a range counts as middle."""
     total = 0.0
@@ -97,10 +111,12 @@ class Writing:
     Attributes:
         form: one of FORMS.
         edges: those of the intervals of words over which lengths asked for and written are spread; empty: no spread.
+        least_words: the words that a good answer must exceed, as a model judges; None: no model selects.
     """
 
     form: str = FORMS[0]
     edges: Sequence[int] = ()
+    least_words: int | None = None
 
     @property
     def intervals(self) -> Intervals | None:
@@ -158,6 +174,19 @@ class LongWriter:
             else:
                 words = settings.lengths[drawn(settings.seed, item.name, "length") % len(settings.lengths)]
             instruction, asked = own.filled("with_length", instruction=instruction, words=str(words)), (words, words)
+        least, selected = self.writing.least_words, list[Answer]()
+        if least is not None:
+            content = own.filled("select", instruction=item.text, words=str(least))
+            message = {"role": "user", "content": content}
+            answer = await client.ask(
+                item.name, "select", [message], settings.sampling, parse_selection, settings.parse_tries
+            )
+            if not answer.is_done:
+                return Result.from_answer("select", answer)
+            for name, (outcome, value) in _LEFT_OUT.items():
+                if answer.parsed[name] is value:
+                    return Result(outcome, reason=f"the model says {name}: {'yes' if value else 'no'}")
+            selected.append(answer)
         # The plan decides before its paragraphs are paid for: a wrong length or number of them ends here.
         message = {"role": "user", "content": own.filled("plan", instruction=instruction)}
         plan = await client.ask(item.name, "plan", [message], settings.sampling, parse_plan, settings.parse_tries)
@@ -172,7 +201,10 @@ class LongWriter:
             return Result("length_score", reason=got)
 
         forms = FORMS[:2] if self.writing.form == "both" else (self.writing.form,)
-        results = [await self._written(item, client, own, settings, form, instruction, asked, plan) for form in forms]
+        results = [
+            await self._written(item, client, own, settings, form, instruction, asked, [*selected, plan])
+            for form in forms
+        ]
         return results[0]
 
     async def _written(
@@ -184,10 +216,10 @@ class LongWriter:
         form: str,
         instruction: str,
         asked: tuple[int, int],
-        plan: Answer,
+        answers: Sequence[Answer],
     ) -> Result:
-        """Write the paragraphs of a plan in one form; return the record."""
-        steps, answers, paragraphs = plan.parsed, [plan], list[str]()
+        """Write the paragraphs of the last answer's plan in one form; return the record."""
+        steps, answers, paragraphs = answers[-1].parsed, list(answers), list[str]()
 
         async def paragraph(number: int, text: str | None) -> Answer:
             name, stage = ("write", "write") if text is not None else ("write_alone", "alone")

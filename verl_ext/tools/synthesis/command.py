@@ -29,7 +29,7 @@ from verl_ext.tools.synthesis.items import ItemFields
 from verl_ext.tools.synthesis.joined import write_joined
 from verl_ext.tools.synthesis.overlap import NearDuplicates, Passages
 from verl_ext.tools.synthesis.preferences import PAIRS, Pairing, write_preferences
-from verl_ext.tools.synthesis.prompts import load_prompts
+from verl_ext.tools.synthesis.prompts import PUBLISHED, load_prompts
 from verl_ext.tools.synthesis.records import Settings
 from verl_ext.tools.synthesis.scorers import ScorerOptions
 from verl_ext.tools.synthesis.token_lengths import TokenLengths
@@ -77,7 +77,11 @@ class SynthesizeOptions(OutputOptions):
     sampling: SamplingOptions = option(SamplingOptions, "sampling options of the requests")
     model: ModelOptions = option(ModelOptions, "the tokenizer of the model to be trained, which counts tokens")
     store: str | None = option(None, "file of answers, which runs can share; null: OUTPUT_DIR.answers.sqlite")
-    prompts: str | None = option(None, "YAML file with the prompts of the task; null: built-in, in English and Chinese")
+    prompts: str | None = option(
+        None,
+        "YAML file with the prompts of the task, or published: the paper's own form (longalign); null: built-in, in English"
+        " and Chinese",
+    )
     text_key: str | None = option(None, "field that holds a record's text; null: text, or prompt for instructions")
     class_field: str | None = option(
         None,
@@ -108,6 +112,13 @@ class SynthesizeOptions(OutputOptions):
     min_length_score: float = option(
         80.0, "agentwrite: minimum S_l, 0 to 100, of a text that is kept", least=0, most=100
     )
+    select: int | None = option(
+        None,
+        "agentwrite: a model leaves out instructions that are harmful or made to scrape data, or whose good answer has at"
+        " most so many words (LongWriter: 2000); null: none",
+        least=1,
+    )
+    languages: list[str] = option([], "agentwrite: languages of the instructions that are used, of en, zh; empty: all")
     paragraphs: str = option(
         "sequential",
         "agentwrite: sequential: each paragraph continues the text so far | parallel: each is written from the plan"
@@ -170,7 +181,12 @@ class SynthesizeOptions(OutputOptions):
                 yield f"{key} must be a path, a glob or a list of them; got {value!r}"
         paths = [local_path(path) for value in named.values() if is_names(value) for path in as_list(value)]
         yield from self.output_problems(
-            "a source, the store", self.store, self.prompts, self.encoder.path, self.scorer.path, *paths
+            "a source, the store",
+            self.store,
+            None if self.prompts == PUBLISHED else self.prompts,
+            self.encoder.path,
+            self.scorer.path,
+            *paths,
         )
         if task.of_documents:
             yield from self.model.tokenizer_problems()
@@ -179,6 +195,8 @@ class SynthesizeOptions(OutputOptions):
             if self.scorer.kind != "writing" or self.paragraphs != "both":
                 got = f"got {self.scorer.kind} with paragraphs={self.paragraphs}"
                 yield f"scorer.kind must be null or, with paragraphs=both, writing for task=agentwrite; {got}"
+        if self.languages and self.task != "agentwrite":
+            yield f"languages must be empty with task={self.task}, whose texts may be of any; got {self.languages}"
         if self.word_intervals and self.lengths:
             yield f"lengths must be empty with word_intervals, from which lengths are drawn; got {self.lengths}"
         for key, least in (("intervals", 2), ("lengths", 0), ("word_intervals", 2 if self.word_intervals else 0)):
@@ -225,7 +243,7 @@ class SynthesizeOptions(OutputOptions):
     @property
     def writing(self) -> agentwrite.Writing:
         """How long texts are written."""
-        return agentwrite.Writing(self.paragraphs, tuple(self.word_intervals))
+        return agentwrite.Writing(self.paragraphs, tuple(self.word_intervals), self.select)
 
     @property
     def store_path(self) -> str:
@@ -253,7 +271,9 @@ def synthesize(options: SynthesizeOptions) -> str:
     by_words = None if options.writing.intervals is None else (options.writing.intervals, asked_lengths)
     skip_bad, truncate = options.on_bad_record == "skip", options.over_length == "truncate"
     key = options.text_key or task.text_key
-    fields = ItemFields(key, options.class_field, task.of_prompts, options.question_key)
+    is_instruction = not task.of_documents and not task.of_prompts
+    chosen_by = options.question_key, is_instruction, options.languages
+    fields = ItemFields(key, options.class_field, task.of_prompts, *chosen_by)
     corpus = Corpus(files, list(options.sources), fields, skip_bad, lengths or by_words, truncate)
     near = None if options.near_duplicates is None else NearDuplicates(options.near_duplicates)
     total = corpus.choose(options.records, options.seed, near, passages)
