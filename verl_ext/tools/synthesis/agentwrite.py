@@ -201,19 +201,17 @@ class LongWriter:
             return Result("length_score", reason=got)
 
         forms = FORMS[:2] if self.writing.form == "both" else (self.writing.form,)
-        results = [
-            await self._written(item, client, own, settings, form, instruction, asked, [*selected, plan])
-            for form in forms
-        ]
+        given = item, client, own, settings, instruction, asked, [*selected, plan]
+        results = [await self._written(form, *given) for form in forms]
         return results[0]
 
     async def _written(
         self,
+        form: str,
         item: SourceItem,
         client: Client,
         own: PromptTexts,
         settings: Settings,
-        form: str,
         instruction: str,
         asked: tuple[int, int],
         answers: Sequence[Answer],

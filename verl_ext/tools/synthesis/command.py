@@ -79,7 +79,7 @@ class SynthesizeOptions(OutputOptions):
     store: str | None = option(None, "file of answers, which runs can share; null: OUTPUT_DIR.answers.sqlite")
     prompts: str | None = option(
         None,
-        "YAML file with the prompts of the task, or published: the paper's own form (longalign); null: built-in, in English"
+        "YAML file with the prompts of the task, or published: the paper's form (longalign); null: built-in, in English"
         " and Chinese",
     )
     text_key: str | None = option(None, "field that holds a record's text; null: text, or prompt for instructions")
@@ -114,8 +114,8 @@ class SynthesizeOptions(OutputOptions):
     )
     select: int | None = option(
         None,
-        "agentwrite: a model leaves out instructions that are harmful or made to scrape data, or whose good answer has at"
-        " most so many words (LongWriter: 2000); null: none",
+        "agentwrite: a model leaves out instructions that are harmful or made to scrape data, or whose good answer has"
+        " at most so many words (LongWriter: 2000); null: none",
         least=1,
     )
     languages: list[str] = option([], "agentwrite: languages of the instructions that are used, of en, zh; empty: all")
@@ -180,10 +180,11 @@ class SynthesizeOptions(OutputOptions):
             if not is_names(value):
                 yield f"{key} must be a path, a glob or a list of them; got {value!r}"
         paths = [local_path(path) for value in named.values() if is_names(value) for path in as_list(value)]
+        prompts = None if self.prompts == PUBLISHED else self.prompts
         yield from self.output_problems(
             "a source, the store",
             self.store,
-            None if self.prompts == PUBLISHED else self.prompts,
+            prompts,
             self.encoder.path,
             self.scorer.path,
             *paths,

@@ -46,7 +46,7 @@ def load_prompts(path: str | None, task: str) -> dict[str, PromptTexts]:
         if task not in found["en"]:
             raise UsageError(f"prompts=published is of longalign; got task={task}")
         ours = {name: _texts(found[name][task]) for name in LANGUAGES}
-    if path in (None, PUBLISHED):
+    if path is None or path == PUBLISHED:
         return {name: PromptTexts(texts, fingerprint(texts, digits=8)) for name, texts in ours.items()}
     try:
         found = yaml.safe_load(Path(path).read_text("utf-8"))
