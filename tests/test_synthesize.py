@@ -459,6 +459,51 @@ def test_glm_long_asks_within_the_window_and_records_the_whole_document(run, tmp
             assert begins == [0, 1, 2, 3]
 
 
+def test_the_ways_of_glm_long_are_drawn_by_their_weights(run, tmp_path, capsys):
+    source = write_lines(tmp_path / "documents.jsonl", [{"text": words(600, i)} for i in range(24)])
+    given = ("intervals=[100,1000]", "window=128", "near_duplicates=null")
+    with chat_server(glm_long_reply) as server:
+        assert run(server, source, *given, "ways={chunk:1,chunks:0,summary:0}", task="glm_long", out="one") == 0
+        assert run(server, source, *given, "ways={chunk:3,chunks:1}", task="glm_long") == 0
+        for ways in ("{chunk:0}", "{chunk:-1,chunks:2}", "{parts:1}", "{chunk:yes}"):
+            assert run(server, source, *given, f"ways={ways}", task="glm_long", out="bad") == 2
+            assert "ways must be numbers" in capsys.readouterr().err
+    assert {record["category"] for record in records_of(tmp_path, "glm_long", "one")} == {"glm_long_chunk"}
+    kinds = [record["category"] for record in records_of(tmp_path, "glm_long")]
+    assert 12 < kinds.count("glm_long_chunk") < 24 == len(kinds)
+    assert kinds.count("glm_long_summary") == 0
+
+
+def test_an_answer_that_its_text_does_not_support_is_left_out_and_counted(run, tmp_path):
+    def reply(request):
+        content = request["messages"][0]["content"]
+        if "Judge strictly" not in content:
+            return glm_long_reply(request)
+        assert content.count("[Answer]") == 1
+        assert "difficult" not in content
+        return "It is not.\nSupported: no" if "the whole" in content else "Yes.\n**Supported:** yes"
+
+    source = write_lines(tmp_path / "documents.jsonl", [{"text": words(600, i)} for i in range(12)])
+    given = ("intervals=[100,1000]", "window=128", "grounded=true")
+    with chat_server(reply) as server:
+        assert run(server, source, *given, task="glm_long") == 0
+        before = len(server.requests)
+        assert run(server, source, *given, "overwrite=true", task="glm_long") == 0
+        assert len(server.requests) == before
+    report, records = report_of(tmp_path), records_of(tmp_path, "glm_long")
+    assert report["outcomes"] == {"done": len(records), "ungrounded": 12 - len(records)}
+    assert 0 < len(records) < 12
+    assert all(len(record["provenance"]["seeds"]) == 2 for record in records)
+    checked = [request["messages"][0]["content"] for request in server.requests if "Judge" in str(request)]
+    spans = [record["provenance"]["spans"] for record in records]
+    texts = [record["messages"][0]["content"] for record in records]
+    assert all(
+        any(text[begin:end] in content for content in checked)
+        for text, own in zip(texts, spans, strict=True)
+        for begin, end in own
+    )
+
+
 def test_glm_long_asks_again_about_a_document_by_draws_of_their_own(run, tmp_path):
     source = write_lines(tmp_path / "documents.jsonl", [{"text": words(600, i)} for i in range(12)])
     with chat_server(glm_long_reply) as server:

@@ -1,6 +1,7 @@
 """The command `verl-ext synthesize`: choose items, ask, write records."""
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -105,6 +106,12 @@ class SynthesizeOptions(OutputOptions):
         "glm_long: tokens of a document in a request; the model's context needs room for the answer too",
         least=64,
     )
+    ways: dict[str, Any] = option(
+        {}, "glm_long: how often each way of asking is drawn, e.g. {chunk:1,chunks:1,summary:0}; empty: equally often"
+    )
+    grounded: bool = option(
+        False, "glm_long: true: the model judges once more whether its text supports question and answer"
+    )
     questions: int = option(
         1, "longalign, glm_long: questions kept of a document, whose tokens data.share_prefixes computes once", least=1
     )
@@ -196,6 +203,11 @@ class SynthesizeOptions(OutputOptions):
             if self.scorer.kind != "writing" or self.paragraphs != "both":
                 got = f"got {self.scorer.kind} with paragraphs={self.paragraphs}"
                 yield f"scorer.kind must be null or, with paragraphs=both, writing for task=agentwrite; {got}"
+        weights = self.ways.values()
+        is_numbers = all(type(weight) in (int, float) and 0 <= weight < math.inf for weight in weights)
+        if self.ways and (set(self.ways) - set(glm_long.WAYS) or not is_numbers or not any(weights)):
+            must = f"ways must be numbers of at least 0, not all 0, for {', '.join(glm_long.WAYS)}"
+            yield f"{must}; got {self.ways}"
         if self.languages and self.task != "agentwrite":
             yield f"languages must be empty with task={self.task}, whose texts may be of any; got {self.languages}"
         if self.word_intervals and self.lengths:
@@ -292,6 +304,8 @@ def synthesize(options: SynthesizeOptions) -> str:
         options.window,
         options.questions,
         lengths[1] if lengths else None,
+        options.ways or dict.fromkeys(glm_long.WAYS, 1),
+        options.grounded,
     )
 
     # The folder appears only if enough items have records; the answers in the store outlive a run that fails.

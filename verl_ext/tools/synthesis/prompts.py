@@ -14,7 +14,7 @@ from verl_ext.options import UsageError, first_line, reason_of, unknown
 
 LANGUAGES = ("en", "zh")
 PUBLISHED = "published"  # in place of a file: the form of the paper, for tasks that have one
-_MAY_LACK = ("write_alone", "select")  # a user's file without these has ours
+_MAY_LACK = ("write_alone", "select", "grounded")  # a user's file without these has ours
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
