@@ -504,6 +504,56 @@ def test_an_answer_that_its_text_does_not_support_is_left_out_and_counted(run, t
     )
 
 
+def test_a_run_is_estimated_without_a_request_near_what_it_asks(run, tmp_path, documents, capsys):
+    (tmp_path / "prices.yaml").write_text("tiny: {input: 1000, output: 10000}\n")
+    priced = f"endpoint.prices={tmp_path}/prices.yaml"
+    with chat_server(longalign_reply) as server:
+        assert run(server, documents, "records=6", "questions=2", "estimate=true", priced) == 0
+        assert not server.requests
+        assert not (tmp_path / "out").exists()
+        line = capsys.readouterr().out.splitlines()[-1]
+        assert run(server, documents, "records=6", "questions=2") == 0
+    tokens = 2 * (120 + 220 + 320)  # of the six documents
+    numbers = [int(n.replace(",", "")) for n in re.findall(r"\d[\d,]*", line.partition(", cost")[0])]
+    assert numbers == [18, 3 * tokens + 18 * 150, 2 * tokens, 6 * 200 + 12 * 400]
+    assert len(server.requests) == numbers[0]
+    prompts = [{"prompt": f"Write {words} words on {n}."} for n, words in enumerate((1000, 5000, "some"))]
+    source, lines = write_lines(tmp_path / "prompts.jsonl", prompts), []
+    for form in ("sequential", "parallel"):
+        given = "estimate=true", f"paragraphs={form}"
+        assert run(server, source, *given, task="agentwrite", out="estimated") == 0
+        line = capsys.readouterr().out.splitlines()[-1]
+        lines.append([int(n.replace(",", "")) for n in re.findall(r"\d[\d,]*", line)])
+    assert lines[0][0] == lines[1][0] == 2 + 2 + 10  # two plans, two and ten paragraphs
+    assert lines[0][3] == lines[1][3]
+    assert lines[0][1] - lines[1][1] == 2 * (1400 // 4) + 10 * (7000 * 9 // 20)
+    given = "estimate=true", "scorer.kind=given", "endpoint.base_url=null"
+    assert run(server, source, *given, task="preferences", out="estimated") == 2
+
+
+def test_the_report_has_outcomes_by_stage_and_what_items_without_a_record_cost(run, tmp_path, capsys):
+    def reply(request):
+        content = request["messages"][0]["content"]
+        if "Divide the work" in content:
+            return PLAN if "tides" in content else "Paragraph 1 - Main Point: one - Word Count: 4000"
+        return "I'm sorry, but I can't help with this." if "on bad tides" in content else "word " * 200
+
+    prompts = [{"prompt": f"Write 400 words on {what}."} for what in ("tides", "bad tides", "ships", "planes")]
+    source = write_lines(tmp_path / "prompts.jsonl", prompts)
+    with chat_server(reply) as server:
+        assert run(server, source, "near_duplicates=null", "max_failed_share=0.5", task="agentwrite") == 0
+        printed = capsys.readouterr().out
+        assert (
+            run(server, source, "near_duplicates=null", "max_failed_share=0.5", "overwrite=true", task="agentwrite")
+            == 0
+        )
+    report = report_of(tmp_path)
+    assert report["stages"] == {"plan": {"done": 4}, "write": {"done": 3}}
+    spent = {"length_score": {"items": 2, "tokens": 30}, "refused": {"items": 1, "tokens": 30}}
+    assert report["spent_without_record"] == spent  # of stored answers too
+    assert "record (agentwrite): … Write 400 words on tides. → word word" in printed
+
+
 def test_glm_long_asks_again_about_a_document_by_draws_of_their_own(run, tmp_path):
     source = write_lines(tmp_path / "documents.jsonl", [{"text": words(600, i)} for i in range(12)])
     with chat_server(glm_long_reply) as server:

@@ -2,16 +2,18 @@
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from verl_ext.endpoint.answer import OUTCOMES, Usage
 from verl_ext.endpoint.client import Client, EndpointOptions
 from verl_ext.endpoint.spending import Price, QuestionProgress, read_price, spent
 from verl_ext.endpoint.store import Store
 from verl_ext.files import json_lines
+from verl_ext.tables import aligned
 from verl_ext.tools.synthesis.corpus import Corpus, Intervals
 from verl_ext.tools.synthesis.encoder import EncoderOptions
 from verl_ext.tools.synthesis.items import SourceItem
@@ -108,7 +110,40 @@ async def write_records(
                         file.writelines(json_lines(made.records))
                         bar.item_done()
             result.cost = "\n".join(spent(*each) for each in asked)
+            _count_spending(result, asked)
     return result
+
+
+def _count_spending(result: WriteResult, asked: Sequence[tuple[Client, Price | None]]) -> None:
+    """Add the outcomes by stage, and what items without a record have cost, to the report."""
+    stages: dict[str, dict[str, int]] = {}
+    for client, _ in asked:
+        for (stage, outcome), count in client.outcomes.items():
+            stages.setdefault(stage, dict.fromkeys(OUTCOMES, 0))[outcome] += count
+    names = [name for name in OUTCOMES if any(row[name] for row in stages.values())]
+    result.facts["stages"] = {stage: {name: row[name] for name in names} for stage, row in stages.items()}
+    dropped: dict[str, dict[str, float]] = {}
+    for entry in result.without:
+        row = dropped.setdefault(entry["outcome"], {"items": 0, "tokens": 0})
+        row["items"] += 1
+        for client, price in asked:
+            usage = client.usage_of.get(entry["item"], Usage())
+            row["tokens"] += usage.prompt_tokens + usage.completion_tokens
+            if price is not None:
+                row["cost"] = round(row.get("cost", 0.0) + price.of(usage), 6)
+    # The dearest reason first: it is where a better prompt or filter saves most.
+    dearest = sorted(dropped.items(), key=lambda each: (-each[1].get("cost", 0.0), -each[1]["tokens"], each[0]))
+    result.facts["spent_without_record"] = dict(dearest)
+    if stages:
+        rows = [{"stage": stage, **{n: f"{row[n]:,}" for n in names}} for stage, row in stages.items()]
+        result.notes.append(aligned(rows, ["stage"]))
+    if any(row["tokens"] for row in dropped.values()):
+        forms = {"items": ",.0f", "tokens": ",.0f", "cost": ",.6g"}
+        lost = [
+            {"without record": name, **{key: format(value, forms[key]) for key, value in row.items()}}
+            for name, row in dearest
+        ]
+        result.notes.append(aligned(lost, ["without record"]))
 
 
 async def in_order(

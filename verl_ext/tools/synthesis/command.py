@@ -1,11 +1,13 @@
 """The command `verl-ext synthesize`: choose items, ask, write records."""
 
 import asyncio
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import islice
 from typing import Any, ClassVar
 
 import yaml  # type: ignore[import-untyped]
@@ -15,7 +17,7 @@ from verl_ext.endpoint.answer import DONE, OUTCOMES
 from verl_ext.endpoint.client import EndpointOptions, SamplingOptions
 from verl_ext.endpoint.spending import read_price
 from verl_ext.files import OutputFolder
-from verl_ext.options import DataError, option
+from verl_ext.options import DataError, one_line, option
 from verl_ext.redaction import redacted
 from verl_ext.tables import aligned
 from verl_ext.text.read.readers import TextFile, read_chunks, read_record
@@ -26,6 +28,7 @@ from verl_ext.tools.synthesis import agentwrite, glm_long, longalign
 from verl_ext.tools.synthesis.asking import Work, WriteResult, write_records
 from verl_ext.tools.synthesis.corpus import Corpus, Intervals
 from verl_ext.tools.synthesis.encoder import EncoderOptions
+from verl_ext.tools.synthesis.estimate import ESTIMATED, estimate_line, estimated
 from verl_ext.tools.synthesis.items import ItemFields
 from verl_ext.tools.synthesis.joined import write_joined
 from verl_ext.tools.synthesis.overlap import NearDuplicates, Passages
@@ -36,7 +39,8 @@ from verl_ext.tools.synthesis.scorers import ScorerOptions
 from verl_ext.tools.synthesis.token_lengths import TokenLengths
 
 REPORT = "report.yaml"  # `tokenize` does not take a file of this name for records
-NOT_REPORTED = ("output_dir", "overwrite", "store")
+_SHOWN = 100  # characters of a preview's prompt and answer
+NOT_REPORTED = ("preview", "output_dir", "overwrite", "store")
 
 
 @dataclass(frozen=True)
@@ -169,6 +173,11 @@ class SynthesizeOptions(OutputOptions):
     max_failed_share: float = option(
         0.1, "share of items without a usable answer (refused, cut, failed, …) above which nothing is written", least=0
     )
+    estimate: bool = option(
+        False,
+        f"true: only estimate the requests, tokens and cost of {', '.join(ESTIMATED)}; nothing is asked or written",
+    )
+    preview: int = option(1, "records to show at the end, shortened", least=0)
     seed: int = option(42, "seed of all draws: items, kinds, questions, lengths")
 
     def problems(self) -> Iterable[str | None]:
@@ -203,6 +212,8 @@ class SynthesizeOptions(OutputOptions):
             if self.scorer.kind != "writing" or self.paragraphs != "both":
                 got = f"got {self.scorer.kind} with paragraphs={self.paragraphs}"
                 yield f"scorer.kind must be null or, with paragraphs=both, writing for task=agentwrite; {got}"
+        if self.estimate and self.task not in ESTIMATED:
+            yield f"estimate must be false with task={self.task}; it is of {', '.join(ESTIMATED)}"
         weights = self.ways.values()
         is_numbers = all(type(weight) in (int, float) and 0 <= weight < math.inf for weight in weights)
         if self.ways and (set(self.ways) - set(glm_long.WAYS) or not is_numbers or not any(weights)):
@@ -308,6 +319,10 @@ def synthesize(options: SynthesizeOptions) -> str:
         options.grounded,
     )
 
+    if options.estimate:
+        requests = estimated(str(options.task), corpus.items(), settings, options.writing)
+        return "\n".join([f"items: {total:,}", estimate_line(*requests, read_price(options.endpoint))])
+
     # The folder appears only if enough items have records; the answers in the store outlive a run that fails.
     with OutputFolder(options.output_dir, options.overwrite) as folder:
         work = Work(
@@ -336,6 +351,8 @@ def synthesize(options: SynthesizeOptions) -> str:
             **result.facts,
         }
         (folder.path / REPORT).write_text(yaml.safe_dump(report, allow_unicode=True, sort_keys=False), "utf-8")
+        with open(work.path, encoding="utf-8") as file:
+            shown = [_preview_line(line) for line in islice(file, options.preview)]
         folder.publish()
     rows = [
         {"length": name, **{key: f"{count:,}" for key, count in row.items()}} for name, row in report["lengths"].items()
@@ -345,9 +362,19 @@ def synthesize(options: SynthesizeOptions) -> str:
         f"left out: {_listed(corpus.left_out) or 'none'}",
         f"items: {_listed(result.outcomes)}" + (f"; {result.records:,} records" if options.questions > 1 else ""),
         *result.notes,
+        *shown,
         *([result.cost] if result.cost else []),
     ]
     return "\n".join([*lines, f"written to {options.output_dir}"])
+
+
+def _preview_line(line: str) -> str:
+    """Return a record in a line: the end of its prompt and the start of its answer, or the start of its text."""
+    record = json.loads(line)
+    messages = record.get("messages") or [*record.get("prompt", []), *record.get("chosen", [])]
+    texts = [message["content"] for message in messages if isinstance(message, dict)] or [str(record.get("text", ""))]
+    parts = [f"… {one_line(texts[-2][-_SHOWN:])} → "] if len(texts) > 1 else []
+    return f"record ({record.get('category', '')}): {''.join(parts)}{one_line(texts[-1][:_SHOWN])} …"
 
 
 def _benchmark_texts(paths: Sequence[str]) -> Iterator[str]:
