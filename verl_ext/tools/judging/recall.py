@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 
 from verl_ext.data.babilong_answers import is_right_answer
 from verl_ext.endpoint.client import SamplingOptions
+from verl_ext.endpoint.quality import read_rating
 from verl_ext.options import DataError, Options, option
-from verl_ext.tools.judging.task import Case, Scores, Task, token_ends
+from verl_ext.tools.judging.task import Case, Messages, Scores, Task, token_ends
 
 _SENTENCE_ENDS = re.compile(r"(?<=[.!?。！？])\s*")
 
@@ -55,7 +56,10 @@ class Needle(Task):
 
     options: NeedleOptions
     sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=0.0, max_tokens=128)
-    headlines: ClassVar[tuple[str, ...]] = ("found",)
+    judge_sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=0.0, max_tokens=512)
+    prompt: ClassVar[str | None] = "needle.txt"  # asked if there is a judge
+    worst: ClassVar[Any] = 1.0
+    headlines: ClassVar[tuple[str, ...]] = ("found", "rating")
     heat_map: ClassVar[tuple[str, str, str] | None] = ("length", "depth", "found")
 
     def cases(self) -> Iterator[Case]:
@@ -79,10 +83,22 @@ class Needle(Task):
             yield Case(f"{length}-{depth}", prompt, {"length": length, "depth": depth})
 
     def scores(self, case: Case, answer: str, verdicts: Sequence[Any]) -> Scores:
-        """Return the share of expected words in the answer, ignoring case."""
+        """Return the share of expected words in the answer, ignoring case, and a judge's rating if there is one."""
         said = answer.lower()
         expected = self.options.published.expected
-        return {"found": sum(word.lower() in said for word in expected) / len(expected)}
+        found: Scores = {"found": sum(word.lower() in said for word in expected) / len(expected)}
+        return {**found, "rating": verdicts[0]} if verdicts else found
+
+    def questions(self, case: Case, answer: str) -> list[Messages]:
+        """Return one request: question, hidden sentence and answer, never the document."""
+        given = self.options.published
+        parts = {"$QUESTION$": str(given.question), "$REFERENCE$": str(given.text), "$ANSWER$": answer}
+        return [[{"role": "user", "content": self.filled(parts)}]]
+
+    def verdict(self, text: str) -> float:
+        """Return the rating from 1 to 10, also a bare number, as the published prompt asks for."""
+        bare = re.fullmatch(r"\s*(?:rating|score)?\W*(10|[1-9])(?:\.0)?\W*", text, re.IGNORECASE)
+        return float(bare[1]) if bare else read_rating(text)
 
     def groups(self, case: Case) -> dict[str, str]:
         """Return the length, the depth, and both as a cell."""

@@ -122,6 +122,24 @@ def figures_of(judged: Mapping[str, Sequence[Judged]], task: Task) -> dict[str, 
     }
 
 
+def differences_of(judged: Mapping[str, Sequence[Judged]], task: Task) -> dict[str, dict[str, dict[str, Figure]]]:
+    """Return {"OTHER - FIRST": {group: {score: the figure of its differences}}} over the cases that both models have.
+
+    The interval is that of differences of the same cases, which is narrower than the two models' own if easy cases are
+    easy for both.
+    """
+    (first, base), *others = judged.items()
+    pairs = {f"{name} - {first}": zip(rows, base, strict=True) for name, rows in others}
+    return {
+        pair: figures((task.groups(one.case), _less(one, other)) for one, other in rows) for pair, rows in pairs.items()
+    }
+
+
+def _less(one: Judged, other: Judged) -> Scores:
+    pairs = {name: (score, other.scores.get(name)) for name, score in one.scores.items()}
+    return {name: None if None in pair else pair[0] - pair[1] for name, pair in pairs.items()}  # type: ignore[operator]
+
+
 def results(judged: Mapping[str, Sequence[Judged]], figures: Mapping[str, Any]) -> dict[str, Any]:
     """Return each model's figures, outcomes, and sums if scores are complete."""
     by_model = {}
@@ -134,6 +152,12 @@ def results(judged: Mapping[str, Sequence[Judged]], figures: Mapping[str, Any]) 
             "sums": {score: sum(float(row.scores[score] or 0) for row in rows) for score in scores},
         }
     return by_model
+
+
+def difference_table(differences: Mapping[str, Any]) -> str:
+    """Return a table of the differences between models over all cases; "" without any."""
+    cells = {(score, pair): shown(figure) for pair, of in differences.items() for score, figure in of["all"].items()}
+    return as_text(pivot("difference", cells)) if cells else ""
 
 
 def table(judged: Mapping[str, Sequence[Judged]], figures: Mapping[str, Any]) -> str:

@@ -17,6 +17,7 @@ from verl_ext.endpoint.client import SamplingOptions
 from verl_ext.endpoint.quality import filled_names
 from verl_ext.options import DataError, UsageError
 
+SHIPPED = "shipped"  # in place of a file: cases of our own
 Messages = list[dict[str, str]]
 Scores = dict[str, float | None]
 
@@ -45,6 +46,7 @@ class Task:
         prompt: the file with our own prompt for the judge; None if a rule scores answers.
         worst: the verdict on an empty answer, which no judge is asked about.
         needs_judge: whether there are no scores without a judge.
+        has_shipped: whether we ship cases of our own for it.
         headlines: the scores that a page draws by group, if the answers have them.
         heat_map: two kinds of groups and the score of a heat map as (columns, rows, score); None for no heat map.
         against: a fact of a case and a score in the same unit, drawn as points around the line on which they are equal.
@@ -55,6 +57,7 @@ class Task:
     prompt: ClassVar[str | None] = None
     worst: ClassVar[Any] = None
     needs_judge: ClassVar[bool] = False
+    has_shipped: ClassVar[bool] = False
     headlines: ClassVar[tuple[str, ...]] = ()
     heat_map: ClassVar[tuple[str, str, str] | None] = None
     against: ClassVar[tuple[str, str] | None] = None
