@@ -243,9 +243,7 @@ def test_the_difference_of_two_models_has_an_interval_of_the_same_cases(tmp_path
     assert "high - low" in (tmp_path / "out" / "page.html").read_text()
 
 
-def test_shipped_instructions_are_asked_at_every_length_in_two_languages_and_say_whose_they_are(
-    judged, tmp_path, capsys
-):
+def test_shipped_instructions_are_asked_at_every_length_and_say_whose_they_are(judged, tmp_path, capsys):
     def reply(request):
         content = request["messages"][0]["content"]
         wanted = int(re.search(r"(\d+)( words|字)", content)[1])
@@ -288,6 +286,40 @@ def test_a_judge_rates_a_needle_by_criteria_beside_the_words_and_ratings_of_a_ch
     with chat_server(lambda _: next(answers)) as server, chat_server(rate) as judge_server:
         figures = judged(*given, *_model(server), *_judge(judge_server), task="needle")["m"]["figures"]
     assert (figures["all"]["rating"]["mean"], figures["all"]["found"]["mean"]) == (5.5, 0.5)
+
+
+PROMPTS = """
+DEFAULT_TEMPLATE = '{instruction}|{examples}|{post_prompt}|{context}|{question}'
+raise SystemExit("executed")
+DEFAULT_PROMPTS = {'qa1': {'instruction': 'Read ' 'on.', 'examples': 'E {context}', 'post_prompt': 'P'}}
+"""
+
+
+def test_babilong_is_asked_by_its_published_prompts_and_has_a_table_by_length_and_task(judged, tmp_path, capsys):
+    for size in ("0k", "4k"):
+        (tmp_path / "data" / "qa1").mkdir(parents=True, exist_ok=True)
+        rows = [{"input": f"Facts {size}. ", "question": "Where is Mary?", "target": "hallway"}] * 2
+        (tmp_path / "data" / "qa1" / f"{size}.json").write_text(json.dumps(rows))
+    (tmp_path / "prompts.py").write_text(PROMPTS)
+    other = {"qa1": {"instruction": "I", "examples": "E", "post_prompt": "P"}}
+    (tmp_path / "prompts.yaml").write_text(json.dumps(other))
+    (tmp_path / "bad.yaml").write_text("qa2: {instruction: I, examples: E, post_prompt: P}")
+    (tmp_path / "worse.yaml").write_text("qa1: {instruction: I}")
+    with chat_server(lambda request: "hallway" if "4k" in str(request) else "garden") as server:
+        given = [f"cases={tmp_path / 'data'}", *_model(server), "overwrite=true"]
+        figures = judged(*given, f"babilong.prompts={tmp_path}/prompts.py", task="babilong")["m"]["figures"]
+        asked = server.requests[-1]["messages"][0]["content"]
+        printed = capsys.readouterr().out.splitlines()
+        judged(*given, f"babilong.prompts={tmp_path}/prompts.yaml", task="babilong")
+        last = server.requests[-1]["messages"][0]["content"]
+        for name, missing in (("bad", "qa1"), ("worse", "examples")):
+            words = ["task=babilong", *given, f"babilong.prompts={tmp_path}/{name}.yaml", f"output_dir={tmp_path}/x"]
+            assert main(["judge", *words]) == 1
+            assert missing in capsys.readouterr().err
+    assert re.fullmatch(r"Read on\.\|E \{context\}\|P\|Facts \dk\.\s*\|Where is Mary\?", asked)
+    assert re.fullmatch(r"I\nE\nP\n<context>\nFacts \dk\.\s*\n</context>\nQuestion: Where is Mary\?", last)
+    assert figures["cell qa1 4k"]["right"]["mean"] == 1
+    assert [line.split() for line in printed if line.startswith("qa1 ")] == [["qa1", "0.00", "1.00"]]
 
 
 def test_a_needle_is_asked_for_at_every_length_and_depth(judged, tmp_path, tiny_model):

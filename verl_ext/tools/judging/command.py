@@ -18,9 +18,10 @@ from verl_ext.options import REQUIRED, DataError, option
 from verl_ext.text.tokens.tokenizer import ModelOptions, load_tokenizer
 from verl_ext.tools.judging.chat import ChatBenchOptions, LongBenchChat
 from verl_ext.tools.judging.page import write_judged
-from verl_ext.tools.judging.recall import BABILong, Needle, NeedleOptions
+from verl_ext.tools.judging.recall import BABILong, BABILongOptions, Needle, NeedleOptions
 from verl_ext.tools.judging.run import (
     Judged,
+    cell_tables,
     difference_table,
     differences_of,
     figures_of,
@@ -86,6 +87,7 @@ class JudgeOptions(OutputOptions):
     max_failed: float = option(0.0, "share of a model's cases that may lack a score with exit code 0", least=0, most=1)
     chat: ChatBenchOptions = option(ChatBenchOptions, "options of longbench_chat")
     needle: NeedleOptions = option(NeedleOptions, "options of needle")
+    babilong: BABILongOptions = option(BABILongOptions, "options of babilong")
     lengths: list[int] = option(
         [], "with cases=shipped: required lengths in words; []: 1,000 to 30,000, and 200 to 8,000 for longbench_write"
     )
@@ -129,7 +131,8 @@ def judge(options: JudgeOptions) -> str:
         if endpoint.base_url:
             read_price(endpoint)
     counts_tokens = options.model.tokenizer and options.task in ("needle", "longbench_chat")
-    own = {"needle": options.needle, "longbench_chat": options.chat}.get(options.task, options.lengths)
+    of_tasks = {"needle": options.needle, "longbench_chat": options.chat, "babilong": options.babilong}
+    own = of_tasks.get(options.task, options.lengths)
     tokenizer = load_tokenizer(options.model) if counts_tokens else None
     task = kind(options.cases, own, tokenizer, options.judge_prompt)
     cases = list(islice(task.cases(), options.limit))
@@ -151,7 +154,7 @@ def judge(options: JudgeOptions) -> str:
         write_judged(folder.path / PAGE, title, task, judged, figures, differences)
         folder.publish()
     about = f"cases: {OWN_SET}" if options.cases == SHIPPED else ""
-    told = filter(None, [table(judged, figures), difference_table(differences), about])
+    told = filter(None, [table(judged, figures), difference_table(differences), cell_tables(judged, task), about])
     text = "\n".join([*told, "", *costs, f"written to {options.output_dir}"])
     # The files are published before a failure is raised: the scores that exist can be looked at.
     for name, rows in judged.items():

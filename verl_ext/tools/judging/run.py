@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from verl_ext.endpoint.answer import Answer
@@ -158,6 +159,22 @@ def difference_table(differences: Mapping[str, Any]) -> str:
     """Return a table of the differences between models over all cases; "" without any."""
     cells = {(score, pair): shown(figure) for pair, of in differences.items() for score, figure in of["all"].items()}
     return as_text(pivot("difference", cells)) if cells else ""
+
+
+def cell_tables(judged: Mapping[str, Sequence[Judged]], task: Task) -> str:
+    """Return each model's means by the two kinds of groups of a heat map; "" without one."""
+    if task.heat_map is None:
+        return ""
+    (across, down, score), tables = task.heat_map, []
+    for model, rows in judged.items():
+        values: dict[tuple[str, str], list[float]] = {}
+        for row in rows:
+            groups, value = task.groups(row.case), row.scores.get(score)
+            if value is not None and across in groups:
+                values.setdefault((groups[down], groups[across]), []).append(value)
+        cells = {place: f"{fmean(of_place):.2f}" for place, of_place in values.items()}
+        tables += [as_text(pivot(f"{model}: {score}", cells))] if cells else []
+    return "\n\n".join(tables)
 
 
 def table(judged: Mapping[str, Sequence[Judged]], figures: Mapping[str, Any]) -> str:
