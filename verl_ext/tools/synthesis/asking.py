@@ -22,6 +22,7 @@ from verl_ext.tools.synthesis.records import Result, Settings
 
 if TYPE_CHECKING:
     from verl_ext.tools.synthesis.agentwrite import Writing
+    from verl_ext.tools.synthesis.joined import ClassifierOptions
     from verl_ext.tools.synthesis.preferences import Pairing
 
 AHEAD = 4  # items that are in progress for each concurrent request
@@ -46,6 +47,7 @@ class Work:
     path: Path
     pairing: "Pairing | None" = None  # of preferences
     writing: "Writing | None" = None  # of agentwrite
+    classifier: "ClassifierOptions | None" = None  # of glm_long_documents
 
 
 @dataclass

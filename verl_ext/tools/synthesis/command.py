@@ -30,7 +30,7 @@ from verl_ext.tools.synthesis.corpus import Corpus, Intervals
 from verl_ext.tools.synthesis.encoder import EncoderOptions
 from verl_ext.tools.synthesis.estimate import ESTIMATED, estimate_line, estimated
 from verl_ext.tools.synthesis.items import ItemFields
-from verl_ext.tools.synthesis.joined import write_joined
+from verl_ext.tools.synthesis.joined import ClassifierOptions, write_joined
 from verl_ext.tools.synthesis.overlap import NearDuplicates, Passages
 from verl_ext.tools.synthesis.preferences import PAIRS, Pairing, write_preferences
 from verl_ext.tools.synthesis.prompts import PUBLISHED, load_prompts
@@ -92,6 +92,7 @@ class SynthesizeOptions(OutputOptions):
         None,
         "glm_long_documents: field with a record's class; only documents of one class are joined; null: its source",
     )
+    classifier: ClassifierOptions = option(ClassifierOptions, "glm_long_documents: model that names the classes")
     encoder: EncoderOptions = option(EncoderOptions, "glm_long_documents: encoder that embeds documents")
     records: int | None = option(
         None, "documents or instructions to draw, equally many documents per interval; null: all", least=1
@@ -187,8 +188,12 @@ class SynthesizeOptions(OutputOptions):
             yield from self._pair_problems()
         elif not task.joins or self.encoder.path is None:
             yield from self.endpoint.endpoint_problems()
-        if task.joins and self.prompts is not None:
-            yield f"prompts must be null with task={self.task}, which asks no questions; got {self.prompts}"
+        if task.joins and self.prompts is not None and not self.classifier.classes:
+            yield f"prompts must be null with task={self.task} without classifier.classes; got {self.prompts}"
+        yield from self.classifier.class_problems()
+        if self.classifier.classes and (not task.joins or self.class_field is not None):
+            got = f"got task={self.task}, class_field={self.class_field}"
+            yield f"classifier.classes are of task=glm_long_documents without class_field; {got}"
         named = {f"sources.{name}": value for name, value in self.sources.items()}
         if self.decontaminate:
             named["decontaminate"] = self.decontaminate
@@ -279,8 +284,8 @@ def synthesize(options: SynthesizeOptions) -> str:
     """Make the records; return closing tables; raise UsageError or DataError."""
     # Mistakes in files end the run before documents are read and requests are paid for.
     task = TASKS[str(options.task)]
-    prompts = {} if task.joins else load_prompts(options.prompts, str(options.task))
-    for endpoint in (options.endpoint, options.scorer.endpoint):
+    prompts = {} if task.joins and not options.classifier.classes else load_prompts(options.prompts, str(options.task))
+    for endpoint in (options.endpoint, options.scorer.endpoint, options.classifier.endpoint):
         if endpoint.base_url:
             read_price(endpoint)
     files = find_source_files({name: as_list(value) for name, value in options.sources.items()})
@@ -337,6 +342,7 @@ def synthesize(options: SynthesizeOptions) -> str:
             folder.path / f"{options.task}.jsonl",
             options.pairing,
             options.writing,
+            options.classifier,
         )
         result = asyncio.run(task.write(work))
         _check_outcomes(result.outcomes, result.without, options)
