@@ -18,7 +18,7 @@ from verl_ext.options import REQUIRED, DataError, option
 from verl_ext.text.tokens.tokenizer import ModelOptions, load_tokenizer
 from verl_ext.tools.judging.chat import ChatBenchOptions, LongBenchChat
 from verl_ext.tools.judging.page import write_judged
-from verl_ext.tools.judging.recall import BABILong, BABILongOptions, Needle, NeedleOptions
+from verl_ext.tools.judging.recall import BABILong, BABILongPrompts, Needle, NeedleOptions
 from verl_ext.tools.judging.run import (
     Judged,
     cell_tables,
@@ -87,7 +87,7 @@ class JudgeOptions(OutputOptions):
     max_failed: float = option(0.0, "share of a model's cases that may lack a score with exit code 0", least=0, most=1)
     chat: ChatBenchOptions = option(ChatBenchOptions, "options of longbench_chat")
     needle: NeedleOptions = option(NeedleOptions, "options of needle")
-    babilong: BABILongOptions = option(BABILongOptions, "options of babilong")
+    babilong: BABILongPrompts = option(BABILongPrompts, "options of babilong")
     lengths: list[int] = option(
         [], "with cases=shipped: required lengths in words; []: 1,000 to 30,000, and 200 to 8,000 for longbench_write"
     )

@@ -122,7 +122,7 @@ def _split_at_sentence(text: str, depth: int) -> tuple[str, str]:
 
 
 @dataclass(frozen=True)
-class BABILongOptions(Options):
+class BABILongPrompts(Options):
     """The options of BABILong."""
 
     prefix: ClassVar[str] = "babilong"
@@ -166,7 +166,7 @@ def read_prompts(path: str) -> tuple[str, dict[str, dict[str, str]]]:
 class BABILong(Task):
     """BABILong's questions, scored by the published rule and a corrected one."""
 
-    options: BABILongOptions | None
+    options: BABILongPrompts | None
     sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=0.0, max_tokens=20)
     headlines: ClassVar[tuple[str, ...]] = ("right",)
     heat_map: ClassVar[tuple[str, str, str] | None] = ("length", "task", "right")
@@ -198,7 +198,7 @@ class BABILong(Task):
             for number, (text, question, target) in enumerate(asked):
                 prompt = f"{self.instruction}\n\n<context>\n{text}\n</context>\n\nQuestion: {question}\nAnswer:"
                 if template is not None:
-                    parts = {**prompts[task], "context": text, "question": question}
+                    parts: dict[str, str] = {**prompts[task], "context": text, "question": question}
                     pieces = re.split(r"(\{\w+\})", template)
                     prompt = "".join(parts.get(piece.strip("{}"), piece) for piece in pieces).strip()
                 facts = {"question": question, "target": target, "category": category}

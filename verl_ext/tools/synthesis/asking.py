@@ -1,6 +1,7 @@
 """The making of records: concurrent requests, records in items' order."""
 
 import asyncio
+import json
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
@@ -13,6 +14,7 @@ from verl_ext.endpoint.client import Client, EndpointOptions
 from verl_ext.endpoint.spending import Price, QuestionProgress, read_price, spent
 from verl_ext.endpoint.store import Store
 from verl_ext.files import json_lines
+from verl_ext.options import one_line
 from verl_ext.tables import aligned
 from verl_ext.tools.synthesis.corpus import Corpus, Intervals
 from verl_ext.tools.synthesis.encoder import EncoderOptions
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from verl_ext.tools.synthesis.joined import ClassifierOptions
     from verl_ext.tools.synthesis.preferences import Pairing
 
+SHOWN = 100  # characters of a preview's prompt and answer
 AHEAD = 4  # items that are in progress for each concurrent request
 
 Make = Callable[[SourceItem, Client, dict[str, PromptTexts], Settings], Coroutine[Any, Any, Result]]
@@ -167,3 +170,12 @@ async def in_order(
         for _, task in running:
             task.cancel()
         await asyncio.gather(*(task for _, task in running), return_exceptions=True)
+
+
+def preview_line(line: str) -> str:
+    """Return a record in a line: the end of its prompt and the start of its answer, or the start of its text."""
+    record = json.loads(line)
+    messages = record.get("messages") or [*record.get("prompt", []), *record.get("chosen", [])]
+    texts = [message["content"] for message in messages if isinstance(message, dict)] or [str(record.get("text", ""))]
+    parts = [f"… {one_line(texts[-2][-SHOWN:])} → "] if len(texts) > 1 else []
+    return f"record ({record.get('category', '')}): {''.join(parts)}{one_line(texts[-1][:SHOWN])} …"

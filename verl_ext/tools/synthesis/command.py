@@ -1,10 +1,9 @@
 """The command `verl-ext synthesize`: choose items, ask, write records."""
 
 import asyncio
-import json
 import math
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
@@ -17,21 +16,19 @@ from verl_ext.endpoint.answer import DONE, OUTCOMES
 from verl_ext.endpoint.client import EndpointOptions, SamplingOptions
 from verl_ext.endpoint.spending import read_price
 from verl_ext.files import OutputFolder
-from verl_ext.options import DataError, one_line, option
+from verl_ext.options import DataError, option
 from verl_ext.redaction import redacted
 from verl_ext.tables import aligned
-from verl_ext.text.read.readers import TextFile, read_chunks, read_record
 from verl_ext.text.read.sources import FORMATS, find_source_files, local_path
-from verl_ext.text.records.bad_record import BadRecord
 from verl_ext.text.tokens.tokenizer import ModelOptions, load_tokenizer
 from verl_ext.tools.synthesis import agentwrite, glm_long, longalign
-from verl_ext.tools.synthesis.asking import Work, WriteResult, write_records
+from verl_ext.tools.synthesis.asking import Work, WriteResult, preview_line, write_records
 from verl_ext.tools.synthesis.corpus import Corpus, Intervals
 from verl_ext.tools.synthesis.encoder import EncoderOptions
 from verl_ext.tools.synthesis.estimate import ESTIMATED, estimate_line, estimated
 from verl_ext.tools.synthesis.items import ItemFields
 from verl_ext.tools.synthesis.joined import ClassifierOptions, write_joined
-from verl_ext.tools.synthesis.overlap import NearDuplicates, Passages
+from verl_ext.tools.synthesis.overlap import NearDuplicates, Passages, benchmark_texts
 from verl_ext.tools.synthesis.preferences import PAIRS, Pairing, write_preferences
 from verl_ext.tools.synthesis.prompts import PUBLISHED, load_prompts
 from verl_ext.tools.synthesis.records import Settings
@@ -39,7 +36,6 @@ from verl_ext.tools.synthesis.scorers import ScorerOptions
 from verl_ext.tools.synthesis.token_lengths import TokenLengths
 
 REPORT = "report.yaml"  # `tokenize` does not take a file of this name for records
-_SHOWN = 100  # characters of a preview's prompt and answer
 NOT_REPORTED = ("preview", "output_dir", "overwrite", "store")
 
 
@@ -289,7 +285,7 @@ def synthesize(options: SynthesizeOptions) -> str:
         if endpoint.base_url:
             read_price(endpoint)
     files = find_source_files({name: as_list(value) for name, value in options.sources.items()})
-    passages = Passages(_benchmark_texts(options.decontaminate))
+    passages = Passages(benchmark_texts(options.decontaminate))
 
     # Documents are chosen before any is asked about: by interval of length, without copies and benchmark passages.
     lengths, intervals = None, Intervals(tuple(options.intervals))
@@ -358,7 +354,7 @@ def synthesize(options: SynthesizeOptions) -> str:
         }
         (folder.path / REPORT).write_text(yaml.safe_dump(report, allow_unicode=True, sort_keys=False), "utf-8")
         with open(work.path, encoding="utf-8") as file:
-            shown = [_preview_line(line) for line in islice(file, options.preview)]
+            shown = [preview_line(line) for line in islice(file, options.preview)]
         folder.publish()
     rows = [
         {"length": name, **{key: f"{count:,}" for key, count in row.items()}} for name, row in report["lengths"].items()
@@ -372,36 +368,6 @@ def synthesize(options: SynthesizeOptions) -> str:
         *([result.cost] if result.cost else []),
     ]
     return "\n".join([*lines, f"written to {options.output_dir}"])
-
-
-def _preview_line(line: str) -> str:
-    """Return a record in a line: the end of its prompt and the start of its answer, or the start of its text."""
-    record = json.loads(line)
-    messages = record.get("messages") or [*record.get("prompt", []), *record.get("chosen", [])]
-    texts = [message["content"] for message in messages if isinstance(message, dict)] or [str(record.get("text", ""))]
-    parts = [f"… {one_line(texts[-2][-_SHOWN:])} → "] if len(texts) > 1 else []
-    return f"record ({record.get('category', '')}): {''.join(parts)}{one_line(texts[-1][:_SHOWN])} …"
-
-
-def _benchmark_texts(paths: Sequence[str]) -> Iterator[str]:
-    """Yield every text in the records of files."""
-    for file in find_source_files({"decontaminate": list(paths)}, "decontaminate") if paths else ():
-        for chunk in read_chunks(file):
-            for place, raw in chunk.records:
-                try:
-                    yield from _texts_in(read_record(raw))
-                except BadRecord as error:
-                    raise DataError(f"{place}: {error}") from error
-
-
-def _texts_in(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, TextFile):
-        yield "".join(value.blocks())
-    elif isinstance(value, (list, dict)):
-        for child in value.values() if isinstance(value, dict) else value:
-            yield from _texts_in(child)
 
 
 def _check_outcomes(outcomes: Counter[str], without: Sequence[dict[str, str]], options: SynthesizeOptions) -> None:
