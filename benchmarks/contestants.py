@@ -142,7 +142,7 @@ class PackedContestant(Contestant):
     def __init__(self, run: Run) -> None:
         self.run, self.trainer = run, SFTTrainer(run)
         super().__init__(self.trainer.engine)
-        self.collate = run.collator(run.train_set)
+        self.collate = run.objective.collator(run.train_set)
 
     def load(self, documents: Sequence[Document], folder: Path) -> StepBatch:
         """Load all packs of the documents, which `folder` holds, collated."""

@@ -5,6 +5,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,10 +16,11 @@ from verl.workers.engine_workers import TrainingWorker
 
 from verl_ext.config.compose import compose
 from verl_ext.config.run import worker_config
-from verl_ext.metrics import StepSums
+from verl_ext.losses import LossOptions
 from verl_ext.options import plain
 from verl_ext.plugin import select_engine
-from verl_ext.trainer.batch import Pack, StepCollator, StepLoss
+from verl_ext.trainer.batch import Pack, StepCollator
+from verl_ext.trainer.objective import Objective
 from verl_ext.trainer.step_plan import StepPlan
 
 _FP32 = "{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
@@ -60,8 +62,16 @@ class Measured:
     clipped: dict[str, torch.Tensor]
 
 
-def train_step(engine: Any, packs: Sequence[Pack], collate: StepCollator, accumulation: int, head: str) -> Measured:
+def train_step(
+    engine: Any,
+    packs: Sequence[Pack],
+    collate: StepCollator,
+    accumulation: int,
+    head: str,
+    objective: Objective | None = None,
+) -> Measured:
     """Take a step over the packs on the trainer's own path: collator, micro-batches, loss, engine, reduction."""
+    objective = objective or Objective(LossOptions())
 
     def all_reduce(tensor: torch.Tensor) -> None:
         dist.all_reduce(tensor, group=engine.get_data_parallel_group())
@@ -69,19 +79,23 @@ def train_step(engine: Any, packs: Sequence[Pack], collate: StepCollator, accumu
     rank, ranks = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
     mine = StepPlan(len(packs), len(packs), seed=0, shuffle=False).rank_packs(0, rank, ranks)
     batch = collate([None if index is None else packs[index] for index in mine])
-    # 3000 bytes are a few rows of the tiny vocabulary at a time
-    flags = {"head": head, "head_block_bytes": 3000, "token_stats": True}
-    micro_batches = list(batch.micro_batches(ceil(len(mine) / accumulation), **flags))
-    assert len(micro_batches) == accumulation
-
-    normaliser = batch.normaliser.clone()
-    all_reduce(normaliser)
+    normalisers = batch.normalisers.clone()
+    all_reduce(normalisers)
     device: Any = get_device_id()
-    sums = StepSums.zeros(batch.categories, device)
-    sums.add_counts(batch.counts)
+    sums = objective.sums(batch.categories, device)
+    batch.count(sums)
+    place = SimpleNamespace(sums=lambda batch: objective.sums(batch.categories, device), all_reduce=all_reduce)
+    size = ceil(len(mine) / accumulation)
+    with engine.train_mode():
+        objective.measure([batch], engine, place, size)
+    loss = objective.loss(normalisers.tolist(), ranks, sums)
+    # 3000 bytes are a few rows of the tiny vocabulary at a time
+    flags = {"head": head, "head_block_bytes": 3000, "token_stats": True, **loss.flags}
+    micro_batches = list(batch.micro_batches(size, **flags))
+    assert len(micro_batches) == accumulation
     with engine.train_mode():
         engine.optimizer_zero_grad()
-        engine.accumulate(micro_batches, StepLoss(float(normaliser), ranks, sums))
+        engine.accumulate(micro_batches, loss)
         gradients = _gradients(engine)
         grad_norm = engine.optimizer_step()
         clipped = _gradients(engine)

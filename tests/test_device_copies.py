@@ -12,7 +12,8 @@ from tests.test_attention import LENGTHS, _pack
 from verl_ext.data import CategoryTable
 from verl_ext.losses import LossSpec
 from verl_ext.metrics import StepSums
-from verl_ext.trainer.batch import StepBatch, StepCollator, StepLoss
+from verl_ext.trainer.batch import StepBatch, StepCollator
+from verl_ext.trainer.loss import StepLoss
 
 META = torch.device("meta")
 

@@ -18,7 +18,8 @@ from verl_ext.checkpoint.state import EXTRA, load_engine
 from verl_ext.data import CategoryTable
 from verl_ext.engines.step import StepEngine
 from verl_ext.losses import LossSpec
-from verl_ext.trainer.batch import StepCollator, StepLoss
+from verl_ext.trainer.batch import StepCollator
+from verl_ext.trainer.loss import StepLoss
 
 pytestmark = pytest.mark.slow
 

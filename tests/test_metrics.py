@@ -13,7 +13,8 @@ from tests.reference import Document, pack_row
 from verl_ext.data import CategoryTable
 from verl_ext.losses import MODES, LossSpec
 from verl_ext.metrics import PREFERENCE_VALUES, RESERVED, LengthBins, PreferenceSums, StepSums
-from verl_ext.trainer.batch import StepCollator, StepLoss
+from verl_ext.trainer.batch import StepCollator
+from verl_ext.trainer.loss import StepLoss
 
 NAMES = ("gsm8k", "code")
 

@@ -76,6 +76,7 @@ def test_a_script_with_raw_files_is_one_command_that_keeps_its_words_quotes_and_
 def test_a_file_with_the_script_is_read_as_its_command(tmp_path, capsys):
     (tmp_path / "sft.sh").write_text(f"set -x\nnproc_per_node=8\n# it's old\n{OLD}\necho done\n")
     assert migrated(capsys, str(tmp_path / "sft.sh")) == migrated(capsys, OLD)
+    assert migrated(capsys, OLD.replace("per_node=$", "per_node $")) == migrated(capsys, OLD)
 
 
 @pytest.mark.parametrize(

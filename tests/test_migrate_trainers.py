@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from omegaconf import DictConfig
 
 from verl_ext.__main__ import main
-from verl_ext.config.compose import compose
+from verl_ext.config import schema
+from verl_ext.config.compose import prepare_overrides
 from verl_ext.tools.migrate import axolotl, llamafactory, swift, trl
-from verl_ext.tools.migrate.line import is_ours
+from verl_ext.tools.migrate.line import Moved, Rule, is_ours
 
 LLAMAFACTORY = {
     "model_name_or_path": "Qwen/Qwen3-4B",
@@ -33,6 +35,7 @@ LLAMAFACTORY = {
 DATASETS = {
     "chats": {"hf_hub_url": "owner/chats", "formatting": "sharegpt", "columns": {"messages": "turns"}},
     "sums": {"file_name": "sums.json", "num_samples": 100},
+    "asked": {"file_name": "a.json", "columns": {"prompt": "instruction", "query": "q", "chosen": "c"}},
 }
 AXOLOTL = {
     "base_model": "NousResearch/Meta-Llama-3.1-8B",
@@ -209,7 +212,7 @@ def test_a_quoted_operator_is_a_word_and_an_operator_ends_the_command(capsys):
 
 def test_what_has_no_equivalent_is_said_with_its_reason_and_an_unknown_key_with_the_nearest(tmp_path, capsys):
     _, _, comments = migrated(capsys, written(tmp_path, AXOLOTL | {"load_in_4bit": True, "load_in_8bit": False}))
-    assert comments[0].endswith("2 need nothing, 1 without an equivalent")
+    assert comments[0].endswith("1 need nothing, 1 without an equivalent")
     assert any(line.startswith("no equivalent: load_in_4bit=true: a base of 4 or 8 bits") for line in comments)
     _, _, comments = migrated(capsys, written(tmp_path, AXOLOTL | {"sequence_lenn": 3}))
     assert "unknown key of axolotl: sequence_lenn=3; nearest: sequence_len" in comments
@@ -222,27 +225,185 @@ def test_the_trainers_own_checks_read_the_command(tmp_path, capsys):
     assert any(line.startswith("to correct: engine.ulysses_sequence_parallel_size must divide") for line in comments)
 
 
-def test_a_recipe_holds_the_trainers_keys_and_composes_as_the_command_does(tmp_path, capsys):
-    file = written(tmp_path, AXOLOTL)
+@pytest.mark.parametrize(
+    "changes", [{}, {"model_config": {"rope_theta": 5e5}, "adapter": "lora", "output_dir": "$OUT/a"}]
+)
+def test_a_recipe_holds_the_trainers_keys_and_composes_as_the_command_does(changes, tmp_path, capsys):
+    file = written(tmp_path, AXOLOTL | changes)
     _, keys, _ = migrated(capsys, file)
     assert main(["migrate", file, "recipe=mine"]) == 0
     text = capsys.readouterr().out
-    values = yaml.safe_load(text)
-    assert text.startswith("# @package _global_\n")
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text(text)
     command = next(line for line in text.splitlines() if line.startswith("# verl-ext train"))
     assert "--config-dir DIR recipe=mine model.path=" in command
-    config = compose([f"{key}={value}" for key, value in keys.items() if is_trainers(key)])
-    for node, below in values.items():
-        assert all(config[node][name] == value for name, value in below.items() if not isinstance(value, dict | str))
+    assert "$" not in text.partition("# verl-ext train")[0]
+    assert composed(tmp_path, shlex.split(command)[3:]) == composed(tmp_path, [f"{key}={keys[key]}" for key in keys])
 
 
-def is_trainers(key: str) -> bool:
-    return "." in key and not key.startswith(("data.sources", "columns", "sample"))
+def composed(folder: Path, words: list[str]) -> DictConfig:
+    """Return the trainer's config for the words that are its own."""
+    own = [word for word in words if not word.startswith(("nproc", "data.sources", "columns", "sample"))]
+    overrides, _ = prepare_overrides([f"--config-dir={folder}", *(word for word in own if "=" in word)])
+    paths = f"hydra.searchpath=[pkg://verl.trainer.config,file://{folder}]"
+    return schema.composed(schema.CONF, "sft", [*overrides[1:], paths])
+
+
+# For each trainer: (its table, its reader, keys with which every other one has something to change)
+RICH = {
+    "axolotl": (
+        axolotl.KEYS,
+        axolotl.read_axolotl,
+        {"base_model": "M", "datasets": ["o/a"], "test_datasets": ["o/v"], "adapter": "lora"},
+    ),
+    "llamafactory": (
+        llamafactory.KEYS,
+        llamafactory.read_llamafactory,
+        {"model_name_or_path": "M", "dataset": "sums", "eval_dataset": "chats", "eval_strategy": "steps"},
+    ),
+    "llamafactory_v1": (llamafactory.V1, llamafactory.read_llamafactory_v1, {"model": "M", "train_dataset": "o/a"}),
+    "swift": (swift.KEYS, swift.read_swift, {"model": "M", "dataset": ["o/a"], "val_dataset": ["o/v"]}),
+    "trl": (
+        trl.KEYS,
+        trl.read_trl,
+        {"model_name_or_path": "M", "dataset_name": "o/a", "eval_strategy": "steps", "use_peft": True, "packing": True},
+    ),
+}
+# Values of one form each, of which a key takes one, and those of the keys that take none of them.
+FORMS = [7, 0.5, True, False, "xyz", ["xyz"], "no", "epoch"]
+VALUES = {
+    "deepspeed": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+    "fsdp": "full_shard offload",
+    "fsdp_config": {"offload_params": True},
+    "lr_scheduler_kwargs": {"min_lr": 1e-6},
+    "model_config": {"rope_theta": 5},
+    "special_tokens": {"eos_token": "E"},
+    "stage": "pt",
+    "dataset": "chats",
+    "eval_dataset": "sums",
+    "peft_config": {"name": "lora"},
+    "quant_config": {"name": "bnb"},
+    "optim_config": {"name": "muon"},
+    "batching_strategy": "padding_free_packing",
+    "columns": {"a": "query"},
+    "packing_strategy": "wrapped",
+    "parallelism_config": {"cp_size": 2},
+    "dataset_dir": "elsewhere",
+}
+# What a key needs beside it; null takes a key of the rich ones away.
+BESIDE = {
+    "early_stopping_threshold": {"early_stopping_patience": 3},
+    "batch_size": {"micro_batch_size": 1},
+    "lora_target_linear": {"lora_target_modules": ["q_proj"]},
+    "dp_replicate_size": {"dp_shard_size": 2},
+    "max_epochs": {"num_train_epochs": 9},
+    "evaluation_strategy": {"eval_strategy": None},
+    "dataset_shuffle": {"train_dataloader_shuffle": False},
+}
+# Keys without a place in the command: another value is refused.
+REFUSED = {
+    "dataset_dir": "a folder without dataset_info.json has no data",
+    "task_type": "causal_lm alone is trained",
+}
+
+
+def outcome(read, values: dict[str, object], folder: Path) -> object:
+    """Return what becomes of a configuration: the words and comments, or the refusal."""
+    moved = Moved("T", {key: value for key, value in values.items() if value is not None})
+    try:
+        read(moved, folder)
+    except ValueError as error:
+        return str(error)
+    return moved.words, moved.ranks, [line for line in list(moved.comments())[1:] if "needs nothing" not in line]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "key"),
+    [(name, key) for name, (table, *_) in RICH.items() for key, rule in table.items() if rule.is_read],
+)
+def test_each_key_that_is_read_changes_the_command_or_its_comments(trainer, key, tmp_path):
+    of_llamafactory(tmp_path)
+    _, read, rich = RICH[trainer]
+    without = rich | BESIDE.get(key, {})
+    values = [VALUES[key]] if key in VALUES else FORMS
+    outcomes = [outcome(read, without | {key: value}, tmp_path) for value in values]
+    counted = [each for each in outcomes if key in REFUSED or not isinstance(each, str)]
+    assert any(each != outcome(read, without, tmp_path) for each in counted)
+
+
+AUXILIARY = {"a": 1, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+BLIND = {"test_datasets": None, "val_dataset": None, "eval_dataset": None}
+THOUGHT = {"path": "o/a", "field_thinking": "thinking"}
+# (a trainer, keys beside its rich ones, words of the command, "lacks" or "free" and their keys)
+ROWS = [
+    ("trl", {"optim": "adamw_torch_8bit"}, {"optim.optimizer": "AdamW8bit"}, ""),
+    ("trl", {"fp16": True, "save_only_model": True}, {"checkpoint.save_contents": ["model", "hf_model"]}, ""),
+    ("trl", {"save_total_limit": 0, "fp16": False}, {"trainer.max_ckpt_to_keep": None}, "free fp16 save_total_limit"),
+    ("trl", {"warmup_steps": 0.25}, {"optim.lr_warmup_steps_ratio": 0.25}, ""),
+    ("trl", {"save_steps": 0.1}, {"trainer.test_freq": 10}, "lacks save_steps"),
+    ("trl", {"eval_strategy": False, "eval_steps": 9}, {"data.val_sources.a": None, "trainer.test_freq": None}, ""),
+    ("trl", {"seed": 3, "data_seed": 4}, {"trainer.seed": 3, "data.seed": 4}, ""),
+    ("trl", {"dataset_train_split": "train[:10]"}, {"data.sources.a": "hf://datasets/o/a", "sample.a": 10}, ""),
+    ("trl", {"lr_scheduler_kwargs": "{a"}, {}, "lacks lr_scheduler_kwargs"),
+    ("trl", {"report_to": ["wandb", "comet"]}, {"trainer.logger": ["console", "file", "wandb"]}, "lacks report_to"),
+    ("trl", {"fsdp_config": {"offload_optimizer": {"device": "none"}}}, {}, "free fsdp_config"),
+    ("swift", {"max_epochs": 5}, {"trainer.total_epochs": 3}, ""),
+    ("swift", {"num_train_epochs": 9, "max_epochs": 5}, {"trainer.total_epochs": 5}, ""),
+    ("swift", BLIND | {"eval_steps": 9}, {"trainer.test_freq": None}, "free eval_steps"),
+    ("swift", BLIND | {"eval_steps": 9, "split_dataset_ratio": 0.1}, {}, "lacks split_dataset_ratio eval_steps"),
+    ("swift", {"columns": {"text1": "query"}}, {"columns": {"query": "text1"}}, ""),
+    ("swift", {"freeze_parameters": "embed_tokens"}, {"model.freeze": ["embed_tokens"]}, ""),
+    ("swift", {"dataset": "s3://b/x.jsonl#5"}, {"data.sources.x": "s3://b/x.jsonl", "sample.x": "5"}, ""),
+    ("swift", {"val_dataset": "o/a"}, {"data.val_sources.a": "hf://datasets/o/a"}, ""),
+    ("axolotl", BLIND | {"evals_per_epoch": 2}, {"trainer.tests_per_epoch": None}, "free evals_per_epoch"),
+    ("axolotl", BLIND | {"evals_per_epoch": 2, "val_set_size": 0.1}, {}, "lacks val_set_size evals_per_epoch"),
+    ("axolotl", {"eot_tokens": ["<|end|>"]}, {"end_of_turn": "<|end|>"}, ""),
+    ("axolotl", {"datasets": {"path": "./d", "data_files": ["a.jsonl"]}}, {"data.sources.d": "./d/a.jsonl"}, ""),
+    ("axolotl", {"datasets": THOUGHT | {"message_field_role": "from", "template_thinking_key": "thinking"}}, {}, ""),
+    ("axolotl", {"datasets": THOUGHT}, {"data.sources.a": "hf://datasets/o/a"}, "lacks datasets"),
+    ("axolotl", {"datasets": {"path": "o/a", "drop_system_message": True}}, {}, "lacks datasets"),
+    ("axolotl", {"roles_to_train": ["assistant", "user"]}, {}, "lacks roles_to_train"),
+    ("axolotl", {"model_config": {"a": 1}, "router_aux_loss_coef": 0.5}, {"model.override_config": AUXILIARY}, ""),
+    ("llamafactory", {"lora_target": "q_proj, v_proj"}, {"model.target_modules": ["q_proj", "v_proj"]}, ""),
+    ("llamafactory", {"mask_history": True, "pure_bf16": True}, {"turns": "last", "engine.model_dtype": "bf16"}, ""),
+    ("llamafactory", {"finetuning_type": "full", "adapter_name_or_path": "D"}, {}, "lacks adapter_name_or_path"),
+    ("llamafactory", {"dataset": "sums,chats", "max_samples": 500}, {"sample.sums": 100, "sample.chats": 500}, ""),
+    ("llamafactory", {"dataset": "asked"}, {"columns.input": "q"}, "lacks dataset"),
+    ("llamafactory", BLIND, {"trainer.test_freq": None}, "lacks eval_strategy"),
+    ("llamafactory_v1", {"gradient_accumulation_steps": 8}, {"data.train_batch_size": 8}, ""),
+    ("llamafactory_v1", {"num_train_epochs": 2.5}, {"trainer.total_epochs": None}, "lacks num_train_epochs"),
+    ("llamafactory_v1", {"peft_config": {"name": "lora", "r": 4, "p": 1}}, {"model.lora_rank": 4}, "lacks peft_config"),
+    ("llamafactory_v1", {"train_dataset": "d.yaml"}, {"data.sources.b": "b", "sample.b": 5}, "lacks train_dataset"),
+]
+
+
+@pytest.mark.parametrize(("trainer", "changes", "words", "comment"), ROWS)
+def test_a_value_has_its_place_or_is_said_to_have_none(trainer, changes, words, comment, tmp_path):
+    of_llamafactory(tmp_path)
+    written(tmp_path, {"a": {"converter": "alpaca"}, "b": {"converter": "pair", "size": 5}}, "d.yaml")
+    _, read, rich = RICH[trainer]
+    moved = Moved("T", {key: value for key, value in (rich | changes).items() if value is not None})
+    read(moved, tmp_path)
+    kind, *keys = comment.split() or [""]
+    assert {key: moved.words.get(key) for key in words} == words
+    lacks = [line for line in moved.comments() if line.startswith("no equivalent")]
+    assert [line.split("=")[0] for line in lacks] == [f"no equivalent: {key}" for key in keys if kind == "lacks"]
+    assert {*keys} <= {*moved.free} or kind != "free"
+
+
+@pytest.mark.parametrize("trainer", RICH)
+def test_a_key_that_needs_nothing_changes_nothing(trainer, tmp_path):
+    of_llamafactory(tmp_path)
+    table, read, rich = RICH[trainer]
+    free = [key for key, rule in table.items() if rule == Rule()]
+    assert free
+    for value in FORMS:
+        assert outcome(read, rich | dict.fromkeys(free, value), tmp_path) == outcome(read, rich, tmp_path)
 
 
 @pytest.mark.parametrize("table", [axolotl.KEYS, llamafactory.KEYS, llamafactory.V1, swift.KEYS, trl.KEYS])
 def test_every_key_that_a_table_names_is_one_of_ours(table):
-    assert not {key: rule.to for key, rule in table.items() if rule.to and not rule.lacks and not is_ours(rule.to)}
+    assert not {key: rule.to for key, rule in table.items() if rule.to and not is_ours(rule.to)}
 
 
 @pytest.mark.parametrize(
@@ -273,6 +434,7 @@ def test_a_file_that_is_no_configuration_of_such_a_training_is_refused(
     ("command", "message"),
     [
         ("swift sft --model 'M --dataset d", "command must be whole; got a quote that is not closed"),
+        ("llamafactory-cli train --stage dpo --model_name_or_path M", "stage must be sft or pt; got dpo"),
         ("swift rlhf --model M", "command must train by SFT or on texts; got swift rlhf"),
         ("trl sft --config nowhere.yaml", "command must name an existing file of keys; got nowhere.yaml"),
         ("nowhere.yaml", "command must be a command or an existing file; got nowhere.yaml"),

@@ -90,7 +90,7 @@ def _train_one(model: str, sequence_parallel: int, cases: list[tuple[str, int]],
         mine = StepPlan(len(packs), len(packs), seed=0, shuffle=False).rank_packs(0, rank, ranks)
         collate = StepCollator(spec, categories, last_is_label=packing == "labelled", shares_prefixes=shares)
         batch = collate([None if index is None else packs[index] for index in mine])
-        normaliser = batch.normaliser.clone()
+        normaliser = batch.normalisers.clone()
         dist.all_reduce(normaliser, group=engine.get_data_parallel_group())
         with engine.train_mode():
             engine.optimizer_zero_grad()

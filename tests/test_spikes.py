@@ -14,8 +14,8 @@ from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import into, metrics, stopped_at, train, train_alone
 from verl_ext.data import MultiDocDataset, SFTDataSet
 from verl_ext.data.stream.megatron.index import IndexWriter, TokenIndex
-from verl_ext.trainer.batch import StepLoss
 from verl_ext.trainer.hooks.spikes import worst_line
+from verl_ext.trainer.loss import StepLoss
 
 pytestmark = pytest.mark.slow
 

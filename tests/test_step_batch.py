@@ -43,7 +43,7 @@ def test_coefficients_and_categories_stand_where_their_token_is_predicted():
     assert batch.category_index.tolist() == [1, 2, 0, -1, -1, 2, -1]
     assert batch.pack_lengths == [7]
     assert _counts(batch) == {"normaliser": 25, "tokens": 7, "targets": 4, "packs": 1, "slots": [1, 1, 2]}
-    assert batch.normaliser.tolist() == [25]
+    assert batch.normalisers.tolist() == [25]
 
 
 def test_counts_are_float64_and_tensors_are_what_the_engine_takes():

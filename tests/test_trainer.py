@@ -290,11 +290,10 @@ def test_metrics_are_named_as_promised(runs):
 
 def count_waits(overrides: list[str]) -> list[tuple[int, int]]:
     """Count the reductions and host reads of a step that is not logged and of one that is, by wrappers of the calls."""
-    from verl_ext.trainer.batch import StepCollator
     from verl_ext.trainer.loader import pack_loader
 
     trainer = train(overrides)
-    collate = StepCollator(trainer.run.loss_for(trainer.run.train_set), trainer.run.train_set.categories)
+    collate = trainer.run.objective.collator(trainer.run.train_set)
     counts, found = {"all_reduce": 0, "reads": 0}, []
     reduce, item, to_list = dist.all_reduce, torch.Tensor.item, torch.Tensor.tolist
 
@@ -338,7 +337,7 @@ def order_of_a_step(overrides: list[str]) -> list[str]:
     trainer.engine.optimizer_step = noted("optimizer", trainer.engine.optimizer_step)
     TrackingHook.post_step = noted("hooks", TrackingHook.post_step)
     dist.all_reduce = noted("sum", dist.all_reduce)
-    UpcomingStep.normaliser = noted("sum is read", UpcomingStep.normaliser)
+    UpcomingStep.normalisers = noted("sum is read", UpcomingStep.normalisers)
     trainer.fit()
     first, second = (number for number, act in enumerate(acts) if act == "backward")
     return acts[first : second + 1]

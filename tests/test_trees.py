@@ -119,7 +119,7 @@ def step_loss(model: Any, batch: StepBatch) -> torch.Tensor:
         nll = -logits.log_softmax(-1)[torch.arange(length), ids.roll(-1)]
         total = total + (batch.coefficients[part] * nll).sum()
         begin += length
-    return total / batch.normaliser.item()
+    return total / batch.normalisers.item()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -150,7 +150,7 @@ def test_every_mode_adds_the_coefficients_of_all_documents_that_have_a_target(mo
     wanted = Reference(plain, documents).step([pack.documents for pack in packs], mode, WEIGHTS)
     assert step_loss(packed, batch).item() == pytest.approx(wanted.loss, rel=TOLERANCE)
     assert batch.targets is not None
-    counts = np.bincount(batch.targets.category.numpy(), minlength=3)
+    counts = np.bincount(batch.targets.columns["category"].numpy(), minlength=3)
     assert counts[1:].tolist() == [wanted.category_tokens.get(category, 0) for category in CATEGORIES.ids]
     tokens, computed = batch.counts[1:3].tolist()
     assert tokens == sum(len(document.input_ids) for document in documents) == batch.copies.sum()

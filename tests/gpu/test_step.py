@@ -19,7 +19,8 @@ from verl_ext.attention import unusable
 from verl_ext.attention.packed import set_backend
 from verl_ext.data import CategoryTable
 from verl_ext.losses import LossSpec
-from verl_ext.trainer.batch import StepCollator, StepLoss
+from verl_ext.trainer.batch import StepCollator
+from verl_ext.trainer.loss import StepLoss
 
 CATEGORIES = CategoryTable((1, 2), ("code", "chat"))
 LENGTHS = ((700, 1, 90), (33, 260, 5), (512,), (2, 2, 300))
@@ -160,7 +161,7 @@ def test_no_micro_batch_waits_for_the_gpu(model, one_rank, gpu):
     engine = build_worker(model, overrides=BF16, parallel="auto").engine
     collate = collator()
     batch = collate([pack_row(pack) for pack in PACKS])
-    loss = StepLoss(float(batch.normaliser), 1, None)
+    loss = StepLoss(float(batch.normalisers), 1, None)
     batch = batch.pin_memory()  # as the loader does
 
     for mode in ("default", "error"):  # the first step creates streams and loads kernels

@@ -39,11 +39,11 @@ PARTIAL, SET_ASIDE = ".partial", ".set_aside"
 RUN_LOCK, BEST = "run.lock", "best"
 REPORT, EVALUATION, RUN_IDS = "data_report.json", "evaluation.json", "run_ids.json"
 METRICS, SPIKES, ANSWERS, RUN = "metrics.jsonl", "spikes.jsonl", "answers.jsonl", "run.json"
-FLIGHT_RECORDER = "flight_recorder"
+FLIGHT_RECORDER, REFERENCE = "flight_recorder", "reference"
 FINAL_MEMORY, MEMORY_SETTINGS = "final_memory_checkpoint.pt", "final_memory_checkpoint.json"
 # A folder with only these files holds no run to keep; a run killed before its first checkpoint begins anew.
 NOTES = (
-    *(REPORT, EVALUATION, RUN, RUN_IDS, FLIGHT_RECORDER),
+    *(REPORT, EVALUATION, RUN, RUN_IDS, FLIGHT_RECORDER, REFERENCE),
     *(f"{name}{ending}" for name in (METRICS, SPIKES, ANSWERS) for ending in ("", ".before_restart")),
 )
 _RESULTS = (TRACKER, BEST, FINAL_MEMORY, MEMORY_SETTINGS)

@@ -30,6 +30,7 @@ from verl_ext.engines.optimizer import step_problem
 from verl_ext.engines.router import asks_for_router_loss
 from verl_ext.engines.schedule import schedule_problems
 from verl_ext.layers.mixers import positions_of_padding
+from verl_ext.losses import PREFERENCE_MODES, PreferenceOptions
 from verl_ext.options import check_choice, choice_problem, first_line, refuse, spell
 
 _ON_GPU_ALONE = ("bitsandbytes", "torchao")  # packages whose optimizers take no steps on a CPU
@@ -59,6 +60,7 @@ def check_run(config: RunConfig, hf_config: Any = None) -> ModelFacts:
         *schedule_problems(config.optim),
         *library_problems(config),
         *fixed_value_problems(config.values),
+        *preference_problems(config),
         *config.model.config_problems(config),
     ]
     if config.trainer.eval_only and config.trainer.overwrite:
@@ -77,6 +79,25 @@ def check_run(config: RunConfig, hf_config: Any = None) -> ModelFacts:
     refuse(problems)
     assert model is not None, "path_problems says why there is none"
     return model
+
+
+def preference_problems(config: RunConfig) -> Iterator[str]:
+    """Yield a line for each mismatch of loss, data and reference."""
+    mode, path = config.loss.mode, config.reference.path
+    compares, has_units = mode in PreferenceOptions.modes, config.dataset_class.has_units
+    if compares and not has_units:
+        got = f"got data.custom_cls.name={config.dataset_class.__name__}, whose packs have no answers"
+        yield f"data must be preference with loss.mode={mode}; {got}"
+    elif has_units and not compares:
+        wanted = f"loss must be one of {', '.join(PreferenceOptions.modes)} with data=preference"
+        yield f"{wanted} (data=chosen trains on the preferred answers alone); got loss.mode={mode}"
+    needs = compares and PREFERENCE_MODES[mode].has_reference
+    if path is not None and not needs:
+        yield f"reference.path must be null with loss.mode={mode}, which has no reference; got {path}"
+    elif path is not None and _is_missing(str(path)):
+        yield f"reference.path must be an existing folder or a hub name; got {path}"
+    elif path is None and needs and config.trainer.eval_only:
+        yield "reference.path is required with trainer.eval_only=true, where the model is not its reference; got null"
 
 
 def _hf_config(config: RunConfig, path: str) -> Any:

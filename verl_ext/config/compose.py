@@ -13,6 +13,7 @@ from verl_ext.config import schema
 from verl_ext.config.legacy import is_name_of_verl, is_raw
 from verl_ext.config.resolve import resolve_config
 from verl_ext.config.translation import translate
+from verl_ext.losses import PreferenceOptions
 from verl_ext.options import leaves, spell
 from verl_ext.overrides import Item, parsed_words, restored
 
@@ -41,7 +42,11 @@ def prepare_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     own_class = any(map(schema.names_own_class, classes))
     packed = _choice("data", given, folders) in (None, "packed")
     translation = translate(given, own_class, packed, lambda key: schema.is_known(key) or key in schema.groups())
-    items, notices = translation.items, translation.notices
+    items, notices = [*translation.items], [*translation.notices]
+    losses = [_choice("loss", items, folders), *(item.value for item in items if item.key == "loss.mode")]
+    if packed and not classes and losses[-1] in (*PreferenceOptions.modes,):
+        items = [*(item for item in items if item.key != "data"), Item("", "data", "preference")]
+        notices.append(f"loss={losses[-1]} compares answers, so data=preference packs them")
     overrides: list[str] = []
     mistakes = list(translation.problems)
     # All mistakes are collected, so that one start reports them.

@@ -47,6 +47,7 @@ class ModelFacts:
         head: the implementation of the output head.
         module: the model on the meta device; None for remote code.
         notices: lines about settings that are allowed but may be unintended.
+        not_shared: why documents cannot share tokens, where `data.share_prefixes` leaves that open.
     """
 
     hf_config: Any
@@ -54,6 +55,7 @@ class ModelFacts:
     head: str
     module: Any
     notices: list[str]
+    not_shared: str | None = None
 
 
 @dataclass
@@ -128,7 +130,10 @@ class PackedModel(HFModelConfig, ModelNode):
             problems.append(str(error))
         refuse(problems)
         head = support.head_in_use(config, model)
-        return ModelFacts(hf_config, backend, head, model.module, list(support.model_notices(config, model, head)))
+        notices = list(support.model_notices(config, model, head))
+        is_open = getattr(config.dataset, "share_prefixes", False) is None
+        not_shared = next(support.sharing_problems(config, model), None) if is_open else None
+        return ModelFacts(hf_config, backend, head, model.module, notices, not_shared)
 
     @classmethod
     def check_weights(cls, config: "RunConfig", hf_config: Any) -> list[str]:

@@ -41,6 +41,7 @@ PATHS = (
     "model.tokenizer_path",
     "model.lora_adapter_path",
     "model.memory_checkpoint",
+    "reference.path",
     "trainer.default_local_dir",
     "trainer.resume_from_path",
 )

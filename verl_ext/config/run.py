@@ -8,7 +8,7 @@ It is typed once: after `RunConfig.from_composed` there is no DictConfig, except
 import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -28,7 +28,7 @@ from verl_ext.data import PackDataset, SFTDataSet
 from verl_ext.data.collated import CollatedDataset, is_collated
 from verl_ext.data.options import DataOptions, DatasetOptions
 from verl_ext.engines.schedule import OptimOptions, StepOptimizerConfig
-from verl_ext.losses import LossOptions
+from verl_ext.losses import LossOptions, ReferenceOptions
 from verl_ext.metrics import LengthBins
 from verl_ext.options import Options, choice_problem, option, plain, refuse, spell
 from verl_ext.parallel.shards import ParallelOptions
@@ -179,7 +179,7 @@ class RayOptions(Options):
 # The options whose nodes depend on no dataset family or kind of model. DataOptions share a node with a family's.
 NODES: tuple[type[Options], ...] = (
     *(LossOptions, AttentionOptions, ParallelOptions, TrainerOptions),
-    *(RayOptions, AnswerOptions),
+    *(ReferenceOptions, RayOptions, AnswerOptions),
 )
 
 
@@ -235,6 +235,7 @@ class RunConfig:
     dataset: DatasetOptions
     dataset_class: type[PackDataset]
     loss: LossOptions
+    reference: ReferenceOptions
     attention: AttentionOptions
     parallel: ParallelOptions
     trainer: TrainerOptions
@@ -277,6 +278,19 @@ class RunConfig:
         for name in ("engine", "optim", "checkpoint"):
             nodes[name] = omega_conf_to_dataclass(OmegaConf.create(typed[name]))
         return cls(**nodes, model=model_kind(values), machine=machine or Machine(), values=values)
+
+    def sharing(self, problem: str | None) -> "RunConfig":
+        """Return this config with a value for `data.share_prefixes` null; problem: why documents cannot share."""
+        if getattr(self.dataset, "share_prefixes", False) is not None:
+            return self
+        shares = problem is None
+        notice = () if shares else (f"data.share_prefixes=false: {problem}; a prompt is computed for each answer",)
+        return replace(
+            self,
+            dataset=replace(self.dataset, share_prefixes=shares),  # type: ignore[call-arg]
+            values={**self.values, "data": {**self.values["data"], "share_prefixes": shares}},
+            notices=(*self.notices, *notice),
+        )
 
     @property
     def model_folder(self) -> str:

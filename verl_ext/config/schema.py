@@ -32,6 +32,7 @@ from verl_ext.config.weights import ModelNode
 from verl_ext.data import PackDataset, SFTDataSet
 from verl_ext.data.options import DataOptions
 from verl_ext.engines.schedule import OptimOptions
+from verl_ext.losses import LossOptions, PreferenceOptions
 from verl_ext.options import Options, default_values, leaves, nearest_name, options_of, refuse, spell, unknown
 from verl_ext.overrides import restored
 
@@ -135,6 +136,7 @@ def option_nodes() -> dict[str, tuple[str, dict[str, Any]]]:
     """Return {name below `/options`: (its node, {key: default})} of our dataclasses."""
     always: tuple[type[Options], ...] = (ModelNode, OptimOptions, BestOptions, *NODES)
     nodes = {cls.prefix: (cls.prefix, default_values(cls)) for cls in always}
+    nodes["loss/preference"] = (PreferenceOptions.prefix, default_values(PreferenceOptions))
     for kind in model_kinds().values():
         for cls in kind.config_options:  # null means the model's own value, else the default
             nodes[cls.prefix.replace(".", "/")] = (cls.prefix, dict.fromkeys(options_of(cls)))
@@ -184,8 +186,18 @@ def foreign_option_problems(config: Any) -> Iterator[str]:
         chosen = dataset_class(config)
         families = {choice: set(options_of(family.Options)) for choice, family in dataset_families().items()}
         yield from _foreign(config["data"], "data", families, {*options_of(DataOptions), *options_of(chosen.Options)})
+    yield from _foreign_to_loss(config["loss"])
     kinds = {choice: set(options_of(kind)) for choice, kind in model_kinds().items()}
     yield from _foreign(config["model"], "model", kinds, set(options_of(get_class(config["model"]["_target_"]))))
+
+
+def _foreign_to_loss(node: Any) -> Iterator[str]:
+    """Yield a line for each option of preferences with another loss."""
+    own = default_values(PreferenceOptions)
+    for key in own.keys() - options_of(LossOptions).keys() if node["mode"] not in PreferenceOptions.modes else ():
+        if node.get(key) not in (None, own[key]):
+            got = f"got {spell(node[key])} with loss.mode={node['mode']}"
+            yield f"loss.{key} is an option of preferences (loss={'|'.join(PreferenceOptions.modes)}); {got}"
 
 
 def _foreign(node: Any, prefix: str, readers: dict[str, set[str]], read: set[str]) -> Iterator[str]:

@@ -201,7 +201,7 @@ def answering_problem(model: Architecture) -> str | None:
     return problem and f"eval.prompts must be null, or eval.base_url be given, for a {model.name}: {problem}"
 
 
-def _sharing_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:
+def sharing_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:
     """Yield a line for each reason against documents that share tokens."""
     if config.parallel.context_parallel_size > 1:
         yield f"{CP} must be 1 with data.share_prefixes=true; got {config.parallel.context_parallel_size}"
@@ -236,7 +236,7 @@ def option_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:
     if problem := experts_problem(model.module, config.model_options.experts):
         yield f"{problem}; got {config.model_options.experts}"
     if getattr(config.dataset, "share_prefixes", False):
-        yield from _sharing_problems(config, model)
+        yield from sharing_problems(config, model)
     yield from _freeze_problems(config, model)
     if model.module is not None and not config.model_options.lora_rank:  # else of adapters
         yield from rate_problems(model.module, config.optim.lr_of)

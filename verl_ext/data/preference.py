@@ -10,6 +10,7 @@ A pack has further columns, with a number for each of its documents:
     answer       1 -1 -1  0        1 preferred or desirable, -1 rejected or undesirable, 0 no answer
     pair_weight  of the unit       float64
     reference    Σ s_t·log π       of the reference model, float64, if `reference` was given
+    mismatched_reference           of kto's mismatched answers, one number a pack, if it was given
 
 With data.share_prefixes, an answer that begins with tokens of the one before has only its own, as in SFTDataSet.
 """
@@ -65,11 +66,13 @@ class PreferenceDataSet(SFTDataSet):
     """A dataset of packs of whole units, with the facts of their answers.
 
     reference: float64[N] by row, the sums of the reference model; None: not known or not needed.
+    mismatched_reference: float64[P], the sum of those of each pack's mismatched answers (verl_ext.trainer.mismatched).
     """
 
     Options: ClassVar[type[DatasetOptions]] = PairOptions
     has_units: ClassVar[bool] = True
     reference: NDArray[np.float64] | None = None
+    mismatched_reference: NDArray[np.float64] | None = None
     _data: TokenizedData
 
     @override
@@ -187,6 +190,8 @@ class PreferenceDataSet(SFTDataSet):
         }
         if self.reference is not None:
             of_documents["reference"] = self.reference[rows]
+        if self.mismatched_reference is not None:
+            of_documents["mismatched_reference"] = self.mismatched_reference[pack : pack + 1]
         return super().__getitem__(pack) | {name: torch.from_numpy(values) for name, values in of_documents.items()}
 
     @override

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from verl_ext.losses import head_terms
+from verl_ext.losses import Coefficients, head_terms
 from verl_ext.parallel.exchange import exchange_rows
 from verl_ext.parallel.shards import SequenceShards
 
@@ -75,14 +75,14 @@ class HeadInputs:
 
     Attributes:
         labels: int64[≤ R], the labels of the targets `rows.part`.
-        coefficients: fp32[≤ R], the coefficients of the same targets.
+        coefficients: fp32[≤ R], the coefficients of the same targets, or a function of their losses.
         rows: the targets of this rank.
         group: the sequence-parallel ranks; None for a single rank.
         block_bytes, with_stats: the arguments of :func:`head_terms`.
     """
 
     labels: torch.Tensor
-    coefficients: torch.Tensor
+    coefficients: Coefficients
     rows: TargetRows
     group: dist.ProcessGroup | None
     block_bytes: int

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from tensordict import TensorDict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -30,7 +31,7 @@ from verl_ext.engines.step import StepEngine, on_device, wants_token_stats
 from verl_ext.layers import UNAWARE, RunningPack, attach, install, torch_forms
 from verl_ext.layers.experts import choose_experts
 from verl_ext.layers.towers import freeze, model_class, text_alone, text_parts
-from verl_ext.losses import BLOCK_BYTES, HEADS, TOKEN_STATS, nll_and_stats
+from verl_ext.losses import BLOCK_BYTES, HEADS, TOKEN_STATS, Coefficients, nll_and_stats
 from verl_ext.parallel.key_exchange import ContextGroups, ContextLayout
 from verl_ext.parallel.shards import SequenceShards, document_layout, pinned
 from verl_ext.parallel.trees import TreeLayout, tree_layout
@@ -213,13 +214,29 @@ class PackedEngine(StepEngine):
         if self._head_form(micro_batch) == "fused":
             head = HeadInputs(
                 next_ids[targets[rows.part]],
-                micro_batch["loss_coefficients"].values()[targets[rows.part]],
+                self._coefficients(micro_batch, targets[rows.part]),
                 rows,
                 self.ulysses_parallel_group if self.use_ulysses_sp else None,
                 tu.get_non_tensor_data(micro_batch, "head_block_bytes", default=BLOCK_BYTES),
                 wants_token_stats(micro_batch),
             )
         return arguments, PackedInputs(labels, pad_size, targets, local, head)
+
+    def _coefficients(self, micro_batch: TensorDict, of_rank: torch.Tensor) -> Coefficients:
+        """Return the coefficients of the targets that this rank's head computes, or a function of their losses."""
+        if (function := tu.get_non_tensor_data(micro_batch, "coefficients_of", default=None)) is None:
+            return micro_batch["loss_coefficients"].values()[of_rank]
+        tokens = len(micro_batch["input_ids"].values())
+
+        def coefficients(nll: torch.Tensor) -> torch.Tensor:
+            whole = nll.new_zeros(tokens).index_put((of_rank,), nll)
+            return function(micro_batch, whole, self._sum_over_pack if self.use_ulysses_sp else None)[of_rank]
+
+        return coefficients
+
+    def _sum_over_pack(self, values: torch.Tensor) -> None:
+        """Sum values over the ranks that share a pack, in place."""
+        dist.all_reduce(values, group=self.ulysses_parallel_group)
 
     def _target_rows(self, micro_batch: TensorDict) -> TargetRows | None:
         """Read the targets on the host; None for a plain head.

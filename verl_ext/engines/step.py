@@ -268,6 +268,8 @@ def on_device(micro_batch: TensorDict, device: Any) -> TensorDict:
             moved[key] = torch.nested.nested_tensor_from_jagged(flat, offsets[id(shared)])
         elif isinstance(value, torch.Tensor):
             moved[key] = pinned(value, device).to(device, non_blocking=True)
+    if (units := tu.get_non_tensor_data(micro_batch, "units", default=None)) is not None:
+        tu.assign_non_tensor_data(moved, "units", units.to(device))
     return moved
 
 

@@ -14,4 +14,13 @@ from verl_ext.losses.preference import (
 from verl_ext.losses.preference_options import PreferenceOptions, checked_formula
 from verl_ext.losses.preference_units import Units, target_coefficients, target_scales
 from verl_ext.losses.preference_values import preference_values
-from verl_ext.losses.token_nll import BLOCK_BYTES, TOKEN_STATS, head_terms, nll_and_stats, row_bytes, token_nll
+from verl_ext.losses.reference import ReferenceOptions
+from verl_ext.losses.token_nll import (
+    BLOCK_BYTES,
+    TOKEN_STATS,
+    Coefficients,
+    head_terms,
+    nll_and_stats,
+    row_bytes,
+    token_nll,
+)

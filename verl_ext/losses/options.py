@@ -4,16 +4,17 @@ import functools
 import hashlib
 import inspect
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
 import numpy as np
+from typing_extensions import override
 
 from verl_ext.custom import custom_object
 from verl_ext.losses.modes import MODES, Array, LossSpec, Mode, PackCoefficients, category_weight_table
 from verl_ext.losses.preference import PREFERENCE_MODES
-from verl_ext.options import Options, first_line, option, options_of, spell
+from verl_ext.options import Options, first_line, option, options_of, plain, spell
 
 HEADS = ("fused", "targets", "plain")  # from the least memory to the most
 
@@ -95,6 +96,7 @@ class LossOptions(Options):
     """
 
     prefix: ClassVar[str] = "loss"
+    modes: ClassVar[Iterable[str]] = tuple(MODES)
 
     mode: str = option("token", "the mean that is minimized", choices=(*MODES, *PREFERENCE_MODES), resume="same")
     category_weights: dict[str, float] | None = option(
@@ -116,6 +118,14 @@ class LossOptions(Options):
         if self.category_weights is not None:
             weights = {str(name): float(weight) for name, weight in self.category_weights.items()}
             object.__setattr__(self, "category_weights", weights)
+
+    @classmethod
+    @override
+    def read(cls, values: Mapping[str, Any], **overrides: Any) -> "LossOptions":  # type: ignore[override]
+        """Read the options of the class whose modes have `mode`."""
+        mode = plain(values).get("mode")
+        kind = next((kind for kind in cls.__subclasses__() if mode in kind.modes), cls)
+        return super(LossOptions, kind).read(values, **overrides)
 
     def problems(self) -> Iterable[str | None]:
         """Yield a line for each invalid combination or category weight."""

@@ -228,7 +228,7 @@ def preference_slopes(
 def kto_baseline(log_ratio: torch.Tensor | float, answers: torch.Tensor | float, beta: float) -> torch.Tensor:
     """Return z of kto: mean log-ratio of mismatched answers, at least 0.
 
-    log_ratio, answers: the sum over the step and its number of answers, reduced over ranks.
+    log_ratio, answers: the sum over the step and its number of answers, reduced over ranks. It is 0 without answers.
     """
-    mean = torch.as_tensor(log_ratio, dtype=torch.float64) / torch.as_tensor(answers, dtype=torch.float64)
-    return (beta * mean).clamp(min=0)
+    total, number = (torch.as_tensor(value, dtype=torch.float64) for value in (log_ratio, answers))
+    return (beta * total / number.clamp(min=1)).clamp(min=0)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from typing_extensions import override
@@ -45,6 +45,8 @@ class CustomFormula(CustomLoss):
 @dataclass(frozen=True)
 class PreferenceOptions(LossOptions):
     """The options of a loss of preferences."""
+
+    modes: ClassVar[Iterable[str]] = tuple(PREFERENCE_MODES)
 
     mode: str = option("dpo", "the loss of a pair of answers", choices=PREFERENCE_MODES, resume="same")
     beta: float | None = option(None, "scale of the margin; null: by the mode", above=0, resume="same")

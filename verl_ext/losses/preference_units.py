@@ -20,8 +20,8 @@ class Units:
     """The answers among A documents: P pairs, S with a label alone.
 
     side: float64[A], 1 preferred, -1 rejected, 0 no answer. weight: float64[A], of the document's unit. targets:
-    float64[A]. reference: float64[A], sums of the reference model, 0 without one. chosen, rejected: int64[P],
-    documents. pair_weight: float64[P]. alone: int64[S], documents.
+    float64[A]. slot: int64[A], dense categories. reference: float64[A], sums of the reference model, 0 without one.
+    chosen, rejected: int64[P], documents. pair_weight: float64[P]. alone: int64[S], documents.
     """
 
     side: torch.Tensor
@@ -32,6 +32,7 @@ class Units:
     rejected: torch.Tensor
     pair_weight: torch.Tensor
     alone: torch.Tensor
+    slot: torch.Tensor
 
     @classmethod
     def of_rows(
@@ -42,10 +43,12 @@ class Units:
         targets: Array,
         reference: Array | None = None,
         answers: str = "sum",
+        slot: Array | None = None,
     ) -> "Units":
         """Return the units of documents with these columns, each unit whole.
 
-        answers: of several rejected answers, `sum` gives each pair the unit's weight, `mean` divides it among them.
+        slot: the documents' dense categories, 0 if None. answers: of several rejected answers, `sum` gives each pair
+        the unit's weight, `mean` divides it among them.
         """
         starts, rows = np.flatnonzero(unit), len(unit)
         sizes = np.diff(starts, append=rows)
@@ -62,13 +65,16 @@ class Units:
             "rejected": rejected.astype(np.int64),
             "pair_weight": of_pair,
             "alone": np.flatnonzero((answer != 0) & (size_of == 1)).astype(np.int64),
+            "slot": np.zeros(rows, np.int64) if slot is None else np.asarray(slot, np.int64),
         }
         return cls(**{name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in columns.items()})
 
     def to(self, device: torch.device | str) -> "Units":
-        """Return the units on a device."""
-        moved = {field.name: getattr(self, field.name).to(device, non_blocking=True) for field in fields(self)}
-        return replace(self, **moved)
+        """Return the units on a device, without waiting for it."""
+        is_gpu = torch.device(device).type == "cuda"
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        pinned = {name: values.pin_memory() if is_gpu else values for name, values in columns.items()}
+        return replace(self, **{name: values.to(device, non_blocking=True) for name, values in pinned.items()})
 
 
 def target_scales(targets: Array, unit: Array, length: str = "sum", tail_weight: float = 1.0) -> Array:

@@ -27,10 +27,12 @@ largest to between 2^7 and 2^8.
 Legend: N target tokens, H hidden size, V vocabulary, R rows of a block.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+Coefficients = torch.Tensor | Callable[[torch.Tensor], torch.Tensor]
 
 ROWS = 512  # 512 rows of a 151k vocabulary are 0.3 GB in fp32, and two such slices are alive at once
 BLOCK_BYTES = 256 * 2**20
@@ -179,7 +181,7 @@ class _HeadTerms(torch.autograd.Function):
 def head_terms(
     factors: Sequence[tuple[torch.Tensor, torch.Tensor]],
     labels: torch.Tensor,
-    coefficients: torch.Tensor,
+    coefficients: Coefficients,
     *,
     bias: torch.Tensor | None = None,
     block_bytes: int = BLOCK_BYTES,
@@ -190,7 +192,8 @@ def head_terms(
     Args:
         factors: pairs of hidden[N, H] and weight[V, H] of one floating type: the head's, and a low-rank adapter's.
         labels: int64[N].
-        coefficients: fp32[N].
+        coefficients: fp32[N], or a function that gives them for the losses fp32[N] of a first pass over the blocks. It
+            is called where gradients are enabled; else the coefficients are 0.
         bias: [V].
         block_bytes: the bytes of logits in memory at a time; at least one row is in memory.
         with_stats: whether to return TOKEN_STATS too.
@@ -198,12 +201,18 @@ def head_terms(
     Only the first result is differentiable, and its terms must all have the same upstream gradient, as under a sum.
     It equals ``coefficients * F.cross_entropy(logits.float(), labels, reduction="none")`` in value and gradient.
     """
-    assert labels.shape == coefficients.shape
     weight = factors[0][1]
     rows = max(1, block_bytes // row_bytes(weight.shape[0], weight.dtype, weight.is_cpu))
     with torch.autocast(labels.device.type, enabled=False):
         learns = torch.is_grad_enabled()  # read here, because it is always False inside forward
-        flat = (x for pair in factors for x in pair)
+        flat = [x for pair in factors for x in pair]
+        if callable(coefficients):
+            function, coefficients = coefficients, torch.zeros(labels.shape, device=labels.device)
+            if learns:
+                with torch.no_grad():
+                    nll = _HeadTerms.apply(labels, coefficients, bias, rows, False, False, *flat)[1]
+                    coefficients = function(nll)
+        assert labels.shape == coefficients.shape
         return _HeadTerms.apply(labels, coefficients, bias, rows, learns, with_stats, *flat)
 
 

@@ -32,7 +32,7 @@ from verl_ext.text.read.json_records import parse_line
 from verl_ext.text.read.readers import Chunk, TextFile
 from verl_ext.text.records.bad_record import BadRecord, check_characters
 from verl_ext.text.records.messages import Chat, PlainText
-from verl_ext.text.records.preference import Preference
+from verl_ext.text.records.preference import REJECTED, Preference
 from verl_ext.text.records.records import Record, category_of, parse_record, read_columns
 from verl_ext.text.tokens.counts import Counts
 from verl_ext.text.tokens.documents import Document, Documents
@@ -157,10 +157,14 @@ class ChatEncoder(Encoder):
         """Return (chat, its last assistant turn, tokens before that turn).
 
         A plain text, without a chat, is gone on with; of a preference, the preferred answer counts. The tokens begin
-        the document that the record gives, up to what the template prints only before an answer. Raises `BadRecord`.
+        the document that the record gives, up to what the template prints only before an answer. Raises `BadRecord`,
+        also for an answer that is undesirable.
         """
         content, last = self._record(raw).content, 0
-        content = content.answers[0] if isinstance(content, Preference) else content
+        if isinstance(content, Preference):
+            if content.sides[0] == REJECTED:
+                raise BadRecord("no_target", "the answer is undesirable, and none is expected: leave the record out")
+            content = content.answers[0]
         texts: Sequence[Text]
         if isinstance(content, Chat):
             last = max(number for number, message in enumerate(content.messages) if message["role"] == "assistant")
@@ -355,10 +359,10 @@ def _preference_counts(preference: Preference, texts: Sequence[Text], documents:
     lengths = [int(document.loss_mask.sum()) for document in documents]
     chats = [text for text in texts if isinstance(text, RenderedTurns)]
     thoughts = [{part.kind for part in chat.parts} & {REASONING, EMPTY_REASONING} for chat in chats]
-    ends = [chat.ends[-1:] for chat in chats]
+    has_end = [any(chat.ends[-1:]) for chat in chats]
     for place in range(1, len(documents)):
         counts["chosen_longer"] += lengths[0] > lengths[place]
         counts["rejected_longer"] += lengths[0] < lengths[place]
         counts["unequal_parts"] += thoughts[0] != thoughts[place]
-        counts["unequal_ends"] += ends[0] != ends[place]
+        counts["unequal_ends"] += has_end[0] != has_end[place]
     return +counts

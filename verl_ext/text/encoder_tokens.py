@@ -23,7 +23,7 @@ from verl_ext.text.records.bad_record import BadRecord, readable_value
 from verl_ext.text.tokens.documents import Document, Documents
 
 REQUIRED = ("input_ids", "loss_mask", "category_ids")
-COLUMNS = (*REQUIRED, "length", "loss_weight")
+COLUMNS = (*REQUIRED, "length", "loss_weight", "unit", "answer")
 
 
 def has_tokens(files: Iterable[SourceFile]) -> bool:
@@ -81,6 +81,11 @@ class TokenRecordEncoder(Encoder):
                 needed = f"loss_weight must be {len(ids)} numbers of at least 0, one for each of input_ids"
                 raise BadRecord("bad_tokens", needed)
             weights = weights.astype(np.float32)
+        # A unit that lost one of its rows would be broken, and an answer alone no document to learn.
+        unit, answer = (readable_value(record.get(name)) for name in ("unit", "answer"))
+        if type(unit) is int and type(answer) is int and answer:
+            needed = "answer must be 0: tokenized preferences are not tokenized again, but made anew from their records"
+            raise BadRecord("preference", f"{needed}; got {answer}")
         mask[:1] = 0
         if not mask.any():
             raise BadRecord("no_target", "no token is left to learn after the first")

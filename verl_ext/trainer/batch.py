@@ -18,8 +18,6 @@ pack             a0 a1 a2 | b0 b1        input_ids  a0 a1 a2 b0        next_ids 
 With `data.share_prefixes`, input_ids and position_ids of a pack are those of its documents' own tokens, and loss_mask,
 category_ids and loss_weight those of their whole texts (verl_ext.parallel.trees). A row may then be a target of several
 documents: their coefficients add up, and `targets` lists each document's.
-
-verl's engine calls the loss function ``fn(model_output, data, dp_group)`` for every micro-batch.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,11 +32,10 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.dataset.dataset_utils import DatasetPadMode
 
 from verl_ext.data import CategoryTable
-from verl_ext.losses import TOKEN_STATS, LossSpec, pack_coefficients, shift_left
+from verl_ext.losses import LossSpec, pack_coefficients, shift_left
 from verl_ext.metrics import ONE_BIN, LengthBins, StepSums
 from verl_ext.packing.plan import offsets_of
-from verl_ext.parallel.trees import read_documents, text_rows
-from verl_ext.trainer.hang import watch
+from verl_ext.parallel.trees import PackDocuments, read_documents, text_rows
 
 Pack = Mapping[str, torch.Tensor]
 
@@ -47,52 +44,63 @@ _ENGINE_FLAGS = {"use_remove_padding": True, "pad_mode": DatasetPadMode.NO_PADDI
 
 
 class PackTargets(NamedTuple):
-    """The targets of one pack's documents, int64[K] each, as in :class:`Targets`."""
+    """The targets of one pack's documents, int64[K] each.
+
+    rows: the position in the step that predicts each target; category: its dense category, 0 for none; document: the
+    document of the pack that it belongs to.
+    """
 
     rows: NDArray[np.int64]
     category: NDArray[np.int64]
     document: NDArray[np.int64]
 
 
+Columns = dict[str, NDArray[Any]]  # of one pack's targets, [K] each: those of PackTargets, and others of a loss
+
+
 @dataclass
 class Targets:
-    """The targets of the documents of a step that share tokens, pack by pack.
+    """The targets of a step's documents, one after the other, if a row may be a target of several.
 
     Attributes:
-        rows: int64[K], the position in the step that predicts each target.
-        category: int64[K], the dense category of each target, 0 for none.
-        document: int64[K], the document of the pack that each target belongs to.
+        columns: those of PackTargets, and others of a loss, [K] each.
         counts: the number of targets of each pack slot.
+        documents: the number of documents of each pack slot.
     """
 
-    rows: torch.Tensor
-    category: torch.Tensor
-    document: torch.Tensor
+    columns: dict[str, torch.Tensor]
     counts: list[int]
+    documents: list[int]
 
     @classmethod
-    def from_packs(cls, packs: Sequence["PackTargets"], lengths: Sequence[int]) -> "Targets":
-        """Join the targets of packs of these lengths, whose rows count from a pack's first token."""
-        begins = np.cumsum([0, *lengths])[:-1]
-        rows, category, document = (torch.from_numpy(np.concatenate(parts)) for parts in zip(*packs, strict=True))
-        counts = [len(targets.rows) for targets in packs]
-        return cls(rows + torch.from_numpy(np.repeat(begins, counts)), category, document, counts)
+    def from_packs(cls, packs: Sequence["LaidOut"]) -> "Targets":
+        """Join the targets of packs, whose rows count from a pack's first token."""
+        begins = np.cumsum([0, *(len(pack.columns[0]) for pack in packs)])[:-1]
+        counts = [len(pack.targets["rows"]) for pack in packs]
+        names = packs[0].targets
+        columns = {name: torch.from_numpy(np.concatenate([pack.targets[name] for pack in packs])) for name in names}
+        columns["rows"] += torch.from_numpy(np.repeat(begins, counts))
+        return cls(columns, counts, [pack.documents for pack in packs])
 
-    def of_slot(self, slot: int) -> PackTargets:
-        """Return the targets of one pack slot."""
-        first = sum(self.counts[:slot])
-        part = slice(first, first + self.counts[slot])
-        return PackTargets(*(values[part].numpy() for values in (self.rows, self.category, self.document)))
+    def part(self, first: int, last: int) -> slice:
+        """Return the targets of pack slots [first, last)."""
+        return slice(sum(self.counts[:first]), sum(self.counts[:last]))
 
     def pin_memory(self) -> "Targets":
         """Return a copy in pinned memory."""
-        return replace(self, rows=self.rows.pin_memory(), category=self.category.pin_memory())
+        return replace(self, columns={name: values.pin_memory() for name, values in self.columns.items()})
 
     def of_slots(self, first: int, last: int, begin: int) -> dict[str, torch.Tensor]:
-        """Return the targets of pack slots [first, last), whose tokens begin at `begin`, jagged by pack."""
-        edges = np.concatenate([[0], np.cumsum(self.counts)])[first : last + 1]
-        part, offsets = slice(edges[0], edges[-1]), torch.from_numpy(edges - edges[0])
-        columns = {"target_rows": self.rows[part] - begin, "target_category": self.category[part]}
+        """Return the columns of pack slots [first, last), whose tokens begin at `begin`, jagged by pack.
+
+        Their documents are numbered one after the other.
+        """
+        part, counts = self.part(first, last), self.counts[first:last]
+        columns = {f"target_{name}": values[part] for name, values in self.columns.items()}
+        columns["target_rows"] = columns["target_rows"] - begin
+        before = np.cumsum([0, *self.documents[first:last]])[:-1]
+        columns["target_document"] = columns["target_document"] + torch.from_numpy(np.repeat(before, counts))
+        offsets = torch.from_numpy(np.cumsum([0, *counts]))
         return {key: torch.nested.nested_tensor_from_jagged(values, offsets) for key, values in columns.items()}
 
 
@@ -108,6 +116,7 @@ class StepBatch:
         pack_lengths: the number of tokens in each pack slot, including idle slots.
         counts: float64[5 + C + 1]: normaliser, tokens of documents, computed tokens, target tokens, packs, target
             tokens by category slot.
+        normalisers: float64[1], this rank's term of Z.
         next_ids: int64[N], the token after each position if it is not always the next of input_ids; else None.
         targets: every document's targets if documents share tokens; else None.
     """
@@ -119,6 +128,7 @@ class StepBatch:
     copies: torch.Tensor
     pack_lengths: list[int]
     counts: torch.Tensor
+    normalisers: torch.Tensor
     next_ids: torch.Tensor | None = None
     targets: Targets | None = None
 
@@ -130,21 +140,21 @@ class StepBatch:
     def targets_of(self, slot: int, ends: NDArray[np.int64]) -> PackTargets:
         """Return a pack slot's targets; `ends` int64[D] are those of its documents if they share no tokens."""
         if self.targets is not None:
-            return self.targets.of_slot(slot)
+            part, columns = self.targets.part(slot, slot + 1), self.targets.columns
+            return PackTargets(*(columns[name][part].numpy() for name in PackTargets._fields))
         begin = sum(self.pack_lengths[:slot])
         rows = begin + np.flatnonzero(self.category_index.numpy()[begin : begin + self.pack_lengths[slot]] >= 0)
         document = np.searchsorted(ends, rows - begin + 1, side="right")  # the document of the predicted token
         return PackTargets(rows, self.category_index.numpy()[rows], document)
 
-    @property
-    def normaliser(self) -> torch.Tensor:
-        """float64[1]: this rank's term of Z."""
-        return self.counts[:1]
+    def count(self, sums: StepSums) -> None:
+        """Add the counts to the sums of a step."""
+        sums.add_counts(self.counts)
 
     def pin_memory(self) -> "StepBatch":
         """Return a copy in pinned memory, as torch's loader asks."""
         optional = [name for name in ("next_ids", "targets") if getattr(self, name) is not None]
-        names = (*_COLUMNS, "counts", *optional)
+        names = (*_COLUMNS, "counts", "normalisers", *optional)
         return replace(self, **{name: getattr(self, name).pin_memory() for name in names})
 
     def micro_batches(self, size: int, **flags: Any) -> Iterator[TensorDict]:
@@ -168,7 +178,11 @@ class StepBatch:
             }
             if self.targets is not None:
                 tensors |= self.targets.of_slots(first, first + len(cuts) - 1, int(cuts[0]))
-            yield tu.get_tensordict(tensors, {**_ENGINE_FLAGS, **flags})
+            yield tu.get_tensordict(tensors, {**_ENGINE_FLAGS, **self.flags_of(first, first + len(cuts) - 1), **flags})
+
+    def flags_of(self, first: int, last: int) -> dict[str, Any]:
+        """Return what is no column of pack slots [first, last)."""
+        return {}
 
 
 _COLUMNS = ("input_ids", "position_ids", "coefficients", "category_index", "copies")
@@ -202,123 +216,130 @@ class StepCollator:
 
     def __call__(self, packs: Sequence[Pack | None]) -> StepBatch:
         """Collate packs from a `PackDataset`; None stands for an idle rank."""
-        slots = len(self.categories.ids) + 1
-        counts = np.zeros(_COUNTS + slots * len(self.bins))
-        columns: list[tuple[np.ndarray, ...]] = []
-        targets: list[PackTargets] = []
-        for pack in packs:
-            columns.append(self._idle() if pack is None else self._laid_out(pack, counts, targets))
-            if pack is None:
-                targets.append(PackTargets(*[np.zeros(0, np.int64)] * 3))
-        flat = (parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in zip(*columns, strict=True))
-        lengths = [len(column[0]) for column in columns]
-        return StepBatch(
-            **dict(zip(self._names, map(torch.from_numpy, flat), strict=True)),
-            pack_lengths=lengths,
-            counts=torch.from_numpy(counts),
-            targets=Targets.from_packs(targets, lengths) if self.shares_prefixes else None,
-        )
+        return StepBatch(**self.joined([self.idle() if pack is None else self.laid_out(pack) for pack in packs]))
+
+    def joined(self, packs: Sequence["LaidOut"]) -> dict[str, Any]:
+        """Return the attributes of a StepBatch of packs that were laid out."""
+        names = (*_COLUMNS, "next_ids") if self.last_is_label else _COLUMNS
+        columns = zip(*(pack.columns for pack in packs), strict=True)
+        flat = (parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in columns)
+        sums = (torch.from_numpy(np.sum(parts, axis=0)) for parts in zip(*(pack[2:4] for pack in packs), strict=True))
+        return {
+            **dict(zip(names, map(torch.from_numpy, flat), strict=True)),
+            **dict(zip(("counts", "normalisers"), sums, strict=True)),
+            "pack_lengths": [len(pack.columns[0]) for pack in packs],
+            "targets": Targets.from_packs(packs) if self.lists_targets else None,
+        }
 
     @property
-    def _names(self) -> tuple[str, ...]:
-        return (*_COLUMNS, "next_ids") if self.last_is_label else _COLUMNS
+    def lists_targets(self) -> bool:
+        """Whether a batch lists the targets of each document."""
+        return self.shares_prefixes
 
-    def _laid_out(self, pack: Pack, counts: np.ndarray, targets: list[PackTargets]) -> tuple[np.ndarray, ...]:
-        """Lay out a pack's columns; add its tokens to ``counts``, and its documents' targets to ``targets``."""
+    def laid_out(self, pack: Pack) -> "LaidOut":
+        """Lay out a pack."""
+        texts = PackTexts.read(pack, self.categories, self.shares_prefixes)
+        # Coefficients depend on whole documents, so they are computed on texts and given to the rows afterwards.
+        share = pack_coefficients(self.loss, *texts.of_loss, texts.columns.get("loss_weight"), texts.real)
+        return self.of_texts(texts, {"coefficients": share.coefficients}, [share.normaliser], texts.is_target)
+
+    def of_texts(
+        self, texts: "PackTexts", of_tokens: Columns, normalisers: Sequence[float], is_counted: NDArray[np.int64]
+    ) -> "LaidOut":
+        """Lay out the rows of texts.
+
+        of_tokens: columns of the texts' tokens, [S] each: `coefficients`, and others that the list of targets has.
+        is_counted: int64[S], 1 for the targets of the categories' means.
+        """
+        ids, positions, less = texts.columns["input_ids"], texts.columns["position_ids"], int(self.last_is_label)
+        tokens = int(texts.offsets[texts.real])
+        numbers = normalisers[0], tokens - less, len(ids) - texts.padding - less, texts.is_target.sum(), 1
+        slots, lengths = len(self.categories.ids) + 1, np.diff(texts.offsets)
+        slot = texts.category + np.repeat(self.bins.index(lengths), lengths) * slots
+        of_category = np.bincount(slot[is_counted == 1], minlength=slots * len(self.bins))
+        # The model's output at a position predicts the next token.
+        predicted = shift_left(np.where(texts.is_target == 1, slot + 1, 0), texts.offsets) - 1
+        of_tokens = {name: shift_left(values, texts.offsets) for name, values in of_tokens.items()}
+        coefficients, targets = of_tokens.pop("coefficients"), _NO_TARGETS
+        copies = (np.arange(len(ids)) < len(ids) - texts.padding).astype(np.int64)
+        if self.lists_targets:
+            rows, predicts = np.concatenate(text_rows(texts.documents)), np.flatnonzero(predicted >= 0)
+            document = np.searchsorted(texts.offsets, predicts, side="right") - 1
+            targets = {"rows": rows[predicts], "category": predicted[predicts], "document": document}
+            targets |= {name: values[predicts] for name, values in of_tokens.items()}
+            coefficients = np.bincount(rows, coefficients, len(ids))
+            copies = np.bincount(rows[:tokens], minlength=len(ids))
+            predicted = np.full(len(ids), -1)
+            predicted[targets["rows"][::-1]] = targets["category"][::-1]  # of the first document that has the row
+        columns: tuple[NDArray[Any], ...] = (ids, positions, coefficients.astype(np.float32), predicted, copies)
+        columns = (*(x[:-1] for x in columns), ids[1:]) if less else columns
+        counts = np.concatenate([numbers, of_category]).astype(np.float64)
+        return LaidOut(columns, targets, counts, np.asarray(normalisers), len(texts.offsets) - 1)
+
+    def idle(self) -> "LaidOut":
+        """Make an idle rank's tokens, which only let others' collectives complete."""
+        zeros = np.zeros(self.idle_tokens, dtype=np.int64)
+        positions = np.maximum(np.arange(self.idle_tokens) - 1, 0)
+        columns = (zeros, positions, zeros.astype(np.float32), zeros - 1, zeros, zeros)
+        counts = np.zeros(_COUNTS + (len(self.categories.ids) + 1) * len(self.bins))
+        return LaidOut(columns[: len(_COLUMNS) + self.last_is_label], _NO_TARGETS, counts, np.zeros(1), 0)
+
+
+_NO_TARGETS: Columns = dict.fromkeys(PackTargets._fields, np.zeros(0, np.int64))
+
+
+class LaidOut(NamedTuple):
+    """A pack's columns in a StepBatch, its targets, counts and normalisers, and the number of its documents."""
+
+    columns: tuple[NDArray[Any], ...]
+    targets: Columns
+    counts: NDArray[np.float64]
+    normalisers: NDArray[np.float64]
+    documents: int
+
+
+@dataclass(frozen=True)
+class PackTexts:
+    """The whole texts of a pack's documents, S tokens together.
+
+    Attributes:
+        columns: those of the pack; loss_mask, category_ids and loss_weight are [S].
+        documents: their own tokens.
+        offsets: int64[D + 1], of the texts; padding is a last pseudo-document.
+        real: the number of documents without the padding.
+        padding: the number of tokens of padding.
+        category: int64[S], the dense category of each target, 0 for other tokens.
+    """
+
+    columns: Columns
+    documents: PackDocuments
+    offsets: NDArray[np.int64]
+    real: int
+    padding: int
+    category: NDArray[np.int64]
+
+    @classmethod
+    def read(cls, pack: Pack, categories: CategoryTable, shares_prefixes: bool) -> "PackTexts":
+        """Read a pack of a `PackDataset`; raise ValueError for unexpected positions."""
         columns = {key: value.numpy() for key, value in pack.items()}
-        ids, mask, is_target = columns["input_ids"], columns.get("attention_mask"), columns["loss_mask"]
-        padding = 0 if mask is None else len(ids) - int(mask.sum())
-        documents = read_documents(columns["position_ids"])
-        if not self.shares_prefixes and documents.begins.any():
+        mask, documents = columns.get("attention_mask"), read_documents(columns["position_ids"])
+        if not shares_prefixes and documents.begins.any():
             raise ValueError(
                 "data.custom_cls.name must give packs whose position_ids restart at 0 in every document, unless its "
                 f"facts() have `shared`; got {documents.begins[documents.begins > 0][0]}"
             )
-        # Coefficients depend on whole documents, so they are computed on texts and given to the rows afterwards.
+        padding = 0 if mask is None else len(mask) - int(mask.sum())
         offsets = offsets_of(documents.lengths + documents.begins)
-        tokens = int(offsets[-1]) - padding
-        real = int((offsets[:-1] < tokens).sum())  # without the padding, which is one last pseudo-document
-        category = self.categories.index(columns["category_ids"]) * is_target
-        share = pack_coefficients(self.loss, is_target, category, offsets, columns.get("loss_weight"), real)
-        number = int(is_target.sum())
-        if len(self.bins) > 1:
-            lengths = np.diff(offsets)
-            category = category + np.repeat(self.bins.index(lengths) * (len(self.categories) + 1), lengths) * is_target
-        by_category = np.bincount(category, minlength=len(counts) - _COUNTS)
-        by_category[0] = number - by_category[1:].sum()  # without the tokens that are not targets
-        less = int(self.last_is_label)
-        counts[:_COUNTS] += share.normaliser, tokens - less, len(ids) - padding - less, number, 1
-        counts[_COUNTS:] += by_category
-        coefficients = shift_left(share.coefficients, offsets)
-        predicted = shift_left(np.where(is_target == 1, category + 1, 0), offsets) - 1
-        copies = (np.arange(len(ids)) < len(ids) - padding).astype(np.int64)
-        if self.shares_prefixes:
-            rows, predicts = np.concatenate(text_rows(documents)), np.flatnonzero(predicted >= 0)
-            document = np.searchsorted(offsets, predicts, side="right") - 1
-            of_pack = PackTargets(rows[predicts], predicted[predicts], document)
-            targets.append(of_pack)
-            coefficients = np.bincount(rows, coefficients, len(ids))
-            copies = np.bincount(rows[:tokens], minlength=len(ids))
-            predicted = np.full(len(ids), -1)
-            predicted[of_pack.rows[::-1]] = of_pack.category[::-1]  # of the first document that has the row
-        laid_out = (ids, columns["position_ids"], coefficients.astype(np.float32), predicted, copies)
-        return (*(column[:-1] for column in laid_out), ids[1:]) if self.last_is_label else laid_out
+        real = int((offsets[:-1] < offsets[-1] - padding).sum())
+        category = categories.index(columns["category_ids"]) * columns["loss_mask"]
+        return cls(columns, documents, offsets, real, padding, category)
 
-    def _idle(self) -> tuple[np.ndarray, ...]:
-        """Make an idle rank's tokens, which only let others' collectives complete."""
-        zeros = np.zeros(self.idle_tokens, dtype=np.int64)
-        positions = np.maximum(np.arange(self.idle_tokens) - 1, 0)
-        return (zeros, positions, zeros.astype(np.float32), zeros - 1, zeros, zeros)[: len(self._names)]
+    @property
+    def is_target(self) -> NDArray[np.int64]:
+        """int64[S]: 1 for a target."""
+        return self.columns["loss_mask"]
 
-
-class StepLoss:
-    """The loss of a step, Σ a_t·ℓ_t / Z, by micro-batches.
-
-    The engine averages gradients over data-parallel ranks, so each share is multiplied by their number; verl's gather
-    over sequence-parallel ranks already balances its own group. Nothing here waits for the device.
-
-    Args:
-        normaliser: Z of the global step, above 0.
-        data_parallel_size: the number of ranks whose shares add up to the loss.
-        sums: collects the weighted and category losses; None for steps that are not logged.
-        kept: receives each micro-batch's ℓ_t, float32[T] on the device; None: ℓ_t is not kept.
-    """
-
-    def __init__(
-        self,
-        normaliser: float,
-        data_parallel_size: int,
-        sums: StepSums | None,
-        kept: list[torch.Tensor] | None = None,
-    ) -> None:
-        assert normaliser > 0, "a step without a weighted target is skipped, not divided by 0"
-        self.scale = data_parallel_size / normaliser
-        self.sums, self.kept = sums, kept
-
-    def __call__(
-        self, model_output: dict[str, torch.Tensor], data: TensorDict, dp_group: object = None
-    ) -> tuple[torch.Tensor, dict]:
-        """Return the micro-batch's share of the loss, a scalar, and empty metrics.
-
-        The gradient of a non-finite share is NaN, so the gradient norm, which all ranks share, makes every rank skip
-        the step, even if only the loss is infinite.
-        """
-        watch.mark()
-        coefficients = data["loss_coefficients"].values()  # float32[T], for the token that position t predicts
-        nll = -model_output["log_probs"].values()  # float32[T]
-        if "loss_terms" in model_output:  # from a fused head
-            terms = model_output["loss_terms"].values()
-        else:  # the infinite nll of a token that is not a target must not become NaN by a product with 0
-            terms = torch.where(coefficients != 0, coefficients * nll, torch.zeros_like(nll))
-        if self.kept is not None:
-            self.kept.append(nll.detach())
-        if self.sums is not None:
-            self.sums.weighted_loss.add_(terms.detach().double().sum())
-            category = data["category_index"].values()
-            columns = [nll, *(model_output[name].values() for name in TOKEN_STATS if name in model_output)]
-            if "target_rows" in data:  # a row may be a target of several documents
-                category = data["target_category"].values()
-                columns = [column[data["target_rows"].values()] for column in columns]
-            self.sums.add_targets(category, *columns)
-        share = terms.sum() * self.scale
-        return share * torch.where(share.detach().isfinite(), 1.0, torch.nan), {}
+    @property
+    def of_loss(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """The targets, categories and offsets."""
+        return self.is_target, self.category, self.offsets

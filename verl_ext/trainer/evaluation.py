@@ -23,8 +23,8 @@ from verl_ext.files import write_json
 from verl_ext.metrics import StepSums
 from verl_ext.progress import terminal_bar
 from verl_ext.trainer.answers import engine_texts, mean_scores, scored_answers, scores_by_length
-from verl_ext.trainer.batch import StepLoss
 from verl_ext.trainer.loader import DataParallelRank
+from verl_ext.trainer.loss import StepLoss
 from verl_ext.trainer.run import Run, Validation
 
 _MORE = 4  # a generated answer may be so many tokens longer than the longest target
@@ -60,13 +60,14 @@ class Evaluation:
         bins = self._run.config.trainer.bins
         answers = AnswerMeasure(dataset, device, bins) if is_scored else None
         size, flags = self._run.config.data.micro_batch_size_per_gpu, self._run.config.loss.head_flags
-        plan = self.validation.plan
+        plan, objective = self.validation.plan, self._run.objective
         batches = rank.batches(dataset, plan, 0, plan.steps_per_epoch, bins)
         with self._engine.eval_mode():
+            objective.measure(rank.batches(dataset, plan, 0, plan.steps_per_epoch), self._engine, rank, size)
             for batch in terminal_bar("validate", rank.rank == 0, batches, unit="step", leave=False):
                 sums = rank.sums(batch)
-                loss = StepLoss(1.0, 1, sums)
-                micro_batches = list(batch.micro_batches(size, token_stats=True, **flags))
+                loss = objective.loss_of_parts(sums)
+                micro_batches = list(batch.micro_batches(size, token_stats=True, **flags, **loss.flags))
                 self._engine.evaluate(micro_batches, loss if answers is None else _counting(answers, loss))
                 total = sums if total is None else total + sums
         assert total is not None

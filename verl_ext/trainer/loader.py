@@ -208,7 +208,7 @@ class DataParallelRank:
             last_step,
             self.rank,
             self.size,
-            replace(self.run.collator(dataset, self._engine.idle_tokens(dataset.max_tokens)), bins=bins),
+            replace(self.run.objective.collator(dataset, self._engine.idle_tokens(dataset.max_tokens)), bins=bins),
             num_workers=data.num_workers,
             prefetch_factor=data.prefetch_factor,
             pin_memory=data.pin_memory,
@@ -217,8 +217,8 @@ class DataParallelRank:
     def sums(self, batch: StepBatch) -> StepSums:
         """Return sums on the device with the batch's counts, without loss."""
         device: Any = get_device_id()
-        sums = StepSums.zeros(batch.categories, device)
-        sums.add_counts(batch.counts)
+        sums = self.run.objective.sums(batch.categories, device)
+        batch.count(sums)
         return sums
 
     def all_reduce(self, tensor: torch.Tensor) -> None:

@@ -2,13 +2,14 @@
 
 import os
 from dataclasses import astuple, dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from verl_ext.answers import Prompts
-from verl_ext.checkpoint.identity import RunState, allowed_changes, run_facts
+from verl_ext.checkpoint.identity import REFERENCE_WEIGHTS, RunState, allowed_changes, run_facts
 from verl_ext.config.model import ModelFacts
 from verl_ext.config.run import RunConfig, is_due
 from verl_ext.data import PackDataset, PackFacts
@@ -16,9 +17,8 @@ from verl_ext.data.chats import TrainedChats
 from verl_ext.data.files_in_use import DataFiles
 from verl_ext.data.usage import DataUse
 from verl_ext.environment import versions
-from verl_ext.losses import LossSpec
 from verl_ext.packing import CostModel
-from verl_ext.trainer.batch import StepCollator
+from verl_ext.trainer.objective import Objective, objective_of
 from verl_ext.trainer.report import data_facts, step_facts, what_runs
 from verl_ext.trainer.step_plan import StepPlan
 
@@ -43,6 +43,7 @@ class Run:
         schedule_steps: the steps that the schedule of the learning rate spans.
         content: the digest of `files`; None if the run does not train.
         base: the digest of the weights in model.path, which distinguishes models of the same shape.
+        reference: that of the weights in reference.path; None without.
         replaces_output: whether the run begins by removing the run in its folder.
         checkpoint: the checkpoint to resume from; None for a new run.
         extends: whether the first packs are those of the resumed run, which had fewer or more packs.
@@ -65,6 +66,7 @@ class Run:
     notices: tuple[str, ...]
     content: str | None = None
     base: str | None = None
+    reference: str | None = None
     replaces_output: bool = False
     checkpoint: Path | None = None
     extends: bool = False
@@ -92,6 +94,8 @@ class Run:
         facts = run_facts(
             *(self.config, self.model.hf_config, self.train_set, self.schedule_steps, self.content, self.base)
         )
+        if self.reference is not None and not self.config.trainer.eval_only:
+            facts[REFERENCE_WEIGHTS] = self.reference
         allowed = allowed_changes(self.config, self.extends, self.keeps_rates)
         return RunState(facts, self.grouping, str(self.output), allowed)
 
@@ -143,12 +147,7 @@ class Run:
             "total_steps": self.total_steps,
         }
 
-    def loss_for(self, dataset: PackDataset) -> LossSpec:
-        """Return the configured loss for a dataset's category table."""
-        return self.config.loss.spec(dataset.categories.names)
-
-    def collator(self, dataset: PackDataset, idle_tokens: int = 1) -> StepCollator:
-        """Return the collator of a dataset's packs; an idle rank runs `idle_tokens`."""
-        facts = dataset.facts()
-        shares = facts.shared is not None
-        return StepCollator(self.loss_for(dataset), dataset.categories, idle_tokens, facts.last_is_label, shares)
+    @cached_property
+    def objective(self) -> Objective:
+        """What the run minimizes."""
+        return objective_of(self.config.loss)

@@ -88,9 +88,12 @@ def prepare(composed: DictConfig) -> Run:
     with user_errors_end_the_run():
         reads_base = trains or config.model_options.lora_rank
         base = digest_of_weights(config.model_folder) if reads_base and is_rank0 else None
-    base = ranks.broadcast(base)
+        path = config.reference.path
+        reference = digest_of_weights(path) if path is not None and is_rank0 else None
+    base, reference = ranks.broadcast((base, reference))
     replaces = output.action is resume.OutputAction.REPLACE
-    run = replace(run, content=content, base=base, checkpoint=checkpoint, replaces_output=replaces)
+    run = replace(run, content=content, base=base, reference=reference)
+    run = replace(run, checkpoint=checkpoint, replaces_output=replaces)
     with user_errors_end_the_run():
         if checkpoint is None:  # else `_resumed` checks the plan of the groups that the run keeps
             run.check_targets()
@@ -116,6 +119,7 @@ def checked(composed: DictConfig, machine: Machine) -> tuple[RunConfig, ModelFac
             print_on_rank0([f"note: {TRUSTED}"], sys.stderr)
         config = resolve_run(composed, machine)
         model = check_run(config)
+        config = config.sharing(model.not_shared)
         hook_classes(config.trainer.hooks)
     print_on_rank0([what_runs(config, model.backend, model.head)])
     return config, model

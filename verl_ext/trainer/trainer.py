@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,16 +22,19 @@ from verl_ext.checkpoint.layout import FLIGHT_RECORDER, lock_folder, remove_run_
 from verl_ext.checkpoint.save import Checkpoints
 from verl_ext.config.run import worker_config
 from verl_ext.engines.step import StepEngine
+from verl_ext.layers.dropout import switch_dropout_off
 from verl_ext.losses import HEADS
 from verl_ext.plugin import select_engine
 from verl_ext.progress import StepProgress
 from verl_ext.trainer.answers import Answers
-from verl_ext.trainer.batch import StepBatch, StepLoss
+from verl_ext.trainer.batch import StepBatch
 from verl_ext.trainer.distributed import at_exit, limit_collectives, user_errors_end_the_run
 from verl_ext.trainer.evaluation import Evaluation, write_evaluation
 from verl_ext.trainer.hang import watch
 from verl_ext.trainer.hooks import Hook, StepOutcome, hook_classes
 from verl_ext.trainer.loader import DataParallelRank, loader_deaths_reported
+from verl_ext.trainer.loss import StepLoss
+from verl_ext.trainer.reference import add_reference, begins_with_reference, check_first_step
 from verl_ext.trainer.run import Run
 from verl_ext.trainer.signals import requests
 
@@ -53,16 +57,17 @@ class UpcomingStep:
 
     def __init__(self, batch: StepBatch, counts: bool, hosts: dist.ProcessGroup) -> None:
         self.batch = batch
-        self._sums = torch.cat([batch.normaliser * counts, batch.normaliser.new_full((1,), bool(requests.pending))])
+        terms = batch.normalisers * counts
+        self._sums = torch.cat([terms, terms.new_full((1,), bool(requests.pending))])
         self._work = dist.all_reduce(self._sums, group=hosts, async_op=True)
 
-    def normaliser(self) -> float:
-        """Return Z; raise StopAgreed, on every rank, after a stop request."""
+    def normalisers(self) -> list[float]:
+        """Return Z, of each term of the loss; raise StopAgreed, on every rank, after a stop request."""
         self.wait()
-        normaliser, stops = self._sums.tolist()
+        *normalisers, stops = self._sums.tolist()
         if stops:
             raise StopAgreed
-        return normaliser
+        return normalisers
 
     def wait(self) -> None:
         """Wait for the sums."""
@@ -89,8 +94,6 @@ class SFTTrainer:
         if run.validation is not None:
             self.evaluation = Evaluation(run, run.validation, self.engine, self.rank)
         self.answers = None if run.prompts is None else Answers(run, run.prompts, self.engine)
-        with _upstream_quiet():
-            self.client.reset()
         if self.is_rank0:
             self._say_which_head()
         if run.replaces_output and self.is_rank0:
@@ -101,7 +104,7 @@ class SFTTrainer:
         # Saving threads are joined through the watch, which would else take the wait for a hang.
         self.run_state = run.run_state()
         self.checkpoints = Checkpoints(self.config, self.engine, self.run_state, run.checkpoint, watch.join, run.chats)
-        self.first_step = 0
+        self.first_step, self._at_reference = 0, False
         # One host group serves all steps, so it has the longest of their limits.
         limit = max(map(self.config.trainer.collective_timeout, (True, False)))
         self.hosts = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit))
@@ -120,11 +123,26 @@ class SFTTrainer:
         select_engine(self.config.model.engine_vendor)
         set_backend(self.config.attention.backend)
         torch.manual_seed(self.config.trainer.seed)  # new adapters start from it, equally on every rank
-        with _upstream_quiet():
-            client = TrainingWorker(worker_config(self.config.values, self.run.schedule_steps))
+        client = self._build_worker(self.config.values)
+        self._switch_dropout_off(client.engine)
         if self.config.engine.full_determinism and self.run.model.backend == "varlen":
             torch.use_deterministic_algorithms(True)  # after verl's, whose warn_only leaves varlen's backward as it is
         return client
+
+    def _build_worker(self, values: Mapping[str, Any]) -> TrainingWorker:
+        """Build a worker by the values of a configuration, with the weights of its model."""
+        with _upstream_quiet():
+            worker = TrainingWorker(worker_config(values, self.run.schedule_steps))
+            worker.reset()
+        return worker
+
+    def _switch_dropout_off(self, engine: Any) -> None:
+        """Switch dropout off where the objective does without, and say so."""
+        if self.run.objective.has_dropout:
+            return
+        if (names := switch_dropout_off(engine.module)) and self.is_rank0:
+            why = "two answers would be compared under different masks"
+            print(f"note: dropout is off ({', '.join(names)}): {why}", file=sys.stderr, flush=True)
 
     def _say_which_head(self) -> None:
         """Print a note if the head needs more memory than printed before.
@@ -142,9 +160,14 @@ class SFTTrainer:
         limit_collectives(self.config.trainer.collective_timeout(first_step), filter(None, meshes))
 
     def resume(self) -> None:
-        """Continue from the checkpoint that `trainer.resume_mode` selects, if there is one."""
+        """Continue from the checkpoint that `trainer.resume_mode` selects, if there is one.
+
+        Before it, answers get the sums of their reference, which needs the weights that the run begins with.
+        """
+        add_reference(self.run, self.engine, lambda values: self._build_worker(values).engine)
         with user_errors_end_the_run():
             self.first_step = self.checkpoints.resume()
+        self._at_reference = self.first_step == 0 and begins_with_reference(self.run)
 
     def fit(self) -> bool:
         """Train to the last step; return False if stopped earlier by a request."""
@@ -226,11 +249,14 @@ class SFTTrainer:
             StopAgreed: on every rank, before anything is computed, if any rank was asked to stop.
         """
         lr, batch = self.engine.lr_scheduler.get_last_lr()[0], upcoming.batch
-        normaliser = upcoming.normaliser()
-        if normaliser > 0:
-            sums = self.rank.sums(batch) if summed else None
+        normalisers = upcoming.normalisers()
+        if any(normalisers):
+            checks, self._at_reference = self._at_reference, False
+            sums = self.rank.sums(batch) if summed or checks else None
             nll: list[torch.Tensor] | None = None if self.config.trainer.spike_factor is None else []
-            grad_norm = self._update(batch, StepLoss(normaliser, self.rank.size, sums, nll))
+            grad_norm, loss = self._update(batch, (normalisers, self.rank.size, sums, nll))
+            if checks:
+                check_first_step(self.run, batch, loss)
             sums = sums and sums.reduced(self.rank.all_reduce)
         else:  # every target has weight 0: nothing to learn, and no momentum or decay to apply either
             self._next_batch = next(self._batches, None)
@@ -238,15 +264,20 @@ class SFTTrainer:
         self.engine.lr_scheduler_step()  # the schedule counts all steps, including skipped ones
         return StepOutcome(batch, grad_norm, lr, sums, nll)
 
-    def _update(self, batch: StepBatch, loss: StepLoss) -> float:
-        """Compute gradients and run the optimizer; return the gradient norm before clipping."""
+    def _update(self, batch: StepBatch, of_loss: tuple[Any, ...]) -> tuple[float, StepLoss]:
+        """Compute gradients and run the optimizer; return the gradient norm before clipping, and the loss.
+
+        of_loss: the arguments of :meth:`Objective.loss`.
+        """
         size, flags = self.config.data.micro_batch_size_per_gpu, self.config.loss.head_flags
-        micro_batches = list(batch.micro_batches(size, token_stats=loss.sums is not None, **flags))
         with self.engine.train_mode():
+            self.run.objective.measure([batch], self.engine, self.rank, size)
+            loss = self.run.objective.loss(*of_loss)
+            micro_batches = list(batch.micro_batches(size, token_stats=loss.sums is not None, **flags, **loss.flags))
             self.engine.optimizer_zero_grad()
             self.engine.accumulate(micro_batches, loss)
             self._next_batch = next(self._batches, None)  # while the device computes; the optimizer's step waits for it
-            return self.engine.optimizer_step()
+            return self.engine.optimizer_step(), loss
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Pass metrics to the hooks that log them."""

@@ -37,6 +37,7 @@ from verl_ext.text.records.shapes import (
 )
 
 ALL_SHAPES = (*SHAPES, *PREFERENCES)
+_IN_TURN = (*PREFERENCES, *SHAPES)  # a preference may have the fields of a chat too
 FIELDS = field_names(ALL_SHAPES)
 
 LONGEST_CATEGORY = 200  # characters
@@ -71,7 +72,7 @@ def parse_record(raw: Any, columns: Mapping[str, str | None] | None = None, drop
         weight_name = fields.first(WEIGHT_FIELDS)
         weight = as_weight(fields.take(weight_name), weight_name) if weight_name else None
         _drop_media_fields(fields)
-        content = read_content(fields, [name for name, column in columns.items() if column], PREFERENCES)
+        content = read_content(fields, [name for name, column in columns.items() if column], _IN_TURN)
         if LABEL in fields.values:
             content = labelled(fields, content)
     except RecursionError as error:

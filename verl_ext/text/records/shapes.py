@@ -116,20 +116,21 @@ class Shape:
         return "+".join(names[0] for names in self.fields) + optional
 
 
-def read_content(fields: Fields, mapped: list[str], preferences: Sequence[Shape]) -> Content:
-    """Read a record by its shape, which must read all `mapped` names."""
+def read_content(fields: Fields, mapped: list[str], shapes: Sequence[Shape]) -> Content:
+    """Read a record by one of the shapes, which must read all `mapped` names."""
     mapped = [name for name in mapped if name not in SIDE_FIELDS]
     fitting: list[tuple[Shape, list[str]]] = []
-    for shape in (*preferences, *SHAPES):
+    for shape in shapes:
         if (not mapped or shape.names.issuperset(mapped)) and (names := shape.found(fields)) is not None:
             fitting.append((shape, names))
             if shape.comes_first:
                 break
     if not fitting:
-        for name in field_names((*SHAPES, *preferences)):
+        known_shapes = tuple(dict.fromkeys((*SHAPES, *shapes)))
+        for name in field_names(known_shapes):
             readable_value(fields.values.get(name))  # it may be what no shape was found without
         found = ", ".join(map(str, fields.values)) or "none"
-        known = f"known shapes: {shape_list((*SHAPES, *preferences))}; columns={{…}} renames"
+        known = f"known shapes: {shape_list(known_shapes)}; columns={{…}} renames"
         raise BadRecord("unknown_fields", f"no known shape among the fields: {found}; {known}")
     if len(fitting) > 1:  # a shape wins if it has the fields of another shape and more
         fitting = [(shape, own) for shape, own in fitting if not any(set(own) < set(other) for _, other in fitting)]

@@ -7,39 +7,25 @@ from typing import Any
 
 from verl_ext.options import UsageError
 from verl_ext.tools.migrate import hf_trainer
-from verl_ext.tools.migrate.hf_trainer import (
-    HELD_OUT,
-    QUANTIZED,
-    TOKENS,
-    TrainerDefaults,
-    hub,
-    is_file,
-    name_of,
-    put_lora,
-    put_split,
-    read_batch,
-    read_trainer,
-)
-from verl_ext.tools.migrate.line import FREE, READ, Moved, Rule, is_on, lacking, number, rules, to
+from verl_ext.tools.migrate.line import FREE, READ, Moved, Rule, is_on, lacking, listed, mapping, number, rules, to
 
 NAME = "axolotl"
 _GROUPS = lacking("ranks share parameters and packs, not matrices or experts")
 _OTHER_RUN = lacking("another kind of training")
+_NAMES = {"num_epochs": "num_train_epochs", "lr_scheduler": "lr_scheduler_type", "optimizer": "optim"}
+_OTHER_NAMES = (*_NAMES.values(), "per_device_train_batch_size", "report_to", "run_name")  # that axolotl does not have
 
 KEYS: dict[str, Rule] = {
-    **hf_trainer.KEYS,
+    **{key: rule for key, rule in hf_trainer.KEYS.items() if key not in _OTHER_NAMES},
     "base_model": to("model.path"),
     **rules(
         READ,
-        "datasets test_datasets pretraining_dataset val_set_size sequence_len sample_packing micro_batch_size "
-        "gradient_accumulation_steps batch_size num_epochs lr_scheduler optimizer adapter lora_r lora_alpha "
-        "lora_target_modules lora_target_linear excess_length_strategy train_on_inputs chat_template saves_per_epoch "
-        "evals_per_epoch context_parallel_size sequence_parallel_degree cosine_min_lr_ratio "
-        "early_stopping_patience wandb_project wandb_name use_wandb use_swanlab swanlab_project "
-        "swanlab_experiment_name use_mlflow use_tensorboard gradient_checkpointing activation_offloading plugins "
-        "special_tokens model_config adam_beta1 adam_beta2 eta_min lora_model_dir fsdp_config roles_to_train "
-        "train_on_eos unfrozen_parameters chat_template_jinja peft "
-        "dp_replicate_size",
+        "datasets test_datasets pretraining_dataset sequence_len sample_packing micro_batch_size batch_size "
+        "num_epochs lr_scheduler optimizer adapter lora_r lora_alpha lora_target_modules lora_target_linear "
+        "excess_length_strategy train_on_inputs chat_template saves_per_epoch evals_per_epoch context_parallel_size "
+        "sequence_parallel_degree use_wandb use_swanlab use_mlflow use_tensorboard activation_offloading plugins "
+        "special_tokens model_config eta_min roles_to_train train_on_eos unfrozen_parameters peft dp_replicate_size "
+        "eot_tokens dp_shard_size",
     ),
     **rules(
         FREE,
@@ -49,44 +35,42 @@ KEYS: dict[str, Rule] = {
         "tokenizer_use_fast tokenizer_legacy hf_use_auth_token liger_rope liger_rms_norm liger_glu_activation "
         "liger_layer_norm liger_fused_linear_cross_entropy liger_rms_norm_gated liger_cross_entropy lora_mlp_kernel "
         "lora_qkv_kernel lora_o_kernel lora_embedding_kernel cut_cross_entropy skip_prepare_dataset fsdp_version "
-        "dp_shard_size shuffle_merged_datasets use_kernels use_scattermoe use_sonicmoe low_cpu_mem_usage device_map "
-        "bfloat16 float16 torch_dtype debug is_llama_derived_model is_mistral_derived_model "
-        "is_falcon_derived_model experimental_skip_move_to_device gptq_groupsize gptq_model_v1 torchdistx_path "
-        "flash_optimum eval_table_size wandb_mode flex_attn_compile_kwargs fused_attn_kernel gemma4_hybrid_attn_impl "
-        "auto_resume_from_checkpoints sample_packing_eff_est sample_packing_seq_len_multiplier total_num_tokens "
-        "max_packed_sequence_len tiled_mlp eval_max_new_tokens loss_watchdog_patience "
-        "otel_metrics_host otel_metrics_port trackio_space_id "
-        "freeze_mm_modules resize_token_embeddings_to_32x full_finetune ddp streaming "
-        "streaming_multipack_buffer_size pretrain_multipack_attn bnb_config_kwargs tokenizer_use_mistral_common "
-        "project_name test_value sample_packing_sequentially "
+        "shuffle_merged_datasets use_kernels use_scattermoe use_sonicmoe low_cpu_mem_usage device_map bfloat16 "
+        "float16 torch_dtype debug is_llama_derived_model is_mistral_derived_model is_falcon_derived_model "
+        "experimental_skip_move_to_device gptq_groupsize gptq_model_v1 torchdistx_path flash_optimum eval_table_size "
+        "wandb_mode flex_attn_compile_kwargs fused_attn_kernel gemma4_hybrid_attn_impl auto_resume_from_checkpoints "
+        "sample_packing_eff_est sample_packing_seq_len_multiplier total_num_tokens max_packed_sequence_len tiled_mlp "
+        "eval_max_new_tokens loss_watchdog_patience otel_metrics_host otel_metrics_port trackio_space_id "
+        "freeze_mm_modules full_finetune ddp streaming streaming_multipack_buffer_size pretrain_multipack_attn "
+        "bnb_config_kwargs tokenizer_use_mistral_common project_name test_value sample_packing_sequentially "
         "multipack_real_batches eval_batch_size swanlab_description swanlab_mode swanlab_workspace swanlab_log_model "
-        "flash_attn_fuse_qkv model_quantization_config_kwargs torch_compile_mode save_first_step",
-    ),
-    **rules(
-        FREE,
-        "provider secrets gpu gpu_count node_count volumes branch dockerfile_commands memory timeout "
-        "memory_preprocess timeout_preprocess",
+        "flash_attn_fuse_qkv model_quantization_config_kwargs torch_compile_mode save_first_step provider secrets gpu "
+        "gpu_count node_count volumes branch dockerfile_commands memory timeout memory_preprocess timeout_preprocess "
+        "wandb_run_id lora_fan_in_fan_out type_of_model ray_num_workers base_model_ignore_patterns cls_model_config",
     ),
     "tokenizer_config": to("model.tokenizer_path"),
+    "lora_model_dir": to("model.lora_adapter_path"),
+    "chat_template_jinja": to("chat_template"),
+    "cosine_min_lr_ratio": to("optim.min_lr_ratio"),
+    **rules(to("trainer.project_name"), "swanlab_project wandb_project"),
+    **rules(to("trainer.experiment_name"), "swanlab_experiment_name wandb_name"),
     "adam_eps": to("optim.override_optimizer_config.eps"),
     "experts_implementation": to("model.experts", {"scattermoe": "grouped_mm", "sonicmoe": "grouped_mm"}),
-    "peft_use_rslora": to("model.use_rslora", lacks="adapters are scaled by alpha / rank"),
-    "peft_use_dora": to("model.use_dora", lacks="adapters are LoRA's"),
-    "min_sample_len": to("min_tokens", lacks="short documents are not left out"),
-    "dataset_exact_deduplication": to(
-        "deduplicate", lacks="the audit finds duplicates (verl-ext show); none is left out"
-    ),
-    **rules(FREE, "eot_tokens wandb_run_id lora_fan_in_fan_out type_of_model"),
+    "peft_use_rslora": hf_trainer.KEYS["use_rslora"],
+    "peft_use_dora": hf_trainer.KEYS["use_dora"],
+    "val_set_size": hf_trainer.HELD_OUT,
+    "min_sample_len": lacking("short documents are not left out"),
+    "dataset_exact_deduplication": lacking("the audit finds duplicates (verl-ext show); none is left out"),
     "cosine_constant_lr_ratio": lacking("a cosine falls to the end of the run", "0", "0.0"),
     **rules(to("num_workers"), "dataset_processes dataset_num_proc"),
     **rules(
         lacking("trainer.logger has another set of trackers"), "use_otel_metrics trackio_project_name trackio_run_name"
     ),
     "push_dataset_to_hub": lacking("nothing is uploaded"),
-    "tokens": to("model.new_tokens", lacks=TOKENS),
-    "added_tokens_overrides": lacking(TOKENS),
+    "tokens": hf_trainer.TOKENS,
+    **rules(lacking("embeddings keep their size"), "added_tokens_overrides resize_token_embeddings_to_32x"),
     **rules(
-        QUANTIZED,
+        hf_trainer.QUANTIZED,
         "load_in_4bit load_in_8bit gptq quantize_moe_experts nvfp4_merge_aware gptq_disable_exllama "
         "llama4_linearized_experts use_onebitllms",
     ),
@@ -113,16 +97,16 @@ KEYS: dict[str, Rule] = {
     ),
     **rules(lacking("eval.prompts has prompts to answer while training"), "do_causal_lm_eval eval_causal_lm_metrics"),
     "use_ray": lacking("verl_ext.fsdp_sft_trainer_ray trains on Ray"),
-    "ray_num_workers": FREE,
-    "base_model_ignore_patterns": FREE,
-    "cls_model_config": FREE,
 }
-_NAMES = {"num_epochs": "num_train_epochs", "lr_scheduler": "lr_scheduler_type", "optimizer": "optim"}
-_TRACKERS = ("wandb", "swanlab", "mlflow", "tensorboard")
 _PLUGINS = ("cut_cross_entropy", "liger", "kernels", "swanlab")  # whose work is done here, or has keys of its own
 _SIZES = ("dp_shard_size", "dp_replicate_size", "context_parallel_size")  # whose product are the ranks
 _TEXTS = ("completion", "pretrain")
-_ALPACAS = ("alpaca", "oasst", "gpteacher", "jeopardy", "alpaca_chat", "context_qa", "summarizetldr")
+_CHATS = ("", "None", "chat_template", "sharegpt")
+_ENTRY = (  # what is read of a data set, or needs nothing
+    *("path", "name", "split", "type", "data_files", "ds_type", "field", "text_column", "field_messages"),
+    *("field_tools", "roles_to_train", "train_on_eos", "message_property_mappings", "trust_remote_code"),
+    *("message_field_role", "message_field_content", "field_thinking", "template_thinking_key"),
+)
 
 
 def read_axolotl(moved: Moved, folder: Path) -> None:
@@ -140,51 +124,37 @@ def read_axolotl(moved: Moved, folder: Path) -> None:
     moved.put("data.over_length", {"truncate": "truncate", "raise": "error"}.get(longer, "drop"))
     if longer == "drop":
         moved.differ("longer records are left out there: data.over_length=drop counts them in the report")
-    if is_on(share := moved.get("val_set_size", default=0)):
-        moved.put_or_lack("val_set_size", "data.val_share", share, HELD_OUT)
     # What is trained.
     adapter = str(moved.get("adapter", default="")).lower()
     if adapter in ("lora", "qlora"):
-        targets = moved.get("lora_target_modules", default="all-linear")
-        put_lora(
-            moved, moved.get("lora_r", default=8), moved.get("lora_alpha", default=16), targets if targets else "all"
-        )
-        if moved.is_on("lora_target_linear"):
-            moved.words.pop("model.target_modules", None)
+        targets = None if moved.is_on("lora_target_linear") else moved.get("lora_target_modules")
+        hf_trainer.put_lora(moved, moved.get("lora_r", default=8), moved.get("lora_alpha", default=16), targets)
     elif is_on(adapter):
         moved.lack("adapter", "adapters are LoRA's")
     if adapter == "qlora" and "load_in_4bit" not in values:
-        moved.lack("adapter", QUANTIZED.lacks)
-    if is_on(path := moved.get("lora_model_dir")):
-        moved.put("model.lora_adapter_path", path)
+        moved.lack("adapter", hf_trainer.QUANTIZED.lacks)
     if moved.is_on("unfrozen_parameters"):
-        patterns = moved.get("unfrozen_parameters")
+        patterns = listed(moved.get("unfrozen_parameters"))
         if not all("language_model" in str(pattern) or "lm_head" in str(pattern) for pattern in patterns):
             moved.lack("unfrozen_parameters", "model.freeze names what is not trained; towers never are")
     if moved.is_on("peft"):
         moved.lack("peft", "adapters begin as LoRA's do")
     if is_on(config := moved.get("model_config")):
-        moved.put("model.override_config", config)
+        moved.put("model.override_config", mapping("model_config", config))
     sizes = [number(moved.get(name, default=1), 1) for name in _SIZES]
     if moved.ranks is None and max(sizes) > 1:
         moved.ranks = int(math.prod(sizes))
-    put_split(moved, moved.get("context_parallel_size", "sequence_parallel_degree", default=1))
-    if (
-        is_on(size := moved.get("dp_replicate_size"))
-        and number(size) > 1
-        and is_on(shard := moved.get("dp_shard_size"))
-    ):
+    hf_trainer.put_split(moved, moved.get("context_parallel_size", "sequence_parallel_degree", default=1))
+    if number(moved.get("dp_replicate_size")) > 1 and is_on(shard := moved.get("dp_shard_size")):
         moved.put("engine.fsdp_size", shard)
     rows, steps = moved.get("micro_batch_size", default=1), moved.get("gradient_accumulation_steps", default=1)
     if moved.get("gradient_accumulation_steps") is None and (whole := number(moved.get("batch_size"))):
         steps = max(int(whole / max(number(rows), 1)), 1)
-    others = [
-        str(name) for name in moved.get("plugins", default=[]) if not any(known in str(name) for known in _PLUGINS)
-    ]
-    if others:
+    plugins = map(str, listed(moved.get("plugins")))
+    if others := [name for name in plugins if not any(known in name for known in _PLUGINS)]:
         moved.lack("plugins", f"{', '.join(others)}: trainer.hooks, loss.custom_cls and data.custom_cls take Python")
     packs = moved.is_on("sample_packing") or moved.is_on("pretraining_dataset")
-    read_batch(moved, rows, steps, packs)
+    hf_trainer.read_batch(moved, rows, steps, packs)
     _read_run(moved)
     # What is learnt.
     if moved.is_on("train_on_inputs"):
@@ -194,12 +164,12 @@ def read_axolotl(moved: Moved, folder: Path) -> None:
             f"chat_template={moved.get('chat_template')}: here the tokenizer's own renders chats; "
             "chat_template=FILE names another"
         )
-    if is_on(template := moved.get("chat_template_jinja")):
-        moved.put("chat_template", template)
-    special = moved.get("special_tokens", default={})
-    if isinstance(special, Mapping) and (
-        other := [name for name in special if name != "pad_token" and is_on(special[name])]
-    ):
+    if len(ends := listed(moved.get("eot_tokens"))) == 1:
+        moved.put("end_of_turn", ends[0])
+    elif ends:
+        moved.lack("eot_tokens", "end_of_turn names one text; left out, those of the chat template are found")
+    special = mapping("special_tokens", moved.get("special_tokens"))
+    if other := [name for name in special if name != "pad_token" and is_on(special[name])]:
         moved.differ(f"special_tokens: {', '.join(other)}: the tokenizer's own are used here")
 
 
@@ -208,34 +178,26 @@ def _read_run(moved: Moved) -> None:
     values, known = moved.values, dict(moved.values)
     # For a while the values stand under the Trainer's names, with axolotl's defaults.
     for theirs, trainers in _NAMES.items():
-        if moved.get(theirs) is not None:
-            values[trainers] = values[theirs]
+        values[trainers] = moved.get(theirs)
     if moved.get("warmup_steps", "warmup_ratio") is None:
         values["warmup_ratio"] = 0.03
         moved.differ("no warm-up is given: axolotl's default is 3 % of the run")
     if moved.get("save_steps", "save_strategy") is None:
         values["save_strategy"] = "no" if moved.is_on("saves_per_epoch") else "epoch"
-    if moved.get("eval_strategy") is None:
-        values["eval_strategy"] = "no" if moved.get("eval_steps") is None else "steps"
-    if moved.is_on("evals_per_epoch") and any(key.startswith(("data.val", "val_")) for key in moved.words):
+    if values.get("eval_steps") is not None:
+        values["eval_strategy"] = "steps"
+    if moved.validates and moved.is_on("evals_per_epoch"):
         moved.put("trainer.tests_per_epoch", moved.get("evals_per_epoch"))
+    elif moved.is_lacking(hf_trainer.HELD_OUT) and moved.is_on("evals_per_epoch"):
+        moved.lack("evals_per_epoch", hf_trainer.NO_VALIDATION)
     if moved.is_on("saves_per_epoch"):
         moved.put("trainer.saves_per_epoch", moved.get("saves_per_epoch"))
-    values["report_to"] = [name for name in _TRACKERS if moved.is_on(f"use_{name}", f"{name}_project")]
-    values["run_name"] = moved.get("wandb_name", "swanlab_experiment_name")
-    read_trainer(moved, TrainerDefaults(2e-4, "cosine", 1.0))
-    values.clear()
-    values.update(known)
-    for theirs, trainers in _NAMES.items():
-        moved.rename(trainers, theirs)
+    values["report_to"] = [name for name in hf_trainer.TRACKERS if moved.is_on(f"use_{name}", f"{name}_project")]
+    hf_trainer.read_trainer(moved, hf_trainer.TrainerDefaults(2e-4, "cosine", 1.0, idles=True))
+    moved.restore(known, {trainers: theirs for theirs, trainers in _NAMES.items()})
     # What the Trainer has no name for.
-    floor = moved.get("cosine_min_lr_ratio")
-    if floor is not None:
-        moved.put("optim.min_lr_ratio", floor)
     if is_on(eta := moved.get("eta_min")) and number(moved.words.get("optim.lr")):
         moved.put("optim.min_lr_ratio", number(eta) / number(moved.words["optim.lr"]))
-    if is_on(project := moved.get("wandb_project", "swanlab_project")):
-        moved.put("trainer.project_name", project)
     checkpointing = str(moved.get("gradient_checkpointing", default=False)).lower()
     if moved.is_on("activation_offloading") or checkpointing.startswith("offload"):
         moved.put("model.activation_offload", True)
@@ -244,79 +206,56 @@ def _read_run(moved: Moved) -> None:
 
 def _read_data(moved: Moved) -> None:
     """Translate data sets: their places, parts and fields."""
+    usual = {name: moved.get(name) for name in ("roles_to_train", "train_on_eos")}
     for key, node in (
         ("datasets", "data.sources"),
         ("pretraining_dataset", "data.sources"),
         ("test_datasets", "data.val_sources"),
     ):
-        entries = moved.get(key, default=[])
-        for entry in entries if isinstance(entries, list) else [entries]:
-            _put_dataset(moved, key, node, entry if isinstance(entry, Mapping) else {"path": entry})
+        for entry in listed(moved.get(key)):
+            _put_dataset(moved, key, node, usual | (dict(entry) if isinstance(entry, Mapping) else {"path": entry}))
 
 
 def _put_dataset(moved: Moved, key: str, node: str, entry: Mapping[str, Any]) -> None:
     path, kind = str(entry.get("path", "")), entry.get("type", "pretrain" if key == "pretraining_dataset" else "")
-    files = entry.get("data_files")
-    if files and not is_file(path):
-        names = files if isinstance(files, list) else [files]
-        are_local = path in ("json", "parquet", "csv", "text", "arrow")
-        source: Any = [
-            str(name) if are_local or "://" in str(name) else f"hf://datasets/{path}/{name}" for name in names
-        ]
-        source = source[0] if len(source) == 1 else source
-    else:
-        split, _, part = str(entry.get("split") or "train").partition("[")
-        source = path if is_file(path) or "://" in path else hub(path, entry.get("name"), split)
-        if part:
-            most = part.rstrip("]").lstrip(":")
-            if node == "data.sources" and most.rstrip("%").isdigit():
-                where = name_of(path, moved.words)
-                moved.put(f"sample.{where}", int(most[:-1]) / 100 if most.endswith("%") else int(most))
-                moved.differ(f"{path} is cut to its first {most} there; sample draws as many at random")
-            else:
-                moved.lack(key, f"{path}: the split {entry['split']} is a part; sample draws a part of a source")
-    moved.put(f"{node}.{name_of(path, moved.words) if node == 'data.sources' else name_of(path, {})}", source)
+    # Its place.
+    place: Any = path
+    if files := [str(name) for name in listed(entry.get("data_files"))]:
+        is_format = path in ("json", "parquet", "csv", "text", "arrow")
+        root = "" if is_format else f"{path.rstrip('/')}/" if hf_trainer.is_file(path) else f"hf://datasets/{path}/"
+        place = [name if "://" in name or name.startswith("/") else f"{root}{name}" for name in files]
+        place = place[0] if len(place) == 1 else place
+    hf_trainer.put_data(moved, key, node, place, entry.get("name"), entry.get("split"), path)
+    # Its fields.
+    why = f"{path}: no source has"
+    moved.lack_others(key, why, entry, _ENTRY)
+    columns = {"messages": entry.get("field_messages"), "tools": entry.get("field_tools")}
     if isinstance(kind, Mapping):
-        _put_prompts(moved, key, path, kind)
+        fields = {"field_instruction": "instruction", "field_output": "output", "field_input": "input"}
+        columns |= {ours: kind.get(theirs) for theirs, ours in (fields | {"field_system": "system"}).items()}
+        if kind.get("format") or kind.get("no_input_format"):
+            moved.differ(
+                f"{path}: format is a prompt's text of its own; here the record is a chat of the tokenizer's template"
+            )
+        known = (*fields, "field_system", "format", "no_input_format")
+        moved.lack_others(key, why, kind, known)
     elif str(kind).split(".")[0] in _TEXTS:
-        if (field := entry.get("field") or entry.get("text_column")) and field != "text":
-            moved.put("columns.text", field)
-    elif str(kind).partition(".")[0] in _ALPACAS and kind:
+        columns["text"] = entry.get("field") or entry.get("text_column")
+    elif str(kind).partition(".")[0] not in _CHATS:
         moved.differ(
             f"type={kind} has a prompt's text of its own; here the record is a chat of the tokenizer's template"
         )
-    if (field := entry.get("field_messages")) and field != "messages":
-        moved.put("columns.messages", field)
-    roles = {*(entry.get("roles_to_train") or ["assistant"])} - {"assistant", "gpt"}
-    if roles:
-        moved.lack(key, f"{path}: assistant turns alone are learnt, not {', '.join(sorted(roles))}")
-    if str(entry.get("train_on_eos", "turn")) not in ("turn", "None"):
+    hf_trainer.put_columns(moved, key, path, columns)
+    # What is learnt of it.
+    if roles := {*map(str, listed(entry["roles_to_train"]))} - {"assistant", "gpt"}:
+        owner = "roles_to_train" if moved.is_on("roles_to_train") else key
+        moved.lack(owner, f"{path}: assistant turns alone are learnt, not {', '.join(sorted(roles))}")
+    if str(entry["train_on_eos"]) not in ("turn", "None"):
         moved.differ(f"{path}: train_on_eos={entry['train_on_eos']}: the end of each learnt turn is learnt here")
-    own = entry.get("message_property_mappings") or {}
-    usual = {"role": ("role", "from"), "content": ("content", "value")}
-    if other := {name: field for name, field in own.items() if field not in usual.get(name, (field,))}:
-        moved.lack(key, f"{path}: messages have a role and content by the usual names; got {other}")
-    if any(entry.get(name) for name in ("shards", "preprocess_shards")):
-        moved.lack(key, f"{path}: sample draws a part of a source, no shard")
-
-
-def _put_prompts(moved: Moved, key: str, path: str, kind: Mapping[str, Any]) -> None:
-    """Translate a format of one's own: the fields of instruction and output."""
-    ours = {
-        "field_instruction": "instruction",
-        "field_output": "output",
-        "field_system": "system",
-        "field_input": "input",
-    }
-    for theirs, field in ours.items():
-        if (name := kind.get(theirs)) and name != field:
-            moved.put(
-                {"field_instruction": "columns.prompt", "field_output": "columns.response"}.get(
-                    theirs, f"columns.{field}"
-                ),
-                name,
-            )
-    if kind.get("format") or kind.get("no_input_format"):
-        moved.differ(
-            f"{path}: format is a prompt's text of its own; here the record is a chat of the tokenizer's template"
-        )
+    own = mapping(f"message_property_mappings of {path}", entry.get("message_property_mappings"))
+    own |= {name: entry[f"message_field_{name}"] for name in ("role", "content") if entry.get(f"message_field_{name}")}
+    thought = "reasoning_content"
+    own[entry.get("template_thinking_key") or thought] = entry.get("field_thinking") or thought
+    names = {"role": ("role", "from"), "content": ("content", "value")}
+    if other := {name: field for name, field in own.items() if field not in names.get(name, (name,))}:
+        moved.lack(key, f"{path}: messages have a role, content and reasoning by the usual names; got {other}")

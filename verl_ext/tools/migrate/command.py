@@ -19,7 +19,7 @@ from uuid import uuid4
 from verl_ext.commands.command_line import command, read_options, words_of
 from verl_ext.options import REQUIRED, DataError, Options, UsageError, option
 from verl_ext.tools.migrate import axolotl, llamafactory, swift, trl, verl
-from verl_ext.tools.migrate.line import Moved
+from verl_ext.tools.migrate.line import Moved, tokenize_keys
 from verl_ext.tools.migrate.reading import commands_of, flags_of, ranks_of, read_yaml, without_comments
 
 Reader = Callable[[Moved, Path], None]
@@ -89,8 +89,6 @@ def _of_keys(values: dict[str, Any], where: Path) -> tuple[str, Reader]:
     if "model_name_or_path" in values and "dataset_name" in values:
         return trl.NAME, trl.read_trl
     if "model_name_or_path" in values and {"stage", "cutoff_len", "finetuning_type", "template"} & values.keys():
-        if (stage := values.get("stage", "sft")) not in ("sft", "pt"):
-            raise UsageError(f"stage must be sft or pt; got {stage}: preferences and rewards are not trained")
         if "dataset" not in values:
             raise UsageError(f"{where} must be of a training; it names no dataset")
         return llamafactory.NAME, llamafactory.read_llamafactory
@@ -111,7 +109,9 @@ def _of_command(text: str, folder: Path) -> tuple[str, Reader, dict[str, Any], i
                 raise UsageError(f"command must train by SFT or on texts; got {match[0].strip()}")
             if read is not None:
                 start = next(n for n in range(1, len(words) + 1) if len(" ".join(words[:n])) >= match.end())
-                found.append((name, *_with_file(name, read, words[start:], folder), ranks_of(words)))
+                ranks = ranks_of(words) or ""
+                read, values = _with_file(name, read, words[start:], folder)
+                found.append((name, read, values, int(ranks) if ranks.isdigit() else None))
             break
     if len(found) > 1:
         print(f"note: the first of {len(found)} commands that train is translated", file=sys.stderr)
@@ -159,7 +159,6 @@ def _problems(moved: Moved) -> list[str]:
 
     The data and the model are not known yet.
     """
-    from verl_ext.commands.command_line import known_options
     from verl_ext.commands.tokenize import TokenizeOptions
     from verl_ext.commands.train import NODES
     from verl_ext.config.check import batch_problem, optimizer_problem
@@ -172,7 +171,7 @@ def _problems(moved: Moved) -> list[str]:
     # The shell puts a value in place of each variable; a number serves every kind of option.
     words = [re.sub(r"\$\{[^}]*\}|\$\([^()]*\)|\$\w+", "1", word) for word in moved.overrides()]
     sources = words_of(words, NODES.values())
-    encoding = words_of(words, {*known_options(TokenizeOptions)} - {"model", "sources"})
+    encoding = words_of(words, tokenize_keys())
     problems: list[str] = []
     new = Path(gettempdir()) / uuid4().hex  # nothing is written
     if not words_of(words, ["data.sources"]):
@@ -183,8 +182,7 @@ def _problems(moved: Moved) -> list[str]:
     except ValueError as error:
         problems += str(error).splitlines() if given else []
     overrides = [word for word in words if word not in sources and word not in encoding]
-    validates = [] if not words_of(words, ["data.val_sources", "data.val_share", "val_share"]) else ["data.val_dir=DIR"]
-    overrides = [word for word in overrides if not word.startswith("data.val_share")]
+    validates = ["data.val_dir=DIR"] * bool(words_of(words, ["data.val_sources"]))
     ranks = moved.ranks or int(moved.words.get("engine.ulysses_sequence_parallel_size", 1))
     try:
         composed = compose([*overrides, "data.train_dir=DIR", *validates, "parallel=cpu"])

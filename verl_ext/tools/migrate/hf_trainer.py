@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verl_ext.tools.migrate.line import FREE, READ, Moved, Rule, is_on, is_ours, lacking, number, rules, to
+from verl_ext.tools.migrate.line import FREE, READ, Moved, Rule, is_on, lacking, listed, number, rules, split_names, to
 
-_TRACKERS = ("wandb", "swanlab", "mlflow", "tensorboard")
+TRACKERS = ("wandb", "swanlab", "mlflow", "tensorboard")
 _SCHEDULES = {
     "constant_with_warmup": "constant",
     "warmup_stable_decay": "wsd",
@@ -25,12 +25,12 @@ _OPTIMIZERS = {
     "sgd": (None, "SGD"),
 }
 _BETA2 = 0.999  # of torch's Adam, and verl's
-HELD_OUT = "no share of the data is held out; data.val_sources names validation data"
+NO_VALIDATION = "there is no validation data to measure"
+HELD_OUT = lacking("no share of the data is held out; data.val_sources names validation data")
 QUANTIZED = lacking("a base of 4 or 8 bits is not trained; adapters of its bf16 weights are (model=lora)", "none")
 UNSHARDED = lacking("optim.optimizer names a class of torch.optim or another package that steps shards")
-TOKENS = "tokens are not added, and embeddings not extended"
+TOKENS = lacking("no tokens are added")
 IMAGES = lacking("records are text; media=drop leaves their images out")
-_ADAPTERS_ALONE = "adapters alone are trained with model=lora"
 
 KEYS: dict[str, Rule] = {
     **rules(
@@ -40,36 +40,42 @@ KEYS: dict[str, Rule] = {
         "dataloader_pin_memory disable_tqdm dataloader_persistent_workers save_safetensors log_level logging_dir "
         "include_num_input_tokens_seen local_rank per_device_eval_batch_size eval_accumulation_steps "
         "dataloader_prefetch_factor torch_compile use_cpu group_by_length prediction_loss_only label_names "
-        "fsdp_transformer_layer_cls_to_wrap deepspeed fsdp fsdp_config accelerator_config "
-        "average_tokens_across_devices auto_find_batch_size ddp_backend include_tokens_per_second no_cuda eval_delay",
+        "fsdp_transformer_layer_cls_to_wrap accelerator_config average_tokens_across_devices auto_find_batch_size "
+        "ddp_backend include_tokens_per_second no_cuda",
     ),
     **rules(
         READ,
         "per_device_train_batch_size gradient_accumulation_steps learning_rate lr_scheduler_type warmup_ratio "
         "warmup_steps weight_decay num_train_epochs max_steps save_steps save_strategy eval_steps eval_strategy "
         "evaluation_strategy optim report_to metric_for_best_model load_best_model_at_end early_stopping_patience "
-        "adam_beta1 adam_beta2 gradient_checkpointing seed run_name save_total_limit "
-        "resume_from_checkpoint lr_scheduler_kwargs use_liger_kernel dataloader_drop_last "
-        "early_stopping_threshold save_only_model fp16 router_aux_loss_coef moe_aux_loss_coef",
+        "adam_beta1 adam_beta2 gradient_checkpointing seed resume_from_checkpoint lr_scheduler_kwargs "
+        "early_stopping_threshold router_aux_loss_coef moe_aux_loss_coef data_seed deepspeed fsdp fsdp_config",
     ),
     "trust_remote_code": to("model.trust_remote_code"),
-    "lora_dropout": to("model.lora_dropout", lacks="adapters have no dropout"),
-    "use_rslora": to("model.use_rslora", lacks="adapters are scaled by alpha / rank"),
-    "use_dora": to("model.use_dora", lacks="adapters are LoRA's"),
+    "lora_dropout": lacking("adapters have no dropout"),
+    "use_rslora": lacking("adapters are scaled by alpha / rank"),
+    "use_dora": lacking("adapters are LoRA's"),
     **rules(
-        to("model.modules_to_save", lacks=_ADAPTERS_ALONE), "modules_to_save lora_modules_to_save additional_target"
+        lacking("adapters alone are trained with model=lora"),
+        "modules_to_save lora_modules_to_save additional_target",
     ),
-    **rules(to("model.target_parameters"), "target_parameters lora_target_parameters"),
+    **rules(to("model.target_parameters", is_names=True), "target_parameters lora_target_parameters"),
     **rules(
-        to("system", lacks="no system prompt is added to records without one"),
+        lacking("no system prompt is added to records without one"),
         "system default_system default_system_message",
     ),
     "max_grad_norm": to("optim.clip_grad"),
-    "logging_steps": to("trainer.log_freq"),
     "output_dir": to("trainer.default_local_dir"),
-    "data_seed": to("data.seed"),
+    "run_name": to("trainer.experiment_name"),
+    "logging_steps": to("trainer.log_freq"),
+    "save_total_limit": to("trainer.max_ckpt_to_keep", {"0": None, "-1": None}),
+    "save_only_model": to("checkpoint.save_contents", {"true": ["model", "hf_model"], "false": None}),
+    "use_liger_kernel": to("model.use_liger", {"false": None}),
+    "dataloader_drop_last": to("data.drop_last", {"false": None}),
+    "fp16": to("engine.mixed_precision.param_dtype", {"true": "fp16", "false": None, "auto": None}),
     "dataloader_num_workers": to("data.num_workers"),
     "adam_epsilon": to("optim.override_optimizer_config.eps"),
+    "eval_delay": lacking("validation begins with the first trainer.test_freq"),
     "neftune_noise_alpha": lacking("no noise is added to embeddings"),
     "label_smoothing_factor": lacking("labels are not smoothed", "0", "0.0"),
     **rules(lacking("nothing is uploaded; `verl-ext export` writes a folder for the Hub"), "push_to_hub hub_model_id"),
@@ -83,6 +89,8 @@ class TrainerDefaults:
     """What a trainer does without a word.
 
     validates: whether it validates as often as it saves.
+    idles: whether it validates nothing, without a word, if there is no data for that.
+    logs: the steps between its log lines, and between validations without a number of their own.
     """
 
     rate: float
@@ -91,54 +99,55 @@ class TrainerDefaults:
     decay: float = 0.0
     beta2: float = _BETA2
     validates: bool = False
+    idles: bool = False
+    logs: int = 500
 
 
 def read_trainer(moved: Moved, defaults: TrainerDefaults) -> None:
     """Translate the Trainer's keys that need each other."""
     _read_rate(moved, defaults)
-    _read_length(moved, defaults.epochs)
-    _read_saves(moved, defaults.validates)
-    name = str(moved.get("optim", default="adamw_torch")).lower()
-    if name in _OPTIMIZERS:
-        put_optimizer(moved, *_OPTIMIZERS[name])
-    else:
-        moved.lack("optim", "optim.optimizer and optim.optimizer_impl name a class of torch.optim or another package")
-    if (seed := moved.get("seed")) is not None:
-        moved.put("trainer.seed", seed)
-        moved.put("data.seed", seed)
-    if moved.is_on("use_liger_kernel"):
-        moved.put("model.use_liger", True)
-    if moved.is_on("fp16") and str(moved.get("fp16")) != "auto":
-        moved.put("engine.mixed_precision.param_dtype", "fp16")
+    read_length(moved, defaults.epochs)
+    _read_saves(moved, defaults)
+    _read_optimizer(moved)
+    seed = moved.get("seed")
+    for key, value in (("trainer.seed", seed), ("data.seed", moved.get("data_seed", default=seed))):
+        if value is not None:
+            moved.put(key, value)
     if is_on(share := moved.get("router_aux_loss_coef", "moe_aux_loss_coef")):
-        moved.put("model.override_config", {"output_router_logits": True, "router_aux_loss_coef": share})
-    if moved.is_on("dataloader_drop_last"):
-        moved.put("data.drop_last", True)
+        own = moved.words.get("model.override_config", {})
+        moved.put("model.override_config", {**own, "output_router_logits": True, "router_aux_loss_coef": share})
     if moved.get("gradient_checkpointing") is False:
         moved.put("model.enable_gradient_checkpointing", False)
-    sharding = f"{moved.get('deepspeed')} {moved.get('fsdp')} {moved.get('fsdp_config')}"
-    if re.search(r"offload(?!\w*['\"]?: (False|false|None))", sharding):
-        moved.put("engine.offload_policy", True)
+    for key in ("deepspeed", "fsdp", "fsdp_config"):
+        if _offloads(moved.values.get(key)):  # else the key needs nothing
+            moved.put("engine.offload_policy", moved.is_on(key))
     path = moved.get("resume_from_checkpoint")
     if is_on(path) and str(path).lower() not in ("true", "auto"):
         moved.lack("resume_from_checkpoint", "a run resumes its own checkpoints; model.path takes exported weights")
-    read_trackers(moved, moved.get("report_to", default=[]))
-    if (run := moved.get("run_name")) is not None:
-        moved.put("trainer.experiment_name", run)
-
-
-def read_trackers(moved: Moved, names: Any) -> None:
-    """Translate the names of trackers."""
-    names = [str(name).lower() for name in (names if isinstance(names, list) else [names])]
-    if "all" not in names and any(is_on(name) for name in names):
-        known = [name for name in names if name in _TRACKERS]
-        moved.put("trainer.logger", ["console", "file", *known])
-        if other := [name for name in names if is_on(name) and name not in _TRACKERS]:
+    names = [str(name).lower() for name in listed(moved.get("report_to")) if is_on(name)]
+    if names and "all" not in names:
+        moved.put("trainer.logger", ["console", "file", *(name for name in names if name in TRACKERS)])
+        if other := [name for name in names if name not in TRACKERS]:
             moved.lack("report_to", f"trainer.logger has no {', '.join(other)}")
 
 
-def put_optimizer(moved: Moved, module: str | None, name: str) -> None:
+def _offloads(value: Any) -> bool:
+    """Tell whether a description of sharding keeps something in the memory of hosts."""
+    if isinstance(value, Mapping):
+        return any(
+            ("offload" in str(key) and is_on(below.get("device") if isinstance(below, Mapping) else below))
+            or _offloads(below)
+            for key, below in value.items()
+        )
+    return any("offload" in str(each) for each in listed(value))
+
+
+def _read_optimizer(moved: Moved) -> None:
     """Name an optimizer and its module."""
+    if (given := str(moved.get("optim", default="adamw_torch")).lower()) not in _OPTIMIZERS:
+        moved.lack("optim", "optim.optimizer and optim.optimizer_impl name a class of torch.optim or another package")
+        return
+    module, name = _OPTIMIZERS[given]
     if name != "AdamW":
         moved.put("optim.optimizer", name)
     if module is not None:
@@ -156,8 +165,10 @@ def _read_rate(moved: Moved, defaults: TrainerDefaults) -> None:
         moved.put("optim.lr_scheduler_type", _SCHEDULES[kind])
     else:
         moved.lack("lr_scheduler_type", f"optim.lr_scheduler_type has {', '.join(sorted({*_SCHEDULES.values()}))}")
-    options = moved.get("lr_scheduler_kwargs", default={})
-    options = dict(options) if isinstance(options, Mapping) else {}
+    given = moved.get("lr_scheduler_kwargs", default={})
+    if not isinstance(given, Mapping):
+        moved.lack("lr_scheduler_kwargs", "it must map names to values")
+    options = dict(given) if isinstance(given, Mapping) else {}
     ours = {"min_lr_rate": "optim.min_lr_ratio", "num_decay_steps": "optim.lr_wsd_decay_steps"}
     ours["num_cycles"] = "optim.num_cycles"
     for name, key in ours.items():
@@ -167,8 +178,8 @@ def _read_rate(moved: Moved, defaults: TrainerDefaults) -> None:
         moved.put("optim.min_lr_ratio", number(options.pop("min_lr")) / number(moved.words["optim.lr"]))
     if options:
         moved.lack("lr_scheduler_kwargs", f"the schedule has no {', '.join(options)}")
-    if kind == "cosine_with_restarts" and "num_cycles" not in (moved.get("lr_scheduler_kwargs") or {}):
-        moved.put("optim.num_cycles", 1)
+    if kind == "cosine_with_restarts":
+        moved.words.setdefault("optim.num_cycles", 1)
     # Since transformers 5 `warmup_steps` below 1 is a share.
     steps, share = moved.get("warmup_steps", default=0), moved.get("warmup_ratio", default=0)
     if kind != "constant" and 0 < number(steps) < 1:
@@ -198,51 +209,54 @@ def _read_rate(moved: Moved, defaults: TrainerDefaults) -> None:
         moved.differ(f"adam_beta2 not given: {moved.trainer}'s default is {defaults.beta2}, verl's is {_BETA2}")
 
 
-def _read_length(moved: Moved, epochs: float) -> None:
+def read_length(moved: Moved, epochs: float) -> None:
     """Translate the run's length: steps win over epochs there."""
     steps = moved.get("max_steps", default=-1)
     if number(steps, 1.0) > 0:
         moved.put("trainer.total_training_steps", steps)
+        if moved.is_on("max_epochs"):
+            moved.lack("max_epochs", "trainer.total_training_steps alone ends the run")
         return
-    passes = moved.get("num_train_epochs", default=epochs)
+    # ms-swift ends at the lesser of two.
+    lengths = {"num_train_epochs": moved.get("num_train_epochs", default=epochs)}
+    if moved.is_on("max_epochs"):
+        lengths["max_epochs"] = moved.get("max_epochs")
+    name, passes = min(lengths.items(), key=lambda item: number(item[1]))
     whole = number(passes, 1.0)
     if whole != int(whole):
-        moved.lack(
-            "num_train_epochs", "trainer.total_epochs is a whole number; trainer.total_training_steps any length"
-        )
+        moved.lack(name, "trainer.total_epochs is a whole number; trainer.total_training_steps any length")
     else:
         moved.put("trainer.total_epochs", int(whole) if isinstance(passes, float) else passes)
-    if moved.get("num_train_epochs") is None and epochs != 1:
+    if moved.get("num_train_epochs") is None and name == "num_train_epochs" and epochs != 1:
         moved.differ(f"num_train_epochs not given: {moved.trainer}'s default is {passes:g}, ours is 1")
 
 
-def _read_saves(moved: Moved, validates_too: bool) -> None:
+def _read_saves(moved: Moved, defaults: TrainerDefaults) -> None:
     """Translate when a run saves and validates, and which checkpoints it keeps."""
-    default = moved.get("save_strategy", default="steps") if validates_too else "no"
-    validates = moved.get("eval_strategy", "evaluation_strategy", default=default)
-    plans = (
-        ("trainer.save_freq", moved.get("save_strategy", default="steps"), moved.get("save_steps", default=500)),
-        ("trainer.test_freq", validates, moved.get("eval_steps", default=moved.get("save_steps", default=500))),
-    )
-    has_set = any(key.startswith(("data.val", "val_")) for key in moved.words)
-    for key, strategy, steps in plans:
-        if key == "trainer.test_freq" and not has_set:
-            continue
+    saves = moved.get("save_strategy", default="steps")
+    # (our key, when, the trainer's keys of the steps between, their default)
+    second, default = ("save_steps", 500) if defaults.validates else ("logging_steps", defaults.logs)
+    plans = [("trainer.save_freq", saves, ["save_steps"], 500)]
+    if moved.validates or moved.is_lacking(HELD_OUT) or not defaults.idles:
+        validates = moved.get("eval_strategy", "evaluation_strategy", default=saves if defaults.validates else "no")
+        if moved.validates:
+            plans.append(("trainer.test_freq", validates, ["eval_steps", second], default))
+        elif is_on(validates):
+            for name in ("eval_strategy", "evaluation_strategy", "eval_steps"):
+                if moved.is_on(name):
+                    moved.lack(name, NO_VALIDATION)
+    for key, strategy, names, default in plans:
         if str(strategy).lower() == "epoch":
             moved.put(key, "after_each_epoch")
         elif str(strategy).lower() in ("steps", "best"):
+            steps = moved.get(*names, default=default)
             share = number(steps, 1.0)
-            moved.put(key, max(round(share), 1) if isinstance(steps, float) and share >= 1 else steps)
             if 0 < share < 1:
-                moved.words.pop(key)
-                moved.lack(
-                    key.replace("trainer.test_freq", "eval_steps").replace("trainer.save_freq", "save_steps"),
-                    "a share of the run; trainer.saves_per_epoch and tests_per_epoch have shares of an epoch",
-                )
-    if (most := moved.get("save_total_limit")) is not None and number(most, 1.0) > 0:
-        moved.put("trainer.max_ckpt_to_keep", most)
-    if moved.is_on("save_only_model"):
-        moved.put("checkpoint.save_contents", ["model", "hf_model"])
+                name = next(name for name in names if moved.get(name) is not None)
+                why = "a share of the run; trainer.saves_per_epoch and tests_per_epoch have shares of an epoch"
+                moved.lack(name, why)
+            else:
+                moved.put(key, max(round(share), 1) if isinstance(steps, float) else steps)
     # The best checkpoint and an early end by it.
     best = moved.get("metric_for_best_model", default="loss")
     name = str(best).removeprefix("eval_")
@@ -251,11 +265,11 @@ def _read_saves(moved: Moved, validates_too: bool) -> None:
         for key in ("load_best_model_at_end", "early_stopping_patience", "metric_for_best_model")
         if moved.is_on(key)
     }
-    asks |= {"save_strategy"} if str(moved.get("save_strategy")).lower() == "best" else set()
-    if asks and (name != "loss" or not has_set):
+    asks |= {"save_strategy"} if str(saves).lower() == "best" else set()
+    if asks and (name != "loss" or not moved.validates):
         why = "checkpoint.keep_best is by val/loss, a category's loss or the answers to eval.prompts"
         for key in sorted(asks):
-            moved.lack(key, why if name != "loss" else "there is no validation data to measure")
+            moved.lack(key, why if name != "loss" else NO_VALIDATION)
     elif asks:
         moved.put("checkpoint.keep_best", "val/loss")
         if moved.is_on("early_stopping_patience"):
@@ -295,26 +309,53 @@ def put_split(moved: Moved, size: Any) -> None:
 def put_lora(moved: Moved, rank: Any, alpha: Any, targets: Any, dropout: float = 0.0) -> None:
     """Train adapters; targets "all" are every linear layer. dropout: the trainer's default."""
     if dropout and moved.get("lora_dropout") is None:
-        if is_ours("model.lora_dropout"):
-            moved.put("model.lora_dropout", dropout)
         moved.differ(f"lora_dropout not given: {moved.trainer}'s default is {dropout}, ours is none")
     moved.put("model", "lora")
     moved.put("model.lora_rank", rank)
     moved.put("model.lora_alpha", alpha)
-    names = targets.split(",") if isinstance(targets, str) and "," in targets else targets
-    names = [str(name).strip() for name in names] if isinstance(names, list) else str(names or "all").strip()
-    if names in ("all", "all-linear", ["all"], ["all-linear"]):
-        return
-    moved.put("model.target_modules", [names] if isinstance(names, str) and re.fullmatch(r"\w+", names) else names)
+    is_pattern = isinstance(targets, str) and not re.fullmatch(r"[\w -]*|.*,.*", targets)
+    names = targets if is_pattern else split_names(targets)
+    if names not in ([], ["all"], ["all-linear"]):
+        moved.put("model.target_modules", names)
 
 
-def name_of(source: str, taken: Mapping[str, Any]) -> str:
-    """Return a category's name for a source that no other has."""
-    path = re.sub(r"[#:].*", "", source).rstrip("/").rpartition("/")[2].partition(".")[0]
-    name = re.sub(r"\W+", "_", path.replace("-", "_")).strip("_") or "data"
-    name = name if name[0].isalpha() else f"d_{name}"
-    names = (name, *(f"{name}_{number}" for number in range(2, len(taken) + 3)))
-    return next(each for each in names if f"data.sources.{each}" not in taken)
+def put_source(moved: Moved, node: str, name: str, source: Any) -> str:
+    """Name a source by a category that no other of the node has; return the category."""
+    path = re.sub(r"[#:].*", "", re.sub(r"^\w+://", "", name)).rstrip("/").rpartition("/")[2].partition(".")[0]
+    word = re.sub(r"\W+", "_", path.replace("-", "_")).strip("_") or "data"
+    word = word if word[0].isalpha() else f"d_{word}"
+    names = (word, *(f"{word}_{number}" for number in range(2, len(moved.words) + 3)))
+    category = next(each for each in names if f"{node}.{each}" not in moved.words)
+    moved.put(f"{node}.{category}", source)
+    return category
+
+
+def put_data(
+    moved: Moved, key: str, node: str, place: Any, subset: Any = None, split: Any = None, name: str = ""
+) -> str:
+    """Name a Hub dataset or files, of which the split may take the first records; return the category."""
+    whole, _, part = str(split or "train").partition("[")
+    is_hub = isinstance(place, str) and not is_file(place) and "://" not in place
+    name = name or str(place)
+    category = put_source(moved, node, name, hub(place, subset, whole) if is_hub else place)
+    most = part.rstrip("]").lstrip(":")
+    if part and node == "data.sources" and most.rstrip("%").isdigit():
+        moved.put(f"sample.{category}", int(most[:-1]) / 100 if most.endswith("%") else int(most))
+        moved.differ(f"{name} is cut to its first {most} there; sample draws as many at random")
+    elif part:
+        moved.lack(key, f"{name}: the split {split} is a part; sample draws a part of a source")
+    if is_on(subset) and not is_hub:
+        moved.lack(key, f"{name}: files have no configuration {subset}")
+    return category
+
+
+def put_columns(moved: Moved, key: str, name: str, columns: Mapping[str, Any]) -> None:
+    """Name the fields of a data set, {our name: theirs}, which are those of all."""
+    for ours, theirs in columns.items():
+        if theirs and theirs != moved.words.get(f"columns.{ours}", ours):
+            if f"columns.{ours}" in moved.words:
+                moved.lack(key, f"{name}: columns names one field {ours} for all sources")
+            moved.put(f"columns.{ours}", theirs)
 
 
 def hub(name: str, subset: Any = None, split: Any = None) -> str:

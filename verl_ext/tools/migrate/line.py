@@ -12,18 +12,19 @@ Beside them stand the defaults that differ.
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from verl_ext.commands.command_line import known_options
 from verl_ext.commands.tokenize import TokenizeOptions
 from verl_ext.options import DataError, nearest_hint, spell
+from verl_ext.tools.migrate.reading import NUMBER
 
 # Texts that Hydra's grammar reads without quotes: as a value, and inside a list or a mapping.
 _PLAIN = re.compile(r"[^\s'\"\[\]{}(),=\\#]+")
 _PLAIN_INSIDE = re.compile(r"[\w.+~-][\w./+~$@%-]*")
-_TRAINERS = ("attention.", "checkpoint.", "engine.", "eval.", "loss.", "model.", "optim.", "parallel.", "trainer.")
+_NODES = ("attention", "checkpoint", "data", "engine", "eval", "loss", "model", "optim", "parallel", "trainer")
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,11 @@ class Rule:
 
     Attributes:
         to: our key, which gets its value; None: there is none, or the trainer's own function reads the key.
-        values: {a value in lower case: ours}; others go over as they are.
-        lacks: why there is no equivalent, or none in a version without the option `to`; "" if the key needs none.
+        values: {a value in lower case: ours, None for nothing}; others go over as they are.
+        lacks: why there is no equivalent; "" if the key needs none.
         idle: values in lower case that ask for nothing, beside null, false and empty ones.
         is_read: whether the trainer's function reads the key.
+        is_names: whether our key takes a list of names.
     """
 
     to: str | None = None
@@ -43,14 +45,15 @@ class Rule:
     lacks: str = ""
     idle: tuple[str, ...] = ()
     is_read: bool = False
+    is_names: bool = False
 
 
 FREE, READ = Rule(), Rule(is_read=True)
 
 
-def to(key: str, values: Mapping[str, Any] | None = None, lacks: str = "") -> Rule:
+def to(key: str, values: Mapping[str, Any] | None = None, is_names: bool = False) -> Rule:
     """Return the rule of a key that is ours by another name."""
-    return Rule(to=key, values=values or {}, lacks=lacks)
+    return Rule(to=key, values=values or {}, is_names=is_names)
 
 
 def lacking(why: str, *idle: str) -> Rule:
@@ -80,11 +83,23 @@ def is_ours(key: str) -> bool:
     """Tell whether `verl-ext train` has a key, of the trainer or of `tokenize`."""
     from verl_ext.config import schema  # here, because it imports torch and verl, which takes seconds
 
-    return key.partition(".")[0] in (*_tokenizing(), "nproc") or schema.is_known(key) or key in schema.groups()
+    return key.partition(".")[0] in tokenize_keys() or schema.is_known(key) or key in schema.groups()
 
 
-def _tokenizing() -> set[str]:
-    return {*known_options(TokenizeOptions)} - {"model"}
+def tokenize_keys() -> set[str]:
+    """Return the keys of a command that are of `tokenize`."""
+    return {*known_options(TokenizeOptions)} - {"model", "sources"}
+
+
+def listed(value: Any) -> list[Any]:
+    """Return a value as a list; a value alone is its one member, and null none."""
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def split_names(value: Any) -> list[str]:
+    """Return names as a list; a text has them between commas."""
+    names = value.split(",") if isinstance(value, str) else listed(value)
+    return [str(name).strip() for name in names if is_on(name)]
 
 
 def mapping(key: str, value: Any) -> dict[str, Any]:
@@ -99,7 +114,7 @@ class Moved:
 
     Attributes:
         trainer: the trainer's name.
-        values: its keys and values.
+        values: its known keys and their values.
         words: {our key: value} of the command.
         ranks: the number of ranks, or None if nothing says it.
     """
@@ -110,20 +125,21 @@ class Moved:
         self.problems: list[str] = []  # of the trainer's checks
         self._asked: set[str] = set()
         self._read: list[str] = []
-        self._lacks: dict[str, str] = {}
+        self._lacks: dict[str, list[str]] = {}
         self._free: list[str] = []
         self._unknown: list[str] = []
         self._differences: list[str] = []
 
     def take(self, known: Mapping[str, Rule]) -> None:
         """Translate each key by its rule; name the keys without one."""
+        for key in [key for key in self.values if key not in known]:
+            hint = nearest_hint(key, known).replace(" (", "; ").strip(")")
+            self._unknown.append(f"{key}={spell(self.values.pop(key))}{hint}")
         for key, value in self.values.items():
-            rule = known.get(key)
-            if rule is None:
-                self._unknown.append(f"{key}={spell(value)}{nearest_hint(key, known).replace(' (', '; ').strip(')')}")
-            elif rule.to is not None and (is_ours(rule.to) or not rule.lacks):
-                if value is not None:
-                    self.put(rule.to, rule.values.get(str(value).lower(), value))
+            rule = known[key]
+            ours = (split_names(value) or None) if rule.is_names else rule.values.get(str(value).lower(), value)
+            if rule.to is not None and ours not in (None, ""):
+                self.put(rule.to, ours)
             elif rule.lacks and is_on(value) and str(value).lower() not in rule.idle:
                 self.lack(key, rule.lacks)
             else:
@@ -133,21 +149,25 @@ class Moved:
         """Give one of our keys a value."""
         self.words[key] = value
 
-    def put_or_lack(self, name: str, key: str, value: Any, why: str) -> None:
-        """Give our key a value for one of theirs, or say why there is none."""
-        if is_ours(key):
-            self.put(key, value)
-        else:
-            self.lack(name, why)
-
     def lack(self, key: str, why: str) -> None:
         """Say that a key has no equivalent."""
-        self._lacks[key] = f"{key}={spell(self.values.get(key))}: {why}"
+        reasons = self._lacks.setdefault(key, [])
+        reasons += [why] * (why not in reasons)
 
-    def rename(self, key: str, name: str) -> None:
-        """Say the lacking key by its name in this trainer."""
-        if key in self._lacks:
-            self._lacks[name] = self._lacks.pop(key).replace(key, name, 1)
+    def lack_others(self, key: str, why: str, values: Mapping[str, Any], known: Iterable[str]) -> None:
+        """Say which names below a key have no equivalent: those that are not known."""
+        if others := [name for name, value in values.items() if name not in known and is_on(value)]:
+            self.lack(key, f"{why} {', '.join(others)}")
+
+    def is_lacking(self, rule: Rule) -> bool:
+        """Tell whether a key has no equivalent for a rule's reason."""
+        return any(rule.lacks in reasons for reasons in self._lacks.values())
+
+    def restore(self, values: Mapping[str, Any], names: Mapping[str, str]) -> None:
+        """Give the trainer its own values again, and what lacks its names: {a name: the trainer's}."""
+        self.values = dict(values)
+        lacks = {names.get(key, key): reasons for key, reasons in self._lacks.items()}
+        self._lacks = {key: reasons for key, reasons in lacks.items() if key in values}
 
     def differ(self, line: str) -> None:
         """Say what is otherwise here."""
@@ -164,11 +184,16 @@ class Moved:
         return any(is_on(self.values.get(name)) for name in names)
 
     @property
+    def validates(self) -> bool:
+        """Whether the command names validation data."""
+        return any(key.startswith("data.val_") for key in self.words)
+
+    @property
     def summary(self) -> str:
         """The counts of keys in one line."""
-        lacking, unknown = len(self._lacks), len(self._unknown)
-        held = len(self.values) - lacking - unknown - len(self.free)
-        parts = [f"{len(self.values)} keys of {self.trainer}: {held} in the command", f"{len(self.free)} need nothing"]
+        lacking, unknown, free = len(self._lacks), len(self._unknown), len(self.free)
+        keys, held = len(self.values) + unknown, len(self.values) - lacking - free
+        parts = [f"{keys} keys of {self.trainer}: {held} in the command", f"{free} need nothing"]
         parts += [f"{lacking} without an equivalent"] * bool(lacking) + [f"{unknown} unknown"] * bool(unknown)
         return ", ".join(parts)
 
@@ -184,17 +209,21 @@ class Moved:
     def comments(self) -> Iterator[str]:
         """Yield the comment lines."""
         yield self.summary
-        yield from (f"no equivalent: {line}" for line in self._lacks.values())
+        for key, reasons in self._lacks.items():
+            yield f"no equivalent: {key}={spell(self.values.get(key))}: {'; '.join(reasons)}"
         yield from (f"unknown key of {self.trainer}: {line}" for line in self._unknown)
         yield from (f"to correct: {line}" for line in self.problems)
         yield from (f"differs: {line}" for line in self._differences)
         if self.free:
             yield f"needs nothing here: {', '.join(self.free)}"
 
+    @property
+    def _start(self) -> str:
+        return "verl-ext train" + (f" nproc={self.ranks}" if self.ranks else "")
+
     def command(self) -> str:
         """Return the command and its comments, as a shell script has them."""
-        head = "verl-ext train" + (f" nproc={self.ranks}" if self.ranks else "")
-        words = " \\\n    ".join([head, *map(shell_word, self.overrides())])
+        words = " \\\n    ".join([self._start, *map(shell_word, self.overrides())])
         return "\n".join([words, *(f"# {line}" for line in self.comments())])
 
     def recipe(self, name: str) -> str:
@@ -206,35 +235,35 @@ class Moved:
         for key, value in self.words.items():
             if key.startswith(("data.sources.", "data.val_sources.", "data.cache_dir")):
                 continue
-            if key.startswith((*_TRAINERS, "data.")) and not key.startswith("model.path"):
+            # A variable stays in the command, where the shell expands it.
+            if "." in key and key.partition(".")[0] in _NODES and key != "model.path" and "$" not in str(value):
                 *above, last = key.split(".")
                 node = nodes
                 for part in above:
                     node = node.setdefault(part, {})
-                node[last] = value
+                node[last] = float(value) if isinstance(value, str) and NUMBER.fullmatch(value) else value
                 del rest[key]
         groups = {key: rest.pop(key) for key in ("model", "loss", "parallel") if key in rest}
         lines = ["# @package _global_", f"# DIR/recipe/{name}.yaml"]
         if groups:
             lines += ["defaults:", *(f"  - override /{group}: {choice}" for group, choice in groups.items())]
         lines.append(yaml.safe_dump(nodes, sort_keys=False, allow_unicode=True).rstrip())
-        head = "verl-ext train" + (f" nproc={self.ranks}" if self.ranks else "")
         words = [f"{key}={_value(value)}" for key, value in rest.items()]
-        line = " ".join([head, "--config-dir DIR", f"recipe={name}", *map(shell_word, words)])
+        line = " ".join([self._start, "--config-dir DIR", f"recipe={name}", *map(shell_word, words)])
         return "\n".join([*lines, f"# {line}", *(f"# {comment}" for comment in self.comments())])
 
 
 def _value(value: Any) -> str:
     """Return the value of a word; a text is quoted only if it must be."""
-    return value if isinstance(value, str) and _PLAIN.fullmatch(value) and "${" not in value else hydra_value(value)
+    return value if isinstance(value, str) and _PLAIN.fullmatch(value) and "${" not in value else _inside(value)
 
 
-def hydra_value(value: Any) -> str:
+def _inside(value: Any) -> str:
     """Return a value as Hydra's grammar reads it inside a list or a mapping."""
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{hydra_value(key)}:{hydra_value(below)}" for key, below in value.items()) + "}"
+        return "{" + ",".join(f"{_inside(key)}:{_inside(below)}" for key, below in value.items()) + "}"
     if isinstance(value, (list, tuple)):
-        return "[" + ",".join(map(hydra_value, value)) + "]"
+        return "[" + ",".join(map(_inside, value)) + "]"
     text = spell(value)
     if not isinstance(value, str) or _PLAIN_INSIDE.fullmatch(text):
         return text

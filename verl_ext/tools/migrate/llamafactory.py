@@ -4,28 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from verl_ext.options import DataError
+from verl_ext.options import DataError, UsageError
 from verl_ext.tools.migrate import hf_trainer
-from verl_ext.tools.migrate.hf_trainer import (
-    HELD_OUT,
-    IMAGES,
-    QUANTIZED,
-    TOKENS,
-    UNSHARDED,
-    TrainerDefaults,
-    hub,
-    name_of,
-    put_lora,
-    put_split,
-    read_batch,
-    read_trainer,
-)
-from verl_ext.tools.migrate.line import FREE, READ, Moved, Rule, is_on, lacking, mapping, number, rules, to
+from verl_ext.tools.migrate.line import FREE, READ, Moved, Rule, is_on, lacking, mapping, number, rules, split_names, to
 from verl_ext.tools.migrate.reading import read_yaml
 
 NAME = "LLaMA-Factory"
 _LOSS = lacking("a loss of the prediction; loss.custom_cls has coefficients by token", "0")
-
 _ULYSSES = lacking("ranks share rows by Ulysses; parallel.context_parallel_size adds groups of them", "ulysses")
 
 KEYS: dict[str, Rule] = {
@@ -34,37 +19,38 @@ KEYS: dict[str, Rule] = {
     **rules(
         READ,
         "stage finetuning_type dataset dataset_dir eval_dataset max_samples cutoff_len lora_rank lora_alpha "
-        "lora_target packing neat_packing template mask_history train_on_prompt val_size adapter_name_or_path "
-        "cp_size disable_gradient_checkpointing pure_bf16 "
-        "loraplus_lr_ratio enable_thinking",
+        "lora_target packing neat_packing template train_on_prompt cp_size loraplus_lr_ratio",
     ),
     **rules(
         FREE,
         "overwrite_cache flash_attn infer_backend upcast_layernorm low_cpu_mem_usage cache_dir print_param_status "
         "freeze_vision_tower freeze_multi_modal_projector use_v1_kernels include_effective_tokens_per_second "
         "preprocessing_batch_size hf_hub_token ms_hub_token use_fast_tokenizer data_shared_file_system "
-        "double_quantization quantization_method use_reentrant_gc export_dir export_size "
-        "export_device export_legacy_format dist_config_file tokenized_path buffer_size ",
+        "double_quantization quantization_method use_reentrant_gc export_dir export_size export_device "
+        "export_legacy_format dist_config_file tokenized_path buffer_size compute_accuracy plot_loss streaming",
     ),
     "preprocessing_num_workers": to("num_workers"),
     "enable_liger_kernel": to("model.use_liger"),
+    "adapter_name_or_path": to("model.lora_adapter_path"),
+    "pure_bf16": to("engine.model_dtype", {"true": "bf16", "false": None}),
+    "disable_gradient_checkpointing": to("model.enable_gradient_checkpointing", {"true": False, "false": None}),
+    "mask_history": to("turns", {"true": "last", "false": None}),
+    "enable_thinking": to("apply_chat_template_kwargs.enable_thinking"),
     "use_swanlab": lacking("trainer.logger=[console,swanlab] is what works here"),
     "rope_scaling": lacking("model.override_config={rope_parameters: {…}} has the factor, as in config.json"),
     "freeze_language_model": lacking("the text model is what is trained"),
-    "resize_vocab": lacking("embeddings are not extended"),
-    **rules(
-        lacking(TOKENS),
-        "new_special_tokens add_tokens add_special_tokens new_special_tokens_config init_special_tokens",
-    ),
-    **rules(QUANTIZED, "quantization_bit quantization_device_map"),
+    "val_size": hf_trainer.HELD_OUT,
+    **rules(hf_trainer.TOKENS, "new_special_tokens add_tokens add_special_tokens"),
+    **rules(lacking("embeddings keep their size"), "resize_vocab new_special_tokens_config init_special_tokens"),
+    **rules(hf_trainer.QUANTIZED, "quantization_bit quantization_device_map"),
     **rules(_LOSS, "use_asft_loss asft_alpha use_dft_loss use_eaft_loss eaft_alpha"),
     **rules(
-        UNSHARDED,
+        hf_trainer.UNSHARDED,
         "use_galore galore_layerwise galore_target galore_rank galore_scale use_apollo apollo_layerwise "
         "apollo_target apollo_rank apollo_scale apollo_scale_type use_badam badam_mode badam_switch_mode "
         "badam_switch_interval badam_verbose use_muon use_adam_mini",
     ),
-    **rules(IMAGES, "image_max_pixels video_max_pixels image_min_pixels video_fps video_maxlen"),
+    **rules(hf_trainer.IMAGES, "image_max_pixels video_max_pixels image_min_pixels video_fps video_maxlen"),
     **rules(lacking("adapters are LoRA's"), "oft_block_size oft_target oft_rank pissa_init pissa_iter pissa_convert"),
     **rules(lacking("weights and products are bf16"), "fp8 fp8_backend fp8_enable_fsdp_float8_all_gather"),
     **rules(
@@ -73,7 +59,6 @@ KEYS: dict[str, Rule] = {
     ),
     **rules(lacking("layers are neither added nor replaced"), "use_llama_pro mixture_of_depths"),
     "freeze_trainable_modules": lacking("model.freeze names what is not trained", "all"),
-    **rules(FREE, "compute_accuracy plot_loss streaming"),
     "cp_mode": _ULYSSES,
     "freeze_trainable_layers": lacking("model.freeze names what is not trained"),
     "shift_attn": lacking("attention is over the whole document"),
@@ -83,57 +68,67 @@ KEYS: dict[str, Rule] = {
     "ray_num_workers": lacking("verl_ext.fsdp_sft_trainer_ray trains on Ray"),
 }
 
-_SOURCE_FIELDS = {"prompt": "prompt", "response": "response", "messages": "messages", "system": "system"}
-_USUAL = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
-_TAGS = {"role_tag": ("from", "role"), "content_tag": ("value", "content")}
+# {a name in `columns`: (ours, the record's field without it)}
+_COLUMNS = {
+    "prompt": ("instruction", "instruction"),
+    "query": ("input", "input"),
+    "response": ("response", "output"),
+    "messages": ("messages", "conversations"),
+    **{name: (name, name) for name in ("system", "tools", "history")},
+}
+_TAGS = {
+    "role_tag": ("from", "role"),
+    "content_tag": ("value", "content"),
+    "user_tag": ("human", "user"),
+    "assistant_tag": ("gpt", "assistant"),
+    "observation_tag": ("observation", "tool"),
+    "function_tag": ("function_call", "tool_call"),
+    "system_tag": ("system",),
+}
+_PLACES = ("hf_hub_url", "ms_hub_url", "file_name")
 
 
 def read_llamafactory(moved: Moved, folder: Path) -> None:
     """Translate a YAML of version 0; its dataset_info.json stands below `folder`."""
+    if (stage := moved.values.get("stage", "sft")) not in ("sft", "pt"):
+        raise UsageError(f"stage must be sft or pt; got {stage}: preferences and rewards are not trained")
     moved.take(KEYS)
     kind = str(moved.get("finetuning_type", default="lora"))
     _read_data(moved, folder)
     moved.put("data.max_tokens", moved.get("cutoff_len", default=2048))
     moved.put("data.over_length", "truncate")
     moved.differ("cutoff_len cuts inside turns there and leaves later ones out; data.over_length=truncate cuts the end")
-    if is_on(share := moved.get("val_size", default=0)):
-        moved.put_or_lack("val_size", "data.val_share", share, HELD_OUT)
     # What is trained.
     if kind == "lora":
         rank = moved.get("lora_rank", default=8)
-        put_lora(moved, rank, moved.get("lora_alpha", default=int(number(rank, 8) * 2)), moved.get("lora_target"))
+        alpha = moved.get("lora_alpha", default=int(number(rank, 8) * 2))
+        hf_trainer.put_lora(moved, rank, alpha, moved.get("lora_target"))
         if is_on(ratio := moved.get("loraplus_lr_ratio")):
             moved.put("optim.lr_of", {"lora_B": ratio})
-        if is_on(adapter := moved.get("adapter_name_or_path")):
-            moved.put("model.lora_adapter_path", adapter)
-    elif kind != "full":
+    elif moved.words.pop("model.lora_adapter_path", None):
+        moved.lack("adapter_name_or_path", "it is not merged into the model: model.path names one with it")
+    if kind not in ("lora", "full"):
         moved.lack("finetuning_type", "all parameters are trained, or adapters; model.freeze leaves some out")
-    put_split(moved, moved.get("cp_size", default=1))
+    hf_trainer.put_split(moved, moved.get("cp_size", default=1))
     packs = moved.is_on("neat_packing", "packing") or (moved.get("stage") == "pt" and moved.get("packing") is None)
-    rows, steps = (
-        moved.get("per_device_train_batch_size", default=8),
-        moved.get("gradient_accumulation_steps", default=1),
-    )
-    read_batch(moved, rows, steps, packs)
-    read_trainer(moved, TrainerDefaults(5e-5))
-    if moved.is_on("pure_bf16"):
-        moved.put("engine.model_dtype", "bf16")
-    if moved.is_on("disable_gradient_checkpointing"):
-        moved.put("model.enable_gradient_checkpointing", False)
+    rows = moved.get("per_device_train_batch_size", default=8)
+    steps = moved.get("gradient_accumulation_steps", default=1)
+    hf_trainer.read_batch(moved, rows, steps, packs)
+    hf_trainer.read_trainer(moved, hf_trainer.TrainerDefaults(5e-5))
     # What is learnt.
-    if moved.is_on("mask_history"):
-        moved.put("turns", "last")
     if moved.is_on("train_on_prompt"):
         moved.lack("train_on_prompt", "prompts are not learnt; category by category, text records are learnt whole")
+    _differ_by_template(moved)
+    if moved.is_on("packing") and not moved.is_on("neat_packing") and moved.get("stage") != "pt":
+        moved.differ("packing without neat_packing lets documents of a pack attend to each other there; never here")
+
+
+def _differ_by_template(moved: Moved) -> None:
     if moved.is_on("template"):
         moved.differ(
             f"template={moved.get('template')} is LLaMA-Factory's own; here the tokenizer's template renders chats, "
             "and the line end after a turn and an empty thinking block are no targets (empty_reasoning=learn learns it)"
         )
-    if is_on(think := moved.get("enable_thinking")) or think is False:
-        moved.put("apply_chat_template_kwargs.enable_thinking", think)
-    if moved.is_on("packing") and not moved.is_on("neat_packing") and moved.get("stage") != "pt":
-        moved.differ("packing without neat_packing lets documents of a pack attend to each other there; never here")
 
 
 def _read_data(moved: Moved, folder: Path) -> None:
@@ -141,14 +136,14 @@ def _read_data(moved: Moved, folder: Path) -> None:
     info: dict[str, Any] | None = None
     place = str(moved.get("dataset_dir", default="data"))
     for key, node in (("dataset", "data.sources"), ("eval_dataset", "data.val_sources")):
-        names = moved.get(key, default=[])
-        for name in [each.strip() for each in (names.split(",") if isinstance(names, str) else names)]:
+        for name in split_names(moved.get(key)):
             info = info if info is not None else _dataset_info(place, folder)
             if name not in info:
-                raise DataError(f"dataset must be names of {place}/dataset_info.json; got {name}")
-            _put_dataset(moved, node, name, info[name], place)
+                raise DataError(f"{key} must be names of {place}/dataset_info.json; got {name}")
+            _put_dataset(moved, key, node, name, info[name], place)
     if is_on(most := moved.get("max_samples")) and "dataset" in moved.values:
-        moved.put("sample", most)
+        parts = [key.replace("data.sources.", "sample.") for key in moved.words if key.startswith("data.sources.")]
+        moved.words |= {part: min(most, moved.words.get(part, most), key=number) for part in parts}
         moved.differ("max_samples takes the first records of each dataset there; sample draws as many at random")
 
 
@@ -169,44 +164,40 @@ def _dataset_info(place: str, folder: Path) -> dict[str, Any]:
     return info
 
 
-def _put_dataset(moved: Moved, node: str, name: str, entry: dict[str, Any], place: str) -> None:
+def _put_dataset(moved: Moved, key: str, node: str, name: str, entry: dict[str, Any], place: str) -> None:
     """Name one dataset's source, its fields and its part."""
     if entry.get("ranking"):
-        moved.lack("dataset", f"{name} holds preferences")
-    if is_on(entry.get("hf_hub_url")):
-        source = hub(entry["hf_hub_url"], entry.get("subset"), entry.get("split"))
-    elif is_on(entry.get("ms_hub_url")):
-        source = hub(entry["ms_hub_url"], entry.get("subset"), entry.get("split"))
-        moved.differ(f"{name} is of ModelScope; the source names the same data set of the Hub, if it is there")
-    elif is_on(entry.get("file_name")):
-        source = f"{place}/{entry['file_name']}"
-    else:
-        moved.lack("dataset", f"{name} is made by a script or lies in a bucket: its files or a URL are read here")
+        moved.lack(key, f"{name} holds preferences")
+    kind = next((kind for kind in _PLACES if is_on(entry.get(kind))), None)
+    if kind is None:
+        moved.lack(key, f"{name} is made by a script or lies in a bucket: its files or a URL are read here")
         return
-    moved.put(f"{node}.{name_of(name, moved.words)}", source)
-    columns, is_chat = (
-        mapping(f"{name}.columns of dataset_info.json", entry.get("columns")),
-        entry.get("formatting") == "sharegpt",
-    )
-    is_text = moved.get("stage") == "pt"
-    for field, ours in _SOURCE_FIELDS.items():
-        theirs = columns.get(field)
-        if is_text and field == "prompt":
-            ours, theirs = "text", theirs if theirs != "text" else None
-        elif theirs == _USUAL.get(field, field):
-            continue
-        if theirs and not (is_chat and field in ("prompt", "response")):
-            if moved.words.get(f"columns.{ours}", theirs) != theirs:
-                moved.lack("dataset", f"{name}: columns names one field {ours} for all sources")
-            moved.put(f"columns.{ours}", theirs)
-    tags = mapping(f"{name}.tags of dataset_info.json", entry.get("tags"))
-    own = {tag: value for tag, value in tags.items() if tag in _TAGS and value not in _TAGS[tag]}
-    if own:
-        moved.lack("dataset", f"{name}: messages have a role and content by the usual names; got {own}")
-    if any(medium in columns for medium in ("images", "videos", "audios")):
-        moved.lack("dataset", f"{name} has images, videos or audio")
+    if kind == "ms_hub_url":
+        moved.differ(f"{name} is of ModelScope; the source names the same data set of the Hub, if it is there")
+    where = str(entry[kind])
+    if kind == "file_name":
+        category = hf_trainer.put_source(moved, node, name, f"{place}/{where}")
+    else:
+        category = hf_trainer.put_data(moved, key, node, where, entry.get("subset"), entry.get("split"), name)
     if is_on(most := entry.get("num_samples")) and node == "data.sources":
-        moved.put(f"sample.{name_of(name, {})}", most)
+        moved.put(f"sample.{category}", most)
+    # Its fields.
+    columns = mapping(f"{name}.columns of dataset_info.json", entry.get("columns"))
+    tags = mapping(f"{name}.tags of dataset_info.json", entry.get("tags"))
+    is_chat, is_text = entry.get("formatting", "alpaca") != "alpaca", moved.get("stage") == "pt"
+    named = {}
+    for field, (ours, usual) in _COLUMNS.items():
+        if is_text and field == "prompt":
+            named["text"] = columns.get(field)
+        elif columns.get(field) != usual and not (is_chat and field in ("prompt", "query", "response")):
+            named[ours] = columns.get(field)
+    hf_trainer.put_columns(moved, key, name, named)
+    # What no source has.
+    if own := {tag: value for tag, value in tags.items() if value not in _TAGS.get(tag, ())}:
+        moved.lack(key, f"{name}: messages have a role and content by the usual names; got {own}")
+    moved.lack_others(key, f"{name}: no field is read as", columns, _COLUMNS)
+    known = (*_PLACES, "columns", "tags", "formatting", "ranking", "subset", "split")
+    moved.lack_others(key, f"{name}: no source has", entry, (*known, *["num_samples"] * (node == "data.sources")))
 
 
 # --- version 1: other names, and nodes of plugins ---
@@ -220,11 +211,13 @@ V1: dict[str, Rule] = {
     ),
     **rules(
         READ,
-        "model train_dataset eval_dataset micro_batch_size global_batch_size cutoff_len peft_config quant_config "
-        "cp_size learning_rate num_train_epochs max_steps optim_config template "
-        "batching_strategy save_steps save_epochs gradient_accumulation_steps",
+        "train_dataset eval_dataset micro_batch_size global_batch_size cutoff_len peft_config quant_config cp_size "
+        "learning_rate num_train_epochs max_steps optim_config template batching_strategy save_epochs "
+        "gradient_accumulation_steps",
     ),
+    "model": to("model.path"),
     "output_dir": to("trainer.default_local_dir"),
+    "save_steps": to("trainer.save_freq", {"0": None}),
     "max_grad_norm": to("optim.clip_grad"),
     "seed": to("trainer.seed"),
     "logging_steps": to("trainer.log_freq"),
@@ -235,40 +228,38 @@ V1: dict[str, Rule] = {
 }
 
 
+_PEFT = {"adapter_name_or_path": "model.lora_adapter_path"}  # {a key of peft_config: ours}
+
+
 def read_llamafactory_v1(moved: Moved, folder: Path) -> None:
     """Translate a YAML of version 1, whose dataset is a YAML of files."""
     moved.take(V1)
-    moved.put("model.path", moved.get("model"))
     for key, node in (("train_dataset", "data.sources"), ("eval_dataset", "data.val_sources")):
         if is_on(name := moved.get(key)):
-            _put_v1(moved, node, str(name), folder)
+            _put_v1(moved, key, node, str(name), folder)
     moved.put("data.max_tokens", moved.get("cutoff_len", default=2048))
     moved.put("data.over_length", "truncate")
-    peft, quantized = (
-        mapping("peft_config", moved.get("peft_config")),
-        mapping("quant_config", moved.get("quant_config")),
-    )
+    peft = mapping("peft_config", moved.get("peft_config"))
     if peft.get("name") == "lora":
-        put_lora(moved, peft.get("r", 8), peft.get("lora_alpha", 16), peft.get("target_modules", "all"))
+        hf_trainer.put_lora(moved, peft.get("r", 8), peft.get("lora_alpha", 16), peft.get("target_modules"))
+        moved.words |= {ours: peft[theirs] for theirs, ours in _PEFT.items() if is_on(peft.get(theirs))}
+        known = (*_PEFT, "name", "r", "lora_alpha", "target_modules", "export_dir")
+        moved.lack_others("peft_config", "adapters have no", peft, known)
     elif peft:
         moved.lack("peft_config", "adapters are LoRA's; model.freeze names what is not trained")
-    if quantized:
-        moved.lack("quant_config", QUANTIZED.lacks)
-    optimizer = mapping("optim_config", moved.get("optim_config"))
-    if optimizer:
-        moved.lack("optim_config", UNSHARDED.lacks)
-    put_split(moved, moved.get("cp_size", default=1))
+    if mapping("quant_config", moved.get("quant_config")):
+        moved.lack("quant_config", hf_trainer.QUANTIZED.lacks)
+    if mapping("optim_config", moved.get("optim_config")):
+        moved.lack("optim_config", hf_trainer.UNSHARDED.lacks)
+    hf_trainer.put_split(moved, moved.get("cp_size", default=1))
     micro, whole = moved.get("micro_batch_size", default=1), moved.get("global_batch_size")
-    steps = 1 if whole is None else number(whole) // max(number(micro, 1.0) * (moved.ranks or 1), 1)
+    steps = number(moved.get("gradient_accumulation_steps"), 1.0) if whole is None else 0.0
+    steps = steps or number(whole) // max(number(micro, 1.0) * (moved.ranks or 1), 1)
     packs = "packing" in str(moved.get("batching_strategy")) or "dynamic" in str(moved.get("batching_strategy"))
-    read_batch(moved, micro, max(steps, 1), packs)
+    hf_trainer.read_batch(moved, micro, max(steps, 1), packs)
     moved.put("optim.lr", moved.get("learning_rate", default=1e-4))
-    if is_on(steps := moved.get("max_steps")):
-        moved.put("trainer.total_training_steps", steps)
-    elif is_on(epochs := moved.get("num_train_epochs")):
-        moved.put("trainer.total_epochs", epochs)
-    if is_on(steps := moved.get("save_steps")):
-        moved.put("trainer.save_freq", steps)
+    hf_trainer.read_length(moved, 3)
+    _differ_by_template(moved)
     if is_on(epochs := moved.get("save_epochs")):
         if number(epochs) == 1:
             moved.put("trainer.save_freq", "after_each_epoch")
@@ -276,15 +267,22 @@ def read_llamafactory_v1(moved: Moved, folder: Path) -> None:
             moved.lack("save_epochs", "trainer.save_freq counts steps, or is after_each_epoch")
 
 
-def _put_v1(moved: Moved, node: str, name: str, folder: Path) -> None:
+def _put_v1(moved: Moved, key: str, node: str, name: str, folder: Path) -> None:
     path = next((root / name for root in (Path(), folder, *folder.parents) if (root / name).is_file()), None)
     if path is None or not name.endswith((".yaml", ".yml")):
-        moved.put(f"{node}.{name_of(name, moved.words)}", name if hf_trainer.is_file(name) else hub(name))
+        hf_trainer.put_data(moved, key, node, name)
         return
     for each, entry in read_yaml(path).items():
         entry = mapping(f"{each} of {path}", entry)
         where = str(entry.get("path", each))
         is_hub = "hub" in str(entry.get("source"))
-        moved.put(f"{node}.{name_of(each, moved.words)}", hub(where, None, entry.get("split")) if is_hub else where)
+        if is_hub:
+            category = hf_trainer.put_data(moved, key, node, where, None, entry.get("split"), each)
+        else:
+            category = hf_trainer.put_source(moved, node, each, where)
         if is_on(most := entry.get("size")) and node == "data.sources":
-            moved.put(f"sample.{name_of(each, {})}", most)
+            moved.put(f"sample.{category}", most)
+        known = ("path", "source", "split", "converter", *["size"] * (node == "data.sources"))
+        moved.lack_others(key, f"{each}: no source has", entry, known)
+        if (form := entry.get("converter")) not in (None, "alpaca"):
+            moved.lack(key, f"{each}: a record's fields say what it is, no converter; got {form}")

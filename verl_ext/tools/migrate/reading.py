@@ -15,8 +15,8 @@ WORD = re.compile(
     r"""(?:\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|`[^`]*`|[^\s'"\\`]|\\.|'[^']*'|"(?:\\.|[^"\\])*")+""", re.DOTALL
 )
 END = re.compile(r"[|;]|&&|&|\|\||\d*[<>].*", re.DOTALL)  # the first word that is not an argument of the command
-_RANKS = re.compile(r"(?:--nproc[_-]per[_-]node|--num[_-]processes)(?:=(\d+))?")
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_RANKS = re.compile(r"(?:--nproc[_-]per[_-]node|--num[_-]processes)(?:=(.+))?")
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _WORDS = {"true": True, "false": False, "null": None, "none": None, "True": True, "False": False, "None": None}
 
 
@@ -125,7 +125,7 @@ def typed(text: str) -> Any:
         return _WORDS[text]
     if re.fullmatch(r"[+-]?\d+", text):
         return int(text)
-    if _NUMBER.fullmatch(text):
+    if NUMBER.fullmatch(text):
         return text if re.search(r"[eE]", text) else float(text)
     if text[:1] in "{[":
         try:
@@ -135,12 +135,11 @@ def typed(text: str) -> Any:
     return text
 
 
-def ranks_of(words: Sequence[str]) -> int | None:
-    """Return the number of ranks that a command's words name."""
+def ranks_of(words: Sequence[str]) -> str | None:
+    """Return the number of ranks that a command's words name, as it is written."""
     for number, word in enumerate(words):
-        if match := re.fullmatch(r"NPROC_PER_NODE=(\d+)", word):
-            return int(match[1])
+        if match := re.fullmatch(r"NPROC_PER_NODE=(.+)", word):
+            return match[1]
         if match := _RANKS.fullmatch(word):
-            value = match[1] or (words[number + 1] if number + 1 < len(words) else "")
-            return int(value) if value.isdigit() else None
+            return match[1] or next(iter(words[number + 1 : number + 2]), None)
     return None

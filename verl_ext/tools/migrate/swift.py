@@ -5,22 +5,7 @@ from pathlib import Path
 
 from verl_ext.options import UsageError
 from verl_ext.tools.migrate import hf_trainer
-from verl_ext.tools.migrate.hf_trainer import (
-    HELD_OUT,
-    IMAGES,
-    QUANTIZED,
-    TOKENS,
-    UNSHARDED,
-    TrainerDefaults,
-    hub,
-    is_file,
-    name_of,
-    put_lora,
-    put_split,
-    read_batch,
-    read_trainer,
-)
-from verl_ext.tools.migrate.line import FREE, READ, Moved, Rule, is_on, lacking, rules, to
+from verl_ext.tools.migrate.line import FREE, READ, Moved, Rule, is_on, lacking, listed, mapping, rules, to
 
 NAME = "ms-swift"
 _CLASSIFIES = lacking("language models are trained, no classifier, embedding or reranker")
@@ -30,36 +15,34 @@ KEYS: dict[str, Rule] = {
     "model": to("model.path"),
     **rules(
         READ,
-        "dataset val_dataset cached_dataset cached_val_dataset split_dataset_ratio tuner_type train_type lora_rank "
-        "lora_alpha target_modules packing max_length packing_length truncation_strategy loss_scale "
-        "sequence_parallel_size template agent_template use_hf use_chat_template task_type adapters "
-        "early_stop_interval",
+        "dataset val_dataset cached_dataset cached_val_dataset tuner_type train_type lora_rank lora_alpha "
+        "target_modules packing max_length packing_length truncation_strategy loss_scale sequence_parallel_size "
+        "template agent_template use_hf use_chat_template task_type adapters early_stop_interval columns max_epochs "
+        "dataset_shuffle train_dataloader_shuffle",
     ),
     **rules(
         FREE,
         "padding_free streaming enable_channel_loss torch_dtype load_from_cache_file model_author model_name "
-        "freeze_vit freeze_aligner attn_impl lazy_tokenize "
-        "create_checkpoint_symlink max_model_len use_logits_to_keep packing_num_proc shuffle_buffer_size model_type "
-        "vit_gradient_checkpointing ddp_timeout acc_strategy add_version check_model dataset_shuffle "
-        "train_dataloader_shuffle strict device_map max_new_tokens temperature top_p remove_unused_columns "
-        "bnb_4bit_quant_type bnb_4bit_use_double_quant bnb_4bit_quant_storage "
-        "",
+        "freeze_vit freeze_aligner attn_impl lazy_tokenize create_checkpoint_symlink max_model_len use_logits_to_keep "
+        "packing_num_proc shuffle_buffer_size model_type vit_gradient_checkpointing acc_strategy add_version "
+        "check_model strict device_map max_new_tokens temperature top_p bnb_4bit_quant_type bnb_4bit_use_double_quant "
+        "bnb_4bit_quant_storage",
     ),
     "dataset_num_proc": to("num_workers"),
+    "split_dataset_ratio": hf_trainer.HELD_OUT,
     "experts_impl": to("model.experts"),
-    "freeze_parameters": to("model.freeze"),
-    "new_special_tokens": to("model.new_tokens", lacks=TOKENS),
+    "freeze_parameters": to("model.freeze", is_names=True),
+    "new_special_tokens": hf_trainer.TOKENS,
     "rope_scaling": lacking("model.override_config={rope_parameters: {…}} has the factor, as in config.json"),
-    "columns": to("columns"),
-    **rules(QUANTIZED, "quant_bits quant_method bnb_4bit_compute_dtype"),
+    **rules(hf_trainer.QUANTIZED, "quant_bits quant_method bnb_4bit_compute_dtype"),
     **rules(_CLASSIFIES, "num_labels problem_type"),
     **rules(
-        UNSHARDED,
+        hf_trainer.UNSHARDED,
         "use_galore galore_quantization galore_optim_per_parameter galore_rank optimizer lisa_activated_layers",
     ),
     **rules(lacking("towers are frozen: a text does not reach them"), "vit_lr aligner_lr"),
     "freeze_llm": lacking("the text model is what is trained"),
-    **rules(IMAGES, "max_pixels video_max_pixels fps_max_frames"),
+    **rules(hf_trainer.IMAGES, "max_pixels video_max_pixels fps_max_frames"),
     **rules(
         lacking("adapters are LoRA's"),
         "init_weights lora_ga_batch_size lora_ga_iters lora_ga_max_length lora_ga_direction lora_ga_scale "
@@ -76,12 +59,11 @@ KEYS: dict[str, Rule] = {
         lacking("trainer.hooks, loss.custom_cls and data.custom_cls take Python"),
         "external_plugins custom_register_path",
     ),
-    "max_epochs": to("trainer.total_epochs"),
     **rules(
         lacking("`verl-ext judge` measures an exported model"),
         "eval_use_evalscope eval_dataset eval_dataset_args eval_limit",
     ),
-    "quantization_bit": QUANTIZED,
+    "quantization_bit": hf_trainer.QUANTIZED,
 }
 
 
@@ -102,25 +84,27 @@ def read_swift(moved: Moved, folder: Path) -> None:
         moved.lack("truncation_strategy", "data.over_length=truncate cuts the end of a document")
     if cut == "delete":
         moved.differ("longer records are left out there: data.over_length=drop counts them in the report")
-    if is_on(share := moved.get("split_dataset_ratio", default=0)) and not moved.is_on("val_dataset"):
-        moved.put_or_lack("split_dataset_ratio", "data.val_share", share, HELD_OUT)
     # What is trained.
     if kind in ("lora", "lora_llm"):
         rank, alpha = moved.get("lora_rank", default=8), moved.get("lora_alpha", default=32)
-        put_lora(moved, rank, alpha, moved.get("target_modules", default="all-linear"), 0.05)
+        hf_trainer.put_lora(moved, rank, alpha, moved.get("target_modules"), 0.05)
     elif kind != "full":
         moved.lack("tuner_type" if "tuner_type" in moved.values else "train_type", "adapters are LoRA's")
-    if is_on(adapters := moved.get("adapters")):
-        moved.put("model.lora_adapter_path", adapters[0] if isinstance(adapters, list) else adapters)
-    put_split(moved, moved.get("sequence_parallel_size", default=1))
+    if adapters := listed(moved.get("adapters")):
+        moved.put("model.lora_adapter_path", adapters[0])
+        if len(adapters) > 1:
+            moved.lack("adapters", "model.lora_adapter_path names one")
+    hf_trainer.put_split(moved, moved.get("sequence_parallel_size", default=1))
     per_device = moved.get("per_device_train_batch_size", default=1)
     steps = moved.get("gradient_accumulation_steps")
     if steps is None or "expr" in str(steps):
         whole = re.search(r"expr\s+(\d+)", str(steps))  # $(expr 16 / $nproc_per_node): so many over all ranks
         steps = max(int(whole[1] if whole else 16) // (moved.ranks or 1), 1)
-    read_batch(moved, per_device, steps, moved.is_on("packing"))
+    hf_trainer.read_batch(moved, per_device, steps, moved.is_on("packing"))
     rate = 1e-5 if kind == "full" else 1e-4
-    read_trainer(moved, TrainerDefaults(rate, "cosine", decay=0.1, beta2=0.95, validates=True))
+    hf_trainer.read_trainer(
+        moved, hf_trainer.TrainerDefaults(rate, "cosine", decay=0.1, beta2=0.95, validates=True, idles=True)
+    )
     # What is learnt.
     scale = str(moved.get("loss_scale", default="default"))
     if "last_round" in scale:
@@ -136,31 +120,39 @@ def read_swift(moved: Moved, folder: Path) -> None:
         moved.differ(
             f"agent_template={moved.get('agent_template')}: the chat template of the tokenizer prints tools here"
         )
-    if is_on(wait := moved.get("early_stop_interval")):
-        if "checkpoint.keep_best" in moved.words or any(key.startswith(("data.val", "val_")) for key in moved.words):
-            moved.put("trainer.early_stop.metric", "val/loss")
-            moved.put("trainer.early_stop.patience", wait)
-        else:
-            moved.lack("early_stop_interval", "there is no validation data to measure")
+    if is_on(wait := moved.get("early_stop_interval")) and moved.validates:
+        moved.put("trainer.early_stop.metric", "val/loss")
+        moved.put("trainer.early_stop.patience", wait)
+    elif is_on(wait):
+        moved.lack("early_stop_interval", hf_trainer.NO_VALIDATION)
 
 
 def _read_data(moved: Moved) -> None:
     """Translate ID[:subset][#number], files, and folders of tokens that ms-swift made."""
     is_of_hub = moved.is_on("use_hf")
     for key, node in (("dataset", "data.sources"), ("val_dataset", "data.val_sources")):
-        given = moved.get(key, default=[])
-        for each in given if isinstance(given, list) else [given]:
+        for each in listed(moved.get(key)):
             source, _, part = str(each).partition("#")
             path = re.sub(r"^(hf|HF|ms|MS)::", "", source)
-            name, *subset = path.split(":")
+            is_file = hf_trainer.is_file(path) or "://" in path
+            name, *subset = [path] if is_file else path.split(":")
             if "self-cognition" in name:
                 moved.differ(f"{name} has {{{{NAME}}}} and {{{{AUTHOR}}}} in its texts, which ms-swift fills in")
-            where = name_of(name, moved.words)
-            moved.put(f"{node}.{where}", path if is_file(path) else hub(name, *subset[:1]))
-            if not is_file(path) and not is_of_hub and not source.lower().startswith("hf::"):
+            category = hf_trainer.put_source(moved, node, name, path if is_file else hf_trainer.hub(name, *subset[:1]))
+            if not is_file and not is_of_hub and not source.lower().startswith("hf::"):
                 moved.differ(f"{name} is of ModelScope; the source names the same data set of the Hub, if it is there")
             if part and node == "data.sources":
-                moved.put(f"sample.{where}", part)
+                moved.put(f"sample.{category}", part)
+            elif part:
+                moved.lack(key, f"{name}: sample draws a part of a source")
+    if is_on(columns := mapping("columns", moved.get("columns"))):
+        moved.put("columns", {ours: theirs for theirs, ours in columns.items()})
+    # There records are shuffled once, and again in each epoch.
+    if moved.get("train_dataloader_shuffle") is False and moved.get("dataset_shuffle") is False:
+        moved.put("data.shuffle", False)
+        moved.put("data.balance", "none")
+    elif moved.get("train_dataloader_shuffle") is False:
+        moved.differ("train_dataloader_shuffle=false: one order serves all epochs there; here each draws its own")
     for key in ("cached_dataset", "cached_val_dataset"):
         if moved.is_on(key):
             moved.lack(key, "tokens that ms-swift wrote are not read: give the raw files")

@@ -3,18 +3,7 @@
 from pathlib import Path
 
 from verl_ext.tools.migrate import hf_trainer
-from verl_ext.tools.migrate.hf_trainer import (
-    QUANTIZED,
-    TrainerDefaults,
-    hub,
-    is_file,
-    name_of,
-    put_lora,
-    put_split,
-    read_batch,
-    read_trainer,
-)
-from verl_ext.tools.migrate.line import FREE, READ, Moved, Rule, lacking, rules, to
+from verl_ext.tools.migrate.line import FREE, READ, Moved, Rule, lacking, listed, mapping, number, rules, to
 
 NAME = "TRL"
 
@@ -23,27 +12,27 @@ KEYS: dict[str, Rule] = {
     "model_name_or_path": to("model.path"),
     **rules(
         READ,
-        "dataset_name dataset_config dataset_train_split dataset_test_split dataset_text_field datasets max_length "
-        "max_seq_length packing packing_strategy assistant_only_loss completion_only_loss use_peft "
-        "lora_r lora_alpha lora_target_modules parallelism_config",
+        "dataset_name dataset_config dataset_train_split dataset_test_split datasets max_length max_seq_length "
+        "packing packing_strategy assistant_only_loss completion_only_loss use_peft lora_r lora_alpha "
+        "lora_target_modules parallelism_config",
     ),
     **rules(
         FREE,
-        "torch_dtype dtype attn_implementation pad_to_multiple_of pad_token "
-        "streaming test_split_size env use_cache loss_chunk_size lora_task_type "
-        "bnb_4bit_quant_type use_bnb_nested_quant dataset_streaming ignore_bias_buffers trackio_space_id "
-        "eval_packing",
+        "torch_dtype dtype attn_implementation pad_to_multiple_of pad_token streaming env use_cache loss_chunk_size "
+        "lora_task_type bnb_4bit_quant_type use_bnb_nested_quant dataset_streaming ignore_bias_buffers "
+        "trackio_space_id eval_packing padding_free shuffle_dataset",
     ),
     "model_revision": lacking("a Hub model is its newest: download the revision and name its folder", "main"),
     "dataset_num_proc": to("num_workers"),
+    "test_split_size": hf_trainer.HELD_OUT,
+    "dataset_text_field": to("columns.text", {"text": None}),
     "chat_template_path": to("chat_template"),
     "eos_token": to("end_of_turn"),
     "activation_offloading": to("model.activation_offload"),
     "truncation_mode": lacking("data.over_length=truncate cuts the end of a document", "keep_start"),
     "dataset_kwargs": lacking("`tokenize` reads raw records"),
     "model_init_kwargs": lacking("model.override_config has keys of config.json"),
-    **rules(FREE, "padding_free shuffle_dataset"),
-    **rules(QUANTIZED, "load_in_4bit load_in_8bit"),
+    **rules(hf_trainer.QUANTIZED, "load_in_4bit load_in_8bit"),
     "loss_type": lacking("a loss of the prediction; loss.custom_cls has coefficients by token", "nll", "chunked_nll"),
 }
 
@@ -62,16 +51,16 @@ def read_trl(moved: Moved, folder: Path) -> None:
     # What is trained.
     if moved.is_on("use_peft"):
         rank, alpha = moved.get("lora_r", default=16), moved.get("lora_alpha", default=32)
-        put_lora(moved, rank, alpha, moved.get("lora_target_modules", default="all-linear"), 0.05)
-    parallel = moved.get("parallelism_config", default={})
-    if isinstance(parallel, dict):
-        put_split(moved, parallel.get("sp_size", parallel.get("cp_size", 1)))
-    rows, steps = (
-        moved.get("per_device_train_batch_size", default=8),
-        moved.get("gradient_accumulation_steps", default=1),
-    )
-    read_batch(moved, rows, steps, packs)
-    read_trainer(moved, TrainerDefaults(2e-5))
+        hf_trainer.put_lora(moved, rank, alpha, moved.get("lora_target_modules"), 0.05)
+    parallel = mapping("parallelism_config", moved.get("parallelism_config"))
+    hf_trainer.put_split(moved, max((parallel.get(name, 1) for name in ("sp_size", "cp_size")), key=number))
+    known = ("sp_size", "cp_size", "dp_shard_size")
+    if other := [name for name, value in parallel.items() if name not in known and number(value) > 1]:
+        moved.lack("parallelism_config", f"ranks share parameters and packs; got {', '.join(other)}")
+    rows = moved.get("per_device_train_batch_size", default=8)
+    steps = moved.get("gradient_accumulation_steps", default=1)
+    hf_trainer.read_batch(moved, rows, steps, packs)
+    hf_trainer.read_trainer(moved, hf_trainer.TrainerDefaults(2e-5, logs=10))
     # What is learnt.
     if not moved.is_on("assistant_only_loss"):
         moved.differ(
@@ -85,15 +74,13 @@ def read_trl(moved: Moved, folder: Path) -> None:
 def _read_data(moved: Moved) -> None:
     """Translate the data set's name, configuration and splits."""
     if name := str(moved.get("dataset_name", default="")):
-        subset, split = moved.get("dataset_config"), moved.get("dataset_train_split", default="train")
-        where = name_of(name, moved.words)
-        moved.put(f"data.sources.{where}", name if is_file(name) else hub(name, subset, split))
-        validates = str(moved.get("eval_strategy", default="no")) != "no"
-        if validates and not is_file(name):
-            moved.put(f"data.val_sources.{where}", hub(name, subset, moved.get("dataset_test_split", default="test")))
-    for entry in moved.get("datasets", default=[]):
-        if isinstance(entry, dict) and (path := str(entry.get("path") or "")):
-            source = path if is_file(path) else hub(path, entry.get("name"), entry.get("split"))
-            moved.put(f"data.sources.{name_of(path, moved.words)}", source)
-    if (field := moved.get("dataset_text_field")) not in (None, "text"):
-        moved.put("columns.text", field)
+        subset = moved.get("dataset_config")
+        hf_trainer.put_data(moved, "dataset_name", "data.sources", name, subset, moved.get("dataset_train_split"))
+        if moved.is_on("eval_strategy", "evaluation_strategy") and not hf_trainer.is_file(name):
+            split = moved.get("dataset_test_split", default="test")
+            hf_trainer.put_data(moved, "dataset_name", "data.val_sources", name, subset, split)
+    for entry in listed(moved.get("datasets")):
+        fields = entry if isinstance(entry, dict) else {"path": entry}
+        path = str(fields.get("path", ""))
+        hf_trainer.put_data(moved, "datasets", "data.sources", path, fields.get("name"), fields.get("split"))
+        moved.lack_others("datasets", f"{path}: no source has", fields, ("path", "name", "split"))

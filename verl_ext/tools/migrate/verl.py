@@ -16,10 +16,9 @@ from itertools import takewhile
 from verl_ext.config.translation import translate
 from verl_ext.options import UsageError
 from verl_ext.overrides import Item
-from verl_ext.tools.migrate.reading import END, WORD, unquoted
+from verl_ext.tools.migrate.reading import END, WORD, ranks_of, unquoted
 
 _TRAINER = re.compile(r"verl\.trainer\.(?:fsdp_sft_trainer|sft_trainer|sft_trainer_ray)|(?:\S*/)?fsdp_sft_trainer\.py")
-_RANKS = re.compile(r"--nproc[_-]per[_-]node=(.+)")
 _OVERRIDE = re.compile(r"([+~]*)([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 
 
@@ -79,7 +78,7 @@ def _start(words: Sequence[str], start: int, tokenizes: bool) -> str:
     """Return the new command's first line: `verl-ext train` for raw files."""
     if tokenizes:
         before = list(takewhile(lambda word: re.fullmatch(r"\w+=.*", word, re.DOTALL), words))
-        number = next((found[1] for word in words[:start] if (found := _RANKS.fullmatch(word))), None)
+        number = ranks_of(words[len(before) : start])
         return " ".join([*before, "verl-ext train", *([] if number is None else [f"nproc={number}"])])
     module = "verl_ext.fsdp_sft_trainer" + "_ray" * unquoted(words[start]).endswith("_ray")
     return " ".join([*words[:start], *([] if words[:start][-1:] == ["-m"] else ["-m"]), module])

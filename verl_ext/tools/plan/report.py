@@ -204,7 +204,7 @@ def other_steps(run: Run) -> list[list[StepBatch]]:
 
 def _micro_batch(run: Run, packs: np.ndarray) -> StepBatch:
     dataset = run.train_set
-    return run.collator(dataset)([dataset[int(index)] for index in packs])
+    return run.objective.collator(dataset)([dataset[int(index)] for index in packs])
 
 
 def _is_target(batch: StepBatch) -> torch.Tensor:

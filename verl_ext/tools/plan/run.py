@@ -256,13 +256,16 @@ def fill_optimizer(engine: Any, tracker: MemoryTracker) -> None:
 def take_step(engine: Any, job: Job, step: Sequence[Any], tracker: MemoryTracker) -> None:
     """Take a step as the trainer does, with memory by :data:`KINDS`."""
     from verl_ext.losses import LossOptions
-    from verl_ext.trainer.batch import StepLoss
+    from verl_ext.trainer.objective import objective_of
 
-    flags = LossOptions.read(job.values["loss"]).head_flags
+    options = LossOptions.read(job.values["loss"])
+    objective = objective_of(options)
+    loss = objective.loss([1.0] * objective.terms, engine.get_data_parallel_size())
+    flags = options.head_flags | loss.flags
     micro_batches = [micro for batch in step for micro in batch.micro_batches(len(batch.pack_lengths), **flags)]
     with _kinds(engine, tracker), engine.train_mode():
         engine.optimizer_zero_grad()
-        engine.accumulate(micro_batches, StepLoss(1.0, engine.get_data_parallel_size(), None))
+        engine.accumulate(micro_batches, loss)
         with tracker.allocating(OPTIMIZER):
             engine.optimizer_step()
 

@@ -152,7 +152,7 @@ async def _ask(item: SourceItem, client: Client, own: PromptTexts, settings: Set
     )
     if left_out is not None:
         return left_out
-    facts = {"task": task, "spans": [list(span) for span in characters]}
+    facts = {"task": task, "spans": [[0, len(item.text)]], "stretches": [list(span) for span in characters]}
     content = f"{item.text}\n\n{question}"
     return question_and_answer(item, f"glm_long_{way}", content, reply, own, [answer, *verdicts], facts)
 

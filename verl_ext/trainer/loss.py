@@ -1,0 +1,82 @@
+"""The loss of a step by micro-batches.
+
+verl's engine calls the loss function ``fn(model_output, data, dp_group)`` for every micro-batch.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from verl_ext.losses import TOKEN_STATS
+from verl_ext.metrics import StepSums
+from verl_ext.trainer.hang import watch
+
+
+class StepLoss:
+    """The loss of a step, Σ a_t·ℓ_t / Z, by micro-batches.
+
+    The engine averages gradients over data-parallel ranks, so each share is multiplied by their number; verl's gather
+    over sequence-parallel ranks already balances its own group. Nothing here waits for the device.
+
+    Args:
+        normaliser: Z of the global step, above 0.
+        data_parallel_size: the number of ranks whose shares add up to the loss.
+        sums: collects the weighted and category losses; None for steps that are not logged.
+        kept: receives each micro-batch's ℓ_t, float32[T] on the device; None: ℓ_t is not kept.
+    """
+
+    def __init__(
+        self,
+        normaliser: float,
+        data_parallel_size: int,
+        sums: StepSums | None,
+        kept: list[torch.Tensor] | None = None,
+    ) -> None:
+        assert normaliser > 0, "a step without a weighted target is skipped, not divided by 0"
+        self.scale = data_parallel_size / normaliser
+        self.sums, self.kept = sums, kept
+
+    def __call__(
+        self, model_output: dict[str, torch.Tensor], data: TensorDict, dp_group: object = None
+    ) -> tuple[torch.Tensor, dict]:
+        """Return the micro-batch's share of the loss, a scalar, and empty metrics.
+
+        The gradient of a non-finite share is NaN, so the gradient norm, which all ranks share, makes every rank skip
+        the step, even if only the loss is infinite.
+        """
+        watch.mark()
+        nll = -model_output["log_probs"].values()  # float32[T]
+        if "loss_terms" in model_output:  # from a fused head
+            terms = model_output["loss_terms"].values()
+        else:  # the infinite nll of a token that is not a target must not become NaN by a product with 0
+            coefficients = self.coefficients(data, nll.detach())
+            terms = torch.where(coefficients != 0, coefficients * nll, torch.zeros_like(nll))
+        if self.kept is not None:
+            self.kept.append(nll.detach())
+        if self.sums is not None:
+            stats = [model_output[name].values() for name in TOKEN_STATS if name in model_output]
+            self.add_up(self.sums, data, terms.detach(), nll.detach(), stats)
+        share = terms.sum() * self.scale
+        return share * torch.where(share.detach().isfinite(), 1.0, torch.nan), {}
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """What a micro-batch carries for the engine."""
+        return {}
+
+    def coefficients(self, data: TensorDict, nll: torch.Tensor) -> torch.Tensor:
+        """Return a_t, float32[T], for the token that position t predicts; nll float32[T]."""
+        return data["loss_coefficients"].values()
+
+    def add_up(
+        self, sums: StepSums, data: TensorDict, terms: torch.Tensor, nll: torch.Tensor, stats: Sequence[torch.Tensor]
+    ) -> None:
+        """Add a micro-batch to the sums of the step; terms, nll and the stats are float32[T]."""
+        sums.weighted_loss.add_(terms.double().sum())
+        category, columns = data["category_index"].values(), [nll, *stats]
+        if "target_rows" in data:  # a row may be a target of several documents
+            category = data["target_category"].values()
+            columns = [column[data["target_rows"].values()] for column in columns]
+        sums.add_targets(category, *columns)

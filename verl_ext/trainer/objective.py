@@ -1,0 +1,112 @@
+"""What a run minimizes: how its steps are collated, added up and divided."""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from verl_ext.data import CategoryTable, PackDataset
+from verl_ext.losses import LossOptions, LossSpec, PreferenceOptions, kto_baseline
+from verl_ext.metrics import PreferenceSums, StepSums
+from verl_ext.trainer.batch import StepBatch, StepCollator
+from verl_ext.trainer.loss import StepLoss
+from verl_ext.trainer.preference import PreferenceBatch, PreferenceCollator, PreferenceLoss, mismatched_sums
+
+if TYPE_CHECKING:
+    from verl_ext.engines.step import StepEngine
+    from verl_ext.trainer.loader import DataParallelRank
+
+
+class Objective:
+    """A mean of token losses.
+
+    terms: the number of its normalisers. has_dropout: whether it keeps the model's dropout.
+    """
+
+    terms: ClassVar[int] = 1
+    has_dropout: ClassVar[bool] = True
+
+    def __init__(self, options: LossOptions) -> None:
+        self.options = options
+
+    def collator(self, dataset: PackDataset, idle_tokens: int = 1) -> StepCollator:
+        """Return the collator of a dataset's packs; an idle rank runs `idle_tokens`."""
+        return StepCollator(*self._of_dataset(dataset, idle_tokens))
+
+    def _of_dataset(self, dataset: PackDataset, idle_tokens: int) -> tuple[LossSpec, CategoryTable, int, bool, bool]:
+        facts, categories = dataset.facts(), dataset.categories
+        spec = self.options.spec(categories.names)
+        return spec, categories, idle_tokens, facts.last_is_label, facts.shared is not None
+
+    def sums(self, categories: int, device: torch.device | str) -> StepSums:
+        """Return sums that are all zero."""
+        return StepSums.zeros(categories, device)
+
+    def loss(
+        self,
+        normalisers: Sequence[float],
+        data_parallel_size: int,
+        sums: StepSums | None = None,
+        kept: list[torch.Tensor] | None = None,
+    ) -> StepLoss:
+        """Return the loss of a step with these normalisers."""
+        return StepLoss(normalisers[0], data_parallel_size, sums, kept)
+
+    def measure(self, batches: Iterable[StepBatch], engine: "StepEngine", rank: "DataParallelRank", size: int) -> None:
+        """Measure what the loss of the whole of these batches depends on; collective.
+
+        size: the packs of a micro-batch.
+        """
+
+    def loss_of_parts(self, sums: StepSums | None = None) -> StepLoss:
+        """Return the loss of a part of a whole that only its sums will divide."""
+        return self.loss([1.0] * self.terms, 1, sums)
+
+
+class PreferenceObjective(Objective):
+    """A loss of preferences, with likelihoods beside it."""
+
+    terms, has_dropout = 3, False
+    _baseline: torch.Tensor | float = 0.0
+    options: PreferenceOptions
+
+    def collator(self, dataset: PackDataset, idle_tokens: int = 1) -> StepCollator:
+        """Return the collator of a dataset's packs of units."""
+        return PreferenceCollator(*self._of_dataset(dataset, idle_tokens), options=self.options)
+
+    def sums(self, categories: int, device: torch.device | str) -> PreferenceSums:
+        """Return sums that are all zero."""
+        sums = PreferenceSums.zeros(categories, device)
+        sums.weights = self.options.likelihood_weight, self.options.sft_weight
+        sums.has_reference = self.options.of_mode.has_reference
+        return sums
+
+    def measure(self, batches: Iterable[StepBatch], engine: "StepEngine", rank: "DataParallelRank", size: int) -> None:
+        """Measure the baseline of kto, the mean log-ratio of mismatched answers, at least 0."""
+        if self.options.formula is not None:
+            return
+        parts = []
+        for batch in batches:
+            assert isinstance(batch, PreferenceBatch)
+            x = torch.cat(mismatched_sums(batch, engine, rank, self.options, size))
+            parts.append(torch.stack([x.sum() - batch.mismatched_reference, x.new_tensor(float(len(x)))]))
+        total = torch.stack(parts).sum(0)
+        rank.all_reduce(total)
+        self._baseline = kto_baseline(total[0], total[1], self.options.scale)
+
+    def loss(
+        self,
+        normalisers: Sequence[float],
+        data_parallel_size: int,
+        sums: StepSums | None = None,
+        kept: list[torch.Tensor] | None = None,
+    ) -> PreferenceLoss:
+        """Return the loss of a step with these normalisers."""
+        assert sums is None or isinstance(sums, PreferenceSums)
+        of_step = normalisers, data_parallel_size, sums, kept
+        return PreferenceLoss(*of_step, options=self.options, baseline=self._baseline)
+
+
+def objective_of(options: LossOptions) -> Objective:
+    """Return the objective that `loss` names."""
+    return PreferenceObjective(options) if isinstance(options, PreferenceOptions) else Objective(options)

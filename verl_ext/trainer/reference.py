@@ -1,0 +1,207 @@
+"""The reference of a loss of preferences: one sum of log-probabilities an answer, computed once.
+
+    weights of the reference ──► forward over the run's packs ──► Σ s_t·log π of each row, float64[N]
+                                                                  in the cache of `datasets`, and below the run's folder
+
+The reference is the model that the run begins with, unless `reference.path` names another. The packs are those of the
+run, so that at step 1 of a new run every reward is 0 to the bit; a check ends the run where one is not near 0. Without
+these sums, a second model would take memory, or a second forward pass time, in every step.
+"""
+
+import gc
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from verl_ext.cache import Arrays, fingerprint
+from verl_ext.checkpoint.identity import model_shape
+from verl_ext.checkpoint.layout import REFERENCE
+from verl_ext.data.files_in_use import DataFiles
+from verl_ext.data.preference import PreferenceDataSet
+from verl_ext.data.ranks import arrays_of_ranks
+from verl_ext.engines.step import StepEngine
+from verl_ext.environment import folder_digest, versions
+from verl_ext.losses import PreferenceOptions
+from verl_ext.progress import terminal_bar
+from verl_ext.trainer.batch import StepBatch
+from verl_ext.trainer.distributed import RunFailed, RunRanks
+from verl_ext.trainer.loader import DataParallelRank
+from verl_ext.trainer.loss import StepLoss
+from verl_ext.trainer.preference import PreferenceBatch, PreferenceLoss, mismatched_sums
+from verl_ext.trainer.run import Run
+from verl_ext.trainer.step_plan import StepPlan
+
+FORMAT = 1  # of cached sums; raise it when their meaning changes
+
+
+@dataclass(frozen=True)
+class ScoredSet:
+    """A dataset whose answers need sums of the reference, and the packs that the run reads."""
+
+    name: str
+    dataset: PreferenceDataSet
+    plan: StepPlan
+    steps: int
+
+    @property
+    def rows(self) -> NDArray[np.int64]:
+        """The rows that the run reads, ascending."""
+        packs = np.unique(np.concatenate([self.plan.packs(step) for step in range(self.steps)]))
+        return np.unique(np.concatenate([self.dataset.rows_of(pack) for pack in packs.tolist()]))
+
+
+def scored_sets(run: Run) -> list[ScoredSet]:
+    """Return the sets of a run with a reference; none without one."""
+    options, found = run.config.loss, []
+    if not isinstance(options, PreferenceOptions) or not options.of_mode.has_reference:
+        return []
+    if not run.config.trainer.eval_only:
+        plan = replace(run.plan, drop_last=False)  # an epoch reads what another leaves out
+        steps = min(run.total_steps, run.plan.steps_per_epoch)
+        if steps == run.plan.steps_per_epoch:
+            steps = plan.steps_per_epoch
+        assert isinstance(run.train_set, PreferenceDataSet)
+        found.append(ScoredSet("train", run.train_set, plan, steps))
+    if (validation := run.validation) is not None:
+        assert isinstance(validation.dataset, PreferenceDataSet)
+        plan = validation.plan
+        found.append(ScoredSet("val", validation.dataset, plan, plan.steps_per_epoch))
+    return found
+
+
+def add_reference(run: Run, policy: StepEngine, build: Callable[[Mapping[str, Any]], Any]) -> None:
+    """Give the run's datasets the sums of the reference; collective, before a checkpoint is loaded.
+
+    policy: the engine with the weights that the run begins with. build: makes verl's worker of other values of the
+    config, for `reference.path`; it is freed again, before the optimizer has a state.
+    """
+    ranks, engine = RunRanks(), policy
+    path = run.config.reference.path
+    for each in scored_sets(run):
+
+        def score(each: ScoredSet = each) -> Arrays:
+            nonlocal engine
+            if path is not None and engine is policy:
+                engine = build(_values_of_reference(run, path))
+            sums, of_packs = _scored(run, engine, each)
+            return {"sums": sums, "mismatched": of_packs}
+
+        facts = _facts(run, each, ranks)
+
+        def cached(name: str = fingerprint(facts, _layout(run, each)), score: Callable[[], Arrays] = score) -> Arrays:
+            return arrays_of_ranks(ranks, f"reference-{name}", score)
+
+        # A run keeps its sums on other ranks too; a new run on them makes its own, which have the bits of its packs.
+        name, root = f"{each.name}-{fingerprint(facts)}", run.output / REFERENCE
+        kept = cached() if run.config.trainer.eval_only else arrays_of_ranks(ranks, name, cached, root)
+        each.dataset.reference = kept["sums"]
+        if run.config.loss.of_mode.formula is None:  # type: ignore[attr-defined]
+            each.dataset.mismatched_reference = kept["mismatched"]
+    del engine
+    gc.collect()
+
+
+def _values_of_reference(run: Run, path: str) -> dict[str, Any]:
+    """Return the run's configuration with the reference as its model, without adapters."""
+    own = {"path": path, "hf_config_path": None, "lora_rank": 0, "lora_adapter_path": None}
+    return {**run.config.values, "model": {**run.config.values["model"], **own}}
+
+
+def _facts(run: Run, each: ScoredSet, ranks: RunRanks) -> str:
+    """Return a digest of the data, the weights and the settings that decide a set's sums; collective."""
+    config, options = run.config, run.config.loss
+    assert isinstance(options, PreferenceOptions)
+    content = DataFiles(each.dataset.data_files, each.dataset.key).digest(ranks)
+    adapter = config.model_options.lora_adapter_path
+    weights: list[Any] = [run.reference] if run.reference else [run.base, adapter and folder_digest(adapter)]
+    data = [FORMAT, content, each.dataset.digest, options.chosen_length, options.tail_weight]
+    if options.formula is None:  # answers of a pack are paired with prompts of the same pack
+        plan = each.dataset.plan
+        data.append(fingerprint(plan.document_index.astype(np.int64).tobytes(), plan.pack_offsets.tobytes()))
+    model = [weights, model_shape(run.model.hf_config), config.engine.mixed_precision, versions()]
+    return fingerprint(json.loads(json.dumps([data, model], default=str)), each.rows.tobytes())
+
+
+def _layout(run: Run, each: ScoredSet) -> list[Any]:
+    """Return what decides the last bits of the sums, beside their facts."""
+    config, plan = run.config, each.plan
+    order = [plan.num_packs, plan.batch_size, plan.seed, plan.shuffle, plan.costs is not None, plan.group_size]
+    sizes = [config.machine.world_size, config.sequence_parallel_size, config.data.micro_batch_size_per_gpu]
+    own = [getattr(config.dataset, "share_prefixes", False), run.model.backend, config.loss.head_flags]
+    return [order, sizes, own, each.steps]
+
+
+def _scored(run: Run, engine: StepEngine, each: ScoredSet) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the sums of a set's rows, float64[N], and of its packs' mismatched answers, float64[P]; collective.
+
+    Rows and packs that the run does not read have NaN.
+    """
+    options, rank, dataset = run.config.loss, DataParallelRank(run, engine), each.dataset
+    assert isinstance(options, PreferenceOptions)
+    owner = np.full(len(dataset.units.answer), -1)  # the first pack that has a row
+    for pack in range(len(dataset) - 1, -1, -1):
+        owner[dataset.rows_of(pack)] = pack
+    of_rows, of_packs = (np.zeros((2, number)) for number in (len(owner), len(dataset)))  # sums, and 1 where known
+    size, flags = run.config.data.micro_batch_size_per_gpu, run.config.loss.head_flags
+    counts = engine.is_mp_src_rank_with_outputs()
+    dataset.reference = dataset.mismatched_reference = None
+    batches = zip(range(each.steps), rank.batches(dataset, each.plan, 0, each.steps), strict=True)
+    what = f"reference of {dataset.key}"
+    bar = terminal_bar(what, rank.rank == 0, batches, total=each.steps, unit="step", leave=False)
+    with engine.eval_mode():
+        for step, batch in bar:
+            loss = run.objective.loss_of_parts(rank.sums(batch))
+            assert isinstance(loss, PreferenceLoss)
+            assert isinstance(batch, PreferenceBatch)
+            engine.evaluate(list(batch.micro_batches(size, **flags, **loss.flags)), loss)
+            others = [] if batch.mismatched is None else mismatched_sums(batch, engine, rank, options, size)
+            packs = [pack for pack in each.plan.rank_packs(step, rank.rank, rank.size) if pack is not None]
+            if not packs or not counts:
+                continue
+            rows = [dataset.rows_of(pack) for pack in packs]
+            owns = np.concatenate([owner[of_pack] == pack for of_pack, pack in zip(rows, packs, strict=True)])
+            of_rows[0, np.concatenate(rows)[owns]] = torch.cat(loss.answer_sums).cpu().numpy()[owns]
+            of_rows[1, np.concatenate(rows)[owns]] = 1
+            if others:
+                of_packs[0, packs] = torch.stack([x.sum() for x in others[: len(packs)]]).cpu().numpy()
+                of_packs[1, packs] = 1
+    for values in (of_rows, of_packs):
+        RunRanks().all_reduce(values)
+    return tuple(np.where(known > 0, sums, np.nan) for sums, known in (of_rows, of_packs))  # type: ignore[return-value]
+
+
+def begins_with_reference(run: Run) -> bool:
+    """Tell whether a new run begins with the weights of its reference."""
+    return run.config.reference.path is None and bool(scored_sets(run))
+
+
+def check_first_step(run: Run, batch: StepBatch, loss: StepLoss) -> None:
+    """Raise RunFailed if the first step's rewards are not near 0; collective.
+
+    batch, loss: this rank's of step 1 in a run that begins with its reference.
+    """
+    assert isinstance(batch, PreferenceBatch)
+    assert isinstance(loss, PreferenceLoss)
+    documents = [of_pack for of_pack in batch.answers if len(of_pack["unit"])]
+    worst, tolerance = (0.0, ""), run.config.reference.tolerance_of(run.config.param_dtype)
+    if documents:
+        columns = {name: np.concatenate([of_pack[name] for of_pack in documents]) for name in documents[0]}
+        gap = np.abs(torch.cat(loss.answer_sums).cpu().numpy() - columns["reference"])
+        by_target = np.where(columns["answer"] != 0, gap / np.maximum(columns["targets"], 1), 0.0)
+        at = int(np.nan_to_num(by_target, nan=np.inf).argmax())
+        found = (
+            f"answer {at + 1} of a rank's step, of {int(columns['targets'][at])} targets, is off by {gap[at]:.3g} nats"
+        )
+        worst = float(by_target[at]), found
+    value, line = max(RunRanks().gather(worst), key=lambda each: np.nan_to_num(each[0], nan=np.inf))
+    if not value <= tolerance:
+        raise RunFailed(
+            f"reference.tolerance: step 1 must have rewards of 0, because the run begins with its reference; {line}, "
+            f"and {tolerance:g} a target are allowed: dropout, kernels that are not deterministic, or other packs "
+            "than those that were scored cause this"
+        )
