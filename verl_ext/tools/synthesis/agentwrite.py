@@ -123,6 +123,10 @@ class Writing:
         """The intervals of lengths in words."""
         return Intervals(tuple(self.edges)) if self.edges else None
 
+    def counted(self, seed: int) -> "tuple[Intervals, AskedLengths] | None":
+        """Return the intervals, and what counts the words that an instruction asks for."""
+        return None if self.intervals is None else (self.intervals, AskedLengths(seed, self.edges))
+
 
 @dataclass(frozen=True)
 class AskedLengths:

@@ -295,8 +295,7 @@ def synthesize(options: SynthesizeOptions) -> str:
     if task.of_documents:
         read = Intervals((1, options.intervals[-1])) if task.joins else intervals
         lengths = read, TokenLengths(load_tokenizer(options.model))
-    asked_lengths = agentwrite.AskedLengths(options.seed, options.word_intervals)
-    by_words = None if options.writing.intervals is None else (options.writing.intervals, asked_lengths)
+    by_words = options.writing.counted(options.seed)
     skip_bad, truncate = options.on_bad_record == "skip", options.over_length == "truncate"
     key = options.text_key or task.text_key
     is_instruction = not task.of_documents and not task.of_prompts
