@@ -183,8 +183,9 @@ def check_watched(config: RunConfig, categories: Iterable[str], asked: Iterable[
 
     categories, asked: the categories of the validation set and of the prompts.
     """
-    losses = ["val/loss", *(f"val/{name}_loss" for name in categories)]
-    scores = ["val/answer", *(f"val/answer/{name}" for name in asked)]
+    bins = config.trainer.bins.names
+    losses = ["val/loss", *(f"val/{name}_loss" for name in categories), *(f"val/loss_{name}" for name in bins)]
+    scores = ["val/answer", *(f"val/answer/{name}" for name in asked), *(f"val/answer_{name}" for name in bins)]
     for key, metric in config.watched.items():
         check_choice(key, metric, scores if is_of_answers(metric) else losses)
 
