@@ -20,6 +20,8 @@ from verl_ext.losses import PreferenceOptions
 from verl_ext.trainer.objective import PreferenceObjective
 from verl_ext.trainer.preference import PreferenceCollator
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE = 1e-5
 CATEGORIES = {7: "chat", 9: "code"}
 CATEGORY_WEIGHTS = {"chat": 0.5, "code": 2.0}
