@@ -120,6 +120,8 @@ def test_what_is_no_preference_is_refused(tmp_path, folder):
     with pytest.raises(ValueError, match=r"data\.train_dir must hold the answers of preferences.*loss=token"):
         opened(plain)
     assert len(opened([folder, plain])) > 0  # a document beside preferences is learnt by its likelihood
+    with pytest.raises(ValueError, match=r"data\.pad_mode must be no_padding with data=preference; got right"):
+        opened(folder, pad_mode="right")
     for policy in ("truncate", "split"):
         with pytest.raises(ValueError, match=rf"data\.over_length must be one of error, drop; got {policy}"):
             opened(folder, over_length=policy)

@@ -77,6 +77,11 @@ LAYOUTS = {  # (ranks, of which so many share a pack, overrides)
     (4, 2, _LEAN): FEW,
     (4, 4, ()): FEW,
     (3, 3, ()): FEW,
+    (2, 1, ("parallel.context_parallel_size=2",)): [
+        Case("dpo", False, 2),
+        Case("kto", False, 4),
+        Case("cdpo", False, 1),
+    ],
 }
 RUNS = [pytest.param(layout, case, id=f"{layout}-{case}") for layout, cases in LAYOUTS.items() for case in cases]
 

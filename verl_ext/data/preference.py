@@ -15,7 +15,7 @@ A pack has further columns, with a number for each of its documents:
 With data.share_prefixes, an answer that begins with tokens of the one before has only its own, as in SFTDataSet.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -60,6 +60,12 @@ class PairOptions(SFTOptions):
         "true: tokens with which the answers of a prompt begin are computed once; null: where the model allows it",
         resume="same",
     )
+
+    @override
+    def document_problems(self) -> Iterable[str]:
+        if self.pad_mode != "no_padding":
+            yield f"data.pad_mode must be no_padding with data=preference; got {self.pad_mode}"
+        yield from super().document_problems()
 
 
 class PreferenceDataSet(SFTDataSet):

@@ -127,7 +127,7 @@ class PreferenceCollator(StepCollator):
         how = self.options.chosen_length, self.options.tail_weight
         scale[is_target] = target_scales(answers["targets"], answers["unit"], *how)
         # The likelihoods of preferred answers and of documents have means of their own.
-        weight = given * texts.columns["pair_weight"][np.minimum(of_token, texts.real - 1)]
+        weight = given * texts.columns["pair_weight"][of_token]
         parts = [texts.is_target * (side > 0), texts.is_target * (side == 0)]
         shares = [
             pack_coefficients(self.loss, part, texts.category * part, texts.offsets, of_part, texts.real)
@@ -140,18 +140,17 @@ class PreferenceCollator(StepCollator):
         return self.of_texts(texts, of_tokens, normalisers, parts[0] + parts[1]), answers
 
     def _answers(self, texts: PackTexts) -> Answers:
-        """Read the columns of a pack's documents; padding is one that is no answer."""
-        columns, starts, padding = texts.columns, texts.offsets[:-1], len(texts.offsets) - 1 - texts.real
-        unit, answer = (np.append(columns[name], [default] * padding) for name, default in (("unit", 1), ("answer", 0)))
-        unit, answer = unit.astype(np.int64), answer.astype(np.int64)
+        """Read the columns of a pack's documents."""
+        columns, starts = texts.columns, texts.offsets[:-1]
+        unit, answer = columns["unit"], columns["answer"]
         # A unit has the category of its first answer's first target.
         first = np.zeros(len(starts), np.int64)
         places = np.flatnonzero(texts.is_target)
         document, at = np.unique(np.searchsorted(texts.offsets, places, side="right") - 1, return_index=True)
         first[document] = texts.category[places[at]]
         slot = first[np.repeat(np.flatnonzero(unit), np.diff(np.flatnonzero(unit), append=len(unit)))]
-        weight = np.append(columns["pair_weight"], np.zeros(padding)) * self.loss.category_weights[slot]
-        reference = np.append(columns.get("reference", np.zeros(texts.real)), np.zeros(padding))
+        weight = columns["pair_weight"] * self.loss.category_weights[slot]
+        reference = columns.get("reference", np.zeros(len(unit)))
         targets = np.add.reduceat(texts.is_target, starts)
         return dict(zip(_OF_DOCUMENTS, (unit, answer, weight, targets, reference, slot), strict=True))
 

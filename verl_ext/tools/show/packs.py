@@ -54,11 +54,13 @@ def open_packs(documents: ShownDocuments, options: PackOptions) -> "SFTDataSet":
         UsageError: a folder of the mixture is missing in `documents`.
     """
     from verl_ext.data import SFTDataSet  # imports torch, as the trainer's class of packs does
+    from verl_ext.data.preference import PreferenceDataSet
 
+    family = SFTDataSet if documents.units is None else PreferenceDataSet
     names = ("max_tokens", "over_length", "strategy", "share_prefixes", "share_least", "mixture", "seed")
     try:
         given = {name: getattr(options, name) for name in names}
-        packs = SFTDataSet(list(documents.paths), **given, key="paths")
+        packs = family(list(documents.paths), **given, key="paths")
     except UsageError:
         raise
     except ValueError as error:
