@@ -73,7 +73,8 @@ def steps(options: Options, folder: Path) -> Iterable[Row]:
         if options.trl:
             found = in_own_process(train_with_trl, *place, packages=options.trl)
             rows.append({**{name: rows[1][name] for name in ("tokens", "ran")}, "name": "trl", **found})
-        equal(rows[1:], ("loss",), 1e-5)
+        equal(rows[1:3], ("loss",), 1e-5)
+        equal(rows[1:], ("loss",), 1e-4)  # TRL adds up log-probabilities in fp32
         for row in ratios(rows, *(row["name"] for row in rows if "cpu" in row)):
             yield {"prompt": prompt, "answer": answer, "computed": sum(row["ran"]) / sum(row["tokens"]), **row}
 
