@@ -64,7 +64,7 @@ def runs(options, tmp_path_factory):
     whole, without, resumed = (tmp_path_factory.mktemp("runs") / name for name in ("whole", "without", "resumed"))
     shared = [*options, "parallel=ulysses2", "trainer.device=cpu"]
     silent = [*(word for word in shared if not word.startswith("eval.")), "trainer.val_before_train=false"]
-    shared.append("checkpoint.keep_best=val/answer")
+    shared += ["checkpoint.keep_best=val/answer", "trainer.length_bins=[5,6]"]
     calls = [(train_alone, [*shared, into(whole)]), (train_alone, [*silent, into(without)])]
     run_ranks(in_turn, 2, [*calls, (stopped_at, whole, resumed, 2), (train_alone, [*shared, into(resumed)])])
     return whole, without, resumed
@@ -84,6 +84,19 @@ def test_scores_before_training_are_those_of_plain_generation_and_a_validation_c
     assert {step for step, name in found if name == "val/answer"} == {0, 1, 2, 3, 4}
     assert {step for step, name in found if name == "val/loss"} == {0, 2, 4}
     assert {"val/maths_loss", "val/code_loss"} & {name for step, name in found if step == 0}
+
+
+def test_scores_by_length_are_those_of_the_prompts_of_so_many_tokens(runs, tiny_model):
+    """Before training, every second prompt is answered as expected."""
+    tokenizer, by_bin = AutoTokenizer.from_pretrained(tiny_model), {"0_5": [], "5_6": [], "6_inf": []}
+    for number, question in enumerate(QUESTIONS):
+        chat = [{"role": "user", "content": question}]
+        length = len(tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"])
+        by_bin["0_5" if length <= 5 else "5_6" if length <= 6 else "6_inf"].append(number % 2 == 0)
+    assert all(by_bin.values())
+    found = metrics(runs[0])
+    for name, scores in by_bin.items():
+        assert found[0, f"val/answer_{name}"] == sum(scores) / len(scores)
 
 
 def test_the_table_has_a_few_prompts_of_all_parts_of_the_file(runs):

@@ -132,12 +132,13 @@ def test_the_link_names_a_checkpoint_to_resume_from_and_to_export_and_goes_with_
 def test_what_no_run_measures_is_refused_in_one_line(tiny_model, tmp_path):
     given = [*options(tmp_path, tiny_model), into(tmp_path / "run")]
     cases = {
-        "checkpoint.keep_best must be val/loss, val/CATEGORY_loss, val/answer or val/answer/CATEGORY; got loss": [
-            "checkpoint.keep_best=loss"
-        ],
+        "checkpoint.keep_best must be val/loss, val/CATEGORY_loss, val/loss_FROM_TO, val/answer, "
+        "val/answer/CATEGORY or val/answer_FROM_TO; got loss": ["checkpoint.keep_best=loss"],
         "checkpoint.keep_best must be one of val/loss, val/maths_loss; got val/math_loss (nearest: val/maths_loss)": [
             "checkpoint.keep_best=val/math_loss"
         ],
+        "checkpoint.keep_best must be one of val/loss, val/maths_loss, val/loss_0_9, val/loss_9_inf; got val/loss_0_8 "
+        "(nearest: val/loss_0_9)": ["checkpoint.keep_best=val/loss_0_8", "trainer.length_bins=[9]"],
         "eval.prompts is required with checkpoint.keep_best=val/answer; got null": ["checkpoint.keep_best=val/answer"],
         "data.val_dir is required with trainer.early_stop.metric=val/loss; got null": [
             *(EARLY, "data.val_dir=null", "trainer.test_freq=-1")
@@ -150,6 +151,12 @@ def test_what_no_run_measures_is_refused_in_one_line(tiny_model, tmp_path):
         "trainer.early_stop.metric is required with trainer.early_stop.patience=5; got null": [
             "trainer.early_stop.patience=5"
         ],
-        "": [BEST_OF, EARLY, "trainer.test_freq=-1", "trainer.tests_per_epoch=2"],
+        "": [
+            "checkpoint.keep_best=val/loss_9_inf",
+            "trainer.length_bins=[9]",
+            EARLY,
+            "trainer.test_freq=-1",
+            "trainer.tests_per_epoch=2",
+        ],
     }
     assert run_ranks(refusals, 1, given, list(cases.values()))[0] == list(cases)

@@ -118,7 +118,7 @@ def test_an_override_that_a_model_cannot_have_is_told_in_one_line(good, values, 
     assert "\n" not in str(raised.value)
 
 
-STEPLESS = ("Adafactor", "LBFGS", "Muon", "Rprop", "SparseAdam")
+STEPLESS = ("Adafactor", "LBFGS", "Rprop", "SparseAdam")
 MISTAKES = [  # overrides of a good config, with its ranks and its accelerator; a part of a line that answers them
     ("model.lora_adapter_path=/tmp", "model.lora_rank must be at least 1 with model.lora_adapter_path"),
     ("model.lora.rank=8", "model.lora.rank must be 0: it is Megatron's; model.lora_rank is the one"),

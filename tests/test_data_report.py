@@ -17,7 +17,9 @@ from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import into
 from verl_ext.data import SFTDataSet
+from verl_ext.data.usage import repetition_notices
 from verl_ext.fsdp_sft_trainer import train
+from verl_ext.metrics import LengthBins
 from verl_ext.packing import TOKENS
 from verl_ext.tools.plan.command import plan as plan_run
 from verl_ext.tools.plan.options import PlanOptions
@@ -61,6 +63,35 @@ def test_a_split_document_lacks_a_target_if_all_its_pieces_do_and_documents_beyo
     facts = data_facts(SFTDataSet(folder, max_tokens=8, over_length="drop", max_samples=2))
     assert rows_of(facts) == [("code", "drop", 1, 9, 0, 1), ("(none)", "beyond max_samples", 4, 27, 0, 0)]
     assert [row["share"] for row in facts["omitted_documents"]] == [9 / 39, 27 / 39]
+
+
+def test_tokens_and_epochs_by_source_and_length_count_every_draw(folder, tmp_path):
+    """Lengths 3, 9, 5, 2 and 20 of category code but for that of 5, and another folder's 4 and 30 tokens."""
+    documents = random_documents(np.random.default_rng(1), [4, 30], VOCABULARY, 1)
+    other = write_tokenized(tmp_path / "other", documents, {1: "maths"})
+    bins = LengthBins((4, 9))
+    rows = SFTDataSet([folder, other], max_tokens=32).usage(bins)
+    assert [(row.source, row.low, row.high, row.documents, row.tokens, row.epochs) for row in rows] == [
+        ("data", 0, 4, 2, 5, 1.0),
+        ("data", 4, 9, 2, 14, 1.0),
+        ("data", 9, None, 1, 20, 1.0),
+        ("other", 0, 4, 1, 4, 1.0),
+        ("other", 9, None, 1, 30, 1.0),
+    ]
+    assert [row.share for row in rows] == [5 / 73, 14 / 73, 20 / 73, 4 / 73, 30 / 73]
+    # The documents of 9 and 20 tokens are drawn by both sources, those of 3 by one.
+    mixture = {"sources": {"long": {"tokens": 58, "intervals": [8, 20]}, "all": {"tokens": 39}}}
+    rows = SFTDataSet(folder, max_tokens=32, mixture=mixture).usage(bins)
+    assert [(row.low, row.documents, row.tokens, row.epochs) for row in rows] == [
+        (0, 2, 5, 1.0),
+        (4, 2, 14 + 18, 32 / 14),
+        (9, 1, 60, 3.0),
+    ]
+    twice = [row.times(2) for row in rows]
+    (line,) = repetition_notices(twice, "data.train_dir")
+    assert line.startswith("data.train_dir: 95% of the tokens")  # 92 of 97
+    assert "most often data, 9 < length: 6 epochs" in line
+    assert list(repetition_notices(rows, "data.train_dir")) == []
 
 
 def test_documents_that_a_mixture_does_not_draw_are_counted_and_only_drawn_ones_lack_a_target(folder):

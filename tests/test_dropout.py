@@ -27,7 +27,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def models(tiny_model, tmp_path_factory):
-    """Return options of a GPT-2 with all dropouts at 0.2, and of a Qwen3 under an adapter with dropout."""
+    """Return options of a GPT-2 with all dropouts at 0.2, and of a Qwen3 under adapters with dropout, given and new."""
     folder = tmp_path_factory.mktemp("models")
     torch.manual_seed(0)
     config = GPT2Config(**SIZES, **DROPOUT, initializer_range=0.2, eos_token_id=2)
@@ -37,7 +37,15 @@ def models(tiny_model, tmp_path_factory):
     return {
         "gpt2": [f"model.path={folder / 'gpt2'}"],
         "lora": [f"model.path={tiny_model}", "model=lora", f"model.lora_adapter_path={folder / 'adapter'}"],
+        "new lora": [f"model.path={tiny_model}", "model=lora", "model.lora_dropout=0.5"],
     }
+
+
+OTHER = {"gpt2": "trainer.seed=2", "lora": "trainer.seed=2", "new lora": "model.lora_dropout=0"}  # draws other masks
+DROPOUTS = {  # one of each model
+    "gpt2": "transformer.h.0.attn.resid_dropout",
+    "new lora": "base_model.model.model.layers.0.self_attn.q_proj.lora_dropout.default",
+}
 
 
 def write_adapter(model: Path, folder: Path) -> None:
@@ -53,17 +61,18 @@ def run_of(data: str, model: list[str], output: Path, *overrides: str) -> list[s
     return [f"data.train_dir={data}", *model, f"trainer.default_local_dir={output}", *packs, *overrides]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "lora"])
+@pytest.mark.parametrize("name", OTHER)
 def test_a_resumed_run_with_dropout_equals_an_uninterrupted_one_to_the_last_bit(name, data, models, tmp_path):
     def run(output: str, steps: int, *overrides: str) -> list[str]:
         measured = (f"data.val_dir={data}", "trainer.test_freq=1", f"trainer.total_training_steps={steps}")
         return run_of(data, models[name], tmp_path / output, *measured, *overrides)
 
-    other_seed = run("other", 1, "trainer.seed=2")
-    run_ranks(train_each, 2, [run("whole", 4), run("resumed", 1), run("resumed", 4), other_seed])
+    other = run("other", 2, OTHER[name])
+    run_ranks(train_each, 2, [run("whole", 4), run("resumed", 1), run("resumed", 4), other])
     whole = exact_metrics(tmp_path / "whole")
     assert exact_metrics(tmp_path / "resumed") == whole
-    assert exact_metrics(tmp_path / "other")[1, "train/loss"] != whole[1, "train/loss"]  # dropout is active
+    # Dropout is active: new adapters change the loss from the second step on.
+    assert exact_metrics(tmp_path / "other")[2, "train/loss"] != whole[2, "train/loss"]
 
 
 def masks_of(runs: list[list[str]], module: str) -> list[list[torch.Tensor]]:
@@ -79,20 +88,24 @@ def masks_of(runs: list[list[str]], module: str) -> list[list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("sequence_parallel", [1, 2])
-def test_no_two_ranks_draw_the_same_mask_and_a_second_run_draws_the_same(sequence_parallel, data, models, tmp_path):
+@pytest.mark.parametrize("name", DROPOUTS)
+def test_no_two_ranks_draw_the_same_mask_and_a_second_run_draws_the_same(
+    name, sequence_parallel, data, models, tmp_path
+):
     shape = (f"engine.ulysses_sequence_parallel_size={sequence_parallel}", "trainer.total_training_steps=1")
-    runs = [run_of(data, models["gpt2"], tmp_path / name, *shape) for name in ("first", "second")]
+    runs = [run_of(data, models[name], tmp_path / output, *shape) for output in ("first", "second")]
     of_ranks = []
-    for first, second in run_ranks(masks_of, 2, runs, "transformer.drop"):
+    for first, second in run_ranks(masks_of, 2, runs, DROPOUTS[name]):
         assert torch.equal(torch.cat(first), torch.cat(second))
         of_ranks.append(torch.cat(first))
     assert of_ranks[0].shape == of_ranks[1].shape
     assert not torch.equal(*of_ranks)
 
 
-def test_a_recomputed_layer_draws_the_mask_of_its_forward(data, models, tmp_path):
-    run = run_of(data, models["gpt2"], tmp_path / "run", "model.enable_gradient_checkpointing=true")
-    ((masks,),) = run_ranks(masks_of, 1, [run], "transformer.h.0.attn.resid_dropout")
+@pytest.mark.parametrize("name", DROPOUTS)
+def test_a_recomputed_layer_draws_the_mask_of_its_forward(name, data, models, tmp_path):
+    run = run_of(data, models[name], tmp_path / "run", "model.enable_gradient_checkpointing=true")
+    ((masks,),) = run_ranks(masks_of, 1, [run], DROPOUTS[name])
     assert len(masks) == 8  # two steps of two micro-batches, each with a forward and its recomputation
     for forward, recomputed in zip(masks[::2], masks[1::2], strict=True):
         assert torch.equal(forward, recomputed)

@@ -37,6 +37,7 @@ MODELS = {
 }
 LORA = ("model=lora", "model.lora_rank=4")
 ALONE = "checkpoint.save_lora_only=true"
+WHOLE = "model.modules_to_save=[embed_tokens,lm_head]"
 # {run: (model, adapter's own config or None, overrides)}
 RUNS = {
     **{name: (name, None, []) for name in MODELS if name != "biased"},
@@ -47,8 +48,19 @@ RUNS = {
         None,
         [*LORA, "model.target_modules=[q_proj]", "model.target_parameters=[experts.down_proj]"],
     ),
+    "both weights of experts": (
+        "mixtral",
+        None,
+        [*LORA, "model.target_modules=[q_proj]", "model.target_parameters=[experts.down_proj,experts.gate_up_proj]"],
+    ),
     "adapters alone": ("qwen3", None, [*LORA, ALONE]),
-    "dora": ("qwen3", {"use_dora": True}, [ALONE]),
+    "dora": ("qwen3", None, [*LORA, ALONE, "model.use_dora=true", "model.use_rslora=true", "model.lora_dropout=0.2"]),
+    "given dora": ("qwen3", {"use_dora": True}, [ALONE]),
+    "dora of gpt2": ("gpt2", None, [*LORA, "model.use_dora=true"]),
+    "one layer": ("qwen3", None, [*LORA, "model.target_modules=[q_proj]", "model.layers_to_transform=[1]"]),
+    "embeddings and head": ("qwen3", None, [*LORA, ALONE, WHOLE]),
+    "embeddings and head of tied": ("tied", None, [*LORA, WHOLE]),
+    "embeddings of tied": ("tied", None, [*LORA, "model.modules_to_save=[embed_tokens]"]),
     "rslora": ("qwen3", {"use_rslora": True, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 3}}, []),
     "bias of factors": ("biased", {"lora_bias": True, "target_modules": ["q_proj"]}, []),
     "bias": ("biased", {"bias": "all", "target_modules": ["q_proj"]}, [ALONE]),
@@ -146,6 +158,16 @@ def test_it_computes_what_was_trained_merged_and_beside_its_base(name, runs, doc
         beside = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter").eval()
         ids = torch.arange(5, 30)[None]
         torch.testing.assert_close(beside(ids).logits, whole(ids).logits, atol=1e-4, rtol=1e-4)
+        config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+        asked = {key.removeprefix("model."): value for key, _, value in (entry.partition("=") for entry in overrides)}
+        assert config["base_model_name_or_path"] == str(base)
+        for key, value in {"use_dora": "true", "use_rslora": "true", "lora_dropout": "0.2"}.items():
+            if key in asked:
+                assert json.dumps(config[key]) == value
+        if "layers_to_transform" in asked:
+            assert config["layers_to_transform"] == [1]
+        if "modules_to_save" in asked:
+            assert config["modules_to_save"] == asked["modules_to_save"].strip("[]").split(",")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -228,7 +250,10 @@ def test_what_cannot_be_exported_is_refused_in_one_line(runs, tmp_path, capsys):
         (tmp_path / name).mkdir()
     (tmp_path / "stock" / "model_world_size_1_rank_0.pt").touch()
     other = write_tiny_model(tmp_path / "other", seed=1)
-    alone, lora = f'checkpoint="{runs / "dora"}"', "form=adapter must be given for adapters that PEFT does not merge"
+    alone, lora = (
+        f'checkpoint="{runs / "dora"}"',
+        "form=adapter must be given for adapters that PEFT does not merge",
+    )
     for line, options in {
         "checkpoint must be whole, or hold global_step_N folders; got": [f"checkpoint={tmp_path / 'empty'}"],
         "checkpoint must be whole; got": [f"checkpoint={cut}"],

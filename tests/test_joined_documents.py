@@ -91,6 +91,40 @@ def test_neighbours_of_a_class_are_joined_with_their_places_into_intervals_of_eq
     assert report["outcomes"] == {"done": len(used), "left_over": 120 - len(used)}
 
 
+def test_a_model_names_the_classes_within_which_documents_are_joined(tmp_path, documents, tiny_model, capsys):
+    """Two subjects are law, one is trade, the model has no class for the fourth, and none is war."""
+
+    def reply(request):
+        text = request["messages"][0]["content"].split("\n")[0]
+        forms = ["Class: law", "**Class:** Law.", "trade", "It may be of several."]
+        return forms[topic_of(text)]
+
+    given = ("classifier.classes=[law,trade,war]", "max_failed_share=0.3", "classifier.endpoint.model=c")
+    with chat_server(embedding_reply, ("e",)) as server, chat_server(reply, ("c",)) as namer:
+        given = (*of_server(server), *given, f"classifier.endpoint.base_url={namer.url}")
+        assert run(tmp_path, documents, tiny_model, *given) == 0
+        asked = len(namer.requests), len(server.requests)
+        assert run(tmp_path, documents, tiny_model, *given, "overwrite=true") == 0
+        assert (len(namer.requests), len(server.requests)) == asked == (90 + 3 * 30, 90)
+    report = yaml.safe_load((tmp_path / "out" / "report.yaml").read_text())
+    assert report["classes"] == {"law": 60, "trade": 30, "war": 0}
+    assert report["outcomes"]["unparsable"] == 30
+    assert "0 war" in capsys.readouterr().out
+    texts = {record["text"]: topic_of(record["text"]) for record in map(json.loads, documents.read_text().splitlines())}
+    for record in records_of(tmp_path):
+        spans = [each["span"] for each in record["provenance"]["documents"]]
+        topics = {texts[record["text"][begin:end]] for begin, end in spans}
+        assert topics <= ({0, 1} if record["category"] == "law" else {2})
+    for wrong in (
+        ["classifier.classes=[law,Law]"],
+        ["classifier.classes=[]"],
+        ["class_field=subject"],
+        ["classifier.endpoint.model=null"],
+    ):
+        assert run(tmp_path, documents, tiny_model, *given, *wrong, out="wrong") == 2
+        assert "classifier" in capsys.readouterr().err
+
+
 def test_the_texts_follow_from_the_seed_and_the_documents_and_embeddings_are_paid_once(tmp_path, documents, tiny_model):
     lines = documents.read_text().splitlines(keepends=True)
     with chat_server(embedding_reply, ("e",)) as server:

@@ -216,7 +216,110 @@ def test_longbench_chat_gives_the_mean_and_the_codes_sum(judged, tmp_path):
         more = [*_model(server), *_judge(judge_server), "chat.shuffle_shots=true"]
         found = judged(*given, *more, task="longbench_chat")["m"]
     assert found["figures"]["all"]["rating"]["mean"] == 5
-    assert found["sums"] == {"rating": 10}
+    assert found["sums"]["rating"] == 10
+
+
+def test_the_difference_of_two_models_has_an_interval_of_the_same_cases(tmp_path, capsys):
+    """Scores of cases differ widely, and one model's are always a little better."""
+    cases = [{"prompt": f"{n} words", "type": "T", "length": n} for n in (100, 200, 400, 800)] * 3
+    words = {"low": [40, 120, 150, 500] * 3, "high": [42, 126, 157, 525] * 3}
+    (tmp_path / "cases.jsonl").write_text("\n".join(map(json.dumps, cases)))
+    for name, counts in words.items():
+        rows = [{**case, "response": "word " * count} for case, count in zip(cases, counts, strict=True)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    given = {"task": "longwrite_ruler", "cases": tmp_path / "cases.jsonl", "output_dir": tmp_path / "out"}
+    given["predictions"] = f"{{low:{tmp_path}/low.jsonl,high:{tmp_path}/high.jsonl}}"
+    assert main(["judge", *(f"{key}={value}" for key, value in given.items())]) == 0
+    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    difference = found["differences"]["high - low"]["all"]["share"]
+    each = [(b - a) / case["length"] for case, a, b in zip(cases, words["low"], words["high"], strict=True)]
+    assert difference["mean"] == pytest.approx(sum(each) / len(each))
+    assert min(each) <= difference["low"] <= difference["mean"] <= difference["high"] <= max(each)
+    low, high = (found["models"][name]["figures"]["all"]["share"] for name in words)
+    assert low["high"] > high["low"]  # the models' own intervals overlap
+    assert difference["low"] > 0
+    assert found["differences"]["high - low"]["length 100"]["share"]["cases"] == 3
+    assert "high - low" in capsys.readouterr().out
+    assert "high - low" in (tmp_path / "out" / "page.html").read_text()
+
+
+def test_shipped_instructions_are_asked_at_every_length_and_say_whose_they_are(judged, tmp_path, capsys):
+    def reply(request):
+        content = request["messages"][0]["content"]
+        wanted = int(re.search(r"(\d+)( words|字)", content)[1])
+        return "字" * wanted if "字" in content else "word " * wanted
+
+    with chat_server(reply) as server:
+        given = [*_model(server), "cases=shipped", "lengths=[20,50]", "overwrite=true"]
+        figures = judged(*given, task="longwrite_ruler")["m"]["figures"]
+        assert len(server.requests) == 2 * 2 * 8
+        judged(*given, f"store={tmp_path}/other", task="longbench_write")
+        judged(*given, "lengths=[]", "limit=1", task="longbench_write")
+    assert (figures["language zh"]["S_l"]["mean"], figures["length 50"]["S_l"]["cases"]) == (100, 16)
+    assert figures["all"]["words"]["mean"] == 35
+    assert "not the published set" in json.loads((tmp_path / "out" / "results.json").read_text())["case_set"]
+    assert "not the published set" in capsys.readouterr().out
+    for wrong in (["task=needle", "cases=shipped"], ["task=longwrite_ruler", "cases=shipped", "lengths=[0]"]):
+        assert main(["judge", "predictions.a=x", f"output_dir={tmp_path}/x", "model.path=x", *wrong]) == 2
+
+
+def test_a_judge_rates_a_needle_by_criteria_beside_the_words_and_ratings_of_a_chat_have_a_spread(
+    judged, tmp_path, tiny_model
+):
+    (tmp_path / "hay.txt").write_text("It rains. " * 400)
+    given = [
+        f"cases={tmp_path / 'hay.txt'}",
+        f"model.path={tiny_model}",
+        "needle.lengths=[100]",
+        "needle.depths=[10,90]",
+    ]
+    given += ["needle.text=The key is 7421.", "needle.question=What is the key?", "needle.expected=['7421']"]
+
+    def rate(request):
+        content = request["messages"][0]["content"]
+        assert "What is the key?" in content
+        assert "The key is 7421." in content
+        assert "It rains" not in content
+        return "10" if "It is 7421" in content else "It is wrong. [[1]]"
+
+    answers = iter(["It is 7421.", "I do not know."])
+    with chat_server(lambda _: next(answers)) as server, chat_server(rate) as judge_server:
+        figures = judged(*given, *_model(server), *_judge(judge_server), task="needle")["m"]["figures"]
+    assert (figures["all"]["rating"]["mean"], figures["all"]["found"]["mean"]) == (5.5, 0.5)
+
+
+PROMPTS = """
+DEFAULT_TEMPLATE = '{instruction}|{examples}|{post_prompt}|{context}|{question}'
+raise SystemExit("executed")
+DEFAULT_PROMPTS = {'qa1': {'instruction': 'Read ' 'on.', 'examples': 'E {context}', 'post_prompt': 'P'}}
+"""
+
+
+def test_babilong_is_asked_by_its_published_prompts_and_has_a_table_by_length_and_task(judged, tmp_path, capsys):
+    for size in ("0k", "4k"):
+        (tmp_path / "data" / "qa1").mkdir(parents=True, exist_ok=True)
+        rows = [{"input": f"Facts {size}. ", "question": "Where is Mary?", "target": "hallway"}] * 2
+        (tmp_path / "data" / "qa1" / f"{size}.json").write_text(json.dumps(rows))
+    (tmp_path / "prompts.py").write_text(PROMPTS)
+    other = {"qa1": {"instruction": "I", "examples": "E", "post_prompt": "P"}}
+    (tmp_path / "prompts.yaml").write_text(json.dumps(other))
+    (tmp_path / "bad.yaml").write_text("qa2: {instruction: I, examples: E, post_prompt: P}")
+    (tmp_path / "worse.yaml").write_text("qa1: {instruction: I}")
+    with chat_server(lambda request: "hallway" if "4k" in str(request) else "garden") as server:
+        given = [f"cases={tmp_path / 'data'}", *_model(server), "overwrite=true"]
+        figures = judged(*given, f"babilong.prompts={tmp_path}/prompts.py", task="babilong")["m"]["figures"]
+        asked = server.requests[-1]["messages"][0]["content"]
+        printed = capsys.readouterr().out.splitlines()
+        judged(*given, f"babilong.prompts={tmp_path}/prompts.yaml", task="babilong")
+        last = server.requests[-1]["messages"][0]["content"]
+        for name, missing in (("bad", "qa1"), ("worse", "examples")):
+            words = ["task=babilong", *given, f"babilong.prompts={tmp_path}/{name}.yaml", f"output_dir={tmp_path}/x"]
+            assert main(["judge", *words]) == 1
+            assert missing in capsys.readouterr().err
+    assert re.fullmatch(r"Read on\.\|E \{context\}\|P\|Facts \dk\.\s*\|Where is Mary\?", asked)
+    assert re.fullmatch(r"I\nE\nP\n<context>\nFacts \dk\.\s*\n</context>\nQuestion: Where is Mary\?", last)
+    assert figures["cell qa1 4k"]["right"]["mean"] == 1
+    assert [line.split() for line in printed if line.startswith("qa1 ")] == [["qa1", "0.00", "1.00"]]
 
 
 def test_a_needle_is_asked_for_at_every_length_and_depth(judged, tmp_path, tiny_model):

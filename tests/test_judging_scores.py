@@ -138,7 +138,7 @@ def test_two_ratings_count_with_their_mean_one_that_is_missing_with_none_and_a_l
     task = LongBenchChat(chat_files[0], ChatBenchOptions(shots=chat_files[1], max_prompt_tokens=10), Words())
     case = next(iter(task.cases()))
     assert case.prompt.split() == ["doc", "1"] * 5
-    assert task.scores(case, "x", [7, 8]) == {"rating": 7.5}
+    assert task.scores(case, "x", [7, 8]) == {"rating": 7.5, "rating_spread": 1}
     assert task.scores(case, "x", [7, None]) == {"rating": None}
 
 

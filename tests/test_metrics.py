@@ -12,7 +12,7 @@ from tests.ranks import run_ranks
 from tests.reference import Document, pack_row
 from verl_ext.data import CategoryTable
 from verl_ext.losses import MODES, LossSpec
-from verl_ext.metrics import RESERVED, PreferenceSums, StepSums
+from verl_ext.metrics import PREFERENCE_VALUES, RESERVED, LengthBins, PreferenceSums, StepSums
 from verl_ext.trainer.batch import StepCollator
 from verl_ext.trainer.loss import StepLoss
 
@@ -140,6 +140,50 @@ def test_accuracy_and_entropy_are_means_over_targets_where_the_engine_gives_them
     assert (report["val/token_accuracy"], report["val/entropy"]) == (3 / 9, 6.5 / 9)
     assert (report["val/gsm8k_token_accuracy"], report["val/gsm8k_entropy"]) == (1 / 4, 3 / 4)
     assert (report["val/code_token_accuracy"], report["val/code_entropy"]) == (1 / 4, 3 / 4)
+
+
+def test_a_documents_bin_is_that_of_its_length_and_categories_stay_what_they_are():
+    """Documents of 2, 4 and 5 tokens and bins up to 2, up to 4 and above; the log-probability of token t is −t."""
+    documents = [
+        Document([10, 11], [0, 1], [0, 7], [1, 2]),
+        Document([12, 13, 14, 15], [0, 1, 0, 1], [0, 9, 0, 0], [3, 4, 5, 6]),
+        Document([16, 17, 18, 19, 20], [0, 0, 0, 1, 1], [0, 0, 0, 7, 9], [7, 8, 9, 10, 11]),
+    ]
+    bins, spec = LengthBins((2, 4)), LossSpec("sequence", np.array([1.0, 0.5, 2.0]))
+    reports = []
+    for of_lengths in (LengthBins(), bins):
+        batch = StepCollator(spec, CategoryTable((7, 9), NAMES), bins=of_lengths)([pack_row(documents), None])
+        sums = StepSums.zeros(batch.categories, "cpu")
+        sums.add_counts(batch.counts)
+        for micro_batch in batch.micro_batches(1):
+            offsets = micro_batch["input_ids"].offsets()
+            positions = torch.arange(1.0, int(offsets[-1]) + 1)
+            log_probs = torch.nested.nested_tensor_from_jagged(-positions, offsets)
+            StepLoss(1.0, 1, sums)({"log_probs": log_probs}, micro_batch)
+        reports.append(sums.report("val", NAMES, of_lengths))
+    whole, apart = reports
+    assert {name: apart.pop(name) for name in whole} == whole
+    losses = {"loss_0_2": 1.0, "loss_2_4": (3 + 5) / 2, "loss_4_inf": (9 + 10) / 2}
+    counts = {"target_tokens_0_2": 1, "target_tokens_2_4": 2, "target_tokens_4_inf": 2}
+    assert apart == {f"val/{name}": value for name, value in (losses | counts).items()}
+
+
+def test_preferences_of_several_bins_are_those_of_one():
+    bins, rng = LengthBins((8,)), np.random.default_rng(0)
+    apart, whole = PreferenceSums.zeros(5, "cpu"), PreferenceSums.zeros(2, "cpu")
+    slots = torch.tensor([0, 1, 2, 3, 4, 5, 5])  # the last three are slots 0 to 2 of the second bin
+    terms = {name: torch.from_numpy(rng.uniform(1, 2, 7)) for name in PREFERENCE_VALUES}
+    nll = torch.from_numpy(rng.uniform(1, 2, 7))
+    for sums, of_sums in ((apart, slots), (whole, slots % 3)):
+        sums.add_targets(of_sums, nll)
+        sums.add_terms(terms, of_sums)
+        sums.likelihood.add_(2.0)
+        counts = torch.bincount(of_sums, minlength=sums.slots).double()
+        sums.add_counts(torch.cat([torch.tensor([2.0, 9, 9, 7, 1]).double(), counts]))
+    found, wanted = apart.report("val", NAMES, bins), whole.report("val", NAMES)
+    assert {name: found[name] for name in wanted} == pytest.approx(wanted)
+    by_bin = {"val/loss_0_8": float(nll[:3].mean()), "val/loss_8_inf": float(nll[3:].mean())}
+    assert {name: found[name] for name in by_bin} == pytest.approx(by_bin)
 
 
 def test_parts_add_up_in_place():

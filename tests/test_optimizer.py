@@ -27,7 +27,7 @@ OPTIM = {"optimizer": "AdamW", "optimizer_impl": "torch.optim", "override_optimi
         ({"override_optimizer_config": {"foreach": True}}, {"device": "cuda", "version": "2.13.0"}, "foreach"),
         ({"override_optimizer_config": {"foreach": False}}, {"device": "cuda", "version": "2.13.0"}, "loop"),
         ({"override_optimizer_config": {"eps": 1e-9}}, {"device": "cuda", "version": "2.13.0"}, "fused"),
-        ({"optimizer": "Muon"}, {"device": "cuda"}, None),
+        ({"optimizer": "Muon"}, {"device": "cuda", "version": "2.13.0"}, "fused"),
         ({"optimizer_impl": "torchao.optim"}, {"device": "cuda"}, None),
     ],
 )

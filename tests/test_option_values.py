@@ -111,6 +111,7 @@ def test_an_old_name_in_a_file_is_read_or_refused(good):
         (lambda: TrainerOptions(save_freq=[10, [5]]), "or a list of both; got [10, [5]]"),
         (lambda: TrainerOptions(logger=["consol"]), "got consol (nearest: console)"),
         (lambda: TrainerOptions(logger=[]), "trainer.logger must be a list of loggers"),
+        (lambda: TrainerOptions(length_bins=[8, 8]), "trainer.length_bins must be ascending whole numbers"),
         (lambda: TrainerOptions(profile_interval=[3, 1]), "trainer.profile_interval must be [first step, last step]"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from verl.workers.config import FSDPOptimizerConfig
 
 from tests.ranks import run_ranks
-from tests.training import differences, into, refusals, small_run, stopped_at, tensors_of, train_each
+from tests.training import differences, exact_metrics, into, refusals, small_run, stopped_at, tensors_of, train_each
 from verl_ext.engines.optimizer import parameter_groups
 
 DECAY = ("optim.weight_decay=0.5", "optim.decay=matrices")
@@ -79,6 +80,26 @@ def test_a_run_and_its_resume_equal_torchs_adamw_over_two_groups(tiny_model, tmp
         optimizer.step()
         for name, parameter in named(model):
             torch.testing.assert_close(parameter.detach(), state[f"model.{name}"], rtol=1e-5, atol=1e-6)
+
+
+class AdamWOfTensorRates(torch.optim.AdamW):
+    """An optimizer whose rates are tensors, as torchao's are."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group({**param_group, "lr": torch.tensor(param_group.get("lr", self.defaults["lr"]))})
+
+
+@pytest.mark.slow
+def test_rates_that_are_tensors_are_logged_as_numbers_and_resumed(tiny_model, tmp_path):
+    own = (f"optim.optimizer_impl={__name__}", f"optim.optimizer={AdamWOfTensorRates.__name__}")
+    more = (*own, "optim.lr_scheduler_type=linear", "trainer.total_training_steps=3", "trainer.save_freq=1")
+    run = small_run(tmp_path, tiny_model, [30] * 8, *more)
+    run_ranks(train_each, 1, [[*run, into(tmp_path / "whole")]])
+    stopped_at(tmp_path / "whole", tmp_path / "resumed", 1)
+    run_ranks(train_each, 1, [[*run, into(tmp_path / "resumed")]])
+    assert exact_metrics(tmp_path / "resumed") == exact_metrics(tmp_path / "whole")
+    rates = [exact_metrics(tmp_path / "whole")[step, "train/lr"] for step in (1, 2, 3)]
+    assert rates == pytest.approx([1e-2, 1e-2 * 2 / 3, 1e-2 / 3])
 
 
 def named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -41,14 +41,18 @@ def planned(folder, of_plan, overrides):
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plan")
+    return folder, *plan_in(folder)
+
+
+def plan_in(folder, *more):
+    """Return what :func:`planned` does of a run of this file in a folder."""
     model = write_tiny_model(folder / "model", tie_word_embeddings=False)
     lengths = np.random.default_rng(0).integers(5, 100, 60).tolist()
     batch = (f"data.max_tokens={TOKENS}", f"data.train_batch_size={BATCH}", "parallel=ulysses2")
-    more = ("trainer.total_epochs=3", f"trainer.gpu_peak_tflops={TFLOPS}", "model.enable_gradient_checkpointing=true")
-    overrides = small_run(folder, model, [TOKENS, *lengths], *batch, *more, into(folder / "out"))
+    steps = ("trainer.total_epochs=3", f"trainer.gpu_peak_tflops={TFLOPS}", "model.enable_gradient_checkpointing=true")
+    overrides = small_run(folder, model, [TOKENS, *lengths], *batch, *steps, into(folder / "out"), *more)
     of_plan = {"world_size": RANKS, "gpu": "mine", "gpu_memory": "80GiB", "link": f"{LINK:.0f}", "network": "1GB"}
-    facts, packs, steps = run_ranks(planned, 1, folder, {**of_plan, "efficiency": EFFICIENCY}, overrides)[0]
-    return folder, facts, packs, steps
+    return run_ranks(planned, 1, folder, {**of_plan, "efficiency": EFFICIENCY}, overrides)[0]
 
 
 def test_a_rank_receives_the_bytes_of_fsdp_and_of_ulysses(plan):
@@ -65,6 +69,17 @@ def test_a_rank_receives_the_bytes_of_fsdp_and_of_ulysses(plan):
     forward = facts["time"]["tokens"] / 2 / 2 * heads * config.head_dim * 2 * (1 / 2)  # (T / n) · … · (u − 1) / u
     exchanged = 3 * forward * config.num_hidden_layers  # forward, again, backward
     assert received["heads (Ulysses)"] == pytest.approx(exchanged, rel=0.02)
+
+
+def test_a_rank_receives_its_whole_matrices_and_its_rows_of_the_others_updates_of_muon(plan, tmp_path):
+    _, facts, _, _ = plan
+    time = plan_in(tmp_path, "optim.optimizer=Muon")[0]["time"]
+    layers = AutoModelForCausalLM.from_pretrained(tmp_path / "model").model.layers
+    sizes = [p.numel() for p in layers.parameters() if p.ndim == 2]
+    mine, share = sum(sizes[::RANKS]), (RANKS - 1) / RANKS  # rank 0 has the first matrix of each round
+    rows = sum(sizes) / RANKS - mine / RANKS
+    assert time["received"]["matrices (Muon)"] == pytest.approx(2 * (mine * share + rows))
+    assert facts["time"]["received"]["matrices (Muon)"] == 0
 
 
 def test_the_step_takes_its_dearest_packs_and_the_traffic_that_nothing_hides(plan):

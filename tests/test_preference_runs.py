@@ -98,12 +98,23 @@ def resumed_without_reference(options, whole, folder):
     if torch.distributed.get_rank() == 0:
         shutil.rmtree(folder / "reference")
     torch.distributed.barrier()
+    without_cache()
     train_alone([*options, into(folder)])
 
 
+def without_cache():
+    """Let this rank compute sums that are not kept with a run."""
+    from verl_ext.data.ranks import arrays_of_ranks
+    from verl_ext.trainer import reference
+
+    def found(ranks, name, make, root=None):
+        return make() if root is None else arrays_of_ranks(ranks, name, make, root)
+
+    reference.arrays_of_ranks = found
+
+
 @pytest.mark.parametrize("more", [(), (*SHARED, *LORA)], ids=["plain", "shared adapters"])
-def test_a_resumed_run_has_the_bits_of_the_whole_one(options, tmp_path, more, monkeypatch):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+def test_a_resumed_run_has_the_bits_of_the_whole_one(options, tmp_path, more):
     options = [*options, *more, "trainer.save_freq=2"]
     whole = tmp_path / "whole"
     calls = [
@@ -139,7 +150,8 @@ def plain_rewards(units, policy, reference, beta=0.1):
 
 def test_a_measurement_compares_with_the_model_of_reference_path(options, units, tiny_model, tmp_path):
     other = write_tiny_model(tmp_path / "other", seed=5)
-    run = [*options, f"reference.path={other}", "trainer.eval_only=true", into(tmp_path / "measured")]
+    measures = ("trainer.eval_only=true", "trainer.length_bins=[9]")  # the sums of both bins are those of one
+    run = [*options, f"reference.path={other}", *measures, into(tmp_path / "measured")]
     run_ranks(measured, 2, run)
     found = json.loads((tmp_path / "measured" / "evaluation.json").read_text())
     rewards, weights, margins = plain_rewards(units, str(tiny_model), str(other)), [], []
@@ -167,13 +179,13 @@ def with_wrong_reference(overrides):
     """Train with sums that are off, as those of other weights would be."""
     from verl_ext.trainer import reference
 
+    without_cache()
     right = reference._scored
     reference._scored = lambda *arguments: tuple(values + 0.5 for values in right(*arguments))
     return heard(train_each, [overrides])
 
 
-def test_a_reference_that_is_not_the_model_ends_the_run_at_its_first_step(options, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+def test_a_reference_that_is_not_the_model_ends_the_run_at_its_first_step(options, tmp_path):
     told = run_ranks(with_wrong_reference, 2, [*options, into(tmp_path / "run")])
     for line in told:
         assert "reference.tolerance: step 1 must have rewards of 0" in line
@@ -205,7 +217,7 @@ def test_documents_of_another_folder_are_learnt_beside_the_pairs(options, tmp_pa
 MISTAKES = [
     (["loss=token"], "loss must be one of dpo, .* with data=preference .*; got loss.mode=token"),
     (
-        ["data=packed", "data.custom_cls.name=SFTDataSet"],
+        ["data.custom_cls.path=pkg://verl_ext.data", "data.custom_cls.name=SFTDataSet"],
         "data must be preference with loss.mode=dpo; got .*SFTDataSet.*",
     ),
     (["loss.beta=0"], "loss.beta must be above 0; got 0"),

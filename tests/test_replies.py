@@ -7,7 +7,7 @@ import pytest
 from verl_ext.endpoint.answer import DONE, REFUSED, Answer, Unparsable
 from verl_ext.tools.synthesis.agentwrite import cleaned_paragraph, parse_plan, planned_words
 from verl_ext.tools.synthesis.glm_long import parse_pair
-from verl_ext.tools.synthesis.lengths import asked_words, mentions_length
+from verl_ext.tools.synthesis.lengths import asked_range, asked_words, mentions_length, range_score
 from verl_ext.tools.synthesis.longalign import parse_questions
 from verl_ext.tools.synthesis.records import refused_in_words
 
@@ -43,6 +43,29 @@ def test_one_length_is_read_in_any_words_and_no_other_is_taken_for_one_or_for_no
     assert {text: asked_words(text) for text in OTHER_LENGTHS} == dict.fromkeys(OTHER_LENGTHS)
     assert {text: mentions_length(text) for text in OTHER_LENGTHS} == dict.fromkeys(OTHER_LENGTHS, True)
     assert {(asked_words(text), mentions_length(text)) for text in NO_LENGTH} == {(None, False)}
+
+
+RANGES = {
+    (2000, 3000): [
+        *("2000-3000 words", "2-3k words", "2000到3000字", "From 2,000 words to 3,000 words", "两到三千字"),
+        *("two to three thousand words", "between 2000 and 3000 words", "2000〜3000字左右", "2,000 words"),
+    ],
+    (10000, 20000): ["1-2万字", "一万到两万字"],
+}
+NO_RANGE = [
+    *("1000 or 2000 words", "写3000、4000字", "写两三千字", "1000 words here, 2000 words there", "几千字"),
+    *("2000 to 3000 words in parts of 200 words each", "each 200 to 300 words", "3000-2000 words"),
+    *("between ten and twenty thousand words", "2000-3000 words, then 500 words"),
+]
+
+
+def test_a_range_of_lengths_is_read_and_a_text_within_it_scores_100():
+    for (low, high), instructions in RANGES.items():
+        for text in instructions:
+            assert asked_range(text) == ((low, low) if text == "2,000 words" else (low, high)), text
+    assert {text: asked_range(text) for text in NO_RANGE} == dict.fromkeys(NO_RANGE)
+    scores = {2000: 100, 2500: 100, 3000: 100, 6000: 200 / 3, 1000: 50, 0: 0}
+    assert {words: range_score((2000, 3000), words) for words in scores} == pytest.approx(scores)
 
 
 STEP = "Paragraph 1 - Main Point: the moon - Word Count: 200"
@@ -89,6 +112,9 @@ def test_only_what_is_no_text_is_removed_from_a_paragraph(text):
             "第一段 - 要点：a - 字数：400",
             "段落一 - 要点：a - 字数：400字",
             "Paragraph 1 - Main Point: a\n- Word Count: 400",
+            "第一段 - 主要观点：a - 字数：400",
+            "1. 段落1 - 主要内容：a - 字数要求：400字",
+            "- Paragraph 1 - Key Idea: a - Estimated Word Count: 400",
         ),
         *("Paragraph 1\n- Main Point: a\n- Word Count: about 400", "Paragraph One: Main Point: a; Word Count: 400"),
     ],

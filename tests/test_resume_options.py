@@ -42,8 +42,10 @@ def test_the_seed_the_loss_and_the_memorys_part_are_shared():
     assert options_that("same", [TrainerOptions, LossOptions]) == [
         *("trainer.seed", "loss.mode", "loss.category_weights", "loss.documents_per_pack")
     ]
-    assert options_that("same", [QwenTitansModel]) == ["model.freeze", "model.train"]
-    assert options_that("same", [PackedModel]) == ["model.freeze"]
+    adapters = ("lora_dropout", "use_rslora", "use_dora", "layers_to_transform", "layers_pattern", "modules_to_save")
+    of_model = {"model.freeze", *(f"model.{name}" for name in adapters)}
+    assert set(options_that("same", [QwenTitansModel])) == {*of_model, "model.train"}
+    assert set(options_that("same", [PackedModel])) == of_model
 
 
 def test_values_are_those_of_the_configuration_and_verls_own_keys_are_there():

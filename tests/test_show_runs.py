@@ -68,6 +68,31 @@ def test_several_runs_show_what_differs_in_their_configs_without_secrets(tmp_pat
     assert "step 3 of 6 (50%) · 00:06 left" in shown  # 3 steps of 1,000 tokens at 500 a second
 
 
+def test_losses_and_scores_by_length_are_compared_first_and_last(tmp_path):
+    for name, gain in (("short", 0.1), ("long", 0.5)):
+        run, lines = tmp_path / name, []
+        run.mkdir()
+        for step in (0, 4):
+            data = {"val/loss": 2.0, "val/loss_0_8": 2.0, "val/loss_8_inf": 3.0 - step * gain, "val/answer_8_inf": 0.5}
+            counts = {"val/target_tokens_0_8": 7, "val/target_tokens_8_inf": 9, "val/answer/qa_1_2": 1.0}
+            lines.append(json.dumps({"step": step, "data": data | counts}))
+        (run / "metrics.jsonl").write_text("\n".join(lines))
+    code, shown, errors = show(tmp_path / "short", tmp_path / "long")
+    assert code == 0, errors
+    words = [line.split() for line in shown.splitlines()]
+    assert ["loss", "by", "document", "length", "0_8", "8_inf"] in words
+    for name, last in (("short", "2.600"), ("long", "1.000")):
+        assert [f"{name},", "step", "0", "2.000", "3.000"] in words
+        assert [f"{name},", "step", "4", "2.000", last] in words
+    assert ["answer", "by", "document", "length", "8_inf"] in words
+    assert "target_tokens" not in shown
+    code, _, errors = show(tmp_path / "short", tmp_path / "long", f"html={tmp_path / 'page.html'}")
+    assert code == 0, errors
+    page = (tmp_path / "page.html").read_text()
+    assert '"title": "loss by document length, first and last"' in page
+    assert '{"model": "long, step 4", "group": "8_inf", "mean": 1.0, "low": 1.0, "high": 1.0, "cases": 9}' in page
+
+
 @pytest.mark.parametrize("width", [80, 160])
 def test_lines_fit_the_terminal_and_a_pipe_has_no_control_characters(tmp_path, monkeypatch, width):
     monkeypatch.setenv("COLUMNS", str(width))

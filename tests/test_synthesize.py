@@ -4,12 +4,14 @@ import json
 import random
 import re
 import sqlite3
+import threading
 
 import pytest
 import yaml
 
 from tests.chat_server import chat_server, completion
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
+from verl_ext.endpoint.quality import DIMENSIONS
 from verl_ext.endpoint.store import Store
 from verl_ext.tools.synthesis.asked_prompts import asked_prompt
 from verl_ext.tools.synthesis.command import main
@@ -216,6 +218,155 @@ def test_agentwrite_writes_paragraph_after_paragraph_and_keeps_the_right_length(
     assert record["messages"][0]["content"] == "Write a text on tides.\n\nWrite about 400 words."
 
 
+def test_parallel_paragraphs_are_asked_for_at_once_from_the_plan_alone_and_keep_its_order(run, tmp_path):
+    together = threading.Barrier(2)
+
+    def reply(request):
+        content = request["messages"][0]["content"]
+        if "Divide the work" in content:
+            return PLAN
+        together.wait(timeout=60)  # the server has both requests before it answers one
+        return " ".join([content.split("Main Point: ")[-1].split(" - ")[0]] * 200)
+
+    source = write_lines(tmp_path / "prompts.jsonl", [{"prompt": "Write 400 words."}])
+    with chat_server(reply) as server:
+        assert run(server, source, "paragraphs=parallel", task="agentwrite") == 0
+        before = len(server.requests)
+        assert run(server, source, "paragraphs=parallel", "overwrite=true", task="agentwrite") == 0
+    assert len(server.requests) == before == 3
+    asked = [request["messages"][0]["content"] for request in server.requests[1:]]
+    assert not any("one one" in content or "two two" in content for content in asked)
+    (record,) = records_of(tmp_path, "agentwrite")
+    assert record["messages"][1]["content"] == "\n\n".join([" ".join(["one"] * 200), " ".join(["two"] * 200)])
+
+
+def test_both_forms_are_compared_over_the_same_plans_and_a_judge_scores_both(run, tmp_path):
+    quality = json.dumps(dict.fromkeys(DIMENSIONS, 5))
+
+    def reply(request):
+        content = request["messages"][0]["content"]
+        if "Divide the work" in content:
+            return PLAN
+        if "Breadth and Depth" in content:
+            return quality
+        is_alone = "at the same time" in content
+        return " ".join(f"{'same' if is_alone else content[-40:-39]} {chr(97 + n % 26)}" for n in range(100))
+
+    source = write_lines(tmp_path / "prompts.jsonl", [{"prompt": f"Write 400 words on {n}."} for n in "ab"])
+    with chat_server(reply) as server:
+        judge = ("scorer.kind=writing", f"scorer.endpoint.base_url={server.url}", "scorer.endpoint.model=tiny")
+        assert run(server, source, "paragraphs=both", *judge, task="agentwrite") == 0
+    forms = report_of(tmp_path)["forms"]
+    assert [forms[form]["texts"] for form in ("sequential", "parallel")] == [2, 2]
+    assert [forms[form]["score"] for form in ("sequential", "parallel")] == [100, 100]
+    assert forms["parallel"]["repeated"] == 50  # the second paragraph is the first
+    assert len(server.requests) == 2 * (1 + 2 + 2 + 2)
+    assert all("same" not in record["messages"][1]["content"] for record in records_of(tmp_path, "agentwrite"))
+
+
+def test_lengths_asked_for_and_written_are_spread_evenly(run, tmp_path):
+    """Instructions with a length, a range, none and several; one text comes out longer than asked for."""
+    asked = ["in 300 words", "in 250-350 words", "in 500 words", "in 600 words", "in 300 words, then 600 words"]
+    asked.append("in 9000 words")
+    prompts = [f"Write on {n} {length}." for n, length in enumerate(asked)] + [f"Write on {n}." for n in range(20)]
+    source = write_lines(tmp_path / "prompts.jsonl", [{"prompt": prompt} for prompt in prompts])
+
+    def reply(request):
+        content = request["messages"][0]["content"]
+        wanted = re.findall(r"(\d+)(?:-350)? words\.", content)[0]
+        wanted = 300 if wanted == "250" else int(wanted)
+        if "Divide the work" in content:
+            return f"Paragraph 1 - Main Point: p - Word Count: {wanted}"
+        return "word " * (wanted + (150 if "on 0" in content else 0))
+
+    given = ("word_intervals=[200,400,600]", "records=12", "min_length_score=0", "near_duplicates=null")
+    with chat_server(reply) as server:
+        assert run(server, source, *given, task="agentwrite") == 0
+        assert run(server, source, *given, "lengths=[400]", task="agentwrite", out="third") == 2
+    report = report_of(tmp_path)
+    assert report["left_out"] == {"no_length": 1, "too_long": 1}
+    rows = report["lengths"]
+    assert [row["drawn"] for row in rows.values()] == [6, 6]
+    assert sum(row["found"] for row in rows.values()) == 24
+    written = [record["provenance"]["words_written"] for record in records_of(tmp_path, "agentwrite")]
+    counts = [sum(low <= n < high for n in written) for low, high in ((200, 400), (400, 601))]
+    assert [row["written"] for row in rows.values()] == counts
+    assert max(counts) == 6
+    assert report["outcomes"].get("interval_full", 0) == 12 - len(written)
+
+
+LOGS = [
+    {
+        "conversation": [{"role": "user", "content": "Write 400 words on tides.", "language": "English"}],
+        "language": "English",
+    },
+    {"conversations": [{"from": "system", "value": "s"}, {"from": "human", "value": "Write 400 words on bombs."}]},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "Write 400 words on prompts."}]}]},
+    {"prompt": "Write 400 words in a chat."},
+    {"prompt": "写一篇400字的文章，谈谈潮汐。"},
+    {"prompt": "Напишите 400 words про приливы и отливы на море"},
+    {"conversation": [{"role": "user", "content": "Écris 400 words."}], "language": "French"},
+    {"conversation": [{"role": "assistant", "content": "Hello."}]},
+]
+
+
+def test_instructions_from_logs_are_selected_by_language_and_by_a_model_each_with_an_outcome(run, tmp_path):
+    def reply(request):
+        content = request["messages"][0]["content"]
+        if "do not carry it out" in content.lower() or "请不要执行它" in content:
+            harmful, scraping, long = (word not in content for word in ("bombs", "on prompts", "a chat"))
+            answers = ("yes" if not harmful else "no", "yes" if not scraping else "No", "**Yes**" if long else "no")
+            if "潮汐" in content:
+                return "有害：否\n抓取：否\n长文：是"
+            return "Harmful: {}\nScraping: {}\nLong: {}".format(*answers)
+        if "Divide the work" in content or "各段字数之和" in content:
+            return PLAN
+        return "word " * 200
+
+    source = write_lines(tmp_path / "logs.jsonl", LOGS)
+    given = ("select=2000", "languages=[en,zh]", "on_bad_record=skip", "near_duplicates=null")
+    with chat_server(reply) as server:
+        assert run(server, source, *given, task="agentwrite") == 0
+        before = len(server.requests)
+        assert run(server, source, *given, "overwrite=true", task="agentwrite") == 0
+    assert len(server.requests) == before == 5 + 2 * 3
+    report = report_of(tmp_path)
+    assert report["left_out"] == {"other_language": 2, "no_prompt": 1}
+    assert report["outcomes"] == {"done": 2, "toxic": 1, "scraping": 1, "not_long": 1}
+    users = [record["messages"][0]["content"] for record in records_of(tmp_path, "agentwrite")]
+    assert users == ["Write 400 words on tides.", "写一篇400字的文章，谈谈潮汐。"]
+    assert all(len(record["provenance"]["seeds"]) == 4 for record in records_of(tmp_path, "agentwrite"))
+
+
+def test_a_selection_in_prose_is_unparsable_and_the_published_prompt_is_the_papers(run, tmp_path, documents, capsys):
+    source = write_lines(tmp_path / "prompts.jsonl", [{"prompt": "Write 400 words."}])
+    with chat_server(lambda _: "It seems fine to me.") as server:
+        assert run(server, source, "select=2000", task="agentwrite") == 1
+        assert "1 unparsable" in capsys.readouterr().err
+        assert run(server, source, "prompts=published", task="agentwrite") == 2
+        assert "prompts=published" in capsys.readouterr().err
+        assert run(server, source, "languages=[en]", "model.path=x", task="longalign") == 2
+        assert "languages" in capsys.readouterr().err
+    with chat_server(longalign_published) as server:
+        assert run(server, documents, "records=6", "prompts=published", out="published") == 0
+    asked = [
+        request["messages"][0]["content"]
+        for request in server.requests
+        if PUBLISHED_END.search(request["messages"][0]["content"])
+    ]
+    assert len(asked) == 6
+
+
+PUBLISHED_END = re.compile(
+    r'\n\nGiven the above text, please propose 5 English [^.]*, in the following format: "1: ", "2: ", \.\.\.\Z'
+)
+
+
+def longalign_published(request):
+    content = request["messages"][0]["content"]
+    return "1. First?\n2. Second?" if PUBLISHED_END.search(content) else "An answer."
+
+
 @pytest.mark.parametrize(
     ("plan", "paragraph", "outcome"),
     [
@@ -311,6 +462,101 @@ def test_glm_long_asks_within_the_window_and_records_the_whole_document(run, tmp
         if record["category"] == "glm_long_chunks":
             begins = [begin * 4 // len(text) for begin, _ in record["provenance"]["stretches"]]
             assert begins == [0, 1, 2, 3]
+
+
+def test_the_ways_of_glm_long_are_drawn_by_their_weights(run, tmp_path, capsys):
+    source = write_lines(tmp_path / "documents.jsonl", [{"text": words(600, i)} for i in range(24)])
+    given = ("intervals=[100,1000]", "window=128", "near_duplicates=null")
+    with chat_server(glm_long_reply) as server:
+        assert run(server, source, *given, "ways={chunk:1,chunks:0,summary:0}", task="glm_long", out="one") == 0
+        assert run(server, source, *given, "ways={chunk:3,chunks:1}", task="glm_long") == 0
+        for ways in ("{chunk:0}", "{chunk:-1,chunks:2}", "{parts:1}", "{chunk:yes}"):
+            assert run(server, source, *given, f"ways={ways}", task="glm_long", out="bad") == 2
+            assert "ways must be numbers" in capsys.readouterr().err
+    assert {record["category"] for record in records_of(tmp_path, "glm_long", "one")} == {"glm_long_chunk"}
+    kinds = [record["category"] for record in records_of(tmp_path, "glm_long")]
+    assert 12 < kinds.count("glm_long_chunk") < 24 == len(kinds)
+    assert kinds.count("glm_long_summary") == 0
+
+
+def test_an_answer_that_its_text_does_not_support_is_left_out_and_counted(run, tmp_path):
+    def reply(request):
+        content = request["messages"][0]["content"]
+        if "Judge strictly" not in content:
+            return glm_long_reply(request)
+        assert content.count("[Answer]") == 1
+        assert "difficult" not in content
+        return "It is not.\nSupported: no" if "the whole" in content else "Yes.\n**Supported:** yes"
+
+    source = write_lines(tmp_path / "documents.jsonl", [{"text": words(600, i)} for i in range(12)])
+    given = ("intervals=[100,1000]", "window=128", "grounded=true")
+    with chat_server(reply) as server:
+        assert run(server, source, *given, task="glm_long") == 0
+        before = len(server.requests)
+        assert run(server, source, *given, "overwrite=true", task="glm_long") == 0
+        assert len(server.requests) == before
+    report, records = report_of(tmp_path), records_of(tmp_path, "glm_long")
+    assert report["outcomes"] == {"done": len(records), "ungrounded": 12 - len(records)}
+    assert 0 < len(records) < 12
+    assert all(len(record["provenance"]["seeds"]) == 2 for record in records)
+    checked = [request["messages"][0]["content"] for request in server.requests if "Judge" in str(request)]
+    spans = [record["provenance"]["stretches"] for record in records]
+    texts = [record["messages"][0]["content"] for record in records]
+    assert all(
+        any(text[begin:end] in content for content in checked)
+        for text, own in zip(texts, spans, strict=True)
+        for begin, end in own
+    )
+
+
+def test_a_run_is_estimated_without_a_request_near_what_it_asks(run, tmp_path, documents, capsys):
+    (tmp_path / "prices.yaml").write_text("tiny: {input: 1000, output: 10000}\n")
+    priced = f"endpoint.prices={tmp_path}/prices.yaml"
+    with chat_server(longalign_reply) as server:
+        assert run(server, documents, "records=6", "questions=2", "estimate=true", priced) == 0
+        assert not server.requests
+        assert not (tmp_path / "out").exists()
+        line = capsys.readouterr().out.splitlines()[-1]
+        assert run(server, documents, "records=6", "questions=2") == 0
+    tokens = 2 * (120 + 220 + 320)  # of the six documents
+    numbers = [int(n.replace(",", "")) for n in re.findall(r"\d[\d,]*", line.partition(", cost")[0])]
+    assert numbers == [18, 3 * tokens + 18 * 150, 2 * tokens, 6 * 200 + 12 * 400]
+    assert len(server.requests) == numbers[0]
+    prompts = [{"prompt": f"Write {words} words on {n}."} for n, words in enumerate((1000, 5000, "some"))]
+    source, lines = write_lines(tmp_path / "prompts.jsonl", prompts), []
+    for form in ("sequential", "parallel"):
+        given = "estimate=true", f"paragraphs={form}"
+        assert run(server, source, *given, task="agentwrite", out="estimated") == 0
+        line = capsys.readouterr().out.splitlines()[-1]
+        lines.append([int(n.replace(",", "")) for n in re.findall(r"\d[\d,]*", line)])
+    assert lines[0][0] == lines[1][0] == 2 + 2 + 10  # two plans, two and ten paragraphs
+    assert lines[0][3] == lines[1][3]
+    assert lines[0][1] - lines[1][1] == 2 * (1400 // 4) + 10 * (7000 * 9 // 20)
+    given = "estimate=true", "scorer.kind=given", "endpoint.base_url=null"
+    assert run(server, source, *given, task="preferences", out="estimated") == 2
+
+
+def test_the_report_has_outcomes_by_stage_and_what_items_without_a_record_cost(run, tmp_path, capsys):
+    def reply(request):
+        content = request["messages"][0]["content"]
+        if "Divide the work" in content:
+            return PLAN if "tides" in content else "Paragraph 1 - Main Point: one - Word Count: 4000"
+        return "I'm sorry, but I can't help with this." if "on bad tides" in content else "word " * 200
+
+    prompts = [{"prompt": f"Write 400 words on {what}."} for what in ("tides", "bad tides", "ships", "planes")]
+    source = write_lines(tmp_path / "prompts.jsonl", prompts)
+    with chat_server(reply) as server:
+        assert run(server, source, "near_duplicates=null", "max_failed_share=0.5", task="agentwrite") == 0
+        printed = capsys.readouterr().out
+        assert (
+            run(server, source, "near_duplicates=null", "max_failed_share=0.5", "overwrite=true", task="agentwrite")
+            == 0
+        )
+    report = report_of(tmp_path)
+    assert report["stages"] == {"plan": {"done": 4}, "write": {"done": 3}}
+    spent = {"length_score": {"items": 2, "tokens": 30}, "refused": {"items": 1, "tokens": 30}}
+    assert report["spent_without_record"] == spent  # of stored answers too
+    assert "record (agentwrite): … Write 400 words on tides. → word word" in printed
 
 
 def test_glm_long_asks_again_about_a_document_by_draws_of_their_own(run, tmp_path):

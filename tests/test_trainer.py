@@ -3,6 +3,7 @@
 import re
 import shutil
 import signal
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +55,8 @@ def run_of(data, model: Path, output: Path, *overrides: str) -> list[str]:
     return [f"data.train_dir={data[0] / 'train'}", f"model.path={model}", into(output), *overrides]
 
 
+BINS = [9, 30, 100]  # 9 and 30 are lengths of documents; none is longer than 100
+
 LAYOUTS = {  # (ranks, ranks of a Ulysses group, groups that share a pack)
     "one_rank": (1, 1, 1),
     "two_data_parallel": (2, 1, 1),
@@ -75,6 +78,7 @@ def runs(data, tiny_model, tmp_path_factory):
             *(f"engine.ulysses_sequence_parallel_size={ulysses}", f"parallel.context_parallel_size={groups}"),
             "checkpoint.save_contents=[model,optimizer,extra,hf_model]",
             *("data.balance_group=2", "data.cost=tokens"),  # their defaults would depend on the layout
+            f"trainer.length_bins={BINS}",
         ]
         run_ranks(train_alone, ranks, run_of(data, tiny_model, output, *options))
         results[name] = output, metrics(output)
@@ -90,6 +94,21 @@ def test_validation_is_exact_over_the_whole_set(runs, data, layout):
     assert logged[last, "val/maths_loss"] == pytest.approx(expected[1], rel=1e-5)
     assert logged[last, "val/code_loss"] == pytest.approx(expected[2], rel=1e-5)
     assert logged[last, "train/loss"] < logged[1, "train/loss"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_validation_by_length_is_exact_and_its_parts_are_the_whole(runs, data, layout):
+    output, logged = runs[layout]
+    last = max(step for step, _ in logged)
+    targets = 0
+    for low, high in pairwise([0, *BINS]):
+        of_bin = [document for document in data[1] if low < len(document["input_ids"]) <= high]
+        expected = plain_losses(output / f"global_step_{last}" / "huggingface", of_bin)
+        assert logged[last, f"val/loss_{low}_{high}"] == pytest.approx(expected[0], rel=1e-5)
+        targets += logged[last, f"val/target_tokens_{low}_{high}"]
+    assert targets == logged[last, "val/target_tokens"]
+    assert logged[last, "val/target_tokens_100_inf"] == 0
+    assert (last, "val/loss_100_inf") not in logged
 
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one_rank"])

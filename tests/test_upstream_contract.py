@@ -99,6 +99,9 @@ CALLABLES = {
     "verl.utils.fsdp_utils:_select_fsdp2_wrap_targets": ("model", "fsdp_transformer_layer_cls_to_wrap"),
     "peft:get_peft_model": ("model", "peft_config"),
     "peft:PeftModel.save_pretrained": ("save_directory", "save_embedding_layers"),
+    # Muon
+    "torch.optim._muon:_zeropower_via_newtonschulz": ("grad", "ns_coefficients", "ns_steps", "eps"),
+    "torch.optim._muon:_adjust_lr": ("lr", "adjust_lr_fn", "param_shape"),
     # loader processes
     "torch.utils.data._utils.signal_handling:_set_SIGCHLD_handler": (),
     # the fake GPU of a plan

@@ -5,21 +5,57 @@ every loss mode and with any weights; so are its token accuracy and entropy. Sum
 below 2^53, which float64 also represents exactly. Every rank holds a slot for each category of a fixed table, so no
 rank waits for a key that another rank lacks.
 
-C is the number of categories. Slot 0 means "no category" and is never reported by itself.
+C is the number of categories. Slot 0 means "no category" and is never reported by itself. With LengthBins, each bin of
+document lengths has C + 1 slots of its own: slot bin·(C + 1) + category.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 
 # A category must not have these names, because `<category>_tokens` would be another metric.
 RESERVED = ("computed", "target", "total", "total_target")
 VALIDATION = "val"  # the prefix of the metrics that include perplexities
 _SCALARS = ("weighted_loss", "normaliser", "tokens", "computed_tokens", "target_tokens", "packs")
 SumsT = TypeVar("SumsT", bound="StepSums")
+
+
+@dataclass(frozen=True)
+class LengthBins:
+    """The bins of document lengths between ascending edges, in tokens.
+
+    Edges 8 and 16 make (0, 8], (8, 16] and (16, inf): 0_8, 8_16 and 16_inf. Without edges there is one bin, unnamed.
+    """
+
+    edges: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.edges) + 1
+
+    def __bool__(self) -> bool:
+        return bool(self.edges)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the bins; none without edges."""
+        return tuple(f"{low}_{high}" for low, high in pairwise((0, *self.edges, "inf"))) if self.edges else ()
+
+    def index(self, lengths: ArrayLike) -> NDArray[np.int64]:
+        """Return the bin of each length."""
+        return np.searchsorted(np.asarray(self.edges, np.int64), lengths, side="left")
+
+    def folded(self, values: Sequence[float], slots: int) -> list[float]:
+        """Return rows of `slots` sums as sums by category, over all bins."""
+        return np.reshape(values, (-1, len(self), slots // len(self))).sum(1).ravel().tolist()
+
+
+ONE_BIN = LengthBins()
 
 
 @dataclass
@@ -93,15 +129,27 @@ class StepSums:
     def __add__(self: SumsT, other: SumsT) -> SumsT:
         return replace(self, values=self.values + other.values, has_stats=self.has_stats and other.has_stats)
 
-    def report(self, prefix: str, names: tuple[str, ...]) -> dict[str, float]:
+    def report(self, prefix: str, names: tuple[str, ...], bins: LengthBins = ONE_BIN) -> dict[str, float]:
         """Return the metrics by name; read the device once.
 
         A category without target tokens has no loss, and its count is 0. For a validation set, ``perplexity`` is exp of
         the plain mean of ℓ_t over all target tokens in every loss mode, and a category's perplexity is exp of its loss;
-        a perplexity beyond float64 is inf.
+        a perplexity beyond float64 is inf. A bin's loss, like a category's, is the plain mean of its targets' ℓ_t.
         """
         # Read all sums in one transfer: each makes the host wait for the device.
-        return self._metrics(self.values.tolist(), prefix, names)
+        values = self.values.tolist()
+        of_all = replace(self, slots=self.slots // len(bins))
+        metrics = of_all._metrics(self._folded(values, bins), prefix, names)
+        of_bins = np.reshape(values[len(_SCALARS) :][: 2 * self.slots], (2, len(bins), -1)).sum(2)
+        for name, loss, count in zip(bins.names, *of_bins.tolist(), strict=bool(bins)):
+            metrics |= {f"{prefix}/loss_{name}": loss / count} if count else {}
+            metrics[f"{prefix}/target_tokens_{name}"] = int(count)
+        return metrics
+
+    def _folded(self, values: Sequence[float], bins: LengthBins) -> list[float]:
+        """Return `values` with the sums of all bins added up."""
+        first = len(_SCALARS)
+        return [*values[:first], *bins.folded(values[first:][: 4 * self.slots], self.slots)]
 
     def _metrics(self, values: Sequence[float], prefix: str, names: tuple[str, ...]) -> dict[str, float]:
         """Return the metrics of `values` on the host by name."""
@@ -185,6 +233,10 @@ class PreferenceSums(StepSums):
         of_terms = self.values[self._start + 4 :].view(len(PREFERENCE_VALUES), self.slots)
         of_terms.index_add_(1, slots, torch.stack([values[name].detach() for name in PREFERENCE_VALUES]))
         self.weighted_loss.add_(values["pair_loss"].detach().sum())
+
+    def _folded(self, values: Sequence[float], bins: LengthBins) -> list[float]:
+        rows = bins.folded(values[self._start + 4 :], self.slots)
+        return [*super()._folded(values, bins), *values[self._start :][:4], *rows]
 
     def _loss(self, values: Sequence[float]) -> float:
         means = zip((1.0, *self.weights), self._means(values), strict=True)

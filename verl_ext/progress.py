@@ -18,7 +18,7 @@ from verl_ext import __version__
 from verl_ext.options import one_line
 
 _LINE = 80  # columns of the bar in a log
-_HEADLINES = ("loss", "exact_match", "accuracy", "answer", "perplexity")
+_HEADLINES = ("loss", "reward_margin", "reward_accuracy", "exact_match", "accuracy", "answer", "perplexity")
 
 
 def announce(work: str) -> None:
@@ -241,7 +241,7 @@ def _losses(data: Mapping[str, float], kind: str) -> list[str]:
     values = {name.removeprefix(f"{kind}/"): value for name, value in data.items() if name.startswith(f"{kind}/")}
     names = [name for name in _HEADLINES if name in values]
     names += [name for name in values if name.endswith("_loss") and f"{name.removesuffix('_loss')}_tokens" in values]
-    names += [name for name in values if name.startswith("answer/")]
+    names += [name for name in values if name.startswith(("answer/", "answer_", "loss_"))]
     parts = [f"{one_line(name)} {four_digits(values[name])}" for name in names]
     return [f"{kind} {parts[0]}", *parts[1:]] if parts and kind == "val" else parts
 

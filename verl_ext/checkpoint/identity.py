@@ -22,7 +22,7 @@ from verl_ext.options import Options, nearest_hint, options_of, spell
 
 # The keys of verl's own dataclasses that affect a step; our options declare this in their definitions.
 _KEYS_OF_VERL = {
-    "model": ("lora_rank", "lora_alpha", "target_modules"),
+    "model": ("lora_rank", "lora_alpha", "target_modules", "target_parameters", "exclude_modules"),
     "optim": (
         *("optimizer", "optimizer_impl", "override_optimizer_config", "lr", "betas", "weight_decay", "clip_grad"),
         *("lr_warmup_steps", "lr_warmup_steps_ratio", "min_lr_ratio", "num_cycles", "zero_indexed_step"),
@@ -119,7 +119,7 @@ def shared_options(values: Mapping[str, Any], classes: Iterable[type], rule: str
 
 def upstream_options(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return {dotted key: configured value} of verl's options that affect steps."""
-    return {f"{node}.{name}": values[node][name] for node, names in _KEYS_OF_VERL.items() for name in names}
+    return {f"{node}.{name}": values[node].get(name) for node, names in _KEYS_OF_VERL.items() for name in names}
 
 
 def model_shape(hf_config: Any) -> dict[str, Any]:

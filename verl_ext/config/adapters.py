@@ -3,15 +3,16 @@
 import copy
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from verl_ext.engines.lora import LoraOptions, given_settings
 from verl_ext.engines.optimizer import rate_problems
-from verl_ext.layers.towers import outside_text, text_alone
+from verl_ext.layers.towers import name_hint, outside_text, text_alone
 from verl_ext.layers.trial import isolation_problem, trial_model
-from verl_ext.options import first_line, nearest_hint, plain, spell
+from verl_ext.options import first_line, nearest_hint, options_of, plain, spell
 
 if TYPE_CHECKING:
     from verl_ext.config.run import RunConfig
@@ -33,11 +34,14 @@ def with_adapters(model: torch.nn.Module, peft_config: Any) -> Any:
     from peft import get_peft_model  # here and below, because it takes seconds and only a run with adapters needs it
 
     peft_config, device = copy.deepcopy(peft_config), next(model.parameters()).device
+    told = {name: getattr(peft_config, name) for name in ("base_model_name_or_path", "init_lora_weights")}
     if device.type == "meta":
         peft_config.init_lora_weights = False
     with warnings.catch_warnings(), device:
         warnings.simplefilter("ignore")  # about tied weights, which an export writes as they are
-        return get_peft_model(model, peft_config)
+        adapted = get_peft_model(model, peft_config)
+    vars(peft_config).update(told)  # of the base that was trained on, not of a checkpoint's folder
+    return adapted
 
 
 def lora_problems(config: "RunConfig", model: "Architecture") -> list[str]:
@@ -53,6 +57,10 @@ def lora_problems(config: "RunConfig", model: "Architecture") -> list[str]:
     from peft import LoraConfig
     from peft.tuners.tuners_utils import check_target_module_exists as targets_module
 
+    settings = given_settings(options)
+    targets, parameters = plain(options.target_modules), plain(config.values["model"].get("target_parameters"))
+    if problems := list(_setting_problems(settings, adapter, targets, parameters)):
+        return problems
     if adapter:
         key = "model.lora_adapter_path: target_modules"
         try:
@@ -66,21 +74,14 @@ def lora_problems(config: "RunConfig", model: "Architecture") -> list[str]:
         lora = LoraConfig(
             r=options.lora_rank,
             lora_alpha=options.lora_alpha,
-            target_modules=plain(options.target_modules),
-            target_parameters=plain(config.values["model"].get("target_parameters")),
+            target_modules=targets,
+            target_parameters=parameters,
             exclude_modules=plain(options.exclude_modules),
+            **settings,
         )
-    # PEFT passes over a target that no module has, so that a typo would train fewer adapters.
     given = lora.target_modules if isinstance(lora.target_modules, str) else sorted(lora.target_modules or ())
-    if model.cls is not None and given and given != "all-linear":
-        outside = tuple(f"{name}." for name in outside_text(model.module))
-        modules = [name for name, _ in model.module.named_modules() if not f"{name}.".startswith(outside)]
-        for target in [given] if isinstance(given, str) else given:
-            alone = LoraConfig(target_modules=given if isinstance(given, str) else [target])
-            if not any(targets_module(alone, name) for name in modules):
-                hint = nearest_hint(target, {name.rpartition(".")[2] for name in modules})
-                whose = f"the text model of a {model.cls.__name__}" if outside else f"a {model.cls.__name__}"
-                return [f"{key} must name modules of {whose}; got {target}{hint}"]
+    if model.module is not None and (problems := list(_name_problems(model, lora, key))):
+        return problems
     # Adapters of these modules could not be sharded, or not exported.
     embedding = "model.embed_tokens"
     if model.module is not None:
@@ -96,6 +97,71 @@ def lora_problems(config: "RunConfig", model: "Architecture") -> list[str]:
         return [f"model.lora_adapter_path must hold an adapter without {of_tied}; got {adapter}"]
     # What names do not tell, a copy of the model with these adapters does.
     return [] if model.module is None else list(_merge_problems(config, model, lora))
+
+
+def _setting_problems(settings: Mapping[str, Any], adapter: str | None, targets: Any, parameters: Any) -> Iterator[str]:
+    """Yield a line for each option of new adapters that PEFT ignores or refuses."""
+    for name in settings if adapter else ():
+        default = spell(options_of(LoraOptions)[name].default)
+        decides = f"model.lora_adapter_path={adapter}, whose adapter_config.json decides it"
+        yield f"model.{name} must be {default} with {decides}; got {spell(settings[name])}"
+    layers = settings.get("layers_to_transform")
+    if layers is not None and isinstance(targets, str):
+        yield f"model.target_modules must be a list of names with model.layers_to_transform={layers}; got {targets}"
+    if layers is not None and parameters:
+        instead = "whose names can have a layer (layers.1.mlp.experts.down_proj)"
+        yield f"model.layers_to_transform must be null with model.target_parameters, {instead}; got {layers}"
+    for name in ("lora_dropout", "use_dora"):
+        if parameters and name in settings:
+            default = spell(options_of(LoraOptions)[name].default)
+            why = "model.target_parameters, whose adapters change weights and not inputs"
+            yield f"model.{name} must be {default} with {why}; got {spell(settings[name])}"
+
+
+def _name_problems(model: "Architecture", lora: Any, key: str) -> Iterator[str]:
+    """Yield a line for the first name that no module or parameter of the text model has.
+
+    PEFT passes over such a name, so that a typo would train less.
+    """
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import check_target_module_exists as targets_module
+
+    outside = tuple(f"{name}." for name in outside_text(model.module))
+    whose = f"the text model of a {model.cls.__name__}" if outside else f"a {model.cls.__name__}"
+    modules = {name: part for name, part in model.module.named_modules() if not f"{name}.".startswith(outside)}
+    parameters = [name for name, _ in model.module.named_parameters() if not name.startswith(outside)]
+    given = lora.target_modules
+    for target in () if given in (None, "all-linear") else [given] if isinstance(given, str) else sorted(given):
+        alone = LoraConfig(target_modules=target if isinstance(given, str) else [target])
+        if not any(targets_module(alone, name) for name in modules):
+            hint = nearest_hint(target, {name.rpartition(".")[2] for name in modules})
+            yield f"{key} must name modules of {whose}; got {target}{hint}"
+            return
+    for target in lora.target_parameters or ():
+        if not any(f".{name}".endswith(f".{target}") for name in parameters):
+            of_modules = key.replace("target_modules", "target_parameters")
+            yield f"{of_modules} must name parameters of {whose}; got {target}{name_hint(target, parameters)}"
+    # A module that is trained whole is copied, so that it may hold nothing that others share.
+    for name in lora.modules_to_save or ():
+        saved = [part for path, part in modules.items() if path.endswith(name)]
+        named = any(f".{path}".endswith(f".{name}") for path in modules)
+        if not named or not all(map(_can_be_whole, saved)):
+            hint = nearest_hint(
+                name, {path.rpartition(".")[2] for path, part in modules.items() if _can_be_whole(part)}
+            )
+            of_modules = key.replace("target_modules", "modules_to_save")
+            yield f"{of_modules} must name embeddings and linear layers of {whose}; got {name}{hint}"
+    layers = lora.layers_to_transform
+    for layer in [layers] if isinstance(layers, int) else layers or ():
+        alone = copy.copy(lora)
+        alone.layers_to_transform = [layer]
+        if not any(targets_module(alone, name) for name in modules):
+            of_modules = key.replace("target_modules", "layers_to_transform")
+            yield f"{of_modules} must name layers of {whose} with adapters; got {layer}"
+
+
+def _can_be_whole(module: torch.nn.Module) -> bool:
+    return isinstance(module, (torch.nn.Embedding, torch.nn.Linear))
 
 
 def _variant_problems(lora: Any, adapter: str) -> Iterator[str]:
@@ -125,6 +191,9 @@ def _merge_problems(config: "RunConfig", model: "Architecture", lora: Any) -> It
     try:
         adapted = with_adapters(module, lora)
     except Exception as error:  # PEFT raises any error for modules that it does not adapt
+        for name, value in given_settings(config.model_options).items():
+            if name in str(error):  # of the experts among all-linear
+                key, got = f"model.{name}", spell(value)
         yield f"{key} must be adapters that a {model.name} can have; got {got} ({first_line(error)})"
         return
     yield from rate_problems(adapted, config.optim.lr_of)

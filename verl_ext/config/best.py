@@ -9,20 +9,20 @@ from verl.trainer.config import CheckpointConfig
 
 from verl_ext.options import Options, option, spell
 
-_WATCHABLE = re.compile(r"val/(loss|answer(/.+)?|.+_loss)")
+_WATCHABLE = re.compile(r"val/((loss|answer)(_\d+_(\d+|inf))?|answer/.+|.+_loss)")
 KEEP_BEST, EARLY_STOP = "checkpoint.keep_best", "trainer.early_stop.metric"
 
 
 def is_of_answers(metric: str) -> bool:
     """Tell whether a metric is a mean score of answers: more is better."""
-    return metric == "val/answer" or metric.startswith("val/answer/")
+    return re.fullmatch(r"val/answer(/.+|_\d+_(\d+|inf))?", metric) is not None
 
 
 def _metric_problem(key: str, metric: str | None) -> str | None:
     """Return a line if no validation has a metric of this form."""
     if metric is None or _WATCHABLE.fullmatch(metric):
         return None
-    forms = "val/loss, val/CATEGORY_loss, val/answer or val/answer/CATEGORY"
+    forms = "val/loss, val/CATEGORY_loss, val/loss_FROM_TO, val/answer, val/answer/CATEGORY or val/answer_FROM_TO"
     return f"{key} must be {forms}; got {spell(metric)}"
 
 
@@ -35,7 +35,8 @@ class BestOptions(Options):
     keep_best: str | None = option(
         None,
         "metric whose best step is saved at once, kept beyond trainer.max_ckpt_to_keep and linked as best: val/loss, "
-        "val/CATEGORY_loss (the lowest), val/answer, val/answer/CATEGORY (the highest); null: none",
+        "val/CATEGORY_loss, val/loss_FROM_TO (the lowest), val/answer, val/answer/CATEGORY, val/answer_FROM_TO (the "
+        "highest); null: none",
     )
 
     def problems(self) -> Iterable[str | None]:

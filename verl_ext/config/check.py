@@ -15,7 +15,6 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from verl.workers.config.optimizer import build_optimizer
 
 from verl_ext.config.best import is_of_answers
 from verl_ext.config.model import ModelFacts, override
@@ -26,7 +25,7 @@ from verl_ext.config.support import CP, SP, model_class
 from verl_ext.config.upstream import fixed_value_problems
 from verl_ext.config.weights import held_back, weight_problems
 from verl_ext.engines.activations import NEEDS_CHECKPOINTS
-from verl_ext.engines.optimizer import step_problem
+from verl_ext.engines.optimizer import built_optimizer, step_problem
 from verl_ext.engines.router import asks_for_router_loss
 from verl_ext.engines.schedule import schedule_problems
 from verl_ext.layers.mixers import positions_of_padding
@@ -184,8 +183,9 @@ def check_watched(config: RunConfig, categories: Iterable[str], asked: Iterable[
 
     categories, asked: the categories of the validation set and of the prompts.
     """
-    losses = ["val/loss", *(f"val/{name}_loss" for name in categories)]
-    scores = ["val/answer", *(f"val/answer/{name}" for name in asked)]
+    bins = config.trainer.bins.names
+    losses = ["val/loss", *(f"val/{name}_loss" for name in categories), *(f"val/loss_{name}" for name in bins)]
+    scores = ["val/answer", *(f"val/answer/{name}" for name in asked), *(f"val/answer_{name}" for name in bins)]
     for key, metric in config.watched.items():
         check_choice(key, metric, scores if is_of_answers(metric) else losses)
 
@@ -321,7 +321,7 @@ def optimizer_problem(config: RunConfig) -> str | None:
 
     def problem_of(options: dict[str, Any]) -> str | None:
         trial = replace(optim, **_SOUND, override_optimizer_config=options)
-        return step_problem(lambda parameters: build_optimizer(parameters, trial), steps)
+        return step_problem(lambda parameters: built_optimizer(parameters, trial), steps)
 
     if not (problem := problem_of({name: value for name, value in given.items() if name not in ignored})):
         return None

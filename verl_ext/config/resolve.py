@@ -23,6 +23,7 @@ from verl_ext.config.model import model_kind
 from verl_ext.config.newer import untried
 from verl_ext.config.run import Machine, RunConfig, dataset_class
 from verl_ext.data import SFTDataSet
+from verl_ext.engines.lora import given_settings
 from verl_ext.engines.schedule import StepOptimizerConfig
 from verl_ext.environment import versions
 from verl_ext.options import choice_problem, first_line, leaves, plain, refuse, spell
@@ -69,8 +70,9 @@ def resolve_run(composed: DictConfig, machine: Machine) -> RunConfig:
     if unread and "TORCHELASTIC_RUN_ID" in os.environ and "VERL_EXT_RAY_NODES" not in os.environ:
         notices.append(f"{', '.join(unread)}: without effect here: torchrun has MAX_RESTARTS of its own")
     defaults = {entry.name: entry.default for entry in fields(config.model)}
-    lora = ("lora_alpha", "target_modules")
-    unused = [f"model.{name}" for name in lora if getattr(config.model_options, name) != defaults[name]]
+    lora = ("lora_alpha", "target_modules", "target_parameters", "exclude_modules")
+    changed = [name for name in lora if getattr(config.model_options, name, defaults[name]) != defaults[name]]
+    unused = [f"model.{name}" for name in (*changed, *given_settings(config.model_options))]
     if unused and not config.model_options.lora_rank:
         notices.append(f"model.lora_rank=0 trains all parameters: no effect of {', '.join(unused)}")
     return replace(config, notices=tuple(notices))

@@ -9,6 +9,7 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -28,6 +29,7 @@ from verl_ext.data.collated import CollatedDataset, is_collated
 from verl_ext.data.options import DataOptions, DatasetOptions
 from verl_ext.engines.schedule import OptimOptions, StepOptimizerConfig
 from verl_ext.losses import LossOptions, ReferenceOptions
+from verl_ext.metrics import LengthBins
 from verl_ext.options import Options, choice_problem, option, plain, refuse, spell
 from verl_ext.parallel.shards import ParallelOptions
 
@@ -81,6 +83,9 @@ class TrainerOptions(Options):
     val_before_train: bool = option(
         True, "true: validate, and answer the prompts of eval.prompts, before step 1 of a new run"
     )
+    length_bins: list[int] = option(
+        [], "ascending document lengths in tokens, between which validation's loss and answers are given apart"
+    )
     max_ckpt_to_keep: int | None = option(None, "number of checkpoints to keep; null: all", least=1)
     resume_mode: str = option(
         "auto", "auto: resume from the last checkpoint, if any", choices=("auto", "disable", "resume_path")
@@ -131,7 +136,16 @@ class TrainerOptions(Options):
         if not is_pair or interval[0] > interval[1] or interval[0] < 0 <= interval[1]:
             must = "trainer.profile_interval must be [first step, last step], or [-1, -1] for none"
             yield f"{must}; got {spell(interval)}"
+        edges = self.length_bins
+        if any(type(edge) is not int for edge in edges) or any(low >= high for low, high in pairwise((0, *edges))):
+            must = "trainer.length_bins must be ascending whole numbers of tokens above 0, e.g. [2048, 8192]"
+            yield f"{must}; got {spell(edges)}"
         yield from _logger_problems(self.logger)
+
+    @property
+    def bins(self) -> LengthBins:
+        """The bins of document lengths that validation gives apart."""
+        return LengthBins(tuple(self.length_bins))
 
     @property
     def progress_limits(self) -> dict[str, int]:

@@ -18,6 +18,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 
 from verl_ext.engines.activations import ActivationOptions
+from verl_ext.engines.lora import LoraOptions
 from verl_ext.environment import UNKNOWN, files_digest, folder_digest
 from verl_ext.layers.towers import FreezeOptions, outside_text
 from verl_ext.options import first_line, option, refuse, spell
@@ -29,7 +30,7 @@ _OPTION = "model.allow_weight_mismatch"
 
 
 @dataclass  # not frozen, because a subclass also derives from verl's dataclass
-class ModelNode(ActivationOptions, FreezeOptions):
+class ModelNode(ActivationOptions, FreezeOptions, LoraOptions):
     """The keys of the model node that verl lacks."""
 
     allow_weight_mismatch: list[str] = option(

@@ -21,6 +21,8 @@ from verl_ext.data.mixture import MixtureRow
 from verl_ext.data.options import DataOptions, DatasetOptions, RunLength
 from verl_ext.data.ranks import Ranks
 from verl_ext.data.units import UnitRows
+from verl_ext.data.usage import DataUse
+from verl_ext.metrics import LengthBins
 from verl_ext.options import check_choice
 from verl_ext.packing import TOKENS, CostModel
 
@@ -173,6 +175,10 @@ class PackDataset(torch.utils.data.Dataset, ABC):
     def report(self) -> dict[str, Any]:
         """Return what a report says of the data besides its packs."""
         return {"omitted_documents": []}
+
+    def usage(self, bins: LengthBins) -> list[DataUse]:
+        """Return how often an epoch reads documents, by source and length; none if unknown."""
+        return []
 
     def plan_options(self) -> dict[str, Any]:
         """Return facts besides the config that decide a pack's tokens, by name."""

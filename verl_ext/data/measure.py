@@ -8,6 +8,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+
+from verl_ext.metrics import ONE_BIN, LengthBins
 
 
 @runtime_checkable
@@ -30,17 +33,18 @@ class AnswerMeasure:
 
     Attributes:
         generated: the metric of generated answers; that of a category is CATEGORY_generated.
-        counts: float64[2, C + 1], the answers and the exact answers by category slot, 0 for none. `add` fills it;
+        counts: float64[2, bins·(C + 1)], the answers and the exact answers by slot, as in `StepSums`. `add` fills it;
             before `report`, the trainer sums it over the data-parallel ranks.
     """
 
     generated = "accuracy"
 
-    def __init__(self, dataset: Any, device: Any) -> None:
+    def __init__(self, dataset: Any, device: Any, bins: LengthBins = ONE_BIN) -> None:
         """Begin to count a dataset's answers on a device."""
-        self._dataset = dataset
+        self._dataset, self._bins = dataset, bins
         self._packs = np.flatnonzero(dataset.facts().targets)  # a truncated row may have no answer
-        self.counts = torch.zeros(2, len(dataset.categories.ids) + 1, dtype=torch.float64, device=device)
+        slots = len(bins) * (len(dataset.categories.ids) + 1)
+        self.counts = torch.zeros(2, slots, dtype=torch.float64, device=device)
 
     def add(self, is_likeliest: torch.Tensor, is_target: torch.Tensor, slots: torch.Tensor) -> None:
         """Count rows [B, L] with an answer, and exact ones.
@@ -54,15 +58,23 @@ class AnswerMeasure:
             counts.index_add_(0, slots, rows.double())
 
     def report(self) -> dict[str, float]:
-        """Return the shares of exact answers, in total and by category."""
-        answers, exact = self.counts.tolist()
+        """Return the shares of exact answers, in total, by category and by length."""
+        cells = self.counts.cpu().view(2, len(self._bins), -1)
+        answers, exact = cells.sum(1).tolist()
         metrics: dict[str, float] = {"answers": int(sum(answers))}
         if any(answers):
             metrics["exact_match"] = sum(exact) / sum(answers)
         for name, right, asked in zip(self._dataset.categories.names, exact[1:], answers[1:], strict=True):
             if asked:
                 metrics[f"{name}_exact_match"] = right / asked
+        for name, asked, right in zip(self._bins.names, *cells.sum(2).tolist(), strict=bool(self._bins.edges)):
+            metrics |= {f"exact_match_{name}": right / asked} if asked else {}
         return metrics
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """The tokens of each question with its answer, int64[Q]."""
+        return self._dataset.facts().tokens[self._packs]
 
     def __len__(self) -> int:
         """Return the number of questions."""

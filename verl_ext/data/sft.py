@@ -18,6 +18,7 @@ With share_prefixes, a document that begins with tokens of the one before has on
     loss_mask       0  0  0  1 |  0 0 0 1 1     of whole documents, as category_ids and loss_weight are
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -40,7 +41,9 @@ from verl_ext.data.omitted import OmittedDocuments, OmittedReport, OverLength
 from verl_ext.data.options import DatasetOptions, named_paths
 from verl_ext.data.ranks import Ranks
 from verl_ext.data.sft_options import FREE_STRATEGIES, SFTOptions
+from verl_ext.data.usage import DataUse, data_use
 from verl_ext.files import CATEGORIES
+from verl_ext.metrics import LengthBins
 from verl_ext.options import plain, whole_number
 from verl_ext.packing import (
     TOKENS,
@@ -362,6 +365,18 @@ class SFTDataSet(PackDataset):
             if share is not None and share <= NOTICED_SHARE:
                 facts["share_computed"] = share  # if documents shared their beginnings
         return facts
+
+    @override
+    def usage(self, bins: LengthBins) -> list[DataUse]:
+        # A document's source is its category, or its folder if the record had none.
+        first_rows, columns, rows = self._data.first_rows(), self._data.document_columns, self.spans.row
+        folder = -np.searchsorted(first_rows, rows, side="right").astype(np.int64)
+        category = np.zeros_like(folder) if columns is None else columns.category[rows].astype(np.int64)
+        source = np.where(category > 0, category, folder)
+        names = {n: self.category_names.get(n, str(n)) for n in np.unique(category[category > 0]).tolist()}
+        names |= {-n: os.path.basename(path) or path for n, path in enumerate(self._data.folders, start=1)}
+        draws = np.bincount(self.plan.document_index, minlength=len(self.spans))
+        return data_use(source, names, self.spans.length.astype(np.int64), draws, bins)
 
     @cached_property
     def digest(self) -> str:

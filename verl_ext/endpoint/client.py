@@ -15,6 +15,7 @@ import asyncio
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -117,13 +118,16 @@ class Client:
     """A client of one model, used as async context by one loop.
 
     usage: the tokens of this process's requests. requests, retries, from_store: the numbers of questions that were
-    sent, sent again, and answered from the store.
+    sent, sent again, and answered from the store. outcomes: the questions by stage and outcome. usage_of: the tokens of
+    the answers about each record, stored ones included.
     """
 
     def __init__(self, options: EndpointOptions, store: Store | NoStore) -> None:
         self.options, self.store = options, store
         self.usage = Usage()
         self.requests = self.retries = self.from_store = 0
+        self.outcomes: Counter[tuple[str, str]] = Counter()
+        self.usage_of: dict[str, Usage] = {}
         self.without_usage = 0  # answers for which the server reported no token counts
         self._failures = 0  # consecutive failed requests
         self.models: list[str] | None = None  # the models that the server lists; None if it has no list
@@ -188,6 +192,7 @@ class Client:
                     answer = replace(answer, outcome=UNPARSABLE, reason=one_line(str(error)))
             if answer.outcome != UNPARSABLE:
                 break
+        self.outcomes[stage.partition("/")[0], answer.outcome] += 1
         return answer
 
     async def complete(self, record: str, stage: str, tokens: Sequence[int], sampling: SamplingOptions) -> Answer:
@@ -244,6 +249,7 @@ class Client:
             async with self._slots:
                 if stored := self.store.find(key):
                     self.from_store += 1
+                    self.usage_of[record] = self.usage_of.get(record, Usage()) + stored.usage
                     return stored
                 if self.store.claim(key):
                     try:
@@ -256,6 +262,7 @@ class Client:
                         self.store.release(key)
                         raise
                     self._count_reply(answer)
+                    self.usage_of[record] = self.usage_of.get(record, Usage()) + answer.usage
                     return answer
             await asyncio.sleep(POLL_SECONDS)
 

@@ -98,7 +98,7 @@ class FusedHead:
     """
 
     def __init__(self, module: Any) -> None:
-        self._head = module.get_output_embeddings()
+        self._head = _computing_head(module)
         self._logits = self._head.forward
         self._head.forward = self._forward
         self._inputs: HeadInputs | None = None
@@ -140,6 +140,13 @@ class FusedHead:
         return torch.stack([x[None] for x in terms], dim=-1)  # a copy: FSDP2 warns if a forward returns a view
 
 
+def _computing_head(module: Any) -> Any:
+    """Return the output embedding, or PEFT's copy that is trained in its place (`model.modules_to_save`)."""
+    head = module.get_output_embeddings()
+    copies = getattr(head, "modules_to_save", None)
+    return head if copies is None else copies[head.active_adapter]
+
+
 def _active_adapters(head: Any) -> Sequence[str]:
     """Return the adapters that PEFT would add, unless merged."""
     if getattr(head, "disable_adapters", True):  # a layer without adapters has no such attribute
@@ -159,7 +166,7 @@ def cheapest_head(module: Any) -> str:
     model = module.get_base_model() if hasattr(module, "get_base_model") else module
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         return "plain"
-    head = module.get_output_embeddings()
+    head = _computing_head(module)
     base = head.get_base_layer() if hasattr(head, "get_base_layer") else head
     is_linear = isinstance(base, nn.Linear) and type(base).forward is nn.Linear.forward
     is_plain = head is base or (

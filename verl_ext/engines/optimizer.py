@@ -7,7 +7,7 @@ With 100 parameters on two gloo ranks, on torch 2.11: 506 objects and 51 KiB a s
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -19,7 +19,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from verl.workers.config.optimizer import build_optimizer
 
+from verl_ext.engines.muon import MATRICES, MuonAdamW, layer_matrices
 from verl_ext.engines.tiles import is_norm
 from verl_ext.layers.towers import is_named, name_hint
 from verl_ext.options import first_line, refuse
@@ -27,7 +29,7 @@ from verl_ext.text.workers import available_cpus
 
 FUSED, FOREACH, LOOP = "fused", "foreach", "loop"
 _OPTIONS = {FUSED: {"fused": True}, FOREACH: {"foreach": True}, LOOP: {"foreach": False, "fused": False}}
-_ADAMS = ("Adam", "AdamW")
+_ADAMS = ("Adam", "AdamW", "Muon")  # Muon leaves what is no matrix to AdamW
 
 
 def implementation(
@@ -63,27 +65,42 @@ def with_implementation(config: Any, device: str, offloads: bool, half: bool) ->
 
 
 def parameter_groups(module: nn.Module, optim: Any) -> list[nn.Parameter] | list[dict[str, Any]]:
-    """Return a model's parameters, in groups if `optim.decay` or `optim.lr_of` asks.
+    """Return a model's parameters, in groups if `optim.decay`, `optim.lr_of` or Muon asks.
 
     The first group has the rate `optim.lr` if any has. optim: verl's configuration of the optimizer.
     """
     decay, rates = getattr(optim, "decay", "all"), getattr(optim, "lr_of", {})  # verl's own config has neither
-    if decay == "all" and not rates:
+    if decay == "all" and not rates and not _is_muon(optim):
         return list(module.parameters())
     refuse([*rate_problems(module, rates)])  # checked before weights are read, but not in remote code
-    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    groups: dict[tuple[float, bool, bool], list[nn.Parameter]] = {}
     of_norms = {parameter for part in module.modules() if is_norm(part) for parameter in part.parameters()}
+    of_muon = set(layer_matrices(module, of_norms)) if _is_muon(optim) else set()
     for name, parameter in module.named_parameters():
         is_matrix = parameter.ndim >= 2 and not name.endswith("bias") and parameter not in of_norms
         named = [pattern for pattern in rates if is_named(name, pattern)]
         # The longest glob, so that a resume, which compares a mapping, need not ask for an order.
         factor = rates[max(named, key=lambda pattern: (len(pattern), pattern))] if named else 1.0
         decays = decay == "all" or is_matrix
-        groups.setdefault((factor, decays), []).append(parameter)
+        groups.setdefault((factor, decays, parameter in of_muon), []).append(parameter)
     return [
         {"params": groups[key], "lr": optim.lr * key[0], "weight_decay": optim.weight_decay * key[1]}
+        | ({MATRICES: key[2]} if _is_muon(optim) else {})
         for key in sorted(groups, key=lambda key: (key[0] != 1.0, *key))
     ]
+
+
+def _is_muon(optim: Any) -> bool:
+    return (getattr(optim, "optimizer", None), getattr(optim, "optimizer_impl", None)) == ("Muon", "torch.optim")
+
+
+def built_optimizer(parameters: Sequence[Any], optim: Any) -> torch.optim.Optimizer:
+    """Build verl's optimizer, or Muon with AdamW, of parameters or of their groups."""
+    if not _is_muon(optim):
+        return build_optimizer(parameters, optim)
+    groups = [p if isinstance(p, dict) else {"params": [p], MATRICES: p.ndim == 2} for p in parameters]
+    options = {"lr": optim.lr, "betas": optim.betas, "weight_decay": optim.weight_decay}
+    return MuonAdamW(groups, **{**options, **(optim.override_optimizer_config or {})})
 
 
 def rate_problems(module: nn.Module, rates: Iterable[str]) -> Iterator[str]:

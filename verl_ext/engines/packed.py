@@ -8,7 +8,8 @@ Legend: T tokens of a micro-batch with padding, n the sequence-parallel size, V 
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from verl.workers.engine.fsdp import transformer_impl
 from verl_ext.attention.packed import require_layout
 from verl_ext.attention.rope import choose_rope_by_document, restore_rope_precision
 from verl_ext.engines.head import FusedHead, HeadInputs, TargetRows, cheapest_head
+from verl_ext.engines.lora import given_settings
 from verl_ext.engines.router import RouterLoss, RoutingSums, asks_for_router_loss
 from verl_ext.engines.step import StepEngine, on_device, wants_token_stats
 from verl_ext.layers import UNAWARE, RunningPack, attach, install, torch_forms
@@ -104,14 +106,16 @@ class PackedEngine(StepEngine):
         return module
 
     def _build_lora_module(self, module: Any) -> Any:
-        """Add verl's adapters to the text model alone."""
-        config = self.model_config
+        """Add verl's adapters to the text model alone, with the LoraOptions."""
+        # Upstream: verl 0.9.1 gives PEFT rank, alpha and targets alone. To go when it gives the rest.
+        verls, config, lora = cast(Any, transformer_impl), self.model_config, transformer_impl.LoraConfig
         self.model_config = copy.copy(config)
         vars(self.model_config)["exclude_modules"] = text_alone(module, config.exclude_modules)
+        verls.LoraConfig = partial(lora, **given_settings(config))
         try:
             return super()._build_lora_module(module)
         finally:
-            self.model_config = config
+            self.model_config, verls.LoraConfig = config, lora
 
     def initialize(self) -> None:
         """Initialise as the parent does, with a head and router loss.

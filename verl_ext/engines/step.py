@@ -25,7 +25,6 @@ from verl.utils import fsdp_utils
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
 from verl.workers.config import FSDPEngineConfig, HFModelConfig
-from verl.workers.config.optimizer import build_optimizer
 from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import detach_tree
@@ -33,7 +32,7 @@ from verl.workers.engine.utils import detach_tree
 from verl_ext.answers.generation import Sampling, generate
 from verl_ext.engines.activations import ActivationOptions, apply_activation_options
 from verl_ext.engines.clipping import clip_gradients
-from verl_ext.engines.optimizer import parameter_groups, take_threads, with_implementation
+from verl_ext.engines.optimizer import built_optimizer, parameter_groups, take_threads, with_implementation
 from verl_ext.engines.router import RouterLoss
 from verl_ext.engines.schedule import rate_factor
 from verl_ext.engines.sharding import keep_decays_precise, sharded_apart
@@ -150,7 +149,7 @@ class StepEngine(FSDPEngineWithLMHead):
             take_threads()
         half = self._autocast_dtype == torch.float16
         self.optimizer_config = with_implementation(self.optimizer_config, get_device_name(), offloads, half)
-        return build_optimizer(parameter_groups(module, self.optimizer_config), self.optimizer_config)
+        return built_optimizer(parameter_groups(module, self.optimizer_config), self.optimizer_config)
 
     def _build_lr_scheduler(self, optimizer: Any) -> Any:
         """Build verl's cosine, or a schedule of ours by the same options."""

@@ -31,6 +31,9 @@ class RunningPack:
         self.shards, self.group = shards or SequenceShards(), group
         self.layout: DocumentLayout | None = None
 
+    def __deepcopy__(self, memo: Any) -> "RunningPack":
+        return self  # a layer that PEFT copies (modules_to_save) computes the same micro-batch
+
     def positions(self) -> torch.Tensor:
         """Return int64[L], the places of this rank's tokens in documents."""
         assert self.layout is not None

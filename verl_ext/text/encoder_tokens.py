@@ -17,6 +17,7 @@ from verl_ext.options import DataError, UsageError
 from verl_ext.text.chat.renderer import ChatOptions
 from verl_ext.text.encoder import Encoder
 from verl_ext.text.encoder_texts import vocabulary_size
+from verl_ext.text.held_out import hashed_key
 from verl_ext.text.read.readers import Chunk, ChunkSize, read_chunks, read_record
 from verl_ext.text.read.sources import SourceFile
 from verl_ext.text.records.bad_record import BadRecord, readable_value
@@ -67,6 +68,10 @@ class TokenRecordEncoder(Encoder):
         """Return the documents of a chunk, one for each record."""
         return self.made(chunk, (partial(self._document, raw) for _, raw in chunk.records))
 
+    def record_key(self, raw: Any, source: int) -> int:
+        """Return 64 bits of a hash of a record's tokens. Raises `BadRecord`."""
+        return hashed_key([_numbers(read_record(raw), "input_ids", np.iinfo(np.int32).max).tobytes()])
+
     def _document(self, raw: Any) -> Document:
         record = read_record(raw)
         ids = _numbers(record, "input_ids", self._vocabulary - 1)
@@ -87,6 +92,7 @@ class TokenRecordEncoder(Encoder):
             needed = "answer must be 0: tokenized preferences are not tokenized again, but made anew from their records"
             raise BadRecord("preference", f"{needed}; got {answer}")
         mask[:1] = 0
+        self.check_length(len(ids))
         if not mask.any():
             raise BadRecord("no_target", "no token is left to learn after the first")
         return Document(ids, mask, weights, category_ids=categories * mask)

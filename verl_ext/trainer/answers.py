@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch.distributed as dist
+from numpy.typing import ArrayLike
 
 from verl_ext.answers.generation import Sampling
 from verl_ext.answers.prompts import Prompt, Prompts, prompt_end
@@ -24,6 +25,7 @@ from verl_ext.answers.scores import ScoreFailed, Scorer, scorer
 from verl_ext.answers.server import Server, ServerFailed
 from verl_ext.endpoint.reasoning import decode_answer
 from verl_ext.engines.step import StepEngine
+from verl_ext.metrics import LengthBins
 from verl_ext.options import one_line
 from verl_ext.progress import terminal_bar
 from verl_ext.trainer.distributed import RunRanks
@@ -107,6 +109,14 @@ def mean_scores(scored: Sequence[Scored]) -> dict[str, float]:
     return {name: fmean(scores) for name, scores in by_category.items() if scores}
 
 
+def scores_by_length(scored: Sequence[Scored], lengths: ArrayLike, bins: LengthBins) -> dict[str, float]:
+    """Return the mean scores by bin of the lengths, which `number` indexes; none without edges."""
+    bins_of = bins.index(lengths)
+    named = [one._replace(category=bins.names[bins_of[one.number]]) for one in scored if bins.edges]
+    means = mean_scores(named)
+    return {name: means[name] for name in bins.names if name in means}
+
+
 def _last_question(prompt: Prompt) -> str | None:
     """Return a prompt's last user message; None for a tokenized document."""
     users = (message["content"] for message in reversed(prompt.messages or ()) if message["role"] == "user")
@@ -157,7 +167,9 @@ class Answers:
             if one.text is not None
         ]
         means = mean_scores(scored)
-        return {f"val/answer/{name}" if name else "val/answer": mean for name, mean in means.items()}, table
+        metrics = {f"val/answer/{name}" if name else "val/answer": mean for name, mean in means.items()}
+        by_length = scores_by_length(scored, [len(item.ids) for item in items], self.run.config.trainer.bins)
+        return metrics | {f"val/answer_{name}": mean for name, mean in by_length.items()}, table
 
     def _sampling(self, step: int) -> Sampling:
         """Return the sampling settings, whose seeds a resumed run repeats."""

@@ -33,7 +33,7 @@ from verl.utils.dataset.dataset_utils import DatasetPadMode
 
 from verl_ext.data import CategoryTable
 from verl_ext.losses import LossSpec, pack_coefficients, shift_left
-from verl_ext.metrics import StepSums
+from verl_ext.metrics import ONE_BIN, LengthBins, StepSums
 from verl_ext.packing.plan import offsets_of
 from verl_ext.parallel.trees import PackDocuments, read_documents, text_rows
 
@@ -199,6 +199,7 @@ class StepCollator:
         idle_tokens: the number of tokens that an idle rank runs.
         last_is_label: whether a pack's last token is only predicted.
         shares_prefixes: whether documents of a pack may begin with tokens of the document before.
+        bins: the bins of document lengths; of several, a target's slot tells its category and its document's bin.
     """
 
     loss: LossSpec
@@ -206,6 +207,7 @@ class StepCollator:
     idle_tokens: int = 1
     last_is_label: bool = False
     shares_prefixes: bool = False
+    bins: LengthBins = ONE_BIN
 
     def __post_init__(self) -> None:
         assert len(self.loss.category_weights) == len(self.categories.ids) + 1, (
@@ -252,9 +254,11 @@ class StepCollator:
         ids, positions, less = texts.columns["input_ids"], texts.columns["position_ids"], int(self.last_is_label)
         tokens = int(texts.offsets[texts.real])
         numbers = normalisers[0], tokens - less, len(ids) - texts.padding - less, texts.is_target.sum(), 1
-        of_category = np.bincount(texts.category[is_counted == 1], minlength=len(self.categories.ids) + 1)
+        slots, lengths = len(self.categories.ids) + 1, np.diff(texts.offsets)
+        slot = texts.category + np.repeat(self.bins.index(lengths), lengths) * slots
+        of_category = np.bincount(slot[is_counted == 1], minlength=slots * len(self.bins))
         # The model's output at a position predicts the next token.
-        predicted = shift_left(np.where(texts.is_target == 1, texts.category + 1, 0), texts.offsets) - 1
+        predicted = shift_left(np.where(texts.is_target == 1, slot + 1, 0), texts.offsets) - 1
         of_tokens = {name: shift_left(values, texts.offsets) for name, values in of_tokens.items()}
         coefficients, targets = of_tokens.pop("coefficients"), _NO_TARGETS
         copies = (np.arange(len(ids)) < len(ids) - texts.padding).astype(np.int64)
@@ -277,7 +281,7 @@ class StepCollator:
         zeros = np.zeros(self.idle_tokens, dtype=np.int64)
         positions = np.maximum(np.arange(self.idle_tokens) - 1, 0)
         columns = (zeros, positions, zeros.astype(np.float32), zeros - 1, zeros, zeros)
-        counts = np.zeros(_COUNTS + len(self.categories.ids) + 1)
+        counts = np.zeros(_COUNTS + (len(self.categories.ids) + 1) * len(self.bins))
         return LaidOut(columns[: len(_COLUMNS) + self.last_is_label], _NO_TARGETS, counts, np.zeros(1), 0)
 
 

@@ -22,7 +22,7 @@ from verl_ext.engines.step import StepEngine
 from verl_ext.files import write_json
 from verl_ext.metrics import StepSums
 from verl_ext.progress import terminal_bar
-from verl_ext.trainer.answers import engine_texts, mean_scores, scored_answers
+from verl_ext.trainer.answers import engine_texts, mean_scores, scored_answers, scores_by_length
 from verl_ext.trainer.loader import DataParallelRank
 from verl_ext.trainer.loss import StepLoss
 from verl_ext.trainer.run import Run, Validation
@@ -57,10 +57,11 @@ class Evaluation:
         total: StepSums | None = None
         device: Any = get_device_id()
         is_scored = self._engine.tells_greedy and isinstance(dataset, HasAnswers)
-        answers = AnswerMeasure(dataset, device) if is_scored else None
+        bins = self._run.config.trainer.bins
+        answers = AnswerMeasure(dataset, device, bins) if is_scored else None
         size, flags = self._run.config.data.micro_batch_size_per_gpu, self._run.config.loss.head_flags
         plan, objective = self.validation.plan, self._run.objective
-        batches = rank.batches(dataset, plan, 0, plan.steps_per_epoch)
+        batches = rank.batches(dataset, plan, 0, plan.steps_per_epoch, bins)
         with self._engine.eval_mode():
             objective.measure(rank.batches(dataset, plan, 0, plan.steps_per_epoch), self._engine, rank, size)
             for batch in terminal_bar("validate", rank.rank == 0, batches, unit="step", leave=False):
@@ -70,7 +71,7 @@ class Evaluation:
                 self._engine.evaluate(micro_batches, loss if answers is None else _counting(answers, loss))
                 total = sums if total is None else total + sums
         assert total is not None
-        metrics = total.reduced(rank.all_reduce).report("val", dataset.categories.names)
+        metrics = total.reduced(rank.all_reduce).report("val", dataset.categories.names, bins)
         if answers is not None:
             rank.all_reduce(answers.counts)
             scores = answers.report() | self._generated(answers)
@@ -95,7 +96,9 @@ class Evaluation:
         with self._engine.eval_mode():
             scored = scored_answers(prompts, range(len(prompts)), answer, score, size)
         kind = measure.generated
-        return {f"{name}_{kind}" if name else kind: mean for name, mean in mean_scores(scored).items()}
+        scores = {f"{name}_{kind}" if name else kind: mean for name, mean in mean_scores(scored).items()}
+        by_length = scores_by_length(scored, measure.lengths, config.trainer.bins)
+        return scores | {f"{kind}_{name}": mean for name, mean in by_length.items()}
 
 
 def _counting(measure: AnswerMeasure, loss: StepLoss) -> Callable[..., tuple[torch.Tensor, dict]]:

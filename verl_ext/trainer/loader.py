@@ -6,7 +6,7 @@ import re
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from verl.utils.device import get_device_id
 from verl_ext.data import PackDataset
 from verl_ext.data.files_in_use import DataFiles
 from verl_ext.engines.step import StepEngine
-from verl_ext.metrics import StepSums
+from verl_ext.metrics import ONE_BIN, LengthBins, StepSums
 from verl_ext.options import first_line
 from verl_ext.trainer.batch import StepBatch, StepCollator
 from verl_ext.trainer.distributed import RankFailed
@@ -196,7 +196,9 @@ class DataParallelRank:
         self._engine = engine
         self.rank, self.size = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
 
-    def batches(self, dataset: PackDataset, plan: StepPlan, first_step: int, last_step: int) -> PackLoader:
+    def batches(
+        self, dataset: PackDataset, plan: StepPlan, first_step: int, last_step: int, bins: LengthBins = ONE_BIN
+    ) -> PackLoader:
         """Load this rank's batches from ``first_step`` to ``last_step - 1``."""
         data = self.run.config.data
         return pack_loader(
@@ -206,7 +208,7 @@ class DataParallelRank:
             last_step,
             self.rank,
             self.size,
-            self.run.objective.collator(dataset, self._engine.idle_tokens(dataset.max_tokens)),
+            replace(self.run.objective.collator(dataset, self._engine.idle_tokens(dataset.max_tokens)), bins=bins),
             num_workers=data.num_workers,
             prefetch_factor=data.prefetch_factor,
             pin_memory=data.pin_memory,

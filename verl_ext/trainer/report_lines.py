@@ -35,6 +35,9 @@ def _data_lines(name: str, facts: Facts) -> Iterator[str]:
     if facts["mixture"]:
         yield f"{name}: the mixture:"
         yield mixture_table(facts["mixture"])
+    if len(facts.get("use", ())) > 1:
+        yield f"{name}: tokens of an epoch, and epochs of the run, by source and length:"
+        yield _table(facts["use"])
     if facts.get("sources"):
         yield f"{name}: its sources:"
         yield _table(facts["sources"])
@@ -68,6 +71,8 @@ def _table(rows: Sequence[Facts]) -> str:
 
 
 def _cell(name: str, value: Any) -> str:
-    if name == "share":
-        return f"{value:.2%}"
+    if name in ("share", "epochs"):
+        return f"{value:.2%}" if name == "share" else f"{value:.2f}"
+    if value is None:
+        return ""
     return f"{value:,}" if isinstance(value, int) else f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -15,6 +15,7 @@ from verl_ext.config.run import RunConfig, is_due
 from verl_ext.data import PackDataset, PackFacts
 from verl_ext.data.chats import TrainedChats
 from verl_ext.data.files_in_use import DataFiles
+from verl_ext.data.usage import DataUse
 from verl_ext.environment import versions
 from verl_ext.packing import CostModel
 from verl_ext.trainer.objective import Objective, objective_of
@@ -49,6 +50,7 @@ class Run:
         keeps_rates: whether the finished steps had this schedule's learning rates, despite another schedule.
         prompts: the prompts of `eval.prompts`; None without them.
         chats: the chat template and the ends of turns of the training data.
+        use: how often the run reads documents, by source and length.
     """
 
     config: RunConfig
@@ -71,6 +73,7 @@ class Run:
     keeps_rates: bool = False
     prompts: Prompts | None = None
     chats: TrainedChats = field(default_factory=TrainedChats)
+    use: tuple[DataUse, ...] = ()
 
     @property
     def steps_per_epoch(self) -> float:
@@ -125,7 +128,8 @@ class Run:
         if self.config.model.runs_longest:  # no rank waits for another's longer row, because it computes as much itself
             packs = replace(packs, costs=np.ones(len(packs.costs)))
         steps = step_facts(packs, self.plan, self.config.data_parallel_size, micro)
-        return {"train": data_facts(self.train_set), **validated, "steps": steps}
+        use = {"use": [vars(row) for row in self.use]}
+        return {"train": data_facts(self.train_set) | use, **validated, "steps": steps}
 
     def facts(self) -> dict[str, Any]:
         """Describe the run for later: config, versions, machine and step plan."""

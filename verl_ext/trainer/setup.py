@@ -34,6 +34,7 @@ from verl_ext.data.chats import TrainedChats
 from verl_ext.data.dataset import CONTENT
 from verl_ext.data.files_in_use import DataFiles
 from verl_ext.data.mixture import mixture_notices
+from verl_ext.data.usage import BINS, repetition_notices
 from verl_ext.engines.activations import check_host_memory
 from verl_ext.engines.cost import balancing_cost
 from verl_ext.engines.schedule import keeps_rates, schedule_problems
@@ -161,7 +162,10 @@ def opened(config: RunConfig, model: ModelFacts) -> Run:
             batch, costs = config.data_parallel_size * config.data.micro_batch_size_per_gpu, val_set.facts(cost).costs
             steps = StepPlan(len(val_set), batch, config.dataset.seed, shuffle=False, costs=costs)
             validation = Validation(val_set, steps)
+        use = [row.times(total_steps / plan.steps_per_epoch) for row in train_set.usage(config.trainer.bins or BINS)]
     notices = *config.notices, *model.notices, *unknown, *_notices(config, packs, plan)
+    if not config.trainer.eval_only:
+        notices = *notices, *repetition_notices(use, train_set.key)
     return Run(
         config=config,
         train_set=train_set,
@@ -176,6 +180,7 @@ def opened(config: RunConfig, model: ModelFacts) -> Run:
         notices=(*notices, *chats.notices(train_set.key)),
         prompts=prompts,
         chats=chats,
+        use=tuple(use),
     )
 
 

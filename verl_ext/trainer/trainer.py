@@ -248,7 +248,7 @@ class SFTTrainer:
         Raises:
             StopAgreed: on every rank, before anything is computed, if any rank was asked to stop.
         """
-        lr, batch = self.engine.lr_scheduler.get_last_lr()[0], upcoming.batch
+        lr, batch = float(self.engine.lr_scheduler.get_last_lr()[0]), upcoming.batch
         normalisers = upcoming.normalisers()
         if any(normalisers):
             checks, self._at_reference = self._at_reference, False

@@ -49,8 +49,9 @@ RESERVED_TEMPLATE_KWARGS = frozenset(
 class Fields:
     """The fields of a record, and those that were not read yet."""
 
-    def __init__(self, values: dict[str, Any], drop_media: bool) -> None:
-        self.values = values
+    def __init__(self, values: dict[str, Any], drop_media: bool, default_system: str = "") -> None:
+        self.values, self.default_system = values, default_system
+        self.has_default = False  # whether a chat got the default system prompt
         self.unread = dict.fromkeys(values)
         self.reader = MessageReader(drop_media)
         self.message_fields: defaultdict[str, int] = defaultdict(int)
@@ -145,7 +146,7 @@ def read_content(fields: Fields, mapped: list[str], shapes: Sequence[Shape]) -> 
 def _result(shape: Shape, fields: Fields, names: list[str]) -> str:
     """Return a record's content by one shape, as text for comparison."""
     try:
-        return repr(shape.read(Fields(fields.values, fields.reader.drop_media), *names))
+        return repr(shape.read(Fields(fields.values, fields.reader.drop_media, fields.default_system), *names))
     except BadRecord as error:
         return f"{error.reason}: {error}"
 
@@ -292,6 +293,8 @@ def chat_of(raw_messages: list[Any], fields: Fields, first_target: int = 0, syst
     """Return the record's chat of messages, with targets from `first_target` on."""
     turns = fields.reader.turns(raw_messages)
     system = _system(fields, turns[0].message) if turns else ""
+    if turns and not system and fields.default_system and turns[0].message["role"] not in ("system", "developer"):
+        system, system_prefix, fields.has_default = fields.default_system, "", True
     if system:
         text = system.removeprefix(system_prefix).strip() if system_prefix else system
         turns.insert(0, Turn({"role": "system", "content": text}))

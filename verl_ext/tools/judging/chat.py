@@ -92,5 +92,8 @@ class LongBenchChat(Task):
         return read_rating(text)
 
     def scores(self, case: Case, answer: str, verdicts: Sequence[Any]) -> Scores:
-        """Return the mean of the ratings; None if one is missing."""
-        return {"rating": None if None in verdicts or not verdicts else sum(verdicts) / len(verdicts)}
+        """Return the mean and, of several, the spread of the ratings; None if one is missing."""
+        if None in verdicts or not verdicts:
+            return {"rating": None}
+        spread = {"rating_spread": max(verdicts) - min(verdicts)} if len(verdicts) > 1 else {}
+        return {"rating": sum(verdicts) / len(verdicts), **spread}

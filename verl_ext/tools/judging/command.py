@@ -4,7 +4,7 @@ import asyncio
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,13 +18,24 @@ from verl_ext.options import REQUIRED, DataError, option
 from verl_ext.text.tokens.tokenizer import ModelOptions, load_tokenizer
 from verl_ext.tools.judging.chat import ChatBenchOptions, LongBenchChat
 from verl_ext.tools.judging.page import write_judged
-from verl_ext.tools.judging.recall import BABILong, Needle, NeedleOptions
-from verl_ext.tools.judging.run import Judged, figures_of, judge_model, results, table, write_model
-from verl_ext.tools.judging.task import Case, Task
+from verl_ext.tools.judging.recall import BABILong, BABILongPrompts, Needle, NeedleOptions
+from verl_ext.tools.judging.run import (
+    Judged,
+    cell_tables,
+    difference_table,
+    differences_of,
+    figures_of,
+    judge_model,
+    results,
+    table,
+    write_model,
+)
+from verl_ext.tools.judging.task import SHIPPED, Case, Task
 from verl_ext.tools.judging.under_test import LocalModel, Predictions, model_paths
 from verl_ext.tools.judging.writing import LongBenchWrite, LongWriteRuler
 
 RESULTS, PAGE = "results.json", "page.html"
+OWN_SET = "instructions of verl-ext's own, not the published set: figures are not comparable with published ones"
 TASKS: dict[str, type[Task]] = {
     "longbench_write": LongBenchWrite,
     "longwrite_ruler": LongWriteRuler,
@@ -55,7 +66,8 @@ class JudgeOptions(OutputOptions):
     cases: str = option(
         REQUIRED,
         "longbench_write.jsonl, longwrite_ruler.jsonl or test_cases.json; for needle a text or a folder of texts; for"
-        " babilong its JSON files",
+        " babilong its JSON files; shipped: instructions of our own for longbench_write and longwrite_ruler, not the"
+        " published ones",
         required=True,
     )
     limit: int | None = option(None, "number of first cases to run; null: all", least=1)
@@ -75,11 +87,15 @@ class JudgeOptions(OutputOptions):
     max_failed: float = option(0.0, "share of a model's cases that may lack a score with exit code 0", least=0, most=1)
     chat: ChatBenchOptions = option(ChatBenchOptions, "options of longbench_chat")
     needle: NeedleOptions = option(NeedleOptions, "options of needle")
+    babilong: BABILongPrompts = option(BABILongPrompts, "options of babilong")
+    lengths: list[int] = option(
+        [], "with cases=shipped: required lengths in words; []: 1,000 to 30,000, and 200 to 8,000 for longbench_write"
+    )
     model: ModelOptions = option(ModelOptions, "the tokenizer of needle.lengths and chat.max_prompt_tokens")
 
     def problems(self) -> Iterator[str]:
         """Yield a line for each mistake visible without a server."""
-        yield from self.output_problems("the cases", self.cases)
+        yield from self.output_problems("the cases", None if self.cases == SHIPPED else self.cases)
         if not (self.models or self.predictions or self.endpoint.base_url):
             yield "models, predictions or endpoint.base_url must name a model to judge; got none of them"
         if self.endpoint.base_url or self.endpoint.model:
@@ -92,8 +108,13 @@ class JudgeOptions(OutputOptions):
             yield "chat.shots must be the benchmark's few_shots.json; got nothing"
         if self.task == "needle" or (self.task == "longbench_chat" and self.chat.max_prompt_tokens):
             yield from self.model.tokenizer_problems()
-        if not os.path.exists(self.cases):
+        if self.cases == SHIPPED and not TASKS[self.task].has_shipped:
+            with_cases = ", ".join(name for name, task in TASKS.items() if task.has_shipped)
+            yield f"cases must name files with task={self.task}; shipped is of {with_cases}"
+        if self.cases != SHIPPED and not os.path.exists(self.cases):
             yield f"cases must exist; got {self.cases}"
+        if self.lengths and (self.cases != SHIPPED or min(self.lengths) < 1):
+            yield f"lengths must be numbers of words above 0, with cases=shipped; got {self.lengths}"
         names = [*self.models, *self.predictions, *([str(self.endpoint.model)] if self.endpoint.base_url else [])]
         for name in names:
             if names.count(name) > 1 or ("/" in name and name != self.endpoint.model):
@@ -110,22 +131,31 @@ def judge(options: JudgeOptions) -> str:
         if endpoint.base_url:
             read_price(endpoint)
     counts_tokens = options.model.tokenizer and options.task in ("needle", "longbench_chat")
-    own = {"needle": options.needle, "longbench_chat": options.chat}.get(options.task)
+    of_tasks = {"needle": options.needle, "longbench_chat": options.chat, "babilong": options.babilong}
+    own = of_tasks.get(options.task, options.lengths)
     tokenizer = load_tokenizer(options.model) if counts_tokens else None
     task = kind(options.cases, own, tokenizer, options.judge_prompt)
     cases = list(islice(task.cases(), options.limit))
     # The store lies beside the output, so the answers that were paid for survive a run that writes no output.
     with Store(options.store or f"{options.output_dir}.store", "store") as store:
         judged, costs = asyncio.run(_judged(options, task, cases, store))
-    figures = figures_of(judged, task)
+    figures, differences = figures_of(judged, task), differences_of(judged, task)
     with OutputFolder(options.output_dir, options.overwrite) as folder:
         for name, rows in judged.items():
             write_model(folder.path / name.replace("/", "_"), task, rows)
         facts = {"task": options.task, "cases": len(cases), "judge": options.judge.model}
-        write_json(folder.path / RESULTS, {**facts, "models": results(judged, figures)})
-        write_judged(folder.path / PAGE, f"verl-ext judge {options.task}", task, judged, figures)
+        facts |= {"case_set": OWN_SET} if options.cases == SHIPPED else {}
+        of_pairs = {
+            pair: {group: {s: asdict(each) for s, each in of.items()} for group, of in groups.items()}
+            for pair, groups in differences.items()
+        }
+        write_json(folder.path / RESULTS, {**facts, "models": results(judged, figures), "differences": of_pairs})
+        title = f"verl-ext judge {options.task}" + (f": {OWN_SET}" if options.cases == SHIPPED else "")
+        write_judged(folder.path / PAGE, title, task, judged, figures, differences)
         folder.publish()
-    text = "\n".join([table(judged, figures), "", *costs, f"written to {options.output_dir}"])
+    about = f"cases: {OWN_SET}" if options.cases == SHIPPED else ""
+    told = filter(None, [table(judged, figures), difference_table(differences), cell_tables(judged, task), about])
+    text = "\n".join([*told, "", *costs, f"written to {options.output_dir}"])
     # The files are published before a failure is raised: the scores that exist can be looked at.
     for name, rows in judged.items():
         missing = [row for row in rows if not row.scores or None in row.scores.values()]

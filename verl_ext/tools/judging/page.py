@@ -11,7 +11,7 @@ from rich.text import Text
 from verl_ext.options import one_line
 from verl_ext.tables import pivot
 from verl_ext.tools.judging.figures import Figure
-from verl_ext.tools.judging.run import Judged, shown, table
+from verl_ext.tools.judging.run import Judged, difference_table, shown, table
 from verl_ext.tools.judging.task import Task
 from verl_ext.tools.page import Chart, heat_map, interval_chart, scatter_chart, write_page
 
@@ -21,10 +21,22 @@ FiguresOfModels = Mapping[str, Mapping[str, Mapping[str, Figure]]]
 JudgedModels = Mapping[str, Sequence[Judged]]
 
 
-def write_judged(path: Path, title: str, task: Task, judged: JudgedModels, figures: FiguresOfModels) -> None:
-    """Write the page; without vl-convert, a note replaces the figures."""
+def write_judged(
+    path: Path,
+    title: str,
+    task: Task,
+    judged: JudgedModels,
+    figures: FiguresOfModels,
+    differences: FiguresOfModels | None = None,
+) -> None:
+    """Write the page; without vl-convert, a note replaces the figures.
+
+    differences: those of pairs of models, which get a table.
+    """
     has_figures = find_spec("vl_convert") is not None
     parts: list[RenderableType] = [Text(table(judged, figures)), *_group_tables(task, judged, figures)]
+    if of_pairs := difference_table(differences or {}):
+        parts.insert(1, Text(of_pairs))
     if not has_figures:
         parts.insert(0, Text("Figures need vl-convert-python: pip install 'verl-ext[show]'", "yellow"))
     charts = list(judged_charts(task, judged, figures)) if has_figures else []

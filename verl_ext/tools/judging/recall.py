@@ -1,5 +1,6 @@
 """Retrieval of facts from long texts: a needle, and BABILong."""
 
+import ast
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -8,11 +9,17 @@ from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
+import yaml  # type: ignore[import-untyped]
+
 from verl_ext.data.babilong_answers import is_right_answer
 from verl_ext.endpoint.client import SamplingOptions
-from verl_ext.options import DataError, Options, option
-from verl_ext.tools.judging.task import Case, Scores, Task, token_ends
+from verl_ext.endpoint.quality import read_rating
+from verl_ext.options import DataError, Options, first_line, option
+from verl_ext.tools.judging.task import Case, Messages, Scores, Task, token_ends
 
+# How BABILong puts a question: the order of its parts.
+PUBLISHED_TEMPLATE = "{instruction}\n{examples}\n{post_prompt}\n<context>\n{context}\n</context>\nQuestion: {question}"
+PROMPT_PARTS = ("instruction", "examples", "post_prompt")
 _SENTENCE_ENDS = re.compile(r"(?<=[.!?。！？])\s*")
 
 
@@ -55,7 +62,10 @@ class Needle(Task):
 
     options: NeedleOptions
     sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=0.0, max_tokens=128)
-    headlines: ClassVar[tuple[str, ...]] = ("found",)
+    judge_sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=0.0, max_tokens=512)
+    prompt: ClassVar[str | None] = "needle.txt"  # asked if there is a judge
+    worst: ClassVar[Any] = 1.0
+    headlines: ClassVar[tuple[str, ...]] = ("found", "rating")
     heat_map: ClassVar[tuple[str, str, str] | None] = ("length", "depth", "found")
 
     def cases(self) -> Iterator[Case]:
@@ -79,10 +89,22 @@ class Needle(Task):
             yield Case(f"{length}-{depth}", prompt, {"length": length, "depth": depth})
 
     def scores(self, case: Case, answer: str, verdicts: Sequence[Any]) -> Scores:
-        """Return the share of expected words in the answer, ignoring case."""
+        """Return the share of expected words in the answer, ignoring case, and a judge's rating if there is one."""
         said = answer.lower()
         expected = self.options.published.expected
-        return {"found": sum(word.lower() in said for word in expected) / len(expected)}
+        found: Scores = {"found": sum(word.lower() in said for word in expected) / len(expected)}
+        return {**found, "rating": verdicts[0]} if verdicts else found
+
+    def questions(self, case: Case, answer: str) -> list[Messages]:
+        """Return one request: question, hidden sentence and answer, never the document."""
+        given = self.options.published
+        parts = {"$QUESTION$": str(given.question), "$REFERENCE$": str(given.text), "$ANSWER$": answer}
+        return [[{"role": "user", "content": self.filled(parts)}]]
+
+    def verdict(self, text: str) -> float:
+        """Return the rating from 1 to 10, also a bare number, as the published prompt asks for."""
+        bare = re.fullmatch(r"\s*(?:rating|score)?\W*(10|[1-9])(?:\.0)?\W*", text, re.IGNORECASE)
+        return float(bare[1]) if bare else read_rating(text)
 
     def groups(self, case: Case) -> dict[str, str]:
         """Return the length, the depth, and both as a cell."""
@@ -99,9 +121,52 @@ def _split_at_sentence(text: str, depth: int) -> tuple[str, str]:
     return text[:place].rstrip(), text[place:]
 
 
+@dataclass(frozen=True)
+class BABILongPrompts(Options):
+    """The options of BABILong."""
+
+    prefix: ClassVar[str] = "babilong"
+
+    prompts: str | None = option(
+        None,
+        "the benchmark's prompts.py (read, not executed), or YAML {qa1: {instruction, examples, post_prompt}, …}; null:"
+        " our own short instruction",
+    )
+
+
+def read_prompts(path: str) -> tuple[str, dict[str, dict[str, str]]]:
+    """Return the template and {task: {part: text}} of BABILong's prompts.py or a YAML file.
+
+    Raises DataError for any other file.
+    """
+    template = PUBLISHED_TEMPLATE
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        if path.endswith(".py"):
+            assigned = {
+                target.id: node.value
+                for node in ast.parse(text).body
+                if isinstance(node, ast.Assign)
+                for target in node.targets
+                if isinstance(target, ast.Name)
+            }
+            found = ast.literal_eval(assigned["DEFAULT_PROMPTS"])
+            template = ast.literal_eval(assigned["DEFAULT_TEMPLATE"]) if "DEFAULT_TEMPLATE" in assigned else template
+        else:
+            found = yaml.safe_load(text)
+        prompts = {task: {part: of_task[part] for part in PROMPT_PARTS} for task, of_task in found.items()}
+        if not prompts or not all(isinstance(each, str) for parts in prompts.values() for each in parts.values()):
+            raise ValueError("each task must have texts")
+    except (OSError, ValueError, SyntaxError, LookupError, TypeError, AttributeError, yaml.YAMLError) as error:
+        needed = f"babilong.prompts must hold {{task: {{{', '.join(PROMPT_PARTS)}}}}}"
+        raise DataError(f"{needed}; got {path}: {type(error).__name__}: {first_line(error)}") from error
+    return template, prompts
+
+
 class BABILong(Task):
     """BABILong's questions, scored by the published rule and a corrected one."""
 
+    options: BABILongPrompts | None
     sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=0.0, max_tokens=20)
     headlines: ClassVar[tuple[str, ...]] = ("right",)
     heat_map: ClassVar[tuple[str, str, str] | None] = ("length", "task", "right")
@@ -118,7 +183,12 @@ class BABILong(Task):
             found = find_task_files([self.path], "cases")
         except ValueError as error:
             raise DataError(str(error)) from error
+        given = None if self.options is None else self.options.prompts
+        template, prompts = (None, {}) if given is None else read_prompts(given)
         for file, category in found:
+            task = category.partition("_")[0]
+            if template is not None and task not in prompts:
+                raise DataError(f"babilong.prompts must hold the prompts of {task}; {given} has {', '.join(prompts)}")
             try:
                 rows = json.loads(Path(file.path).read_text(encoding="utf-8"))
                 asked = [[row[name] for name in FIELDS] for row in rows]
@@ -127,6 +197,10 @@ class BABILong(Task):
                 raise DataError(f"cases must be JSON lists of {{{fields}}}; {file.path} is not: {error!r}") from error
             for number, (text, question, target) in enumerate(asked):
                 prompt = f"{self.instruction}\n\n<context>\n{text}\n</context>\n\nQuestion: {question}\nAnswer:"
+                if template is not None:
+                    parts: dict[str, str] = {**prompts[task], "context": text, "question": question}
+                    pieces = re.split(r"(\{\w+\})", template)
+                    prompt = "".join(parts.get(piece.strip("{}"), piece) for piece in pieces).strip()
                 facts = {"question": question, "target": target, "category": category}
                 yield Case(f"{category}-{number}", prompt, facts)
 

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from verl_ext.endpoint.answer import Answer
@@ -122,6 +123,24 @@ def figures_of(judged: Mapping[str, Sequence[Judged]], task: Task) -> dict[str, 
     }
 
 
+def differences_of(judged: Mapping[str, Sequence[Judged]], task: Task) -> dict[str, dict[str, dict[str, Figure]]]:
+    """Return {"OTHER - FIRST": {group: {score: the figure of its differences}}} over the cases that both models have.
+
+    The interval is that of differences of the same cases, which is narrower than the two models' own if easy cases are
+    easy for both.
+    """
+    (first, base), *others = judged.items()
+    pairs = {f"{name} - {first}": zip(rows, base, strict=True) for name, rows in others}
+    return {
+        pair: figures((task.groups(one.case), _less(one, other)) for one, other in rows) for pair, rows in pairs.items()
+    }
+
+
+def _less(one: Judged, other: Judged) -> Scores:
+    pairs = {name: (score, other.scores.get(name)) for name, score in one.scores.items()}
+    return {name: None if None in pair else pair[0] - pair[1] for name, pair in pairs.items()}  # type: ignore[operator]
+
+
 def results(judged: Mapping[str, Sequence[Judged]], figures: Mapping[str, Any]) -> dict[str, Any]:
     """Return each model's figures, outcomes, and sums if scores are complete."""
     by_model = {}
@@ -134,6 +153,28 @@ def results(judged: Mapping[str, Sequence[Judged]], figures: Mapping[str, Any]) 
             "sums": {score: sum(float(row.scores[score] or 0) for row in rows) for score in scores},
         }
     return by_model
+
+
+def difference_table(differences: Mapping[str, Any]) -> str:
+    """Return a table of the differences between models over all cases; "" without any."""
+    cells = {(score, pair): shown(figure) for pair, of in differences.items() for score, figure in of["all"].items()}
+    return as_text(pivot("difference", cells)) if cells else ""
+
+
+def cell_tables(judged: Mapping[str, Sequence[Judged]], task: Task) -> str:
+    """Return each model's means by the two kinds of groups of a heat map; "" without one."""
+    if task.heat_map is None:
+        return ""
+    (across, down, score), tables = task.heat_map, []
+    for model, rows in judged.items():
+        values: dict[tuple[str, str], list[float]] = {}
+        for row in rows:
+            groups, value = task.groups(row.case), row.scores.get(score)
+            if value is not None and across in groups:
+                values.setdefault((groups[down], groups[across]), []).append(value)
+        cells = {place: f"{fmean(of_place):.2f}" for place, of_place in values.items()}
+        tables += [as_text(pivot(f"{model}: {score}", cells))] if cells else []
+    return "\n\n".join(tables)
 
 
 def table(judged: Mapping[str, Sequence[Judged]], figures: Mapping[str, Any]) -> str:

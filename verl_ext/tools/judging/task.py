@@ -16,6 +16,7 @@ from verl_ext.endpoint.client import SamplingOptions
 from verl_ext.endpoint.quality import filled_names
 from verl_ext.options import DataError, UsageError
 
+SHIPPED = "shipped"  # in place of a file: cases of our own
 Messages = list[dict[str, str]]
 Scores = dict[str, float | None]
 
@@ -44,6 +45,7 @@ class Task:
         asks_judge: whether a judge reads answers; else a rule scores them.
         worst: the verdict on an empty answer, which no judge is asked about.
         needs_judge: whether there are no scores without a judge.
+        has_shipped: whether we ship cases of our own for it.
         headlines: the scores that a page draws by group, if the answers have them.
         heat_map: two kinds of groups and the score of a heat map as (columns, rows, score); None for no heat map.
         against: a fact of a case and a score in the same unit, drawn as points around the line on which they are equal.
@@ -54,6 +56,7 @@ class Task:
     asks_judge: ClassVar[bool] = False
     worst: ClassVar[Any] = None
     needs_judge: ClassVar[bool] = False
+    has_shipped: ClassVar[bool] = False
     headlines: ClassVar[tuple[str, ...]] = ()
     heat_map: ClassVar[tuple[str, str, str] | None] = None
     against: ClassVar[tuple[str, str] | None] = None

@@ -59,8 +59,8 @@ KEYS: dict[str, Rule] = {
     "peft_use_rslora": hf_trainer.KEYS["use_rslora"],
     "peft_use_dora": hf_trainer.KEYS["use_dora"],
     "val_set_size": hf_trainer.HELD_OUT,
-    "min_sample_len": lacking("short documents are not left out"),
-    "dataset_exact_deduplication": lacking("the audit finds duplicates (verl-ext show); none is left out"),
+    "min_sample_len": to("min_tokens"),
+    "dataset_exact_deduplication": to("deduplicate", {"false": None}),
     "cosine_constant_lr_ratio": lacking("a cosine falls to the end of the run", "0", "0.0"),
     **rules(to("num_workers"), "dataset_processes dataset_num_proc"),
     **rules(
@@ -188,8 +188,6 @@ def _read_run(moved: Moved) -> None:
         values["eval_strategy"] = "steps"
     if moved.validates and moved.is_on("evals_per_epoch"):
         moved.put("trainer.tests_per_epoch", moved.get("evals_per_epoch"))
-    elif moved.is_lacking(hf_trainer.HELD_OUT) and moved.is_on("evals_per_epoch"):
-        moved.lack("evals_per_epoch", hf_trainer.NO_VALIDATION)
     if moved.is_on("saves_per_epoch"):
         moved.put("trainer.saves_per_epoch", moved.get("saves_per_epoch"))
     values["report_to"] = [name for name in hf_trainer.TRACKERS if moved.is_on(f"use_{name}", f"{name}_project")]

@@ -182,7 +182,7 @@ def _problems(moved: Moved) -> list[str]:
     except ValueError as error:
         problems += str(error).splitlines() if given else []
     overrides = [word for word in words if word not in sources and word not in encoding]
-    validates = ["data.val_dir=DIR"] * bool(words_of(words, ["data.val_sources"]))
+    validates = ["data.val_dir=DIR"] * moved.validates
     ranks = moved.ranks or int(moved.words.get("engine.ulysses_sequence_parallel_size", 1))
     try:
         composed = compose([*overrides, "data.train_dir=DIR", *validates, "parallel=cpu"])

@@ -26,7 +26,7 @@ _OPTIMIZERS = {
 }
 _BETA2 = 0.999  # of torch's Adam, and verl's
 NO_VALIDATION = "there is no validation data to measure"
-HELD_OUT = lacking("no share of the data is held out; data.val_sources names validation data")
+HELD_OUT = to("val_share", {"0": None, "0.0": None})
 QUANTIZED = lacking("a base of 4 or 8 bits is not trained; adapters of its bf16 weights are (model=lora)", "none")
 UNSHARDED = lacking("optim.optimizer names a class of torch.optim or another package that steps shards")
 TOKENS = lacking("no tokens are added")
@@ -52,18 +52,12 @@ KEYS: dict[str, Rule] = {
         "early_stopping_threshold router_aux_loss_coef moe_aux_loss_coef data_seed deepspeed fsdp fsdp_config",
     ),
     "trust_remote_code": to("model.trust_remote_code"),
-    "lora_dropout": lacking("adapters have no dropout"),
-    "use_rslora": lacking("adapters are scaled by alpha / rank"),
-    "use_dora": lacking("adapters are LoRA's"),
-    **rules(
-        lacking("adapters alone are trained with model=lora"),
-        "modules_to_save lora_modules_to_save additional_target",
-    ),
+    "lora_dropout": to("model.lora_dropout", {"0": None, "0.0": None}),
+    "use_rslora": to("model.use_rslora", {"false": None}),
+    "use_dora": to("model.use_dora", {"false": None}),
+    **rules(to("model.modules_to_save", is_names=True), "modules_to_save lora_modules_to_save additional_target"),
     **rules(to("model.target_parameters", is_names=True), "target_parameters lora_target_parameters"),
-    **rules(
-        lacking("no system prompt is added to records without one"),
-        "system default_system default_system_message",
-    ),
+    **rules(to("system"), "system default_system default_system_message"),
     "max_grad_norm": to("optim.clip_grad"),
     "output_dir": to("trainer.default_local_dir"),
     "run_name": to("trainer.experiment_name"),
@@ -113,6 +107,9 @@ def read_trainer(moved: Moved, defaults: TrainerDefaults) -> None:
     for key, value in (("trainer.seed", seed), ("data.seed", moved.get("data_seed", default=seed))):
         if value is not None:
             moved.put(key, value)
+    if moved.words.get("model") != "lora":  # keys of adapters that are not there
+        for name in ("lora_dropout", "use_rslora", "use_dora", "modules_to_save"):
+            moved.words.pop(f"model.{name}", None)
     if is_on(share := moved.get("router_aux_loss_coef", "moe_aux_loss_coef")):
         own = moved.words.get("model.override_config", {})
         moved.put("model.override_config", {**own, "output_router_logits": True, "router_aux_loss_coef": share})
@@ -237,7 +234,7 @@ def _read_saves(moved: Moved, defaults: TrainerDefaults) -> None:
     # (our key, when, the trainer's keys of the steps between, their default)
     second, default = ("save_steps", 500) if defaults.validates else ("logging_steps", defaults.logs)
     plans = [("trainer.save_freq", saves, ["save_steps"], 500)]
-    if moved.validates or moved.is_lacking(HELD_OUT) or not defaults.idles:
+    if moved.validates or not defaults.idles:
         validates = moved.get("eval_strategy", "evaluation_strategy", default=saves if defaults.validates else "no")
         if moved.validates:
             plans.append(("trainer.test_freq", validates, ["eval_steps", second], default))
@@ -309,7 +306,7 @@ def put_split(moved: Moved, size: Any) -> None:
 def put_lora(moved: Moved, rank: Any, alpha: Any, targets: Any, dropout: float = 0.0) -> None:
     """Train adapters; targets "all" are every linear layer. dropout: the trainer's default."""
     if dropout and moved.get("lora_dropout") is None:
-        moved.differ(f"lora_dropout not given: {moved.trainer}'s default is {dropout}, ours is none")
+        moved.put("model.lora_dropout", dropout)
     moved.put("model", "lora")
     moved.put("model.lora_rank", rank)
     moved.put("model.lora_alpha", alpha)

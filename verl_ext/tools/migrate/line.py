@@ -159,10 +159,6 @@ class Moved:
         if others := [name for name, value in values.items() if name not in known and is_on(value)]:
             self.lack(key, f"{why} {', '.join(others)}")
 
-    def is_lacking(self, rule: Rule) -> bool:
-        """Tell whether a key has no equivalent for a rule's reason."""
-        return any(rule.lacks in reasons for reasons in self._lacks.values())
-
     def restore(self, values: Mapping[str, Any], names: Mapping[str, str]) -> None:
         """Give the trainer its own values again, and what lacks its names: {a name: the trainer's}."""
         self.values = dict(values)
@@ -186,7 +182,7 @@ class Moved:
     @property
     def validates(self) -> bool:
         """Whether the command names validation data."""
-        return any(key.startswith("data.val_") for key in self.words)
+        return any(key == "val_share" or key.startswith("data.val_") for key in self.words)
 
     @property
     def summary(self) -> str:

@@ -228,7 +228,10 @@ V1: dict[str, Rule] = {
 }
 
 
-_PEFT = {"adapter_name_or_path": "model.lora_adapter_path"}  # {a key of peft_config: ours}
+_PEFT = {  # {a key of peft_config: ours}
+    "adapter_name_or_path": "model.lora_adapter_path",
+    **{name: f"model.{name}" for name in ("lora_dropout", "use_rslora", "use_dora", "modules_to_save")},
+}
 
 
 def read_llamafactory_v1(moved: Moved, folder: Path) -> None:

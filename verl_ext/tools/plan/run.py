@@ -193,7 +193,12 @@ def predicted(job: Job, send: Callable[[Layers], None] = lambda layers: None) ->
             events = [tracker.take_events()]
             ulysses = job.values["engine"]["ulysses_sequence_parallel_size"]
             traffic = Traffic(ulysses, job.ranks_of_node)
-            tracker.on_collective = traffic.see
+
+            def see(func: Any, args: Sequence[Any]) -> None:
+                traffic.in_optimizer = tracker.kind == OPTIMIZER
+                traffic.see(func, args)
+
+            tracker.on_collective = see
             for step in job.steps:
                 take_step(engine, job, step, tracker)
                 events.append(tracker.take_events())

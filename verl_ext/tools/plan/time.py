@@ -18,7 +18,7 @@ from verl_ext.flops import peak_flops
 from verl_ext.packing import micro_step_costs
 from verl_ext.tools.plan.options import PlanOptions, num_bytes
 from verl_ext.tools.plan.run import Job, Prediction
-from verl_ext.tools.plan.traffic import EXCHANGES, GATHERED, REDUCED, Received
+from verl_ext.tools.plan.traffic import EXCHANGES, GATHERED, MATRICES_OF_STEP, REDUCED, Received
 from verl_ext.trainer.run import Run
 
 LINK_SHARE = 0.75  # the share of a link's rate that collectives of large tensors reach
@@ -91,6 +91,7 @@ def time_facts(run: Run, config: RunConfig, plan: PlanOptions, job: Job, predict
             GATHERED: received[GATHERED] * micro_steps / count,
             REDUCED: received[REDUCED] * reduced_a_step,
             **{name: received[name] * step_tokens / groups for name in EXCHANGES},
+            MATRICES_OF_STEP: received[MATRICES_OF_STEP],
         },
         "seconds": {
             "computing": float(ideal) / count,
@@ -112,13 +113,14 @@ def _traffic(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return the bytes that a rank receives, and their seconds, by kind.
 
-    They are those of a micro-step for parameters, of a reduction for gradients, and of a token for the exchanges: the
-    heaviest packs ran, not the mean ones, so their bytes are divided by what each kind grows with.
+    They are those of a micro-step for parameters, of a reduction for gradients, of a step for Muon's matrices, and of a
+    token for the exchanges: the heaviest packs ran, not the mean ones, so their bytes are divided by what each kind
+    grows with.
     """
     link, network = (LINK_SHARE * (num_bytes(rate) or 0) for rate in (plan.link, plan.network))
     batches = [batch for step in job.steps for batch in step]
     reductions = len(job.steps) if config.engine.use_no_sync_for_gradient_accumulation else len(batches)
-    units = {GATHERED: len(batches), REDUCED: reductions}
+    units = {GATHERED: len(batches), REDUCED: reductions, MATRICES_OF_STEP: len(job.steps)}
     units |= dict.fromkeys(EXCHANGES, sum(len(batch.input_ids) for batch in batches))
     got = {name: prediction.received.get(name, Received()) for name in units}
     seconds = {name: max(each.bytes / link, each.remote / network) / units[name] for name, each in got.items()}

@@ -3,7 +3,8 @@
     all-gather         the output without the rank's own part        FSDP's parameters
     reduce-scatter     the input without the rank's own part         FSDP's gradients
     all-reduce         twice the input without the own part          gradients between replicas (`engine.fsdp_size`)
-    all-to-all         the parts from other ranks                    heads (Ulysses), keys and values, targets
+    all-to-all         the parts from other ranks                    heads (Ulysses), keys and values, targets,
+                                                                     matrices of an optimizer's step (Muon)
 
 In an all-to-all, each rank receives its own parts from other nodes. The other collectives run in rings over all network
 cards of a node, so that each of its ranks receives an equal share of the bytes that the node lacks.
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 GATHERED, REDUCED = "parameters (FSDP)", "gradients (FSDP)"
+MATRICES_OF_STEP = "matrices (Muon)"
 HEADS, KEYS, TARGETS = "heads (Ulysses)", "keys and values between groups", "targets of the head"
 EXCHANGES = (HEADS, KEYS, TARGETS)  # no computation hides these
 
@@ -36,11 +38,15 @@ class Traffic:
     Args:
         ulysses: the number of ranks that exchange heads.
         ranks_per_node: the ranks of a node, which are numbered node by node.
+
+    Attributes:
+        in_optimizer: whether an optimizer's step runs.
     """
 
     def __init__(self, ulysses: int, ranks_per_node: int) -> None:
         self.ulysses, self.ranks_per_node = ulysses, ranks_per_node
         self.received: dict[str, Received] = defaultdict(Received)
+        self.in_optimizer = False
 
     def see(self, func: Any, args: Sequence[Any]) -> None:
         """Count an operation of torch's `c10d`."""
@@ -68,7 +74,7 @@ class Traffic:
         row = output.nbytes / max(len(output), 1)
         neighbours = len(ranks) > 1 and ranks[1] - ranks[0] == 1
         kind = KEYS if self.ulysses == 1 or not neighbours else HEADS if len(ranks) == self.ulysses else TARGETS
-        kept = self.received[kind]
+        kept = self.received[MATRICES_OF_STEP if self.in_optimizer else kind]
         kept.bytes += row * sum(size for number, size in enumerate(rows) if number != mine)
         kept.remote += row * sum(size for size, node in zip(rows, nodes, strict=True) if node != nodes[mine])
 

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from verl_ext.text.tokens.hashes import repeated
 from verl_ext.text.tokens.tokenizer import ModelOptions, load_tokenizer
 from verl_ext.tools.show.documents import ShownDocuments
-from verl_ext.tools.show.tokens import TokenFacts, read_tokens, repeated
+from verl_ext.tools.show.tokens import TokenFacts, read_tokens
 
 NAMED_ROWS = 5  # rows that a finding names, in the terminal and in the JSON
 READ_UP_TO = 100_000_000  # tokens that an audit reads without scan=true, which takes some seconds

@@ -7,9 +7,9 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from verl_ext.tools.page import COLUMNS, Chart, curve_chart, score_scale, write_page
+from verl_ext.tools.page import COLUMNS, Chart, curve_chart, interval_chart, score_scale, write_page
 from verl_ext.tools.show.answers import score_table
-from verl_ext.tools.show.run_tables import ANSWERS, EVALUATIONS, run_tables, shown_metrics
+from verl_ext.tools.show.run_tables import ANSWERS, EVALUATIONS, OF_LENGTHS, by_length, run_tables, shown_metrics
 from verl_ext.tools.show.runs import ShownRun
 
 _SCORES = ("answer", "exact match", "accuracy", "token accuracy")
@@ -54,12 +54,16 @@ def run_charts(runs: Sequence[ShownRun]) -> list[Chart]:
         values = [value for one in curves for value in runs[one["run"]].curves[one["metric"]].finite]
         if values and (title not in _COUNTERS or any(values)):
             charts.append(_curve_chart(title, curves, values))
+    for metric, points in by_length(runs).items():
+        charts.append(interval_chart(f"{metric} by document length, first and last", points, "group"))
     return [*charts, *(scores.chart() for scores in map(score_table, runs) if scores)]
 
 
 def _figure_of(name: str) -> str:
     """Return a metric's figure title, which all categories' scores share."""
     plain = name.partition("/")[2]
+    if (of_length := OF_LENGTHS.fullmatch(name)) and of_length[1] == "loss":
+        return "loss by length"
     kinds = ("token_accuracy", *EVALUATIONS)
     kind = "answer" if name.startswith(ANSWERS) else next((kind for kind in kinds if plain.endswith(kind)), plain)
     return kind.replace("_", " ")

@@ -1,6 +1,8 @@
-"""Runs in a terminal: progress, curves, and differences of configs."""
+"""Runs in a terminal: progress, curves, figures by length, differences of configs."""
 
+import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from rich.console import RenderableType
@@ -9,7 +11,7 @@ from tqdm import tqdm
 
 from verl_ext.options import leaves, one_line, spell
 from verl_ext.progress import four_digits
-from verl_ext.tables import plain_table
+from verl_ext.tables import pivot, plain_table
 from verl_ext.tools.show.answers import score_table
 from verl_ext.tools.show.runs import Curve, ShownRun
 
@@ -17,6 +19,8 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 OTHERS = tuple(f"train/{name}" for name in ("grad_norm", "lr", "tokens_per_second", "pack_fill", "memory_gib"))
 OTHERS += ("train/router_loss", "perf/mfu")
 EVALUATIONS = ("exact_match", "accuracy", "perplexity")
+# A metric of a bin of document lengths.
+OF_LENGTHS = re.compile(r"val/(loss|answer|exact_match|accuracy|target_tokens)_(\d+_(?:\d+|inf))")
 ANSWERS = "val/answer"  # the name of the mean score; a category's follows a slash
 
 
@@ -43,6 +47,9 @@ def run_tables(runs: Sequence[ShownRun], width: int) -> Iterator[RenderableType]
             of_run = [Text(one_line(run.name))] if len(runs) > 1 else []
             table.add_row(Text(one_line(name)), *of_run, *numbers, sparkline(curve, max(width - taken, 10)))
     yield table
+    for metric, points in by_length(runs).items():
+        cells = {(point["model"], point["group"]): four_digits(point["mean"]) for point in points}
+        yield pivot(f"{metric} by document length", cells)
     yield from (scores.table() for scores in map(score_table, runs) if scores)
 
 
@@ -61,7 +68,7 @@ def headline(run: ShownRun) -> str:
 
 def shown_metrics(run: ShownRun) -> list[str]:
     """Return the shown metrics: losses, categories, answers, evaluation, then others."""
-    wanted = ["train/loss", "val/loss"]
+    wanted = ["train/loss", "val/loss", *(key for key in run.curves if OF_LENGTHS.fullmatch(key))]
     wanted += [f"{split}/{name}_loss" for name in run.categories() for split in ("train", "val")]
     wanted += [key for key in run.curves if key == ANSWERS or key.startswith(f"{ANSWERS}/")]
     wanted += [key for key in run.curves if key.startswith("val/") and key.endswith(EVALUATIONS)]
@@ -69,7 +76,29 @@ def shown_metrics(run: ShownRun) -> list[str]:
     kinds = {"train": ("tokens", "entropy", "token_accuracy"), "val": ("tokens", "entropy")}
     details = {f"{split}/{name}_{kind}" for split in kinds for name in run.categories() for kind in kinds[split]}
     wanted += [key for key in run.curves if key not in details]
+    wanted = [name for name in wanted if not name.startswith("val/target_tokens_")]
     return [name for name in dict.fromkeys(wanted) if name in run.curves]
+
+
+def by_length(runs: Sequence[ShownRun]) -> dict[str, list[dict[str, Any]]]:
+    """Return each run's first and last loss and scores by bin of document lengths.
+
+    They are {metric: [{model: "RUN, step S", group: the bin, mean, low, high, cases: its target tokens}]}.
+    """
+    values: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        for at in (0, -1):
+            for name, curve in run.curves.items():
+                found = OF_LENGTHS.fullmatch(name)
+                points = [pair for pair in zip(curve.steps, curve.values, strict=True) if pair[1] is not None]
+                if found is None or found[1] == "target_tokens" or not points or (at and len(points) == 1):
+                    continue
+                step, value = points[at]
+                tokens = run.curves.get(f"val/target_tokens_{found[2]}")
+                point = {"model": f"{run.name}, step {step:,}", "group": found[2], "mean": value}
+                point |= {"low": value, "high": value, "cases": tokens.values[-1] if tokens else None}
+                values.setdefault(found[1], []).append(point)
+    return values
 
 
 def sparkline(curve: Curve, width: int) -> str:

@@ -1,17 +1,21 @@
 """The making of records: concurrent requests, records in items' order."""
 
 import asyncio
+import json
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from verl_ext.endpoint.answer import OUTCOMES, Usage
 from verl_ext.endpoint.client import Client, EndpointOptions
 from verl_ext.endpoint.spending import Price, QuestionProgress, read_price, spent
 from verl_ext.endpoint.store import Store
 from verl_ext.files import json_lines
+from verl_ext.options import one_line
+from verl_ext.tables import aligned
 from verl_ext.tools.synthesis.corpus import Corpus, Intervals
 from verl_ext.tools.synthesis.encoder import EncoderOptions
 from verl_ext.tools.synthesis.items import SourceItem
@@ -19,8 +23,11 @@ from verl_ext.tools.synthesis.prompts import PromptTexts
 from verl_ext.tools.synthesis.records import Result, Settings
 
 if TYPE_CHECKING:
+    from verl_ext.tools.synthesis.agentwrite import Writing
+    from verl_ext.tools.synthesis.joined import ClassifierOptions
     from verl_ext.tools.synthesis.preferences import Pairing
 
+SHOWN = 100  # characters of a preview's prompt and answer
 AHEAD = 4  # items that are in progress for each concurrent request
 
 Make = Callable[[SourceItem, Client, dict[str, PromptTexts], Settings], Coroutine[Any, Any, Result]]
@@ -42,6 +49,8 @@ class Work:
     store_path: str
     path: Path
     pairing: "Pairing | None" = None  # of preferences
+    writing: "Writing | None" = None  # of agentwrite
+    classifier: "ClassifierOptions | None" = None  # of glm_long_documents
 
 
 @dataclass
@@ -71,10 +80,13 @@ class WriteResult:
             self.without.append({"item": item.name, "outcome": outcome, "reason": reason})
 
 
-async def write_records(make: Make, work: Work, beside: Opener | None = None) -> WriteResult:
+async def write_records(
+    make: Make, work: Work, beside: Opener | None = None, then: Callable[[Result], Result] | None = None
+) -> WriteResult:
     """Write the records that `make` makes of the items, in their order.
 
-    beside: opens further clients, whose requests count too. Without a server in `work`, `make` gets no client.
+    beside: opens further clients, whose requests count too. then: changes a result, in the order of the items. Without
+    a server in `work`, `make` gets no client.
     """
     result = WriteResult()
     free = asyncio.Semaphore(work.endpoint.concurrency)
@@ -99,12 +111,46 @@ async def write_records(make: Make, work: Work, beside: Opener | None = None) ->
             ):
                 async with aclosing(in_order(begun, AHEAD * work.endpoint.concurrency)) as results:
                     async for item, made in results:
+                        made = made if then is None else then(made)
                         result.add(item, made.outcome, made.reason, len(made.records))
                         result.lost.update(made.lost)
                         file.writelines(json_lines(made.records))
                         bar.item_done()
             result.cost = "\n".join(spent(*each) for each in asked)
+            _count_spending(result, asked)
     return result
+
+
+def _count_spending(result: WriteResult, asked: Sequence[tuple[Client, Price | None]]) -> None:
+    """Add the outcomes by stage, and what items without a record have cost, to the report."""
+    stages: dict[str, dict[str, int]] = {}
+    for client, _ in asked:
+        for (stage, outcome), count in client.outcomes.items():
+            stages.setdefault(stage, dict.fromkeys(OUTCOMES, 0))[outcome] += count
+    names = [name for name in OUTCOMES if any(row[name] for row in stages.values())]
+    result.facts["stages"] = {stage: {name: row[name] for name in names} for stage, row in stages.items()}
+    dropped: dict[str, dict[str, float]] = {}
+    for entry in result.without:
+        row = dropped.setdefault(entry["outcome"], {"items": 0, "tokens": 0})
+        row["items"] += 1
+        for client, price in asked:
+            usage = client.usage_of.get(entry["item"], Usage())
+            row["tokens"] += usage.prompt_tokens + usage.completion_tokens
+            if price is not None:
+                row["cost"] = round(row.get("cost", 0.0) + price.of(usage), 6)
+    # The dearest reason first: it is where a better prompt or filter saves most.
+    dearest = sorted(dropped.items(), key=lambda each: (-each[1].get("cost", 0.0), -each[1]["tokens"], each[0]))
+    result.facts["spent_without_record"] = dict(dearest)
+    if stages:
+        rows = [{"stage": stage, **{n: f"{row[n]:,}" for n in names}} for stage, row in stages.items()]
+        result.notes.append(aligned(rows, ["stage"]))
+    if any(row["tokens"] for row in dropped.values()):
+        forms = {"items": ",.0f", "tokens": ",.0f", "cost": ",.6g"}
+        lost = [
+            {"without record": name, **{key: format(value, forms[key]) for key, value in row.items()}}
+            for name, row in dearest
+        ]
+        result.notes.append(aligned(lost, ["without record"]))
 
 
 async def in_order(
@@ -126,3 +172,12 @@ async def in_order(
         for _, task in running:
             task.cancel()
         await asyncio.gather(*(task for _, task in running), return_exceptions=True)
+
+
+def preview_line(line: str) -> str:
+    """Return a record in a line: the end of its prompt and the start of its answer, or the start of its text."""
+    record = json.loads(line)
+    messages = record.get("messages") or [*record.get("prompt", []), *record.get("chosen", [])]
+    texts = [message["content"] for message in messages if isinstance(message, dict)] or [str(record.get("text", ""))]
+    parts = [f"… {one_line(texts[-2][-SHOWN:])} → "] if len(texts) > 1 else []
+    return f"record ({record.get('category', '')}): {''.join(parts)}{one_line(texts[-1][:SHOWN])} …"

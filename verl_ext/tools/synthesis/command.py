@@ -1,10 +1,12 @@
 """The command `verl-ext synthesize`: choose items, ask, write records."""
 
 import asyncio
+import math
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import islice
 from typing import Any, ClassVar
 
 import yaml  # type: ignore[import-untyped]
@@ -17,25 +19,24 @@ from verl_ext.files import OutputFolder
 from verl_ext.options import DataError, option
 from verl_ext.redaction import redacted
 from verl_ext.tables import aligned
-from verl_ext.text.read.readers import TextFile, read_chunks, read_record
 from verl_ext.text.read.sources import FORMATS, find_source_files, local_path
-from verl_ext.text.records.bad_record import BadRecord
 from verl_ext.text.tokens.tokenizer import ModelOptions, load_tokenizer
 from verl_ext.tools.synthesis import agentwrite, glm_long, longalign
-from verl_ext.tools.synthesis.asking import Work, WriteResult, write_records
+from verl_ext.tools.synthesis.asking import Work, WriteResult, preview_line, write_records
 from verl_ext.tools.synthesis.corpus import Corpus, Intervals
 from verl_ext.tools.synthesis.encoder import EncoderOptions
+from verl_ext.tools.synthesis.estimate import ESTIMATED, estimate_line, estimated
 from verl_ext.tools.synthesis.items import ItemFields
-from verl_ext.tools.synthesis.joined import write_joined
-from verl_ext.tools.synthesis.overlap import NearDuplicates, Passages
+from verl_ext.tools.synthesis.joined import ClassifierOptions, write_joined
+from verl_ext.tools.synthesis.overlap import NearDuplicates, Passages, benchmark_texts
 from verl_ext.tools.synthesis.preferences import PAIRS, Pairing, write_preferences
-from verl_ext.tools.synthesis.prompts import load_prompts
+from verl_ext.tools.synthesis.prompts import PUBLISHED, load_prompts
 from verl_ext.tools.synthesis.records import Settings
 from verl_ext.tools.synthesis.scorers import ScorerOptions
 from verl_ext.tools.synthesis.token_lengths import TokenLengths
 
 REPORT = "report.yaml"  # `tokenize` does not take a file of this name for records
-NOT_REPORTED = ("output_dir", "overwrite", "store")
+NOT_REPORTED = ("preview", "output_dir", "overwrite", "store")
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ TASKS = {
     "longalign": SynthesisTask(partial(write_records, longalign.ask_of_document), "text", of_documents=True),
     "glm_long": SynthesisTask(partial(write_records, glm_long.ask_of_parts), "text", of_documents=True),
     "glm_long_documents": SynthesisTask(write_joined, "text", of_documents=True, joins=True),
-    "agentwrite": SynthesisTask(partial(write_records, agentwrite.write_by_plan), "prompt", of_documents=False),
+    "agentwrite": SynthesisTask(agentwrite.write_long_texts, "prompt", of_documents=False),
     "preferences": SynthesisTask(write_preferences, "prompt", of_documents=False, of_prompts=True),
 }
 
@@ -77,12 +78,17 @@ class SynthesizeOptions(OutputOptions):
     sampling: SamplingOptions = option(SamplingOptions, "sampling options of the requests")
     model: ModelOptions = option(ModelOptions, "the tokenizer of the model to be trained, which counts tokens")
     store: str | None = option(None, "file of answers, which runs can share; null: OUTPUT_DIR.answers.sqlite")
-    prompts: str | None = option(None, "YAML file with the prompts of the task; null: built-in, in English and Chinese")
+    prompts: str | None = option(
+        None,
+        "YAML file with the prompts of the task, or published: the paper's form (longalign); null: built-in, in English"
+        " and Chinese",
+    )
     text_key: str | None = option(None, "field that holds a record's text; null: text, or prompt for instructions")
     class_field: str | None = option(
         None,
         "glm_long_documents: field with a record's class; only documents of one class are joined; null: its source",
     )
+    classifier: ClassifierOptions = option(ClassifierOptions, "glm_long_documents: model that names the classes")
     encoder: EncoderOptions = option(EncoderOptions, "glm_long_documents: encoder that embeds documents")
     records: int | None = option(
         None, "documents or instructions to draw, equally many documents per interval; null: all", least=1
@@ -101,6 +107,12 @@ class SynthesizeOptions(OutputOptions):
         "glm_long: tokens of a document in a request; the model's context needs room for the answer too",
         least=64,
     )
+    ways: dict[str, Any] = option(
+        {}, "glm_long: how often each way of asking is drawn, e.g. {chunk:1,chunks:1,summary:0}; empty: equally often"
+    )
+    grounded: bool = option(
+        False, "glm_long: true: the model judges once more whether its text supports question and answer"
+    )
     questions: int = option(
         1, "longalign, glm_long: questions kept of a document, whose tokens data.share_prefixes computes once", least=1
     )
@@ -108,8 +120,28 @@ class SynthesizeOptions(OutputOptions):
     min_length_score: float = option(
         80.0, "agentwrite: minimum S_l, 0 to 100, of a text that is kept", least=0, most=100
     )
+    select: int | None = option(
+        None,
+        "agentwrite: a model leaves out instructions that are harmful or made to scrape data, or whose good answer has"
+        " at most so many words (LongWriter: 2000); null: none",
+        least=1,
+    )
+    languages: list[str] = option([], "agentwrite: languages of the instructions that are used, of en, zh; empty: all")
+    paragraphs: str = option(
+        "sequential",
+        "agentwrite: sequential: each paragraph continues the text so far | parallel: each is written from the plan"
+        " alone, all at once | both: the report compares them, and the records are sequential",
+        choices=agentwrite.FORMS,
+    )
+    word_intervals: list[Any] = option(
+        [],
+        "agentwrite: edges of intervals of lengths in words, e.g. [2000,4000,6000,8000,10000], over which the lengths"
+        " asked for and written are spread evenly",
+    )
     max_paragraphs: int = option(50, "agentwrite: maximum number of paragraphs of a plan", least=1)
-    scorer: ScorerOptions = option(ScorerOptions, "preferences: how answers are scored")
+    scorer: ScorerOptions = option(
+        ScorerOptions, "preferences: how answers are scored; agentwrite with paragraphs=both: kind=writing scores both"
+    )
     answers: int = option(4, "preferences: answers to ask for, of each prompt", least=1)
     pair: str = option(
         "best_worst",
@@ -138,6 +170,11 @@ class SynthesizeOptions(OutputOptions):
     max_failed_share: float = option(
         0.1, "share of items without a usable answer (refused, cut, failed, …) above which nothing is written", least=0
     )
+    estimate: bool = option(
+        False,
+        f"true: only estimate the requests, tokens and cost of {', '.join(ESTIMATED)}; nothing is asked or written",
+    )
+    preview: int = option(1, "records to show at the end, shortened", least=0)
     seed: int = option(42, "seed of all draws: items, kinds, questions, lengths")
 
     def problems(self) -> Iterable[str | None]:
@@ -147,8 +184,12 @@ class SynthesizeOptions(OutputOptions):
             yield from self._pair_problems()
         elif not task.joins or self.encoder.path is None:
             yield from self.endpoint.endpoint_problems()
-        if task.joins and self.prompts is not None:
-            yield f"prompts must be null with task={self.task}, which asks no questions; got {self.prompts}"
+        if task.joins and self.prompts is not None and not self.classifier.classes:
+            yield f"prompts must be null with task={self.task} without classifier.classes; got {self.prompts}"
+        yield from self.classifier.class_problems()
+        if self.classifier.classes and (not task.joins or self.class_field is not None):
+            got = f"got task={self.task}, class_field={self.class_field}"
+            yield f"classifier.classes are of task=glm_long_documents without class_field; {got}"
         named = {f"sources.{name}": value for name, value in self.sources.items()}
         if self.decontaminate:
             named["decontaminate"] = self.decontaminate
@@ -156,12 +197,34 @@ class SynthesizeOptions(OutputOptions):
             if not is_names(value):
                 yield f"{key} must be a path, a glob or a list of them; got {value!r}"
         paths = [local_path(path) for value in named.values() if is_names(value) for path in as_list(value)]
+        prompts = None if self.prompts == PUBLISHED else self.prompts
         yield from self.output_problems(
-            "a source, the store", self.store, self.prompts, self.encoder.path, self.scorer.path, *paths
+            "a source, the store",
+            self.store,
+            prompts,
+            self.encoder.path,
+            self.scorer.path,
+            *paths,
         )
         if task.of_documents:
             yield from self.model.tokenizer_problems()
-        for key, least in (("intervals", 2), ("lengths", 0)):
+        if self.task == "agentwrite" and self.scorer.kind is not None:
+            yield from self.scorer.kind_problems()
+            if self.scorer.kind != "writing" or self.paragraphs != "both":
+                got = f"got {self.scorer.kind} with paragraphs={self.paragraphs}"
+                yield f"scorer.kind must be null or, with paragraphs=both, writing for task=agentwrite; {got}"
+        if self.estimate and self.task not in ESTIMATED:
+            yield f"estimate must be false with task={self.task}; it is of {', '.join(ESTIMATED)}"
+        weights = self.ways.values()
+        is_numbers = all(type(weight) in (int, float) and 0 <= weight < math.inf for weight in weights)
+        if self.ways and (set(self.ways) - set(glm_long.WAYS) or not is_numbers or not any(weights)):
+            must = f"ways must be numbers of at least 0, not all 0, for {', '.join(glm_long.WAYS)}"
+            yield f"{must}; got {self.ways}"
+        if self.languages and self.task != "agentwrite":
+            yield f"languages must be empty with task={self.task}, whose texts may be of any; got {self.languages}"
+        if self.word_intervals and self.lengths:
+            yield f"lengths must be empty with word_intervals, from which lengths are drawn; got {self.lengths}"
+        for key, least in (("intervals", 2), ("lengths", 0), ("word_intervals", 2 if self.word_intervals else 0)):
             numbers = getattr(self, key)
             right = all(type(number) is int and number > 0 for number in numbers) and len(numbers) >= least
             if not right or sorted(set(numbers)) != numbers:
@@ -206,6 +269,11 @@ class SynthesizeOptions(OutputOptions):
         return Pairing(*given, self.scorer)
 
     @property
+    def writing(self) -> agentwrite.Writing:
+        """How long texts are written."""
+        return agentwrite.Writing(self.paragraphs, tuple(self.word_intervals), self.select)
+
+    @property
     def store_path(self) -> str:
         """The file of answers."""
         return self.store or f"{self.output_dir.rstrip('/')}.answers.sqlite"
@@ -215,22 +283,25 @@ def synthesize(options: SynthesizeOptions) -> str:
     """Make the records; return closing tables; raise UsageError or DataError."""
     # Mistakes in files end the run before documents are read and requests are paid for.
     task = TASKS[str(options.task)]
-    prompts = {} if task.joins else load_prompts(options.prompts, str(options.task))
-    for endpoint in (options.endpoint, options.scorer.endpoint):
+    prompts = {} if task.joins and not options.classifier.classes else load_prompts(options.prompts, str(options.task))
+    for endpoint in (options.endpoint, options.scorer.endpoint, options.classifier.endpoint):
         if endpoint.base_url:
             read_price(endpoint)
     files = find_source_files({name: as_list(value) for name, value in options.sources.items()})
-    passages = Passages(_benchmark_texts(options.decontaminate))
+    passages = Passages(benchmark_texts(options.decontaminate))
 
     # Documents are chosen before any is asked about: by interval of length, without copies and benchmark passages.
     lengths, intervals = None, Intervals(tuple(options.intervals))
     if task.of_documents:
         read = Intervals((1, options.intervals[-1])) if task.joins else intervals
         lengths = read, TokenLengths(load_tokenizer(options.model))
+    by_words = options.writing.counted(options.seed)
     skip_bad, truncate = options.on_bad_record == "skip", options.over_length == "truncate"
     key = options.text_key or task.text_key
-    fields = ItemFields(key, options.class_field, task.of_prompts, options.question_key)
-    corpus = Corpus(files, list(options.sources), fields, skip_bad, lengths, truncate)
+    is_instruction = not task.of_documents and not task.of_prompts
+    chosen_by = options.question_key, is_instruction, options.languages
+    fields = ItemFields(key, options.class_field, task.of_prompts, *chosen_by)
+    corpus = Corpus(files, list(options.sources), fields, skip_bad, lengths or by_words, truncate)
     near = None if options.near_duplicates is None else NearDuplicates(options.near_duplicates)
     total = corpus.choose(options.records, options.seed, near, passages)
     if not total:
@@ -247,7 +318,13 @@ def synthesize(options: SynthesizeOptions) -> str:
         options.window,
         options.questions,
         lengths[1] if lengths else None,
+        options.ways or dict.fromkeys(glm_long.WAYS, 1),
+        options.grounded,
     )
+
+    if options.estimate:
+        requests = estimated(str(options.task), corpus.items(), settings, options.writing)
+        return "\n".join([f"items: {total:,}", estimate_line(*requests, read_price(options.endpoint))])
 
     # The folder appears only if enough items have records; the answers in the store outlive a run that fails.
     with OutputFolder(options.output_dir, options.overwrite) as folder:
@@ -262,6 +339,8 @@ def synthesize(options: SynthesizeOptions) -> str:
             options.store_path,
             folder.path / f"{options.task}.jsonl",
             options.pairing,
+            options.writing,
+            options.classifier,
         )
         result = asyncio.run(task.write(work))
         _check_outcomes(result.outcomes, result.without, options)
@@ -277,6 +356,8 @@ def synthesize(options: SynthesizeOptions) -> str:
             **result.facts,
         }
         (folder.path / REPORT).write_text(yaml.safe_dump(report, allow_unicode=True, sort_keys=False), "utf-8")
+        with open(work.path, encoding="utf-8") as file:
+            shown = [preview_line(line) for line in islice(file, options.preview)]
         folder.publish()
     rows = [
         {"length": name, **{key: f"{count:,}" for key, count in row.items()}} for name, row in report["lengths"].items()
@@ -287,30 +368,10 @@ def synthesize(options: SynthesizeOptions) -> str:
         f"left out: {_listed(corpus.left_out) or 'none'}",
         f"items: {_listed(result.outcomes)}" + (f"; {result.records:,} records{lost}" if options.questions > 1 else ""),
         *result.notes,
+        *shown,
         *([result.cost] if result.cost else []),
     ]
     return "\n".join([*lines, f"written to {options.output_dir}"])
-
-
-def _benchmark_texts(paths: Sequence[str]) -> Iterator[str]:
-    """Yield every text in the records of files."""
-    for file in find_source_files({"decontaminate": list(paths)}, "decontaminate") if paths else ():
-        for chunk in read_chunks(file):
-            for place, raw in chunk.records:
-                try:
-                    yield from _texts_in(read_record(raw))
-                except BadRecord as error:
-                    raise DataError(f"{place}: {error}") from error
-
-
-def _texts_in(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, TextFile):
-        yield "".join(value.blocks())
-    elif isinstance(value, (list, dict)):
-        for child in value.values() if isinstance(value, dict) else value:
-            yield from _texts_in(child)
 
 
 def _check_outcomes(outcomes: Counter[str], without: Sequence[dict[str, str]], options: SynthesizeOptions) -> None:

@@ -4,12 +4,12 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from verl_ext.options import DataError
 from verl_ext.text.read.sources import SourceFile
 from verl_ext.tools.synthesis.items import ItemFields, SourceItem, drawn, read_items
 from verl_ext.tools.synthesis.overlap import NearDuplicates, Passages
-from verl_ext.tools.synthesis.token_lengths import TokenLengths
 
 ALL = "all"  # the one group of items whose lengths are not counted
 
@@ -44,7 +44,8 @@ class Corpus:
         sources: the names of the sources.
         fields: the fields of a record that make an item.
         skip_bad: leave out and count bad records, instead of ending the run.
-        lengths: the intervals and the counter of tokens; None: all items are one group.
+        lengths: the intervals and the counter, of tokens or of words asked for (0: unknown); None: all items are one
+            group.
         truncate: shorten documents that are too long to the end of the last interval, instead of leaving them out.
     """
 
@@ -54,7 +55,7 @@ class Corpus:
         sources: Sequence[str],
         fields: ItemFields,
         skip_bad: bool,
-        lengths: tuple[Intervals, TokenLengths] | None,
+        lengths: tuple[Intervals, Any] | None,
         truncate: bool,
     ) -> None:
         self._read = (files, sources, fields)
@@ -109,7 +110,8 @@ class Corpus:
             if group := intervals.of(tokens):
                 yield replace(item, tokens=tokens), group
             else:
-                left_out["too_short" if tokens < intervals.edges[0] else "too_long"] += 1
+                reason = "too_short" if tokens < intervals.edges[0] else "too_long"
+                left_out[reason if tokens else "no_length"] += 1
 
 
 def _shares(available: Sequence[int], records: int | None, names: Sequence[str]) -> dict[str, int]:

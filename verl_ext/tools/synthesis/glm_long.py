@@ -11,6 +11,8 @@ The record asks the same question about the whole document.
 """
 
 import re
+from collections.abc import Mapping
+from itertools import accumulate
 
 from verl_ext.endpoint.answer import UNPARSABLE, Answer, Unparsable
 from verl_ext.endpoint.client import Client
@@ -21,6 +23,7 @@ from verl_ext.tools.synthesis.records import Result, Settings, json_in, question
 from verl_ext.tools.synthesis.token_lengths import TokenLengths
 
 WAYS = ("chunk", "chunks", "summary")
+_SUPPORTED = re.compile(r"(?:supported|有依据)[\s*_\"']*[:：][\s*_\"']*(yes|no|是|否)", re.IGNORECASE)
 STRETCHES = 4  # stretches of a text, for a question over several of them
 MOST_STRETCHES = 16  # of a text that consists of more documents than STRETCHES
 _PAIR = re.compile(  # Question: … Answer: …, on one line or several; ### Question 1; Q: … A: …; 问：… 答：…
@@ -82,12 +85,44 @@ async def ask_of_parts(item: SourceItem, client: Client, prompts: dict[str, Prom
     for number in range(settings.questions):
         # A question after the first has a draw and requests of its own; a document is summarized once.
         again = "" if number == 0 else f"/{number + 1}"
-        way = WAYS[drawn(settings.seed, item.name, f"way{again}") % len(WAYS)]
+        way = drawn_way(settings.ways, drawn(settings.seed, item.name, f"way{again}"))
         if way == "summary" and has_summary:
             continue
         has_summary |= way == "summary"
         results.append(await _ask(item, client, own, settings, way, again))
     return Result.joined(results)
+
+
+def drawn_way(weights: Mapping[str, float], number: int) -> str:
+    """Return the way that a 64-bit number draws, in proportion to the weights."""
+    ways = [way for way in WAYS if weights.get(way)]
+    if len({weights[way] for way in ways}) == 1:
+        return ways[number % len(ways)]
+    place, ends = number / 2**64, list(accumulate(weights[way] for way in ways))
+    return next(way for way, end in zip(ways, ends, strict=True) if place < end / ends[-1])
+
+
+def parse_verdict(text: str) -> bool:
+    """Return whether a last word of the form `Supported: yes` says so; raise Unparsable without one."""
+    found = _SUPPORTED.findall(text)
+    if not found:
+        raise Unparsable("the answer has no line of the form `Supported: yes`")
+    return found[-1].lower() in ("yes", "是")
+
+
+async def _grounded(
+    item: SourceItem, client: Client, own: PromptTexts, settings: Settings, stage: str, **parts: str
+) -> tuple[Result | None, list[Answer]]:
+    """Judge a question and its answer by the text that the model had; return why they are left out, if they are."""
+    if not settings.grounded:
+        return None, []
+    message = {"role": "user", "content": own.filled("grounded", **parts)}
+    verdict = await client.ask(item.name, stage, [message], settings.sampling, parse_verdict, settings.parse_tries)
+    if not verdict.is_done:
+        return Result.from_answer(stage, verdict), []
+    if not verdict.parsed:
+        return Result("ungrounded", reason="the model says that the text does not support the answer"), []
+    return None, [verdict]
 
 
 async def _ask(item: SourceItem, client: Client, own: PromptTexts, settings: Settings, way: str, again: str) -> Result:
@@ -112,9 +147,14 @@ async def _ask(item: SourceItem, client: Client, own: PromptTexts, settings: Set
         return Result.from_answer(way, answer)
     if settings.passages.found_in(f"{question}\n{reply}"):
         return Result("contaminated", reason="the question or its answer holds a passage of decontaminate")
+    left_out, verdicts = await _grounded(
+        item, client, own, settings, f"grounded{again}", text=text, question=question, answer=reply
+    )
+    if left_out is not None:
+        return left_out
     facts = {"task": task, "spans": [[0, len(item.text)]], "stretches": [list(span) for span in characters]}
     content = f"{item.text}\n\n{question}"
-    return question_and_answer(item, f"glm_long_{way}", content, reply, own, [answer], facts)
+    return question_and_answer(item, f"glm_long_{way}", content, reply, own, [answer, *verdicts], facts)
 
 
 async def _summary(item: SourceItem, client: Client, own: PromptTexts, settings: Settings) -> Result:
@@ -147,6 +187,12 @@ async def _summary(item: SourceItem, client: Client, own: PromptTexts, settings:
         return Result.from_answer("whole", answers[-1])
     if settings.passages.found_in(answers[-1].text):
         return Result("contaminated", reason="the summary holds a passage of decontaminate")
+    left_out, verdicts = await _grounded(
+        item, client, own, settings, "grounded/whole", text=text, question=instruction, answer=answers[-1].text
+    )
+    if left_out is not None:
+        return left_out
+    reply, answers = answers[-1].text, [*answers, *verdicts]
     facts = {"task": name, "levels": level, "spans": [[0, len(item.text)]]}
     content = f"{item.text}\n\n{instruction}"
-    return question_and_answer(item, "glm_long_summary", content, answers[-1].text, own, answers, facts)
+    return question_and_answer(item, "glm_long_summary", content, reply, own, answers, facts)

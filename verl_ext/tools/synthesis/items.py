@@ -15,7 +15,11 @@ from verl_ext.options import DataError
 from verl_ext.text.read.readers import TextFile, read_chunks, read_record
 from verl_ext.text.read.sources import SourceFile
 from verl_ext.text.records.bad_record import BadRecord, check_characters
+from verl_ext.text.records.messages import ROLES, MessageReader
+from verl_ext.text.word_count import language_of
 from verl_ext.tools.synthesis.asked_prompts import AskedPrompt, asked_prompt
+
+CHATS = ("conversation", "conversations", "messages")  # fields that hold a chat, as in WildChat and ShareGPT
 
 
 @dataclass(frozen=True)
@@ -47,12 +51,16 @@ class ItemFields:
         class_field: the field with its class; None: its class is its source.
         is_prompt: whether the record is a prompt, of messages or in `text_key`.
         question_key: the field with a prompt's question alone.
+        is_instruction: whether a record may be a chat, whose first user's turn is the text.
+        languages: those of the texts that are used; empty: all.
     """
 
     text_key: str
     class_field: str | None = None
     is_prompt: bool = False
     question_key: str | None = None
+    is_instruction: bool = False
+    languages: Sequence[str] = ()
 
 
 def drawn(seed: int, *facts: str) -> int:
@@ -86,6 +94,8 @@ def read_items(
                     record = read_record(raw)
                     prompt = asked_prompt(record, fields.text_key, fields.question_key) if fields.is_prompt else None
                     text = record.get(fields.text_key) if prompt is None else prompt.text
+                    if fields.is_instruction and not isinstance(text, (str, TextFile)):
+                        text = _first_request(record) or text
                     if isinstance(text, TextFile):
                         text = "".join(text.blocks())
                     if not isinstance(text, str) or not text.strip():
@@ -93,6 +103,9 @@ def read_items(
                         needed = f"text_key={fields.text_key} must name a field with a text"
                         raise BadRecord("no_text", f"{needed}; got {got}")
                     check_characters(text)
+                    if fields.languages and _language(record, text) not in fields.languages:
+                        left_out["other_language"] += 1
+                        continue
                     kind = source if fields.class_field is None else record.get(fields.class_field)
                     if not isinstance(kind, str) or not kind:
                         raise BadRecord("no_class", f"class_field={fields.class_field} must name a field with a text")
@@ -104,6 +117,29 @@ def read_items(
                 item = f"{name}:{place[len(file.path) + 1 :] or 1}"  # a text file's only record has no number
                 documents = _documents(record, text)
                 yield SourceItem(item, source, text.strip(), kind=kind, documents=documents, prompt=prompt)
+
+
+def _first_request(record: Mapping[str, Any]) -> str | None:
+    """Return the first user's turn of a chat (WildChat, ShareGPT, messages); None without a chat."""
+    turns = next((value for name in CHATS if isinstance(value := record.get(name), list) and value), None)
+    if turns is None:
+        return None
+    for turn in turns:
+        role = (turn.get("role") or turn.get("from")) if isinstance(turn, Mapping) else None
+        if isinstance(role, str) and ROLES.get(role.lower()) == "user":
+            return MessageReader().turns([turn])[0].message["content"]
+    raise BadRecord("no_prompt", "the chat must have a user's message; got none")
+
+
+def _language(record: Mapping[str, Any], text: str) -> str:
+    """Return the language of an instruction: that of the record's field, else en, zh or other."""
+    named = record.get("language")
+    if isinstance(named, str) and named:
+        return {"english": "en", "chinese": "zh"}.get(named.lower(), named.lower())
+    if language_of(text) == "zh":
+        return "zh"
+    letters = sum(character.isalpha() for character in text)
+    return "en" if letters and sum(c.isascii() and c.isalpha() for c in text) > 0.9 * letters else "other"
 
 
 def _documents(record: Mapping[str, Any], text: str) -> list[tuple[int, int]]:

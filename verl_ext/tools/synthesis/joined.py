@@ -8,28 +8,75 @@ AI, "GLM Long: Scaling Pre-trained Model Contexts to Millions", 2024). The searc
 all embeddings of a class by the start's, which is quick enough for about 100,000 documents in a class.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
+from functools import partial
 from tempfile import TemporaryFile
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_ext.endpoint.answer import DONE
-from verl_ext.endpoint.client import Client
+from verl_ext.endpoint.answer import DONE, Answer, Unparsable
+from verl_ext.endpoint.client import Client, EndpointOptions
 from verl_ext.endpoint.spending import QuestionProgress, read_price, spent
 from verl_ext.endpoint.store import Store
 from verl_ext.files import json_lines
-from verl_ext.options import DataError
+from verl_ext.options import DataError, Options, option
+from verl_ext.text.word_count import language_of
 from verl_ext.tools.synthesis.asking import AHEAD, Work, WriteResult, in_order
 from verl_ext.tools.synthesis.corpus import Intervals
 from verl_ext.tools.synthesis.encoder import LocalEncoder
-from verl_ext.tools.synthesis.items import drawn
+from verl_ext.tools.synthesis.items import SourceItem, drawn
 
 SEPARATOR = "\n\n"
+
+
+@dataclass(frozen=True)
+class ClassifierEndpoint(EndpointOptions):
+    """The server and the model that name classes."""
+
+    prefix: ClassVar[str] = "classifier.endpoint"
+
+
+@dataclass(frozen=True)
+class ClassifierOptions(Options):
+    """How documents get their classes, the first of GLM-Long's two stages."""
+
+    prefix: ClassVar[str] = "classifier"
+
+    classes: list[str] = option(
+        [], "glm_long_documents: classes of which a model names each document's; []: by class_field or source"
+    )
+    endpoint: ClassifierEndpoint = option(ClassifierEndpoint, "server that names the classes")
+    max_tokens: int = option(1024, "tokens at a document's start that the model reads", least=1)
+
+    def class_problems(self) -> Iterator[str]:
+        """Yield a line for each mistake in the classes and their server."""
+        if not self.classes:
+            if self.endpoint.base_url or self.endpoint.model:
+                yield "classifier.classes must be given with classifier.endpoint; got none"
+            return
+        names = [name.strip().casefold() for name in self.classes]
+        if len(names) < 2 or len(set(names)) < len(names) or not all(names):
+            yield f"classifier.classes must be two or more different names; got {self.classes}"
+        yield from self.endpoint.endpoint_problems()
+
+
+def parse_class(text: str, classes: Sequence[str]) -> str:
+    """Return the class that an answer names, alone or after `Class:`; raise Unparsable for any other."""
+    lines = [line.strip(" \t*_\"'.。`") for line in text.strip().splitlines()]
+    named = [match[1].strip(" *_\"'.。`") for line in lines if (match := _CLASS.search(line))]
+    found = [name for name in classes for each in (named or lines[-1:])[-1:] if each.casefold() == name.casefold()]
+    if not found:
+        raise Unparsable(f"the answer names none of the classes {', '.join(classes)}")
+    return found[0]
+
+
+_CLASS = re.compile(r"(?:class|类别)[\s*_]*[:：]\s*(.+)$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -119,6 +166,11 @@ async def write_joined(work: Work) -> WriteResult:
                 used += len(group.numbers)
             result.outcomes[DONE] += used
             result.outcomes["left_over"] += len(documents) - used
+    if work.classifier is not None and work.classifier.classes:
+        # A class that no text has is counted as such.
+        result.facts["classes"] = {name: len(classes.get(name, ())) for name in work.classifier.classes}
+        counts = ", ".join(f"{count:,} {name}" for name, count in result.facts["classes"].items())
+        result.notes.append(f"documents by class: {counts}")
     if classes and not result.outcomes[DONE]:
         shortest = work.intervals.edges[0]
         raise DataError(
@@ -138,29 +190,45 @@ async def _embedded(work: Work, texts: IO[bytes], result: WriteResult) -> dict[s
     with Store(work.store_path) as store:
         encoder = Client(work.endpoint, store) if of_server else LocalEncoder(work.encoder, store)
         clients = [(encoder, price)] if isinstance(encoder, Client) else []
-        async with encoder:
-            most = work.encoder.max_tokens
-            begun = (
-                (
-                    item,
-                    encoder.embed(item.name, work.encoder.start + count.shortened(item.text, min(most, item.tokens))),
-                )
-                for item in work.corpus.items()
-            )
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(encoder)
+            options, classifier = work.classifier, None
+            if options is not None and options.classes:
+                classifier = await stack.enter_async_context(Client(options.endpoint, store))
+                clients.append((classifier, read_price(options.endpoint)))
+
+            async def prepared(item: SourceItem) -> tuple[str, Answer]:
+                """Return a document's class and its embedding, or an answer that is not done."""
+                kind = item.kind
+                if classifier is not None and options is not None:
+                    start = count.shortened(item.text, min(options.max_tokens, item.tokens))
+                    values = {"text": start, "classes": "\n".join(f"- {name}" for name in options.classes)}
+                    message = {"role": "user", "content": work.prompts[language_of(start)].filled("classify", **values)}
+                    parse, settings = partial(parse_class, classes=options.classes), work.settings
+                    named = await classifier.ask(
+                        item.name, "class", [message], settings.sampling, parse, settings.parse_tries
+                    )
+                    if not named.is_done:
+                        return kind, named
+                    kind = named.parsed
+                start = work.encoder.start + count.shortened(item.text, min(work.encoder.max_tokens, item.tokens))
+                return kind, await encoder.embed(item.name, start)
+
+            begun = ((item, prepared(item)) for item in work.corpus.items())
             # Texts go to a file as they come, because those of a class together need not fit into memory.
             with QuestionProgress(clients, work.total, "embed") as bar:
                 async with aclosing(in_order(begun, AHEAD * work.endpoint.concurrency)) as results:
-                    async for item, answer in results:
+                    async for item, (kind, answer) in results:
                         if answer.is_done:
                             tokens = count.count(item.text + SEPARATOR)
                             text = item.text.encode()
                             document = ClassDocument(item.name, tokens, answer.parsed, texts.tell(), len(text))
-                            classes[item.kind].append(document)
+                            classes[kind].append(document)
                             texts.write(text)
                         else:
                             result.add(item, answer.outcome, answer.reason)
                         bar.item_done()
-            result.cost = spent(encoder, price) if isinstance(encoder, Client) else ""
+            result.cost = "\n".join(spent(*each) for each in clients)
     for documents in classes.values():
         sizes = {document.vector.size for document in documents}
         if len(sizes) > 1:

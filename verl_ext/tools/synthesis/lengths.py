@@ -3,6 +3,8 @@
 import re
 from collections.abc import Iterator
 
+from verl_ext.text.word_count import length_score
+
 LEAST_WORDS = 100  # a smaller number before "words" or 字 is not taken for the length of a long text
 _SMALL_NAMES = (
     "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
@@ -35,6 +37,12 @@ _NUMBER_BEFORE = rf"(?:\d\s*k?|\b(?:{_NAMES})|[{_HAN}])\s*(?:words?|字|个字)?
 _RANGE = re.compile(
     rf"{_NUMBER_BEFORE}(?:-|–|—|~|～|〜|、|/|,|\b(?:up to|to|or|and)\b|至|到|或者?|和)\s*$", re.IGNORECASE
 )
+# The least number of a range, before its greatest one: 2000-3000 words, between 2000 and 3000 words, 2000到3000字.
+_LOW = re.compile(
+    rf"(?:\bbetween\s+(?P<between>{_ENGLISH})\s*(?:words?)?\s+and"
+    rf"|(?P<low>{_ENGLISH}|{_CHINESE})\s*(?:words?|个?字)?\s*(?:-|–|—|~|～|〜|\b(?:up\s+)?to\b|至|到))\s*$",
+    re.IGNORECASE,
+)
 _VAGUE = re.compile(r"[几数]$")  # 几千字
 # The length of a part: each 200 words, 每段200字, 200 words each.
 _PART_BEFORE = re.compile(r"(?:\b(?:each|every|per)\b\W*(?:\w+\W+){0,4}|每[^，。,.；;]{0,6})$", re.IGNORECASE)
@@ -42,6 +50,7 @@ _PART_AFTER = re.compile(
     r"\s*(?:each\b|apiece|per\b|every\b|an? (?:day|page|paragraph|chapter|section)\b|(?:一|每)[段章节页])"
 )
 _PART_OF_A_NUMBER = re.compile(r"\b(?:half|quarter\s+of)\s*$", re.IGNORECASE)  # half a million
+_SPLIT_RANGE = re.compile(r"\bbetween\s*$", re.IGNORECASE)  # between ten and twenty thousand: read as one number
 _YEAR = re.compile(r"\byear\s*$", re.IGNORECASE)
 _QUANTITY = rf"(?:\d[\d,.]*\s*k?|\b(?:{_NAMES}|hundreds|thousands|dozens?|few|several|half)\b)"
 _UNIT = r"\b(?:words?|length|characters?|letters|pages?|tokens?)\b"
@@ -63,12 +72,55 @@ def asked_words(instruction: str) -> int | None:
         start = min(match.start(group) for group in match.re.groupindex if match[group] is not None)
         before, after = instruction[:start], instruction[match.end() :]
         number = next(_values(match))
-        others = (pattern.search(before) for pattern in (_RANGE, _VAGUE, _PART_OF_A_NUMBER, _PART_BEFORE))
+        others = (pattern.search(before) for pattern in (_RANGE, _VAGUE, _PART_OF_A_NUMBER, _PART_BEFORE, _SPLIT_RANGE))
         if number is None or any(others) or _PART_AFTER.match(after):
             return None
         if number >= LEAST_WORDS and not _YEAR.search(before):
             found.add(number)
     return found.pop() if len(found) == 1 else None
+
+
+def asked_range(instruction: str) -> tuple[int, int] | None:
+    """Return the least and the greatest number of words asked for, or None.
+
+    One number is both. Several lengths, and the length of each part, are None.
+    """
+    if (words := asked_words(instruction)) is not None:
+        return words, words
+    ranges, numbers = set(), set()
+    for match in _ASKED.finditer(instruction):
+        start = min(match.start(group) for group in match.re.groupindex if match[group] is not None)
+        before, after = instruction[:start], instruction[match.end() :]
+        high, low = next(_values(match)), _LOW.search(before)
+        beginning = before[: low.start()] if low else before
+        if (
+            high is None
+            or _SPLIT_RANGE.search(before)
+            or _VAGUE.search(before)
+            or _PART_BEFORE.search(beginning)
+            or _PART_AFTER.match(after)
+        ):
+            return None
+        if low is None:
+            numbers.add(high)
+            continue
+        text = low["between"] or low["low"]
+        least = _chinese(text) if re.search(f"[{_HAN}]", text) else _english(text)
+        # 2-3k, two to three thousand, 两到三千: the unit is the greatest number's.
+        units = (1, 10, 100, 1000, 10_000) if least is not None and least < LEAST_WORDS <= high else (1,)
+        scaled = [least * unit for unit in units if least is not None and high / 10 <= least * unit < high]
+        if not scaled:
+            return None
+        ranges.add((scaled[-1], high))
+    if len(ranges) != 1:
+        return None
+    ((low_end, high_end),) = ranges
+    return (low_end, high_end) if numbers <= {low_end} and low_end >= LEAST_WORDS else None
+
+
+def range_score(asked: tuple[int, int], words: float) -> float:
+    """Return the score S_l of a length: 100 within the range, else that of its nearer end."""
+    return length_score(min(max(words, asked[0]), asked[1]), words)
 
 
 def mentions_length(instruction: str) -> bool:

@@ -1,10 +1,14 @@
 """The search for near-duplicates, and for passages of given files."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from verl_ext.cache import fingerprint
-from verl_ext.options import UsageError, first_line
+from verl_ext.options import DataError, UsageError, first_line
+from verl_ext.text.read.readers import TextFile, read_chunks, read_record
+from verl_ext.text.read.sources import find_source_files
+from verl_ext.text.records.bad_record import BadRecord
 
 NGRAM = 13  # words of a passage that two texts hardly share by chance (GPT-3, arXiv 2005.14165, appendix C)
 SHINGLE = 5  # words of a run; the similarity of two texts counts the runs that they share
@@ -61,3 +65,24 @@ class Passages:
         if not self._runs:
             return None
         return next((run for run in runs_of_words(text, NGRAM) if fingerprint(run, digits=16) in self._runs), None)
+
+
+def benchmark_texts(paths: Sequence[str]) -> Iterator[str]:
+    """Yield every text in the records of files."""
+    for file in find_source_files({"decontaminate": list(paths)}, "decontaminate") if paths else ():
+        for chunk in read_chunks(file):
+            for place, raw in chunk.records:
+                try:
+                    yield from _texts_in(read_record(raw))
+                except BadRecord as error:
+                    raise DataError(f"{place}: {error}") from error
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, TextFile):
+        yield "".join(value.blocks())
+    elif isinstance(value, (list, dict)):
+        for child in value.values() if isinstance(value, dict) else value:
+            yield from _texts_in(child)

@@ -13,6 +13,8 @@ from verl_ext.cache import fingerprint
 from verl_ext.options import UsageError, first_line, reason_of, unknown
 
 LANGUAGES = ("en", "zh")
+PUBLISHED = "published"  # in place of a file: the form of the paper, for tasks that have one
+_MAY_LACK = ("write_alone", "select", "grounded")  # a user's file without these has ours
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
@@ -33,22 +35,29 @@ class PromptTexts:
 
 
 def load_prompts(path: str | None, task: str) -> dict[str, PromptTexts]:
-    """Return a task's prompts by language, ours or a file's.
+    """Return a task's prompts by language: ours, published ones or a file's.
 
     Raises `UsageError` if the file lacks one of our prompts or placeholders, or has an unknown prompt.
     """
     folder = resources.files("verl_ext.tools.synthesis") / "prompts"
     ours = {name: _texts(yaml.safe_load((folder / f"{name}.yaml").read_text("utf-8"))[task]) for name in LANGUAGES}
-    if path is None:
+    if path == PUBLISHED:
+        found = yaml.safe_load((folder / f"{PUBLISHED}.yaml").read_text("utf-8"))
+        if task not in found["en"]:
+            raise UsageError(f"prompts=published is of longalign; got task={task}")
+        ours = {name: _texts(found[name][task]) for name in LANGUAGES}
+    if path is None or path == PUBLISHED:
         return {name: PromptTexts(texts, fingerprint(texts, digits=8)) for name, texts in ours.items()}
     try:
         found = yaml.safe_load(Path(path).read_text("utf-8"))
-        texts = _texts(found[task])
+        texts = _texts(found[task])  # type: ignore[arg-type]
     except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError) as error:
         why = reason_of(error) if isinstance(error, OSError) else first_line(error)
         raise UsageError(f"prompts must be a YAML file with the prompts of {task}; got {path}: {why}") from error
     for name, own in ours["en"].items():
-        if name not in texts:
+        if name not in texts and name in _MAY_LACK:
+            texts[name] = own
+        elif name not in texts:
             raise UsageError(f"prompts must have {task}.{name}; got {path}, which has {', '.join(texts)}")
         if missing := set(_PLACEHOLDER.findall(own)) - set(_PLACEHOLDER.findall(texts[name])):
             raise UsageError(f"prompts: {task}.{name} must contain {{{sorted(missing)[0]}}}; got {path}")

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add
 from typing import Any
@@ -73,6 +73,8 @@ class Settings:
     window: int = 0
     questions: int = 1
     lengths_of: TokenLengths | None = None  # of documents
+    ways: Mapping[str, float] = field(default_factory=dict)  # of glm_long, with their weights
+    grounded: bool = False
 
 
 @dataclass(frozen=True)

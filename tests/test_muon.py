@@ -1,0 +1,172 @@
+"""Muon over FSDP2's shards: torch's own on one process to the last bit, resumes on other ranks, embeddings by AdamW."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
+from transformers import AutoModelForCausalLM, MambaConfig, MixtralConfig
+
+from tests.ranks import run_ranks
+from tests.tiny_model import write_tiny_model
+from tests.training import differences, into, metrics, refusals, small_run, stopped_at, tensors_of, train_each
+from verl_ext.engines.muon import MATRICES
+from verl_ext.engines.optimizer import built_optimizer, parameter_groups
+
+SHAPES = [(8, 6), (5, 12), (1, 7), (7, 3), (3, 4, 6), (6,), (16, 16)]  # a rank may have none of a matrix's rows
+STEPS = 3
+MUON = "optim.optimizer=Muon"
+
+
+def options(**given: Any) -> Any:
+    of_verl = {
+        "optimizer": "Muon",
+        "optimizer_impl": "torch.optim",
+        "lr": 0.1,
+        "betas": (0.8, 0.9),
+        "weight_decay": 0.2,
+    }
+    return SimpleNamespace(**of_verl | {"override_optimizer_config": given})
+
+
+def values(seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def after_steps(**given: Any) -> list[torch.Tensor]:
+    """Return a rank's whole parameters after steps over its shards."""
+    model = nn.Module()
+    for number, tensor in enumerate(values(0)):
+        model.register_parameter(f"p{number}", nn.Parameter(tensor))
+    has_replicas = dist.get_world_size() == 4
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "fsdp")) if has_replicas else None)
+    parameters: list[Any] = list(model.parameters())
+    groups = [{"params": [p], MATRICES: p.ndim > 1} for p in parameters]
+    optimizer = built_optimizer(groups, options(**given))
+    for step in range(1, STEPS + 1):
+        for parameter, gradient in zip(parameters, values(step), strict=True):
+            parameter.grad = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
+        optimizer.step()
+    return [parameter.full_tensor().detach() for parameter in parameters]
+
+
+def of_torch(adjust: str, **given: Any) -> list[torch.Tensor]:
+    """Return what torch's own optimizers make of the whole parameters, of experts one by one."""
+    parameters, experts = [], []
+    for tensor in values(0):
+        experts.append([nn.Parameter(expert) for expert in (tensor if tensor.ndim == 3 else [tensor])])
+        parameters += experts[-1]
+    matrices = [parameter for parameter in parameters if parameter.ndim == 2]
+    muon = torch.optim.Muon(matrices, 0.1, 0.2, adjust_lr_fn=adjust, **given)
+    adamw = torch.optim.AdamW([p for p in parameters if p.ndim == 1], 0.1, (0.8, 0.9), weight_decay=0.2)
+    for step in range(1, STEPS + 1):
+        for parts, gradient in zip(experts, values(step), strict=True):
+            for part, of_part in zip(parts, gradient if gradient.ndim == 3 else [gradient], strict=True):
+                part.grad = of_part.clone()
+        muon.step()
+        adamw.step()
+    with torch.no_grad():
+        return [torch.stack(list(parts)) if len(parts) > 1 else parts[0].clone() for parts in experts]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_steps_over_shards_have_the_bits_of_torchs_muon_and_adamw_on_one_process(ranks):
+    for found in run_ranks(after_steps, ranks):
+        for mine, its in zip(found, of_torch("match_rms_adamw"), strict=True):
+            assert torch.equal(mine, its)
+
+
+def _other_steps() -> list[torch.Tensor]:
+    return after_steps(adjust_lr_fn="original", momentum=0.5, nesterov=False, ns_steps=3)
+
+
+def test_the_options_of_torchs_muon_are_taken():
+    (found, _) = run_ranks(_other_steps, 2)
+    expected = of_torch("original", momentum=0.5, nesterov=False, ns_steps=3)
+    assert all(torch.equal(mine, its) for mine, its in zip(found, expected, strict=True))
+
+
+def test_the_momentum_of_weights_in_bf16_is_a_sum_of_gradients():
+    parameter = nn.Parameter(torch.zeros(4, 4, dtype=torch.bfloat16))
+    optimizer = built_optimizer([{"params": [parameter], MATRICES: True}], options(nesterov=False, momentum=0.5))
+    for _ in range(2):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    assert torch.equal(optimizer.state[parameter]["momentum_buffer"], torch.full_like(parameter, 0.75))
+
+
+def named_groups(model: Any, optim: Any) -> dict[bool, set[str]]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups: dict[bool, set[str]] = {True: set(), False: set()}
+    for group in parameter_groups(model, optim):
+        assert isinstance(group, dict)
+        groups[group[MATRICES]] |= {names[id(parameter)] for parameter in group["params"]}
+    return groups
+
+
+def test_matrices_of_layers_and_experts_are_muons_and_the_rest_is_adamws():
+    sizes: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 32, "intermediate_size": 32}
+    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    optim = SimpleNamespace(**vars(options()), decay="matrices", lr_of={})
+    with torch.device("meta"):
+        mixture = AutoModelForCausalLM.from_config(MixtralConfig(**sizes, **heads, num_local_experts=4))
+        mamba = AutoModelForCausalLM.from_config(MambaConfig(**sizes, state_size=4, tie_word_embeddings=False))
+    groups, layer = named_groups(mixture, optim), "model.layers.0"
+    of_attention = {f"{layer}.self_attn.{name}_proj.weight" for name in "qkvo"}
+    of_experts = {f"{layer}.mlp.{name}" for name in ("gate.weight", "experts.gate_up_proj", "experts.down_proj")}
+    assert groups[True] == of_attention | of_experts
+    assert {"model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"} < groups[False]
+    groups, mixer = named_groups(mamba, optim), "backbone.layers.0.mixer"
+    assert groups[True] == {f"{mixer}.{name}_proj.weight" for name in ("in", "x", "dt", "out")}
+    assert {f"{mixer}.A_log", f"{mixer}.conv1d.weight", "backbone.embeddings.weight"} < groups[False]
+
+
+@pytest.mark.slow
+def test_a_run_is_torchs_muon_and_adamw_and_its_resume_is_exact_also_on_another_number_of_ranks(tmp_path):
+    model = write_tiny_model(tmp_path / "model")
+    more = (MUON, "optim.weight_decay=0.5", "optim.decay=matrices", "optim.lr_of={layers.0: 2}")
+    run = small_run(tmp_path, model, [30] * 8, *more, "trainer.total_training_steps=3", "trainer.save_freq=1")
+    whole, resumed, alone = (tmp_path / name for name in ("whole", "resumed", "alone"))
+    run_ranks(train_each, 2, [[*run, into(whole)]])
+    for folder, ranks in ((resumed, 2), (alone, 1)):
+        stopped_at(whole, folder, 1)
+        run_ranks(train_each, ranks, [[*run, into(folder)]])
+    assert differences(resumed, whole, 3) == []
+    for step in (2, 3):
+        assert metrics(alone)[step, "train/loss"] == pytest.approx(metrics(whole)[step, "train/loss"], rel=1e-4)
+    # The momentum of a checkpoint gives the gradients of its steps, which torch's own optimizers take.
+    module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    named, groups, before = dict(module.named_parameters()), ([], []), {}
+    for name, parameter in named.items():
+        factor = 2.0 if ".layers.0." in name else 1.0
+        is_hidden = parameter.ndim == 2 and ".layers." in name
+        decay = 0.5 if parameter.ndim == 2 else 0.0
+        groups[is_hidden].append({"params": [parameter], "lr": 1e-2 * factor, "weight_decay": decay})
+    optimizers = [torch.optim.AdamW(groups[False]), torch.optim.Muon(groups[True], adjust_lr_fn="match_rms_adamw")]
+    for step in (1, 2, 3):
+        state = tensors_of(whole / f"global_step_{step}")
+        for name, parameter in named.items():
+            key, keeps = ("momentum_buffer", 0.95) if ".layers." in name and parameter.ndim == 2 else ("exp_avg", 0.9)
+            average = state[f"optimizer.{name}.{key}"]
+            parameter.grad = (average - keeps * before.get(name, torch.zeros_like(average))) / (1 - keeps)
+            before[name] = average
+        for optimizer in optimizers:
+            optimizer.step()
+        for name, parameter in named.items():
+            torch.testing.assert_close(parameter.detach(), state[f"model.{name}"], rtol=1e-3, atol=1e-4)
+
+
+def test_options_that_neither_takes_are_refused_in_one_line(tiny_model, tmp_path):
+    run = [*small_run(tmp_path, tiny_model, [30] * 4), into(tmp_path / "run"), MUON]
+    given = ["{adjust_lr_fn: none}", "{warmth: 1}", "{momentum: 0.9, eps: 1e-9, ns_steps: 4}"]
+    (told,) = run_ranks(refusals, 1, run, [[f"optim.override_optimizer_config={each}"] for each in given])
+    must = "optim.override_optimizer_config must be options of Muon; got"
+    assert told[0].startswith(f"{must} {{'adjust_lr_fn': 'none'}} (")
+    assert told[1].startswith(f"{must} {{'warmth': 1}} (")
+    assert told[2] == ""
