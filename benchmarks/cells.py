@@ -29,14 +29,20 @@ def in_own_process(
     *arguments: Any,
     environment: Mapping[str, str] | None = None,
     group: bool = False,
+    packages: str | None = None,
 ) -> Figures:
     """Return the figures of a cell, with `failed`: why, if it failed.
 
     function: the cell, or "module:name" if only its process can import the module. environment: variables beside this
-    process's. group: whether it runs as the only rank of a process group.
+    process's. group: whether it runs as the only rank of a process group. packages: a folder of packages that only its
+    process can import.
     """
+    environment = {**(environment or {})}
+    if packages:
+        paths = str(Path(packages).absolute()), os.environ.get("PYTHONPATH", "")
+        environment["PYTHONPATH"] = os.pathsep.join(paths)
     with tempfile.TemporaryFile("w+") as errors:
-        process = _start(function, arguments, environment or {}, group, errors)
+        process = _start(function, arguments, environment, group, errors)
         found = _figures(process)
         errors.seek(0)
         text = errors.read().strip()

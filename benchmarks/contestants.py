@@ -34,7 +34,6 @@ from benchmarks.meters import seconds, wait_for_gpu
 from verl_ext.attention import unusable
 from verl_ext.config.compose import compose
 from verl_ext.config.run import worker_config
-from verl_ext.data import SFTDataSet
 from verl_ext.plugin import register_engine
 from verl_ext.trainer.batch import StepBatch
 from verl_ext.trainer.run import Run
@@ -146,12 +145,14 @@ class PackedContestant(Contestant):
 
     def load(self, documents: Sequence[Document], folder: Path) -> StepBatch:
         """Load all packs of the documents, which `folder` holds, collated."""
-        dataset = SFTDataSet(str(folder), config=self.run.config.values["data"], key="data.train_dir")
+        family: Any = type(self.run.train_set)
+        dataset = family(str(folder), config=self.run.config.values["data"], key="data.train_dir")
         return self.collate([dataset[pack] for pack in range(len(dataset))])
 
     def counts(self, batch: StepBatch) -> tuple[int, int, int]:
         documents = (batch.position_ids.diff(prepend=batch.position_ids.new_full((1,), -2)) != 1) & (batch.copies > 0)
-        return int(documents.sum()), int(batch.counts[1]), int(batch.counts[3])
+        targets = batch.counts[3] if batch.targets is None else sum(batch.targets.counts)  # of rejected answers too
+        return int(documents.sum()), int(batch.counts[1]), int(targets)
 
     def train(self, batch: StepBatch) -> float:
         """Take the trainer's step; return the loss that it reports."""

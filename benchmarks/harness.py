@@ -37,7 +37,7 @@ from verl_ext.options import Options, UsageError, choice_problem, spell
 
 NAMES = (
     *("packing", "loading", "training", "head", "activations", "memory", "scaling", "checkpointing", "leaks"),
-    *("titans", "tokenizing", "index", "sharing", "gpu"),
+    *("titans", "tokenizing", "index", "sharing", "preferences", "gpu"),
 )
 VERSIONS = ("torch", "transformers", "datasets", "numpy", "verl", "flash-attn", "liger-kernel", "trl", "megatron-core")
 

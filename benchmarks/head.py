@@ -5,6 +5,7 @@
 | `plain` | the logits of every token, then our token loss |
 | `targets` | the logits of target tokens, then our token loss |
 | `fused` | our fused head on target tokens, the default |
+| `pairs` | the same with coefficients that a first pass over the blocks gives, as losses of preferences need them |
 | `verl` | the logits of every token, then stock verl 0.9.1's token loss without flash-attn |
 | `trl` | the fused head of TRL 1.16's SFTTrainer without its metrics, on target tokens |
 
@@ -35,6 +36,10 @@ def fused(hidden: Tensor, weight: Tensor, labels: Tensor, coefficients: Tensor) 
     return head_terms([(hidden, weight)], labels, coefficients)[0]
 
 
+def pairs(hidden: Tensor, weight: Tensor, labels: Tensor, coefficients: Tensor) -> Tensor:
+    return head_terms([(hidden, weight)], labels, lambda nll: coefficients)[0]
+
+
 def verl(hidden: Tensor, weight: Tensor, labels: Tensor, coefficients: Tensor) -> Tensor:
     from verl.utils.torch_functional import logprobs_from_logits
 
@@ -53,6 +58,7 @@ HEADS: dict[str, tuple[Callable[..., Tensor], bool]] = {
     "plain": (plain, False),
     "targets": (plain, True),
     "fused": (fused, True),
+    "pairs": (pairs, True),
     "verl": (verl, False),
     "trl": (trl, True),
 }

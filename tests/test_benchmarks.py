@@ -143,7 +143,7 @@ def test_sorted_batching_keeps_documents_of_like_length_in_shuffled_groups():
 
 def test_heads_and_activation_cases_compute_the_same():
     sizes = head.Options(hidden=16, vocabulary=300)
-    heads = [head.measure(24, 0.3, name, sizes) for name in ("plain", "targets", "fused", "verl")]
+    heads = [head.measure(24, 0.3, name, sizes) for name in ("plain", "targets", "fused", "pairs", "verl")]
     equal(heads, ("loss", "gradient"), 1e-5)
     sizes = activations.Options(hidden=16, intermediate=48, layers=2, tile=5)
     equal([activations.measure(case, 24, sizes) for case in activations.CASES], ("loss", "gradient"), 1e-5)

@@ -20,7 +20,6 @@ TRL cannot be installed beside verl 0.9.1: `pip install --no-deps --target DIR '
 has a process of its own. The row of a contestant that is not installed, or does not fit, says so.
 """
 
-import os
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -69,12 +68,10 @@ def measured(kind: str, options: Options, folder: Path, packs: Sequence[int], *n
 
 def row_of(kind: str, cell: Cell) -> Row:
     """Return a cell's figures, marked if its mask is quadratic."""
-    is_trl, environment = cell.contestant == "trl", allocator()
-    if is_trl:  # only its process can import it
-        paths = (str(Path(cell.options.trl).absolute()), os.environ.get("PYTHONPATH", ""))
-        environment["PYTHONPATH"] = os.pathsep.join(paths)
+    is_trl = cell.contestant == "trl"
     function = f"benchmarks.gpu.{'trl_cell' if is_trl else 'cell'}:{kind}"
-    row = in_own_process(function, cell, environment=environment, group=not is_trl)
+    packages = cell.options.trl if is_trl else None
+    row = in_own_process(function, cell, environment=allocator(), group=not is_trl, packages=packages)
     mark = f" {MARK}" if row.get("quadratic") else ""
     return {"shape": cell.shape, "pack": cell.pack, "name": cell.contestant, "mark": mark, **row}
 
