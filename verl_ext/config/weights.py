@@ -196,14 +196,14 @@ def _ties_of_headers() -> Iterator[list[torch.Size]]:
         torch.equal = equal
 
 
-def digest_of_weights(path: str) -> str:
+def digest_of_weights(path: str, key: str = "model.path") -> str:
     """Describe the content of a folder's or Hub model's weights.
 
     A Hub model is downloaded, and has the digest of a folder with the same files.
     """
     if os.path.exists(path):
         return folder_digest(path, _ENDINGS)
-    files = [Path(file) for file in _weight_files(path)]
+    files = [Path(file) for file in _weight_files(path, key)]
     return files_digest(sorted(files), files[0].parent)
 
 
@@ -230,7 +230,7 @@ def _headers(path: str) -> dict[str, Any]:
     return state
 
 
-def _weight_files(path: str) -> list[str]:
+def _weight_files(path: str, key: str = "model.path") -> list[str]:
     """Return the weight files that transformers would read; download if needed."""
     for name in (utils.SAFE_WEIGHTS_NAME, utils.SAFE_WEIGHTS_INDEX_NAME, utils.WEIGHTS_NAME, utils.WEIGHTS_INDEX_NAME):
         if utils.hub.has_file(path, name):
@@ -238,7 +238,7 @@ def _weight_files(path: str) -> list[str]:
             assert file is not None, "has_file says that it is there"
             return utils.hub.get_checkpoint_shard_files(path, file)[0] if name.endswith(".index.json") else [file]
     names = f"{utils.SAFE_WEIGHTS_NAME} or {utils.WEIGHTS_NAME}, or shards with an index"
-    raise ValueError(f"model.path must hold {names}; got {path}")
+    raise ValueError(f"{key} must hold {names}; got {path}")
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -22,7 +22,14 @@ from verl_ext.checkpoint import resume
 from verl_ext.checkpoint.copies import check_copies
 from verl_ext.checkpoint.identity import SCHEDULE
 from verl_ext.checkpoint.layout import Manifest, refuse_locked, step_of
-from verl_ext.config.check import check_categories, check_positions, check_run, check_watched, check_weight_files
+from verl_ext.config.check import (
+    check_categories,
+    check_positions,
+    check_run,
+    check_watched,
+    check_weight_files,
+    read_hf_config,
+)
 from verl_ext.config.model import ModelFacts
 from verl_ext.config.resolve import resolve_run
 from verl_ext.config.run import Machine, RunConfig
@@ -88,7 +95,7 @@ def prepare(composed: DictConfig) -> Run:
         reads_base = trains or config.model_options.lora_rank
         base = digest_of_weights(config.model_folder) if reads_base and is_rank0 else None
         path = config.reference.path
-        reference = digest_of_weights(path) if path is not None and is_rank0 else None
+        reference = digest_of_weights(path, "reference.path") if path is not None and is_rank0 else None
     base, reference = ranks.broadcast((base, reference))
     replaces = output.action is resume.OutputAction.REPLACE
     run = replace(run, content=content, base=base, reference=reference)
@@ -139,6 +146,10 @@ def opened(config: RunConfig, model: ModelFacts) -> Run:
         for dataset in datasets:
             facts = dataset.facts()
             check_vocabulary(facts.token_range, model.hf_config.get_text_config().vocab_size, dataset.key)
+            if (path := config.reference.path) is not None:
+                own = read_hf_config(path, bool(config.model_options.trust_remote_code), "reference.path")
+                size = own.get_text_config().vocab_size
+                check_vocabulary(facts.token_range, size, dataset.key, f"reference.path={path}")
             if config.model.needs_positions:
                 check_positions(facts.longest_document, dataset.max_tokens, model.hf_config)
             if reserved := [name for name in dataset.categories.names if name in RESERVED]:
