@@ -4,7 +4,7 @@
 
 writes chats.jsonl for the fine-tuning, prompts.jsonl for the preferences, and cases.jsonl in LongBench-Write's form.
 Each prompt asks for 100, 200 or 300 words, each chapter has 100. In chats.jsonl two of five answers have the length
-that is asked for; the others have 100 words, a habit that the preferences are to end. The subjects of the cases are in
+that is asked for; the others have 200 words, a habit that the preferences are to end. The subjects of the cases are in
 no other file. The same seed writes the same bytes.
 """
 
@@ -21,7 +21,7 @@ SUBJECTS = ["mill", "bridge", "school", "harbour", "library", "market", "tower",
 UNSEEN = ["station", "garden", "castle", "museum"]
 WORDS = 100  # of a chapter
 CHAPTERS = 3  # of the longest text
-RIGHT, HABIT = 0.4, 1  # the share of answers in chats.jsonl with the length asked for, the chapters of the others
+RIGHT, HABIT = 0.4, 2  # the share of answers in chats.jsonl with the length asked for, the chapters of the others
 
 
 def chapter(number: int, subject: str) -> str:
@@ -47,7 +47,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--chats", type=int, default=1000)
-    parser.add_argument("--prompts", type=int, default=56)
+    parser.add_argument("--prompts", type=int, default=48)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     rng = random.Random(given.seed)

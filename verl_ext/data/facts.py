@@ -105,14 +105,12 @@ def scan_documents(
     return DocumentScan(targets, min(token_ids), max(token_ids), ids, over_length, reader.tokens_read)
 
 
-def check_vocabulary(
-    token_range: tuple[int, int], vocab_size: int, key: str = "data.train_dir", model: str = "the model"
-) -> None:
+def check_vocabulary(token_range: tuple[int, int], vocab_size: int, key: str = "data.train_dir") -> None:
     """Raise ValueError if a token id of lowest..highest lies outside 0..vocab_size-1."""
     lowest, highest = token_range
     if lowest < 0 or highest >= vocab_size:
         raise ValueError(
-            f"{key} must hold token ids of {model}'s vocabulary (0..{vocab_size - 1}); got ids from "
+            f"{key} must hold token ids of the model's vocabulary (0..{vocab_size - 1}); got ids from "
             f"{lowest} to {highest}: was it tokenized with another tokenizer?"
         )
 

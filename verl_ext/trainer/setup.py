@@ -147,9 +147,10 @@ def opened(config: RunConfig, model: ModelFacts) -> Run:
             facts = dataset.facts()
             check_vocabulary(facts.token_range, model.hf_config.get_text_config().vocab_size, dataset.key)
             if (path := config.reference.path) is not None:
-                own = read_hf_config(path, bool(config.model_options.trust_remote_code), "reference.path")
-                size = own.get_text_config().vocab_size
-                check_vocabulary(facts.token_range, size, dataset.key, f"reference.path={path}")
+                reference = read_hf_config(path, bool(config.model_options.trust_remote_code), "reference.path")
+                highest, size = facts.token_range[1], reference.get_text_config().vocab_size
+                must = f"reference.path must have a vocabulary with the token ids of {dataset.key}, up to {highest}"
+                refuse([f"{must}; got one of {size} in {path}"] if highest >= size else [])
             if config.model.needs_positions:
                 check_positions(facts.longest_document, dataset.max_tokens, model.hf_config)
             if reserved := [name for name in dataset.categories.names if name in RESERVED]:
