@@ -7,6 +7,7 @@
 # make fuzz         damage what readers read, SECONDS of it (600)
 # make cluster      two hosts as network namespaces, slurm's own daemons, Ray: minutes, as root (what is missing is skipped)
 # make verl-versions  the datasets in verl 0.7.1 and 0.8.0, each in a .venv-verl-VERSION of its own
+# make test-trl     losses and tokens of preferences beside TRL's trainers, in a .venv-trl of its own
 # make lint         ruff, format check, type check of the public API, line budgets, durations of tests, shellcheck
 # make bench        the benchmarks of benchmarks/README.md
 # make bench-quick  every benchmark on its smallest shape, also benchmarks/gpu on the CPU: whether it runs
@@ -25,7 +26,7 @@ VENV := .venv$(TORCH:%=-torch-%)$(TRANSFORMERS:%=-transformers-%)
 BIN := $(CURDIR)/$(VENV)/bin
 export PATH := $(BIN):$(PATH)
 
-.PHONY: help quickstart test test-all durations test-gpu test-chaos fuzz cluster verl-versions lint bench bench-quick clean distclean
+.PHONY: help quickstart test test-all durations test-gpu test-chaos fuzz cluster verl-versions test-trl lint bench bench-quick clean distclean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -70,6 +71,10 @@ verl-versions: $(VERLS:%=.venv-verl-%/.installed)
 	set -e; for version in $(VERLS); do \
 		.venv-verl-$$version/bin/python -m pytest --noconftest --disable-warnings tests/test_drop_in.py $(PYTEST_ARGS); done
 
+test-trl: export HF_HUB_OFFLINE ?= 1
+test-trl: .venv-trl/.installed
+	.venv-trl/bin/python -m pytest --noconftest --disable-warnings tests/test_preference_trl.py $(PYTEST_ARGS)
+
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -92,7 +97,7 @@ clean:
 	find . -name __pycache__ -not -path './.venv*/*' -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf .venv .venv-verl-* .venv-torch-* .venv-transformers-*
+	rm -rf .venv .venv-trl .venv-verl-* .venv-torch-* .venv-transformers-*
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' || { \
@@ -108,6 +113,15 @@ $(VENV)/bin/python:
 	.venv-verl-$*/bin/python -m pip install --quiet 'verl==$*' 'torch>=2.11,<2.14' 'transformers>=4.56,<5' \
 		'datasets>=4,<5' 'pyarrow>=19,<23' pytest rich orjson uvicorn fastapi cachetools
 	.venv-verl-$*/bin/python -m pip install --quiet --no-deps -e .
+	@touch $@
+
+# The tests call methods of trainers that are not public, so that another version of TRL may need other tests.
+.venv-trl/.installed: pyproject.toml | $(VENV)/bin/python
+	@echo "Installing TRL into .venv-trl: once, a few minutes"
+	$(BIN)/python -m venv .venv-trl
+	.venv-trl/bin/python -m pip install --quiet 'trl==1.16.0' 'torch>=2.11,<2.14' 'transformers>=5.5.3,<5.11' \
+		pytest omegaconf typing-extensions xxhash orjson
+	.venv-trl/bin/python -m pip install --quiet --no-deps -e .
 	@touch $@
 
 # verl caps transformers; a second install, of transformers alone, brings its own requirements and tells of the cap.

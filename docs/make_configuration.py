@@ -14,7 +14,7 @@ from verl_ext.config.schema import dataset_families, model_kinds
 from verl_ext.config.weights import ModelNode
 from verl_ext.data.options import DataOptions
 from verl_ext.engines.schedule import OptimOptions
-from verl_ext.losses import LossOptions
+from verl_ext.losses import LossOptions, PreferenceOptions, ReferenceOptions
 from verl_ext.options import Option, Options, options_of, spell
 from verl_ext.parallel.shards import ParallelOptions
 
@@ -51,6 +51,8 @@ def _lines() -> Iterator[str]:
     titles: dict[str, type[Options]] = {
         "`model`, beside verl's": ModelNode,
         "`loss`": LossOptions,
+        "`loss` of preferences": PreferenceOptions,
+        "`reference`": ReferenceOptions,
         "`attention`": AttentionOptions,
         "`parallel`": ParallelOptions,
         "`optim`, beside verl's": OptimOptions,

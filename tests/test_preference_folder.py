@@ -1,21 +1,29 @@
 """Preferences in tokenized folders: columns, units that are not whole, SFT on preferred answers, views."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from datasets import Dataset, Features, Value, load_from_disk
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from tests.shown import audit_of, document, show
 from tests.test_tokenize_templates import CHATML, tiny_tokenizer
 from tests.tokenized_data import FEATURES
+from verl_ext.answers.options import AnswerOptions
+from verl_ext.answers.prompts import Prompts
 from verl_ext.commands.command_line import read_options
 from verl_ext.commands.report import Report
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
 from verl_ext.data import ChosenDataSet, SFTDataSet
 from verl_ext.data.arrow import TokenizedData
+from verl_ext.data.facts import check_answers
+from verl_ext.data.ranks import ONE_RANK, Ranks
 from verl_ext.data.units import UnitRows
 from verl_ext.options import DataError
 from verl_ext.text.chat.renderer import ChatOptions
@@ -138,6 +146,21 @@ def test_unequal_reasoning_and_ends_of_pairs_are_counted(tmp_path: Path, model: 
     assert report.total.preferences["unequal_ends"] == 0
 
 
+def test_pairs_of_which_one_answer_has_an_end_of_turn_are_counted_and_not_those_of_two_kinds_of_ends(
+    tmp_path: Path,
+) -> None:
+    ends = "{% if m.tool_calls %}<|end|>{% elif 'open' not in m.content %}<|im_end|>{% endif %}\n"
+    template = CHATML.replace("{{ m.content }}<|im_end|>\n", "{{ m.content }}{{ m.tool_calls }}" + ends, 1)
+    tiny_tokenizer(template).save_pretrained(tmp_path / "own")
+    call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "f"}}]}
+    for name, rejected, end, count in (("a", "open", "", 1), ("b", call, "<|end|>", 0)):
+        _, report = made(tmp_path, str(tmp_path / "own"), {name: [{**PAIR, "rejected": rejected}]})
+        assert report.total.end_of_turn == {"<|im_end|>": 1, end: 1}
+        assert report.total.preferences["unequal_ends"] == count
+        found = audit_of(tmp_path, str(tmp_path / "out"))["findings"]
+        assert (found["unequal_ends"]["count"], found["unequal_ends"]["of"]) == (count, 1)
+
+
 def test_empty_thinking_blocks_are_dropped_in_both_answers_or_in_none(tmp_path: Path, model: str) -> None:
     block = "<think>\n\n</think>\n\n"
     records = [{"prompt": f"q {n}", "chosen": f"{block}a {n}", "rejected": f"{block}b"} for n in range(40)]
@@ -154,6 +177,26 @@ def test_a_prompt_of_an_evaluation_ends_before_the_preferred_answer(model: str) 
     assert chat is not None
     assert chat.messages[last]["content"] == PAIR["chosen"]
     assert tiny_tokenizer(CHATML).decode(ids) == "<|im_start|>user\nthe cat<|im_end|>\n<|im_start|>assistant\n"
+    desirable, _, _ = encoder.prompt({**LABEL, "kto_tag": True})
+    assert desirable is not None
+    assert desirable.messages[-1]["content"] == LABEL["completion"]
+
+
+def test_an_undesirable_answer_is_never_the_expected_one_of_an_evaluation(tmp_path: Path, model: str) -> None:
+    (tmp_path / "labels.jsonl").write_text(json.dumps(LABEL) + "\n")
+    options = AnswerOptions.read({"prompts": [str(tmp_path / "labels.jsonl")]})
+    with pytest.raises(DataError, match=r"^eval\.prompts must hold .*labels\.jsonl:1: the answer is undesirable"):
+        Prompts.read(options, AutoTokenizer.from_pretrained(model))
+
+
+def test_a_folder_of_preferences_is_not_tokenized_again_as_documents(tmp_path: Path, model: str) -> None:
+    folder, _ = made(tmp_path, model, {"a": [CHAT, PAIR, RANKED, LABEL]})
+    again = [f"sources={{p:{folder}}}", f"output_dir={tmp_path}/again", f"model.path={model}"]
+    with pytest.raises(DataError, match=r"answer must be 0: .*; got 1 \(preference; on_bad_record=skip"):
+        tokenize(read_options(TokenizeOptions, again))
+    report = tokenize(read_options(TokenizeOptions, [*again, "on_bad_record=skip"]))
+    assert report.total.bad == {"preference": 6}
+    assert report.total.documents == 1
 
 
 def test_megatrons_format_refuses_preferences_in_one_line(tmp_path: Path, model: str) -> None:
@@ -167,6 +210,8 @@ def test_plain_training_refuses_preferences_and_chosen_trains_on_the_preferred(t
         ValueError, match=r"^data\.train_dir must hold documents to learn; got preferences in .*: data=chosen"
     ):
         SFTDataSet(folder, 100)
+    with pytest.raises(ValueError, match=r"^eval\.prompts must hold documents .*, whose rejected .* not to be learnt$"):
+        Prompts.read(AnswerOptions.read({"prompts": [folder]}), AutoTokenizer.from_pretrained(model))
     dataset = ChosenDataSet(folder, 400)
     rows = load_from_disk(folder).to_list()
     kept = [row for row in rows if row["answer"] >= 0]
@@ -188,14 +233,41 @@ def test_plain_training_refuses_preferences_and_chosen_trains_on_the_preferred(t
         ChosenDataSet(folder, 100, mixture={"sources": {"a": {"tokens": 10}}})
 
 
+@pytest.mark.parametrize("options", [{}, {"pad_mode": "right"}, {"share_prefixes": True}])
+def test_a_pairs_weight_weights_the_tokens_of_its_chosen_answer_as_a_records_weight_those_of_a_chat(
+    tmp_path: Path, model: str, options: dict[str, Any]
+) -> None:
+    half = {**said("sat down"), "weight": 0.5}
+    records = [CHAT, PAIR, {"prompt": "the dog", "chosen": half, "rejected": "ran", "weight": 3}, {**PAIR, "weight": 0}]
+    chats = [
+        CHAT,
+        {"messages": [user("the cat"), said("sat on the mat")], "weight": 2},
+        {"messages": [user("the dog"), half], "weight": 3},
+        {"messages": [user("the cat"), said("sat on the mat")], "weight": 0},
+    ]
+    (tmp_path / "chats").mkdir()
+    datasets = (
+        ChosenDataSet(made(tmp_path, model, {"a": records})[0], 400, **options),
+        SFTDataSet(made(tmp_path / "chats", model, {"a": chats})[0], 400, **options),
+    )
+    ((chosen,), (plain,)) = ([dataset[pack] for pack in range(len(dataset))] for dataset in datasets)
+    assert chosen.keys() == plain.keys()
+    targets = chosen["loss_mask"] == 1
+    assert chosen["loss_weight"][targets].tolist() == plain["loss_weight"][targets].tolist()
+    assert {0.0, 1.0, 1.5, 2.0} == {*chosen["loss_weight"][targets].tolist()}
+    assert all(chosen[name].equal(plain[name]) for name in chosen if name != "loss_weight")
+
+
 def write_answers(path: Path, columns: dict[str, list[Any]], rows: list[list[int]] | None = None) -> str:
     """Write a folder of another program, with columns of units."""
     count = len(columns["unit"])
-    documents = [document(ids, [1, 2]) for ids in rows or [[1, 2, 3 + row] for row in range(count)]]
+    documents = [document(ids, range(1, len(ids))) for ids in rows or [[1, 2, 3 + row] for row in range(count)]]
     given = {name: [each[name] for each in documents] for name in ("input_ids", "loss_mask", "category_ids")}
     kinds = {"unit": Value("int64"), "answer": Value("int8"), "pair_weight": Value("float64")}
     features = Features({**FEATURES, **{name: kinds[name] for name in columns}})
-    Dataset.from_dict({**given, "length": [3] * count, **columns}, features=features).save_to_disk(str(path))
+    Dataset.from_dict(
+        {**given, "length": [len(each["input_ids"]) for each in documents], **columns}, features=features
+    ).save_to_disk(str(path))
     return str(path)
 
 
@@ -243,16 +315,87 @@ def test_units_that_are_not_whole_are_refused_with_their_row(
         ChosenDataSet(folder, 100)
 
 
+def rewritten(folder: str, out: Path, change: Callable[[list[dict[str, Any]]], None]) -> str:
+    """Write a folder's rows again, changed."""
+    dataset = load_from_disk(folder)
+    change(rows := dataset.to_list())
+    Dataset.from_list(rows, features=dataset.features).save_to_disk(str(out))
+    return str(out)
+
+
 def test_answers_without_a_target_and_equal_ones_of_another_program_are_refused(tmp_path: Path) -> None:
     columns = {"unit": [2, 0], "answer": [1, -1]}
     equal = write_answers(tmp_path / "a", columns, [[1, 2, 3], [1, 2, 3]])
-    with pytest.raises(ValueError, match="different answers in a unit; got the tokens of row 0 again in row 1"):
-        ChosenDataSet(equal, 100)
-    rows = load_from_disk(write_answers(tmp_path / "b", columns)).to_list()
-    rows[1]["loss_mask"] = [1, 0, 0]
-    Dataset.from_list(rows, features=load_from_disk(str(tmp_path / "b")).features).save_to_disk(str(tmp_path / "c"))
-    with pytest.raises(ValueError, match="must have a target in every answer; got none in row 1"):
-        ChosenDataSet(str(tmp_path / "c"), 100)
+    right = write_answers(tmp_path / "b", columns)
+    lacking = rewritten(right, tmp_path / "c", lambda rows: rows[1].update(loss_mask=[1, 0, 0]))
+    nothing = {"input_ids": [], "loss_mask": [], "category_ids": [], "length": 0}
+    empty = rewritten(right, tmp_path / "d", lambda rows: rows[1].update(nothing))
+    for folder, line in (
+        (equal, "different answers in a unit; got the tokens of row 0 again in row 1"),
+        (lacking, "must have a target in every answer; got none in row 1"),
+        (empty, "must have a target in every answer; got none in row 1"),
+    ):
+        with pytest.raises(ValueError, match=line):
+            _ = ChosenDataSet(folder, 100).scan
+        with pytest.raises(ValueError, match=line):
+            ChosenDataSet(folder, 100).read_together(ONE_RANK)
+        code, _, errors = show(folder)
+        assert code == 1
+        assert line in errors
+
+
+@given(
+    st.lists(st.lists(st.lists(st.integers(0, 1), min_size=2, max_size=3), min_size=2, max_size=4), max_size=6),
+    st.integers(1, 12),
+    st.integers(0, 3),
+)
+def test_the_answers_of_a_unit_are_compared_in_blocks_of_any_size(
+    tmp_path_factory: pytest.TempPathFactory, units: list[list[list[int]]], block_tokens: int, untold: int
+) -> None:
+    rows = [[9, *ids] for unit in units for ids in unit] or [[9, 1]]
+    sizes = [size for unit in units for size in (len(unit), *[0] * (len(unit) - 1))] or [1]
+    places = [place for unit in units for place in range(len(unit))] or [0]
+    columns = {"unit": sizes, "answer": [-1 if place else 1 for place in places]}
+    folder = write_answers(tmp_path_factory.mktemp("units"), columns, rows)
+    data = TokenizedData([folder], with_answers=True)
+    first = [row - place for row, place in enumerate(places)]
+    equal = [row for row, place in enumerate(places) if place and rows[row] == rows[first[row]]]
+    has_target = np.arange(len(rows)) >= untold
+    if not equal:
+        check_answers(data, has_target, block_tokens=block_tokens)
+        return
+    with pytest.raises(ValueError, match=f"got the tokens of row {first[equal[0]]} again in row {equal[0]}$"):
+        check_answers(data, has_target, block_tokens=block_tokens)
+
+
+def test_answers_are_checked_once_by_one_rank_and_of_unequal_lengths_no_tokens_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    columns = {"unit": [2, 0, 2, 0], "answer": [1, -1, 1, -1]}
+    data, equal, unequal = (
+        TokenizedData([write_answers(tmp_path / name, columns, rows)], with_answers=True)
+        for name, rows in (
+            ("a", [[1, 2], [1, 3], [2, 2], [2, 3]]),
+            ("b", [[1, 2], [1, 2], [2, 2], [2, 3]]),
+            ("c", [[1, 2], [1, 2, 3], [2, 2], [2]]),
+        )
+    )
+    known = np.ones(4, bool)
+    check_answers(data, known, keep=True)
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("tokens are read")
+
+    class SecondRank(Ranks):
+        rank, size = 1, 2
+
+    monkeypatch.setattr(TokenizedData, "gather", refuse)
+    monkeypatch.setattr(TokenizedData, "block", refuse)
+    check_answers(data, known, keep=True)
+    check_answers(equal, np.zeros(4, bool), SecondRank())
+    check_answers(unequal, known)
+    with pytest.raises(AssertionError, match="tokens are read"):
+        check_answers(data, known)
 
 
 def test_units_longer_than_a_pack_are_an_error_or_left_out_whole_and_never_cut() -> None:
@@ -291,24 +434,15 @@ def test_show_draws_the_prompt_once_and_every_answer_below_it(tmp_path: Path, mo
     assert '"chosen": "sat on the mat"' in shown
 
 
-def test_the_audit_finds_length_bias_equal_answers_and_unequal_parts(tmp_path: Path, model: str) -> None:
+def test_the_audit_finds_length_bias_and_unequal_parts(tmp_path: Path, model: str) -> None:
     thought = {**PAIR, "chosen": "<think>\n\n</think>\n\nsat on the mat"}
     folder, _ = made(tmp_path, model, {"pairs": [PAIR, PAIR, thought, {**PAIR, "rejected": "sat on the mat now"}]})
     found = audit_of(tmp_path, folder)["findings"]
     assert (found["length_bias"]["count"], found["length_bias"]["of"]) == (3, 4)
     assert [row for _, row in found["length_bias"]["rows"]] == [1, 3, 5]
-    assert (found["unequal_parts"]["count"], found["unequal_ends"]["count"], found["same_answers"]["count"]) == (
-        1,
-        0,
-        0,
-    )
+    assert (found["unequal_parts"]["count"], found["unequal_ends"]["count"]) == (1, 0)
     code, _, errors = show(folder, "require=length_bias<60%")
     assert code == 1
     assert "length_bias<60%: got 3 of 4" in errors
     plain, _ = made(tmp_path, model, {"chats": [CHAT]})
-    assert not {"length_bias", "same_answers"} & audit_of(tmp_path, plain)["findings"].keys()
-    # Of a folder that another program wrote, the tokens say whether answers are equal, and its rows are refused.
-    equal = write_answers(tmp_path / "equal", {"unit": [2, 0], "answer": [1, -1]}, [[1, 2, 3], [1, 2, 3]])
-    code, _, errors = show(equal)
-    assert code == 1
-    assert "different answers" in errors
+    assert not {"length_bias", "unequal_parts", "unequal_ends"} & audit_of(tmp_path, plain)["findings"].keys()

@@ -1,6 +1,7 @@
 """Records of preferences: every shape of other programs is a prompt with its answers, or a bad record with a reason."""
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -20,6 +21,9 @@ def said(text: str) -> dict[str, str]:
 
 GOOD, BAD = [ASKED, said("good")], [ASKED, said("bad")]
 PAIR = {"chosen": "good", "rejected": "bad"}
+HH = [f"\n\nHuman: q\n\nAssistant: {text}" for text in ("good", "bad")]  # Anthropic's texts of whole chats
+FUNCTIONS = [{"type": "function", "function": {"name": name, "arguments": {}}} for name in "fg"]
+CALLS = [{"role": "assistant", "content": "", "tool_calls": [each]} for each in FUNCTIONS]
 
 
 def preference(record: Any, **columns: str) -> Preference:
@@ -40,7 +44,16 @@ def texts(found: Preference) -> list[list[str]]:
         {"prompt": "q", "chosen": GOOD, "rejected": BAD, "messages": GOOD, "score_chosen": 8.0},  # UltraFeedback
         {"prompt": [ASKED], "chosen": GOOD, "rejected": BAD},
         {"chosen": GOOD, "rejected": BAD},  # TRL's implicit prompt
-        {"chosen": "\n\nHuman: q\n\nAssistant: good", "rejected": "\n\nHuman: q\n\nAssistant: bad"},  # HH
+        {"chosen": HH[0], "rejected": HH[1]},
+        {"prompt": "\n\nHuman: q\n\nAssistant:", **PAIR},
+        {"prompt": "Human: q\n\nAssistant:", "chosen": HH[0], "rejected": HH[1]},  # a prompt that the chats repeat
+        {"prompt": "q", "chosen": HH[0], "rejected": HH[1]},
+        {"prompt": [ASKED], "chosen": HH[0], "rejected": HH[1]},
+        {"prompt": "Human: q\n\nAssistant:", "chosen": GOOD, "rejected": BAD},
+        # Cells of a table
+        {"prompt": json.dumps([ASKED]), "chosen": json.dumps([said("good")]), "rejected": json.dumps(said("bad"))},
+        {"prompt": json.dumps([ASKED]), "chosen": json.dumps(GOOD), "rejected": json.dumps(BAD)},
+        {"messages": json.dumps(GOOD), "rejected_messages": json.dumps(BAD)},
         {"messages": [ASKED], "chosen": said("good"), "rejected": said("bad")},  # axolotl
         {"messages": GOOD, **PAIR},
         {
@@ -59,6 +72,10 @@ def texts(found: Preference) -> list[list[str]]:
             "context": [ASKED],
             "completions": [{"rank": 1, "completion": "bad"}, {"rank": 0, "completion": [said("good")]}],
         },
+        {
+            "context": "\n\nHuman: q\n\nAssistant:",
+            "completions": [{"rank": 1, "completion": "bad"}, {"rank": 0, "completion": "good"}],
+        },
         {"prompt": "q", "answers": [{"answer": "bad", "rank": 2.5}, {"answer": "good", "rank": 1}]},  # Nectar
         {"prompt": "q", "answers": [{"answer": "bad", "score": -1}, {"answer": "good", "score": 2}]},
     ],
@@ -72,6 +89,35 @@ def test_every_shape_of_a_pair_is_the_same_preference(record: dict[str, Any]) ->
     assert [answer.shared for answer in found.answers] == [1, 1]
     assert found.sides == (1, -1)
     assert set(parsed.unused) <= {"score_chosen"}
+
+
+def test_texts_that_look_like_turns_are_answers_if_they_do_not_repeat_the_prompt_beside_them() -> None:
+    for prompt in ("Write a dialogue", [{"role": "user", "content": "Write a dialogue"}]):
+        found = preference({"prompt": prompt, "chosen": HH[0], "rejected": HH[1]})
+        assert texts(found) == [["Write a dialogue", text] for text in HH]
+    blank = preference({"prompt": "", "input": " ", "chosen": HH[0], "rejected": HH[1]})
+    assert [answer.messages for answer in blank.answers] == [GOOD, BAD]
+    found = preference({"prompt": "q", "chosen": "Assistant: a", "rejected": "Assistant: b"})
+    assert texts(found) == [["q", "Assistant: a"], ["q", "Assistant: b"]]
+    assert texts(preference({"messages": GOOD, "rejected_response": HH[1]}))[1] == ["q", HH[1]]
+    for text in ('{"name": "Bob", "role": "admin"}', '{"role": "user", "name": "Bob"}', "[1]", "[", "{x}"):
+        assert texts(preference({"prompt": "q", **PAIR, "chosen": text}))[0] == ["q", text]
+
+
+def test_a_prompt_of_several_turns_in_a_text_is_read_turn_by_turn_after_history_and_context() -> None:
+    record = {"prompt": "\n\nHuman: q1\n\nAssistant: a1\n\nHuman: q2\n\nAssistant:", **PAIR}
+    (chosen, _) = preference(record).answers
+    assert [message["role"] for message in chosen.messages] == ["user", "assistant", "user", "assistant"]
+    assert texts(preference(record))[0] == ["q1", "a1", "q2", "good"]
+    assert texts(preference({**record, "history": [["a", "b"]], "context": "c"}))[0][:3] == ["a", "b", "c\n\nq1"]
+
+
+def test_a_copy_of_the_chosen_answer_after_the_prompt_is_the_same_message_in_any_form() -> None:
+    copy = {"from": "function_call", "value": '{"name": "f", "arguments": {}}'}
+    found = preference({"conversations": [ASKED, copy], "chosen": CALLS[0], "rejected": CALLS[1]})
+    assert [answer.messages for answer in found.answers] == [[ASKED, CALLS[0]], [ASKED, CALLS[1]]]
+    shared_gpt = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "good"}]
+    assert [answer.messages for answer in preference({"conversations": shared_gpt, **PAIR}).answers] == [GOOD, BAD]
 
 
 @pytest.mark.parametrize(
@@ -125,6 +171,8 @@ def test_the_common_beginning_is_taken_over_messages_and_holds_equal_turns_of_th
 def test_several_answers_are_ordered_the_best_first_without_those_tied_with_it() -> None:
     found = preference({"prompt": "q", "chosen": "a", "rejected": ["b", "c"]})
     assert (texts(found), found.sides) == ([["q", "a"], ["q", "b"], ["q", "c"]], (1, -1, -1))
+    equal = preference({"prompt": "q", "chosen": "a", "rejected": ["b", "b"]})
+    assert (texts(equal), equal.sides) == ([["q", "a"], ["q", "b"], ["q", "b"]], (1, -1, -1))
     ranks = [("a", 3), ("b", 1), ("c", 1), ("d", 2), ("e", 3)]
     for key, sign in (("rank", 1), ("score", -1)):
         answers = [{"answer": text, key: sign * rank} for text, rank in ranks]
@@ -144,6 +192,12 @@ def test_answers_within_the_least_gap_of_scores_are_left_out() -> None:
             preference({"prompt": "q", **PAIR, **record}).with_least_gap(gap)
         assert bad.value.reason == "small_gap"
     assert preference({"prompt": "q", **PAIR, "score_chosen": "7.5", "score_rejected": "2"}).scores == (7.5, 2)  # CSV
+    # Answers in the order of their ranks have scores too, if each of those that are kept has one.
+    ranked = [{**each, "rank": rank} for rank, each in enumerate(answers)]
+    assert texts(preference({"prompt": "q", "answers": ranked}).with_least_gap(2)) == [["q", "a"], ["q", "c"]]
+    tied = [*ranked, {"answer": "d", "rank": 0}]
+    assert preference({"prompt": "q", "answers": tied}).scores == (5, 4, 1)
+    assert preference({"prompt": "q", "answers": [*ranked, {"answer": "d", "rank": 4}]}).scores is None
     for record in ({}, {"score_chosen": "high"}, {"score_chosen": "nan"}, {"score_chosen": True}):
         with pytest.raises(BadRecord) as bad:
             preference({"prompt": "q", **PAIR, "score_rejected": 0, **record}).with_least_gap(0)
@@ -169,6 +223,18 @@ def test_answers_within_the_least_gap_of_scores_are_left_out() -> None:
         ({"messages": GOOD, "rejected_messages": [ASKED]}, "no_target", "rejected_messages"),
         ({"prompt": "q", "answers": [{"answer": "a", "rank": 1}, {"answer": "b", "rank": 1}]}, "same_rank", "answers"),
         ({"prompt": "q", "answers": [{"answer": "a", "rank": 1}, {"text": "b", "rank": 2}]}, "no_target", "answer 2"),
+        *(
+            ({"prompt": "q", "answers": [{"answer": a, key: n} for a, n in given]}, "bad_rank", words)
+            for given in ((("a", 1), ("b", math.nan), ("c", 2)), (("a", math.nan), ("b", 1), ("c", 2)))
+            for key, words in (("rank", "the rank of every answer"), ("score", "must be finite; got nan"))
+        ),
+        ({"prompt": "p", "chosen": GOOD, "rejected": BAD}, "different_prompts", "columns={prompt: null}"),
+        ({"prompt": "Human: p", "chosen": HH[0], "rejected": HH[1]}, "different_prompts", "do not begin with prompt"),
+        ({"prompt": "Human: p\n\nAssistant: Sure,", **PAIR}, "ambiguous", "prompt must end before the answers"),
+        ({"messages": [ASKED, CALLS[0]], "chosen": CALLS[1], "rejected": "bad"}, "ambiguous", "messages must end"),
+        ({"messages": [said("good")], **PAIR}, "no_prompt", "nothing stands before the answer in chosen"),
+        ({"messages": [said("good")], "rejected_response": "bad"}, "no_prompt", "in messages"),
+        ({"messages": [said("good")], "kto_tag": True}, "no_prompt", "in the record"),
         ({"messages": GOOD, "kto_tag": "maybe"}, "bad_label", "'maybe'"),
         ({"text": "a", "kto_tag": True}, "unknown_shape", "got a text"),
         ({"prompt": "q", **PAIR, "kto_tag": True}, "unknown_shape", "got several answers"),
@@ -186,6 +252,10 @@ def test_columns_rename_the_fields_of_preferences_and_null_reads_the_chat_beside
     assert texts(preference(record, prompt="ask", chosen="win", rejected="lose")) == [["q", "good"], ["q", "bad"]]
     beside = parse_record({"messages": GOOD, "chosen": GOOD, "rejected": BAD}, {"chosen": None, "rejected": None})
     assert not isinstance(beside.content, Preference)
+    other = {"prompt": "another", "chosen": GOOD, "rejected": BAD}
+    found = parse_record(other, {"prompt": None}).content
+    assert isinstance(found, Preference)
+    assert texts(found) == [["q", "good"], ["q", "bad"]]
     assert column_problems({"chosen": "win", "answer": "x"})
     assert not column_problems({"chosen": "win", "rejected": "lose", "kto_tag": "label"})
 

@@ -1,6 +1,6 @@
-"""Losses, gradients and metrics of preferences beside the code of TRL's own trainers, in an environment that has TRL.
+"""Losses, gradients, metrics and tokens of preferences beside the code of TRL's own trainers: `make test-trl`.
 
-The trainers' loss runs in float64 on given log-probabilities of tokens, without a model: pip install trl==1.16.0.
+The trainers' loss runs in float64 on given log-probabilities of tokens, without a model.
 """
 
 import random
@@ -91,7 +91,7 @@ def ours(log_probs, reference, mask, unit, answer, o, baseline=0.0):
     gradient[at] = -target_coefficients(slopes, scales, documents)
     total = PreferenceSums.zeros(0, "cpu")
     values = preference_values(terms, sums, sums_of(log_probs.detach(), torch.ones(len(scales))), units, o)
-    total.add(values, torch.zeros(len(terms.losses), dtype=torch.int64))
+    total.add_terms(values, torch.zeros(len(terms.losses), dtype=torch.int64))
     return float(terms.weighted_sum / z), gradient, total.report("train", ())
 
 
@@ -241,4 +241,5 @@ def test_tokens_of_prompts_and_answers_are_those_of_the_dpo_trainer(tmp_path, te
             assert ids == row["prompt_ids"] + row[name]
             assert mask.argmax() == len(row["prompt_ids"])
             learnt = [token for token, bit in zip(ids, mask, strict=True) if bit]
-            assert row[name][: len(learnt)] == learnt  # TRL also learns what the template prints after the end of turn
+            # TRL also learns what the template prints after the end of turn.
+            assert learnt == row[name][: row[name].index(tokenizer.eos_token_id) + 1]

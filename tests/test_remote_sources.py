@@ -176,6 +176,72 @@ def test_a_hub_dataset_is_streamed_by_split(hub: Path) -> None:
         find_source_files({"a": ["hf://datasets/owner/none"]})
 
 
+def test_a_hub_dataset_has_a_name_without_a_scheme_unless_a_file_of_this_machine_has_it(
+    hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert records("owner/name") == TEXTS
+    assert records("owner/name:default:test") == TEXTS[:1]
+    (file,) = find_source_files({"a": ["owner/name:test"]})
+    assert (file.kind, file.path) == ("hub", "hf://datasets/owner/name:test")
+    with pytest.raises(
+        DataError, match=r"^owner/none: cannot be read here as a file, nor as a Hub dataset.*not answer$"
+    ):
+        find_source_files({"a": ["owner/none"]})
+    for local in ("owner/none.jsonl", "./owner/name", "owner/name/more", "name", "owner/na*"):
+        with pytest.raises(UsageError, match=r"sources\.a must name files that exist"):
+            find_source_files({"a": [local]})
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner/name").mkdir(parents=True)
+    (tmp_path / "owner/name/b.jsonl").write_bytes(LINES[: LINES.index(b"\n") + 1])
+    assert records("owner/name") == TEXTS[:1]
+    assert records("hf://datasets/owner/name") == TEXTS
+    assert len(records("owner/name[:9]")) == 9
+    (tmp_path / "owner/name").rename(tmp_path / "owner/name[:9]")
+    assert records("owner/name[:9]") == TEXTS[:1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ("[:10]", TEXTS[:10]),
+        ("[590:]", TEXTS[590:]),
+        ("[20:25]", TEXTS[20:25]),
+        ("[:]", TEXTS),
+        ("[-5:]", TEXTS[-5:]),
+        ("[:10%]", TEXTS[:60]),
+        ("[99%:]", TEXTS[594:]),
+        ("[550:9999]", TEXTS[550:]),
+    ],
+)
+def test_a_slice_of_a_hub_dataset_has_the_rows_that_datasets_gives(
+    hub: Path, monkeypatch: pytest.MonkeyPatch, rows: str, expected: list[Any]
+) -> None:
+    load = datasets.load_dataset_builder
+
+    def with_sizes(*given: Any, **options: Any) -> Any:
+        builder = load(*given, **options)
+        builder.info.splits = datasets.SplitDict()
+        builder.info.splits.add(datasets.SplitInfo("train", num_bytes=60_000, num_examples=600))
+        return builder
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", with_sizes)
+    assert records(f"owner/name:train{rows}") == expected
+    assert records(f"hf://datasets/owner/name{rows}") == expected
+    (file,) = find_source_files({"a": [f"owner/name{rows}"]})
+    assert file.path == f"hf://datasets/owner/name:train{rows}"
+    assert file.num_bytes == 100 * len(expected)
+
+
+def test_a_slice_that_cannot_be_counted_or_has_no_rows_is_refused(hub: Path) -> None:
+    for rows in ("[:10%]", "[-5:]"):
+        with pytest.raises(
+            UsageError, match=r"sources\.a must count rows from the first one.*; got owner/name:train\["
+        ):
+            find_source_files({"a": [f"owner/name:train{rows}"]})
+    with pytest.raises(UsageError, match=r"sources\.a must have a slice with rows.*; got owner/name\[9:9\]"):
+        find_source_files({"a": ["owner/name[9:9]"]})
+
+
 def test_a_source_of_unknown_size_has_a_bar_without_an_end(hub: Path, tmp_path: Path, capsys: Any) -> None:
     tiny_tokenizer(CHATML).save_pretrained(tmp_path / "model")
     base = [f"output_dir={tmp_path}/out", f"model.path={tmp_path}/model", "num_workers=1"]

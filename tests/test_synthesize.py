@@ -11,6 +11,7 @@ import yaml
 from tests.chat_server import chat_server, completion
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
 from verl_ext.endpoint.store import Store
+from verl_ext.tools.synthesis.asked_prompts import asked_prompt
 from verl_ext.tools.synthesis.command import main
 
 pytestmark = pytest.mark.slow
@@ -110,13 +111,15 @@ def test_longalign_keeps_several_questions_of_a_document_and_pays_for_each_once(
     assert totals == [20, 10, 10] * 6
 
 
-def test_a_question_without_an_answer_leaves_those_of_its_document(run, tmp_path, documents):
+def test_a_question_without_an_answer_leaves_those_of_its_document_and_is_counted(run, tmp_path, documents, capsys):
     def refuses(request):
         content = request["messages"][0]["content"]
         return "I cannot help with this request." if content.endswith("Third?") else longalign_reply(request)
 
     with chat_server(refuses) as server:
         assert run(server, documents, "records=6", "questions=5") == 0
+        assert report_of(tmp_path)["questions_without_record"] == {"refused": 6}
+        assert "24 records; questions without a record: 6 refused" in capsys.readouterr().out
     questions = [record["messages"][0]["content"].rsplit("\n\n", 1)[1] for record in records_of(tmp_path)]
     assert sorted(questions) == sorted(["First?", "Second?", "Fourth?", "Fifth?"] * 6)
 
@@ -294,8 +297,10 @@ def test_glm_long_asks_within_the_window_and_records_the_whole_document(run, tmp
     assert {record["category"] for record in records} == {"glm_long_chunk", "glm_long_chunks", "glm_long_summary"}
     for record, text in zip(records, texts, strict=True):
         user, assistant = (message["content"] for message in record["messages"])
-        spans = [text[begin:end] for begin, end in record["provenance"]["spans"]]
+        spans = [text[begin:end] for begin, end in record["provenance"].get("stretches", ())]
         assert user.startswith(f"{text}\n\n")
+        # A scorer of answers that sees the question alone finds where it stands.
+        assert f"{text}\n\n{asked_prompt(record, 'prompt', None).question}" == user
         if record["category"] == "glm_long_summary":
             assert assistant == "the whole"
             assert len(record["provenance"]["seeds"]) == 6  # 5 parts of 600 tokens, and the whole
@@ -304,7 +309,7 @@ def test_glm_long_asks_within_the_window_and_records_the_whole_document(run, tmp
             assert [len(span.split()) for span in spans] == [128 // len(spans)] * len(spans)
             assert any(all(span in content for span in spans) for content in asked)
         if record["category"] == "glm_long_chunks":
-            begins = [begin * 4 // len(text) for begin, _ in record["provenance"]["spans"]]
+            begins = [begin * 4 // len(text) for begin, _ in record["provenance"]["stretches"]]
             assert begins == [0, 1, 2, 3]
 
 
@@ -316,7 +321,7 @@ def test_glm_long_asks_again_about_a_document_by_draws_of_their_own(run, tmp_pat
     one, several = records_of(tmp_path, "glm_long", "one"), records_of(tmp_path, "glm_long")
     by_item = [[each for each in several if each["provenance"]["item"] == r["provenance"]["item"]] for r in one]
     assert all(record in of_item for record, of_item in zip(one, by_item, strict=True))
-    spans = [[str(each["provenance"]["spans"]) for each in of_item] for of_item in by_item]
+    spans = [[str(each["provenance"].get("stretches")) for each in of_item] for of_item in by_item]
     assert all(len(set(of_item)) == len(of_item) for of_item in spans)
     assert len(several) > 2 * len(one)
     assert all([each["category"] for each in of_item].count("glm_long_summary") <= 1 for of_item in by_item)
@@ -359,7 +364,7 @@ def test_stretches_are_spread_over_the_documents_of_a_joined_text(run, tmp_path)
             number = int(record["provenance"]["item"].rpartition(":")[2]) - 1
             spans = [each["span"] for each in records[number]["provenance"]["documents"]]
             of_documents = [
-                sum(first <= begin and end <= last for begin, end in record["provenance"]["spans"])
+                sum(first <= begin and end <= last for begin, end in record["provenance"].get("stretches", ()))
                 for first, last in spans
             ]
             assert sum(of_documents) == max(4, len(spans))

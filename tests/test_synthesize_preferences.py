@@ -11,7 +11,9 @@ from tests.chat_server import chat_server, completion
 from tests.test_synthesize import report_of, run, write_lines  # noqa: F401, a fixture
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
 from verl_ext.endpoint.quality import DIMENSIONS
+from verl_ext.text.records.bad_record import BadRecord
 from verl_ext.text.word_count import length_score
+from verl_ext.tools.synthesis.asked_prompts import asked_prompt
 from verl_ext.tools.synthesis.command import SynthesizeOptions
 
 pytestmark = pytest.mark.slow
@@ -135,7 +137,7 @@ def reward_model(tmp_path, tiny_model):
     return tmp_path / "reward"
 
 
-def test_a_reward_model_sees_question_and_answer_without_the_document(run, tmp_path, reward_model):  # noqa: F811
+def test_a_reward_model_sees_question_and_answer_without_the_document(run, tmp_path, reward_model, capsys):  # noqa: F811
     document, question = " ".join(f"w{n % 90}" for n in range(300)), "what is w5 ?"
     spans = {"spans": [[0, len(document)]]}
     chat = [{"role": "user", "content": f"{document}\n\n{question}"}, {"role": "assistant", "content": "w1 w2"}]
@@ -165,6 +167,18 @@ def test_a_reward_model_sees_question_and_answer_without_the_document(run, tmp_p
     assert [record[side][0]["content"] for side in ("chosen", "rejected")] == [best, worst]
     assert (record["score_chosen"], record["score_rejected"]) == pytest.approx((scores[best], scores[worst]))
     assert record["prompt"] == chat[:1]
+    # A score that is no number is none; the scores of other weights are not taken for theirs.
+    with torch.no_grad():
+        model.score.weight.fill_(float("nan"))
+    model.save_pretrained(tmp_path / "broken")
+    tokenizer.save_pretrained(tmp_path / "broken")
+    broken = [*given, f"scorer.path={tmp_path / 'broken'}", "overwrite=true"]
+    capsys.readouterr()
+    with chat_server(reply) as server:
+        for _ in range(2):  # nor is it kept in the store as one
+            assert run(server, source, *broken, task="preferences") == 1
+            assert "1 unparsable" in (error := capsys.readouterr().err)
+            assert "the classifier gives nan" in error
     # With the document the question is too long to be scored, and nothing of it is cut.
     with chat_server(reply) as server:
         assert run(server, source, *given, "scorer.context=whole", "overwrite=true", task="preferences") == 1
@@ -189,6 +203,14 @@ def test_scores_of_the_records_need_no_server_and_ties_make_no_pair(run, tmp_pat
     assert (record["chosen"][0]["content"], record["rejected"][0]["content"]) == ("a1", "a0")
     assert report_of(tmp_path)["outcomes"] == {"done": 1, "tie": 2, "few_answers": 1}
     assert "1 pairs" in capsys.readouterr().out
+    # An empty answer is none, whatever its score.
+    answers = [{"answer": text, "score": score} for text, score in ((" ", 9), ("good", 2), ("bad", 1))]
+    source = write_lines(tmp_path / "s.jsonl", [{"prompt": "q", "answers": answers}])
+    with chat_server(judge) as server:
+        assert run(server, source, *options, "overwrite=true", task="preferences") == 0
+    (record,) = records_of(tmp_path)
+    assert (record["chosen"][0]["content"], record["rejected"][0]["content"]) == ("good", "bad")
+    assert report_of(tmp_path)["preferences"]["answers_left_out"] == {"empty": 1}
 
 
 def test_a_function_of_the_users_scores_answers(run, tmp_path, prompts, capsys):  # noqa: F811
@@ -247,6 +269,10 @@ def test_answers_that_cannot_be_used_are_left_out_and_counted(run, tmp_path):  #
         ({"scorer": {"kind": "a:b"}, "sampling": {"temperature": 0}}, "sampling.temperature must be above 0 .*; got 0"),
         ({"scorer": {"kind": "a:b"}, "min_scored": 5}, "min_scored must be at most the 4 answers of a prompt; got 5"),
         ({"scorer": {"kind": "a:b"}, "min_scored": 1}, "min_scored must be at least 2 with pair=best_worst; got 1"),
+        (
+            {"scorer": {"kind": "a:b"}, "prompts": "own.yaml"},
+            "prompts must be null unless scorer.kind=judge, .*; got own.yaml with a:b",
+        ),
         ({"scorer": {"kind": "given"}}, "endpoint.base_url must be null with scorer.kind=given, .*; got http"),
         (
             {"scorer": {"kind": "a:b"}, "pair": "worst"},
@@ -262,6 +288,23 @@ def test_a_mistake_in_the_options_of_preferences_is_one_line(given, line):
 
 
 @pytest.mark.parametrize(
+    "score", [float("nan"), float("inf"), 10**400, True, "3"], ids=["nan", "infinite", "beyond float64", "bool", "text"]
+)
+def test_a_given_score_is_a_finite_number(score):
+    with pytest.raises(BadRecord, match=r"answers must be a list of .*a finite number") as bad:
+        asked_prompt({"prompt": "q", "answers": [{"answer": "a", "score": score}]}, "prompt", None)
+    assert bad.value.reason == "no_score"
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+CALLED = [
+    {"role": "user", "content": "q"},
+    {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "f"}}]},
+    {"role": "tool", "content": "x"},
+]
+
+
+@pytest.mark.parametrize(
     ("record", "words"),
     [
         ({"text": "q"}, "the record must have messages, or a prompt in prompt; got None"),
@@ -269,6 +312,9 @@ def test_a_mistake_in_the_options_of_preferences_is_one_line(given, line):
         ({"prompt": "abc", "provenance": {"spans": [[0, 9]]}}, "provenance.spans must be ascending places in the 3"),
         ({"prompt": "abc", "provenance": {"spans": [[0, 3]]}}, "nothing of the prompt is left"),
         ({"prompt": "q", "answers": [{"answer": "a"}]}, "answers must be a list of .*; got 'a' with None"),
+        ({"messages": [*CALLED, {"role": "user", "content": "and?"}]}, "a prompt with tools or calls is not asked"),
+        ({"messages": CALLED[:1], "tools": [TOOL]}, "a prompt with tools or calls is not asked"),
+        ({"messages": [{"role": "system", "content": "s", "tools": [TOOL]}, *CALLED[:1]]}, "a prompt with tools or"),
     ],
 )
 def test_a_record_without_a_prompt_ends_the_run_with_its_place(run, tmp_path, capsys, record, words):  # noqa: F811

@@ -107,6 +107,24 @@ def test_rows_categories_and_report_are_those_of_the_local_backend(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["local", "out"]
 
 
+@pytest.mark.parametrize("share", ["0.2", "7"])
+def test_both_parts_and_what_is_left_out_are_those_of_the_local_backend(
+    tmp_path: Path, model: Path, sources: dict[str, Path], share: str
+) -> None:
+    overrides = (f"val_share={share}", "deduplicate=true", "category_field=kind", "min_tokens=12", "system='the dog'")
+    overrides = (*overrides, "sample={lines:13,rows:0.6}", "on_bad_record=skip")
+    tokenize(options_of(sources, tmp_path / "out", model, *overrides))
+    (tmp_path / "out").rename(tmp_path / "local")
+    report = on_ray(sources, tmp_path / "out", model, *overrides)
+    assert report.total.duplicates > 0
+    for part in ("train", "val"):
+        ours, local = (load_from_disk(str(tmp_path / run / part)) for run in ("out", "local"))
+        assert ours.data.schema == local.data.schema
+        assert ours.to_list() == local.to_list() != []
+        for name in (f"{part}/categories.json", f"{part}/report.json", "report.json"):
+            assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "local" / name).read_bytes()
+
+
 def test_the_first_bad_record_in_order_ends_the_run_with_its_line(tmp_path: Path, model: Path) -> None:
     lines = [json.dumps(qa) for qa in QA]
     lines[7], lines[9], lines[20] = "", "{", "no json"

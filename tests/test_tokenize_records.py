@@ -346,7 +346,7 @@ def test_message_weights_may_be_fractions_and_zero_is_no_target() -> None:
         (
             {"messages": [*SINGLE_TURN, {"role": "ipython", "content": "r"}]},
             "unknown_role",
-            "such as tool for a tool's",
+            "roles={NAME: tool} reads another",
         ),
         ({"question": "q", "answer": "a", "image": "x.png"}, "vision", "the record has image, and only text"),
         ({"text": "a", "loss_weight": -1}, "bad_weight", "-1"),

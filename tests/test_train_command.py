@@ -115,6 +115,35 @@ def test_overrides_reach_the_trainer_word_for_word_and_those_of_tokenize_do_not(
     assert [report["total"]["records"] for report in reports] == [20, 40]  # samples come from the training data
 
 
+def test_a_share_of_the_sources_is_the_validation_data(folder, started, monkeypatch):
+    assert main([*COMMAND, "data.val_share=0.2", "trainer.test_freq=1"]) == 0
+    train_dir, val_dir = (Path(value_of(key, started[0])) for key in ("data.train_dir", "data.val_dir"))
+    assert (train_dir.name, val_dir.name, train_dir.parent) == ("train", "val", val_dir.parent)
+    reports = [json.loads((each / "report.json").read_text())["total"]["records"] for each in (train_dir, val_dir)]
+    assert sum(reports) == 70
+    assert reports[1] > 0
+    assert not [word for word in started[0] if "val_share" in word]
+    # The option by the name that `tokenize` gives it is the same one; another share is another folder.
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "write_dataset", None)  # fails if anything is tokenized
+        assert main([*COMMAND, "val_share=0.2"]) == 0
+    assert main([*COMMAND, "data.val_share=0.3"]) == 0
+    assert main([*COMMAND, "data.val_share=0.3", "deduplicate=true"]) == 0
+    assert main([*COMMAND, "data.val_share=null"]) == 0
+    places = [value_of("data.train_dir", line) for line in started]
+    assert places[0] == places[1]
+    assert len({*places}) == 4
+    assert "data.val_dir" not in str(started[-1])
+
+
+def test_a_system_prompt_by_category_serves_validation_sources_of_fewer_categories(folder, started):
+    texts = ["system={gsm8k: 'It is \"one\"', code: two}", "data.val_sources={gsm8k: train.jsonl}"]
+    assert main([*COMMAND, *texts]) == 0
+    report = json.loads(Path(value_of("data.val_dir", started[0]), "report.json").read_text())
+    assert report["options"]["system"] == {"gsm8k": 'It is "one"'}
+    assert report["total"]["default_system"] == 40
+
+
 def test_training_data_alone_is_trained_on_as_it_is(folder: Path, started: list[list[str]]) -> None:
     assert main(["train", "nproc=2", "data.train_dir=data/train", "data.cache_dir=cache", "model.path=MODEL"]) == 0
     assert "--nproc_per_node=2" in started[0]
@@ -132,6 +161,17 @@ def test_training_data_alone_is_trained_on_as_it_is(folder: Path, started: list[
         (["sample={cod: 3}"], ["sample.cod", "gsm8k, code"]),
         (["data.train_dir=data/train"], ["data.train_dir", "data.sources"]),
         (["backend=ray"], ["backend", "local", "got ray"]),
+        (["data.val_share=1.5"], ["data.val_share must be a share above 0 and below 1", "got 1.5"]),
+        (["val_share=0"], ["data.val_share must be a share above 0 and below 1", "got 0"]),
+        (
+            ["data.val_share=0.1", "data.val_dir=data/val"],
+            ["data.val_dir", "val_share", "got data.val_dir=data/val"],
+        ),
+        (
+            ["data.val_share=0.1", "data.val_sources={a:b.jsonl}"],
+            ["data.val_sources", "data.val_share", "b.jsonl"],
+        ),
+        (["system={cod: x}"], ["system.cod", "gsm8k, code"]),
         (["model.path="], ["model.path", "got nothing"]),
     ],
 )
@@ -143,6 +183,27 @@ def test_a_mistake_is_one_line_before_anything_is_tokenized(folder, started, cap
     assert all(part in error for part in parts), error
     assert not started
     assert not written(folder)
+
+
+def test_a_share_without_sources_is_refused(folder, started, capfd):
+    assert main(["train", "nproc=1", "data.train_dir=data/train", "data.val_share=0.1", "model.path=MODEL"]) == 2
+    assert "data.val_share must be null without data.sources, whose records it divides; got 0.1" in error_of(capfd)
+    assert not started
+
+
+def test_a_share_that_holds_out_nothing_ends_the_run_before_a_model_is_loaded(folder, started, capfd):
+    assert main([*COMMAND, "data.val_share=1e-9"]) == 1
+    assert "data.val_share must hold out a document; got 1e-09, which holds out 0 of 70 records" in error_of(capfd)
+    assert not started
+    assert not [path for path in written(folder) if path.is_dir()]
+
+
+def test_a_run_validates_on_the_records_that_were_held_out(folder: Path) -> None:
+    line = [sys.executable, "-m", "verl_ext", *COMMAND, "data.val_share=0.2", "trainer.test_freq=1"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = metrics(Path("run"))
+    assert {(2, "val/loss"), (2, "val/gsm8k_loss"), (2, "val/code_loss")} <= found.keys()
 
 
 @pytest.mark.parametrize(

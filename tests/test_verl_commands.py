@@ -82,6 +82,16 @@ def trained(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("share", ["data.val_share=0.1", "val_share=0.1"])
+def test_a_share_takes_the_place_of_verls_default_validation_files(trained, share):
+    old = ["data.train_files=/d/train.parquet", "model.partial_pretrain=M", "data.prompt_key=q", "data.response_key=a"]
+    texts, run = trained([*old, share])
+    assert texts.keys() == {"data.sources"}
+    assert texts["data.sources"].val_share == 0.1
+    assert run.data.val_dir.endswith("/val")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_published_command_makes_verls_steps_at_verls_rates(command, trained):
     words, course = words_of(command), expected(command)

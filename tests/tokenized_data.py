@@ -69,3 +69,41 @@ def write_tokenized(
         text = json.dumps({str(number): name for number, name in categories.items()})
         (Path(path) / "categories.json").write_text(text, encoding="utf-8")
     return str(path)
+
+
+def random_units(rng: np.random.Generator, sizes: Iterable[int], vocab: int = 128) -> list[Document]:
+    """Make units of so many documents after one prompt, the first preferred; of one: a document that is no answer.
+
+    The documents have the columns unit, answer and pair_weight; prompts have 3 to 12 tokens, answers 1 to 9.
+    """
+    documents: list[Document] = []
+    for size in sizes:
+        prompt, weight = rng.integers(4, vocab, rng.integers(3, 12)), float(rng.choice([0.5, 1.0, 2.0]))
+        category = int(rng.integers(1, 3))
+        for number in range(size):
+            answer = rng.integers(4, vocab, rng.integers(1, 9))
+            mask = np.array([0] * len(prompt) + [1] * len(answer), np.int8)
+            documents.append(
+                {
+                    "input_ids": np.concatenate([prompt, answer, [number]]).astype(np.int32),  # so that none is equal
+                    "loss_mask": np.append(mask, 1).astype(np.int8),
+                    "category_ids": (np.append(mask, 1) * category).astype(np.int32),
+                    "unit": 0 if number else size,
+                    "answer": (-1 if number else 1) * (size > 1),
+                    "pair_weight": weight,
+                }
+            )
+    return documents
+
+
+def write_units(path: str | Path, documents: Sequence[Document], categories: Mapping[int, str] | None = None) -> str:
+    """Write the documents of units as a tokenized folder; return it as a string."""
+    kinds = {"unit": "int32", "answer": "int8", "pair_weight": "float32"}
+    columns = {name: [document[name] for document in documents] for name in (*FEATURES, *kinds) if name != "length"}
+    columns["length"] = [len(document["input_ids"]) for document in documents]
+    features = Features(FEATURES | {name: Value(kind) for name, kind in kinds.items()})
+    Dataset.from_dict(columns, features=features).save_to_disk(str(path))
+    if categories is not None:
+        text = json.dumps({str(number): name for number, name in categories.items()})
+        (Path(path) / "categories.json").write_text(text, encoding="utf-8")
+    return str(path)

@@ -106,6 +106,12 @@ def _parsed(text: str) -> Override | None:
         return None
 
 
+def quoted(text: str) -> str:
+    """Return a text as Hydra's grammar reads it anywhere, in quotes."""
+    escaped = re.sub(r'(\\*)("|\Z)', lambda found: found[1] * 2 + found[2].replace('"', '\\"'), text)
+    return f'"{escaped}"'
+
+
 def restored(value: Any) -> Any:
     """Return a string, dict or list with the original characters."""
     if isinstance(value, str):

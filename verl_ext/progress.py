@@ -18,7 +18,7 @@ from verl_ext import __version__
 from verl_ext.options import one_line
 
 _LINE = 80  # columns of the bar in a log
-_HEADLINES = ("loss", "exact_match", "accuracy", "answer", "perplexity")
+_HEADLINES = ("loss", "reward_margin", "reward_accuracy", "exact_match", "accuracy", "answer", "perplexity")
 
 
 def announce(work: str) -> None:

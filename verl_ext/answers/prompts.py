@@ -167,7 +167,7 @@ def _records(paths: Any, options: AnswerOptions, encoder: ChatEncoder) -> Iterat
 def _of_record(
     record: dict[str, Any], category: str, place: str, options: AnswerOptions, encoder: ChatEncoder
 ) -> Prompt:
-    chat, last, ids = encoder.prompt(record)
+    chat, last, ids = encoder.prompt(record, category)
     if chat is None:
         return Prompt(ids, None, category, record, place)
     expected = chat.messages[last]["content"]

@@ -40,6 +40,7 @@ class Report:
         self.previews: dict[str, list[list[Run]]] = {name: [] for name in sources}
         self.chat_template: str | None = None
         self.end_of_chat: str | None = None
+        self.held_out: Report | None = None  # that of the validation part
 
     def add(self, documents: Documents) -> None:
         """Count a chunk. Raises `DataError` if there are more than MAX_CATEGORIES categories."""
@@ -62,13 +63,27 @@ class Report:
 
     def check(self, sources: Mapping[str, Any]) -> None:
         """Raise `DataError` for sources without records, or without any usable record."""
-        for name, counts in self.sources.items():
-            if not counts.records and (read := self.read[name]):
+        for name in self.sources:
+            if not self._records(name) and (read := self.read[name]):
                 raise DataError(f"sample must leave a record of sources.{name}, which has {read}; it left none")
-            if not counts.records:
+            if not self._records(name):
                 raise DataError(f"sources.{name} must hold at least one record; got none in {sources[name]}")
-        if not self.total.documents:
+        if not self.total.documents and (self.held_out is None or not self.held_out.total.documents):
             raise DataError(f"no record could be used, so that nothing was written:\n{self.table()}")
+
+    def _records(self, source: str) -> int:
+        """Return the number of a source's records on both sides."""
+        return self.sources[source].records + (self.held_out.sources[source].records if self.held_out else 0)
+
+    def division(self) -> dict[str, Any]:
+        """Return both sides' records by category, for the folder above both."""
+        assert self.held_out is not None, "only a divided dataset has two parts"
+        sides = {"train": self.categories, "val": self.held_out.categories}
+        names = dict.fromkeys(name for categories in sides.values() for name in categories)
+        counts = {
+            name: {side: categories.get(name, Counts()).records for side, categories in sides.items()} for name in names
+        }
+        return {"options": reported_options(self.options), "records": counts}
 
     @property
     def total(self) -> Counts:
@@ -111,16 +126,25 @@ class Report:
                     {"category": name, "over max_document_tokens": f"{over['documents']:,}", **gone, "share": share}
                 )
         notes = [f"{name}: {note}" for name, counts in self.sources.items() for note in self._notes(name, counts)]
+        if isinstance(self.options.system, Mapping):
+            unknown = [name for name in self.options.system if name not in self.categories]
+            notes += [f"system.{name}: no record for training has this category" for name in unknown]
         summary, *problems = tables("category", self.categories, targets=True)
         if len(self.categories) > 1:
             summary.append(_summary("category", "all", self.total, targets=True))
         parts = [aligned_rows(summary, cut, *problems), "\n".join(notes)]
         return "\n\n".join(filter(None, parts))
 
+    def short_table(self) -> str:
+        """Return the table of documents by category alone."""
+        return aligned_rows(tables("category", self.categories, targets=True)[0])
+
     def _notes(self, name: str, counts: Counts) -> Iterator[str]:
         """Yield a line for each finding in a source."""
-        if self.read[name] > counts.records:
-            yield f"sampled: {counts.records:,} of {self.read[name]:,} records"
+        if self.read[name] > (both := self._records(name)):
+            yield f"sampled: {both:,} of {self.read[name]:,} records"
+        if held := both - counts.records:
+            yield f"held out for validation: {held:,} of {both:,} records ({held / both:.2%})"
         if counts.uncategorised:
             records = f"{counts.uncategorised:,} records, which have the source's name as their category"
             yield f"no {self.options.category_field}: {records}"
@@ -143,6 +167,10 @@ class Report:
             context = {kind.replace("_", " "): count for kind, count in counts.context_parts.items()}
             yield f"in the text and no target: {_most(context, ' parts of turns')}"
         # The rest tells what the tokens lack of the records, or hold in another form.
+        if counts.duplicates:
+            yield f"left out: {counts.duplicates:,} records with the tokens of an earlier one"
+        if counts.default_system:
+            yield f"the system prompt of `system` begins {counts.default_system:,} chats without one of their own"
         if counts.dropped_reasoning:
             yield f"left out: the reasoning of {counts.dropped_reasoning:,} turns"
         if counts.dropped_blocks:

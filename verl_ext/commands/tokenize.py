@@ -4,6 +4,8 @@ Every record draws a 128-bit number from `seed`, its source's name, its file's i
 index in the file. `sample` keeps the records of a source whose number is below fraction · 2^128, or the n lowest
 numbers (a bottom-n sample: without replacement, every set of n records is equally likely). So the sample does not
 depend on the number of workers or on the other sources, and a larger sample contains the smaller one.
+
+With `val_share`, two folders are written, `output_dir`/train and `output_dir`/val (verl_ext/text/held_out.py).
 """
 
 import heapq
@@ -17,23 +19,26 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from verl_ext.commands.command_line import SourceOptions, command
-from verl_ext.commands.preview import previews_text
+from verl_ext.commands.preview import Decode, previews_text
 from verl_ext.commands.report import Report
 from verl_ext.data.stream.megatron.masked_index import MaskedIndexes
 from verl_ext.files import CATEGORIES, REPORT, OutputFolder, write_json
-from verl_ext.options import UsageError, option, spell
+from verl_ext.options import DataError, UsageError, option, spell
 from verl_ext.packing import OVER_LENGTH_POLICIES
 from verl_ext.text.arrow_folder import SHARD_BYTES, DatasetWriter
 from verl_ext.text.chat.renderer import ChatOptions
 from verl_ext.text.encoder import Encoder
 from verl_ext.text.encoder_chats import ChatEncoder
 from verl_ext.text.encoder_tokens import TokenRecordEncoder, has_tokens
+from verl_ext.text.held_out import KEYS, RecordChoice
 from verl_ext.text.read.readers import CHUNK, Chunk, ChunkSize, read_chunks
 from verl_ext.text.read.sources import SourceFile, find_source_files
-from verl_ext.text.tokenizing import tokenize_files
+from verl_ext.text.tokenizing import lowest_keys, tokenize_files
+from verl_ext.text.tokens.counts import Counts
 from verl_ext.text.tokens.documents import Documents, NamedCategories
 
 BITS = 128
+PARTS = ("train", "val")  # the folders of a tokenization with val_share
 _CUTS = "tokenizing cuts no document, a run does, by its data.max_tokens and data.over_length"
 RAY_CHUNK = ChunkSize(1024, 1 << 20)  # a task costs the driver a millisecond or two
 
@@ -61,6 +66,14 @@ class TokenizeOptions(ChatOptions, SourceOptions):
         None, "part of each source, or {source: part}; a part is a fraction (1.0: all) or a number of records"
     )
     seed: int = option(42, "seed of the sample")
+    val_share: Any = option(
+        None,
+        "validation data: a share of the records, above 0 and below 1, or a number of them, chosen by a hash of each "
+        "one's words; output_dir gets the folders train and val; null: none",
+    )
+    deduplicate: bool = option(
+        False, "true: a record is left out, and counted, if an earlier one of any source has the same tokens"
+    )
     format: str = option(
         "arrow",
         "arrow: a folder for data.train_dir | megatron: SOURCE.bin and .idx, SOURCE_mask.bin and .idx",
@@ -87,6 +100,14 @@ class TokenizeOptions(ChatOptions, SourceOptions):
         else:
             for name in self.changed().keys() & {"max_document_tokens", "over_length"}:
                 yield f"{name} must be left out with format=arrow: {_CUTS}; got {spell(getattr(self, name))}"
+        if isinstance(self.system, Mapping) and not self.category_field:
+            for name in (name for name in self.system if name not in self.sources):
+                yield f"system.{name} must be one of sources ({', '.join(self.sources)}); got {name}"
+        share = self.val_share
+        is_number = isinstance(share, int) and not isinstance(share, bool) and share >= 1
+        if share is not None and not is_number and not (isinstance(share, float) and 0 < share < 1):
+            needed = "a share above 0 and below 1, or a whole number of records from 1"
+            yield f"val_share must be {needed}; got {spell(share)}"
         parts = {"sample": self.sample}
         if isinstance(self.sample, dict):
             parts = {f"sample.{name}": part for name, part in self.sample.items()}
@@ -101,7 +122,10 @@ class TokenizeOptions(ChatOptions, SourceOptions):
 
 def tokenize_sources(options: TokenizeOptions) -> str:
     """Tokenize the sources; return the closing tables and previews."""
-    return f"{summary(tokenize(options))}\n\nwritten to {options.output_dir}"
+    written = [options.output_dir]
+    if options.val_share is not None:
+        written = [f"{options.output_dir}/{part}" for part in PARTS]
+    return f"{summary(tokenize(options))}\n\nwritten to {' and '.join(written)}"
 
 
 def summary(report: Report) -> str:
@@ -109,6 +133,8 @@ def summary(report: Report) -> str:
     from rich.console import Console  # here, so that a command with a mistake does not import it
 
     parts = [report.table(), previews_text(report.previews, Console())]
+    if report.held_out is not None:
+        parts.insert(1, f"held out for validation:\n{report.held_out.short_table()}")
     return "\n\n".join(part.strip("\n") for part in parts if part)
 
 
@@ -133,7 +159,8 @@ def write_dataset(
 ) -> Report:
     """Write the files' dataset, categories and report into an empty folder.
 
-    Returns its report. Raises `UsageError` and `DataError` with one line.
+    With `val_share`, the folder gets two of them, PARTS. Returns the report, for training with that of validation.
+    Raises `UsageError` and `DataError` with one line.
     """
     options, sources = options.dated(), list(options.sources)
     encoder: Encoder = ChatEncoder(options, sources)
@@ -144,28 +171,99 @@ def write_dataset(
         # Megatron's pairs of indices have no place for a category of each token.
         if options.format == "megatron":
             raise UsageError("format must be arrow for tokenized records, whose category_ids it stores; got megatron")
-    writer: DatasetWriter | MaskedIndexes = DatasetWriter(folder, shard_bytes, first_blocks=True)
-    if options.format == "megatron":
-        prefixes = {f"sources.{name}": folder / name for name in sources}
-        writer = MaskedIndexes(prefixes, options.max_document_tokens, options.over_length)
-    report = Report(options, sources, options.preview, encoder.decode)
+    on_ray = options.backend == "ray"
+    how: Any = {"num_workers": options.num_workers, "on_ray": on_ray}
+    how["size"] = chunk_size or (RAY_CHUNK if on_ray else CHUNK)
+
+    # The records are divided here and not by the workers, which know of no others.
+    choice = None
+    if options.val_share is not None or options.deduplicate:
+        encoder.by_record = True
+        choice = RecordChoice(_first_not_held_out(options, files, encoder, **how), options.deduplicate)
+    folders = [folder] if options.val_share is None else [folder / part for part in PARTS]
+    parts = _Parts([_Part(each, options, encoder.decode, shard_bytes) for each in folders])
+    report = parts.parts[0].report
 
     def add(documents: Documents) -> Documents:
         documents = names.numbered(documents)
-        if isinstance(writer, MaskedIndexes):
-            documents = writer.fitting(documents)
-        writer.add(documents)
-        report.add(documents)
+        return parts.add([documents] if choice is None else choice.split(documents))
+
+    tokenize_files(files, encoder, add, parts, read=_sampled(options, files, encoder, report.read), **how)
+    if len(folders) > 1:
+        report.held_out = parts.parts[1].report
+        report.held_out.read = report.read
+    report.check(options.sources)
+    if report.held_out is not None:
+        _check_division(options.val_share, report.total, report.held_out.total)
+        write_json(folder / REPORT, report.division())
+        write_json(folder / "dataset_dict.json", {"splits": list(PARTS)})  # what `datasets.load_from_disk` reads
+    for part in parts.parts:
+        write_json(part.folder / REPORT, part.report.as_dict())
+        write_json(part.folder / CATEGORIES, {str(number): name for name, number in names.numbers.items()})
+    return report
+
+
+class _Part:
+    """A folder of documents, and its report."""
+
+    def __init__(self, folder: Path, options: TokenizeOptions, decode: Decode, shard_bytes: int) -> None:
+        folder.mkdir(exist_ok=True)
+        self.folder, self.report = folder, Report(options, list(options.sources), options.preview, decode)
+        self.writer: DatasetWriter | MaskedIndexes = DatasetWriter(folder, shard_bytes, first_blocks=True)
+        if options.format == "megatron":
+            prefixes = {f"sources.{name}": folder / name for name in options.sources}
+            self.writer = MaskedIndexes(prefixes, options.max_document_tokens, options.over_length)
+
+    def add(self, documents: Documents) -> Documents:
+        """Write and count documents; return what was written."""
+        if isinstance(self.writer, MaskedIndexes):
+            documents = self.writer.fitting(documents)
+        self.writer.add(documents)
+        self.report.add(documents)
         return documents
 
-    on_ray = options.backend == "ray"
-    size, read = chunk_size or (RAY_CHUNK if on_ray else CHUNK), _sampled(options, files, encoder, report.read)
-    how: Any = {"num_workers": options.num_workers, "on_ray": on_ray, "size": size, "read": read}
-    tokenize_files(files, encoder, add, writer, **how)
-    report.check(options.sources)
-    write_json(folder / REPORT, report.as_dict())
-    write_json(folder / CATEGORIES, {str(number): name for name, number in names.numbers.items()})
-    return report
+
+class _Parts:
+    """The folders that are written together: one, or those of PARTS."""
+
+    def __init__(self, parts: Sequence[_Part]) -> None:
+        self.parts = parts
+
+    def add(self, divided: Sequence[Documents]) -> Documents:
+        """Write the documents of each part; return the first one's."""
+        written = [part.add(documents) for part, documents in zip(self.parts, divided, strict=False)]
+        return written[0]
+
+    def close(self) -> None:
+        """Complete all files."""
+        for part in self.parts:
+            part.writer.close()
+
+    def abandon(self) -> None:
+        """Close or remove files that are incomplete."""
+        for part in self.parts:
+            part.writer.abandon()
+
+
+def _check_division(share: Any, train: Counts, held_out: Counts) -> None:
+    """Raise `DataError` for a `val_share` that leaves one side without a document."""
+    if not (train.documents and held_out.documents):
+        what = "leave a document for training" if held_out.documents else "hold out a document"
+        got = f"which holds out {held_out.records:,} of {train.records + held_out.records:,} records"
+        raise DataError(f"val_share must {what}; got {share}, {got}")
+
+
+def _first_not_held_out(options: TokenizeOptions, files: Sequence[SourceFile], encoder: Encoder, **how: Any) -> int:
+    """Return the key below which records are held out.
+
+    A number of records needs the keys of all.
+    """
+    share = options.val_share
+    if share is None:
+        return 0
+    if isinstance(share, float):
+        return round(share * KEYS)
+    return lowest_keys(files, encoder, share, read=_sampled(options, files, encoder, Counter()), **how).limit
 
 
 def _sampled(

@@ -5,6 +5,8 @@
                      └───────────────┬───────────────────┴───────────────────┘
     CACHE/<fingerprint>/, tokenized unless it is there   →   torchrun … data.train_dir=CACHE/<fingerprint> …
 
+With data.val_share, CACHE/<fingerprint>/ holds train and val, which data.train_dir and data.val_dir name.
+
 The ranks start first: while this process tokenizes, without torch, they import the trainer, check its overrides, and
 then wait for the folders (verl_ext/trainer/start.py).
 """
@@ -20,12 +22,12 @@ from typing import Any, ClassVar
 
 from verl_ext.cache import default_root, is_complete
 from verl_ext.commands.command_line import command, known_options, read_options, words_of
-from verl_ext.commands.tokenize import TokenizeOptions, summary, write_dataset
+from verl_ext.commands.tokenize import PARTS, TokenizeOptions, summary, write_dataset
 from verl_ext.config.legacy import is_name_of_verl
 from verl_ext.config.translation import translate
 from verl_ext.launch.run import Awaited, run_torchrun
 from verl_ext.options import DataError, Options, UsageError, option
-from verl_ext.overrides import Item
+from verl_ext.overrides import Item, quoted
 from verl_ext.text.encoder_chats import ChatEncoder
 from verl_ext.text.read.sources import find_source_files
 from verl_ext.text.tokenizing import cached_tokens, tokens_fingerprint
@@ -33,6 +35,7 @@ from verl_ext.text.tokens.tokenizer import TRUSTED, leave_out_torch
 
 # {the trainer's key of a tokenized folder: the key of its sources}
 NODES = {"data.train_dir": "data.sources", "data.val_dir": "data.val_sources"}
+_SHARE = "data.val_share"
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,9 @@ class SourceKeys(Options):
 
     sources: dict[str, Any] = option({}, "training data, {category: files} as in `verl-ext tokenize`")
     val_sources: dict[str, Any] = option({}, "validation data in the same form; `sample` applies to data.sources alone")
+    val_share: Any = option(
+        None, "validation data: a share of the records of data.sources, or a number, as in `verl-ext tokenize`"
+    )
     cache_dir: str | None = option(None, "folder for tokenized data; null: in the cache of `datasets`")
 
 
@@ -62,27 +68,34 @@ class TrainOptions(Options):
 
 def tokenize_and_train(words: Sequence[str]) -> str:
     """Tokenize if needed, and train; raise SystemExit with a nonzero code."""
-    words = _translated(words)
+    words = _translated([f"data.{word}" if word.startswith("val_share=") else word for word in words])
     # Every word has one reader: this command, `tokenize`, or the trainer, which gets the rest (model.* has two).
     own, encoding = words_of(words, ["nproc"]), []
-    if words_of(words, NODES.values()):  # else data.cache_dir belongs to a dataset that reads text itself
-        own += words_of(words, [*NODES.values(), "data.cache_dir"])
-        given_here = {"model", "sources", "output_dir", "overwrite"}
+    keys = [*NODES.values(), _SHARE]
+    if words_of(words, keys):  # else data.cache_dir belongs to a dataset that reads text itself
+        own += words_of(words, [*keys, "data.cache_dir"])
+        given_here = {"model", "sources", "output_dir", "overwrite", "val_share"}
         encoding = words_of(words, {*known_options(TokenizeOptions), *TokenizeOptions.gone} - given_here)
     of_both = words_of(encoding, ["model"])
     overrides = [word for word in words if word not in own and (word not in encoding or word in of_both)]
     options, texts = read_options(TrainOptions, own), {}
+    _check_share(words, options.data.val_share)
+    share = [word.replace(_SHARE, "val_share", 1) for word in words_of(own, [_SHARE])]
     # A folder is named before it is written, so that the ranks can start while it is tokenized.
+    folders: dict[str, Path] = {}
     for key, node in NODES.items():
         if not (sources := [word.replace(node, "sources", 1) for word in words_of(own, [node])]):
             continue
         if given := words_of(overrides, [key]):
             raise UsageError(f"{key} must not be given beside {node}, which it would be made of; got {given[0]}")
-        others = encoding if key == "data.train_dir" else [w for w in encoding if not words_of([w], ["sample"])]
+        others = [*encoding, *share] if key == "data.train_dir" else _for_validation(encoding, sources)
         texts[key] = Texts(node, [*sources, *others], default_root("verl_ext_tokenized", options.data.cache_dir))
+        folders[key] = texts[key].folder
+    if options.data.val_share is not None:
+        folders = {key: texts["data.train_dir"].folder / part for key, part in zip(NODES, PARTS, strict=True)}
     ranks = options.nproc or _num_gpus() or 1
     line = ["torchrun", "--standalone", "--local_addr=127.0.0.1", f"--nproc_per_node={ranks}"]
-    line += ["-m", "verl_ext.fsdp_sft_trainer", *(f"{key}={each.folder}" for key, each in texts.items()), *overrides]
+    line += ["-m", "verl_ext.fsdp_sft_trainer", *(f"{key}={folder}" for key, folder in folders.items()), *overrides]
 
     def tokenize() -> None:
         for each in texts.values():
@@ -95,10 +108,38 @@ def tokenize_and_train(words: Sequence[str]) -> str:
     awaited = None
     if not all(each.are_tokenized for each in texts.values()):
         categories = texts["data.train_dir"].categories if "data.train_dir" in texts else []
-        awaited = Awaited(tuple(texts), tuple(categories))
+        awaited = Awaited(tuple(folders), tuple(categories))
     if code := run_torchrun(line[1:], tokenize, awaited):
         raise SystemExit(code)
     return ""
+
+
+def _for_validation(encoding: Sequence[str], sources: Sequence[str]) -> list[str]:
+    """Return the options for data.val_sources.
+
+    No part of them is taken, and `system` names their categories alone.
+    """
+    words = [word for word in encoding if not words_of([word], ["sample", "system"])]
+    names = read_options(SourceKeys, sources).sources
+    for item in map(Item.read, words_of(encoding, ["system"])):
+        if isinstance(texts := item.parsed(), dict):
+            texts = {name: text for name, text in texts.items() if name in names}
+            words.append(f"system={{{','.join(f'{quoted(name)}:{quoted(text)}' for name, text in texts.items())}}}")
+        elif item.key == "system" or item.key.removeprefix("system.") in names:
+            words.append(str(item))
+    return words
+
+
+def _check_share(words: Sequence[str], share: Any) -> None:
+    """Raise `UsageError` for a data.val_share without data.sources, or beside other validation data."""
+    if share is None:
+        return
+    if not words_of(words, ["data.sources"]):
+        hint = "`verl-ext tokenize val_share=` divides what data.train_dir and data.val_dir then name"
+        raise UsageError(f"{_SHARE} must be null without data.sources, whose records it divides; got {share}: {hint}")
+    for key in ("data.val_dir", "data.val_sources"):
+        if given := words_of(words, [key]):
+            raise UsageError(f"{key} must be left out beside {_SHARE}, which makes the validation data; got {given[0]}")
 
 
 def _translated(words: Sequence[str]) -> Sequence[str]:
@@ -171,7 +212,8 @@ class Texts:
 
     def _fingerprint(self) -> str:
         options, files = self._options, find_source_files(self._options.patterns)
-        return tokens_fingerprint(files, self._encoder, list(options.sources), options.sample, options.seed)
+        chosen = [options.sample, options.seed, options.val_share, options.deduplicate]
+        return tokens_fingerprint(files, self._encoder, list(options.sources), *chosen)
 
     @contextmanager
     def _errors_name_the_key(self) -> Iterator[None]:
@@ -179,6 +221,7 @@ class Texts:
             yield
         except ValueError as error:
             message = re.sub(r"(?<![\w.])sources\b", self._node, str(error)).replace("output_dir", "data.cache_dir")
+            message = re.sub(r"(?<![\w.])val_share\b", _SHARE, message)
             raise (UsageError if isinstance(error, UsageError) else DataError)(message) from error
 
 

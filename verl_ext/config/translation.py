@@ -288,7 +288,8 @@ def _read_raw(command: _Command, result: Translation) -> None:
     # verl's own default files stand in for missing ones, so that the command reads what it read there.
     train = command.item("data.train_files", "~/data/gsm8k/train.parquet")
     files = {} if command.has("data.sources") else {"data.sources": train}
-    if not (command.has("data.val_sources") or "data.val_dir" in command.by_key):
+    is_divided = "data.val_share" in command.by_key and "data.val_files" not in command.by_key
+    if not (is_divided or command.has("data.val_sources") or "data.val_dir" in command.by_key):
         default = "~/data/gsm8k/test.parquet" if command.is_old else "null"
         files["data.val_sources"] = command.by_key.get("data.val_files", Item("", "data.val_files", default))
     name = _category(train.value or "")

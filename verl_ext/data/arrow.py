@@ -269,10 +269,9 @@ class TokenizedData:
         tables = [folder.table for folder in self._folders]
         with_preferences = (path for path, table in zip(self.folders, tables, strict=True) if has_answers(table))
         if not with_answers and (path := next(with_preferences, None)):
-            raise ValueError(
-                f"{key} must hold documents to learn; got preferences in {path}, whose rejected answers are not to be "
-                "learnt: data=chosen trains on the preferred ones"
-            )
+            remedy = ": data=chosen trains on the preferred ones" if key.startswith("data.") else ""
+            got = f"got preferences in {path}, whose rejected answers are not to be learnt{remedy}"
+            raise ValueError(f"{key} must hold documents to learn; {got}")
         names = list(VALUE_KINDS)
         with_weight = ["loss_weight" in table.column_names for table in tables]
         if not any(with_weight):
@@ -351,10 +350,7 @@ class TokenizedData:
         if not any(has_answers(folder.table) for folder in self._folders):
             return None
         of_folders = zip((folder.table for folder in self._folders), self.folders, strict=True)
-        units = UnitRows.joined([UnitRows.of_table(table, self.key, folder) for table, folder in of_folders])
-        if not all(folder.is_ours for folder in self._folders):  # the tokenizer leaves such answers out
-            units.check_answers(lambda row: self.block(row, row + 1), self.key)
-        return units
+        return UnitRows.joined([UnitRows.of_table(table, self.key, folder) for table, folder in of_folders])
 
     def block(self, first: int, last: int) -> dict[str, NDArray[Any]]:
         """Return the values of rows first..last-1, all in one chunk, by column."""

@@ -6,9 +6,11 @@ packs    0          2                       4
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
@@ -47,6 +49,23 @@ class ChosenDataSet(SFTDataSet):
         if not len(rows):
             raise ValueError(f"{key} must hold a preferred answer with data=chosen; got rejected ones alone")
         return data, rows
+
+    @cached_property
+    def _weights(self) -> NDArray[np.float64] | None:
+        """The weight of each row's unit, float64[N]; None if all are 1."""
+        units = self._data.units
+        assert units is not None, "it was opened with them"
+        return None if (units.weight == 1).all() else np.repeat(units.weight, units.sizes)
+
+    def __getitem__(self, pack: int) -> dict[str, torch.Tensor]:
+        """Return a pack, its loss_weight multiplied by those of the units."""
+        item = super().__getitem__(pack)
+        if self._weights is not None:
+            documents = self.plan.documents(range(len(self))[pack])
+            weights = np.repeat(self._weights[self.spans.row[documents]], self.spans.length[documents])
+            given = item.setdefault("loss_weight", torch.ones(len(item["loss_mask"])))
+            given[: len(weights)] *= torch.from_numpy(weights)
+        return item
 
     @override
     def omitted_documents(self) -> list[OmittedDocuments]:

@@ -20,6 +20,7 @@ from verl_ext.data.files_in_use import DataFile
 from verl_ext.data.mixture import MixtureRow
 from verl_ext.data.options import DataOptions, DatasetOptions, RunLength
 from verl_ext.data.ranks import Ranks
+from verl_ext.data.units import UnitRows
 from verl_ext.options import check_choice
 from verl_ext.packing import TOKENS, CostModel
 
@@ -61,6 +62,10 @@ class DocumentSource(Protocol):
     @property
     def document_columns(self) -> DocumentColumns | None:
         """The facts of the documents; None if only their tokens show them."""
+
+    @property
+    def units(self) -> UnitRows | None:
+        """The preferences among the rows; None if no document is an answer."""
 
     @property
     def first_blocks(self) -> NDArray[np.uint64] | None:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_ext.cache import Arrays, fingerprint
+from verl_ext.data.arrow import fitting
 from verl_ext.data.omitted import OverLength, OverLengthCount, count_over_length, sum_by_category
 from verl_ext.data.ranks import ONE_RANK, Ranks, arrays_of_ranks
 from verl_ext.files import CATEGORIES, file_state
@@ -69,7 +70,7 @@ def scan_documents(
 
     Raises:
         ValueError: if loss_mask is not 0 or 1, a category id is negative, or a loss_weight is negative or not finite
-            (it names the row); if there is no target at all.
+            (it names the row); if there is no target at all; for answers that `check_answers` refuses.
     """
     # Only documents without columns are read, and those that are cut or dropped, to report the loss.
     columns = data.document_columns
@@ -83,7 +84,8 @@ def scan_documents(
     counts: list[list[int]] = []
     reader = _Reader(data, over, block_tokens)
     if is_read.any():
-        name = f"scan-{_fingerprint(data, is_read, over)}" if keep and ranks.rank == 0 else ""
+        cut = [over.max_tokens, over.policy] if len(over.rows) else None
+        name = f"scan-{_fingerprint(data, is_read, cut)}" if keep and ranks.rank == 0 else ""
         read = partial(reader.read, is_read, spans.row[of_tokens], ranks)
         facts = arrays_of_ranks(ranks, name, read) if keep else read()
         targets[of_tokens] = facts["targets"]
@@ -100,9 +102,78 @@ def scan_documents(
         if not targets.any():
             where = f"after the first token of each of its {len(spans)} documents"
             raise ValueError(f"{data.key} must have target tokens; loss_mask is 0 everywhere {where}")
+    if data.units is not None:
+        has_target = np.zeros(len(data.lengths), bool)
+        has_target[spans.row[targets > 0]] = True
+        check_answers(data, has_target, ranks, keep=keep, block_tokens=block_tokens)
     over_length = tuple(OverLengthCount(*numbers) for numbers in counts)
     ids = tuple(sorted(categories - {0}))
     return DocumentScan(targets, min(token_ids), max(token_ids), ids, over_length, reader.tokens_read)
+
+
+def check_answers(
+    data: "DocumentSource",
+    has_target: NDArray[np.bool_],
+    ranks: Ranks = ONE_RANK,
+    *,
+    keep: bool = False,
+    block_tokens: int = BLOCK_TOKENS,
+) -> None:
+    """Refuse an answer without a target, or equal to the preferred one.
+
+    Raises ValueError with its row. `verl-ext tokenize` leaves such answers out. Of the rows of other programs, rank 0
+    reads those that are not known to have a target (bool[N]), and the ids of pairs of one length.
+
+    keep: do not read again what an earlier start found right.
+    """
+    units, columns = data.units, data.document_columns
+    if units is None:
+        return
+    is_checked = (units.answer != 0) & (True if columns is None else columns.num_targets < 0)
+    if not is_checked.any():
+        return
+
+    def read() -> Arrays:
+        with ranks.guard():
+            if ranks.rank == 0:
+                _check_targets(data, is_checked & ~has_target, block_tokens)
+                chosen, rejected = (rows[is_checked[rows]] for rows in units.pairs)
+                _check_different(data, chosen, rejected, block_tokens)
+        return {"checked": np.flatnonzero(is_checked)[:1]}
+
+    if keep:
+        arrays_of_ranks(ranks, f"answers-{_fingerprint(data, is_checked)}" if ranks.rank == 0 else "", read)
+    else:
+        read()
+
+
+def _check_targets(data: "DocumentSource", is_read: NDArray[np.bool_], block_tokens: int) -> None:
+    has_none = is_read & (data.lengths == 0)
+    over = OverLength(np.zeros(0, np.int64), 0, "error")  # nothing is cut
+    rows_to_read = np.flatnonzero(is_read & ~has_none)
+    for rows, length, values in _Reader(data, over, block_tokens).blocks(is_read & ~has_none, rows_to_read, True):
+        has_none[rows] = count_targets(values["loss_mask"] != 0, offsets_of(length)[:-1]) == 0
+    if has_none.any():
+        raise ValueError(f"{data.key} must have a target in every answer; got none in row {has_none.argmax()}")
+
+
+def _check_different(
+    data: "DocumentSource", chosen: NDArray[np.int64], rejected: NDArray[np.int64], block_tokens: int
+) -> None:
+    """Raise ValueError if the answers of a pair have the same tokens."""
+    alike = data.lengths[chosen] == data.lengths[rejected]
+    chosen, rejected = chosen[alike], rejected[alike]
+    length = data.lengths[chosen].astype(np.int64)
+    for first, stop in fitting(0, length, block_tokens):
+        starts, pairs = offsets_of(length[first:stop]), slice(first, stop)
+        sides = [np.empty(int(starts[-1]), np.int64) for _ in range(2)]
+        for rows, ids in zip((chosen, rejected), sides, strict=True):
+            data.gather(rows[pairs], np.zeros(stop - first, np.int64), length[pairs], {"input_ids": ids})
+        differs = np.logical_or.reduceat(sides[0] != sides[1], starts[:-1])
+        if not differs.all():
+            at = first + int(differs.argmin())
+            got = f"got the tokens of row {chosen[at]} again in row {rejected[at]}"
+            raise ValueError(f"{data.key} must have different answers in a unit; {got}")
 
 
 def check_vocabulary(token_range: tuple[int, int], vocab_size: int, key: str = "data.train_dir") -> None:
@@ -124,12 +195,11 @@ def shares(lengths: NDArray[np.integer], ranks: int) -> NDArray[np.int64]:
     return np.searchsorted(offsets[:-1], np.arange(ranks + 1) * (int(offsets[-1]) / ranks))
 
 
-def _fingerprint(data: "DocumentSource", is_read: NDArray[np.bool_], over: OverLength) -> str:
+def _fingerprint(data: "DocumentSource", is_read: NDArray[np.bool_], cut: list[Any] | None = None) -> str:
     """Return a digest of all that decides what is read and cut."""
     paths = [file.path for file in data.files]
     paths += [path for folder in data.folders if os.path.exists(path := os.path.join(folder, CATEGORIES))]
     files = [file_state(path) for path in paths]
-    cut = [over.max_tokens, over.policy] if len(over.rows) else None
     return fingerprint([FORMAT, len(data.folders), files, cut], np.packbits(is_read))
 
 
@@ -149,7 +219,7 @@ class _Reader:
         with ranks.guard():
             rows = np.flatnonzero(is_read)
             first, last = shares(self.data.lengths[rows], ranks.size)[ranks.rank : ranks.rank + 2].tolist()
-            for block in self._blocks(is_read, rows[first:last], has_bar=ranks.rank == 0):
+            for block in self.blocks(is_read, rows[first:last], has_bar=ranks.rank == 0):
                 of_pieces, *facts = self._facts(*block)
                 at = int(np.searchsorted(span_rows, block[0][0]))
                 targets[at : at + len(of_pieces)] = of_pieces
@@ -164,7 +234,7 @@ class _Reader:
             "over_length": sum_by_category(counts),
         }
 
-    def _blocks(
+    def blocks(
         self, is_read: NDArray[np.bool_], rows: NDArray[np.int64], has_bar: bool
     ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], Values]]:
         """Yield rows, lengths and values, in blocks of about block_tokens."""

@@ -30,6 +30,7 @@ from verl_ext.data.options import DatasetOptions
 from verl_ext.data.ranks import Ranks
 from verl_ext.data.sft import SFTDataSet
 from verl_ext.data.sft_options import SFTOptions
+from verl_ext.data.units import UnitRows
 from verl_ext.options import option, spell
 from verl_ext.packing.plan import index_type
 from verl_ext.text.read.sources import absolute_path
@@ -136,6 +137,7 @@ class OwnDocuments:
 
     files: tuple[DataFile, ...] = ()
     document_columns: DocumentColumns | None = None
+    units: UnitRows | None = None
     first_blocks: NDArray[np.uint64] | None = None
 
     def __init__(self, dataset: DocumentDataset, key: str) -> None:

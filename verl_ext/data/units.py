@@ -7,7 +7,7 @@ pair_weight   1   1 | 2   2   2 | 1 | 1
 starts        0       2           5   6   7
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -82,19 +82,6 @@ class UnitRows:
         starts = [part.starts[:-1] + begin for part, begin in zip(parts, first[:-1], strict=True)]
         answer, weight = (np.concatenate([getattr(part, name) for part in parts]) for name in ("answer", "weight"))
         return cls(np.concatenate([*starts, first[-1:]]), answer, weight)
-
-    def check_answers(self, read: Callable[[int], Mapping[str, NDArray[Any]]], key: str) -> None:
-        """Raise ValueError for an answer without a target, or an equal one.
-
-        read: gives the columns of a row's tokens.
-        """
-        for row in np.flatnonzero(self.answer).tolist():
-            if not read(row)["loss_mask"][1:].any():
-                raise ValueError(f"{key} must have a target in every answer; got none in row {row}")
-        for chosen, rejected in zip(*(rows.tolist() for rows in self.pairs), strict=True):
-            if np.array_equal(read(chosen)["input_ids"], read(rejected)["input_ids"]):
-                needed = f"{key} must have different answers in a unit"
-                raise ValueError(f"{needed}; got the tokens of row {chosen} again in row {rejected}")
 
     def __len__(self) -> int:
         return len(self.weight)

@@ -12,7 +12,7 @@ with EOS; none changes what another one made:
     9 arrow_folder          a row of a shard         written in the command's process, in the order of the files
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from functools import cache, cached_property, partial
@@ -27,14 +27,16 @@ from verl_ext.options import UsageError, one_line
 from verl_ext.text.chat.parts import EMPTY_REASONING, KINDS, REASONING
 from verl_ext.text.chat.renderer import ChatOptions, ChatRenderer, RenderedTurns
 from verl_ext.text.chat.template import prints_date
-from verl_ext.text.encoder import Encoder
+from verl_ext.text.encoder import NO_KEY, Encoder, Owner
+from verl_ext.text.held_out import content_key
 from verl_ext.text.read.json_records import parse_line
-from verl_ext.text.read.readers import Chunk, TextFile
+from verl_ext.text.read.readers import Chunk, TextFile, read_record
 from verl_ext.text.records.bad_record import BadRecord, check_characters
+from verl_ext.text.records.message_names import MessageNames
 from verl_ext.text.records.messages import Chat, PlainText
-from verl_ext.text.records.preference import Preference
+from verl_ext.text.records.preference import REJECTED, Content, Preference
 from verl_ext.text.records.records import Record, category_of, parse_record, read_columns
-from verl_ext.text.tokens.counts import Counts
+from verl_ext.text.tokens.counts import Counts, Tally
 from verl_ext.text.tokens.documents import Document, Documents
 from verl_ext.text.tokens.encoders import Encoded, TextEncoder
 from verl_ext.text.tokens.tokenizer import read_template, stop_tokens, tokenizer_facts
@@ -48,11 +50,14 @@ Text = str | TextFile | RenderedTurns
 class _Item(NamedTuple):
     """A record's text or error; a chat with turns=each has several.
 
-    more: the texts of the other answers of a preference, which becomes documents or is bad as a whole.
+    record: its number in the chunk. counts: those of its category, or of the record. more: the texts of the other
+    answers of a preference, which becomes documents or is bad as a whole.
     """
 
     place: str
+    record: int
     category: str
+    counts: Counts
     text: Text | BadRecord
     weight: float | None = None
     preference: Preference | None = None
@@ -90,6 +95,10 @@ class ChatEncoder(Encoder):
         return ChatRenderer(self.tokenizer, self._encoder.special, self.options)
 
     @cached_property
+    def _names(self) -> MessageNames:
+        return self.options.message_names
+
+    @cached_property
     def _is_one_token(self) -> Any:
         return cache(lambda text: len(self._encoder.ids(text)) == 1)
 
@@ -119,18 +128,15 @@ class ChatEncoder(Encoder):
 
     def encode(self, chunk: Chunk) -> Documents:
         """Return a chunk's documents, one for each text of its records."""
-        counts: defaultdict[str, Counts] = defaultdict(Counts)
-        items = self._items(chunk, counts)
+        tally = Tally(self.by_record)
+        items, keys = self._items(chunk, tally)
         tokens = iter(self._encoded([text for item in items for text in (item.text, *item.more)]))
-        makers = (
-            partial(self._documents, item, [next(tokens) for _ in (item.text, *item.more)], counts[item.category])
-            for item in items
-        )
-        documents = self.made(chunk, makers, [(item.place, counts[item.category]) for item in items])
+        makers = (partial(self._documents, item, [next(tokens) for _ in (item.text, *item.more)]) for item in items)
+        owners = [Owner(item.place, item.counts, item.record) for item in items]
+        documents = self.made(chunk, makers, owners, tally, keys)
         if "_chats" in vars(self):
             documents = replace(documents, chat_template=self._chats.jinja, end_of_chat=next(reversed(self.ends), None))
-        by_category = dict(counts) if self.options.category_field else {}
-        return replace(documents, counts=Counts().add(*counts.values()), category_counts=by_category)
+        return replace(documents, category_counts=tally.by_category() if self.options.category_field else {})
 
     def failure(self, bad: BadRecord, place: str) -> str | None:
         """Return a bad record's line; None for those that options leave out.
@@ -140,27 +146,32 @@ class ChatEncoder(Encoder):
         is_asked_for = bad.reason == "small_gap" or (bad.reason == "unprinted" and self.options.on_unprinted != "error")
         return None if is_asked_for else super().failure(bad, place)
 
-    def shown(self, raw: Any) -> Iterator[ShownText]:
-        """Yield a record's texts that give documents. Raises `BadRecord` for none."""
-        content = self._record(raw).content
+    def shown(self, raw: Any, source: str = "") -> Iterator[ShownText]:
+        """Yield a source's record's texts that give documents. Raises `BadRecord` for none."""
+        raw = read_record(raw)
+        content = self._record(raw, self._category(raw, source)).content
         for each in content.answers if isinstance(content, Preference) else [content]:
             texts = self._texts(each)
             for text, encoded in zip(texts, self._encoded(texts), strict=True):
-                ids = self._document(_Item("", "", text), text, encoded, Counts()).input_ids
+                ids = self._document(_Item("", 0, "", Counts(), text), text, encoded, Counts()).input_ids
                 if isinstance(text, RenderedTurns) and isinstance(each, Chat):
                     prompts = [(turn, self._chats.prompt(each, turn).text) for turn in text.turns]
                     yield ShownText(text.text, ids, prompts)
                 else:
                     yield ShownText(str(text), ids, [])
 
-    def prompt(self, raw: Any) -> tuple[Chat | None, int, list[int]]:
+    def prompt(self, raw: Any, category: str = "") -> tuple[Chat | None, int, list[int]]:
         """Return (chat, its last assistant turn, tokens before that turn).
 
         A plain text, without a chat, is gone on with; of a preference, the preferred answer counts. The tokens begin
-        the document that the record gives, up to what the template prints only before an answer. Raises `BadRecord`.
+        the document that the record gives, up to what the template prints only before an answer. Raises `BadRecord`,
+        also for an answer that is undesirable.
         """
-        content, last = self._record(raw).content, 0
-        content = content.answers[0] if isinstance(content, Preference) else content
+        content, last = self._record(raw, category).content, 0
+        if isinstance(content, Preference):
+            if content.sides[0] == REJECTED:
+                raise BadRecord("no_target", "the answer is undesirable, and none is expected: leave the record out")
+            content = content.answers[0]
         texts: Sequence[Text]
         if isinstance(content, Chat):
             last = max(number for number, message in enumerate(content.messages) if message["role"] == "assistant")
@@ -191,49 +202,69 @@ class ChatEncoder(Encoder):
         """Return a text's token ids, without those added at either end."""
         return self._encoder.ids(text)
 
-    def _items(self, chunk: Chunk, counts: defaultdict[str, Counts]) -> list[_Item]:
-        """Return every record's texts, or its error; count records by category."""
+    def record_key(self, raw: Any, source: int) -> int:
+        """Return 64 bits of a hash of a record's words. Raises `BadRecord`."""
+        raw = read_record(raw)
+        category = self._category(raw, self.sources[source - 1] if self.sources else "")
+        return self._key(self._record(raw, category).content, category)
+
+    def _category(self, raw: Any, source: str) -> str:
+        own = category_of(raw, self.options.category_field) if self.options.category_field else None
+        return source if own is None else own
+
+    def _key(self, content: Content, category: str) -> int:
+        return content_key(content, self.options.default_system(category), self.options.turns == "each")
+
+    def _items(self, chunk: Chunk, tally: Tally) -> tuple[list[_Item], NDArray[np.uint64] | None]:
+        """Return records' texts or errors, and keys if `by_record`; count records."""
         items: list[_Item] = []
+        keys = np.full(len(chunk.records), NO_KEY, np.uint64) if self.by_record else None
         category_field = self.options.category_field
-        source = self.sources[chunk.category_id - 1] if category_field else ""
-        for place, raw in chunk.records:
+        source = self.sources[chunk.category_id - 1] if self.sources else ""
+        for number, (place, raw) in enumerate(chunk.records):
             category = source
             try:
                 raw = parse_line(raw) if isinstance(raw, bytes) else raw
                 if category_field:
                     own = category_of(raw, category_field)
                     category = category if own is None else own
-                    counts[category].uncategorised += own is None
-                record = self._record(raw)
+                    tally.of(category).uncategorised += own is None
+                of_record = place, number, category, tally.of(category)
+                record = self._record(raw, category)
                 content = record.content
+                if keys is not None:
+                    keys[number] = self._key(content, category)
                 if isinstance(content, Preference):
-                    found = [self._unit(place, category, content, record.weight)]
+                    found = [self._unit(of_record, content, record.weight)]
                 else:
-                    found = [_Item(place, category, text, record.weight) for text in self._texts(content)]
-                self._count_fields(record, counts[category])
+                    found = [_Item(*of_record, text, record.weight) for text in self._texts(content)]
+                self._count_fields(record, tally.of(category))
                 items += found
             except RecursionError:
-                items.append(_Item(place, category, BadRecord("malformed_json", "the record is nested too deep")))
+                bad = BadRecord("malformed_json", "the record is nested too deep")
+                items.append(_Item(place, number, category, tally.of(category), bad))
             except BadRecord as bad:
-                items.append(_Item(place, category, bad))
-            counts[category].records += 1
-        return items
+                items.append(_Item(place, number, category, tally.of(category), bad))
+            tally.end_record(category)
+        return items, keys
 
-    def _record(self, raw: Any) -> Record:
-        record = parse_record(raw, self.options.columns, drop_media=self.options.media == "drop")
+    def _record(self, raw: Any, category: str) -> Record:
+        options = self.options
+        system = options.default_system(category)
+        record = parse_record(raw, options.columns, options.media == "drop", self._names, system)
         gap = self.options.min_score_gap
         if gap is not None and isinstance(record.content, Preference):
             record = record._replace(content=record.content.with_least_gap(gap))
         return record
 
-    def _unit(self, place: str, category: str, preference: Preference, weight: float | None) -> _Item:
+    def _unit(self, of_record: tuple[str, int, str, Counts], preference: Preference, weight: float | None) -> _Item:
         """Return the texts of a preference's answers, one of each. Raises `BadRecord`."""
         found = [self._texts(answer) for answer in preference.answers]
         if any(len(texts) > 1 for texts in found):
             needed = "turns must be all or last for answers of several assistant turns, which are one document"
             raise BadRecord("several_turns", f"{needed}; got {self.options.turns}")
         first, *others = (texts[0] for texts in found)
-        return _Item(place, category, first, weight, preference, tuple(others))
+        return _Item(*of_record, first, weight, preference, tuple(others))
 
     def _texts(self, content: Chat | PlainText) -> Sequence[Text]:
         if isinstance(content, Chat):
@@ -248,6 +279,7 @@ class ChatEncoder(Encoder):
     def _count_fields(self, record: Record, counts: Counts) -> None:
         """Count unread fields, also the template's if it does not name them."""
         counts.text_calls += record.text_calls
+        counts.default_system += record.has_default
         content = record.content.answers[0] if isinstance(record.content, Preference) else record.content
         arguments = content.template_kwargs if isinstance(content, Chat) else {}
         if not (record.unused or record.message_fields or record.dropped or arguments):
@@ -271,8 +303,9 @@ class ChatEncoder(Encoder):
             for text in texts
         ]
 
-    def _documents(self, item: _Item, encoded: Sequence[Encoded | Exception], counts: Counts) -> list[Document]:
+    def _documents(self, item: _Item, encoded: Sequence[Encoded | Exception]) -> list[Document]:
         """Make an item's documents, all or none; raise `BadRecord` for none."""
+        counts = item.counts
         if item.preference is None or isinstance(item.text, BadRecord):
             return [self._document(item, item.text, encoded[0], counts)]
         own, texts = Counts(), [item.text, *item.more]
@@ -296,6 +329,8 @@ class ChatEncoder(Encoder):
         ids, weights, chat = encoded.ids, None, text if isinstance(text, RenderedTurns) else None
         if chat is None:
             ids = self._with_eos(ids)
+        self.check_length(len(ids))
+        if chat is None:
             mask = np.ones(len(ids), dtype=np.int8)
         else:
             mask, weights, firsts, border_tokens = self._learnt_tokens(chat, encoded)
@@ -355,10 +390,10 @@ def _preference_counts(preference: Preference, texts: Sequence[Text], documents:
     lengths = [int(document.loss_mask.sum()) for document in documents]
     chats = [text for text in texts if isinstance(text, RenderedTurns)]
     thoughts = [{part.kind for part in chat.parts} & {REASONING, EMPTY_REASONING} for chat in chats]
-    ends = [chat.ends[-1:] for chat in chats]
+    has_end = [any(chat.ends[-1:]) for chat in chats]
     for place in range(1, len(documents)):
         counts["chosen_longer"] += lengths[0] > lengths[place]
         counts["rejected_longer"] += lengths[0] < lengths[place]
         counts["unequal_parts"] += thoughts[0] != thoughts[place]
-        counts["unequal_ends"] += ends[0] != ends[place]
+        counts["unequal_ends"] += has_end[0] != has_end[place]
     return +counts

@@ -17,13 +17,14 @@ from verl_ext.options import DataError, UsageError
 from verl_ext.text.chat.renderer import ChatOptions
 from verl_ext.text.encoder import Encoder
 from verl_ext.text.encoder_texts import vocabulary_size
+from verl_ext.text.held_out import hashed_key
 from verl_ext.text.read.readers import Chunk, ChunkSize, read_chunks, read_record
 from verl_ext.text.read.sources import SourceFile
 from verl_ext.text.records.bad_record import BadRecord, readable_value
 from verl_ext.text.tokens.documents import Document, Documents
 
 REQUIRED = ("input_ids", "loss_mask", "category_ids")
-COLUMNS = (*REQUIRED, "length", "loss_weight")
+COLUMNS = (*REQUIRED, "length", "loss_weight", "unit", "answer")
 
 
 def has_tokens(files: Iterable[SourceFile]) -> bool:
@@ -67,6 +68,10 @@ class TokenRecordEncoder(Encoder):
         """Return the documents of a chunk, one for each record."""
         return self.made(chunk, (partial(self._document, raw) for _, raw in chunk.records))
 
+    def record_key(self, raw: Any, source: int) -> int:
+        """Return 64 bits of a hash of a record's tokens. Raises `BadRecord`."""
+        return hashed_key([_numbers(read_record(raw), "input_ids", np.iinfo(np.int32).max).tobytes()])
+
     def _document(self, raw: Any) -> Document:
         record = read_record(raw)
         ids = _numbers(record, "input_ids", self._vocabulary - 1)
@@ -81,7 +86,13 @@ class TokenRecordEncoder(Encoder):
                 needed = f"loss_weight must be {len(ids)} numbers of at least 0, one for each of input_ids"
                 raise BadRecord("bad_tokens", needed)
             weights = weights.astype(np.float32)
+        # A unit that lost one of its rows would be broken, and an answer alone no document to learn.
+        unit, answer = (readable_value(record.get(name)) for name in ("unit", "answer"))
+        if type(unit) is int and type(answer) is int and answer:
+            needed = "answer must be 0: tokenized preferences are not tokenized again, but made anew from their records"
+            raise BadRecord("preference", f"{needed}; got {answer}")
         mask[:1] = 0
+        self.check_length(len(ids))
         if not mask.any():
             raise BadRecord("no_target", "no token is left to learn after the first")
         return Document(ids, mask, weights, category_ids=categories * mask)

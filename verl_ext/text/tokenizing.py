@@ -17,6 +17,9 @@ from pathlib import Path
 from socket import gethostname
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from verl_ext.cache import cached_folder, fingerprint
 from verl_ext.environment import differences, versions
 from verl_ext.files import file_state
@@ -24,6 +27,7 @@ from verl_ext.launch.ray_cluster import ray_cluster
 from verl_ext.options import DataError
 from verl_ext.progress import Progress
 from verl_ext.text.encoder import Encoder
+from verl_ext.text.held_out import LowestKeys
 from verl_ext.text.read.readers import CHUNK, Chunk, ChunkSize, read_files
 from verl_ext.text.read.sources import SourceFile, is_url, remote_facts, total_bytes
 from verl_ext.text.tokens.documents import Documents
@@ -35,6 +39,7 @@ THREADS_BYTES = 32 << 20  # up to which the tokenizer's own threads are as fast 
 THREADS_CHUNK = ChunkSize(bytes=4 << 20)  # enough work for them
 
 EncoderT = TypeVar("EncoderT", bound=Encoder)
+ResultT = TypeVar("ResultT")
 
 
 class Writer(Protocol):
@@ -80,7 +85,8 @@ def tokenize_files(
             encoder.open()  # here too, so that a tokenizer that does not suit is refused before a worker starts
             size = size or (THREADS_CHUNK if num_workers == 1 and encoder.given_tokenizer is not None else CHUNK)
             chunks = read_files(files, size, read or encoder.read, is_full)
-            with closing(_results(encoder, chunks, num_workers, on_ray, name="tokenize", preload=preload)) as results:
+            how: Any = {"name": "tokenize", "preload": preload}
+            with closing(_results(encoder, type(encoder).encode, chunks, num_workers, on_ray, **how)) as results:
                 for documents in results:
                     written = add(documents)
                     if documents.failure is not None and not is_full(documents.category_id):
@@ -89,6 +95,37 @@ def tokenize_files(
         writer.close()
     finally:
         writer.abandon()
+
+
+def lowest_keys(
+    files: Sequence[SourceFile],
+    encoder: Encoder,
+    count: int,
+    *,
+    num_workers: int | None,
+    on_ray: bool,
+    size: ChunkSize,
+    read: Callable[[SourceFile, ChunkSize], Iterator[Chunk]],
+) -> LowestKeys:
+    """Return the lowest different keys of all records.
+
+    They are read once more for it. An unreadable file ends its source here, and is an error when it is tokenized. The
+    arguments are as above.
+    """
+    lowest, num_bytes = LowestKeys(count), total_bytes(files)
+    workers = num_workers or (None if on_ray else _useful_workers(encoder, num_bytes))
+    chunks = read_files(files, size, read)
+    how: Any = {"name": "val_share", "preload": [tokenizer_module(), type(encoder).__module__]}
+    found = _results(encoder, _keys_of, chunks, workers, on_ray, **how)
+    with Progress(num_bytes, "val_share") as progress, closing(found) as results:
+        for keys, read_bytes in results:
+            lowest.add(keys)
+            progress.add(read_bytes, len(keys), 0)
+    return lowest
+
+
+def _keys_of(encoder: Encoder, chunk: Chunk) -> tuple[NDArray[np.uint64], int]:
+    return encoder.record_keys(chunk), chunk.num_bytes
 
 
 def _useful_workers(encoder: Encoder, num_bytes: int | None) -> int:
@@ -102,17 +139,21 @@ def _useful_workers(encoder: Encoder, num_bytes: int | None) -> int:
 
 
 def _results(
-    encoder: Encoder, chunks: Iterator[Chunk], num_workers: int | None, on_ray: bool, **how: Any
-) -> Generator[Documents, None, None]:
-    """Yield the chunks' documents in order, encoded by processes or Ray tasks."""
-    encode = type(encoder).encode
+    encoder: EncoderT,
+    work: Callable[[EncoderT, Chunk], ResultT],
+    chunks: Iterator[Chunk],
+    num_workers: int | None,
+    on_ray: bool,
+    **how: Any,
+) -> Generator[ResultT, None, None]:
+    """Yield `work(encoder, chunk)` in order, done by processes or Ray tasks."""
     if not on_ray:
         key = "num_workers" if hasattr(encoder.options, "num_workers") else None  # a dataset has no such option
-        yield from ordered_results(partial(_opened, encoder), encode, chunks, num_workers or 1, key=key, **how)
+        yield from ordered_results(partial(_opened, encoder), work, chunks, num_workers or 1, key=key, **how)
         return
     make = partial(_same_encoder, encoder, encoder.fingerprint(), versions(), gethostname())
     with ray_cluster(num_workers or available_cpus()):
-        yield from ray_results(make, encode, chunks, num_workers, **how)
+        yield from ray_results(make, work, chunks, num_workers, **how)
 
 
 def _opened(encoder: EncoderT) -> EncoderT:

@@ -91,13 +91,14 @@ def add_reference(run: Run, policy: StepEngine, build: Callable[[Mapping[str, An
             sums, of_packs = _scored(run, engine, each)
             return {"sums": sums, "mismatched": of_packs}
 
-        def cached(name: str = _name(run, each, ranks), score: Callable[[], Arrays] = score) -> Arrays:
-            return arrays_of_ranks(ranks, name, score)
+        facts = _facts(run, each, ranks)
 
-        name = f"{each.name}-{_name(run, each, ranks)}"
-        kept = (
-            cached() if run.config.trainer.eval_only else arrays_of_ranks(ranks, name, cached, run.output / REFERENCE)
-        )
+        def cached(name: str = fingerprint(facts, _layout(run, each)), score: Callable[[], Arrays] = score) -> Arrays:
+            return arrays_of_ranks(ranks, f"reference-{name}", score)
+
+        # A run keeps its sums on other ranks too; a new run on them makes its own, which have the bits of its packs.
+        name, root = f"{each.name}-{fingerprint(facts)}", run.output / REFERENCE
+        kept = cached() if run.config.trainer.eval_only else arrays_of_ranks(ranks, name, cached, root)
         each.dataset.reference = kept["sums"]
         if run.config.loss.of_mode.formula is None:  # type: ignore[attr-defined]
             each.dataset.mismatched_reference = kept["mismatched"]
@@ -111,16 +112,28 @@ def _values_of_reference(run: Run, path: str) -> dict[str, Any]:
     return {**run.config.values, "model": {**run.config.values["model"], **own}}
 
 
-def _name(run: Run, each: ScoredSet, ranks: RunRanks) -> str:
-    """Return the name of cached sums: a digest of all that decides them."""
+def _facts(run: Run, each: ScoredSet, ranks: RunRanks) -> str:
+    """Return a digest of the data, the weights and the settings that decide a set's sums; collective."""
     config, options = run.config, run.config.loss
     assert isinstance(options, PreferenceOptions)
     content = DataFiles(each.dataset.data_files, each.dataset.key).digest(ranks)
     adapter = config.model_options.lora_adapter_path
     weights: list[Any] = [run.reference] if run.reference else [run.base, adapter and folder_digest(adapter)]
     data = [FORMAT, content, each.dataset.digest, options.chosen_length, options.tail_weight]
-    model = [weights, model_shape(run.model.hf_config), config.engine.mixed_precision, run.model.backend, versions()]
+    if options.formula is None:  # answers of a pack are paired with prompts of the same pack
+        plan = each.dataset.plan
+        data.append(fingerprint(plan.document_index.astype(np.int64).tobytes(), plan.pack_offsets.tobytes()))
+    model = [weights, model_shape(run.model.hf_config), config.engine.mixed_precision, versions()]
     return fingerprint(json.loads(json.dumps([data, model], default=str)), each.rows.tobytes())
+
+
+def _layout(run: Run, each: ScoredSet) -> list[Any]:
+    """Return what decides the last bits of the sums, beside their facts."""
+    config, plan = run.config, each.plan
+    order = [plan.num_packs, plan.batch_size, plan.seed, plan.shuffle, plan.costs is not None, plan.group_size]
+    sizes = [config.machine.world_size, config.sequence_parallel_size, config.data.micro_batch_size_per_gpu]
+    own = [getattr(config.dataset, "share_prefixes", False), run.model.backend, config.loss.head_flags]
+    return [order, sizes, own, each.steps]
 
 
 def _scored(run: Run, engine: StepEngine, each: ScoredSet) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -14,13 +14,14 @@ from functools import cached_property, lru_cache
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from verl_ext.cache import fingerprint
-from verl_ext.options import UsageError, option
+from verl_ext.options import UsageError, option, spell
 from verl_ext.text.chat.learnt import EMPTY_BLOCK, Learnt, Part, closes_again, without_empty_blocks
 from verl_ext.text.chat.parts import RenderedChat, is_opened
 from verl_ext.text.chat.special_tokens import STAND_INS, SpecialTokens
 from verl_ext.text.chat.template import ChatTemplate, Span, joined_spans
 from verl_ext.text.chat.template_cache import TemplateCache
 from verl_ext.text.records.bad_record import BadRecord, RecordOptions
+from verl_ext.text.records.message_names import MessageNames
 from verl_ext.text.records.messages import Chat
 from verl_ext.text.records.records import column_problems
 from verl_ext.text.records.shapes import RESERVED_TEMPLATE_KWARGS
@@ -79,6 +80,13 @@ class ChatOptions(RecordOptions):
     columns: dict[str, Any] = option(
         {}, "{known field: its name in the records}, a.b for a nested field; null: the field is not read"
     )
+    message_columns: dict[str, Any] = option(
+        {}, "{role or content or another known field of a message: its name in the records}; null: it is not read"
+    )
+    roles: dict[str, Any] = option(
+        {}, "{a role's name in the records: system, developer, user, assistant, function_call or tool}"
+    )
+    system: Any = option(None, "system prompt of chats without one: a text, or {category: text}; null: none")
     category_field: str | None = option(
         None, "field that holds a record's category; a record without it has its source's name"
     )
@@ -87,7 +95,9 @@ class ChatOptions(RecordOptions):
         "images, audio, video in records: error: a bad record | drop: the text is kept, the rest is counted",
         choices=("error", "drop"),
     )
-
+    min_tokens: int | None = option(
+        None, "shorter documents are left out, counted; a preference if an answer is; null: no limit", least=1
+    )
     min_score_gap: float | None = option(
         None, "preferences: least gap of the scores; smaller ones are left out, counted; null: no limit", least=0
     )
@@ -101,6 +111,10 @@ class ChatOptions(RecordOptions):
         yield date_problem("chat_date", self.chat_date)
         yield from self.model.tokenizer_problems()
         yield from column_problems(self.columns)
+        yield from self.message_names.problems()
+        for key, text in self._system_prompts.items():
+            if not isinstance(text, str) or not text.strip():
+                yield f"{key} must be a text, or a text for each category; got {spell(text)}"
         if self.category_field == "":
             yield "category_field must name a field of the records, or be null; got ''"
         if self.end_of_turn == "":
@@ -112,6 +126,22 @@ class ChatOptions(RecordOptions):
                 read_template(self.chat_template, "chat_template")
             except UsageError as error:
                 yield str(error)
+
+    @property
+    def message_names(self) -> MessageNames:
+        """The names of roles and of fields in messages."""
+        return MessageNames(self.roles, self.message_columns)
+
+    @property
+    def _system_prompts(self) -> dict[str, Any]:
+        """The given texts by their dotted keys."""
+        if isinstance(self.system, Mapping):
+            return {f"system.{category}": text for category, text in self.system.items()}
+        return {} if self.system is None else {"system": self.system}
+
+    def default_system(self, category: str) -> str:
+        """Return the system prompt of a category's chats without one, or ""."""
+        return (self.system.get(category) if isinstance(self.system, Mapping) else self.system) or ""
 
 
 def date_problem(key: str, given: str | None) -> str | None:

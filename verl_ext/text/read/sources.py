@@ -3,7 +3,7 @@
     train.jsonl.gz   folder/   parts/*.parquet   file:///a.csv                 of this machine
     https://host/a.jsonl.gz   s3://bucket/folder/   gs://bucket/*.parquet      any URL that fsspec has a file system for
     hf://datasets/owner/name/data/a.parquet                                    a file of a Hub repository, likewise
-    hf://datasets/owner/name[@revision][:config][:split]                       a Hub dataset, as `datasets` loads it
+    [hf://datasets/]owner/name[@revision][:config][:split][[:1000]]            a Hub dataset, as `datasets` loads it
 
 No file is downloaded as a whole. Credentials and hosts are configured in fsspec. fsspec and `datasets` are imported
 only when they are used, so that a command that reads local files starts without them.
@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 from verl_ext.files import file_state
 from verl_ext.options import DataError, UsageError, first_line
 from verl_ext.text.read.compression import COMPRESSIONS
+from verl_ext.text.read.hub import HUB, host_errors, hub_split, hub_version
 from verl_ext.text.records.bad_record import BadRecord
 
 # The kind of a file by its suffix; `readers.READERS` has the reader of each kind.
@@ -38,13 +39,9 @@ SUFFIXES = {
     ".tsv": "tsv",
     ".txt": "text",
 }
-HUB_HINT = "hf://datasets/owner/name[:config][:split]"
 _ARROW_FILES = ("state.json", "dataset_info.json")  # the files of a folder written by save_to_disk
 _SPLITS = "dataset_dict.json"  # the file of a folder that has one folder for each split
 _URL = re.compile(r"[A-Za-z][\w+.-]*://")
-_HUB = re.compile(
-    r"hf://datasets/(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[^@:/]+))?(:(?P<config>[^:/]+))??(:(?P<split>[^:/]+))?"
-)
 _READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, MemoryError)
 _Sizes = dict[str, int | None]  # bytes of files by path or URL; None if unknown
 
@@ -68,6 +65,17 @@ def total_bytes(files: Iterable[SourceFile]) -> int | None:
 def is_url(path: str) -> bool:
     """Return whether a path is a URL of another machine, not `file://`."""
     return bool(_URL.match(path)) and not path.startswith("file://")
+
+
+def is_hub_name(path: str) -> bool:
+    """Return whether a source is a Hub dataset.
+
+    Without hf://, a file of this machine comes first.
+    """
+    match = HUB.fullmatch(path)
+    if match is None or match["prefix"]:
+        return match is not None
+    return kind_of(match["name"]) is None and not os.path.exists(path) and not glob.glob(path)
 
 
 def local_path(path: str) -> str:
@@ -116,8 +124,8 @@ def find_source_files(patterns: dict[str, list[str]], key: str | None = None) ->
 
 def _found(pattern: str, key: str) -> Iterator[tuple[str, str, int | None]]:
     """Yield (path, kind, bytes) of each file of a pattern."""
-    if _HUB.fullmatch(pattern):
-        yield _hub_split(pattern, key)
+    if is_hub_name(pattern):
+        yield hub_split(pattern, key)
         return
     is_empty = True
     for sizes, is_folder in _remote_files(pattern, key) if is_url(pattern) else _local_files(pattern, key):
@@ -206,7 +214,7 @@ def _remote_files(url: str, key: str) -> list[tuple[_Sizes, bool]]:
     """Return the files of a URL, folder or glob; `?` begins queries."""
     system, path = _file_system(url, key)
     found: dict[str, Any] = {}
-    with _host_errors(url):
+    with host_errors(url):
         try:
             if "*" in path or "[" in path:
                 matches = system.glob(path, detail=True)
@@ -232,11 +240,9 @@ def open_remote(url: str) -> BinaryIO:
 
 def remote_facts(url: str) -> Any:
     """Return a remote source's size, version and modification time."""
-    with _host_errors(url):
-        if match := _HUB.fullmatch(url):
-            from huggingface_hub import dataset_info
-
-            return [url, dataset_info(match["name"], revision=match["revision"]).sha]
+    with host_errors(url):
+        if match := HUB.fullmatch(url):
+            return [url, hub_version(match)]
         system, path = _file_system(url, "sources")
         return [url, *(f"{name}={value}" for name, value in sorted(system.info(path).items()))]
 
@@ -246,7 +252,7 @@ def _file_system(url: str, key: str) -> tuple[Any, str]:
 
     if "::" in url:
         raise UsageError(f"{key} must be URLs without '::'; got {url}")
-    with _host_errors(url):
+    with host_errors(url):
         try:
             return url_to_fs(url)
         except ImportError as error:
@@ -254,51 +260,6 @@ def _file_system(url: str, key: str) -> tuple[Any, str]:
             raise UsageError(f"{key} needs a package for {url}: {first_line(error)}; {extra}") from error
         except ValueError as error:
             raise UsageError(f"{key} must be a URL that fsspec knows; got {url}: {first_line(error)}") from error
-
-
-@contextlib.contextmanager
-def _host_errors(url: str, what: str = "") -> Iterator[None]:
-    """Raise `DataError` for errors of the body, whatever its file system."""
-    try:
-        yield
-    except (DataError, UsageError):
-        raise
-    except Exception as error:
-        raise DataError(f"{url}: cannot be read{what}: {first_line(error)}") from error
-
-
-def _hub_split(url: str, key: str) -> tuple[str, str, int | None]:
-    """Return a Hub dataset's URL with split (default `train`), kind and bytes."""
-    builder, splits, split = _hub_dataset(url)
-    if split not in splits:
-        raise UsageError(f"{key} must name a split, as in {HUB_HINT}; got {url}, which has {', '.join(splits)}")
-    info = (builder.info.splits or {}).get(split)
-    return url if url.endswith(f":{split}") else f"{url}:{split}", "hub", (info.num_bytes if info else None) or None
-
-
-def hub_tables(url: str, rows: int, num_bytes: int) -> Iterator[Any]:
-    """Yield a Hub dataset's tables, of `find_source_files`, while they download.
-
-    They have at most `rows` rows and, if the dataset's size is known, about `num_bytes`.
-    """
-    builder, splits, split = _hub_dataset(url)
-    info = (builder.info.splits or {}).get(split)
-    if info and info.num_bytes and info.num_examples:
-        rows = min(max(num_bytes * info.num_examples // info.num_bytes, 1), rows)
-    with _host_errors(url):
-        yield from splits[split].with_format("arrow").iter(batch_size=rows)
-
-
-def _hub_dataset(url: str) -> tuple[Any, dict[str, Any], str]:
-    """Return (builder, streams by split, the requested split) of a Hub dataset."""
-    import datasets
-
-    match = _HUB.fullmatch(url)
-    assert match is not None
-    with _host_errors(url, f" as a Hub dataset, {HUB_HINT}"):
-        name, config = f"hf://datasets/{match['name']}", match["config"]
-        builder = datasets.load_dataset_builder(name, config, revision=match["revision"])
-        return builder, dict(builder.as_streaming_dataset()), match["split"] or "train"
 
 
 class OpenedFile:
@@ -360,4 +321,4 @@ def open_source(path: str) -> Iterator[OpenedFile]:
 
 
 FORMATS = f"{', '.join(SUFFIXES)} (all but .parquet also as {', '.join(COMPRESSIONS)}), Arrow folders of save_to_disk"
-KNOWN_FORMATS = f"{FORMATS}, a folder of these, a URL of these, or a Hub dataset (hf://datasets/owner/name)"
+KNOWN_FORMATS = f"{FORMATS}, a folder of these, a URL of these, or a Hub dataset (owner/name)"

@@ -37,7 +37,7 @@ ROLES = {
     **dict.fromkeys(("function_call", "tool_call"), "function_call"),
     **dict.fromkeys(("tool", "function", "function_response", "observation", "tool_response"), "tool"),
 }
-_LEARN_FIELDS = ("weight", "loss", "loss_mask", "train", "training", "trainable")
+LEARN_FIELDS = ("weight", "loss", "loss_mask", "train", "training", "trainable")
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 _THOUGHT = re.compile("|".join(rf"\s*{re.escape(a)}(.*?){re.escape(b)}" for a, b in REASONING_TAGS), re.DOTALL)
 _PART_FIELDS = ("train_on_reasoning", "train_on_tool_calls", "train_detail", *REASONING_FIELDS)
@@ -176,7 +176,7 @@ class MessageReader:
         fields = {key: value for key, value in raw.items() if value is not None}
         name = fields.pop("role", None) or fields.pop("from", None)
         if not isinstance(name, str) or name.lower() not in ROLES:
-            known = f"known roles: {', '.join(ROLES)}; give others one of these, such as tool for a tool's result"
+            known = f"known roles: {', '.join(ROLES)}; roles={{NAME: tool}} reads another as one of these"
             raise BadRecord("unknown_role", f"{where} has role {short_text(name)}; {known}")
         role = ROLES[name.lower()]
         weight = _learnt(fields, where)
@@ -309,10 +309,10 @@ def _continued(before: Turn, turn: Turn, where: str) -> Turn:
 
 def _learnt(fields: dict[str, Any], where: str) -> float | None:
     """Remove the weight fields of a message or part; return their weight."""
-    if fields.keys().isdisjoint(_LEARN_FIELDS):
+    if fields.keys().isdisjoint(LEARN_FIELDS):
         return None
     found: dict[str, float] = {}
-    for name in [name for name in _LEARN_FIELDS if name in fields]:
+    for name in [name for name in LEARN_FIELDS if name in fields]:
         value = fields.pop(name)
         if name == "weight":
             found[name] = as_weight(value, f"{where}: weight")

@@ -84,7 +84,9 @@ def preference_of(chats: Mapping[str, Chat], scores: Sequence[float] | None = No
 
 
 def answer_after(chat: Chat, shared: int, name: str) -> Chat:
-    """Return a chat whose prompt is its first messages; raise without targets."""
+    """Return a chat whose prompt is its first messages; raise without it or targets."""
+    if not shared and chat.messages[0]["role"] == "assistant":
+        raise BadRecord("no_prompt", f"nothing stands before the answer in {name}")
     targets = {at: weight for at, weight in chat.targets.items() if at >= shared}
     if not targets:
         raise BadRecord("no_target", f"{name} has no assistant turn to learn from")

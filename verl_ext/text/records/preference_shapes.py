@@ -5,7 +5,8 @@
     prompt + answers [{answer, rank}] several answers, the lowest rank or the highest score first
     kto_tag                           beside an ordinary chat: whether its last answer is desirable
 
-An answer is a text, a message, or a list of messages; `rejected` may be a list of answers.
+An answer is a text, a message, or a list of messages (also as JSON, in a table's cell); `rejected` may be a list of
+answers. Texts of Anthropic's form are turns: as a prompt, and as answers without one or with one that they repeat.
 """
 
 import math
@@ -13,8 +14,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from verl_ext.text.read.json_records import parse_json
 from verl_ext.text.records.bad_record import BadRecord, short_text
-from verl_ext.text.records.messages import ROLES, Chat, Message, PlainText
+from verl_ext.text.records.messages import ROLES, Chat, Message, MessageReader, PlainText
 from verl_ext.text.records.preference import PREFERRED, REJECTED, Content, Preference, answer_after, preference_of
 from verl_ext.text.records.shapes import LABEL, Fields, Shape, chat_of, question_turns, with_input
 
@@ -22,12 +24,19 @@ _PROMPTS = ("prompt", "instruction", "question", "messages", "conversations", "i
 _SCORES = ("score_chosen", "score_rejected")
 _ANSWERS = ("completion", "answer", "response", "content")  # the field of a ranked answer that holds it
 _HH = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")  # Anthropic's texts of whole chats
+_HH_ROLES = {"Human": "user", "Assistant": "assistant"}
 _YES = {"true": True, "1": True, "false": False, "0": False}  # of a CSV file
 
 
 def _pairs(fields: Fields, chosen: str, rejected: str) -> Preference:
     """Read a preferred answer and others, below a prompt or as chats."""
-    answers = {chosen: _answer(fields.take(chosen), chosen), **_answers(fields.take(rejected), rejected)}
+    given = {chosen: fields.take(chosen), **_listed(fields.take(rejected), rejected)}
+    answers = {name: _answer(value, name) for name, value in given.items()}
+    # Texts of turns are whole chats, unless they answer a prompt that they do not repeat.
+    chats, beside = [_hh_turns(value) for value in given.values()], map(fields.values.get, _PROMPTS)
+    prompt = next((value for value in beside if value and str(value).strip()), None)
+    if all(chats) and (prompt is None or _hh_turns(prompt) or _repeats(prompt, chats[0], fields)):
+        answers = dict(zip(given, chats, strict=True))
     kinds = {name: _is_whole(turns) for name, turns in answers.items()}
     if len(set(kinds.values())) > 1:
         alone = next(name for name, is_whole in kinds.items() if not is_whole)
@@ -44,7 +53,7 @@ def _swift(fields: Fields, rejected: str, messages: str) -> Preference:
     """Read a chat, and other turns after its last user message."""
     chat = fields.messages(messages)
     last = max((at for at, message in enumerate(chat) if _role(message) == "user"), default=-1)
-    others = _answers(fields.take(rejected), rejected)
+    others = {name: _answer(value, name) for name, value in _listed(fields.take(rejected), rejected).items()}
     whole = {name: turns if _is_whole(turns) else [*chat[: last + 1], *turns] for name, turns in others.items()}
     return _preference(fields, {messages: chat, **whole})
 
@@ -54,25 +63,24 @@ def _ranked(fields: Fields, name: str, prompt: str) -> Preference:
     given = fields.messages(name, "a list of answers")
     key = "rank" if all(_number(item.get("rank")) for item in given) else "score"
     sign = 1 if key == "rank" else -1
-    order = sorted(range(len(given)), key=lambda place: sign * given[place][key])
+    values = [_score(item[key]) for item in given]
+    if None in values:
+        got = short_text(given[values.index(None)][key])
+        raise BadRecord("bad_rank", f"the {key} of every answer in {name} must be finite; got {got}")
+    ranks = [sign * value for value in values if value is not None]
+    order = sorted(range(len(given)), key=ranks.__getitem__)
     best = given[order[0]][key]
-    below = [place for place in order if given[place][key] != best]
+    below = [place for place in order if ranks[place] != ranks[order[0]]]
     if not below:
         raise BadRecord("same_rank", f"no answer of {name} has another {key} than the best, {short_text(best)}")
-    if prompt != "context":
-        turns = _prompt(fields)
-    elif isinstance(fields.values[prompt], str):
-        turns = [{"role": "user", "content": fields.string(prompt)}]
-    else:
-        turns = fields.messages(prompt, "a text or a list of messages")
-    chats = {}
+    turns, chats = _prompt(fields, names=(prompt,) if prompt == "context" else _PROMPTS), {}
     for place in (order[0], *below):
         where = f"answer {place + 1} of {name}"
         field = next((field for field in _ANSWERS if given[place].get(field) is not None), None)
         if field is None:
             raise BadRecord("no_target", f"{where} has none of {', '.join(_ANSWERS)}")
         chats[where] = [*turns, *_answer(given[place][field], where)]
-    scores = None if key == "rank" else [float(given[place][key]) for place in (order[0], *below)]
+    scores = [_score(given[place].get("score")) for place in (order[0], *below)]
     return _preference(fields, chats, scores, tied=len(order) - len(below) - 1)
 
 
@@ -90,9 +98,9 @@ def labelled(fields: Fields, chat: Content) -> Preference:
 
 
 def _preference(
-    fields: Fields, chats: Mapping[str, list[Any]], scores: list[float] | None = None, tied: int = 0
+    fields: Fields, chats: Mapping[str, list[Any]], scores: Sequence[float | None] = (), tied: int = 0
 ) -> Preference:
-    """Return the preference for the first of whole chats."""
+    """Return the preference for the first of whole chats, with their scores."""
     read = {}
     for name, turns in chats.items():
         try:
@@ -100,59 +108,70 @@ def _preference(
         except BadRecord as bad:
             raise BadRecord(bad.reason, f"{name}: {bad}") from bad
     given = [_score(fields.values.get(name)) for name in _SCORES]
-    if scores is None and len(chats) == 2 and None not in given:
+    if not scores and len(chats) == 2 and None not in given:
         for name in _SCORES:
             fields.take(name)
-        scores = [score for score in given if score is not None]
-    return preference_of(read, scores, tied)
+        scores = given
+    known = [score for score in scores if score is not None]
+    return preference_of(read, known if len(known) == len(chats) else None, tied)
 
 
-def _prompt(fields: Fields, chosen: Sequence[Message] = ()) -> list[Any]:
+def _prompt(fields: Fields, chosen: list[Message] | None = None, names: Sequence[str] = _PROMPTS) -> list[Any]:
     """Return the turns before the answers, without a copy of the chosen.
 
     Raises `BadRecord` if the record has none, or they end with another answer.
     """
-    name = fields.first(_PROMPTS)
+    name = fields.first(names)
     if name is None:
         needed = "must be whole chats, or have a prompt beside them: no beginning is taken over characters"
-        raise BadRecord("no_prompt", f"the answers {needed}; the record has none of {', '.join(_PROMPTS)}")
+        raise BadRecord("no_prompt", f"the answers {needed}; the record has none of {', '.join(names)}")
     if isinstance(fields.values[name], str) and name not in ("messages", "conversations"):
-        return question_turns(with_input(fields, name) if name == "instruction" else fields.string(name), fields)
-    turns = fields.messages(name, "a text or a list of messages")
-    if _role(turns[-1]) == "assistant" and chosen and _words(turns[-len(chosen) :]) == _words(chosen):
+        text = with_input(fields, name) if name == "instruction" else fields.string(name)
+        if not (turns := _json_turns(text)):
+            first, *more = _hh_turns(text, is_prompt=True) or [{"role": "user", "content": text}]
+            turns = [*([first] if name == "context" else question_turns(first["content"], fields)), *more]
+    else:
+        turns = fields.messages(name, "a text or a list of messages")
+    said = ("assistant", "function_call")
+    if _role(turns[-1]) in said and chosen and _read(turns[-len(chosen) :], fields) == _read(chosen, fields):
         turns = turns[: -len(chosen)]
-    if turns and _role(turns[-1]) == "assistant":
+    if turns and _role(turns[-1]) in said:
         raise BadRecord("ambiguous", f"{name} must end before the answers; it ends with another assistant turn")
     return turns
 
 
 def _take_repeated(fields: Fields, chat: list[Any]) -> None:
     """Read the fields that repeat whole chats or their prompt."""
-    texts = _words([message for message in chat if _role(message) == "user"])
     for name in _PROMPTS:
         value = fields.values.get(name)
-        if (isinstance(value, str) and value in texts) or (isinstance(value, list) and chat[: len(value)] == value):
+        if _repeats(value, chat, fields):
             fields.take(name)
-        elif isinstance(value, list) and name == "prompt":
-            raise BadRecord("different_prompts", "the answers are whole chats that do not begin with prompt")
+        elif name == "prompt" and isinstance(value, (str, list)) and value:
+            hint = "; columns={prompt: null} reads the chats alone"
+            raise BadRecord("different_prompts", f"the answers are whole chats that do not begin with prompt{hint}")
 
 
-def _answers(value: Any, name: str) -> dict[str, list[Message]]:
-    """Return the turns of answers, by what errors call each."""
+def _repeats(value: Any, chat: list[Any], fields: Fields) -> bool:
+    """Return whether a chat begins with turns, or a user says a text."""
+    if isinstance(value, str) and value.strip():
+        read = _read(chat, fields)
+        if turns := _json_turns(value) or _hh_turns(value, is_prompt=True):
+            return read[: len(turns)] == _read(turns, fields)
+        return value.strip() in [message["content"].strip() for message in read if message["role"] == "user"]
+    return isinstance(value, list) and chat[: len(value)] == value
+
+
+def _listed(value: Any, name: str) -> dict[str, Any]:
+    """Return one answer or several, by what errors call each."""
     if not (isinstance(value, list) and value and all(isinstance(each, (str, list)) for each in value)):
-        return {name: _answer(value, name)}
-    places = {f"answer {number} of {name}": each for number, each in enumerate(value, start=1)}
-    return {place: _answer(each, place) for place, each in places.items()}
+        return {name: value}
+    return {f"answer {number} of {name}": each for number, each in enumerate(value, start=1)}
 
 
 def _answer(value: Any, name: str) -> list[Message]:
     """Return the turns of an answer: a text, message, or list of messages."""
     if isinstance(value, str):
-        parts = _HH.split(value)
-        if len(parts) < 3 or parts[0].strip():
-            return [{"role": "assistant", "content": value}]
-        roles = ("user" if head == "Human" else "assistant" for head in parts[1::2])
-        return [{"role": role, "content": text.strip()} for role, text in zip(roles, parts[2::2], strict=True)]
+        return _json_turns(value) or [{"role": "assistant", "content": value}]
     turns = [value] if isinstance(value, dict) else value
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         needed = "must be a text, a message or a list of messages"
@@ -160,6 +179,37 @@ def _answer(value: Any, name: str) -> list[Message]:
     if not turns:
         raise BadRecord("empty", f"{name} is empty")
     return turns
+
+
+def _json_turns(text: str) -> list[Message]:
+    """Return the messages whose JSON a text is; [] for words."""
+    if not text.lstrip().startswith(("[", "{")):
+        return []
+    try:
+        found = parse_json(text)
+    except BadRecord:
+        return []
+    turns = found if isinstance(found, list) else [found]
+    is_chat = all(_role(turn) and not {"content", "value", "tool_calls"}.isdisjoint(turn) for turn in turns)
+    return turns if is_chat else []
+
+
+def _hh_turns(text: Any, is_prompt: bool = False) -> list[Message]:
+    """Return the turns of a text that begins with `Human:`, else [].
+
+    is_prompt: the text may end with an empty turn, in which the answer is to stand.
+    """
+    before, *parts = _HH.split(text) if isinstance(text, str) else ("",)
+    if before.strip() or parts[:1] != ["Human"]:
+        return []
+    heads = zip(parts[::2], parts[1::2], strict=True)
+    turns = [{"role": _HH_ROLES[head], "content": words.strip()} for head, words in heads]
+    return turns[:-1] if is_prompt and turns[-1] == {"role": "assistant", "content": ""} else turns
+
+
+def _read(turns: list[Any], fields: Fields) -> list[Message]:
+    """Return messages in the form that templates take."""
+    return [turn.message for turn in MessageReader(fields.reader.drop_media).turns(turns)]
 
 
 def _role(message: Any) -> str | None:
@@ -172,10 +222,6 @@ def _is_whole(turns: list[Message]) -> bool:
     return _role(turns[0]) in ("system", "developer", "user")
 
 
-def _words(turns: Sequence[Message]) -> list[Any]:
-    return [turn.get("content", turn.get("value")) for turn in turns]
-
-
 def _number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
@@ -184,7 +230,7 @@ def _score(value: Any) -> float | None:
     """Return a number, or that in a cell of a CSV file; else None."""
     try:
         score = float(value) if _number(value) or isinstance(value, str) else math.nan
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
     return score if math.isfinite(score) else None
 

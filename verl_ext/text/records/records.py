@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from verl_ext.options import choice_problem
 from verl_ext.text.read.readers import read_record
 from verl_ext.text.records.bad_record import BadRecord, readable_value, short_text
+from verl_ext.text.records.message_names import MessageNames
 from verl_ext.text.records.messages import Chat, as_weight, without_placeholders
 from verl_ext.text.records.preference import Content, Preference
 from verl_ext.text.records.preference_shapes import PREFERENCES, labelled
@@ -37,7 +38,9 @@ from verl_ext.text.records.shapes import (
 )
 
 ALL_SHAPES = (*SHAPES, *PREFERENCES)
+_IN_TURN = (*PREFERENCES, *SHAPES)  # a preference may have the fields of a chat too
 FIELDS = field_names(ALL_SHAPES)
+_KNOWN_NAMES = MessageNames()
 
 LONGEST_CATEGORY = 200  # characters
 
@@ -47,7 +50,8 @@ class Record(NamedTuple):
 
     unused: names of fields that nothing reads. message_fields: names of message fields that only a template may read,
     with the number of messages. dropped: the counts of images, audio and video that were left out. text_calls: the
-    number of messages of calls that are no JSON, and are text.
+    number of messages of calls that are no JSON, and are text. has_default: whether its chat has the default system
+    prompt.
     """
 
     content: Content
@@ -56,22 +60,32 @@ class Record(NamedTuple):
     message_fields: Mapping[str, int]
     dropped: Mapping[str, int]
     text_calls: int
+    has_default: bool = False
 
 
-def parse_record(raw: Any, columns: Mapping[str, str | None] | None = None, drop_media: bool = False) -> Record:
+def parse_record(
+    raw: Any,
+    columns: Mapping[str, str | None] | None = None,
+    drop_media: bool = False,
+    names: MessageNames = _KNOWN_NAMES,
+    system: str = "",
+) -> Record:
     """Parse a record by its fields. Raises `BadRecord` if unusable.
 
     `columns` maps the names above to those of the record, where `a.b` is field b of a; a field mapped to None is not
-    read. With `drop_media`, images, audio and video are left out and counted.
+    read. With `drop_media`, images, audio and video are left out and counted. names: those of roles and fields in
+    messages. system: the prompt of chats without a system message.
     """
     raw, columns = read_record(raw), columns or {}
     try:
         renamed, own_names = _renamed(raw, columns) if columns else (raw, {})
-        fields = Fields({key: value for key, value in renamed.items() if value is not None}, drop_media)
+        if names:
+            renamed = {key: names.known(value) for key, value in renamed.items()}
+        fields = Fields({key: value for key, value in renamed.items() if value is not None}, drop_media, system)
         weight_name = fields.first(WEIGHT_FIELDS)
         weight = as_weight(fields.take(weight_name), weight_name) if weight_name else None
         _drop_media_fields(fields)
-        content = read_content(fields, [name for name, column in columns.items() if column], PREFERENCES)
+        content = read_content(fields, [name for name, column in columns.items() if column], _IN_TURN)
         if LABEL in fields.values:
             content = labelled(fields, content)
     except RecursionError as error:
@@ -84,7 +98,8 @@ def parse_record(raw: Any, columns: Mapping[str, str | None] | None = None, drop
     replaced = [name for name in columns if raw.get(name) is not None and name not in own_names.values()]
     unused = list(dict.fromkeys([*(own_names.get(name, name) for name in fields.unread), *replaced]))
     reader = fields.reader
-    return Record(content, weight, unused, fields.message_fields, reader.dropped, reader.text_calls)
+    counted = unused, fields.message_fields, reader.dropped, reader.text_calls
+    return Record(content, weight, *counted, fields.has_default)
 
 
 def _check_weights(chat: Chat, weight: float | None) -> None:

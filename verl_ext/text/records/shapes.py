@@ -49,8 +49,9 @@ RESERVED_TEMPLATE_KWARGS = frozenset(
 class Fields:
     """The fields of a record, and those that were not read yet."""
 
-    def __init__(self, values: dict[str, Any], drop_media: bool) -> None:
-        self.values = values
+    def __init__(self, values: dict[str, Any], drop_media: bool, default_system: str = "") -> None:
+        self.values, self.default_system = values, default_system
+        self.has_default = False  # whether a chat got the default system prompt
         self.unread = dict.fromkeys(values)
         self.reader = MessageReader(drop_media)
         self.message_fields: defaultdict[str, int] = defaultdict(int)
@@ -116,20 +117,21 @@ class Shape:
         return "+".join(names[0] for names in self.fields) + optional
 
 
-def read_content(fields: Fields, mapped: list[str], preferences: Sequence[Shape]) -> Content:
-    """Read a record by its shape, which must read all `mapped` names."""
+def read_content(fields: Fields, mapped: list[str], shapes: Sequence[Shape]) -> Content:
+    """Read a record by one of the shapes, which must read all `mapped` names."""
     mapped = [name for name in mapped if name not in SIDE_FIELDS]
     fitting: list[tuple[Shape, list[str]]] = []
-    for shape in (*preferences, *SHAPES):
+    for shape in shapes:
         if (not mapped or shape.names.issuperset(mapped)) and (names := shape.found(fields)) is not None:
             fitting.append((shape, names))
             if shape.comes_first:
                 break
     if not fitting:
-        for name in field_names((*SHAPES, *preferences)):
+        known_shapes = tuple(dict.fromkeys((*SHAPES, *shapes)))
+        for name in field_names(known_shapes):
             readable_value(fields.values.get(name))  # it may be what no shape was found without
         found = ", ".join(map(str, fields.values)) or "none"
-        known = f"known shapes: {shape_list((*SHAPES, *preferences))}; columns={{…}} renames"
+        known = f"known shapes: {shape_list(known_shapes)}; columns={{…}} renames"
         raise BadRecord("unknown_fields", f"no known shape among the fields: {found}; {known}")
     if len(fitting) > 1:  # a shape wins if it has the fields of another shape and more
         fitting = [(shape, own) for shape, own in fitting if not any(set(own) < set(other) for _, other in fitting)]
@@ -144,7 +146,7 @@ def read_content(fields: Fields, mapped: list[str], preferences: Sequence[Shape]
 def _result(shape: Shape, fields: Fields, names: list[str]) -> str:
     """Return a record's content by one shape, as text for comparison."""
     try:
-        return repr(shape.read(Fields(fields.values, fields.reader.drop_media), *names))
+        return repr(shape.read(Fields(fields.values, fields.reader.drop_media, fields.default_system), *names))
     except BadRecord as error:
         return f"{error.reason}: {error}"
 
@@ -291,6 +293,8 @@ def chat_of(raw_messages: list[Any], fields: Fields, first_target: int = 0, syst
     """Return the record's chat of messages, with targets from `first_target` on."""
     turns = fields.reader.turns(raw_messages)
     system = _system(fields, turns[0].message) if turns else ""
+    if turns and not system and fields.default_system and turns[0].message["role"] not in ("system", "developer"):
+        system, system_prefix, fields.has_default = fields.default_system, "", True
     if system:
         text = system.removeprefix(system_prefix).strip() if system_prefix else system
         turns.insert(0, Turn({"role": "system", "content": text}))

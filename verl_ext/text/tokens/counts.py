@@ -1,6 +1,7 @@
 """Count records and the documents that they become, by source or category."""
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,7 +41,15 @@ class Counts:
     # Preferences: units, pairs, labels (answers alone), answers tied with the best, pairs by what is unequal in them.
     preferences: Counter[str] = field(default_factory=Counter)
     uncategorised: int = 0  # records without a value of `category_field`
+    default_system: int = 0  # records whose chat got the system prompt of `system`
+    duplicates: int = 0  # records that `deduplicate` left out
     examples: dict[str, list[str]] = field(default_factory=dict)  # the first examples of each reason
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if value}  # few, where every record has its own
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update({**vars(Counts()), **state})
 
     def add_bad(self, reason: str, example: str) -> None:
         """Count an unusable record; `example` names its place and the reason."""
@@ -85,8 +94,42 @@ class Counts:
             "special_tokens_in_text": {name: self.special_tokens[name] for name in ("records", "occurrences")},
             **{name: getattr(self, name) for name in ("border_tokens", "dropped_reasoning", "dropped_blocks")},
             **{name: getattr(self, name) for name in ("text_calls", "closed_again")},
+            **{name: getattr(self, name) for name in ("default_system", "duplicates")},
             "bad_records": dict(sorted(self.bad.items())),
             **{name: dict(sorted(getattr(self, name).items())) for name in ("over_length", *CHAT_COUNTS)},
             **({"preferences": dict(sorted(self.preferences.items()))} if self.preferences else {}),
             "examples": dict(sorted(self.examples.items())),
         }
+
+
+class Tally:
+    """The counts of a chunk's records, by category or `by_record`."""
+
+    def __init__(self, by_record: bool) -> None:
+        self.by_record = by_record
+        self.records: list[tuple[str, Counts]] = []  # empty unless by_record
+        self._categories: defaultdict[str, Counts] = defaultdict(Counts)
+        self._own = Counts()
+
+    def of(self, category: str) -> Counts:
+        """Return the counts that the current record, of this category, adds to."""
+        return self._own if self.by_record else self._categories[category]
+
+    def end_record(self, category: str) -> None:
+        """Count the current record; the next one begins."""
+        self.of(category).records += 1
+        if self.by_record:
+            self.records.append((category, self._own))
+            self._own = Counts()
+
+    def by_category(self) -> dict[str, Counts]:
+        """Return the counts of all records by category."""
+        return add_by_category(self.records) if self.by_record else dict(self._categories)
+
+
+def add_by_category(counts: Iterable[tuple[str, Counts]]) -> dict[str, Counts]:
+    """Return the sums of counts by category, in first order."""
+    found: dict[str, Counts] = {}
+    for category, own in counts:
+        found.setdefault(category, Counts()).add(own)
+    return found

@@ -13,9 +13,21 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_ext.text.tokens.counts import Counts
+from verl_ext.text.tokens.counts import Counts, add_by_category
 
 UNIT_COLUMNS = {"unit": np.int32, "answer": np.int8, "pair_weight": np.float32}
+
+
+class RecordFacts(NamedTuple):
+    """The R records of a chunk, for whoever chooses among them.
+
+    keys: uint64[R], a hash of each one's content. owners: int64[D], the record of each document. counts: the category
+    and the counts of each.
+    """
+
+    keys: NDArray[np.uint64]
+    owners: NDArray[np.int64]
+    counts: list[tuple[str, Counts]]
 
 
 class Document(NamedTuple):
@@ -63,6 +75,7 @@ class Documents:
     end_of_chat: str | None = None  # the text after the last turn; earlier turns, or parts of turns, may end otherwise
     texts: dict[str, list[str]] = field(default_factory=dict)  # further columns, with one text for each document
     units: dict[str, NDArray[Any]] | None = None  # UNIT_COLUMNS of each document; None if none is an answer
+    records: RecordFacts | None = None  # only if an encoder's `by_record` asks for them
 
     @property
     def starts(self) -> NDArray[np.int64]:
@@ -83,6 +96,36 @@ class Documents:
             lengths=Counter(lengths.tolist()),
             over_length=+Counter(documents=int((cut > 0).sum()), tokens=int(cut.sum(dtype=np.int64))),
             special_tokens=+Counter(records=int((special > 0).sum()), occurrences=int(special.sum())),
+        )
+
+    def only(self, records: NDArray[np.bool_], documents: NDArray[np.bool_]) -> "Documents":
+        """Return the chosen documents, with the counts of the chosen records.
+
+        records: bool[R]. documents: bool[D], those of a record all alike.
+        """
+        assert self.records is not None, "the encoder has told the records apart"
+        tokens, names = np.repeat(documents, self.lengths), self.category_names
+        # Nothing of a chosen document follows from those beside it, which differ with the size of chunks.
+        weights = None if self.weights is None else self.weights[tokens]
+        units = None if self.units is None else {name: values[documents] for name, values in self.units.items()}
+        by_category = add_by_category([self.records.counts[at] for at in np.flatnonzero(records).tolist()])
+        places = np.flatnonzero(documents).tolist()
+        return replace(
+            self,
+            input_ids=self.input_ids[tokens],
+            loss_mask=self.loss_mask[tokens],
+            lengths=self.lengths[documents],
+            weights=None if weights is None or (weights == 1).all() else weights,
+            full_lengths=self.full_lengths[documents],
+            special_tokens=self.special_tokens[documents],
+            token_categories=None if self.token_categories is None else self.token_categories[tokens],
+            counts=Counts().add(*by_category.values()),
+            category_names=None if names is None else [names[at] for at in places],
+            category_counts=by_category if self.category_counts else {},
+            category_ids=None if self.category_ids is None else self.category_ids[documents],
+            texts={name: [values[at] for at in places] for name, values in self.texts.items()},
+            units=None if units is None or not units["answer"].any() else units,
+            records=None,
         )
 
 

@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from importlib import resources
 from typing import Any, ClassVar
 
 from verl_ext.endpoint.client import SamplingOptions
@@ -38,7 +39,7 @@ class LongBenchChat(Task):
 
     options: ChatBenchOptions
     sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=1.0, max_tokens=1024)
-    prompt: ClassVar[str | None] = "chat.txt"
+    asks_judge: ClassVar[bool] = True
     worst: ClassVar[Any] = 1.0
     needs_judge: ClassVar[bool] = True
     headlines: ClassVar[tuple[str, ...]] = ("rating",)
@@ -64,6 +65,10 @@ class LongBenchChat(Task):
         ends = token_ends(self.tokenizer, prompt)
         half = most // 2
         return prompt if len(ends) <= most else prompt[: ends[half - 1]] + prompt[ends[-half - 1] :]
+
+    def own_prompt(self) -> str:
+        """Return our own prompt for the judge."""
+        return resources.files("verl_ext.tools.judging").joinpath("prompts/chat.txt").read_text(encoding="utf-8")
 
     def questions(self, case: Case, answer: str) -> list[Messages]:
         """Return `ratings` requests; case and number determine the shots' order."""

@@ -155,7 +155,7 @@ async def _judged(
         models[str(options.endpoint.model)] = Client(options.endpoint, store)
     judged, costs = {}, []
     async with AsyncExitStack() as stack:
-        asks_judge = options.judge.base_url and task.prompt is not None
+        asks_judge = options.judge.base_url and task.asks_judge
         judge = await stack.enter_async_context(Client(options.judge, store)) if asks_judge else None
         judge_asked = [(judge, read_price(options.judge))] if judge else []
         for name, model in models.items():

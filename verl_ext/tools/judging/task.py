@@ -9,7 +9,6 @@ A benchmark defines these steps in a subclass of :class:`Task`; :mod:`verl_ext.t
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import resources
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -42,7 +41,7 @@ class Task:
     Attributes:
         sampling: how the model under test draws its answers, as published.
         judge_sampling: how the judge draws its verdicts, as published.
-        prompt: the file with our own prompt for the judge; None if a rule scores answers.
+        asks_judge: whether a judge reads answers; else a rule scores them.
         worst: the verdict on an empty answer, which no judge is asked about.
         needs_judge: whether there are no scores without a judge.
         headlines: the scores that a page draws by group, if the answers have them.
@@ -52,7 +51,7 @@ class Task:
 
     sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=0.0, max_tokens=512)
     judge_sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=0.0, max_tokens=1024)
-    prompt: ClassVar[str | None] = None
+    asks_judge: ClassVar[bool] = False
     worst: ClassVar[Any] = None
     needs_judge: ClassVar[bool] = False
     headlines: ClassVar[tuple[str, ...]] = ()
@@ -79,7 +78,7 @@ class Task:
 
     def own_prompt(self) -> str:
         """Return our own prompt for the judge."""
-        return resources.files("verl_ext.tools.judging").joinpath(f"prompts/{self.prompt}").read_text(encoding="utf-8")
+        raise NotImplementedError
 
     def cases(self) -> Iterator[Case]:
         """Yield the cases. Raises DataError if the file is not the benchmark's."""

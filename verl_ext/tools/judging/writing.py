@@ -21,7 +21,7 @@ class LongBenchWrite(Task):
 
     sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=0.5, max_tokens=32768)
     judge_sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=0.5, max_tokens=1024)
-    prompt: ClassVar[str | None] = "writing.txt"
+    asks_judge: ClassVar[bool] = True
     worst: ClassVar[Any] = dict.fromkeys(DIMENSIONS, 1.0)
     headlines: ClassVar[tuple[str, ...]] = ("S_bar", "S_l", "S_q")
 
@@ -81,7 +81,7 @@ class LongWriteRuler(LongBenchWrite):
     No scorer was published.
     """
 
-    prompt: ClassVar[str | None] = None
+    asks_judge: ClassVar[bool] = False
     headlines: ClassVar[tuple[str, ...]] = ("words", "S_l")
     against: ClassVar[tuple[str, str] | None] = ("length", "words")
 

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from verl_ext.text.tokens.hashes import repeated
 from verl_ext.text.tokens.tokenizer import ModelOptions, load_tokenizer
 from verl_ext.tools.show.documents import ShownDocuments
-from verl_ext.tools.show.tokens import TokenFacts, read_tokens, repeated
+from verl_ext.tools.show.tokens import TokenFacts, read_tokens
 
 NAMED_ROWS = 5  # rows that a finding names, in the terminal and in the JSON
 READ_UP_TO = 100_000_000  # tokens that an audit reads without scan=true, which takes some seconds
@@ -40,7 +41,6 @@ CHECKS = {
         "pairs whose chosen answer has more targets: about half have, unless length is what is liked",
         "units",
     ),
-    "same_answers": ("pairs of equal answers: nothing is preferred", "units"),
     "unequal_parts": ("pairs of which only one answer has reasoning, or an empty thinking block", "units"),
     "unequal_ends": ("pairs of which only one answer has an end of turn", "units"),
 }
@@ -98,9 +98,7 @@ def audit(
         not_checked |= _reasons("report", "the data has no report.json")
     found = [*_of_columns(documents), *_of_reports(documents)]
     if documents.units is not None:
-        found += _of_units(documents, facts)
-        if facts is None:
-            not_checked["same_answers"] = not_checked["duplicates"]
+        found += _of_units(documents)
     if facts is not None:
         found += _of_tokens(documents, facts, ids)
         if tokenizer is not None and model is not None and model.tokenizer:
@@ -166,22 +164,17 @@ def _of_tokens(documents: ShownDocuments, facts: TokenFacts, ids: _TokenIds) -> 
     return [_finding(documents, name, mask) for name, mask in masks.items()]
 
 
-def _of_units(documents: ShownDocuments, facts: TokenFacts | None) -> list[Finding]:
+def _of_units(documents: ShownDocuments) -> list[Finding]:
     """Compare the answers of pairs; a finding names rows of rejected ones."""
     assert documents.units is not None, "the caller has seen them"
     chosen, rejected = documents.units.pairs
     targets = documents.targets.astype(np.int64)
-
-    def finding(name: str, mask: NDArray[np.bool_], details: dict[str, int] | None = None) -> Finding:
-        places = [documents.place(row) for row in rejected[mask][:NAMED_ROWS].tolist()]
-        return Finding(name, int(mask.sum()), len(rejected), places, details or {})
-
     longer, shorter = targets[chosen] > targets[rejected], targets[chosen] < targets[rejected]
     means = {f"targets of a {name} answer": values for name, values in (("chosen", chosen), ("rejected", rejected))}
     details = {name: round(float(targets[rows].mean())) for name, rows in means.items() if len(rows)}
-    found = [finding("length_bias", longer, {**details, "rejected is longer": int(shorter.sum())})]
-    if facts is not None:
-        found.append(finding("same_answers", facts.hashes[chosen] == facts.hashes[rejected]))
+    details["rejected is longer"] = int(shorter.sum())
+    places = [documents.place(row) for row in rejected[longer][:NAMED_ROWS].tolist()]
+    found = [Finding("length_bias", int(longer.sum()), len(rejected), places, details)]
     for name in ("unequal_parts", "unequal_ends") if any(documents.reports) else ():
         counts = [_counts(report, "preferences") for report in documents.reports]
         count, of = (sum(each.get(key, 0) for each in counts) for key in (name, "pairs"))

@@ -139,12 +139,12 @@ def unit_view(
     """
     cells = [cells_of(row, tokenizer) for row in rows]
     alike = zip(*cells) if len(cells) > 1 else ()  # noqa: B905, answers differ in length
-    same = next((at for at, each in enumerate(alike) if each[0].is_target or len({*each}) > 1), None)
-    if same is None:  # one answer, or one that another begins with
-        same = next((at for at, cell in enumerate(cells[0]) if cell.is_target), min(map(len, cells)))
-    parts = [("prompt", cells[0], slice(0, same), CONTEXT)]
+    fork = next((at for at, each in enumerate(alike) if each[0].is_target or len({*each}) > 1), None)
+    if fork is None:  # one answer, or one that another begins with
+        fork = next((at for at, cell in enumerate(cells[0]) if cell.is_target), min(map(len, cells)))
+    parts = [("prompt", cells[0], slice(0, fork), CONTEXT)]
     for line, own, side in zip(facts[1:], cells, sides, strict=True):
-        parts.append((line, own, slice(same, None), REJECTED if side < 0 else TARGET))
+        parts.append((line, own, slice(fork, None), REJECTED if side < 0 else TARGET))
     text = Text(no_wrap=not by_token).append(f"{facts[0]}\n", "bold")
     for line, own, part, style in parts:
         text.append(f"{line}\n", style or "bold")

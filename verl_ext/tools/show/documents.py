@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from verl_ext.data.arrow import TokenizedData, fitting
 from verl_ext.data.beginnings import SHARE_LEAST, find_beginnings
+from verl_ext.data.facts import check_answers
 from verl_ext.data.omitted import main_categories
 from verl_ext.data.stream.megatron.index import SUFFIXES, TokenIndex
 from verl_ext.data.units import UnitRows
@@ -134,6 +135,7 @@ class FolderDocuments(ShownDocuments):
             rows = begin + np.flatnonzero(has_tokens)
             self.targets[rows] = count_targets(values["loss_mask"] != 0, starts)
             self.categories[rows] = main_categories(values["category_ids"], starts)
+        check_answers(data, self.targets > 0)
 
     def row(self, row: int) -> Row:
         """Read one document."""

@@ -53,10 +53,9 @@ def tokenized_raw(
             raise DataError(str(error)) from error
     from verl_ext.commands.tokenize import TokenizeOptions, write_dataset  # imports the modules of its workers
 
-    # `tokenize` cannot name what is set below: every file is a category of its own, in a folder of ours.
-    known = [
-        name for name in options_of(TokenizeOptions) if name not in ("sources", "output_dir", "overwrite", "model")
-    ]
+    # `tokenize` cannot name what is set below: every file is a category of its own, in one folder of ours.
+    ours = ("sources", "output_dir", "overwrite", "model", "val_share")
+    known = [name for name in options_of(TokenizeOptions) if name not in ours]
     for problem in filter(None, (choice_problem("a name in tokenize", name, known) for name in given)):
         raise UsageError(problem)
     names = _names(paths)

@@ -24,7 +24,7 @@ from verl_ext.options import DataError, UsageError, one_line, options_of
 from verl_ext.text.chat.renderer import ChatOptions
 from verl_ext.text.encoder_chats import ChatEncoder, ShownText
 from verl_ext.text.read.readers import read_chunks, read_record
-from verl_ext.text.read.sources import SourceFile, absolute_path, find_source_files
+from verl_ext.text.read.sources import SourceFile, absolute_path, find_source_files, is_hub_name
 from verl_ext.text.records.bad_record import BadRecord
 from verl_ext.text.tokens.tokenizer import ModelOptions
 from verl_ext.tools.show.document import AFTER, BEFORE, first_difference
@@ -64,7 +64,10 @@ class RecordFinder:
         own = {name: value for name, value in given.items() if name in options_of(ChatOptions)}
         with working_in(report.get("working_folder")):
             listed = {name: [value] if isinstance(value, str) else value for name, value in sources.items()}
-            patterns = {name: [*map(absolute_path, paths)] for name, paths in listed.items()}
+            patterns = {
+                name: [path if is_hub_name(path) else absolute_path(path) for path in paths]
+                for name, paths in listed.items()
+            }
             options = ChatOptions.read({**own, "on_bad_record": "skip"})
             if model.tokenizer:
                 options = replace(options, model=model)
@@ -76,9 +79,10 @@ class RecordFinder:
         """Return a document's record; raise DataError if none gives its tokens."""
         words = self._words(row)
         for file in sorted(self._files, key=lambda file: self._encoder.sources[file.category_id - 1] != category):
+            source = self._encoder.sources[file.category_id - 1]
             for place, raw in _candidates(file, words):
                 with suppress(BadRecord, DataError):
-                    for text in self._encoder.shown(raw):
+                    for text in self._encoder.shown(raw, source):
                         if np.array_equal(text.input_ids, row.input_ids):
                             return FoundRecord(place, raw, text)
         needed = "record needs the sources, tokenizer and template with which the document was made"

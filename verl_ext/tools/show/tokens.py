@@ -1,7 +1,7 @@
 """Facts that only tokens show, found in one vectorised pass.
 
 document       <bos> a b | c d <eot>      the targets are c d <eot>
-hash           Σ mix(id_t + 1) · r_t      mod 2^64, with a random odd r_t for every position
+hash           by text/tokens/hashes
 last_target    <eot>                      -1 without a target
 ends_in_target yes                        the last token is a target
 """
@@ -14,9 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_ext.packing.plan import offsets_of
+from verl_ext.text.tokens.hashes import token_hashes
 from verl_ext.tools.show.documents import ShownDocuments
-
-_MIX = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: spreads small ids over all bits
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,6 @@ def read_tokens(documents: ShownDocuments, bos: int | None = None, sequence: Seq
     bos: the token of `double_start`. sequence: the token ids to find among the targets.
     """
     count = len(documents)
-    longest = int(documents.lengths.max(initial=0))
-    factors = np.random.default_rng(0).integers(0, 2**63, longest, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
     hashes, last = np.zeros(count, np.uint64), np.full(count, -1)
     at_end, double, found = (np.zeros(count, bool) for _ in range(3))
     for block in documents.blocks():
@@ -55,11 +52,7 @@ def read_tokens(documents: ShownDocuments, bos: int | None = None, sequence: Seq
             continue
         offsets = offsets_of(lengths)
         starts, ends, ids = offsets[:-1], offsets[1:], block.input_ids
-        # A factor for every position makes the hash depend on the order of tokens.
-        position = np.arange(len(ids)) - np.repeat(starts, lengths)
-        mixed = (ids.astype(np.uint64) + np.uint64(1)) * _MIX
-        mixed ^= mixed >> np.uint64(29)
-        hashes[rows] = np.add.reduceat(mixed * factors[position], starts)
+        hashes[rows] = token_hashes(ids, starts, lengths)
         # A first token has nothing to be predicted from, whatever its mask says.
         mask = block.loss_mask != 0
         mask[starts] = False
@@ -88,11 +81,3 @@ def _has_sequence(
     whole = np.zeros(len(ids), bool)
     whole[:last] = begins
     return np.logical_or.reduceat(whole, starts)
-
-
-def repeated(hashes: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """Return bool[D]: whether an earlier document has the same hash."""
-    order = np.argsort(hashes, kind="stable")
-    again = np.zeros(len(hashes), bool)
-    again[order[1:]] = hashes[order[1:]] == hashes[order[:-1]]
-    return again

@@ -5,12 +5,14 @@
 provenance.spans of longalign and glm_long            where its document stands, so that the rest is the question
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from verl_ext.text.records.bad_record import BadRecord, short_text
-from verl_ext.text.records.messages import MessageReader
+from verl_ext.text.records.messages import TOOL_FIELDS, MessageReader
+from verl_ext.text.records.tool_calls import tool_list
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,12 @@ def asked_prompt(record: Mapping[str, Any], text_key: str, question_key: str | N
         raise BadRecord(
             "no_prompt", f"the record must have messages, or a prompt in {text_key}; got {short_text(found)}"
         )
-    messages = [{key: turn.message[key] for key in ("role", "content")} for turn in MessageReader().turns(turns)]
+    read = MessageReader().turns(turns)
+    of_turns = [tools for turn in read for tools in (*turn.tools.values(), turn.message.get("tool_calls"))]
+    given_tools = [tool_list(record[name], name) for name in TOOL_FIELDS if record.get(name)]
+    if any((*of_turns, *given_tools)) or any(turn.message["role"] == "tool" for turn in read):
+        raise BadRecord("tools", "a prompt with tools or calls is not asked, because requests hold words alone")
+    messages = [{key: turn.message[key] for key in ("role", "content")} for turn in read]
     last = max((at for at, message in enumerate(messages) if message["role"] == "user"), default=-1)
     if last < 0:
         raise BadRecord("no_prompt", "the prompt must have a user's message; got none")
@@ -88,8 +95,9 @@ def _scored(record: Mapping[str, Any]) -> list[tuple[str, float]]:
     answers, pairs = record.get("answers"), []
     for each in answers if isinstance(answers, list) else ():
         text, score = (each.get("answer"), each.get("score")) if isinstance(each, Mapping) else (None, None)
-        if not isinstance(text, str) or not isinstance(score, (int, float)) or isinstance(score, bool):
-            needed = "answers must be a list of {answer: a text, score: a number}"
+        is_text = isinstance(text, str) and not isinstance(score, bool)
+        if not is_text or not isinstance(score, (int, float)) or not abs(score) <= sys.float_info.max:  # nor nan
+            needed = "answers must be a list of {answer: a text, score: a finite number}"
             raise BadRecord("no_score", f"{needed}; got {short_text(text)} with {short_text(score)}")
-        pairs.append((text, float(score)))
+        pairs.append((str(text), float(score)))
     return pairs

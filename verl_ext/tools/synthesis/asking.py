@@ -50,7 +50,7 @@ class WriteResult:
 
     outcomes: the number of items by outcome. without: the items without a record, with reasons. lengths: the rows of
     the table of lengths as numbers; if empty, the report shows those of the corpus. cost: a line about the requests.
-    records: the number of records.
+    records: the number of records. lost: the questions without a record by outcome, if items have several.
     notes: further lines. facts: further entries of the report.
     """
 
@@ -59,6 +59,7 @@ class WriteResult:
     lengths: dict[str, dict[str, int]] = field(default_factory=dict)
     cost: str = ""
     records: int = 0
+    lost: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
 
@@ -99,6 +100,7 @@ async def write_records(make: Make, work: Work, beside: Opener | None = None) ->
                 async with aclosing(in_order(begun, AHEAD * work.endpoint.concurrency)) as results:
                     async for item, made in results:
                         result.add(item, made.outcome, made.reason, len(made.records))
+                        result.lost.update(made.lost)
                         file.writelines(json_lines(made.records))
                         bar.item_done()
             result.cost = "\n".join(spent(*each) for each in asked)

@@ -177,6 +177,9 @@ class SynthesizeOptions(OutputOptions):
         elif self.endpoint.base_url:
             got = f"got {self.endpoint.base_url}"
             yield f"endpoint.base_url must be null with scorer.kind=given, which asks for no answer; {got}"
+        if self.prompts is not None and self.scorer.kind != "judge":
+            got = f"got {self.prompts} with {self.scorer.kind}"
+            yield f"prompts must be null unless scorer.kind=judge, whose request it holds; {got}"
         if is_given and self.keep_given:
             yield "keep_given must be false with scorer.kind=given, which scores no answer; got true"
         candidates = self.answers + self.keep_given
@@ -269,6 +272,7 @@ def synthesize(options: SynthesizeOptions) -> str:
             "left_out": dict(corpus.left_out),
             "outcomes": dict(result.outcomes),
             "records": result.records,
+            **({"questions_without_record": dict(result.lost)} if options.questions > 1 else {}),
             "without_record": result.without,
             **result.facts,
         }
@@ -277,10 +281,11 @@ def synthesize(options: SynthesizeOptions) -> str:
     rows = [
         {"length": name, **{key: f"{count:,}" for key, count in row.items()}} for name, row in report["lengths"].items()
     ]
+    lost = f"; questions without a record: {_listed(result.lost)}" if result.lost else ""
     lines = [
         aligned(rows, ["length"]),
         f"left out: {_listed(corpus.left_out) or 'none'}",
-        f"items: {_listed(result.outcomes)}" + (f"; {result.records:,} records" if options.questions > 1 else ""),
+        f"items: {_listed(result.outcomes)}" + (f"; {result.records:,} records{lost}" if options.questions > 1 else ""),
         *result.notes,
         *([result.cost] if result.cost else []),
     ]

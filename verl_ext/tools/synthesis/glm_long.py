@@ -112,7 +112,7 @@ async def _ask(item: SourceItem, client: Client, own: PromptTexts, settings: Set
         return Result.from_answer(way, answer)
     if settings.passages.found_in(f"{question}\n{reply}"):
         return Result("contaminated", reason="the question or its answer holds a passage of decontaminate")
-    facts = {"task": task, "spans": [list(span) for span in characters]}
+    facts = {"task": task, "spans": [[0, len(item.text)]], "stretches": [list(span) for span in characters]}
     content = f"{item.text}\n\n{question}"
     return question_and_answer(item, f"glm_long_{way}", content, reply, own, [answer], facts)
 

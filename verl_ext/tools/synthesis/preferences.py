@@ -145,10 +145,12 @@ async def _answers(
 def _distinct(
     scored: Sequence[tuple[str, float]], settings: Settings, statistics: PairStatistics
 ) -> list[tuple[str, float]]:
-    """Return the answers without passages of benchmarks and repetitions; count these."""
+    """Return the answers without passages of benchmarks, empty ones and repetitions; count these."""
     kept: dict[str, float] = {}
     for text, score in scored:
-        if settings.passages.found_in(text):
+        if not text.strip():
+            statistics.left_out["empty"] += 1
+        elif settings.passages.found_in(text):
             statistics.left_out["contaminated"] += 1
         elif text.strip() in kept:
             statistics.left_out["equal"] += 1

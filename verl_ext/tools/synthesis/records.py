@@ -77,11 +77,15 @@ class Settings:
 
 @dataclass(frozen=True)
 class Result:
-    """Records, or the outcome of an answer or filter."""
+    """Records, or the outcome of an answer or filter.
+
+    lost: the outcomes of those of an item's questions that have no record.
+    """
 
     outcome: str
     records: Sequence[dict[str, Any]] = ()
     reason: str = ""
+    lost: Sequence[str] = ()
 
     @classmethod
     def from_answer(cls, stage: str, answer: Answer) -> "Result":
@@ -92,7 +96,8 @@ class Result:
     def joined(cls, results: Sequence["Result"]) -> "Result":
         """Return the records of several results, or the first result if none has a record."""
         records = [record for result in results for record in result.records]
-        return cls(DONE, records) if records else results[0]
+        lost = [result.outcome for result in results if not result.records]
+        return cls(DONE, records, lost=lost) if records else replace(results[0], lost=lost)
 
 
 def question_and_answer(

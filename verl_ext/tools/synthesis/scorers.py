@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from verl_ext.cache import fingerprint
 from verl_ext.custom import named_object
-from verl_ext.endpoint.answer import DONE, TOO_LONG, Answer
+from verl_ext.endpoint.answer import DONE, TOO_LONG, UNPARSABLE, Answer
 from verl_ext.endpoint.client import Client, EndpointOptions, SamplingOptions
 from verl_ext.endpoint.quality import DIMENSIONS, filled_names, quality_prompt, quality_score, read_quality, read_rating
 from verl_ext.endpoint.spending import Price, read_price
@@ -169,7 +169,10 @@ class Scorer:
                 return Answer(TOO_LONG, reason=f"question and answer have more than {self.options.max_tokens:,} tokens")
             found = Answer(DONE, repr(score), model=str(self.options.path))
             self._store.add(key, name, "score", found)
-        return Answer(DONE, parsed=float(found.raw))
+        score = float(found.raw)
+        if not math.isfinite(score):
+            return Answer(UNPARSABLE, reason=f"the classifier gives {score} for an answer")
+        return Answer(DONE, parsed=score)
 
     def _reward(self, messages: Sequence[Mapping[str, str]], answer: str) -> float | None:
         import torch

@@ -1,0 +1,242 @@
+"""Runs with losses of preferences: the reference, layouts, sharing, resume, adapters, documents beside pairs."""
+
+import json
+import math
+import re
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.ranks import in_turn, run_ranks
+from tests.tiny_model import write_tiny_model
+from tests.tokenized_data import random_documents, random_units, write_tokenized, write_units
+from tests.training import differences, heard, into, metrics, refusals, stopped_at, train_alone, train_each
+from verl_ext.losses import PREFERENCE_MODES
+
+pytestmark = pytest.mark.slow
+
+DPO = (
+    "data=preference",
+    "loss=dpo",
+    "data.train_batch_size=2",
+    "trainer.total_training_steps=4",
+    "trainer.test_freq=2",
+)
+SHARED = ("data.share_prefixes=true", "data.share_least=2")
+LORA = ("model.lora_rank=4", "model.lora_alpha=8", "model.target_modules=all-linear")
+# All packs are one step, so that runs with more or fewer packs take the same steps.
+WHOLE = ("data.train_batch_size=64", "trainer.total_epochs=3", "trainer.total_training_steps=null")
+
+
+@pytest.fixture(scope="module")
+def units():
+    return random_units(np.random.default_rng(2), [2, 3, 2, 1, 2, 2, 4, 2, 1, 2, 2, 2, 3])
+
+
+@pytest.fixture(scope="module")
+def options(tiny_model, units, tmp_path_factory):
+    data = write_units(tmp_path_factory.mktemp("data") / "units", units, {1: "maths", 2: "code"})
+    return [f"data.train_dir={data}", f"data.val_dir={data}", f"model.path={tiny_model}", "trainer.test_freq=2", *DPO]
+
+
+def numbers(found, *names):
+    """Return the values of metrics by step."""
+    return {key: value for key, value in found.items() if key[1].endswith(names)}
+
+
+VARIANTS = {
+    "one": (),
+    "shared": SHARED,
+    "adapters": LORA,
+    "norm": ("loss=dpo_norm",),
+    "packs of two": ("data.micro_batch_size_per_gpu=2", "data.train_batch_size=4"),
+    "tiles": ("model.tile_tokens=16", "model.activation_offload=true", *SHARED),
+    "steps below an epoch": ("trainer.total_training_steps=1",),
+}
+
+
+def test_the_first_step_has_the_rewards_of_the_reference_to_the_bit(options, tmp_path):
+    runs = [[*options, *more, into(tmp_path / name)] for name, more in VARIANTS.items()]
+    run_ranks(train_each, 2, runs)
+    for name in VARIANTS:
+        found = metrics(tmp_path / name)
+        assert found[1, "train/preference"] == pytest.approx(math.log(2), rel=1e-14)
+        assert found[1, "train/reward_margin"] == found[1, "train/reward_chosen"] == found[1, "train/chosen_drop"] == 0
+        assert found[0, "val/reward_accuracy"] == 0.5
+        assert found[0, "val/reward_margin"] == 0
+        last = max(step for step, _ in found)
+        assert last == 1 or found[last, "val/reward_margin"] > 0
+
+
+def test_layouts_and_sharing_change_no_loss(options, tmp_path):
+    runs = {
+        "whole": (),
+        "shared": SHARED,
+        "ulysses": ("engine.ulysses_sequence_parallel_size=2", *SHARED),
+        "heads": ("loss.head=plain", *SHARED),
+    }
+    run_ranks(train_each, 2, [[*options, *WHOLE, *more, into(tmp_path / name)] for name, more in runs.items()])
+    run_ranks(train_alone, 1, [*options, *WHOLE, into(tmp_path / "alone")])
+    names = ("loss", "grad_norm", "preference", "margin", "accuracy", "pairs", "_nll", "/tokens", "chosen", "rejected")
+    whole = numbers(metrics(tmp_path / "whole"), *names)
+    assert whole[3, "train/loss"] < whole[1, "train/loss"]
+    assert whole[1, "train/document_nll"] > 0
+    for name in (*runs, "alone"):
+        assert numbers(metrics(tmp_path / name), *names) == pytest.approx(whole, rel=2e-5, abs=2e-6)
+
+
+def resumed(options, whole, folder):
+    stopped_at(whole, folder, 2)
+    train_alone([*options, into(folder)])
+
+
+def resumed_without_reference(options, whole, folder):
+    stopped_at(whole, folder, 2)
+    if torch.distributed.get_rank() == 0:
+        shutil.rmtree(folder / "reference")
+    torch.distributed.barrier()
+    without_cache()
+    train_alone([*options, into(folder)])
+
+
+def without_cache():
+    """Let this rank compute sums that are not kept with a run."""
+    from verl_ext.data.ranks import arrays_of_ranks
+    from verl_ext.trainer import reference
+
+    def found(ranks, name, make, root=None):
+        return make() if root is None else arrays_of_ranks(ranks, name, make, root)
+
+    reference.arrays_of_ranks = found
+
+
+@pytest.mark.parametrize("more", [(), (*SHARED, *LORA)], ids=["plain", "shared adapters"])
+def test_a_resumed_run_has_the_bits_of_the_whole_one(options, tmp_path, more):
+    options = [*options, *more, "trainer.save_freq=2"]
+    whole = tmp_path / "whole"
+    calls = [
+        (train_alone, [*options, into(whole)]),
+        (resumed, options, whole, tmp_path / "kept"),
+        (resumed_without_reference, options, whole, tmp_path / "scored again"),
+    ]
+    run_ranks(in_turn, 2, calls)
+    for name in ("kept", "scored again"):
+        assert differences(tmp_path / name, whole, 4) == []
+
+
+def test_a_run_goes_on_with_other_ranks(options, tmp_path):
+    options = [*options, "trainer.save_freq=2", *SHARED]
+    run_ranks(train_alone, 2, [*options, into(tmp_path / "whole")])
+    run_ranks(resumed, 1, options, tmp_path / "whole", tmp_path / "alone")
+    names = ("loss", "grad_norm", "margin", "accuracy")
+    whole = numbers(metrics(tmp_path / "whole"), *names)
+    assert numbers(metrics(tmp_path / "alone"), *names) == pytest.approx(whole, rel=1e-5, abs=1e-6)
+
+
+@torch.no_grad()
+def plain_rewards(units, policy, reference, beta=0.1):
+    """Return the rewards of all answers by plain transformers in float64, one document at a time."""
+    models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval() for path in (policy, reference)]
+    rewards = []
+    for document in units:
+        ids, mask = torch.as_tensor(document["input_ids"]).long(), torch.as_tensor(document["loss_mask"][1:]).bool()
+        logs = [model(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[mask, 0] for model in models]
+        rewards.append(beta * float(logs[0].sum() - logs[1].sum()))
+    return rewards
+
+
+def test_a_measurement_compares_with_the_model_of_reference_path(options, units, tiny_model, tmp_path):
+    other = write_tiny_model(tmp_path / "other", seed=5)
+    run = [*options, f"reference.path={other}", "trainer.eval_only=true", into(tmp_path / "measured")]
+    run_ranks(measured, 2, run)
+    found = json.loads((tmp_path / "measured" / "evaluation.json").read_text())
+    rewards, weights, margins = plain_rewards(units, str(tiny_model), str(other)), [], []
+    for row, document in enumerate(units):
+        if document["answer"] < 0:
+            first = max(at for at in range(row) if units[at]["unit"])
+            margins.append(rewards[first] - rewards[row])
+            weights.append(document["pair_weight"])
+    assert found["val/pairs"] == len(margins)
+    assert found["val/reward_margin"] == pytest.approx(np.average(margins, weights=weights), rel=1e-4)
+    assert found["val/reward_accuracy"] == pytest.approx(np.average(np.array(margins) > 0, weights=weights))
+    loss = np.average(np.log1p(np.exp(-np.array(margins))), weights=weights)
+    assert found["val/preference"] == pytest.approx(loss, rel=1e-5)
+
+
+def measured(overrides):
+    from tests.training import build
+
+    trainer = build(overrides)
+    trainer.resume()
+    trainer.evaluate_only()
+
+
+def with_wrong_reference(overrides):
+    """Train with sums that are off, as those of other weights would be."""
+    from verl_ext.trainer import reference
+
+    without_cache()
+    right = reference._scored
+    reference._scored = lambda *arguments: tuple(values + 0.5 for values in right(*arguments))
+    return heard(train_each, [overrides])
+
+
+def test_a_reference_that_is_not_the_model_ends_the_run_at_its_first_step(options, tmp_path):
+    told = run_ranks(with_wrong_reference, 2, [*options, into(tmp_path / "run")])
+    for line in told:
+        assert "reference.tolerance: step 1 must have rewards of 0" in line
+        assert "is off by 0.5 nats" in line
+
+
+def test_documents_of_another_folder_are_learnt_beside_the_pairs(options, tmp_path):
+    documents = random_documents(np.random.default_rng(1), [9, 12, 7], 128, 1)
+    extra = write_tokenized(tmp_path / "extra", documents, {1: "maths"})
+    data = options[0].partition("=")[2]
+    runs = [
+        [
+            *options,
+            *WHOLE,
+            f"data.train_dir=[{data},{extra}]",
+            f"loss.sft_weight={weight}",
+            into(tmp_path / f"{weight}"),
+        ]
+        for weight in (0.0, 0.5)
+    ]
+    run_ranks(train_each, 1, runs)
+    with_none, with_half = (metrics(tmp_path / name) for name in ("0.0", "0.5"))
+    assert with_none[1, "train/document_nll"] == with_half[1, "train/document_nll"]
+    expected = math.log(2) + 0.5 * with_half[1, "train/document_nll"]
+    assert with_half[1, "train/loss"] == pytest.approx(expected, rel=1e-12)
+    assert with_half[3, "train/document_nll"] < with_none[3, "train/document_nll"]
+
+
+MISTAKES = [
+    (["loss=token"], "loss must be one of dpo, .* with data=preference .*; got loss.mode=token"),
+    (
+        ["data.custom_cls.path=pkg://verl_ext.data", "data.custom_cls.name=SFTDataSet"],
+        "data must be preference with loss.mode=dpo; got .*SFTDataSet.*",
+    ),
+    (["loss.beta=0"], "loss.beta must be above 0; got 0"),
+    (["loss.margin=0.5"], "loss.margin is an option of simpo; got 0.5 with loss.mode=dpo"),
+    (["data.over_length=truncate"], "data.over_length must be one of error, drop; got truncate"),
+    (["data.max_tokens=8"], "data.max_tokens must hold every unit of data.train_dir; got 8.*"),
+    (["trainer.eval_only=true"], "reference.path is required with trainer.eval_only=true.*; got null"),
+    (["loss=simpo", "reference.path=elsewhere"], "reference.path must be null with loss.mode=simpo.*; got elsewhere"),
+    (["reference.path=./nowhere"], "reference.path must be an existing folder or a hub name; got ./nowhere"),
+    (["reference.tolerance=-1"], "reference.tolerance must be at least 0; got -1"),
+]
+
+
+def test_mistakes_are_one_line_each(options, tmp_path):
+    (told,) = run_ranks(refusals, 1, [*options, into(tmp_path / "run")], [change for change, _ in MISTAKES])
+    for (change, line), got in zip(MISTAKES, told, strict=True):
+        assert re.fullmatch(line, got.splitlines()[0] if got else ""), (change, got)
+
+
+def test_every_loss_has_a_file_of_its_group():
+    from verl_ext.config.schema import options as choices
+
+    assert PREFERENCE_MODES.keys() <= set(choices("loss"))
