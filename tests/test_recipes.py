@@ -208,7 +208,7 @@ def test_preferences_by_question_and_answer_alone_bring_the_fact_of_the_text_int
     margins, accuracies = (values(run / "checkpoints" / "metrics.jsonl", f"train/reward_{x}") for x in METRICS)
     assert margins[0] == 0
     assert accuracies[0] == 0.5
-    assert sum(margins[-4:]) > 4
+    assert sum(margins[-4:]) > 2
     assert sum(accuracies[-4:]) > 3.2
     before, after = values(run / "checkpoints" / "metrics.jsonl", "val/answer")
     assert after > before + 0.3

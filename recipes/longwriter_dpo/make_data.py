@@ -3,8 +3,8 @@
     python recipes/longwriter_dpo/make_data.py --output DIR
 
 writes chats.jsonl for the fine-tuning, prompts.jsonl for the preferences, and cases.jsonl in LongBench-Write's form.
-Each prompt asks for 100, 200 or 300 words, each chapter has 100. In chats.jsonl two of five answers have the length
-that is asked for; the others have 200 words, a habit that the preferences are to end. The subjects of the cases are in
+Each prompt asks for 200 or 300 words, each chapter has 100. In chats.jsonl two of five answers have the length
+that is asked for; the others have 100 words, a habit that the preferences are to end. The subjects of the cases are in
 no other file. The same seed writes the same bytes.
 """
 
@@ -20,8 +20,8 @@ FORMS = ["a history", "a description", "an essay", "a story", "a guide", "a repo
 SUBJECTS = ["mill", "bridge", "school", "harbour", "library", "market", "tower", "bakery", "chapel", "theatre", "inn"]
 UNSEEN = ["station", "garden", "castle", "museum"]
 WORDS = 100  # of a chapter
-CHAPTERS = 3  # of the longest text
-RIGHT, HABIT = 0.4, 2  # the share of answers in chats.jsonl with the length asked for, the chapters of the others
+CHAPTERS = (2, 3)  # of the texts that are asked for
+RIGHT, HABIT = 0.4, 1  # the share of answers in chats.jsonl with the length asked for, the chapters of the others
 
 
 def chapter(number: int, subject: str) -> str:
@@ -52,7 +52,7 @@ def main() -> None:
     given = parser.parse_args()
     rng = random.Random(given.seed)
     given.output.mkdir(parents=True, exist_ok=True)
-    every = [(form, chapters, subject) for form in FORMS for chapters in range(1, CHAPTERS + 1) for subject in SUBJECTS]
+    every = [(form, chapters, subject) for form in FORMS for chapters in CHAPTERS for subject in SUBJECTS]
     chats = []
     for form, chapters, subject in rng.choices(every, k=given.chats):
         written = text(chapters if rng.random() < RIGHT else HABIT, subject)
@@ -64,7 +64,7 @@ def main() -> None:
     cases = [
         {"prompt": prompt(form, chapters, subject), "type": form, "length": chapters * WORDS}
         for form, subject in zip(FORMS, UNSEEN, strict=False)
-        for chapters in range(1, CHAPTERS + 1)
+        for chapters in CHAPTERS
     ]
     write_lines(given.output / "cases.jsonl", cases)
 

@@ -20,7 +20,7 @@ verl-ext init-model model=tiny "output_dir=$run/model" overwrite=true "tokenizer
     tokenizer.vocab_size=512 tokenizer.bos_token=null
 verl-ext tokenize "sources={texts:$data/chats.jsonl}" "output_dir=$run/texts" overwrite=true "model.path=$run/model"
 
-say "2/6  Fine-tuning on texts of which most have 200 words, whatever is asked for."
+say "2/6  Fine-tuning on texts of which most have 100 words, whatever is asked for."
 NPROC_PER_NODE=2 "$here/../../launch/node.sh" recipe=longwriter/small data.share_prefixes=true \
     "data.train_dir=$run/texts" "model.path=$run/model" "trainer.default_local_dir=$run/sft" trainer.overwrite=true \
     trainer.total_epochs=3

@@ -35,7 +35,7 @@ from verl_ext.config.resolve import resolve_run
 from verl_ext.config.run import Machine, RunConfig
 from verl_ext.config.schema import check_keys
 from verl_ext.config.upstream import select
-from verl_ext.config.weights import digest_of_weights, revision
+from verl_ext.config.weights import digest_of_weights, revision, weight_problems
 from verl_ext.data import PackFacts, check_vocabulary
 from verl_ext.data.chats import TrainedChats
 from verl_ext.data.dataset import CONTENT
@@ -151,6 +151,7 @@ def opened(config: RunConfig, model: ModelFacts) -> Run:
                 highest, size = facts.token_range[1], reference.get_text_config().vocab_size
                 must = f"reference.path must have a vocabulary with the token ids of {dataset.key}, up to {highest}"
                 refuse([f"{must}; got one of {size} in {path}"] if highest >= size else [])
+                refuse(weight_problems(path, "reference.path") if os.path.isdir(path) else [])
             if config.model.needs_positions:
                 check_positions(facts.longest_document, dataset.max_tokens, model.hf_config)
             if reserved := [name for name in dataset.categories.names if name in RESERVED]:
