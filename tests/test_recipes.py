@@ -152,7 +152,7 @@ def run_recipe(name: str, folder: Path, *overrides: str) -> str:
         env={**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=590,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout
