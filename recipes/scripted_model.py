@@ -74,17 +74,21 @@ class Handler(BaseHTTPRequestHandler):
     """The two paths of OpenAI's API that a client needs."""
 
     protocol_version = "HTTP/1.1"
+    model = "scripted"
 
     def do_GET(self) -> None:
-        self._send({"object": "list", "data": [{"id": "scripted", "object": "model"}]})
+        self._send({"object": "list", "data": [{"id": self.model, "object": "model"}]})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        content = body["messages"][-1]["content"]
-        said = answer(content)
-        usage = {"prompt_tokens": len(content.split()), "completion_tokens": len(said.split())}
-        choice = {"index": 0, "message": {"role": "assistant", "content": said}, "finish_reason": "stop"}
-        self._send({"model": "scripted", "choices": [choice], "usage": usage})
+        said, ended = self.reply(body)
+        usage = {"prompt_tokens": len(str(body["messages"]).split()), "completion_tokens": len(said.split())}
+        choice = {"index": 0, "message": {"role": "assistant", "content": said}, "finish_reason": ended}
+        self._send({"model": self.model, "choices": [choice], "usage": usage})
+
+    def reply(self, body: dict[str, Any]) -> tuple[str, str]:
+        """Return the answer to a request, and why it ended."""
+        return answer(body["messages"][-1]["content"]), "stop"
 
     def _send(self, body: dict[str, Any]) -> None:
         data = json.dumps(body).encode()
@@ -98,9 +102,14 @@ class Handler(BaseHTTPRequestHandler):
         """Print nothing."""
 
 
-if __name__ == "__main__":
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    partial = Path(f"{sys.argv[1]}.partial")
+def serve(handler: type[Handler], port_file: str) -> None:
+    """Listen on a free port, which is written to a file."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    partial = Path(f"{port_file}.partial")
     partial.write_text(str(server.server_port))
-    partial.rename(sys.argv[1])
+    partial.rename(port_file)
     server.serve_forever()
+
+
+if __name__ == "__main__":
+    serve(Handler, sys.argv[1])

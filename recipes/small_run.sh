@@ -30,22 +30,32 @@ show_run() {
     verl-ext show "$run/checkpoints" "html=$run/run.html"
 }
 
-# open_server: use the server of BASE_URL and MODEL, or run recipes/scripted_model.py until the recipe ends. Sets
-# server_url and server_model.
+# start_server SCRIPT [ARGUMENT …]: run a script of recipes/ that serves a model until the recipe ends. Sets url.
+servers=()
+start_server() {
+    local port="$run/${1%.py}.port"
+    rm -f "$port"
+    python "$(dirname "${BASH_SOURCE[0]}")/$1" "$port" "${@:2}" &
+    servers+=($!)
+    trap 'kill "${servers[@]}" 2>/dev/null || true' EXIT
+    while [[ ! -e "$port" ]]; do
+        kill -0 $! 2>/dev/null || { echo "recipes/$1 ended before it listened" >&2; exit 1; }
+        sleep 0.1
+    done
+    url=http://127.0.0.1:$(<"$port")/v1
+}
+
+# open_server: use the server of BASE_URL and MODEL, or recipes/scripted_model.py. Sets server_url and server_model.
 open_server() {
     if [[ -n "${BASE_URL:-}" ]]; then
         server_url=$BASE_URL
         server_model=${MODEL:?MODEL must name a model of BASE_URL}
         return
     fi
-    rm -f "$run/port"
-    python "$(dirname "${BASH_SOURCE[0]}")/scripted_model.py" "$run/port" &
-    # shellcheck disable=SC2064  # the process of now
-    trap "kill $! 2>/dev/null || true" EXIT
-    while [[ ! -e "$run/port" ]]; do
-        kill -0 $! 2>/dev/null || { echo "recipes/scripted_model.py ended before it listened" >&2; exit 1; }
-        sleep 0.1
-    done
-    server_url=http://127.0.0.1:$(<"$run/port")/v1
+    start_server scripted_model.py
+    server_url=$url
     server_model=scripted
 }
+
+# last_export RUN: print the folder of a run's last exported model.
+last_export() { printf '%s\n' "$1"/global_step_*/huggingface | sort -V | tail -n 1; }

@@ -260,6 +260,7 @@ def test_a_loss_of_the_users_own_replaces_the_formula_and_is_tried_first(tmp_pat
         (lambda sides, options: sides.gap.sum(), "must give float64"),
         (lambda sides, options: sides.gap.detach(), "must give losses with gradients"),
         (lambda sides, options: torch.log(sides.chosen) + sides.rejected, "must give finite losses"),
+        (lambda sides, options: torch.log(sides.chosen - sides.rejected), "must give finite losses"),
         (lambda sides: sides.gap, "must give losses with gradients"),
     ):
         with pytest.raises(ValueError, match=words):

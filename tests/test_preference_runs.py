@@ -227,13 +227,24 @@ MISTAKES = [
     (["trainer.eval_only=true"], "reference.path is required with trainer.eval_only=true.*; got null"),
     (["loss=simpo", "reference.path=elsewhere"], "reference.path must be null with loss.mode=simpo.*; got elsewhere"),
     (["reference.path=./nowhere"], "reference.path must be an existing folder or a hub name; got ./nowhere"),
+    (["reference.path=nowhere"], "reference.path must hold a model's config.json; got nowhere .*"),
     (["reference.tolerance=-1"], "reference.tolerance must be at least 0; got -1"),
 ]
 
 
-def test_mistakes_are_one_line_each(options, tmp_path):
-    (told,) = run_ranks(refusals, 1, [*options, into(tmp_path / "run")], [change for change, _ in MISTAKES])
-    for (change, line), got in zip(MISTAKES, told, strict=True):
+def test_mistakes_are_one_line_each(options, tiny_model, tmp_path):
+    config = json.loads((tiny_model / "config.json").read_text())
+    for name, size in (("small", 8), ("bare", config["vocab_size"])):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({**config, "vocab_size": size}))
+    must = "reference.path must have a vocabulary with the token ids of data.train_dir, up to [0-9]+"
+    mistakes = [
+        *MISTAKES,
+        ([f"reference.path={tmp_path}/small"], f"{must}; got one of 8 in {tmp_path}/small"),
+        ([f"reference.path={tmp_path}/bare"], "reference.path must hold weights .*; got .*/bare"),
+    ]
+    (told,) = run_ranks(refusals, 1, [*options, into(tmp_path / "run")], [change for change, _ in mistakes])
+    for (change, line), got in zip(mistakes, told, strict=True):
         assert re.fullmatch(line, got.splitlines()[0] if got else ""), (change, got)
 
 

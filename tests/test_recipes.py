@@ -1,4 +1,4 @@
-"""recipes/quickstart, gsm8k_code, longalign and longwriter: their data, tokenizer, model, and whole runs of them."""
+"""recipes with a run.sh: their data, tokenizer, model, and whole runs of their small forms."""
 
 import json
 import os
@@ -17,6 +17,7 @@ pytestmark = pytest.mark.slow
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 CATEGORIES = ("arithmetic", "ordering", "documents")
+METRICS = ("margin", "accuracy")
 
 
 def run(script: str, *arguments: object) -> str | None:
@@ -143,22 +144,22 @@ def test_the_answer_is_that_of_the_last_export(tmp_path):
         report["last_export"](tmp_path / "none")
 
 
-def run_recipe(name: str, folder: Path, steps: int) -> str:
+def run_recipe(name: str, folder: Path, *overrides: str) -> str:
     """Run a recipe's small form in a folder; return its output."""
     done = subprocess.run(
-        [RECIPES / name / "run.sh", folder / "run", f"trainer.total_training_steps={steps}"],
+        [RECIPES / name / "run.sh", folder / "run", *overrides],
         cwd=folder,
         env={**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=590,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout
 
 
 def test_the_quickstart_ends_with_curves_a_page_and_an_answer(tmp_path):
-    results = run_recipe("quickstart", tmp_path, 12).split("Results.")[1]
+    results = run_recipe("quickstart", tmp_path, "trainer.total_training_steps=12").split("Results.")[1]
     assert all(category in results for category in CATEGORIES)
     assert "Answered" in results
     assert "loss of arithmetic" in (tmp_path / "run" / "run.html").read_text(encoding="utf-8")
@@ -169,7 +170,7 @@ def test_the_quickstart_ends_with_curves_a_page_and_an_answer(tmp_path):
     [("longalign", "longalign.jsonl", "rating"), ("longwriter", "agentwrite.jsonl", "S_l")],
 )
 def test_the_small_form_ends_with_a_trained_model_judged_beside_the_one_before(recipe, records, score, tmp_path):
-    run_recipe(recipe, tmp_path, 8)
+    run_recipe(recipe, tmp_path, "trainer.total_training_steps=8")
     lines = (tmp_path / "run" / "synthesized" / records).read_text().splitlines()
     assert len(lines) > 50
     assert json.loads(lines[0])["provenance"]["models"] == ["scripted"]
@@ -177,3 +178,37 @@ def test_the_small_form_ends_with_a_trained_model_judged_beside_the_one_before(r
     assert list(models) == ["before", "after"]
     assert all(of["figures"]["all"][score]["cases"] >= 4 for of in models.values())
     assert "verdict 1, done" in (tmp_path / "run" / "judged" / "page.html").read_text()
+
+
+def values(path: Path, key: str) -> list[float]:
+    """Return a metric's values by step."""
+    lines = (json.loads(line)["data"] for line in path.read_text().splitlines())
+    return [line[key] for line in lines if key in line]
+
+
+def test_preferences_for_a_length_are_learned_and_answers_of_unseen_subjects_have_it(tmp_path):
+    run_recipe("longwriter_dpo", tmp_path)
+    run = tmp_path / "run"
+    for line in (run / "pairs" / "preferences.jsonl").read_text().splitlines():
+        assert json.loads(line)["score_chosen"] > json.loads(line)["score_rejected"]
+    margins, accuracies = (values(run / "checkpoints" / "metrics.jsonl", f"train/reward_{x}") for x in METRICS)
+    assert margins[0] == 0
+    assert accuracies[0] == 0.5
+    assert sum(margins[-4:]) > 4
+    assert sum(accuracies[-4:]) > 3.2
+    models = json.loads((run / "judged" / "results.json").read_text())["models"]
+    before, after = (models[name]["figures"]["all"]["S_l"]["mean"] for name in ("before", "after"))
+    assert after > before + 15
+
+
+def test_preferences_by_question_and_answer_alone_bring_the_fact_of_the_text_into_answers(tmp_path):
+    run_recipe("glm_long_dpo", tmp_path)
+    run = tmp_path / "run"
+    assert len((run / "pairs" / "preferences.jsonl").read_text().splitlines()) > 40
+    margins, accuracies = (values(run / "checkpoints" / "metrics.jsonl", f"train/reward_{x}") for x in METRICS)
+    assert margins[0] == 0
+    assert accuracies[0] == 0.5
+    assert sum(margins[-4:]) > 2
+    assert sum(accuracies[-4:]) > 3.2
+    before, after = values(run / "checkpoints" / "metrics.jsonl", "val/answer")
+    assert after > before + 0.3

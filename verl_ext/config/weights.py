@@ -63,44 +63,44 @@ def dequantize(hf_config: Any) -> None:
     hf_config.quantization_config = {**values, "dequantize": True}
 
 
-def weight_problems(folder: str) -> list[str]:
+def weight_problems(folder: str, key: str = "model.path") -> list[str]:
     """Return one line if a folder's weights are missing, truncated or adapters."""
     from safetensors import SafetensorError, safe_open
 
     files = sorted(glob(os.path.join(folder, "*.safetensors")))
     if not files and not any(glob(os.path.join(folder, kind)) for kind in ("pytorch_model*.bin", "model*.bin")):
-        return [f"model.path must hold weights (*.safetensors or pytorch_model*.bin); got {folder}"]
-    if problem := _index_problem(Path(folder)) or _adapter_problem(folder):
+        return [f"{key} must hold weights (*.safetensors or pytorch_model*.bin); got {folder}"]
+    if problem := _index_problem(Path(folder), key) or _adapter_problem(folder, key):
         return [problem]
     for file in files:
         try:
             with safe_open(file, framework="pt"):
                 pass
         except (SafetensorError, OSError) as error:
-            return [f"model.path must hold weights that can be read; got {file}: {error}"]
+            return [f"{key} must hold weights that can be read; got {file}: {error}"]
     return []
 
 
-def _adapter_problem(path: str) -> str | None:
+def _adapter_problem(path: str, key: str = "model.path") -> str | None:
     """Return a line if an adapter is there, which transformers would load."""
     if not utils.hub.has_file(path, ADAPTER_CONFIG_NAME):
         return None
     return (
-        f"model.path must hold a model without an adapter; got {path}, which has adapter_config.json "
+        f"{key} must hold a model without an adapter; got {path}, which has adapter_config.json "
         "(model.lora_adapter_path names an adapter)"
     )
 
 
-def _index_problem(folder: Path) -> str | None:
+def _index_problem(folder: Path, key: str) -> str | None:
     """Return a line if an index is unreadable or names foreign files."""
     for index in sorted(folder.glob("*.index.json")):
         try:
             names = set(parse_json(index.read_text(encoding="utf-8"))["weight_map"].values())
             inside = all(Path(name).name == name for name in names)
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            return f"model.path must hold an index of its weights that can be read; got {index}: {first_line(error)}"
+            return f"{key} must hold an index of its weights that can be read; got {index}: {first_line(error)}"
         if not inside:
-            return f"model.path must hold the weights that its index names; {index} names files of other folders"
+            return f"{key} must hold the weights that its index names; {index} names files of other folders"
     return None
 
 
@@ -197,14 +197,14 @@ def _ties_of_headers() -> Iterator[list[torch.Size]]:
         torch.equal = equal
 
 
-def digest_of_weights(path: str) -> str:
+def digest_of_weights(path: str, key: str = "model.path") -> str:
     """Describe the content of a folder's or Hub model's weights.
 
     A Hub model is downloaded, and has the digest of a folder with the same files.
     """
     if os.path.exists(path):
         return folder_digest(path, _ENDINGS)
-    files = [Path(file) for file in _weight_files(path)]
+    files = [Path(file) for file in _weight_files(path, key)]
     return files_digest(sorted(files), files[0].parent)
 
 
@@ -231,7 +231,7 @@ def _headers(path: str) -> dict[str, Any]:
     return state
 
 
-def _weight_files(path: str) -> list[str]:
+def _weight_files(path: str, key: str = "model.path") -> list[str]:
     """Return the weight files that transformers would read; download if needed."""
     for name in (utils.SAFE_WEIGHTS_NAME, utils.SAFE_WEIGHTS_INDEX_NAME, utils.WEIGHTS_NAME, utils.WEIGHTS_INDEX_NAME):
         if utils.hub.has_file(path, name):
@@ -239,7 +239,7 @@ def _weight_files(path: str) -> list[str]:
             assert file is not None, "has_file says that it is there"
             return utils.hub.get_checkpoint_shard_files(path, file)[0] if name.endswith(".index.json") else [file]
     names = f"{utils.SAFE_WEIGHTS_NAME} or {utils.WEIGHTS_NAME}, or shards with an index"
-    raise ValueError(f"model.path must hold {names}; got {path}")
+    raise ValueError(f"{key} must hold {names}; got {path}")
 
 
 def _listed(names: Iterable[str]) -> str:

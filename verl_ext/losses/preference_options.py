@@ -140,7 +140,7 @@ class PreferenceOptions(LossOptions):
 def checked_formula(function: Callable[..., Any], name: str) -> Formula:
     """Return a user's loss after a trial; raise ValueError if wrong."""
     trial = torch.tensor([-1.0, -20.0, -3.5], dtype=torch.float64)
-    chosen, rejected = ((trial * factor).requires_grad_() for factor in (1.0, 1.5))
+    chosen, rejected = trial.clone().requires_grad_(), (trial * trial.new_tensor([1.5, 0.5, 1.0])).requires_grad_()
     try:
         losses = function(Sides(chosen, rejected, trial, trial), PreferenceOptions())
         gradients = torch.autograd.grad(losses.sum(), (chosen, rejected))

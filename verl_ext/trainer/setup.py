@@ -22,13 +22,20 @@ from verl_ext.checkpoint import resume
 from verl_ext.checkpoint.copies import check_copies
 from verl_ext.checkpoint.identity import SCHEDULE
 from verl_ext.checkpoint.layout import Manifest, refuse_locked, step_of
-from verl_ext.config.check import check_categories, check_positions, check_run, check_watched, check_weight_files
+from verl_ext.config.check import (
+    check_categories,
+    check_positions,
+    check_run,
+    check_watched,
+    check_weight_files,
+    read_hf_config,
+)
 from verl_ext.config.model import ModelFacts
 from verl_ext.config.resolve import resolve_run
 from verl_ext.config.run import Machine, RunConfig
 from verl_ext.config.schema import check_keys
 from verl_ext.config.upstream import select
-from verl_ext.config.weights import digest_of_weights, revision
+from verl_ext.config.weights import digest_of_weights, revision, weight_problems
 from verl_ext.data import PackFacts, check_vocabulary
 from verl_ext.data.chats import TrainedChats
 from verl_ext.data.dataset import CONTENT
@@ -89,7 +96,7 @@ def prepare(composed: DictConfig) -> Run:
         reads_base = trains or config.model_options.lora_rank
         base = digest_of_weights(config.model_folder) if reads_base and is_rank0 else None
         path = config.reference.path
-        reference = digest_of_weights(path) if path is not None and is_rank0 else None
+        reference = digest_of_weights(path, "reference.path") if path is not None and is_rank0 else None
     base, reference = ranks.broadcast((base, reference))
     replaces = output.action is resume.OutputAction.REPLACE
     run = replace(run, content=content, base=base, reference=reference)
@@ -140,6 +147,12 @@ def opened(config: RunConfig, model: ModelFacts) -> Run:
         for dataset in datasets:
             facts = dataset.facts()
             check_vocabulary(facts.token_range, model.hf_config.get_text_config().vocab_size, dataset.key)
+            if (path := config.reference.path) is not None:
+                reference = read_hf_config(path, bool(config.model_options.trust_remote_code), "reference.path")
+                highest, size = facts.token_range[1], reference.get_text_config().vocab_size
+                must = f"reference.path must have a vocabulary with the token ids of {dataset.key}, up to {highest}"
+                refuse([f"{must}; got one of {size} in {path}"] if highest >= size else [])
+                refuse(weight_problems(path, "reference.path") if os.path.isdir(path) else [])
             if config.model.needs_positions:
                 check_positions(facts.longest_document, dataset.max_tokens, model.hf_config)
             if reserved := [name for name in dataset.categories.names if name in RESERVED]:
