@@ -217,8 +217,8 @@ def test_documents_of_another_folder_are_learnt_beside_the_pairs(options, tmp_pa
 MISTAKES = [
     (["loss=token"], "loss must be one of dpo, .* with data=preference .*; got loss.mode=token"),
     (
-        ["data.custom_cls.path=pkg://verl_ext.data", "data.custom_cls.name=SFTDataSet"],
-        "data must be preference with loss.mode=dpo; got .*SFTDataSet.*",
+        ["data=chosen", "data.share_prefixes=false"],
+        "data must be preference with loss.mode=dpo; got .*ChosenDataSet.*",
     ),
     (["loss.beta=0"], "loss.beta must be above 0; got 0"),
     (["loss.margin=0.5"], "loss.margin is an option of simpo; got 0.5 with loss.mode=dpo"),

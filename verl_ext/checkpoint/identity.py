@@ -35,7 +35,7 @@ _FREE_MODEL_KEYS = (
 )
 MEMORY = "model.memory"
 BASE = "the weights in model.path"  # the key of their digest in a checkpoint
-REFERENCE_WEIGHTS = "the weights in reference.path"
+REFERENCE_WEIGHTS = "the weights of the reference (reference.path)"
 _TOTAL = "trainer.total_training_steps"
 SCHEDULE = f"the length of the learning rate's schedule ({_TOTAL})"
 _GROUPING_KEYS = ("data.balance", "data.cost", "data.shuffle")

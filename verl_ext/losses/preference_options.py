@@ -128,8 +128,9 @@ class PreferenceOptions(LossOptions):
     @property
     @override
     def fingerprint(self) -> dict[str, Any]:
+        used = {"beta": self.scale, "length": self.chosen_length, "nll_weight": self.likelihood_weight}
         own = {f"{self.custom_cls.prefix}.name": self.custom_cls.fingerprint} if self.custom_cls.is_named else {}
-        return {**self.stated, **own}
+        return {**self.stated, **{f"loss.{name}": value for name, value in used.items()}, **own}
 
     @property
     @override

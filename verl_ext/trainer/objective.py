@@ -20,11 +20,13 @@ if TYPE_CHECKING:
 class Objective:
     """A mean of token losses.
 
-    terms: the number of its normalisers. has_dropout: whether it keeps the model's dropout.
+    terms: the number of its normalisers. has_dropout: whether it keeps the model's dropout. has_reference: whether
+    answers are compared with those of a reference. has_baseline: whether a step measures mismatched answers first.
     """
 
     terms: ClassVar[int] = 1
     has_dropout: ClassVar[bool] = True
+    has_reference = has_baseline = False
 
     def __init__(self, options: LossOptions) -> None:
         self.options = options
@@ -70,6 +72,10 @@ class PreferenceObjective(Objective):
     _baseline: torch.Tensor | float = 0.0
     options: PreferenceOptions
 
+    def __init__(self, options: PreferenceOptions) -> None:
+        super().__init__(options)
+        self.has_reference, self.has_baseline = options.of_mode.has_reference, options.formula is None
+
     def collator(self, dataset: PackDataset, idle_tokens: int = 1) -> StepCollator:
         """Return the collator of a dataset's packs of units."""
         return PreferenceCollator(*self._of_dataset(dataset, idle_tokens), options=self.options)
@@ -78,12 +84,12 @@ class PreferenceObjective(Objective):
         """Return sums that are all zero."""
         sums = PreferenceSums.zeros(categories, device)
         sums.weights = self.options.likelihood_weight, self.options.sft_weight
-        sums.has_reference = self.options.of_mode.has_reference
+        sums.has_reference = self.has_reference
         return sums
 
     def measure(self, batches: Iterable[StepBatch], engine: "StepEngine", rank: "DataParallelRank", size: int) -> None:
         """Measure the baseline of kto, the mean log-ratio of mismatched answers, at least 0."""
-        if self.options.formula is not None:
+        if not self.has_baseline:
             return
         parts = []
         for batch in batches:

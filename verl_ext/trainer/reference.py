@@ -57,9 +57,9 @@ class ScoredSet:
 
 def scored_sets(run: Run) -> list[ScoredSet]:
     """Return the sets of a run with a reference; none without one."""
-    options, found = run.config.loss, []
-    if not isinstance(options, PreferenceOptions) or not options.of_mode.has_reference:
-        return []
+    found: list[ScoredSet] = []
+    if not run.objective.has_reference:
+        return found
     if not run.config.trainer.eval_only:
         plan = replace(run.plan, drop_last=False)  # an epoch reads what another leaves out
         steps = min(run.total_steps, run.plan.steps_per_epoch)
@@ -100,7 +100,7 @@ def add_reference(run: Run, policy: StepEngine, build: Callable[[Mapping[str, An
         name, root = f"{each.name}-{fingerprint(facts)}", run.output / REFERENCE
         kept = cached() if run.config.trainer.eval_only else arrays_of_ranks(ranks, name, cached, root)
         each.dataset.reference = kept["sums"]
-        if run.config.loss.of_mode.formula is None:  # type: ignore[attr-defined]
+        if run.objective.has_baseline:
             each.dataset.mismatched_reference = kept["mismatched"]
     del engine
     gc.collect()

@@ -94,8 +94,8 @@ class Run:
         facts = run_facts(
             *(self.config, self.model.hf_config, self.train_set, self.schedule_steps, self.content, self.base)
         )
-        if self.reference is not None and not self.config.trainer.eval_only:
-            facts[REFERENCE_WEIGHTS] = self.reference
+        if self.objective.has_reference and not self.config.trainer.eval_only:
+            facts[REFERENCE_WEIGHTS] = self.reference or self.base
         allowed = allowed_changes(self.config, self.extends, self.keeps_rates)
         return RunState(facts, self.grouping, str(self.output), allowed)
 

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from importlib import resources
 from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
@@ -63,7 +64,7 @@ class Needle(Task):
     options: NeedleOptions
     sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=0.0, max_tokens=128)
     judge_sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=0.0, max_tokens=512)
-    prompt: ClassVar[str | None] = "needle.txt"  # asked if there is a judge
+    asks_judge: ClassVar[bool] = True
     worst: ClassVar[Any] = 1.0
     headlines: ClassVar[tuple[str, ...]] = ("found", "rating")
     heat_map: ClassVar[tuple[str, str, str] | None] = ("length", "depth", "found")
@@ -100,6 +101,10 @@ class Needle(Task):
         given = self.options.published
         parts = {"$QUESTION$": str(given.question), "$REFERENCE$": str(given.text), "$ANSWER$": answer}
         return [[{"role": "user", "content": self.filled(parts)}]]
+
+    def own_prompt(self) -> str:
+        """Return our own prompt for the judge."""
+        return resources.files("verl_ext.tools.judging").joinpath("prompts/needle.txt").read_text(encoding="utf-8")
 
     def verdict(self, text: str) -> float:
         """Return the rating from 1 to 10, also a bare number, as the published prompt asks for."""
