@@ -71,8 +71,8 @@ def _table(rows: Sequence[Facts]) -> str:
 
 
 def _cell(name: str, value: Any) -> str:
-    if name in ("share", "epochs"):
-        return f"{value:.2%}" if name == "share" else f"{value:.2f}"
+    if name == "share":
+        return f"{value:.2%}"
     if value is None:
         return ""
     return f"{value:,}" if isinstance(value, int) else f"{value:.6g}" if isinstance(value, float) else str(value)
