@@ -38,9 +38,9 @@ from verl_ext.data.sft_options import SFTOptions
 from verl_ext.data.units import OVER_LENGTH_OF_UNITS, UnitRows
 from verl_ext.files import file_state
 from verl_ext.options import option
-from verl_ext.packing import PackPlan, Spans, plan_packs
+from verl_ext.packing import STRATEGIES, PackPlan, Spans, plan_packs
 from verl_ext.packing.plan import Ints, index_type
-from verl_ext.packing.shared import SharedBeginnings, shared_with_before
+from verl_ext.packing.shared import NOTHING, SharedBeginnings, shared_with_before
 from verl_ext.packing.strategies import plan_repeated
 from verl_ext.text.read.sources import absolute_path
 
@@ -60,6 +60,8 @@ class PairOptions(SFTOptions):
         "true: tokens with which the answers of a prompt begin are computed once; null: where the model allows it",
         resume="same",
     )
+
+    sharing_strategies: ClassVar[Iterable[str]] = tuple(STRATEGIES)  # a unit's documents follow each other in any order
 
     @override
     def document_problems(self) -> Iterable[str]:
@@ -173,13 +175,24 @@ class PreferenceDataSet(SFTDataSet):
             name = f"units-{fingerprint([FORMAT, self.options.packing.share_least, files])}" if ranks.rank == 0 else ""
             self._shared = arrays_of_ranks(ranks, name, find)["shared"]
         with ranks.guard():
-            _ = self.plan
+            self.plan = self._planned(NOTHING)
         self.scan = scan_documents(self._data, self.spans, self._over_length, ranks, keep=True)
 
     @property
     @override
     def _over_length(self) -> OverLength:
         return OverLength(np.zeros(0, np.int64), self.max_tokens, "drop")  # units are left out before they are read
+
+    @property
+    def num_pairs(self) -> int:
+        """The pairs in the packs, each once."""
+        return int(np.isin(self.units.pairs[1], self.spans.row).sum())
+
+    @property
+    def num_alone(self) -> int:
+        """The answers with a label alone in the packs, each once."""
+        units = self._kept
+        return int((self.units.answer[self.units.starts[units]][self.units.sizes[units] == 1] != 0).sum())
 
     def rows_of(self, pack: int) -> NDArray[np.int64]:
         """Return the rows of a pack's documents, in its order."""
@@ -212,8 +225,7 @@ class PreferenceDataSet(SFTDataSet):
 
     @override
     def report(self) -> dict[str, Any]:
-        pairs = np.isin(self.units.pairs[1], self.spans.row)
-        return {**super().report(), "units": len(self._kept), "pairs": int(pairs.sum())}
+        return {**super().report(), "units": len(self._kept), "pairs": self.num_pairs}
 
     @cached_property
     def digest(self) -> str:

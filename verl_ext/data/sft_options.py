@@ -26,6 +26,7 @@ class SFTOptions(DatasetOptions):
 
     reads: ClassVar[str] = "the folder that `verl-ext tokenize` wrote"
     may_share: ClassVar[bool] = True
+    sharing_strategies: ClassVar[Iterable[str]] = FREE_STRATEGIES
 
     strategy: str = option("best_fit", "how documents become packs", choices=STRATEGIES, resume="same")
     over_length: str = option(
@@ -71,7 +72,7 @@ class SFTOptions(DatasetOptions):
         if self.share_prefixes and not self.may_share:
             yield f"data.share_prefixes must be false for {self.reads}; got true"
         elif self.share_prefixes:
-            for name, allowed in (("strategy", FREE_STRATEGIES), ("pad_mode", ("no_padding",))):
+            for name, allowed in (("strategy", self.sharing_strategies), ("pad_mode", ("no_padding",))):
                 if implied[name] not in allowed:
                     wanted = f"data.{name} must be {' or '.join(allowed)} with data.share_prefixes=true"
                     yield f"{wanted}; got {implied[name]}"

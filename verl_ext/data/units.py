@@ -35,6 +35,11 @@ class UnitRows:
     @classmethod
     def of_table(cls, table: pa.Table, key: str, folder: str) -> "UnitRows":
         """Read a folder's rows; without these columns, each is a unit."""
+        names = ("unit", "answer")
+        if all(name in table.column_names and pa.types.is_floating(table.schema.field(name).type) for name in names):
+            raise ValueError(
+                f"{key} must have columns unit and answer as integers; got numbers with fractions in {folder}"
+            )
         columns = {name: np.full(len(table), name != "answer", kind) for name, kind in UNIT_COLUMNS.items()}
         for name in UNIT_COLUMNS if has_answers(table) else ():
             if name in table.column_names:

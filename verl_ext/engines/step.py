@@ -263,7 +263,7 @@ def on_device(micro_batch: TensorDict, device: Any) -> TensorDict:
             shared: Any = value.offsets()  # type: ignore[attr-defined]
             if id(shared) not in offsets:
                 offsets[id(shared)] = pinned(shared, device).to(device, non_blocking=True)
-            flat = value.values().to(device, non_blocking=True)
+            flat = pinned(value.values(), device).to(device, non_blocking=True)
             moved[key] = torch.nested.nested_tensor_from_jagged(flat, offsets[id(shared)])
         elif isinstance(value, torch.Tensor):
             moved[key] = pinned(value, device).to(device, non_blocking=True)

@@ -178,14 +178,14 @@ def preference_terms(
     ratios = sums - units.reference
     # Answers alone: each is a term, and none is compared with another.
     if formula is None:
-        documents = units.side.nonzero().squeeze(1)
+        documents = units.answers  # known on the host: a search on the device would make it wait
         side, scaled = units.side[documents], options.scale * ratios[documents]
         desirable = (side > 0).double()  # a truth value times a number would be float32
         factor = options.desirable_weight * desirable + options.undesirable_weight * (1 - desirable)
         return Terms(documents, units.weight[documents], factor * (1 - torch.sigmoid(side * (scaled - baseline))))
     # Pairs; answers that have a label follow them, if the loss is a sum over sides.
     pairs = [each[place] for each in (sums, units.reference) for place in (units.chosen, units.rejected)]
-    losses = formula(Sides(*pairs), options)
+    losses = formula(Sides(*pairs), options) if len(units.chosen) else ratios.new_zeros(0)
     if not len(units.alone):
         return Terms(units.chosen, units.pair_weight, losses)
     if not options.of_mode.takes_labels:

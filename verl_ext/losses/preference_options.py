@@ -94,6 +94,10 @@ class PreferenceOptions(LossOptions):
         if self.custom_cls.is_named and self.mode not in of_pairs:
             yield f"loss.mode must be one of {', '.join(of_pairs)} with loss.custom_cls; got {self.mode}"
         own = PREFERENCE_MODES[self.mode]
+        if own.formula is None and self.answers != "sum":
+            yield f"loss.answers must be sum with loss.mode={self.mode}, which compares no answers; got {self.answers}"
+        if own.formula is None and self.chosen_length == "common":
+            yield f"loss.length must be sum or mean with loss.mode={self.mode}, which compares no answers; got common"
         if own.fixed_length and self.length not in (None, own.length):
             yield f"loss.length must be {own.length} with loss.mode={self.mode}; got {self.length}"
         if self.tail_weight != 1 and self.chosen_length != "common":
@@ -128,9 +132,10 @@ class PreferenceOptions(LossOptions):
     @property
     @override
     def fingerprint(self) -> dict[str, Any]:
-        used = {"beta": self.scale, "length": self.chosen_length, "nll_weight": self.likelihood_weight}
-        own = {f"{self.custom_cls.prefix}.name": self.custom_cls.fingerprint} if self.custom_cls.is_named else {}
-        return {**self.stated, **{f"loss.{name}": value for name, value in used.items()}, **own}
+        used: dict[str, Any] = {"beta": self.scale, "length": self.chosen_length, "nll_weight": self.likelihood_weight}
+        if self.custom_cls.is_named:
+            used["mode"] = f"{self.mode} by {self.custom_cls.fingerprint}"
+        return {**self.stated, **{f"loss.{name}": value for name, value in used.items()}}
 
     @property
     @override

@@ -21,7 +21,7 @@ class Units:
 
     side: float64[A], 1 preferred, -1 rejected, 0 no answer. weight: float64[A], of the document's unit. targets:
     float64[A]. slot: int64[A], dense categories. reference: float64[A], sums of the reference model, 0 without one.
-    chosen, rejected: int64[P], documents. pair_weight: float64[P]. alone: int64[S], documents.
+    chosen, rejected: int64[P], documents. pair_weight: float64[P]. alone: int64[S], documents; answers: those of both.
     """
 
     side: torch.Tensor
@@ -32,6 +32,7 @@ class Units:
     rejected: torch.Tensor
     pair_weight: torch.Tensor
     alone: torch.Tensor
+    answers: torch.Tensor
     slot: torch.Tensor
 
     @classmethod
@@ -65,6 +66,7 @@ class Units:
             "rejected": rejected.astype(np.int64),
             "pair_weight": of_pair,
             "alone": np.flatnonzero((answer != 0) & (size_of == 1)).astype(np.int64),
+            "answers": np.flatnonzero(answer).astype(np.int64),
             "slot": np.zeros(rows, np.int64) if slot is None else np.asarray(slot, np.int64),
         }
         return cls(**{name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in columns.items()})

@@ -6,7 +6,7 @@ import re
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -102,7 +102,7 @@ class _Batches(Dataset):
             if get_worker_info() is not None:
                 # Copy to shared memory here, so that a full /dev/shm raises. torch's feeder thread would only print the
                 # error, and the trainer would wait forever.
-                for tensor in filter(torch.is_tensor, vars(batch).values()):
+                for tensor in _tensors(batch):
                     tensor.share_memory_()
             return batch
         except Exception as error:
@@ -112,6 +112,15 @@ class _Batches(Dataset):
             return LoadingFailed(
                 f"{self.packs.key}: pack {numbers} cannot be loaded; {type(error).__name__}: {first_line(error)}"
             )
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a batch and of the objects and mappings in it."""
+    if torch.is_tensor(value):
+        yield value
+    elif isinstance(value, dict) or is_dataclass(value):
+        for each in (value if isinstance(value, dict) else vars(value)).values():
+            yield from _tensors(each)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """KTO's mismatched answers: each answer of a pack after the prompt of the next unit.
 
     units          P Q a b     R c     S d e          prompts P Q, R and S: a unit's tokens before its first target
-    mismatched     R a b       S c     P Q d e        as many tokens as the units have, so that they fit a pack too
+    mismatched     R a b       S c     P Q d e        at most as many tokens as the pack's whole documents
 
 Their mean log-ratio is the baseline z of the step. A pack of one unit has none. Several answers of a unit follow each
 other after the same prompt, which they share where the pack's documents share theirs.
@@ -41,12 +41,18 @@ def mismatched_pack(pack: Pack, shares: bool) -> dict[str, torch.Tensor] | None:
     texts: list[dict[str, NDArray[Any]]] = []
     begins: list[int] = []
     answers = np.flatnonzero(answer)
+    room = int(offsets[-1])  # units of unequal numbers of answers may need more: what does not fit is left out
     is_next = np.append(False, number[answers[1:]] == number[answers[:-1]])  # of the answers of one unit
     for at, follows in zip(answers.tolist(), is_next.tolist(), strict=True):
         prompt = int(np.flatnonzero(number == after[int(number[at])])[0])
         head, tail = slice(offsets[prompt], first[prompt]), slice(first[at], offsets[at + 1])
         text = {name: np.concatenate([values[head], values[tail]]) for name, values in columns.items()}
-        begins.append(max(_common(texts[-1]["input_ids"], text["input_ids"]) - 1, 0) if shares and follows else 0)
+        if len(text["input_ids"]) > room:
+            continue
+        room -= len(text["input_ids"])
+        begins.append(
+            max(_common(texts[-1]["input_ids"], text["input_ids"]) - 1, 0) if shares and follows and texts else 0
+        )
         texts.append(text)
     out = {name: np.concatenate([text[name] for text in texts]) for name in columns if name != "input_ids"}
     own = list(zip(texts, begins, strict=True))

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from verl_ext.data import CategoryTable, PackDataset
-from verl_ext.losses import LossOptions, LossSpec, PreferenceOptions, kto_baseline
+from verl_ext.data.preference import PreferenceDataSet
+from verl_ext.losses import PREFERENCE_MODES, LossOptions, LossSpec, PreferenceOptions, kto_baseline
 from verl_ext.metrics import PreferenceSums, StepSums
 from verl_ext.trainer.batch import StepBatch, StepCollator
 from verl_ext.trainer.loss import StepLoss
@@ -30,6 +31,14 @@ class Objective:
 
     def __init__(self, options: LossOptions) -> None:
         self.options = options
+
+    def learns(self, normalisers: Sequence[float]) -> bool:
+        """Tell whether a step with these normalisers has anything to learn."""
+        return normalisers[0] > 0
+
+    def data_problem(self, dataset: PackDataset) -> str | None:
+        """Return a line if the objective cannot use a dataset's documents."""
+        return None
 
     def collator(self, dataset: PackDataset, idle_tokens: int = 1) -> StepCollator:
         """Return the collator of a dataset's packs; an idle rank runs `idle_tokens`."""
@@ -76,6 +85,24 @@ class PreferenceObjective(Objective):
         super().__init__(options)
         self.has_reference, self.has_baseline = options.of_mode.has_reference, options.formula is None
 
+    def learns(self, normalisers: Sequence[float]) -> bool:
+        """Tell whether a step with these normalisers has anything to learn."""
+        weights = 1.0, self.options.likelihood_weight, self.options.sft_weight
+        return any(weight > 0 and z > 0 for weight, z in zip(weights, normalisers, strict=True))
+
+    def data_problem(self, dataset: PackDataset) -> str | None:
+        """Return a line for answers with a label alone where the mode compares, and for no answer at all."""
+        assert isinstance(dataset, PreferenceDataSet)
+        pairs, alone = dataset.num_pairs, dataset.num_alone
+        takes = self.options.of_mode.takes_labels
+        if alone and not takes:
+            modes = ", ".join(name for name, mode in PREFERENCE_MODES.items() if mode.takes_labels)
+            got = f"got {self.options.mode}, and {alone:,} in {dataset.key}"
+            return f"loss.mode must be one of {modes} for answers with a label alone; {got}"
+        if not pairs and not (alone and takes):
+            return f"{dataset.key} must have pairs in its packs with loss.mode={self.options.mode}; got none"
+        return None
+
     def collator(self, dataset: PackDataset, idle_tokens: int = 1) -> StepCollator:
         """Return the collator of a dataset's packs of units."""
         return PreferenceCollator(*self._of_dataset(dataset, idle_tokens), options=self.options)
@@ -95,7 +122,7 @@ class PreferenceObjective(Objective):
         for batch in batches:
             assert isinstance(batch, PreferenceBatch)
             x = torch.cat(mismatched_sums(batch, engine, rank, self.options, size))
-            parts.append(torch.stack([x.sum() - batch.mismatched_reference, x.new_tensor(float(len(x)))]))
+            parts.append(torch.stack([x.sum() - batch.mismatched_reference, x.new_full((), len(x))]))
         total = torch.stack(parts).sum(0)
         rank.all_reduce(total)
         self._baseline = kto_baseline(total[0], total[1], self.options.scale)

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from verl_ext.engines.step import StepEngine
     from verl_ext.trainer.loader import DataParallelRank
 
-Answers = Mapping[str, NDArray[Any]]  # the columns of one pack's documents, [D] each
+Answers = Mapping[str, NDArray[Any]]  # the columns of one pack's documents, [D] each; `scales` is Σ s_t
 _OF_DOCUMENTS = ("unit", "answer", "pair_weight", "targets", "reference", "slot")
 _NO_DOCUMENTS: Answers = {name: np.zeros(0, np.int64) for name in _OF_DOCUMENTS}
 _NO_LABEL_WEIGHTS: Any = {"desirable_weight": 1.0, "undesirable_weight": 1.0}  # options of kto alone
@@ -133,6 +133,7 @@ class PreferenceCollator(StepCollator):
             pack_coefficients(self.loss, part, texts.category * part, texts.offsets, of_part, texts.real)
             for part, of_part in zip(parts, (weight, given), strict=True)
         ]
+        answers = {**answers, "scales": np.add.reduceat(scale * given, texts.offsets[:-1])}
         units = units_of([answers], self.options.answers)
         normalisers = [float(total_weight(units, self.options)), *(share.normaliser for share in shares)]
         likelihood = shares[0].coefficients + shares[1].coefficients

@@ -10,8 +10,10 @@ these sums, a second model would take memory, or a second forward pass time, in 
 
 import gc
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,11 +23,12 @@ from numpy.typing import NDArray
 from verl_ext.cache import Arrays, fingerprint
 from verl_ext.checkpoint.identity import model_shape
 from verl_ext.checkpoint.layout import REFERENCE
+from verl_ext.config.check import read_hf_config
 from verl_ext.data.files_in_use import DataFiles
 from verl_ext.data.preference import PreferenceDataSet
 from verl_ext.data.ranks import arrays_of_ranks
 from verl_ext.engines.step import StepEngine
-from verl_ext.environment import folder_digest, versions
+from verl_ext.environment import versions
 from verl_ext.losses import PreferenceOptions
 from verl_ext.progress import terminal_bar
 from verl_ext.trainer.batch import StepBatch
@@ -36,6 +39,7 @@ from verl_ext.trainer.preference import PreferenceBatch, PreferenceLoss, mismatc
 from verl_ext.trainer.run import Run
 from verl_ext.trainer.step_plan import StepPlan
 
+_LEAST_SCALE = 1e-12  # of an answer whose targets all have weight 0
 FORMAT = 1  # of cached sums; raise it when their meaning changes
 
 
@@ -48,11 +52,18 @@ class ScoredSet:
     plan: StepPlan
     steps: int
 
-    @property
-    def rows(self) -> NDArray[np.int64]:
-        """The rows that the run reads, ascending."""
-        packs = np.unique(np.concatenate([self.plan.packs(step) for step in range(self.steps)]))
-        return np.unique(np.concatenate([self.dataset.rows_of(pack) for pack in packs.tolist()]))
+    @cached_property
+    def packs(self) -> NDArray[np.int64]:
+        """The packs that the run reads, ascending."""
+        return np.unique(np.concatenate([self.plan.packs(step) for step in range(self.steps)]))
+
+    @cached_property
+    def owner(self) -> NDArray[np.int64]:
+        """int64[N]: the first pack that the run reads with each row; -1 without one."""
+        owner = np.full(len(self.dataset.units.answer), -1)
+        for pack in self.packs[::-1].tolist():
+            owner[self.dataset.rows_of(pack)] = pack
+        return owner
 
 
 def scored_sets(run: Run) -> list[ScoredSet]:
@@ -61,9 +72,9 @@ def scored_sets(run: Run) -> list[ScoredSet]:
     if not run.objective.has_reference:
         return found
     if not run.config.trainer.eval_only:
-        plan = replace(run.plan, drop_last=False)  # an epoch reads what another leaves out
-        steps = min(run.total_steps, run.plan.steps_per_epoch)
-        if steps == run.plan.steps_per_epoch:
+        plan, steps = run.plan, run.total_steps
+        if steps >= plan.steps_per_epoch:  # all packs: an epoch reads what another leaves out
+            plan = replace(plan, drop_last=False)
             steps = plan.steps_per_epoch
         assert isinstance(run.train_set, PreferenceDataSet)
         found.append(ScoredSet("train", run.train_set, plan, steps))
@@ -96,9 +107,13 @@ def add_reference(run: Run, policy: StepEngine, build: Callable[[Mapping[str, An
         def cached(name: str = fingerprint(facts, _layout(run, each)), score: Callable[[], Arrays] = score) -> Arrays:
             return arrays_of_ranks(ranks, f"reference-{name}", score)
 
-        # A run keeps its sums on other ranks too; a new run on them makes its own, which have the bits of its packs.
+        # A resumed run keeps its sums on other ranks too; a new run makes its own, which have the bits of its packs.
         name, root = f"{each.name}-{fingerprint(facts)}", run.output / REFERENCE
+        if run.checkpoint is None and ranks.rank == 0 and not run.config.trainer.eval_only:
+            shutil.rmtree(root / name, ignore_errors=True)
         kept = cached() if run.config.trainer.eval_only else arrays_of_ranks(ranks, name, cached, root)
+        if len(wrong := np.flatnonzero((each.owner >= 0) & ~np.isfinite(kept["sums"]))):
+            raise RunFailed(f"the reference must give finite sums; row {wrong[0]} of {each.dataset.key} has none")
         each.dataset.reference = kept["sums"]
         if run.objective.has_baseline:
             each.dataset.mismatched_reference = kept["mismatched"]
@@ -117,23 +132,31 @@ def _facts(run: Run, each: ScoredSet, ranks: RunRanks) -> str:
     config, options = run.config, run.config.loss
     assert isinstance(options, PreferenceOptions)
     content = DataFiles(each.dataset.data_files, each.dataset.key).digest(ranks)
-    adapter = config.model_options.lora_adapter_path
-    weights: list[Any] = [run.reference] if run.reference else [run.base, adapter and folder_digest(adapter)]
     data = [FORMAT, content, each.dataset.digest, options.chosen_length, options.tail_weight]
     if options.formula is None:  # answers of a pack are paired with prompts of the same pack
-        plan = each.dataset.plan
-        data.append(fingerprint(plan.document_index.astype(np.int64).tobytes(), plan.pack_offsets.tobytes()))
-    model = [weights, model_shape(run.model.hf_config), config.engine.mixed_precision, versions()]
-    return fingerprint(json.loads(json.dumps([data, model], default=str)), each.rows.tobytes())
+        data += [_digest_of_packs(each), each.packs.tolist()]
+    path = config.reference.path
+    own = run.model.hf_config if path is None else read_hf_config(path, bool(config.model_options.trust_remote_code))
+    dtypes = [config.engine.model_dtype, config.engine.mixed_precision]
+    model = [run.reference or run.base, model_shape(own), config.model_options.override_config, dtypes, versions()]
+    rows = np.flatnonzero(each.owner >= 0)
+    return fingerprint(json.loads(json.dumps([data, model], default=str)), rows.tobytes())
 
 
 def _layout(run: Run, each: ScoredSet) -> list[Any]:
     """Return what decides the last bits of the sums, beside their facts."""
     config, plan = run.config, each.plan
-    order = [plan.num_packs, plan.batch_size, plan.seed, plan.shuffle, plan.costs is not None, plan.group_size]
+    order = [_digest_of_packs(each), plan.batch_size, plan.seed, plan.shuffle, plan.costs is not None, plan.group_size]
     sizes = [config.machine.world_size, config.sequence_parallel_size, config.data.micro_batch_size_per_gpu]
     own = [getattr(config.dataset, "share_prefixes", False), run.model.backend, config.loss.head_flags]
     return [order, sizes, own, each.steps]
+
+
+def _digest_of_packs(each: ScoredSet) -> str:
+    """Return a digest of the documents in each pack, and of what they share."""
+    plan = each.dataset.plan
+    index, begins = plan.document_index.astype(np.int64), np.zeros(0) if plan.begins is None else plan.begins
+    return fingerprint(iter([index.tobytes(), plan.pack_offsets.tobytes(), begins.tobytes()]))
 
 
 def _scored(run: Run, engine: StepEngine, each: ScoredSet) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -143,9 +166,7 @@ def _scored(run: Run, engine: StepEngine, each: ScoredSet) -> tuple[NDArray[np.f
     """
     options, rank, dataset = run.config.loss, DataParallelRank(run, engine), each.dataset
     assert isinstance(options, PreferenceOptions)
-    owner = np.full(len(dataset.units.answer), -1)  # the first pack that has a row
-    for pack in range(len(dataset) - 1, -1, -1):
-        owner[dataset.rows_of(pack)] = pack
+    owner = each.owner
     of_rows, of_packs = (np.zeros((2, number)) for number in (len(owner), len(dataset)))  # sums, and 1 where known
     size, flags = run.config.data.micro_batch_size_per_gpu, run.config.loss.head_flags
     counts = engine.is_mp_src_rank_with_outputs()
@@ -153,6 +174,7 @@ def _scored(run: Run, engine: StepEngine, each: ScoredSet) -> tuple[NDArray[np.f
     batches = zip(range(each.steps), rank.batches(dataset, each.plan, 0, each.steps), strict=True)
     what = f"reference of {dataset.key}"
     bar = terminal_bar(what, rank.rank == 0, batches, total=each.steps, unit="step", leave=False)
+    # Every rank scores its packs; a row that several packs have is taken from its owner.
     with engine.eval_mode():
         for step, batch in bar:
             loss = run.objective.loss_of_parts(rank.sums(batch))
@@ -170,6 +192,7 @@ def _scored(run: Run, engine: StepEngine, each: ScoredSet) -> tuple[NDArray[np.f
             if others:
                 of_packs[0, packs] = torch.stack([x.sum() for x in others[: len(packs)]]).cpu().numpy()
                 of_packs[1, packs] = 1
+    # One rank of those that share a pack has put its sums in.
     for values in (of_rows, of_packs):
         RunRanks().all_reduce(values)
     return tuple(np.where(known > 0, sums, np.nan) for sums, known in (of_rows, of_packs))  # type: ignore[return-value]
@@ -192,7 +215,7 @@ def check_first_step(run: Run, batch: StepBatch, loss: StepLoss) -> None:
     if documents:
         columns = {name: np.concatenate([of_pack[name] for of_pack in documents]) for name in documents[0]}
         gap = np.abs(torch.cat(loss.answer_sums).cpu().numpy() - columns["reference"])
-        by_target = np.where(columns["answer"] != 0, gap / np.maximum(columns["targets"], 1), 0.0)
+        by_target = np.where(columns["answer"] != 0, gap / np.maximum(columns["scales"], _LEAST_SCALE), 0.0)
         at = int(np.nan_to_num(by_target, nan=np.inf).argmax())
         found = (
             f"answer {at + 1} of a rank's step, of {int(columns['targets'][at])} targets, is off by {gap[at]:.3g} nats"

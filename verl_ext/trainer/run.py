@@ -43,7 +43,7 @@ class Run:
         schedule_steps: the steps that the schedule of the learning rate spans.
         content: the digest of `files`; None if the run does not train.
         base: the digest of the weights in model.path, which distinguishes models of the same shape.
-        reference: that of the weights in reference.path; None without.
+        reference: that of the reference, if its weights are others than those in model.path alone.
         replaces_output: whether the run begins by removing the run in its folder.
         checkpoint: the checkpoint to resume from; None for a new run.
         extends: whether the first packs are those of the resumed run, which had fewer or more packs.

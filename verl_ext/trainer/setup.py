@@ -52,6 +52,7 @@ from verl_ext.packing import TOKENS, CostModel
 from verl_ext.text.tokens.tokenizer import TRUSTED
 from verl_ext.trainer.distributed import RunRanks, accelerator, print_on_rank0, user_errors_end_the_run
 from verl_ext.trainer.inputs import open_prompts, open_sets
+from verl_ext.trainer.objective import objective_of
 from verl_ext.trainer.report import what_runs
 from verl_ext.trainer.run import Run, Validation
 from verl_ext.trainer.step_plan import StepPlan
@@ -95,8 +96,11 @@ def prepare(composed: DictConfig) -> Run:
     with user_errors_end_the_run():
         reads_base = trains or config.model_options.lora_rank
         base = digest_of_weights(config.model_folder) if reads_base and is_rank0 else None
-        path = config.reference.path
-        reference = digest_of_weights(path, "reference.path") if path is not None and is_rank0 else None
+        reference, path, adapter = None, config.reference.path, config.model_options.lora_adapter_path
+        if path is not None and is_rank0:
+            reference = digest_of_weights(path, "reference.path")
+        elif adapter and is_rank0:  # the reference is the model with this adapter
+            reference = f"{base} {folder_digest(adapter)}"
     base, reference = ranks.broadcast((base, reference))
     replaces = output.action is resume.OutputAction.REPLACE
     run = replace(run, content=content, base=base, reference=reference)
@@ -157,6 +161,7 @@ def opened(config: RunConfig, model: ModelFacts) -> Run:
                 check_positions(facts.longest_document, dataset.max_tokens, model.hf_config)
             if reserved := [name for name in dataset.categories.names if name in RESERVED]:
                 raise ValueError(f"{dataset.key}: no category may be named {reserved[0]}, which is a metric")
+            refuse([objective_of(config.loss).data_problem(dataset)])
         check_categories(config.loss, train_set.categories.names)
         asked = () if prompts is None else {item.category: None for item in prompts.items if item.category}
         check_watched(config, () if val_set is None else val_set.categories.names, asked)

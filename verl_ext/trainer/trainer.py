@@ -18,7 +18,7 @@ import torch.distributed as dist
 from verl.workers.engine_workers import TrainingWorker
 
 from verl_ext.attention.packed import set_backend
-from verl_ext.checkpoint.layout import FLIGHT_RECORDER, lock_folder, remove_run_files, remove_unfinished
+from verl_ext.checkpoint.layout import FLIGHT_RECORDER, Manifest, lock_folder, remove_run_files, remove_unfinished
 from verl_ext.checkpoint.save import Checkpoints
 from verl_ext.config.run import worker_config
 from verl_ext.engines.step import StepEngine
@@ -164,7 +164,11 @@ class SFTTrainer:
 
         Before it, answers get the sums of their reference, which needs the weights that the run begins with.
         """
-        add_reference(self.run, self.engine, lambda values: self._build_worker(values).engine)
+        run, state = self.run, self.run.run_state()
+        if run.checkpoint is not None and not self.config.trainer.eval_only:  # its packs are in the groups of that run
+            state.load_state_dict(Manifest.from_folder(run.checkpoint).run_state)
+            run = run.grouped(state.grouping)
+        add_reference(run, self.engine, lambda values: self._build_worker(values).engine)
         with user_errors_end_the_run():
             self.first_step = self.checkpoints.resume()
         self._at_reference = self.first_step == 0 and begins_with_reference(self.run)
@@ -250,7 +254,7 @@ class SFTTrainer:
         """
         lr, batch = float(self.engine.lr_scheduler.get_last_lr()[0]), upcoming.batch
         normalisers = upcoming.normalisers()
-        if any(normalisers):
+        if self.run.objective.learns(normalisers):
             checks, self._at_reference = self._at_reference, False
             sums = self.rank.sums(batch) if summed or checks else None
             nll: list[torch.Tensor] | None = None if self.config.trainer.spike_factor is None else []
