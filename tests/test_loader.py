@@ -1,5 +1,6 @@
 """The loader gives the same batches with any number of processes, and failures end the run in one line."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -44,6 +45,12 @@ class Broken(SFTDataSet):
                 os.kill(os.getpid(), signal.SIGKILL)
         return super().__getitem__(pack)
 """
+
+
+@pytest.fixture(autouse=True)
+def _no_dead_processes():
+    """Free the loaders of the test before, whose dead processes torch would report again."""
+    gc.collect()
 
 
 @pytest.fixture
