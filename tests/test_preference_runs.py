@@ -67,9 +67,9 @@ def test_the_first_step_has_the_rewards_of_the_reference_to_the_bit(options, tmp
     for name in VARIANTS:
         found = metrics(tmp_path / name)
         if name != "answers":
+            assert found[0, "val/reward_accuracy"] == 0.5
             assert found[1, "train/preference"] == pytest.approx(math.log(2), rel=1e-14)
         assert found[1, "train/reward_margin"] == found[1, "train/reward_chosen"] == found[1, "train/chosen_drop"] == 0
-        assert found[0, "val/reward_accuracy"] == 0.5
         assert found[0, "val/reward_margin"] == 0
         assert all(math.isfinite(value) for (_, metric), value in found.items() if metric.endswith("margin"))
         last = max(step for step, _ in found)
@@ -228,7 +228,7 @@ MISTAKES = [
         ["data=chosen", "data.share_prefixes=false"],
         "data must be preference with loss.mode=dpo; got .*ChosenDataSet.*",
     ),
-    (["loss.beta=0"], "loss.beta must be above 0; got 0"),
+    (["loss.beta=0"], "loss.beta must be above 0; got 0.0"),
     (["loss.margin=0.5"], "loss.margin is an option of simpo; got 0.5 with loss.mode=dpo"),
     (["data.over_length=truncate"], "data.over_length must be one of error, drop; got truncate"),
     (["data.max_tokens=8"], "data.max_tokens must hold every unit of data.train_dir; got 8.*"),
@@ -237,7 +237,7 @@ MISTAKES = [
     (["reference.path=./nowhere"], "reference.path must be an existing folder or a hub name; got ./nowhere"),
     (["reference.path=nowhere"], "reference.path must hold a model's config.json; got nowhere .*"),
     (["loss=kto", "loss.answers=mean"], "loss.answers must be sum with loss.mode=kto.*; got mean"),
-    (["reference.tolerance=-1"], "reference.tolerance must be at least 0; got -1"),
+    (["reference.tolerance=-1"], "reference.tolerance must be at least 0; got -1.0"),
 ]
 
 
