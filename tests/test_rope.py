@@ -104,7 +104,8 @@ def _steps(
     from tests.packed_engine import build_worker
     from verl_ext.data import CategoryTable
     from verl_ext.losses import LossSpec
-    from verl_ext.trainer.batch import StepCollator, StepLoss
+    from verl_ext.trainer.batch import StepCollator
+    from verl_ext.trainer.loss import StepLoss
 
     found = {}
     context = [f"parallel.context_parallel_size={groups}"]

@@ -76,7 +76,8 @@ def _train_one(model: str, sequence_parallel: int, cases: list[tuple[str, int]],
     from tests.packed_engine import build_worker
     from verl_ext.data import CategoryTable
     from verl_ext.losses import LossSpec, category_weight_table
-    from verl_ext.trainer.batch import StepCollator, StepLoss
+    from verl_ext.trainer.batch import StepCollator
+    from verl_ext.trainer.loss import StepLoss
     from verl_ext.trainer.step_plan import StepPlan
 
     engine = build_worker(model, sequence_parallel, overrides).engine
@@ -151,7 +152,8 @@ def _drawn(model: str) -> list[torch.Tensor]:
     from tests.packed_engine import build_worker
     from verl_ext.data import CategoryTable
     from verl_ext.losses import LossSpec
-    from verl_ext.trainer.batch import StepCollator, StepLoss
+    from verl_ext.trainer.batch import StepCollator
+    from verl_ext.trainer.loss import StepLoss
 
     engine = build_worker(model).engine
     packs = [pack_row([DOCUMENTS[i]]) for i in (2, 3)]
