@@ -51,6 +51,7 @@ class Units:
         slot: the documents' dense categories, 0 if None. answers: of several rejected answers, `sum` gives each pair
         the unit's weight, `mean` divides it among them.
         """
+        # A unit's documents follow each other; each rejected one makes a pair with the first.
         starts, rows = np.flatnonzero(unit), len(unit)
         sizes = np.diff(starts, append=rows)
         size_of, start_of = np.repeat(sizes, sizes), np.repeat(starts, sizes)

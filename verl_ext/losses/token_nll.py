@@ -206,7 +206,7 @@ def head_terms(
     with torch.autocast(labels.device.type, enabled=False):
         learns = torch.is_grad_enabled()  # read here, because it is always False inside forward
         flat = [x for pair in factors for x in pair]
-        if callable(coefficients):
+        if callable(coefficients):  # a pass over the blocks for the losses alone, then the pass that learns
             function, coefficients = coefficients, torch.zeros(labels.shape, device=labels.device)
             if learns:
                 with torch.no_grad():
