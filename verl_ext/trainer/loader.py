@@ -62,9 +62,9 @@ def _deaths_raised() -> Iterator[None]:
     try:
         torch._C._error_if_any_worker_fails()  # of a death since the last block
         yield
-    except (ConnectionError, EOFError):  # a batch of a process that died after it had sent the batch's place
+    except (ConnectionError, EOFError) as error:  # a process died after it had said where its batch is
         torch._C._error_if_any_worker_fails()
-        raise
+        raise RuntimeError("DataLoader worker (pid unknown) exited") from error  # it was waited for already
     finally:
         is_torchs = getattr(previous, "__module__", "") == signal_handling.__name__
         signal.signal(signal.SIGCHLD, signal.SIG_DFL if previous is None or is_torchs else previous)
