@@ -103,6 +103,7 @@ class TokenizeOptions(ChatOptions, SourceOptions):
         if isinstance(self.system, Mapping) and not self.category_field:
             for name in (name for name in self.system if name not in self.sources):
                 yield f"system.{name} must be one of sources ({', '.join(self.sources)}); got {name}"
+        # Shares and numbers of records.
         share = self.val_share
         is_number = isinstance(share, int) and not isinstance(share, bool) and share >= 1
         if share is not None and not is_number and not (isinstance(share, float) and 0 < share < 1):

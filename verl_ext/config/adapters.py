@@ -100,7 +100,7 @@ def lora_problems(config: "RunConfig", model: "Architecture") -> list[str]:
 
 
 def _setting_problems(settings: Mapping[str, Any], adapter: str | None, targets: Any, parameters: Any) -> Iterator[str]:
-    """Yield a line for each option of new adapters that PEFT ignores or refuses."""
+    """Yield a line for each adapter option that PEFT ignores or refuses."""
     for name in settings if adapter else ():
         default = spell(options_of(LoraOptions)[name].default)
         decides = f"model.lora_adapter_path={adapter}, whose adapter_config.json decides it"
@@ -119,7 +119,7 @@ def _setting_problems(settings: Mapping[str, Any], adapter: str | None, targets:
 
 
 def _name_problems(model: "Architecture", lora: Any, key: str) -> Iterator[str]:
-    """Yield a line for the first name that no module or parameter of the text model has.
+    """Yield a line for the first name that the text model lacks.
 
     PEFT passes over such a name, so that a typo would train less.
     """

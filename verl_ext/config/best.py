@@ -14,7 +14,7 @@ KEEP_BEST, EARLY_STOP = "checkpoint.keep_best", "trainer.early_stop.metric"
 
 
 def is_of_answers(metric: str) -> bool:
-    """Tell whether a metric is a mean score of answers: more is better."""
+    """Tell whether a metric is a score of answers: more is better."""
     return re.fullmatch(r"val/answer(/.+|_\d+_(\d+|inf))?", metric) is not None
 
 

@@ -280,7 +280,7 @@ class RunConfig:
         return cls(**nodes, model=model_kind(values), machine=machine or Machine(), values=values)
 
     def sharing(self, problem: str | None) -> "RunConfig":
-        """Return this config with a value for `data.share_prefixes` null; problem: why documents cannot share."""
+        """Return this config with null `data.share_prefixes` decided by a problem, if any."""
         if getattr(self.dataset, "share_prefixes", False) is not None:
             return self
         shares = problem is None

@@ -82,7 +82,7 @@ def _reader(data: "DocumentSource", spans: Spans, numbers: Ints) -> ReadTokens:
 
 
 def row_reader(data: "DocumentSource", rows: Ints | None = None) -> ReadTokens:
-    """Return a function that reads parts of documents, rows of the data or of `rows`."""
+    """Return a reader of parts of documents, rows of data or `rows`."""
 
     def read(documents: Ints, starts: Ints, sizes: Ints) -> Ints:
         tokens = np.empty(int(sizes.sum()), np.int64)

@@ -177,7 +177,7 @@ class PackDataset(torch.utils.data.Dataset, ABC):
         return {"omitted_documents": []}
 
     def usage(self, bins: LengthBins) -> list[DataUse]:
-        """Return how often an epoch reads documents, by source and length; none if unknown."""
+        """Return an epoch's use of documents by source and length, if known."""
         return []
 
     def plan_options(self) -> dict[str, Any]:

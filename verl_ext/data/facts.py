@@ -126,6 +126,7 @@ def check_answers(
 
     keep: do not read again what an earlier start found right.
     """
+    # The rows of folders that verl-ext tokenized need no check.
     units, columns = data.units, data.document_columns
     if units is None:
         return

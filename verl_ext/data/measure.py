@@ -58,7 +58,7 @@ class AnswerMeasure:
             counts.index_add_(0, slots, rows.double())
 
     def report(self) -> dict[str, float]:
-        """Return the shares of exact answers, in total, by category and by length."""
+        """Return shares of exact answers, in total, by category and length."""
         cells = self.counts.cpu().view(2, len(self._bins), -1)
         answers, exact = cells.sum(1).tolist()
         metrics: dict[str, float] = {"answers": int(sum(answers))}

@@ -71,7 +71,7 @@ class PairOptions(SFTOptions):
 
 
 class PreferenceDataSet(SFTDataSet):
-    """A dataset of packs of whole units, with the facts of their answers.
+    """A dataset of packs of whole units, with facts of answers.
 
     reference: float64[N] by row, the sums of the reference model; None: not known or not needed.
     mismatched_reference: float64[P], the sum of those of each pack's mismatched answers (verl_ext.trainer.mismatched).

@@ -40,15 +40,21 @@ class CustomLoss(Options):
         """Whether the user names a function."""
         return bool(self.path or self.name)
 
+    def function(self) -> Any:
+        """Return what the name is of, or None; raise ValueError if it cannot be called."""
+        if not self.is_named:
+            return None
+        if not callable(function := custom_object(self.prefix, self.path, self.name)):
+            raise ValueError(f"{self.prefix}.name must name a function; got {self.name} of {self.path}")
+        return function
+
     def load(self) -> Mode | None:
         """Return the function with checks of its results, or None.
 
         Raises ValueError if there is no function of that name, or if it fails for a trial pack.
         """
-        if not self.is_named:
+        if (function := self.function()) is None:
             return None
-        if not callable(function := custom_object(self.prefix, self.path, self.name)):
-            raise ValueError(f"{self.prefix}.name must name a function; got {self.name} of {self.path}")
         mode = functools.partial(_call, function, f"{self.prefix}.name={self.name}")
         # Try it before the weights are loaded, also on a pack without a target.
         lengths = np.array([4, 3, 1, 2])

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import torch
 from typing_extensions import override
 
-from verl_ext.custom import custom_object
 from verl_ext.losses.modes import MODES
 from verl_ext.losses.options import CustomLoss, LossOptions
 from verl_ext.losses.preference import PREFERENCE_MODES, Formula, PreferenceMode, Sides
@@ -35,11 +34,8 @@ class CustomFormula(CustomLoss):
 
     @override
     def load(self) -> Any:
-        if not self.is_named:
-            return None
-        if not callable(function := custom_object(self.prefix, self.path, self.name)):
-            raise ValueError(f"{self.prefix}.name must name a function; got {self.name} of {self.path}")
-        return checked_formula(function, f"{self.prefix}.name={self.name}")
+        function = self.function()
+        return function and checked_formula(function, f"{self.prefix}.name={self.name}")
 
 
 @dataclass(frozen=True)

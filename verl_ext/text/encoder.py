@@ -119,6 +119,7 @@ class Encoder(ABC):
             for number, (place, _) in enumerate(chunk.records):
                 owners.append(Owner(place, tally.of(""), number))
                 tally.end_record("")
+        # A bad record is counted for its owner, or ends the chunk.
         documents: list[Document] = []
         records: list[int] = []
         failure = None

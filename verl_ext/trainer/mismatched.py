@@ -33,7 +33,7 @@ def mismatched_pack(pack: Pack, shares: bool) -> dict[str, torch.Tensor] | None:
     units = np.unique(number[answer != 0])
     if len(units) < 2:
         return None
-    # Whole texts, one after the other; padding is a document that is no answer and lies behind all others.
+    # Whole texts, one after the other, cut where each document's answer begins.
     ids = pack["input_ids"].numpy()[np.concatenate(text_rows(documents))]
     columns = {"input_ids": ids} | {name: pack[name].numpy() for name in ("loss_mask", "loss_weight") if name in pack}
     first = [_first_target(columns["loss_mask"], *offsets[at : at + 2]) for at in range(len(unit))]
