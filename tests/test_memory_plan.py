@@ -47,16 +47,23 @@ def job_of(model, ranks, tokens, micro_batches, *overrides):
 
 
 def tracked(jobs):
-    """Return the peak bytes of each job's steps, with real tensors on a real rank."""
+    """Return the peak bytes of each job's step, with real tensors on a real rank.
+
+    A thread of gloo lets go of a buffer some time after its collective: a peak may only be too high by that, and the
+    least of several steps is the step's own.
+    """
     peaks = []
     for job in jobs:
         tracker = MemoryTracker("cpu", fake=False)
         with tracker:
             engine = build_engine(job)
             fill_optimizer(engine, tracker)
-            tracker.forget_peak()
-            take_step(engine, job, job.steps[0], tracker)
-        peaks.append({kind: tracker.peak.get(kind, 0) for kind in KINDS})
+            tried = []
+            for _ in range(5):
+                tracker.forget_peak()
+                take_step(engine, job, job.steps[0], tracker)
+                tried.append({kind: tracker.peak.get(kind, 0) for kind in KINDS})
+        peaks.append(min(tried, key=lambda kinds: sum(kinds.values())))
     return peaks
 
 
@@ -74,9 +81,8 @@ def test_a_prediction_on_fake_tensors_is_what_real_ranks_allocate_also_of_a_froz
     with Predictor() as predictor:
         predictions = [predictor.predict(job) for job in jobs]
     real = run_ranks(tracked, 2, jobs)[0]
-    for number, (prediction, kinds) in enumerate(zip(predictions, real, strict=True)):
-        within = 0.02 if number < 4 else 0.03  # in some runs, 26 kB of the tower's 5.8 MB are freed late
-        assert prediction.peak == pytest.approx(sum(kinds.values()), rel=within)
+    for prediction, kinds in zip(predictions, real, strict=True):
+        assert prediction.peak == pytest.approx(sum(kinds.values()), rel=0.02)
         for kind in ("parameters", "gradients", "optimizer state"):
             assert prediction.kinds[kind] == pytest.approx(kinds[kind], rel=0.01)
             assert kinds[kind] > 0
