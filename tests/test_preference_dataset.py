@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from tests.tokenized_data import random_units, write_tokenized, write_units
 from verl_ext.data.preference import PreferenceDataSet
 from verl_ext.data.sft_options import FREE_STRATEGIES
+from verl_ext.losses import PreferenceOptions
 from verl_ext.packing import STRATEGIES
+from verl_ext.trainer.objective import objective_of
 
 SIZES = (2, 1, 3, 2, 2, 4, 1, 2, 2, 3)
 
@@ -106,6 +108,20 @@ def test_max_samples_counts_units_and_a_mixture_draws_them(folder, documents):
         rows = mixed.rows_of(number).tolist()
         units = [row for row in rows if documents[row]["unit"]]
         assert sum(documents[row]["unit"] for row in units) == len(rows)
+
+
+@pytest.mark.parametrize("max_tokens", [40, 64, 200])
+def test_packs_without_a_baseline_are_counted(folder, documents, max_tokens):
+    dataset, alone = opened(folder, max_tokens=max_tokens), 0
+    for number in range(len(dataset)):
+        answered = [
+            row for row in dataset.rows_of(number).tolist() if documents[row]["unit"] and documents[row]["answer"]
+        ]
+        alone += len(answered) < 2
+    told = list(objective_of(PreferenceOptions("kto")).data_notices(dataset))
+    assert not list(objective_of(PreferenceOptions("dpo")).data_notices(dataset))
+    assert [line.split(" packs")[0] for line in told] == ([f"{alone} of {len(dataset)}"] if alone else [])
+    assert bool(alone) == (max_tokens < 200)
 
 
 def test_the_digest_depends_on_sides_and_weights(folder, documents, tmp_path):

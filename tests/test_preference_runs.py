@@ -236,6 +236,10 @@ MISTAKES = [
     (["loss=simpo", "reference.path=elsewhere"], "reference.path must be null with loss.mode=simpo.*; got elsewhere"),
     (["reference.path=./nowhere"], "reference.path must be an existing folder or a hub name; got ./nowhere"),
     (["reference.path=nowhere"], "reference.path must hold a model's config.json; got nowhere .*"),
+    (
+        ["loss=kto", "data.train_max_samples=1"],
+        "data.max_tokens must hold the answers to two prompts .*kto.*; got 64",
+    ),
     (["loss=kto", "loss.answers=mean"], "loss.answers must be sum with loss.mode=kto.*; got mean"),
     (["reference.tolerance=-1"], "reference.tolerance must be at least 0; got -1.0"),
 ]

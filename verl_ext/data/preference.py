@@ -194,6 +194,14 @@ class PreferenceDataSet(SFTDataSet):
         units = self._kept
         return int((self.units.answer[self.units.starts[units]][self.units.sizes[units] == 1] != 0).sum())
 
+    @property
+    def packs_of_several(self) -> int:
+        """The packs with the answers of at least two units."""
+        units = self.units
+        is_first = np.zeros(len(units.answer), np.int64)
+        is_first[units.starts[:-1]] = units.answer[units.starts[:-1]] != 0  # a unit of answers begins with one
+        return int((self.plan.pack_sums(is_first[self.spans.row]) > 1).sum())
+
     def rows_of(self, pack: int) -> NDArray[np.int64]:
         """Return the rows of a pack's documents, in its order."""
         return self.spans.row[self.plan.documents(range(len(self))[pack])]

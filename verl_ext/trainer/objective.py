@@ -1,9 +1,10 @@
 """What a run minimizes: how its steps are collated, added up and divided."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
+from typing_extensions import override
 
 from verl_ext.data import CategoryTable, PackDataset
 from verl_ext.data.preference import PreferenceDataSet
@@ -39,6 +40,10 @@ class Objective:
     def data_problem(self, dataset: PackDataset) -> str | None:
         """Return a line if the objective cannot use a dataset's documents."""
         return None
+
+    def data_notices(self, dataset: PackDataset) -> Iterator[str]:
+        """Warn about documents that are allowed but may be unintended."""
+        yield from ()
 
     def collator(self, dataset: PackDataset, idle_tokens: int = 1) -> StepCollator:
         """Return the collator of a dataset's packs; an idle rank runs `idle_tokens`."""
@@ -101,7 +106,19 @@ class PreferenceObjective(Objective):
             return f"loss.mode must be one of {modes} for answers with a label alone; {got}"
         if not pairs and not (alone and takes):
             return f"{dataset.key} must have pairs in its packs with loss.mode={self.options.mode}; got none"
+        if self.has_baseline and not dataset.packs_of_several:
+            must = f"data.max_tokens must hold the answers to two prompts of {dataset.key} with loss.mode=kto, whose"
+            return f"{must} baseline is that of each answer after another prompt; got {dataset.max_tokens}"
         return None
+
+    @override
+    def data_notices(self, dataset: PackDataset) -> Iterator[str]:
+        assert isinstance(dataset, PreferenceDataSet)
+        if self.has_baseline and (alone := len(dataset) - dataset.packs_of_several):
+            yield (
+                f"{alone:,} of {len(dataset):,} packs of {dataset.key} hold no answers to a second prompt, and add "
+                "nothing to the baseline of loss.mode=kto: more data.max_tokens would hold more"
+            )
 
     def collator(self, dataset: PackDataset, idle_tokens: int = 1) -> StepCollator:
         """Return the collator of a dataset's packs of units."""

@@ -183,7 +183,8 @@ def opened(config: RunConfig, model: ModelFacts) -> Run:
         use = [row.times(total_steps / plan.steps_per_epoch) for row in train_set.usage(config.trainer.bins or BINS)]
     notices = *config.notices, *model.notices, *unknown, *_notices(config, packs, plan)
     if not config.trainer.eval_only:
-        notices = *notices, *repetition_notices(use, train_set.key)
+        of_data = objective_of(config.loss).data_notices(train_set)
+        notices = *notices, *of_data, *repetition_notices(use, train_set.key)
     return Run(
         config=config,
         train_set=train_set,
