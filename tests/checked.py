@@ -1,6 +1,7 @@
 """Type and check a composed configuration as the trainer does, for a machine of the test's choice."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from safetensors.torch import save_file
 from transformers import Qwen3Config
 
 from verl_ext.config.check import check_run
-from verl_ext.config.compose import compose
+from verl_ext.config.compose import complete, compose
 from verl_ext.config.model import ModelFacts
 from verl_ext.config.resolve import resolve_run
 from verl_ext.config.run import Machine, RunConfig
@@ -38,7 +39,10 @@ def changed(composed: DictConfig, words: Iterable[str]) -> DictConfig:
 
 def typed(composed: DictConfig, *machine: Any) -> RunConfig:
     """Type a copy of a configuration for `Machine(*machine)`."""
-    return resolve_run(composed.copy(), Machine(*machine))
+    config = composed.copy()
+    notices = complete(config)
+    run = resolve_run(config, Machine(*machine))
+    return replace(run, notices=(*notices, *run.notices))
 
 
 def checked(composed: DictConfig, *machine: Any, hf_config: Any = None) -> ModelFacts:

@@ -5,7 +5,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -84,10 +83,9 @@ def train_step(
     device: Any = get_device_id()
     sums = objective.sums(batch.categories, device)
     batch.count(sums)
-    place = SimpleNamespace(sums=lambda batch: objective.sums(batch.categories, device), all_reduce=all_reduce)
     size = ceil(len(mine) / accumulation)
     with engine.train_mode():
-        objective.measure([batch], engine, place, size)
+        objective.measure([batch], engine, all_reduce, size)
     loss = objective.loss(normalisers.tolist(), ranks, sums)
     # 3000 bytes are a few rows of the tiny vocabulary at a time
     flags = {"head": head, "head_block_bytes": 3000, "token_stats": True, **loss.flags}

@@ -9,7 +9,7 @@ from tests.shown import document, show, write_data
 from tests.test_tokenize_templates import CHATML, tiny_tokenizer
 from tests.tokenized_data import random_documents, write_tokenized
 from verl_ext.data import SFTDataSet
-from verl_ext.tools.show.document import cells_of
+from verl_ext.tools.show.cells import cells_of
 from verl_ext.tools.show.documents import Row
 
 TOKENIZER = tiny_tokenizer(CHATML)

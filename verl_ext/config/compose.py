@@ -158,5 +158,13 @@ def compose_run(overrides: Sequence[str]) -> tuple[DictConfig, list[str]]:
     if flags:
         raise ValueError(f"an override is written key=value; got {flags[0]}")
     config = schema.composed(schema.CONF, PRIMARY, prepared)
+    return config, notices + complete(config)
+
+
+def complete(config: DictConfig) -> list[str]:
+    """Resolve what no machine decides of a composed config, in place; return notices.
+
+    Raises ValueError with a line for each key that does not exist, or for the first value that cannot be resolved.
+    """
     schema.check_keys(config)
-    return config, notices + resolve_config(config)
+    return resolve_config(config)

@@ -49,12 +49,12 @@ PATHS = (
 
 
 def resolve_run(composed: DictConfig, machine: Machine) -> RunConfig:
-    """Resolve a composed configuration's open values in place, and type it.
+    """Resolve what the machine decides of a completed configuration, in place, and type it.
 
     Raises ValueError with a line for each value that is not allowed.
     """
     notices = [line for line in (untried(versions()),) if line]
-    notices += resolve_config(composed) + resolve_device(composed, machine.accelerator)
+    notices += resolve_device(composed, machine.accelerator)
     notices += resolve_forwards(composed, machine.world_size)
     config = RunConfig.from_composed(composed, machine)
     if (batches := config.trainer.log_every_batches) is not None:

@@ -3,14 +3,13 @@
 from verl_ext.losses.modes import MODES, LossSpec, category_weight_table, pack_coefficients, shift_left
 from verl_ext.losses.options import HEADS, LossOptions
 from verl_ext.losses.preference import (
-    PREFERENCE_MODES,
-    Sides,
     Terms,
     kto_baseline,
     preference_slopes,
     preference_terms,
     total_weight,
 )
+from verl_ext.losses.preference_modes import PREFERENCE_MODES, Sides
 from verl_ext.losses.preference_options import PreferenceOptions, checked_formula
 from verl_ext.losses.preference_units import Units, target_coefficients, target_scales
 from verl_ext.losses.preference_values import preference_values

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from verl_ext.custom import custom_object
 from verl_ext.losses.modes import MODES, Array, LossSpec, Mode, PackCoefficients, category_weight_table
-from verl_ext.losses.preference import PREFERENCE_MODES
+from verl_ext.losses.preference_modes import PREFERENCE_MODES
 from verl_ext.options import Options, first_line, option, options_of, plain, spell
 
 HEADS = ("fused", "targets", "plain")  # from the least memory to the most

@@ -2,150 +2,18 @@
 
     x_d = Σ_t s_t·log π(t)     L = Σ_i w_i·f_i / Z      a_t = −s_t·∂L/∂x_d, so that Σ_t a_t·ℓ_t has L's gradient
 
-With c = x_c − x_c(ref), r = x_r − x_r(ref), m = β(c − r), ε = label_smoothing, σ the logistic function:
-
-| `loss.mode` | f of a pair                                        | reference | length | β   |
-|-------------|----------------------------------------------------|-----------|--------|-----|
-| `dpo`       | −(1 − ε)·log σ(m) − ε·log σ(−m)                     | yes       | sum    | 0.1 |
-| `dpo_norm`  | the same of means (Tulu 3)                         | yes       | mean   | 5   |
-| `robust`    | (−(1 − ε)·log σ(m) + ε·log σ(−m)) / (1 − 2ε)        | yes       | sum    | 0.1 |
-| `ipo`       | (c − r − 1/(2β))²                                  | yes       | mean   | 0.1 |
-| `hinge`     | max(0, 1 − m)                                      | yes       | sum    | 0.1 |
-| `simpo`     | `dpo` of m = β(x_c − x_r) − γ, γ = margin          | no        | mean   | 2   |
-| `orpo`      | −β·log σ(logit x_c − logit x_r)                    | no        | mean   | 0.1 |
-| `apo_zero`  | 1 − σ(βc) + σ(βr)                                  | yes       | sum    | 0.1 |
-| `apo_down`  | σ(βc) + 1 − σ(m)                                   | yes       | sum    | 0.1 |
-| `dpop`      | `dpo` of m = β(c − r − κ·max(0, −c)), κ = penalty  | yes       | sum    | 0.1 |
-| `kto`       | of an answer: λ·(1 − σ(±(βr_d − z)))               | yes       | sum    | 0.1 |
-
-logit x = x − log(1 − eˣ). `apo_zero` also takes answers with a label alone, each with its own term of the sum. z of
-`kto` is the `baseline` of the whole step, which is not differentiated; λ is desirable_weight or undesirable_weight.
+f is the formula of the mode, of :mod:`verl_ext.losses.preference_modes`.
 
 Sums and f are float64: a sum of 10⁴ log-probabilities loses 10⁻³ in fp32, and the margin is a difference of two.
 """
 
-import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
+from verl_ext.losses.preference_modes import PREFERENCE_MODES, Sides
+from verl_ext.losses.preference_options import PreferenceOptions
 from verl_ext.losses.preference_units import Units
-
-if TYPE_CHECKING:
-    from verl_ext.losses.preference_options import PreferenceOptions
-
-_LEAST_GAP = -1e-12  # the largest mean log-probability, for log(1 − eˣ)
-
-
-class Sides(NamedTuple):
-    """The sums of P pairs, float64[P] each."""
-
-    chosen: torch.Tensor
-    rejected: torch.Tensor
-    reference_chosen: torch.Tensor
-    reference_rejected: torch.Tensor
-
-    @property
-    def ratios(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The log-ratios c and r to the reference."""
-        return self.chosen - self.reference_chosen, self.rejected - self.reference_rejected
-
-    @property
-    def gap(self) -> torch.Tensor:
-        """The difference c − r."""
-        chosen, rejected = self.ratios
-        return chosen - rejected
-
-
-Formula = Callable[[Sides, Any], torch.Tensor]  # (the sums, PreferenceOptions) → float64[P]
-
-
-def _smoothed(margin: torch.Tensor, smoothing: float) -> torch.Tensor:
-    return -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
-
-
-def dpo(sides: Sides, o: "PreferenceOptions") -> torch.Tensor:
-    """Return DPO's loss (arXiv 2305.18290), with label smoothing that of cDPO."""
-    return _smoothed(o.scale * sides.gap, o.label_smoothing)
-
-
-def robust(sides: Sides, o: "PreferenceOptions") -> torch.Tensor:
-    """Return robust DPO's loss (arXiv 2403.00409), unbiased under flipped labels."""
-    margin, smoothing = o.scale * sides.gap, o.label_smoothing
-    return (-(1 - smoothing) * F.logsigmoid(margin) + smoothing * F.logsigmoid(-margin)) / (1 - 2 * smoothing)
-
-
-def ipo(sides: Sides, o: "PreferenceOptions") -> torch.Tensor:
-    """Return IPO's loss (arXiv 2310.12036)."""
-    return (sides.gap - 1 / (2 * o.scale)) ** 2
-
-
-def hinge(sides: Sides, o: "PreferenceOptions") -> torch.Tensor:
-    """Return SLiC's hinge loss (arXiv 2305.10425)."""
-    return torch.relu(1 - o.scale * sides.gap)
-
-
-def simpo(sides: Sides, o: "PreferenceOptions") -> torch.Tensor:
-    """Return SimPO's loss (arXiv 2405.14734), which has no reference."""
-    return _smoothed(o.scale * (sides.chosen - sides.rejected) - o.margin, o.label_smoothing)
-
-
-def orpo(sides: Sides, o: "PreferenceOptions") -> torch.Tensor:
-    """Return ORPO's odds-ratio loss (arXiv 2403.07691), without its likelihood term."""
-    logit = [x - _log1mexp(x) for x in (sides.chosen, sides.rejected)]
-    return -o.scale * F.logsigmoid(logit[0] - logit[1])
-
-
-def apo_zero(sides: Sides, o: "PreferenceOptions") -> torch.Tensor:
-    """Return APO-zero's loss (arXiv 2408.06266): preferred answers up, rejected ones down."""
-    chosen, rejected = sides.ratios
-    return 1 - torch.sigmoid(o.scale * chosen) + torch.sigmoid(o.scale * rejected)
-
-
-def apo_down(sides: Sides, o: "PreferenceOptions") -> torch.Tensor:
-    """Return APO-down's loss (arXiv 2408.06266): both answers down, rejected ones more."""
-    return torch.sigmoid(o.scale * sides.ratios[0]) + 1 - torch.sigmoid(o.scale * sides.gap)
-
-
-def dpop(sides: Sides, o: "PreferenceOptions") -> torch.Tensor:
-    """Return DPO-Positive's loss (arXiv 2402.13228), which keeps preferred answers likely."""
-    drop = torch.relu(-sides.ratios[0])
-    return _smoothed(o.scale * (sides.gap - o.penalty * drop), o.label_smoothing)
-
-
-def _log1mexp(x: torch.Tensor) -> torch.Tensor:
-    """Return log(1 − eˣ) for x < 0, exact near 0 too."""
-    x = x.clamp(max=_LEAST_GAP)
-    return torch.where(x > -math.log(2), torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(x)))
-
-
-class PreferenceMode(NamedTuple):
-    """A loss mode: its formula (None for answers alone), defaults and needs."""
-
-    formula: Formula | None
-    beta: float = 0.1
-    length: str = "sum"
-    fixed_length: bool = False
-    has_reference: bool = True
-    takes_labels: bool = False
-    nll_weight: float = 0.0
-
-
-PREFERENCE_MODES: dict[str, PreferenceMode] = {
-    "dpo": PreferenceMode(dpo),
-    "dpo_norm": PreferenceMode(dpo, beta=5.0, length="mean", fixed_length=True),
-    "robust": PreferenceMode(robust),
-    "ipo": PreferenceMode(ipo, length="mean"),
-    "hinge": PreferenceMode(hinge),
-    "simpo": PreferenceMode(simpo, beta=2.0, length="mean", fixed_length=True, has_reference=False),
-    "orpo": PreferenceMode(orpo, length="mean", fixed_length=True, has_reference=False, nll_weight=1.0),
-    "apo_zero": PreferenceMode(apo_zero, takes_labels=True),
-    "apo_down": PreferenceMode(apo_down),
-    "dpop": PreferenceMode(dpop),
-    "kto": PreferenceMode(None, takes_labels=True),
-}
 
 
 class Terms(NamedTuple):
@@ -167,7 +35,7 @@ class Terms(NamedTuple):
 def preference_terms(
     sums: torch.Tensor,
     units: Units,
-    options: "PreferenceOptions",
+    options: PreferenceOptions,
     baseline: torch.Tensor | float = 0.0,
 ) -> Terms:
     """Return the terms of the loss for the documents' sums x, float64[A].
@@ -198,7 +66,7 @@ def preference_terms(
     return Terms(documents, weights, torch.cat([losses, alone]))
 
 
-def total_weight(units: Units, options: "PreferenceOptions") -> torch.Tensor:
+def total_weight(units: Units, options: PreferenceOptions) -> torch.Tensor:
     """Return the units' part of Z, float64[], from data alone."""
     if options.formula is None:
         return units.weight[units.side != 0].sum()
@@ -208,7 +76,7 @@ def total_weight(units: Units, options: "PreferenceOptions") -> torch.Tensor:
 def preference_slopes(
     sums: torch.Tensor,
     units: Units,
-    options: "PreferenceOptions",
+    options: PreferenceOptions,
     normaliser: torch.Tensor | float,
     baseline: torch.Tensor | float = 0.0,
 ) -> tuple[Terms, torch.Tensor]:

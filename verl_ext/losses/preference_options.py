@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from verl_ext.losses.modes import MODES
 from verl_ext.losses.options import CustomLoss, LossOptions
-from verl_ext.losses.preference import PREFERENCE_MODES, Formula, PreferenceMode, Sides
+from verl_ext.losses.preference_modes import PREFERENCE_MODES, Formula, PreferenceMode, Sides
 from verl_ext.losses.preference_units import LENGTHS
 from verl_ext.options import first_line, option
 

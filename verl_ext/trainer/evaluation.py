@@ -63,7 +63,7 @@ class Evaluation:
         plan, objective = self.validation.plan, self._run.objective
         batches = rank.batches(dataset, plan, 0, plan.steps_per_epoch, bins)
         with self._engine.eval_mode():
-            objective.measure(rank.batches(dataset, plan, 0, plan.steps_per_epoch), self._engine, rank, size)
+            objective.measure(rank.batches(dataset, plan, 0, plan.steps_per_epoch), self._engine, rank.all_reduce, size)
             for batch in terminal_bar("validate", rank.rank == 0, batches, unit="step", leave=False):
                 sums = rank.sums(batch)
                 loss = objective.loss_of_parts(sums)

@@ -1,10 +1,11 @@
 """What a run minimizes: how its steps are collated, added up and divided."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from typing_extensions import override
+from verl.utils.device import get_device_id
 
 from verl_ext.data import CategoryTable, PackDataset
 from verl_ext.data.preference import PreferenceDataSet
@@ -16,7 +17,9 @@ from verl_ext.trainer.preference import PreferenceBatch, PreferenceCollator, Pre
 
 if TYPE_CHECKING:
     from verl_ext.engines.step import StepEngine
-    from verl_ext.trainer.loader import DataParallelRank
+
+
+AllReduce = Callable[[torch.Tensor], None]
 
 
 class Objective:
@@ -68,10 +71,10 @@ class Objective:
         """Return the loss of a step with these normalisers."""
         return StepLoss(normalisers[0], data_parallel_size, sums, kept)
 
-    def measure(self, batches: Iterable[StepBatch], engine: "StepEngine", rank: "DataParallelRank", size: int) -> None:
+    def measure(self, batches: Iterable[StepBatch], engine: "StepEngine", all_reduce: AllReduce, size: int) -> None:
         """Measure what the loss of the whole of these batches depends on; collective.
 
-        size: the packs of a micro-batch.
+        all_reduce: adds up over the data-parallel ranks, in place. size: the packs of a micro-batch.
         """
 
     def loss_of_parts(self, sums: StepSums | None = None) -> StepLoss:
@@ -131,17 +134,20 @@ class PreferenceObjective(Objective):
         sums.has_reference = self.has_reference
         return sums
 
-    def measure(self, batches: Iterable[StepBatch], engine: "StepEngine", rank: "DataParallelRank", size: int) -> None:
+    def measure(self, batches: Iterable[StepBatch], engine: "StepEngine", all_reduce: AllReduce, size: int) -> None:
         """Measure the baseline of kto, the mean log-ratio of mismatched answers, at least 0."""
         if not self.has_baseline:
             return
-        parts = []
+        parts: list[torch.Tensor] = []
+        device: Any = get_device_id()
         for batch in batches:
             assert isinstance(batch, PreferenceBatch)
-            x = torch.cat(mismatched_sums(batch, engine, rank, self.options, size))
+            assert batch.mismatched is not None, "the collator of kto makes them"
+            sums = self.sums(batch.categories, device)
+            x = torch.cat(mismatched_sums(batch.mismatched, engine, sums, self.options, size))
             parts.append(torch.stack([x.sum() - batch.mismatched_reference, x.new_full((), len(x))]))
         total = torch.stack(parts).sum(0)
-        rank.all_reduce(total)
+        all_reduce(total)
         self._baseline = kto_baseline(total[0], total[1], self.options.scale)
 
     def loss(

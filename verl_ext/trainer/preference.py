@@ -42,7 +42,6 @@ from verl_ext.trainer.mismatched import mismatched_pack
 
 if TYPE_CHECKING:
     from verl_ext.engines.step import StepEngine
-    from verl_ext.trainer.loader import DataParallelRank
 
 Answers = Mapping[str, NDArray[Any]]  # the columns of one pack's documents, [D] each; `scales` is Σ s_t
 _OF_DOCUMENTS = ("unit", "answer", "pair_weight", "targets", "reference", "slot")
@@ -244,15 +243,13 @@ def _sums(data: TensorDict, units: Units, nll: torch.Tensor, scale: torch.Tensor
 
 
 def mismatched_sums(
-    batch: PreferenceBatch, engine: "StepEngine", rank: "DataParallelRank", options: PreferenceOptions, size: int
+    others: PreferenceBatch, engine: "StepEngine", sums: StepSums, options: PreferenceOptions, size: int
 ) -> list[torch.Tensor]:
-    """Return x of a batch's mismatched answers by pack slot, float64 each on the device.
+    """Return x of mismatched answers by pack slot, float64 each on the device.
 
-    A sequence-parallel group has the same on each of its ranks. size: the packs of a micro-batch.
+    A sequence-parallel group has the same on each of its ranks. sums: for their metrics. size: the packs of a
+    micro-batch.
     """
-    others = batch.mismatched
-    assert others is not None, "the collator of kto makes them"
-    sums = rank.sums(others)
     assert isinstance(sums, PreferenceSums)
     loss = PreferenceLoss([1.0] * 3, 1, sums, options=replace(options, mode="apo_zero", **_NO_LABEL_WEIGHTS))
     engine.evaluate(list(others.micro_batches(size, **options.head_flags, **loss.flags)), loss)

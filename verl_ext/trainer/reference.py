@@ -181,7 +181,9 @@ def _scored(run: Run, engine: StepEngine, each: ScoredSet) -> tuple[NDArray[np.f
             assert isinstance(loss, PreferenceLoss)
             assert isinstance(batch, PreferenceBatch)
             engine.evaluate(list(batch.micro_batches(size, **flags, **loss.flags)), loss)
-            others = [] if batch.mismatched is None else mismatched_sums(batch, engine, rank, options, size)
+            others: list[torch.Tensor] = []
+            if (pairs := batch.mismatched) is not None:
+                others = mismatched_sums(pairs, engine, rank.sums(pairs), options, size)
             packs = [pack for pack in each.plan.rank_packs(step, rank.rank, rank.size) if pack is not None]
             if not packs or not counts:
                 continue

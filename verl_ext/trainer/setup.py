@@ -33,7 +33,6 @@ from verl_ext.config.check import (
 from verl_ext.config.model import ModelFacts
 from verl_ext.config.resolve import resolve_run
 from verl_ext.config.run import Machine, RunConfig
-from verl_ext.config.schema import check_keys
 from verl_ext.config.upstream import select
 from verl_ext.config.weights import digest_of_weights, revision, weight_problems
 from verl_ext.data import PackFacts, check_vocabulary
@@ -121,11 +120,10 @@ def this_machine() -> Machine:
 
 
 def checked(composed: DictConfig, machine: Machine) -> tuple[RunConfig, ModelFacts]:
-    """Check and type a composed configuration; a mistake ends all ranks."""
+    """Check and type a completed configuration; a mistake ends all ranks."""
     from verl_ext.trainer.hooks import hook_classes  # here, because hooks import this module
 
     with user_errors_end_the_run():
-        check_keys(composed)
         if composed.model.trust_remote_code:  # printed before remote code runs
             print_on_rank0([f"note: {TRUSTED}"], sys.stderr)
         config = resolve_run(composed, machine)

@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 from verl_ext.checkpoint.resume import check_output
 from verl_ext.config.check import check_categories, check_run, check_weight_files
-from verl_ext.config.compose import PRIMARY, compose_run, prepare_overrides
+from verl_ext.config.compose import PRIMARY, complete, compose_run, prepare_overrides
 from verl_ext.config.resolve import resolve_run
 from verl_ext.config.run import Machine, dataset_class
 from verl_ext.config.schema import CONF
@@ -24,12 +24,19 @@ from verl_ext.trainer.setup import this_machine
 
 
 def compose_and_run(words: Sequence[str], act: Callable[[DictConfig], Any]) -> None:
-    """Call `act` with a command line's config; a mistake ends all ranks."""
+    """Call `act` with a command line's completed config; a mistake ends all ranks."""
     with user_errors_end_the_run():
         overrides, notices = prepare_overrides(words)
     print_on_rank0((f"note: {notice}" for notice in notices), sys.stderr)
     sys.argv[1:] = overrides
-    hydra.main(version_base="1.3", config_path=f"pkg://{CONF}", config_name=PRIMARY)(failures_reported()(act))()
+
+    def completed(config: DictConfig) -> None:
+        with user_errors_end_the_run():
+            found = complete(config)
+        print_on_rank0((f"note: {notice}" for notice in found), sys.stderr)
+        act(config)
+
+    hydra.main(version_base="1.3", config_path=f"pkg://{CONF}", config_name=PRIMARY)(failures_reported()(completed))()
 
 
 def await_data(words: Sequence[str]) -> None:

@@ -275,7 +275,7 @@ class SFTTrainer:
         """
         size, flags = self.config.data.micro_batch_size_per_gpu, self.config.loss.head_flags
         with self.engine.train_mode():
-            self.run.objective.measure([batch], self.engine, self.rank, size)
+            self.run.objective.measure([batch], self.engine, self.rank.all_reduce, size)
             loss = self.run.objective.loss(*of_loss)
             micro_batches = list(batch.micro_batches(size, token_stats=loss.sums is not None, **flags, **loss.flags))
             self.engine.optimizer_zero_grad()

@@ -1,12 +1,6 @@
-r"""A document as groups of tokens that read as text.
-
-ids      151644         872    198   a b   151645        a group is a token, or the byte tokens a b of one character
-text     <|im_start|> | user | \n  | 你  | <|im_end|>
-targets  no             no     no    no    yes
-"""
+"""The lines and pages that show a document, by its cells."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -14,64 +8,16 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.text import Text
 
-from verl_ext.commands.preview import CUT, decoded
 from verl_ext.options import one_line
+from verl_ext.tools.show.cells import Cell, cells_of
 from verl_ext.tools.show.documents import Row
 from verl_ext.tools.show.roles import names_of
 
-MOST_BYTES = 16  # most tokens of a group, more than one character needs
 BEFORE, AFTER = 12, 24  # tokens shown around the place of a difference
 # Cells of a run that are shown; the middle of a longer run is left out.
 RUN_CELLS, RUN_CELLS_OF_PAGE = 400, 20_000
 TARGET, SPECIAL, CONTEXT, REJECTED = "bold green", "magenta", "", "bold red"
 WHOLE = slice(None)
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A group of tokens, `ids`, that decodes to one piece of text.
-
-    `weight` is 0 if it is not a target, and 1 if the data has no weights. `is_special` marks special and added tokens.
-    """
-
-    text: str
-    ids: tuple[int, ...]
-    is_target: bool
-    is_special: bool
-    weight: float
-
-
-def cells_of(row: Row, tokenizer: Any) -> list[Cell]:
-    """Group tokens into the smallest readable pieces of one kind each.
-
-    A piece mixes neither targets nor special tokens with others.
-    """
-    special = set(tokenizer.all_special_ids) | _markers(tokenizer)
-    cells: list[Cell] = []
-    ids, mask = row.input_ids.tolist(), row.loss_mask.tolist()
-    weights = [1.0] * len(ids) if row.weights is None else row.weights.tolist()
-    begin = 0
-    while begin < len(ids):
-        end = begin + 1
-        is_special = ids[begin] in special
-        text = decoded(row.input_ids, begin, end, tokenizer.decode)
-        while CUT in text and not is_special and end < len(ids) and end - begin < MOST_BYTES:
-            if ids[end] in special or mask[end] != mask[begin]:
-                break
-            end += 1
-            text = decoded(row.input_ids, begin, end, tokenizer.decode)
-        if CUT in text and end > begin + 1:  # the bytes form no character, so each is shown alone
-            end = begin + 1
-            text = decoded(row.input_ids, begin, end, tokenizer.decode)
-        weight = weights[begin] if mask[begin] else 0.0
-        cells.append(Cell(text, tuple(ids[begin:end]), mask[begin], is_special, weight))
-        begin = end
-    return cells
-
-
-def _markers(tokenizer: Any) -> set[int]:
-    """Return ids of added tokens, which may lack the special mark."""
-    return set(getattr(tokenizer, "added_tokens_decoder", {}))
 
 
 def runs_of(cells: Sequence[Cell], part: slice = WHOLE) -> Iterator[tuple[int, str, list[Cell]]]:

@@ -9,19 +9,16 @@ Before the first role, and in a text that is not a chat, the names are "context"
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from verl_ext.text.chat.parts import is_opened, tagged_blocks
-
-if TYPE_CHECKING:
-    from verl_ext.tools.show.document import Cell
+from verl_ext.tools.show.cells import Cell
 
 _ROLES = "system|developer|user|human|assistant|model|tool|function|observation|ipython|environment"
 _INSIDE = re.compile(rf"(?<![a-z])({_ROLES})(?![a-z])", re.IGNORECASE)
 _AFTER = re.compile(rf"\s*({_ROLES})(?![A-Za-z])", re.IGNORECASE)
 
 
-def names_of(cells: Sequence["Cell"]) -> list[str]:
+def names_of(cells: Sequence[Cell]) -> list[str]:
     """Return each cell's name: a role, or a kind of target."""
     names: list[str] = []
     role, before, at = "context", "", 0
@@ -41,14 +38,14 @@ def names_of(cells: Sequence["Cell"]) -> list[str]:
     return names
 
 
-def _role(cells: Sequence["Cell"], place: int, role: str) -> str:
+def _role(cells: Sequence[Cell], place: int, role: str) -> str:
     """Return a special token's role, or the current one without any."""
     following = "".join(cell.text for cell in cells[place + 1 : place + 9])
     found = _INSIDE.search(cells[place].text) or _AFTER.match(following)
     return found[1].lower() if found else role
 
 
-def _kinds(run: Sequence["Cell"], before: str) -> list[str]:
+def _kinds(run: Sequence[Cell], before: str) -> list[str]:
     last = len(run)
     while last and (run[last - 1].is_special or not run[last - 1].text.strip()):
         last -= 1
