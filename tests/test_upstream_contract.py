@@ -67,6 +67,11 @@ CALLABLES = {
     ),
     "verl.workers.engine.utils:detach_tree": ("obj",),
     "verl.workers.utils.losses:sft_loss": ("model_output", "data", "dp_group"),  # how verl calls any loss
+    # chat templates
+    "transformers.utils.chat_template_utils:_compile_jinja_template": ("chat_template",),
+    "transformers.utils.chat_template_utils:_render_with_assistant_indices": (
+        *("compiled_template", "documents", "add_generation_prompt", "template_kwargs"),
+    ),
     # batches and configuration
     "verl.utils.tensordict_utils:get_tensordict": ("tensor_dict", "non_tensor_dict"),
     "verl.utils.tensordict_utils:get_non_tensor_data": ("data", "key", "default"),
