@@ -11,7 +11,7 @@ import transformers
 from packaging.version import Version
 
 IMPORTS = Version(transformers.__version__) < Version("5.23")
-WHY = "verl 0.9.1's own trainer cannot be imported with transformers 5.23 or newer"
+WHY = "verl 0.9.1's own trainer and dataset of chats cannot be imported with transformers 5.23 or newer"
 needs_stock_verl = pytest.mark.skipif(not IMPORTS, reason=WHY)
 
 
