@@ -6,7 +6,9 @@
 # make test-chaos   kill -9 a rank of a run fifty times: within 30 minutes
 # make fuzz         damage what readers read, SECONDS of it (600)
 # make cluster      two hosts as network namespaces, slurm's own daemons, Ray: minutes, as root (what is missing is skipped)
+# make test-newest  parity, layers, attention, tiles and what is relied on, beside the newest transformers that was tried
 # make verl-versions  the datasets in verl 0.7.1 and 0.8.0, each in a .venv-verl-VERSION of its own
+# make verl-nightly   what is relied on in verl, and its runs, with the newest wheel above verl's bound, or VERL=file.whl
 # make test-trl     losses and tokens of preferences beside TRL's trainers, in a .venv-trl of its own
 # make lint         ruff, format check, type check of the public API, line budgets, durations of tests, shellcheck
 # make bench        the benchmarks of benchmarks/README.md
@@ -26,7 +28,7 @@ VENV := .venv$(TORCH:%=-torch-%)$(TRANSFORMERS:%=-transformers-%)
 BIN := $(CURDIR)/$(VENV)/bin
 export PATH := $(BIN):$(PATH)
 
-.PHONY: help quickstart test test-all durations test-gpu test-chaos fuzz cluster verl-versions test-trl lint bench bench-quick clean distclean
+.PHONY: help quickstart test test-all durations test-gpu test-newest test-chaos fuzz cluster verl-versions verl-nightly test-trl lint bench bench-quick clean distclean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -47,6 +49,12 @@ durations: export OMP_NUM_THREADS ?= 1
 durations: $(VENV)/.installed-test
 	report=$$(mktemp) && { $(BIN)/python -m pytest -n 2 --dist loadfile --junit-xml=$$report $(PYTEST_ARGS); \
 		$(BIN)/python -m tests.durations $$report; code=$$?; rm $$report; exit $$code; }
+
+NEWEST := 5.24.0
+OF_NEWEST := upstream_contract parity layers model_support rope attention attention_backends tiles towers fla hybrid_training
+
+test-newest:
+	$(MAKE) test TRANSFORMERS=$(NEWEST) PYTEST_ARGS="-m 'not cluster' $(OF_NEWEST:%=tests/test_%.py) $(PYTEST_ARGS)"
 
 test-gpu: $(VENV)/.installed-test
 	$(BIN)/python -m pytest tests/gpu $(PYTEST_ARGS)
@@ -70,6 +78,22 @@ verl-versions: export HF_HUB_OFFLINE ?= 1
 verl-versions: $(VERLS:%=.venv-verl-%/.installed)
 	set -e; for version in $(VERLS); do \
 		.venv-verl-$$version/bin/python -m pytest --noconftest --disable-warnings tests/test_drop_in.py $(PYTEST_ARGS); done
+
+TRIED_VERL := 0.9.1
+OF_VERL := upstream_contract plugin stock_verl verl_masks verl_offload drop_in parity verl_runs
+
+verl-nightly: export OMP_NUM_THREADS ?= 1
+verl-nightly: $(VENV)/bin/python
+	@set -e; wheel='$(VERL)'; if [ -z "$$wheel" ]; then \
+		versions=$$($(BIN)/python -m pip index versions --pre verl 2>/dev/null) || { \
+			echo "make verl-nightly needs a package index with verl, or VERL=file.whl" >&2; exit 1; }; \
+		newest=$$(sed -n '1s/.*(\(.*\))/\1/p' <<<"$$versions"); wheel=verl==$$newest; \
+		[ "$$(sort -V <<<"$(TRIED_VERL)"$$'\n'"$$newest" | tail -1)" != $(TRIED_VERL) ] || { \
+			echo "No wheel of verl is newer than $(TRIED_VERL), with which all tests run"; exit 0; }; \
+	fi; \
+	$(BIN)/python -m venv .venv-verl-nightly; new=.venv-verl-nightly/bin/python; \
+	$$new -m pip install --quiet $(WITH_TORCH) -e '.[test]'; $$new -m pip install --quiet "$$wheel"; \
+	$$new -m pytest -n 2 --dist loadfile $(OF_VERL:%=tests/test_%.py) $(PYTEST_ARGS)
 
 test-trl: export HF_HUB_OFFLINE ?= 1
 test-trl: .venv-trl/.installed
@@ -124,18 +148,21 @@ $(VENV)/bin/python:
 	.venv-trl/bin/python -m pip install --quiet --no-deps -e .
 	@touch $@
 
+# torch 2.14 ran once and not in CI: its builds are for CUDA alone, of several GB, so that it comes only where it is named.
+WITH_TORCH = 'torch$(if $(TORCH),==$(TORCH),<2.14)'
+
 # verl caps transformers; a second install, of transformers alone, brings its own requirements and tells of the cap.
 NEWER = $(TRANSFORMERS:%=$(BIN)/python -m pip install --quiet 'transformers==%')
 
 # The stamps say which extras are in .venv; an install that was cut short leaves none.
 $(VENV)/.installed-test: pyproject.toml | $(VENV)/bin/python
 	@echo "Installing verl-ext[test] into $(VENV): once, a few minutes"
-	$(BIN)/python -m pip install --quiet $(TORCH:%='torch==%') -e '.[test]'
+	$(BIN)/python -m pip install --quiet $(WITH_TORCH) -e '.[test]'
 	$(NEWER)
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/python
 	@echo "Installing verl-ext[dev] into $(VENV): once, a few minutes"
-	$(BIN)/python -m pip install --quiet $(TORCH:%='torch==%') -e '.[dev]'
+	$(BIN)/python -m pip install --quiet $(WITH_TORCH) -e '.[dev]'
 	$(NEWER)
 	@touch $@ $(VENV)/.installed-test

@@ -41,8 +41,8 @@ With uv, a project's `pyproject.toml` lifts the cap:
 override-dependencies = ["transformers==5.24.0"]
 ```
 
-From transformers 5.23 on verl's own code for models of images and text cannot be imported; this project's engine does
-not use it. All nodes of a run need the same version.
+From transformers 5.23 on verl 0.9.1's own trainer and its code for models of images and text cannot be imported; this
+project's trainer and engine use neither. All nodes of a run need the same version.
 """
 _FLASH = "`flash_attn`, `varlen` (`fa3`, `fa4`), else `sdpa`"
 _FLA = "flash-linear-attention, else torch by document"

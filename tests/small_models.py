@@ -52,6 +52,7 @@ VALUES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2, "num_hidden_layers": 4},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
+    "hunyuan_vl": {"text_config": {"head_dim": 128, "rope_parameters": {"mrope_section": [16, 16, 16, 16]}}},
     **dict.fromkeys(("idefics3", "smolvlm"), _LLAMA_TEXT),
     "jamba": {
         **{"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},

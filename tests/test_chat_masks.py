@@ -296,6 +296,30 @@ def test_a_longer_chat_of_calls_is_rendered_as_often_as_a_short_one(template: st
     assert [renders(template, agent_turns(number))[0] for number in (100, 1000)] == [few, few]
 
 
+REASONS = """{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.FIELD %}<think>{{ m.FIELD }}</think>{% endif %}{{ m.content }}<|im_end|>
+{% endfor %}"""
+
+
+@pytest.mark.parametrize("given", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize("read", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_is_printed_as_this_transformers_prints_it(given: str, read: str) -> None:
+    """From 5.24 on, a template gets it by other names than the record's too."""
+    tokenizer = tiny_tokenizer(REASONS.replace("FIELD", read), special_tokens=TOKENS)
+    record = chat("word", "answer")
+    record["messages"][1][given] = "why"
+    text = ChatTemplate(tokenizer, None, {}).text(parse_record(record).content)
+    assert text == tokenizer.apply_chat_template(record["messages"], tokenize=False)
+    assert ("why" in text) or given != read
+
+
+def test_a_template_with_generation_blocks_may_print_the_date() -> None:
+    tokenizer = tiny_tokenizer("{{ strftime_now('%Y') }} " + GENERATION, special_tokens=TOKENS)
+    found = locate(ChatTemplate(tokenizer, None, {}, today="2031-05-06"), parse_record(chat("word", "answer")).content)
+    assert found.text.startswith("2031 ")
+    assert found.text[found.targets[0].start :].startswith("answer")
+
+
 CALL_IDS = HEADERS.replace("</call>", " {{ c.id }}</call>")
 RESULT_IDS = HEADERS.replace("{{ m.content }}", "{{ m.content }} {{ m.tool_call_id or '' }}")
 

@@ -19,6 +19,12 @@ from hydra import compose, initialize_config_module
 from torch.utils.data import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import AutoModelForCausalLM, Qwen3Config
+
+from tests.stock_verl import IMPORTS, WHY
+
+if not IMPORTS:
+    pytest.skip(WHY, allow_module_level=True)
+
 from verl.trainer.sft_trainer import SFTTrainer, create_sft_dataset
 from verl.utils.dataset.dataset_utils import SFTTensorCollator
 from verl.workers.engine.base import EngineRegistry

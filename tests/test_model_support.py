@@ -158,7 +158,7 @@ def test_versions_that_were_not_tried_are_told_in_one_line():
     line = untried({**inside, "transformers": "5.25.1", "torch": "2.15.0"})
     assert line == (
         "the tests of this version did not run with transformers 5.25.1 (but with 5.9.0 to 5.24.0), "
-        "torch 2.15.0 (but with 2.11.0 to 2.13.0)"
+        "torch 2.15.0 (but with 2.11.0 to 2.14.1)"
     )
 
 

@@ -10,6 +10,7 @@ from datasets import load_from_disk
 from omegaconf import OmegaConf
 from torch.utils.data import DataLoader
 
+from tests.stock_verl import needs_stock_verl
 from tests.tokenized_data import random_documents, write_tokenized
 from verl_ext.data import SFTDataSet
 from verl_ext.packing import plan_packs
@@ -300,6 +301,7 @@ def test_a_dataset_pickles_without_its_tokens(tmp_path):
     assert torch.equal(pickle.loads(text)[2]["input_ids"], dataset[2]["input_ids"])
 
 
+@needs_stock_verl
 def test_verls_own_trainer_functions_load_and_collate_the_packs(folder):
     from verl.trainer.sft_trainer import create_sft_dataset
     from verl.utils.dataset.dataset_utils import SFTTensorCollator

@@ -6,10 +6,10 @@ from tests.babilong_files import records, write_records
 from tests.document_texts import random_words, write_texts
 from tests.pretrain_files import texts_of, write_jsonl
 from tests.ranks import in_turn, run_ranks
-from tests.stock_verl import train_with_stock_verl
+from tests.stock_verl import needs_stock_verl, train_with_stock_verl
 from tests.training import small_run
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, needs_stock_verl]
 
 
 def test_verls_own_trainer_trains_on_our_packs(tiny_model, tmp_path):

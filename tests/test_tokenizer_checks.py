@@ -111,7 +111,10 @@ def test_a_tokenizer_that_loses_spaces_or_characters_is_refused(tmp_path: Path) 
     named = {**json.loads(settings.read_text()), "tokenizer_class": "LlamaTokenizerFast"}
     settings.write_text(json.dumps(named))
     lost = read_tokenizer(str(tmp_path), "model.path")
-    with pytest.raises(UsageError, match="whose LlamaTokenizer makes 'onetwo' of 'one two'"):
+    if type(lost).__name__ == "LlamaTokenizer":
+        with pytest.raises(UsageError, match="whose LlamaTokenizer makes 'onetwo' of 'one two'"):
+            check_round_trip(lost, str(tmp_path))
+    else:  # newer versions of transformers load the class that suits the file
         check_round_trip(lost, str(tmp_path))
     no_chinese = fast(models.BPE(vocab={c: i for i, c in enumerate("onetwo ")} | {" ": 6}, merges=[]))
     with pytest.raises(UsageError, match="makes '' of '你好'"):

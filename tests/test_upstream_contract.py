@@ -9,17 +9,20 @@ import importlib.resources
 import inspect
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 from hydra import compose, initialize_config_dir
 from packaging.version import Version
+from torch.nn.attention import varlen
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tests.ranks import run_ranks
 from tests.small_models import packed_and_plain
 from verl_ext.attention import packed
+from verl_ext.attention.kernels import KernelOptions
 from verl_ext.config.newer import untried
 from verl_ext.engines.tiles import _ARGUMENTS, tileable
 from verl_ext.environment import versions
@@ -67,6 +70,11 @@ CALLABLES = {
     ),
     "verl.workers.engine.utils:detach_tree": ("obj",),
     "verl.workers.utils.losses:sft_loss": ("model_output", "data", "dp_group"),  # how verl calls any loss
+    # chat templates
+    "transformers.utils.chat_template_utils:_compile_jinja_template": ("chat_template",),
+    "transformers.utils.chat_template_utils:_render_with_assistant_indices": (
+        *("compiled_template", "documents", "add_generation_prompt", "template_kwargs"),
+    ),
     # batches and configuration
     "verl.utils.tensordict_utils:get_tensordict": ("tensor_dict", "non_tensor_dict"),
     "verl.utils.tensordict_utils:get_non_tensor_data": ("data", "key", "default"),
@@ -173,6 +181,17 @@ def test_torch_has_the_private_names_that_the_fake_gpu_of_a_plan_uses():
     source = inspect.getsource(importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group"))
     for name in ("all_gather", "pre_forward", "pre_backward", "post_backward_accumulate", "post_backward_reshard"):
         assert f"FSDP::{name}" in source, name
+
+
+@pytest.mark.skipif(not hasattr(varlen, "_can_use_cudnn"), reason="torch 2.14 brought a kernel of cuDNN")
+@pytest.mark.parametrize("window", [None, 512])
+def test_torchs_varlen_attention_runs_the_flash_kernel_that_a_run_names(window, monkeypatch):
+    """On Hopper and Blackwell cuDNN computes attention without a window, as which torch counts no causal one."""
+    monkeypatch.setattr(varlen, "_should_use_cudnn", lambda index: True)
+    device, shape = SimpleNamespace(index=0), (4096, 16, 128)
+    heads = SimpleNamespace(is_cuda=True, device=device, dtype=torch.bfloat16, shape=shape, size=lambda place: 16)
+    assert varlen._can_use_cudnn(heads, heads, heads, 4096, [-1, -1])
+    assert not varlen._can_use_cudnn(heads, heads, heads, 4096, [*KernelOptions(window=window).flash_window])
 
 
 def test_versions_are_those_that_were_tried():

@@ -7,8 +7,11 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from tests.stock_verl import needs_stock_verl
 from tests.test_chat_parts import END, QWEN3, Tokenized
 from tests.test_tokenize_templates import CHATML, tiny_tokenizer
+
+pytestmark = needs_stock_verl
 
 CHATS = [
     ["sit", "the cat"],

@@ -348,8 +348,7 @@ def read_hf_config(path: str, trusted: bool = False, key: str = "model.path") ->
         with held_back("configuration_utils"):  # which logs the whole config before it raises
             return AutoConfig.from_pretrained(path, trust_remote_code=trusted)
     except Exception as error:  # a config class raises any error that the values cause
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        reason = f"{lines[0]} {lines[-1]}" if lines[0].endswith(":") else lines[0]
+        reason = first_line(error)
         kind = re.search(r"model type `([\w-]+)`", reason)
         if kind and (since := FIRST_VERSION.get(kind[1])):
             reason = (

@@ -64,7 +64,11 @@ class Architecture:
     @cached_property
     def cls(self) -> Any:
         """The model's class in transformers; None for remote code or unknown configs."""
-        return model_class(self.hf_config)
+        try:
+            return model_class(self.hf_config)
+        except ImportError as error:  # of a package that is installed and that the class would use, which comes first
+            got = f"torch {torch.__version__} ({first_line(error.__cause__ or error)})"
+            raise ValueError(f"model.path: the class of a {self.name} must be importable; got {got}") from error
 
     @cached_property
     def module(self) -> Any:

@@ -127,7 +127,9 @@ def check_weights(
         raise ValueError(problem)
     # The class would hide weights that it may lack, of which some without others are a mistake.
     may_lack = re.compile("|".join(model_class._keys_to_ignore_on_load_missing or ["(?!)"]))
-    model_class = type(model_class.__name__, (model_class,), {"_keys_to_ignore_on_load_missing": None})
+    # Its module tells transformers 5.24 that it is no custom code, whose names are not renamed.
+    members = {"_keys_to_ignore_on_load_missing": None, "__module__": model_class.__module__}
+    model_class = type(model_class.__name__, (model_class,), members)
     with _without_bars(), _ties_of_headers() as compared, held_back("modeling_utils") as reports:
         try:
             model, found = model_class.from_pretrained(

@@ -5,6 +5,7 @@ to their layers, so the layout reaches layers through an object that all modules
 """
 
 import importlib
+import importlib.util
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from verl_ext.options import first_line
 from verl_ext.parallel.shards import DocumentLayout, SequenceShards, pinned
 
 
@@ -56,11 +58,19 @@ def fla_lengths(layout: DocumentLayout) -> dict[str, torch.Tensor]:
 
 
 def import_fla(module: str) -> Any:
-    """Import a module of flash-linear-attention; raise ImportError without the package."""
+    """Import a module of flash-linear-attention; raise ImportError without the package.
+
+    Raises RuntimeError if there is a package without Triton, or one for another torch.
+    """
     # Upstream: any import of flash-linear-attention 0.6 replaces configs of transformers (mamba2, bitnet) by its own in
     # transformers' Auto classes, so that a later read gives another class. To go when it leaves them.
     try:
         return importlib.import_module(f"fla.{module}")
+    except Exception as error:  # of another torch, a package may raise any error
+        if importlib.util.find_spec("fla") is None:
+            raise
+        got = f"torch {torch.__version__} ({first_line(error)})"
+        raise RuntimeError(f"flash-linear-attention must be importable, or be uninstalled; got {got}") from error
     finally:
         known = CONFIG_MAPPING._extra_content
         for kind in [kind for kind, config in known.items() if config.__module__.startswith("fla.")]:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from packaging.version import Version
 
 from verl_ext.layers.pack import RunningPack, fla_lengths, import_fla
+from verl_ext.options import first_line
 from verl_ext.parallel.ulysses import join_heads, split_heads
 
 _HOPPER = (9, 0)
@@ -161,7 +162,12 @@ def heads_to_tokens(pack: RunningPack, x: torch.Tensor, heads: int) -> torch.Ten
 
 
 def kernels_problem(capability: tuple[int, int] | None) -> str | None:
-    """Return a line if flash-linear-attention's recurrences would raise with this machine's Triton."""
+    """Return a line if flash-linear-attention, which is installed, would raise on this machine."""
+    if torch.cuda.is_available():  # a machine that plans for another one imports no kernels
+        try:
+            import_fla("ops")
+        except RuntimeError as error:
+            return first_line(error)
     try:
         triton = version("triton")
     except PackageNotFoundError:

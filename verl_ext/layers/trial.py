@@ -69,7 +69,7 @@ _TOWER_SIZES = {  # of vision and audio towers, which text does not reach
         {
             64: "out_hidden_size vision_output_dim projector_input_dim projector_output_dim projector_dim output_dim",
             48: "intermediate_size encoder_ffn_dim",
-            32: "hidden_size embed_dim d_model",
+            32: "hidden_size hidden_sizes embed_dim d_model",
             16: "head_dim global_head_dim num_position_embeddings position_embedding_size downsample_hidden_size",
             8: "image_size window_size",
             4: "patch_size default_output_length num_soft_tokens",
@@ -254,7 +254,9 @@ def _small_tower(config: Any) -> Any:
     small = {name: size for name, size in _TOWER_SIZES.items() if values.get(name) is not None}
     lists = [name for name, size in small.items() if isinstance(values[name], list) and isinstance(size, int)]
     pairs = {name: [small[name]] * 2 for name in lists}
-    return _rebuilt(config, {**values, **small, **pairs})
+    layers = values.get("num_hidden_layers")  # a list with a value for each has those of the first two
+    firsts = {name: [*value[:2]] for name, value in values.items() if isinstance(value, list) and len(value) == layers}
+    return _rebuilt(config, {**values, **firsts, **small, **pairs})
 
 
 def _rebuilt(config: Any, values: Mapping[str, Any]) -> Any:

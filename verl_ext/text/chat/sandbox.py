@@ -7,7 +7,7 @@
 The values are those of `ImmutableSandboxedEnvironment`, whose checks take half the time of a rendering.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from types import BuiltinMethodType
 from typing import Any
@@ -15,7 +15,8 @@ from typing import Any
 from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
-from transformers.utils.chat_template_utils import _compile_jinja_template
+from transformers.utils import chat_template_utils
+from transformers.utils.chat_template_utils import _compile_jinja_template, _render_with_assistant_indices
 
 _OF_DICTS = frozenset(dir(dict))
 _OF_STRINGS = frozenset(name for name in dir(str) if not name.startswith("_")) - {"format", "format_map"}
@@ -60,6 +61,19 @@ def compiled(source: str) -> Callable[[Mapping[str, Any]], str]:
         return "".join(template.root_render_func(context))
 
     return render
+
+
+def render_with_blocks(source: str, variables: Mapping[str, Any]) -> tuple[str, list[Any]]:
+    """Return a chat's text, and the spans of its `{% generation %}` blocks."""
+    # Not by `render_jinja_template`, which from transformers 5.24 on takes no function, as `strftime_now` is one.
+    given = {"documents": None, "add_generation_prompt": False, **variables}
+    return _render_with_assistant_indices(_compile_jinja_template(source), **given)
+
+
+def with_reasoning(messages: Sequence[Any]) -> list[Any]:
+    """Return messages whose reasoning has every name that this transformers gives it."""
+    alias = getattr(chat_template_utils, "_alias_reasoning_fields", list)  # from transformers 5.24 on
+    return alias(messages)
 
 
 def parsed(source: str) -> Any:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from functools import cached_property
 from typing import Any
@@ -133,24 +133,23 @@ class ChatTemplate:
                 **self.kwargs,
             )
             return text
-        compiled, variables = self._jinja
+        sandbox, variables = self._jinja
         messages[0]  # IndexError, as in transformers
         source = self.tokenizer.get_chat_template(self.template, tools)
-        return compiled(source)(
-            {**variables, "messages": messages, "tools": tools, "add_generation_prompt": generation}
-        )
+        given = {"messages": sandbox.with_reasoning(messages), "tools": tools, "add_generation_prompt": generation}
+        return sandbox.compiled(source)({**variables, **given})
 
     @cached_property
-    def _jinja(self) -> tuple[Callable[[str], Callable[[dict[str, Any]], str]], dict[str, Any]] | None:
-        """The compiler and variables; None for tokenizers with their own renderer."""
+    def _jinja(self) -> tuple[Any, dict[str, Any]] | None:
+        """The renderer and variables; None for tokenizers with their own."""
         from transformers import PreTrainedTokenizerBase  # here: the writing process does not need it
 
-        from verl_ext.text.chat.sandbox import compiled
+        from verl_ext.text.chat import sandbox
 
         own = getattr(self.tokenizer.apply_chat_template, "__func__", None)
         if own is not PreTrainedTokenizerBase.apply_chat_template:  # such as mistral-common's
             return None
-        return compiled, {"documents": None, **self.tokenizer.special_tokens_map, **self.kwargs}
+        return sandbox, {"documents": None, **self.tokenizer.special_tokens_map, **self.kwargs}
 
     def try_render(
         self, messages: Sequence[Message], tools: list[Any] | None = None, generation: bool = False
@@ -167,20 +166,15 @@ class ChatTemplate:
 
     def render_with_generation(self, chat: Chat) -> tuple[str, list[Span]]:
         """Return the text with the spans that `apply_chat_template(return_assistant_tokens_mask=True)` marks."""
-        from transformers.utils import chat_template_utils  # here: the writing process does not need it
+        from verl_ext.text.chat import sandbox  # here: the writing process does not need transformers
 
         try:
-            rendered: Any = chat_template_utils.render_jinja_template(
-                conversations=[[*self._as_given(chat.messages)]],
-                tools=chat.tools,
-                chat_template=self.tokenizer.get_chat_template(self.template, chat.tools),
-                return_assistant_tokens_mask=True,
-                add_generation_prompt=False,
-                **{**self.tokenizer.special_tokens_map, **self.kwargs},
-            )
+            source = self.tokenizer.get_chat_template(self.template, chat.tools)
+            given = {"messages": sandbox.with_reasoning(self._as_given(chat.messages)), "tools": chat.tools}
+            variables = {**self.tokenizer.special_tokens_map, **self.kwargs}
+            text, spans = sandbox.render_with_blocks(source, {**variables, **given})
         except Exception as error:
             raise _template_error(error) from error
-        (text,), (spans,) = rendered
         gaps = [gap.span() for gap in self._left_out.finditer(text)] if self._left_out else []
 
         def moved(at: int) -> int:
