@@ -178,6 +178,10 @@ MISTAKES = [  # overrides of a good config, with its ranks and its accelerator; 
     ("optim.optimizer_impl=null", "optim.optimizer_impl must be a module that is installed; got null"),
     ("optim.optimizer_impl=abc", "optim.optimizer_impl must be a module of optimizers; got abc"),
     ("optim.override_optimizer_config={fussed:true}", "must be options of AdamW; got {'fussed': True} ("),
+    (
+        "trainer.device=cuda accelerator=cuda optim.optimizer=AdamW8bit optim.override_optimizer_config={fused:true}",
+        "must be options of AdamW8bit; got {'fused': True} (",
+    ),
     ("optim.lr_wsd_decay_steps=5", "optim.lr_wsd_decay_steps needs optim.lr_scheduler_type=wsd; got 5"),
     ("optim.lr_scheduler_type=cosine_with_restarts", "optim.num_cycles must be a whole number from 1 with optim.lr_s"),
     ("optim.lr_scheduler_type=wsd optim.num_cycles=2", "must be 0.5 with optim.lr_scheduler_type=wsd; got 2"),

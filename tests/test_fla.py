@@ -75,8 +75,8 @@ def test_the_engine_leaves_out_a_convolution_that_knows_no_documents_and_nothing
     assert modeling_olmo_hybrid.ShortConvolution is ShortConvolution
 
 
-@pytest.fixture
-def package(monkeypatch):
+@pytest.fixture(params=["conv", "causal_conv1d"])  # of 0.5, and of 0.6
+def package(monkeypatch, request):
     """Put a package `fla` into the process, whose convolution knows silu alone, and which registers a config."""
 
     def causal_conv1d(x, weight, bias, activation=None, cu_seqlens=None, cu_seqlens_cpu=None):
@@ -84,7 +84,7 @@ def package(monkeypatch):
         known = activation if activation in ("silu", "swish") else None
         return convolve_documents(x[0], weight, bias, known, LAYOUT).unsqueeze(0), None
 
-    fla, modules, convolution = ModuleType("fla"), ModuleType("fla.modules"), ModuleType("fla.modules.causal_conv1d")
+    fla, modules, convolution = map(ModuleType, ("fla", "fla.modules", f"fla.modules.{request.param}"))
     fla.__path__ = modules.__path__ = []
     convolution.causal_conv1d = causal_conv1d
     for module in fla, modules, convolution:
@@ -107,7 +107,7 @@ def test_its_convolution_gets_every_activation(activation, package):
 
 
 def test_its_import_leaves_transformers_configs_as_they_are(package):
-    assert import_fla("modules.causal_conv1d") is package
+    assert import_fla(package.__name__.removeprefix("fla.")) is package
     assert type(AutoConfig.for_model("mamba2")) is transformers.Mamba2Config
 
 

@@ -74,6 +74,7 @@ def test_a_prediction_on_fake_tensors_is_what_real_ranks_allocate_also_of_a_froz
         job_of(model, 2, 512, 1, f"{CHECKPOINTING}=false", "loss.head=plain", "parallel=ulysses2"),
         job_of(model, 2, 256, 2, f"{CHECKPOINTING}=true", "engine.use_no_sync_for_gradient_accumulation=true"),
         job_of(model, 2, 256, 1, "optim.optimizer=Muon"),
+        job_of(model, 2, 256, 1, "optim.optimizer=AdamW8bit"),
         job_of(model, 2, 256, 1, "model.lora_rank=8", "model.use_dora=true", "model.modules_to_save=[lm_head]"),
         job_of(tower, 2, 96, 1),
         job_of(tower, 2, 96, 2, f"{CHECKPOINTING}=false"),
@@ -88,6 +89,10 @@ def test_a_prediction_on_fake_tensors_is_what_real_ranks_allocate_also_of_a_froz
             assert kinds[kind] > 0
     adamw, muon = (prediction.kinds["optimizer state"] for prediction in predictions[1:3])
     assert muon < 0.75 * adamw  # of the matrices a momentum alone, for a moment a whole one in bf16
+    # A rank's half of embeddings, head and MLPs has codes and scales; smaller matrices are as AdamW's.
+    narrow, wide = (2 * 512 * 64 + 2 * 2 * 256 * 64) // 2, 2 * 64 * 256 // 2
+    saved = (8 - 2) * (narrow + wide) - 2 * 4 * (narrow // 64 + wide // 256) - 2 * 4 * (256 + 255)  # tables of codes
+    assert predictions[1].standing - predictions[3].standing == saved
 
 
 def test_layers_over_tiles_with_an_offload_add_weights_alone_to_a_prediction(tmp_path):

@@ -336,7 +336,8 @@ BLIND = {"test_datasets": None, "val_dataset": None, "eval_dataset": None}
 THOUGHT = {"path": "o/a", "field_thinking": "thinking"}
 # (a trainer, keys beside its rich ones, words of the command, "lacks" or "free" and their keys)
 ROWS = [
-    ("trl", {"optim": "adamw_torch_8bit"}, {"optim.optimizer": "AdamW8bit"}, ""),
+    ("trl", {"optim": "adamw_torch_8bit"}, {"optim.optimizer": "AdamW8bit", "optim.optimizer_impl": None}, ""),
+    ("axolotl", {"optimizer": "paged_adamw_8bit"}, {"optim.optimizer": "AdamW8bit", "optim.optimizer_impl": None}, ""),
     ("trl", {"fp16": True, "save_only_model": True}, {"checkpoint.save_contents": ["model", "hf_model"]}, ""),
     ("trl", {"save_total_limit": 0, "fp16": False}, {"trainer.max_ckpt_to_keep": None}, "free fp16 save_total_limit"),
     ("trl", {"warmup_steps": 0.25}, {"optim.lr_warmup_steps_ratio": 0.25}, ""),

@@ -85,13 +85,14 @@ def optimizer_state(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -
     """Return the optimizer state of a model's parameters.
 
     Raises:
-        ValueError: If a state is neither a number nor shaped like its parameter.
+        ValueError: If a state is neither a number, nor sharded, nor shaped like its parameter.
     """
     shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
     state: Any = get_optimizer_state_dict(module, optimizer)["state"]
     for name, values in state.items():
         for key, value in values.items():
-            if not (isinstance(value, torch.Tensor) and (value.ndim == 0 or value.shape == shapes[name])):
+            is_sharded = isinstance(value, DTensor)  # the scales of blocks are, in a shape of their own
+            if not (is_sharded or (isinstance(value, torch.Tensor) and value.shape in (torch.Size(), shapes[name]))):
                 raise ValueError(
                     "optim.optimizer must keep numbers and tensors of its parameters' shapes to be saved; got "
                     f"{type(optimizer).__name__}, whose {key} of {name} is neither"

@@ -25,7 +25,8 @@ from verl_ext.config.support import CP, SP, model_class
 from verl_ext.config.upstream import fixed_value_problems
 from verl_ext.config.weights import held_back, weight_problems
 from verl_ext.engines.activations import NEEDS_CHECKPOINTS
-from verl_ext.engines.optimizer import built_optimizer, step_problem
+from verl_ext.engines.adam8bit import AdamW8bit
+from verl_ext.engines.optimizer import OWN, built_optimizer, step_problem
 from verl_ext.engines.router import asks_for_router_loss
 from verl_ext.engines.schedule import schedule_problems
 from verl_ext.layers.mixers import positions_of_padding
@@ -305,7 +306,10 @@ def optimizer_problem(config: RunConfig) -> str | None:
     if not isinstance(optim.optimizer_impl, str) or not optim.optimizer_impl:
         return f"{key} must be a module that is installed; got {spell(optim.optimizer_impl)}"
     try:
-        names = vars(importlib.import_module(optim.optimizer_impl))
+        names = {
+            **vars(importlib.import_module(optim.optimizer_impl)),
+            **(OWN if optim.optimizer_impl == "torch.optim" else {}),
+        }
     except ImportError as error:
         return f"{key} must be a module that is installed; got {optim.optimizer_impl} ({first_line(error)})"
     kinds = {name for name, kind in names.items() if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)}
@@ -317,7 +321,7 @@ def optimizer_problem(config: RunConfig) -> str | None:
     steps = 0 if optim.optimizer_impl.split(".")[0] in _ON_GPU_ALONE else 2
     if not isinstance(given := optim.override_optimizer_config or {}, Mapping):
         return f"optim.override_optimizer_config must be a mapping of names to values; got {spell(given)}"
-    ignored = _OF_GPU if config.trainer.device != "cpu" else ()
+    ignored = _OF_GPU if config.trainer.device != "cpu" and optim.optimizer != AdamW8bit.__name__ else ()
 
     def problem_of(options: dict[str, Any]) -> str | None:
         trial = replace(optim, **_SOUND, override_optimizer_config=options)

@@ -1,4 +1,4 @@
-"""The implementation of Adam for a run (fused, foreach, or loop), and its groups.
+"""The optimizer of a run and its groups; the implementation of Adam (fused, foreach, or loop).
 
 torch itself takes `foreach` on a GPU and the loop on a CPU, whatever its version. Over FSDP2's DTensors `fused` is the
 fastest, but on torch < 2.12 each of its steps leaves objects behind (https://github.com/pytorch/pytorch/issues/188174).
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from verl.workers.config.optimizer import build_optimizer
 
+from verl_ext.engines.adam8bit import AdamW8bit
 from verl_ext.engines.muon import MATRICES, MuonAdamW, layer_matrices
 from verl_ext.engines.tiles import is_norm
 from verl_ext.layers.towers import is_named, name_hint
@@ -30,6 +31,7 @@ from verl_ext.text.workers import available_cpus
 FUSED, FOREACH, LOOP = "fused", "foreach", "loop"
 _OPTIONS = {FUSED: {"fused": True}, FOREACH: {"foreach": True}, LOOP: {"foreach": False, "fused": False}}
 _ADAMS = ("Adam", "AdamW", "Muon")  # Muon leaves what is no matrix to AdamW
+OWN: dict[str, Any] = {"Muon": MuonAdamW, "AdamW8bit": AdamW8bit}  # beside those of torch.optim, or in their place
 
 
 def implementation(
@@ -70,12 +72,13 @@ def parameter_groups(module: nn.Module, optim: Any) -> list[nn.Parameter] | list
     The first group has the rate `optim.lr` if any has. optim: verl's configuration of the optimizer.
     """
     decay, rates = getattr(optim, "decay", "all"), getattr(optim, "lr_of", {})  # verl's own config has neither
-    if decay == "all" and not rates and not _is_muon(optim):
+    is_muon = own_optimizer(optim) is MuonAdamW
+    if decay == "all" and not rates and not is_muon:
         return list(module.parameters())
     refuse([*rate_problems(module, rates)])  # checked before weights are read, but not in remote code
     groups: dict[tuple[float, bool, bool], list[nn.Parameter]] = {}
     of_norms = {parameter for part in module.modules() if is_norm(part) for parameter in part.parameters()}
-    of_muon = set(layer_matrices(module, of_norms)) if _is_muon(optim) else set()
+    of_muon = set(layer_matrices(module, of_norms)) if is_muon else set()
     for name, parameter in module.named_parameters():
         is_matrix = parameter.ndim >= 2 and not name.endswith("bias") and parameter not in of_norms
         named = [pattern for pattern in rates if is_named(name, pattern)]
@@ -85,22 +88,26 @@ def parameter_groups(module: nn.Module, optim: Any) -> list[nn.Parameter] | list
         groups.setdefault((factor, decays, parameter in of_muon), []).append(parameter)
     return [
         {"params": groups[key], "lr": optim.lr * key[0], "weight_decay": optim.weight_decay * key[1]}
-        | ({MATRICES: key[2]} if _is_muon(optim) else {})
+        | ({MATRICES: key[2]} if is_muon else {})
         for key in sorted(groups, key=lambda key: (key[0] != 1.0, *key))
     ]
 
 
-def _is_muon(optim: Any) -> bool:
-    return (getattr(optim, "optimizer", None), getattr(optim, "optimizer_impl", None)) == ("Muon", "torch.optim")
+def own_optimizer(optim: Any) -> Any:
+    """Return the class of :data:`OWN` that a configuration names, or None."""
+    is_own = getattr(optim, "optimizer_impl", None) == "torch.optim"
+    return OWN.get(getattr(optim, "optimizer", "")) if is_own else None
 
 
 def built_optimizer(parameters: Sequence[Any], optim: Any) -> torch.optim.Optimizer:
-    """Build verl's optimizer, or Muon with AdamW, of parameters or of their groups."""
-    if not _is_muon(optim):
+    """Build verl's optimizer, or one of ours, of parameters or of their groups."""
+    if (kind := own_optimizer(optim)) is None:
         return build_optimizer(parameters, optim)
-    groups = [p if isinstance(p, dict) else {"params": [p], MATRICES: p.ndim == 2} for p in parameters]
+    groups = parameters
+    if kind is MuonAdamW:
+        groups = [p if isinstance(p, dict) else {"params": [p], MATRICES: p.ndim == 2} for p in parameters]
     options = {"lr": optim.lr, "betas": optim.betas, "weight_decay": optim.weight_decay}
-    return MuonAdamW(groups, **{**options, **(optim.override_optimizer_config or {})})
+    return kind(groups, **{**options, **(optim.override_optimizer_config or {})})
 
 
 def rate_problems(module: nn.Module, rates: Iterable[str]) -> Iterator[str]:

@@ -64,7 +64,7 @@ def convolution_kernel(device: str) -> Callable[..., torch.Tensor]:
     """Return flash-linear-attention's kernel on a GPU that has it, else torch's."""
     if device == "cuda":
         try:
-            causal_conv1d = import_fla("modules.causal_conv1d").causal_conv1d
+            causal_conv1d = _kernel_of_fla()
         except ImportError:
             return convolve_documents
 
@@ -76,6 +76,14 @@ def convolution_kernel(device: str) -> Callable[..., torch.Tensor]:
 
         return kernel
     return convolve_documents
+
+
+def _kernel_of_fla() -> Callable[..., Any]:
+    """Import flash-linear-attention's convolution, which 0.6 has moved."""
+    try:
+        return import_fla("modules.causal_conv1d").causal_conv1d
+    except ImportError:
+        return import_fla("modules.conv").causal_conv1d
 
 
 def convolve_documents(

@@ -14,13 +14,11 @@ _SCHEDULES = {
     "cosine_with_min_lr": "cosine",
     **{name: name for name in ("linear", "cosine", "constant", "cosine_with_restarts")},
 }
-# {optimizer: (its module, its class)}; those that are AdamW already have no module.
+# {optimizer: (its module, its class)}; those of this package and of torch.optim have no module.
 _OPTIMIZERS = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw"), (None, "AdamW")),
-    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit"), ("bitsandbytes.optim", "AdamW8bit")),
-    **dict.fromkeys(("paged_adamw_8bit",), ("bitsandbytes.optim", "PagedAdamW8bit")),
+    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "adamw_torch_8bit"), (None, "AdamW8bit")),
     **dict.fromkeys(("paged_adamw_32bit", "paged_adamw"), ("bitsandbytes.optim", "PagedAdamW")),
-    "adamw_torch_8bit": ("torchao.optim", "AdamW8bit"),
     "adamw_torch_4bit": ("torchao.optim", "AdamW4bit"),
     "sgd": (None, "SGD"),
 }
@@ -147,6 +145,10 @@ def _read_optimizer(moved: Moved) -> None:
     module, name = _OPTIMIZERS[given]
     if name != "AdamW":
         moved.put("optim.optimizer", name)
+    if name == "AdamW8bit":
+        there = "those of embeddings too, which bitsandbytes keeps in 32 bits; nothing is paged"
+        there = "in torchao's blocks where rows are multiples of 256" if given == "adamw_torch_8bit" else there
+        moved.differ(f"{name} has moments of 8 bits for rows that divide into blocks, {there}")
     if module is not None:
         moved.put("optim.optimizer_impl", module)
         moved.differ(

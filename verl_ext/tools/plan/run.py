@@ -239,7 +239,7 @@ def build_engine(job: Job) -> Any:
 
     select_engine(job.vendor)
     values = {**job.values, "model": {**job.values["model"], "load_tokenizer": False}}
-    if not job.on_gpu:
+    if not job.on_gpu and values["optim"]["optimizer"] != "AdamW8bit":  # which has one form
         given = job.values["optim"]["override_optimizer_config"] or {}
         values["optim"] = {**job.values["optim"], "override_optimizer_config": {"foreach": False, **given}}
     worker = TrainingWorker(worker_config(values, total_steps=2))
