@@ -299,7 +299,8 @@ def _put_dataset(moved: Moved, key: str, node: str, entry: Mapping[str, Any]) ->
         columns["text"] = entry.get("field") or entry.get("text_column")
     elif str(kind).partition(".")[0] not in _CHATS:
         moved.differ(
-            f"type={kind} has a prompt's text of its own; here the record is a chat of the tokenizer's template"
+            f"type={kind} has a prompt's text of its own; here the record is a chat of the tokenizer's template, or of "
+            "chat_template=FILE, which a base model without one needs"
         )
     sources.put_columns(moved, key, path, columns)
     # What is learnt of it.

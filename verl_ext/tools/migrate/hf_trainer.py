@@ -260,8 +260,8 @@ def read_length(moved: Moved, epochs: float) -> None:
     steps = moved.get("max_steps", default=-1)
     if number(steps, 1.0) > 0:
         moved.put("trainer.total_training_steps", steps)
-        if moved.is_on("max_epochs"):
-            moved.lack("max_epochs", "trainer.total_training_steps alone ends the run")
+        if is_on(most := moved.get("max_epochs")):  # the lesser of both ends a run here too
+            moved.put("trainer.total_epochs", int(number(most, 1.0)))
         return
     # ms-swift ends at the lesser of two.
     lengths = {"num_train_epochs": moved.get("num_train_epochs", default=epochs)}

@@ -9,6 +9,7 @@ from verl_ext.tools.migrate.line import Moved, listed
 LOSSES = {
     "sigmoid": "dpo",
     "sigmoid_norm": "dpo_norm",
+    "apo_zero_unpaired": "apo_zero",
     **{name: name for name in ("dpo", "hinge", "ipo", "robust", "apo_zero", "apo_down", "simpo", "orpo", "kto")},
 }
 REWARDS = ("rm", "ppo", "grpo", "gdpo", "gkd", "ebft")  # what is no loss of given answers
@@ -39,7 +40,7 @@ def read_loss(
     forms = [str(form) for form in listed(moved.get(loss_key))]
     if len(forms) > 1:
         moved.lack(loss_key, f"loss is one of {', '.join(sorted({*LOSSES.values()}))}, without sums of several")
-    name = forms[0] if len(forms) == 1 and family in ("dpo", "cpo") else family
+    name = forms[0] if len(forms) == 1 and family in ("dpo", "cpo", "kto") else family
     options = {"beta": moved.get("beta", default=betas.get(family, 0.1))}
     if name == "kto":
         options |= {side: moved.get(side) for side in ("desirable_weight", "undesirable_weight")}

@@ -167,6 +167,7 @@ def _read_data(moved: Moved) -> None:
                 moved.differ(f"{name} is of ModelScope; the source names the same data set of the Hub, if it is there")
             if part and node == "data.sources":
                 moved.put(f"sample.{category}", part)
+                moved.differ(f"{name} is repeated there if it has fewer than {part} records; sample takes each once")
             elif part:
                 moved.lack(key, f"{name}: sample draws a part of a source")
     if is_on(columns := mapping("columns", moved.get("columns"))):

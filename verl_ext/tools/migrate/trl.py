@@ -38,7 +38,7 @@ KEYS: dict[str, Rule] = {
 }
 
 _OF_ANSWERS: dict[str, Rule] = {
-    **{key: rule for key, rule in KEYS.items() if key not in ("assistant_only_loss", "completion_only_loss")},
+    **{key: rule for key, rule in KEYS.items() if "packing" not in key and "only_loss" not in key},
     "beta": READ,
     **rules(FREE, "precompute_ref_log_probs precompute_ref_batch_size disable_dropout"),
     **rules(lacking("loss is one loss, of the model's own reference"), "loss_weights sync_ref_model use_weighting"),
