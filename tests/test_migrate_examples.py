@@ -66,6 +66,8 @@ ROWS = [
     ("llamafactory", {"stage": "dpo", "pref_loss": "simpo"}, {"loss.beta": 0.1, "loss.margin": 0.5}, []),
     ("llamafactory", {"stage": "dpo", "pref_loss": "kto_pair"}, {"loss": None}, ["pref_loss"]),
     ("llamafactory", {"stage": "kto", "kto_chosen_weight": 2}, {"loss": "kto", "loss.desirable_weight": 2}, []),
+    ("llamafactory", {"stage": "kto"}, {"data.strategy": None}, []),
+    ("llamafactory", {"stage": "dpo"}, {"data.strategy": "none"}, []),
     ("llamafactory_v1", {"train_dataset": "pairs.yaml"}, {"loss": "dpo", "data.over_length": "drop"}, []),
     ("swift", {"rlhf_type": "dpo", "rpo_alpha": 0.1}, {"loss": "dpo", "loss.beta": 0.1, "loss.nll_weight": 0.1}, []),
     ("swift", {"rlhf_type": "simpo", "simpo_gamma": 1.5}, SIMPO, []),
@@ -89,10 +91,14 @@ ROWS = [
     ("swift", {"deepspeed": "zero2"}, {"engine.reshard_after_forward": False, "engine.offload_policy": None}, []),
     ("swift", {"deepspeed": "zero3_offload"}, {"engine.offload_policy": True}, []),
     ("swift", {"deepspeed": "zero3.json"}, {"engine.offload_policy": True, "engine.reshard_after_forward": False}, []),
+    ("axolotl", {"fsdp_config": {"reshard_after_forward": False}}, {"engine.reshard_after_forward": False}, []),
+    ("axolotl", {"fsdp_config": {"reshard_after_forward": True}}, {"engine.reshard_after_forward": None}, []),
     ("swift", {"deepspeed": "split.json"}, {"engine.reshard_after_forward": None}, ["deepspeed"]),
     # data sets: names of roles, fields of messages, texts that are filled in
     ("llamafactory", {}, {"message_columns": {"role": "speaker", "content": "says"}, "columns.kto_tag": "label"}, []),
     ("llamafactory", {}, {"roles": {"Customer": "user"}}, []),
+    ("trl", {"dataset_train_split": "train+test"}, {}, ["dataset_name"]),
+    ("axolotl", {"datasets": [{"path": "a.jsonl", "split": "train[:9]"}]}, {}, ["datasets"]),
     ("axolotl", {"datasets": [SPEAKERS]}, {"roles": {"Customer": "user"}, "message_columns": None}, []),
     ("axolotl", {"datasets": [{"path": "o/a", "message_property_mappings": {"mood": "m"}}]}, {}, ["datasets"]),
     (

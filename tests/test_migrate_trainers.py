@@ -142,8 +142,7 @@ def test_axolotl_has_its_parts_of_data_sets_its_ranks_and_the_decay_of_matrices(
     _, keys, comments = migrated(capsys, written(tmp_path, AXOLOTL))
     wanted = {
         "nproc": "8",
-        "data.sources.chats": "hf://datasets/owner/chats",
-        "sample.chats": "0.1",
+        "data.sources.chats": "'hf://datasets/owner/chats:train[:10%]'",
         "columns.messages": "turns",
         "data.sources.texts": "hf://datasets/owner/texts:en:train",
         "columns.text": "body",
@@ -375,7 +374,7 @@ ROWS = [
     ("trl", {"save_steps": 0.1}, {"trainer.test_freq": 10}, "lacks save_steps"),
     ("trl", {"eval_strategy": False, "eval_steps": 9}, {"data.val_sources.a": None, "trainer.test_freq": None}, ""),
     ("trl", {"seed": 3, "data_seed": 4}, {"trainer.seed": 3, "data.seed": 4}, ""),
-    ("trl", {"dataset_train_split": "train[:10]"}, {"data.sources.a": "hf://datasets/o/a", "sample.a": 10}, ""),
+    ("trl", {"dataset_train_split": "train[:10]"}, {"data.sources.a": "hf://datasets/o/a:train[:10]"}, ""),
     ("trl", {"lr_scheduler_kwargs": "{a"}, {}, "lacks lr_scheduler_kwargs"),
     ("trl", {"report_to": ["wandb", "comet"]}, {"trainer.logger": ["console", "file", "wandb"]}, "lacks report_to"),
     ("trl", {"fsdp_config": {"offload_optimizer": {"device": "none"}}}, {}, "free fsdp_config"),

@@ -169,6 +169,8 @@ def _read_sharding(moved: Moved, key: str) -> None:
         moved.put("engine.offload_policy", moved.is_on(key))
     if isinstance(value, Mapping):
         stage = int(number(mapping(key, value.get("zero_optimization")).get("stage"), 3.0))
+        if False in [value.get(f"{prefix}reshard_after_forward") for prefix in ("", "fsdp_")]:
+            stage = 2
         if number(size := mapping(key, value.get("tensor_parallel")).get("autotp_size")) > 1:
             moved.lack(
                 key, f"its autotp_size={size} splits matrices; engine.ulysses_sequence_parallel_size splits rows"
@@ -333,6 +335,9 @@ def read_batch(moved: Moved, per_device: Any, accumulation: Any, packs: bool) ->
         moved.differ(f"FSDP2 shards every parameter over all ranks, in place of {stages} stages of layers")
     ranks = (moved.ranks or 1) // stages
     micro, steps = number(per_device), number(accumulation)
+    if not packs and moved.words.get("loss") == "kto":  # z is of the other answers in a pack
+        packs = True
+        moved.differ("kto needs packs of several answers: data.train_batch_size counts packs here, and rows there")
     unit = "packs" if packs else "rows"
     if micro and steps:
         moved.put("data.train_batch_size", int(micro * steps) * max(ranks // split, 1))

@@ -23,17 +23,14 @@ def put_source(moved: Moved, node: str, name: str, source: Any) -> str:
 def put_data(
     moved: Moved, key: str, node: str, place: Any, subset: Any = None, split: Any = None, name: str = ""
 ) -> str:
-    """Name a Hub dataset or files, of which the split may take the first records; return the category."""
-    whole, _, part = str(split or "train").partition("[")
+    """Name a Hub dataset, of whose split a slice may be taken, or files; return the category."""
     is_hub = isinstance(place, str) and not is_file(place) and "://" not in place
     name = name or str(place)
-    category = put_source(moved, node, name, hub(place, subset, whole) if is_hub else place)
-    most = part.rstrip("]").lstrip(":")
-    if part and node == "data.sources" and most.rstrip("%").isdigit():
-        moved.put(f"sample.{category}", int(most[:-1]) / 100 if most.endswith("%") else int(most))
-        moved.differ(f"{name} is cut to its first {most} there; sample draws as many at random")
-    elif part:
-        moved.lack(key, f"{name}: the split {split} is a part; sample draws a part of a source")
+    category = put_source(moved, node, name, hub(place, subset, split or "train") if is_hub else place)
+    if "[" in str(split) and not is_hub:
+        moved.lack(key, f"{name}: the split {split} is a part of files; sample draws a part of a source")
+    if "+" in str(split):
+        moved.lack(key, f"{name}: a source has one split; got {split}")
     if is_on(subset) and not is_hub:
         moved.lack(key, f"{name}: files have no configuration {subset}")
     return category
