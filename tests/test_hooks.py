@@ -2,6 +2,7 @@
 
 import math
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,7 @@ from verl_ext.trainer.hooks import tracking
 from verl_ext.trainer.hooks.base import Hook, StepOutcome
 from verl_ext.trainer.hooks.profile import ProfileHook
 from verl_ext.trainer.hooks.saving import dist
-from verl_ext.trainer.hooks.stop import SkippedStepsHook
+from verl_ext.trainer.hooks.stop import HighLossHook, SkippedStepsHook
 from verl_ext.trainer.hooks.tracking import TrackingHook
 
 OUTCOME = StepOutcome(batch=None, grad_norm=math.nan, lr=0.0, sums=None)  # type: ignore[arg-type]
@@ -114,6 +115,18 @@ def test_too_many_skipped_steps_are_the_reason_even_if_the_checkpoint_before_is_
     with pytest.raises(RunFailed, match="2 consecutive steps had a non-finite gradient"):
         hook.post_step(2, OUTCOME)
     assert "the run ends without a checkpoint: rank 0: No space left" in capsys.readouterr().err
+
+
+def test_losses_above_the_limit_end_a_run_once_there_are_as_many_in_a_row():
+    trainer = trainer_of(max_loss=5.0, max_loss_steps=2)
+    trainer.run_state = SimpleNamespace(high_in_a_row=0)
+    trainer.checkpoints = SimpleNamespace(finish=lambda: None)
+    hook = HighLossHook(trainer)
+    for step, loss in enumerate((6.0, 5.0, math.nan), start=1):  # a limit is no loss above it; NaN is above any
+        hook.post_step(step, replace(OUTCOME, sums=SimpleNamespace(loss=loss)))
+    hook.post_step(4, OUTCOME)  # a step without a loss counts for neither
+    with pytest.raises(RunFailed, match=r"after step 5: 2 consecutive steps had a loss above trainer.max_loss=5"):
+        hook.post_step(5, replace(OUTCOME, sums=SimpleNamespace(loss=5.5)))
 
 
 @pytest.mark.parametrize("is_lost", [False, True])

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ LLAMAFACTORY = {
 DATASETS = {
     "chats": {"hf_hub_url": "owner/chats", "formatting": "sharegpt", "columns": {"messages": "turns"}},
     "sums": {"file_name": "sums.json", "num_samples": 100},
-    "asked": {"file_name": "a.json", "columns": {"prompt": "instruction", "query": "q", "chosen": "c"}},
+    "asked": {"file_name": "a.json", "columns": {"prompt": "instruction", "query": "q", "images": "c"}},
 }
 AXOLOTL = {
     "base_model": "NousResearch/Meta-Llama-3.1-8B",
@@ -141,8 +142,7 @@ def test_axolotl_has_its_parts_of_data_sets_its_ranks_and_the_decay_of_matrices(
     _, keys, comments = migrated(capsys, written(tmp_path, AXOLOTL))
     wanted = {
         "nproc": "8",
-        "data.sources.chats": "hf://datasets/owner/chats",
-        "sample.chats": "0.1",
+        "data.sources.chats": "'hf://datasets/owner/chats:train[:10%]'",
         "columns.messages": "turns",
         "data.sources.texts": "hf://datasets/owner/texts:en:train",
         "columns.text": "body",
@@ -268,6 +268,14 @@ RICH = {
         trl.read_trl,
         {"model_name_or_path": "M", "dataset_name": "o/a", "eval_strategy": "steps", "use_peft": True, "packing": True},
     ),
+    **{
+        f"trl_{family}": (
+            keys,
+            partial(trl.read_trl, family=family),
+            {"model_name_or_path": "M", "dataset_name": "o/a", "eval_strategy": "steps", "use_peft": True},
+        )
+        for family, keys in trl.OF_ANSWERS.items()
+    },
 }
 # Values of one form each, of which a key takes one, and those of the keys that take none of them.
 FORMS = [7, 0.5, True, False, "xyz", ["xyz"], "no", "epoch"]
@@ -289,6 +297,13 @@ VALUES = {
     "packing_strategy": "wrapped",
     "parallelism_config": {"cp_size": 2},
     "dataset_dir": "elsewhere",
+    "rl": "dpo",
+    "trl": {"beta": 0.3},
+    "dpo_loss_type": ["ipo"],
+    "pref_loss": "ipo",
+    "rlhf_type": "kto",
+    "kt_config": {"kt_expert_weight_format": "int8"},
+    "eval_causal_lm_metrics": ["perplexity"],
 }
 # What a key needs beside it; null takes a key of the rich ones away.
 BESIDE = {
@@ -299,6 +314,22 @@ BESIDE = {
     "max_epochs": {"num_train_epochs": 9},
     "evaluation_strategy": {"eval_strategy": None},
     "dataset_shuffle": {"train_dataloader_shuffle": False},
+    "sample_packing_sequentially": {"sample_packing": True},
+    "eval_causal_lm_metrics": {"do_causal_lm_eval": True},
+    "kt_config": {"use_kt": True},
+    **{key: {"dataset": ["swift/self-cognition"]} for key in ("model_name", "model_author")},
+    # the losses of answers, by the keys of each trainer
+    **{key: {"rl": "dpo"} for key in ("rl_beta", "trl", "dpo_loss_type", "dpo_label_smoothing")},
+    **{key: {"stage": "dpo"} for key in ("pref_loss", "pref_beta", "pref_ftx")},
+    **{key: {"rlhf_type": "dpo"} for key in ("beta", "label_smoothing", "rpo_alpha", "ref_model")},
+    "ld_alpha": {"rlhf_type": "dpo", "stage": "dpo"},
+    "orpo_alpha": {"rl": "orpo"},
+    "cpo_alpha": {"rl": "simpo", "rlhf_type": "simpo"},
+    "simpo_gamma": {"rl": "simpo", "rlhf_type": "simpo", "stage": "dpo", "pref_loss": "simpo"},
+    **{key: {"rl": "kto"} for key in ("kto_desirable_weight", "kto_undesirable_weight")},
+    **{key: {"stage": "kto"} for key in ("kto_chosen_weight", "kto_rejected_weight")},
+    "dpo_label_smoothing": {"rl": "dpo", "stage": "dpo"},
+    **{key: {"rlhf_type": "kto"} for key in ("desirable_weight", "undesirable_weight")},
 }
 # Keys without a place in the command: another value is refused.
 REFUSED = {
@@ -344,7 +375,7 @@ ROWS = [
     ("trl", {"save_steps": 0.1}, {"trainer.test_freq": 10}, "lacks save_steps"),
     ("trl", {"eval_strategy": False, "eval_steps": 9}, {"data.val_sources.a": None, "trainer.test_freq": None}, ""),
     ("trl", {"seed": 3, "data_seed": 4}, {"trainer.seed": 3, "data.seed": 4}, ""),
-    ("trl", {"dataset_train_split": "train[:10]"}, {"data.sources.a": "hf://datasets/o/a", "sample.a": 10}, ""),
+    ("trl", {"dataset_train_split": "train[:10]"}, {"data.sources.a": "hf://datasets/o/a:train[:10]"}, ""),
     ("trl", {"lr_scheduler_kwargs": "{a"}, {}, "lacks lr_scheduler_kwargs"),
     ("trl", {"report_to": ["wandb", "comet"]}, {"trainer.logger": ["console", "file", "wandb"]}, "lacks report_to"),
     ("trl", {"fsdp_config": {"offload_optimizer": {"device": "none"}}}, {}, "free fsdp_config"),
@@ -364,7 +395,7 @@ ROWS = [
     ("axolotl", {"eot_tokens": ["<|end|>"]}, {"end_of_turn": "<|end|>"}, ""),
     ("axolotl", {"datasets": {"path": "./d", "data_files": ["a.jsonl"]}}, {"data.sources.d": "./d/a.jsonl"}, ""),
     ("axolotl", {"datasets": THOUGHT | {"message_field_role": "from", "template_thinking_key": "thinking"}}, {}, ""),
-    ("axolotl", {"datasets": THOUGHT}, {"data.sources.a": "hf://datasets/o/a"}, "lacks datasets"),
+    ("axolotl", {"datasets": THOUGHT}, {"message_columns": {"reasoning_content": "thinking"}}, ""),
     ("axolotl", {"datasets": {"path": "o/a", "drop_system_message": True}}, {}, "lacks datasets"),
     ("axolotl", {"roles_to_train": ["assistant", "user"]}, {}, "lacks roles_to_train"),
     ("axolotl", {"model_config": {"a": 1}, "router_aux_loss_coef": 0.5}, {"model.override_config": AUXILIARY}, ""),
@@ -384,7 +415,7 @@ ROWS = [
 @pytest.mark.parametrize(("trainer", "changes", "words", "comment"), ROWS)
 def test_a_value_has_its_place_or_is_said_to_have_none(trainer, changes, words, comment, tmp_path):
     of_llamafactory(tmp_path)
-    written(tmp_path, {"a": {"converter": "alpaca"}, "b": {"converter": "pair", "size": 5}}, "d.yaml")
+    written(tmp_path, {"a": {"converter": "alpaca"}, "b": {"converter": "own", "source": "local", "size": 5}}, "d.yaml")
     _, read, rich = RICH[trainer]
     moved = Moved("T", {key: value for key, value in (rich | changes).items() if value is not None})
     read(moved, tmp_path)
@@ -405,7 +436,9 @@ def test_a_key_that_needs_nothing_changes_nothing(trainer, tmp_path):
         assert outcome(read, rich | dict.fromkeys(free, value), tmp_path) == outcome(read, rich, tmp_path)
 
 
-@pytest.mark.parametrize("table", [axolotl.KEYS, llamafactory.KEYS, llamafactory.V1, swift.KEYS, trl.KEYS])
+@pytest.mark.parametrize(
+    "table", [axolotl.KEYS, llamafactory.KEYS, llamafactory.V1, swift.KEYS, *trl.OF_ANSWERS.values()]
+)
 def test_every_key_that_a_table_names_is_one_of_ours(table):
     assert not {key: rule.to for key, rule in table.items() if rule.to and not is_ours(rule.to)}
 
@@ -422,8 +455,8 @@ def test_every_key_that_a_table_names_is_one_of_ours(table):
         ),
         (LLAMAFACTORY, "dataset_dir=data must hold the dataset_info.json of LLaMA-Factory; there is no", 1),
         ({"model": "M", "train_dataset": "d", "peft_config": 3}, "peft_config must map names to values; got 3", 1),
-        (LLAMAFACTORY | {"stage": "dpo"}, "stage must be sft or pt; got dpo", 2),
-        (AXOLOTL | {"rl": "dpo"}, "rl must be left out", 2),
+        (LLAMAFACTORY | {"stage": "rm"}, "stage must be sft, pt, dpo or kto; got rm", 2),
+        (AXOLOTL | {"rl": "grpo"}, "rl must be left out", 2),
     ],
 )
 def test_a_file_that_is_no_configuration_of_such_a_training_is_refused(
@@ -438,8 +471,9 @@ def test_a_file_that_is_no_configuration_of_such_a_training_is_refused(
     ("command", "message"),
     [
         ("swift sft --model 'M --dataset d", "command must be whole; got a quote that is not closed"),
-        ("llamafactory-cli train --stage dpo --model_name_or_path M", "stage must be sft or pt; got dpo"),
-        ("swift rlhf --model M", "command must train by SFT or on texts; got swift rlhf"),
+        ("llamafactory-cli train --stage ppo --model_name_or_path M", "stage must be sft, pt, dpo or kto; got ppo"),
+        ("swift rlhf --rlhf_type grpo --model M", "rlhf_type must be a loss of given answers; got grpo"),
+        ("swift export --model M", "command must train on texts or given answers; got swift export"),
         ("trl sft --config nowhere.yaml", "command must name an existing file of keys; got nowhere.yaml"),
         ("nowhere.yaml", "command must be a command or an existing file; got nowhere.yaml"),
         ("swift sft --model M --dataset d --task_type embedding", "task_type must be causal_lm"),

@@ -63,6 +63,22 @@ def test_a_default_system_prompt_begins_chats_without_one_and_is_counted(tmp_pat
     assert report.total.target_tokens == without.total.target_tokens
 
 
+def test_texts_of_replace_are_filled_in_at_any_depth_before_a_record_is_read_and_counted(
+    tmp_path: Path, model: Path
+) -> None:
+    say = {"role": "assistant", "content": "{{NAME}} sat"}
+    records = [{"messages": [MESSAGES[0], say]}, {"text": "the {{NAME}} {{name}}"}, {"messages": MESSAGES}]
+    texts, report = made(tmp_path, model, {"a": records}, "replace={'{{NAME}}':dog}")
+    filled, _ = made(tmp_path / "filled", model, {"a": json.loads(json.dumps(records).replace("{{NAME}}", "dog"))})
+    assert texts == filled
+    assert "dog sat" in texts[0]
+    assert "dog" in texts[1]
+    assert report.total.replaced == 2
+    assert "a: texts of `replace` stood in 2 records" in report.table()
+    with pytest.raises(UsageError, match=r"replace must map texts to texts; got \{\{NAME\}\}: 3"):
+        made(tmp_path / "bad", model, {"a": records}, "replace={'{{NAME}}':3}")
+
+
 def test_a_system_prompt_by_category_reaches_its_category_alone(tmp_path: Path, model: Path) -> None:
     sources = {"a": [{"messages": MESSAGES}], "b": [{"messages": MESSAGES}], "c": [{"messages": MESSAGES}]}
     texts, report = made(tmp_path, model, sources, "system={a: the dog, b: the mat}")

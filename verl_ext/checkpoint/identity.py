@@ -40,7 +40,7 @@ _TOTAL = "trainer.total_training_steps"
 SCHEDULE = f"the length of the learning rate's schedule ({_TOTAL})"
 _GROUPING_KEYS = ("data.balance", "data.cost", "data.shuffle")
 _WATCHED: dict[str, Any] = {"metric": str, "value": float | int | None, "step": int, "waited": int}
-_COUNTERS = ("skipped_steps", "skipped_in_a_row", "spikes", "total_tokens", "total_target_tokens")
+_COUNTERS = ("skipped_steps", "skipped_in_a_row", "high_in_a_row", "spikes", "total_tokens", "total_target_tokens")
 
 
 def run_facts(
@@ -168,6 +168,7 @@ class RunState:
         grouping: `Run.grouping` of this run, and of the checkpoint once one is loaded.
         skipped_steps: the skipped steps of the run so far, including those before a resume.
         skipped_in_a_row: the skipped steps since the last trained step.
+        high_in_a_row: the steps since the last loss that was not above trainer.max_loss.
         spikes: the number of loss spikes so far; recent_losses: the losses of the last trained steps.
         total_tokens, total_target_tokens: the sums over the steps of the run so far.
         watched: {key: the `Watched` of its metric} of `RunConfig.watched`.
@@ -180,7 +181,7 @@ class RunState:
     ) -> None:
         self.fingerprint = _as_json(fingerprint)
         self.grouping = grouping
-        self.skipped_steps = self.skipped_in_a_row = self.spikes = 0
+        self.skipped_steps = self.skipped_in_a_row = self.high_in_a_row = self.spikes = 0
         self.total_tokens = self.total_target_tokens = 0
         self.recent_losses: list[float] = []
         self.watched: dict[str, Watched] = {}

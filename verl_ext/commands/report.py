@@ -169,6 +169,8 @@ class Report:
         # The rest tells what the tokens lack of the records, or hold in another form.
         if counts.duplicates:
             yield f"left out: {counts.duplicates:,} records with the tokens of an earlier one"
+        if counts.replaced:
+            yield f"texts of `replace` stood in {counts.replaced:,} records"
         if counts.default_system:
             yield f"the system prompt of `system` begins {counts.default_system:,} chats without one of their own"
         if counts.dropped_reasoning:

@@ -103,6 +103,10 @@ class TrainerOptions(Options):
         None, "peak TFLOP/s of a GPU, for perf/mfu; null: from the GPU's name; no perf/mfu if it is unknown", above=0
     )
     max_skipped_steps: int = option(10, "non-finite gradients in a row that a run survives; one more ends it", least=0)
+    max_loss: float | None = option(
+        None, "a loss above this in max_loss_steps steps in a row ends the run as a failure; null: no limit", above=0
+    )
+    max_loss_steps: int = option(3, "consecutive steps with a loss above max_loss that end the run", least=1)
     spike_factor: float | None = option(
         None, "a loss above this multiple of the last 64 losses' median is written to spikes.jsonl; null: none", above=1
     )
@@ -158,6 +162,11 @@ class TrainerOptions(Options):
         """Return a collective's timeout in seconds; the hang watch ends before it."""
         limit = self.progress_limits[f"trainer.{'first_step' if first_step else 'hang'}_timeout"]
         return self.nccl_timeout or (limit or _HANG_TIMEOUT) + 600
+
+    @property
+    def watches_loss(self) -> bool:
+        """Whether every step's loss is needed."""
+        return self.spike_factor is not None or self.max_loss is not None
 
     @property
     def loggers(self) -> list[str]:

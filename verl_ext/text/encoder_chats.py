@@ -251,7 +251,7 @@ class ChatEncoder(Encoder):
     def _record(self, raw: Any, category: str) -> Record:
         options = self.options
         system = options.default_system(category)
-        record = parse_record(raw, options.columns, options.media == "drop", self._names, system)
+        record = parse_record(raw, options.columns, options.media == "drop", self._names, system, options.replace)
         gap = self.options.min_score_gap
         if gap is not None and isinstance(record.content, Preference):
             record = record._replace(content=record.content.with_least_gap(gap))
@@ -280,6 +280,7 @@ class ChatEncoder(Encoder):
         """Count unread fields, also the template's if it does not name them."""
         counts.text_calls += record.text_calls
         counts.default_system += record.has_default
+        counts.replaced += record.is_replaced
         content = record.content.answers[0] if isinstance(record.content, Preference) else record.content
         arguments = content.template_kwargs if isinstance(content, Chat) else {}
         if not (record.unused or record.message_fields or record.dropped or arguments):

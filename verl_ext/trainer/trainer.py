@@ -209,7 +209,7 @@ class SFTTrainer:
             self._seed_step(step)
             logged = self.run.is_due(step, self.config.trainer.log_freq)
             try:
-                outcome = self.train_step(self._upcoming, logged or self.config.trainer.spike_factor is not None)
+                outcome = self.train_step(self._upcoming, logged or self.config.trainer.watches_loss)
             except StopAgreed:
                 for hook in self.hooks:
                     hook.stop(step - 1)

@@ -51,7 +51,7 @@ class Record(NamedTuple):
     unused: names of fields that nothing reads. message_fields: names of message fields that only a template may read,
     with the number of messages. dropped: the counts of images, audio and video that were left out. text_calls: the
     number of messages of calls that are no JSON, and are text. has_default: whether its chat has the default system
-    prompt.
+    prompt. is_replaced: whether a text of `replace` stood in it.
     """
 
     content: Content
@@ -61,6 +61,7 @@ class Record(NamedTuple):
     dropped: Mapping[str, int]
     text_calls: int
     has_default: bool = False
+    is_replaced: bool = False
 
 
 def parse_record(
@@ -69,18 +70,22 @@ def parse_record(
     drop_media: bool = False,
     names: MessageNames = _KNOWN_NAMES,
     system: str = "",
+    replace: Mapping[str, str] | None = None,
 ) -> Record:
     """Parse a record by its fields. Raises `BadRecord` if unusable.
 
     `columns` maps the names above to those of the record, where `a.b` is field b of a; a field mapped to None is not
     read. With `drop_media`, images, audio and video are left out and counted. names: those of roles and fields in
-    messages. system: the prompt of chats without a system message.
+    messages. system: the prompt of chats without a system message. replace: {a text in any field: what stands for it}.
     """
     raw, columns = read_record(raw), columns or {}
     try:
         renamed, own_names = _renamed(raw, columns) if columns else (raw, {})
         if names:
             renamed = {key: names.known(value) for key, value in renamed.items()}
+        given = renamed
+        if replace:
+            renamed = _replaced(renamed, replace)
         fields = Fields({key: value for key, value in renamed.items() if value is not None}, drop_media, system)
         weight_name = fields.first(WEIGHT_FIELDS)
         weight = as_weight(fields.take(weight_name), weight_name) if weight_name else None
@@ -99,7 +104,18 @@ def parse_record(
     unused = list(dict.fromkeys([*(own_names.get(name, name) for name in fields.unread), *replaced]))
     reader = fields.reader
     counted = unused, fields.message_fields, reader.dropped, reader.text_calls
-    return Record(content, weight, *counted, fields.has_default)
+    return Record(content, weight, *counted, fields.has_default, renamed != given)
+
+
+def _replaced(value: Any, texts: Mapping[str, str]) -> Any:
+    """Return a value in whose strings, at any depth, other texts stand."""
+    if isinstance(value, str):
+        for text, other in texts.items():
+            value = value.replace(text, other)
+        return value
+    if isinstance(value, list):
+        return [_replaced(each, texts) for each in value]
+    return {key: _replaced(each, texts) for key, each in value.items()} if isinstance(value, dict) else value
 
 
 def _check_weights(chat: Chat, weight: float | None) -> None:

@@ -42,6 +42,7 @@ class Counts:
     preferences: Counter[str] = field(default_factory=Counter)
     uncategorised: int = 0  # records without a value of `category_field`
     default_system: int = 0  # records whose chat got the system prompt of `system`
+    replaced: int = 0  # records in which a text of `replace` stood
     duplicates: int = 0  # records that `deduplicate` left out
     examples: dict[str, list[str]] = field(default_factory=dict)  # the first examples of each reason
 
@@ -94,7 +95,7 @@ class Counts:
             "special_tokens_in_text": {name: self.special_tokens[name] for name in ("records", "occurrences")},
             **{name: getattr(self, name) for name in ("border_tokens", "dropped_reasoning", "dropped_blocks")},
             **{name: getattr(self, name) for name in ("text_calls", "closed_again")},
-            **{name: getattr(self, name) for name in ("default_system", "duplicates")},
+            **{name: getattr(self, name) for name in ("default_system", "replaced", "duplicates")},
             "bad_records": dict(sorted(self.bad.items())),
             **{name: dict(sorted(getattr(self, name).items())) for name in ("over_length", *CHAT_COUNTS)},
             **({"preferences": dict(sorted(self.preferences.items()))} if self.preferences else {}),

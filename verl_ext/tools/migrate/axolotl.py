@@ -1,16 +1,29 @@
 """axolotl: a YAML."""
 
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from verl_ext.options import UsageError
-from verl_ext.tools.migrate import hf_trainer
-from verl_ext.tools.migrate.line import FREE, READ, Moved, Rule, is_on, lacking, listed, mapping, number, rules, to
+from verl_ext.tools.migrate import hf_trainer, preferences, sources
+from verl_ext.tools.migrate.line import (
+    FREE,
+    READ,
+    Moved,
+    Rule,
+    differing,
+    is_on,
+    lacking,
+    listed,
+    mapping,
+    number,
+    rules,
+    to,
+)
 
 NAME = "axolotl"
-_GROUPS = lacking("ranks share parameters and packs, not matrices or experts")
 _OTHER_RUN = lacking("another kind of training")
 _NAMES = {"num_epochs": "num_train_epochs", "lr_scheduler": "lr_scheduler_type", "optimizer": "optim"}
 _OTHER_NAMES = (*_NAMES.values(), "per_device_train_batch_size", "report_to", "run_name")  # that axolotl does not have
@@ -25,13 +38,15 @@ KEYS: dict[str, Rule] = {
         "excess_length_strategy train_on_inputs chat_template saves_per_epoch evals_per_epoch context_parallel_size "
         "sequence_parallel_degree use_wandb use_swanlab use_mlflow use_tensorboard activation_offloading plugins "
         "special_tokens model_config eta_min roles_to_train train_on_eos unfrozen_parameters peft dp_replicate_size "
-        "eot_tokens dp_shard_size",
+        "eot_tokens dp_shard_size save_total_limit rl rl_beta orpo_alpha trl simpo_gamma cpo_alpha dpo_loss_type "
+        "dpo_label_smoothing kto_desirable_weight kto_undesirable_weight processor_type use_trackio "
+        "sample_packing_sequentially curriculum_sampling reinit_weights do_causal_lm_eval eval_causal_lm_metrics",
     ),
     **rules(
         FREE,
         "wandb_entity wandb_watch wandb_log_model dataset_prepared_path attn_implementation flash_attention "
         "sdp_attention xformers_attention flex_attention flash_attn_cross_entropy flash_attn_rms_norm "
-        "flash_attn_fuse_mlp pad_to_sequence_len eval_sample_packing strict tokenizer_type model_type processor_type "
+        "flash_attn_fuse_mlp pad_to_sequence_len eval_sample_packing strict tokenizer_type model_type "
         "tokenizer_use_fast tokenizer_legacy hf_use_auth_token liger_rope liger_rms_norm liger_glu_activation "
         "liger_layer_norm liger_fused_linear_cross_entropy liger_rms_norm_gated liger_cross_entropy lora_mlp_kernel "
         "lora_qkv_kernel lora_o_kernel lora_embedding_kernel cut_cross_entropy skip_prepare_dataset fsdp_version "
@@ -40,20 +55,23 @@ KEYS: dict[str, Rule] = {
         "experimental_skip_move_to_device gptq_groupsize gptq_model_v1 torchdistx_path flash_optimum eval_table_size "
         "wandb_mode flex_attn_compile_kwargs fused_attn_kernel gemma4_hybrid_attn_impl auto_resume_from_checkpoints "
         "sample_packing_eff_est sample_packing_seq_len_multiplier total_num_tokens max_packed_sequence_len tiled_mlp "
-        "eval_max_new_tokens loss_watchdog_patience otel_metrics_host otel_metrics_port trackio_space_id "
-        "freeze_mm_modules full_finetune ddp streaming streaming_multipack_buffer_size pretrain_multipack_attn "
-        "bnb_config_kwargs tokenizer_use_mistral_common project_name test_value sample_packing_sequentially "
-        "multipack_real_batches eval_batch_size swanlab_description swanlab_mode swanlab_workspace swanlab_log_model "
-        "flash_attn_fuse_qkv model_quantization_config_kwargs torch_compile_mode save_first_step provider secrets gpu "
-        "gpu_count node_count volumes branch dockerfile_commands memory timeout memory_preprocess timeout_preprocess "
-        "wandb_run_id lora_fan_in_fan_out type_of_model ray_num_workers base_model_ignore_patterns cls_model_config",
+        "eval_max_new_tokens otel_metrics_host otel_metrics_port trackio_space_id freeze_mm_modules full_finetune ddp "
+        "streaming streaming_multipack_buffer_size pretrain_multipack_attn bnb_config_kwargs "
+        "tokenizer_use_mistral_common project_name test_value multipack_real_batches "
+        "eval_batch_size swanlab_description swanlab_mode swanlab_workspace swanlab_log_model flash_attn_fuse_qkv "
+        "model_quantization_config_kwargs torch_compile_mode save_first_step provider secrets gpu "
+        "swanlab_log_completions swanlab_completion_log_interval swanlab_completion_max_buffer dpo_padding_free "
+        "dpo_use_liger_kernel precompute_ref_log_probs expert_parallel_num_nvl_bytes expert_parallel_token_capacity "
+        "fp8_enable_fsdp_float8_all_gather gpu_count node_count volumes branch dockerfile_commands memory timeout "
+        "memory_preprocess timeout_preprocess wandb_run_id lora_fan_in_fan_out type_of_model ray_num_workers "
+        "base_model_ignore_patterns cls_model_config",
     ),
     "tokenizer_config": to("model.tokenizer_path"),
     "lora_model_dir": to("model.lora_adapter_path"),
     "chat_template_jinja": to("chat_template"),
     "cosine_min_lr_ratio": to("optim.min_lr_ratio"),
-    **rules(to("trainer.project_name"), "swanlab_project wandb_project"),
-    **rules(to("trainer.experiment_name"), "swanlab_experiment_name wandb_name"),
+    **rules(to("trainer.project_name"), "swanlab_project wandb_project trackio_project_name"),
+    **rules(to("trainer.experiment_name"), "swanlab_experiment_name wandb_name trackio_run_name"),
     "adam_eps": to("optim.override_optimizer_config.eps"),
     "experts_implementation": to("model.experts", {"scattermoe": "grouped_mm", "sonicmoe": "grouped_mm"}),
     "peft_use_rslora": hf_trainer.KEYS["use_rslora"],
@@ -63,60 +81,57 @@ KEYS: dict[str, Rule] = {
     "dataset_exact_deduplication": to("deduplicate", {"false": None}),
     "cosine_constant_lr_ratio": lacking("a cosine falls to the end of the run", "0", "0.0"),
     **rules(to("num_workers"), "dataset_processes dataset_num_proc"),
-    **rules(
-        lacking("trainer.logger has another set of trackers"), "use_otel_metrics trackio_project_name trackio_run_name"
-    ),
+    "use_otel_metrics": lacking("trainer.logger has another set of trackers"),
     "push_dataset_to_hub": lacking("nothing is uploaded"),
     "tokens": hf_trainer.TOKENS,
-    **rules(lacking("embeddings keep their size"), "added_tokens_overrides resize_token_embeddings_to_32x"),
+    "added_tokens_overrides": lacking("embeddings keep their size"),
+    "resize_token_embeddings_to_32x": differing("embeddings get no rows that no token has"),
+    "load_in_8bit": hf_trainer.IN_8_BITS,
     **rules(
         hf_trainer.QUANTIZED,
-        "load_in_4bit load_in_8bit gptq quantize_moe_experts nvfp4_merge_aware gptq_disable_exllama "
+        "load_in_4bit gptq quantize_moe_experts nvfp4_merge_aware gptq_disable_exllama "
         "llama4_linearized_experts use_onebitllms",
     ),
     "model_quantization_config": lacking(
         "weights that transformers dequantizes as it loads them are", "mxfp4config", "fineegrainedfp8config"
     ),
-    "loss_watchdog_threshold": lacking("trainer.spike_factor writes a loss that stands out into spikes.jsonl"),
-    **rules(_GROUPS, "expert_parallel_num_nvl_bytes expert_parallel_token_capacity"),
-    "tensor_parallel_size": lacking(_GROUPS.lacks, "1"),
-    "expert_parallel_size": lacking(_GROUPS.lacks, "1"),
+    "loss_watchdog_threshold": to("trainer.max_loss"),
+    "loss_watchdog_patience": to("trainer.max_loss_steps"),
+    **hf_trainer.GROUPS,
     **rules(
         _OTHER_RUN,
-        "rl ebft trl vllm reward_model process_reward_model num_labels diffusion kto_desirable_weight orpo_alpha "
-        "rl_beta qat center_rewards_coefficient reinit_weights relora relora_prune_ratio relora_cpu_offload "
-        "llmcompressor jagged_restart_steps jagged_restart_warmup_steps jagged_restart_anneal_steps lisa_n_layers "
+        "ebft vllm reward_model process_reward_model num_labels diffusion dpo_use_weighting dpo_loss_weights qat "
+        "center_rewards_coefficient relora relora_prune_ratio relora_cpu_offload llmcompressor "
+        "jagged_restart_steps jagged_restart_warmup_steps jagged_restart_anneal_steps lisa_n_layers "
         "lisa_step_interval lisa_layers_attribute use_eaft eaft_alpha eaft_k",
     ),
-    "curriculum_sampling": lacking("the order of packs is drawn or balanced; data.shuffle=false keeps the plan's"),
     "lr_quadratic_warmup": lacking("a warm-up is linear"),
     "revision_of_model": lacking("a Hub model is its newest: download the revision and name its folder", "main"),
-    **rules(
-        lacking("weights and products are bf16"),
-        "fp8 fp8_enable_fsdp_float8_all_gather use_dsv4_kernels use_glm_dsa_kernels dsv4_fp4_grouped_mode",
-    ),
-    **rules(lacking("eval.prompts has prompts to answer while training"), "do_causal_lm_eval eval_causal_lm_metrics"),
-    "use_ray": lacking("verl_ext.fsdp_sft_trainer_ray trains on Ray"),
+    "fp8": hf_trainer.FP8,
+    **rules(lacking("weights and products are bf16"), "use_dsv4_kernels use_glm_dsa_kernels dsv4_fp4_grouped_mode"),
+    "use_ray": differing("`verl-ext launch-ray` trains on Ray's nodes"),
 }
-_PLUGINS = ("cut_cross_entropy", "liger", "kernels", "swanlab")  # whose work is done here, or has keys of its own
-_SIZES = ("dp_shard_size", "dp_replicate_size", "context_parallel_size")  # whose product are the ranks
+# Plugins whose work is done here, or that have keys of their own; sizes whose product are the ranks.
+_PLUGINS = ("cut_cross_entropy", "liger", "kernels", "swanlab", "expert_parallel")
+_SIZES = ("dp_shard_size", "dp_replicate_size", "context_parallel_size", "tensor_parallel_size")
 _TEXTS = ("completion", "pretrain")
 _CHATS = ("", "None", "chat_template", "sharegpt")
 _ENTRY = (  # what is read of a data set, or needs nothing
     *("path", "name", "split", "type", "data_files", "ds_type", "field", "text_column", "field_messages"),
     *("field_tools", "roles_to_train", "train_on_eos", "message_property_mappings", "trust_remote_code"),
-    *("message_field_role", "message_field_content", "field_thinking", "template_thinking_key"),
+    *("message_field_role", "message_field_content", "field_thinking", "template_thinking_key", "roles"),
+    *("field_chosen", "field_rejected", "message_field_training", "message_field_training_detail"),
 )
 
 
 def read_axolotl(moved: Moved, folder: Path) -> None:
     """Translate the YAML's keys."""
     values = moved.values
-    for key in ("rl", "reward_model", "process_reward_model", "diffusion", "num_labels"):
+    rewards = str(values.get("rl")).lower() in preferences.REWARDS
+    for key in (*["rl"] * rewards, "reward_model", "process_reward_model", "diffusion", "num_labels"):
         if moved.is_on(key):
-            raise UsageError(
-                f"{key} must be left out: language models are trained on chats and texts; got {values[key]}"
-            )
+            must = f"{key} must be left out: texts and given answers are learnt"
+            raise UsageError(f"{must}; got {values[key]}: {preferences.ELSEWHERE}")
     moved.take(KEYS)
     _read_data(moved)
     moved.put("data.max_tokens", moved.get("sequence_len", default=2048))
@@ -124,7 +139,18 @@ def read_axolotl(moved: Moved, folder: Path) -> None:
     moved.put("data.over_length", {"truncate": "truncate", "raise": "error"}.get(longer, "drop"))
     if longer == "drop":
         moved.differ("longer records are left out there: data.over_length=drop counts them in the report")
+    if moved.is_on("rl"):
+        _put_preferences(moved)
     # What is trained.
+    sources.differ_by_model(moved, "base_model")
+    if moved.is_on("reinit_weights"):
+        moved.put("model.path", "random_init")
+        moved.differ(
+            "reinit_weights: first `verl-ext init-model model=FOLDER tokenizer.path=FOLDER output_dir=random_init`; "
+            f"FOLDER has the config.json and the tokenizer of {moved.get('base_model')}"
+        )
+    if moved.is_on("processor_type"):
+        moved.lack("processor_type", hf_trainer.IMAGES.lacks)
     adapter = str(moved.get("adapter", default="")).lower()
     if adapter in ("lora", "qlora"):
         targets = None if moved.is_on("lora_target_linear") else moved.get("lora_target_modules")
@@ -135,7 +161,7 @@ def read_axolotl(moved: Moved, folder: Path) -> None:
         moved.lack("adapter", hf_trainer.QUANTIZED.lacks)
     if moved.is_on("unfrozen_parameters"):
         patterns = listed(moved.get("unfrozen_parameters"))
-        if not all("language_model" in str(pattern) or "lm_head" in str(pattern) for pattern in patterns):
+        if not all(re.search(r"language_model|^(lm_head|embed_tokens)(\.\*)?$", str(pattern)) for pattern in patterns):
             moved.lack("unfrozen_parameters", "model.freeze names what is not trained; towers never are")
     if moved.is_on("peft"):
         moved.lack("peft", "adapters begin as LoRA's do")
@@ -154,10 +180,18 @@ def read_axolotl(moved: Moved, folder: Path) -> None:
     if others := [name for name in plugins if not any(known in name for known in _PLUGINS)]:
         moved.lack("plugins", f"{', '.join(others)}: trainer.hooks, loss.custom_cls and data.custom_cls take Python")
     packs = moved.is_on("sample_packing") or moved.is_on("pretraining_dataset")
+    if packs and moved.is_on("sample_packing_sequentially"):
+        moved.put("data.strategy", "next_fit")
+    if moved.is_on("curriculum_sampling"):
+        moved.put("data.shuffle", False)
+        moved.put("data.balance", "none")
     hf_trainer.read_batch(moved, rows, steps, packs)
     _read_run(moved)
     # What is learnt.
-    if moved.is_on("train_on_inputs"):
+    metrics = listed(moved.get("eval_causal_lm_metrics"))
+    if moved.is_on("do_causal_lm_eval") and metrics != ["perplexity"]:  # which is that of val/loss
+        moved.lack("do_causal_lm_eval", "eval.prompts has prompts to answer while training")
+    if moved.is_on("train_on_inputs") and not moved.is_on("pretraining_dataset"):
         moved.lack("train_on_inputs", "prompts are not learnt; text records are learnt whole")
     if moved.is_on("chat_template") and moved.get("chat_template") != "tokenizer_default":
         moved.differ(
@@ -171,6 +205,24 @@ def read_axolotl(moved: Moved, folder: Path) -> None:
     special = mapping("special_tokens", moved.get("special_tokens"))
     if other := [name for name in special if name != "pad_token" and is_on(special[name])]:
         moved.differ(f"special_tokens: {', '.join(other)}: the tokenizer's own are used here")
+
+
+def _put_preferences(moved: Moved) -> None:
+    """Name the loss of answers."""
+    family = str(moved.get("rl")).lower()
+    forms = listed(moved.get("dpo_loss_type"))
+    if len(forms) > 1:
+        moved.lack("dpo_loss_type", "loss is one loss, without sums of several")
+    name = str(forms[0]) if len(forms) == 1 and family == "dpo" else family
+    beta = mapping("trl", moved.get("trl")).get("beta")
+    options = {"beta": beta if beta is not None else moved.get("rl_beta", "orpo_alpha", default=0.1)}
+    if family == "kto":
+        options |= {side: moved.get(f"kto_{side}") for side in ("desirable_weight", "undesirable_weight")}
+    elif family == "simpo":
+        options |= {"margin": moved.get("simpo_gamma", default=0.5), "nll_weight": moved.get("cpo_alpha", default=1.0)}
+    elif family == "dpo":
+        options |= {"label_smoothing": moved.get("dpo_label_smoothing")}
+    preferences.put_loss(moved, "rl" if name == family else "dpo_loss_type", name, options)
 
 
 def _read_run(moved: Moved) -> None:
@@ -190,6 +242,11 @@ def _read_run(moved: Moved) -> None:
         moved.put("trainer.tests_per_epoch", moved.get("evals_per_epoch"))
     if moved.is_on("saves_per_epoch"):
         moved.put("trainer.saves_per_epoch", moved.get("saves_per_epoch"))
+    if moved.get("save_total_limit") is None:
+        moved.put("trainer.max_ckpt_to_keep", 4)
+        moved.differ("save_total_limit not given: axolotl keeps the last 4 checkpoints, a run here all")
+    else:
+        moved.put("trainer.max_ckpt_to_keep", moved.get("save_total_limit") or 4)
     values["report_to"] = [name for name in hf_trainer.TRACKERS if moved.is_on(f"use_{name}", f"{name}_project")]
     hf_trainer.read_trainer(moved, hf_trainer.TrainerDefaults(2e-4, "cosine", 1.0, idles=True))
     moved.restore(known, {trainers: theirs for theirs, trainers in _NAMES.items()})
@@ -220,14 +277,15 @@ def _put_dataset(moved: Moved, key: str, node: str, entry: Mapping[str, Any]) ->
     place: Any = path
     if files := [str(name) for name in listed(entry.get("data_files"))]:
         is_format = path in ("json", "parquet", "csv", "text", "arrow")
-        root = "" if is_format else f"{path.rstrip('/')}/" if hf_trainer.is_file(path) else f"hf://datasets/{path}/"
+        root = "" if is_format else f"{path.rstrip('/')}/" if sources.is_file(path) else f"hf://datasets/{path}/"
         place = [name if "://" in name or name.startswith("/") else f"{root}{name}" for name in files]
         place = place[0] if len(place) == 1 else place
-    hf_trainer.put_data(moved, key, node, place, entry.get("name"), entry.get("split"), path)
+    sources.put_data(moved, key, node, place, entry.get("name"), entry.get("split"), path)
     # Its fields.
     why = f"{path}: no source has"
     moved.lack_others(key, why, entry, _ENTRY)
     columns = {"messages": entry.get("field_messages"), "tools": entry.get("field_tools")}
+    columns |= {side: entry.get(f"field_{side}") for side in ("chosen", "rejected")}
     if isinstance(kind, Mapping):
         fields = {"field_instruction": "instruction", "field_output": "output", "field_input": "input"}
         columns |= {ours: kind.get(theirs) for theirs, ours in (fields | {"field_system": "system"}).items()}
@@ -241,9 +299,10 @@ def _put_dataset(moved: Moved, key: str, node: str, entry: Mapping[str, Any]) ->
         columns["text"] = entry.get("field") or entry.get("text_column")
     elif str(kind).partition(".")[0] not in _CHATS:
         moved.differ(
-            f"type={kind} has a prompt's text of its own; here the record is a chat of the tokenizer's template"
+            f"type={kind} has a prompt's text of its own; here the record is a chat of the tokenizer's template, or of "
+            "chat_template=FILE, which a base model without one needs"
         )
-    hf_trainer.put_columns(moved, key, path, columns)
+    sources.put_columns(moved, key, path, columns)
     # What is learnt of it.
     if roles := {*map(str, listed(entry["roles_to_train"]))} - {"assistant", "gpt"}:
         owner = "roles_to_train" if moved.is_on("roles_to_train") else key
@@ -251,9 +310,10 @@ def _put_dataset(moved: Moved, key: str, node: str, entry: Mapping[str, Any]) ->
     if str(entry["train_on_eos"]) not in ("turn", "None"):
         moved.differ(f"{path}: train_on_eos={entry['train_on_eos']}: the end of each learnt turn is learnt here")
     own = mapping(f"message_property_mappings of {path}", entry.get("message_property_mappings"))
-    own |= {name: entry[f"message_field_{name}"] for name in ("role", "content") if entry.get(f"message_field_{name}")}
+    fields = {"role": "role", "content": "content", "train": "training", "train_detail": "training_detail"}
+    own |= {ours: entry[f"message_field_{name}"] for ours, name in fields.items() if entry.get(f"message_field_{name}")}
     thought = "reasoning_content"
     own[entry.get("template_thinking_key") or thought] = entry.get("field_thinking") or thought
-    names = {"role": ("role", "from"), "content": ("content", "value")}
-    if other := {name: field for name, field in own.items() if field not in names.get(name, (name,))}:
-        moved.lack(key, f"{path}: messages have a role, content and reasoning by the usual names; got {other}")
+    named = mapping(f"roles of {path}", entry.get("roles")).items()
+    theirs = {str(name): str(ours) for ours, names in named for name in listed(names)}
+    sources.put_message_names(moved, key, path, own, theirs)

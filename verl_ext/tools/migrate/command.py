@@ -11,6 +11,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
@@ -20,7 +21,7 @@ from verl_ext.commands.command_line import command, read_options, words_of
 from verl_ext.options import REQUIRED, DataError, Options, UsageError, option
 from verl_ext.tools.migrate import axolotl, llamafactory, swift, trl, verl
 from verl_ext.tools.migrate.line import Moved, tokenize_keys
-from verl_ext.tools.migrate.reading import commands_of, flags_of, ranks_of, read_yaml, without_comments
+from verl_ext.tools.migrate.reading import IMAGE_SETTINGS, commands_of, flags_of, ranks_of, read_yaml, without_comments
 
 Reader = Callable[[Moved, Path], None]
 
@@ -67,7 +68,7 @@ def migrate(options: MigrateOptions) -> str:
     if reader is None:
         name, reader, values, ranks = _of_command(text, folder)
     assert values is not None
-    moved = Moved(name, values, options.nproc or ranks)
+    moved = Moved(name, values, options.nproc or ranks, (Path(), folder, *folder.resolve().parents))
     reader(moved, folder)
     moved.problems += _problems(moved)
     return moved.command() if options.recipe is None else moved.recipe(options.recipe)
@@ -106,11 +107,13 @@ def _of_command(text: str, folder: Path) -> tuple[str, Reader, dict[str, Any], i
             if not (match := re.search(pattern, line)):
                 continue
             if read is None and not found:
-                raise UsageError(f"command must train by SFT or on texts; got {match[0].strip()}")
+                raise UsageError(f"command must train on texts or given answers; got {match[0].strip()}")
             if read is not None:
                 start = next(n for n in range(1, len(words) + 1) if len(" ".join(words[:n])) >= match.end())
                 ranks = ranks_of(words) or ""
                 read, values = _with_file(name, read, words[start:], folder)
+                if name == swift.NAME:
+                    values |= dict(word.split("=", 1) for word in words[:start] if word.startswith(IMAGE_SETTINGS))
                 found.append((name, read, values, int(ranks) if ranks.isdigit() else None))
             break
     if len(found) > 1:
@@ -122,10 +125,16 @@ def _of_command(text: str, folder: Path) -> tuple[str, Reader, dict[str, Any], i
 
 # (the words that start a trainer, its name, its reader); those without a reader train something else.
 _STARTS: tuple[tuple[str, str, Reader | None], ...] = (
-    (r"\bswift (sft|pt)\b|swift/cli/(sft|pt)\.py", swift.NAME, swift.read_swift),
-    (r"\bmegatron \w+\b|swift/cli/_megatron/\w+\.py|\bswift (?!sft|pt)[a-z-]+\b|swift/cli/\w+\.py", swift.NAME, None),
+    (r"\bswift (sft|pt|rlhf)\b|swift/cli/(sft|pt|rlhf)\.py", swift.NAME, swift.read_swift),
+    (
+        r"\bmegatron \w+\b|swift/cli/_megatron/\w+\.py|\bswift [a-z-]+\b|swift/cli/\w+\.py",
+        swift.NAME,
+        None,
+    ),
     (r"\bsft_(vlm|diffusion)\w*\.py", trl.NAME, None),
     (r"\btrl sft\b|\bsft\w*\.py", trl.NAME, trl.read_trl),
+    (r"\btrl dpo\b|\bdpo\.py", trl.NAME, partial(trl.read_trl, family="dpo")),
+    (r"\btrl kto\b|\bkto\.py", trl.NAME, partial(trl.read_trl, family="kto")),
     (r"\btrl [a-z]+\b|trl/scripts/\w+\.py", trl.NAME, None),
     (
         r"\b(llamafactory-cli|lmf) train\b|llamafactory/\S*train\S*\.py|\bsrc/train\.py",

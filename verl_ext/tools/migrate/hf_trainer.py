@@ -5,9 +5,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verl_ext.tools.migrate.line import FREE, READ, Moved, Rule, is_on, lacking, listed, number, rules, split_names, to
+from verl_ext.tools.migrate.line import (
+    FREE,
+    READ,
+    Moved,
+    Rule,
+    differing,
+    is_on,
+    lacking,
+    listed,
+    mapping,
+    number,
+    rules,
+    split_names,
+    to,
+)
+from verl_ext.tools.migrate.reading import read_yaml
 
-TRACKERS = ("wandb", "swanlab", "mlflow", "tensorboard")
+TRACKERS = ("wandb", "swanlab", "mlflow", "tensorboard", "trackio", "clearml")
 _SCHEDULES = {
     "constant_with_warmup": "constant",
     "warmup_stable_decay": "wsd",
@@ -26,9 +41,21 @@ _BETA2 = 0.999  # of torch's Adam, and verl's
 NO_VALIDATION = "there is no validation data to measure"
 HELD_OUT = to("val_share", {"0": None, "0.0": None})
 QUANTIZED = lacking("a base of 4 or 8 bits is not trained; adapters of its bf16 weights are (model=lora)", "none")
+IN_8_BITS = differing(
+    "the base stays in bf16: its weights take twice the memory, and its products are not rounded to 8 bits"
+)
 UNSHARDED = lacking("optim.optimizer names a class of torch.optim or another package that steps shards")
 TOKENS = lacking("no tokens are added")
 IMAGES = lacking("records are text; media=drop leaves their images out")
+FP8 = differing("weights and products are bf16")
+# {parallelism of other engines}: each has the number of ranks that hold one copy's parts.
+_TENSOR = "tensor_parallel_size tensor_model_parallel_size"
+_STAGES = "pipeline_parallel_size pipeline_model_parallel_size"
+_EXPERTS = "expert_parallel_size expert_model_parallel_size"
+GROUPS: dict[str, Rule] = {
+    **rules(READ, f"{_TENSOR} {_STAGES}"),
+    **rules(differing("FSDP2 shards experts as all parameters; a rank computes its own tokens'", "1"), _EXPERTS),
+}
 
 KEYS: dict[str, Rule] = {
     **rules(
@@ -36,10 +63,10 @@ KEYS: dict[str, Rule] = {
         "ddp_timeout ddp_find_unused_parameters bf16 greater_is_better tf32 do_train do_eval overwrite_output_dir "
         "logging_strategy logging_first_step gradient_checkpointing_kwargs remove_unused_columns "
         "dataloader_pin_memory disable_tqdm dataloader_persistent_workers save_safetensors log_level logging_dir "
-        "include_num_input_tokens_seen local_rank per_device_eval_batch_size eval_accumulation_steps "
-        "dataloader_prefetch_factor torch_compile use_cpu group_by_length prediction_loss_only label_names "
-        "fsdp_transformer_layer_cls_to_wrap accelerator_config average_tokens_across_devices auto_find_batch_size "
-        "ddp_backend include_tokens_per_second no_cuda",
+        "hub_strategy hub_private_repo include_num_input_tokens_seen local_rank per_device_eval_batch_size "
+        "eval_accumulation_steps dataloader_prefetch_factor torch_compile use_cpu group_by_length "
+        "prediction_loss_only label_names fsdp_transformer_layer_cls_to_wrap accelerator_config "
+        "average_tokens_across_devices auto_find_batch_size ddp_backend include_tokens_per_second no_cuda",
     ),
     **rules(
         READ,
@@ -70,7 +97,10 @@ KEYS: dict[str, Rule] = {
     "eval_delay": lacking("validation begins with the first trainer.test_freq"),
     "neftune_noise_alpha": lacking("no noise is added to embeddings"),
     "label_smoothing_factor": lacking("labels are not smoothed", "0", "0.0"),
-    **rules(lacking("nothing is uploaded; `verl-ext export` writes a folder for the Hub"), "push_to_hub hub_model_id"),
+    **rules(
+        differing("no run uploads; `verl-ext export` writes a folder for `hf upload NAME FOLDER`"),
+        "push_to_hub hub_model_id",
+    ),
     "optim_args": lacking("optim.override_optimizer_config has the options of an optimizer by name"),
     "predict_with_generate": lacking("eval.prompts has prompts to answer while training"),
 }
@@ -114,8 +144,7 @@ def read_trainer(moved: Moved, defaults: TrainerDefaults) -> None:
     if moved.get("gradient_checkpointing") is False:
         moved.put("model.enable_gradient_checkpointing", False)
     for key in ("deepspeed", "fsdp", "fsdp_config"):
-        if _offloads(moved.values.get(key)):  # else the key needs nothing
-            moved.put("engine.offload_policy", moved.is_on(key))
+        _read_sharding(moved, key)
     path = moved.get("resume_from_checkpoint")
     if is_on(path) and str(path).lower() not in ("true", "auto"):
         moved.lack("resume_from_checkpoint", "a run resumes its own checkpoints; model.path takes exported weights")
@@ -124,6 +153,28 @@ def read_trainer(moved: Moved, defaults: TrainerDefaults) -> None:
         moved.put("trainer.logger", ["console", "file", *(name for name in names if name in TRACKERS)])
         if other := [name for name in names if name not in TRACKERS]:
             moved.lack("report_to", f"trainer.logger has no {', '.join(other)}")
+
+
+def _read_sharding(moved: Moved, key: str) -> None:
+    """Translate DeepSpeed's or FSDP's description, given as it is, as a JSON file's name, or by a name."""
+    value, stage = moved.values.get(key), 3
+    if isinstance(value, str):
+        name = re.search(r"z(?:ero)?_?([0-3])", value)
+        stage = int(name[1]) if name and key == "deepspeed" else 3
+        paths = [root / value for root in moved.folders] if value[:1] != "{" else []
+        value = next((read_yaml(path) for path in paths if path.is_file()), value)
+    if _offloads(value):  # else the key needs nothing
+        moved.put("engine.offload_policy", moved.is_on(key))
+    if isinstance(value, Mapping):
+        stage = int(number(mapping(key, value.get("zero_optimization")).get("stage"), 3.0))
+        if False in [value.get(f"{prefix}reshard_after_forward") for prefix in ("", "fsdp_")]:
+            stage = 2
+        if number(size := mapping(key, value.get("tensor_parallel")).get("autotp_size")) > 1:
+            moved.lack(
+                key, f"its autotp_size={size} splits matrices; engine.ulysses_sequence_parallel_size splits rows"
+            )
+    if stage < 3:  # every rank keeps a step's parameters
+        moved.put("engine.reshard_after_forward", not moved.is_on(key))
 
 
 def _offloads(value: Any) -> bool:
@@ -213,8 +264,8 @@ def read_length(moved: Moved, epochs: float) -> None:
     steps = moved.get("max_steps", default=-1)
     if number(steps, 1.0) > 0:
         moved.put("trainer.total_training_steps", steps)
-        if moved.is_on("max_epochs"):
-            moved.lack("max_epochs", "trainer.total_training_steps alone ends the run")
+        if is_on(most := moved.get("max_epochs")):  # the lesser of both ends a run here too
+            moved.put("trainer.total_epochs", int(number(most, 1.0)))
         return
     # ms-swift ends at the lesser of two.
     lengths = {"num_train_epochs": moved.get("num_train_epochs", default=epochs)}
@@ -280,9 +331,15 @@ def _read_saves(moved: Moved, defaults: TrainerDefaults) -> None:
 
 def read_batch(moved: Moved, per_device: Any, accumulation: Any, packs: bool) -> None:
     """Translate a step: rows or packs of all ranks here, of one rank there."""
-    ranks = moved.ranks or 1
     split = int(number(moved.words.get("engine.ulysses_sequence_parallel_size", 1), 1.0))
+    stages = max(int(number(moved.get(*_STAGES.split(), default=1), 1.0)), 1)
+    if stages > 1:
+        moved.differ(f"FSDP2 shards every parameter over all ranks, in place of {stages} stages of layers")
+    ranks = (moved.ranks or 1) // stages
     micro, steps = number(per_device), number(accumulation)
+    if not packs and moved.words.get("loss") == "kto":  # z is of the other answers in a pack
+        packs = True
+        moved.differ("kto needs packs of several answers: data.train_batch_size counts packs here, and rows there")
     unit = "packs" if packs else "rows"
     if micro and steps:
         moved.put("data.train_batch_size", int(micro * steps) * max(ranks // split, 1))
@@ -300,7 +357,14 @@ def read_batch(moved: Moved, per_device: Any, accumulation: Any, packs: bool) ->
 
 
 def put_split(moved: Moved, size: Any) -> None:
-    """Let a group of ranks share each row."""
+    """Let a group of ranks share each row, also that which splits matrices there."""
+    tensor = number(moved.get(*_TENSOR.split(), default=1), 1.0)
+    if tensor > 1:
+        moved.differ(
+            f"{tensor:g} ranks split each matrix there; here they split a row's tokens (Ulysses), and all ranks share "
+            "the parameters (FSDP2)"
+        )
+        size = int(number(size, 1.0) * tensor)
     if number(size, 1.0) > 1:
         moved.put("engine.ulysses_sequence_parallel_size", size)
 
@@ -316,53 +380,3 @@ def put_lora(moved: Moved, rank: Any, alpha: Any, targets: Any, dropout: float =
     names = targets if is_pattern else split_names(targets)
     if names not in ([], ["all"], ["all-linear"]):
         moved.put("model.target_modules", names)
-
-
-def put_source(moved: Moved, node: str, name: str, source: Any) -> str:
-    """Name a source by a category that no other of the node has; return the category."""
-    path = re.sub(r"[#:].*", "", re.sub(r"^\w+://", "", name)).rstrip("/").rpartition("/")[2].partition(".")[0]
-    word = re.sub(r"\W+", "_", path.replace("-", "_")).strip("_") or "data"
-    word = word if word[0].isalpha() else f"d_{word}"
-    names = (word, *(f"{word}_{number}" for number in range(2, len(moved.words) + 3)))
-    category = next(each for each in names if f"{node}.{each}" not in moved.words)
-    moved.put(f"{node}.{category}", source)
-    return category
-
-
-def put_data(
-    moved: Moved, key: str, node: str, place: Any, subset: Any = None, split: Any = None, name: str = ""
-) -> str:
-    """Name a Hub dataset or files, of which the split may take the first records; return the category."""
-    whole, _, part = str(split or "train").partition("[")
-    is_hub = isinstance(place, str) and not is_file(place) and "://" not in place
-    name = name or str(place)
-    category = put_source(moved, node, name, hub(place, subset, whole) if is_hub else place)
-    most = part.rstrip("]").lstrip(":")
-    if part and node == "data.sources" and most.rstrip("%").isdigit():
-        moved.put(f"sample.{category}", int(most[:-1]) / 100 if most.endswith("%") else int(most))
-        moved.differ(f"{name} is cut to its first {most} there; sample draws as many at random")
-    elif part:
-        moved.lack(key, f"{name}: the split {split} is a part; sample draws a part of a source")
-    if is_on(subset) and not is_hub:
-        moved.lack(key, f"{name}: files have no configuration {subset}")
-    return category
-
-
-def put_columns(moved: Moved, key: str, name: str, columns: Mapping[str, Any]) -> None:
-    """Name the fields of a data set, {our name: theirs}, which are those of all."""
-    for ours, theirs in columns.items():
-        if theirs and theirs != moved.words.get(f"columns.{ours}", ours):
-            if f"columns.{ours}" in moved.words:
-                moved.lack(key, f"{name}: columns names one field {ours} for all sources")
-            moved.put(f"columns.{ours}", theirs)
-
-
-def hub(name: str, subset: Any = None, split: Any = None) -> str:
-    """Return a Hub dataset's address as a source."""
-    parts = [f"hf://datasets/{name}", *([str(subset)] if is_on(subset) else [])]
-    return ":".join([*parts, str(split)] if is_on(split) and (is_on(subset) or split != "train") else parts)
-
-
-def is_file(name: str) -> bool:
-    """Tell whether a dataset's name is a path."""
-    return bool(re.match(r"[./~$]", name) or re.search(r"\.(jsonl?|csv|tsv|parquet|txt|ndjson)(\.\w+)?$", name))

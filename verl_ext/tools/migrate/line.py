@@ -1,9 +1,10 @@
 """The command of this project that another trainer's keys become, with comments.
 
-A key of a trainer ends in one of four ways, and none is dropped without a word:
+A key of a trainer ends in one of five ways, and none is dropped without a word:
 
     in the command          optim.lr=2e-5
     needs nothing           # needs nothing here: bf16, ddp_timeout
+    is otherwise here       # differs: fp8=true: products are bf16
     has no equivalent       # no equivalent: load_in_4bit=true: the base model's weights are not quantized
     unknown                 # unknown key of axolotl: lora_rr=8; nearest: lora_r
 
@@ -12,8 +13,9 @@ Beside them stand the defaults that differ.
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from verl_ext.commands.command_line import known_options
@@ -35,6 +37,7 @@ class Rule:
         to: our key, which gets its value; None: there is none, or the trainer's own function reads the key.
         values: {a value in lower case: ours, None for nothing}; others go over as they are.
         lacks: why there is no equivalent; "" if the key needs none.
+        differs: what is otherwise here, though the same is trained.
         idle: values in lower case that ask for nothing, beside null, false and empty ones.
         is_read: whether the trainer's function reads the key.
         is_names: whether our key takes a list of names.
@@ -43,6 +46,7 @@ class Rule:
     to: str | None = None
     values: Mapping[str, Any] = field(default_factory=dict)
     lacks: str = ""
+    differs: str = ""
     idle: tuple[str, ...] = ()
     is_read: bool = False
     is_names: bool = False
@@ -59,6 +63,11 @@ def to(key: str, values: Mapping[str, Any] | None = None, is_names: bool = False
 def lacking(why: str, *idle: str) -> Rule:
     """Return the rule of a key without an equivalent, unless its value is idle."""
     return Rule(lacks=why, idle=idle)
+
+
+def differing(what: str, *idle: str) -> Rule:
+    """Return the rule of a key whose work is done otherwise, unless its value is idle."""
+    return Rule(differs=what, idle=idle)
 
 
 def rules(rule: Rule, names: str) -> dict[str, Rule]:
@@ -117,16 +126,20 @@ class Moved:
         values: its known keys and their values.
         words: {our key: value} of the command.
         ranks: the number of ranks, or None if nothing says it.
+        folders: where the files lie that values name.
     """
 
-    def __init__(self, trainer: str, values: Mapping[str, Any], ranks: int | None = None) -> None:
-        self.trainer, self.values, self.ranks = trainer, dict(values), ranks
+    def __init__(
+        self, trainer: str, values: Mapping[str, Any], ranks: int | None = None, folders: Sequence[Path] = (Path(),)
+    ) -> None:
+        self.trainer, self.values, self.ranks, self.folders = trainer, dict(values), ranks, folders
         self.words: dict[str, Any] = {}
         self.problems: list[str] = []  # of the trainer's checks
         self._asked: set[str] = set()
         self._read: list[str] = []
         self._lacks: dict[str, list[str]] = {}
         self._free: list[str] = []
+        self._other: list[str] = []
         self._unknown: list[str] = []
         self._differences: list[str] = []
 
@@ -140,8 +153,12 @@ class Moved:
             ours = (split_names(value) or None) if rule.is_names else rule.values.get(str(value).lower(), value)
             if rule.to is not None and ours not in (None, ""):
                 self.put(rule.to, ours)
-            elif rule.lacks and is_on(value) and str(value).lower() not in rule.idle:
-                self.lack(key, rule.lacks)
+            elif (rule.lacks or rule.differs) and is_on(value) and str(value).lower() not in rule.idle:
+                if rule.lacks:
+                    self.lack(key, rule.lacks)
+                else:
+                    self._other.append(key)
+                    self.differ(f"{key}={spell(value)}: {rule.differs}")
             else:
                 (self._read if rule.is_read else self._free).append(key)
 
@@ -167,7 +184,7 @@ class Moved:
 
     def differ(self, line: str) -> None:
         """Say what is otherwise here."""
-        self._differences.append(line)
+        self._differences += [line] * (line not in self._differences)
 
     def get(self, *names: str, default: Any = None) -> Any:
         """Return the value of the first of the names that is given."""
@@ -188,8 +205,10 @@ class Moved:
     def summary(self) -> str:
         """The counts of keys in one line."""
         lacking, unknown, free = len(self._lacks), len(self._unknown), len(self.free)
-        keys, held = len(self.values) + unknown, len(self.values) - lacking - free
+        other = len([key for key in self._other if key not in self._lacks])
+        keys, held = len(self.values) + unknown, len(self.values) - lacking - free - other
         parts = [f"{keys} keys of {self.trainer}: {held} in the command", f"{free} need nothing"]
+        parts += [f"{other} done otherwise"] * bool(other)
         parts += [f"{lacking} without an equivalent"] * bool(lacking) + [f"{unknown} unknown"] * bool(unknown)
         return ", ".join(parts)
 

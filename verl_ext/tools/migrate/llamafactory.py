@@ -1,11 +1,12 @@
 """LLaMA-Factory: a YAML with its dataset_info.json; the keys of its versions 0 and 1."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from verl_ext.options import DataError, UsageError
-from verl_ext.tools.migrate import hf_trainer
+from verl_ext.tools.migrate import hf_trainer, preferences, sources
 from verl_ext.tools.migrate.line import FREE, READ, Moved, Rule, is_on, lacking, mapping, number, rules, split_names, to
 from verl_ext.tools.migrate.reading import read_yaml
 
@@ -19,7 +20,9 @@ KEYS: dict[str, Rule] = {
     **rules(
         READ,
         "stage finetuning_type dataset dataset_dir eval_dataset max_samples cutoff_len lora_rank lora_alpha "
-        "lora_target packing neat_packing template train_on_prompt cp_size loraplus_lr_ratio",
+        "lora_target packing neat_packing template train_on_prompt cp_size context_parallel_size loraplus_lr_ratio "
+        "use_kt kt_config use_muon use_swanlab use_packed_sequences pref_loss pref_beta pref_ftx simpo_gamma ld_alpha "
+        "dpo_label_smoothing kto_chosen_weight kto_rejected_weight",
     ),
     **rules(
         FREE,
@@ -27,7 +30,11 @@ KEYS: dict[str, Rule] = {
         "freeze_vision_tower freeze_multi_modal_projector use_v1_kernels include_effective_tokens_per_second "
         "preprocessing_batch_size hf_hub_token ms_hub_token use_fast_tokenizer data_shared_file_system "
         "double_quantization quantization_method use_reentrant_gc export_dir export_size export_device "
-        "export_legacy_format dist_config_file tokenized_path buffer_size compute_accuracy plot_loss streaming",
+        "export_legacy_format dist_config_file tokenized_path buffer_size compute_accuracy plot_loss streaming "
+        "kt_cpu_activation kt_non_expert_weight_path kt_model_path sequence_parallel use_distributed_optimizer "
+        "bias_activation_fusion apply_rope_fusion overlap_param_gather overlap_grad_reduce moe_grouped_gemm "
+        "moe_token_dispatcher_type recompute_granularity mixed_precision export_hf_on_finish swanlab_mode "
+        "swanlab_workspace swanlab_api_key swanlab_logdir",
     ),
     "preprocessing_num_workers": to("num_workers"),
     "enable_liger_kernel": to("model.use_liger"),
@@ -36,7 +43,9 @@ KEYS: dict[str, Rule] = {
     "disable_gradient_checkpointing": to("model.enable_gradient_checkpointing", {"true": False, "false": None}),
     "mask_history": to("turns", {"true": "last", "false": None}),
     "enable_thinking": to("apply_chat_template_kwargs.enable_thinking"),
-    "use_swanlab": lacking("trainer.logger=[console,swanlab] is what works here"),
+    "swanlab_project": to("trainer.project_name"),
+    "swanlab_run_name": to("trainer.experiment_name"),
+    "ref_model": to("reference.path"),
     "rope_scaling": lacking("model.override_config={rope_parameters: {…}} has the factor, as in config.json"),
     "freeze_language_model": lacking("the text model is what is trained"),
     "val_size": hf_trainer.HELD_OUT,
@@ -48,15 +57,15 @@ KEYS: dict[str, Rule] = {
         hf_trainer.UNSHARDED,
         "use_galore galore_layerwise galore_target galore_rank galore_scale use_apollo apollo_layerwise "
         "apollo_target apollo_rank apollo_scale apollo_scale_type use_badam badam_mode badam_switch_mode "
-        "badam_switch_interval badam_verbose use_muon use_adam_mini",
+        "badam_switch_interval badam_verbose use_adam_mini",
     ),
     **rules(hf_trainer.IMAGES, "image_max_pixels video_max_pixels image_min_pixels video_fps video_maxlen"),
     **rules(lacking("adapters are LoRA's"), "oft_block_size oft_target oft_rank pissa_init pissa_iter pissa_convert"),
-    **rules(lacking("weights and products are bf16"), "fp8 fp8_backend fp8_enable_fsdp_float8_all_gather"),
-    **rules(
-        lacking("experts stay on the GPUs"),
-        "use_kt kt_config kt_cpu_activation kt_weight_path kt_non_expert_weight_path kt_model_path",
-    ),
+    **rules(hf_trainer.FP8, "fp8 fp8_backend fp8_enable_fsdp_float8_all_gather"),
+    **hf_trainer.GROUPS,
+    "kt_weight_path": hf_trainer.QUANTIZED,
+    "ref_model_adapters": lacking("the reference is one folder: merge its adapters"),
+    "pref_bco_weight": lacking("loss is one loss, without a second one of single answers", "0", "0.0"),
     **rules(lacking("layers are neither added nor replaced"), "use_llama_pro mixture_of_depths"),
     "freeze_trainable_modules": lacking("model.freeze names what is not trained", "all"),
     "cp_mode": _ULYSSES,
@@ -74,31 +83,35 @@ _COLUMNS = {
     "query": ("input", "input"),
     "response": ("response", "output"),
     "messages": ("messages", "conversations"),
-    **{name: (name, name) for name in ("system", "tools", "history")},
+    **{name: (name, name) for name in ("system", "tools", "history", "chosen", "rejected", "kto_tag")},
 }
-_TAGS = {
-    "role_tag": ("from", "role"),
-    "content_tag": ("value", "content"),
-    "user_tag": ("human", "user"),
-    "assistant_tag": ("gpt", "assistant"),
-    "observation_tag": ("observation", "tool"),
-    "function_tag": ("function_call", "tool_call"),
-    "system_tag": ("system",),
+_ROLES = {
+    "user_tag": "user",
+    "assistant_tag": "assistant",
+    "observation_tag": "tool",
+    "function_tag": "function_call",
+    "system_tag": "system",
 }
 _PLACES = ("hf_hub_url", "ms_hub_url", "file_name")
 
 
 def read_llamafactory(moved: Moved, folder: Path) -> None:
     """Translate a YAML of version 0; its dataset_info.json stands below `folder`."""
-    if (stage := moved.values.get("stage", "sft")) not in ("sft", "pt"):
-        raise UsageError(f"stage must be sft or pt; got {stage}: preferences and rewards are not trained")
+    if (stage := moved.values.get("stage", "sft")) not in ("sft", "pt", "dpo", "kto"):
+        raise UsageError(f"stage must be sft, pt, dpo or kto; got {stage}: {preferences.ELSEWHERE}")
     moved.take(KEYS)
     kind = str(moved.get("finetuning_type", default="lora"))
     _read_data(moved, folder)
     moved.put("data.max_tokens", moved.get("cutoff_len", default=2048))
-    moved.put("data.over_length", "truncate")
-    moved.differ("cutoff_len cuts inside turns there and leaves later ones out; data.over_length=truncate cuts the end")
+    if stage in ("dpo", "kto"):
+        _put_preferences(moved, stage)
+    else:
+        moved.put("data.over_length", "truncate")
+        moved.differ(
+            "cutoff_len cuts inside turns there and leaves later ones out; data.over_length=truncate cuts the end"
+        )
     # What is trained.
+    sources.differ_by_model(moved, "model_name_or_path")
     if kind == "lora":
         rank = moved.get("lora_rank", default=8)
         alpha = moved.get("lora_alpha", default=int(number(rank, 8) * 2))
@@ -109,18 +122,55 @@ def read_llamafactory(moved: Moved, folder: Path) -> None:
         moved.lack("adapter_name_or_path", "it is not merged into the model: model.path names one with it")
     if kind not in ("lora", "full"):
         moved.lack("finetuning_type", "all parameters are trained, or adapters; model.freeze leaves some out")
-    hf_trainer.put_split(moved, moved.get("cp_size", default=1))
-    packs = moved.is_on("neat_packing", "packing") or (moved.get("stage") == "pt" and moved.get("packing") is None)
+    _read_experts(moved)
+    hf_trainer.put_split(moved, moved.get("cp_size", "context_parallel_size", default=1))
+    packs = moved.is_on("neat_packing", "packing", "use_packed_sequences")
+    packs = packs or (stage == "pt" and moved.get("packing") is None)
     rows = moved.get("per_device_train_batch_size", default=8)
     steps = moved.get("gradient_accumulation_steps", default=1)
     hf_trainer.read_batch(moved, rows, steps, packs)
     hf_trainer.read_trainer(moved, hf_trainer.TrainerDefaults(5e-5))
+    if moved.is_on("use_muon"):
+        moved.put("optim.optimizer", "Muon")
+    if moved.is_on("use_swanlab"):
+        moved.put("trainer.logger", [*moved.words.get("trainer.logger", ["console", "file"]), "swanlab"])
     # What is learnt.
     if moved.is_on("train_on_prompt"):
         moved.lack("train_on_prompt", "prompts are not learnt; category by category, text records are learnt whole")
     _differ_by_template(moved)
     if moved.is_on("packing") and not moved.is_on("neat_packing") and moved.get("stage") != "pt":
         moved.differ("packing without neat_packing lets documents of a pack attend to each other there; never here")
+
+
+def _put_preferences(moved: Moved, stage: str) -> None:
+    """Name the loss of answers, of which likelihoods count by their mean."""
+    name = "kto" if stage == "kto" else str(moved.get("pref_loss", default="sigmoid"))
+    options = {"beta": moved.get("pref_beta", default=0.1)}
+    if name == "kto":
+        options |= {"desirable_weight": moved.get("kto_chosen_weight")}
+        options |= {"undesirable_weight": moved.get("kto_rejected_weight")}
+    elif name == "simpo":
+        options |= {"margin": moved.get("simpo_gamma", default=0.5)}
+    elif name != "orpo":
+        options |= {"label_smoothing": moved.get("dpo_label_smoothing")}
+        if (tail := moved.get("ld_alpha")) is not None:
+            options |= {"length": "common", "tail_weight": tail}
+    if is_on(likelihood := moved.get("pref_ftx")):
+        options |= {"nll_weight": likelihood}
+    if name == "orpo" or is_on(likelihood):
+        options |= {"nll_mode": "sequence"}
+    preferences.put_loss(moved, "pref_loss", name, options)
+
+
+def _read_experts(moved: Moved) -> None:
+    """Translate KTransformers, which keeps a model's experts on the host."""
+    if not moved.is_on("use_kt"):
+        return
+    moved.put("engine.offload_policy", True)
+    moved.differ("experts are computed on the host there; here they wait in its memory and are computed on the GPUs")
+    weights = mapping("kt_config", moved.get("kt_config")).get("kt_expert_weight_format", "bf16")
+    if "bf16" not in str(weights):
+        moved.lack("kt_config", hf_trainer.QUANTIZED.lacks)
 
 
 def _differ_by_template(moved: Moved) -> None:
@@ -166,8 +216,9 @@ def _dataset_info(place: str, folder: Path) -> dict[str, Any]:
 
 def _put_dataset(moved: Moved, key: str, node: str, name: str, entry: dict[str, Any], place: str) -> None:
     """Name one dataset's source, its fields and its part."""
-    if entry.get("ranking"):
-        moved.lack(key, f"{name} holds preferences")
+    prefers = moved.get("stage") in ("dpo", "kto")
+    if entry.get("ranking") and not prefers:
+        moved.lack(key, f"{name} holds preferences: stage=dpo learns them")
     kind = next((kind for kind in _PLACES if is_on(entry.get(kind))), None)
     if kind is None:
         moved.lack(key, f"{name} is made by a script or lies in a bucket: its files or a URL are read here")
@@ -176,9 +227,9 @@ def _put_dataset(moved: Moved, key: str, node: str, name: str, entry: dict[str, 
         moved.differ(f"{name} is of ModelScope; the source names the same data set of the Hub, if it is there")
     where = str(entry[kind])
     if kind == "file_name":
-        category = hf_trainer.put_source(moved, node, name, f"{place}/{where}")
+        category = sources.put_source(moved, node, name, f"{place}/{where}")
     else:
-        category = hf_trainer.put_data(moved, key, node, where, entry.get("subset"), entry.get("split"), name)
+        category = sources.put_data(moved, key, node, where, entry.get("subset"), entry.get("split"), name)
     if is_on(most := entry.get("num_samples")) and node == "data.sources":
         moved.put(f"sample.{category}", most)
     # Its fields.
@@ -191,10 +242,10 @@ def _put_dataset(moved: Moved, key: str, node: str, name: str, entry: dict[str, 
             named["text"] = columns.get(field)
         elif columns.get(field) != usual and not (is_chat and field in ("prompt", "query", "response")):
             named[ours] = columns.get(field)
-    hf_trainer.put_columns(moved, key, name, named)
+    sources.put_columns(moved, key, name, named)
     # What no source has.
-    if own := {tag: value for tag, value in tags.items() if value not in _TAGS.get(tag, ())}:
-        moved.lack(key, f"{name}: messages have a role and content by the usual names; got {own}")
+    names = {field: tags.get(f"{field}_tag") for field in ("role", "content")}
+    sources.put_message_names(moved, key, name, names, {str(tags[tag]): _ROLES[tag] for tag in _ROLES if tags.get(tag)})
     moved.lack_others(key, f"{name}: no field is read as", columns, _COLUMNS)
     known = (*_PLACES, "columns", "tags", "formatting", "ranking", "subset", "split")
     moved.lack_others(key, f"{name}: no source has", entry, (*known, *["num_samples"] * (node == "data.sources")))
@@ -222,7 +273,7 @@ V1: dict[str, Rule] = {
     "seed": to("trainer.seed"),
     "logging_steps": to("trainer.log_freq"),
     "enable_activation_checkpointing": to("model.enable_gradient_checkpointing"),
-    "fp8": lacking("weights and products are bf16"),
+    "fp8": hf_trainer.FP8,
     "cp_mode": _ULYSSES,
     "lr_scheduler_config": lacking("optim.lr_scheduler_type and optim.lr_warmup_steps_ratio have the schedule"),
 }
@@ -237,14 +288,15 @@ _PEFT = {  # {a key of peft_config: ours}
 def read_llamafactory_v1(moved: Moved, folder: Path) -> None:
     """Translate a YAML of version 1, whose dataset is a YAML of files."""
     moved.take(V1)
+    moved.put("data.over_length", "truncate")
     for key, node in (("train_dataset", "data.sources"), ("eval_dataset", "data.val_sources")):
         if is_on(name := moved.get(key)):
             _put_v1(moved, key, node, str(name), folder)
     moved.put("data.max_tokens", moved.get("cutoff_len", default=2048))
-    moved.put("data.over_length", "truncate")
     peft = mapping("peft_config", moved.get("peft_config"))
     if peft.get("name") == "lora":
         hf_trainer.put_lora(moved, peft.get("r", 8), peft.get("lora_alpha", 16), peft.get("target_modules"))
+        peft.setdefault("lora_dropout", 0.05)
         moved.words |= {ours: peft[theirs] for theirs, ours in _PEFT.items() if is_on(peft.get(theirs))}
         known = (*_PEFT, "name", "r", "lora_alpha", "target_modules", "export_dir")
         moved.lack_others("peft_config", "adapters have no", peft, known)
@@ -252,8 +304,9 @@ def read_llamafactory_v1(moved: Moved, folder: Path) -> None:
         moved.lack("peft_config", "adapters are LoRA's; model.freeze names what is not trained")
     if mapping("quant_config", moved.get("quant_config")):
         moved.lack("quant_config", hf_trainer.QUANTIZED.lacks)
-    if mapping("optim_config", moved.get("optim_config")):
-        moved.lack("optim_config", hf_trainer.UNSHARDED.lacks)
+    if optim := mapping("optim_config", moved.get("optim_config")):
+        _put_optimizer_v1(moved, optim)
+    sources.differ_by_model(moved, "model")
     hf_trainer.put_split(moved, moved.get("cp_size", default=1))
     micro, whole = moved.get("micro_batch_size", default=1), moved.get("global_batch_size")
     steps = number(moved.get("gradient_accumulation_steps"), 1.0) if whole is None else 0.0
@@ -270,22 +323,36 @@ def read_llamafactory_v1(moved: Moved, folder: Path) -> None:
             moved.lack("save_epochs", "trainer.save_freq counts steps, or is after_each_epoch")
 
 
+def _put_optimizer_v1(moved: Moved, options: Mapping[str, Any]) -> None:
+    """Translate Muon, whose options are ours."""
+    if options.get("name") != "muon":
+        moved.lack("optim_config", hf_trainer.UNSHARDED.lacks)
+        return
+    moved.put("optim.optimizer", "Muon")
+    moved.put("optim.weight_decay", options.get("wd", 0.1))
+    moved.put("optim.betas", options.get("adamw_betas", [0.9, 0.95]))
+    own = {name: options[name] for name in ("momentum", "nesterov", "ns_steps") if name in options}
+    moved.put("optim.override_optimizer_config", own | {"eps": options.get("adamw_eps", 1e-8)})
+
+
 def _put_v1(moved: Moved, key: str, node: str, name: str, folder: Path) -> None:
     path = next((root / name for root in (Path(), folder, *folder.parents) if (root / name).is_file()), None)
     if path is None or not name.endswith((".yaml", ".yml")):
-        hf_trainer.put_data(moved, key, node, name)
+        sources.put_data(moved, key, node, name)
         return
     for each, entry in read_yaml(path).items():
         entry = mapping(f"{each} of {path}", entry)
         where = str(entry.get("path", each))
-        is_hub = "hub" in str(entry.get("source"))
+        is_hub = "hub" in str(entry.get("source", "hf_hub"))
         if is_hub:
-            category = hf_trainer.put_data(moved, key, node, where, None, entry.get("split"), each)
+            category = sources.put_data(moved, key, node, where, None, entry.get("split"), each)
         else:
-            category = hf_trainer.put_source(moved, node, each, where)
+            category = sources.put_source(moved, node, each, where)
         if is_on(most := entry.get("size")) and node == "data.sources":
             moved.put(f"sample.{category}", most)
         known = ("path", "source", "split", "converter", *["size"] * (node == "data.sources"))
         moved.lack_others(key, f"{each}: no source has", entry, known)
-        if (form := entry.get("converter")) not in (None, "alpaca"):
+        if (form := entry.get("converter")) == "pair":
+            preferences.put_loss(moved, key, "dpo", {"beta": 0.1})
+        elif form not in (None, "alpaca", "sharegpt"):
             moved.lack(key, f"{each}: a record's fields say what it is, no converter; got {form}")

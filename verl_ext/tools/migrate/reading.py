@@ -17,6 +17,8 @@ WORD = re.compile(
 END = re.compile(r"[|;]|&&|&|\|\||\d*[<>].*", re.DOTALL)  # the first word that is not an argument of the command
 _RANKS = re.compile(r"(?:--nproc[_-]per[_-]node|--num[_-]processes)(?:=(.+))?")
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+# Variables of the environment by which ms-swift reads images, videos and sounds.
+IMAGE_SETTINGS = ("MAX_PIXELS", "VIDEO_MAX_PIXELS", "IMAGE_MAX_TOKEN_NUM", "VIDEO_MAX_TOKEN_NUM", "FPS_MAX_FRAMES")
 _WORDS = {"true": True, "false": False, "null": None, "none": None, "True": True, "False": False, "None": None}
 
 
@@ -57,6 +59,7 @@ def commands_of(text: str) -> list[list[str]]:
             if command:
                 ranks = variables.get("NPROC_PER_NODE", variables.get("nproc_per_node", ""))
                 shown = [f"NPROC_PER_NODE={ranks}"] * ranks.isdigit()
+                shown += [f"{name}={variables[name]}" for name in IMAGE_SETTINGS if name in variables]
                 commands.append([*shown, *(_substituted(word, variables) for word in command)])
     return commands
 

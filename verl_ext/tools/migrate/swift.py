@@ -4,8 +4,21 @@ import re
 from pathlib import Path
 
 from verl_ext.options import UsageError
-from verl_ext.tools.migrate import hf_trainer
-from verl_ext.tools.migrate.line import FREE, READ, Moved, Rule, is_on, lacking, listed, mapping, rules, to
+from verl_ext.tools.migrate import hf_trainer, preferences, sources
+from verl_ext.tools.migrate.line import (
+    FREE,
+    READ,
+    Moved,
+    Rule,
+    differing,
+    is_on,
+    lacking,
+    listed,
+    mapping,
+    rules,
+    to,
+)
+from verl_ext.tools.migrate.reading import IMAGE_SETTINGS
 
 NAME = "ms-swift"
 _CLASSIFIES = lacking("language models are trained, no classifier, embedding or reranker")
@@ -18,27 +31,32 @@ KEYS: dict[str, Rule] = {
         "dataset val_dataset cached_dataset cached_val_dataset tuner_type train_type lora_rank lora_alpha "
         "target_modules packing max_length packing_length truncation_strategy loss_scale sequence_parallel_size "
         "template agent_template use_hf use_chat_template task_type adapters early_stop_interval columns max_epochs "
-        "dataset_shuffle train_dataloader_shuffle",
+        "dataset_shuffle train_dataloader_shuffle model_author model_name optimizer rlhf_type beta label_smoothing "
+        "rpo_alpha ld_alpha loss_type cpo_alpha simpo_gamma desirable_weight undesirable_weight ref_model",
     ),
     **rules(
         FREE,
-        "padding_free streaming enable_channel_loss torch_dtype load_from_cache_file model_author model_name "
+        "padding_free streaming enable_channel_loss torch_dtype load_from_cache_file ref_model_type "
         "freeze_vit freeze_aligner attn_impl lazy_tokenize create_checkpoint_symlink max_model_len use_logits_to_keep "
         "packing_num_proc shuffle_buffer_size model_type vit_gradient_checkpointing acc_strategy add_version "
         "check_model strict device_map max_new_tokens temperature top_p bnb_4bit_quant_type bnb_4bit_use_double_quant "
-        "bnb_4bit_quant_storage",
+        "bnb_4bit_quant_storage tuner_backend device_groups use_galore_per_layer mixed_precision_policy",
     ),
     "dataset_num_proc": to("num_workers"),
     "split_dataset_ratio": hf_trainer.HELD_OUT,
     "experts_impl": to("model.experts"),
     "freeze_parameters": to("model.freeze", is_names=True),
     "new_special_tokens": hf_trainer.TOKENS,
+    **hf_trainer.GROUPS,
+    **dict.fromkeys(IMAGE_SETTINGS, hf_trainer.IMAGES),
     "rope_scaling": lacking("model.override_config={rope_parameters: {…}} has the factor, as in config.json"),
+    "use_ray": differing("`verl-ext launch-ray` trains on Ray's nodes"),
+    "add_non_thinking_prefix": differing("the chat template decides whether a reply has an empty thinking block"),
     **rules(hf_trainer.QUANTIZED, "quant_bits quant_method bnb_4bit_compute_dtype"),
     **rules(_CLASSIFIES, "num_labels problem_type"),
     **rules(
         hf_trainer.UNSHARDED,
-        "use_galore galore_quantization galore_optim_per_parameter galore_rank optimizer lisa_activated_layers",
+        "use_galore galore_quantization galore_optim_per_parameter galore_rank lisa_activated_layers",
     ),
     **rules(lacking("towers are frozen: a text does not reach them"), "vit_lr aligner_lr"),
     "freeze_llm": lacking("the text model is what is trained"),
@@ -49,12 +67,7 @@ KEYS: dict[str, Rule] = {
         "lora_ga_stable_gamma llamapro_num_new_blocks reft_intervention_type",
     ),
     **rules(lacking("a loss of the prediction; loss.custom_cls has coefficients by token"), "enable_dft_loss"),
-    "loss_type": lacking("loss.mode names the mean; a loss of one's own is loss.custom_cls", "loss_scale"),
-    "tuner_backend": lacking("adapters are PEFT's", "peft"),
     "response_prefix": lacking("no text of one's own begins a reply"),
-    "add_non_thinking_prefix": lacking(
-        "no empty thinking block is added to records; apply_chat_template_kwargs may print one"
-    ),
     **rules(
         lacking("trainer.hooks, loss.custom_cls and data.custom_cls take Python"),
         "external_plugins custom_register_path",
@@ -74,6 +87,8 @@ def read_swift(moved: Moved, folder: Path) -> None:
     trains_texts = moved.get("use_chat_template") is False
     if (task := str(moved.get("task_type", default="causal_lm"))) != "causal_lm":
         raise UsageError(f"task_type must be causal_lm: {_CLASSIFIES.lacks}; got {task}")
+    if (family := str(moved.get("rlhf_type", default=""))) in preferences.REWARDS:
+        raise UsageError(f"rlhf_type must be a loss of given answers; got {family}: {preferences.ELSEWHERE}")
     _read_data(moved)
     moved.put("data.max_tokens", moved.get("packing_length", "max_length", default=2048))
     if moved.get("packing_length", "max_length") is None:
@@ -84,7 +99,12 @@ def read_swift(moved: Moved, folder: Path) -> None:
         moved.lack("truncation_strategy", "data.over_length=truncate cuts the end of a document")
     if cut == "delete":
         moved.differ("longer records are left out there: data.over_length=drop counts them in the report")
+    if family:
+        preferences.read_loss(moved, "rlhf_type", "loss_type", "rpo_alpha", {"simpo": 2.0})
+    elif moved.get("loss_type", default="loss_scale") != "loss_scale":
+        moved.lack("loss_type", "loss.mode names the mean; a loss of one's own is loss.custom_cls")
     # What is trained.
+    sources.differ_by_model(moved, "model")
     if kind in ("lora", "lora_llm"):
         rank, alpha = moved.get("lora_rank", default=8), moved.get("lora_alpha", default=32)
         hf_trainer.put_lora(moved, rank, alpha, moved.get("target_modules"), 0.05)
@@ -105,6 +125,10 @@ def read_swift(moved: Moved, folder: Path) -> None:
     hf_trainer.read_trainer(
         moved, hf_trainer.TrainerDefaults(rate, "cosine", decay=0.1, beta2=0.95, validates=True, idles=True)
     )
+    if moved.get("optimizer") == "muon":
+        moved.put("optim.optimizer", "Muon")
+    elif moved.is_on("optimizer"):
+        moved.lack("optimizer", hf_trainer.UNSHARDED.lacks)
     # What is learnt.
     scale = str(moved.get("loss_scale", default="default"))
     if "last_round" in scale:
@@ -134,15 +158,16 @@ def _read_data(moved: Moved) -> None:
         for each in listed(moved.get(key)):
             source, _, part = str(each).partition("#")
             path = re.sub(r"^(hf|HF|ms|MS)::", "", source)
-            is_file = hf_trainer.is_file(path) or "://" in path
+            is_file = sources.is_file(path) or "://" in path
             name, *subset = [path] if is_file else path.split(":")
             if "self-cognition" in name:
-                moved.differ(f"{name} has {{{{NAME}}}} and {{{{AUTHOR}}}} in its texts, which ms-swift fills in")
-            category = hf_trainer.put_source(moved, node, name, path if is_file else hf_trainer.hub(name, *subset[:1]))
+                _fill_in(moved, key, name, *subset)
+            category = sources.put_source(moved, node, name, path if is_file else sources.hub(name, *subset[:1]))
             if not is_file and not is_of_hub and not source.lower().startswith("hf::"):
                 moved.differ(f"{name} is of ModelScope; the source names the same data set of the Hub, if it is there")
             if part and node == "data.sources":
                 moved.put(f"sample.{category}", part)
+                moved.differ(f"{name} is repeated there if it has fewer than {part} records; sample takes each once")
             elif part:
                 moved.lack(key, f"{name}: sample draws a part of a source")
     if is_on(columns := mapping("columns", moved.get("columns"))):
@@ -156,3 +181,15 @@ def _read_data(moved: Moved) -> None:
     for key in ("cached_dataset", "cached_val_dataset"):
         if moved.is_on(key):
             moved.lack(key, "tokens that ms-swift wrote are not read: give the raw files")
+
+
+def _fill_in(moved: Moved, key: str, name: str, form: str = "") -> None:
+    """Name what ms-swift writes for {{NAME}} and {{AUTHOR}} of its own data set, if anything."""
+    if form:
+        moved.lack(key, f"{name}:{form} is made by ms-swift's code")
+    for field, option in (("{{NAME}}", "model_name"), ("{{AUTHOR}}", "model_author")):
+        texts = listed(moved.get(option))
+        if len({*map(str, texts)}) == 1:
+            moved.put("replace", {**moved.words.get("replace", {}), field: str(texts[0])})
+        elif texts:
+            moved.lack(option, f"replace has one text for {field}, not one for each language")

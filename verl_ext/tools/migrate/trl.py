@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
-from verl_ext.tools.migrate import hf_trainer
+from verl_ext.tools.migrate import hf_trainer, preferences, sources
 from verl_ext.tools.migrate.line import FREE, READ, Moved, Rule, lacking, listed, mapping, number, rules, to
 
 NAME = "TRL"
+_RATES = {"dpo": 1e-6, "kto": 1e-6}
 
 KEYS: dict[str, Rule] = {
     **hf_trainer.KEYS,
@@ -14,13 +15,13 @@ KEYS: dict[str, Rule] = {
         READ,
         "dataset_name dataset_config dataset_train_split dataset_test_split datasets max_length max_seq_length "
         "packing packing_strategy assistant_only_loss completion_only_loss use_peft lora_r lora_alpha "
-        "lora_target_modules parallelism_config",
+        "lora_target_modules parallelism_config loss_type",
     ),
     **rules(
         FREE,
         "torch_dtype dtype attn_implementation pad_to_multiple_of pad_token streaming env use_cache loss_chunk_size "
         "lora_task_type bnb_4bit_quant_type use_bnb_nested_quant dataset_streaming ignore_bias_buffers "
-        "trackio_space_id eval_packing padding_free shuffle_dataset",
+        "trackio_space_id eval_packing padding_free shuffle_dataset no_remove_unused_columns bf16_full_eval",
     ),
     "model_revision": lacking("a Hub model is its newest: download the revision and name its folder", "main"),
     "dataset_num_proc": to("num_workers"),
@@ -32,14 +33,26 @@ KEYS: dict[str, Rule] = {
     "truncation_mode": lacking("data.over_length=truncate cuts the end of a document", "keep_start"),
     "dataset_kwargs": lacking("`tokenize` reads raw records"),
     "model_init_kwargs": lacking("model.override_config has keys of config.json"),
-    **rules(hf_trainer.QUANTIZED, "load_in_4bit load_in_8bit"),
-    "loss_type": lacking("a loss of the prediction; loss.custom_cls has coefficients by token", "nll", "chunked_nll"),
+    "load_in_4bit": hf_trainer.QUANTIZED,
+    "load_in_8bit": hf_trainer.IN_8_BITS,
+}
+
+_OF_ANSWERS: dict[str, Rule] = {
+    **{key: rule for key, rule in KEYS.items() if "packing" not in key and "only_loss" not in key},
+    "beta": READ,
+    **rules(FREE, "precompute_ref_log_probs precompute_ref_batch_size disable_dropout"),
+    **rules(lacking("loss is one loss, of the model's own reference"), "loss_weights sync_ref_model use_weighting"),
+    "f_divergence_type": lacking("the divergence of every loss is the reverse KL", "reverse_kl"),
+}
+OF_ANSWERS = {  # {a command: its keys}
+    "dpo": _OF_ANSWERS | rules(READ, "label_smoothing ld_alpha"),
+    "kto": _OF_ANSWERS | rules(READ, "desirable_weight undesirable_weight"),
 }
 
 
-def read_trl(moved: Moved, folder: Path) -> None:
-    """Translate the command's flags, or the YAML's keys."""
-    moved.take(KEYS)
+def read_trl(moved: Moved, folder: Path, family: str = "sft") -> None:
+    """Translate the command's flags, or the YAML's keys; `family` is the command's: sft, dpo or kto."""
+    moved.take(OF_ANSWERS.get(family, KEYS))
     _read_data(moved)
     moved.put("data.max_tokens", moved.get("max_length", "max_seq_length", default=1024))
     if moved.get("max_length", "max_seq_length") is None:
@@ -48,7 +61,12 @@ def read_trl(moved: Moved, folder: Path) -> None:
     moved.put("data.over_length", "split" if packs and kind in ("bfd_split", "wrapped") else "truncate")
     if packs and kind == "wrapped":
         moved.differ("packing_strategy=wrapped lets documents attend to each other there; never here")
+    if family != "sft":
+        preferences.read_loss(moved, "", "loss_type", "", {}, family)
+    elif moved.get("loss_type", default="nll") not in ("nll", "chunked_nll"):
+        moved.lack("loss_type", "a loss of the prediction; loss.custom_cls has coefficients by token")
     # What is trained.
+    sources.differ_by_model(moved, "model_name_or_path")
     if moved.is_on("use_peft"):
         rank, alpha = moved.get("lora_r", default=16), moved.get("lora_alpha", default=32)
         hf_trainer.put_lora(moved, rank, alpha, moved.get("lora_target_modules"), 0.05)
@@ -60,9 +78,9 @@ def read_trl(moved: Moved, folder: Path) -> None:
     rows = moved.get("per_device_train_batch_size", default=8)
     steps = moved.get("gradient_accumulation_steps", default=1)
     hf_trainer.read_batch(moved, rows, steps, packs)
-    hf_trainer.read_trainer(moved, hf_trainer.TrainerDefaults(2e-5, logs=10))
+    hf_trainer.read_trainer(moved, hf_trainer.TrainerDefaults(_RATES.get(family, 2e-5), logs=10))
     # What is learnt.
-    if not moved.is_on("assistant_only_loss"):
+    if family == "sft" and not moved.is_on("assistant_only_loss"):
         moved.differ(
             "without assistant_only_loss every token of a chat is learnt there; here the assistant's turns are, "
             "and of a text every token"
@@ -75,12 +93,12 @@ def _read_data(moved: Moved) -> None:
     """Translate the data set's name, configuration and splits."""
     if name := str(moved.get("dataset_name", default="")):
         subset = moved.get("dataset_config")
-        hf_trainer.put_data(moved, "dataset_name", "data.sources", name, subset, moved.get("dataset_train_split"))
-        if moved.is_on("eval_strategy", "evaluation_strategy") and not hf_trainer.is_file(name):
+        sources.put_data(moved, "dataset_name", "data.sources", name, subset, moved.get("dataset_train_split"))
+        if moved.is_on("eval_strategy", "evaluation_strategy") and not sources.is_file(name):
             split = moved.get("dataset_test_split", default="test")
-            hf_trainer.put_data(moved, "dataset_name", "data.val_sources", name, subset, split)
+            sources.put_data(moved, "dataset_name", "data.val_sources", name, subset, split)
     for entry in listed(moved.get("datasets")):
         fields = entry if isinstance(entry, dict) else {"path": entry}
         path = str(fields.get("path", ""))
-        hf_trainer.put_data(moved, "datasets", "data.sources", path, fields.get("name"), fields.get("split"))
+        sources.put_data(moved, "datasets", "data.sources", path, fields.get("name"), fields.get("split"))
         moved.lack_others("datasets", f"{path}: no source has", fields, ("path", "name", "split"))

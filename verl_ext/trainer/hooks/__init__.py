@@ -12,7 +12,7 @@ from verl_ext.trainer.hooks.profile import ProfileHook
 from verl_ext.trainer.hooks.progress import ProgressHook
 from verl_ext.trainer.hooks.saving import SavingHook
 from verl_ext.trainer.hooks.spikes import SpikeHook
-from verl_ext.trainer.hooks.stop import SkippedStepsHook, StopHook, WatchedHook
+from verl_ext.trainer.hooks.stop import HighLossHook, SkippedStepsHook, StopHook, WatchedHook
 from verl_ext.trainer.hooks.tracking import TrackingHook
 from verl_ext.trainer.hooks.validation import ValidationHook
 
@@ -21,6 +21,7 @@ HOOKS: tuple[type[Hook], ...] = (
     ProgressHook,
     SpikeHook,
     SkippedStepsHook,
+    HighLossHook,
     TrackingHook,
     ValidationHook,
     AnswersHook,

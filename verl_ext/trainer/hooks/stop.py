@@ -1,4 +1,4 @@
-"""The hooks that stop a run: a watched metric, requests, or too many skipped steps."""
+"""The hooks that stop a run: a watched metric, requests, high losses, or too many skipped steps."""
 
 from collections.abc import Mapping
 
@@ -72,6 +72,25 @@ class StopHook(Hook):
         self.trainer.progress.say(
             f"{signal}: stopping after step {step} of {self.run.total_steps}. Run the same command to resume."
         )
+
+
+class HighLossHook(Hook):
+    """The hook that ends a run whose loss stays above `trainer.max_loss`."""
+
+    def post_step(self, step: int, outcome: StepOutcome) -> None:
+        """Count a high loss; after too many, the first rank that counts them ends the run of all."""
+        state, limit, most = self.trainer.run_state, self.options.max_loss, self.options.max_loss_steps
+        if limit is None or outcome.sums is None:
+            return
+        loss = outcome.sums.loss
+        state.high_in_a_row = 0 if loss <= limit else state.high_in_a_row + 1  # NaN is high
+        if state.high_in_a_row >= most:
+            with tolerate_failed_save("the run ends"):
+                self.trainer.checkpoints.finish()
+            raise RunFailed(
+                f"stopping after step {step}: {most} consecutive steps had a loss above trainer.max_loss={limit:g}; "
+                f"the last one has {loss:.6g}"
+            )
 
 
 class SkippedStepsHook(Hook):

@@ -1,0 +1,55 @@
+"""Losses of preferences by the names that other trainers give them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from verl_ext.tools.migrate.line import Moved, listed
+
+# {a trainer's name: ours}
+LOSSES = {
+    "sigmoid": "dpo",
+    "sigmoid_norm": "dpo_norm",
+    "apo_zero_unpaired": "apo_zero",
+    **{name: name for name in ("dpo", "hinge", "ipo", "robust", "apo_zero", "apo_down", "simpo", "orpo", "kto")},
+}
+REWARDS = ("rm", "ppo", "grpo", "gdpo", "gkd", "ebft")  # what is no loss of given answers
+ELSEWHERE = "verl's own trainers have PPO and GRPO; reward models are not trained"
+
+
+def put_loss(moved: Moved, key: str, name: str, options: Mapping[str, Any]) -> None:
+    """Name a loss and its options, {ours: value or None}; longer units are left out as a whole."""
+    if name not in LOSSES:
+        moved.lack(key, f"loss has {', '.join(sorted({*LOSSES.values()}))}")
+        return
+    moved.put("loss", LOSSES[name])
+    for option, value in options.items():
+        if value is not None:
+            moved.put(f"loss.{option}", value)
+    moved.put("data.over_length", "drop")
+    moved.differ("a prompt or an answer that is too long is cut there; data.over_length=drop leaves the whole unit out")
+
+
+def read_loss(
+    moved: Moved, key: str, loss_key: str, likelihood: str, betas: Mapping[str, float], family: str = "dpo"
+) -> None:
+    """Translate the keys that TRL and ms-swift share; `key` has a loss's family, `loss_key` its form.
+
+    likelihood: the key of the weight of the preferred answers' likelihood in DPO.
+    """
+    family = str(moved.get(key, default=family))
+    forms = [str(form) for form in listed(moved.get(loss_key))]
+    if len(forms) > 1:
+        moved.lack(loss_key, f"loss is one of {', '.join(sorted({*LOSSES.values()}))}, without sums of several")
+    name = forms[0] if len(forms) == 1 and family in ("dpo", "cpo", "kto") else family
+    options = {"beta": moved.get("beta", default=betas.get(family, 0.1))}
+    if name == "kto":
+        options |= {side: moved.get(side) for side in ("desirable_weight", "undesirable_weight")}
+    elif name == "simpo":
+        options |= {"margin": moved.get("simpo_gamma"), "nll_weight": moved.get("cpo_alpha", default=1.0)}
+    elif name != "orpo":
+        options |= {"label_smoothing": moved.get("label_smoothing"), "nll_weight": moved.get(likelihood)}
+        if (tail := moved.get("ld_alpha")) is not None:
+            options |= {"length": "common", "tail_weight": tail}
+    put_loss(moved, key if name == family else loss_key, name, options)
+    if (reference := moved.get("ref_model", "ref_model_path")) is not None:
+        moved.put("reference.path", reference)
