@@ -38,9 +38,10 @@ from verl_ext.options import DataError, first_line
 
 _GENERATION, _TEMPLATE = "generation_config.json", "chat_template.jinja"
 # Files of a tokenizer that transformers does not write anew, but other programs read.
+_OF_ADDED = ("added_tokens.json", "special_tokens_map.json")  # which lack new tokens
 _OF_TOKENIZER = (
-    *("*.model", "*.tiktoken", "tekken.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json"),
-    "special_tokens_map.json",
+    *("*.model", "*.tiktoken", "tekken.json", "vocab.json", "vocab.txt", "merges.txt"),
+    *_OF_ADDED,
 )
 # Files of an export that belong to merged weights, not to adapters.
 _OF_WEIGHTS = ("model*.safetensors*", "config.json", _GENERATION, "*.py")
@@ -78,7 +79,8 @@ class Export:
         if self.chats.template is not None:
             (folder / _TEMPLATE).write_text(self.chats.template, encoding="utf-8")
         options = engine.model_config
-        _copy_missing(Path(options.local_tokenizer_path or options.local_path), folder, _OF_TOKENIZER)
+        files = _OF_TOKENIZER if not getattr(options, "new_pieces", {}) else _OF_TOKENIZER[: -len(_OF_ADDED)]
+        _copy_missing(Path(options.local_tokenizer_path or options.local_path), folder, files)
         _copy_missing(Path(options.local_path), folder)
         tokenizer = getattr(processor, "tokenizer", processor)
         _write_generation_config(options.local_hf_config_path, config, tokenizer, self.chats.ends, folder)

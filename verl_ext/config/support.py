@@ -5,7 +5,7 @@ It is read from the config.json and the classes, before weights are loaded.
 
 import copy
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -51,10 +51,11 @@ class Architecture:
     Attributes:
         hf_config: the config.
         text: the part of the config that describes the language model.
+        new_pieces: {the id of a new token: the ids of its old pieces}.
     """
 
-    def __init__(self, hf_config: Any) -> None:
-        self.hf_config, self.text = hf_config, hf_config.get_text_config()
+    def __init__(self, hf_config: Any, new_pieces: Mapping[int, list[int]] | None = None) -> None:
+        self.hf_config, self.text, self.new_pieces = hf_config, hf_config.get_text_config(), new_pieces or {}
 
     @property
     def name(self) -> str:

@@ -29,7 +29,7 @@ NO_VALIDATION = "there is no validation data to measure"
 HELD_OUT = to("val_share", {"0": None, "0.0": None})
 QUANTIZED = lacking("a base of 4 or 8 bits is not trained; adapters of its bf16 weights are (model=lora)", "none")
 UNSHARDED = lacking("optim.optimizer names a class of torch.optim or another package that steps shards")
-TOKENS = lacking("no tokens are added")
+TOKENS, SPECIAL_TOKENS = (to(f"model.new_{kind}tokens", is_names=True) for kind in ("", "special_"))
 IMAGES = lacking("records are text; media=drop leaves their images out")
 
 KEYS: dict[str, Rule] = {
@@ -364,3 +364,12 @@ def hub(name: str, subset: Any = None, split: Any = None) -> str:
 def is_file(name: str) -> bool:
     """Tell whether a dataset's name is a path."""
     return bool(re.match(r"[./~$]", name) or re.search(r"\.(jsonl?|csv|tsv|parquet|txt|ndjson)(\.\w+)?$", name))
+
+
+def differ_by_tokens(moved: Moved, begins: str) -> None:
+    """Say what is otherwise about new tokens, whose rows begin there as `begins`."""
+    if names := [name for name in ("model.new_tokens", "model.new_special_tokens") if name in moved.words]:
+        moved.differ(
+            f"{' and '.join(names)}: rows begin as the mean of those of a token's old pieces, there {begins}; a token "
+            "that the tokenizer has is refused, there it is passed over"
+        )

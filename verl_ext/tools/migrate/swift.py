@@ -32,7 +32,7 @@ KEYS: dict[str, Rule] = {
     "split_dataset_ratio": hf_trainer.HELD_OUT,
     "experts_impl": to("model.experts"),
     "freeze_parameters": to("model.freeze", is_names=True),
-    "new_special_tokens": hf_trainer.TOKENS,
+    "new_special_tokens": hf_trainer.SPECIAL_TOKENS,
     "rope_scaling": lacking("model.override_config={rope_parameters: {…}} has the factor, as in config.json"),
     **rules(hf_trainer.QUANTIZED, "quant_bits quant_method bnb_4bit_compute_dtype"),
     **rules(_CLASSIFIES, "num_labels problem_type"),
@@ -115,7 +115,11 @@ def read_swift(moved: Moved, folder: Path) -> None:
     if "ignore_empty_think" not in scale and not trains_texts:
         moved.differ("an empty thinking block is learnt there: empty_reasoning=learn learns it here")
     if moved.is_on("template"):
-        moved.differ(f"template={moved.get('template')}: the tokenizer's own chat template renders chats here")
+        moved.differ(
+            f"template={moved.get('template')}: the tokenizer's own chat template renders chats here, or "
+            "chat_template=NAME of a folder chat_templates=FOLDER"
+        )
+    hf_trainer.differ_by_tokens(moved, "at random")
     if moved.is_on("agent_template"):
         moved.differ(
             f"agent_template={moved.get('agent_template')}: the chat template of the tokenizer prints tools here"
