@@ -32,6 +32,7 @@ from verl_ext.checkpoint.state import ADAPTERS, MODEL, STATE, read_tensors
 from verl_ext.config.adapters import with_adapters
 from verl_ext.config.weights import digest_of_weights
 from verl_ext.data.chats import TrainedChats
+from verl_ext.engines.new_rows import add_rows
 from verl_ext.files import OutputFolder, follow_umask, write_errors, write_json
 from verl_ext.layers.towers import auto_class
 from verl_ext.options import DataError, first_line
@@ -321,7 +322,8 @@ def _saved_model(
         model = with_adapters(model, adapters)
         frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
         if merges and frozen.isdisjoint(tensors):  # checkpoint.save_lora_only
-            model = with_adapters(_base_model(base, manifest, kind, trusted), adapters)
+            rows = model.config.get_text_config().vocab_size
+            model = with_adapters(_base_model(base, manifest, kind, trusted, rows), adapters)
     model = filled(model, tensors, merges)
     if dtype != "saved":
         _convert(model, kind, allocate)
@@ -355,15 +357,18 @@ def _plain_of(folder: Path, tied: bool | None, trusted: bool) -> Any:
         raise
 
 
-def _base_model(base: str | None, manifest: layout.Manifest, dtype: torch.dtype, trusted: bool) -> Any:
-    """Load the model that adapters were trained on, or raise DataError."""
+def _base_model(base: str | None, manifest: layout.Manifest, dtype: torch.dtype, trusted: bool, rows: int) -> Any:
+    """Load the model that adapters were trained on, with `rows` tokens, or raise DataError."""
     if base is None:
         raise DataError("base is required for a checkpoint of adapters alone: the folder of its model")
     trained, found = manifest.run_state.get(BASE), digest_of_weights(base)
     if trained not in (None, found):
         raise DataError(f"base must hold the weights that the adapters were trained on, {trained}; got {base}, {found}")
     config = AutoConfig.from_pretrained(base, trust_remote_code=trusted)
-    return auto_class(config).from_pretrained(base, dtype=dtype, trust_remote_code=trusted)
+    model = auto_class(config).from_pretrained(base, dtype=dtype, trust_remote_code=trusted)
+    if rows > config.get_text_config().vocab_size:
+        add_rows(model, {rows - 1: []})  # those of the new tokens are among the adapters
+    return model
 
 
 def _convert(model: Any, dtype: torch.dtype, allocate: Callable[..., torch.Tensor]) -> None:
