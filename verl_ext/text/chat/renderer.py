@@ -38,12 +38,8 @@ class ChatOptions(RecordOptions):
     gone: ClassVar[Mapping[str, str]] = {"last_turn_only": "turns=last does its work"}
 
     model: ModelOptions = option(ModelOptions, "the tokenizer")
-    chat_template: str | None = option(
-        None, "a Jinja template, a file with one, or a name in chat_templates; null: the tokenizer's own"
-    )
-    chat_templates: str | None = option(
-        None, "folder of NAME.jinja files, by which chat_template=NAME finds one, or package:folder of a package"
-    )
+    chat_template: str | None = option(None, "Jinja text, a file, or a name in chat_templates; null: the tokenizer's")
+    chat_templates: str | None = option(None, "folder with the NAME.jinja of chat_template=NAME, or package:folder")
     apply_chat_template_kwargs: dict[str, Any] = option({}, "template arguments, e.g. {enable_thinking: false}")
     chat_date: str | None = option(
         None, "day that the template prints as today's, such as 2026-11-25; null: the day on which the command runs"

@@ -35,8 +35,8 @@ class ModelOptions(Options):
     path: str | None = option(None, "model or tokenizer: a folder, or a name on the Hub")
     tokenizer_path: str | None = option(None, "the tokenizer, if it is not in model.path")
     trust_remote_code: bool = option(False, "true: run Python code that comes with the tokenizer")
-    new_tokens: list[str] = option([], NEW_TOKENS, resume="same")
-    new_special_tokens: list[str] = option([], NEW_SPECIAL_TOKENS, resume="same")
+    new_tokens: list[str] = option([], NEW_TOKENS)
+    new_special_tokens: list[str] = option([], NEW_SPECIAL_TOKENS)
 
     @property
     def tokenizer(self) -> str:
