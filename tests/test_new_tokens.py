@@ -131,6 +131,11 @@ REFUSED = {  # the words, the model's config and the line
         Qwen3Config(**SHAPE, tie_word_embeddings=True),
         "model.modules_to_save must name both or none of model.embed_tokens and lm_head, which are tied, with ",
     ),
+    "frozen": (
+        ["model.lora_rank=0", "model.freeze=[embed_tokens]"],
+        Qwen3Config(**SHAPE),
+        "model.freeze must leave model.embed_tokens to train with model.new_tokens; got ['embed_tokens']",
+    ),
     "bias": (
         [],
         model_config("phi"),
@@ -140,7 +145,7 @@ REFUSED = {  # the words, the model's config and the line
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_adapters_that_cannot_train_the_rows_of_new_tokens_are_one_line(good, name):
+def test_what_cannot_train_the_rows_of_new_tokens_is_one_line(good, name):
     words, config, line = REFUSED[name]
     with pytest.raises(ValueError, match=r".") as raised:
         checked(changed(good, words), 1, hf_config=config)

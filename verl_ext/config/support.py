@@ -18,6 +18,7 @@ from verl_ext.attention import AttentionNeeds, KernelDevice, choose_backend, fal
 from verl_ext.attention.rope import same_frequencies_in_all_layers_up_to
 from verl_ext.config.adapters import lora_problems
 from verl_ext.engines.head import cheapest_head
+from verl_ext.engines.new_rows import embeddings_and_head
 from verl_ext.engines.optimizer import rate_problems
 from verl_ext.engines.router import asks_for_router_loss, has_router_loss
 from verl_ext.engines.tiles import tileable, untileable
@@ -264,6 +265,10 @@ def _freeze_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:
             freeze(model.module, options.freeze)
         except ValueError as error:
             yield str(error)
+        ends = embeddings_and_head(model.module) if model.new_pieces else []
+        if frozen := [name for name in ends if not model.module.get_submodule(name).weight.requires_grad]:
+            must = f"model.freeze must leave {' and '.join(frozen)} to train with model.new_tokens"
+            yield f"{must}; got {spell(options.freeze)}"
 
 
 def has_scans(model: Architecture) -> bool:
