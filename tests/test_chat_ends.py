@@ -249,6 +249,6 @@ def test_turns_that_nothing_ends_are_warned_of_unless_end_of_turn_is_given(tmp_p
     report = tokenized(tmp_path, ONLY_TEXT.replace("\n\n", " ~\n\n"), [TWO_TURNS], "end_of_turn=' ~'", "overwrite=true")
     assert report.as_dict()["categories"]["chat"]["end_of_turn"] == {" ~": 2}
     assert "warning" not in report.table()
-    told = "chat: no token of the tokenizer, but learnt as text, is the end of turn  ~ (2 turns)"
-    assert report.table().splitlines()[-1] == told
+    told = "chat: no token of the tokenizer, but learnt as text, is the end of turn  ~ (2 turns): "
+    assert report.table().splitlines()[-1].startswith(told)
     assert learnt(tmp_path) == [["the cat ~", "sat ~"]]

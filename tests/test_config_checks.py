@@ -352,7 +352,6 @@ MIXTURE = {**HEADS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first
 ADAPTERS = {  # an adapter, or a config with an adapter, that is refused: its folder's values, the model and the line
     "alora": ({"alora_invocation_tokens": [3]}, {}, "an adapter without alora_invocation_tokens, which packs do not"),
     "pissa": ({"init_lora_weights": "pissa"}, {}, "weights in model.path as they are; got .* init_lora_weights=pissa"),
-    "tied tokens": ({"trainable_token_indices": [3]}, {"tie_word_embeddings": True}, "trainable_token_indices of tied"),
     "no bias": ({"lora_bias": True}, {}, "checkpoint.save_contents must leave out hf_model for adapters .* no bias"),
     "dropout": (
         {"lora_dropout": 0.5, "target_parameters": ["q_proj.weight"], "target_modules": ["k_proj"]},

@@ -68,6 +68,7 @@ RUNS = {
     "head of tied": ("tied", {"modules_to_save": ["lm_head"]}, []),
     "embeddings": ("qwen3", {"modules_to_save": ["embed_tokens"]}, []),
     "tokens": ("qwen3", {"trainable_token_indices": [5, 7]}, [ALONE]),
+    "tokens of tied": ("tied", {"trainable_token_indices": [5, 7]}, []),
 }
 FULL = [name for name in RUNS if name in MODELS]
 # The source of the run "house": a base model with code of its own, whose tokenizer has no template.

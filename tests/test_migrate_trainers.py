@@ -362,6 +362,7 @@ def test_each_key_that_is_read_changes_the_command_or_its_comments(trainer, key,
     assert any(each != outcome(read, without, tmp_path) for each in counted)
 
 
+OF_AXOLOTL = "axolotl:utils/chat_templates/templates"
 AUXILIARY = {"a": 1, "output_router_logits": True, "router_aux_loss_coef": 0.5}
 BLIND = {"test_datasets": None, "val_dataset": None, "eval_dataset": None}
 THOUGHT = {"path": "o/a", "field_thinking": "thinking"}
@@ -384,6 +385,8 @@ ROWS = [
     ("swift", BLIND | {"eval_steps": 9}, {"trainer.test_freq": None}, "free eval_steps"),
     ("swift", BLIND | {"eval_steps": 9, "split_dataset_ratio": 0.1}, {"val_share": 0.1, "trainer.test_freq": 9}, ""),
     ("swift", {"columns": {"text1": "query"}}, {"columns": {"query": "text1"}}, ""),
+    ("swift", {"new_special_tokens": ["<a>"]}, {"model.new_special_tokens": ["<a>"]}, ""),
+    ("swift", {"new_special_tokens": ["a.txt"]}, {}, "lacks new_special_tokens"),
     ("swift", {"freeze_parameters": "embed_tokens"}, {"model.freeze": ["embed_tokens"]}, ""),
     ("swift", {"dataset": "s3://b/x.jsonl#5"}, {"data.sources.x": "s3://b/x.jsonl", "sample.x": "5"}, ""),
     ("swift", {"val_dataset": "o/a"}, {"data.val_sources.a": "hf://datasets/o/a"}, ""),
@@ -393,12 +396,17 @@ ROWS = [
     ("swift", {"tuner_type": "lora"}, {"model.lora_dropout": 0.05}, ""),
     ("swift", {"tuner_type": "full", "lora_dropout": 0.1}, {"model.lora_dropout": None}, ""),
     ("axolotl", {"eot_tokens": ["<|end|>"]}, {"end_of_turn": "<|end|>"}, ""),
+    ("axolotl", {"tokens": ["<a>", "<b>"]}, {"model.new_tokens": ["<a>", "<b>"]}, ""),
+    ("axolotl", {"chat_template": "chatml"}, {"chat_template": "chatml", "chat_templates": OF_AXOLOTL}, ""),
+    ("axolotl", {"chat_template": "tokenizer_default"}, {"chat_template": None, "chat_templates": None}, ""),
     ("axolotl", {"datasets": {"path": "./d", "data_files": ["a.jsonl"]}}, {"data.sources.d": "./d/a.jsonl"}, ""),
     ("axolotl", {"datasets": THOUGHT | {"message_field_role": "from", "template_thinking_key": "thinking"}}, {}, ""),
     ("axolotl", {"datasets": THOUGHT}, {"message_columns": {"reasoning_content": "thinking"}}, ""),
     ("axolotl", {"datasets": {"path": "o/a", "drop_system_message": True}}, {}, "lacks datasets"),
     ("axolotl", {"roles_to_train": ["assistant", "user"]}, {}, "lacks roles_to_train"),
     ("axolotl", {"model_config": {"a": 1}, "router_aux_loss_coef": 0.5}, {"model.override_config": AUXILIARY}, ""),
+    ("llamafactory", {"add_tokens": "<a>, <b>", "resize_vocab": True}, {"model.new_tokens": ["<a>", "<b>"]}, ""),
+    ("llamafactory", {"add_special_tokens": "<a>"}, {"model.new_special_tokens": ["<a>"]}, ""),
     ("llamafactory", {"lora_target": "q_proj, v_proj"}, {"model.target_modules": ["q_proj", "v_proj"]}, ""),
     ("llamafactory", {"mask_history": True, "pure_bf16": True}, {"turns": "last", "engine.model_dtype": "bf16"}, ""),
     ("llamafactory", {"finetuning_type": "full", "adapter_name_or_path": "D"}, {}, "lacks adapter_name_or_path"),

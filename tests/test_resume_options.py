@@ -43,7 +43,7 @@ def test_the_seed_the_loss_and_the_memorys_part_are_shared():
         *("trainer.seed", "loss.mode", "loss.category_weights", "loss.documents_per_pack")
     ]
     adapters = ("lora_dropout", "use_rslora", "use_dora", "layers_to_transform", "layers_pattern", "modules_to_save")
-    of_model = {"model.freeze", *(f"model.{name}" for name in adapters)}
+    of_model = {f"model.{name}" for name in ("freeze", "new_tokens", "new_special_tokens", *adapters)}
     assert set(options_that("same", [QwenTitansModel])) == {*of_model, "model.train"}
     assert set(options_that("same", [PackedModel])) == of_model
 

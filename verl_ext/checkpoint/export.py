@@ -32,15 +32,17 @@ from verl_ext.checkpoint.state import ADAPTERS, MODEL, STATE, read_tensors
 from verl_ext.config.adapters import with_adapters
 from verl_ext.config.weights import digest_of_weights
 from verl_ext.data.chats import TrainedChats
+from verl_ext.engines.new_rows import add_rows
 from verl_ext.files import OutputFolder, follow_umask, write_errors, write_json
 from verl_ext.layers.towers import auto_class
 from verl_ext.options import DataError, first_line
 
 _GENERATION, _TEMPLATE = "generation_config.json", "chat_template.jinja"
 # Files of a tokenizer that transformers does not write anew, but other programs read.
+_OF_ADDED = ("added_tokens.json", "special_tokens_map.json")  # which lack new tokens
 _OF_TOKENIZER = (
-    *("*.model", "*.tiktoken", "tekken.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json"),
-    "special_tokens_map.json",
+    *("*.model", "*.tiktoken", "tekken.json", "vocab.json", "vocab.txt", "merges.txt"),
+    *_OF_ADDED,
 )
 # Files of an export that belong to merged weights, not to adapters.
 _OF_WEIGHTS = ("model*.safetensors*", "config.json", _GENERATION, "*.py")
@@ -78,7 +80,8 @@ class Export:
         if self.chats.template is not None:
             (folder / _TEMPLATE).write_text(self.chats.template, encoding="utf-8")
         options = engine.model_config
-        _copy_missing(Path(options.local_tokenizer_path or options.local_path), folder, _OF_TOKENIZER)
+        files = _OF_TOKENIZER if not getattr(options, "new_pieces", {}) else _OF_TOKENIZER[: -len(_OF_ADDED)]
+        _copy_missing(Path(options.local_tokenizer_path or options.local_path), folder, files)
         _copy_missing(Path(options.local_path), folder)
         tokenizer = getattr(processor, "tokenizer", processor)
         _write_generation_config(options.local_hf_config_path, config, tokenizer, self.chats.ends, folder)
@@ -319,7 +322,8 @@ def _saved_model(
         model = with_adapters(model, adapters)
         frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
         if merges and frozen.isdisjoint(tensors):  # checkpoint.save_lora_only
-            model = with_adapters(_base_model(base, manifest, kind, trusted), adapters)
+            rows = model.config.get_text_config().vocab_size
+            model = with_adapters(_base_model(base, manifest, kind, trusted, rows), adapters)
     model = filled(model, tensors, merges)
     if dtype != "saved":
         _convert(model, kind, allocate)
@@ -353,15 +357,18 @@ def _plain_of(folder: Path, tied: bool | None, trusted: bool) -> Any:
         raise
 
 
-def _base_model(base: str | None, manifest: layout.Manifest, dtype: torch.dtype, trusted: bool) -> Any:
-    """Load the model that adapters were trained on, or raise DataError."""
+def _base_model(base: str | None, manifest: layout.Manifest, dtype: torch.dtype, trusted: bool, rows: int) -> Any:
+    """Load the model that adapters were trained on, with `rows` tokens, or raise DataError."""
     if base is None:
         raise DataError("base is required for a checkpoint of adapters alone: the folder of its model")
     trained, found = manifest.run_state.get(BASE), digest_of_weights(base)
     if trained not in (None, found):
         raise DataError(f"base must hold the weights that the adapters were trained on, {trained}; got {base}, {found}")
     config = AutoConfig.from_pretrained(base, trust_remote_code=trusted)
-    return auto_class(config).from_pretrained(base, dtype=dtype, trust_remote_code=trusted)
+    model = auto_class(config).from_pretrained(base, dtype=dtype, trust_remote_code=trusted)
+    if rows > config.get_text_config().vocab_size:
+        add_rows(model, {rows - 1: []})  # those of the new tokens are among the adapters
+    return model
 
 
 def _convert(model: Any, dtype: torch.dtype, allocate: Callable[..., torch.Tensor]) -> None:

@@ -40,6 +40,7 @@ class Report:
         self.previews: dict[str, list[list[Run]]] = {name: [] for name in sources}
         self.chat_template: str | None = None
         self.end_of_chat: str | None = None
+        self.new_tokens: dict[str, int] = {}  # the ids of model.new_tokens
         self.held_out: Report | None = None  # that of the validation part
 
     def add(self, documents: Documents) -> None:
@@ -96,6 +97,7 @@ class Report:
         del in_all["examples"]
         return {
             "tokenizer": self.options.model.tokenizer,
+            "new_tokens": self.new_tokens,
             "options": reported_options(self.options),
             "working_folder": os.getcwd(),
             "chat_template": self.chat_template,
@@ -155,7 +157,8 @@ class Report:
             yield f"end of turn: {_most(ends, ' turns')}"
         if counts.text_ends:
             ends_as_text = _most(counts.text_ends, " turns")
-            yield f"no token of the tokenizer, but learnt as text, is the end of turn {ends_as_text}"
+            hint = "model.new_special_tokens makes it one"
+            yield f"no token of the tokenizer, but learnt as text, is the end of turn {ends_as_text}: {hint}"
         if open_turns := counts.end_of_turn[""]:
             yield f"warning: {open_turns:,} turns have no end-of-turn token: the model does not learn to stop there"
         if counts.border_tokens:

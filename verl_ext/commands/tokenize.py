@@ -36,6 +36,7 @@ from verl_ext.text.read.sources import SourceFile, find_source_files
 from verl_ext.text.tokenizing import lowest_keys, tokenize_files
 from verl_ext.text.tokens.counts import Counts
 from verl_ext.text.tokens.documents import Documents, NamedCategories
+from verl_ext.text.tokens.new_tokens import tokens_of
 
 BITS = 128
 PARTS = ("train", "val")  # the folders of a tokenization with val_share
@@ -199,6 +200,7 @@ def write_dataset(
         write_json(folder / REPORT, report.division())
         write_json(folder / "dataset_dict.json", {"splits": list(PARTS)})  # what `datasets.load_from_disk` reads
     for part in parts.parts:
+        part.report.new_tokens = tokens_of(encoder.tokenizer, options.model)
         write_json(part.folder / REPORT, part.report.as_dict())
         write_json(part.folder / CATEGORIES, {str(number): name for name, number in names.numbers.items()})
     return report

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from verl_ext.engines.lora import LoraOptions, given_settings
+from verl_ext.engines.new_rows import ROWS, embeddings_and_head, is_whole, trained_rows
 from verl_ext.engines.optimizer import rate_problems
 from verl_ext.layers.towers import name_hint, outside_text, text_alone
 from verl_ext.layers.trial import isolation_problem, trial_model
@@ -47,7 +48,8 @@ def with_adapters(model: torch.nn.Module, peft_config: Any) -> Any:
 def lora_problems(config: "RunConfig", model: "Architecture") -> list[str]:
     """List adapters whose modules are missing, or cannot be trained or exported.
 
-    The latter are the input embeddings, and a head that shares their weights.
+    The latter are the input embeddings, and a head that shares their weights. PEFT cannot train rows of new tokens in a
+    module that has adapters.
     """
     options, adapter = config.model_options, config.model_options.lora_adapter_path
     tied = getattr(model.hf_config, "tie_word_embeddings", False)
@@ -79,6 +81,8 @@ def lora_problems(config: "RunConfig", model: "Architecture") -> list[str]:
             exclude_modules=plain(options.exclude_modules),
             **settings,
         )
+        if model.module is not None:
+            vars(lora).update(trained_rows(model.module, model.new_pieces, lora.modules_to_save or ()))
     given = lora.target_modules if isinstance(lora.target_modules, str) else sorted(lora.target_modules or ())
     if model.module is not None and (problems := list(_name_problems(model, lora, key))):
         return problems
@@ -92,9 +96,8 @@ def lora_problems(config: "RunConfig", model: "Architecture") -> list[str]:
     if named:
         why = "tied weights are exported as one" if tied else "verl 0.9.1's FSDP2 cannot shard an adapter there"
         return [f"{key} must leave out {' and '.join(named)}: {why}; got {given}"]
-    if tied and lora.trainable_token_indices:
-        of_tied = "trainable_token_indices of tied embeddings, which verl 0.9.1's FSDP2 cannot load"
-        return [f"model.lora_adapter_path must hold an adapter without {of_tied}; got {adapter}"]
+    if problems := list(_new_token_problems(model, lora, key, spell(adapter or given))):
+        return problems
     # What names do not tell, a copy of the model with these adapters does.
     return [] if model.module is None else list(_merge_problems(config, model, lora))
 
@@ -158,6 +161,30 @@ def _name_problems(model: "Architecture", lora: Any, key: str) -> Iterator[str]:
         if not any(targets_module(alone, name) for name in modules):
             of_modules = key.replace("target_modules", "layers_to_transform")
             yield f"{of_modules} must name layers of {whose} with adapters; got {layer}"
+
+
+def _new_token_problems(model: "Architecture", lora: Any, key: str, got: str) -> Iterator[str]:
+    """Yield a line if adapters leave rows of new tokens untrained, or PEFT cannot train them beside these."""
+    from peft.tuners.tuners_utils import check_target_module_exists as targets_module
+
+    if not model.new_pieces or model.module is None:
+        return
+    ends = embeddings_and_head(model.module)
+    rows, whole, node = lora.trainable_token_indices or {}, lora.modules_to_save or (), key.partition(":")[0]
+    rows = rows if isinstance(rows, dict) else {ends[0]: rows}
+    if len({is_whole(name, whole) for name in ends}) > 1 and getattr(model.hf_config, "tie_word_embeddings", False):
+        must = f"{key.replace('target_modules', 'modules_to_save')} must name both or none of {' and '.join(ends)}"
+        yield f"{must}, which are tied, with model.new_tokens; got {spell(list(whole))}"
+        return
+    if getattr(model.module.get_submodule(ends[-1]), "bias", None) is not None:
+        drops = f"a {model.cls.__name__}, of whose head PEFT would drop the bias"
+        yield f"model.new_tokens must be [] with adapters of {drops}; got {len(model.new_pieces)} of them"
+    for name in trained_rows(model.module, model.new_pieces, whole).get(ROWS, {}):
+        if lora.target_modules and targets_module(lora, name):
+            yield f"{key} must leave out {name} with model.new_tokens, whose rows are trained there; got {got}"
+        of_part = next((found for end, found in rows.items() if f".{name}".endswith(f".{end}")), ())
+        if missing := sorted({*model.new_pieces} - {*of_part}):
+            yield f"{node} must train the rows of model.new_tokens in {name}; got {got}, without row {missing[0]}"
 
 
 def _can_be_whole(module: torch.nn.Module) -> bool:

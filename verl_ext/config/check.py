@@ -96,6 +96,8 @@ def preference_problems(config: RunConfig) -> Iterator[str]:
         yield f"reference.path must be null with loss.mode={mode}, which has no reference; got {path}"
     elif path is not None and _is_missing(str(path)):
         yield f"reference.path must be an existing folder or a hub name; got {path}"
+    elif path is not None and (given := [*config.model_options.new_tokens, *config.model_options.new_special_tokens]):
+        yield f"reference.path must be null with model.new_tokens={spell(given)}, which the reference lacks; got {path}"
     elif path is None and needs and config.trainer.eval_only:
         yield "reference.path is required with trainer.eval_only=true, where the model is not its reference; got null"
 

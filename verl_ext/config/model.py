@@ -3,7 +3,9 @@
 verl builds its model node as a dataclass. Our subclasses add class methods, which the checks and the trainer call.
 """
 
+import copy
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +22,7 @@ from verl_ext.config import support
 from verl_ext.config.rope import set_rope_parameters
 from verl_ext.config.upstream import fixed_value_problems
 from verl_ext.config.weights import ModelNode, check_weights, dequantize
+from verl_ext.engines.new_rows import add_to_config
 from verl_ext.models.qwen_titans import (
     MemoryOptions,
     QwenTitansConfig,
@@ -29,6 +32,8 @@ from verl_ext.models.qwen_titans import (
 )
 from verl_ext.options import Options, choice_problem, option, plain, refuse, spell, unknown
 from verl_ext.plugin import CHUNKED, PACKED
+from verl_ext.text.tokens.new_tokens import add_tokens
+from verl_ext.text.tokens.tokenizer import ModelOptions, read_tokenizer
 
 if TYPE_CHECKING:
     from verl_ext.config.run import RunConfig
@@ -48,6 +53,8 @@ class ModelFacts:
         module: the model on the meta device; None for remote code.
         notices: lines about settings that are allowed but may be unintended.
         not_shared: why documents cannot share tokens, where `data.share_prefixes` leaves that open.
+        source: hf_config without the rows of new tokens, as the weights have it; None: hf_config itself.
+        new_tokens: the number of new tokens.
     """
 
     hf_config: Any
@@ -56,6 +63,16 @@ class ModelFacts:
     module: Any
     notices: list[str]
     not_shared: str | None = None
+    source: Any = None
+    new_tokens: int = 0
+
+    @property
+    def new_token_facts(self) -> dict[str, dict[str, int]]:
+        """The entry of new tokens in data_report.json, with the rows of embeddings and head; {} without any."""
+        if not self.new_tokens:
+            return {}
+        rows, rows_with = (config.get_text_config().vocab_size for config in (self.source, self.hf_config))
+        return {"new_tokens": {"tokens": self.new_tokens, "rows": rows, "rows_with": rows_with}}
 
 
 @dataclass
@@ -87,6 +104,10 @@ class PackedModel(HFModelConfig, ModelNode):
         self.override_config = given
         override(self.hf_config, given)
         dequantize(self.hf_config)
+        # The processor has a tokenizer of its own, which an export writes.
+        self.new_pieces = new_pieces(self, self.tokenizer)
+        if (of_processor := getattr(self.processor, "tokenizer", None)) is not None:
+            new_pieces(self, of_processor)
 
     @classmethod
     def resolve_attention(cls, config: DictConfig) -> list[str]:
@@ -120,7 +141,9 @@ class PackedModel(HFModelConfig, ModelNode):
     def examine(cls, config: "RunConfig", hf_config: Any) -> ModelFacts:
         """Check the model in `model.path`, or raise ValueError, one line a mistake."""
         dequantize(hf_config)
-        model = support.Architecture(hf_config)
+        source, pieces = copy.deepcopy(hf_config), new_pieces(config.model_options)
+        add_to_config(hf_config, pieces)
+        model = support.Architecture(hf_config, pieces)
         refuse(support.model_support_problems(model))
         problems = list(support.option_problems(config, model))
         backend = config.attention.backend
@@ -133,7 +156,7 @@ class PackedModel(HFModelConfig, ModelNode):
         notices = list(support.model_notices(config, model, head))
         is_open = getattr(config.dataset, "share_prefixes", False) is None
         not_shared = next(support.sharing_problems(config, model), None) if is_open else None
-        return ModelFacts(hf_config, backend, head, model.module, notices, not_shared)
+        return ModelFacts(hf_config, backend, head, model.module, notices, not_shared, source, len(pieces))
 
     @classmethod
     def check_weights(cls, config: "RunConfig", hf_config: Any) -> list[str]:
@@ -246,6 +269,8 @@ _ONLY_WITH_MEMORY: dict[str, tuple[Any, str]] = {  # key: (the one value it may 
     "model.lora_adapter_path": (None, "it has no adapters"),
     "model.experts": ("auto", "its Qwen has no experts"),
     "model.freeze": ([], "model.train=memory is what freezes the base"),
+    "model.new_tokens": ([], "its exports have the rows of the Qwen"),
+    "model.new_special_tokens": ([], "its exports have the rows of the Qwen"),
     "model.use_liger": (False, "liger does not know the model"),
     "data.share_prefixes": (False, "its memory reads every token of a document"),
     "data.strategy": ("none", "a row is one document, whose memory starts empty (data=babilong sets it)"),
@@ -257,6 +282,20 @@ def model_kind(config: Any) -> type[PackedModel]:
     """Return the class of a model node; PackedModel for verl's own."""
     named = get_class(config["model"]["_target_"])
     return named if issubclass(named, PackedModel) else PackedModel
+
+
+def new_pieces(model: Any, tokenizer: Any = None) -> dict[int, list[int]]:
+    """Return {id of a new token: ids of its old pieces} of a model node.
+
+    tokenizer: gets the new tokens, in place; None: that of the node's path is read, if there are any.
+    """
+    if not model.new_tokens and not model.new_special_tokens:
+        return {}
+    named = ModelOptions(model.path, model.tokenizer_path, bool(model.trust_remote_code))
+    if tokenizer is None:
+        path, key = os.path.expanduser(named.tokenizer), named.tokenizer_key
+        tokenizer = read_tokenizer(path, key, trust_remote_code=named.trust_remote_code)
+    return add_tokens(tokenizer, model.new_tokens, model.new_special_tokens, named.tokenizer)
 
 
 def override(hf_config: Any, values: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ It is read from the config.json and the classes, before weights are loaded.
 
 import copy
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from verl_ext.attention import AttentionNeeds, KernelDevice, choose_backend, fal
 from verl_ext.attention.rope import same_frequencies_in_all_layers_up_to
 from verl_ext.config.adapters import lora_problems
 from verl_ext.engines.head import cheapest_head
+from verl_ext.engines.new_rows import embeddings_and_head
 from verl_ext.engines.optimizer import rate_problems
 from verl_ext.engines.router import asks_for_router_loss, has_router_loss
 from verl_ext.engines.tiles import tileable, untileable
@@ -51,10 +52,11 @@ class Architecture:
     Attributes:
         hf_config: the config.
         text: the part of the config that describes the language model.
+        new_pieces: {the id of a new token: the ids of its old pieces}.
     """
 
-    def __init__(self, hf_config: Any) -> None:
-        self.hf_config, self.text = hf_config, hf_config.get_text_config()
+    def __init__(self, hf_config: Any, new_pieces: Mapping[int, list[int]] | None = None) -> None:
+        self.hf_config, self.text, self.new_pieces = hf_config, hf_config.get_text_config(), new_pieces or {}
 
     @property
     def name(self) -> str:
@@ -267,6 +269,10 @@ def _freeze_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:
             freeze(model.module, options.freeze)
         except ValueError as error:
             yield str(error)
+        ends = embeddings_and_head(model.module) if model.new_pieces else []
+        if frozen := [name for name in ends if not model.module.get_submodule(name).weight.requires_grad]:
+            must = f"model.freeze must leave {' and '.join(frozen)} to train with model.new_tokens"
+            yield f"{must}; got {spell(options.freeze)}"
 
 
 def has_scans(model: Architecture) -> bool:

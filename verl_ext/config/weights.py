@@ -23,6 +23,7 @@ from verl_ext.environment import UNKNOWN, files_digest, folder_digest
 from verl_ext.layers.towers import FreezeOptions, outside_text
 from verl_ext.options import first_line, option, refuse, spell
 from verl_ext.text.read.json_records import parse_json
+from verl_ext.text.tokens.new_tokens import NEW_SPECIAL_TOKENS, NEW_TOKENS
 
 _NAMED = 3  # the number of weights that a line names
 _ENDINGS = (".safetensors", ".bin", ".pt")  # not a model card or a template, whose edit must not prevent a resume
@@ -44,6 +45,8 @@ class ModelNode(ActivationOptions, FreezeOptions, LoraOptions):
         "grouped_mm if transformers has it for the model",
         choices=("auto", "grouped_mm", "eager"),
     )
+    new_tokens: list[str] = option([], NEW_TOKENS, resume="same")
+    new_special_tokens: list[str] = option([], NEW_SPECIAL_TOKENS, resume="same")
 
 
 def dequantize(hf_config: Any) -> None:

@@ -57,3 +57,12 @@ class TrainedChats:
         """Yield a line if the data gives the trained model no template."""
         if len(self.templates) > 1:
             yield f"the folders of {key} were made with {len(self.templates)} chat templates: exports keep model.path's"
+
+
+def tokens_added(folder: str) -> dict[str, int] | None:
+    """Read the new tokens, {token: id}, with which `verl-ext tokenize` made a folder; None if another program did."""
+    try:
+        report = json.loads(Path(folder, REPORT).read_text(encoding="utf-8"))
+        return report.get("new_tokens", {} if "turns" in report["options"] else None)  # none before there were any
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None

@@ -122,9 +122,9 @@ class FusedHead:
         if inputs.group is not None:
             x = exchange_rows(x, inputs.group, inputs.rows.send, inputs.rows.receive)
         head: Any = self._head
-        base = head.get_base_layer() if hasattr(head, "get_base_layer") else head
+        base = _base_layer(head)
         x = x.to(base.weight.dtype)
-        factors = [(x, base.weight)]
+        factors = [(x, _weight(head))]
         for name in _active_adapters(head):
             if name in head.lora_A:
                 low = head.lora_A[name](head.lora_dropout[name](x)) * head.scaling[name]
@@ -147,10 +147,26 @@ def _computing_head(module: Any) -> Any:
     return head if copies is None else copies[head.active_adapter]
 
 
+def _base_layer(head: Any) -> Any:
+    """Return a head's own linear layer, below any adapters."""
+    holder = getattr(head, "token_adapter", head)
+    return holder.get_base_layer() if hasattr(holder, "get_base_layer") else head
+
+
+def _weight(head: Any) -> torch.Tensor:
+    """Return a head's weight, with the rows in place that PEFT trains alone."""
+    rows = getattr(head, "token_adapter", None)
+    if rows is None:
+        return _base_layer(head).weight
+    return rows.get_merged_weights(() if rows.disable_adapters or rows.merged else rows.active_adapters)
+
+
 def _active_adapters(head: Any) -> Sequence[str]:
-    """Return the adapters that PEFT would add, unless merged."""
-    if getattr(head, "disable_adapters", True):  # a layer without adapters has no such attribute
-        if getattr(head, "merged", False):
+    """Return the LoRA adapters that PEFT would add, unless merged."""
+    if not hasattr(head, "lora_A"):
+        return ()
+    if head.disable_adapters:
+        if head.merged:
             head.unmerge()
         return ()
     return () if head.merged else head.active_adapters
@@ -159,20 +175,24 @@ def _active_adapters(head: Any) -> Sequence[str]:
 def cheapest_head(module: Any) -> str:
     """Return the leanest form of head: ``fused``, ``targets`` or ``plain``.
 
-    `fused` needs a linear head, with LoRA adapters at most, whose logits the model returns unchanged: a soft cap or a
-    scale would change the terms. A model of the same class without its layers shows that. `targets` needs a model that
-    takes ``logits_to_keep``.
+    `fused` needs a linear head, with LoRA adapters or trained rows at most, whose logits the model returns unchanged: a
+    soft cap or a scale would change the terms. A model of the same class without its layers shows that. `targets` needs
+    a model that takes ``logits_to_keep``.
     """
     model = module.get_base_model() if hasattr(module, "get_base_model") else module
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         return "plain"
     head = _computing_head(module)
-    base = head.get_base_layer() if hasattr(head, "get_base_layer") else head
+    base = _base_layer(head)
     is_linear = isinstance(base, nn.Linear) and type(base).forward is nn.Linear.forward
-    is_plain = head is base or (
-        hasattr(head, "lora_A")  # neither DoRA, nor a bias in the adapter
-        and not getattr(head, "lora_variant", None)
-        and all(type(adapter) is nn.Linear and adapter.bias is None for adapter in head.lora_B.values())
+    is_plain = (
+        head is base
+        or hasattr(head, "token_adapter")
+        or (
+            hasattr(head, "lora_A")  # neither DoRA, nor a bias in the adapter
+            and not getattr(head, "lora_variant", None)
+            and all(type(adapter) is nn.Linear and adapter.bias is None for adapter in head.lora_B.values())
+        )
     )
     return "fused" if is_linear and is_plain and _gives_logits_unchanged(type(model), model.config) else "targets"
 

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from torch import nn
+
 from verl_ext.options import Options, option, plain, spell
 
 
@@ -51,3 +53,16 @@ class LoraOptions(Options):
 def given_settings(model_node: Any) -> dict[str, Any]:
     """Return the LoraOptions of a node's attributes that are not the defaults."""
     return LoraOptions.read({name: plain(value) for name, value in vars(model_node).items()}).changed()
+
+
+def separate_tied_rows(module: nn.Module) -> None:
+    """Let PEFT's adapters of tied embeddings share parameters, and no module."""
+    # Upstream: torch 2.13 reads a full state dict into FSDP2's shards by the first name of a module alone, and PEFT
+    # 0.21 puts the dictionary of trained rows below both embeddings and head. To go when torch reads all names.
+    from peft.tuners.trainable_tokens import TrainableTokensLayer  # heavy, and needed with adapters only
+
+    for layer in [part for part in module.modules() if isinstance(part, TrainableTokensLayer) and part.tied_adapter]:
+        rows, begun = layer.trainable_tokens_delta, layer.trainable_tokens_original
+        layer.trainable_tokens_delta = nn.ParameterDict(dict(rows.items()))
+        # A buffer of its own: verl broadcasts one after the other, and ranks may hold a shared one once or twice.
+        layer.trainable_tokens_original = type(begun)({name: buffer.clone() for name, buffer in begun.items()})

@@ -27,7 +27,8 @@ from verl.workers.engine.fsdp import transformer_impl
 from verl_ext.attention.packed import require_layout
 from verl_ext.attention.rope import choose_rope_by_document, restore_rope_precision
 from verl_ext.engines.head import FusedHead, HeadInputs, TargetRows, cheapest_head
-from verl_ext.engines.lora import given_settings
+from verl_ext.engines.lora import given_settings, separate_tied_rows
+from verl_ext.engines.new_rows import trained_rows
 from verl_ext.engines.router import RouterLoss, RoutingSums, asks_for_router_loss
 from verl_ext.engines.step import StepEngine, on_device, wants_token_stats
 from verl_ext.layers import UNAWARE, RunningPack, attach, install, torch_forms
@@ -111,11 +112,15 @@ class PackedEngine(StepEngine):
         verls, config, lora = cast(Any, transformer_impl), self.model_config, transformer_impl.LoraConfig
         self.model_config = copy.copy(config)
         vars(self.model_config)["exclude_modules"] = text_alone(module, config.exclude_modules)
-        verls.LoraConfig = partial(lora, **given_settings(config))
+        given = given_settings(config)
+        given |= trained_rows(module, getattr(config, "new_pieces", {}), given.get("modules_to_save", ()))
+        verls.LoraConfig = partial(lora, **given)
         try:
-            return super()._build_lora_module(module)
+            adapted = super()._build_lora_module(module)
         finally:
             self.model_config, verls.LoraConfig = config, lora
+        separate_tied_rows(adapted)
+        return adapted
 
     def initialize(self) -> None:
         """Initialise as the parent does, with a head and router loss.

@@ -32,6 +32,7 @@ from verl.workers.engine.utils import detach_tree
 from verl_ext.answers.generation import Sampling, generate
 from verl_ext.engines.activations import ActivationOptions, apply_activation_options
 from verl_ext.engines.clipping import clip_gradients
+from verl_ext.engines.new_rows import add_rows, add_to_config
 from verl_ext.engines.optimizer import built_optimizer, parameter_groups, take_threads, with_implementation
 from verl_ext.engines.router import RouterLoss
 from verl_ext.engines.schedule import rate_factor
@@ -96,7 +97,7 @@ class StepEngine(FSDPEngineWithLMHead):
             )
 
     def _build_module(self) -> torch.nn.Module:
-        """Build verl's module with activation options and the checkpoint's padding token."""
+        """Build verl's module with new tokens, activation options and the checkpoint's padding token."""
         # Upstream: verl 0.9.1 gives the config the tokenizer's pad_token_id before it builds the module. Embeddings
         # give that token no gradient, though documents may end with it, and RoBERTa-like models count places from it.
         # To go when verl sets it for generation alone.
@@ -108,6 +109,9 @@ class StepEngine(FSDPEngineWithLMHead):
             config.pad_token_id = getattr(source, "pad_token_id", None)
         module: Any = super()._build_module()
         config.pad_token_id = module.config.pad_token_id = padding
+        if pieces := getattr(model, "new_pieces", {}):  # verl's own config has none
+            add_rows(module, pieces)
+            add_to_config(config, pieces)
         apply_activation_options(module, ActivationOptions.read(vars(self.model_config)))
         return module
 

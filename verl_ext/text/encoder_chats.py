@@ -109,7 +109,7 @@ class ChatEncoder(Encoder):
         date if the template may print it. Raises `UsageError` if a template cannot be read.
         """
         own = {each.name: getattr(self.options, each.name) for each in fields(ChatOptions)}
-        own |= {"model": None, "chat_template": self._own_template}
+        own |= {"model": None, "chat_template": self._own_template, "chat_templates": None}
         if not self.prints_date:
             del own["chat_date"]
         tokenizer = self.tokenizer
@@ -119,7 +119,7 @@ class ChatEncoder(Encoder):
     @property
     def _own_template(self) -> str | None:
         given = self.options.chat_template
-        return None if given is None else read_template(given, "chat_template")
+        return None if given is None else read_template(given, "chat_template", self.options.chat_templates)
 
     @property
     def prints_date(self) -> bool:

@@ -6,10 +6,12 @@ from typing import Any
 from verl_ext.answers.prompts import Prompts
 from verl_ext.config.check import model_positions
 from verl_ext.config.run import RunConfig
+from verl_ext.data.chats import tokens_added
 from verl_ext.data.dataset import PackDataset, open_datasets
 from verl_ext.data.options import RunLength
-from verl_ext.options import first_line
+from verl_ext.options import first_line, spell
 from verl_ext.packing import CostModel
+from verl_ext.text.tokens.new_tokens import KEYS, add_tokens
 from verl_ext.trainer.step_plan import StepPlan
 
 
@@ -34,6 +36,20 @@ def open_prompts(config: RunConfig, hf_config: Any, folders: Sequence[str]) -> P
             f"eval.prompts leaves of the model's {positions} positions; got {options.max_new_tokens}"
         )
     return prompts
+
+
+def new_token_problem(config: RunConfig, dataset: PackDataset) -> str | None:
+    """Return a line for a folder that was tokenized with other new tokens than the model gets."""
+    model = config.model_options
+    for folder in dataset.folders:
+        made, given = tokens_added(folder), [*model.new_tokens, *model.new_special_tokens]
+        if made is None or not (made or given):
+            continue
+        vocabulary = _tokenizer(model).get_vocab()
+        if any(vocabulary.get(token) != number for token, number in made.items()) or {*given} - {*made}:
+            must = f"{' and '.join(KEYS)} must be those that {dataset.key} was tokenized with, {spell([*made])}"
+            return f"{must}; got {spell(given)} for {folder}: verl-ext tokenize with these makes it again"
+    return None
 
 
 def reopened(facts: Mapping[str, Any]) -> tuple[PackDataset, StepPlan, CostModel]:
@@ -66,4 +82,5 @@ def _tokenizer(model: Any) -> Any:
         raise ValueError(f"{key} must hold a tokenizer; got {path} ({first_line(error)})") from None
     check_tokenizer(tokenizer, path, key)
     check_round_trip(tokenizer, path, key)
+    add_tokens(tokenizer, model.new_tokens, model.new_special_tokens, path)
     return tokenizer

@@ -139,6 +139,7 @@ def _facts(run: Run, each: ScoredSet, ranks: RunRanks) -> str:
     own = run.model.hf_config if path is None else read_hf_config(path, bool(config.model_options.trust_remote_code))
     dtypes = [config.engine.model_dtype, config.engine.mixed_precision]
     model = [run.reference or run.base, model_shape(own), config.model_options.override_config, dtypes, versions()]
+    model += [each for each in (config.model_options.new_tokens, config.model_options.new_special_tokens) if each]
     rows = np.flatnonzero(each.owner >= 0)
     return fingerprint(json.loads(json.dumps([data, model], default=str)), rows.tobytes())
 

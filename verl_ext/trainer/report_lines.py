@@ -10,7 +10,11 @@ Facts = Mapping[str, Any]
 
 
 def report_lines(report: Mapping[str, Facts]) -> Iterator[str]:
-    """Yield the lines about {"train": facts, "val": facts, "steps": facts}."""
+    """Yield the lines about {"new_tokens": facts, "train": facts, "val": facts, "steps": facts}."""
+    if new := report.get("new_tokens"):
+        grown = f"embeddings and head grow from {new['rows']:,} to {new['rows_with']:,} rows"
+        free = f"in free rows of {new['rows']:,}"
+        yield f"model: new tokens: {new['tokens']:,}; {grown if new['rows_with'] > new['rows'] else free}"
     for name in ("train", "val"):
         if name in report:
             yield from _data_lines(name, report[name])

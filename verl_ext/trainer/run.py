@@ -129,7 +129,7 @@ class Run:
             packs = replace(packs, costs=np.ones(len(packs.costs)))
         steps = step_facts(packs, self.plan, self.config.data_parallel_size, micro)
         use = {"use": [vars(row) for row in self.use]}
-        return {"train": data_facts(self.train_set) | use, **validated, "steps": steps}
+        return {**self.model.new_token_facts, "train": data_facts(self.train_set) | use, **validated, "steps": steps}
 
     def facts(self) -> dict[str, Any]:
         """Describe the run for later: config, versions, machine and step plan."""

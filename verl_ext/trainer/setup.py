@@ -50,7 +50,7 @@ from verl_ext.options import leaves, refuse, spell
 from verl_ext.packing import TOKENS, CostModel
 from verl_ext.text.tokens.tokenizer import TRUSTED
 from verl_ext.trainer.distributed import RunRanks, accelerator, print_on_rank0, user_errors_end_the_run
-from verl_ext.trainer.inputs import open_prompts, open_sets
+from verl_ext.trainer.inputs import new_token_problem, open_prompts, open_sets
 from verl_ext.trainer.objective import objective_of
 from verl_ext.trainer.report import what_runs
 from verl_ext.trainer.run import Run, Validation
@@ -70,7 +70,8 @@ def prepare(composed: DictConfig) -> Run:
     with user_errors_end_the_run():
         if is_rank0:
             check_weight_files(config)
-            config = replace(config, notices=(*config.notices, *config.model.check_weights(config, model.hf_config)))
+            differing = config.model.check_weights(config, model.source or model.hf_config)
+            config = replace(config, notices=(*config.notices, *differing))
             if trains:
                 refuse_locked(Path(config.trainer.default_local_dir))
                 check_copies(config.trainer)
@@ -147,6 +148,7 @@ def opened(config: RunConfig, model: ModelFacts) -> Run:
         dataset.read_together(RunRanks())
     with user_errors_end_the_run():
         for dataset in datasets:
+            refuse([new_token_problem(config, dataset)])
             facts = dataset.facts()
             check_vocabulary(facts.token_range, model.hf_config.get_text_config().vocab_size, dataset.key)
             if (path := config.reference.path) is not None:

@@ -38,7 +38,8 @@ class ChatOptions(RecordOptions):
     gone: ClassVar[Mapping[str, str]] = {"last_turn_only": "turns=last does its work"}
 
     model: ModelOptions = option(ModelOptions, "the tokenizer")
-    chat_template: str | None = option(None, "a Jinja template, or a file with one; null: the tokenizer's own")
+    chat_template: str | None = option(None, "Jinja text, a file, or a name in chat_templates; null: the tokenizer's")
+    chat_templates: str | None = option(None, "folder with the NAME.jinja of chat_template=NAME, or package:folder")
     apply_chat_template_kwargs: dict[str, Any] = option({}, "template arguments, e.g. {enable_thinking: false}")
     chat_date: str | None = option(
         None, "day that the template prints as today's, such as 2026-11-25; null: the day on which the command runs"
@@ -129,9 +130,11 @@ class ChatOptions(RecordOptions):
             yield f"apply_chat_template_kwargs must not set {name}, which this command sets itself"
         if self.chat_template is not None:
             try:
-                read_template(self.chat_template, "chat_template")
+                read_template(self.chat_template, "chat_template", self.chat_templates)
             except UsageError as error:
                 yield str(error)
+        elif self.chat_templates is not None:
+            yield f"chat_template must name a template of chat_templates={self.chat_templates}; got null"
 
     @property
     def message_names(self) -> MessageNames:
@@ -213,7 +216,7 @@ class ChatRenderer:
         """Read the template. Raises `UsageError` if missing or unusable."""
         template = given = options.chat_template
         if given is not None:
-            template = read_template(given, "chat_template")
+            template = read_template(given, "chat_template", options.chat_templates)
             check_template(template, "one" if template == given else given, "chat_template")
         elif not tokenizer.chat_template:
             raise UsageError(

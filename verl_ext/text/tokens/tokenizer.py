@@ -7,15 +7,19 @@ import re
 import sys
 import unicodedata
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
 from verl_ext.options import Options, UsageError, first_line, option, reason_of
+from verl_ext.text.tokens.new_tokens import NEW_SPECIAL_TOKENS, NEW_TOKENS, add_tokens
 
 # The modules that load_tokenizer may import; the one with torch takes seconds.
 _WITH_TORCH, _WITHOUT_TORCH = "transformers.models.auto.tokenization_auto", "verl_ext.text.tokens.torchless_tokenizers"
 _tokenizer_module = _WITH_TORCH
+_NEAR = 5  # names of templates that an error lists
 LONGEST_TEMPLATE = 1 << 20  # bytes of a chat template; the longest published ones have about 30,000
 # Added tokens that stand for no text, such as <think>. Not every tokenizer flags them as special.
 _MARKER = re.compile(r"<.*>|\[.*\]", re.DOTALL)
@@ -31,6 +35,8 @@ class ModelOptions(Options):
     path: str | None = option(None, "model or tokenizer: a folder, or a name on the Hub")
     tokenizer_path: str | None = option(None, "the tokenizer, if it is not in model.path")
     trust_remote_code: bool = option(False, "true: run Python code that comes with the tokenizer")
+    new_tokens: list[str] = option([], NEW_TOKENS)
+    new_special_tokens: list[str] = option([], NEW_SPECIAL_TOKENS)
 
     @property
     def tokenizer(self) -> str:
@@ -56,14 +62,16 @@ def tokenizer_path_problems(path: str, key: str) -> list[str]:
     return [f"{key} must be a folder that exists; got {path}"]
 
 
-def read_template(template: str, key: str) -> str:
-    """Return a chat template from its text or its file's path.
+def read_template(template: str, key: str, folder: str | None = None) -> str:
+    """Return a chat template from its text, its name in a folder, or its file's path.
 
-    Raises `UsageError`, which names `key`, if the file is missing, too large or not text.
+    folder: the value of `chat_templates`. Raises `UsageError`, which names `key`, if the file is missing, too large or
+    not text.
     """
     if "{" in template or "\n" in template:
         return template
-    path, needed = template, f"{key} must be a Jinja template"
+    path = template if folder is None else _named_template(template, key, folder)
+    needed = f"{key} must be a Jinja template"
     try:
         if os.path.exists(path) and not os.path.isfile(path):
             raise UsageError(f"{needed} or a file with one; got {path}, which is no regular file")
@@ -76,7 +84,26 @@ def read_template(template: str, key: str) -> str:
         raise UsageError(f"{key} must be UTF-8; got {path}, whose byte {error.start + 1} is not") from error
     except (OSError, ValueError) as error:
         why = reason_of(error) if isinstance(error, OSError) else first_line(error)
+        if folder is None and re.fullmatch(r"[\w-]+", path):
+            why += "; chat_templates=FOLDER would find NAME.jinja there"
         raise UsageError(f"{needed} or a file that exists; got {path[:200]}: {why}") from error
+
+
+def _named_template(name: str, key: str, folder: str) -> str:
+    """Return the path of a folder's NAME.jinja, or of a file of this name anywhere."""
+    package, _, below = folder.partition(":")
+    found = Path(folder).expanduser()
+    if not found.is_dir() and package.isidentifier() and (spec := find_spec(package)) is not None:
+        found = Path((spec.submodule_search_locations or [""])[0], below)  # without an import of the package
+    files = {file.stem: str(file) for file in sorted(found.glob("*.jinja"))}
+    if not files:
+        needed = "chat_templates must be a folder with NAME.jinja files, or package:folder of an installed package"
+        raise UsageError(f"{needed}; got {folder}")
+    if name in files or os.path.isfile(name):
+        return files.get(name, name)
+    near = ", ".join(get_close_matches(name, files, n=_NEAR, cutoff=0.4)) or ", ".join(list(files)[:_NEAR])
+    needed = f"{key} must be one of the {len(files)} names in chat_templates={folder}"
+    raise UsageError(f"{needed}; got {name} (nearest: {near})")
 
 
 def check_template(template: str, named: str, key: str) -> None:
@@ -115,6 +142,7 @@ def load_tokenizer(model: ModelOptions) -> Any:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = read_tokenizer(model.tokenizer, model.tokenizer_key, trust_remote_code=model.trust_remote_code)
     check_round_trip(tokenizer, model.tokenizer, model.tokenizer_key)
+    add_tokens(tokenizer, model.new_tokens, model.new_special_tokens, model.tokenizer)
     tokenizer.model_max_length = int(1e30)  # avoids a warning for each long text; the command bounds lengths
     return tokenizer
 

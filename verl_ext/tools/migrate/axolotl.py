@@ -84,8 +84,8 @@ KEYS: dict[str, Rule] = {
     "use_otel_metrics": lacking("trainer.logger has another set of trackers"),
     "push_dataset_to_hub": lacking("nothing is uploaded"),
     "tokens": hf_trainer.TOKENS,
-    "added_tokens_overrides": lacking("embeddings keep their size"),
-    "resize_token_embeddings_to_32x": differing("embeddings get no rows that no token has"),
+    "added_tokens_overrides": lacking("a new token gets an id of its own"),
+    "resize_token_embeddings_to_32x": differing("rows are added where none is free, and stay as divisible"),
     "load_in_8bit": hf_trainer.IN_8_BITS,
     **rules(
         hf_trainer.QUANTIZED,
@@ -114,6 +114,7 @@ KEYS: dict[str, Rule] = {
 # Plugins whose work is done here, or that have keys of their own; sizes whose product are the ranks.
 _PLUGINS = ("cut_cross_entropy", "liger", "kernels", "swanlab", "expert_parallel")
 _SIZES = ("dp_shard_size", "dp_replicate_size", "context_parallel_size", "tensor_parallel_size")
+_TEMPLATES = "axolotl:utils/chat_templates/templates"
 _TEXTS = ("completion", "pretrain")
 _CHATS = ("", "None", "chat_template", "sharegpt")
 _ENTRY = (  # what is read of a data set, or needs nothing
@@ -193,18 +194,24 @@ def read_axolotl(moved: Moved, folder: Path) -> None:
         moved.lack("do_causal_lm_eval", "eval.prompts has prompts to answer while training")
     if moved.is_on("train_on_inputs") and not moved.is_on("pretraining_dataset"):
         moved.lack("train_on_inputs", "prompts are not learnt; text records are learnt whole")
-    if moved.is_on("chat_template") and moved.get("chat_template") != "tokenizer_default":
-        moved.differ(
-            f"chat_template={moved.get('chat_template')}: here the tokenizer's own renders chats; "
-            "chat_template=FILE names another"
-        )
+    template = str(moved.get("chat_template", default="tokenizer_default"))
+    if template.startswith("tokenizer_default_fallback_"):
+        moved.differ(f"chat_template={template}: the tokenizer's own; without one, chat_template=NAME must be given")
+    elif is_on(template) and template not in ("tokenizer_default", "jinja"):
+        moved.put("chat_template", template)
+        moved.put("chat_templates", _TEMPLATES)
+        moved.differ(f"chat_templates={_TEMPLATES} is axolotl's folder, where it is installed; or name a copy of it")
+    hf_trainer.differ_by_tokens(moved, "at random")
     if len(ends := listed(moved.get("eot_tokens"))) == 1:
         moved.put("end_of_turn", ends[0])
     elif ends:
         moved.lack("eot_tokens", "end_of_turn names one text; left out, those of the chat template are found")
     special = mapping("special_tokens", moved.get("special_tokens"))
     if other := [name for name in special if name != "pad_token" and is_on(special[name])]:
-        moved.differ(f"special_tokens: {', '.join(other)}: the tokenizer's own are used here")
+        moved.differ(
+            f"special_tokens: {', '.join(other)}: the tokenizer's own are used here; model.new_special_tokens adds one "
+            "that it lacks"
+        )
 
 
 def _put_preferences(moved: Moved) -> None:

@@ -45,7 +45,7 @@ IN_8_BITS = differing(
     "the base stays in bf16: its weights take twice the memory, and its products are not rounded to 8 bits"
 )
 UNSHARDED = lacking("optim.optimizer names a class of torch.optim or another package that steps shards")
-TOKENS = lacking("no tokens are added")
+TOKENS, SPECIAL_TOKENS = (to(f"model.new_{kind}tokens", is_names=True) for kind in ("", "special_"))
 IMAGES = lacking("records are text; media=drop leaves their images out")
 FP8 = differing("weights and products are bf16")
 # {parallelism of other engines}: each has the number of ranks that hold one copy's parts.
@@ -380,3 +380,12 @@ def put_lora(moved: Moved, rank: Any, alpha: Any, targets: Any, dropout: float =
     names = targets if is_pattern else split_names(targets)
     if names not in ([], ["all"], ["all-linear"]):
         moved.put("model.target_modules", names)
+
+
+def differ_by_tokens(moved: Moved, begins: str) -> None:
+    """Say what is otherwise about new tokens, whose rows begin there as `begins`."""
+    if names := [name for name in ("model.new_tokens", "model.new_special_tokens") if name in moved.words]:
+        moved.differ(
+            f"{' and '.join(names)}: rows begin as the mean of those of a token's old pieces, there {begins}; a token "
+            "that the tokenizer has is refused, there it is passed over"
+        )

@@ -26,6 +26,7 @@ from verl_ext.tools.migrate.reading import NUMBER
 # Texts that Hydra's grammar reads without quotes: as a value, and inside a list or a mapping.
 _PLAIN = re.compile(r"[^\s'\"\[\]{}(),=\\#]+")
 _PLAIN_INSIDE = re.compile(r"[\w.+~-][\w./+~$@%-]*")
+_OF_BOTH = ("model.path", "model.new_tokens", "model.new_special_tokens")  # which `tokenize` reads too
 _NODES = ("attention", "checkpoint", "data", "engine", "eval", "loss", "model", "optim", "parallel", "trainer")
 
 
@@ -251,7 +252,7 @@ class Moved:
             if key.startswith(("data.sources.", "data.val_sources.", "data.cache_dir")):
                 continue
             # A variable stays in the command, where the shell expands it.
-            if "." in key and key.partition(".")[0] in _NODES and key != "model.path" and "$" not in str(value):
+            if "." in key and key.partition(".")[0] in _NODES and key not in _OF_BOTH and "$" not in str(value):
                 *above, last = key.split(".")
                 node = nodes
                 for part in above:

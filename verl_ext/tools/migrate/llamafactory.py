@@ -49,8 +49,13 @@ KEYS: dict[str, Rule] = {
     "rope_scaling": lacking("model.override_config={rope_parameters: {…}} has the factor, as in config.json"),
     "freeze_language_model": lacking("the text model is what is trained"),
     "val_size": hf_trainer.HELD_OUT,
-    **rules(hf_trainer.TOKENS, "new_special_tokens add_tokens add_special_tokens"),
-    **rules(lacking("embeddings keep their size"), "resize_vocab new_special_tokens_config init_special_tokens"),
+    "add_tokens": hf_trainer.TOKENS,
+    "resize_vocab": FREE,
+    **rules(hf_trainer.SPECIAL_TOKENS, "new_special_tokens add_special_tokens"),
+    **rules(
+        lacking("rows begin as the mean of a token's old pieces; model.new_special_tokens names the tokens"),
+        "new_special_tokens_config init_special_tokens",
+    ),
     **rules(hf_trainer.QUANTIZED, "quantization_bit quantization_device_map"),
     **rules(_LOSS, "use_asft_loss asft_alpha use_dft_loss use_eaft_loss eaft_alpha"),
     **rules(
@@ -138,6 +143,7 @@ def read_llamafactory(moved: Moved, folder: Path) -> None:
     if moved.is_on("train_on_prompt"):
         moved.lack("train_on_prompt", "prompts are not learnt; category by category, text records are learnt whole")
     _differ_by_template(moved)
+    hf_trainer.differ_by_tokens(moved, "as the mean of all rows with noise")
     if moved.is_on("packing") and not moved.is_on("neat_packing") and moved.get("stage") != "pt":
         moved.differ("packing without neat_packing lets documents of a pack attend to each other there; never here")
 
@@ -176,8 +182,9 @@ def _read_experts(moved: Moved) -> None:
 def _differ_by_template(moved: Moved) -> None:
     if moved.is_on("template"):
         moved.differ(
-            f"template={moved.get('template')} is LLaMA-Factory's own; here the tokenizer's template renders chats, "
-            "and the line end after a turn and an empty thinking block are no targets (empty_reasoning=learn learns it)"
+            f"template={moved.get('template')} is LLaMA-Factory's own; here the tokenizer's template renders chats, or "
+            "chat_template=NAME of a folder chat_templates=FOLDER, and the line end after a turn and an empty thinking "
+            "block are no targets (empty_reasoning=learn learns it)"
         )
 
 

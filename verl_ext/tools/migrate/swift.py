@@ -46,7 +46,7 @@ KEYS: dict[str, Rule] = {
     "split_dataset_ratio": hf_trainer.HELD_OUT,
     "experts_impl": to("model.experts"),
     "freeze_parameters": to("model.freeze", is_names=True),
-    "new_special_tokens": hf_trainer.TOKENS,
+    "new_special_tokens": hf_trainer.SPECIAL_TOKENS,
     **hf_trainer.GROUPS,
     **dict.fromkeys(IMAGE_SETTINGS, hf_trainer.IMAGES),
     "rope_scaling": lacking("model.override_config={rope_parameters: {…}} has the factor, as in config.json"),
@@ -139,7 +139,13 @@ def read_swift(moved: Moved, folder: Path) -> None:
     if "ignore_empty_think" not in scale and not trains_texts:
         moved.differ("an empty thinking block is learnt there: empty_reasoning=learn learns it here")
     if moved.is_on("template"):
-        moved.differ(f"template={moved.get('template')}: the tokenizer's own chat template renders chats here")
+        moved.differ(
+            f"template={moved.get('template')}: the tokenizer's own chat template renders chats here, or "
+            "chat_template=NAME of a folder chat_templates=FOLDER"
+        )
+    hf_trainer.differ_by_tokens(moved, "as transformers draws them around the mean of all")
+    if any(token.endswith(".txt") for token in moved.words.get("model.new_special_tokens", ())):
+        moved.lack("new_special_tokens", "a file of tokens is not read: name its lines")
     if moved.is_on("agent_template"):
         moved.differ(
             f"agent_template={moved.get('agent_template')}: the chat template of the tokenizer prints tools here"

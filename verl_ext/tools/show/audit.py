@@ -7,7 +7,7 @@ after the first are targets both in a text for pretraining and in a chat whose p
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from verl_ext.text.tokens.hashes import repeated
 from verl_ext.text.tokens.tokenizer import ModelOptions, load_tokenizer
-from verl_ext.tools.show.documents import ShownDocuments
+from verl_ext.tools.show.documents import ShownDocuments, model_of, tokenizer_of
 from verl_ext.tools.show.tokens import TokenFacts, read_tokens
 
 NAMED_ROWS = 5  # rows that a finding names, in the terminal and in the JSON
@@ -81,9 +81,8 @@ def audit(
     not_checked: dict[str, str] = {}
     # Only checks on tokens cost seconds on large data, so those alone wait for `scan=true`.
     if read or (read is None and tokens <= READ_UP_TO):
-        path = (model.tokenizer if model else "") or documents.tokenizer
-        if path:
-            tokenizer = load_tokenizer(replace(model or ModelOptions(), path=path, tokenizer_path=None))
+        tokenizer = tokenizer_of(model or ModelOptions(), documents.model)
+        if tokenizer is not None:
             ids = _TokenIds.of(tokenizer, documents)
         else:
             not_checked |= _reasons("tokenizer", "no report names a tokenizer: model.path=FOLDER does")
@@ -190,7 +189,7 @@ def _other_tokenizer(documents: ShownDocuments, tokenizer: Any) -> Finding:
     for number, report in enumerate(documents.reports):
         if not (named := report.get("tokenizer")):
             continue
-        other = load_tokenizer(ModelOptions(named)).get_vocab()
+        other = load_tokenizer(model_of(report)).get_vocab()
         if other != vocabulary:
             differs[slice(*documents.first_rows[number : number + 2].tolist())] = True
             changed = sum(vocabulary.get(token) != id_ for token, id_ in other.items())

@@ -136,7 +136,7 @@ def _show(options: ShowDataOptions, names: list[str]) -> None:
         parts += audit_tables(found)
     decode = None
     if options.against is not None or options.pack is not None:
-        tokenizer = tokenizer_of(options.model, documents.tokenizer)
+        tokenizer = tokenizer_of(options.model, documents.model)
         decode = tokenizer and tokenizer.decode
     if options.against is not None:
         other = open_documents(as_list(options.against), "against")
@@ -163,7 +163,7 @@ def _show(options: ShowDataOptions, names: list[str]) -> None:
 
 def _documents(documents: ShownDocuments, options: ShowDataOptions) -> Iterator[Text]:
     """Yield the selected documents, each with its record if asked for."""
-    tokenizer = tokenizer_of(options.model, documents.tokenizer, is_needed=True)
+    tokenizer = tokenizer_of(options.model, documents.model, is_needed=True)
     in_colour, longest = (True, RUN_CELLS_OF_PAGE) if options.html else (has_colours(), RUN_CELLS)
     finders: dict[str, RecordFinder] = {}
     shown: set[int] = set()

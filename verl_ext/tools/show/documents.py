@@ -106,6 +106,12 @@ class ShownDocuments:
         named = {report.get("tokenizer") for report in self.reports} - {None}
         return named.pop() if len(named) == 1 else None
 
+    @property
+    def model(self) -> ModelOptions | None:
+        """That tokenizer with its new tokens; None without one."""
+        named = [report for report in self.reports if report.get("tokenizer")]
+        return model_of(named[0]) if self.tokenizer else None
+
 
 class FolderDocuments(ShownDocuments):
     """The documents of tokenized folders; missing counts are read from tokens."""
@@ -216,15 +222,25 @@ def open_documents(paths: Sequence[str], key: str = "paths") -> ShownDocuments:
         raise DataError(str(error)) from error
 
 
-def tokenizer_of(model: ModelOptions, named: str | None, is_needed: bool = False) -> Any:
+def model_of(report: Report) -> ModelOptions:
+    """Return a report's tokenizer with its new tokens."""
+    own = report.get("options", {}).get("model") or {}
+    tokens = {name: own[name] for name in ("new_tokens", "new_special_tokens") if name in own}
+    return ModelOptions.read({"path": report["tokenizer"], **tokens})
+
+
+def tokenizer_of(model: ModelOptions, of_data: ModelOptions | None, is_needed: bool = False) -> Any:
     """Return the user's tokenizer, else the data's; None without both.
 
     is_needed: raise UsageError instead of returning None.
     """
-    path = model.tokenizer or named
-    if is_needed and not path:
+    chosen = model if model.tokenizer or of_data is None else of_data
+    if not chosen.tokenizer and not is_needed:
+        return None
+    if not chosen.tokenizer:
         raise UsageError("model.path must name the tokenizer of the data, whose report.json names none; got null")
-    return load_tokenizer(replace(model, path=path, tokenizer_path=None)) if path else None
+    trusted = model.trust_remote_code
+    return load_tokenizer(replace(chosen, path=chosen.tokenizer, tokenizer_path=None, trust_remote_code=trusted))
 
 
 def _read_report(folder: Path) -> Report:

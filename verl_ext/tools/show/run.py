@@ -124,7 +124,7 @@ def _step_parts(options: ShowRunOptions, step: int) -> Iterator[RenderableType]:
             raise DataError(f"{folder / RUN} must be of a run of this version; its config lacks {error}") from error
         except ValueError as error:
             raise DataError("; ".join(str(error).splitlines())) from error
-        tokenizer = tokenizer_of(options.model, ModelOptions.read(facts["config"]["model"]).tokenizer)
+        tokenizer = tokenizer_of(options.model, ModelOptions.read(facts["config"]["model"]))
         yield from step_view(train_set, plan, cost, facts, step)
         ranks = facts["data_parallel_size"]
         if options.rank is not None and options.rank >= ranks:
@@ -146,5 +146,5 @@ def _spike_parts(spike: Mapping[str, Any], options: ShowRunOptions) -> Iterator[
         row = Row(whole.input_ids[part], whole.loss_mask[part], None if whole.weights is None else whole.weights[part])
         where = f"row {place['row']} of {place['folder']}"
         facts = f"{where}: {place['category']}, pack {place['pack']}, loss {place['loss']}"
-        tokenizer = tokenizer_of(options.model, documents.tokenizer, is_needed=True)
+        tokenizer = tokenizer_of(options.model, documents.model, is_needed=True)
         yield document_view(one_line(facts), row, tokenizer, options.tokens, in_colour)
