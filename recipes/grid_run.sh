@@ -5,6 +5,7 @@
 
 JOBS=${JOBS:-1}
 SEEDS=${SEEDS:-1 2 3}
+declare -A SHARES=([0]=none [0.5]=half [1.0]=all) # of the long records, by their names in cells
 cells=() # every cell of the grid as seed_N/CELL
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT # the cells in progress, if the grid is stopped
 

@@ -58,7 +58,7 @@ for seed in $SEEDS; do
                 sorted) how=(data.strategy=sorted_batch) ;;
                 padded) how=(data.strategy=none data.pad_mode=right "data.train_batch_size=$documents") ;;
                 esac
-                train_cell "$seed" "long_${share}_${loss}_$batches" "data.train_dir=$train" "model.path=$model" \
+                train_cell "$seed" "${SHARES[$share]}_${loss}_$batches" "data.train_dir=$train" "model.path=$model" \
                     "${overrides[@]}" "loss=$loss" "${how[@]}"
             done
         done
@@ -71,4 +71,4 @@ for seed in $SEEDS; do
     judge_cells "$seed" task=longbench_chat "cases=$cases" "chat.shots=$shots" "${asked[@]}" \
         "judge.base_url=$server_url" "judge.model=$server_model"
 done
-show_grid rating long_0_sequence_packed
+show_grid rating none_sequence_packed

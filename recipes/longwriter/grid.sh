@@ -46,7 +46,7 @@ for seed in $SEEDS; do
     for share in 0 0.5 1.0; do
         tokenized "$seed" "$share"
         for loss in token sequence longwriter; do
-            train_cell "$seed" "long_${share}_$loss" "data.train_dir=$train" "model.path=$model" \
+            train_cell "$seed" "${SHARES[$share]}_$loss" "data.train_dir=$train" "model.path=$model" \
                 "${overrides[@]}" "loss=$loss"
         done
     done
@@ -56,4 +56,4 @@ for seed in $SEEDS; do
     data_of "$seed"
     judge_cells "$seed" task=longwrite_ruler "cases=$cases" "${asked[@]}"
 done
-show_grid S_l long_0_longwriter
+show_grid S_l none_longwriter

@@ -118,9 +118,9 @@ class Client:
     """A client of one model, used as async context by one loop.
 
     usage: the tokens of this process's requests. requests, retries, from_store: the numbers of questions that were
-    sent, sent again, and answered from the store. asked: the requests by stage, and outcomes: the questions by stage and
-    outcome, which have several if an answer arrives in a wrong form; stored answers count in both. usage_of: the tokens
-    of the answers about each record, stored ones included.
+    sent, sent again, and answered from the store. asked, outcomes: the requests by stage, and the questions by stage
+    and outcome, stored answers included; a question is asked again for its form. usage_of: the tokens of the answers
+    about each record, stored ones included.
     """
 
     def __init__(self, options: EndpointOptions, store: Store | NoStore) -> None:
