@@ -69,7 +69,8 @@ def _lines() -> Iterator[str]:
     for name, (module, _) in COMMANDS.items():
         content = vars(import_module(module))
         held = [value for value in content.values() if isinstance(value, type)]
-        own = [value for value in held if issubclass(value, Options) and value.__module__ == module]
+        homes = (module, f"{module.rpartition('.')[0]}.options")
+        own = [value for value in held if issubclass(value, Options) and value.__module__ in homes]
         tables = {name: own[-1]} if own else {}  # nodes stand first; a command without options passes its words on
         for kind, of in content.get("SUBCOMMANDS", {}).items():
             tables[f"{name} {kind}"] = of.options

@@ -1,6 +1,7 @@
 """Right answers of a validation set by category, counted through the trainer on two ranks with uneven shares."""
 
 import json
+from statistics import fmean
 
 import pytest
 import torch
@@ -46,7 +47,8 @@ def memory(model, tmp_path_factory):
 
 
 def _write(folder, model, titans):
-    """Write ROWS as JSON files; return the paths and each category's share of targets that are the likeliest token."""
+    """Write ROWS as JSON files; return the paths, and of each category's rows the tokens and whether the target is the
+    likeliest one."""
     tokenizer, greedy, paths = AutoTokenizer.from_pretrained(model), {}, []
     for category, asked in ROWS.items():
         records, likeliest = [], []
@@ -57,8 +59,8 @@ def _write(folder, model, titans):
             said = tokenizer.convert_ids_to_tokens(titans(ids).logits[0, -1].argmax().item())
             assert said not in tokenizer.all_special_tokens
             records.append(record | {"target": target or said})
-            likeliest.append(target in (GREEDY, said))
-        greedy[category] = sum(likeliest) / len(asked)
+            likeliest.append((ids.shape[1] + 1, target in (GREEDY, said)))
+        greedy[category] = likeliest
         path = folder / f"{category.replace('_', '/')}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(records))
@@ -88,13 +90,22 @@ def _measure_twice(options):
 
 def test_shares_of_right_answers_are_those_of_the_rows(model, memory, tmp_path):
     titans, checkpoint = memory
-    paths, greedy = _write(tmp_path / "data", model, titans)
+    paths, likeliest = _write(tmp_path / "data", model, titans)
+    greedy = {
+        category: sum(is_likeliest for _, is_likeliest in rows) / len(rows) for category, rows in likeliest.items()
+    }
     assert 0 < greedy["stories"] < 1
+    edge = sorted(tokens for tokens, _ in likeliest["stories"])[2]  # rows of this length are in the first bin
     options = [
         *TITANS,
         *(f"data.train_dir=[{','.join(paths)}]", f"data.val_dir=[{','.join(paths)}]", f"model.path={model}"),
         *(f"data.cache_dir={tmp_path / 'cache'}", f"model.memory_checkpoint={checkpoint}", "trainer.answer_tokens=1"),
-        *("trainer.eval_only=true", f"trainer.default_local_dir={tmp_path / 'out'}", "data.train_batch_size=4"),
+        *(
+            "trainer.eval_only=true",
+            f"trainer.length_bins=[{edge}]",
+            f"trainer.default_local_dir={tmp_path / 'out'}",
+            "data.train_batch_size=4",
+        ),
     ]
     (own, told), (other_own, other_told) = run_ranks(_measure_twice, 2, options)
     assert (own, told) == (other_own, other_told)
@@ -110,3 +121,7 @@ def test_shares_of_right_answers_are_those_of_the_rows(model, memory, tmp_path):
     for measured, kind, shares in ((own, "exact_match", greedy), (told, "accuracy", accuracy)):
         right = sum(share * len(ROWS[category]) for category, share in shares.items())
         assert measured[f"val/{kind}"] == pytest.approx(right / own["val/answers"])
+    rows = [row for of_category in likeliest.values() for row in of_category]
+    for name, is_in in ((f"0_{edge}", lambda n: n <= edge), (f"{edge}_inf", lambda n: n > edge)):
+        share = fmean(is_likeliest for tokens, is_likeliest in rows if is_in(tokens))
+        assert own[f"val/exact_match_{name}"] == own[f"val/accuracy_{name}"] == pytest.approx(share)

@@ -109,6 +109,9 @@ def test_a_model_names_the_classes_within_which_documents_are_joined(tmp_path, d
     report = yaml.safe_load((tmp_path / "out" / "report.yaml").read_text())
     assert report["classes"] == {"law": 60, "trade": 30, "war": 0}
     assert report["outcomes"]["unparsable"] == 30
+    classes = {"requests": 90 + 3 * 30, "done": 90, "unparsable": 30}
+    assert report["stages"] == {"class": classes, "embed": {"requests": 90, "done": 90, "unparsable": 0}}
+    assert report["spent_without_record"]["unparsable"]["items"] == 30
     assert "0 war" in capsys.readouterr().out
     texts = {record["text"]: topic_of(record["text"]) for record in map(json.loads, documents.read_text().splitlines())}
     for record in records_of(tmp_path):
@@ -241,4 +244,5 @@ def test_documents_without_an_embedding_are_counted_and_no_reply_becomes_one(tmp
         assert run(tmp_path, documents, tiny_model, *of_server(server), "max_failed_share=0.3") == 0
     report = yaml.safe_load((tmp_path / "out" / "report.yaml").read_text())
     assert report["outcomes"]["refused"] == len(report["without_record"]) == 30
+    assert report["stages"] == {"embed": {"requests": 120, "done": 90, "refused": 30}}
     assert 3 not in {topic_of(record["text"]) for record in records_of(tmp_path)}

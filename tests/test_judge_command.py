@@ -259,8 +259,29 @@ def test_shipped_instructions_are_asked_at_every_length_and_say_whose_they_are(j
     assert figures["all"]["words"]["mean"] == 35
     assert "not the published set" in json.loads((tmp_path / "out" / "results.json").read_text())["case_set"]
     assert "not the published set" in capsys.readouterr().out
-    for wrong in (["task=needle", "cases=shipped"], ["task=longwrite_ruler", "cases=shipped", "lengths=[0]"]):
+    shots = ["task=longbench_chat", "cases=shipped", "chat.shots=x", "judge.base_url=http://x", "judge.model=m"]
+    for wrong in (shots, ["task=needle", "cases=shipped"], ["task=longwrite_ruler", "cases=shipped", "lengths=[0]"]):
         assert main(["judge", "predictions.a=x", f"output_dir={tmp_path}/x", "model.path=x", *wrong]) == 2
+
+
+def test_shipped_long_questions_are_rated_beside_their_shots_by_language_and_length(judged, tmp_path, capsys):
+    def judge(request):
+        content = request["messages"][1]["content"]
+        assert "Entry" not in content  # no document
+        assert content.count("Rating: [[") == 3
+        return f"[[{9 if 'known' in content else 2}]]"
+
+    def model(request):
+        return "known" if len(request["messages"][0]["content"].split("\n")[0]) > 20 else "不知道"
+
+    with chat_server(model) as server, chat_server(judge) as judges:
+        given = [*_model(server), *_judge(judges), "cases=shipped", "lengths=[1000,1500]"]
+        figures = judged(*given, task="longbench_chat")["m"]["figures"]
+        assert len(server.requests) == len(judges.requests) == 2 * 2 * 6
+    assert (figures["language en"]["rating"]["mean"], figures["language zh"]["rating"]["mean"]) == (9, 2)
+    assert figures["length 1500 words"]["rating"]["cases"] == 12
+    assert "not the published set" in json.loads((tmp_path / "out" / "results.json").read_text())["case_set"]
+    assert "not the published set" in capsys.readouterr().out
 
 
 def test_a_judge_rates_a_needle_by_criteria_beside_the_words_and_ratings_of_a_chat_have_a_spread(

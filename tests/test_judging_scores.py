@@ -2,6 +2,8 @@
 
 import json
 import re
+from itertools import pairwise
+from statistics import fmean, stdev
 
 import numpy as np
 import pytest
@@ -11,8 +13,9 @@ from verl_ext.endpoint.quality import DIMENSIONS, read_quality
 from verl_ext.options import DataError
 from verl_ext.text.word_count import count_words, length_score
 from verl_ext.tools.judging.chat import ChatBenchOptions, LongBenchChat
-from verl_ext.tools.judging.figures import figure, figures
+from verl_ext.tools.judging.figures import figure, figures, seed_figure
 from verl_ext.tools.judging.recall import BABILong, Needle, NeedleOptions
+from verl_ext.tools.judging.task import SHIPPED
 from verl_ext.tools.judging.writing import LongBenchWrite, LongWriteRuler
 
 SCORES = dict(zip(DIMENSIONS, (5, 4, 3, 2, 1, 5), strict=True))
@@ -140,6 +143,43 @@ def test_two_ratings_count_with_their_mean_one_that_is_missing_with_none_and_a_l
     assert case.prompt.split() == ["doc", "1"] * 5
     assert task.scores(case, "x", [7, 8]) == {"rating": 7.5, "rating_spread": 1}
     assert task.scores(case, "x", [7, None]) == {"rating": None}
+
+
+@pytest.mark.parametrize("length", [2000, 9000])
+def test_shipped_chat_cases_have_their_length_and_ask_at_the_end_of_a_text_with_all_facts(length):
+    cases = list(LongBenchChat(SHIPPED, ChatBenchOptions(), lengths=[length]).cases())
+    assert [case.prompt for case in cases] == [
+        case.prompt for case in LongBenchChat(SHIPPED, ChatBenchOptions(), lengths=[length]).cases()
+    ]
+    texts = {}
+    for case in cases:
+        text, _, question = case.prompt.rpartition("\n\n")
+        assert question == case.facts["query"]
+        assert length <= count_words(text) <= 1.06 * length
+        texts.setdefault(LongBenchChat("").groups(case)["language"], set()).add(text)
+        scores = [shot["score"] for shot in case.facts["shots"]]
+        assert scores == sorted(scores)
+        assert (len(scores), scores[-1]) == (3, 10)
+    assert {language: len(of) for language, of in texts.items()} == {"en": 1, "zh": 1}  # a prefix that is read once
+    (text,) = texts["en"]
+    # The facts of a question keep their order, and stand far apart.
+    places = [text.index(f"key of the light tower {rest}") for rest in ("to the carpenter", "with his", "under the")]
+    assert places == sorted(places)
+    assert min(b - a for a, b in pairwise(places)) > len(text) / 6
+    assert all(text.count(name) == 1 for name in ("Orsola Bremm", "18,400", "21,900", "storm Ivo"))
+
+
+def test_a_figure_over_seeds_has_the_interval_of_students_t():
+    less = [7.1 - 6.8, 6.4 - 6.0, 8.0 - 7.9]
+    half = 4.3027 * stdev(less) / 3**0.5  # Student's t of two degrees of freedom
+    figure = seed_figure(less)
+    assert (figure.mean, figure.low, figure.high) == pytest.approx(
+        (fmean(less), fmean(less) - half, fmean(less) + half), 1e-3
+    )
+    assert (seed_figure([3.0]).low, seed_figure([3.0]).cases) == (None, 1)
+    for seeds, quantile in ((2, 12.7062), (5, 2.7764), (11, 2.2281), (30, 2.2281)):
+        values = [0.0] * (seeds - 1) + [1.0]
+        assert seed_figure(values).high - fmean(values) == pytest.approx(quantile * stdev(values) / seeds**0.5, 1e-3)
 
 
 def test_shots_that_do_not_fit_the_cases_are_refused(chat_files, tmp_path):

@@ -553,7 +553,7 @@ def test_the_report_has_outcomes_by_stage_and_what_items_without_a_record_cost(r
             == 0
         )
     report = report_of(tmp_path)
-    assert report["stages"] == {"plan": {"done": 4}, "write": {"done": 3}}
+    assert report["stages"] == {"plan": {"requests": 4, "done": 4}, "write": {"requests": 3, "done": 3}}
     spent = {"length_score": {"items": 2, "tokens": 30}, "refused": {"items": 1, "tokens": 30}}
     assert report["spent_without_record"] == spent  # of stored answers too
     assert "record (agentwrite): … Write 400 words on tides. → word word" in printed

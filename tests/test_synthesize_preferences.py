@@ -14,7 +14,7 @@ from verl_ext.endpoint.quality import DIMENSIONS
 from verl_ext.text.records.bad_record import BadRecord
 from verl_ext.text.word_count import length_score
 from verl_ext.tools.synthesis.asked_prompts import asked_prompt
-from verl_ext.tools.synthesis.command import SynthesizeOptions
+from verl_ext.tools.synthesis.options import SynthesizeOptions
 
 pytestmark = pytest.mark.slow
 

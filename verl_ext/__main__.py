@@ -28,6 +28,7 @@ COMMANDS = {
         "verl_ext.tools.judging.command",
         "answers to long-context benchmarks, scored by rules or a judge model",
     ),
+    "grid": ("verl_ext.tools.judging.grid", "models that were judged once for each seed, in one table"),
     "migrate": (
         "verl_ext.tools.migrate.command",
         "a configuration of axolotl, LLaMA-Factory, ms-swift, TRL or verl as a command of `verl-ext train`",

@@ -118,14 +118,16 @@ class Client:
     """A client of one model, used as async context by one loop.
 
     usage: the tokens of this process's requests. requests, retries, from_store: the numbers of questions that were
-    sent, sent again, and answered from the store. outcomes: the questions by stage and outcome. usage_of: the tokens of
-    the answers about each record, stored ones included.
+    sent, sent again, and answered from the store. asked, outcomes: the requests by stage, and the questions by stage
+    and outcome, stored answers included; a question is asked again for its form. usage_of: the tokens of the answers
+    about each record, stored ones included.
     """
 
     def __init__(self, options: EndpointOptions, store: Store | NoStore) -> None:
         self.options, self.store = options, store
         self.usage = Usage()
         self.requests = self.retries = self.from_store = 0
+        self.asked: Counter[str] = Counter()
         self.outcomes: Counter[tuple[str, str]] = Counter()
         self.usage_of: dict[str, Usage] = {}
         self.without_usage = 0  # answers for which the server reported no token counts
@@ -241,10 +243,13 @@ class Client:
         async def send() -> Answer:
             return await self._request(create, request, len(text) / CHARACTERS_PER_SECOND, answer_from_embedding)
 
-        return with_embedding(await self._ask_once(fingerprint([record, "embed", request]), record, "embed", send))
+        answer = with_embedding(await self._ask_once(fingerprint([record, "embed", request]), record, "embed", send))
+        self.outcomes["embed", answer.outcome] += 1
+        return answer
 
     async def _ask_once(self, key: str, record: str, stage: str, send: Callable[[], Awaitable[Answer]]) -> Answer:
         """Return the stored answer, or `send`'s; wait for other processes that ask."""
+        self.asked[stage.partition("/")[0]] += 1
         while True:
             async with self._slots:
                 if stored := self.store.find(key):

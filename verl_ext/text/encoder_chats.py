@@ -172,6 +172,7 @@ class ChatEncoder(Encoder):
             if content.sides[0] == REJECTED:
                 raise BadRecord("no_target", "the answer is undesirable, and none is expected: leave the record out")
             content = content.answers[0]
+        # The template prints the turns before the answer, with what it puts before an answer alone.
         texts: Sequence[Text]
         if isinstance(content, Chat):
             last = max(number for number, message in enumerate(content.messages) if message["role"] == "assistant")
@@ -187,6 +188,7 @@ class ChatEncoder(Encoder):
         ids = encoded.ids.tolist()
         if isinstance(content, Chat):
             return content, last, ids
+        # A text is gone on with: the token that ends it in training must not stand before the continuation.
         while ids and ids[-1] == self.tokenizer.eos_token_id:  # it ends the documents of training
             ids.pop()
         if not ids:
@@ -223,6 +225,7 @@ class ChatEncoder(Encoder):
         source = self.sources[chunk.category_id - 1] if self.sources else ""
         for number, (place, raw) in enumerate(chunk.records):
             category = source
+            # Category, then content, then texts: a bad record counts for the category that is known by then.
             try:
                 raw = parse_line(raw) if isinstance(raw, bytes) else raw
                 if category_field:
@@ -238,6 +241,7 @@ class ChatEncoder(Encoder):
                     found = [self._unit(of_record, content, record.weight)]
                 else:
                     found = [_Item(*of_record, text, record.weight) for text in self._texts(content)]
+                # Fields count only for a record whose texts could be made.
                 self._count_fields(record, tally.of(category))
                 items += found
             except RecursionError:

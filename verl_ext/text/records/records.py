@@ -80,6 +80,7 @@ def parse_record(
     """
     raw, columns = read_record(raw), columns or {}
     try:
+        # Known names first: what follows never sees the record's own.
         renamed, own_names = _renamed(raw, columns) if columns else (raw, {})
         if names:
             renamed = {key: names.known(value) for key, value in renamed.items()}
@@ -90,16 +91,19 @@ def parse_record(
         weight_name = fields.first(WEIGHT_FIELDS)
         weight = as_weight(fields.take(weight_name), weight_name) if weight_name else None
         _drop_media_fields(fields)
+        # The fields that are left after the weight and the media decide on the shape.
         content = read_content(fields, [name for name, column in columns.items() if column], _IN_TURN)
         if LABEL in fields.values:
             content = labelled(fields, content)
     except RecursionError as error:
         raise BadRecord("malformed_json", "the record is nested too deep") from error
+    # Weights multiply over turns and record, so that only their product can be checked.
     if isinstance(content, Preference):
         for answer in content.answers:
             _check_weights(answer, 1)
     elif isinstance(content, Chat):
         _check_weights(content, weight)
+    # A field that a column took the place of is unused as well, and counted under its own name.
     replaced = [name for name in columns if raw.get(name) is not None and name not in own_names.values()]
     unused = list(dict.fromkeys([*(own_names.get(name, name) for name in fields.unread), *replaced]))
     reader = fields.reader

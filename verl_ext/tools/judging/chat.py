@@ -6,7 +6,7 @@ and the three shots, never the document. The paper shuffles the shots and rates 
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from importlib import resources
 from typing import Any, ClassVar
@@ -14,7 +14,9 @@ from typing import Any, ClassVar
 from verl_ext.endpoint.client import SamplingOptions
 from verl_ext.endpoint.quality import read_rating
 from verl_ext.options import DataError, Options, option
-from verl_ext.tools.judging.task import Case, Messages, Scores, Task, read_rows, token_ends
+from verl_ext.text.word_count import language_of
+from verl_ext.tools.judging.chat_cases import shipped_chat_cases
+from verl_ext.tools.judging.task import SHIPPED, Case, Messages, Scores, Task, read_rows, token_ends
 
 SYSTEM = "You're a good assistant at evaluating the quality of texts."
 _SHOT = "\n[Answer begins]\n{answer}\n[Answer ends]\n\nRating: [[{score}]]\n"
@@ -43,9 +45,14 @@ class LongBenchChat(Task):
     worst: ClassVar[Any] = 1.0
     needs_judge: ClassVar[bool] = True
     headlines: ClassVar[tuple[str, ...]] = ("rating",)
+    shipped_lengths: ClassVar[Sequence[int]] = (8000, 30_000, 70_000)
 
     def cases(self) -> Iterator[Case]:
         """Yield cases with shots; raise DataError unless each has three."""
+        if self.path == SHIPPED:
+            for case in shipped_chat_cases(self.lengths):
+                yield replace(case, prompt=self._cut(case.prompt))
+            return
         fields = {"idx": int, "prompt": str, "query": str, "answer": str}
         shots = read_rows(str(self.options.shots), "chat.shots", {})
         for row in read_rows(self.path, "cases", fields):
@@ -55,6 +62,7 @@ class LongBenchChat(Task):
                 needed = f"chat.shots must hold three of {{answer, score}} for idx {name}"
                 raise DataError(f"{needed}; {self.options.shots} has not")
             facts = {"query": row["query"], "reference": row["answer"], "shots": own}
+            facts |= {"length": str(row["length"])} if "length" in row else {}
             yield Case(str(name), self._cut(row["prompt"]), facts)
 
     def _cut(self, prompt: str) -> str:
@@ -65,6 +73,11 @@ class LongBenchChat(Task):
         ends = token_ends(self.tokenizer, prompt)
         half = most // 2
         return prompt if len(ends) <= most else prompt[: ends[half - 1]] + prompt[ends[-half - 1] :]
+
+    def groups(self, case: Case) -> dict[str, str]:
+        """Return the language of the question and, if the cases name it, the length of the text."""
+        length = {"length": case.facts["length"]} if "length" in case.facts else {}
+        return {"language": language_of(case.facts["query"]), **length}
 
     def own_prompt(self) -> str:
         """Return our own prompt for the judge."""

@@ -35,7 +35,7 @@ from verl_ext.tools.judging.under_test import LocalModel, Predictions, model_pat
 from verl_ext.tools.judging.writing import LongBenchWrite, LongWriteRuler
 
 RESULTS, PAGE = "results.json", "page.html"
-OWN_SET = "instructions of verl-ext's own, not the published set: figures are not comparable with published ones"
+OWN_SET = "cases of verl-ext's own, not the published set: figures are not comparable with published ones"
 TASKS: dict[str, type[Task]] = {
     "longbench_write": LongBenchWrite,
     "longwrite_ruler": LongWriteRuler,
@@ -66,8 +66,8 @@ class JudgeOptions(OutputOptions):
     cases: str = option(
         REQUIRED,
         "longbench_write.jsonl, longwrite_ruler.jsonl or test_cases.json; for needle a text or a folder of texts; for"
-        " babilong its JSON files; shipped: instructions of our own for longbench_write and longwrite_ruler, not the"
-        " published ones",
+        " babilong its JSON files; shipped: our own cases of longbench_write, longwrite_ruler and longbench_chat, not"
+        " the published ones",
         required=True,
     )
     limit: int | None = option(None, "number of first cases to run; null: all", least=1)
@@ -89,7 +89,9 @@ class JudgeOptions(OutputOptions):
     needle: NeedleOptions = option(NeedleOptions, "options of needle")
     babilong: BABILongPrompts = option(BABILongPrompts, "options of babilong")
     lengths: list[int] = option(
-        [], "with cases=shipped: required lengths in words; []: 1,000 to 30,000, and 200 to 8,000 for longbench_write"
+        [],
+        "with cases=shipped: lengths in words, required or of the texts; []: 200 to 8,000 for longbench_write, 1,000 to"
+        " 30,000 for longwrite_ruler, 8,000 to 70,000 for longbench_chat",
     )
     model: ModelOptions = option(ModelOptions, "the tokenizer of needle.lengths and chat.max_prompt_tokens")
 
@@ -104,12 +106,13 @@ class JudgeOptions(OutputOptions):
             yield from self.judge.endpoint_problems()
         if self.judge_prompt is not None and not Path(self.judge_prompt).is_file():
             yield f"judge_prompt must be an existing file; got {self.judge_prompt}"
-        if self.task == "longbench_chat" and not self.chat.shots:
-            yield "chat.shots must be the benchmark's few_shots.json; got nothing"
+        if self.task == "longbench_chat" and (self.chat.shots is None) != (self.cases == SHIPPED):
+            must = "null with cases=shipped" if self.chat.shots else "the benchmark's few_shots.json"
+            yield f"chat.shots must be {must}; got {self.chat.shots or 'nothing'}"
         if self.task == "needle" or (self.task == "longbench_chat" and self.chat.max_prompt_tokens):
             yield from self.model.tokenizer_problems()
-        if self.cases == SHIPPED and not TASKS[self.task].has_shipped:
-            with_cases = ", ".join(name for name, task in TASKS.items() if task.has_shipped)
+        if self.cases == SHIPPED and not TASKS[self.task].shipped_lengths:
+            with_cases = ", ".join(name for name, task in TASKS.items() if task.shipped_lengths)
             yield f"cases must name files with task={self.task}; shipped is of {with_cases}"
         if self.cases != SHIPPED and not os.path.exists(self.cases):
             yield f"cases must exist; got {self.cases}"
@@ -132,9 +135,9 @@ def judge(options: JudgeOptions) -> str:
             read_price(endpoint)
     counts_tokens = options.model.tokenizer and options.task in ("needle", "longbench_chat")
     of_tasks = {"needle": options.needle, "longbench_chat": options.chat, "babilong": options.babilong}
-    own = of_tasks.get(options.task, options.lengths)
+    own = of_tasks.get(options.task)
     tokenizer = load_tokenizer(options.model) if counts_tokens else None
-    task = kind(options.cases, own, tokenizer, options.judge_prompt)
+    task = kind(options.cases, own, tokenizer, options.judge_prompt, options.lengths)
     cases = list(islice(task.cases(), options.limit))
     # The store lies beside the output, so the answers that were paid for survive a run that writes no output.
     with Store(options.store or f"{options.output_dir}.store", "store") as store:

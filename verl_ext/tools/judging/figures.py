@@ -1,5 +1,6 @@
 """Means over cases with bootstrap intervals, for all cases and by group."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -8,6 +9,8 @@ import numpy as np
 from verl_ext.tools.judging.task import Scores
 
 RESAMPLES = 2000
+# The 0.975 quantile of Student's t for 1 to 10 degrees of freedom; more have the last, which is a little too wide.
+T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,19 @@ def figure(values: Sequence[float], seed: int = 0) -> Figure:
     drawn = np.random.default_rng(seed).integers(0, len(array), (RESAMPLES, len(array)))
     low, high = np.percentile(array[drawn].mean(axis=1), [2.5, 97.5])
     return Figure(float(array.mean()), float(low), float(high), len(array))
+
+
+def seed_figure(means: Sequence[float]) -> Figure:
+    """Return the mean of several seeds' means and its 95 % t interval.
+
+    Seeds are few, and a bootstrap of few values is too narrow. `cases` of the figure counts seeds.
+    """
+    array = np.asarray(means, np.float64)
+    mean, count = float(array.mean()), len(array)
+    if count < 2:
+        return Figure(mean, None, None, count)
+    half = T_QUANTILES[min(count, 11) - 2] * float(array.std(ddof=1)) / math.sqrt(count)
+    return Figure(mean, mean - half, mean + half, count)
 
 
 def figures(rows: Iterable[tuple[Mapping[str, str], Scores]], seed: int = 0) -> dict[str, dict[str, Figure]]:

@@ -45,7 +45,7 @@ class Task:
         asks_judge: whether a judge reads answers; else a rule scores them.
         worst: the verdict on an empty answer, which no judge is asked about.
         needs_judge: whether there are no scores without a judge.
-        has_shipped: whether we ship cases of our own for it.
+        shipped_lengths: the lengths in words of the cases that we ship for it; none: we ship none.
         headlines: the scores that a page draws by group, if the answers have them.
         heat_map: two kinds of groups and the score of a heat map as (columns, rows, score); None for no heat map.
         against: a fact of a case and a score in the same unit, drawn as points around the line on which they are equal.
@@ -56,12 +56,19 @@ class Task:
     asks_judge: ClassVar[bool] = False
     worst: ClassVar[Any] = None
     needs_judge: ClassVar[bool] = False
-    has_shipped: ClassVar[bool] = False
+    shipped_lengths: ClassVar[Sequence[int]] = ()
     headlines: ClassVar[tuple[str, ...]] = ()
     heat_map: ClassVar[tuple[str, str, str] | None] = None
     against: ClassVar[tuple[str, str] | None] = None
 
-    def __init__(self, path: str, options: Any = None, tokenizer: Any = None, judge_prompt: str | None = None) -> None:
+    def __init__(
+        self,
+        path: str,
+        options: Any = None,
+        tokenizer: Any = None,
+        judge_prompt: str | None = None,
+        lengths: Sequence[int] = (),
+    ) -> None:
         """Keep the sources of the cases.
 
         Args:
@@ -69,9 +76,10 @@ class Task:
             options: the benchmark's own options, if it has any.
             tokenizer: counts tokens if the benchmark has lengths or limits in tokens.
             judge_prompt: a file that replaces our own prompt for the judge.
+            lengths: the lengths of shipped cases; none: `shipped_lengths`.
         """
         self.path, self.options, self.tokenizer = path, options, tokenizer
-        self._judge_prompt = judge_prompt
+        self._judge_prompt, self.lengths = judge_prompt, lengths or self.shipped_lengths
 
     def filled(self, parts: Mapping[str, str]) -> str:
         """Replace the $NAMES$ of the judge's prompt, in one pass."""

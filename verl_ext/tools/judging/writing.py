@@ -27,8 +27,7 @@ class LongBenchWrite(Task):
     asks_judge: ClassVar[bool] = True
     worst: ClassVar[Any] = dict.fromkeys(DIMENSIONS, 1.0)
     headlines: ClassVar[tuple[str, ...]] = ("S_bar", "S_l", "S_q")
-    has_shipped: ClassVar[bool] = True
-    lengths: ClassVar[Sequence[int]] = (200, 1000, 3000, 8000)  # of shipped cases
+    shipped_lengths: ClassVar[Sequence[int]] = (200, 1000, 3000, 8000)
 
     def cases(self) -> Iterator[Case]:
         """Yield a case per line, with `length` even if prompts omit it."""
@@ -46,7 +45,7 @@ class LongBenchWrite(Task):
         """Yield our own instructions of both languages at each length."""
         file = resources.files("verl_ext.tools.judging").joinpath("prompts/writing_cases.yaml")
         rows = yaml.safe_load(file.read_text(encoding="utf-8"))
-        for length in self.options or self.lengths:
+        for length in self.lengths:
             for language, of_language in rows.items():
                 for number, row in enumerate(of_language, start=1):
                     prompt = row["prompt"].replace("{words}", str(length))
@@ -101,7 +100,7 @@ class LongWriteRuler(LongBenchWrite):
 
     asks_judge: ClassVar[bool] = False
     headlines: ClassVar[tuple[str, ...]] = ("words", "S_l")
-    lengths: ClassVar[Sequence[int]] = (1000, 2000, 5000, 10_000, 20_000, 30_000)
+    shipped_lengths: ClassVar[Sequence[int]] = (1000, 2000, 5000, 10_000, 20_000, 30_000)
     against: ClassVar[tuple[str, str] | None] = ("length", "words")
 
     def questions(self, case: Case, answer: str) -> list[Messages]:

@@ -92,6 +92,7 @@ async def write_records(
     free = asyncio.Semaphore(work.endpoint.concurrency)
     with Store(work.store_path) as store:
         async with AsyncExitStack() as stack:
+            # Open every server before the first request, so that a missing one costs nothing.
             client: Any = None
             asked: list[tuple[Client, Price | None]] = []
             if work.endpoint.base_url:
@@ -104,6 +105,7 @@ async def write_records(
                 async with free:  # an item's requests follow each other, while the server still caches its document
                     return await make(item, client, work.prompts, work.settings)
 
+            # Write in the order of the items, while later ones are asked about: the file is the same in every run.
             begun = ((item, made_of(item)) for item in work.corpus.items())
             with (
                 open(work.path, "w", encoding="utf-8") as file,
@@ -117,17 +119,20 @@ async def write_records(
                         file.writelines(json_lines(made.records))
                         bar.item_done()
             result.cost = "\n".join(spent(*each) for each in asked)
-            _count_spending(result, asked)
+            count_spending(result, asked)
     return result
 
 
-def _count_spending(result: WriteResult, asked: Sequence[tuple[Client, Price | None]]) -> None:
-    """Add the outcomes by stage, and what items without a record have cost, to the report."""
+def count_spending(result: WriteResult, asked: Sequence[tuple[Client, Price | None]]) -> None:
+    """Add requests and outcomes by stage, and what items without a record have cost, to the report."""
     stages: dict[str, dict[str, int]] = {}
+    columns = ("requests", *OUTCOMES)
     for client, _ in asked:
         for (stage, outcome), count in client.outcomes.items():
-            stages.setdefault(stage, dict.fromkeys(OUTCOMES, 0))[outcome] += count
-    names = [name for name in OUTCOMES if any(row[name] for row in stages.values())]
+            stages.setdefault(stage, dict.fromkeys(columns, 0))[outcome] += count
+        for stage, count in client.asked.items():
+            stages.setdefault(stage, dict.fromkeys(columns, 0))["requests"] += count
+    names = [name for name in columns if any(row[name] for row in stages.values())]
     result.facts["stages"] = {stage: {name: row[name] for name in names} for stage, row in stages.items()}
     dropped: dict[str, dict[str, float]] = {}
     for entry in result.without:

@@ -27,7 +27,7 @@ from verl_ext.endpoint.store import Store
 from verl_ext.files import json_lines
 from verl_ext.options import DataError, Options, option
 from verl_ext.text.word_count import language_of
-from verl_ext.tools.synthesis.asking import AHEAD, Work, WriteResult, in_order
+from verl_ext.tools.synthesis.asking import AHEAD, Work, WriteResult, count_spending, in_order
 from verl_ext.tools.synthesis.corpus import Intervals
 from verl_ext.tools.synthesis.encoder import LocalEncoder
 from verl_ext.tools.synthesis.items import SourceItem, drawn
@@ -229,6 +229,7 @@ async def _embedded(work: Work, texts: IO[bytes], result: WriteResult) -> dict[s
                             result.add(item, answer.outcome, answer.reason)
                         bar.item_done()
             result.cost = "\n".join(spent(*each) for each in clients)
+            count_spending(result, clients)
     for documents in classes.values():
         sizes = {document.vector.size for document in documents}
         if len(sizes) > 1:

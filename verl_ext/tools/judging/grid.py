@@ -1,0 +1,115 @@
+"""The command `verl-ext grid`: models that were trained and judged once for each seed, in one table.
+
+judged (seed 1)  results.json ──► means of each model by group ──┐
+judged (seed 2)  results.json ──► means, differences to `base` ──┴──► mean and interval over the seeds
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from verl_ext.commands.command_line import OutputOptions, command
+from verl_ext.files import OutputFolder, write_json
+from verl_ext.options import REQUIRED, DataError, option
+from verl_ext.tables import as_text, pivot
+from verl_ext.tools.judging.figures import Figure, seed_figure
+from verl_ext.tools.judging.run import shown
+
+GRID, RESULTS = "grid.json", "results.json"
+
+
+@dataclass(frozen=True)
+class GridOptions(OutputOptions):
+    """Means of models over seeds, and their differences to one of them, with intervals.
+
+    Each folder in `judged` is the output of `verl-ext judge` for the models of one seed, under the same names. A
+    difference is taken within a seed, over the same cases, before the mean over the seeds.
+    """
+
+    marker: ClassVar[str] = GRID
+
+    judged: list[str] = option(REQUIRED, "folders that verl-ext judge wrote, one for each seed", required=True)
+    score: str = option(REQUIRED, "the score", required=True)
+    base: str | None = option(None, "the model that the others are compared with; null: the first")
+
+    def problems(self) -> Iterator[str]:
+        """Yield a line for each folder that is no judgement."""
+        yield from self.output_problems("the judgements", *self.judged)
+        if not self.judged:
+            yield "judged must name a folder that verl-ext judge wrote; got []"
+        for folder in self.judged:
+            if not Path(folder, RESULTS).is_file():
+                yield f"judged must name folders that verl-ext judge wrote; {folder} has no {RESULTS}"
+
+
+Means = Mapping[str, Mapping[str, float]]  # {model: {group: mean}}
+
+
+def grid(options: GridOptions) -> str:
+    """Return and write the tables. Raises DataError for a model or a score that no seed has."""
+    seeds = [_means(folder, options.score) for folder in options.judged]
+    models = list(dict.fromkeys(model for seed in seeds for model in seed))
+    if not models:
+        raise DataError(f"score must be one of the judgements; got {options.score}")
+    base = options.base or models[0]
+    if base not in models:
+        raise DataError(f"base must be a model of the judgements: {', '.join(models)}; got {base}")
+    # Within a seed first: what is hard for a seed's data or start is hard for all of its models.
+    less = [
+        {
+            model: {group: mean - of_base[group] for group, mean in of.items() if group in of_base}
+            for model, of in seed.items()
+            if model != base
+        }
+        for seed in seeds
+        if (of_base := seed.get(base))
+    ]
+    figures, differences = _figures(seeds), _figures(less)
+    with OutputFolder(options.output_dir, options.overwrite) as folder:
+        tables = (("models", figures), (f"differences to {base}", differences))
+        facts = {
+            name: {model: {group: asdict(figure) for group, figure in of.items()} for model, of in table.items()}
+            for name, table in tables
+        }
+        write_json(folder.path / GRID, {"score": options.score, "judged": options.judged, **facts})
+        folder.publish()
+    about = f"{options.score}: means over {len(seeds)} seeds, 95 % t intervals over the seeds"
+    texts = [about, _table("model", figures)]
+    texts += [_table(f"difference to {base}", differences)] if any(differences.values()) else []
+    return "\n\n".join([*texts, f"written to {options.output_dir}"])
+
+
+def _means(folder: str, score: str) -> Means:
+    """Return the means of a judgement by model and group."""
+    path = Path(folder, RESULTS)
+    try:
+        models = json.loads(path.read_text(encoding="utf-8"))["models"]
+        means = {
+            model: {group: float(of[score]["mean"]) for group, of in facts["figures"].items() if score in of}
+            for model, facts in models.items()
+        }
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise DataError(f"judged must name folders that verl-ext judge wrote; got {path}: {error!r}") from error
+    return {model: of for model, of in means.items() if of}
+
+
+def _figures(seeds: Sequence[Means]) -> dict[str, dict[str, Figure]]:
+    """Return {model: {group: the figure of its means over the seeds that have it}}."""
+    values: dict[str, dict[str, list[float]]] = {}
+    for seed in seeds:
+        for model, of in seed.items():
+            for group, mean in of.items():
+                values.setdefault(model, {}).setdefault(group, []).append(mean)
+    return {model: {group: seed_figure(means) for group, means in of.items()} for model, of in values.items()}
+
+
+def _table(corner: str, figures: Mapping[str, Mapping[str, Figure]]) -> str:
+    cells: dict[tuple[str, str], Any] = {
+        (model, group): shown(figure) for model, of in figures.items() for group, figure in of.items()
+    }
+    return as_text(pivot(corner, cells, missing=shown(None)))
+
+
+main = command("grid", GridOptions, grid, example="'judged=[seed_1/judged,seed_2/judged]' score=rating output_dir=DIR")
