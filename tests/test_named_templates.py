@@ -9,7 +9,7 @@ import pytest
 from tests.tiny_model import write_tiny_model
 from verl_ext.commands.command_line import read_options
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
-from verl_ext.text.chat.renderer import ChatOptions
+from verl_ext.text.chat.options import ChatOptions
 from verl_ext.text.encoder_chats import ChatEncoder
 
 WORDS = "{% for m in messages %}{{ m.role }} {{ m.content }} <|im_end|> {% endfor %}"

@@ -26,7 +26,7 @@ from verl_ext.data.facts import check_answers
 from verl_ext.data.ranks import ONE_RANK, Ranks
 from verl_ext.data.units import UnitRows
 from verl_ext.options import DataError
-from verl_ext.text.chat.renderer import ChatOptions
+from verl_ext.text.chat.options import ChatOptions
 from verl_ext.text.encoder_chats import ChatEncoder
 from verl_ext.text.read.readers import ChunkSize
 

@@ -21,7 +21,7 @@ from verl_ext.losses import (
     total_weight,
 )
 from verl_ext.metrics import PreferenceSums
-from verl_ext.text.chat.renderer import ChatOptions
+from verl_ext.text.chat.options import ChatOptions
 from verl_ext.text.encoder_chats import ChatEncoder
 from verl_ext.text.read.readers import Chunk
 

@@ -7,7 +7,7 @@ import pytest
 from tests.shown import audit_of, show, write_metrics
 from tests.test_tokenize_templates import CHATML, tiny_tokenizer
 from verl_ext.commands.tokenize import main as tokenize
-from verl_ext.text.chat.renderer import ChatOptions
+from verl_ext.text.chat.options import ChatOptions
 from verl_ext.text.encoder_chats import ChatEncoder
 from verl_ext.text.read.readers import read_chunks
 from verl_ext.text.read.sources import find_source_files

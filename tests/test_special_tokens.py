@@ -21,7 +21,8 @@ from verl_ext.commands.tokenize import TokenizeOptions, tokenize
 from verl_ext.data import MultiDocDataset, PreTrainDataset
 from verl_ext.data.stream.megatron.index import TokenIndex
 from verl_ext.options import DataError, UsageError
-from verl_ext.text.chat.renderer import ChatOptions, ChatRenderer
+from verl_ext.text.chat.options import ChatOptions
+from verl_ext.text.chat.renderer import ChatRenderer
 from verl_ext.text.records.bad_record import BadRecord, RecordOptions
 from verl_ext.text.records.records import parse_record
 from verl_ext.text.tokens.encoders import Encoded, TextEncoder, Windows, mask_from_offsets

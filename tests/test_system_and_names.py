@@ -12,7 +12,7 @@ from verl_ext.commands.report import Report
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
 from verl_ext.data.arrow import TokenizedData
 from verl_ext.options import DataError, UsageError
-from verl_ext.text.chat.renderer import ChatOptions
+from verl_ext.text.chat.options import ChatOptions
 from verl_ext.text.encoder_chats import ChatEncoder
 from verl_ext.text.records.message_names import MessageNames
 from verl_ext.text.records.messages import Chat

@@ -26,7 +26,7 @@ from verl_ext.answers.scores import BUILT_IN
 from verl_ext.data.arrow import TokenizedData
 from verl_ext.files import REPORT
 from verl_ext.options import DataError, UsageError, options_of
-from verl_ext.text.chat.renderer import ChatOptions
+from verl_ext.text.chat.options import ChatOptions
 from verl_ext.text.encoder_chats import ChatEncoder
 from verl_ext.text.read.readers import read_chunks, read_record
 from verl_ext.text.read.sources import file_name, find_source_files, without_compression

@@ -13,8 +13,8 @@ from verl_ext.commands.preview import Decode, Run, preview_of
 from verl_ext.options import DataError, Options, one_line
 from verl_ext.redaction import redacted
 from verl_ext.tables import Row, aligned
+from verl_ext.text.chat.options import ChatOptions
 from verl_ext.text.chat.parts import KINDS
-from verl_ext.text.chat.renderer import ChatOptions
 from verl_ext.text.tokens.counts import Counts
 from verl_ext.text.tokens.documents import Documents
 

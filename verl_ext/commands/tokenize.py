@@ -26,7 +26,7 @@ from verl_ext.files import CATEGORIES, REPORT, OutputFolder, write_json
 from verl_ext.options import DataError, UsageError, option, spell
 from verl_ext.packing import OVER_LENGTH_POLICIES
 from verl_ext.text.arrow_folder import SHARD_BYTES, DatasetWriter
-from verl_ext.text.chat.renderer import ChatOptions
+from verl_ext.text.chat.options import ChatOptions
 from verl_ext.text.encoder import Encoder
 from verl_ext.text.encoder_chats import ChatEncoder
 from verl_ext.text.encoder_tokens import TokenRecordEncoder, has_tokens

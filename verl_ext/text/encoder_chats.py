@@ -24,8 +24,9 @@ from numpy.typing import NDArray
 
 from verl_ext.cache import fingerprint
 from verl_ext.options import UsageError, one_line
+from verl_ext.text.chat.options import ChatOptions
 from verl_ext.text.chat.parts import EMPTY_REASONING, KINDS, REASONING
-from verl_ext.text.chat.renderer import ChatOptions, ChatRenderer, RenderedTurns
+from verl_ext.text.chat.renderer import ChatRenderer, RenderedTurns
 from verl_ext.text.chat.template import prints_date
 from verl_ext.text.encoder import NO_KEY, Encoder, Owner
 from verl_ext.text.held_out import content_key
@@ -39,11 +40,9 @@ from verl_ext.text.records.records import Record, category_of, parse_record, rea
 from verl_ext.text.tokens.counts import Counts, Tally
 from verl_ext.text.tokens.documents import Document, Documents
 from verl_ext.text.tokens.encoders import Encoded, TextEncoder
-from verl_ext.text.tokens.tokenizer import read_template, stop_tokens, tokenizer_facts
+from verl_ext.text.tokens.tokenizer import stop_tokens, tokenizer_facts
 
 KIND_OF_TARGET = {**{kind: kind for kind in KINDS}, EMPTY_REASONING: REASONING}  # the kinds that the report counts
-
-
 Text = str | TextFile | RenderedTurns
 
 
@@ -109,7 +108,7 @@ class ChatEncoder(Encoder):
         date if the template may print it. Raises `UsageError` if a template cannot be read.
         """
         own = {each.name: getattr(self.options, each.name) for each in fields(ChatOptions)}
-        own |= {"model": None, "chat_template": self._own_template, "chat_templates": None}
+        own |= {"model": None, "chat_template": self.options.given_template, "chat_templates": None}
         if not self.prints_date:
             del own["chat_date"]
         tokenizer = self.tokenizer
@@ -117,14 +116,9 @@ class ChatEncoder(Encoder):
         return fingerprint([tokenizer_facts(tokenizer), tokenizer.chat_template, ends, own])
 
     @property
-    def _own_template(self) -> str | None:
-        given = self.options.chat_template
-        return None if given is None else read_template(given, "chat_template", self.options.chat_templates)
-
-    @property
     def prints_date(self) -> bool:
         """Whether the chat template may print today's date."""
-        return prints_date(self._own_template or self.tokenizer.chat_template)
+        return prints_date(self.options.given_template or self.tokenizer.chat_template)
 
     def encode(self, chunk: Chunk) -> Documents:
         """Return a chunk's documents, one for each text of its records."""

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_ext.options import DataError, UsageError
-from verl_ext.text.chat.renderer import ChatOptions
+from verl_ext.text.chat.options import ChatOptions
 from verl_ext.text.encoder import Encoder
 from verl_ext.text.encoder_texts import vocabulary_size
 from verl_ext.text.held_out import hashed_key

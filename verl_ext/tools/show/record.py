@@ -21,7 +21,7 @@ from rich.text import Text
 from verl_ext.commands.preview import Decode
 from verl_ext.files import working_in
 from verl_ext.options import DataError, UsageError, one_line, options_of
-from verl_ext.text.chat.renderer import ChatOptions
+from verl_ext.text.chat.options import ChatOptions
 from verl_ext.text.encoder_chats import ChatEncoder, ShownText
 from verl_ext.text.read.readers import read_chunks, read_record
 from verl_ext.text.read.sources import SourceFile, absolute_path, find_source_files, is_hub_name
