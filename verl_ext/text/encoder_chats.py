@@ -182,7 +182,6 @@ class ChatEncoder(Encoder):
         ids = encoded.ids.tolist()
         if isinstance(content, Chat):
             return content, last, ids
-        # A text is gone on with: the token that ends it in training must not stand before the continuation.
         while ids and ids[-1] == self.tokenizer.eos_token_id:  # it ends the documents of training
             ids.pop()
         if not ids:
@@ -215,14 +214,13 @@ class ChatEncoder(Encoder):
         """Return records' texts or errors, and keys if `by_record`; count records."""
         items: list[_Item] = []
         keys = np.full(len(chunk.records), NO_KEY, np.uint64) if self.by_record else None
-        category_field = self.options.category_field
         source = self.sources[chunk.category_id - 1] if self.sources else ""
         for number, (place, raw) in enumerate(chunk.records):
             category = source
             # Category, then content, then texts: a bad record counts for the category that is known by then.
             try:
                 raw = parse_line(raw) if isinstance(raw, bytes) else raw
-                if category_field:
+                if category_field := self.options.category_field:
                     own = category_of(raw, category_field)
                     category = category if own is None else own
                     tally.of(category).uncategorised += own is None
@@ -235,7 +233,6 @@ class ChatEncoder(Encoder):
                     found = [self._unit(of_record, content, record.weight)]
                 else:
                     found = [_Item(*of_record, text, record.weight) for text in self._texts(content)]
-                # Fields count only for a record whose texts could be made.
                 self._count_fields(record, tally.of(category))
                 items += found
             except RecursionError:
