@@ -8,6 +8,7 @@
 # make cluster      two hosts as network namespaces, slurm's own daemons, Ray: minutes, as root (what is missing is skipped)
 # make verl-versions  the datasets in verl 0.7.1 and 0.8.0, each in a .venv-verl-VERSION of its own
 # make test-trl     losses and tokens of preferences beside TRL's trainers, in a .venv-trl of its own
+# make test-triton  the kernels of flash-linear-attention and Liger in Triton's interpreter on the CPU, in a .venv-triton of its own
 # make lint         ruff, format check, type check of the public API, line budgets, durations of tests, shellcheck
 # make bench        the benchmarks of benchmarks/README.md
 # make bench-quick  every benchmark on its smallest shape, also benchmarks/gpu on the CPU: whether it runs
@@ -26,7 +27,7 @@ VENV := .venv$(TORCH:%=-torch-%)$(TRANSFORMERS:%=-transformers-%)
 BIN := $(CURDIR)/$(VENV)/bin
 export PATH := $(BIN):$(PATH)
 
-.PHONY: help quickstart test test-all durations test-gpu test-chaos fuzz cluster verl-versions test-trl lint bench bench-quick clean distclean
+.PHONY: help quickstart test test-all durations test-gpu test-chaos fuzz cluster verl-versions test-trl test-triton lint bench bench-quick clean distclean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -75,6 +76,11 @@ test-trl: export HF_HUB_OFFLINE ?= 1
 test-trl: .venv-trl/.installed
 	.venv-trl/bin/python -m pytest --noconftest --disable-warnings tests/test_preference_trl.py $(PYTEST_ARGS)
 
+test-triton: export TRITON_INTERPRET := 1
+test-triton: export OMP_NUM_THREADS ?= 1
+test-triton: .venv-triton/.installed
+	.venv-triton/bin/python -m pytest tests/test_triton_kernels.py $(PYTEST_ARGS)
+
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -97,7 +103,7 @@ clean:
 	find . -name __pycache__ -not -path './.venv*/*' -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf .venv .venv-trl .venv-verl-* .venv-torch-* .venv-transformers-*
+	rm -rf .venv .venv-trl .venv-triton .venv-verl-* .venv-torch-* .venv-transformers-*
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' || { \
@@ -122,6 +128,13 @@ $(VENV)/bin/python:
 	.venv-trl/bin/python -m pip install --quiet 'trl==1.16.0' 'torch>=2.11,<2.14' 'transformers>=5.5.3,<5.11' \
 		pytest omegaconf typing-extensions xxhash orjson
 	.venv-trl/bin/python -m pip install --quiet --no-deps -e .
+	@touch $@
+
+# Beside a build of torch without CUDA, which brings no Triton, the extras bring it: it runs without a GPU.
+.venv-triton/.installed: pyproject.toml | $(VENV)/bin/python
+	@echo "Installing verl-ext[test,gpu,hybrid] into .venv-triton: once, a few minutes"
+	$(BIN)/python -m venv .venv-triton
+	.venv-triton/bin/python -m pip install --quiet $(TORCH:%='torch==%') -e '.[test,gpu,hybrid]'
 	@touch $@
 
 # verl caps transformers; a second install, of transformers alone, brings its own requirements and tells of the cap.
