@@ -130,11 +130,11 @@ $(VENV)/bin/python:
 	.venv-trl/bin/python -m pip install --quiet --no-deps -e .
 	@touch $@
 
-# Beside a build of torch without CUDA, which brings no Triton, the extras bring it: it runs without a GPU.
+# A build of torch without CUDA brings no Triton. The tests change its interpreter, so that another version may need others.
 .venv-triton/.installed: pyproject.toml | $(VENV)/bin/python
 	@echo "Installing verl-ext[test,gpu,hybrid] into .venv-triton: once, a few minutes"
 	$(BIN)/python -m venv .venv-triton
-	.venv-triton/bin/python -m pip install --quiet $(TORCH:%='torch==%') -e '.[test,gpu,hybrid]'
+	.venv-triton/bin/python -m pip install --quiet $(TORCH:%='torch==%') 'triton==3.7.1' -e '.[test,gpu,hybrid]'
 	@touch $@
 
 # verl caps transformers; a second install, of transformers alone, brings its own requirements and tells of the cap.
