@@ -10,6 +10,7 @@
 # make verl-versions  the datasets in verl 0.7.1 and 0.8.0, each in a .venv-verl-VERSION of its own
 # make verl-nightly   what is relied on in verl, and its runs, with the newest wheel above verl's bound, or VERL=file.whl
 # make test-trl     losses and tokens of preferences beside TRL's trainers, in a .venv-trl of its own
+# make test-triton  the kernels of flash-linear-attention and Liger in Triton's interpreter on the CPU, in a .venv-triton of its own
 # make lint         ruff, format check, type check of the public API, line budgets, durations of tests, shellcheck
 # make bench        the benchmarks of benchmarks/README.md
 # make bench-quick  every benchmark on its smallest shape, also benchmarks/gpu on the CPU: whether it runs
@@ -28,7 +29,7 @@ VENV := .venv$(TORCH:%=-torch-%)$(TRANSFORMERS:%=-transformers-%)
 BIN := $(CURDIR)/$(VENV)/bin
 export PATH := $(BIN):$(PATH)
 
-.PHONY: help quickstart test test-all durations test-gpu test-newest test-chaos fuzz cluster verl-versions verl-nightly test-trl lint bench bench-quick clean distclean
+.PHONY: help quickstart test test-all durations test-gpu test-newest test-chaos fuzz cluster verl-versions verl-nightly test-trl test-triton lint bench bench-quick clean distclean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -99,6 +100,11 @@ test-trl: export HF_HUB_OFFLINE ?= 1
 test-trl: .venv-trl/.installed
 	.venv-trl/bin/python -m pytest --noconftest --disable-warnings tests/test_preference_trl.py $(PYTEST_ARGS)
 
+test-triton: export TRITON_INTERPRET := 1
+test-triton: export OMP_NUM_THREADS ?= 1
+test-triton: .venv-triton/.installed
+	.venv-triton/bin/python -m pytest tests/test_triton_kernels.py $(PYTEST_ARGS)
+
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -121,7 +127,7 @@ clean:
 	find . -name __pycache__ -not -path './.venv*/*' -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf .venv .venv-trl .venv-verl-* .venv-torch-* .venv-transformers-*
+	rm -rf .venv .venv-trl .venv-triton .venv-verl-* .venv-torch-* .venv-transformers-*
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' || { \
@@ -146,6 +152,13 @@ $(VENV)/bin/python:
 	.venv-trl/bin/python -m pip install --quiet 'trl==1.16.0' 'torch>=2.11,<2.14' 'transformers>=5.5.3,<5.11' \
 		pytest omegaconf typing-extensions xxhash orjson
 	.venv-trl/bin/python -m pip install --quiet --no-deps -e .
+	@touch $@
+
+# A build of torch without CUDA brings no Triton. The tests change its interpreter, so that another version may need others.
+.venv-triton/.installed: pyproject.toml | $(VENV)/bin/python
+	@echo "Installing verl-ext[test,gpu,hybrid] into .venv-triton: once, a few minutes"
+	$(BIN)/python -m venv .venv-triton
+	.venv-triton/bin/python -m pip install --quiet $(WITH_TORCH) 'triton==3.7.1' -e '.[test,gpu,hybrid]'
 	@touch $@
 
 # torch 2.14 ran once and not in CI: its builds are for CUDA alone, of several GB, so that it comes only where it is named.

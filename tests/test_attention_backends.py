@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.flash_stand_ins import flash_attn_package, register_flash_stand_ins
 from verl_ext.attention import (
     AttentionNeeds,
     AttentionOptions,
@@ -231,25 +232,10 @@ def _last_queries_of_keys(query, key, value, cu_q, cu_k, max_q, max_k, window, s
     return torch.cat(outputs)
 
 
-@pytest.fixture
-def flash_stand_ins(monkeypatch):
-    """Register CPU functions in place of the two flash kernels, with their signatures."""
-    import torch.nn.attention.varlen as module
-
-    def varlen_attn(query, key, value, *lengths, scale, window_size, enable_gqa):
-        assert window_size[1] == 0
-        return _last_queries_of_keys(query, key, value, *lengths, window_size, scale)
-
-    def flash(query, key, value, *lengths, dropout_p, softmax_scale, causal, window_size, deterministic):
-        assert causal
-        return _last_queries_of_keys(query, key, value, *lengths, window_size, softmax_scale)
-
-    monkeypatch.setattr(module, "varlen_attn", varlen_attn)
-    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash))
-
-
 @pytest.mark.parametrize("window", [None, 1, 3, 40, 600])
-def test_queries_that_are_the_last_of_more_keys_are_attended_to_as_such_by_every_kernel(window, flash_stand_ins):
+def test_queries_that_are_the_last_of_more_keys_are_attended_to_as_such_by_every_kernel(window, monkeypatch):
+    register_flash_stand_ins(torch.float64)
+    monkeypatch.setitem(sys.modules, "flash_attn", flash_attn_package(torch.float64))
     queries, keys = (3, 1, 700, 5, 600), (3, 9, 700, 11, 1300)  # several blocks of sdpa
     layout = DocumentLayout.from_lengths(queries, "cpu", keys)
     generator = torch.Generator().manual_seed(0)

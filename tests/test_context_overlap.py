@@ -49,7 +49,7 @@ def _recorded(kernel: LseKernel, events: list[str]) -> LseKernel:
     ],
 )
 def test_own_keys_are_seen_between_the_sending_and_the_waiting(lengths, group, foreign):
-    register_flash_stand_ins()
+    register_flash_stand_ins(torch.float32)
     events = []
 
     def exchange(received, sent, *sizes, group, async_op):
@@ -111,7 +111,7 @@ def _with_sinks(ulysses: int, groups: int) -> list[list[torch.Tensor]]:
     """Return, by pack, how outputs and gradients of keys in parts differ from a kernel with sinks of its own."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    register_flash_stand_ins()
+    register_flash_stand_ins(torch.float64)
     mesh = init_device_mesh("cpu", (groups, ulysses), mesh_dim_names=("across", "inside"))
     shards = SequenceShards(ulysses, groups, dist.get_rank())
     owned = ContextGroups(shards, mesh.get_group("inside"), mesh.get_group("across"))
@@ -144,7 +144,7 @@ MICRO_BATCHES = [[DOCUMENTS[0], DOCUMENTS[1]], [DOCUMENTS[3]], [DOCUMENTS[4], DO
 
 def _step(model: str, checkpointing: bool):
     """Take a step on 2 × 2 ranks, and return the names of this rank's operations between groups, in order."""
-    register_flash_stand_ins()
+    register_flash_stand_ins(torch.float32)
     events, original = [], dist.all_to_all_single
 
     def sent(*given, async_op=False, **named):

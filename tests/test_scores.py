@@ -80,13 +80,13 @@ def test_groups_of_heads_have_their_own_sinks(softcap):
 @pytest.mark.parametrize(("queries", "keys"), SHAPES[:2])
 @pytest.mark.parametrize("window", [None, 6])
 def test_a_flash_backward_that_is_handed_the_sink_in_its_log_sum_exp_gives_the_right_gradients(queries, keys, window):
-    register_flash_stand_ins()
+    register_flash_stand_ins(torch.float64)
     _compare(flash_with_sinks, queries, keys, KernelOptions(scale=0.3, window=window))
 
 
 @pytest.mark.parametrize("group_bytes", [1, 2 * 8 * 4 * 17])  # one query head at a time, two
 def test_a_backward_over_groups_of_heads_is_that_of_all_heads(group_bytes):
-    register_flash_stand_ins()
+    register_flash_stand_ins(torch.float64)
     heads = []
 
     def backward(*given):
@@ -103,7 +103,7 @@ def test_a_backward_over_groups_of_heads_is_that_of_all_heads(group_bytes):
 
 def test_the_gradient_of_a_scaled_output_would_be_wrong():
     """The backward test can fail: with the sink outside the log-sum-exp, queries get other gradients."""
-    register_flash_stand_ins()
+    register_flash_stand_ins(torch.float64)
 
     def backward(grad, query, key, value, output, lse, layout, options):
         of_kernel, without = FLASH.forward(query, key, value, layout, options)

@@ -272,7 +272,7 @@ def on_device(micro_batch: TensorDict, device: Any) -> TensorDict:
         elif isinstance(value, torch.Tensor):
             moved[key] = pinned(value, device).to(device, non_blocking=True)
     if (units := tu.get_non_tensor_data(micro_batch, "units", default=None)) is not None:
-        tu.assign_non_tensor_data(moved, "units", units.to(device))
+        tu.assign_non_tensor_data(moved, "units", units.to(device, pinned))
     return moved
 
 

@@ -5,6 +5,7 @@ unit       3   0   0   1   1       pairs (0, 1), (0, 2); document 3 has a label 
 answer     1  -1  -1  -1   0
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -72,12 +73,10 @@ class Units:
         }
         return cls(**{name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in columns.items()})
 
-    def to(self, device: torch.device | str) -> "Units":
-        """Return the units on a device, without waiting for it."""
-        is_gpu = torch.device(device).type == "cuda"
-        columns = {field.name: getattr(self, field.name) for field in fields(self)}
-        pinned = {name: values.pin_memory() if is_gpu else values for name, values in columns.items()}
-        return replace(self, **{name: values.to(device, non_blocking=True) for name, values in pinned.items()})
+    def to(self, device: torch.device | str, pin: Callable[..., torch.Tensor]) -> "Units":
+        """Return the units on a device, without waiting; `pin` page-locks a column."""
+        columns = {field.name: pin(getattr(self, field.name), device) for field in fields(self)}
+        return replace(self, **{name: values.to(device, non_blocking=True) for name, values in columns.items()})
 
 
 def target_scales(targets: Array, unit: Array, length: str = "sum", tail_weight: float = 1.0) -> Array:
