@@ -8,6 +8,7 @@ machine only the last name is shown.
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,9 @@ def model_card(run: Path, step: int, form: str, size: str, license_name: str | N
     )
     if not license_name:
         parts.append("No license is stated: it depends on the base model and on the data.\n")
-    curves = read_curves(run / METRICS)[0] if (run / METRICS).is_file() else {}
+    curves: dict[str, Curve] = {}
+    with suppress(ValueError):  # without metrics, as of a run that logged none
+        curves, _ = read_curves(run / METRICS)
     for title, lines in {
         "Data": _data(report.get("train") or {}),
         "Losses": _losses(curves, step),
