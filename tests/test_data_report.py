@@ -18,7 +18,7 @@ from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import into
 from verl_ext.data import SFTDataSet
 from verl_ext.data.usage import repetition_notices
-from verl_ext.fsdp_sft_trainer import train
+from verl_ext.fsdp_sft_trainer import train_composed
 from verl_ext.metrics import LengthBins
 from verl_ext.packing import TOKENS
 from verl_ext.tools.plan.command import plan as plan_run
@@ -162,7 +162,7 @@ def test_a_plan_without_training_is_printed_and_written_and_leaves_the_folder_us
         [
             (command, tmp_path, plan, given),
             *((os.listdir, run), (Path.read_text, run / "data_report.json")),
-            (command, tmp_path, train, given),
+            (command, tmp_path, train_composed, given),
             (command, tmp_path, plan, [*given, "data.max_tokens=21"]),
         ],
     )

@@ -2,11 +2,14 @@
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 from tests.ranks import run_ranks
 from tests.training import into, metrics, train_alone
@@ -15,6 +18,7 @@ from verl_ext.commands.command_line import OutputOptions, read_options
 from verl_ext.commands.tokenize import TokenizeOptions
 from verl_ext.config.compose import compose
 from verl_ext.options import UsageError, option
+from verl_ext.overrides import override_words
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,53 @@ def test_the_trainer_composes_names_of_any_script(weights):
     written = ",".join(f"{name}:{weight}" for name, weight in weights.items())
     assert compose([f"loss.category_weights={{{written}}}"]).loss.category_weights == weights
     assert compose([f"loss.category_weights.{n}={w}" for n, w in weights.items()]).loss.category_weights == weights
+
+
+# Texts that Hydra, OmegaConf or our own escapes read as something else, any characters, and values of them.
+_READ_OTHERWISE = [
+    "null",
+    "True",
+    "1",
+    "1e5",
+    "nan",
+    "",
+    " a",
+    "${a}",
+    "\\\\${a}",
+    "_U000041_",
+    "{'a': 1}",
+    "a=b",
+    "~/x",
+    "/x",
+]
+_TEXTS = (
+    st.sampled_from(_READ_OTHERWISE)
+    | st.text("{}[]()=,:'\"$\\ _U0041ab~/.#%\n")
+    | st.text(st.characters(codec="utf-8"))
+)
+_LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | _TEXTS.filter(lambda t: t != "???")
+_VALUES = st.recursive(
+    _LEAVES, lambda v: st.lists(v, max_size=3) | st.dictionaries(_TEXTS.filter(bool), v, min_size=1, max_size=3)
+)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.dictionaries(_TEXTS.filter(bool), _VALUES, min_size=1))
+def test_options_from_python_arrive_at_a_command_as_they_are(values):
+    words = override_words({"output_dir": Path("x"), "sources": values})
+    assert read_options(Named, words).sources == values
+
+
+@settings(deadline=None, max_examples=4, phases=[Phase.generate])  # composing takes a second
+@given(st.lists(_VALUES, min_size=20, max_size=40))
+@example([{"a": {}, "b": [np.float32(0.5), np.int64(2), Path("/x y"), ("a", 1)]}])
+def test_options_from_python_arrive_at_the_trainer_as_they_are(values):
+    values = {f"key{number}": value for number, value in enumerate(values)}
+    config = compose(override_words({"model": {"path": "M", "override_config": values}, "loss": "sequence"}))
+    composed = OmegaConf.to_container(config.model.override_config, resolve=True)
+    plain = json.loads(json.dumps(values, default=lambda v: v.item() if hasattr(v, "item") else str(v)))
+    assert {key: value for key, value in composed.items() if key in values} == plain
+    assert config.loss.mode == "sequence"
 
 
 @pytest.mark.slow

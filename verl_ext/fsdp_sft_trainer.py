@@ -31,7 +31,7 @@ from verl_ext.trainer.signals import requests
 from verl_ext.trainer.start import await_data, compose_and_run
 
 
-def train(composed: DictConfig) -> None:
+def train_composed(composed: DictConfig) -> None:
     """Prepare the run of a composed configuration, then train or evaluate it."""
     from verl_ext.checkpoint.layout import RUN
     from verl_ext.trainer.report import write_report
@@ -39,6 +39,8 @@ def train(composed: DictConfig) -> None:
     from verl_ext.trainer.trainer import SFTTrainer
 
     run = prepare(composed)
+    if (caller := os.environ.get("VERL_EXT_CALLER")) and dist.get_rank() == 0:  # verl_ext.train
+        Path(caller).write_text(str(run.output.absolute()), encoding="utf-8")
     print_on_rank0((f"note: {notice}" for notice in run.notices), sys.stderr)
     report = run.data_report() if dist.get_rank() == 0 else {}
     print_on_rank0(report_lines(report))
@@ -60,7 +62,7 @@ def main() -> None:
     requests.listen()
     with process_group():
         await_data(sys.argv[1:])
-        compose_and_run(sys.argv[1:], train)
+        compose_and_run(sys.argv[1:], train_composed)
 
 
 if __name__ == "__main__":

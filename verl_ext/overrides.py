@@ -4,9 +4,11 @@
 sources={_U006570__U005B66_:math.jsonl}      while Hydra parses the word, and restored in the parsed values
 """
 
+import numbers
+import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +24,12 @@ from omegaconf import DictConfig, OmegaConf
 _SPELLED = re.compile(r"_U([0-9A-F]{6})_")
 _BRACKETS = (("[", "]"), ("{", "}"))
 _QUOTED = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"")
+_READ_OTHERWISE = rf"(?!(?i:null|true|false|inf|nan)\Z|.*{_SPELLED.pattern})"
+_PLAIN = re.compile(rf"{_READ_OTHERWISE}[A-Za-z_/][\w./@-]*", re.ASCII)  # a text that needs no quotes
+_PLAIN_NAME = re.compile(rf"{_READ_OTHERWISE}[A-Za-z_]\w*", re.ASCII)
+_NAME = re.compile(rf"(?!(?i:null|true|false|inf|nan)\Z|.*{_SPELLED.pattern})[A-Za-z_]\w*", re.ASCII)
+_PLAIN = re.compile(rf"{_PLAIN_NAME.pattern}[\w./@-]*", re.ASCII)
+_NAME = re.compile(rf"(?!.*{_SPELLED.pattern})[A-Za-z_]\w*", re.ASCII)
 _NAME = re.compile(rf"(?<=[{{,])\s*({_QUOTED.pattern})\s*(?=:)")  # a quoted name; Hydra allows quotes only for values
 
 
@@ -110,6 +118,53 @@ def quoted(text: str) -> str:
     """Return a text as Hydra's grammar reads it anywhere, in quotes."""
     escaped = re.sub(r'(\\*)("|\Z)', lambda found: found[1] * 2 + found[2].replace('"', '\\"'), text)
     return f'"{escaped}"'
+
+
+def override_words(options: Mapping[str, Any]) -> list[str]:
+    """Return the overrides of nested or dotted options, whose values stay as they are.
+
+    A text stays one: "1" is no number, and ${…} no reference to another key. Raises ValueError with one line for a key
+    that is given twice or is none, and for a value that no configuration holds.
+    """
+    words: dict[str, str] = {}
+    for key, value in _dotted(options):
+        if key in words:
+            raise ValueError(f"{key} must be given once; got it as a nested and as a dotted key")
+        if not key or re.search(r"[\s=]", key):
+            raise ValueError(f"an option's key must be dotted names; got {key!r}")
+        words[key] = f"{key}={_written(key, value)}"
+    return [*words.values()]
+
+
+def _dotted(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value); a mapping with names that no dotted key has is a value."""
+    for name, value in options.items():
+        if isinstance(value, Mapping) and value and all(map(_PLAIN_NAME.fullmatch, map(str, value))):
+            yield from _dotted(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _written(key: str, value: Any) -> str:
+    """Return a value in Hydra's grammar."""
+    value = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, numbers.Real):  # numpy's too
+        return str(int(value)) if isinstance(value, numbers.Integral) else repr(float(value))
+    if isinstance(value, str):
+        if _PLAIN.fullmatch(value):
+            return value  # without quotes, since choices of groups are compared as they are written
+        # OmegaConf reads a backslash as itself, but for those before ${.
+        text = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+        return quoted(_SPELLED.sub(lambda match: f"_U00005F_{match[0][1:]}", text))  # the user's own, to be restored
+    if isinstance(value, Mapping):
+        names = {n: n if _PLAIN_NAME.fullmatch(str(n)) else _spelled(str(n), r"[^A-Za-z]|\A.") for n in value}
+        return "{" + ",".join(f"{names[name]}:{_written(key, below)}" for name, below in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(_written(key, below) for below in value) + "]"
+    kinds = "a text, a number, a bool, a path, None, or a list or dict of these"
+    raise ValueError(f"{key} must be {kinds}; got {type(value).__name__}")
 
 
 def restored(value: Any) -> Any:

@@ -27,6 +27,7 @@ from transformers.utils.logging import disable_progress_bar
 from verl.utils.fsdp_utils import load_fsdp_model_to_gpu, offload_fsdp_model_to_cpu
 
 from verl_ext.checkpoint import layout
+from verl_ext.checkpoint.card import CARD, model_card
 from verl_ext.checkpoint.identity import BASE
 from verl_ext.checkpoint.state import ADAPTERS, MODEL, STATE, read_tensors
 from verl_ext.config.adapters import with_adapters
@@ -234,6 +235,7 @@ def export_checkpoint(
     shard_gb: float = 5.0,
     form: str = "merged",
     trust_remote_code: bool = False,
+    license_name: str | None = None,
 ) -> str:
     """Export a checkpoint for transformers or PEFT; return a line about it.
 
@@ -268,9 +270,11 @@ def export_checkpoint(
         parameters = sum(parameter.numel() for parameter in written)
         facts = {"checkpoint": checkpoint.name, "step": manifest.step, "form": form, "parameters": parameters}
         write_json(output.path / layout.EXPORT_MARKER, facts)
+        size = f"{parameters:,} {'parameters' if merges else 'parameters of adapters'} in {written[0].dtype}"
+        card = model_card(checkpoint.parent, manifest.step, form, size, license_name)
+        (output.path / CARD).write_text(card, encoding="utf-8")
         output.publish()
-    what = "parameters" if merges else "parameters of adapters"
-    return f"step {manifest.step}: {parameters:,} {what} in {written[0].dtype}, written to {output_dir}"
+    return f"step {manifest.step}: {size}, written to {output_dir}"
 
 
 def _whole_checkpoint(checkpoint: Path) -> tuple[Path, layout.Manifest]:

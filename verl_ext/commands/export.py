@@ -37,6 +37,9 @@ class ExportOptions(OutputOptions):
     )
     shard_gb: float = option(5.0, "maximum size of a weight file in gigabytes", above=0)
     trust_remote_code: bool = option(False, "true: run Python code that comes with the model")
+    license: str | None = option(None, "license for the header of the model card, such as apache-2.0; null: none")
+    push_to: str | None = option(None, "owner/name on the Hugging Face Hub, which also gets the folder")
+    private: bool = option(True, "false: push_to makes a public repository, or adds to one")
 
     def problems(self) -> Iterator[str]:
         """Yield a line for every mistake visible before reading the checkpoint."""
@@ -45,13 +48,17 @@ class ExportOptions(OutputOptions):
             path = getattr(self, name)
             if path is not None and not Path(path).is_dir():
                 yield f"{name} must be an existing folder; got {path}"
+        if self.push_to is not None:
+            from verl_ext.checkpoint.hub import push_problems  # imports torch
+
+            yield from push_problems(self.push_to)
 
 
 def export(options: ExportOptions) -> str:
     """Write the folder; return a line about it, or raise DataError."""
     from verl_ext.checkpoint.export import export_checkpoint  # imports torch, so only after the checks
 
-    return export_checkpoint(
+    told = export_checkpoint(
         options.checkpoint,
         options.output_dir,
         options.overwrite,
@@ -60,7 +67,14 @@ def export(options: ExportOptions) -> str:
         options.shard_gb,
         options.form,
         options.trust_remote_code,
+        options.license,
     )
+    if options.push_to is None:
+        return told
+    from verl_ext.checkpoint.hub import push  # imports huggingface_hub
+
+    print(told, flush=True)
+    return f"pushed to {push(Path(options.output_dir), options.push_to, options.private)}"
 
 
 main = command("export", ExportOptions, export, example="checkpoint=RUN/global_step_100 output_dir=DIR")

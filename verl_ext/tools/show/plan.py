@@ -6,11 +6,12 @@ from typing import Any
 
 from rich.text import Text
 
+from verl_ext.checkpoint.curves import read_facts
 from verl_ext.checkpoint.layout import REPORT
 from verl_ext.files import write_json
 from verl_ext.options import DataError, Options, UsageError, one_line, option
 from verl_ext.tools.plan_lines import plan_lines
-from verl_ext.tools.show.runs import is_run, read_facts
+from verl_ext.tools.show.runs import is_run
 from verl_ext.tools.show.terminal import terminal
 from verl_ext.trainer.report_lines import report_lines
 

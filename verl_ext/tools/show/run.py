@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from verl_ext.checkpoint.curves import read_facts
 from verl_ext.checkpoint.layout import RUN
 from verl_ext.files import working_in, write_json
 from verl_ext.options import DataError, Options, UsageError, one_line, option, spell
@@ -22,7 +23,7 @@ from verl_ext.tools.show.documents import Row, open_documents, tokenizer_of
 from verl_ext.tools.show.packs import pack_view, step_view
 from verl_ext.tools.show.run_page import write_run_page
 from verl_ext.tools.show.run_tables import run_tables
-from verl_ext.tools.show.runs import open_run, read_facts, read_spike
+from verl_ext.tools.show.runs import open_run, read_spike
 from verl_ext.tools.show.terminal import has_colours, print_parts, terminal
 
 REFRESH_SECONDS = 5  # of follow=true

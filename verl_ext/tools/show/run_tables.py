@@ -9,11 +9,12 @@ from rich.console import RenderableType
 from rich.text import Text
 from tqdm import tqdm
 
+from verl_ext.checkpoint.curves import Curve
 from verl_ext.options import leaves, one_line, spell
 from verl_ext.progress import four_digits
 from verl_ext.tables import pivot, plain_table
 from verl_ext.tools.show.answers import score_table
-from verl_ext.tools.show.runs import Curve, ShownRun
+from verl_ext.tools.show.runs import ShownRun
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 OTHERS = tuple(f"train/{name}" for name in ("grad_norm", "lr", "tokens_per_second", "pack_fill", "memory_gib"))

@@ -1,33 +1,15 @@
-"""A run, read from the files of its folder.
-
-metrics.jsonl    {"step": 1, "data": {"train/loss": 7.4, …}}    one curve for each metric, without steps that lack it
-"""
+"""A run, read from the files of its folder."""
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl_ext.checkpoint.curves import Curve, read_curves, read_facts
 from verl_ext.checkpoint.layout import METRICS, REPORT, RUN, SPIKES, TRACKER, is_locked
-from verl_ext.options import DataError, UsageError
-from verl_ext.redaction import redacted
 
 RATE_STEPS = 20  # the number of last logged steps whose mean time gives the time left
 _LOSS, _TOKENS = "_loss", "_tokens"
-
-
-@dataclass(frozen=True)
-class Curve:
-    """A metric's ascending steps and values; None for a non-finite value."""
-
-    steps: list[int]
-    values: list[float | None]
-
-    @property
-    def finite(self) -> list[float]:
-        """The values that are numbers."""
-        return [value for value in self.values if value is not None]
 
 
 @dataclass(frozen=True)
@@ -106,9 +88,7 @@ def open_run(path: str) -> ShownRun:
     given = Path(path)
     folder = given if given.is_dir() else given.parent
     file = given if given.is_file() else folder / METRICS
-    if not file.is_file():
-        raise UsageError(f"{path} must hold {METRICS}, which trainer.logger=[file] writes; it does not")
-    curves, torn = _read_curves(file)
+    curves, torn = read_curves(file)
     tracker = folder / TRACKER
     step = tracker.read_text(encoding="utf-8").strip() if tracker.is_file() else ""
     checkpoint = int(step) if step.isdigit() else None
@@ -128,34 +108,3 @@ def read_spike(folder: Path, step: int) -> dict[str, Any] | None:
         if spike.get("step") == step:
             return spike
     return None
-
-
-def _read_curves(file: Path) -> tuple[dict[str, Curve], int | None]:
-    """Return curves up to the first unreadable line, its number or None."""
-    curves: dict[str, Curve] = {}
-    torn = None
-    with file.open(encoding="utf-8", errors="replace") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                record = json.loads(line)
-                step, data = int(record["step"]), dict(record["data"])
-            except (ValueError, TypeError, KeyError):
-                torn = number
-                break
-            for name, value in data.items():
-                if value is None or isinstance(value, (int, float)):
-                    curve = curves.setdefault(name, Curve([], []))
-                    curve.steps.append(step)
-                    curve.values.append(value if value is not None and math.isfinite(value) else None)
-    if not curves:
-        raise DataError(f'{file} must hold lines like {{"step": 1, "data": {{…}}}}; got none')
-    return curves, torn
-
-
-def read_facts(path: Path) -> dict[str, Any]:
-    """Return a file's JSON object with secrets masked, else {}."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return redacted(value) if isinstance(value, dict) else {}

@@ -167,7 +167,7 @@ def open_tracking(config: RunConfig, first_step: int) -> Tracking:
     # Keep the ids beside the checkpoints, where a resume on any machine finds them.
     keep_run_ids(folder, ids, tracking.logger)
     # Open our own file logger, because verl's would empty the file.
-    if "file" in loggers:
+    if "file" in loggers or "VERL_EXT_CALLER" in os.environ:  # verl_ext.train returns the metrics
         path = Path(os.environ.get("VERL_FILE_LOGGER_PATH", folder / METRICS))
         continued_lines(path, first_step)
         tracking.logger["file"] = MetricsFile(path)  # type: ignore[assignment]
