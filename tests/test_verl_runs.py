@@ -2,8 +2,6 @@
 
 import json
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,10 +10,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.ranks import run_ranks
 from tests.training import metrics
 from tests.verl_commands import course_of
 from verl_ext.__main__ import main
+from verl_ext.commands import train as train_command
 from verl_ext.config.legacy import is_of_old
+from verl_ext.fsdp_sft_trainer import train
+from verl_ext.trainer.start import compose_and_run
 
 pytestmark = pytest.mark.slow
 
@@ -78,22 +80,46 @@ def plain_loss(folder: Path, length: int) -> float:
     return total / targets
 
 
-@pytest.mark.parametrize(("name", "batch"), [*((name, ROWS) for name in COMMANDS), ("turns of today's verl", 4)])
-def test_a_command_of_verls_trains_verls_steps_at_its_rates_with_the_loss_of_its_rows(name, batch, folder, tmp_path):
-    words = [
-        *("data.train_files=rows/train.parquet", "data.val_files=null", f"data.train_batch_size={batch}"),
-        *shlex.split(COMMANDS[name].replace("micro_batch_size_per_gpu=4", f"micro_batch_size_per_gpu={batch // 2}")),
-    ]
-    if "micro_batch_size=4" in COMMANDS[name]:
-        words.append("data.micro_batch_size_per_gpu=2")
-    options = dict(word.lstrip("+").split("=", 1) for word in words)
-    course = course_of(options, any(map(is_of_old, options)), ROWS)
-    here = [f"trainer.default_local_dir={tmp_path}", "trainer.logger=[file]", "parallel=cpu", "nproc=1"]
-    program = [sys.executable, "-m", "verl_ext", "train", *words, *here, "data.cache_dir=cache", "data.num_workers=0"]
-    done = subprocess.run(program, cwd=folder, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr[-3000:]
-    logged = metrics(tmp_path)
+def train_as_programs(commands: list[list[str]]) -> None:
+    """Train by the words of a command line, one run after the other, on ranks that start once."""
+    for words in commands:
+        compose_and_run(words, train)
+
+
+CASES = [*((name, ROWS) for name in COMMANDS), ("turns of today's verl", 4)]
+
+
+@pytest.fixture(scope="module")
+def courses(folder, tmp_path_factory):
+    """Return {case: (what verl makes of the command, what was logged of its run)}."""
+    lines: list[list[str]] = []
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(train_command, "run_torchrun", lambda line, work, _: work() or lines.append(list(line)) or 0)
+        for name, batch in CASES:
+            words = [
+                *("data.train_files=rows/train.parquet", "data.val_files=null", f"data.train_batch_size={batch}"),
+                *shlex.split(
+                    COMMANDS[name].replace("micro_batch_size_per_gpu=4", f"micro_batch_size_per_gpu={batch // 2}")
+                ),
+            ]
+            if "micro_batch_size=4" in COMMANDS[name]:
+                words.append("data.micro_batch_size_per_gpu=2")
+            options = dict(word.lstrip("+").split("=", 1) for word in words)
+            output = tmp_path_factory.mktemp("run")
+            found[name, batch] = course_of(options, any(map(is_of_old, options)), ROWS), output
+            here = [f"trainer.default_local_dir={output}", "trainer.logger=[file]", "parallel=cpu", "nproc=1"]
+            assert main(["train", *words, *here, "data.cache_dir=cache", "data.num_workers=0"]) == 0
+        program = [line.index("verl_ext.fsdp_sft_trainer") + 1 for line in lines]
+        run_ranks(train_as_programs, 1, [line[at:] for line, at in zip(lines, program, strict=True)])
+    return {case: (course, metrics(output)) for case, (course, output) in found.items()}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_command_of_verls_trains_verls_steps_at_its_rates_with_the_loss_of_its_rows(case, folder, courses):
+    course, logged = courses[case]
     rates = [value for (_, key), value in sorted(logged.items()) if key == "train/lr"]
     assert rates == pytest.approx([course.rate(step) for step in range(course.steps)], rel=1e-6, abs=1e-12)
-    if batch == ROWS:  # the first step has every row
+    if case[1] == ROWS:  # the first step has every row
         assert logged[1, "train/loss"] == pytest.approx(plain_loss(folder, course.length), rel=1e-5)
