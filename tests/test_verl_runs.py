@@ -1,6 +1,5 @@
 """Commands of verl's with raw files train by `verl-ext train`: verl's steps and rates, plain transformers' loss."""
 
-import json
 import shlex
 from pathlib import Path
 
@@ -11,13 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.ranks import run_ranks
-from tests.training import metrics
+from tests.tiny_model import init_model
+from tests.training import metrics, train_as_programs
 from tests.verl_commands import course_of
 from verl_ext.__main__ import main
-from verl_ext.commands import train as train_command
+from verl_ext.commands import train
 from verl_ext.config.legacy import is_of_old
-from verl_ext.fsdp_sft_trainer import train
-from verl_ext.trainer.start import compose_and_run
 
 pytestmark = pytest.mark.slow
 
@@ -26,12 +24,13 @@ ROWS = 22
 COMMANDS = {
     "a pair in fields below others, LoRA": (
         "data.prompt_key=extra_info data.response_key=extra_info data.prompt_dict_keys=['question'] "
-        "+data.response_dict_keys=['answer'] data.micro_batch_size_per_gpu=4 optim.lr=1e-4 trainer.total_epochs=2 "
+        "+data.response_dict_keys=['answer'] data.micro_batch_size_per_gpu=11 optim.lr=1e-4 trainer.total_epochs=2 "
         "model.partial_pretrain=MODEL model.lora_rank=4 model.lora_alpha=16 model.target_modules=all-linear"
     ),
     "turns, the schedule over four epochs": (
         "data.multiturn.enable=true data.multiturn.messages_key=prompt data.micro_batch_size=4 "
-        "trainer.total_training_steps=3 model.partial_pretrain=MODEL model.strategy=fsdp use_remove_padding=true"
+        "data.micro_batch_size_per_gpu=2 trainer.total_training_steps=3 model.partial_pretrain=MODEL "
+        "model.strategy=fsdp use_remove_padding=true"
     ),
     "turns of today's verl": (
         "data.messages_key=prompt data.max_length=64 data.truncation=left data.max_token_len_per_gpu=300 "
@@ -53,13 +52,7 @@ def folder(tmp_path_factory) -> Path:
         rows.append({"prompt": turns, "extra_info": {"question": question, "answer": answer}})
     (folder / "rows").mkdir()
     pq.write_table(pa.Table.from_pylist(rows), folder / "rows" / "train.parquet")
-    texts = ({"text": turn["content"]} for row in rows for turn in row["prompt"])
-    (folder / "prose.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
-    small = "config={num_hidden_layers: 1, hidden_size: 32, intermediate_size: 64}"
-    tokenizer = ("tokenizer.train_on=[prose.jsonl]", "tokenizer.vocab_size=300")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        assert main(["init-model", "model=tiny", "output_dir=MODEL", small, *tokenizer]) == 0
+    init_model(folder, (turn["content"] for row in rows for turn in row["prompt"]))
     return folder
 
 
@@ -80,12 +73,6 @@ def plain_loss(folder: Path, length: int) -> float:
     return total / targets
 
 
-def train_as_programs(commands: list[list[str]]) -> None:
-    """Train by the words of a command line, one run after the other, on ranks that start once."""
-    for words in commands:
-        compose_and_run(words, train)
-
-
 CASES = [*((name, ROWS) for name in COMMANDS), ("turns of today's verl", 4)]
 
 
@@ -96,23 +83,16 @@ def courses(folder, tmp_path_factory):
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr(train_command, "run_torchrun", lambda line, work, _: work() or lines.append(list(line)) or 0)
+        patch.setattr(train, "run_torchrun", lambda line, work, _: work() or lines.append(list(line)) or 0)
         for name, batch in CASES:
-            words = [
-                *("data.train_files=rows/train.parquet", "data.val_files=null", f"data.train_batch_size={batch}"),
-                *shlex.split(
-                    COMMANDS[name].replace("micro_batch_size_per_gpu=4", f"micro_batch_size_per_gpu={batch // 2}")
-                ),
-            ]
-            if "micro_batch_size=4" in COMMANDS[name]:
-                words.append("data.micro_batch_size_per_gpu=2")
+            files = ("data.train_files=rows/train.parquet", "data.val_files=null", f"data.train_batch_size={batch}")
+            words = [*files, *shlex.split(COMMANDS[name])]
             options = dict(word.lstrip("+").split("=", 1) for word in words)
             output = tmp_path_factory.mktemp("run")
             found[name, batch] = course_of(options, any(map(is_of_old, options)), ROWS), output
             here = [f"trainer.default_local_dir={output}", "trainer.logger=[file]", "parallel=cpu", "nproc=1"]
             assert main(["train", *words, *here, "data.cache_dir=cache", "data.num_workers=0"]) == 0
-        program = [line.index("verl_ext.fsdp_sft_trainer") + 1 for line in lines]
-        run_ranks(train_as_programs, 1, [line[at:] for line, at in zip(lines, program, strict=True)])
+        run_ranks(train_as_programs, 1, lines)
     return {case: (course, metrics(output)) for case, (course, output) in found.items()}
 
 
