@@ -5,6 +5,7 @@ import resource
 import socket
 import tempfile
 from contextlib import contextmanager
+from functools import partial
 
 os.environ["VERL_PLATFORM"] = "cpu"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -33,6 +34,14 @@ def pytest_collection_modifyitems(items):
 def tiny_model(tmp_path_factory):
     """Return the folder of a two-layer Qwen3 with 4 heads, 2 key/value heads and a tokenizer of 128 tokens."""
     return write_tiny_model(tmp_path_factory.mktemp("tiny_model"))
+
+
+@pytest.fixture
+def synthesize(tmp_path, tiny_model):
+    """Return `synthesized` for a test's folder and the tiny model."""
+    from tests.synthesized import synthesized  # imports what few tests need
+
+    return partial(synthesized, tmp_path, tiny_model)
 
 
 @pytest.fixture

@@ -3,8 +3,10 @@
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 EOS = 2
 
@@ -27,6 +29,19 @@ def write_jsonl(path: Path, texts: Sequence[str]) -> str:
     """Write one {"text": …} a line."""
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
     return str(path)
+
+
+def write_lines(path: Path, records: Iterable[Any]) -> Path:
+    """Write a record a line."""
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def zstd(content: bytes) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(content)
+    return sink.getvalue().to_pybytes()
 
 
 def tokens_of(text: str, eos: bool = True) -> list[int]:

@@ -28,8 +28,9 @@ if _context.get_start_method() == "forkserver":
 
 def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
     """Run ``function(*arguments)`` on ``world_size`` gloo ranks; raise with the traceback of the first that failed."""
+    calls = len(arguments[0]) if function is in_turn else 1
     with started_ranks(function, world_size, *arguments) as (_, answers):
-        return _collect(answers, world_size)
+        return _collect(answers, world_size, calls * _SECONDS)
 
 
 def in_turn(calls: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -67,11 +68,11 @@ def _start_server() -> None:
         os.chdir(before)
 
 
-def _collect(answers: Any, world_size: int) -> list[Any]:
+def _collect(answers: Any, world_size: int, seconds: float) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < world_size:
         try:
-            rank, failure, result = answers.get(timeout=_SECONDS)
+            rank, failure, result = answers.get(timeout=seconds)
         except queue.Empty:
             raise TimeoutError(f"ranks {sorted(set(range(world_size)) - set(results))} did not answer") from None
         if failure is not None:

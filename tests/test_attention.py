@@ -12,21 +12,12 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, MistralConfig, Qwen3Config, Qwen3ForCausalLM
 
 from tests.ranks import run_ranks
+from tests.tiny_model import SHAPE
 from verl_ext.attention import PACKED_ATTENTION
 from verl_ext.attention.packed import packed_attention
 from verl_ext.parallel.shards import document_layout
 
 LENGTHS = (11, 1, 7, 18)
-SHAPE = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "initializer_range": 0.2,
-}
 CONFIGS = {
     "qwen3": Qwen3Config(**SHAPE),
     "qwen3_one_kv_head": Qwen3Config(**{**SHAPE, "num_key_value_heads": 1}),

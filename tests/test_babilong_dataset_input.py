@@ -41,9 +41,7 @@ def test_a_file_that_is_no_list_of_records(tmp_path, content, line):
     assert "1k.json" in message
 
 
-JSON_VALUES = [
-    *((3, "3"), (0.5, "0.5"), (True, "true"), (None, "null"), (["x"], '["x"]'), ({"x": 1}, '{"x": 1}')),
-]
+JSON_VALUES = [*((3, "3"), (0.5, "0.5"), (True, "true"), (None, "null"), (["x"], '["x"]'), ({"x": 1}, '{"x": 1}'))]
 
 
 @pytest.mark.parametrize("name", ["input", "question", "target"])
@@ -94,15 +92,9 @@ def test_rows_too_short_for_the_question_and_the_reserve(tmp_path):
     [
         ({"max_length": None}, "data.max_length must be given"),
         ({"max_length": 8}, "data.max_length must be above data.answer_reserve_tokens=8; got 8"),
-        ({"max_length": 96.5}, "data.max_length must be a whole number; got 96.5"),
-        ({"answer_reserve_tokens": 0}, "data.answer_reserve_tokens must be at least 1; got 0"),
         ({"truncate": "left"}, "data.truncate must be one of context, right; got left"),
-        ({"append_eos": "yes"}, "data.append_eos must be true or false; got yes"),
-        ({"train_ratio": 1.5}, "data.train_ratio must be at most 1; got 1.5"),
-        ({"seed": -1}, "data.seed must be at least 0; got -1"),
         ({"split": "test"}, "split must be one of train, val; got test"),
         ({"split": "train", "train_ratio": 0.1}, "data.train_ratio must leave samples for training"),
-        ({"cache_dir": ["a"]}, "data.cache_dir must be a text; got ['a']"),
         ({"config": {"strategy": "best_fit"}}, "data.strategy must be none; got best_fit"),
         ({"config": {"mixture": {"sources": {}}}}, "data.mixture must be null for BABILong"),
         ({"max_length": None, "config": {"max_length": 96, "max_tokens": 64}}, "data.max_tokens must be"),

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset
 
+from tests.document_texts import zstd
 from tests.test_tokenize_templates import CHATML, tiny_tokenizer
 from verl_ext.commands.command_line import read_options
 from verl_ext.commands.tokenize import TokenizeOptions, main, tokenize
@@ -49,13 +50,6 @@ def refusal(path: Path | str) -> str:
 def written(path: Path, content: bytes | str) -> Path:
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     return path
-
-
-def zstd(content: bytes) -> bytes:
-    sink = pa.BufferOutputStream()
-    with pa.CompressedOutputStream(sink, "zstd") as stream:
-        stream.write(content)
-    return sink.getvalue().to_pybytes()
 
 
 @pytest.mark.parametrize(

@@ -110,9 +110,7 @@ def test_numbers_of_any_size_are_looked_up(tmp_path):
 def test_a_number_that_only_another_folder_names_is_refused_where_it_is_read(tmp_path, files, of_data, refused):
     folders = [
         write_tokenized(
-            tmp_path / str(n),
-            [{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1], "category_ids": [category] * 3}],
-            file,
+            tmp_path / str(n), [{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1], "category_ids": [category] * 3}], file
         )
         for n, (category, file) in enumerate(zip(of_data, files, strict=True))
     ]

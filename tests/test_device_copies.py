@@ -70,11 +70,7 @@ def _copies(model: str, ulysses: int, groups: int) -> dict:
         "non_blocking": seen.non_blocking,
         "prepared": prepared,
         "flat": sum(source in columns for source in seen.sources),
-        "shapes": [
-            tuple(inputs["input_ids"].shape),
-            tuple(inputs["position_ids"].shape),
-            tuple(outputs.labels.shape),
-        ],
+        "shapes": [tuple(inputs["input_ids"].shape), tuple(inputs["position_ids"].shape), tuple(outputs.labels.shape)],
         "devices": {tensor.device.type for tensor in (inputs["input_ids"], outputs.labels, moved["input_ids"])},
     }
 

@@ -115,10 +115,7 @@ def test_a_chat_gives_the_same_row_and_counts_in_any_order_and_any_worker(
         assert each == alone[number], records[number]
 
 
-FORMS = [
-    ({"on": "mät", "n": True}, ['{"on": "mät", "n": true}']),
-    ({}, ["{}", "", " \n", None, "null", " {} "]),
-]
+FORMS = [({"on": "mät", "n": True}, ['{"on": "mät", "n": true}']), ({}, ["{}", "", " \n", None, "null", " {} "])]
 NO_OBJECTS = ['{"on": ', "[]", '"x"', "x", "1", '{"a": 1, "a": 2}', [], 1, True]
 
 
@@ -194,12 +191,7 @@ def test_a_thought_before_a_call_is_a_thought_and_a_call_in_any_form(folder: Pat
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    st.sampled_from([*TEMPLATES]),
-    chats(),
-    st.sampled_from(["learn", "drop"]),
-    st.sampled_from([0.0, 1.0]),
-)
+@given(st.sampled_from([*TEMPLATES]), chats(), st.sampled_from(["learn", "drop"]), st.sampled_from([0.0, 1.0]))
 def test_the_prompt_of_an_evaluation_begins_the_document_of_training(
     folder: Path, name: str, record: dict[str, Any], reasoning: str, dropped: float
 ) -> None:

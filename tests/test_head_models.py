@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.checked import typed
-from tests.ranks import run_ranks
+from tests.ranks import in_turn, run_ranks
 from tests.reference import Document, Reference, load_eager, pack_row
 from tests.tiny_model import write_tiny_model
 from verl_ext.config.compose import compose
@@ -116,20 +116,6 @@ def folder(tmp_path_factory):
     return of
 
 
-@pytest.fixture(scope="module")
-def trained(folder):
-    """Return rank 0's results by run; the two ranks start once."""
-    runs = [*((name, "fp32") for name in MODELS), (HALF, "bf16"), (HALF, "fp16"), ("llama", "lora")]
-    return run_ranks(train, 2, {run: str(folder(run[0])) for run in runs})[0]
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_step_of_every_head_equals_plain_hugging_face_on_two_sequence_parallel_ranks(name, folder, trained):
-    use, steps = trained[name, "fp32"]
-    assert use == MODELS[name][2]
-    assert_all_equal(steps, Reference(load_eager(str(folder(name))), DOCUMENTS).step(PACKS, "token", {}))
-
-
 def gathers(model: str) -> dict[str, Counter]:
     """Count by head how often FSDP2 gathers each group of parameters in a step of one micro-batch."""
     from tests.packed_engine import build_worker, train_step
@@ -145,8 +131,28 @@ def gathers(model: str) -> dict[str, Counter]:
     return counts
 
 
-def test_backward_gathers_no_weight_that_it_does_not_need(folder):
-    counts = run_ranks(gathers, 2, str(folder("llama")))[0]
+@pytest.fixture(scope="module")
+def found(folder):
+    """Return rank 0's results by run, and its gathers; the two ranks start once."""
+    runs = [*((name, "fp32") for name in MODELS), (HALF, "bf16"), (HALF, "fp16"), ("llama", "lora")]
+    folders = {run: str(folder(run[0])) for run in runs}
+    return run_ranks(in_turn, 2, [(train, folders), (gathers, str(folder("llama")))])[0]
+
+
+@pytest.fixture(scope="module")
+def trained(found):
+    return found[0]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_of_every_head_equals_plain_hugging_face_on_two_sequence_parallel_ranks(name, folder, trained):
+    use, steps = trained[name, "fp32"]
+    assert use == MODELS[name][2]
+    assert_all_equal(steps, Reference(load_eager(str(folder(name))), DOCUMENTS).step(PACKS, "token", {}))
+
+
+def test_backward_gathers_no_weight_that_it_does_not_need(found):
+    counts = found[1]
     for head in HEADS:
         assert counts[head]["model.embed_tokens"] == 1
         assert counts[head]["model.layers.0"] == counts[head]["model.layers.1"] == 2

@@ -8,10 +8,10 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
 from datasets import load_from_disk
 
+from tests.document_texts import zstd
 from tests.test_tokenize_templates import CHATML, tiny_tokenizer
 from verl_ext.commands.command_line import read_options
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
@@ -105,13 +105,6 @@ def test_the_tokenize_command_takes_a_text_file_as_a_plain_text(tmp_path: Path) 
             read_options(TokenizeOptions, [f"sources={{a:{tmp_path}/a.txt}}", f"output_dir={tmp_path}/bad", *base])
         )
     assert not (tmp_path / "bad").exists()
-
-
-def zstd(content: bytes) -> bytes:
-    sink = pa.BufferOutputStream()
-    with pa.CompressedOutputStream(sink, "zstd") as stream:
-        stream.write(content)
-    return sink.getvalue().to_pybytes()
 
 
 COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstd}

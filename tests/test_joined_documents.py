@@ -10,7 +10,7 @@ import yaml
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
 
 from tests.chat_server import chat_server
-from tests.test_synthesize import write_lines
+from tests.document_texts import write_lines
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
 from verl_ext.data import SFTDataSet
 from verl_ext.tools.synthesis.command import main

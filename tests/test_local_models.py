@@ -8,9 +8,11 @@ import sys
 import pytest
 
 from tests.chat_server import chat_server
+from tests.document_texts import write_lines
+from tests.synthesized import words
 from tests.test_joined_documents import records_of, write_encoder
-from tests.test_synthesize import words, write_lines
 from tests.tiny_model import write_scripted_model
+from verl_ext.__main__ import main
 from verl_ext.endpoint.client import Client, EndpointOptions, SamplingOptions
 from verl_ext.endpoint.store import Store
 from verl_ext.tools.judging.under_test import LocalModel
@@ -21,10 +23,6 @@ SAID = "<think> kitchen or office </think> the garden is it <|im_end|> no more"
 @pytest.fixture(scope="module")
 def speaker(tmp_path_factory):
     return write_scripted_model(tmp_path_factory.mktemp("speaker"), SAID)
-
-
-def _command(*given):
-    return [sys.executable, "-m", "verl_ext", *map(str, given)]
 
 
 def _answers(folder):
@@ -43,11 +41,12 @@ def test_a_folder_a_server_and_a_file_with_the_same_text_get_the_same_scores(tmp
     with chat_server(lambda request: said) as server:
         endpoint = (f"endpoint.base_url={server.url}", "endpoint.model=served")
         folder = (f"models.folder={speaker}", f"output_dir={tmp_path}/out")
-        subprocess.run(_command(*given, *endpoint, *folder), check=True, cwd=tmp_path)
+        program = [sys.executable, "-m", "verl_ext", *map(str, (*given, *endpoint, *folder))]
+        subprocess.run(program, check=True, cwd=tmp_path)
     rows = [{"case": f"60-{depth}", "answer": said} for depth in (0, 100)]
     write_lines(tmp_path / "pred.jsonl", rows)
     file = (f"predictions.file={tmp_path}/pred.jsonl", f"output_dir={tmp_path}/read")
-    subprocess.run(_command(*given, *file), check=True)
+    assert main([*map(str, (*given, *file))]) == 0
     for folder in ("out/folder", "out/served", "read/file"):
         for row in _answers(tmp_path / folder):
             assert (row["answer"], row["outcome"]) == ("the garden is it", "done"), folder
@@ -83,5 +82,5 @@ def test_documents_are_joined_by_an_encoder_in_a_folder(tmp_path, tiny_model):
         *("synthesize", "task=glm_long_documents", f"sources={{docs:{documents}}}", f"output_dir={tmp_path}/out"),
         *(f"model.path={tiny_model}", "intervals=[100,200]", f"encoder.path={encoder}"),
     ]
-    subprocess.run(_command(*given), check=True)
+    assert main([*map(str, given)]) == 0
     assert records_of(tmp_path)

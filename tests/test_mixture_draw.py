@@ -9,14 +9,7 @@ from hypothesis import strategies as st
 
 from verl_ext.data.mixture import mixture_report
 from verl_ext.packing import Spans
-from verl_ext.packing.mixture import (
-    TOLERANCE,
-    WINDOW,
-    IntervalDraw,
-    MixtureSource,
-    draw_mixture,
-    nearest_subset,
-)
+from verl_ext.packing.mixture import TOLERANCE, WINDOW, IntervalDraw, MixtureSource, draw_mixture, nearest_subset
 
 EDGES = (8, 16, 32, 64, 128)
 
@@ -96,11 +89,7 @@ def test_a_source_draws_other_documents_than_its_like_and_the_same_beside_others
 
 
 def test_weighted_sources_share_what_the_budgets_in_tokens_leave_of_the_total(lengths):
-    sources = [
-        MixtureSource("fixed", tokens=10_000),
-        MixtureSource("one", weight=1),
-        MixtureSource("three", weight=3),
-    ]
+    sources = [MixtureSource("fixed", tokens=10_000), MixtureSource("one", weight=1), MixtureSource("three", weight=3)]
     wanted = [interval.budget for interval in draw(lengths, *sources, total_tokens=50_000)]
     assert wanted == [10_000, 10_000, 30_000]
     with pytest.raises(ValueError, match=r"^data.mixture.total_tokens must leave tokens .*got 10000, .* sum to 10000$"):

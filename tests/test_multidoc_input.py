@@ -76,7 +76,6 @@ def test_a_blend_beside_train_dir_and_other_samplings_of_it(prefix, refused):
     ("options", "match"),
     [
         ({"seq_len": 1}, r"data\.seq_len must be at least 2; got 1"),
-        ({"max_tokens": 0}, r"data\.max_corpus_tokens must be at least 1; got 0"),
         ({"seed": 2**32}, r"data\.seed must be"),
         ({"config": {"strategy": "best_fit"}}, r"data\.strategy must be none; got best_fit"),
         ({"config": {"mixture": {"a": 1}}}, r"data\.mixture must be null for samples of a stream; got \{'a': 1\}"),

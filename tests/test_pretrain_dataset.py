@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 import verl_ext.attention.packed  # noqa: F401  makes the attention known to transformers
 from tests.babilong_files import byte_tokenizer
 from tests.pretrain_files import plain_document, plain_row, texts_of, word_tokenizer, write_jsonl
+from tests.tiny_model import SHAPE
 from verl_ext.attention import PACKED_ATTENTION
 from verl_ext.data import SFTDataSet
 from verl_ext.data.pretrain import PreTrainDataset
@@ -25,16 +26,6 @@ WITHOUT_BOS = word_tokenizer(bos=False)
 PADS_WITH_EOS = word_tokenizer(pad="<eos>")
 WITHOUT_PAD = word_tokenizer(pad=None)
 TOKENIZERS = [TOKENIZER, WITHOUT_BOS, PADS_WITH_EOS, WITHOUT_PAD]
-SHAPE = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "initializer_range": 0.2,
-}
 NAMES = {"input_ids", "position_ids", "loss_mask", "category_ids", "labels"}
 
 

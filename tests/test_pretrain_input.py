@@ -191,7 +191,6 @@ def test_paths_that_name_no_file(tmp_path, refusal):
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"max_length": 2}, "data.max_length must be at least 3; got 2"),
         ({"text_key": ["a", 3]}, "data.text_key must name a field of a record, or several; got ['a', 3]"),
         ({"split": "test"}, "split must be one of train, val; got test"),
         ({"split": "val"}, "data.train_ratio must leave samples for training"),

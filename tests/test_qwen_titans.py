@@ -9,11 +9,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from tests.tiny_titans import CHUNK, VOCABULARY, random_tokens, tiny_base, tiny_config, tiny_titans
-from verl_ext.models.qwen_titans import (
-    QwenTitansConfig,
-    QwenTitansForCausalLM,
-    is_memory_parameter,
-)
+from verl_ext.models.qwen_titans import QwenTitansConfig, QwenTitansForCausalLM, is_memory_parameter
 
 FORMS = [{}, {"depth": 1}, {"conv_tokens": 1}, {"conv_tokens": CHUNK + 3}]  # convolutions of one token, and over chunks
 each_form = pytest.mark.parametrize("form", FORMS, ids=str)

@@ -1,7 +1,6 @@
 """Rotary embeddings of every type: packed documents compute as if alone, also on ranks that share the pack."""
 
 import copy
-import functools
 
 import pytest
 import torch
@@ -9,8 +8,9 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, Phi3Config, Phi
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import verl_ext.attention.packed  # noqa: F401  registers the attention with transformers
-from tests.ranks import run_ranks
+from tests.ranks import in_turn, run_ranks
 from tests.test_device_copies import Copies
+from tests.tiny_model import SHAPE as ONE_SHAPE
 from verl_ext.attention import PACKED_ATTENTION
 from verl_ext.attention.rope import choose_rope_by_document
 from verl_ext.parallel.shards import document_layout
@@ -20,19 +20,10 @@ pytestmark = pytest.mark.slow
 POSITIONS = 16  # beyond these, dynamic and longrope choose other frequencies
 # Short and long documents in turn, including one at a type's limit and one a token longer; 80 tokens.
 PACKS = [(7, 30, 16, 17, 10), (3, 40, 5, 32)]
-SHAPE = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+SHAPE = {name: value for name, value in ONE_SHAPE.items() if name != "head_dim"} | {
     "max_position_embeddings": POSITIONS,
-    "initializer_range": 0.2,
     "tie_word_embeddings": False,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
 }
 _FACTORS = {"short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [1.0, 2.0, 4.0, 8.0]}
 _LONGROPE = {"rope_type": "longrope", **_FACTORS, "original_max_position_embeddings": POSITIONS}
@@ -171,24 +162,32 @@ LAYOUTS = {
 RUNS = [(layout, name) for layout, (_, _, names) in LAYOUTS.items() for name in names]
 
 
+def _frequencies(folder: str) -> tuple[str, dict[str, torch.Tensor]]:
+    from tests.packed_engine import build_worker
+
+    module = build_worker(folder, 1, ["engine.model_dtype=bf16"]).engine.module
+    return str(next(module.parameters()).dtype), dict(module.named_buffers())
+
+
 @pytest.fixture(scope="module")
 def packed(folders, tiny_model):
-    """Return by model the engine's results for the packs, on two ranks that have a pack each or half of each pack."""
-
-    @functools.cache
-    def of(layout: str) -> dict:
-        ulysses, groups, names = LAYOUTS[layout]
-        answers = run_ranks(_steps, 2, {name: folders[name] for name in names}, str(tiny_model), ulysses, groups)
-        if ulysses * groups == 2:
-            return answers[0]
-        return {name: (answers[0][name][0] + answers[1][name][0], answers[0][name][1]) for name in names}
-
-    return of
+    """Return {layout: {model: the engine's results for the packs}} on two ranks that have a pack each or half of each
+    pack, and what `_frequencies` returned on each rank."""
+    calls = [
+        (_steps, {name: folders[name] for name in names}, str(tiny_model), ulysses, groups)
+        for ulysses, groups, names in LAYOUTS.values()
+    ]
+    (*first, buffers), (*second, others) = run_ranks(in_turn, 2, [*calls, (_frequencies, str(tiny_model))])
+    results = {}
+    for (layout, (ulysses, groups, names)), mine, other in zip(LAYOUTS.items(), first, second, strict=True):
+        halves = {name: (mine[name][0] + other[name][0], mine[name][1]) for name in names}
+        results[layout] = mine if ulysses * groups == 2 else halves
+    return results, [buffers, others]
 
 
 @pytest.mark.parametrize(("layout", "name"), RUNS)
 def test_a_document_in_a_pack_has_the_rotary_frequencies_that_it_has_alone(layout, name, packed, alone):
-    (log_probs, gradients), (expected, expected_gradients) = packed(layout)[name], alone[name]
+    (log_probs, gradients), (expected, expected_gradients) = packed[0][layout][name], alone[name]
     documents = [part for values, lengths in zip(log_probs, PACKS, strict=True) for part in values.split(lengths)]
     for found, want in zip(documents, expected, strict=True):
         torch.testing.assert_close(found[:-1], want, rtol=1e-5, atol=1e-5)
@@ -257,16 +256,9 @@ def test_a_model_that_chooses_frequencies_in_code_of_its_own_is_refused():
         choose_rope_by_document(model)
 
 
-def _frequencies(folder: str) -> tuple[str, dict[str, torch.Tensor]]:
-    from tests.packed_engine import build_worker
-
-    module = build_worker(folder, 1, ["engine.model_dtype=bf16"]).engine.module
-    return str(next(module.parameters()).dtype), dict(module.named_buffers())
-
-
-def test_weights_in_bfloat16_leave_rotary_frequencies_in_float32(tiny_model):
+def test_weights_in_bfloat16_leave_rotary_frequencies_in_float32(tiny_model, packed):
     plain = dict(AutoModelForCausalLM.from_pretrained(tiny_model).named_buffers())
-    for dtype, buffers in run_ranks(_frequencies, 2, str(tiny_model)):
+    for dtype, buffers in packed[1]:
         assert dtype == "torch.bfloat16"
         assert buffers.keys() == plain.keys()
         for name, buffer in buffers.items():

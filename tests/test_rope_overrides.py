@@ -78,10 +78,7 @@ _YARNS = {"rope_type": "yarn", "factor": 2.0}
     ("values", "line"),
     [
         ({"rope_scaling": {"factor": 8.0}}, "rope_scaling must name the type that has factor; got rope_type=default"),
-        (
-            {"rope_scaling": {**_YARNS, "type": "linear"}},
-            "one type; got {'rope_type': 'yarn', 'type': 'linear'}",
-        ),
+        ({"rope_scaling": {**_YARNS, "type": "linear"}}, "one type; got {'rope_type': 'yarn', 'type': 'linear'}"),
         ({"rope_scaling": {"type": "yran", "factor": 8.0}}, "got yran (nearest: yarn)"),
         ({"rope_scaling": {"type": "linear", "factor": True}}, "rope_scaling.factor must be a number; got true"),
         ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "Missing required keys"),

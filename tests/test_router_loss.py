@@ -6,6 +6,7 @@ The reference is plain Hugging Face: one forward of all documents, padded, whose
 import functools
 import itertools
 from math import ceil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, Qwen2MoeConfig
 
 from tests.checked import checked, support_problems
-from tests.ranks import run_ranks
+from tests.ranks import in_turn, run_ranks
 from tests.reference import Reference, load_eager, pack_row, tree_row
 from tests.small_models import model_class, model_config
 from tests.test_parity import CATEGORIES, DOCUMENTS, MAX_TOKENS, packs_of
@@ -134,8 +135,8 @@ def references(moe_models):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_loss_and_gradients_are_those_of_all_real_tokens_in_plain_transformers(moe_models, references, layout):
-    answers = run_ranks(_train, layout[0], moe_models, layout)
+def test_loss_and_gradients_are_those_of_all_real_tokens_in_plain_transformers(found, references, layout):
+    answers = found[layout]
     for name, (packing, accumulation) in itertools.product((*MODELS, OF_IMAGES), LAYOUTS[layout][0]):
         value, gradients = references(name, packing)
         for rank in answers:
@@ -169,41 +170,58 @@ def _drawn(model: str) -> list[torch.Tensor]:
     return states
 
 
-def test_counting_the_choices_of_experts_draws_no_random_numbers_of_the_step(tmp_path):
-    config_class, fields = MODELS["mixtral"]
-    noisy = {"router_jitter_noise": 0.1, "attention_dropout": 0.1}
-    model = write_tiny_model(tmp_path / "model", 0, config_class, **MOE, **noisy, **fields)
-    ((counted, plain),) = run_ranks(_drawn, 1, str(model))
+def test_counting_the_choices_of_experts_draws_no_random_numbers_of_the_step(found):
+    (counted, plain), _ = found["alone"]
     assert torch.equal(counted, plain)
     torch.manual_seed(0)
     assert not torch.equal(plain, torch.get_rng_state())
-
-
-@pytest.fixture
-def run(tmp_path):
-    """Return overrides of three steps on a mixture of experts whose config turns the router loss off."""
-    config_class, fields = MODELS["mixtral"]
-    model = write_tiny_model(tmp_path / "model", 0, config_class, **{**MOE, "output_router_logits": False}, **fields)
-    documents = random_documents(np.random.default_rng(0), [20] * 12, VOCABULARY, 1)
-    return [
-        *(f"data.train_dir={write_tokenized(tmp_path / 'data', documents)}", f"model.path={model}", "optim.lr=1e-6"),
-        *(f"trainer.default_local_dir={tmp_path / 'run'}", "data.strategy=none", "trainer.log_freq=1"),
-    ]
 
 
 def _notices(options):
     return build(options).run.notices
 
 
-def test_a_run_reports_the_router_loss_that_is_asked_for_and_says_where_there_is_none(run, tmp_path):
-    asked = ["model.override_config.output_router_logits=true", "model.override_config.router_aux_loss_coef=10"]
-    (notices,) = run_ranks(_notices, 1, run)
-    assert any("is trained without a router loss" in notice for notice in notices)
-    run_ranks(train_alone, 2, [*run, *asked, "checkpoint.save_contents=[hf_model]"])
-    seen = metrics(tmp_path / "run")
+ASKED = [f"model.override_config.{key}" for key in ("output_router_logits=true", "router_aux_loss_coef=10")]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Return overrides of three steps on a mixture of experts whose config turns the router loss off."""
+    folder, (config_class, fields) = tmp_path_factory.mktemp("run"), MODELS["mixtral"]
+    model = write_tiny_model(folder / "model", 0, config_class, **{**MOE, "output_router_logits": False}, **fields)
+    documents = random_documents(np.random.default_rng(0), [20] * 12, VOCABULARY, 1)
+    return [
+        *(f"data.train_dir={write_tokenized(folder / 'data', documents)}", f"model.path={model}", "optim.lr=1e-6"),
+        *(f"trainer.default_local_dir={folder / 'run'}", "data.strategy=none", "trainer.log_freq=1"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def found(moe_models, run, tmp_path_factory):
+    """Return by layout the answers of each rank, which start once, and for "alone" the draws and notices of one."""
+    config_class, fields = MODELS["mixtral"]
+    noisy = {"router_jitter_noise": 0.1, "attention_dropout": 0.1}
+    noisy_model = write_tiny_model(tmp_path_factory.mktemp("noisy"), 0, config_class, **MOE, **noisy, **fields)
+    others = {
+        1: [(_drawn, str(noisy_model)), (_notices, run)],
+        2: [(train_alone, [*run, *ASKED, "checkpoint.save_contents=[hf_model]"])],
+    }
+    results = {}
+    for layout in LAYOUTS:
+        calls = [(_train, moe_models, layout), *others.get(layout[0], [])]
+        of_ranks = run_ranks(in_turn, layout[0], calls)
+        results[layout] = [each[0] for each in of_ranks]
+        if layout[0] == 1:
+            results["alone"] = of_ranks[0][1:]
+    return results
+
+
+def test_a_run_reports_the_router_loss_that_is_asked_for_and_says_where_there_is_none(run, found):
+    assert any("is trained without a router loss" in notice for notice in found["alone"][1])
+    seen = metrics(Path(run[3].partition("=")[2]))
     assert all(2 <= seen[step, "train/router_loss"] < 3 for step in (1, 2, 3))  # two choices; 2 where balanced
     with pytest.raises(ValueError, match=r"router_aux_loss_coef needs model\.override_config\.output_router"):
-        checked(compose([*run, asked[1]]), 1)
+        checked(compose([*run, ASKED[1]]), 1)
 
 
 SIZES = {

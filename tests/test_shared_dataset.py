@@ -179,7 +179,6 @@ def test_data_that_begins_alike_is_named_in_the_report(tmp_path):
             "data.strategy must be best_fit or sorted_batch with data.share_prefixes=true; got none",
         ),
         ({"pad_mode": "right"}, "data.pad_mode must be no_padding with data.share_prefixes=true; got right"),
-        ({"share_least": 0}, "data.share_least must be at least 1; got 0"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(tmp_path, options, told):

@@ -20,7 +20,7 @@ from verl_ext.commands.index import index_texts as index
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
 from verl_ext.data import MultiDocDataset, PreTrainDataset
 from verl_ext.data.stream.megatron.index import TokenIndex
-from verl_ext.options import DataError, UsageError
+from verl_ext.options import DataError
 from verl_ext.text.chat.options import ChatOptions
 from verl_ext.text.chat.renderer import ChatRenderer
 from verl_ext.text.records.bad_record import BadRecord, RecordOptions
@@ -269,8 +269,6 @@ def test_error_is_a_bad_record_of_both_commands(tmp_path: Path, model: Path, nam
         command(name, source, tmp_path / "none", model, "special_tokens_in_text=error")
     command(name, source, tmp_path / "out", model, "special_tokens_in_text=error", "on_bad_record=skip")
     assert counted(tmp_path / "out")["bad_records"] == {"special_token": 1}
-    with pytest.raises(UsageError, match=r"special_tokens_in_text must be one of encode, keep, error; got drop"):
-        command(name, source, tmp_path / "none", model, "special_tokens_in_text=drop")
 
 
 def test_datasets_of_text_have_the_option_and_their_caches_differ(
@@ -298,5 +296,3 @@ def test_datasets_of_text_have_the_option_and_their_caches_differ(
     for refused in (documents, stream):
         with pytest.raises(ValueError, match=r"data\.special_tokens_in_text=keep takes it for the token itself"):
             refused(special_tokens_in_text="error")
-        with pytest.raises(ValueError, match=r"data\.special_tokens_in_text must be one of encode, keep, error"):
-            refused(special_tokens_in_text="drop")

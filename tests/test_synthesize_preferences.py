@@ -2,13 +2,15 @@
 
 import json
 import random
+from functools import partial
 
 import pytest
 import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
 
 from tests.chat_server import chat_server, completion
-from tests.test_synthesize import report_of, run, write_lines  # noqa: F401, a fixture
+from tests.document_texts import write_lines
+from tests.synthesized import report_of
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
 from verl_ext.endpoint.quality import DIMENSIONS
 from verl_ext.text.records.bad_record import BadRecord
@@ -17,6 +19,12 @@ from verl_ext.tools.synthesis.asked_prompts import asked_prompt
 from verl_ext.tools.synthesis.options import SynthesizeOptions
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def choose(synthesize):
+    return partial(synthesize, task="preferences")
+
 
 QUESTIONS = [f"question {n} about w{n}" for n in range(6)]
 
@@ -51,14 +59,11 @@ def judged(server, kind="judge"):
 
 
 @pytest.mark.parametrize("pair", ["best_worst", "best_random", "all", "best"])
-def test_the_best_answer_stands_against_the_others_of_the_choice(run, tmp_path, prompts, tiny_model, pair):  # noqa: F811
+def test_the_best_answer_stands_against_the_others_of_the_choice(choose, tmp_path, prompts, tiny_model, pair):
     with chat_server(judge) as server:
-        assert run(server, prompts, *judged(server), f"pair={pair}", "answers=5", task="preferences") == 0
+        assert choose(server, prompts, *judged(server), f"pair={pair}", "answers=5") == 0
         requests = len(server.requests)
-        assert (
-            run(server, prompts, *judged(server), f"pair={pair}", "answers=5", "overwrite=true", task="preferences")
-            == 0
-        )
+        assert choose(server, prompts, *judged(server), f"pair={pair}", "answers=5", "overwrite=true") == 0
         assert len(server.requests) == requests  # all of it is in the store
     asked = [request for request in server.requests if "[Answer]" not in request["messages"][-1]["content"]]
     assert {request["temperature"] for request in asked} == {1.0}
@@ -95,7 +100,7 @@ def test_the_best_answer_stands_against_the_others_of_the_choice(run, tmp_path, 
     assert facts["chosen_longer"] == (1 if pairs else None)
 
 
-def test_length_and_quality_make_the_score_of_a_text(run, tmp_path):  # noqa: F811
+def test_length_and_quality_make_the_score_of_a_text(choose, tmp_path):
     source = write_lines(tmp_path / "prompts.jsonl", [{"prompt": "Write 200 words about a river."}])
     lengths = iter((200, 150, 20, 420))
 
@@ -107,7 +112,7 @@ def test_length_and_quality_make_the_score_of_a_text(run, tmp_path):  # noqa: F8
         return json.dumps(dict.fromkeys(DIMENSIONS, 5 if words == 150 else 2))
 
     with chat_server(reply) as server:
-        assert run(server, source, *judged(server, "writing"), "endpoint.concurrency=1", task="preferences") == 0
+        assert choose(server, source, *judged(server, "writing"), "endpoint.concurrency=1") == 0
     (record,) = records_of(tmp_path)
     expected = {words: (length_score(200, words) + (100 if words == 150 else 25)) / 2 for words in (200, 150, 20, 420)}
     best, worst = max(expected, key=expected.get), min(expected, key=expected.get)
@@ -137,7 +142,7 @@ def reward_model(tmp_path, tiny_model):
     return tmp_path / "reward"
 
 
-def test_a_reward_model_sees_question_and_answer_without_the_document(run, tmp_path, reward_model, capsys):  # noqa: F811
+def test_a_reward_model_sees_question_and_answer_without_the_document(choose, tmp_path, reward_model, capsys):
     document, question = " ".join(f"w{n % 90}" for n in range(300)), "what is w5 ?"
     spans = {"spans": [[0, len(document)]]}
     chat = [{"role": "user", "content": f"{document}\n\n{question}"}, {"role": "assistant", "content": "w1 w2"}]
@@ -154,7 +159,7 @@ def test_a_reward_model_sees_question_and_answer_without_the_document(run, tmp_p
         "answers=3",
     ]
     with chat_server(reply) as server:
-        assert run(server, source, *given, task="preferences") == 0
+        assert choose(server, source, *given) == 0
     (record,) = records_of(tmp_path)
     model = Qwen3ForSequenceClassification.from_pretrained(reward_model).eval()
     tokenizer = AutoTokenizer.from_pretrained(reward_model)
@@ -176,15 +181,15 @@ def test_a_reward_model_sees_question_and_answer_without_the_document(run, tmp_p
     capsys.readouterr()
     with chat_server(reply) as server:
         for _ in range(2):  # nor is it kept in the store as one
-            assert run(server, source, *broken, task="preferences") == 1
+            assert choose(server, source, *broken) == 1
             assert "1 unparsable" in (error := capsys.readouterr().err)
             assert "the classifier gives nan" in error
     # With the document the question is too long to be scored, and nothing of it is cut.
     with chat_server(reply) as server:
-        assert run(server, source, *given, "scorer.context=whole", "overwrite=true", task="preferences") == 1
+        assert choose(server, source, *given, "scorer.context=whole", "overwrite=true") == 1
 
 
-def test_scores_of_the_records_need_no_server_and_ties_make_no_pair(run, tmp_path, capsys):  # noqa: F811
+def test_scores_of_the_records_need_no_server_and_ties_make_no_pair(choose, tmp_path, capsys):
     def scored(*scores):
         return {"prompt": "q", "answers": [{"answer": f"a{n}", "score": s} for n, s in enumerate(scores)]}
 
@@ -197,7 +202,7 @@ def test_scores_of_the_records_need_no_server_and_ties_make_no_pair(run, tmp_pat
         "endpoint.model=null",
     ]
     with chat_server(judge) as server:
-        assert run(server, source, *options, task="preferences") == 0
+        assert choose(server, source, *options) == 0
         assert not server.requests
     (record,) = records_of(tmp_path)
     assert (record["chosen"][0]["content"], record["rejected"][0]["content"]) == ("a1", "a0")
@@ -207,27 +212,27 @@ def test_scores_of_the_records_need_no_server_and_ties_make_no_pair(run, tmp_pat
     answers = [{"answer": text, "score": score} for text, score in ((" ", 9), ("good", 2), ("bad", 1))]
     source = write_lines(tmp_path / "s.jsonl", [{"prompt": "q", "answers": answers}])
     with chat_server(judge) as server:
-        assert run(server, source, *options, "overwrite=true", task="preferences") == 0
+        assert choose(server, source, *options, "overwrite=true") == 0
     (record,) = records_of(tmp_path)
     assert (record["chosen"][0]["content"], record["rejected"][0]["content"]) == ("good", "bad")
     assert report_of(tmp_path)["preferences"]["answers_left_out"] == {"empty": 1}
 
 
-def test_a_function_of_the_users_scores_answers(run, tmp_path, prompts, capsys):  # noqa: F811
+def test_a_function_of_the_users_scores_answers(choose, tmp_path, prompts, capsys):
     (tmp_path / "own.py").write_text(
         "def shorter(messages, answer):\n    return -len(answer) if messages[-1]['content'] else 0\n"
     )
     with chat_server(judge) as server:
-        assert run(server, prompts, f"scorer.kind={tmp_path}/own.py:shorter", task="preferences") == 0
+        assert choose(server, prompts, f"scorer.kind={tmp_path}/own.py:shorter") == 0
         for record in records_of(tmp_path):
             assert len(record["chosen"][0]["content"]) < len(record["rejected"][0]["content"])
         (tmp_path / "bad.py").write_text("def nothing(messages, answer):\n    return None\n")
         given = (f"scorer.kind={tmp_path}/bad.py:nothing", "overwrite=true")
-        assert run(server, prompts, *given, task="preferences") == 1
+        assert choose(server, prompts, *given) == 1
     assert "must give a number; got TypeError" in capsys.readouterr().err
 
 
-def test_answers_that_cannot_be_used_are_left_out_and_counted(run, tmp_path):  # noqa: F811
+def test_answers_that_cannot_be_used_are_left_out_and_counted(choose, tmp_path):
     source = write_lines(tmp_path / "prompts.jsonl", [{"prompt": "one"}, {"prompt": "two"}, {"prompt": "three"}])
     passage = " ".join(f"p{n}" for n in range(20))
     (tmp_path / "bench.txt").write_text(passage)
@@ -250,7 +255,7 @@ def test_answers_that_cannot_be_used_are_left_out_and_counted(run, tmp_path):  #
         "endpoint.concurrency=1",
     ]
     with chat_server(reply) as server:
-        assert run(server, source, *judged(server), *given, task="preferences") == 0
+        assert choose(server, source, *judged(server), *given) == 0
     assert [record["chosen"][0]["content"] for record in records_of(tmp_path)] == ["good answer here", "a b c"]
     report = report_of(tmp_path)
     assert report["preferences"]["answers_left_out"] == {"contaminated": 1, "cut": 5, "equal": 1, "refused": 1}
@@ -274,10 +279,6 @@ def test_answers_that_cannot_be_used_are_left_out_and_counted(run, tmp_path):  #
             "prompts must be null unless scorer.kind=judge, .*; got own.yaml with a:b",
         ),
         ({"scorer": {"kind": "given"}}, "endpoint.base_url must be null with scorer.kind=given, .*; got http"),
-        (
-            {"scorer": {"kind": "a:b"}, "pair": "worst"},
-            "pair must be one of best_worst, .*; got worst",
-        ),
     ],
 )
 def test_a_mistake_in_the_options_of_preferences_is_one_line(given, line):
@@ -317,10 +318,10 @@ CALLED = [
         ({"messages": [{"role": "system", "content": "s", "tools": [TOOL]}, *CALLED[:1]]}, "a prompt with tools or"),
     ],
 )
-def test_a_record_without_a_prompt_ends_the_run_with_its_place(run, tmp_path, capsys, record, words):  # noqa: F811
+def test_a_record_without_a_prompt_ends_the_run_with_its_place(choose, tmp_path, capsys, record, words):
     source = write_lines(tmp_path / "bad.jsonl", [record])
     with chat_server(judge) as server:
-        assert run(server, source, *judged(server), task="preferences") == 1
+        assert choose(server, source, *judged(server)) == 1
     error = capsys.readouterr().err
     assert "bad.jsonl:1: " in error
     assert words.partition(".*")[0] in error

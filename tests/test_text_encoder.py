@@ -39,12 +39,8 @@ def split(pattern: str) -> Any:
 
 
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
-QWEN = split(
-    CONTRACTIONS + r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-)
-LLAMA3 = split(
-    CONTRACTIONS + r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-)
+QWEN = split(CONTRACTIONS + r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+LLAMA3 = split(CONTRACTIONS + r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 METASPACE = {scheme: pre_tokenizers.Metaspace(prepend_scheme=scheme) for scheme in ("always", "first", "never")}
 LLAMA2 = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
 
@@ -185,10 +181,7 @@ TEXTS = st.lists(PARTS, min_size=1, max_size=120).map("".join)
 def test_a_text_in_pieces_has_the_tokens_of_one_piece(kind: str, on_found: str, text: str, window: int) -> None:
     tokenizer = tokenizer_of(kind)
     whole = tokenizer(
-        text,
-        add_special_tokens=False,
-        return_offsets_mapping=True,
-        split_special_tokens=on_found == "encode",
+        text, add_special_tokens=False, return_offsets_mapping=True, split_special_tokens=on_found == "encode"
     )
     windows = Windows(window, 40, 1 << 20)
     (encoded,) = TextEncoder(tokenizer, RecordOptions(on_found), windows=windows).encode([text])

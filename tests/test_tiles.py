@@ -286,8 +286,7 @@ def test_each_tile_is_computed_twice_also_where_the_layer_is_recomputed(checkpoi
 
 
 @pytest.mark.parametrize(
-    ("family", "offload"),
-    [("llama", False), ("llama", True), ("gpt2", True), ("qwen3_moe_with_a_dense_layer", False)],
+    ("family", "offload"), [("llama", False), ("llama", True), ("gpt2", True), ("qwen3_moe_with_a_dense_layer", False)]
 )
 def test_a_layer_adds_one_hidden_state_and_its_gradients_to_the_peak_of_a_step(family, offload):
     """With an offload, that hidden state is the copy on the host, which the same tracker counts on a CPU."""
@@ -421,7 +420,7 @@ REFUSED = [
     (
         ["model.activation_offload=true", "model.enable_gradient_checkpointing=false"],
         "model.activation_offload=true needs model.enable_gradient_checkpointing=true; got false",
-    ),
+    )
 ]
 
 

@@ -52,8 +52,6 @@ def test_the_config_that_is_returned_has_the_memory(checked):
         ("engine.ulysses_sequence_parallel_size=2", "parallel_size must be 1 with model=qwen_titans"),
         ("parallel.context_parallel_size=2", "parallel.context_parallel_size must be 1 with model=qwen_titans"),
         ("model.lora_rank=4", "model.lora_rank must be 0 with model=qwen_titans"),
-        ("model.train=memry", "model.train must be one of all, memory; got memry (nearest: memory)"),
-        ("model.memory.heads=two", "model.memory.heads must be a whole number; got two"),
         ("model.memory.layers=[7]", "model.memory.layers must lie in 0..1 for a base model of 2 layers; got [7]"),
         ("model.memory.layers=[] model.train=memory", "model.memory.layers must name a layer with model.train=memory"),
         ("attention.backend=varlen", "attention.backend must be one of auto, sdpa, flash_attn; got varlen"),

@@ -12,6 +12,7 @@ import pytest
 from datasets import load_from_disk
 
 from tests.test_tokenize_templates import CHATML, tiny_tokenizer
+from verl_ext.__main__ import main
 from verl_ext.files import OutputFolder
 
 pytestmark = pytest.mark.slow
@@ -21,7 +22,9 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "verl_ext", "tokenize", *arguments]
 
 
-def test_run_ends_with_a_table_and_a_bad_record_with_code_1(tmp_path: Path) -> None:
+def test_run_ends_with_a_table_and_a_bad_record_with_code_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     tiny_tokenizer(CHATML).save_pretrained(tmp_path / "model")
     (tmp_path / "in.jsonl").write_text('{"text": "the cat"}\n')
     (tmp_path / "bad.jsonl").write_text('{"text": "the cat"}\n{"txt": 1}\n')
@@ -30,10 +33,10 @@ def test_run_ends_with_a_table_and_a_bad_record_with_code_1(tmp_path: Path) -> N
     assert (done.returncode, done.stderr.count("Traceback")) == (0, 0), done.stderr
     assert done.stdout.splitlines()[1].split()[:2] == ["a", "1"]
     assert len(load_from_disk(str(tmp_path / "out"))) == 1
-    bad = command("sources={a:bad.jsonl}", "output_dir=out2", "model.path=model")
-    done = subprocess.run(bad, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("error: bad.jsonl:2: no known shape among the fields: txt;")
+    monkeypatch.chdir(tmp_path)
+    assert main(["tokenize", "sources={a:bad.jsonl}", "output_dir=out2", "model.path=model"]) == 1
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.startswith("error: bad.jsonl:2: no known shape among the fields: txt;")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.jsonl", "in.jsonl", "model", "out"]
 
 

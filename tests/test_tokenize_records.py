@@ -273,11 +273,7 @@ def test_message_weights_may_be_fractions_and_zero_is_no_target() -> None:
         ({"messages": []}, "empty", "messages is empty"),
         ({"text": "  "}, "empty", "text is empty"),
         ({"question": "q", "answer": " "}, "empty", "every assistant turn is empty"),
-        (
-            {"question": "q", "answer": 3},
-            "non_string_content",
-            "a string or a list of messages; got int",
-        ),
+        ({"question": "q", "answer": 3}, "non_string_content", "a string or a list of messages; got int"),
         ({"messages": [{"role": "user", "content": "q"}]}, "no_target", "no assistant turn"),
         ({"messages": [{"role": "wizard", "content": "q"}]}, "unknown_role", "wizard"),
         ({"messages": [{"role": "user", "content": {"a": 1}}]}, "non_string_content", "got dict"),

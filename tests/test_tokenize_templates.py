@@ -279,10 +279,7 @@ def test_turns_each_gives_every_turn_its_document_with_its_reasoning_as_inferenc
 
 @pytest.mark.parametrize(
     ("turns", "expected"),
-    [
-        ("all", ["the cat<|im_end|>sat<|im_end|>on mats<|im_end|>"]),
-        ("last", ["on mats<|im_end|>"]),
-    ],
+    [("all", ["the cat<|im_end|>sat<|im_end|>on mats<|im_end|>"]), ("last", ["on mats<|im_end|>"])],
 )
 def test_turns_all_and_last_give_one_document_as_the_template_prints_it(
     tmp_path: Path, turns: str, expected: list[str]

@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests.training import metrics
+from tests.ranks import run_ranks
+from tests.tiny_model import init_model
+from tests.training import metrics, train_as_programs
 from verl_ext.__main__ import main
 from verl_ext.commands import train
 from verl_ext.launch.run import Awaited, run_torchrun
@@ -34,12 +36,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sums = [{"question": f"What is {i} + {i}?", "answer": f"It is {2 * i}."} for i in range(40)]
     (folder / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in sums))
     (folder / "code.json").write_text(json.dumps([{"text": f"print({i})"} for i in range(30)]))
-    (folder / "prose.jsonl").write_text("".join(json.dumps({"text": str(record)}) + "\n" for record in sums))
-    small = "config={num_hidden_layers: 1, hidden_size: 32, intermediate_size: 64}"
-    tokenizer = ("tokenizer.train_on=[prose.jsonl]", "tokenizer.vocab_size=300")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        assert main(["init-model", "model=tiny", "output_dir=MODEL", small, *tokenizer]) == 0
+    init_model(folder, map(str, sums))
     return folder
 
 
@@ -163,14 +160,8 @@ def test_training_data_alone_is_trained_on_as_it_is(folder: Path, started: list[
         (["backend=ray"], ["backend", "local", "got ray"]),
         (["data.val_share=1.5"], ["data.val_share must be a share above 0 and below 1", "got 1.5"]),
         (["val_share=0"], ["data.val_share must be a share above 0 and below 1", "got 0"]),
-        (
-            ["data.val_share=0.1", "data.val_dir=data/val"],
-            ["data.val_dir", "val_share", "got data.val_dir=data/val"],
-        ),
-        (
-            ["data.val_share=0.1", "data.val_sources={a:b.jsonl}"],
-            ["data.val_sources", "data.val_share", "b.jsonl"],
-        ),
+        (["data.val_share=0.1", "data.val_dir=data/val"], ["data.val_dir", "val_share", "got data.val_dir=data/val"]),
+        (["data.val_share=0.1", "data.val_sources={a:b.jsonl}"], ["data.val_sources", "data.val_share", "b.jsonl"]),
         (["system={cod: x}"], ["system.cod", "gsm8k, code"]),
         (["model.path="], ["model.path", "got nothing"]),
     ],
@@ -198,11 +189,11 @@ def test_a_share_that_holds_out_nothing_ends_the_run_before_a_model_is_loaded(fo
     assert not [path for path in written(folder) if path.is_dir()]
 
 
-def test_a_run_validates_on_the_records_that_were_held_out(folder: Path) -> None:
-    line = [sys.executable, "-m", "verl_ext", *COMMAND, "data.val_share=0.2", "trainer.test_freq=1"]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = metrics(Path("run"))
+def test_a_run_validates_on_the_records_that_were_held_out(folder: Path, started: list[list[str]]) -> None:
+    place = f"trainer.default_local_dir={folder / 'run'}", f"model.path={folder / 'MODEL'}", f"data.cache_dir={folder}"
+    assert main([*COMMAND, "data.val_share=0.2", "trainer.test_freq=1", *place]) == 0
+    run_ranks(train_as_programs, 1, started)
+    found = metrics(folder / "run")
     assert {(2, "val/loss"), (2, "val/gsm8k_loss"), (2, "val/code_loss")} <= found.keys()
 
 

@@ -19,6 +19,8 @@ from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import (
     MEASURED,
     build,
+    fit,
+    heard,
     into,
     metrics,
     plain_losses,
@@ -65,24 +67,52 @@ LAYOUTS = {  # (ranks, ranks of a Ulysses group, groups that share a pack)
 
 
 @pytest.fixture(scope="module")
-def runs(data, tiny_model, tmp_path_factory):
-    """Run the same two epochs on three layouts of ranks, each in place of another run; return folders and metrics."""
-    results = {}
-    for name, (ranks, ulysses, groups) in LAYOUTS.items():
-        output = tmp_path_factory.mktemp("runs") / name
-        (output / "global_step_99").mkdir(parents=True)
-        (output / "thesis.txt").write_text("mine")
-        (output / "metrics.jsonl").write_text('{"step": 99, "data": {}}\n')
-        options = [
-            *(f"data.val_dir={data[0] / 'val'}", "trainer.total_epochs=2", "trainer.overwrite=true"),
-            *(f"engine.ulysses_sequence_parallel_size={ulysses}", f"parallel.context_parallel_size={groups}"),
-            "checkpoint.save_contents=[model,optimizer,extra,hf_model]",
-            *("data.balance_group=2", "data.cost=tokens"),  # their defaults would depend on the layout
-            f"trainer.length_bins={BINS}",
-        ]
-        run_ranks(train_alone, ranks, run_of(data, tiny_model, output, *options))
-        results[name] = output, metrics(output)
-    return results
+def done(data, tiny_model, tmp_path_factory):
+    """Execute all runs in one start of one, two and four ranks each; return their folder and {name: its results}."""
+    folder = tmp_path_factory.mktemp("runs")
+    alone = {
+        "other packs": (refusals, *other_packs(data, tiny_model, folder)),
+        "fewer": (train_alone, [*groups_of_two(tiny_model, folder), into(folder / "fewer"), "trainer.save_freq=2"]),
+        "mixture": (prepared, [[*mixture(data, tiny_model, folder), *MICRO]]),
+        "weigh 0": (train_alone, weightless(tiny_model, folder)),
+        "poisoned": (train_each, poisoned(tiny_model, folder)[0]),
+        "too many": (heard, fit, poisoned(tiny_model, folder)[1]),
+        **{f"{name} categories": (count_waits, waits(tiny_model, folder, name)) for name in CATEGORIES},
+        "order": (order_of_a_step, in_order(tiny_model, folder)),  # the last, which leaves its wrappers
+    }
+    of_two = {
+        "resumed": (stopped_at, folder / "fewer", folder / "more", 2),
+        "refused": (refusals, groups_of_two(tiny_model, folder), [[into(folder / "new")]]),
+        "more": (train_alone, [*groups_of_two(tiny_model, folder), into(folder / "more")]),
+        "mixtures": (prepared, [[*mixture(data, tiny_model, folder), *step] for step in GROUPED]),
+    }
+    found = {}
+    for (name, (ranks, *_)), calls in zip(LAYOUTS.items(), (alone, of_two, {}), strict=True):
+        first = (train_alone, layout_of(data, tiny_model, folder, name))
+        of_ranks = zip(*run_ranks(in_turn, ranks, [first, *calls.values()]), strict=True)
+        found |= dict(zip(("", *calls), of_ranks, strict=True))
+    return folder, found
+
+
+def layout_of(data, model: Path, folder: Path, name: str) -> list[str]:
+    """Return two epochs on a layout of ranks, in place of another run."""
+    _, ulysses, groups = LAYOUTS[name]
+    output = folder / name
+    (output / "global_step_99").mkdir(parents=True)
+    (output / "thesis.txt").write_text("mine")
+    (output / "metrics.jsonl").write_text('{"step": 99, "data": {}}\n')
+    return [
+        *run_of(data, model, output, f"data.val_dir={data[0] / 'val'}", "trainer.total_epochs=2"),
+        *("trainer.overwrite=true", f"trainer.length_bins={BINS}"),
+        *(f"engine.ulysses_sequence_parallel_size={ulysses}", f"parallel.context_parallel_size={groups}"),
+        "checkpoint.save_contents=[model,optimizer,extra,hf_model]",
+        *("data.balance_group=2", "data.cost=tokens"),  # their defaults would depend on the layout
+    ]
+
+
+@pytest.fixture(scope="module")
+def runs(done):
+    return {name: (done[0] / name, metrics(done[0] / name)) for name in LAYOUTS}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -130,57 +160,65 @@ OTHER_PACKS = {  # a change, and the answer to it
 }
 
 
-def test_a_resume_on_other_packs_and_a_step_without_a_target_are_refused(runs, data, tiny_model, tmp_path):
+def other_packs(data, model: Path, folder: Path) -> tuple[list[str], list[list[str]]]:
+    """Return a run that goes on from that of one rank, and its changes."""
     documents = random_documents(np.random.default_rng(0), [10] * 4, VOCABULARY, 1)
     for document in documents[1:]:
         document["loss_mask"][:] = document["category_ids"][:] = 0
-    without = [f"data.train_dir={write_tokenized(tmp_path / 'data', documents)}", into(tmp_path / "run")]
-    overrides = run_of(data, tiny_model, runs["one_rank"][0], "trainer.total_epochs=3")
+    without = [f"data.train_dir={write_tokenized(folder / 'data_of_step', documents)}", into(folder / "of_step")]
+    overrides = run_of(data, model, folder / "one_rank", "trainer.total_epochs=3")
     overrides += ["data.balance_group=2", "data.cost=tokens"]
-    changes = [[], *([change] for change in OTHER_PACKS), [*without, *ONE_DOCUMENT_A_STEP, "data.balance_group=1"]]
-    ((told, *others, of_step),) = run_ranks(refusals, 1, overrides, changes)
+    of_step = [*without, *ONE_DOCUMENT_A_STEP, "data.balance_group=1"]
+    return overrides, [[], *([change] for change in OTHER_PACKS), of_step]
+
+
+def test_a_resume_on_other_packs_and_a_step_without_a_target_are_refused(done):
+    ((told, *others, of_step),) = done[1]["other packs"]
     assert told == ""
     for line, expected in zip(others, OTHER_PACKS.values(), strict=True):
         assert re.match(expected, line)
     assert "has no target token" in of_step
-    assert not (tmp_path / "run").exists()
+    assert not (done[0] / "of_step").exists()
 
 
-def test_a_resume_on_more_ranks_checks_the_steps_of_the_groups_that_it_keeps(tiny_model, tmp_path):
+def groups_of_two(model: Path, folder: Path) -> list[str]:
     """Grouped for two ranks, documents 4 and 5, which have no targets, would share a step."""
     documents = random_documents(np.random.default_rng(0), range(5, 13), VOCABULARY, 1)
     for number in (4, 5, 7):
         documents[number]["loss_mask"][:], documents[number]["category_ids"][:] = 0, 0
-    write_tokenized(tmp_path / "train", documents, {1: "maths"})
-    overrides = run_of((tmp_path, None), tiny_model, tmp_path / "run", "data.strategy=none", "data.cost=tokens")
-    overrides += ["data.train_batch_size=2", "trainer.total_training_steps=4"]
-    run_ranks(train_alone, 1, [*overrides, "trainer.save_freq=2"])
-    resumed = stopped_at(tmp_path / "run", tmp_path / "resumed", 2)
-    calls = [(refusals, overrides, [[into(tmp_path / "new")]]), (train_alone, [*overrides, into(resumed)])]
-    assert all("has no target token" in line for ((line,), _) in run_ranks(in_turn, 2, calls))
-    assert (resumed / "global_step_4").is_dir()
+    if not (folder / "train").is_dir():
+        write_tokenized(folder / "train", documents, {1: "maths"})
+    overrides = run_of((folder, None), model, folder / "new", "data.strategy=none", "data.cost=tokens")
+    return [*overrides, "data.train_batch_size=2", "trainer.total_training_steps=4"]
 
 
-def test_a_mixture_is_of_training_alone_and_a_group_is_a_pack_for_each_rank(data, tiny_model, tmp_path):
+def test_a_resume_on_more_ranks_checks_the_steps_of_the_groups_that_it_keeps(done):
+    assert all("has no target token" in line for (line,) in done[1]["refused"])
+    assert (done[0] / "more" / "global_step_4").is_dir()
+
+
+MICRO, PROFILED = ("data.micro_batch_size_per_gpu=2",), "trainer.profile_interval=[1,2]"
+GROUPED = (
+    ("data.train_batch_size=4", *MICRO),
+    ("data.train_batch_size=2", PROFILED),
+    ("data.train_batch_size=2", "data.balance=none", PROFILED, "profiler.enable=true"),
+)
+
+
+def mixture(data, model: Path, folder: Path) -> list[str]:
+    of_training = ("data.mixture={sources: {all: {tokens: 200}}}", f"data.val_dir={data[0] / 'val'}")
+    return run_of(data, model, folder / "mixed", *of_training)
+
+
+def test_a_mixture_is_of_training_alone_and_a_group_is_a_pack_for_each_rank(done, data):
     """Groups are not micro-batches: one rank has none to wait for, and a one-group step would have one cost level."""
-    folder, documents = data
-    mixture = ("data.mixture={sources: {all: {tokens: 200}}}", f"data.val_dir={folder / 'val'}")
-    overrides = run_of(data, tiny_model, tmp_path / "run", *mixture)
-    micro, profiled = "data.micro_batch_size_per_gpu=2", "trainer.profile_interval=[1,2]"
-    steps = (
-        ["data.train_batch_size=4", micro],
-        ["data.train_batch_size=2", profiled],
-        ["data.train_batch_size=2", "data.balance=none", profiled, "profiler.enable=true"],
-    )
     told = (2, False, False), (2, True, True), (None, False, False)
-    found = run_ranks(prepared, 2, [[*overrides, *step] for step in steps])
-    assert found == [[(1, 0, len(documents), *facts) for facts in told]] * 2
-    assert run_ranks(prepared, 1, [[*overrides, micro]])[0][0][3] == 1
+    assert done[1]["mixtures"] == ([(1, 0, len(data[1]), *facts) for facts in told],) * 2
+    assert done[1]["mixture"][0][0][3] == 1
 
 
 def prepared(runs: list[list[str]]) -> list[tuple]:
-    """Return by run the rows of both mixtures, validation documents, a group's packs, and if groups and profile have a
-    notice."""
+    """Return by run the rows of both mixtures, validation documents, a group's packs, and whether notices are given."""
     found = []
     for overrides in runs:
         run = settle(overrides)
@@ -212,14 +250,17 @@ def poison_of(tiny_model: Path, folder: Path, token: int) -> Path:
 ONE_DOCUMENT_A_STEP = ("data.strategy=none", "data.train_batch_size=1", "trainer.max_skipped_steps=2")
 
 
-def test_a_step_whose_targets_all_weigh_0_moves_nothing_and_is_counted(tiny_model, tmp_path):
+def weightless(model: Path, folder: Path) -> list[str]:
     documents = random_documents(np.random.default_rng(3), [10] * 6, VOCABULARY, 1)
     for index, document in enumerate(documents):
         document["category_ids"] = document["loss_mask"].astype(np.int32) * (1 + index % 2)
-    folder = write_tokenized(tmp_path / "data", documents, NAMES)
-    overrides = [f"data.train_dir={folder}", f"model.path={tiny_model}", into(tmp_path / "run")]
-    run_ranks(train_alone, 1, [*overrides, *ONE_DOCUMENT_A_STEP, "loss.category_weights={code:0}"])
-    logged = metrics(tmp_path / "run")
+    data = write_tokenized(folder / "data_of_weights", documents, NAMES)
+    overrides = [f"data.train_dir={data}", f"model.path={model}", into(folder / "weightless")]
+    return [*overrides, *ONE_DOCUMENT_A_STEP, "loss.category_weights={code:0}"]
+
+
+def test_a_step_whose_targets_all_weigh_0_moves_nothing_and_is_counted(done):
+    logged = metrics(done[0] / "weightless")
     trained = {step for step, name in logged if name == "train/loss"}
     assert len(trained) == 3
     assert all(np.isfinite(logged[step, "train/loss"]) for step in trained)
@@ -227,24 +268,33 @@ def test_a_step_whose_targets_all_weigh_0_moves_nothing_and_is_counted(tiny_mode
     assert logged[last, "train/skipped_steps"] == sum(step < last for step in set(range(1, 7)) - trained)
 
 
-def test_steps_without_a_finite_gradient_are_counted_and_too_many_end_the_run_also_over_a_resume(tiny_model, tmp_path):
-    model = poison_of(tiny_model, tmp_path / "model", 5)
+def poisoned(model: Path, folder: Path) -> tuple[list[list[str]], list[str]]:
+    """Return runs of which some steps have no finite gradient, and one that ends for that."""
     documents = random_documents(np.random.default_rng(1), [10] * 6, VOCABULARY, 1)  # one a step, in order
     for index, document in enumerate(documents):
         document["input_ids"][document["input_ids"] == 5] = 6
         if index in (1, 2, 4):
             document["input_ids"][2] = 5
-    folder = write_tokenized(tmp_path / "data", documents, {1: "maths"})
+    if not (folder / "poison").is_dir():
+        poison_of(model, folder / "poison", 5)
+        write_tokenized(folder / "data_of_poison", documents, {1: "maths"})
     in_order = ("data.shuffle=false", "data.balance=none", "trainer.total_epochs=2")
 
     def run(output: str, steps: int, *more: str) -> list[str]:
-        where = (f"data.train_dir={folder}", f"model.path={model}", into(tmp_path / output))
+        where = (
+            f"data.train_dir={folder / 'data_of_poison'}",
+            f"model.path={folder / 'poison'}",
+            into(folder / output),
+        )
         return [*where, *ONE_DOCUMENT_A_STEP, *in_order, f"trainer.total_training_steps={steps}", *more]
 
-    runs = [run("whole", 6), run("resumed", 2), run("resumed", 6), run("ended", 2)]
-    with pytest.raises(AssertionError, match="after step 3: 2 consecutive steps had a non-finite gradient"):
-        run_ranks(train_each, 1, [*runs, run("ended", 6, "trainer.max_skipped_steps=1")])
-    whole, resumed = metrics(tmp_path / "whole"), metrics(tmp_path / "resumed")
+    runs = [run("poisoned", 6), run("resumed", 2), run("resumed", 6), run("ended", 2)]
+    return runs, run("ended", 6, "trainer.max_skipped_steps=1")
+
+
+def test_steps_without_a_finite_gradient_are_counted_and_too_many_end_the_run_also_over_a_resume(done):
+    assert "after step 3: 2 consecutive steps had a non-finite gradient" in done[1]["too many"][0]
+    whole, resumed = metrics(done[0] / "poisoned"), metrics(done[0] / "resumed")
     skipped = [resumed[step, "train/skipped_steps"] for step in range(1, 7)]
     assert skipped == [whole[step, "train/skipped_steps"] for step in range(1, 7)] == [0, 1, 2, 2, 3, 3]
     finite = [bool(np.isfinite(whole[step, "train/loss"] or np.nan)) for step in range(1, 7)]
@@ -343,15 +393,22 @@ def order_of_a_step(overrides: list[str]) -> list[str]:
     return acts[first : second + 1]
 
 
-def test_a_step_waits_for_two_sums_where_it_is_logged_and_for_none_before_the_next_is_loaded(tiny_model, tmp_path):
-    """The reductions and reads of a logged step are as many for any number of categories."""
-    calls = []
-    for name, categories in (("few", 2), ("many", 20)):
-        options = ("trainer.logger=[console]", "trainer.total_training_steps=1", into(tmp_path / f"run_{name}"))
-        calls.append((count_waits, small_run(tmp_path / name, tiny_model, LENGTHS, *options, categories=categories)))
+CATEGORIES = {"few": 2, "many": 20}
+
+
+def waits(model: Path, folder: Path, name: str) -> list[str]:
+    options = ("trainer.logger=[console]", "trainer.total_training_steps=1", into(folder / f"run_of_{name}"))
+    return small_run(folder / f"data_of_{name}", model, LENGTHS, *options, categories=CATEGORIES[name])
+
+
+def in_order(model: Path, folder: Path) -> list[str]:
     options = ("trainer.total_training_steps=2", "engine.use_torch_compile=false", "trainer.log_freq=1")
-    run = small_run(tmp_path / "order", tiny_model, LENGTHS, *options, into(tmp_path / "run"), categories=2)
-    ((of_few, of_many, acts),) = run_ranks(in_turn, 1, [*calls, (order_of_a_step, run)])
+    return small_run(folder / "data_in_order", model, LENGTHS, *options, into(folder / "in_order"), categories=2)
+
+
+def test_a_step_waits_for_two_sums_where_it_is_logged_and_for_none_before_the_next_is_loaded(done):
+    """The reductions and reads of a logged step are as many for any number of categories."""
+    (of_few,), (of_many,), (acts,) = (done[1][name] for name in ("few categories", "many categories", "order"))
     (silent_reductions, silent_reads), logged = of_few
     assert of_many == of_few
     assert logged == (silent_reductions + 2, silent_reads + 2)  # for the sums, and for the memory peaks

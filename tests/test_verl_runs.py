@@ -1,9 +1,6 @@
 """Commands of verl's with raw files train by `verl-ext train`: verl's steps and rates, plain transformers' loss."""
 
-import json
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,9 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.training import metrics
+from tests.ranks import run_ranks
+from tests.tiny_model import init_model
+from tests.training import metrics, train_as_programs
 from tests.verl_commands import course_of
 from verl_ext.__main__ import main
+from verl_ext.commands import train
 from verl_ext.config.legacy import is_of_old
 
 pytestmark = pytest.mark.slow
@@ -24,12 +24,13 @@ ROWS = 22
 COMMANDS = {
     "a pair in fields below others, LoRA": (
         "data.prompt_key=extra_info data.response_key=extra_info data.prompt_dict_keys=['question'] "
-        "+data.response_dict_keys=['answer'] data.micro_batch_size_per_gpu=4 optim.lr=1e-4 trainer.total_epochs=2 "
+        "+data.response_dict_keys=['answer'] data.micro_batch_size_per_gpu=11 optim.lr=1e-4 trainer.total_epochs=2 "
         "model.partial_pretrain=MODEL model.lora_rank=4 model.lora_alpha=16 model.target_modules=all-linear"
     ),
     "turns, the schedule over four epochs": (
         "data.multiturn.enable=true data.multiturn.messages_key=prompt data.micro_batch_size=4 "
-        "trainer.total_training_steps=3 model.partial_pretrain=MODEL model.strategy=fsdp use_remove_padding=true"
+        "data.micro_batch_size_per_gpu=2 trainer.total_training_steps=3 model.partial_pretrain=MODEL "
+        "model.strategy=fsdp use_remove_padding=true"
     ),
     "turns of today's verl": (
         "data.messages_key=prompt data.max_length=64 data.truncation=left data.max_token_len_per_gpu=300 "
@@ -51,13 +52,7 @@ def folder(tmp_path_factory) -> Path:
         rows.append({"prompt": turns, "extra_info": {"question": question, "answer": answer}})
     (folder / "rows").mkdir()
     pq.write_table(pa.Table.from_pylist(rows), folder / "rows" / "train.parquet")
-    texts = ({"text": turn["content"]} for row in rows for turn in row["prompt"])
-    (folder / "prose.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
-    small = "config={num_hidden_layers: 1, hidden_size: 32, intermediate_size: 64}"
-    tokenizer = ("tokenizer.train_on=[prose.jsonl]", "tokenizer.vocab_size=300")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        assert main(["init-model", "model=tiny", "output_dir=MODEL", small, *tokenizer]) == 0
+    init_model(folder, (turn["content"] for row in rows for turn in row["prompt"]))
     return folder
 
 
@@ -78,22 +73,33 @@ def plain_loss(folder: Path, length: int) -> float:
     return total / targets
 
 
-@pytest.mark.parametrize(("name", "batch"), [*((name, ROWS) for name in COMMANDS), ("turns of today's verl", 4)])
-def test_a_command_of_verls_trains_verls_steps_at_its_rates_with_the_loss_of_its_rows(name, batch, folder, tmp_path):
-    words = [
-        *("data.train_files=rows/train.parquet", "data.val_files=null", f"data.train_batch_size={batch}"),
-        *shlex.split(COMMANDS[name].replace("micro_batch_size_per_gpu=4", f"micro_batch_size_per_gpu={batch // 2}")),
-    ]
-    if "micro_batch_size=4" in COMMANDS[name]:
-        words.append("data.micro_batch_size_per_gpu=2")
-    options = dict(word.lstrip("+").split("=", 1) for word in words)
-    course = course_of(options, any(map(is_of_old, options)), ROWS)
-    here = [f"trainer.default_local_dir={tmp_path}", "trainer.logger=[file]", "parallel=cpu", "nproc=1"]
-    program = [sys.executable, "-m", "verl_ext", "train", *words, *here, "data.cache_dir=cache", "data.num_workers=0"]
-    done = subprocess.run(program, cwd=folder, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr[-3000:]
-    logged = metrics(tmp_path)
+CASES = [*((name, ROWS) for name in COMMANDS), ("turns of today's verl", 4)]
+
+
+@pytest.fixture(scope="module")
+def courses(folder, tmp_path_factory):
+    """Return {case: (what verl makes of the command, what was logged of its run)}."""
+    lines: list[list[str]] = []
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(train, "run_torchrun", lambda line, work, _: work() or lines.append(list(line)) or 0)
+        for name, batch in CASES:
+            files = ("data.train_files=rows/train.parquet", "data.val_files=null", f"data.train_batch_size={batch}")
+            words = [*files, *shlex.split(COMMANDS[name])]
+            options = dict(word.lstrip("+").split("=", 1) for word in words)
+            output = tmp_path_factory.mktemp("run")
+            found[name, batch] = course_of(options, any(map(is_of_old, options)), ROWS), output
+            here = [f"trainer.default_local_dir={output}", "trainer.logger=[file]", "parallel=cpu", "nproc=1"]
+            assert main(["train", *words, *here, "data.cache_dir=cache", "data.num_workers=0"]) == 0
+        run_ranks(train_as_programs, 1, lines)
+    return {case: (course, metrics(output)) for case, (course, output) in found.items()}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_command_of_verls_trains_verls_steps_at_its_rates_with_the_loss_of_its_rows(case, folder, courses):
+    course, logged = courses[case]
     rates = [value for (_, key), value in sorted(logged.items()) if key == "train/lr"]
     assert rates == pytest.approx([course.rate(step) for step in range(course.steps)], rel=1e-6, abs=1e-12)
-    if batch == ROWS:  # the first step has every row
+    if case[1] == ROWS:  # the first step has every row
         assert logged[1, "train/loss"] == pytest.approx(plain_loss(folder, course.length), rel=1e-5)

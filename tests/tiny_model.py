@@ -1,5 +1,7 @@
 """A folder with a small random Qwen3 (or a relative of it) and a word-level tokenizer with a chat template."""
 
+import json
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 
@@ -7,11 +9,31 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast, Qwen3Config
 
+from verl_ext.__main__ import main
+
 VOCABULARY = 128
+SHAPE = {  # of models that are made in a test
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.2,
+}
 _CHAT = (
     "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|> {% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
 )
+
+
+def init_model(folder: Path, texts: Iterable[str]) -> None:
+    """Write MODEL into a folder by `verl-ext init-model`, with a tokenizer trained on texts."""
+    (folder / "prose.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    small = "config={num_hidden_layers: 1, hidden_size: 32, intermediate_size: 64}"
+    tokenizer = (f"tokenizer.train_on=[{folder}/prose.jsonl]", "tokenizer.vocab_size=300")
+    assert main(["init-model", "model=tiny", f"output_dir={folder}/MODEL", small, *tokenizer]) == 0
 
 
 def write_tiny_model(
@@ -27,20 +49,10 @@ def write_tiny_model(
     )
     fast.chat_template = _CHAT
     fast.save_pretrained(folder)
-    fields = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": False,
-        "initializer_range": 0.2,
-    }
+    fields = {**SHAPE, "vocab_size": VOCABULARY, "intermediate_size": 64, "tie_word_embeddings": False}
+    fields |= {"max_position_embeddings": 512, **config}
     torch.manual_seed(seed)
-    AutoModelForCausalLM.from_config(config_class(**{**fields, **config})).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config_class(**fields)).save_pretrained(folder)
     return folder
 
 

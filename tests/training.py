@@ -81,6 +81,15 @@ def train_each(runs: Sequence[Sequence[str]]) -> None:
         train(overrides)
 
 
+def train_as_programs(lines: Sequence[Sequence[str]]) -> None:
+    """Train by the arguments of one torchrun after the other, as each of its ranks does."""
+    from verl_ext.fsdp_sft_trainer import train as train_composed
+    from verl_ext.trainer.start import compose_and_run
+
+    for line in lines:
+        compose_and_run(line[line.index("verl_ext.fsdp_sft_trainer") + 1 :], train_composed)
+
+
 def heard(function: Callable[..., Any], *arguments: Any) -> str:
     """Call a function without its output; return its stderr, with the error of a user's mistake or a failed run."""
     words = io.StringIO()
