@@ -184,6 +184,7 @@ def _documents(query, key, cu_q, cu_k, scale, causal, window, softcap):
         yield slice(*queries), slice(*keys), scores.masked_fill(unseen, -torch.inf), slope
 
 
+@torch.autocast("cpu", enabled=False)  # which is not seen in C++
 def attend(query, key, value, cu_q, cu_k, max_q, max_k, dropout, scale, causal, window, softcap=0.0):
     """Check a call, and return its output and log-sum-exp."""
     check_call(query, key, value, cu_q, cu_k, max_q, max_k, dropout, scale, causal, window, softcap)
@@ -195,6 +196,7 @@ def attend(query, key, value, cu_q, cu_k, max_q, max_k, dropout, scale, causal, 
     return torch.cat(outputs).to(query.dtype), torch.cat(sums, dim=1)
 
 
+@torch.autocast("cpu", enabled=False)
 def gradients(grad, query, key, value, output, lse, *of_call):
     """Check a backward call, and return the gradients of queries, keys and values."""
     check_call(query, key, value, *of_call)

@@ -1,0 +1,204 @@
+"""Training steps on strict stand-ins of flash kernels and of NCCL, with the kernel of a real run.
+
+A step's gradients may be twice as far from those in fp32 as the same step's on sdpa in half precision.
+"""
+
+import sys
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from tests.flash_stand_ins import (
+    CALLS,
+    check_call,
+    flash_attn_package,
+    flash_attn_varlen_func,
+    register_fa3_stand_ins,
+    register_flash_stand_ins,
+)
+from tests.nccl_rules import NcclRules
+from tests.ranks import run_ranks
+from tests.reference import pack_row, tree_row
+from tests.small_models import write_small_models
+from tests.test_parity import DOCUMENTS, GROUPS, TRIES
+from verl_ext.attention import KernelDevice, packed, unusable
+from verl_ext.data import CategoryTable
+from verl_ext.losses import LossOptions, LossSpec
+from verl_ext.trainer.batch import StepCollator
+from verl_ext.trainer.objective import Objective
+
+BF16 = "engine.mixed_precision={param_dtype:bf16,reduce_dtype:fp32,buffer_dtype:fp32}"
+BACKENDS = {"varlen": "torch", "flash_attn": "flash_attn", "fa3": "fa3"}  # and whose calls are counted
+CATEGORIES = CategoryTable((7, 9, 11), ("gsm8k", "code", "absent"))
+
+
+class Case(NamedTuple):
+    """A step: its model, the ranks of a pack (Ulysses × groups), overrides, and what its packs hold."""
+
+    model: str = "tiny"
+    ulysses: int = 1
+    groups: int = 1
+    overrides: tuple[str, ...] = ()
+    packs: str = "documents"
+
+
+CASES = {
+    "documents": Case(),
+    "shared prefixes": Case(packs="tries"),
+    "tiles on the host": Case(overrides=("model.tile_tokens=5", "model.activation_offload=true")),
+    "sinks": Case("gpt_oss"),
+}
+
+
+@cache
+def _engine(folder: str, ulysses: int, *overrides: str):
+    from tests.packed_engine import build_worker
+
+    return build_worker(folder, ulysses, overrides).engine
+
+
+def _step(case: Case, folders: dict[str, str], *overrides: str):
+    from tests.packed_engine import train_step
+
+    context = f"parallel.context_parallel_size={case.groups}"
+    engine = _engine(folders[case.model], case.ulysses, context, *case.overrides, *overrides)
+    shares = case.packs == "tries"
+    packs = [tree_row(p) for p in TRIES] if shares else [pack_row([DOCUMENTS[i] for i in g]) for g in GROUPS["packed"]]
+    collate = StepCollator(LossSpec("token", np.ones(4)), CATEGORIES, shares_prefixes=shares)
+    return train_step(engine, packs, collate, 4, "fused", Objective(LossOptions()))
+
+
+def _gradient(step) -> torch.Tensor:
+    return torch.cat([torch.empty(0), *(of_one.double().flatten() for _, of_one in sorted(step.gradients.items()))])
+
+
+def _measure(backend: str | None, names: list[str], folders: dict[str, str]) -> dict:
+    """Return each case's gradient and the calls of the backend; None gives those of sdpa in fp32 and in bf16."""
+    found = {}
+    if backend is None:
+        packed.set_backend("sdpa")
+        for name in names:
+            exact, half = (_step(CASES[name], folders, *overrides) for overrides in ((), (BF16,)))
+            found[name] = _gradient(exact), _gradient(half)
+        return found
+    if backend == "fa3":
+        register_fa3_stand_ins()
+    else:
+        register_flash_stand_ins()  # under flash-attn too: its function has no log-sum-exp for sinks
+    if backend == "flash_attn":
+        sys.modules["flash_attn"] = flash_attn_package()
+    unusable.cache_clear()
+    packed.KernelDevice = lambda *_: KernelDevice("cuda", (9, 0) if backend == "fa3" else (8, 0))
+    packed.set_backend("auto")
+    for name in names:
+        CALLS.clear()
+        with NcclRules() as rules:
+            step = _step(CASES[name], folders, BF16)
+        found[name] = _gradient(step), {**CALLS, "collectives": rules.calls}
+    return found
+
+
+@pytest.fixture(scope="module")
+def steps(tiny_model, tmp_path_factory):
+    """Return a function for the steps of a backend, by case, that runs each number of ranks once."""
+    folder = tmp_path_factory.mktemp("models")
+    folders = {"tiny": str(tiny_model), **write_small_models(["gpt_oss"], folder, tiny_model)}
+    found: dict[str | None, dict] = {}
+
+    def of(backend: str | None) -> dict:
+        if backend not in found:
+            steps = {}
+            for ranks in sorted({case.ulysses * case.groups for case in CASES.values()}):
+                names = [name for name, case in CASES.items() if case.ulysses * case.groups == ranks]
+                steps |= run_ranks(_measure, ranks, backend, names, folders)[0]
+            found[backend] = steps
+        return found[backend]
+
+    return of
+
+
+def _of_call(**changes):
+    """Return the arguments of a kernel's call that is right but for the changes."""
+    query, key = (torch.zeros(6, heads, 16, dtype=torch.bfloat16) for heads in (4, 2))
+    boundaries = torch.tensor([0, 2, 6], dtype=torch.int32)
+    call = {"query": query, "key": key, "value": key, "cu_q": boundaries, "cu_k": boundaries, "max_q": 4, "max_k": 4}
+    call |= {"dropout": 0.0, "scale": None, "causal": True, "window": (-1, 0), "softcap": 0.0}
+    return {**call, **changes}
+
+
+_ROWS = torch.zeros(6, 4, 16, dtype=torch.bfloat16)
+REFUSED = {
+    "fp16 and bf16": {"query": _ROWS.float(), "key": _ROWS.float(), "value": _ROWS.float()},
+    "one type": {"value": _ROWS.half()},
+    "contiguous last dimension": {"query": torch.zeros(6, 16, 4, dtype=torch.bfloat16).transpose(1, 2)},
+    "aligned rows": {"query": torch.zeros(6, 4, 20, dtype=torch.bfloat16)[..., :16]},
+    "multiple of 8 up to 256": {name: torch.zeros(6, 4, 264).half() for name in ("query", "key", "value")},
+    "key heads that divide": {"key": _ROWS[:, :3], "value": _ROWS[:, :3]},
+    "int32": {"cu_q": torch.tensor([0, 2, 6])},
+    "from 0 to 6": {"cu_k": torch.tensor([0, 2, 5], dtype=torch.int32), "max_k": 3},
+    "cu_seqlens on cpu": {"cu_k": torch.empty(3, dtype=torch.int32, device="meta")},
+    "host int": {"max_q": torch.tensor(4)},
+    "longest document's length 4": {"max_k": 3},
+    "float as scale": {"scale": 1},
+    "keys for all queries": {"cu_k": torch.tensor([0, 4, 6], dtype=torch.int32)},
+}
+
+
+@pytest.mark.parametrize("requirement", REFUSED)
+def test_a_stand_in_refuses_what_a_kernel_would(requirement):
+    register_flash_stand_ins()
+    check_call(**_of_call())
+    with pytest.raises(RuntimeError, match=requirement):
+        check_call(**_of_call(**REFUSED[requirement]))
+
+
+def test_the_package_has_the_signature_of_flash_attn():
+    register_flash_stand_ins()
+    call = _of_call()
+    inputs = [call[name] for name in ("query", "key", "value", "cu_q", "cu_k", "max_q", "max_k")]
+    assert flash_attn_varlen_func(*inputs, causal=True).shape == (6, 4, 16)
+    for wrong in ({"deterministic": 1}, {"dropout_p": 0}, {"window_size": (1.0, 0)}):
+        with pytest.raises(RuntimeError):
+            flash_attn_varlen_func(*inputs, **{"causal": True, **wrong})
+    with pytest.raises(TypeError):
+        flash_attn_varlen_func(*inputs, scale=0.5)
+
+
+def _reduced() -> list[str]:
+    """Return what the rules say of the sum of each tensor."""
+    import torch.distributed as dist
+
+    x, said = torch.ones(4, 4), []
+    for tensor, op in ((x, "SUM"), (x.short(), "SUM"), (x.t()[:, :2], "SUM"), (x.int(), "BAND")):
+        with NcclRules():
+            try:
+                dist.all_reduce(tensor, getattr(dist.ReduceOp, op))
+                said.append("")
+            except RuntimeError as error:
+                said.append(str(error))
+    return said
+
+
+@pytest.mark.slow
+def test_the_rules_of_nccl_refuse_types_and_strides_that_it_does_not_take():
+    fits, short, strided, by_bits = run_ranks(_reduced, 1)[0]
+    assert fits == ""
+    assert "int16" in short
+    assert "strides" in strided
+    assert "by bits" in by_bits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_step_makes_calls_that_a_kernel_takes_and_has_the_gradients_of_sdpa(backend, name, steps):
+    exact, half = steps(None)[name]
+    found, calls = steps(backend)[name]
+    assert float((found - exact).norm()) <= 2 * float((half - exact).norm()) + 1e-6 * float(exact.norm())
+    assert calls["collectives"] > 0
+    calls = {kernel: count for kernel, count in calls.items() if kernel != "collectives"}
+    taken = "torch" if backend == "flash_attn" and "sinks" in name else BACKENDS[backend]
+    assert set(calls) == {taken}
