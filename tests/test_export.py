@@ -25,7 +25,10 @@ from verl_ext.data.chats import TrainedChats
 
 pytestmark = pytest.mark.slow
 
-_MLA = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+_MLA = {
+    **{"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
+    "num_key_value_heads": 4,  # as many as query heads, which transformers 5.24 counts on
+}
 _ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 16}
 MODELS = {
     "qwen3": {},
